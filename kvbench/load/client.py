@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import gevent
 from gevent.event import Event
 
-from kvbench.load.connection import Address, Connection, StreamFailure, Timeouts, open_connection
-from kvbench.load.http import MalformedStream, ResponseReader, tls_context
+from kvbench.load.connection import Connection, StreamFailure, Timeouts, open_connection
+from kvbench.load.http import Address, MalformedStream, ResponseReader, tls_context
 
 _MOST_BYTES = 64 << 20
 # A server that closes an idle connection may cross with a request on its way. One that closes later than this after the

@@ -14,11 +14,12 @@ import ssl
 import struct
 import time
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import gevent
 from gevent import monkey
 from gevent.socket import wait_read, wait_write
+
+from kvbench.load.http import Address
 
 _READ_BYTES = 65536
 _SO_TIMESTAMPNS = 35  # with the layout of 64-bit Linux
@@ -26,36 +27,6 @@ _ANCILLARY_BYTES = 64
 _STAMP = struct.Struct("qq")
 _CLOCK_STEP_S = 0.001
 _RawSocket = monkey.get_original("socket", "socket")  # gevent's own would wait inside the read callback
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where the server is, and the path prefix below which its API lives."""
-
-    host: str
-    port: int
-    prefix: str
-    tls: bool = False
-
-    @classmethod
-    def from_url(cls, url: str) -> Address:
-        """ValueError for anything but http[s]://host[:port][/prefix]."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https"):
-            raise ValueError(f"the URL {url!r} is neither http:// nor https://; write http://127.0.0.1:8000.")
-        if not parts.hostname:
-            raise ValueError(f"the URL {url!r} names no host; write http://127.0.0.1:8000.")
-        tls = parts.scheme == "https"
-        try:
-            port = parts.port or (443 if tls else 80)
-        except ValueError as error:
-            raise ValueError(f"the URL {url!r} has an impossible port ({error}).") from error
-        return cls(parts.hostname, port, parts.path.rstrip("/"), tls)
-
-    @property
-    def authority(self) -> str:
-        """``host:port`` for a Host header or a message."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)

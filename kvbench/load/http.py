@@ -10,7 +10,9 @@ import json
 import re
 import ssl
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httptools
 from pydantic import Field, field_validator
@@ -21,7 +23,6 @@ from kvbench.common.secrets import api_key
 from kvbench.requests.request import RequestSpec
 
 if TYPE_CHECKING:
-    from kvbench.load.connection import Address
     from kvbench.load.spec import LoadSpec
 
 _OURS = ("model", "prompt", "max_tokens", "stream")
@@ -32,6 +33,36 @@ _SURPLUS = "something came after the response's end"
 _BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _LINE = re.compile(rb"\r\n|\n|\r")
 _QUOTED_CHARS = 60
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the server is, and the path prefix below which its API lives."""
+
+    host: str
+    port: int
+    prefix: str
+    tls: bool = False
+
+    @classmethod
+    def from_url(cls, url: str) -> Address:
+        """ValueError for anything but http[s]://host[:port][/prefix]."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https"):
+            raise ValueError(f"the URL {url!r} is neither http:// nor https://; write http://127.0.0.1:8000.")
+        if not parts.hostname:
+            raise ValueError(f"the URL {url!r} names no host; write http://127.0.0.1:8000.")
+        tls = parts.scheme == "https"
+        try:
+            port = parts.port or (443 if tls else 80)
+        except ValueError as error:
+            raise ValueError(f"the URL {url!r} has an impossible port ({error}).") from error
+        return cls(parts.hostname, port, parts.path.rstrip("/"), tls)
+
+    @property
+    def authority(self) -> str:
+        """``host:port`` for a Host header or a message."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Dialect(StrictModel):

@@ -13,8 +13,8 @@ from gevent.queue import Queue
 
 from kvbench.load.client import RawStream, StreamingClient
 from kvbench.load.completion import Completion, judge
-from kvbench.load.connection import Address, StreamFailure, Timeouts
-from kvbench.load.http import http_request, tls_context
+from kvbench.load.connection import StreamFailure, Timeouts
+from kvbench.load.http import Address, http_request, tls_context
 from kvbench.load.loop_lag import PreciseSleep
 from kvbench.load.samples import Sample, with_history
 from kvbench.load.server_health import ServerHealth

@@ -4,6 +4,7 @@
 
 Prints ``ready URL``. What it should do wrong comes from the environment, so that a sweep can launch it unchanged:
     FAKE_TOKEN_S      seconds between tokens (0.002)
+    FAKE_RESPONSE_S   seconds before each answer to a completion, outside of its "engine" (0)
     FAKE_WEIGHTS      fingerprint of its weights (f00d)
     FAKE_LAUNCHES     a file to which each launch adds a line with its flags
     FAKE_FAULT        never_ready | exit_at_start | refuse | leak | die:N (in the Nth measured stream) |
@@ -221,6 +222,7 @@ async def answer(engine: FakeEngine, writer: asyncio.StreamWriter, path: str, bo
         case "/reset_prefix_cache":
             respond(writer, engine.reset(), {})
         case "/v1/completions":
+            await asyncio.sleep(float(os.environ.get("FAKE_RESPONSE_S", "0")))
             await complete(engine, writer, body)
         case _:
             respond(writer, 404, {"error": {"message": f"no {path}"}})

@@ -22,6 +22,7 @@ from kvbench.common.files import read_json, write_text
 from kvbench.common.text import plural
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.compare.pair_runner import FailedAttempt
+from kvbench.gate.compare.served_check import served_findings
 from kvbench.gate.policy import Policy
 from kvbench.gate.timing.explain import moved_between, where_it_went
 from kvbench.gate.timing.judge import Judgement, findings_of, judge, sentence
@@ -131,15 +132,18 @@ def conclude(
     except ValueError as error:
         raise UsageError(f"{folder.path}: {error}") from None
     facts |= {"pairs": judgement.pairs, "look": judgement.look.pairs, "alpha": judgement.look.alpha}
-    findings = (*extra, *findings_of(judgement, *(values[side][: judgement.pairs] for side in SIDES)))
+    tested = findings_of(judgement, *(values[side][: judgement.pairs] for side in SIDES))
+    extra += served_findings(folder, tested)
     moved = ()
     if judgement.outcome == FAIL:
         counters = _read_counters(folder, cells, judgement.pairs)
-        moved = moved_between(counters, findings)
-        if where := where_it_went(moved, findings, counters):
+        moved = moved_between(counters, tested)
+        if where := where_it_went(moved, tested, counters):
             notes.insert(0, where)
     outcome = worst([judgement.outcome, *(f.outcome for f in extra)])
-    text = extra[0].sentence if extra and outcome != judgement.outcome else sentence(judgement)
+    text = sentence(judgement)
+    if outcome != judgement.outcome:
+        text = next(f.sentence for f in extra if f.outcome == outcome)
     if stopped and manifest["void"] is None and outcome == INCONCLUSIVE:  # more time may settle it
         text = f"{stopped}. {text}"
         notes.append(f"go on with: {_more_time(folder, manifest, max(0, rules.looks[-1].pairs - measured))}")
@@ -148,7 +152,7 @@ def conclude(
     if doubt := manifest.get("doubt"):  # in the sentence itself: who reads no further must see it
         text = f"{text} ({doubt})"
     notes += judgement.notes
-    return Verdict("compare", outcome, text, findings, **made, moved=moved, notes=tuple(notes), facts=facts)
+    return Verdict("compare", outcome, text, (*extra, *tested), **made, moved=moved, notes=tuple(notes), facts=facts)
 
 
 def finished_verdict(folder: CompareFolder, policy: Policy) -> Verdict | None:
@@ -246,7 +250,8 @@ def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
 
 def _attempt_line(of: FailedAttempt) -> str:
     resume = f" after resume {of.resume}" if of.resume else ""
-    return f"pair {of.pair}, attempt {of.attempt}{resume} ({of.first} first): {of}"
+    where = f"pair {of.pair}" if of.pair else of.turn
+    return f"{where}, attempt {of.attempt}{resume} ({of.first} first): {of}"
 
 
 def _cache_notes(manifest: Mapping[str, Any]) -> list[str]:

@@ -21,8 +21,8 @@ ATTEMPTS_TO_BLAME = 8  # where the candidate's server alone fails each time: 2^-
 class FailedAttempt:
     """An attempt at a pair that failed, and the ``reasons`` by side.
 
-    ``faults``: the reasons that are the server's own fault. ``first``: the side that was launched first. ``resume``:
-    how often the comparison had been resumed; each time attempts are counted from 1.
+    ``pair``: 0 for the served check. ``faults``: the reasons that are the server's own fault. ``first``: the side that
+    was launched first. ``resume``: how often the comparison had been resumed; each time attempts are counted from 1.
     """
 
     pair: int
@@ -34,6 +34,11 @@ class FailedAttempt:
     resume: int = 0
 
     @property
+    def where(self) -> str:
+        """``pair 3 of mixed/paged``"""
+        return f"pair {self.pair} of {self.turn}" if self.pair else self.turn
+
+    @property
     def blamed(self) -> str | None:
         """The side whose server failed while nothing else went wrong on either side."""
         found = [side for side in SIDES if self.reasons[side]]
@@ -41,6 +46,12 @@ class FailedAttempt:
 
     def __str__(self) -> str:
         return "; ".join(f"{side}: {each}" for side in SIDES for each in self.reasons[side])
+
+
+def most_attempts(failed: Sequence[FailedAttempt]) -> int:
+    """How many attempts there may be, these among them."""
+    blamed = all(each.blamed == CANDIDATE for each in failed)
+    return max(len(failed), ATTEMPTS_TO_BLAME if blamed else ATTEMPTS)
 
 
 class Method(Protocol):
@@ -109,8 +120,7 @@ class PairRunner:
                 return None
             attempt = len(failed) + 1
             failed.append(FailedAttempt(pair, attempt, turn.match.key, sides[0], reasons, faults, self.resume))
-            blamed = all(each.blamed == CANDIDATE for each in failed)
-            most = max(attempt, ATTEMPTS_TO_BLAME if blamed else ATTEMPTS)
+            most = most_attempts(failed)
             self.on_failed(failed[-1], most)
             if attempt == most:
                 return failed[-1]

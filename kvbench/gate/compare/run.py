@@ -351,7 +351,7 @@ class Comparison:
         self.write("incomplete")
         again = "" if attempt.attempt == most else ", and is measured again"
         counted = f"attempt {attempt.attempt} of up to {most}"
-        self._say(f"pair {attempt.pair} of {attempt.turn} failed{again} ({counted}): {attempt}")
+        self._say(f"{attempt.where} failed{again} ({counted}): {attempt}")
 
     def _method(self, check: Callable[[], None], show: Callable[[str], None]) -> Method:
         if self.manifest["method"] != LOCKSTEP:

@@ -154,8 +154,8 @@ def _sentence_of(finding: Finding, tests: int, most_pairs: int) -> str:
         interval=interval,
         pairs=pairs,
         tests=tests,
-        p=_p(finding.p),
-        p_noninferior=_p(figures["p_noninferior"]),
+        p=wording.p_value(finding.p),
+        p_noninferior=wording.p_value(figures["p_noninferior"]),
         least_p=wording.probability(2.0 ** -figures["pairs"]),
         floor=wording.share(figures["floor"]),
         margin=wording.share(figures["margin"]),
@@ -163,11 +163,6 @@ def _sentence_of(finding: Finding, tests: int, most_pairs: int) -> str:
         needed=f"more than {MOST_USEFUL}" if needed is None else f"about {needed}",
         advice=advice,
     )
-
-
-def _p(p: float) -> str:
-    words = wording.probability(p)
-    return f"p {words}" if words.startswith("<") else f"p = {words}"
 
 
 def findings_of(judgement: Judgement, base: np.ndarray, candidate: np.ndarray) -> tuple[Finding, ...]:

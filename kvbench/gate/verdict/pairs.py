@@ -20,6 +20,7 @@ _LABELS, _PLOT, _NUMBERS, _ROW, _HEAD, _FOOT = 300, 640, 230, 34, 26, 30  # px
 _NAME, _LINES, _LINE = 42, 5, 16  # of a row's name: characters a line, lines at most, px a line
 _DOTS = {
     "pair": "A dot is one pair of fresh servers: the candidate against the base.",
+    "round": "A dot of single requests is one round: one request to either server, both of one launch.",
     "repeat": "A dot is one repeat: the first configuration against the second, under the same requests.",
 }
 _MARKS = {
@@ -73,7 +74,7 @@ def pair_page(verdict: Verdict) -> str | None:
     panels: dict[tuple[str, bool | None], list[Finding]] = {}
     for finding in drawn:
         panels.setdefault((finding.metric or finding.title, finding.higher_is_better), []).append(finding)
-    dot = "repeat" if verdict.kind == "limits" else "pair"
+    dots = {metric: _dot(verdict, findings) for (metric, _), findings in panels.items()}
     marks = {name for finding in drawn for name, _ in _thresholds(finding)}
     effect = "The diamond is what is judged: their median, or the worst of them where each is held."
     if any(finding.interval for finding in drawn):
@@ -87,11 +88,16 @@ def pair_page(verdict: Verdict) -> str | None:
         headline=wording.line(verdict.sentence),
         outcome=verdict.outcome,
         counted=wording.counted(verdict),
-        caption=f"{_DOTS[dot]} {effect}",
+        caption=" ".join([*(words for dot, words in _DOTS.items() if dot in dots.values()), effect]),
         marks=[(name, words) for name, words in _MARKS.items() if name in marks],
-        panels=[_panel(metric, findings, dot) for (metric, _), findings in panels.items()],
+        panels=[_panel(metric, findings, dots[metric]) for (metric, _), findings in panels.items()],
         width=_LABELS + _PLOT + _NUMBERS,
     )
+
+
+def _dot(verdict: Verdict, findings: Sequence[Finding]) -> str:
+    """What a dot of these findings is."""
+    return "repeat" if verdict.kind == "limits" else "round" if findings[0].suite == "served" else "pair"
 
 
 def _panel(metric: str, findings: Sequence[Finding], dot: str) -> dict[str, Any]:

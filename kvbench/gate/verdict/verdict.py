@@ -30,10 +30,11 @@ class Finding:
     """One hypothesis, limit or scenario with its outcome.
 
     ``id``: unique in its verdict and the same in every run of the same gate. ``suite``: ``overall``, ``class``,
-    ``cell``, ``limit``, ``counters``. ``sentence``: what was found, with its numbers. ``base``, ``candidate``: in
-    ``unit``. ``change``: candidate / base - 1, and ``interval`` its 95 % interval (a limit on a ratio has no base: its
-    candidate is the ratio). ``p``: adjusted for all hypotheses. ``figures``: further numbers by name (floor, margin,
-    smallest_detectable, pairs_needed ...). ``details``: further lines. ``series``: the change in each pair.
+    ``cell``, ``served``, ``limit``, ``counters``. ``sentence``: what was found, with its numbers. ``base``,
+    ``candidate``: in ``unit``. ``change``: candidate / base - 1 (of ``served``: the median difference over the base's
+    median), and ``interval`` its 95 % interval (a limit on a ratio has no base: its candidate is the ratio). ``p``:
+    adjusted for all hypotheses. ``figures``: further numbers by name (floor, margin, smallest_detectable, pairs_needed
+    ...). ``details``: further lines. ``series``: the change in each pair, of ``served`` in each round.
     """
 
     id: str

@@ -36,6 +36,19 @@ SENTENCES = {
     "some undecided": "{count} of {tests} comparisons are undecided, least known: {worst}",
     "some lost": "{worst} The same holds for {count} metrics of cells.",
     "advice": ", and a comparison takes {most} at most: longer loads or a quieter machine make pairs scatter less",
+    # the server around the engine
+    "served fail": "{title}: {difference} higher (median of {rounds} rounds on {launches}, {interval}; {p}), and it "
+    "matters from {floor} on{where}.",
+    "served pass": "{title}: {signed} (median of {rounds} rounds on {launches}, {interval}); {margin} higher or more "
+    "is ruled out.",
+    "served inconclusive": "{title}: {signed} (median of {rounds} rounds on {launches}, {interval}), undecided: to "
+    "pass, {margin} higher must be ruled out; to fail, it must be {floor} higher on each of two launches.",
+    "outside": ". It lies outside of the engine, whose own time is at most {engine} longer: the server around it "
+    "answers {difference} later",
+    "outside, engine fails": ". Most of it lies outside of the engine: its own time is longer too, but by {engine} "
+    "at most",
+    "inside": ". The engine's own time is up to {engine} longer, though undecided: it may lie in the engine",
+    "inside, engine fails": ". It lies in the engine, whose own time is up to {engine} longer",
     # the noise of a runner
     "few pairs": "{pairs} A/A pairs: a runner's noise is known from {enough} or more",
     "other looks": "the runner's noise is known for looks at {known} pairs, and the last look is now at {last}: "
@@ -142,6 +155,12 @@ def change(found: Finding | Moved) -> str:
 def probability(p: float | None) -> str:
     """0.0039; below 0.0001 only that, since a p value is never 0."""
     return NONE if not is_number(p) else "< 0.0001" if p < 0.0001 else f"{p:.2g}"
+
+
+def p_value(p: float | None) -> str:
+    """p = 0.0039, p < 0.0001"""
+    words = probability(p)
+    return f"p {words}" if words.startswith("<") else f"p = {words}"
 
 
 def figure(name: str, finding: Finding) -> str:

@@ -1,0 +1,257 @@
+"""The served check of a comparison in engine time: is the server around the engine slower?
+
+Engine time leaves out the HTTP layer, streaming and the server's threads. So both servers of a workload's first
+configuration are launched, are warmed up and stay up together, and get single small streamed requests in turn, in each
+round one each and the same for both, in an order that a coin decides. What does not pass is measured once more on new
+servers, because launches differ. The folder's served.json keeps every round, so that a comparison can be judged again:
+
+    {"format": 1, "checks": {"<workload>/<configuration>": [[round, ...] of a launch, ...]}}
+    round: {"first": "base", "base": {"ttft_ms": ..., "itl_ms": ..., "e2e_ms": ...}, "candidate": {...}}
+
+How they are judged: kvbench/gate/timing/served.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.files import read_json, write_json
+from kvbench.gate.compare.folder import CompareFolder
+from kvbench.gate.compare.pair_runner import FailedAttempt, most_attempts
+from kvbench.gate.compare.sides import PairedWorkload
+from kvbench.gate.timing.plan import SIDES, Match
+from kvbench.gate.timing.rules import OVERALL
+from kvbench.gate.timing.served import LAUNCHES, SERVED_RULES, ServedJudgement, ServedRules, judge_served
+from kvbench.gate.verdict import wording
+from kvbench.gate.verdict.verdict import FAIL, PASS, Finding, worst
+from kvbench.measure.single_request import Latencies, send_single
+from kvbench.requests.request import RequestSpec
+from kvbench.targets.base import reason_of
+
+FILE = "served.json"
+SUITE = "served"
+JUDGED = {"ttft_ms": "TTFT", "e2e_ms": "end-to-end latency"}
+ROUNDS = 60  # of one launch
+SECONDS = 10.0  # that one launch's rounds may take; with slow requests there are fewer, but ``_FEWEST``
+_FEWEST = 20  # 2^-20 is far below any alpha, and the bounds are ranks 5 and 16
+_WARM_UP = 5
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 24, 8
+_FORMAT = 1
+
+Round = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ServedCheck:
+    """Measures into the folder of a comparison.
+
+    ``check``: raises Interrupted if a signal has come. ``show``: gets what is being done. ``on_failed``, ``resume``: as
+    of a ``PairRunner``. ``rounds``: of one launch at most.
+    """
+
+    folder: CompareFolder
+    order_seed: int
+    check: Callable[[], None]
+    show: Callable[[str], None]
+    on_failed: Callable[[FailedAttempt, int], None]
+    resume: int = 0
+    rules: ServedRules = SERVED_RULES
+    rounds: int = ROUNDS
+
+    def run(self, workloads: Sequence[PairedWorkload]) -> FailedAttempt | None:
+        """Measures what is missing; returns the last attempt at a workload that it gave up."""
+        checks = read_served(self.folder)
+        keys = [each.matches[0].key for each in workloads if each.matches]
+        for each in workloads:
+            if not each.matches:
+                continue
+            match = each.matches[0]
+            launches = checks.setdefault(match.key, [])
+            while len(launches) < LAUNCHES and not (launches and self._passes(launches, len(keys))):
+                found = self._measure(each, match, len(launches))
+                if isinstance(found, FailedAttempt):
+                    return found
+                launches.append(found)
+                write_json(self.folder.path / FILE, {"format": _FORMAT, "checks": checks})
+        return None
+
+    def _passes(self, launches: Sequence[Sequence[Round]], workloads: int) -> bool:
+        judged = _judge(launches, workloads, self.rules)
+        return worst([each.outcome for each in judged.values()]) == PASS
+
+    def _measure(self, workload: PairedWorkload, match: Match, launch: int) -> list[Round] | FailedAttempt:
+        """The rounds of one launch of both servers; attempts in which one fails are repeated, the other side first."""
+        rng = random.Random(f"kvbench-served/{self.order_seed}/{match.key}/{launch}")
+        sides = rng.sample(SIDES, 2)
+        failed: list[FailedAttempt] = []
+        while True:
+            rounds, reasons = self._attempt(workload, match, sides, rng, f"{launch + 1}-{len(failed) + 1}")
+            if not any(reasons.values()):
+                return rounds
+            turn = f"the served check of {match.key}"
+            failed.append(FailedAttempt(0, len(failed) + 1, turn, sides[0], reasons, reasons, self.resume))
+            most = most_attempts(failed)
+            self.on_failed(failed[-1], most)
+            if len(failed) == most:
+                return failed[-1]
+            sides = sides[::-1]
+
+    def _attempt(
+        self, workload: PairedWorkload, match: Match, sides: Sequence[str], rng: random.Random, name: str
+    ) -> tuple[list[Round], dict[str, list[str]]]:
+        """The rounds of both servers, and by side why they failed. ``sides``: the one that is launched first first."""
+        reasons: dict[str, list[str]] = {side: [] for side in SIDES}
+        targets = {side: workload.sides[side].choice.new_target() for side in sides}
+        limits = {side: workload.sides[side].choice.workload.load.timeout_s for side in sides}
+        rounds: list[Round] = []
+
+        def send(side: str, request: RequestSpec) -> Latencies | None:
+            self.check()
+            try:
+                return send_single(targets[side], request, limits[side])
+            except MeasurementError as error:
+                reasons[side].append(reason_of(targets[side], error))
+                return None
+
+        with ExitStack() as held:
+            for side in sides:
+                self.check()
+                self.show(f"served check: starting {side} ({match.of(side).label})")
+                held.callback(targets[side].stop)
+                log = self.folder.run(side, workload.name).server_log(f"{match.of(side).config_id}-served-{name}")
+                try:
+                    targets[side].start(match.of(side).settings, log)
+                except MeasurementError as error:
+                    reasons[side].append(str(error))
+            if any(reasons.values()):
+                return rounds, reasons
+            self.show(f"served check of {match.key}: single requests to base and candidate in turn")
+            vocabulary = min(target.model.vocab_size for target in targets.values())
+            for side, request in itertools.product(sides, _requests(rng, vocabulary, _WARM_UP)):
+                if not reasons[side]:
+                    send(side, request)
+            gc.collect()
+            gc.disable()  # a collection would make a read late
+            try:
+                began = time.monotonic()
+                for number, request in enumerate(_requests(rng, vocabulary, self.rounds)):
+                    if any(reasons.values()) or (number >= _FEWEST and time.monotonic() - began > SECONDS):
+                        break
+                    order = rng.sample(SIDES, 2)
+                    seen = {side: send(side, request) for side in order}
+                    if None not in seen.values():
+                        rounds.append({"first": order[0], **{s: dataclasses.asdict(seen[s]) for s in SIDES}})
+            finally:
+                gc.enable()
+        return rounds, reasons
+
+
+def _requests(rng: random.Random, vocabulary: int, count: int) -> list[RequestSpec]:
+    """Small requests, each with a prompt of its own, so that no prefix cache has it."""
+    return [
+        RequestSpec(i, SUITE, tuple(rng.choices(range(vocabulary), k=_PROMPT_TOKENS)), None, _OUTPUT_TOKENS)
+        for i in range(count)
+    ]
+
+
+def read_served(folder: CompareFolder) -> dict[str, list[list[Round]]]:
+    """By configuration and launch, the rounds of served.json; empty without one. Raises UsageError."""
+    path = folder.path / FILE
+    if not path.is_file():
+        return {}
+    found = read_json(path)
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        raise UsageError(f"{path} is not what this kvbench writes (format {_FORMAT}): use the kvbench that measured it")
+    return found["checks"]
+
+
+def served_findings(
+    folder: CompareFolder, engine: Sequence[Finding], rules: ServedRules = SERVED_RULES
+) -> tuple[Finding, ...]:
+    """What the served check found, none where there was none. ``engine``: the same comparison's findings in engine
+    time, which tell how much of a difference lies outside of the engine."""
+    checks = {key: launches for key, launches in read_served(folder).items() if launches}
+    return tuple(
+        _finding(key, name, judged, engine)
+        for key, launches in checks.items()
+        for name, judged in _judge(launches, len(checks), rules).items()
+    )
+
+
+def _judge(launches: Sequence[Sequence[Round]], workloads: int, rules: ServedRules) -> dict[str, ServedJudgement]:
+    """By latency. All tests of the comparison share one alpha."""
+    return {
+        name: judge_served(
+            *([[each[side][name] for each in rounds] for rounds in launches] for side in SIDES),
+            workloads * len(JUDGED),
+            rules,
+        )
+        for name in JUDGED
+    }
+
+
+def _finding(key: str, name: str, judged: ServedJudgement, engine: Sequence[Finding]) -> Finding:
+    title = f"{JUDGED[name]} of single requests to the server of {key}"
+    low, high = judged.interval
+    said = wording.sentence(
+        f"served {judged.outcome}",
+        title=title,
+        difference=f"{judged.difference:.3g} ms",
+        signed=f"{judged.difference:+.3g} ms",
+        interval=f"95 % interval {low:.3g} to {high:.3g} ms",
+        rounds=len(judged.differences),
+        launches="1 launch" if judged.launches == 1 else f"{judged.launches} launches",
+        p=wording.p_value(judged.p),
+        floor=f"{judged.floor:.3g} ms",
+        margin=f"{judged.margin:.3g} ms",
+        where=_where(judged, engine) if judged.outcome == FAIL else "",
+    )
+    return Finding(
+        id=f"{SUITE}/{key}/{name}",
+        suite=SUITE,
+        title=title,
+        outcome=judged.outcome,
+        sentence=said,
+        metric=f"served_{name}",
+        unit="ms",
+        higher_is_better=False,
+        base=judged.base,
+        candidate=judged.candidate,
+        change=judged.difference / judged.base,
+        interval=(low / judged.base, high / judged.base),
+        p=judged.p,
+        figures={
+            "floor": judged.floor / judged.base,
+            "margin": judged.margin / judged.base,
+            "difference_ms": judged.difference,
+            "most_ms": judged.most,
+            "rounds": len(judged.differences),
+            "launches": judged.launches,
+        },
+        series=tuple(each / judged.base for each in judged.differences),
+    )
+
+
+def _where(judged: ServedJudgement, engine: Sequence[Finding]) -> str:
+    """Whether the difference lies outside of the engine: what engine time changed explains less than half of it."""
+    compared = [f for f in engine if f.change is not None and f.higher_is_better is not None]
+    compared = [f for f in compared if f.suite == OVERALL] or compared  # known better than those of single cells
+    if not compared:
+        return ""
+    longer = max(0.0, *(f.change * wording.worse_sign(f) for f in compared))
+    where = "inside" if longer * judged.base >= judged.difference / 2 else "outside"
+    fails = any(f.outcome == FAIL for f in engine)
+    return wording.sentence(
+        f"{where}, engine fails" if fails else where,
+        difference=f"{judged.difference:.3g} ms",
+        engine=wording.percent(longer, signed=False),
+    )

@@ -1,0 +1,160 @@
+"""The served check against live servers that differ outside of their engine, and what a verdict makes of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, EXIT_REGRESSION, Interrupted, UsageError
+from kvbench.common.files import read_json, write_json
+from kvbench.gate.compare.conclude import conclude, judge_again
+from kvbench.gate.compare.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME
+from kvbench.gate.compare.served_check import FILE, ServedCheck
+from kvbench.gate.policy import load_policy
+from kvbench.gate.timing.plan import SIDES, match_designs
+from kvbench.gate.verdict.outputs import write_outputs
+from kvbench.targets.builtin import BuiltinTarget
+from kvbench.workload.design import load_point, make_design
+from tests.support.compare_folders import noisy_pairs, stored_comparison
+from tests.support.loads import FAKE
+from tests.support.verdicts import read
+
+POINTS = (load_point("closed", concurrency=4, rate=None, num_requests=8),)
+POLICY = load_policy(None)
+CELLS = ("mixed/a-c4", "mixed/b-c4")
+
+
+class Check:
+    """A served check of the workload ``mixed`` in the folder of a comparison whose pairs pass."""
+
+    def __init__(self, path, *, change=(0.0, 0.0, 0.0), check=lambda: None, timeout_s=20.0, **env):
+        self.folder = stored_comparison(path, *noisy_pairs(16, 2, 3, change), CELLS)
+        self.env, self.started, self.failed = {side: env.get(side, {}) for side in SIDES}, [], []
+        design = make_design({"layout": "paged"}, {}, POINTS, "one_at_a_time")
+        load = SimpleNamespace(load=SimpleNamespace(timeout_s=timeout_s))
+        choices = {side: SimpleNamespace(new_target=lambda s=side: self._target(s), workload=load) for side in SIDES}
+        sides = {side: SimpleNamespace(choice=choices[side]) for side in SIDES}
+        self.workload = SimpleNamespace(name="mixed", matches=match_designs("mixed", design, design), sides=sides)
+        on_failed = lambda attempt, most: self.failed.append(attempt)  # noqa: E731
+        self.check = ServedCheck(self.folder, 7, check, lambda text: None, on_failed, rounds=20)
+
+    def _target(self, side):
+        self.started.append(side)
+        env = {"FAKE_TOKEN_S": "0.002", **self.env[side]}
+        return BuiltinTarget(command=(sys.executable, str(FAKE)), env=env, start_timeout_s=20.0)
+
+    def run(self):
+        self.gave_up = self.check.run([self.workload])
+        return self
+
+    def verdict(self, **manifest):
+        return conclude(self.folder, self.folder.manifest() | manifest, POLICY)
+
+
+def test_the_same_server_passes_and_each_round_is_kept(tmp_path):
+    done = Check(tmp_path).run()
+    assert done.gave_up is None and not done.failed
+    launches = read_json(tmp_path / FILE)["checks"]["mixed/paged"]
+    assert len(launches[0]) == 20 and {r["first"] for r in launches[0]} == set(SIDES)
+    assert all(r[side]["e2e_ms"] >= 16 > 0 < r[side]["ttft_ms"] for r in launches[0] for side in SIDES)
+    verdict = done.verdict()
+    assert {f.id: f.outcome for f in verdict.findings if f.suite == "served"}.keys() == {
+        "served/mixed/paged/ttft_ms",
+        "served/mixed/paged/e2e_ms",
+    }
+    assert verdict.exit_code in (EXIT_OK, EXIT_INCONCLUSIVE)  # the latter where a busy machine leaves it undecided
+    if verdict.exit_code == EXIT_OK:
+        done.run()
+        assert len(done.started) == 2 * len(launches)  # nothing is measured twice
+
+
+def test_a_slow_server_around_an_unchanged_engine_fails_and_the_sentence_says_where_it_lies(tmp_path):
+    done = Check(tmp_path, candidate={"FAKE_RESPONSE_S": "0.02"}).run()
+    assert sorted(done.started) == ["base"] * 2 + ["candidate"] * 2  # confirmed on another launch
+    verdict = done.verdict()
+    assert verdict.exit_code == EXIT_REGRESSION and "outside of the engine" in verdict.sentence
+    failed = verdict.of("fail")
+    assert {f.suite for f in failed} == {"served"} and "served/mixed/paged/ttft_ms" in {f.id for f in failed}
+    assert all(f.figures["difference_ms"] >= 12 and len(f.series) == 40 for f in failed)
+    again, folder = judge_again(tmp_path, POLICY)
+    assert again == verdict
+    write_outputs(verdict, folder)
+    assert read(folder) == verdict
+    for name in ("junit.xml", "summary.md", "pairs.html"):
+        assert "outside of the engine" in (folder / name).read_text()
+    assert "round 40: " in (folder / "pairs.html").read_text()
+
+
+def rounds_of(base, candidate):
+    """20 rounds of one launch; each latency is so many ms."""
+    latencies = {side: {"ttft_ms": ms, "e2e_ms": ms} for side, ms in zip(SIDES, (base, candidate), strict=True)}
+    return [{"first": "base", **latencies}] * 20
+
+
+def test_what_the_engine_explains_is_not_said_to_lie_outside(tmp_path):
+    done = Check(tmp_path, change=(-0.9, 9.0, 9.0))
+    rounds = rounds_of(40, 80)
+    write_json(tmp_path / FILE, {"format": 1, "checks": {"mixed/paged": [rounds, rounds]}})
+    verdict = done.verdict()
+    assert verdict.exit_code == EXIT_REGRESSION
+    served = [f for f in verdict.of("fail") if f.suite == "served"]
+    assert len(served) == 2 and not any("outside" in f.sentence for f in served)
+
+
+def test_a_launch_that_is_undecided_leaves_the_comparison_so(tmp_path):
+    done = Check(tmp_path)
+    rounds = rounds_of(40, 60)
+    write_json(tmp_path / FILE, {"format": 1, "checks": {"mixed/paged": [rounds]}})
+    verdict = done.verdict()
+    assert verdict.exit_code == EXIT_INCONCLUSIVE and verdict.of("inconclusive")[0].sentence in verdict.sentence
+    write_json(tmp_path / FILE, {"format": 0})
+    with pytest.raises(UsageError, match="format"):
+        done.verdict()
+
+
+FIRE = {"path": "stream", "first": 2, "do": "reset"}
+
+
+@pytest.mark.parametrize(
+    ("env", "attempts", "blamed", "code", "words"),
+    [
+        ({"candidate": {"FIRE": json.dumps([FIRE])}}, ATTEMPTS_TO_BLAME, "candidate", EXIT_REGRESSION, "failed alone"),
+        ({"base": {"FAKE_FAULT": "exit_at_start"}}, ATTEMPTS, "base", EXIT_INVALID, "a library is missing"),
+    ],
+)
+def test_a_server_that_does_not_serve_is_told_with_its_side_and_reason(tmp_path, env, attempts, blamed, code, words):
+    done = Check(tmp_path, **env).run()
+    assert [each.blamed for each in done.failed] == [blamed] * attempts and done.gave_up == done.failed[-1]
+    assert {each.first for each in done.failed} == set(SIDES)  # in turn
+    assert not (tmp_path / FILE).exists()
+    voids = [vars(each) for each in done.failed]
+    verdict = done.verdict(voids=voids, void={"pair": 0, "turn": done.gave_up.turn})
+    assert verdict.exit_code == code and words in verdict.sentence
+    assert "pair 0" not in str(verdict.to_json())
+
+
+def test_a_server_that_dies_once_is_launched_again_and_both_are_measured_anew(tmp_path):
+    env = {"FAKE_FAULT": "die:7", "FAKE_FAULT_ONCE": str(tmp_path / "once")}
+    done = Check(tmp_path, candidate=env).run()
+    assert done.gave_up is None and [each.blamed for each in done.failed] == ["candidate"]
+    assert "out of memory, dying" in str(done.failed[0])
+    assert len(read_json(tmp_path / FILE)["checks"]["mixed/paged"][0]) == 20
+
+
+def test_an_interruption_stops_the_servers(tmp_path):
+    calls = []
+
+    def check():
+        calls.append(1)
+        if len(calls) == 12:
+            raise Interrupted("SIGINT")
+
+    done = Check(tmp_path, check=check)
+    targets, new = [], done._target
+    done._target = lambda side: targets.append(new(side)) or targets[-1]
+    with pytest.raises(Interrupted):
+        done.run()
+    assert len(targets) == 2 and all(target._process is None for target in targets)
