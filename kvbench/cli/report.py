@@ -48,13 +48,14 @@ def show_report(run_dir: Path, console: Console, output_dir: Path | None = None)
     """Write report.html, report.md and summary.csv; print table, conclusion and paths. Raises ValueError."""
     from kvbench.common.console import print_plain
     from kvbench.report.outputs import console_table, write_report
-    from kvbench.report.wording import headline
+    from kvbench.report.wording import headline, sensitivity
     from kvbench.runs.read import read_run
 
     run = read_run(run_dir)
     paths = write_report(run, output_dir or run_dir)
     console.print(console_table(run))
-    print_plain(console, headline(run))
+    for sentence in filter(None, (headline(run), sensitivity(run))):
+        print_plain(console, sentence)
     for sentence in run.damaged:
         print_plain(console, f"note: {sentence}")
     for path in paths:

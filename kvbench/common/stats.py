@@ -32,3 +32,18 @@ def t_interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -
     error = float(sample.std(ddof=1)) / math.sqrt(len(sample))
     half = float(t.ppf((1 + confidence) / 2, len(sample) - 1)) * error
     return float(sample.mean()) - half, float(sample.mean()) + half
+
+
+def detectable_shift(values: Sequence[float] | np.ndarray, confidence: float = 0.95, power: float = 0.80) -> float:
+    """The smallest shift of the mean that ``t_interval`` would tell from 0 with ``power``; nan of fewer than 2 values.
+
+    (t(1 - alpha/2) + t(power)) times the standard error, as in H. S. Bloom, "Minimum detectable effects", Evaluation
+    Review 19(5), 1995. With 3 values it is 5 % less than the noncentral t distribution says, with 5 or more 1 %.
+    """
+    sample = np.asarray(values, dtype=np.float64)
+    if len(sample) < 2:
+        return math.nan
+    from scipy.stats import t  # slow to import
+
+    quantiles = t.ppf([(1 + confidence) / 2, power], len(sample) - 1)
+    return float(quantiles.sum()) * float(sample.std(ddof=1)) / math.sqrt(len(sample))

@@ -1,16 +1,6 @@
 """Pure functions from a Run to comparisons of its configurations, without any wording.
 
-The unit of every comparison is the repeat: one fresh server of each configuration under identical requests. Requests
-of one server are not independent of one another, so they are never pooled for a comparison.
-
-The verdict on a ratio is one rule, which sentences, tables and figures follow:
-
-- level: from 3 repeats on, when every repeat's ratio lies within 5 % of 1;
-- higher or lower (ahead, behind): from 3 repeats on, when it is not level and the 95 % t interval of the mean log
-  ratio excludes 1;
-- unclear ("not told apart"): everything else. The run does not show a difference, nor that there is none.
-
-Three repeats on one side of 1 happen by chance one time in four, so the spread alone makes no verdict.
+The unit of every comparison is the repeat; the verdict on a ratio: ``runs/ratios.py``.
 """
 
 from __future__ import annotations
@@ -20,43 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.common.stats import t_interval
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.ratios import SAME, UNCLEAR, Ratio, RepeatSpread, paired_ratio
 from kvbench.workload.settings import applies, effective
 
-LEVEL = 0.05  # how far from 1 a repeat's ratio may lie where all are called level
-FEWEST = 3  # repeats for a verdict
 SCATTER = 1.5  # largest over smallest throughput of one cell's repeats from which on they are said to scatter
-HIGHER, LOWER, SAME, UNCLEAR = "higher", "lower", "level", "unclear"
-
-
-@dataclass(frozen=True)
-class RepeatSpread:
-    """Median, minimum and maximum over repeats."""
-
-    median: float
-    low: float
-    high: float
-    n: int
-
-
-@dataclass(frozen=True)
-class Ratio(RepeatSpread):
-    """Paired ratios a/b, one a repeat; ``ci``: 95 % t interval of the mean log ratio, back-transformed."""
-
-    values: tuple[float, ...]
-    ci: tuple[float, float] | None
-
-    @property
-    def verdict(self) -> str:
-        """HIGHER, LOWER, SAME or UNCLEAR, by the rule in this module's docstring."""
-        if self.ci is None:
-            return UNCLEAR
-        if self.low >= 1 - LEVEL and self.high <= 1 + LEVEL:
-            return SAME
-        if self.ci[0] <= 1.0 <= self.ci[1]:
-            return UNCLEAR
-        return HIGHER if self.median > 1.0 else LOWER
 
 
 def spread(values: Mapping[int, float]) -> RepeatSpread | None:
@@ -68,16 +26,6 @@ def spread(values: Mapping[int, float]) -> RepeatSpread | None:
 def median(values: Mapping[int, float]) -> float | None:
     """The median of per-repeat values; None when there are none."""
     return float(np.median(list(values.values()))) if values else None
-
-
-def paired_ratio(a: Mapping[int, float], b: Mapping[int, float]) -> Ratio | None:
-    """a/b per repeat that both have with positive values; None when there is no such repeat."""
-    values = tuple(a[r] / b[r] for r in sorted(a.keys() & b.keys()) if a[r] > 0 and b[r] > 0)
-    if not values:
-        return None
-    low, high = np.exp(t_interval(np.log(values)))
-    ci = (float(low), float(high)) if len(values) >= FEWEST else None
-    return Ratio(float(np.median(values)), min(values), max(values), len(values), values, ci)
 
 
 @dataclass(frozen=True)

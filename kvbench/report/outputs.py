@@ -78,7 +78,7 @@ def _entry(key: str, value: Value, cell: MeasuredCell) -> Text:
     if key == "configuration":
         text = f"{' ' if cell.valid else '!'} {value.text}"  # before the name: behind a long one it would be cut off
     if key == "ratio" and "–" in value.note:
-        text += f" ({value.note})"
+        text += f" ({value.note.split(chr(10))[0]})"
     if key == "failed":
         text = text.split(" ")[0]
     return Text(text, style=_STYLES.get(value.mark, ""))

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from kvbench.common import text as words
-from kvbench.report.comparisons import LEVEL, SCATTER, paging
+from kvbench.report.comparisons import SCATTER, paging
 from kvbench.report.figures import drawings
 from kvbench.report.provenance import (
     brief,
@@ -29,6 +29,7 @@ from kvbench.report.sections import sections
 from kvbench.report.style import Drawing, looks
 from kvbench.report.wording import NOT_TOLD, conclusions, headline, reservation, tiles
 from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.ratios import LEVEL
 
 _BANNERS = {
     "valid": "Valid measurement, complete run",

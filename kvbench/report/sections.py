@@ -22,7 +22,7 @@ from kvbench.report.tables import (
     percentile_value,
     ratio_value,
 )
-from kvbench.report.wording import RATIO_MARKS, ledger_sentence
+from kvbench.report.wording import RATIO_MARKS, ledger_sentence, sensitivity, smallest_effects
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row
 from kvbench.runs.model import MeasuredCell, Run, number
 from kvbench.workload.settings import setting_title, value_words
@@ -53,7 +53,13 @@ def sections(run: Run) -> list[Section]:
         "A later turn holds the conversation so far: its TTFT shows what the prefix cache kept of it. Raw samples of "
         "all repeats."
     )
-    changed = f"Ratio to the baseline, paired by repeat: median and, small, lowest to highest. {RATIO_MARKS}."
+    compared = [effect.comparison for effect in effects(run) if effect.comparison.valid]
+    seen = smallest_effects({"output tok/s": [c.throughput for c in compared], "p95 TTFT": [c.ttft for c in compared],
+                             "p50 TPOT": [c.tpot for c in compared], "p95 ITL": [c.itl for c in compared]})  # fmt: skip
+    changed = (
+        "Ratio to the baseline, paired by repeat: median and, small, lowest to highest, and where it is not told apart "
+        f"the smallest effect that its repeats would show. {RATIO_MARKS}. {seen}"
+    )
     classes = f"Raw samples of all repeats. {UNCERTAIN_NOTE}"
     found = [
         Section("ledger", SECTION, ledger, ledger_note(ledger), (ledger_sentence(run),)),
@@ -83,7 +89,9 @@ def _cells_note(run: Run) -> str:
     return " ".join(
         [
             "Throughput and ratio: median over repeats and, small, lowest to highest; ratios are paired by repeat: "
-            f"{RATIO_MARKS}. Latency percentiles: raw samples of all repeats, of the whole run; TTFT also, small, of "
+            f"{RATIO_MARKS}.",
+            *filter(None, [sensitivity(run)]),
+            "Latency percentiles: raw samples of all repeats, of the whole run; TTFT also, small, of "
             "the requests due in the steady window.",
             *([f"Goodput: requests/s that met {slo}; small: their share of all requests."] if slo else []),
             *([UNCERTAIN_NOTE] if uncertain else []),

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.report.comparisons import HIGHER, LOWER, Ratio, compare, median, ratio_to_reference, reference, spread
+from kvbench.report.comparisons import compare, median, ratio_to_reference, reference, spread
 from kvbench.report.wording import RATIO_MARKS, Render, marked_ratio
 from kvbench.runs.kv_ledger import accounting
 from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.ratios import HIGHER, LOWER, UNCLEAR, Ratio
 
 UNCERTAIN = "*"
 UNCERTAIN_NOTE = (
@@ -199,10 +200,15 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def ratio_value(r: Ratio | None, higher_is_better: bool = True) -> Value:
-    """A ratio with its spread, marked better or worse where the verdict is one of the two."""
+    """A ratio with its spread, marked better or worse where the verdict is one of the two.
+
+    One that is not told apart from 1 has the smallest effect that its repeats could have shown in a line of its own.
+    """
     if r is None:
         return Value("–")
     note = f"{words.ratio(r.low)[:-1]}–{words.ratio(r.high)[:-1]}" if r.n > 1 else "one repeat"
+    if r.verdict == UNCLEAR and r.detectable is not None:
+        note += f"\n{words.percent(r.detectable)} would show"
     mark = ("better" if (r.verdict == HIGHER) == higher_is_better else "worse") if r.verdict in (HIGHER, LOWER) else ""
     return Value(marked_ratio(r), r.median, note, mark)
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbench.common import text as words
 from kvbench.report.comparisons import (
-    FEWEST,
-    HIGHER,
-    LOWER,
-    SAME,
-    UNCLEAR,
     Effect,
     PairedComparison,
-    Ratio,
     baseline,
     best,
     compare,
@@ -23,11 +17,13 @@ from kvbench.report.comparisons import (
     effects,
     median,
     paging,
+    ratio_to_reference,
     scatters,
 )
 from kvbench.report.provenance import code_paths, validity
 from kvbench.runs.kv_ledger import ledger, share_of_steps, swapped_bytes
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.ratios import FEWEST, HIGHER, LOWER, SAME, UNCLEAR, Ratio
 from kvbench.workload.settings import effective, setting_title, value_words
 
 Render = Callable[[float | None], str]
@@ -99,6 +95,28 @@ def verdict_words(r: Ratio | None) -> str:
 def marked_ratio(r: Ratio) -> str:
     """1.65x; ≈1.02x when level; 1.65x? when not told apart from 1."""
     return f"{'≈' if r.verdict == SAME else ''}{words.ratio(r.median)}{'?' if r.verdict == UNCLEAR else ''}"
+
+
+def smallest_effects(ratios: Mapping[str, Sequence[Ratio | None]]) -> str:
+    """What these repeats could have shown at least, from the least scattered row to the most; ``ratios``: by metric.
+
+    Empty where there is no ratio.
+    """
+    if not any(r for each in ratios.values() for r in each):
+        return ""
+    found = []
+    for metric, each in ratios.items():
+        if sizes := sorted(r.detectable for r in each if r and r.detectable is not None):
+            low, high = (words.percent(size) for size in (sizes[0], sizes[-1]))
+            found.append(f"{low if low == high else f'{low} to {high}'} in {metric}")
+    if not found:
+        return f"No effect could be told, however large: a verdict needs {FEWEST} repeats."
+    return f"Smallest effect that this run could see (80 % power at 95 %), by row: {', '.join(found)}."
+
+
+def sensitivity(run: Run) -> str:
+    """``smallest_effects`` of the ratios to the reference in the table of all cells."""
+    return smallest_effects({"output tok/s": [ratio_to_reference(run, cell) for cell in run.cells if cell.valid]})
 
 
 def latency(cell: MeasuredCell, metric: str, which: str) -> str:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvbench.report.comparisons import best, compare, differing, effects, paging, paired_ratio, scatters, spread
+from kvbench.report.comparisons import best, compare, differing, effects, paging, scatters, spread
 from kvbench.runs.model import MeasuredLoad
+from kvbench.runs.ratios import paired_ratio
 from tests.support.report_cells import cell, run
 
 AT_24 = MeasuredLoad("closed", 24)
