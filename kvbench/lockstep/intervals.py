@@ -1,0 +1,232 @@
+"""Effects between engines that took turns step by step, with intervals over launches: pure functions on plain arrays.
+
+Within a launch. Engines in turns meet the same machine speed, so it drops out of the ratio of their totals,
+(tokens of B / seconds of B) / (tokens of A / seconds of A). Its standard error comes from *shares*: the engine times in
+which A and B made the same share of their tokens, linearised as for every ratio estimator (Cochran, Sampling
+Techniques, 1977, chapter 6; of batch means: Alexopoulos and Seila, Output data analysis, in the Handbook of Simulation,
+1998). Shares begin short and are joined two by two until one tells nothing about the next (their lag-1 autocorrelation
+lies within the 95 % limits of none) or only ``FEWEST_SHARES`` are left. What autocorrelation remains is taken into the
+error as that of a first-order autoregression (as Tafazzoli and Wilson, Skart, IIE Transactions 43, 2011).
+
+Over launches. A launch has its own memory layout, which moves its ratio by up to 1 %: more steps of one launch do not
+average that away, so launches are what is counted. The interval is Student's t of their log ratios, and never narrower
+than the 80 % interval of the errors within the launches: three launches that agree by chance prove nothing that their
+steps deny. Not the 95 % interval of those errors: the larger of the two would cover 98 %. Of one launch there are only
+the errors within it, and the effect says so (``within_launch``).
+
+Stopping. After each launch, from the fifth on, a sitting stops if every question is decided. Looking again and again at
+one question, and stopping when its interval happens to be narrow, makes intervals cover too little: 89 % of them from
+the third launch on, 93 % or more from the fifth, 95 % where twelve questions must all be decided. Coverage on machines
+that drift, burst and change their speed: tests/benchmarks/lockstep_coverage.md.
+
+Disturbed steps. No step is left out for its length: what is long may be what an engine does worse. A program that
+interrupts single steps by ten or a hundred times their length therefore widens the interval. Where something outside of
+the times says which steps were interrupted (``Steps.disturbed``), the shares with such a step in either engine are left
+out of both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import optimize, stats
+
+AHEAD, BEHIND, LEVEL, OPEN = "ahead", "behind", "level", "open"
+CONFIDENCE = 0.95
+LEVEL_WITHIN = 0.02  # of 1, both ends of the interval
+TARGET = 0.015  # half width of an interval that is narrow enough
+POWER = 0.80
+FEWEST_LAUNCHES = 5  # before the first decision to stop
+FEWEST_SHARES, MOST_SHARES = 8, 32  # powers of two; more tell the speed of other moments, as engines drift apart
+_STEPS_A_SHARE = 2  # at least
+_WITHIN_LAUNCHES = 0.80  # confidence of the errors within launches that the interval over launches may not undercut
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of one engine in one launch, in order.
+
+    seconds: [steps] the engine time of each, above 0
+    tokens: [steps] its output tokens; 0 of a step that only prefills
+    disturbed: [steps] whether another program interrupted it, by a sign other than its time; None if nobody knows
+    """
+
+    seconds: np.ndarray
+    tokens: np.ndarray
+    disturbed: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class LaunchRatio:
+    """The ratio of throughputs of two engines in one launch; arrays where it was made of several launches.
+
+    log_ratio: log of (tokens per second of the other / of the base)
+    error: its standard error from the scatter within the launch; NaN if that is not known
+    shares: how many shares the error comes from, 0 if it is not known
+    left_out: the part of the tokens in shares that were left out as disturbed
+    """
+
+    log_ratio: float
+    error: float
+    shares: int
+    left_out: float = 0.0
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The ratio of an engine's value to the base's, over launches.
+
+    ratio, low, high: the estimate and its 95 % interval, 1 is no effect; NaN ends if nothing is known of the scatter
+    launches: how many it was made of
+    within_launch: only the scatter within one launch is known, not how launches differ
+    smallest_seen: the relative change that this many launches find in 4 of 5 sittings; NaN if nothing is known
+    """
+
+    ratio: float
+    low: float
+    high: float
+    launches: int
+    within_launch: bool
+    smallest_seen: float
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval, as a relative change; NaN if nothing is known."""
+        return math.sqrt(self.high / self.low) - 1
+
+    def call(self, higher_is_better: bool = True, level_within: float = LEVEL_WITHIN) -> str:
+        """LEVEL if the interval lies within ``level_within`` of 1, AHEAD or BEHIND if it excludes 1, else OPEN."""
+        if self.low >= 1 - level_within and self.high <= 1 + level_within:
+            return LEVEL
+        if self.low > 1 or self.high < 1:
+            return AHEAD if (self.low > 1) == higher_is_better else BEHIND
+        return OPEN
+
+    def is_decided(self, target: float = TARGET, level_within: float = LEVEL_WITHIN) -> bool:
+        """Whether it has a call and an interval of at most ``target`` to each side."""
+        return self.call(level_within=level_within) != OPEN and self.half_width <= target
+
+
+def launch_ratio(base: Steps, other: Steps) -> LaunchRatio:
+    """The ratio of throughputs of ``other`` to ``base``, which took turns in one launch.
+
+    Shares that a disturbed step of either reaches into are left out of both, unless that were more than half.
+    """
+    shorter = min(np.count_nonzero(steps.tokens) for steps in (base, other))
+    tokens = math.log(np.sum(other.tokens) / np.sum(base.tokens))
+    if shorter < FEWEST_SHARES * _STEPS_A_SHARE:
+        return LaunchRatio(tokens + math.log(np.sum(base.seconds) / np.sum(other.seconds)), math.nan, 0)
+    shares = min(MOST_SHARES, 2 ** int(math.log2(shorter // _STEPS_A_SHARE)))
+    ends = [share_ends(steps, shares) for steps in (base, other)]
+    disturbed = _disturbed_shares(base, ends[0]) | _disturbed_shares(other, ends[1])
+    kept = ~disturbed if disturbed.mean() <= 0.5 else np.ones(shares, dtype=bool)
+    found = ratio_of_totals(*(np.diff(each) for each in ends), kept)
+    left_out = float(1 - kept.mean())
+    return LaunchRatio(tokens + float(found.log_ratio), float(found.error), int(found.shares), left_out)
+
+
+def share_ends(steps: Steps, shares: int) -> np.ndarray:
+    """[shares + 1] the engine times [s] from 0 at which each of so many equal shares of the tokens were made.
+
+    Between the ends of steps by interpolation. A step without tokens belongs to the next one that has some, or after
+    the last of them to that.
+    """
+    makes = np.asarray(steps.tokens) > 0
+    clock = np.cumsum(steps.seconds)
+    made, at = np.cumsum(steps.tokens)[makes], clock[makes]
+    at[-1] = clock[-1]
+    return np.interp(np.linspace(0, made[-1], shares + 1), np.append(0, made), np.append(0, at))
+
+
+def _disturbed_shares(steps: Steps, ends: np.ndarray) -> np.ndarray:
+    """[shares] whether a disturbed step reaches into each."""
+    found = np.zeros(len(ends) - 1, dtype=bool)
+    if steps.disturbed is not None:
+        clock = np.cumsum(steps.seconds)
+        at = np.flatnonzero(steps.disturbed)
+        first = np.searchsorted(ends, clock[at] - np.asarray(steps.seconds)[at], side="right") - 1
+        last = np.searchsorted(ends, clock[at], side="left")
+        for i, j in zip(first, last, strict=True):
+            found[i:j] = True
+    return found
+
+
+def ratio_of_totals(base: np.ndarray, other: np.ndarray, kept: np.ndarray | None = None) -> LaunchRatio:
+    """The log of sum(base) / sum(other) over the shares that are ``kept``, with its standard error.
+
+    ``base`` and ``other`` [..., shares]: seconds of each share, their number a power of two and at least
+    ``FEWEST_SHARES``; ``kept`` [..., shares]: None keeps all. Arrays [...] come back.
+    """
+    if kept is not None:
+        base, other = base * kept, other * kept
+    totals = [x.sum(axis=-1, keepdims=True) for x in (base, other)]
+    residual = base / totals[0] - other / totals[1]  # of each share; they sum to 0
+    error, shares = np.full(base.shape[:-1], np.nan), np.zeros(base.shape[:-1], dtype=int)
+    while (n := residual.shape[-1]) >= FEWEST_SHARES:
+        squares = (residual**2).sum(axis=-1)
+        lagged = (residual[..., 1:] * residual[..., :-1]).sum(axis=-1)
+        r = np.divide(lagged, squares, out=np.zeros_like(squares), where=squares > 0)
+        fits = (shares == 0) & ((np.abs(r) <= 1.96 / math.sqrt(n)) | (n == FEWEST_SHARES))
+        phi = np.clip(r + 1 / n, -0.9, 0.9)  # the mean r of independent shares is -1 / n
+        error = np.where(fits, np.sqrt(n / (n - 1) * squares * (1 + phi) / (1 - phi)), error)
+        shares = np.where(fits, n, shares)
+        residual = residual.reshape(*residual.shape[:-1], n // 2, 2).sum(axis=-1)
+    return LaunchRatio(np.log(totals[0] / totals[1])[..., 0], error, shares)
+
+
+def effect(launches: Sequence[LaunchRatio]) -> Effect:
+    """The ratio over launches, with the interval that this module's docstring describes."""
+    y = [launch.log_ratio for launch in launches]
+    if len(y) == 1:
+        return _effect(y[0], launches[0].error, launches[0].shares - 1, 1, within_launch=True)
+    within = np.nan_to_num([launch.error for launch in launches])
+    return _effect(np.mean(y), error_over_launches(np.array(y), within), len(y) - 1, len(y))
+
+
+def effect_of_values(base: Iterable[float], other: Iterable[float]) -> Effect:
+    """The ratio of a percentile, from the value of each launch of the base and of the other engine; all above 0."""
+    y = np.log(np.asarray(list(other), dtype=float)) - np.log(np.asarray(list(base), dtype=float))
+    error = error_over_launches(y, np.zeros(len(y))) if len(y) > 1 else math.nan
+    return _effect(y.mean(), error, len(y) - 1, len(y))
+
+
+def error_over_launches(log_ratios: np.ndarray, within: np.ndarray) -> np.ndarray:
+    """The error of the mean of ``log_ratios`` [launches, ...] whose t quantile is half of the interval.
+
+    ``within`` [launches, ...]: their standard errors within launches, below whose 80 % interval the half never is.
+    """
+    n = len(log_ratios)
+    between = np.std(log_ratios, axis=0, ddof=1) / math.sqrt(n)
+    least = stats.norm.ppf((1 + _WITHIN_LAUNCHES) / 2) * np.sqrt((within**2).sum(axis=0)) / n
+    return np.maximum(between, least / _quantile(n - 1))
+
+
+def _effect(log_ratio: float, error: float, freedom: int, launches: int, within_launch: bool = False) -> Effect:
+    if math.isnan(error):
+        return Effect(math.exp(log_ratio), math.nan, math.nan, launches, within_launch, math.nan)
+    half = _quantile(freedom) * error
+    low, high = math.exp(log_ratio - half), math.exp(log_ratio + half)
+    return Effect(math.exp(log_ratio), low, high, launches, within_launch, math.expm1(_seen_at(freedom) * error))
+
+
+def _quantile(freedom: int) -> float:
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+
+
+def _seen_at(freedom: int) -> float:
+    """The effect, in standard errors, at which the t test rejects with a chance of ``POWER``."""
+    critical = _quantile(freedom)
+    return float(optimize.brentq(lambda shift: stats.nct.sf(critical, freedom, shift) - POWER, 0.1, 10 * critical))
+
+
+def goes_on(
+    effects: Iterable[Effect],
+    fewest_launches: int = FEWEST_LAUNCHES,
+    target: float = TARGET,
+    level_within: float = LEVEL_WITHIN,
+) -> bool:
+    """Whether another launch is needed: a question (one of ``effects``) is undecided, or has too few launches."""
+    return any(e.launches < fewest_launches or not e.is_decided(target, level_within) for e in effects)

@@ -1,0 +1,154 @@
+"""Effects of engines in lockstep: estimates, errors and calls against closed forms, scipy and direct simulation."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from kvbench.lockstep import intervals
+from kvbench.lockstep.intervals import (
+    AHEAD,
+    BEHIND,
+    LEVEL,
+    OPEN,
+    Effect,
+    LaunchRatio,
+    Steps,
+    effect,
+    effect_of_values,
+    goes_on,
+    launch_ratio,
+    ratio_of_totals,
+    share_ends,
+)
+
+
+def steps_of(rng: np.random.Generator, many: int = 400, factor: float = 1.0, sd: float = 0.1) -> Steps:
+    """Every sixteenth step a prefill without tokens, the others of 3 tokens."""
+    prefill = np.arange(many) % 16 == 0
+    seconds = np.where(prefill, 0.054, 0.009) * factor * np.exp(sd * rng.normal(size=many))
+    return Steps(seconds, np.where(prefill, 0, 3))
+
+
+def launches_of(*log_ratios: float, error: float = 0.0) -> list[LaunchRatio]:
+    return [LaunchRatio(y, error, 32) for y in log_ratios]
+
+
+def effect_between(low: float, high: float, launches: int = 5) -> Effect:
+    return Effect(math.sqrt(low * high), low, high, launches, False, 0.01)
+
+
+def test_the_ratio_is_that_of_throughputs_whatever_the_steps_are():
+    base, other = steps_of(np.random.default_rng(1)), steps_of(np.random.default_rng(2), many=300, factor=0.8)
+    expected = (other.tokens.sum() / other.seconds.sum()) / (base.tokens.sum() / base.seconds.sum())
+    assert math.exp(launch_ratio(base, other).log_ratio) == pytest.approx(expected)
+
+
+def test_shares_end_where_their_tokens_were_made():
+    # 2 s without tokens belong to the 4 tokens of the third second, 1 s after the last token to the last ones
+    steps = Steps(np.array([1.0, 1, 1, 4, 1]), np.array([0, 0, 4, 4, 0]))
+    assert share_ends(steps, 4).tolist() == [0, 1.5, 3, 5.5, 8]
+
+
+def test_the_error_within_a_launch_is_how_much_ratios_scatter():
+    rng = np.random.default_rng(3)
+    found = [launch_ratio(steps_of(rng), steps_of(rng)) for _ in range(400)]
+    scatter = np.std([each.log_ratio for each in found])
+    assert np.mean([each.error for each in found]) == pytest.approx(scatter, rel=0.1)
+
+
+@pytest.mark.parametrize("memory", [0.0, 0.7, 0.9])
+def test_shares_grow_until_they_tell_nothing_about_one_another(memory):
+    rng = np.random.default_rng(4)
+    noise = rng.normal(size=(2000, 128))
+    for i in range(1, 128):
+        noise[:, i] = memory * noise[:, i - 1] + math.sqrt(1 - memory**2) * noise[:, i]
+    found = ratio_of_totals(np.ones_like(noise), 1 + 0.05 * noise)
+    scatter = found.log_ratio.std()
+    assert np.sqrt((found.error**2).mean()) == pytest.approx(scatter, rel=0.15)
+    alone = 0.05 / math.sqrt(128)  # what shares of the first length would claim
+    assert scatter > (2.5 if memory == 0.9 else 0.9) * alone
+    assert (np.median(found.shares) == 128) if not memory else (np.median(found.shares) <= 32)
+
+
+def test_a_share_with_a_disturbed_step_is_left_out_of_both_engines():
+    rng = np.random.default_rng(5)
+    base, other = steps_of(rng, sd=0.0), steps_of(rng, sd=0.0, factor=1 / 1.02)
+    other.seconds[200] += 0.9
+    disturbed = np.arange(400) == 200
+    unknown = launch_ratio(base, other)
+    known = launch_ratio(base, Steps(other.seconds, other.tokens, disturbed))
+    assert known.log_ratio == pytest.approx(math.log(1.02), abs=1e-9)
+    assert 1 / 32 <= known.left_out <= 3 / 32
+    assert unknown.log_ratio < -0.1 and unknown.error > 0.05  # wrong, and it says how much
+    assert abs(unknown.log_ratio - math.log(1.02)) < 2 * unknown.error
+
+
+def test_where_most_shares_are_disturbed_none_is_left_out():
+    base = steps_of(np.random.default_rng(6))
+    everywhere = Steps(base.seconds, base.tokens, np.ones(400, dtype=bool))
+    assert launch_ratio(base, everywhere) == launch_ratio(base, base)
+
+
+def test_a_job_of_few_steps_has_a_ratio_and_no_error():
+    few = Steps(np.full(6, 0.01), np.full(6, 3))
+    found = effect([launch_ratio(few, few)])
+    assert found.ratio == 1 and math.isnan(found.low) and found.call() == OPEN and goes_on([found])
+    assert effect([launch_ratio(few, few)] * 5).call() == LEVEL  # launches tell where steps do not
+
+
+def test_the_interval_is_the_t_interval_over_launches():
+    y = [0.01, 0.03, 0.02, 0.035, 0.015]
+    found = effect(launches_of(*y))
+    expected = stats.ttest_1samp(y, 0).confidence_interval()
+    assert (found.low, found.high) == pytest.approx(tuple(np.exp(expected)))
+    assert found.ratio == pytest.approx(math.exp(np.mean(y))) and not found.within_launch
+    values = effect_of_values([10.0] * 5, 10 * np.exp(y))  # such as p95 TTFT
+    assert (values.ratio, values.low, values.high) == pytest.approx((found.ratio, found.low, found.high))
+
+
+def test_launches_that_agree_by_chance_are_known_no_better_than_their_steps_say():
+    found = effect(launches_of(0.01, 0.01, 0.01, 0.01, error=0.02))
+    assert math.log(found.high / found.ratio) == pytest.approx(1.2816 * 0.02 / 2, rel=1e-3)  # 80 % of a normal
+
+
+def test_one_launch_has_the_interval_of_its_steps_and_says_so():
+    found = effect(launches_of(0.02, error=0.01))
+    assert found.within_launch and math.log(found.high) == pytest.approx(0.02 + stats.t.ppf(0.975, 31) * 0.01)
+    alone = effect_of_values([10.0], [11.0])
+    assert alone.ratio == pytest.approx(1.1) and math.isnan(alone.high) and alone.call() == OPEN
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "throughput", "latency"),
+    [
+        (1.001, 1.03, AHEAD, BEHIND),
+        (0.96, 0.99, BEHIND, AHEAD),
+        (0.981, 1.019, LEVEL, LEVEL),
+        (1.005, 1.019, LEVEL, LEVEL),  # a difference, and too small to matter
+        (0.99, 1.03, OPEN, OPEN),
+    ],
+)
+def test_calls(low, high, throughput, latency):
+    found = effect_between(low, high)
+    assert (found.call(), found.call(higher_is_better=False)) == (throughput, latency)
+
+
+def test_the_smallest_effect_seen_is_found_in_four_of_five_sittings():
+    rng = np.random.default_rng(7)
+    sd = 0.01
+    y = sd * rng.normal(size=(4000, 5))
+    seen = effect(launches_of(*(sd * np.array([-1, -0.5, 0, 0.5, 1]) / np.std([-1, -0.5, 0, 0.5, 1], ddof=1))))
+    t = stats.ttest_1samp(y + math.log1p(seen.smallest_seen), 0, axis=1)
+    assert (t.pvalue <= 0.05).mean() == pytest.approx(0.8, abs=0.02)
+
+
+def test_a_sitting_goes_on_until_every_question_is_decided():
+    narrow, wide, open_ = effect_between(0.99, 1.01), effect_between(1.1, 1.2), effect_between(0.995, 1.0225)
+    assert not goes_on([narrow, narrow])
+    assert goes_on([narrow, wide])  # ahead, but not known to 1.5 %
+    assert goes_on([narrow, open_])  # known to 1.5 %, but neither level nor apart
+    assert goes_on([effect_between(0.99, 1.01, launches=4)])
+    assert not goes_on([effect_between(0.99, 1.01, launches=4), wide], fewest_launches=3, target=0.05)
+    assert intervals.FEWEST_LAUNCHES == 5  # what tests/benchmarks/lockstep_coverage.md was simulated with
