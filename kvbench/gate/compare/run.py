@@ -388,4 +388,7 @@ class Comparison:
 
     def _on_engine(self, workload: PairedWorkload, side: str, match: Match, info: Mapping[str, Any]) -> None:
         """As ``_on_server``, for an engine without a server."""
-        record_server(self.manifest, match, side, info, alone=False, force=self.options["force"])
+        model = info.get("model") or {}
+        served = {name: model.get(name) for name in ("name", "vocab_size", "max_model_len")}
+        facts = {**info, "served_model": served}
+        record_server(self.manifest, match, side, facts, alone=False, force=self.options["force"])

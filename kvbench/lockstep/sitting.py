@@ -1,0 +1,257 @@
+"""One sitting: all configurations of a sweep in engine time, taking turns step by step, launch after launch.
+
+    <run>/lockstep/
+      effects.json                            each setting's effect on each load, and how it was measured
+      cells/<cell id>/loads/<launch>/         one load in engine time (kvbench/lockstep/load.py)
+      logs/<launch>.log                       the engines' process
+
+A launch is one process with an engine of every configuration; they share the weights. Every engine computes the same
+requests to their end. Launches go on until every effect is decided or the time is over (kvbench/lockstep/intervals.py).
+Loads come in the order of their users, most first: that is where memory decides. A load for which the time does not
+hold enough launches is left out, and the effects say so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from kvbench.common.errors import UsageError
+from kvbench.common.files import read_json, utc_now, write_json
+from kvbench.lockstep import load as loads
+from kvbench.lockstep.intervals import (
+    FEWEST_LAUNCHES,
+    Effect,
+    Steps,
+    effect,
+    effect_of_values,
+    goes_on,
+    launch_ratio,
+)
+from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
+from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, take_turns, warm_up
+from kvbench.runs.aggregate import flatten
+from kvbench.runs.folder import DONE, RunFolder
+from kvbench.runs.metric_names import value_of
+from kvbench.workload.design import Configuration, Design, LoadPoint
+from kvbench.workload.file import Workload
+
+EFFECTS = "effects.json"
+MOST_LAUNCHES = 20
+METRICS = {"output_throughput": True, "p95_ttft_ms": False, "p95_itl_ms": False}  # name -> whether higher is better
+_WARM_UP_USERS = 8
+
+
+@dataclass
+class Sitting:
+    """``folder``: of the sweep's run, with /lockstep. ``capacity``: by configuration, as ``preflight`` returns it.
+
+    ``limit_s``: no launch is begun that would not end by then. ``show``: replaces the status line; ``say``: prints a
+    line; ``check``: called twice a second, may raise.
+    """
+
+    run: RunFolder
+    workload: Workload
+    design: Design
+    capacity: Mapping[str, Mapping[str, Any]]
+    limit_s: float
+    show: Callable[[str], None]
+    say: Callable[[str], None]
+    check: Callable[[], None]
+    notes: list[str] = field(default_factory=list)
+    _groups: list[list[Configuration]] = field(default_factory=list)
+    _facts: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder = RunFolder(self.run.path / "lockstep")
+
+    @property
+    def points(self) -> list[LoadPoint]:
+        """The loads, most users first."""
+        found = {cell.load.load_id: cell.load for cell in self.design.cells}
+        return sorted(found.values(), key=lambda p: -(p.concurrency or p.request_rate or 0))
+
+    @property
+    def baseline(self) -> Configuration | None:
+        return next((each for each in self.design.configurations if each.is_baseline), None)
+
+    def why_not(self) -> str | None:
+        """Why these configurations cannot be compared in engine time, None if they can."""
+        if self.baseline is None or len(self.design.configurations) < 2:
+            return "there is no second configuration to compare the baseline with"
+        for point in self.points:
+            if reason := loads.why_not(self.workload.load, self._requests(point, 1)):
+                return reason
+        return None
+
+    def execute(self) -> dict[str, Any]:
+        """Measures and returns the content of effects.json. Raises MeasurementError where an engine fails."""
+        began, points, launch = time.monotonic(), self.points, 0
+        self._groups = [[each for each in self.design.configurations if not each.is_baseline]]
+        found: dict[str, Any] = {}
+        while launch < MOST_LAUNCHES:
+            launch += 1
+            self.show(f"engine time, launch {launch}: starting {len(self.design.configurations)} engines")
+            seconds = self._launch(launch, points, began)
+            elapsed = time.monotonic() - began
+            points = [point for point in points if point.load_id in seconds]
+            found = self.effects(launch, points, elapsed, done=False)
+            a_launch = elapsed / launch
+            if not self._goes_on(found) or elapsed + a_launch > self.limit_s:
+                break
+        return self.effects(launch, points, time.monotonic() - began, done=True)
+
+    def _launch(self, launch: int, points: Sequence[LoadPoint], began: float) -> dict[str, float]:
+        """One process for each group of configurations; the seconds that each load took."""
+        took: dict[str, float] = {}
+        order = random.Random(f"kvbench-sitting/{self.workload.seed}/{launch}")
+        groups, self._groups = self._groups, []
+        while groups:
+            others = groups.pop(0)
+            assert self.baseline is not None
+            names = [self.baseline, *others]
+            order.shuffle(names)
+            with ExitStack() as stack:
+                log = self.folder.server_log(f"{launch}-{len(self._groups) + 1}")
+                process = stack.enter_context(EngineProcess(LOCKSTEP_COMMAND, log, check=self.check))
+                process.greet()
+                try:
+                    open_all([(process, each.config_id, each.settings) for each in names])
+                except UsageError as error:
+                    if len(others) > 1:  # too large together, perhaps: halves of them with the baseline
+                        middle = len(others) // 2
+                        groups = [others[:middle], others[middle:], *groups]
+                    else:
+                        self.notes.append(f"{others[0].label} was not measured in engine time: {error}")
+                    continue
+                self._groups.append(others)
+                seats = {each.config_id: Seat(process, each.config_id) for each in names}
+                cost = warm_up(list(seats.values()), _WARM_UP_USERS)
+                length = self._facts.setdefault("turn_steps", choose_turn(cost))
+                self._facts.setdefault("cold_costs", []).append(cold_facts(cost, length)["cold_cost"])
+                for point in points:
+                    if launch == 1 and took and not self._holds(point, points, took, time.monotonic() - began):
+                        continue
+                    self.show(f"engine time, launch {launch}: {point.load_id}, {len(names)} engines in turns")
+                    started = time.monotonic()
+                    self._measure(launch, point, list(seats.values()), order)
+                    took[point.load_id] = took.get(point.load_id, 0.0) + time.monotonic() - started
+        return took
+
+    def _holds(self, point: LoadPoint, points: Sequence[LoadPoint], took: Mapping[str, float], elapsed: float) -> bool:
+        """Whether the time holds enough launches that have this load too, if it takes as long as the longest so far."""
+        if FEWEST_LAUNCHES * (elapsed + max(took.values())) <= self.limit_s:
+            return True
+        minutes = FEWEST_LAUNCHES * (elapsed + max(took.values()) * (len(points) - len(took))) / 60
+        self.notes.append(
+            f"{point.load_id} was not measured in engine time: {self.limit_s / 60:g} minutes hold too few launches of "
+            f"it; about {minutes:.0f} would do (--lockstep-minutes)"
+        )
+        return False
+
+    def _requests(self, point: LoadPoint, launch: int) -> Any:
+        """The requests of one launch, for the smallest limits that any configuration has."""
+        known = list(self.capacity.values())
+        sizes = {name: min(int(each[name]) for each in known) for name in ("vocab_size", "max_model_len")}
+        return loads.requests_of(self.workload.load, point, seed=self.workload.seed, repeat=launch, **sizes)
+
+    def _measure(self, launch: int, point: LoadPoint, seats: list[Seat], order: random.Random) -> None:
+        requests = self._requests(point, launch)
+        started_at = utc_now()
+        before = loads.begin(seats, self.workload.load, point, requests)
+        take_turns(seats, order, self._facts["turn_steps"])
+        for seat, metrics in zip(seats, before, strict=True):
+            cell_id = f"{seat.name}-{point.load_id}"
+            with self.folder.scratch_load(cell_id, launch) as out:
+                done = loads.store(out, seat, self.workload.load, point, requests, metrics)
+                write_json(out / DONE, {"cell_id": cell_id, "repeat": launch, "started_at": started_at, **done})
+
+    def effects(self, launches: int, points: Sequence[LoadPoint], seconds: float, *, done: bool) -> dict[str, Any]:
+        """Writes and returns effects.json, from the launches that are stored."""
+        rows = []
+        for point in points:
+            for others in self._groups:
+                rows += [row for each in others for row in self._rows(each, point)]
+        found = {
+            "format": 1,
+            "finished": done,
+            "launches": launches,
+            "seconds": seconds,
+            "limit_s": self.limit_s,
+            "baseline": self.baseline.config_id if self.baseline else None,
+            "turn_steps": self._facts.get("turn_steps"),
+            "cold_cost": _mean(self._facts.get("cold_costs", [])),
+            "notes": self.notes,
+            "effects": rows,
+        }
+        write_json(self.folder.path / EFFECTS, found)
+        return found
+
+    def _rows(self, configuration: Configuration, point: LoadPoint) -> list[dict[str, Any]]:
+        assert self.baseline is not None
+        cells = [f"{each.config_id}-{point.load_id}" for each in (self.baseline, configuration)]
+        paths = [self.folder.load(cell, launch) for launch in self.folder.done_repeats(cells[1]) for cell in cells]
+        pairs = list(zip(paths[::2], paths[1::2], strict=True))
+        values = [[_values(path) for path in pair] for pair in pairs]
+        rows = []
+        for metric, higher in METRICS.items():
+            if metric == "output_throughput":
+                found = effect([launch_ratio(*(_steps(path) for path in pair)) for pair in pairs])
+            else:
+                known = [(a[metric], b[metric]) for a, b in values if a[metric] and b[metric]]
+                if not known:
+                    continue
+                found = effect_of_values(*zip(*known, strict=True))
+            rows.append(
+                {
+                    "configuration": configuration.config_id,
+                    "load": point.load_id,
+                    "metric": metric,
+                    "higher_is_better": higher,
+                    "base": _mean([a[metric] for a, _ in values]),
+                    "value": _mean([b[metric] for _, b in values]),
+                    "call": found.call(higher_is_better=higher),
+                    "decided": found.is_decided(),
+                    **dataclasses.asdict(found),
+                }
+            )
+        return rows
+
+    def _goes_on(self, found: Mapping[str, Any]) -> bool:
+        names = [each.name for each in dataclasses.fields(Effect)]
+        rows = [row for row in found["effects"] if row["metric"] == "output_throughput"]
+        return goes_on(Effect(**{name: row[name] for name in names}) for row in rows)
+
+
+def _values(load: Any) -> dict[str, float | None]:
+    measured = flatten(read_json(load / DONE)["metrics"])
+    return {metric: value_of(measured, metric) for metric in METRICS}
+
+
+def _steps(load: Any) -> Steps:
+    table = pd.read_parquet(load / "steps.parquet")
+    return Steps(table["seconds"].to_numpy(), table["output_tokens"].to_numpy())
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def read_effects(run: RunFolder) -> dict[str, Any] | None:
+    """effects.json of a run, None if its engines were not measured in engine time."""
+    path = run.path / "lockstep" / EFFECTS
+    return read_json(path) if path.is_file() else None
+
+
+def begin_anew(run: RunFolder) -> None:
+    """Removes a sitting that was interrupted: its launches would have been hours before the others."""
+    shutil.rmtree(run.path / "lockstep", ignore_errors=True)

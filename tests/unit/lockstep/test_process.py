@@ -1,0 +1,76 @@
+"""A process of engines: it answers, refuses, dies or hangs, and never outlives us."""
+
+from __future__ import annotations
+
+import sys
+
+import psutil
+import pytest
+
+from kvbench.common.errors import UsageError
+from kvbench.lockstep.process import EngineFailedError, EngineProcess, open_all, speaks_lockstep
+
+HELLO = "import json, sys, time, os\nsay = lambda **a: print(json.dumps(a), flush=True)\n"
+
+
+def scripted(tmp_path, body):
+    return EngineProcess((sys.executable, "-c", HELLO + body), tmp_path / "log")
+
+
+ECHO = "say(protocol=1)\nfor line in sys.stdin:\n    say(**json.loads(line))\n"
+
+
+def test_answers_come_in_order_and_the_end_stops_the_process(tmp_path):
+    with scripted(tmp_path, ECHO) as process:
+        process.greet()
+        process.send(n=1)
+        process.send(n=2, text="\n " + "x" * 200_000)
+        assert [process.receive(20)["n"] for _ in range(2)] == [1, 2]
+        pid = process._process.pid
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ("say(protocol=1); time.sleep(60)", "within 0.2 s"),
+        ("say(protocol=1); sys.stderr.write('torn page'); sys.exit(3)", "torn page"),
+        ("say(protocol=1); os.kill(os.getpid(), 9)", "signal 9"),
+        ("say(protocol=1); sys.stdin.readline(); say(error='no room for 3 pages')", "no room for 3 pages"),
+    ],
+)
+def test_an_engine_that_fails_is_named_with_its_reason(tmp_path, body, word):
+    with scripted(tmp_path, body) as process:
+        process.greet()
+        with pytest.raises(EngineFailedError, match=word) as failed:
+            process.ask(0.2 if "within" in word else 20, do="turn")
+        assert failed.value.process is process
+
+
+def test_what_checks_for_an_interruption_is_asked_while_an_engine_computes(tmp_path):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    process = EngineProcess((sys.executable, "-c", HELLO + "time.sleep(60)"), tmp_path / "log", check=interrupt)
+    with pytest.raises(KeyboardInterrupt), process:
+        process.receive(20)
+    assert not process.alive
+
+
+def test_refused_settings_are_the_users_mistake_and_a_death_is_not(tmp_path):
+    refuses = "say(protocol=1)\nsys.stdin.readline()\nsay(error='page_size cannot be 0')\nsys.stdin.readline()"
+    with scripted(tmp_path, refuses) as process:
+        process.greet()
+        with pytest.raises(UsageError, match="page_size cannot be 0"):
+            open_all([(process, "a", {"page_size": 0})])
+    with scripted(tmp_path, "say(protocol=1)\nsys.stdin.readline()\nsys.exit(1)") as process:
+        process.greet()
+        with pytest.raises(EngineFailedError):
+            open_all([(process, "a", {})])
+
+
+@pytest.mark.parametrize(
+    ("body", "speaks"), [("say(protocol=1)", True), ("say(protocol=2)", False), ("sys.exit(1)", False)]
+)
+def test_an_engine_of_another_protocol_or_none_is_not_stepped(tmp_path, body, speaks):
+    assert speaks_lockstep((sys.executable, "-c", HELLO + body), tmp_path / "log") is speaks

@@ -1,0 +1,98 @@
+"""Whose turn is next, and how long a turn should be."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from kvbench.lockstep.turns import MAX_COLD_COST, TURNS, Seat, choose_turn, cold_cost, take_turns
+
+
+class ScriptedEngine:
+    """Stands for the process of one engine: each step takes the next of ``seconds``; ``log`` gets who took a turn."""
+
+    def __init__(self, name, seconds, log):
+        self.name, self.left, self.clock, self.log = name, list(seconds), 0.0, log
+
+    def ask(self, do, name, steps):
+        assert do == "turn" and name == self.name
+        taken, self.left = self.left[:steps], self.left[steps:]
+        self.clock += sum(taken)
+        self.log.append((name, len(taken)))
+        return {"steps": [[s, 0, 1, 1, 0] for s in taken], "clock": self.clock, "ended": not self.left}
+
+
+def seats_of(**seconds):
+    log = []
+    return [Seat(ScriptedEngine(name, each, log), name) for name, each in seconds.items()], log
+
+
+def test_clocks_stay_within_one_turn_of_each_other_while_both_run():
+    seats, log = seats_of(fast=[1.0] * 400, slow=[3.0] * 100)
+    take_turns(seats, random.Random(0), 2)
+    clocks, widest = Counter(), 0.0
+    left = Counter(fast=400, slow=100)
+    for name, steps in log:
+        clocks[name] += steps * {"fast": 1.0, "slow": 3.0}[name]
+        left[name] -= steps
+        if min(left.values()) > 0:
+            widest = max(widest, abs(clocks["fast"] - clocks["slow"]))
+    assert widest <= 6.0
+    assert [seat.clock for seat in seats] == [400.0, 300.0] and all(seat.ended for seat in seats)
+    assert sum(seats[0].turns) == len(seats[0].steps) == 400
+
+
+def test_ties_are_broken_at_random_and_the_seed_repeats_them():
+    firsts, orders = Counter(), []
+    for seed in (1, 1, *range(2, 60)):
+        seats, log = seats_of(a=[1.0] * 8, b=[1.0] * 8, c=[1.0] * 8)
+        take_turns(seats, random.Random(seed), 1)
+        firsts[log[0][0]] += 1
+        orders.append(log)
+    assert orders[0] == orders[1] != orders[2]
+    assert min(firsts[name] for name in "abc") >= 10
+
+
+def with_turns(seconds, decoding=None):
+    """A seat whose turns had these step times [turns, steps]."""
+    seat = Seat(None, "x")
+    for turn, times in enumerate(seconds):
+        tokens = 4 if decoding is None else decoding[turn]
+        seat.steps += [[s, 0, tokens, tokens, 0] for s in times]
+        seat.turns.append(len(times))
+    return seat
+
+
+def test_cold_cost_is_what_the_place_in_a_turn_adds_whatever_the_machines_speed():
+    rng = np.random.default_rng(0)
+    truth = np.array([0.10, 0.04, 0.01, 0, 0, 0, 0, 0])
+    speed = rng.uniform(0.8, 1.2, (50, 1))  # of each turn
+    found = cold_cost([with_turns(0.01 * speed * (1 + truth) * rng.normal(1, 0.002, (50, 8)))])
+    assert found == pytest.approx(truth, abs=0.002)
+
+
+def test_cold_cost_ignores_turns_with_prompts_or_changing_batches():
+    clean = with_turns(np.full((10, 8), 0.01))
+    mixed = with_turns(np.tile(np.linspace(0.01, 0.9, 8), (30, 1)))
+    for step in mixed.steps[::8]:
+        step[1] = 12  # a prompt in each turn
+    assert cold_cost([clean, mixed]) == pytest.approx(np.zeros(8))
+    assert cold_cost([mixed]) is None
+
+
+@pytest.mark.parametrize(
+    ("cost", "length"),
+    [
+        ([0.0] * 8, 1),
+        ([MAX_COLD_COST * 0.99] + [0.0] * 7, 1),
+        ([0.039, 0.0] + [0.0] * 6, 2),
+        ([0.07, 0.0] + [0.0] * 6, 4),
+        ([0.5, 0.3] + [0.1] * 6, TURNS[-1]),
+        (None, TURNS[-1]),
+    ],
+)
+def test_the_shortest_turn_is_taken_that_is_within_two_percent_of_an_engine_alone(cost, length):
+    assert choose_turn(None if cost is None else np.array(cost)) == length
