@@ -32,6 +32,7 @@ from kvbench.gate.compare.lockstep_pairs import LockstepPairs, why_not_lockstep
 from kvbench.gate.compare.manifest import PATHS, new_comparison, record_server, require_same_requests, resume
 from kvbench.gate.compare.pair_runner import FailedAttempt, LaunchedPairs, Method, PairRunner
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
+from kvbench.gate.compare.served_check import ServedCheck
 from kvbench.gate.compare.sides import RUN, PairedWorkload, Side, open_workloads, parse_side
 from kvbench.gate.policy import Policy, load_policy
 from kvbench.gate.timing.noise import FEWEST_PAIRS
@@ -39,7 +40,7 @@ from kvbench.gate.timing.plan import BASE, SIDES, Match, Turn, turns
 from kvbench.gate.verdict.github import publish
 from kvbench.gate.verdict.outputs import report_verdict, write_outputs
 from kvbench.gate.verdict.terminal import print_verdict
-from kvbench.gate.verdict.verdict import INCONCLUSIVE, INVALID, Finding, Verdict
+from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, Finding, Verdict
 from kvbench.runs.folder import MANIFEST, RunFolder, create_run
 from kvbench.runs.resume import stored_workload
 from kvbench.runs.work import kept, orderly_end
@@ -188,9 +189,7 @@ def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str
     """How pairs are measured, and a note where it is not the sharpest way. Raises UsageError for one that cannot be."""
     if any(opened.stored for each in workloads for opened in each.sides.values()):
         if wanted != AUTO:
-            raise UsageError(
-                f"--method {wanted} goes with what is measured, and stored runs are already: leave it out"
-            )
+            raise UsageError(f"--method {wanted} goes with what is measured, and stored runs are already: leave it out")
         return STORED_RUNS, None
     if wanted == LAUNCHED:
         return LAUNCHED, None
@@ -262,7 +261,23 @@ class Comparison:
                     for each in self.workloads:
                         each.compile(self.folder.path, self._say)
                 stopped = self._measure(work.check, show)
+                if self.manifest["method"] == LOCKSTEP and self.stop_early:
+                    stopped = self._check_served(work.check, show) or stopped
             return self.finish(stopped)
+        return None
+
+    def _check_served(self, check: Callable[[], None], show: Callable[[str], None]) -> str | None:
+        """Checks the servers around engines that have not failed; why it could not, None where it did."""
+        manifest, pairs = self.manifest, self.folder.whole_pairs(self.manifest["cells"])
+        if manifest["void"] or not pairs or conclude(self.folder, manifest, self.policy).outcome == FAIL:
+            return None
+        self._say("served check: single requests to both servers, for what engine time leaves out")
+        served = ServedCheck(
+            self.folder, manifest["order_seed"], check, show, self._on_failed, len(manifest["resumed"])
+        )
+        if given_up := served.run(self.workloads):
+            manifest["void"] = {"pair": given_up.pair, "turn": given_up.turn}
+            return f"{given_up.turn} could not be measured"
         return None
 
     def judge_stored(self) -> Verdict:

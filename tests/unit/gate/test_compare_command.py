@@ -31,7 +31,7 @@ from tests.support.sweep_parts import TINY
 
 SIDES = ("page_size=16", "page_size=32")
 EXECUTE = Comparison.execute
-WORDS = ("--workload", "tiny.yaml", "--policy", "gates.yaml", "--profile", "cpu")
+WORDS = ("--workload", "tiny.yaml", "--policy", "gates.yaml", "--profile", "cpu", "--method", "launched")
 
 
 @pytest.fixture
