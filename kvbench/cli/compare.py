@@ -85,6 +85,7 @@ def compare(**options: Any) -> int:
       verdict.json, junit.xml, summary.md   the verdict for programs, for CI, for people; pairs.html: the pairs drawn
       benchmark-{bigger,smaller}-is-better.json   the candidate's values for github-action-benchmark
       pairs.csv                             one row a pair, cell and metric
+      served.json                           single requests to the servers of both sides, round by round
       manifest.json                         both sides, the order, the machine
       base/, candidate/                     raw samples and counters of every load, laid out as a sweep's
 

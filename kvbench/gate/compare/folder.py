@@ -4,6 +4,7 @@ results/compare/<UTC time>-<git short sha>/
   manifest.json                                 what is compared, how, on what; kind "compare"
   base/<workload>/cells/<cell id>/loads/<pair>/ one load, as in a sweep's folder; candidate/ the same
   set-aside/                                    loads and logs of attempts that failed
+  served.json                                   the rounds of the served check (kvbench/gate/compare/served_check.py)
   pairs.csv                                     a row for each pair, cell and metric
   verdict.json junit.xml summary.md ...         what kvbench/gate/verdict/outputs.py writes
 """
