@@ -183,15 +183,21 @@ class ForeignWatch:
 
 
 class MachineWatch:
-    """Reads the CPU times when a load's first request is due and when its last one has ended."""
+    """Reads the CPU times when a load's first request is due and when its last one has ended.
 
-    def __init__(self, server: ServerProcess) -> None:
-        self.server = server
+    ``all_ours``: whatever we launched is ours, as where two servers are measured at once.
+    """
+
+    def __init__(self, server: ServerProcess, *, all_ours: bool = False) -> None:
+        self.server, self.all_ours = server, all_ours
         self._readings: dict[str, CpuReading | None] = {}
 
     def on_phase(self, phase: str, client_pid: int) -> None:
         """``begin`` or ``measured``, as the load client says them."""
-        self._readings[phase] = read_cpu(self.server, client_pid)
+        found = read_cpu(self.server, client_pid)
+        if found is not None and self.all_ours and (ours := tree_cpu_s(os.getpid())) is not None:
+            found = dataclasses.replace(found, own_s=ours - (found.client_s or 0.0) - (found.server_s or 0.0))
+        self._readings[phase] = found
 
     def report(self) -> dict[str, Any]:
         """As ``machine_report``."""

@@ -62,7 +62,19 @@ def _cpu_model() -> str:
 
 def gpus() -> list[dict[str, str]]:
     """One row a GPU from nvidia-smi: name, memory, driver, clocks; empty without one."""
-    fields = ("name", "memory.total", "driver_version", "clocks.sm", "clocks.mem", "power.limit")
+    return _ask_gpus("name", "memory.total", "driver_version", "clocks.sm", "clocks.mem", "power.limit")
+
+
+def free_memory() -> dict[str, int]:
+    """Bytes that are free, by where: ``this machine``, and ``GPU 0`` and so on."""
+    found = {"this machine": psutil.virtual_memory().available}
+    for row in _ask_gpus("index", "memory.free"):
+        amount = row["memory.free"].split()[0]  # of "1234 MiB"; some drivers do not tell
+        found |= {f"GPU {row['index']}": int(amount) << 20} if amount.isdigit() else {}
+    return found
+
+
+def _ask_gpus(*fields: str) -> list[dict[str, str]]:
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout

@@ -93,52 +93,133 @@ def measure_load(
     Raises:
         MeasurementError: the load could not be driven to its end.
     """
-    load = setup.load
+    prepared = prepare(setup, point, requests, requests_file, out, first=first)
+    return prepared.judge(prepared.drive(on_progress), failures_invalidate=failures_invalidate)
+
+
+def prepare(
+    setup: LoadSetup, point: LoadPoint, requests: list[Any], requests_file: Path, out: Path, *, first: bool
+) -> PreparedLoad:
+    """Calibrates the client and brings the server into its declared state. Raises MeasurementError."""
     setup.check()
     calibration = None
     if setup.calibrate:  # for as many streams as the load may have
-        most = point.concurrency if point.mode == "closed" else load.max_concurrency
+        most = point.concurrency if point.mode == "closed" else setup.load.max_concurrency
         calibration = setup.calibrate(_client_load(setup, most or UNKNOWN_STREAMS), None)
-    cache_reasons = server_state.prepare_cache(setup.target, load, requests, first=first)
-    started_at, began = utc_now(), time.monotonic()
-    driven = _drive(setup, point, requests, requests_file, out, on_progress)
-    outcome = read_json(out / "load.json")
-    metrics, unread = collect_metrics(out, load, outcome, driven.poller, driven.before, driven.after)
-    machine, report = driven.machine, driven.machine.report()
-    workers_here = bool(metrics["client"].get("workers_here"))
-    if not judges_this_machine(setup.sends_here, machine.server.local, workers_here):
-        report["foreign_cpu_cores"] = report["steal_share"] = None
-    calibration = recalibrated(setup, calibration, outcome, metrics)
-    metrics["client"] |= {"cpu_s_per_1000_output_tokens": client_cost(report, metrics)}
-    complete = int(metrics.get("completed") or 0) == len(requests)
-    cache = server_state.cache_use(load, requests, setup.info, driven.before, driven.after, complete=complete)
-    faults = server_state.leak_reasons(driven.after) + cache.reasons
-    if failures_invalidate:
-        faults += _failure_reasons(metrics)
-    reasons = [
-        *(calibration.reasons if calibration else ()),
-        *cache_reasons,
-        *(outcome.get("invalid_reasons") or ()),
-        *faults,
-        *contention_reasons(report),
-    ]
-    if outcome.get("incomplete"):
-        reasons.append("the load client was stopped before its last request")
-    if unread and failures_invalidate:
-        reasons.append(unread)
-    return {
-        "valid": not reasons,
-        "invalid_reasons": reasons,
-        "server_faults": faults,
-        "calibration": calibration.to_json() if calibration else None,
-        "metrics": metrics,
-        "machine": report,
-        "prefix_cache": cache.counts,
-        "prefix_cache_bounds": dataclasses.asdict(cache.bounds) if cache.bounds else None,
-        "started_at": started_at,
-        "ended_at": utc_now(),
-        "wall_s": time.monotonic() - began,
-    }
+    reasons = server_state.prepare_cache(setup.target, setup.load, requests, first=first)
+    return PreparedLoad(
+        setup, point, requests, requests_file, out, calibration, reasons,
+        started_at=utc_now(), began=time.monotonic(), log_from=_size(setup.server_log),
+        before=server_state.read_metrics(setup.target),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Driven:
+    """What was seen of server and machine during a load (``poller``: /metrics) and ``after`` it."""
+
+    poller: MetricsPoller
+    after: MetricsSample | None
+    machine: MachineWatch
+
+
+@dataclass(frozen=True)
+class PreparedLoad:
+    """A load whose server is ready for it.
+
+    ``cache_reasons``: why the state of its cache is not known; ``began`` [s, time.monotonic]; ``log_from``: bytes of
+    the server's log until now; ``before``: its /metrics.
+    """
+
+    setup: LoadSetup
+    point: LoadPoint
+    requests: list[Any]
+    requests_file: Path
+    out: Path
+    calibration: Calibration | None
+    cache_reasons: list[str]
+    started_at: str
+    began: float
+    log_from: int
+    before: MetricsSample | None
+
+    def drive(
+        self,
+        on_progress: launch.Progress,
+        on_phase: launch.Phase = lambda phase, pid: None,
+        *,
+        all_ours: bool = False,
+    ) -> Driven:
+        """Sends the load to its end; raw samples and logs are in ``out`` then. Raises MeasurementError.
+
+        ``all_ours``: as in ``MachineWatch``.
+        """
+        setup, target = self.setup, self.setup.target
+        machine = MachineWatch(target.server(), all_ours=all_ours)
+        spec = launch.load_spec(
+            setup.load, self.point, base_url=target.base_url, model=target.model.name,
+            requests_file=self.requests_file, out_dir=self.out,
+            send_priority=launch.takes_priority(setup.settings, setup.info),
+        ) | target.client_fields() | dict(setup.client)  # fmt: skip
+
+        def tell(phase: str, pid: int) -> None:
+            machine.on_phase(phase, pid)
+            on_phase(phase, pid)
+
+        with MetricsPoller(lambda: target.metrics(), setup.poll_s) as poller:
+            launch.drive(
+                spec,
+                total=len(self.requests),
+                limit_s=launch.bound_s(setup.load, self.point, self.requests),
+                on_progress=on_progress,
+                check=setup.check,
+                on_phase=tell,
+                arguments=setup.arguments,
+            )
+        after = server_state.wait_release(target)
+        _copy_tail(setup.server_log, self.log_from, self.out / "server.log")
+        return Driven(poller, after, machine)
+
+    def judge(self, driven: Driven, *, failures_invalidate: bool = True) -> dict[str, Any]:
+        """What ``measure_load`` returns, from the files in ``out``."""
+        setup, out, before, after = self.setup, self.out, self.before, driven.after
+        outcome = read_json(out / "load.json")
+        metrics, unread = collect_metrics(out, setup.load, outcome, driven.poller, before, after)
+        machine, report = driven.machine, driven.machine.report()
+        workers_here = bool(metrics["client"].get("workers_here"))
+        if not judges_this_machine(setup.sends_here, machine.server.local, workers_here):
+            report["foreign_cpu_cores"] = report["steal_share"] = None
+        calibration = recalibrated(setup, self.calibration, outcome, metrics)
+        metrics["client"] |= {"cpu_s_per_1000_output_tokens": client_cost(report, metrics)}
+        complete = int(metrics.get("completed") or 0) == len(self.requests)
+        cache = server_state.cache_use(setup.load, self.requests, setup.info, before, after, complete=complete)
+        faults = server_state.leak_reasons(after) + cache.reasons
+        if failures_invalidate:
+            faults += _failure_reasons(metrics)
+        reasons = [
+            *(calibration.reasons if calibration else ()),
+            *self.cache_reasons,
+            *(outcome.get("invalid_reasons") or ()),
+            *faults,
+            *contention_reasons(report),
+        ]
+        if outcome.get("incomplete"):
+            reasons.append("the load client was stopped before its last request")
+        if unread and failures_invalidate:
+            reasons.append(unread)
+        return {
+            "valid": not reasons,
+            "invalid_reasons": reasons,
+            "server_faults": faults,
+            "calibration": calibration.to_json() if calibration else None,
+            "metrics": metrics,
+            "machine": report,
+            "prefix_cache": cache.counts,
+            "prefix_cache_bounds": dataclasses.asdict(cache.bounds) if cache.bounds else None,
+            "started_at": self.started_at,
+            "ended_at": utc_now(),
+            "wall_s": time.monotonic() - self.began,
+        }
 
 
 def judges_this_machine(sends_here: bool, server_here: bool, workers_here: bool) -> bool:
@@ -148,47 +229,6 @@ def judges_this_machine(sends_here: bool, server_here: bool, workers_here: bool)
     would count as other programs.
     """
     return sends_here or (server_here and not workers_here)
-
-
-@dataclass(frozen=True)
-class _Driven:
-    """What was seen of server and machine around a load: /metrics ``before``, during (``poller``) and ``after`` it."""
-
-    before: MetricsSample | None
-    poller: MetricsPoller
-    after: MetricsSample | None
-    machine: MachineWatch
-
-
-def _drive(
-    setup: LoadSetup,
-    point: LoadPoint,
-    requests: list[Any],
-    requests_file: Path,
-    out: Path,
-    on_progress: launch.Progress,
-) -> _Driven:
-    """Sends the load to its end; raw samples and logs are in ``out`` then. Raises MeasurementError."""
-    target, load, log_from = setup.target, setup.load, _size(setup.server_log)
-    machine = MachineWatch(target.server())
-    before = server_state.read_metrics(target)
-    spec = launch.load_spec(
-        load, point, base_url=target.base_url, model=target.model.name, requests_file=requests_file, out_dir=out,
-        send_priority=launch.takes_priority(setup.settings, setup.info),
-    ) | target.client_fields() | dict(setup.client)  # fmt: skip
-    with MetricsPoller(lambda: target.metrics(), setup.poll_s) as poller:
-        launch.drive(
-            spec,
-            total=len(requests),
-            limit_s=launch.bound_s(load, point, requests),
-            on_progress=on_progress,
-            check=setup.check,
-            on_phase=machine.on_phase,
-            arguments=setup.arguments,
-        )
-    after = server_state.wait_release(target)
-    _copy_tail(setup.server_log, log_from, out / "server.log")
-    return _Driven(before, poller, after, machine)
 
 
 def _failure_reasons(metrics: Mapping[str, Any]) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from kvbench.calibration.cache import ClientLoad
@@ -14,7 +15,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
 from kvbench.load import launch
 from kvbench.measure.load import LoadSetup, measure_load
-from kvbench.measure.warm_up import WarmUp, warm_up
+from kvbench.measure.warm_up import warm_up
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.targets.base import Target, contradiction, reason_of
 from kvbench.targets.builtin import ServerRefusedError
@@ -81,27 +82,19 @@ class BlockRunner:
             return self._run_apart(block)
         todo = [cell for cell in block.cells if not self.run.is_done(cell.cell_id, repeat)]
         target = self.new_target()
-        started = time.monotonic()
         try:
-            try:
-                setup = self._start(target, block)
-                start_s = time.monotonic() - started
-                self.listener.status(f"warming up {block.configuration.label}")
-                warm = warm_up(setup, self.workload.load_points[0])
-            except MeasurementError as error:
-                reason = reason_of(target, error) if block.block_id in self.served else str(error)
-                for cell in todo:
-                    self._fail(cell, repeat, reason, of_server=True)
+            if (up := self.bring_up(target, block, todo)) is None:
                 return False
+            setup, facts = up
             for position, cell in enumerate(todo):
-                if position == 1 and self._keeps_cache(target):
+                if position == 1 and self.cache_stays(target):
                     self.keeps_cache.append(config_id)
                     break
                 try:
-                    self._run_load(setup, cell, repeat, start_s, warm, first=position == 0)
+                    self._run_load(setup, cell, repeat, facts, first=position == 0)
                 except MeasurementError as error:
                     reason = reason_of(target, error)
-                    self._fail(cell, repeat, reason, of_server=_is_gone(target))
+                    self.fail(cell, repeat, reason, of_server=is_gone(target))
         finally:
             target.stop()
         if not block.alone and config_id in self.keeps_cache:
@@ -111,6 +104,24 @@ class BlockRunner:
     def _run_apart(self, block: Block) -> bool:
         started = [self.run_block(part) for part in block.split()]
         return any(started)
+
+    def bring_up(self, target: Target, block: Block, cells: Sequence[Cell]) -> tuple[LoadSetup, dict[str, Any]] | None:
+        """Starts the server and warms it up; what done.json says of both. None where it failed, and so all ``cells``.
+
+        Raises ServerRefusedError.
+        """
+        started = time.monotonic()
+        try:
+            setup = self._start(target, block)
+            start_s = time.monotonic() - started
+            self.listener.status(f"warming up {block.configuration.label}")
+            warm = warm_up(setup, self.workload.load_points[0])
+        except MeasurementError as error:
+            reason = reason_of(target, error) if block.block_id in self.served else str(error)
+            for cell in cells:
+                self.fail(cell, block.repeat, reason, of_server=True)
+            return None
+        return setup, {"server_start_s": start_s, "warm_up": warm.to_json()}
 
     def _start(self, target: Target, block: Block) -> LoadSetup:
         """Starts the server. Where an earlier one has started, a UsageError fails this block only."""
@@ -139,7 +150,7 @@ class BlockRunner:
         more = {"calibrate": self.calibrate, "poll_s": self.poll_s}
         return LoadSetup(load, seed, target, configuration.settings, info, log, check, **more)
 
-    def _keeps_cache(self, target: Target) -> bool:
+    def cache_stays(self, target: Target) -> bool:
         """Whether the next load needs an empty prefix cache, and only another server of ours has one."""
         if not target.starts_cold or self.workload.load.cache_state == "steady":
             return False
@@ -148,35 +159,34 @@ class BlockRunner:
         except MeasurementError:
             return False  # the load itself will say why
 
-    def _fail(self, cell: Cell, repeat: int, reason: str, *, of_server: bool) -> None:
+    def fail(self, cell: Cell, repeat: int, reason: str, *, of_server: bool) -> None:
+        """Records a load without a result."""
         self.failures.append(Failure(cell.cell_id, repeat, reason, of_server))
         self.listener.load_failed(cell, repeat, reason)
 
-    def _run_load(
-        self, setup: LoadSetup, cell: Cell, repeat: int, start_s: float, warm: WarmUp, *, first: bool
-    ) -> None:
+    def _run_load(self, setup: LoadSetup, cell: Cell, repeat: int, facts: Mapping[str, Any], *, first: bool) -> None:
         """From the idle server to done.json. Raises MeasurementError when it could not be driven to its end."""
         setup.check()
-        requests = setup.requests(cell.load, repeat)
-        path, digest = launch.store_requests(requests, self.run.path / "requests", f"{cell.load.load_id}-{repeat}")
+        requests, path, drawn = self.draw(setup, cell, repeat)
         self.listener.load_started(cell, repeat, len(requests))
         with self.run.scratch_load(cell.cell_id, repeat) as out:
-            done = {
-                "cell_id": cell.cell_id,
-                "repeat": repeat,
-                "server_start_s": start_s,
-                "warm_up": warm.to_json(),
-                "requests_file": str(path.relative_to(self.run.path)),
-                "requests_sha256": digest,
-                **measure_load(
-                    setup, cell.load, requests, path, out, first=first, on_progress=self.listener.load_progress
-                ),
-            }
+            measured = measure_load(
+                setup, cell.load, requests, path, out, first=first, on_progress=self.listener.load_progress
+            )
+            done = {**drawn, **facts, **measured}
             write_json(out / DONE, done)
         self.listener.load_finished(cell, repeat, done)
 
+    def draw(self, setup: LoadSetup, cell: Cell, repeat: int) -> tuple[list[Any], Path, dict[str, Any]]:
+        """The requests of a load, the file that they are stored in, and what done.json says of both."""
+        requests = setup.requests(cell.load, repeat)
+        path, digest = launch.store_requests(requests, self.run.path / "requests", f"{cell.load.load_id}-{repeat}")
+        facts = {"cell_id": cell.cell_id, "repeat": repeat, "requests_file": str(path.relative_to(self.run.path))}
+        return requests, path, facts | {"requests_sha256": digest}
 
-def _is_gone(target: Target) -> bool:
+
+def is_gone(target: Target) -> bool:
+    """Whether a launched server has ended."""
     try:
         target.check_alive()
     except MeasurementError:

@@ -28,6 +28,7 @@ STREAMS = {
         },
     },
 }  # fmt: skip
+OPEN_LOOP = ("-o", "load.mode=open", "-o", "load.request_rate=[4]", "-o", "load.concurrency=null")
 # Other tests run beside this one: what they take from the client is not what is tested here.
 UNLIMITED = {
     foreign_cpu: ("MIN_FOREIGN_CORES", "MAX_STEAL_SHARE"),
@@ -95,6 +96,8 @@ def test_a_candidate_that_never_serves_is_a_regression(compare):
     ("words", "named"),
     [
         (("a",), "two sides"),
+        ((f"{MOCK}20", f"{MOCK}21", "--workload", "streams.yaml", "--method", "twins", *OPEN_LOOP), "wall clock"),
+        (("http://127.0.0.1:9", f"{MOCK}20", "--workload", "streams.yaml", "--method", "twins"), "freezes only"),
         (("no-such-ref", "HEAD", "--workload", "streams.yaml"), "no-such-ref"),
         ((f"{MOCK}20", f"{MOCK}21"), "--workload"),
         ((f"{MOCK}20", f"{MOCK}21", "--workload", "streams.yaml", "--only", "nothing*"), "nothing*"),
