@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from scipy import stats
 
-from kvbench.gate.timing.rules import DEFAULT_RULES
+from kvbench.gate.timing.rules import DEFAULT_RULES, LEVELS, Look, TimingRules
 from tests.support.gate_simulation import (
     CONFIGURATIONS,
     NOISES,
@@ -28,6 +29,7 @@ from tests.support.gate_simulation import (
     passes_at_margin,
     worsened,
 )
+from tests.support.lockstep_simulation import gate_pairs
 
 A_A_RUNS = 2000
 INDEPENDENT, ONE_LAUNCH = (0.0, CONFIGURATIONS), (0.5, 1)  # part of the noise that a launch shares, configurations
@@ -40,6 +42,19 @@ SHARES = (0.03, 0.05, 0.10)
 WHERE = {"all 24 cells": slice(None), "one class of 6": slice(0, 6), "one cell": 0}
 TITLES = [metric.title for metric in DEFAULT_RULES.metrics]
 LAST = DEFAULT_RULES.looks[-1].pairs
+
+LOCKSTEP_FLOORS, LOCKSTEP_MARGINS = (0.01, 0.02, 0.01), (0.02, 0.04, 0.03)
+LOCKSTEP_SDS = ((0.5, 1, 0.75), (0.8, 1.6, 1.2), (1, 2, 1.5), (1.2, 2.4, 1.8), (1.4, 2.8, 2.1), (1.6, 3.2, 2.4))  # %
+SLOWED = np.log([1 / 1.016, 1.0, 1.02])  # decode steps, four fifths of the time, take 2 % longer
+
+
+def lockstep_rules() -> TimingRules:
+    """Of one cell, measured in pairs that take turns step by step."""
+    metrics = (
+        replace(metric, floor=floor, margins=dict.fromkeys(LEVELS, margin))
+        for metric, floor, margin in zip(DEFAULT_RULES.metrics, LOCKSTEP_FLOORS, LOCKSTEP_MARGINS, strict=True)
+    )
+    return TimingRules(tuple(metrics), (Look(8, 0.004, 0.02), Look(12, 0.0025, 0.015), Look(16, 0.0025, 0.015)))
 
 
 def bounds(count: int, runs: int) -> tuple[float, float]:
@@ -125,6 +140,52 @@ def at_margin(seed: int) -> Iterator[str]:
         yield f"| {noise} | {count / A_A_RUNS * 100:.2f} % | {bounds(count, A_A_RUNS)[1] * 100:.2f} % |"
 
 
+def false_alarms_in_lockstep(seed: int) -> Iterator[str]:
+    yield "| machine | pairs' sd: throughput, p95 TTFT, p95 ITL | smallest p alone | 95 % bound | FAIL | 95 % bound |"
+    yield "|---|---|---|---|---|---|"
+    for i, machine in enumerate(("ar1", "bimodal", "drifting", "bursty")):
+        y = gate_pairs(machine, _rng(seed, 6, i), A_A_RUNS, LAST)
+        sds = ", ".join(f"{100 * sd:.1f} %" for sd in y.std(axis=(0, 1, 2)))
+        yield f"| {machine} | {sds} | {_alarms(decide(y, passes=False, rules=lockstep_rules()))} |"
+
+
+def sds_in_lockstep(seed: int, runs: int) -> Iterator[str]:
+    yield "| pairs' sd: throughput, p95 TTFT, p95 ITL | unchanged: PASS | at look 1 + 2 + 3 | FAIL | slower: FAIL |"
+    yield "|---|---|---|---|---|"
+    for i, sds in enumerate(LOCKSTEP_SDS):
+        rng = _rng(seed, 7, i)
+        y, common = rng.normal(size=(runs, LAST, 1, 3)), rng.normal(size=(runs, LAST, 1, 1)) * [-1, 1, 1]
+        y = (y + common) / np.sqrt(2) * np.array(sds) / 100
+        unchanged, slower = (decide(each, rules=lockstep_rules()) for each in (y, y + SLOWED))
+        parts = (unchanged.passed, unchanged.failed, slower.failed)
+        passed, failed, caught_ = (f"{(part > 0).mean() * 100:.3g} %" for part in parts)
+        sds_named = ", ".join(f"{sd:g} %" for sd in sds)
+        yield f"| {sds_named} | {passed} | {looks(unchanged.passed)} | {failed} | {caught_} |"
+
+
+def lockstep_sections(seed: int, runs: int) -> list[str]:
+    floors, margins = (", ".join(f"{100 * x:g} %" for x in part) for part in (LOCKSTEP_FLOORS, LOCKSTEP_MARGINS))
+    alphas = ", ".join(f"{look.alpha:g} after {look.pairs}" for look in lockstep_rules().looks)
+    return [
+        f"## Pairs in lockstep: a candidate that is the base, {A_A_RUNS:,} runs a row",
+        "",
+        "One cell; a pair is one launch of both sides, which take turns step by step for 300 steps each on a machine",
+        "that changes its speed (tests/support/lockstep_simulation.py). Launches differ by 0.5 %, the side in the",
+        f"first place is 1 % faster, and a coin says which that is. Floors {floors}, margins {margins}",
+        f"(throughput, p95 TTFT, p95 ITL), alpha {alphas} pairs.",
+        "",
+        *false_alarms_in_lockstep(seed),
+        "",
+        f"## Pairs in lockstep: by how much they may scatter, {runs:,} runs a row, normal noise",
+        "",
+        "Half of each metric's variance is common to the three. *Slower*: decode steps take 2 % longer, which is p95",
+        "ITL +2 % and throughput -1.6 %.",
+        "",
+        *sds_in_lockstep(seed, runs),
+        "",
+    ]
+
+
 def page(seed: int, runs: int) -> str:
     rules = DEFAULT_RULES
     spread = ", ".join(f"{title} {sd * 100:g} %" for title, sd in zip(TITLES, PAIR_SD, strict=True))
@@ -172,6 +233,7 @@ def page(seed: int, runs: int) -> str:
             "",
             *at_margin(seed),
             "",
+            *lockstep_sections(seed, runs),
         ]
     )
 

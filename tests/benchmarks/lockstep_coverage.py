@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from tests.support.lockstep_simulation import Ends, look, sittings, stopped
 
 MACHINES = {"ar1": False, "bimodal": False, "drifting": False, "bursty": False, "bursty, marked": True}
 LAUNCH_SDS, EFFECTS = (0.0, 0.005, 0.01), (0.0, 0.02)
-ENGINES, LOADS, MOST = 7, 2, 10
-AT_ONCE = 100  # sittings
+ENGINES, LOADS, MOST, STEPS, STEP_SD = 7, 2, 8, 200, 0.07
+AT_ONCE = 400  # sittings
 Cell = tuple[str, float, float]
 
 
@@ -27,13 +27,11 @@ def simulated(cell: Cell, runs: int, seed: int) -> tuple[np.ndarray, np.ndarray]
     """Log ratios and errors [launches, runs, questions] of a cell: machine, sd of launches, true effect."""
     kind, launch_sd, true = cell
     rng = np.random.default_rng([seed, list(cells()).index(cell)])
+    machine, settings = kind.split(",")[0], {"steps": STEPS, "step_sd": STEP_SD, "marked": MACHINES[kind]}
     many = [
-        sittings(
-            kind.split(",")[0], rng, min(AT_ONCE, runs - begin), MOST, ENGINES, true, launch_sd, LOADS,
-            marked=MACHINES[kind],
-        )
+        sittings(machine, rng, min(AT_ONCE, runs - begin), MOST, ENGINES, true, launch_sd, LOADS, **settings)
         for begin in range(0, runs, AT_ONCE)
-    ]  # fmt: skip
+    ]
     return tuple(np.concatenate(part, axis=1) for part in zip(*many, strict=True))
 
 
@@ -43,7 +41,7 @@ def cells() -> Iterator[Cell]:
 
 def alone(y: np.ndarray, within: np.ndarray) -> Ends:
     """Each question as a sitting of its own."""
-    return stopped(*(x.reshape(len(x), -1, 1) for x in (y, within)))
+    return stopped(*(x.reshape(len(x), -1, 1) for x in (y, within)), fewest=FEWEST_LAUNCHES + 1)
 
 
 def wrong(found: Ends, true: float) -> float:
@@ -77,25 +75,23 @@ def row(cell: Cell, runs: int, seed: int) -> str:
     return f"| {' | '.join(columns)} |"
 
 
-def page(runs: int, seed: int) -> str:
-    with ProcessPoolExecutor(2) as pool:
-        rows = list(pool.map(row, *zip(*((cell, runs, seed) for cell in cells()), strict=True)))
+def page(rows: Iterable[str], runs: int, seed: int) -> str:
     return "\n".join(
         [
             "# How often the intervals of engines in lockstep cover the truth",
             "",
             f"Simulated by `python -m tests.benchmarks.lockstep_coverage --runs {runs} --seed {seed}`:",
-            f"{runs:,} sittings a row, {ENGINES} engines in turns, {LOADS} loads of 400 steps each (decode 9 ms,",
-            f"prefill 54 ms, 10 % scatter of their own), {LOADS * (ENGINES - 1)} questions of one engine against the",
-            "first. All the others have the true effect. *Launch sd*: of the log ratio, from launch to launch.",
-            "*Error*: median standard error within a launch.",
+            f"{runs:,} sittings a row, {ENGINES} engines in turns, {LOADS} loads of {STEPS} steps each (decode 9 ms,",
+            f"prefill 54 ms, {100 * STEP_SD:g} % scatter of their own), {LOADS * (ENGINES - 1)} questions of one",
+            "engine against the first. All the others have the true effect. *Launch sd*: of the log ratio, from launch",
+            "to launch. *Error*: median standard error within a launch.",
             "",
             f"*Covers, n*: 95 % intervals after {FEWEST_LAUNCHES} launches. *Covers, stopped*: where the sitting",
             f"stopped: all questions called and known to ±{TARGET * 100:g} %, from launch {FEWEST_LAUNCHES} on, or",
-            f"after {MOST} launches. *Alone*: where each question stops a sitting of its own. *Wrong*: sittings of all",
-            "questions with at least one false ahead or behind (with a true effect: in the other direction), after",
-            f"{FEWEST_LAUNCHES} launches and where stopped. *Decided*, *launches*, *half*: questions decided, mean",
-            "number of launches, median half width.",
+            f"after {MOST} launches. *Alone*: where each question stops a sitting of its own, from launch",
+            f"{FEWEST_LAUNCHES + 1} on. *Wrong*: sittings of all questions with at least one false ahead or behind",
+            f"(with a true effect: in the other direction), after {FEWEST_LAUNCHES} launches and where stopped.",
+            "*Decided*, *launches*, *half*: questions decided, mean number of launches, median half width.",
             "",
             "*ar1*: 8 % with a memory of 1 s. *bimodal*: a third slower half of the time. *drifting*: 20 % (sd) within",
             "half a minute, and waves of 10 %. *bursty*: ar1, and every 20 s another program interrupts a step for 10",
@@ -116,4 +112,6 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=2000, help="sittings of each row")
     parser.add_argument("--seed", type=int, default=15)
     given = parser.parse_args()
-    Path(__file__).with_suffix(".md").write_text(page(given.runs, given.seed), encoding="utf-8")
+    with ProcessPoolExecutor() as pool:
+        rows = pool.map(row, cells(), itertools.repeat(given.runs), itertools.repeat(given.seed))
+        Path(__file__).with_suffix(".md").write_text(page(rows, given.runs, given.seed), encoding="utf-8")

@@ -16,10 +16,13 @@ from scipy import stats
 from kvbench.lockstep.intervals import (
     FEWEST_LAUNCHES,
     LEVEL_WITHIN,
+    MOST_SHARES,
     TARGET,
     Steps,
     error_over_launches,
     launch_ratio,
+    ratio_of_totals,
+    share_ends,
 )
 
 DECODE, PREFILL = 0.009, 0.054  # s, as the built-in engine's on two cores
@@ -31,7 +34,7 @@ BURST_STEPS = (10.0, 100.0)  # a burst lasts as many decode steps, log-uniform
 
 @dataclass(frozen=True)
 class Job:
-    """The same steps for every engine. ``seconds`` [steps] of the base at speed 1, ``tokens`` [steps]."""
+    """The same steps for every engine. ``seconds`` [steps] or [engines, steps] at speed 1, ``tokens`` [steps]."""
 
     seconds: np.ndarray
     tokens: np.ndarray
@@ -75,7 +78,8 @@ def take_turns(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds, and whether interrupted, [launches, engines, steps]; ``factors`` [launches, engines]: of the times."""
     launches, engines = factors.shape
-    steps = len(jobs.seconds)
+    steps = len(jobs.tokens)
+    needed = np.broadcast_to(jobs.seconds, (engines, steps))
     slowness = machine(kind, rng, launches)
     seconds = np.zeros((launches, engines, steps))
     burst = np.zeros(seconds.shape, dtype=bool)
@@ -87,7 +91,7 @@ def take_turns(
     for _ in range(engines * steps):
         turn = np.where(done < steps, clocks, np.inf).argmin(axis=1)
         step = done[each, turn]
-        took = jobs.seconds[step] * factors[each, turn] * slowness(wall, last)
+        took = needed[turn, step] * factors[each, turn] * slowness(wall, last)
         took *= np.exp(step_sd * rng.normal(size=launches))
         if kind == "bursty":
             hit = rng.random(launches) < BURSTS * took
@@ -99,6 +103,22 @@ def take_turns(
         wall += took
         last = took
     return seconds, burst
+
+
+def _ratios(jobs: Job, seconds: np.ndarray, burst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[1, engines - 1] log ratios to the first engine and their errors, of one launch whose bursts are known."""
+    of_engines = [Steps(s, jobs.tokens, b) for s, b in zip(seconds, burst, strict=True)]
+    found = [launch_ratio(of_engines[0], other) for other in of_engines[1:]]
+    return np.array([[each.log_ratio for each in found]]), np.array([[each.error for each in found]])
+
+
+def _ratios_at_once(jobs: Job, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``launch_ratio`` of jobs long enough for ``MOST_SHARES``, [launches, engines - 1], faster."""
+    shape = (*seconds.shape[:2], MOST_SHARES + 1)
+    rows = seconds.reshape(-1, seconds.shape[2])
+    times = np.diff(np.array([share_ends(Steps(row, jobs.tokens), MOST_SHARES) for row in rows]).reshape(shape))
+    found = ratio_of_totals(times[:, :1], times[:, 1:])
+    return found.log_ratio, found.error
 
 
 def sittings(
@@ -126,11 +146,12 @@ def sittings(
     for _ in range(loads):
         jobs = job(rng, steps)
         seconds, burst = take_turns(kind, rng, jobs, np.exp(own), step_sd)
-        for launch, hits in zip(seconds, burst, strict=True):
-            of_engines = [Steps(s, jobs.tokens, b if marked else None) for s, b in zip(launch, hits, strict=True)]
-            found = [launch_ratio(of_engines[0], other) for other in of_engines[1:]]
-            y.append([ratio.log_ratio for ratio in found])
-            errors.append([ratio.error for ratio in found])
+        if marked:
+            found = [_ratios(jobs, *launch) for launch in zip(seconds, burst, strict=True)]
+        else:
+            found = [_ratios_at_once(jobs, seconds)]
+        y.append(np.concatenate([ratios for ratios, _ in found]))
+        errors.append(np.concatenate([each for _, each in found]))
     shape = (loads, runs, launches, engines - 1)
     return tuple(np.array(x).reshape(shape).transpose(2, 1, 0, 3).reshape(launches, runs, -1) for x in (y, errors))
 
@@ -181,3 +202,36 @@ def stopped(y: np.ndarray, within: np.ndarray, fewest: int = FEWEST_LAUNCHES) ->
             np.where(ends[:, None], now.half, found.half),
         )
     return found
+
+
+def gate_pairs(
+    kind: str,
+    rng: np.random.Generator,
+    runs: int,
+    pairs: int,
+    decode_slower: float = 0.0,
+    launch_sd: float = 0.005,
+    place: float = 0.01,
+    steps: int = 300,
+    step_sd: float = STEP_SD,
+) -> np.ndarray:
+    """[runs, pairs, 1, 3] log(candidate / base) of throughput, p95 TTFT and p95 ITL: a pair is one launch of both.
+
+    The engine in the first place is faster by ``place``; a coin says whose place that is. ``launch_sd``: of the log
+    ratio. ``decode_slower``: the candidate's decode steps.
+    """
+    jobs = job(rng, steps, output_tokens=96)
+    prefills = jobs.tokens == 1
+    both = np.stack([jobs.seconds, np.where(prefills, 1, 1 + decode_slower) * jobs.seconds])
+    own = rng.normal(size=(runs * pairs, 2)) * launch_sd / np.sqrt(2)
+    own[np.arange(len(own)), rng.integers(2, size=len(own))] -= place
+    seconds, _ = take_turns(kind, rng, Job(both, jobs.tokens), np.exp(own), step_sd)
+    values = np.stack(
+        [
+            jobs.tokens.sum() / seconds.sum(axis=2),
+            np.quantile(seconds[:, :, prefills], 0.95, axis=2),
+            np.quantile(np.repeat(seconds, jobs.tokens, axis=2), 0.95, axis=2),  # a step is the gap before its tokens
+        ],
+        axis=-1,
+    )
+    return np.log(values[:, 1] / values[:, 0]).reshape(runs, pairs, 1, 3)

@@ -149,6 +149,7 @@ def test_a_sitting_goes_on_until_every_question_is_decided():
     assert not goes_on([narrow, narrow])
     assert goes_on([narrow, wide])  # ahead, but not known to 1.5 %
     assert goes_on([narrow, open_])  # known to 1.5 %, but neither level nor apart
-    assert goes_on([effect_between(0.99, 1.01, launches=4)])
+    assert goes_on([narrow, effect_between(0.99, 1.01, launches=4)])
+    assert goes_on([narrow]) and not goes_on([effect_between(0.99, 1.01, launches=6)])  # alone: one launch more
     assert not goes_on([effect_between(0.99, 1.01, launches=4), wide], fewest_launches=3, target=0.05)
     assert intervals.FEWEST_LAUNCHES == 5  # what tests/benchmarks/lockstep_coverage.md was simulated with
