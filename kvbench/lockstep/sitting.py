@@ -39,12 +39,12 @@ from kvbench.lockstep.intervals import (
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, take_turns, warm_up
 from kvbench.runs.aggregate import flatten
+from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.metric_names import value_of
 from kvbench.workload.design import Configuration, Design, LoadPoint
 from kvbench.workload.file import Workload
 
-EFFECTS = "effects.json"
 MOST_LAUNCHES = 20
 METRICS = {"output_throughput": True, "p95_ttft_ms": False, "p95_itl_ms": False}  # name -> whether higher is better
 _WARM_UP_USERS = 8
@@ -71,7 +71,7 @@ class Sitting:
     _facts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.folder = RunFolder(self.run.path / "lockstep")
+        self.folder = RunFolder(self.run.path / FOLDER)
 
     @property
     def points(self) -> list[LoadPoint]:
@@ -181,7 +181,7 @@ class Sitting:
             for others in self._groups:
                 rows += [row for each in others for row in self._rows(each, point)]
         found = {
-            "format": 1,
+            "format": FORMAT,
             "finished": done,
             "launches": launches,
             "seconds": seconds,
@@ -212,8 +212,7 @@ class Sitting:
                 found = effect_of_values(*zip(*known, strict=True))
             rows.append(
                 {
-                    "configuration": configuration.config_id,
-                    "load": point.load_id,
+                    "cell": cells[1],
                     "metric": metric,
                     "higher_is_better": higher,
                     "base": _mean([a[metric] for a, _ in values]),
@@ -246,12 +245,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def read_effects(run: RunFolder) -> dict[str, Any] | None:
-    """effects.json of a run, None if its engines were not measured in engine time."""
-    path = run.path / "lockstep" / EFFECTS
-    return read_json(path) if path.is_file() else None
-
-
 def begin_anew(run: RunFolder) -> None:
     """Removes a sitting that was interrupted: its launches would have been hours before the others."""
-    shutil.rmtree(run.path / "lockstep", ignore_errors=True)
+    shutil.rmtree(run.path / FOLDER, ignore_errors=True)

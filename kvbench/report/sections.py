@@ -9,6 +9,7 @@ from typing import Any
 from kvbench.common import text as words
 from kvbench.report.client_quality import QUALITY_NOTE, quality_sentences, quality_table
 from kvbench.report.comparisons import effects
+from kvbench.report.engine_time import engine_time_note, engine_time_table
 from kvbench.report.kv import SECTION, ledger_note, ledger_table
 from kvbench.report.provenance import validity
 from kvbench.report.tables import (
@@ -64,6 +65,7 @@ def sections(run: Run) -> list[Section]:
     found = [
         Section("ledger", SECTION, ledger, ledger_note(ledger), (ledger_sentence(run),)),
         Section("cells", "All cells", _with_missing(run, main_table(run)), _cells_note(run)),
+        Section("engine_time", "Each configuration in engine time", engine_time_table(run), engine_time_note(run)),
         Section("effects", "One setting changed alone from the baseline", effect_table(run), changed),
         Section("classes", "By class of request", class_table(run), classes),
         Section("turns", "By turn of the conversation", turn_table(run), turns),

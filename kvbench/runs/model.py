@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvbench.runs.engine_time import EngineTime
+
 _THROUGHPUT = "steady_output_throughput"
 _GAUGES = (
     "t", "repeat", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_slots_total",
@@ -183,6 +185,7 @@ class Run:
     short: tuple[str, ...]  # "cell: 2 of 3 repeats"
     failures: tuple[str, ...]  # loads that failed, each with the reason
     damaged: tuple[str, ...]  # cells that are left out because a file is cut short, each with what to do
+    engine_time: EngineTime | None = None
 
     @property
     def problems(self) -> tuple[str, ...]:

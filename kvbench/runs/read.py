@@ -13,6 +13,7 @@ import pandas as pd
 
 from kvbench.common.stats import time_mean
 from kvbench.runs import kv_ledger
+from kvbench.runs.engine_time import read_engine_time
 from kvbench.runs.folder import DONE, RunFolder, damaged_file
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Repeat, Run, number, read_gauges
 from kvbench.workload.settings import IN_LAYOUT, phrase
@@ -63,6 +64,7 @@ def read_run(folder: Path | str) -> Run:
         ),
         failures=tuple(f"{f.get('cell_id')} repeat {f.get('repeat')} failed: {f.get('reason')}" for f in failures),
         damaged=tuple(damaged.values()),
+        engine_time=read_engine_time(folder),
     )
 
 

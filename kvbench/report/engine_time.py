@@ -1,0 +1,74 @@
+"""Each configuration's effect in engine time, beside what was served over HTTP."""
+
+from __future__ import annotations
+
+from rich.table import Table as ConsoleTable
+
+from kvbench.common.console import make_table
+from kvbench.report.comparisons import baseline, compare
+from kvbench.report.tables import Column, Row, Table, Value, ratio_value
+from kvbench.runs.engine_time import EngineEffect
+from kvbench.runs.model import Run
+
+_METRICS = {"output_throughput": "output tok/s", "p95_ttft_ms": "p95 TTFT", "p95_itl_ms": "p95 ITL"}
+_MARKS = {"ahead": "better", "behind": "worse"}
+SERVED = "served output tok/s"
+
+
+def engine_time_table(run: Run) -> Table:
+    """One row a configuration and load, the highest load first; no rows where nothing was measured in engine time."""
+    rows = []
+    for cell in run.by_load:
+        base = baseline(run, cell.load)
+        found = [run.engine_time.of(cell.cell_id, metric) for metric in _METRICS] if run.engine_time else []
+        if any(found):
+            served = ratio_value(compare(cell, base).throughput) if base else Value("–")
+            shown = (Value(cell.name, cell.name), Value(cell.load.short, cell.load.value), *map(_value, found), served)
+            rows.append(Row(cell, shown, cell.load))
+    heads = ("configuration", "load", *_METRICS.values(), SERVED)
+    return Table(tuple(Column(head, head) for head in heads), tuple(rows))
+
+
+def _value(effect: EngineEffect | None) -> Value:
+    if effect is None:
+        return Value("–")
+    note = f"{effect.interval}\n{effect.call}" if effect.interval else effect.call
+    if effect.call == "open" and effect.smallest_seen is not None:
+        note += f", {100 * effect.smallest_seen:.1f} % would show"
+    return Value(f"{100 * (effect.ratio - 1):+.1f} %", effect.ratio, note, _MARKS.get(effect.call, ""))
+
+
+def engine_time_note(run: Run) -> str:
+    """How it was measured and what limits it; empty without it."""
+    if run.engine_time is None:
+        return ""
+    facts, effects = run.engine_time.facts, run.engine_time.effects
+    launches = max(effect.launches for effect in effects)
+    cost = facts.get("cold_cost")
+    seen = [e.smallest_seen for e in effects if e.metric == "output_throughput" and e.smallest_seen is not None]
+    parts = [
+        "Change against the baseline in the engine's own time, without HTTP and load client: all configurations took "
+        f"turns of {facts.get('turn_steps')} steps in one process, so all met the same speed of the machine. 95 % "
+        f"intervals over {launches} launches; level: within 2 %.",
+        f"A turn's steps took {100 * cost:.1f} % longer than those of an engine alone." if cost is not None else "",
+        f"The smallest change of output tok/s that it could see: {100 * min(seen):.1f} to {100 * max(seen):.1f} %."
+        if seen
+        else "",
+        *(f"{note}." for note in facts.get("notes") or ()),
+        "Beside it the ratio that was served over HTTP, from the repeats above.",
+    ]
+    return " ".join(filter(None, parts))
+
+
+def engine_time_console(run: Run) -> ConsoleTable | None:
+    """The change of output tokens/s and p95 TTFT for a terminal; None without it."""
+    table = engine_time_table(run)
+    if not table.rows:
+        return None
+    heads = ("configuration", "load", "tok/s", "p95 TTFT")
+    rows = [[_in_one_line(value) for value in row.values[: len(heads)]] for row in table.rows]
+    return make_table(heads, rows, numbers_from=2, title="against the baseline, engine time", tight=True)
+
+
+def _in_one_line(value: Value) -> str:
+    return value.text + (f" ({value.note.splitlines()[0]})" if value.note else "")
