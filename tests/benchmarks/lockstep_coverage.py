@@ -1,6 +1,6 @@
 """How often the intervals of engines in lockstep cover the truth, by simulation: writes lockstep_coverage.md beside it.
 
-    python -m tests.benchmarks.lockstep_coverage [--runs 2000] [--seed 15]
+python -m tests.benchmarks.lockstep_coverage [--runs 2000] [--seed 15]
 """
 
 from __future__ import annotations

@@ -249,9 +249,5 @@ def _where(judged: ServedJudgement, engine: Sequence[Finding]) -> str:
         return ""
     longer = max(0.0, *(f.change * wording.worse_sign(f) for f in compared))
     where = "inside" if longer * judged.base >= judged.difference / 2 else "outside"
-    fails = any(f.outcome == FAIL for f in engine)
-    return wording.sentence(
-        f"{where}, engine fails" if fails else where,
-        difference=f"{judged.difference:.3g} ms",
-        engine=wording.percent(longer, signed=False),
-    )
+    words = {"difference": f"{judged.difference:.3g} ms", "engine": wording.percent(longer, signed=False)}
+    return wording.sentence(where, **words)

@@ -45,10 +45,7 @@ SENTENCES = {
     "pass, {margin} higher must be ruled out; to fail, it must be {floor} higher on each of two launches.",
     "outside": ". It lies outside of the engine, whose own time is at most {engine} longer: the server around it "
     "answers {difference} later",
-    "outside, engine fails": ". Most of it lies outside of the engine: its own time is longer too, but by {engine} "
-    "at most",
-    "inside": ". The engine's own time is up to {engine} longer, though undecided: it may lie in the engine",
-    "inside, engine fails": ". It lies in the engine, whose own time is up to {engine} longer",
+    "inside": ". The engine's own time is up to {engine} longer: it may lie in the engine",
     # the noise of a runner
     "few pairs": "{pairs} A/A pairs: a runner's noise is known from {enough} or more",
     "other looks": "the runner's noise is known for looks at {known} pairs, and the last look is now at {last}: "

@@ -54,6 +54,12 @@ def test_one_odd_launch_is_no_regression_and_fast_servers_are_held_to_millisecon
     assert (tiny.outcome, tiny.floor, tiny.margin) == (PASS, SERVED_RULES.floor_ms, SERVED_RULES.margin_ms)
 
 
+def test_p_is_adjusted_for_all_tests():
+    base, candidate = 40 + np.random.default_rng(9).normal(0, 1, (2, 1, 12))
+    alone, of_four = (judge_served(base, candidate + 1, tests).p for tests in (1, 4))
+    assert alone == sign_p(candidate[0] + 1 - base[0]) and of_four == min(1.0, 4 * alone) < 1
+
+
 def test_wide_scatter_stays_undecided():
     base, candidate = 40 + np.random.default_rng(7).normal(0, 400, (2, 2, 20))
     assert judge_served(base, candidate, 2).outcome == INCONCLUSIVE
