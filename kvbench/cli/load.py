@@ -60,22 +60,22 @@ _LOAD_OPTIONS = (
 )  # fmt: skip
 _SEARCH_OPTIONS = (
     click.option("--find-max-rate", metavar="SLO",
-                 help="Search the highest request rate that meets SLO: conditions such as p95_ttft<=500ms,"
-                 "p99_itl<=50ms or goodput>=95% (of the requests, with --goodput)."),
+                 help="Search the highest request rate that meets SLO, with a 95 % interval: conditions such as "
+                 "p95_ttft<=500ms,p99_itl<=50ms or goodput>=95% (of the requests, with --goodput)."),
     click.option("--min-rate", type=_POSITIVE, metavar="R",
                  help="--find-max-rate: lowest rate tried (default: 1/64 of the first)."),
     click.option("--max-rate", type=_POSITIVE, metavar="R",
                  help="--find-max-rate: highest rate tried (default: 1024 times the first)."),
-    click.option("--tolerance", type=FiniteRange(0.001, 0.5), default=0.05, show_default=True,
-                 help="--find-max-rate: how far the rates that meet and miss the SLO may lie apart at the end."),
-    click.option("--max-runs", type=click.IntRange(1, 1000), default=24, show_default=True,
-                 help="--find-max-rate: most runs."),
+    click.option("--tolerance", type=FiniteRange(0.001, 0.5), default=0.1, show_default=True,
+                 help="--find-max-rate: how wide the 95 % interval may be at the end, relative to the rate."),
+    click.option("--max-runs", type=click.IntRange(1, 1000), default=40, show_default=True,
+                 help="--find-max-rate: most runs, disturbed ones included."),
     click.option("--max-minutes", type=_POSITIVE, default=60.0, show_default=True,
                  help="--find-max-rate: its end: a run that cannot end by then is not begun, or is cut."),
     click.option("--run-seconds", type=FiniteRange(min=0), default=20.0, show_default=True,
                  help="--find-max-rate: least seconds of arrivals of a run. Without --num-prompts a run also "
-                 "lasts until an overload of --tolerance would show: for the limit on TTFT or E2EL over the tolerance, "
-                 "or for 3 / tolerance^2 arrivals."),
+                 "lasts until an overload of half the --tolerance would show: for the limit on TTFT or E2EL over that, "
+                 "or for 3 / that^2 arrivals."),
 )  # fmt: skip
 _PROCESS_OPTIONS = (
     click.option("--processes", type=click.IntRange(1, 1000), metavar="N",
@@ -131,8 +131,8 @@ def load(**options: Any) -> int:
     Exit codes:
       0    measured
       2    usage or bad input; nothing was sent
-      3    --find-max-rate ended before the tolerance was reached (--max-runs, --max-minutes), its runs were too short
-           to tell, or the client was the limit before the server
+      3    --find-max-rate ended before its interval was within the tolerance (--max-runs, --max-minutes), its runs were
+           too short to tell, or the client was the limit before the server
       4    the load is invalid, or could not be driven to its end
       130  interrupted; with --output-dir go on with --resume
     """

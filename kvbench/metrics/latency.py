@@ -193,23 +193,31 @@ def throughput(requests: pd.DataFrame, window: Window) -> dict[str, float | None
     return dict(zip(_THROUGHPUTS, (finished / span, output / span, (output + prompts) / span), strict=True))
 
 
-def goodput(requests: pd.DataFrame, slo: Slo, duration_s: float) -> float | None:
-    """Successful requests per second that met every limit of ``slo`` [ms] (None without an SLO).
+def _over_slo(good: pd.DataFrame, slo: Slo) -> dict[str, np.ndarray]:
+    """By limit of ``slo`` [ms], which successful requests are over it. Bool [requests] each.
 
     ``itl_ms`` limits a request's longest gap between chunks. A request of one token has no tpot and one of one chunk no
     gap; such a limit does not count against it.
     """
     limits = {k: v for k, v in (slo or {}).items() if v is not None}
-    if not limits or duration_s <= 0:
-        return None
-    good = _successful(requests)
+    if not limits:
+        return {}
     longest = [np.diff(t).max() if len(t) > 1 else np.nan for t in _chunk_times(good)]
     values = request_latencies(good).assign(itl_ms=np.asarray(longest, dtype=float) * MS)
-    met = np.ones(len(values), dtype=bool)
-    for name, limit in limits.items():
-        column = values[name].to_numpy()
-        met &= (column <= limit) | (np.isnan(column) if name in ("tpot_ms", "itl_ms") else False)
-    return float(met.sum() / duration_s)
+    columns = {name: values[name].to_numpy() for name in limits}
+    return {
+        name: ~((column <= limits[name]) | (np.isnan(column) if name in ("tpot_ms", "itl_ms") else False))
+        for name, column in columns.items()
+    }
+
+
+def goodput(requests: pd.DataFrame, slo: Slo, duration_s: float) -> float | None:
+    """Successful requests per second that met every limit of ``slo`` [ms] (None without an SLO)."""
+    good = _successful(requests)
+    over = _over_slo(good, slo)
+    if not over or duration_s <= 0:
+        return None
+    return float((len(good) - np.any(list(over.values()), axis=0).sum()) / duration_s)
 
 
 def _in_window(requests: pd.DataFrame, window: Window, slo: Slo) -> dict[str, float | None]:
@@ -268,6 +276,7 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
 
     Times [s since load start], results in ms and per second; see the module's docstring for definitions. ``failed``
     counts requests that were sent; ``not_sent`` the turns of a conversation after one of its turns had failed.
+    ``slo_misses``: successful requests over each limit of the SLO, by its name.
     """
     good = _successful(requests)
     unsent = requests["error_kind"] == SESSION_BROKEN
@@ -298,6 +307,7 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
         "total_output_tokens": int(good["output_tokens"].sum()),
         "multi_token_chunks": _multi_token_chunks(good),
         "goodput": goodput(requests, slo, duration),
+        "slo_misses": {name: int(over.sum()) for name, over in _over_slo(good, slo).items()},
         "client": dict(load.get("client") or {}),
     }
 

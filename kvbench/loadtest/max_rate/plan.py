@@ -26,8 +26,9 @@ _REACHED = {**QUANTILES, "max": 1.0}  # share of the longest wait, as waits grow
 class RunLength:
     """How long a run is: at least ``least`` requests and ``seconds`` of arrivals.
 
-    ``enough``: also as many requests as the percentiles of the SLO need, and as a rate ``tolerance`` above the capacity
-    needs to show (by ``patience_s``, see that function, or by the number of arrivals); False with --num-prompts.
+    ``enough``: also as many requests as the percentiles of the SLO need, and as a rate ``overload`` (a share) above
+    the capacity needs to show (by ``patience_s``, see that function, or by the number of arrivals); False with
+    --num-prompts.
     ``fixed``: exactly ``least``, the requests of a trace.
     ``unit``: what is counted, requests or conversations.
     """
@@ -35,7 +36,7 @@ class RunLength:
     least: int
     seconds: float
     enough: bool = True
-    tolerance: float = 1.0
+    overload: float = 1.0
     patience_s: float = math.inf
     fixed: bool = False
     unit: str = "requests"
@@ -47,8 +48,8 @@ class RunLength:
         counts = [self.least, math.ceil(rate * self.seconds)]
         if self.enough:
             counts += [c.samples_needed for c in conditions]
-            by_number = arrivals_to_detect(self.tolerance)
-            counts.append(math.ceil(min(rate * self.patience_s / self.tolerance, by_number)))
+            by_number = arrivals_to_detect(self.overload)
+            counts.append(math.ceil(min(rate * self.patience_s / self.overload, by_number)))
         return max(counts)
 
     def seconds_of(self, rate: float, conditions: Sequence[Condition]) -> float:
@@ -116,7 +117,7 @@ class SearchPlan:
             self.num_prompts or least or 1,
             self.run_seconds,
             enough=self.num_prompts is None,
-            tolerance=self.tolerance,
+            overload=self.bounds(None).overload,
             patience_s=patience_s(self.conditions, load.slo),
             fixed=load.arrivals == "trace",
             unit="requests" if load.sessions is None else "conversations",

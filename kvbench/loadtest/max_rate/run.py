@@ -19,7 +19,7 @@ from rich.table import Table
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
 from kvbench.common.files import read_json, write_json
-from kvbench.common.text import clock, plural
+from kvbench.common.text import clock, plural, significant
 from kvbench.load.validity import invalid_reasons
 from kvbench.loadtest.folder import INVALID, METRICS, LoadFolder
 from kvbench.loadtest.max_rate.plan import RunLength
@@ -35,12 +35,13 @@ from kvbench.loadtest.max_rate.search import (
     Condition,
     NextRun,
     Trial,
-    bracket,
     filling_s,
+    interval_so_far,
+    misses,
     next_step,
     queue_growth,
-    unmet,
 )
+from kvbench.loadtest.max_rate.threshold import CONFIDENCE, Interval
 from kvbench.metrics.latency import goodput_share
 
 _RUN_OVER_FILLING = 4.0  # a run is so many times as long as the queue takes to fill
@@ -91,7 +92,7 @@ class RateSearch:
                     continue
                 except OutOfTimeError:
                     reason = f"{allowed}, and the run at {rate} was cut"
-            step = Answer(OUT_OF_TIME, *bracket(self.trials), False, reason)
+            step = Answer(OUT_OF_TIME, interval_so_far(self.trials, self.bounds), reason)
             break
         return self._conclude(step)
 
@@ -113,32 +114,35 @@ class RateSearch:
     def _run_one(self, step: NextRun) -> None:
         number, count = len(self.trials) + 1, self.length.requests(step.rate, self.conditions)
         path = self.folder.run(number, f"r{step.rate:g}")
-        name = f"run {number}: {step.rate:g} {self.length.unit}/s{' (again, to confirm)' if step.confirms else ''}"
+        name = f"run {number}: {step.rate:g} {self.length.unit}/s"
         seconds = clock(self.length.seconds_of(step.rate, self.conditions))
         self._print(f"{name}, {count} {self.length.unit}, about {seconds}")
         try:
             kept = dict(self.measure(step.rate, count, number, path))
-        except MeasurementError as error:  # as an invalid run: once more, then the search ends with the reason
+        except MeasurementError as error:  # as an invalid run, which is measured again
             kept = {"valid": False, "invalid_reasons": [str(error)], "metrics": {}}
-        kept["trial"] = {"rate": step.rate, "confirms": step.confirms} | self._judged(kept, path)
+        kept["trial"] = {"rate": step.rate} | self._judged(kept, path)
         write_json(path / METRICS, kept)
         self._note(path, kept)
         trial = self.trials[-1]
-        verdict = {True: "met", False: "not met", None: f"NOT JUDGED ({trial.cause})"}[trial.met]
+        verdict = {True: "met", False: "missed", None: f"NOT JUDGED ({trial.cause})"}[trial.met]
         self._print(f"{name}: {verdict}" + (f": {'; '.join(trial.reasons)}" if trial.reasons else ""))
+        if trial.met is not None and (found := interval_so_far(self.trials, self.bounds)):
+            self._print(f"  so far: {_interval_words(found, self.length.unit)}")
 
     def _judged(self, kept: Mapping[str, Any], run: Path) -> dict[str, Any]:
         """The ``trial`` of metrics.json: met (None: cannot be judged, with the cause), reasons, values, backlog.
 
+        ``missed``: why in a few words each, where the run missed.
         ``seconds``: how long a run must be to be judged. ``arrivals``: requests, or conversations.
         """
         metrics = kept["metrics"] | {"goodput_share": goodput_share(kept["metrics"])}
         starts, ends = request_times(run / "requests.parquet")
         growth, seconds = queue_growth(starts, ends), None
-        met, cause, reasons = None, None, list(kept["invalid_reasons"])
+        met, cause, reasons, missed = None, None, list(kept["invalid_reasons"]), []
         if kept["valid"]:
-            reasons = unmet(self.conditions, metrics, growth, self.bounds.tolerance)
-            met = not reasons
+            missed = misses(self.conditions, metrics, growth, self.bounds.overload)
+            met, reasons = not missed, [miss.text for miss in missed]
             if met and growth is None:  # all was over before a queue could have grown
                 met, cause, seconds = None, TOO_SHORT, _RUN_OVER_FILLING * filling_s(starts, ends)
                 reasons = [f"too short to tell whether the server keeps up: {seconds:.0f} s of arrivals are needed"]
@@ -148,6 +152,7 @@ class RateSearch:
             "met": met,
             "cause": cause,
             "reasons": reasons,
+            "missed": [miss.cause for miss in missed],
             "values": {c.text: c.value(metrics) for c in self.conditions},
             "backlog": None if growth is None else {"early": growth.early, "late": growth.late},
             "seconds": seconds,
@@ -165,16 +170,16 @@ class RateSearch:
         )
 
     def _conclude(self, answer: Answer) -> int:
-        self.outcome = answer.outcome
+        self.outcome, found = answer.outcome, answer.interval
         sentence = answer_sentence(answer, self.conditions, self.rows, self.bounds, self.length)
         write_json(
             self.folder.path / "search.json",
             {
+                "format": 2,
                 "slo": [c.text for c in self.conditions],
                 "outcome": answer.outcome,
-                "highest_rate_met": answer.met,
-                "lowest_rate_not_met": answer.unmet,
-                "confirmed": answer.confirmed,
+                "max_rate": found.rate if found else None,
+                "interval": {"low": found.low, "high": found.high, "confidence": CONFIDENCE} if found else None,
                 "reason": answer.reason or None,
                 "answer": sentence,
                 "tolerance": self.bounds.tolerance,
@@ -216,43 +221,53 @@ def answer_sentence(
     bounds: Bounds,
     length: RunLength,
 ) -> str:
-    """The answer in words, with the number of requests behind it and what its runs could not show."""
-    slo, met, missed = " and ".join(c.text for c in conditions), answer.met, answer.unmet
-    if met is not None:
-        text = f"Highest rate that met {slo}: {met:g} {length.unit}/s ({_evidence(met, conditions, rows)}); "
-        if missed is not None:
-            text += f"the lowest that did not: {missed:g} {length.unit}/s."
-        elif answer.outcome == ALWAYS:
-            text += f"every rate that was tried met it, up to --max-rate {bounds.high:g}."
-        else:
-            text += "every rate that was judged met it."
-        text += _undetected_overload(met, rows, bounds, length)
-    elif missed is None:
+    """The answer in words, with the runs behind it and what they could not show."""
+    slo, found = " and ".join(c.text for c in conditions), answer.interval
+    if found is None:
         text = f"Not known whether any rate meets {slo}: no run could be judged."
-    elif answer.outcome == NEVER:
-        text = f"No rate met {slo}; the lowest that was tried is {missed:g} {length.unit}/s: lower --min-rate."
     else:
-        text = f"Not known which rate meets {slo}; {missed:g} {length.unit}/s, the lowest that was judged, did not."
-    if not answer.confirmed and (met, missed) != (None, None):
-        text += " It was not confirmed by further runs."
-    return text + (f" The search ended early: {answer.reason.rstrip('.')}." if answer.reason else "")
+        text = f"Highest rate that meets {slo}: {_interval_words(found, length.unit)}{_open_end(found, bounds)}; "
+        text += f"{_evidence(conditions, rows)}.{_undetected_overload(rows, bounds, length)}"
+    if not answer.reason:
+        return text
+    return (
+        f"{text} The search ended before the interval was within {bounds.tolerance:.0%}: {answer.reason.rstrip('.')}."
+    )
 
 
-def _evidence(rate: float, conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many requests the runs at ``rate`` had. Each run was judged by the percentile of its own requests."""
-    met = [r for r in rows if r["rate"] == rate and r["met"]]
-    seconds = min(r["arrivals"] for r in met) / rate
-    text = f"{sum(r['requests'] for r in met)} requests in {plural(len(met), 'run')} that sent for {seconds:.0f} s"
+def _interval_words(found: Interval, unit: str) -> str:
+    low, rate, high = (None if each is None else significant(each) for each in (found.low, found.rate, found.high))
+    if low is not None and high is not None:
+        return f"{rate} {unit}/s (95 % interval {low} to {high})"
+    if low is None and high is None:
+        return "not known yet"
+    return f"at least {low} {unit}/s" if high is None else f"less than {high} {unit}/s"
+
+
+def _open_end(found: Interval, bounds: Bounds) -> str:
+    """Beyond which rate nothing was tried, and so nothing is known."""
+    beyond = [f"--max-rate is {bounds.high:g}"] if found.high is None else []
+    beyond += [f"--min-rate is {bounds.low:g}"] if found.low is None else []
+    return f" ({' and '.join(beyond)})" if beyond else ""
+
+
+def _evidence(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many runs and requests were judged. Each run was judged by the percentile of its own requests."""
+    judged = [r for r in rows if r["met"] is not None]
+    text = f"{plural(len(judged), 'run')} with {sum(r['requests'] for r in judged):,} requests"
+    if left_out := len(rows) - len(judged):
+        text += f", and {left_out} that could not be judged"
     needed = max((c.samples_needed for c in conditions), default=1)
-    fewest = min(r["requests"] - (r["failed"] or 0) for r in met)
-    few = f", {fewest} completed in the smallest, fewer than the {needed} that a percentile needs"
+    fewest = min(r["requests"] - (r["failed"] or 0) for r in judged)
+    few = f" ({fewest} completed in the smallest, fewer than the {needed} that a percentile needs)"
     return text + (few if fewest < needed else "")
 
 
-def _undetected_overload(rate: float, rows: Sequence[Mapping[str, Any]], bounds: Bounds, length: RunLength) -> str:
-    """A sentence when the runs were too short to show a small overload, else empty."""
-    share = max(length.detectable_overload(rate, r["arrivals"]) for r in rows if r["rate"] == rate and r["met"])
-    if share <= bounds.tolerance * 1.01:
+def _undetected_overload(rows: Sequence[Mapping[str, Any]], bounds: Bounds, length: RunLength) -> str:
+    """A sentence when the highest rate that met the SLO ran too shortly to show a small overload, else empty."""
+    highest = max((r for r in rows if r["met"]), key=lambda r: r["rate"], default=None)
+    share = length.detectable_overload(highest["rate"], highest["arrivals"]) if highest else 0.0
+    if share <= bounds.overload * 1.01:
         return ""
     return (
         f" Runs this short show an overload only from {share:.0%} on: what the server can serve may be that much less. "
@@ -262,7 +277,7 @@ def _undetected_overload(rate: float, rows: Sequence[Mapping[str, Any]], bounds:
 
 def _table(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> Table:
     """All runs, in their order."""
-    heads = ("run", "rate/s", "requests", *(c.title for c in conditions), "failed", "in flight", "")
+    heads = ("run", "rate/s", "requests", *(c.title for c in conditions), "failed", "in flight", "result")
     return make_table(heads, [_table_row(conditions, row) for row in rows])
 
 
@@ -275,5 +290,7 @@ def _table_row(conditions: Sequence[Condition], row: Mapping[str, Any]) -> tuple
         *(c.format(row["values"].get(c.text)) for c in conditions),
         "-" if row["failed"] is None else str(row["failed"]),
         f"{growth['early']:.1f} to {growth['late']:.1f}" if growth else "-",
-        {True: "met", False: "not met", None: row["cause"]}[row["met"]],
+        {True: "met", False: f"missed: {', '.join(row.get('missed') or ['not stored'])}", None: row["cause"]}[
+            row["met"]
+        ],
     )

@@ -1,10 +1,9 @@
-"""The highest request rate that meets an SLO: its conditions, whether a run met them, and which rate to run next.
+"""The highest request rate that meets an SLO: its conditions, why a run missed it, and which rate to run next.
 
 Pure functions. ``next_step(trials, bounds)`` says what to run next or what the answer is, from nothing but the runs so
 far: a search that was interrupted goes on from its stored runs. It doubles (or halves) from the first rate until one
-rate meets the SLO and a higher one does not, and then bisects the ratio of the two down to the tolerance. Then both
-rates are run again with other requests: one run may miss, or meet, by chance. Where two runs of a rate disagree a third
-decides.
+run met the SLO and another missed it. Then runs are made by turns at the 10 % and the 90 % quantile of what is known of
+the threshold (``threshold.py``), until its 95 % interval is as narrow as the tolerance.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from typing import Any
 import numpy as np
 
 from kvbench.loadtest.folder import INVALID
+from kvbench.loadtest.max_rate.threshold import Interval, Posterior, interval, posterior
 from kvbench.metrics.latency import QUANTILES, samples_needed, too_many_failed
 from kvbench.metrics.steady_window import in_system
 
 LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el", "client_queue")
 STATISTICS = {**{name: name for name in QUANTILES}, "median": "p50", "mean": "mean", "max": "max"}
-ATTEMPTS = 2  # runs in a row at one rate that cannot be judged, before the search gives up
-INVALID_ATTEMPTS = 3  # where other work disturbed them: it comes and goes
+ATTEMPTS = 2  # runs in a row at one rate that are too short, or too much for the client, before that is believed
+INVALID_ATTEMPTS = 6  # in a row that other work disturbed, before the search gives up: it comes and goes
+_TURNS = (0.1, 0.9)  # quantiles of the threshold at which runs are made: apart, so that they show the spread too
 
 FOUND, ALWAYS, NEVER = "found", "always met", "never met"
 OUT_OF_RUNS, OUT_OF_TIME, TOO_SHORT = "out of runs", "out of time", "too short to tell"
@@ -198,28 +199,48 @@ def _first_times(start: np.ndarray, end: np.ndarray) -> np.ndarray:
     return end[:first] - start[:first]
 
 
-def unmet(
-    conditions: Sequence[Condition], metrics: Mapping[str, Any], growth: QueueGrowth | None, tolerance: float
-) -> list[str]:
-    """Why a valid run does not meet the SLO, one phrase each; empty when it does.
+@dataclass(frozen=True)
+class Miss:
+    """Why a run missed the SLO. ``cause``: in a word or two, for a table; ``text``: with the figures."""
 
-    A rate that is more than ``tolerance`` above what the server serves is not met, whatever the conditions.
+    cause: str
+    text: str
+
+
+def misses(
+    conditions: Sequence[Condition], metrics: Mapping[str, Any], growth: QueueGrowth | None, overload: float
+) -> list[Miss]:
+    """Why a valid run does not meet the SLO; empty when it does.
+
+    A rate that is more than ``overload`` (a share) above what the server serves is a miss, whatever the conditions.
     """
-    reasons = [
-        f"{c.text}: {'not measured' if c.value(metrics) is None else c.format(c.value(metrics), ' ms')}"
-        for c in conditions
-        if not c.met(metrics)
-    ]
+    found = [_condition_miss(c, metrics) for c in conditions if not c.met(metrics)]
     if too_many_failed(metrics):
         failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
-        reasons.append(f"{failed} of {failed + completed} requests failed")
+        found.append(Miss("failures", f"{failed} of {failed + completed} requests failed"))
     if growth is not None and growth.grows:
-        reasons.append(
-            f"the queue grew: {growth.early:.1f} in flight early in the run, {growth.late:.1f} when the last came"
-        )
-    elif growth is not None and growth.falls_behind(tolerance):
-        reasons.append(f"the server fell behind: {growth.ended} requests ended while {growth.came} came")
-    return reasons
+        text = f"the queue grew: {growth.early:.1f} in flight early in the run, {growth.late:.1f} when the last came"
+        found.append(Miss("queue grew", text))
+    elif growth is not None and growth.falls_behind(overload):
+        text = f"the server fell behind: {growth.ended} requests ended while {growth.came} came"
+        found.append(Miss("fell behind", text))
+    return found
+
+
+def _condition_miss(condition: Condition, metrics: Mapping[str, Any]) -> Miss:
+    """A condition that is not met; of a goodput also how many requests missed which limit (some several)."""
+    value = condition.value(metrics)
+    text = f"{condition.text}: {'not measured' if value is None else condition.format(value, ' ms')}"
+    if condition.metric != "goodput":
+        return Miss(condition.title.removesuffix(" ms"), text)
+    limits = {name.removesuffix("_ms"): n for name, n in (metrics.get("slo_misses") or {}).items() if n}
+    limits |= {"failed": metrics["failed"]} if metrics.get("failed") else {}
+    counts = ", ".join(f"{name} {n}" for name, n in sorted(limits.items(), key=lambda each: -each[1]))
+    return (
+        Miss(f"goodput ({counts})", f"{text} (requests over their limit: {counts})")
+        if counts
+        else Miss("goodput", text)
+    )
 
 
 @dataclass(frozen=True)
@@ -237,131 +258,135 @@ class Trial:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Rates in requests/s. ``tolerance``: of the answer, relative."""
+    """Rates in requests/s. ``tolerance``: how wide the interval may be at the end, relative to its lower end."""
 
     start: float
     low: float
     high: float
-    tolerance: float = 0.05
-    max_runs: int = 24
+    tolerance: float = 0.1
+    max_runs: int = 40
+
+    @property
+    def overload(self) -> float:
+        """The overload, as a share of the capacity, that one run must show: half the interval's width."""
+        return self.tolerance / 2
 
 
 @dataclass(frozen=True)
 class NextRun:
-    """Run this rate next; ``confirms``: it has been run before and is run again with other requests."""
+    """Run this rate next."""
 
     rate: float
-    confirms: bool = False
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The end. ``met``: the highest rate that met the SLO (None: none did), below ``unmet``: the lowest that did not
-    (None: all did). ``confirmed``: whether both have been run again. ``reason``: why a search ended without a result,
-    else empty.
+    """The end. ``interval``: None when no run could be judged. ``reason``: why a search ended without reaching its
+    tolerance, else empty.
     """
 
     outcome: str
-    met: float | None
-    unmet: float | None
-    confirmed: bool
+    interval: Interval | None
     reason: str = ""
 
 
 def next_step(trials: Sequence[Trial], bounds: Bounds) -> NextRun | Answer:
     """What to run next, or the answer."""
-    met, missed = bracket(trials)
+    met, missed = _rates(trials, True), _rates(trials, False)
     ceiling = _client_limit(trials)
-    limited = ceiling is not None and (missed is None or ceiling.rate <= missed)
-    unconfirmed = [rate for rate in (met, None if limited else missed) if not _confirmed(trials, rate)]
-
-    def answer(outcome: str, reason: str = "") -> Answer:
-        return Answer(outcome, met, missed, not unconfirmed, reason)
-
+    highest = bounds.high if ceiling is None else _below_ceiling(ceiling.rate, [*met, *missed], bounds)
+    known = _posterior(trials, bounds)
+    found = _interval(known, trials, bounds)
     if (why := _given_up(trials)) is not None:
-        return answer(*why)
-    run = _undecided(trials, ceiling) or _bisected(met, ceiling.rate if limited and ceiling else missed, bounds)
-    if run is None and unconfirmed:
-        run = NextRun(unconfirmed[0], confirms=True)
-    if run is None and limited and ceiling:
-        return answer(
-            CLIENT_LIMIT,
-            f"at {ceiling.rate:g}/s the client, not the server, was the limit ({'; '.join(ceiling.reasons)})",
-        )
-    if run is None:
-        return answer(NEVER if met is None else ALWAYS if missed is None else FOUND)
+        return Answer(why[0], found, why[1])
+    limit = (
+        ""
+        if ceiling is None
+        else (f"at {ceiling.rate:g}/s the client, not the server, was the limit ({'; '.join(ceiling.reasons)})")
+    )
+    if highest is None:
+        return Answer(CLIENT_LIMIT, found, limit)
+    if found is not None and _narrow(found, bounds, highest):
+        if found.high is None:
+            return Answer(CLIENT_LIMIT, found, limit) if limit else Answer(ALWAYS, found)
+        return Answer(NEVER if found.low is None else FOUND, found)
     if len(trials) >= bounds.max_runs:
-        return answer(OUT_OF_RUNS, f"{bounds.max_runs} runs were allowed (--max-runs)")
-    return run  # after a run that cannot be judged, the same rate again
+        return Answer(OUT_OF_RUNS, found, f"{bounds.max_runs} runs were allowed (--max-runs)")
+    return NextRun(_next_rate(met, missed, known, bounds, highest))  # the same again after one that is not judged
 
 
-def bracket(trials: Sequence[Trial]) -> tuple[float | None, float | None]:
-    """(highest met rate below every unmet one, lowest unmet rate); a rate's runs decide by their majority.
+def interval_so_far(trials: Sequence[Trial], bounds: Bounds) -> Interval | None:
+    """The 95 % interval of the runs so far; None when none could be judged."""
+    return _interval(_posterior(trials, bounds), trials, bounds)
 
-    A rate that was met above one that was not is luck and does not count; nor does one above what the client can send.
+
+def _posterior(trials: Sequence[Trial], bounds: Bounds) -> Posterior:
+    return posterior(_rates(trials, True), _rates(trials, False), bounds.low, bounds.high, bounds.tolerance)
+
+
+def _interval(known: Posterior, trials: Sequence[Trial], bounds: Bounds) -> Interval | None:
+    met, missed, ceiling = _rates(trials, True), _rates(trials, False), _client_limit(trials)
+    highest = min(bounds.high, ceiling.rate) if ceiling else bounds.high
+    return interval(known, met, missed, bounds.low, highest) if met or missed else None
+
+
+def _rates(trials: Sequence[Trial], met: bool) -> list[float]:
+    return [t.rate for t in trials if t.met is met]
+
+
+def _narrow(found: Interval, bounds: Bounds, highest: float) -> bool:
+    """Whether the interval is within the tolerance; an open end counts as the rate beyond which none may be run."""
+    if found.low is None and found.high is None:
+        return False
+    low, high = (bounds.low if found.low is None else found.low), (highest if found.high is None else found.high)
+    return high <= low * (1 + bounds.tolerance)
+
+
+def _next_rate(
+    met: Sequence[float], missed: Sequence[float], known: Posterior, bounds: Bounds, highest: float
+) -> float:
+    """A rate that tells much; at most twice one that met the SLO, as a higher one would only pile up a queue."""
+    if not met:
+        rate = bounds.start if not missed else min(missed) / 2
+    elif not missed:
+        rate = max(met) * 2
+    else:
+        share = _TURNS[(len(met) + len(missed)) % len(_TURNS)]
+        rate = min(known.quantile(share), max(met) * 2)
+    return min(highest, max(bounds.low, float(f"{rate:.4g}")))  # in figures that can be typed
+
+
+def _below_ceiling(ceiling: float, judged: Sequence[float], bounds: Bounds) -> float | None:
+    """The highest rate to run where the client cannot send ``ceiling``: bisected from the runs that it could send.
+
+    None when there is none within the bounds.
     """
-    margins = _margins(trials)
-    lowest = min((rate for rate, margin in margins.items() if margin < 0), default=None)
-    ceiling = _client_limit(trials)
-    below = min((rate for rate in (lowest, ceiling.rate if ceiling else None) if rate is not None), default=math.inf)
-    return max((rate for rate, margin in margins.items() if margin > 0 and rate < below), default=None), lowest
-
-
-def _margins(trials: Sequence[Trial]) -> dict[float, int]:
-    """By rate, runs that met the SLO less those that did not."""
-    margins: dict[float, int] = {}
-    for trial in trials:
-        if trial.met is not None:
-            margins[trial.rate] = margins.get(trial.rate, 0) + (1 if trial.met else -1)
-    return margins
-
-
-def _undecided(trials: Sequence[Trial], ceiling: Trial | None) -> NextRun | None:
-    """Another run of the rate whose runs disagree."""
-    ties = [rate for rate, margin in _margins(trials).items() if margin == 0]
-    return next((NextRun(rate, confirms=True) for rate in ties if ceiling is None or rate < ceiling.rate), None)
-
-
-def _confirmed(trials: Sequence[Trial], rate: float | None) -> bool:
-    """Whether two runs of a rate agree; there is nothing to confirm where there is no rate."""
-    judged = [t.met for t in trials if t.rate == rate and t.met is not None]
-    return rate is None or max(judged.count(True), judged.count(False)) > 1
+    if ceiling <= bounds.low:
+        return None
+    below = max((rate for rate in judged if rate < ceiling), default=None)
+    if below is None:
+        return max(bounds.low, ceiling / 2)
+    return below if ceiling <= below * (1 + bounds.overload) else float(f"{math.sqrt(below * ceiling):.4g}")
 
 
 def _client_limit(trials: Sequence[Trial]) -> Trial | None:
     """The run at the lowest rate that was too much for the client ``ATTEMPTS`` times in a row."""
     groups = [trials[i - ATTEMPTS : i] for i in range(ATTEMPTS, len(trials) + 1)]
-    limits = [group[-1] for group in groups if _unjudged(group) and all(t.cause == CLIENT_LIMIT for t in group)]
+    limits = [group[-1] for group in groups if all(t.cause == CLIENT_LIMIT and t.rate == group[-1].rate for t in group)]
     return min(limits, key=lambda t: t.rate, default=None)
 
 
-def _unjudged(group: Sequence[Trial]) -> bool:
-    return all(t.met is None and t.rate == group[-1].rate for t in group)
-
-
-def _bisected(met: float | None, missed: float | None, bounds: Bounds) -> NextRun | None:
-    if met is None and missed is None:
-        return NextRun(bounds.start)
-    if met is None:
-        assert missed is not None
-        return NextRun(max(bounds.low, missed / 2)) if missed > bounds.low else None
-    if missed is None:
-        return NextRun(min(bounds.high, met * 2)) if met < bounds.high else None
-    middle = float(f"{math.sqrt(met * missed):.4g}")  # of their ratio, in figures that can be typed
-    return NextRun(middle) if missed / met > 1 + bounds.tolerance and met < middle < missed else None
-
-
 def _given_up(trials: Sequence[Trial]) -> tuple[str, str] | None:
-    """Outcome and reason, when the last runs end the search: none of them at this rate could be judged.
+    """Outcome and reason, when the last runs end the search: none of them could be judged.
 
     Where the client was the limit, lower rates are tried.
     """
     causes = {t.cause for t in trials[-ATTEMPTS:]}
     attempts = ATTEMPTS if causes == {TOO_SHORT} else INVALID_ATTEMPTS
     last = trials[-attempts:]
-    if causes == {CLIENT_LIMIT} or len(last) < attempts or not _unjudged(last):
+    if len(last) < attempts or any(t.met is not None for t in last) or all(t.cause == CLIENT_LIMIT for t in last):
         return None
-    runs, reasons = f"{len(last)} runs at {last[-1].rate:g}/s", "; ".join(last[-1].reasons)
+    reasons = "; ".join(last[-1].reasons)
     if causes == {TOO_SHORT}:
-        return TOO_SHORT, f"{runs} were too short to tell: {reasons}"
-    return INVALID, f"{runs} were invalid, the last because {reasons}"
+        return TOO_SHORT, f"{len(last)} runs at {last[-1].rate:g}/s were too short to tell: {reasons}"
+    return INVALID, f"{len(last)} runs in a row were invalid, the last because {reasons}"

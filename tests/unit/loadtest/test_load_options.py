@@ -57,7 +57,7 @@ def choose(tmp_path):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (("--max-runs", "24"), ("--max-runs", "--find-max-rate")),  # although it is the default
+        (("--max-runs", "40"), ("--max-runs", "--find-max-rate")),  # although it is the default
         (("--resume",), ("--resume", "--output-dir")),
         (("--bind-port", "5000"), ("--bind-port", "--master")),
         (("--master-port", "5000"), ("--master-port", "--worker")),

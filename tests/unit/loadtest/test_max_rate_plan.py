@@ -25,20 +25,20 @@ OPEN = {
         (RunLength(48, 20.0), 50.0, "p95_ttft<=1s", 1000),
         (RunLength(200, 20.0), 2.0, "p95_ttft<=1s", 200),
         (RunLength(30, 2.0, enough=False), 5.0, "p99_e2el<=9s", 30),
-        (RunLength(1, 20.0, tolerance=0.05, patience_s=5.0), 4.0, "p95_ttft<=5s", 400),  # 5 s of wait at 5 % more
-        (RunLength(1, 20.0, tolerance=0.05, patience_s=5.0), 40.0, "p95_ttft<=5s", 1200),  # by number: 3 / 0.05^2
-        (RunLength(1, 20.0, tolerance=0.1), 1.0, "p95_ttft<=5s", 300),
-        (RunLength(50, 0.0, enough=False, tolerance=0.05, patience_s=5.0), 4.0, "p95_ttft<=5s", 50),
-        (RunLength(77, 20.0, tolerance=0.05, fixed=True), 40.0, "p95_ttft<=5s", 77),
+        (RunLength(1, 20.0, overload=0.05, patience_s=5.0), 4.0, "p95_ttft<=5s", 400),  # 5 s of wait at 5 % more
+        (RunLength(1, 20.0, overload=0.05, patience_s=5.0), 40.0, "p95_ttft<=5s", 1200),  # by number: 3 / 0.05^2
+        (RunLength(1, 20.0, overload=0.1), 1.0, "p95_ttft<=5s", 300),
+        (RunLength(50, 0.0, enough=False, overload=0.05, patience_s=5.0), 4.0, "p95_ttft<=5s", 50),
+        (RunLength(77, 20.0, overload=0.05, fixed=True), 40.0, "p95_ttft<=5s", 77),
     ],
 )
-def test_a_run_has_enough_requests_for_its_percentiles_its_seconds_and_the_tolerance(length, rate, slo, requests):
+def test_a_run_has_enough_requests_for_its_percentiles_its_seconds_and_an_overload(length, rate, slo, requests):
     assert length.requests(rate, parse_conditions(slo)) == requests
     assert length.seconds_of(rate, parse_conditions(slo)) == requests / rate
 
 
 def test_the_least_overload_that_a_run_shows():
-    waiting = RunLength(1, 20.0, tolerance=0.05, patience_s=5.0)
+    waiting = RunLength(1, 20.0, overload=0.05, patience_s=5.0)
     assert waiting.detectable_overload(4.0, 400) == pytest.approx(0.05)
     assert waiting.detectable_overload(4.0, 100) == pytest.approx(math.sqrt(3 / 100))  # by number, sooner than by 20 %
     assert detectable_share(round(arrivals_to_detect(0.03))) == pytest.approx(0.03, rel=1e-3)
