@@ -298,6 +298,7 @@ def _facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "ended": manifest.get("ended"),
         "machine": f"{cpu.get('model')}, {cpu.get('cores')} cores",
         "gpus": [gpu.get("name") for gpu in manifest.get("gpus") or ()],
+        "method": manifest.get("method", "launched"),
         "order_seed": manifest["order_seed"],
         "voids": len(manifest["voids"]),
     }

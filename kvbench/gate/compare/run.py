@@ -161,8 +161,9 @@ def _run(request: _Request, console: Console, held: ExitStack) -> tuple[CompareF
         raise
     if folder is None:
         names = [each.name for each in workloads]
-        notes = noise_notes(options, names, request.policy.timing) if request.subcommand == COMPARE else []
         method, why = choose_method(options["method"], workloads)
+        compared = request.subcommand == COMPARE
+        notes = noise_notes(options, names, method, request.policy.timing) if compared else []
         notes += [why] if why else []
         folder = new_comparison(
             options, request.workloads, workloads, request.policy, request.subcommand, notes, method

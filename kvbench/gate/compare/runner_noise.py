@@ -40,7 +40,7 @@ def store_noise(
     noise = noise_of(read_table(folder, cells, rules, pairs), rules)
     name = options["runner_class"] or runner_class(environment())
     facts = {"runner_class": name, "side": manifest["base"]["name"], "workloads": list(manifest["workloads"])}
-    facts |= {key: manifest[key] for key in ("started", "ended")}
+    facts |= {key: manifest[key] for key in ("started", "ended")} | {"method": manifest.get("method", "launched")}
     path = Path(options["store"]) / f"{name}.json"
     write_json(path, {**noise.to_json(), **facts})
     last = rules.looks[-1].pairs
@@ -58,22 +58,28 @@ def store_noise(
     return EXIT_INVALID if manifest["void"] else EXIT_OK  # given up, or ended by --max-minutes
 
 
-def noise_notes(options: Mapping[str, Any], workloads: Collection[str], rules: TimingRules) -> list[str]:
+def noise_notes(options: Mapping[str, Any], workloads: Collection[str], method: str, rules: TimingRules) -> list[str]:
     """What the stored noise of this class of machines says of the limits of ``rules`` for these workloads.
 
-    Measured with other workloads it says nothing. Raises UsageError for a file that holds no noise.
+    Measured with other workloads, or by another method, it says nothing. Raises UsageError for a file that holds no
+    noise.
     """
     path = options["noise"] or FOLDER / f"{options['runner_class'] or runner_class(environment())}.json"
     if not path.is_file():
         return []
     data = read_json(path)
     try:
-        noise, known = RunnerNoise.from_json(data), list(data["workloads"])
+        noise, known, by = RunnerNoise.from_json(data), list(data["workloads"]), data.get("method", "launched")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} is no noise of a runner ({error}): write one with `kvbench calibrate`") from None
     if set(known) != set(workloads):
         return [
             f"what this runner can show of {', '.join(workloads)} is not known: {path.name} is its noise under "
             f"{', '.join(known)}; `kvbench calibrate` measures it"
+        ]
+    if by != method:
+        return [
+            f"what this runner can show with --method {method} is not known: {path.name} is its noise with --method "
+            f"{by}; `kvbench calibrate` measures it"
         ]
     return [f"{text} (noise of {path.name})" for text in warnings_of(noise, rules)]

@@ -23,6 +23,10 @@ _DOTS = {
     "round": "A dot of single requests is one round: one request to either server, both of one launch.",
     "repeat": "A dot is one repeat: the first configuration against the second, under the same requests.",
 }
+_CLOCKS = {  # by the method that the pairs were measured by
+    "lockstep": "Times are the engines' own, in turns step by step, without HTTP.",
+    "twins": "Times are the servers' own running time over HTTP, in turns: one was frozen while the other ran.",
+}
 _MARKS = {
     "floor": "floor: a smaller effect never fails",
     "margin": "margin: to pass, a worse effect must be ruled out",
@@ -79,6 +83,7 @@ def pair_page(verdict: Verdict) -> str | None:
     effect = "The diamond is what is judged: their median, or the worst of them where each is held."
     if any(finding.interval for finding in drawn):
         effect = "The diamond is the effect and the bar its 95 % interval; worse is to the right."
+    clock = filter(None, [_CLOCKS.get(verdict.facts.get("method"))])
     return render(
         "pairs.html.j2",
         [],
@@ -88,7 +93,7 @@ def pair_page(verdict: Verdict) -> str | None:
         headline=wording.line(verdict.sentence),
         outcome=verdict.outcome,
         counted=wording.counted(verdict),
-        caption=" ".join([*(words for dot, words in _DOTS.items() if dot in dots.values()), effect]),
+        caption=" ".join([*(words for dot, words in _DOTS.items() if dot in dots.values()), effect, *clock]),
         marks=[(name, words) for name, words in _MARKS.items() if name in marks],
         panels=[_panel(metric, findings, dots[metric]) for (metric, _), findings in panels.items()],
         width=_LABELS + _PLOT + _NUMBERS,

@@ -13,6 +13,7 @@ from kvbench.gate.compare.conclude import conclude, judge_again, look_points, re
 from kvbench.gate.compare.pair_runner import FailedAttempt
 from kvbench.gate.policy import load_policy
 from kvbench.gate.timing.plan import SIDES
+from kvbench.gate.verdict.pairs import pair_page
 from tests.support.compare_folders import noisy_pairs, stored_comparison, write_load
 
 CELLS = ("mixed/a-c4", "mixed/b-c4", "uniform/a-c4")
@@ -49,6 +50,14 @@ def test_what_is_no_slower_passes_and_a_few_pairs_are_inconclusive(tmp_path, mea
     verdict = verdict_of(tmp_path, *noisy_pairs(measured, 3, 4, change))
     assert (verdict.exit_code, verdict.facts["pairs"]) == (code, pairs)
     assert all(f.figures["pairs_needed"] for f in verdict.of("inconclusive"))
+
+
+def test_figures_in_running_time_are_called_so(tmp_path):
+    folder = stored_comparison(tmp_path, *noisy_pairs(8, 3, 4), CELLS)
+    for method, named in (("launched", False), ("twins", True)):
+        verdict = conclude(folder, folder.manifest() | {"method": method}, POLICY)
+        assert verdict.facts["method"] == method
+        assert ("running time" in pair_page(verdict)) == named
 
 
 def test_a_metric_that_no_load_has_is_left_out_and_one_that_is_there_now_and_then_refused(tmp_path):

@@ -24,7 +24,7 @@ def calibrated(tmp_path, pairs, void=None):
 
 
 def notes(path, *workloads):
-    return noise_notes({"noise": path, "runner_class": None}, workloads, RULES)
+    return noise_notes({"noise": path, "runner_class": None}, workloads, "launched", RULES)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,8 @@ def test_the_pairs_that_are_there_are_stored_however_the_calibration_ended(tmp_p
     assert len(few) == (pairs < 20)
     (unknown,) = notes(path, "prefix", "mixed")  # the noise under other workloads says nothing
     assert "prefix, mixed" in unknown and "kvbench calibrate" in unknown
+    (other,) = noise_notes({"noise": path, "runner_class": None}, ["mixed"], "twins", RULES)  # nor by another method
+    assert "--method twins" in other and "--method launched" in other
 
 
 def test_too_few_pairs_are_not_stored_and_a_file_that_is_no_noise_is_refused(tmp_path):
