@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 @OVERRIDES
 @SEED
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of every cell, each on a fresh server.")
+@click.option("--max-minutes", type=FiniteRange(min=0, min_open=True),
+              help="End about then. Every cell's first repeat is measured in any case, further ones where they decide "
+                   "most (default: the workload's max_minutes, else all repeats).")  # fmt: skip
 @click.option("--only", multiple=True, metavar="GLOB",
               help="Only cells whose id matches ('paged-*-c32'); with --resume, of that run. Repeatable.")  # fmt: skip
 @click.option("--resume", is_flag=False, flag_value="latest", metavar="[RUN_DIR]",
@@ -42,13 +45,15 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     """Run every cell of WORKLOAD (a YAML file) and report what was found.
 
     A cell is one engine configuration under one load. Each configuration is measured on a fresh server in every
-    repeat, in random order, and its prefix cache is reset between loads.
+    repeat, in random order, and its prefix cache is reset between loads. A load that other programs disturbed is
+    measured again at the end, up to twice. --resume of a finished run measures its invalid loads again.
 
     \b
     Examples:
       kvbench sweep workloads/mixed.yaml
       kvbench sweep workloads/mixed.yaml --only 'paged-p16-c*' --repeats 5
       kvbench sweep workloads/mixed.yaml -o engine.kv_budget=64MiB -o 'load.concurrency=[2, 8]'
+      kvbench sweep workloads/mixed.yaml --max-minutes 8
       kvbench sweep workloads/mixed.yaml --resume
       kvbench sweep --resume results/mixed/20260101T120000Z-1a2b3c4
       kvbench sweep workloads/mixed.yaml --target http://127.0.0.1:8000
@@ -66,9 +71,9 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
 
     \b
     Exit codes:
-      0    all loads were measured
+      0    every cell was validly measured
       2    usage or bad input, or another workload, code or machine at --resume
-      4    a load is invalid or a server died; the results are kept
+      4    a cell has no valid load, or a server failed; the results are kept
       130  interrupted; go on with the printed --resume command
     """
     from rich.console import Console
@@ -103,6 +108,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             calibrate=not options["no_calibration"],
             resumed=run,
             force=options["force"],
+            max_minutes=options["max_minutes"],
         )
         return sweep.describe() if dry_run else sweep.execute()
     finally:

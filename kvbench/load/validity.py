@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -229,3 +229,11 @@ def invalid_reasons(client: dict[str, Any], missing: int) -> list[str]:
     if missing:
         reasons.append(f"{missing} requests were never finished; the load was stopped early.")
     return reasons
+
+
+def client_reasons(outcome: Mapping[str, Any]) -> list[str]:
+    """Those of the reasons of a load.json that its client's own lateness made, of one process or of several."""
+    client = outcome.get("client") or {}
+    own = invalid_reasons(client, 0) if client else []
+    names = tuple(f"{process['name']}: " for process in client.get("processes") or ())
+    return [reason for reason in outcome.get("invalid_reasons") or () if reason in own or reason.startswith(names)]

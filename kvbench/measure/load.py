@@ -21,7 +21,7 @@ from kvbench.common.errors import MeasurementError
 from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.foreign_cpu import MachineWatch, contention_reasons
 from kvbench.load import launch
-from kvbench.load.validity import UNKNOWN_STREAMS
+from kvbench.load.validity import UNKNOWN_STREAMS, client_reasons
 from kvbench.measure import server_state
 from kvbench.metrics.latency import summarise, too_many_failed
 from kvbench.targets.base import Target
@@ -87,7 +87,8 @@ def measure_load(
     ``first``: nothing was measured on this server before. ``failures_invalidate`` False: failed requests, and
     /metrics that do not answer, are a result (an overloaded server) and no fault of the measurement.
     Returns ``valid``, ``invalid_reasons``, ``server_faults`` (those of the reasons that are the server's own doing, not
-    the client's or the machine's), ``calibration``, ``metrics``, ``machine``, ``prefix_cache`` and
+    the client's or the machine's), ``disturbances`` (those that the machine or the client's lateness made, and that
+    may be gone when the load is measured again), ``calibration``, ``metrics``, ``machine``, ``prefix_cache`` and
     ``prefix_cache_bounds`` [tokens], ``started_at``, ``ended_at`` and ``wall_s``.
 
     Raises:
@@ -196,12 +197,13 @@ class PreparedLoad:
         faults = server_state.leak_reasons(after) + cache.reasons
         if failures_invalidate:
             faults += _failure_reasons(metrics)
+        disturbed = contention_reasons(report)
         reasons = [
             *(calibration.reasons if calibration else ()),
             *self.cache_reasons,
             *(outcome.get("invalid_reasons") or ()),
             *faults,
-            *contention_reasons(report),
+            *disturbed,
         ]
         if outcome.get("incomplete"):
             reasons.append("the load client was stopped before its last request")
@@ -211,6 +213,7 @@ class PreparedLoad:
             "valid": not reasons,
             "invalid_reasons": reasons,
             "server_faults": faults,
+            "disturbances": _disturbed_calibration(calibration) + client_reasons(outcome) + disturbed,
             "calibration": calibration.to_json() if calibration else None,
             "metrics": metrics,
             "machine": report,
@@ -229,6 +232,13 @@ def judges_this_machine(sends_here: bool, server_here: bool, workers_here: bool)
     would count as other programs.
     """
     return sends_here or (server_here and not workers_here)
+
+
+def _disturbed_calibration(calibration: Calibration | None) -> list[str]:
+    """Why the client failed its calibration, if other work disturbed that: undisturbed it would fail again."""
+    if calibration is None or not any(attempt.disturbed for attempt in calibration.attempts):
+        return []
+    return list(calibration.reasons)
 
 
 def _failure_reasons(metrics: Mapping[str, Any]) -> list[str]:

@@ -99,6 +99,7 @@ def warnings(run: Run) -> list[str]:
         "no spread at all.": fewest < 3,
         f"The repeats scatter: output tokens/s of one cell differ by more than {SCATTER:g}x between repeats in "
         f"{words.listing(scattered)}. Other work on the machine is a common cause.": scattered,
+        **{f"{words.upper_first(note)}.": True for note in run.repeat_notes},
         **{f"{words.upper_first(note)}.": True for note in _notes(run) if not note.startswith(_SKIPPED)},
         f"The run was resumed in another environment; different: {words.listing(resumed)}. "
         "What was measured before and after is not comparable as it stands.": resumed,

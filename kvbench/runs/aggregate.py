@@ -22,6 +22,7 @@ from kvbench.common.files import read_json, write_atomically, write_json, write_
 from kvbench.metrics.latency import in_steady
 from kvbench.metrics.latency import pooled as pool_samples
 from kvbench.runs.folder import DONE, RunFolder
+from kvbench.runs.repeats import is_disturbed
 from kvbench.workload.design import Cell, LoadPoint
 
 _SAMPLES = 8
@@ -62,11 +63,18 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 def aggregate_cell(run: RunFolder, cell: Cell, facts: Mapping[str, Any]) -> dict[str, Any] | None:
     """Writes the cell's files from its finished loads; None when there is none yet.
 
+    Disturbed loads are left out if others are valid: ``invalid_repeats`` has their reasons. A load that is invalid for
+    another reason, or a cell without a valid load, makes the cell invalid; then all its loads are combined.
     ``facts``: ``model``, ``backend`` and ``capacity`` by configuration id, for the summary.
     """
     loads = {repeat: run.load(cell.cell_id, repeat) for repeat in run.done_repeats(cell.cell_id)}
     if not loads:
         return None
+    done = {repeat: read_json(path / DONE) for repeat, path in loads.items()}
+    invalid = {repeat: load["invalid_reasons"] for repeat, load in done.items() if load["invalid_reasons"]}
+    if len(invalid) == len(loads) or not all(is_disturbed(done[repeat]) for repeat in invalid):
+        invalid = {}
+    loads = {repeat: path for repeat, path in loads.items() if repeat not in invalid}
     folder = run.cell(cell.cell_id)
     requests = _pool_table(folder, loads, "requests.parquet")
     _pool_table(folder, loads, "server.parquet")
@@ -78,7 +86,8 @@ def aggregate_cell(run: RunFolder, cell: Cell, facts: Mapping[str, Any]) -> dict
     write_text(folder / "server.log", "\n".join(logs))
     _write_samples(folder / "samples.jsonl", requests)
     counters = {r: read_json(path / "counters.json") for r, path in loads.items()}
-    summary = _summary(cell, loads, counters, requests, facts)
+    summary = _summary(cell, loads, {r: done[r] for r in loads}, counters, requests, facts)
+    summary["invalid_repeats"] = {str(repeat): reasons for repeat, reasons in invalid.items()}
     manifest = read_json(run.manifest_path) if run.manifest_path.is_file() else {}
     section = (manifest.get("workload") or {}).get("load") or {}
     load = cell.load if cell.load.request_rate is not None else replace(cell.load, request_rate=_mean_rate(requests))
@@ -162,12 +171,12 @@ def _mean_rate(requests: pd.DataFrame) -> float | None:
 def _summary(
     cell: Cell,
     loads: Mapping[int, Path],
+    done: Mapping[int, Mapping[str, Any]],
     counters: Mapping[int, Mapping[str, Any]],
     requests: pd.DataFrame,
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     configuration, load = cell.configuration, cell.load
-    done = {r: read_json(path / DONE) for r, path in loads.items()}
     flat = [flatten({**d["metrics"], "server": counters[r]}) for r, d in done.items()]
     names = sorted({name for values in flat for name in values})
     reasons = [f"repeat {r}: {reason}" for r, d in done.items() for reason in d["invalid_reasons"]]

@@ -5,6 +5,7 @@
       logs/<configuration>-<repeat>.log           the server of one block
       cells/<cell id>/                            all repeats together, see kvbench/runs/aggregate.py
       cells/<cell id>/loads/<repeat>/             one finished load; appears whole or not at all
+      set-aside/<cell id>/<repeat>-<n>/           the load that was there before it, and set-aside/logs
 
 A load is written into a scratch folder and renamed into place, with done.json inside: what has a done.json is
 finished and is never run again, unless one of its files is damaged.
@@ -86,6 +87,15 @@ class RunFolder:
         """Loads that were finished, and of which a file is cut short: to be run again."""
         return sorted(p.parent for p in self.path.glob(f"cells/*/loads/[0-9]*/{DONE}") if not is_whole(p.parent))
 
+    def set_aside(self, cell_id: str, repeat: int) -> Path:
+        """Moves a finished load, which is measured again, to set-aside/; returns where it is."""
+        return move_numbered(self.load(cell_id, repeat), self.path / "set-aside" / cell_id)
+
+    def set_log_aside(self, block_id: str) -> None:
+        """Moves a server's log to set-aside/, before another server of the block is launched."""
+        if (log := self.server_log(block_id)).exists():
+            move_numbered(log, self.path / "set-aside" / "logs")
+
     def remove_unmeasured(self) -> bool:
         """Removes a folder that has no finished load; returns whether it did."""
         if any(self.path.rglob(DONE)):
@@ -159,6 +169,13 @@ class RunFolder:
         except OSError as error:
             return isinstance(error, BlockingIOError)
         return False
+
+
+def move_numbered(found: Path, folder: Path) -> Path:
+    """Moves a file or folder into ``folder`` with a number behind its name; returns where it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = (folder / f"{found.stem}-{number}{found.suffix}" for number in itertools.count(1))
+    return found.rename(next(path for path in paths if not path.exists()))
 
 
 def damaged_file(folder: Path) -> Path | None:

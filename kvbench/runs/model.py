@@ -6,7 +6,7 @@ What may be absent (a server without /metrics, a cell that never finished, a fie
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.runs.engine_time import EngineTime
+from kvbench.runs.repeats import repeat_notes
 
 _THROUGHPUT = "steady_output_throughput"
 _GAUGES = (
@@ -94,6 +95,7 @@ class MeasuredCell:
     invalid_reasons: tuple[str, ...]
     folder: Path
     notes: Mapping[str, Any] = field(default_factory=dict)  # how the requests were made: trace, scales, source
+    invalid_repeats: Mapping[str, Sequence[str]] = field(default_factory=dict)  # disturbed, not in ``repeats``: why
 
     def per_repeat(self, metric: str) -> dict[int, float]:
         """Finite values of a client metric by repeat; ``metric`` is "name" or "name.percentile"."""
@@ -190,6 +192,11 @@ class Run:
     @property
     def problems(self) -> tuple[str, ...]:
         return self.damaged + self.failures
+
+    @property
+    def repeat_notes(self) -> list[str]:
+        """Sentences about repeats that are left out, or were measured again."""
+        return repeat_notes(self.manifest, [(c.cell_id, len(c.repeats), c.invalid_repeats) for c in self.cells])
 
     @property
     def status(self) -> str:

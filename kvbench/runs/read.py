@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from kvbench.runs import kv_ledger
 from kvbench.runs.engine_time import read_engine_time
 from kvbench.runs.folder import DONE, RunFolder, damaged_file
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Repeat, Run, number, read_gauges
+from kvbench.runs.repeats import left_out_repeats, planned_repeats
 from kvbench.workload.settings import IN_LAYOUT, phrase
 
 
@@ -49,8 +49,8 @@ def read_run(folder: Path | str) -> Run:
     sessions = bool(((manifest.get("workload") or {}).get("load") or {}).get("sessions"))
     cells = [_cell(where, summary, names, sessions) for where, summary in summaries]
     cells.sort(key=lambda cell: (display_rank(cell), cell.load))
-    planned = Counter(cell for block in manifest.get("plan") or () for cell in block["cells"])
-    finished = {cell.cell_id: len(cell.repeats) for cell in cells}
+    planned = planned_repeats(manifest) - left_out_repeats(manifest)
+    finished = {cell.cell_id: len(cell.repeats) + len(cell.invalid_repeats) for cell in cells}
     failures = manifest.get("failures") or ()
     return Run(
         folder,
@@ -106,6 +106,7 @@ def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str], ses
         invalid_reasons=tuple(map(str, summary.get("invalid_reasons") or ())),
         folder=where,
         notes=summary.get("notes") or {},
+        invalid_repeats=summary.get("invalid_repeats") or {},
     )
 
 

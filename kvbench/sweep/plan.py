@@ -13,7 +13,6 @@ from kvbench.common.console import print_plain
 from kvbench.common.errors import UsageError
 from kvbench.common.text import clock, plural
 from kvbench.load import launch
-from kvbench.runs.folder import RunFolder
 from kvbench.workload.design import Block, Check, Design, capacities, plan_sweep
 from kvbench.workload.file import Workload
 
@@ -91,11 +90,3 @@ def planned_blocks(workload: Workload, manifest: Mapping[str, Any]) -> tuple[Blo
     planned = {cell_id for block in manifest["plan"] for cell_id in block["cells"]}
     _, blocks = plan_sweep(workload)
     return tuple(dataclasses.replace(b, cells=tuple(c for c in b.cells if c.cell_id in planned)) for b in blocks)
-
-
-def without_done(run: RunFolder, blocks: Sequence[Block]) -> list[Block]:
-    """The blocks with the loads that are not finished."""
-    left = [
-        dataclasses.replace(b, cells=tuple(c for c in b.cells if not run.is_done(c.cell_id, b.repeat))) for b in blocks
-    ]
-    return [b for b in left if b.cells]

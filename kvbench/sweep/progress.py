@@ -30,6 +30,7 @@ class Estimator:
         self._start_guess_s = start_guess_s
         self._seen: dict[str, list[float]] = {}
         self._starts: list[float] = []
+        self._rest: list[float] = []
 
     def observe(self, cell: Cell, wall_s: float, server_start_s: float | None = None) -> None:
         """A finished load took ``wall_s``, checks included; its server took ``server_start_s`` to start."""
@@ -37,6 +38,11 @@ class Estimator:
             self._seen.setdefault(key, []).append(wall_s)
         if server_start_s is not None:
             self._starts.append(server_start_s)
+
+    def observe_block(self, block: Block, wall_s: float) -> None:
+        """A finished block took ``wall_s``: what is beyond start and loads (warm-up, the server's end) is counted."""
+        known = statistics.median(self._starts or [0.0]) + sum(self.load_s(cell) for cell in block.cells)
+        self._rest.append(max(0.0, wall_s - known))
 
     def load_s(self, cell: Cell) -> float:
         for key in (cell.cell_id, cell.load.load_id):
@@ -50,7 +56,9 @@ class Estimator:
         return not self._starts
 
     def start_s(self) -> float:
-        return statistics.median(self._starts) if self._starts else self._start_guess_s
+        """Everything but the loads of a block."""
+        start = statistics.median(self._starts) if self._starts else self._start_guess_s
+        return start + statistics.median(self._rest or [0.0])
 
     def total_s(self, blocks: Sequence[Block]) -> float:
         """Seconds for ``blocks`` from nothing."""
@@ -58,20 +66,24 @@ class Estimator:
 
 
 class SweepProgress:
-    """The sweep's listener. ``blocks`` are those still to run; their loads are counted once each."""
+    """The sweep's listener. ``blocks`` are those still to run, until ``expect`` tells others."""
 
     def __init__(
         self, console: Console, blocks: Sequence[Block], estimator: Estimator, quiet_s: float = QUIET_S
     ) -> None:
         self._console = console
         self._estimator = estimator
-        self._left = {(c.cell_id, b.repeat): (b, c) for b in blocks for c in b.cells}
-        self._total = len(self._left)
         self._done = 0
+        self.expect(blocks)
         self._began = self._load_began = time.monotonic()
         self._current: tuple[str, int] | None = None
         self._doing, self._requests = "starting", ""
         self._live = LiveText(console, self._text, quiet_s)
+
+    def expect(self, blocks: Sequence[Block]) -> None:
+        """``blocks`` are those still to run; their loads are counted once each."""
+        self._left = {(c.cell_id, b.repeat): (b, c) for b in blocks for c in b.cells}
+        self._total = self._done + len(self._left)
 
     def __enter__(self) -> SweepProgress:
         self._live.__enter__()
@@ -110,7 +122,7 @@ class SweepProgress:
         if metrics.get("failed"):
             text += f", {metrics['failed']} failed"
         if not done["valid"]:
-            text += f"  INVALID: {'; '.join(done['invalid_reasons'])}"
+            text += f"  invalid: {'; '.join(done['invalid_reasons'])}"
         self._finish(cell, repeat, text)
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +17,18 @@ from kvbench.calibration.cache import Calibrator
 from kvbench.common import foreign_cpu
 from kvbench.common.console import print_plain
 from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, UsageError, log_traceback
-from kvbench.common.files import check_output_dir, read_json, utc_now, write_json
+from kvbench.common.files import check_output_dir, utc_now, write_json
 from kvbench.common.git import git_state
 from kvbench.common.text import plural
 from kvbench.runs.aggregate import aggregate_cell
-from kvbench.runs.folder import DONE, RunFolder, create_run
+from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.manifest import add_server, build_manifest
+from kvbench.runs.repeats import repeat_notes
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.work import Work, kept, work_in
 from kvbench.sweep.block import BlockRunner, Failure
-from kvbench.sweep.plan import describe_plan, planned_blocks, preflight, without_done
+from kvbench.sweep.order import LoadKey, Measured, blocks_in_time, blocks_left
+from kvbench.sweep.plan import describe_plan, planned_blocks, preflight
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.base import Target
 from kvbench.targets.choose import ChosenTarget
@@ -41,7 +44,7 @@ class Sweep:
 
     ``only``: patterns of cell ids; ``report``: writes and shows the report of a finished run; ``calibrate``: the load
     client, before its first load; ``resumed``: the folder of a run to go on with; ``force``: although something
-    differs.
+    differs; ``max_minutes``: for repeats beyond the first, None: as the run was begun, or as the workload says.
     """
 
     target: ChosenTarget
@@ -52,7 +55,9 @@ class Sweep:
     calibrate: bool = True
     resumed: RunFolder | None = None
     force: bool = False
+    max_minutes: float | None = None
     failures: list[Failure] = dataclasses.field(default_factory=list, init=False)
+    summaries: list[dict[str, Any]] = dataclasses.field(default_factory=list, init=False)
 
     @property
     def workload(self) -> Workload:
@@ -70,16 +75,20 @@ class Sweep:
     def describe(self) -> int:
         """Prints what ``execute`` would run, after the same checks; writes and launches nothing. Raises UsageError."""
         design, blocks, _, guesses = self._plan()
+        measured, estimator = self._known(blocks, guesses)
+        stored = self.resumed.manifest() if self.resumed else {}
+        left = self._left(blocks, measured, estimator, self._minutes(stored), stored.get("measured_s") or 0.0)
         if self.resumed:
-            left = without_done(self.resumed, blocks)
             self._reopen(self.resumed, something_left=bool(left))
-            self._say_what_is_finished(self.resumed, blocks, left)
+            self._say_what_is_finished(self.resumed, measured)
             if not left:
                 self._say("nothing is left to run")
                 return EXIT_OK
-            blocks = tuple(left)
-        seconds = Estimator(guesses, self.target.start_guess_s).total_s(blocks)
-        describe_plan(self.workload, design, blocks, seconds, self.console, self.target.start_guess_s)
+        seconds = estimator.total_s(left)
+        describe_plan(self.workload, design, left, seconds, self.console, self.target.start_guess_s)
+        if self._minutes(stored) is not None:
+            self._note(f"within --max-minutes {self._minutes(stored):g}, as far as it can be guessed; which repeats "
+                       "follow the first depends on what they decide")  # fmt: skip
         return EXIT_OK
 
     def execute(self) -> int:
@@ -111,17 +120,29 @@ class Sweep:
         guesses: Mapping[str, float],
     ) -> bool:
         """Whether every planned load is measured."""
-        left = without_done(run, blocks)
+        measured, estimator = self._known(blocks, guesses)
+        stored = run.manifest() if self.resumed else {}
+        minutes, began = self._minutes(stored), time.monotonic() - (stored.get("measured_s") or 0.0)
+
+        def still_left() -> list[Block]:
+            return self._left(blocks, measured, estimator, minutes, time.monotonic() - began)
+
+        left = still_left()
         if self.resumed:
             manifest = self._reopen(run, something_left=bool(left))
         else:
             manifest = self._new_manifest(blocks, capacity, design.notes)
+        manifest |= {"max_minutes": minutes, "set_aside": list(manifest.get("set_aside") or ())}
         write_json(run.manifest_path, manifest)
-        work.close = lambda: self._close(run, manifest, "incomplete")
+
+        def close(status: str) -> None:
+            self._close(run, manifest | {"measured_s": time.monotonic() - began}, status)
+
+        work.close = lambda: close("incomplete")
         self._say(f"results: {run.path}")
         if self.resumed:
-            self._say_what_is_finished(run, blocks, left)
-        with SweepProgress(self.console, left, Estimator(guesses, self.target.start_guess_s)) as listener:
+            self._say_what_is_finished(run, measured)
+        with SweepProgress(self.console, left, estimator) as listener:
             runner = BlockRunner(
                 self.workload,
                 run,
@@ -134,15 +155,25 @@ class Sweep:
                 capacity=capacity,
             )
             started = failed_starts = 0
-            for block in left:
-                if runner.run_block(block):
+            while left and (started or failed_starts < MAX_FAILED_STARTS):
+                listener.expect(left)
+                manifest["measured_s"], block_began = time.monotonic() - began, time.monotonic()
+                self._set_aside(run, manifest, left[0], measured)
+                if runner.run_block(left[0]):
                     started += 1
+                    estimator.observe_block(left[0], time.monotonic() - block_began)
                 else:
                     failed_starts += 1
-                if not started and failed_starts >= MAX_FAILED_STARTS:
-                    break
-        complete = not without_done(run, planned_blocks(self.workload, manifest))
-        self._close(run, manifest, "complete" if complete else "incomplete")
+                measured.take(run, left[0])
+                left = still_left()
+        every = [(c.cell_id, b.repeat) for b in planned_blocks(self.workload, manifest) for c in b.cells]
+        missing = [load for load in every if not run.is_done(*load)]
+        given_up = {tuple(load) for load in stored.get("left_out") or ()} - measured.attempts.keys()
+        if minutes is not None and not left:
+            given_up |= {load for load in missing if measured.is_left(load)} & set(_loads(blocks))
+        manifest["left_out"] = [load for load in missing if load in given_up]
+        complete = len(manifest["left_out"]) == len(missing)
+        close("complete" if complete else "incomplete")
         if complete:
             report = shlex.join(["kvbench", "report", os.path.relpath(run.path)])
             work.close, work.next_step = lambda: None, f"everything is measured. Write the report with:\n  {report}"
@@ -157,9 +188,49 @@ class Sweep:
             self._note(remark)
         return manifest
 
-    def _say_what_is_finished(self, run: RunFolder, blocks: Sequence[Block], left: Sequence[Block]) -> None:
-        finished = sum(len(b.cells) for b in blocks) - sum(len(b.cells) for b in left)
-        self._say(f"{plural(finished, 'finished load')}, which will not run again")
+    def _known(self, blocks: Sequence[Block], guesses: Mapping[str, float]) -> tuple[Measured, Estimator]:
+        """What a run that goes on has of ``blocks``, and how long it took; nothing of a new run."""
+        measured, estimator = Measured({}), Estimator(guesses, self.target.start_guess_s)
+        for block in blocks if self.resumed else ():
+            measured.read(self.resumed, block)
+            for cell in block.cells:
+                if done := measured.done.get((cell.cell_id, block.repeat)):
+                    estimator.observe(cell, done["wall_s"], done["server_start_s"])
+        return measured, estimator
+
+    def _minutes(self, stored: Mapping[str, Any]) -> float | None:
+        """The limit on the time of further repeats; ``stored``: the manifest of a run to go on with."""
+        if self.max_minutes is not None:
+            return self.max_minutes
+        return stored.get("max_minutes") if self.resumed else self.workload.max_minutes
+
+    def _left(
+        self, blocks: Sequence[Block], measured: Measured, estimator: Estimator, minutes: float | None, spent_s: float
+    ) -> list[Block]:
+        if minutes is None:
+            return blocks_left(blocks, measured)
+        return blocks_in_time(blocks, measured, minutes * 60 - spent_s, lambda block: estimator.total_s([block]))
+
+    def _set_aside(self, run: RunFolder, manifest: dict[str, Any], block: Block, measured: Measured) -> None:
+        """Moves the invalid loads of ``block`` away, with the logs of their server, and lists them in the manifest."""
+        invalid = [cell for cell in block.cells if run.is_done(cell.cell_id, block.repeat)]
+        for cell in invalid:
+            done = measured.done[cell.cell_id, block.repeat]
+            entry = {"cell_id": cell.cell_id, "repeat": block.repeat, "reasons": done["invalid_reasons"]}
+            kept = run.set_aside(cell.cell_id, block.repeat)
+            manifest["set_aside"].append(entry | {"folder": str(kept.relative_to(run.path))})
+        if invalid:
+            for block_id in {block.block_id, *(part.block_id for part in block.split())}:
+                run.set_log_aside(block_id)
+            write_json(run.manifest_path, manifest)
+            loads = ", ".join(f"{cell.cell_id} repeat {block.repeat}" for cell in invalid)
+            self._say(f"measuring again what was invalid: {loads}")
+
+    def _say_what_is_finished(self, run: RunFolder, measured: Measured) -> None:
+        again = [load for load in measured.done if measured.is_left(load)]
+        self._say(f"{plural(len(measured.done) - len(again), 'finished load')}, which will not run again")
+        if again:
+            self._say(f"{plural(len(again), 'invalid load')}, which will be measured again")
         for path in run.damaged_loads():
             self._note(f"a file in {path} is damaged: the load is run again")
 
@@ -198,8 +269,8 @@ class Sweep:
             "backend": manifest.get("backend", "kvbench"),
             "model": (manifest.get("model") or {}).get("name"),
         }
-        for cell in design.cells:
-            aggregate_cell(run, cell, facts)
+        found = [aggregate_cell(run, cell, facts) for cell in design.cells]
+        self.summaries = [summary for summary in found if summary is not None]
         if status != "incomplete":
             write_json(run.manifest_path, manifest)
 
@@ -222,18 +293,27 @@ class Sweep:
                     f"the report could not be written ({error!r}, {log_traceback(error)}); the results are kept, try "
                     f"`kvbench report {run.path}`"
                 )
-        for cell in design.cells:
-            for repeat in run.done_repeats(cell.cell_id):
-                done = read_json(run.load(cell.cell_id, repeat) / DONE)
-                problems += [f"{cell.cell_id} is invalid: repeat {repeat}: {why}" for why in done["invalid_reasons"]]
+        chosen = {cell.cell_id for cell in design.cells}
+        for summary in (each for each in self.summaries if each["cell_id"] in chosen):
+            problems += [f"{summary['cell_id']} is invalid: {why}" for why in summary["invalid_reasons"]]
         if not complete and not self.failures:
             self._say(f"cells are left; go on with:\n  {resume}")
+        manifest = run.manifest()
+        counted = [(each["cell_id"], len(each["repeats"]), each["invalid_repeats"]) for each in self.summaries]
+        for note in repeat_notes(manifest, counted):
+            self._note(note)
+        if complete and manifest["left_out"]:
+            self._say(f"measure the repeats that are left out with:\n  {resume} --max-minutes <more>")
         if problems:
-            head = "INVALID: not every load is a measurement (exit code 4); the results are kept:\n"
+            head = "INVALID: not every cell is validly measured (exit code 4); the results are kept:\n"
             self._say(head + "\n".join(f"  - {p}" for p in problems))
-        if self.failures:
-            self._say(f"run the failed loads again with:\n  {resume}")
+        if self.failures or (problems and complete):
+            self._say(f"run the failed and invalid loads again with:\n  {resume}")
         return EXIT_INVALID if problems else EXIT_OK
+
+
+def _loads(blocks: Sequence[Block]) -> list[LoadKey]:
+    return [(cell.cell_id, block.repeat) for block in blocks for cell in block.cells]
 
 
 def failed_loads(failures: Sequence[Failure]) -> list[str]:

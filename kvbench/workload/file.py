@@ -172,6 +172,7 @@ class WorkloadFile(StrictModel):
     model: ModelSection
     engine: dict[str, Any] = Field(default_factory=dict)
     design: Literal["one_at_a_time", "full"] = "one_at_a_time"
+    max_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     sweep: dict[str, list[Any]] = Field(default_factory=dict)
     load: dict[str, Any]
 
@@ -211,6 +212,7 @@ class Workload:
     sweep: Mapping[str, Sequence[Any]]
     load: LoadConfig
     resolved: Mapping[str, Any]
+    max_minutes: float | None = None  # of a sweep, beyond every cell's first repeat
 
     @property
     def load_points(self) -> tuple[LoadPoint, ...]:
@@ -278,6 +280,7 @@ def resolve(data: Mapping[str, Any], *, profile: str, source: Path | None) -> Wo
         design=file.design,
         sweep={key: tuple(values) for key, values in file.sweep.items()},
         load=load,
+        max_minutes=file.max_minutes,
         resolved={
             **file.model_dump(mode="json", exclude={"load", "model"}),
             "model": stored | {key: portable(Path(path)) for key, path in found.items() if key in stored},

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from collections import Counter
 
 import pandas as pd
 import pytest
@@ -14,6 +15,9 @@ import pytest
 from kvbench.calibration import cache
 from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Calibration, CalibrationSettings
 from kvbench.common import foreign_cpu
+from kvbench.measure.load import measure_load
+from kvbench.sweep import block
+from kvbench.sweep.block import BlockRunner
 from tests.support.loads import fake_server
 from tests.support.sweep_parts import FAKE, Bench, alive, complaints, end, finished, manifest, wait_until
 from tests.unit.calibration.test_calibration import taken
@@ -290,3 +294,93 @@ def test_a_sweep_calibrates_once_per_setting_and_believes_it(bench, calibrations
     for name, row in loads.items():
         settings, metrics = CalibrationSettings(**row["calibration"]["settings"]), row["metrics"]
         assert 1.26 * settings.events_per_s >= metrics["client"]["chunks"] / metrics["duration_s"], name
+
+
+OTHERS = "other processes used 0.50 of a core"
+
+
+@pytest.fixture
+def disturb(bench, monkeypatch):
+    """Makes loads valid but for those of ``left``: how often each (cell, repeat) is still disturbed."""
+    left: Counter[tuple[str, int]] = Counter()
+    bench.again = True
+    run_load = BlockRunner._run_load
+
+    def judged(runner, setup, cell, repeat, *args, **kwargs):
+        def measured(*args, **kwargs):
+            left[cell.cell_id, repeat] -= 1
+            reasons = [OTHERS] if left[cell.cell_id, repeat] >= 0 else []
+            told = {"valid": not reasons, "invalid_reasons": reasons, "disturbances": reasons, "server_faults": []}
+            return measure_load(*args, **kwargs) | told
+
+        with monkeypatch.context() as patch:
+            patch.setattr(block, "measure_load", measured)
+            run_load(runner, setup, cell, repeat, *args, **kwargs)
+
+    monkeypatch.setattr(BlockRunner, "_run_load", judged)
+    return left
+
+
+def summary(run, cell):
+    return json.loads((run / "cells" / cell / "summary.json").read_text())
+
+
+def test_a_disturbed_load_is_measured_again_and_left_out_if_it_stays_so(bench, disturb):
+    once, always = (CELLS[0].replace("3", "2"), 1), (CELLS[1].replace("3", "2"), 2)
+    disturb.update({once: 1, always: 9})
+    path = bench.write()
+    done = bench.sweep(str(path))
+    run = bench.only_run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(bench.launches) == 4 + 1 + 2
+    assert finished(run).keys() == {(cell, repeat) for cell, _ in (once, always) for repeat in ("1", "2")}
+    aside = [(each["cell_id"], each["repeat"]) for each in manifest(run)["set_aside"]]
+    assert Counter(aside) == {once: 1, always: 2}
+    for entry in manifest(run)["set_aside"]:
+        assert json.loads((run / entry["folder"] / "done.json").read_text())["invalid_reasons"] == [OTHERS]
+    assert len(list((run / "set-aside" / "logs").iterdir())) == 3 and len(list((run / "logs").iterdir())) == 4
+    found = {cell: summary(run, cell) for cell, _ in (once, always)}
+    assert all(each["valid"] and not each["invalid_reasons"] for each in found.values())
+    assert found[once[0]]["aggregate"]["completed"]["n"] == 2 and found[once[0]]["invalid_repeats"] == {}
+    assert found[always[0]]["aggregate"]["completed"]["n"] == 1 and set(found[always[0]]["invalid_repeats"]) == {"2"}
+    assert set(pd.read_parquet(run / "cells" / always[0] / "requests.parquet")["repeat"]) == {1}
+    for text in (done.stdout.lower(), (run / "report.md").read_text().lower().replace("\\", "")):
+        assert f"{always[0]}: 1 of 2 repeats" in text and f"{once[0]} repeat 1" in text and "measured again" in text
+
+    disturb.clear()
+    again = bench.kvbench("sweep", "--resume", str(run), "--no-report")
+    assert again.returncode == 0 and len(bench.launches) == 8 and manifest(run)["status"] == "complete"
+    assert summary(run, always[0])["aggregate"]["completed"]["n"] == 2
+
+
+def test_a_cell_without_a_valid_load_is_invalid_and_a_resume_measures_it_again(bench, disturb):
+    cell = "paged-p16-c2"
+    disturb[cell, 1] = 9
+    path = bench.write(load={"repeats": 1}, sweep={})
+    done = bench.sweep(str(path), "--no-report")
+    run = bench.only_run()
+    assert done.returncode == 4 and f"{cell} is invalid: repeat 1: {OTHERS}" in done.stdout
+    assert f"--resume {os.path.relpath(run)}" in done.stdout
+    assert not summary(run, cell)["valid"]
+    before = len(bench.launches)
+    disturb.clear()
+    assert bench.kvbench("sweep", "--resume", str(run), "--no-report").returncode == 0
+    assert len(bench.launches) == before + 1 and summary(run, cell)["valid"]
+
+
+def test_max_minutes_leaves_repeats_out_and_a_resume_with_more_measures_them(bench, disturb):
+    path = bench.write(load={"repeats": 3}, sweep={}, max_minutes=0.001)
+    assert "repeat 2" not in bench.sweep(str(path), "--dry-run").stdout and not bench.results.exists()
+    done = bench.sweep(str(path))
+    run = bench.only_run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {repeat for _, repeat in finished(run)} == {"1"} and manifest(run)["status"] == "complete"
+    said = (run / "report.md").read_text().replace("\\", "")
+    for text in (done.stdout, said):
+        assert "paged-p16-c2: 1 of 3 repeats" in text and "--max-minutes 0.001" in text
+    assert "incomplete" not in said.lower()
+    nothing = bench.kvbench("sweep", "--resume", str(run), "--no-report")  # within the same time
+    assert nothing.returncode == 0 and len(bench.launches) == 1
+    more = bench.kvbench("sweep", "--resume", str(run), "--no-report", "--max-minutes", "60")
+    assert more.returncode == 0 and len(finished(run)) == 3 and "1 of 3" not in more.stdout
+    assert manifest(run)["left_out"] == [] and manifest(run)["status"] == "complete"

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from kvbench.cli.main import main
+from kvbench.sweep import order
 from tests.support.loads import FAKE, ROOT
 
 # A busy test machine may make the client late and take cores from the server; that is not what is tested here.
@@ -46,11 +47,15 @@ TINY: dict[str, Any] = {
 
 @dataclass
 class Bench:
-    """A folder with a workload; runs kvbench in it."""
+    """A folder with a workload; runs kvbench in it.
+
+    ``again``: disturbed loads are measured again; else what else runs on the machine would decide what is launched.
+    """
 
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
     timeout_s: float = 100.0
+    again: bool = False
 
     def write(self, name: str = "tiny.yaml", **sections: Any) -> Path:
         """TINY with ``load`` keys and whole sections replaced."""
@@ -91,7 +96,9 @@ class Bench:
     def kvbench(self, *words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
         """A command in this process, which has imported what it needs."""
         out, err = io.StringIO(), io.StringIO()
+        measures_again = order.measures_again if self.again else lambda done, attempts: False
         with (
+            unittest.mock.patch.object(order, "measures_again", measures_again),
             unittest.mock.patch.dict(os.environ, self.environment(**env)),
             contextlib.chdir(cwd),
             contextlib.redirect_stdout(out),

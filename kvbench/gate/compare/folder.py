@@ -23,7 +23,7 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
 from kvbench.gate.timing.plan import SIDES, Match, cell_rows
-from kvbench.runs.folder import DONE, MANIFEST, RunFolder
+from kvbench.runs.folder import DONE, MANIFEST, RunFolder, move_numbered
 
 KIND = "compare"
 FORMAT = 1
@@ -104,18 +104,12 @@ class CompareFolder:
             for cell in cell_rows([match]):
                 load = self.load(cell, side, pair)
                 for found in (load, load.with_name(f"failed-{pair}")):
-                    _move(found, kept / cell[side], str(pair))
-            for log in logs:
-                _move(run.server_log(log), kept / "logs", log)
+                    if found.exists():
+                        move_numbered(found, kept / cell[side])
+            for log in map(run.server_log, logs):
+                if log.exists():
+                    move_numbered(log, kept / "logs")
 
     def remove_unmeasured(self) -> bool:
         """Removes a folder that has neither a load nor a verdict; returns whether it did."""
         return not (self.path / "verdict.json").exists() and RunFolder(self.path).remove_unmeasured()
-
-
-def _move(found: Path, folder: Path, name: str) -> None:
-    """Moves ``found``, if it exists, into ``folder`` as ``name`` with a number."""
-    if found.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = (folder / f"{name}-{number}{found.suffix}" for number in itertools.count(1))
-        found.rename(next(path for path in paths if not path.exists()))

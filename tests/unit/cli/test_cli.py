@@ -148,7 +148,8 @@ def test_dry_run_of_a_resumed_run_shows_what_is_left_of_its_plan(run, tmp_path):
     begun = RunFolder(tmp_path / "run")
     write_json(begun.manifest_path, manifest)
     for repeat in (1, 3):
-        write_json(begun.load("paged-p16-c1", repeat) / DONE, {})
+        done = {"invalid_reasons": [], "wall_s": 1.0, "server_start_s": 1.0}
+        write_json(begun.load("paged-p16-c1", repeat) / DONE, done)
     before = sorted(tmp_path.rglob("*"))
     code, out, _ = run("sweep", "--resume", begun.path, "--dry-run")
     assert code == 0 and "2 finished loads" in out and "1 cell, 1 server launch, 1 load," in out

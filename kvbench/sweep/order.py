@@ -1,0 +1,161 @@
+"""What a sweep measures next.
+
+Loads that were not measured come first, as planned; then disturbed ones again, each on a fresh server. Under
+--max-minutes the first repeat of every cell is always measured, and then the block whose comparison with the baseline
+is decided least, as long as it is expected to end in time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvbench.common.files import read_json
+from kvbench.common.stats import t_interval
+from kvbench.runs.folder import DONE, RunFolder
+from kvbench.runs.ratios import UNCLEAR, paired_ratio
+from kvbench.runs.repeats import is_disturbed
+from kvbench.workload.design import Block, Cell
+
+ATTEMPTS = 3  # at a load in one execution of a sweep
+LoadKey = tuple[str, int]  # cell id, repeat
+
+
+@dataclass
+class Measured:
+    """``done``: done.json of the finished loads; ``attempts``: how often each was measured in this execution."""
+
+    done: dict[LoadKey, Mapping[str, Any]]
+    attempts: Counter[LoadKey] = field(default_factory=Counter)
+
+    def is_left(self, load: LoadKey) -> bool:
+        """Whether the load is still to be measured; one that failed is not tried again."""
+        done, attempts = self.done.get(load), self.attempts[load]
+        return attempts == 0 if done is None else measures_again(done, attempts)
+
+    def read(self, run: RunFolder, block: Block) -> None:
+        """Reads the finished loads of ``block``."""
+        for load in ((cell.cell_id, block.repeat) for cell in block.cells):
+            self.done.pop(load, None)
+            if run.is_done(*load):
+                self.done[load] = read_json(run.load(*load) / DONE)
+
+    def take(self, run: RunFolder, block: Block) -> None:
+        """``block`` was measured: counts the attempts, and reads what there is of it."""
+        self.attempts.update((cell.cell_id, block.repeat) for cell in block.cells)
+        self.read(run, block)
+
+    def valid(self, cell: Cell) -> dict[int, Mapping[str, Any]]:
+        """The metrics of a cell's valid loads by repeat."""
+        found = {repeat: done for (cell_id, repeat), done in self.done.items() if cell_id == cell.cell_id}
+        return {repeat: done["metrics"] for repeat, done in sorted(found.items()) if not done["invalid_reasons"]}
+
+
+def measures_again(done: Mapping[str, Any], attempts: int) -> bool:
+    """Whether a finished load is measured again: if it was disturbed, or is invalid from before a --resume."""
+    return bool(done["invalid_reasons"]) and (attempts == 0 or (attempts < ATTEMPTS and is_disturbed(done)))
+
+
+def blocks_left(blocks: Sequence[Block], measured: Measured) -> list[Block]:
+    """The blocks with what is left of them, in order: first loads without an attempt, then those with one, ..."""
+    rounds = []
+    for attempts in range(ATTEMPTS):
+        for block in blocks:
+            keys = [(cell.cell_id, block.repeat) for cell in block.cells]
+            now = [measured.attempts[key] == attempts and measured.is_left(key) for key in keys]
+            cells = [cell for cell, chosen in zip(block.cells, now, strict=True) if chosen]
+            rounds += [_part(block, cells)] if cells else []
+    return rounds
+
+
+def blocks_in_time(
+    blocks: Sequence[Block], measured: Measured, time_left_s: float, seconds: Callable[[Block], float]
+) -> list[Block]:
+    """Of ``blocks_left`` those that end in time, what decides most first, after those that are measured in any case.
+
+    Measured in any case: every cell's first repeat, again if it was disturbed and the cell has no valid load.
+    ``seconds``: what a block is expected to take.
+    """
+    every = blocks_left(blocks, measured)
+
+    def is_needed(cell: Cell, repeat: int) -> bool:
+        return repeat == 1 and ((cell.cell_id, repeat) not in measured.done or not measured.valid(cell))
+
+    chosen = [_part(b, [c for c in b.cells if is_needed(c, b.repeat)]) for b in every]
+    rest = [_part(b, [c for c in b.cells if not is_needed(c, b.repeat)]) for b in every]
+    chosen, rest = [b for b in chosen if b.cells], [b for b in rest if b.cells]
+    time_left_s -= sum(map(seconds, chosen))
+    for unit in _by_decision(blocks, rest, measured):
+        new = [block for block in unit if block not in chosen]
+        if (cost := sum(map(seconds, new))) <= time_left_s:
+            chosen += new
+            time_left_s -= cost
+    return chosen
+
+
+def _part(block: Block, cells: Collection[Cell]) -> Block:
+    return dataclasses.replace(block, cells=tuple(cells))
+
+
+def _by_decision(blocks: Sequence[Block], rest: Sequence[Block], measured: Measured) -> list[list[Block]]:
+    """``rest`` in units of a configuration's and the baseline's block of one repeat, the least decided first.
+
+    Each configuration's next unit comes before any configuration's second one.
+    """
+    cells = {cell.cell_id: cell for block in blocks for cell in block.cells}.values()
+    config_ids = list(dict.fromkeys(cell.configuration.config_id for cell in cells))
+    base = next((cell.configuration.config_id for cell in cells if cell.configuration.is_baseline), None)
+    compared = [config_id for config_id in config_ids if config_id != base] or config_ids
+    ranked = []
+    for place, config_id in enumerate(compared):
+        undecided = _undecided(config_id, base, list(cells), measured) if base else math.inf
+        units: dict[tuple[int, int], list[Block]] = {}
+        for block in rest:
+            if block.configuration.config_id in (config_id, base):
+                attempts = measured.attempts[block.cells[0].cell_id, block.repeat]
+                units.setdefault((attempts, block.repeat), []).append(block)
+        ranked += [((nth, -undecided, place), units[key]) for nth, key in enumerate(sorted(units))]
+    return [unit for _, unit in sorted(ranked, key=lambda each: each[0])]
+
+
+def _undecided(config_id: str, base: str, cells: Sequence[Cell], measured: Measured) -> float:
+    """The widest interval of the log ratio to the baseline among those without a verdict; 0 if all have one.
+
+    Over loads, of output throughput and p95 TTFT; infinite with fewer than two repeats of both.
+    """
+    widest = 0.0
+    by_load = {(c.configuration.config_id, c.load.load_id): measured.valid(c) for c in cells}
+    for load_id in {load_id for _, load_id in by_load}:
+        mine, others = by_load.get((config_id, load_id)), by_load.get((base, load_id))
+        if mine is None or others is None:
+            continue
+        if len(mine.keys() & others.keys()) < 2:
+            return math.inf
+        for values in (_throughput, _ttft):
+            ratio = paired_ratio(*values(mine, others))
+            if ratio is not None and ratio.verdict == UNCLEAR:
+                low, high = t_interval(np.log(ratio.values))
+                widest = max(widest, high - low) if ratio.n > 1 else math.inf
+    return widest
+
+
+def _throughput(*sides: Mapping[int, Mapping[str, Any]]) -> list[dict[int, float]]:
+    """Output tokens/s by repeat of both sides: of the steady window where all repeats have one, else of the whole."""
+    steady = all(loads.get("steady_output_throughput") for side in sides for loads in side.values())
+    return _values(sides, lambda metrics: metrics.get("steady_output_throughput" if steady else "output_throughput"))
+
+
+def _ttft(*sides: Mapping[int, Mapping[str, Any]]) -> list[dict[int, float]]:
+    return _values(sides, lambda metrics: (metrics.get("ttft_ms") or {}).get("p95"))
+
+
+def _values(
+    sides: Sequence[Mapping[int, Mapping[str, Any]]], of: Callable[[Mapping[str, Any]], float | None]
+) -> list[dict[int, float]]:
+    return [{repeat: value for repeat, metrics in side.items() if (value := of(metrics))} for side in sides]
