@@ -54,8 +54,8 @@ _WARM_UP_USERS = 8
 class Sitting:
     """``folder``: of the sweep's run, with /lockstep. ``capacity``: by configuration, as ``preflight`` returns it.
 
-    ``limit_s``: no launch is begun that would not end by then. ``show``: replaces the status line; ``say``: prints a
-    line; ``check``: called twice a second, may raise.
+    ``limit_s``: no launch is begun that would not end by then. ``show``: replaces the status line; ``check``: called
+    twice a second, may raise.
     """
 
     run: RunFolder
@@ -64,7 +64,6 @@ class Sitting:
     capacity: Mapping[str, Mapping[str, Any]]
     limit_s: float
     show: Callable[[str], None]
-    say: Callable[[str], None]
     check: Callable[[], None]
     notes: list[str] = field(default_factory=list)
     _groups: list[list[Configuration]] = field(default_factory=list)

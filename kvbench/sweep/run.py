@@ -16,11 +16,20 @@ from rich.console import Console
 from kvbench.calibration.cache import Calibrator
 from kvbench.common import foreign_cpu
 from kvbench.common.console import print_plain
-from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, UsageError, log_traceback
+from kvbench.common.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_INVALID,
+    EXIT_OK,
+    MeasurementError,
+    UsageError,
+    log_traceback,
+)
 from kvbench.common.files import check_output_dir, utc_now, write_json
 from kvbench.common.git import git_state
-from kvbench.common.text import plural
+from kvbench.common.text import clock, plural
+from kvbench.lockstep.sitting import Sitting, begin_anew
 from kvbench.runs.aggregate import aggregate_cell
+from kvbench.runs.engine_time import read_engine_time
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.manifest import add_server, build_manifest
 from kvbench.runs.repeats import repeat_notes
@@ -44,7 +53,8 @@ class Sweep:
 
     ``only``: patterns of cell ids; ``report``: writes and shows the report of a finished run; ``calibrate``: the load
     client, before its first load; ``resumed``: the folder of a run to go on with; ``force``: although something
-    differs; ``max_minutes``: for repeats beyond the first, None: as the run was begun, or as the workload says.
+    differs; ``max_minutes``: for repeats beyond the first, None: as the run was begun, or as the workload says;
+    ``lockstep_minutes``: at most for engine time, which is measured before the loads (0: it is not).
     """
 
     target: ChosenTarget
@@ -56,6 +66,7 @@ class Sweep:
     resumed: RunFolder | None = None
     force: bool = False
     max_minutes: float | None = None
+    lockstep_minutes: float = 0.0
     failures: list[Failure] = dataclasses.field(default_factory=list, init=False)
     summaries: list[dict[str, Any]] = dataclasses.field(default_factory=list, init=False)
 
@@ -154,6 +165,9 @@ class Sweep:
                 calibrate=self._calibrator(run, listener.status, self._say),
                 capacity=capacity,
             )
+            if left:
+                self._measure_engine_time(run, design, capacity, work.check, listener.status)
+                left = still_left()  # it took time
             started = failed_starts = 0
             while left and (started or failed_starts < MAX_FAILED_STARTS):
                 listener.expect(left)
@@ -178,6 +192,35 @@ class Sweep:
             report = shlex.join(["kvbench", "report", os.path.relpath(run.path)])
             work.close, work.next_step = lambda: None, f"everything is measured. Write the report with:\n  {report}"
         return complete
+
+    def _measure_engine_time(
+        self,
+        run: RunFolder,
+        design: Design,
+        capacity: Mapping[str, Any],
+        check: Callable[[], None],
+        show: Callable[[str], None],
+    ) -> None:
+        """All configurations in engine time (``kvbench/lockstep``), where the engine is the built-in one."""
+        facts = self.target.manifest
+        if not self.lockstep_minutes or facts.get("backend") != "kvbench" or facts.get("serve_cmd"):
+            return
+        if (known := read_engine_time(run.path)) is not None and known.facts["finished"]:
+            return
+        begin_anew(run)
+        sitting = Sitting(run, self.workload, design, capacity, 60 * self.lockstep_minutes, show, check)
+        if reason := sitting.why_not():
+            self._note(f"engine time is not measured: {reason}")
+            return
+        try:
+            found = sitting.execute()
+        except MeasurementError as error:
+            self._note(f"engine time is not measured: {error}")
+            return
+        self._say(
+            f"engine time: {plural(len(design.configurations), 'configuration')} in turns, "
+            f"{found['launches']} launch{'' if found['launches'] == 1 else 'es'} in {clock(found['seconds'])}"
+        )
 
     def _calibrator(self, run: RunFolder, *say: Callable[[str], None]) -> Calibrator:
         return Calibrator(run.path, self.calibrate, *say)

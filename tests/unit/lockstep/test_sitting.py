@@ -45,7 +45,7 @@ def sit(tmp_path, monkeypatch):
         workload = resolve(json.loads(json.dumps(DATA)), profile="cpu", source=None)
         design = make_design(workload.engine, sweep, workload.load_points, "one_at_a_time")
         capacity = {each.config_id: LIMITS for each in design.configurations}
-        done = Sitting(RunFolder(tmp_path), workload, design, capacity, limit_s, lambda _: None, print, lambda: None)
+        done = Sitting(RunFolder(tmp_path), workload, design, capacity, limit_s, lambda _: None, lambda: None)
         assert done.why_not() is None
         return done
 
