@@ -13,6 +13,7 @@ from kvbench.load.samples import Clocked, Outcome, Sample, write_outcome
 from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import (
     busiest_second,
+    client_reasons,
     client_report,
     invalid_reasons,
     other_prompts,
@@ -183,6 +184,16 @@ def test_what_the_server_did_otherwise_stands_in_load_json(tmp_path) -> None:
     write_outcome(spec, RequestList([request] * 2), Outcome(samples, 0.0, Clocked(), client))
     said = " ".join(json.loads((tmp_path / "load.json").read_text())["invalid_reasons"])
     assert "2 of 2 outputs" in said and "counted 2 of 2 prompts otherwise" in said
+
+
+def test_the_clients_own_reasons_are_told_from_the_servers(tmp_path) -> None:
+    client = client_report([late(0.003)], [0.0] * 1000, 0.1, 10.0, "closed")
+    own, cut = invalid_reasons(client, 0), "2 of 2 outputs were shorter"
+    outcome = {"client": client | {"processes": [{"name": "worker 1"}]}}
+    outcome |= {"invalid_reasons": [*own, "worker 1: it lagged", cut, *invalid_reasons(client, 3)]}
+    outcome = json.loads(json.dumps(outcome))  # as load.json keeps it
+    assert len(own) == 1 and client_reasons(outcome) == [*own, "worker 1: it lagged", *own]
+    assert client_reasons({"invalid_reasons": [cut]}) == []
 
 
 def test_requests_due_at_once_leave_one_after_the_other_and_that_is_no_slip():

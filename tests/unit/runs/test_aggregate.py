@@ -43,6 +43,7 @@ def aggregated(
     *,
     notes: list[dict[str, Any]] | None = None,
     done: dict[str, Any] | None = None,
+    each: list[dict[str, Any]] | None = None,
     **section: Any,
 ) -> dict[str, Any]:
     """summary.json of one cell whose repeats are ``repeats``, as read back; ``section``: ``load:`` of the workload."""
@@ -58,7 +59,7 @@ def aggregated(
         write_json(where / "counters.json", {})
         write_json(where / "load.json", {"notes": notes[repeat - 1]} if notes else {})
         facts = {"started_at": "2026-01-01T10:00:00+00:00", "invalid_reasons": [], "metrics": metrics}
-        write_json(where / "done.json", facts | (done or {}))
+        write_json(where / "done.json", facts | (done or {}) | (each[repeat - 1] if each else {}))
     aggregate_cell(run, cell, {})
     return json.loads((run.cell(cell.cell_id) / "summary.json").read_text())
 
@@ -102,6 +103,30 @@ def test_facts_of_each_load_are_carried_over_and_notes_listed_where_they_differ(
     carried = {key: facts[key] for key in ("machine", "prefix_cache", "prefix_cache_bounds")}
     assert all(repeat.items() >= carried.items() for repeat in summary["repeats"])
     assert not carried.keys() & aggregated(tmp_path / "b", CLOSED, [FRAME])["repeats"][0].keys()
+
+
+BUSY, LEAK, GOOD = {"disturbances": ["busy"], "invalid_reasons": ["busy"]}, {"invalid_reasons": ["leak"]}, {}
+
+
+@pytest.mark.parametrize(
+    ("each", "repeats", "valid", "left_out", "reasons"),
+    [
+        ([GOOD, BUSY, GOOD], [1, 3], True, {"2": ["busy"]}, []),
+        ([BUSY, BUSY, GOOD], [3], True, {"1": ["busy"], "2": ["busy"]}, []),
+        ([BUSY, BUSY, BUSY], [1, 2, 3], False, {}, ["repeat 1: busy", "repeat 2: busy", "repeat 3: busy"]),
+        ([GOOD, LEAK, GOOD], [1, 2, 3], False, {}, ["repeat 2: leak"]),  # the server's fault is not left out
+        ([GOOD, LEAK, BUSY], [1, 2, 3], False, {}, ["repeat 2: leak", "repeat 3: busy"]),
+    ],
+)
+def test_disturbed_repeats_are_in_no_figure_where_others_are_valid(
+    tmp_path: Path, each: list, repeats: list, valid: bool, left_out: dict, reasons: list
+) -> None:
+    summary = aggregated(tmp_path, CLOSED, [FRAME] * 3, each=each)
+    assert [entry["repeat"] for entry in summary["repeats"]] == repeats
+    assert summary["aggregate"]["completed"]["n"] == len(repeats) and summary["completed"] == 2 * len(repeats)
+    assert summary["pooled"]["ttft_ms"]["n"] == 2 * len(repeats)
+    assert set(pd.read_parquet(tmp_path / "cells" / "paged-c2" / "requests.parquet")["repeat"]) == set(repeats)
+    assert (summary["valid"], summary["invalid_repeats"], summary["invalid_reasons"]) == (valid, left_out, reasons)
 
 
 GAMMA = {"burstiness": 0.25, "max_concurrency": 7}

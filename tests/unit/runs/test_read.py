@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from kvbench.cli.main import main
-from kvbench.report.provenance import validity
+from kvbench.report.provenance import validity, warnings
 from kvbench.runs.folder import open_run
 from kvbench.runs.model import MeasuredLoad, Run
 from kvbench.runs.read import configuration_name, display_rank, read_run
@@ -102,6 +102,27 @@ def test_cells_that_miss_repeats_or_cannot_be_read_are_told(make: Callable[..., 
         second.unlink() if text is None else second.write_text(text)
         (damaged,) = read_run(run.folder).damaged
         assert str(second) in damaged
+
+
+def test_repeats_that_were_disturbed_or_left_out_make_no_run_incomplete(make: Callable[..., Run]) -> None:
+    run = make(concurrencies=(3, 6), num_requests=10, missing=("layout-contiguous",))
+    for one, repeats in zip(run.cells, (2, 1), strict=True):
+        path = one.folder / "summary.json"
+        summary = json.loads(path.read_text())
+        left = {"invalid_repeats": {"3": ["others ran; stop them"]}} if repeats == 2 else {}
+        path.write_text(json.dumps(summary | {"repeats": summary["repeats"][:repeats]} | left))
+    path = run.folder / "manifest.json"
+    more = {"left_out": [["baseline-c6", 2], ["baseline-c6", 3]], "max_minutes": 5.0}
+    more |= {"set_aside": [{"cell_id": "baseline-c3", "repeat": 3}] * 2 + [{"cell_id": "baseline-c3", "repeat": 1}]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    found = read_run(run.folder)
+    assert found.short == () and all(one.valid for one in found.cells)
+    again, invalid, left_out = found.repeat_notes
+    assert "baseline-c3 repeat 3 (twice)" in again and "baseline-c3 repeat 1" in again
+    assert "baseline-c3: 2 of 3 repeats" in invalid and "repeat 3: others ran" in invalid
+    assert "baseline-c6: 1 of 3 repeats" in left_out and "--max-minutes 5" in left_out
+    said = " ".join(warnings(found))
+    assert all(note[1:] in said for note in found.repeat_notes)
 
 
 @pytest.mark.parametrize(

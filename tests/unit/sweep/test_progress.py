@@ -40,6 +40,14 @@ def test_estimates_go_from_guess_to_measurement():
     assert estimator.load_s(CELLS["paged-p16-c1"]) == 30.0
 
 
+def test_a_block_is_expected_to_take_what_blocks_took_with_warm_up_and_the_servers_end():
+    estimator, (block, *_) = Estimator(GUESSES), plan_blocks(DESIGN, 1, 0)
+    for cell in block.cells:
+        estimator.observe(cell, 10.0, server_start_s=3.0)
+    estimator.observe_block(block, 30.0)
+    assert estimator.total_s([block]) == pytest.approx(30.0)
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (75.4, "1:15"), (4000, "1:06:40"), (-3, "0:00")])
 def test_clock(seconds, text):
     assert clock(seconds) == text
