@@ -34,15 +34,13 @@ REFUSED = dict(zip(("contiguous", "paged-p16-fp8_e4m3", "paged-p16-noprefix"), S
 )
 @pytest.mark.timeout(900)  # it imports torch, a minute on a busy machine
 def test_a_sweep_of_transformers_serve(tmp_path):
-    bench = Bench(tmp_path, {"KVBENCH_NO_CALIBRATION": "1"}, timeout_s=840.0)
+    bench = Bench(tmp_path, {"KVBENCH_NO_CALIBRATION": "1"})
     (tmp_path / "tiny.json").write_text(json.dumps(MODEL))
     path = bench.write(
         model={"config": "tiny.json", "dtype": "float32"}, engine=ENGINE, sweep=SWEEP,
         load={"concurrency": [2], "repeats": 1, "cache_state": "cold", "timeout_s": 240.0},
     )  # fmt: skip
-    done = bench.run(
-        [*bench.command(str(path), "--target", "transformers", fake=False), "--target-python", sys.executable]
-    )
+    done = bench.sweep(str(path), "--target", "transformers", "--target-python", sys.executable, fake=False)
     assert done.returncode in (0, 4), done.stdout + done.stderr
     run = bench.only_run()
     assert complaints(run) == []

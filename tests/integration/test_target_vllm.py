@@ -20,7 +20,7 @@ BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4  # layers x (K and V) x KV heads x head_dim x
 @pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python with vLLM's CPU build")
 @pytest.mark.timeout(400)
 def test_a_sweep_of_vllm(tmp_path):
-    bench = Bench(tmp_path, {"KVBENCH_NO_CALIBRATION": "1"}, timeout_s=380.0)
+    bench = Bench(tmp_path, {"KVBENCH_NO_CALIBRATION": "1"})
     (tmp_path / "tiny.json").write_text(json.dumps(MODEL | {"head_dim": 32}))
     path = bench.write(
         model={"config": "tiny.json", "dtype": "float32"}, engine=ENGINE, sweep={"preemption_mode": ["swap"]},
@@ -33,7 +33,7 @@ def test_a_sweep_of_vllm(tmp_path):
         },
     )  # fmt: skip
     words = [str(path), "--target", "vllm", "--target-args", "--enforce-eager", "--no-report"]
-    done = bench.run(bench.command(*words, fake=False))
+    done = bench.sweep(*words, fake=False)
     assert done.returncode in (0, 4), done.stdout + done.stderr
     run = bench.only_run()
     assert complaints(run) == []  # among them: hits outside what the prompts' own prefixes allow
