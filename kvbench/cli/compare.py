@@ -67,9 +67,9 @@ def compare(**options: Any) -> int:
     working tree), a launch command with {port}, a URL, settings (page_size=16,enable_prefix_caching=true), or the
     folder of a stored run.
 
-    A pair is one freshly launched server of each side under the same requests, in random order: one after the other, or
-    both at once in turns (--method twins, lockstep). After 8, 12 and 16
-    pairs p95 TTFT, p95 ITL and throughput are judged per cell, class and overall by sign-flip max-T, held against
+    A pair is a fresh launch of each side under the same requests: of the built-in engine both at once, in turns step by
+    step and in engine time, with a short check over HTTP at the end; else servers one after the other, in random order.
+    After 8, 12 and 16 pairs p95 TTFT, p95 ITL and throughput are judged per cell, class and overall by sign-flip max-T, held against
     floors and margins; the first look that decides ends the comparison, and so does --max-minutes, with a look at what
     there is.
 

@@ -69,6 +69,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     Files written, in results/<workload>/<UTC time>-<git sha>/:
       manifest.json               what was measured, with what, on what
       cells/<cell>/summary.json   metrics per repeat, aggregated and pooled; requests.parquet: raw samples
+      lockstep/effects.json       each configuration against the baseline in engine time
       summary.csv                 one row a cell
       report.html, report.md      the report
 
