@@ -69,9 +69,9 @@ def compare(**options: Any) -> int:
 
     A pair is a fresh launch of each side under the same requests: of the built-in engine both at once, in turns step by
     step and in engine time, with a short check over HTTP at the end; else servers one after the other, in random order.
-    After 8, 12 and 16 pairs p95 TTFT, p95 ITL and throughput are judged per cell, class and overall by sign-flip max-T, held against
-    floors and margins; the first look that decides ends the comparison, and so does --max-minutes, with a look at what
-    there is.
+    After 8, 12 and 16 pairs p95 TTFT, p95 ITL and throughput are judged per cell, class and overall by sign-flip max-T,
+    held against floors and margins; the first look that decides ends the comparison, and so does --max-minutes, with a
+    look at what there is.
 
     \b
     Examples:
