@@ -126,6 +126,13 @@ def test_goodput_needs_every_limit_met(slo: dict | None, met: int | None) -> Non
     check(summary(*rows, slo=slo), goodput=None if met is None else met / (2.51 - 1.0))
 
 
+def test_each_limit_of_an_slo_counts_the_requests_that_are_over_it() -> None:
+    rows = (row(), row(chunk_times=[1.9, 2.0, 2.7]), row(chunk_times=[1.5], output_tokens=1), row(ok=False))
+    got = summary(*rows, slo={"ttft_ms": 600.0, "tpot_ms": 300.0, "e2el_ms": None})
+    assert got["slo_misses"] == {"ttft_ms": 1, "tpot_ms": 1}  # both of one request; a failed one is counted apart
+    assert summary(*rows)["slo_misses"] == {}
+
+
 def test_pooled_percentiles_are_of_the_pool() -> None:
     """The pool's p90 is not the mean of the loads' p90s."""
     rng = np.random.default_rng(7)
