@@ -64,6 +64,7 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
         sentence = f"{len(wrong)} of {limits} of {run.workload} {how}: {wrong[0].sentence}"
     if quality is not None:
         notes.append(quality.note)
+    notes += run.repeat_notes
     judged = " ".join(finding.id for finding in findings)
     if unjudged := [cell.cell_id for cell in run.cells if not cell.valid and f"/{cell.cell_id}" not in judged]:
         notes.append(f"these cells are invalid, and no limit is about them: {and_more(unjudged, _MOST_NAMED)}")

@@ -184,6 +184,7 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
             "valid": cell.valid,
             "invalid_reasons": "; ".join(cell.invalid_reasons),
             "repeats": len(cell.repeats),
+            "invalid_repeats": len(cell.invalid_repeats),
             "completed": cell.count("completed"),
         }
         shown = {column.key: value.sort for column, value in zip(table.columns, row.values, strict=True)}

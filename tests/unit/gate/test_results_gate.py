@@ -106,6 +106,16 @@ def test_an_invalid_cell_is_exit_code_4(run, gated):
     assert code == 0 and cell in " ".join(verdict.notes)  # it is not judged, and not hidden
 
 
+def test_a_cell_without_its_disturbed_repeat_is_judged_and_that_is_said(run, gated):
+    cell = next(run.glob("cells/baseline*")).name
+    planned = json.loads((run / "manifest.json").read_text())["plan"]
+    block = next(block for block in planned if cell in block["cells"])
+    changed(run, "manifest.json", plan=[*planned, block])
+    changed(run, f"cells/{cell}/summary.json", invalid_repeats={"9": ["others ran"]})
+    code, verdict = gated(run, KEPT)
+    assert (code, verdict.outcome) == (0, "pass") and cell in " ".join(verdict.notes)
+
+
 @pytest.mark.parametrize("how", ["status", "missing", "short", "damaged"])
 def test_a_run_that_is_not_whole_is_exit_code_4(run, gated, how):
     plan = json.loads((run / "manifest.json").read_text())["plan"]
