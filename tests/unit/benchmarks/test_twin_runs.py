@@ -1,0 +1,30 @@
+"""The table that says how sharp two ways of measuring pairs are."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.benchmarks.twin_runs import precision, read_pairs
+
+
+def test_equal_minutes_are_compared_whatever_a_pair_takes(tmp_path):
+    rng = np.random.default_rng(5)
+    for method, sd, seconds in (("twins", 0.01, 60.0), ("launched", 0.03, 30.0)):
+        for number in (1, 2):
+            folder = tmp_path / f"{method}-{number}" / "compare" / "x"
+            folder.mkdir(parents=True)
+            (folder / "manifest.json").write_text(json.dumps({"seconds": [seconds] * 500}))
+            rows = [f"{n},w/{cell},base,tps,tok/s,1,1,{r}" for n in range(1, 501)
+                    for cell, r in zip("ab", rng.normal(0.0, sd * 2**0.5, 2), strict=True)]  # fmt: skip
+            (folder / "pairs.csv").write_text(
+                "pair,cell,first,metric,unit,base,candidate,log_ratio\n" + "\n".join(rows)
+            )
+    table = precision(read_pairs(tmp_path), 20.0).set_index("method")
+    assert table["pairs"].tolist() == [1000, 1000]
+    assert table["sd"].to_dict() == pytest.approx({"launched": 0.03, "twins": 0.01}, rel=0.1)
+    assert (table["sd_low"] < table["sd"]).all() and (table["sd"] < table["sd_high"]).all()
+    expected = {"launched": 0.03 / 40**0.5, "twins": 0.01 / 20**0.5}  # so many pairs fit into 20 minutes
+    assert table["standard_error"].to_dict() == pytest.approx(expected, rel=0.1)
