@@ -28,11 +28,16 @@ _CGROUP_NAME = "kvbench-twin-"
 
 
 class Freezer(Protocol):
-    """Freezes and thaws one family; both return when it is done. ``kind``: ``cgroup`` or ``signals``."""
+    """Freezes and thaws one family; both return when it is done. ``kind``: ``cgroup`` or ``signals``.
+
+    ``freeze`` gives the moment [s, perf_counter] from which on nothing of it computes: a thread that was running is
+    interrupted at once, one that waited for a core never gets to its own code. It may take long until all have stopped,
+    on a busy machine, since each needs a core to do so.
+    """
 
     kind: str
 
-    def freeze(self) -> None: ...
+    def freeze(self) -> float: ...
 
     def thaw(self) -> None: ...
 
@@ -63,9 +68,11 @@ class SignalFreezer:
         with contextlib.suppress(psutil.Error):
             self._members.append(psutil.Process(child.pid))
 
-    def freeze(self) -> None:
+    def freeze(self) -> float:
         signal_family(self._child, signal.SIGSTOP)
+        at = time.perf_counter()
         _wait(lambda: all(map(_is_stopped, self._members)))
+        return at
 
     def thaw(self) -> None:
         signal_family(self._child, signal.SIGCONT)
@@ -79,17 +86,20 @@ class CgroupFreezer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def freeze(self) -> None:
-        self._write("1")
+    def freeze(self) -> float:
+        return self._write("1")
 
     def thaw(self) -> None:
         self._write("0")
 
-    def _write(self, wanted: str) -> None:
+    def _write(self, wanted: str) -> float:
+        events = self._folder / "cgroup.events"
         with contextlib.suppress(OSError):  # removed by somebody: nothing is frozen then
             (self._folder / "cgroup.freeze").write_text(wanted)
-            events = self._folder / "cgroup.events"
+            at = time.perf_counter()
             _wait(lambda: f"frozen {wanted}" in events.read_text() or "populated 0" in events.read_text())
+            return at
+        return time.perf_counter()
 
 
 def own_cgroup() -> Path | None:

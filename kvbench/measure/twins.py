@@ -172,20 +172,20 @@ class _Turns:
 
     def __enter__(self) -> None:
         for number, freezer in enumerate(self.freezers):
-            freezer.freeze()
-            self.frozen[number].append([time.perf_counter(), np.inf])
+            self.frozen[number].append([freezer.freeze(), np.inf])
 
     def round(self, rng: random.Random) -> None:
-        """One turn of each, in random order. A thaw is noted before and a freeze after it took place."""
+        """One turn of each, in random order. A thaw is noted before it took place."""
         for number in rng.sample(range(len(self.freezers)), len(self.freezers)):
             freezer, frozen = self.freezers[number], self.frozen[number]
             frozen[-1][1] = time.perf_counter()
             freezer.thaw()
             time.sleep(self.length.slice_s)
-            freezer.freeze()
+            stopped = freezer.freeze()
             if self.length.guard_s:
                 time.sleep(self.length.guard_s)
-            frozen.append([time.perf_counter(), np.inf])
+                stopped = time.perf_counter()
+            frozen.append([stopped, np.inf])
 
     def __exit__(self, *exc: object) -> None:
         for freezer, frozen in zip(self.freezers, self.frozen, strict=True):

@@ -127,10 +127,11 @@ def test_a_server_that_dies_while_it_is_frozen_is_its_sides_fault(tmp_path, laun
             self.child, self.freezes, self.deadly = child, 0, child.pid == launches()[1]
 
         def freeze(self):
-            super().freeze()
+            at = super().freeze()
             self.freezes += 1
             if self.deadly and self.freezes == 3:
                 os.kill(self.child.pid, signal.SIGKILL)
+            return at
 
     @contextmanager
     def deadly(child):
