@@ -40,7 +40,7 @@ from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.prompts_section import Think
 
 CLOCK = "running"
-SLICE_S = 0.1  # turns of 50 ms were less precise: more of each went into what the turn before had left cold
+SLICE_S = 0.1  # turns of 50 ms were less precise in a trial
 _SLACK_S = 60.0  # until both clients have begun, on a slow machine
 _LOOK_S = 0.01
 _THINKS = "its users think by the wall clock, which goes on while a server is frozen"

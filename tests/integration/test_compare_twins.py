@@ -14,7 +14,9 @@ import pandas as pd
 import pytest
 import yaml
 
+from kvbench.common.errors import UsageError
 from kvbench.common.freezer import SignalFreezer
+from kvbench.gate.compare import twin_pairs
 from kvbench.gate.compare.builds import Builds
 from kvbench.gate.compare.sides import open_workloads, parse_side
 from kvbench.gate.compare.twin_pairs import TwinPairs
@@ -146,6 +148,13 @@ def test_a_server_that_dies_while_it_is_frozen_is_its_sides_fault(tmp_path, laun
     assert failure.of_server and "signal 9" in failure.reason
     assert len(list((tmp_path / turn_side).glob("cells/*/loads/failed-1"))) == 1
     assert not any(map(alive, launches()))
+
+
+def test_servers_that_do_not_fit_into_memory_together_are_refused(tmp_path, launches, monkeypatch):
+    monkeypatch.setattr(twin_pairs, "free_memory", lambda: {"this machine": 1 << 20})
+    with pytest.raises(UsageError, match="do not fit"):
+        Pair(tmp_path).run()
+    assert len(launches()) == 1 and not any(map(alive, launches()))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
