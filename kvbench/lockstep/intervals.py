@@ -14,6 +14,13 @@ than the 80 % interval of the errors within the launches: three launches that ag
 steps deny. Not the 95 % interval of those errors: the larger of the two would cover 98 %. Of one launch there are only
 the errors within it, and the effect says so (``within_launch``).
 
+Many configurations. Those of one process are a randomised block design: launches are the blocks, and what is left of
+the log throughputs after the means of launches and configurations is the noise, the same for all (Montgomery, Design
+and Analysis of Experiments, 4.1). Its mean square, with (launches - 1) x configurations degrees of freedom, makes
+intervals from four launches as sharp as each alone has from ten. A configuration has an interval of its own where it
+runs more than 20 % faster or slower, since it then meets another machine for part of the time, or where it scatters
+more than the others (F test at 1 %).
+
 Stopping. After each launch, from the fifth on, a sitting stops if every question is decided; with one question from
 the sixth on. Stopping when an interval happens to be narrow makes intervals cover too little: 89 % of one question's
 from the third launch on, 93 % or more from the sixth, and 94 % from the fifth where several questions must all be
@@ -28,7 +35,7 @@ out of both.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +47,10 @@ LEVEL_WITHIN = 0.02  # of 1, both ends of the interval
 TARGET = 0.015  # half width of an interval that is narrow enough
 POWER = 0.80
 FEWEST_LAUNCHES = 5  # before the first decision to stop
+FEWEST_POOLED = 4  # launches, where the noise is known from at least ``POOLED_FREEDOM`` degrees of freedom
+POOLED_FREEDOM = 10
+_LIKE = math.log(1.2)  # configurations whose ratio to the baseline is within this share their noise
+_SCATTERS_MORE = 0.01
 FEWEST_SHARES, MOST_SHARES = 8, 32  # powers of two; more tell the speed of other moments, as engines drift apart
 _STEPS_A_SHARE = 2  # at least
 _WITHIN_LAUNCHES = 0.80  # confidence of the errors within launches that the interval over launches may not undercut
@@ -106,8 +117,9 @@ class Effect:
         return OPEN
 
     def is_decided(self, target: float = TARGET, level_within: float = LEVEL_WITHIN) -> bool:
-        """Whether it has a call and an interval of at most ``target`` to each side."""
-        return self.call(level_within=level_within) != OPEN and self.half_width <= target
+        """Whether it has a call and an interval of at most ``target`` to each side, or a fifth of a large effect."""
+        narrow = max(target, abs(self.ratio - 1) / 5)
+        return self.call(level_within=level_within) != OPEN and self.half_width <= narrow
 
 
 def launch_ratio(base: Steps, other: Steps) -> LaunchRatio:
@@ -184,6 +196,41 @@ def effect(launches: Sequence[LaunchRatio]) -> Effect:
         return _effect(y[0], launches[0].error, launches[0].shares - 1, 1, within_launch=True)
     within = np.nan_to_num([launch.error for launch in launches])
     return _effect(np.mean(y), error_over_launches(np.array(y), within), len(y) - 1, len(y))
+
+
+def pooled_effects(alone: Mapping[str, Effect], log_ratios: Mapping[str, Sequence[float]]) -> dict[str, Effect]:
+    """The effects of several configurations on one load, from the noise that they have in common.
+
+    alone: the effect of each by itself, which those keep that do not share the noise, and all where it is known from
+        fewer than ``POOLED_FREEDOM`` degrees of freedom
+    log_ratios: of each to the baseline, by launch; all of the same launches
+    """
+    names = [name for name, y in log_ratios.items() if abs(np.mean(y)) <= _LIKE]
+    while names:
+        y = np.array([log_ratios[name] for name in names]).T
+        square, freedom = noise(y)
+        if freedom < POOLED_FREEDOM or not square > 0:
+            return dict(alone)
+        variances = np.var(y, axis=0, ddof=1)
+        widest = int(np.argmax(variances))
+        rest, of_rest = noise(np.delete(y, widest, axis=1))
+        if not of_rest or stats.f.sf(variances[widest] / (2 * rest), len(y) - 1, of_rest) > _SCATTERS_MORE / len(names):
+            error = math.sqrt(2 * square / len(y))
+            shared = {n: _effect(float(np.mean(log_ratios[n])), error, freedom, len(y)) for n in names}
+            return {name: shared.get(name, own) for name, own in alone.items()}
+        names.pop(widest)
+    return dict(alone)
+
+
+def noise(y: np.ndarray) -> tuple[float, int]:
+    """The mean square of the noise of one configuration in one launch, and its degrees of freedom.
+
+    ``y`` [launches, configurations]: log ratios to the baseline, which is a configuration too.
+    """
+    x = np.column_stack([np.zeros(len(y)), y])
+    residual = x - x.mean(axis=0) - x.mean(axis=1, keepdims=True) + x.mean()
+    freedom = (len(y) - 1) * y.shape[1]
+    return float((residual**2).sum() / freedom) if freedom else math.nan, freedom
 
 
 def effect_of_values(base: Iterable[float], other: Iterable[float]) -> Effect:

@@ -6,9 +6,10 @@
       logs/<launch>.log                       the engines' process
 
 A launch is one process with an engine of every configuration; they share the weights. Every engine computes the same
-requests to their end. Launches go on until every effect is decided or the time is over (kvbench/lockstep/intervals.py).
-Loads come in the order of their users, most first: that is where memory decides. A load for which the time does not
-hold enough launches is left out, and the effects say so.
+requests to their end, and so does every launch: what scatters is the machine and the launch, not the requests.
+Launches go on until every effect is decided or the time is over (kvbench/lockstep/intervals.py). Loads come in the
+order of their users, most first: that is where memory decides. A load for which the time does not hold enough launches
+is left out, and the effects say so.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from kvbench.common.errors import UsageError
@@ -29,12 +31,15 @@ from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.lockstep import load as loads
 from kvbench.lockstep.intervals import (
     FEWEST_LAUNCHES,
+    FEWEST_POOLED,
+    POOLED_FREEDOM,
     Effect,
     Steps,
     effect,
     effect_of_values,
     goes_on,
     launch_ratio,
+    pooled_effects,
 )
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, take_turns, warm_up
@@ -87,7 +92,7 @@ class Sitting:
         if self.baseline is None or len(self.design.configurations) < 2:
             return "there is no second configuration to compare the baseline with"
         for point in self.points:
-            if reason := loads.why_not(self.workload.load, self._requests(point, 1)):
+            if reason := loads.why_not(self.workload.load, self._requests(point)):
                 return reason
         return None
 
@@ -147,23 +152,24 @@ class Sitting:
 
     def _holds(self, point: LoadPoint, points: Sequence[LoadPoint], took: Mapping[str, float], elapsed: float) -> bool:
         """Whether the time holds enough launches that have this load too, if it takes as long as the longest so far."""
-        if FEWEST_LAUNCHES * (elapsed + max(took.values())) <= self.limit_s:
+        fewest = FEWEST_POOLED if len(self.design.configurations) > POOLED_FREEDOM / 2 else FEWEST_LAUNCHES
+        if fewest * (elapsed + max(took.values())) <= self.limit_s:
             return True
-        minutes = FEWEST_LAUNCHES * (elapsed + max(took.values()) * (len(points) - len(took))) / 60
+        minutes = fewest * (elapsed + max(took.values()) * (len(points) - len(took))) / 60
         self.notes.append(
             f"{point.load_id} was not measured in engine time: {self.limit_s / 60:g} minutes hold too few launches of "
             f"it; about {minutes:.0f} would do (--lockstep-minutes)"
         )
         return False
 
-    def _requests(self, point: LoadPoint, launch: int) -> Any:
-        """The requests of one launch, for the smallest limits that any configuration has."""
+    def _requests(self, point: LoadPoint) -> Any:
+        """Those of the first repeat over HTTP, for the smallest limits that any configuration has."""
         known = list(self.capacity.values())
         sizes = {name: min(int(each[name]) for each in known) for name in ("vocab_size", "max_model_len")}
-        return loads.requests_of(self.workload.load, point, seed=self.workload.seed, repeat=launch, **sizes)
+        return loads.requests_of(self.workload.load, point, seed=self.workload.seed, repeat=1, **sizes)
 
     def _measure(self, launch: int, point: LoadPoint, seats: list[Seat], order: random.Random) -> None:
-        requests = self._requests(point, launch)
+        requests = self._requests(point)
         started_at = utc_now()
         before = loads.begin(seats, self.workload.load, point, requests)
         take_turns(seats, order, self._facts["turn_steps"])
@@ -175,10 +181,7 @@ class Sitting:
 
     def effects(self, launches: int, points: Sequence[LoadPoint], seconds: float, *, done: bool) -> dict[str, Any]:
         """Writes and returns effects.json, from the launches that are stored."""
-        rows = []
-        for point in points:
-            for others in self._groups:
-                rows += [row for each in others for row in self._rows(each, point)]
+        rows = [row for point in points for others in self._groups for row in self._rows(others, point)]
         found = {
             "format": FORMAT,
             "finished": done,
@@ -194,39 +197,45 @@ class Sitting:
         write_json(self.folder.path / EFFECTS, found)
         return found
 
-    def _rows(self, configuration: Configuration, point: LoadPoint) -> list[dict[str, Any]]:
+    def _rows(self, others: Sequence[Configuration], point: LoadPoint) -> list[dict[str, Any]]:
+        """The effects of the configurations of one process under one load."""
         assert self.baseline is not None
-        cells = [f"{each.config_id}-{point.load_id}" for each in (self.baseline, configuration)]
-        paths = [self.folder.load(cell, launch) for launch in self.folder.done_repeats(cells[1]) for cell in cells]
-        pairs = list(zip(paths[::2], paths[1::2], strict=True))
-        values = [[_values(path) for path in pair] for pair in pairs]
+        base, *cells = (f"{each.config_id}-{point.load_id}" for each in (self.baseline, *others))
+        launches = self.folder.done_repeats(cells[0])
+        steps = {cell: [_steps(self.folder.load(cell, launch)) for launch in launches] for cell in (base, *cells)}
+        values = {cell: [_values(self.folder.load(cell, launch)) for launch in launches] for cell in (base, *cells)}
         rows = []
         for metric, higher in METRICS.items():
             if metric == "output_throughput":
-                found = effect([launch_ratio(*(_steps(path) for path in pair)) for pair in pairs])
+                ratios = {c: [launch_ratio(*pair) for pair in zip(steps[base], steps[c], strict=True)] for c in cells}
+                y = {cell: [each.log_ratio for each in of] for cell, of in ratios.items()}
+                alone = {cell: effect(of) for cell, of in ratios.items()}
             else:
-                known = [(a[metric], b[metric]) for a, b in values if a[metric] and b[metric]]
-                if not known:
-                    continue
-                found = effect_of_values(*zip(*known, strict=True))
-            rows.append(
-                {
-                    "cell": cells[1],
-                    "metric": metric,
-                    "higher_is_better": higher,
-                    "base": _mean([a[metric] for a, _ in values]),
-                    "value": _mean([b[metric] for _, b in values]),
-                    "call": found.call(higher_is_better=higher),
-                    "decided": found.is_decided(),
-                    **dataclasses.asdict(found),
-                }
-            )
+                of_metric = {cell: [each[metric] for each in of] for cell, of in values.items()}
+                known = [cell for cell in cells if all(of_metric[cell]) and all(of_metric[base])]
+                y = {c: np.log(np.divide(of_metric[c], of_metric[base])).tolist() for c in known}
+                alone = {cell: effect_of_values(of_metric[base], of_metric[cell]) for cell in known}
+            for cell, found in pooled_effects(alone, y).items():
+                rows.append(
+                    {
+                        "cell": cell,
+                        "metric": metric,
+                        "higher_is_better": higher,
+                        "base": _mean([each[metric] for each in values[base]]),
+                        "value": _mean([each[metric] for each in values[cell]]),
+                        "call": found.call(higher_is_better=higher),
+                        "decided": found.is_decided(),
+                        **dataclasses.asdict(found),
+                    }
+                )
         return rows
 
     def _goes_on(self, found: Mapping[str, Any]) -> bool:
         names = [each.name for each in dataclasses.fields(Effect)]
         rows = [row for row in found["effects"] if row["metric"] == "output_throughput"]
-        return goes_on(Effect(**{name: row[name] for name in names}) for row in rows)
+        effects = [Effect(**{name: row[name] for name in names}) for row in rows]
+        together = min(map(len, self._groups)) * (FEWEST_POOLED - 1) >= POOLED_FREEDOM
+        return goes_on(effects, FEWEST_POOLED if together else None)
 
 
 def _values(load: Any) -> dict[str, float | None]:

@@ -49,7 +49,7 @@ def engine_time_note(run: Run) -> str:
     parts = [
         "Change against the baseline in the engine's own time, without HTTP and load client: all configurations took "
         f"turns of {facts.get('turn_steps')} steps in one process, so all met the same speed of the machine. 95 % "
-        f"intervals over {launches} launches; level: within 2 %.",
+        f"intervals over {launches} launches, for the requests of the first repeat; level: within 2 %.",
         f"A turn's steps took {100 * cost:.1f} % longer than those of an engine alone." if cost is not None else "",
         f"The smallest change of output tok/s that it could see: {100 * min(seen):.1f} to {100 * max(seen):.1f} %."
         if seen

@@ -39,7 +39,10 @@ class EngineEffect:
 
     @property
     def interval(self) -> str:
-        return "" if self.low is None or self.high is None else f"{_percent(self.low)} to {_percent(self.high)}"
+        """Empty where so few launches tell nothing."""
+        if self.low is None or self.high is None or self.high > 9 * self.low:
+            return ""
+        return f"{_percent(self.low)} to {_percent(self.high)}"
 
 
 def _percent(ratio: float) -> str:

@@ -19,6 +19,8 @@ from kvbench.lockstep.intervals import (
     effect_of_values,
     goes_on,
     launch_ratio,
+    noise,
+    pooled_effects,
     ratio_of_totals,
     share_ends,
 )
@@ -153,3 +155,54 @@ def test_a_sitting_goes_on_until_every_question_is_decided():
     assert goes_on([narrow]) and not goes_on([effect_between(0.99, 1.01, launches=6)])  # alone: one launch more
     assert not goes_on([effect_between(0.99, 1.01, launches=4), wide], fewest_launches=3, target=0.05)
     assert intervals.FEWEST_LAUNCHES == 5  # what tests/benchmarks/lockstep_coverage.md was simulated with
+
+
+def by_name(y: np.ndarray) -> tuple[dict, dict]:
+    """Log ratios [launches, configurations] by name, and the effect of each alone."""
+    ratios = {f"c{i}": list(each) for i, each in enumerate(y.T)}
+    return ratios, {name: effect(launches_of(*each)) for name, each in ratios.items()}
+
+
+def test_the_noise_is_the_residual_mean_square_of_a_block_design():
+    y = np.random.default_rng(3).normal(0, 0.01, (4, 6))
+    x = np.column_stack([np.zeros(4), y])
+    launch, configuration = (part.ravel() for part in np.indices(x.shape))
+    dummies = np.column_stack([np.eye(4)[launch], np.eye(7)[configuration]])  # least squares by numpy as the oracle
+    fitted = dummies @ np.linalg.lstsq(dummies, x.ravel(), rcond=None)[0]
+    square, freedom = noise(y)
+    assert freedom == 18 == x.size - np.linalg.matrix_rank(dummies)
+    assert square == pytest.approx(((x.ravel() - fitted) ** 2).sum() / freedom)
+
+
+def test_configurations_that_are_alike_share_their_noise_and_others_keep_their_own():
+    rng = np.random.default_rng(5)
+    y = rng.normal(0, 0.01, (5, 7))
+    y[:, 5] -= 1.0  # another machine for most of its time
+    y[:, 6] = [-0.2, 0.2, -0.1, 0.15, 0.0]  # scatters far more
+    ratios, alone = by_name(y)
+    pooled = pooled_effects(alone, ratios)
+    assert list(pooled) == list(alone)
+    assert [pooled[name] == alone[name] for name in pooled] == [False] * 5 + [True] * 2
+    square, freedom = noise(y[:, :5])
+    half = stats.t.ppf(0.975, freedom) * math.sqrt(2 * square / 5)
+    for i in range(5):
+        assert math.log(pooled[f"c{i}"].high) == pytest.approx(y[:, i].mean() + half)
+
+
+def test_too_few_degrees_of_freedom_pool_nothing():
+    ratios, alone = by_name(np.random.default_rng(1).normal(0, 0.01, (4, 2)))
+    assert pooled_effects(alone, ratios) == alone
+
+
+def test_pooled_intervals_cover_and_are_sharper_than_those_of_each_alone():
+    rng = np.random.default_rng(11)
+    covered, halves = [], []
+    for _ in range(300):
+        x = rng.normal(0, 0.007, (4, 7))
+        ratios, alone = by_name(x[:, 1:] - x[:, :1])
+        pooled = pooled_effects(alone, ratios)
+        covered += [each.low <= 1 <= each.high for each in pooled.values()]
+        halves.append([np.mean([e.half_width for e in of.values()]) for of in (pooled, alone)])
+    assert 0.93 <= np.mean(covered) <= 0.97
+    shared, own = np.mean(halves, axis=0)
+    assert shared < 0.75 * own
