@@ -88,7 +88,9 @@ class Sweep:
         design, blocks, _, guesses = self._plan()
         measured, estimator = self._known(blocks, guesses)
         stored = self.resumed.manifest() if self.resumed else {}
-        left = self._left(blocks, measured, estimator, self._minutes(stored), stored.get("measured_s") or 0.0)
+        first_s = 60 * self.lockstep_minutes if self._has_engine_time(design, self.resumed) else 0.0
+        elapsed = (stored.get("measured_s") or 0.0) + first_s
+        left = self._left(blocks, measured, estimator, self._minutes(stored), elapsed)
         if self.resumed:
             self._reopen(self.resumed, something_left=bool(left))
             self._say_what_is_finished(self.resumed, measured)
@@ -97,6 +99,8 @@ class Sweep:
                 return EXIT_OK
         seconds = estimator.total_s(left)
         describe_plan(self.workload, design, left, seconds, self.console, self.target.start_guess_s)
+        if first_s:
+            self._note(f"before that at most {self.lockstep_minutes:g} minutes of engine time (--lockstep-minutes)")
         if self._minutes(stored) is not None:
             self._note(f"within --max-minutes {self._minutes(stored):g}, as far as it can be guessed; which repeats "
                        "follow the first depends on what they decide")  # fmt: skip
@@ -193,6 +197,14 @@ class Sweep:
             work.close, work.next_step = lambda: None, f"everything is measured. Write the report with:\n  {report}"
         return complete
 
+    def _has_engine_time(self, design: Design, run: RunFolder | None) -> bool:
+        """Whether the run still begins with a sitting in engine time."""
+        facts = self.target.manifest
+        if facts.get("backend") != "kvbench" or facts.get("serve_cmd") or len(design.configurations) < 2:
+            return False
+        known = read_engine_time(run.path) if run else None
+        return self.lockstep_minutes > 0 and not (known and known.facts["finished"])
+
     def _measure_engine_time(
         self,
         run: RunFolder,
@@ -202,10 +214,7 @@ class Sweep:
         show: Callable[[str], None],
     ) -> None:
         """All configurations in engine time (``kvbench/lockstep``), where the engine is the built-in one."""
-        facts = self.target.manifest
-        if not self.lockstep_minutes or facts.get("backend") != "kvbench" or facts.get("serve_cmd"):
-            return
-        if (known := read_engine_time(run.path)) is not None and known.facts["finished"]:
+        if not self._has_engine_time(design, run):
             return
         begin_anew(run)
         sitting = Sitting(run, self.workload, design, capacity, 60 * self.lockstep_minutes, show, check)

@@ -1,0 +1,72 @@
+"""Effects in engine time: read from a run's folder, shown beside what was served."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from kvbench.common.files import write_json
+from kvbench.report.engine_time import engine_time_console, engine_time_note, engine_time_table
+from kvbench.report.markdown import markdown
+from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
+from kvbench.runs.read import read_run
+
+
+def effect(cell, metric="output_throughput", ratio=1.0, low=0.99, high=1.01, call="level", **more):
+    known = {"cell": cell, "metric": metric, "ratio": ratio, "low": low, "high": high, "call": call}
+    return known | {"smallest_seen": 0.012, "launches": 4, **more}
+
+
+@pytest.fixture
+def run_with(tmp_path, run_folder):
+    """A synthetic run whose configurations but the baseline had these effects, made from a cell's id."""
+
+    def make(*effects, **facts):
+        folder = tmp_path / "run"
+        shutil.copytree(run_folder("normal"), folder)
+        cells = [cell for cell in read_run(folder).by_load if not cell.is_baseline]
+        rows = [each(cell.cell_id) for cell in cells[:1] for each in effects]
+        known = {"format": FORMAT, "finished": True, "turn_steps": 4, "cold_cost": 0.012, "notes": [], **facts}
+        write_json(folder / FOLDER / EFFECTS, known | {"effects": rows})
+        return read_run(folder), cells[0]
+
+    return make
+
+
+def test_an_effect_stands_with_interval_and_call_beside_the_served_ratio(run_with):
+    run, cell = run_with(
+        lambda c: effect(c, ratio=1.152, low=1.140, high=1.165, call="ahead"),
+        lambda c: effect(c, "p95_ttft_ms", ratio=1.30, low=1.2, high=1.4, call="behind"),
+    )
+    (row,) = engine_time_table(run).rows
+    entries = dict(zip((column.key for column in engine_time_table(run).columns), row.values, strict=True))
+    throughput, ttft = entries["output tok/s"], entries["p95 TTFT"]
+    assert row.cell.cell_id == cell.cell_id
+    assert (throughput.text, throughput.mark) == ("+15.2 %", "better") and "+14.0 to +16.5" in throughput.note
+    assert (ttft.text, ttft.mark) == ("+30.0 %", "worse")
+    assert entries["p95 ITL"].text == "–"
+    assert "+15.2 %" in markdown(run)
+    assert engine_time_console(run).row_count == 1
+
+
+def test_an_open_effect_says_what_would_have_been_seen_and_one_of_few_launches_has_no_interval(run_with):
+    run, _ = run_with(
+        lambda c: effect(c, low=0.97, high=1.04, call="open", smallest_seen=0.048),
+        lambda c: effect(c, "p95_itl_ms", low=0.05, high=18.0, call="open", smallest_seen=None),
+    )
+    (row,) = engine_time_table(run).rows
+    assert "4.8 %" in row.values[2].note
+    assert "to" not in row.values[4].note.split()
+
+
+def test_the_note_says_turns_their_cost_and_what_was_left_out(run_with):
+    run, _ = run_with(effect, notes=["c3 was not measured in engine time"])
+    note = engine_time_note(run)
+    for part in ("turns of 4 steps", "1.2 %", "4 launches", "c3 was not measured"):
+        assert part in note
+
+
+def test_a_run_without_engine_time_has_no_table(run_folder):
+    run = read_run(run_folder("normal"))
+    assert not engine_time_table(run).rows and engine_time_console(run) is None and engine_time_note(run) == ""
