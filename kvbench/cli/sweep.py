@@ -29,9 +29,15 @@ if TYPE_CHECKING:
               help="Only cells whose id matches ('paged-*-c32'); with --resume, of that run. Repeatable.")  # fmt: skip
 @click.option("--resume", is_flag=False, flag_value="latest", metavar="[RUN_DIR]",
               help="Go on with an interrupted run: the folder, or the latest incomplete run of WORKLOAD.")  # fmt: skip
-@click.option("--lockstep-minutes", type=FiniteRange(min=0), default=3.0, show_default=True, metavar="N",
-              help="At most so long for the engines' own time before the loads: all configurations of the built-in "
-              "engine take turns step by step, until every effect is decided. 0: not measured.")
+@click.option(
+    "--lockstep-minutes",
+    type=FiniteRange(min=0),
+    default=3.0,
+    show_default=True,
+    metavar="N",
+    help="At most so long for the engines' own time before the loads: all configurations of the built-in "
+    "engine take turns step by step, until every effect is decided. 0: not measured.",
+)
 @click.option("--force", is_flag=True,
               help="With --resume: go on though code, versions or machine differ from the run's start.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Check everything, print cells left, order and time; launch nothing.")

@@ -18,7 +18,7 @@ Many configurations. Those of one process are a randomised block design: launche
 the log throughputs after the means of launches and configurations is the noise, the same for all (Montgomery, Design
 and Analysis of Experiments, 4.1). Its mean square, with (launches - 1) x configurations degrees of freedom, makes
 intervals from four launches as sharp as each alone has from ten. A configuration has an interval of its own where it
-runs more than 20 % faster or slower, since it then meets another machine for part of the time, or where it scatters
+runs more than 50 % faster or slower, since it then meets another machine for part of the time, or where it scatters
 more than the others (F test at 1 %).
 
 Stopping. After each launch, from the fifth on, a sitting stops if every question is decided; with one question from
@@ -26,10 +26,11 @@ the sixth on. Stopping when an interval happens to be narrow makes intervals cov
 from the third launch on, 93 % or more from the sixth, and 94 % from the fifth where several questions must all be
 decided. On machines that drift, burst and change their speed: tests/benchmarks/lockstep_coverage.md.
 
-Disturbed steps. No step is left out for its length: what is long may be what an engine does worse. A program that
-interrupts single steps by ten or a hundred times their length therefore widens the interval. Where something outside of
-the times says which steps were interrupted (``Steps.disturbed``), the shares with such a step in either engine are left
-out of both.
+Interrupted steps. No step is left out for its length: what is long may be what an engine does worse. But launches that
+compute the same requests compute the same steps, and what an engine does worse it does worse in each of them. So a step
+counts as at most ``RECURS`` times the median of the same step over the launches (``as_it_recurs``): a program that
+interrupts one step by ten or a hundred times its length moves nothing, and a step that is slow in half of the launches
+counts in full.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ POWER = 0.80
 FEWEST_LAUNCHES = 5  # before the first decision to stop
 FEWEST_POOLED = 4  # launches, where the noise is known from at least ``POOLED_FREEDOM`` degrees of freedom
 POOLED_FREEDOM = 10
-_LIKE = math.log(1.2)  # configurations whose ratio to the baseline is within this share their noise
+RECURS = 1.2  # times its median over launches: a longer step was interrupted
+_LIKE = math.log(1.5)  # configurations whose ratio to the baseline is within this share their noise
 _SCATTERS_MORE = 0.01
 FEWEST_SHARES, MOST_SHARES = 8, 32  # powers of two; more tell the speed of other moments, as engines drift apart
 _STEPS_A_SHARE = 2  # at least
@@ -62,12 +64,10 @@ class Steps:
 
     seconds: [steps] the engine time of each, above 0
     tokens: [steps] its output tokens; 0 of a step that only prefills
-    disturbed: [steps] whether another program interrupted it, by a sign other than its time; None if nobody knows
     """
 
     seconds: np.ndarray
     tokens: np.ndarray
-    disturbed: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,11 @@ class LaunchRatio:
     log_ratio: log of (tokens per second of the other / of the base)
     error: its standard error from the scatter within the launch; NaN if that is not known
     shares: how many shares the error comes from, 0 if it is not known
-    left_out: the part of the tokens in shares that were left out as disturbed
     """
 
     log_ratio: float
     error: float
     shares: int
-    left_out: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -122,22 +120,20 @@ class Effect:
         return self.call(level_within=level_within) != OPEN and self.half_width <= narrow
 
 
-def launch_ratio(base: Steps, other: Steps) -> LaunchRatio:
-    """The ratio of throughputs of ``other`` to ``base``, which took turns in one launch.
+def as_it_recurs(seconds: np.ndarray) -> np.ndarray:
+    """``seconds`` [launches, ..., steps] of the same steps, each at most ``RECURS`` times its median over launches."""
+    return np.minimum(seconds, RECURS * np.median(seconds, axis=0))
 
-    Shares that a disturbed step of either reaches into are left out of both, unless that were more than half.
-    """
+
+def launch_ratio(base: Steps, other: Steps) -> LaunchRatio:
+    """The ratio of throughputs of ``other`` to ``base``, which took turns in one launch."""
     shorter = min(np.count_nonzero(steps.tokens) for steps in (base, other))
     tokens = math.log(np.sum(other.tokens) / np.sum(base.tokens))
     if shorter < FEWEST_SHARES * _STEPS_A_SHARE:
         return LaunchRatio(tokens + math.log(np.sum(base.seconds) / np.sum(other.seconds)), math.nan, 0)
     shares = min(MOST_SHARES, 2 ** int(math.log2(shorter // _STEPS_A_SHARE)))
-    ends = [share_ends(steps, shares) for steps in (base, other)]
-    disturbed = _disturbed_shares(base, ends[0]) | _disturbed_shares(other, ends[1])
-    kept = ~disturbed if disturbed.mean() <= 0.5 else np.ones(shares, dtype=bool)
-    found = ratio_of_totals(*(np.diff(each) for each in ends), kept)
-    left_out = float(1 - kept.mean())
-    return LaunchRatio(tokens + float(found.log_ratio), float(found.error), int(found.shares), left_out)
+    found = ratio_of_totals(*(np.diff(share_ends(steps, shares)) for steps in (base, other)))
+    return LaunchRatio(tokens + float(found.log_ratio), float(found.error), int(found.shares))
 
 
 def share_ends(steps: Steps, shares: int) -> np.ndarray:
@@ -153,27 +149,12 @@ def share_ends(steps: Steps, shares: int) -> np.ndarray:
     return np.interp(np.linspace(0, made[-1], shares + 1), np.append(0, made), np.append(0, at))
 
 
-def _disturbed_shares(steps: Steps, ends: np.ndarray) -> np.ndarray:
-    """[shares] whether a disturbed step reaches into each."""
-    found = np.zeros(len(ends) - 1, dtype=bool)
-    if steps.disturbed is not None:
-        clock = np.cumsum(steps.seconds)
-        at = np.flatnonzero(steps.disturbed)
-        first = np.searchsorted(ends, clock[at] - np.asarray(steps.seconds)[at], side="right") - 1
-        last = np.searchsorted(ends, clock[at], side="left")
-        for i, j in zip(first, last, strict=True):
-            found[i:j] = True
-    return found
-
-
-def ratio_of_totals(base: np.ndarray, other: np.ndarray, kept: np.ndarray | None = None) -> LaunchRatio:
-    """The log of sum(base) / sum(other) over the shares that are ``kept``, with its standard error.
+def ratio_of_totals(base: np.ndarray, other: np.ndarray) -> LaunchRatio:
+    """The log of sum(base) / sum(other) with its standard error.
 
     ``base`` and ``other`` [..., shares]: seconds of each share, their number a power of two and at least
-    ``FEWEST_SHARES``; ``kept`` [..., shares]: None keeps all. Arrays [...] come back.
+    ``FEWEST_SHARES``. Arrays [...] come back.
     """
-    if kept is not None:
-        base, other = base * kept, other * kept
     totals = [x.sum(axis=-1, keepdims=True) for x in (base, other)]
     residual = base / totals[0] - other / totals[1]  # of each share; they sum to 0
     error, shares = np.full(base.shape[:-1], np.nan), np.zeros(base.shape[:-1], dtype=int)

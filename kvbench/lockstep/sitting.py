@@ -35,6 +35,7 @@ from kvbench.lockstep.intervals import (
     POOLED_FREEDOM,
     Effect,
     Steps,
+    as_it_recurs,
     effect,
     effect_of_values,
     goes_on,
@@ -52,7 +53,8 @@ from kvbench.workload.file import Workload
 
 MOST_LAUNCHES = 20
 METRICS = {"output_throughput": True, "p95_ttft_ms": False, "p95_itl_ms": False}  # name -> whether higher is better
-_WARM_UP_USERS = 8
+_WARM_UP_USERS = 8  # of a load by arrivals
+_WARM_UP_TURNS = 2  # of an engine whose turns' length is known
 
 
 @dataclass
@@ -72,7 +74,7 @@ class Sitting:
     check: Callable[[], None]
     notes: list[str] = field(default_factory=list)
     _groups: list[list[Configuration]] = field(default_factory=list)
-    _facts: dict[str, Any] = field(default_factory=dict)
+    _turns: dict[str, dict[str, Any]] = field(default_factory=dict)  # by load: ``cold_facts``
 
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.run.path / FOLDER)
@@ -138,9 +140,8 @@ class Sitting:
                     continue
                 self._groups.append(others)
                 seats = {each.config_id: Seat(process, each.config_id) for each in names}
-                cost = warm_up(list(seats.values()), _WARM_UP_USERS)
-                length = self._facts.setdefault("turn_steps", choose_turn(cost))
-                self._facts.setdefault("cold_costs", []).append(cold_facts(cost, length)["cold_cost"])
+                if launch > 1:
+                    warm_up(list(seats.values()), _users(points[0]), _WARM_UP_TURNS)
                 for point in points:
                     if launch == 1 and took and not self._holds(point, points, took, time.monotonic() - began):
                         continue
@@ -170,9 +171,12 @@ class Sitting:
 
     def _measure(self, launch: int, point: LoadPoint, seats: list[Seat], order: random.Random) -> None:
         requests = self._requests(point)
+        if point.load_id not in self._turns:
+            cost = warm_up(seats, _users(point))
+            self._turns[point.load_id] = cold_facts(cost, choose_turn(cost))
         started_at = utc_now()
         before = loads.begin(seats, self.workload.load, point, requests)
-        take_turns(seats, order, self._facts["turn_steps"])
+        take_turns(seats, order, self._turns[point.load_id]["turn_steps"])
         for seat, metrics in zip(seats, before, strict=True):
             cell_id = f"{seat.name}-{point.load_id}"
             with self.folder.scratch_load(cell_id, launch) as out:
@@ -189,8 +193,7 @@ class Sitting:
             "seconds": seconds,
             "limit_s": self.limit_s,
             "baseline": self.baseline.config_id if self.baseline else None,
-            "turn_steps": self._facts.get("turn_steps"),
-            "cold_cost": _mean(self._facts.get("cold_costs", [])),
+            "turns": self._turns,
             "notes": self.notes,
             "effects": rows,
         }
@@ -202,7 +205,7 @@ class Sitting:
         assert self.baseline is not None
         base, *cells = (f"{each.config_id}-{point.load_id}" for each in (self.baseline, *others))
         launches = self.folder.done_repeats(cells[0])
-        steps = {cell: [_steps(self.folder.load(cell, launch)) for launch in launches] for cell in (base, *cells)}
+        steps = {cell: _steps([self.folder.load(cell, launch) for launch in launches]) for cell in (base, *cells)}
         values = {cell: [_values(self.folder.load(cell, launch)) for launch in launches] for cell in (base, *cells)}
         rows = []
         for metric, higher in METRICS.items():
@@ -243,9 +246,17 @@ def _values(load: Any) -> dict[str, float | None]:
     return {metric: value_of(measured, metric) for metric in METRICS}
 
 
-def _steps(load: Any) -> Steps:
-    table = pd.read_parquet(load / "steps.parquet")
-    return Steps(table["seconds"].to_numpy(), table["output_tokens"].to_numpy())
+def _users(point: LoadPoint) -> int:
+    return point.concurrency or _WARM_UP_USERS
+
+
+def _steps(launches: Sequence[Any]) -> list[Steps]:
+    """The steps of a cell in each launch, as they recur where all launches have the same."""
+    tables = [pd.read_parquet(load / "steps.parquet") for load in launches]
+    seconds, tokens = ([table[name].to_numpy() for table in tables] for name in ("seconds", "output_tokens"))
+    if all(np.array_equal(tokens[0], each) for each in tokens):
+        seconds = list(as_it_recurs(np.array(seconds)))
+    return [Steps(*each) for each in zip(seconds, tokens, strict=True)]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -12,8 +12,9 @@ within ``MAX_COLD_COST`` of those of an engine that runs alone.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from kvbench.lockstep.process import EngineProcess
 STEP_COLUMNS = ("seconds", "prefill_tokens", "decode_tokens", "output_tokens", "interruptions")
 TURNS = (1, 2, 4, 8)
 MAX_COLD_COST = 0.02
-_WARM_UP_TOKENS = 100  # of each prompt: twelve of the longest turns
+_WARM_UP_TURNS = 24  # of all engines together: enough for a median over them
 _WARM_FROM = 4  # steps of a turn from here on (from 0) count as those of an engine alone
 
 
@@ -70,9 +71,13 @@ def take_turns(seats: Sequence[Seat], rng: random.Random, length: int) -> None:
         min(running, key=lambda seat: (seat.clock, rng.random())).take_turn(length)
 
 
-def warm_up(seats: Sequence[Seat], users: int) -> np.ndarray | None:
-    """Decodes ``users`` short prompts in the longest turns on every engine, unmeasured; the ``cold_cost`` of it."""
-    requests = [[[16 + i] * 16, _WARM_UP_TOKENS, None, 0] for i in range(users)]
+def warm_up(seats: Sequence[Seat], users: int, turns: int | None = None) -> np.ndarray | None:
+    """Decodes ``users`` short prompts in the longest turns on every engine, unmeasured; the ``cold_cost`` of it.
+
+    ``turns``: of each engine; None for as many as tell the cold cost.
+    """
+    tokens = TURNS[-1] * (turns or 1 + math.ceil(_WARM_UP_TURNS / len(seats)))
+    requests = [[[16 + i % 200] * 16, tokens, None, 0] for i in range(users)]
     for seat in seats:
         seat.load(requests=requests, concurrency=users, temperature=0.0, ignore_eos=True, keep_cache=False)
     take_turns(seats, random.Random(0), TURNS[-1])
@@ -104,6 +109,6 @@ def choose_turn(cost: np.ndarray | None) -> int:
     return next((length for length in TURNS if cost[:length].mean() <= MAX_COLD_COST), TURNS[-1])
 
 
-def cold_facts(cost: np.ndarray | None, length: int) -> Mapping[str, Any]:
+def cold_facts(cost: np.ndarray | None, length: int) -> dict[str, Any]:
     """For a result file: the turn's length, and by how much its steps are slower than those of an engine alone."""
     return {"turn_steps": length, "cold_cost": None if cost is None else float(cost[:length].mean())}

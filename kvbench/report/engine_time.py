@@ -44,13 +44,15 @@ def engine_time_note(run: Run) -> str:
         return ""
     facts, effects = run.engine_time.facts, run.engine_time.effects
     launches = max(effect.launches for effect in effects)
-    cost = facts.get("cold_cost")
+    turns = facts.get("turns") or {}
+    costs = [each["cold_cost"] for each in turns.values() if each["cold_cost"] is not None]
+    lengths = " or ".join(str(n) for n in sorted({each["turn_steps"] for each in turns.values()}))
     seen = [e.smallest_seen for e in effects if e.metric == "output_throughput" and e.smallest_seen is not None]
     parts = [
         "Change against the baseline in the engine's own time, without HTTP and load client: all configurations took "
-        f"turns of {facts.get('turn_steps')} steps in one process, so all met the same speed of the machine. 95 % "
+        f"turns of {lengths} steps in one process, so all met the same speed of the machine. 95 % "
         f"intervals over {launches} launches, for the requests of the first repeat; level: within 2 %.",
-        f"A turn's steps took {100 * cost:.1f} % longer than those of an engine alone." if cost is not None else "",
+        f"A turn's steps took {100 * max(costs):.1f} % longer than those of an engine alone." if costs else "",
         f"The smallest change of output tok/s that it could see: {100 * min(seen):.1f} to {100 * max(seen):.1f} %."
         if seen
         else "",

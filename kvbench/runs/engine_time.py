@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.common.files import read_json
 
 FOLDER, EFFECTS = "lockstep", "effects.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,13 @@ def run_with(tmp_path, run_folder):
         shutil.copytree(run_folder("normal"), folder)
         cells = [cell for cell in read_run(folder).by_load if not cell.is_baseline]
         rows = [each(cell.cell_id) for cell in cells[:1] for each in effects]
-        known = {"format": FORMAT, "finished": True, "turn_steps": 4, "cold_cost": 0.012, "notes": [], **facts}
+        known = {
+            "format": FORMAT,
+            "finished": True,
+            "turns": {"c4": {"turn_steps": 4, "cold_cost": 0.012}},
+            "notes": [],
+            **facts,
+        }
         write_json(folder / FOLDER / EFFECTS, known | {"effects": rows})
         return read_run(folder), cells[0]
 
