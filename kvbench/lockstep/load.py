@@ -3,12 +3,18 @@
 The files are those of a load over HTTP (requests.parquet, load.json, counters.json, done.json), and so are the metrics'
 definitions. Their times are the engine's own: TTFT, TPOT, ITL and throughput are what the engine itself needs, without
 HTTP and load client. ``clock: engine`` says so in load.json and done.json.
+
+A load may be computed several times. Its steps are the same each time (``is_repeatable``), so each step takes its
+median over the repetitions, all of them stretched to add up to the mean duration. An interruption from outside then
+counts in throughput like everywhere, but makes no percentile: a p95 of few requests is otherwise that of the machine's
+interruptions. What the engine itself does at the same step each time stays.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +45,11 @@ def why_not(load: LoadConfig, requests: Sequence[RequestSpec]) -> str | None:
     if load.max_concurrency is not None:
         return "max_concurrency makes requests wait in the load client"
     return None
+
+
+def is_repeatable(load: LoadConfig, point: LoadPoint) -> bool:
+    """Whether an engine that gets the load's requests again computes the same steps again, however fast it is."""
+    return point.mode == "closed" and load.ignore_eos and load.cache_state != "steady"
 
 
 def requests_of(
@@ -75,20 +86,63 @@ def begin(seats: Sequence[Seat], load: LoadConfig, point: LoadPoint, requests: S
     return [seat.load(requests=rows, concurrency=users, keep_cache=keep, **sampling) for seat in seats]
 
 
+@dataclass(frozen=True)
+class Computed:
+    """What an engine did with a load, once.
+
+    steps: float64 [steps, 5], see ``STEP_COLUMNS``; turns: how many of them each turn had; clock: engine time [s]
+    rows: of each request, as the engine's ``result`` has them; metrics: after the load, as Prometheus text
+    """
+
+    steps: np.ndarray
+    turns: Sequence[int]
+    clock: float
+    rows: Sequence[Sequence[Any]]
+    metrics: str
+
+
+def computed(seat: Seat) -> Computed:
+    """Of the load that the engine has just ended."""
+    result = seat.result()
+    return Computed(seat.table(), seat.turns, seat.clock, result["requests"], result["metrics"])
+
+
+def typical(repetitions: Sequence[Computed]) -> Sequence[Sequence[Any]]:
+    """The rows of the requests, each step at its typical time; those of the median where the steps differ."""
+    if any(not np.array_equal(each.steps[:, 1:4], repetitions[0].steps[:, 1:4]) for each in repetitions):
+        return sorted(repetitions, key=lambda each: each.clock)[len(repetitions) // 2].rows
+    seconds = np.array([each.steps[:, 0] for each in repetitions])
+    median = np.median(seconds, axis=0)
+    # a request is sent, and a token made, where a step ends
+    was = np.append(0.0, np.cumsum(seconds[0]))
+    now = np.append(0.0, np.cumsum(median)) * (seconds.sum(axis=1).mean() / median.sum())
+    return [
+        (*np.interp(row[:2], was, now).tolist(), np.interp(row[2], was, now).tolist(), *row[3:])
+        for row in repetitions[0].rows
+    ]
+
+
 def store(
-    out: Path, seat: Seat, load: LoadConfig, point: LoadPoint, requests: RequestList, metrics_before: str
+    out: Path,
+    repetitions: Sequence[Computed],
+    load: LoadConfig,
+    point: LoadPoint,
+    requests: RequestList,
+    metrics_before: str,
 ) -> dict[str, Any]:
     """Writes the load's files into ``out`` and returns what done.json says of the measurement."""
-    result = seat.result()
-    rows = [_row(spec, *row) for spec, row in zip(requests, result["requests"], strict=True)]
+    kept = repetitions[0].rows if len(repetitions) == 1 else typical(repetitions)
+    rows = [_row(spec, *row) for spec, row in zip(requests, kept, strict=True)]
     with write_atomically(out / "requests.parquet") as scratch:
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
-    steps = pd.DataFrame(seat.table(), columns=STEP_COLUMNS)
+    steps = pd.concat([_steps(each, number) for number, each in enumerate(repetitions)])
     with write_atomically(out / "steps.parquet") as scratch:
-        steps.assign(turn=np.repeat(np.arange(len(seat.turns)), seat.turns)).to_parquet(scratch, index=False)
+        steps.to_parquet(scratch, index=False)
+    clock = sum(each.clock for each in repetitions)
     outcome = {
         "clock": CLOCK,
-        "duration_s": seat.clock,
+        "duration_s": clock / len(repetitions),
+        "repetitions": len(repetitions),
         "mode": point.mode,
         "concurrency": point.concurrency,
         "request_rate": point.request_rate,
@@ -97,7 +151,8 @@ def store(
         "client": {},
     }
     write_json(out / "load.json", outcome)
-    before, after = (parse_metrics(text, at) for text, at in ((metrics_before, 0.0), (result["metrics"], seat.clock)))
+    texts = ((metrics_before, 0.0), (repetitions[-1].metrics, clock))
+    before, after = (parse_metrics(text, at) for text, at in texts)
     owned = after.owned_pages
     counters = {**counter_changes(before, after), "pages_owned_after": owned}
     write_json(out / "counters.json", counters)
@@ -111,9 +166,15 @@ def store(
         "server_faults": faults,
         "clock": CLOCK,
         "metrics": metrics,
-        "engine_seconds": seat.clock,
+        "engine_seconds": clock,
         "steps": len(steps),
     }
+
+
+def _steps(computed: Computed, number: int) -> pd.DataFrame:
+    """Rows of steps.parquet."""
+    turn = np.repeat(np.arange(len(computed.turns)), computed.turns)
+    return pd.DataFrame(computed.steps, columns=STEP_COLUMNS).assign(turn=turn, repetition=number)
 
 
 def _row(

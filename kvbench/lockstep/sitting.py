@@ -180,7 +180,7 @@ class Sitting:
         for seat, metrics in zip(seats, before, strict=True):
             cell_id = f"{seat.name}-{point.load_id}"
             with self.folder.scratch_load(cell_id, launch) as out:
-                done = loads.store(out, seat, self.workload.load, point, requests, metrics)
+                done = loads.store(out, [loads.computed(seat)], self.workload.load, point, requests, metrics)
                 write_json(out / DONE, {"cell_id": cell_id, "repeat": launch, "started_at": started_at, **done})
 
     def effects(self, launches: int, points: Sequence[LoadPoint], seconds: float, *, done: bool) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_engines_that_share_weights_and_take_turns_generate_what_each_generates_
         for seat, metrics in zip(seats, before, strict=True):
             out = tmp_path / seat.name
             out.mkdir()
-            done[seat.name] = loads.store(out, seat, workload.load, point, requests, metrics)
+            done[seat.name] = loads.store(out, [loads.computed(seat)], workload.load, point, requests, metrics)
             tables[seat.name] = pd.read_parquet(out / "requests.parquet")
             assert done[seat.name]["valid"], done[seat.name]["invalid_reasons"]
     wanted = sum(spec.max_tokens for spec in requests)

@@ -73,7 +73,7 @@ def _requests(workload: PairedWorkload, side: str, cell: Cell, pair: int, times:
 
 @dataclass(frozen=True)
 class LockstepPairs:
-    """``facts``: the manifest's ``lockstep``: the length of a turn, and by cell how often a load is drawn in a pair.
+    """``facts``: the manifest's ``lockstep``: the length of a turn, and by cell how often a pair computes its load.
 
     Both are chosen in the first pair and kept, so that all pairs are alike. ``on_engine``: called with what each engine
     says of itself; may refuse it with a UsageError. ``check``: may raise to end the measurement.
@@ -131,14 +131,14 @@ class LockstepPairs:
             self.show(f"pair {pair}: {cells[sides[0]].cell_id}, both engines in turns")
             times = self._times(match.names[index], workload, cells, pair, seats)
             rng = random.Random(f"kvbench-lockstep/{self.order_seed}/{pair}/{match.names[index]}")
-            facts = {"server_start_s": start_s, "lockstep": {**cold_facts(cost, length), "draws": times}}
+            facts = {"server_start_s": start_s, "lockstep": {**cold_facts(cost, length), "times": times}}
             self._load(workload, cells, sides, pair, seats, rng, facts)
 
     def _times(
         self, name: str, workload: PairedWorkload, cells: Mapping[str, Cell], pair: int, seats: Mapping[str, Seat]
     ) -> int:
-        """How often the load is drawn in one pair, guessed from the warm-up's decode steps."""
-        known = self.facts.setdefault("draws", {})
+        """How often one pair computes the load, guessed from the warm-up's decode steps."""
+        known = self.facts.setdefault("times", {})
         if name not in known:
             side, cell = next(iter(cells.items()))
             drawn = _requests(workload, side, cell, pair, 1)
@@ -161,13 +161,20 @@ class LockstepPairs:
         rng: random.Random,
         facts: Mapping[str, Any],
     ) -> None:
-        drawn = {side: _requests(workload, side, cells[side], pair, facts["lockstep"]["draws"]) for side in sides}
         load, point = workload.sides[sides[0]].choice.workload.load, cells[sides[0]].load
+        times = facts["lockstep"]["times"]
+        # the same requests again where that makes the same steps, else others after them
+        again, draws = (times, 1) if loads.is_repeatable(load, point) else (1, times)
+        drawn = {side: _requests(workload, side, cells[side], pair, draws) for side in sides}
         started_at, began = utc_now(), time.monotonic()
-        before = {}
-        for side in sides:
-            before[side] = loads.begin([seats[side]], load, point, drawn[side])[0]
-        take_turns([seats[side] for side in sides], rng, facts["lockstep"]["turn_steps"])
+        before: dict[str, str] = {}
+        done_by: dict[str, list[loads.Computed]] = {side: [] for side in sides}
+        for _ in range(again):
+            for side in sides:
+                before.setdefault(side, *loads.begin([seats[side]], load, point, drawn[side]))
+            take_turns([seats[side] for side in sides], rng, facts["lockstep"]["turn_steps"])
+            for side in sides:
+                done_by[side].append(loads.computed(seats[side]))
         for side in sides:
             run, cell = self.folder.run(side, workload.name), cells[side]
             path, digest = store_requests(drawn[side], run.path / "requests", f"{cell.load.load_id}-{pair}")
@@ -178,7 +185,7 @@ class LockstepPairs:
                     **facts,
                     "requests_file": str(path.relative_to(run.path)),
                     "requests_sha256": digest,
-                    **loads.store(out, seats[side], load, point, drawn[side], before[side]),
+                    **loads.store(out, done_by[side], load, point, drawn[side], before[side]),
                     "machine": {},
                     "started_at": started_at,
                     "ended_at": utc_now(),
