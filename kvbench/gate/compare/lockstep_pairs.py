@@ -30,7 +30,7 @@ from kvbench.workload.design import Cell
 
 PAIR_S = 16.0  # engine time of both sides of a pair, over all cells
 _LEAST_S = 3.0  # of one side in one cell
-_WARM_UP_USERS = 8
+_WARM_UP_USERS = 8  # of a load by arrivals
 _PREFILL_SHARE = 1.3  # a load's time over that of its decode steps, for the guess of its length
 
 OnEngine = Callable[[PairedWorkload, str, Match, Mapping[str, Any]], None]
@@ -124,28 +124,35 @@ class LockstepPairs:
         for side in sides:
             self.on_engine(workload, side, match, infos[side])
         seats = {side: Seat(process, side) for process, side, _ in opened}
-        cost = warm_up([seats[side] for side in sides], _WARM_UP_USERS)
+        users = max(cell.load.concurrency or _WARM_UP_USERS for cell in match.cells(sides[0]))
+        cost = warm_up([seats[side] for side in sides], users)
         length = self.facts.setdefault("turn_steps", choose_turn(cost))
         for index in turn.order:
             cells = {side: match.cells(side)[index] for side in sides}
             self.show(f"pair {pair}: {cells[sides[0]].cell_id}, both engines in turns")
-            times = self._times(match.names[index], workload, cells, pair, seats)
+            times = self._times(match.names[index], workload, cells, pair, seats, users)
             rng = random.Random(f"kvbench-lockstep/{self.order_seed}/{pair}/{match.names[index]}")
             facts = {"server_start_s": start_s, "lockstep": {**cold_facts(cost, length), "times": times}}
             self._load(workload, cells, sides, pair, seats, rng, facts)
 
     def _times(
-        self, name: str, workload: PairedWorkload, cells: Mapping[str, Cell], pair: int, seats: Mapping[str, Seat]
+        self,
+        name: str,
+        workload: PairedWorkload,
+        cells: Mapping[str, Cell],
+        pair: int,
+        seats: Mapping[str, Seat],
+        warm_up_users: int,
     ) -> int:
         """How often one pair computes the load, guessed from the warm-up's decode steps."""
         known = self.facts.setdefault("times", {})
         if name not in known:
             side, cell = next(iter(cells.items()))
             drawn = _requests(workload, side, cell, pair, 1)
-            users = min(cell.load.concurrency or _WARM_UP_USERS, _WARM_UP_USERS)
+            users = cell.load.concurrency or _WARM_UP_USERS
             table = seats[side].table()
             decoding = table[(table[:, 1] == 0) & (table[:, 2] > 0)]
-            token_s = float(decoding[:, 0].sum() / decoding[:, 2].sum()) * _WARM_UP_USERS / users
+            token_s = float(decoding[:, 0].sum() / decoding[:, 2].sum()) * warm_up_users / users
             once = _PREFILL_SHARE * sum(r.max_tokens for r in drawn) * token_s
             cells_in_all = sum(len(match.names) for each in self.workloads.values() for match in each.matches)
             known[name] = max(1, math.ceil(max(_LEAST_S, PAIR_S / 2 / cells_in_all) / once))
