@@ -15,11 +15,12 @@ steps deny. Not the 95 % interval of those errors: the larger of the two would c
 the errors within it, and the effect says so (``within_launch``).
 
 Many configurations. Those of one process are a randomised block design: launches are the blocks, and what is left of
-the log throughputs after the means of launches and configurations is the noise, the same for all (Montgomery, Design
-and Analysis of Experiments, 4.1). Its mean square, with (launches - 1) x configurations degrees of freedom, makes
-intervals from four launches as sharp as each alone has from ten. A configuration has an interval of its own where it
-runs more than 50 % faster or slower, since it then meets another machine for part of the time, or where it scatters
-more than the others (F test at 1 %).
+the log throughputs after the means of launches and configurations is the noise, much the same for all (Montgomery,
+Design and Analysis of Experiments, 4.1). So few launches of one configuration say too little of its own scatter, and
+its variance is moderated: the common one counts as ``_COMMON_FREEDOM`` degrees of freedom, beside those of its own
+(Smyth, Linear models and empirical Bayes methods, Statistical Applications in Genetics and Molecular Biology 3, 2004).
+A configuration has an interval of its own where it runs more than 50 % faster or slower, since it then meets another
+machine for part of the time, or where it scatters much more than the others (F test at 1 %).
 
 Stopping. After each launch, from the fifth on, a sitting stops if every question is decided; with one question from
 the sixth on. Stopping when an interval happens to be narrow makes intervals cover too little: 89 % of one question's
@@ -52,6 +53,7 @@ FEWEST_POOLED = 4  # launches, where the noise is known from at least ``POOLED_F
 POOLED_FREEDOM = 10
 RECURS = 1.2  # times its median over launches: a longer step was interrupted
 _LIKE = math.log(1.5)  # configurations whose ratio to the baseline is within this share their noise
+_COMMON_FREEDOM = 6
 _SCATTERS_MORE = 0.01
 FEWEST_SHARES, MOST_SHARES = 8, 32  # powers of two; more tell the speed of other moments, as engines drift apart
 _STEPS_A_SHARE = 2  # at least
@@ -180,7 +182,7 @@ def effect(launches: Sequence[LaunchRatio]) -> Effect:
 
 
 def pooled_effects(alone: Mapping[str, Effect], log_ratios: Mapping[str, Sequence[float]]) -> dict[str, Effect]:
-    """The effects of several configurations on one load, from the noise that they have in common.
+    """The effects of several configurations on one load, from their own noise and that which they have in common.
 
     alone: the effect of each by itself, which those keep that do not share the noise, and all where it is known from
         fewer than ``POOLED_FREEDOM`` degrees of freedom
@@ -196,9 +198,12 @@ def pooled_effects(alone: Mapping[str, Effect], log_ratios: Mapping[str, Sequenc
         widest = int(np.argmax(variances))
         rest, of_rest = noise(np.delete(y, widest, axis=1))
         if not of_rest or stats.f.sf(variances[widest] / (2 * rest), len(y) - 1, of_rest) > _SCATTERS_MORE / len(names):
-            error = math.sqrt(2 * square / len(y))
-            shared = {n: _effect(float(np.mean(log_ratios[n])), error, freedom, len(y)) for n in names}
-            return {name: shared.get(name, own) for name, own in alone.items()}
+            own = len(y) - 1
+            moderated = (_COMMON_FREEDOM * 2 * square + own * variances) / (_COMMON_FREEDOM + own)
+            errors = dict(zip(names, np.sqrt(moderated / len(y)), strict=True))
+            means = {name: float(np.mean(log_ratios[name])) for name in names}
+            shared = {n: _effect(means[n], errors[n], _COMMON_FREEDOM + own, len(y)) for n in names}
+            return {name: shared.get(name, found) for name, found in alone.items()}
         names.pop(widest)
     return dict(alone)
 

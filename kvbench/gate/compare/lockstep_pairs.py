@@ -28,7 +28,7 @@ from kvbench.runs.folder import DONE
 from kvbench.sweep.block import Failure
 from kvbench.workload.design import Cell
 
-PAIR_S = 16.0  # engine time of both sides of a pair, over all cells
+PAIR_S = 12.0  # engine time of both sides of a pair, over all cells
 _LEAST_S = 3.0  # of one side in one cell
 _WARM_UP_USERS = 8  # of a load by arrivals
 _PREFILL_SHARE = 1.3  # a load's time over that of its decode steps, for the guess of its length

@@ -74,25 +74,6 @@ def test_shares_grow_until_they_tell_nothing_about_one_another(memory):
     assert (np.median(found.shares) == 128) if not memory else (np.median(found.shares) <= 32)
 
 
-def test_a_share_with_a_disturbed_step_is_left_out_of_both_engines():
-    rng = np.random.default_rng(5)
-    base, other = steps_of(rng, sd=0.0), steps_of(rng, sd=0.0, factor=1 / 1.02)
-    other.seconds[200] += 0.9
-    disturbed = np.arange(400) == 200
-    unknown = launch_ratio(base, other)
-    known = launch_ratio(base, Steps(other.seconds, other.tokens, disturbed))
-    assert known.log_ratio == pytest.approx(math.log(1.02), abs=1e-9)
-    assert 1 / 32 <= known.left_out <= 3 / 32
-    assert unknown.log_ratio < -0.1 and unknown.error > 0.05  # wrong, and it says how much
-    assert abs(unknown.log_ratio - math.log(1.02)) < 2 * unknown.error
-
-
-def test_where_most_shares_are_disturbed_none_is_left_out():
-    base = steps_of(np.random.default_rng(6))
-    everywhere = Steps(base.seconds, base.tokens, np.ones(400, dtype=bool))
-    assert launch_ratio(base, everywhere) == launch_ratio(base, base)
-
-
 def test_a_job_of_few_steps_has_a_ratio_and_no_error():
     few = Steps(np.full(6, 0.01), np.full(6, 3))
     found = effect([launch_ratio(few, few)])
@@ -183,9 +164,10 @@ def test_configurations_that_are_alike_share_their_noise_and_others_keep_their_o
     pooled = pooled_effects(alone, ratios)
     assert list(pooled) == list(alone)
     assert [pooled[name] == alone[name] for name in pooled] == [False] * 5 + [True] * 2
-    square, freedom = noise(y[:, :5])
-    half = stats.t.ppf(0.975, freedom) * math.sqrt(2 * square / 5)
+    common = 2 * noise(y[:, :5])[0]
     for i in range(5):
+        variance = (6 * common + 4 * np.var(y[:, i], ddof=1)) / (6 + 4)  # Smyth 2004, with 6 prior degrees of freedom
+        half = stats.t.ppf(0.975, 6 + 4) * math.sqrt(variance / 5)
         assert math.log(pooled[f"c{i}"].high) == pytest.approx(y[:, i].mean() + half)
 
 
@@ -194,15 +176,17 @@ def test_too_few_degrees_of_freedom_pool_nothing():
     assert pooled_effects(alone, ratios) == alone
 
 
-def test_pooled_intervals_cover_and_are_sharper_than_those_of_each_alone():
+@pytest.mark.parametrize("scatter", [1.0, 1.7])
+def test_pooled_intervals_cover_and_are_sharper_than_those_of_each_alone(scatter):
     rng = np.random.default_rng(11)
     covered, halves = [], []
     for _ in range(300):
-        x = rng.normal(0, 0.007, (4, 7))
+        x = rng.normal(0, 0.007, (4, 7)) * [1, 1, 1, 1, 1, 1, scatter]
         ratios, alone = by_name(x[:, 1:] - x[:, :1])
         pooled = pooled_effects(alone, ratios)
-        covered += [each.low <= 1 <= each.high for each in pooled.values()]
+        covered.append([each.low <= 1 <= each.high for each in pooled.values()])
         halves.append([np.mean([e.half_width for e in of.values()]) for of in (pooled, alone)])
-    assert 0.93 <= np.mean(covered) <= 0.97
+    assert 0.93 <= np.mean(covered) <= 0.98
+    assert np.mean(covered, axis=0)[-1] > 0.90  # that of the configuration that scatters more
     shared, own = np.mean(halves, axis=0)
-    assert shared < 0.75 * own
+    assert shared < 0.8 * own

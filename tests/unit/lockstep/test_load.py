@@ -1,0 +1,62 @@
+"""Loads in engine time that are computed several times: which may be, and the times of their requests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbench.lockstep.load import Computed, is_repeatable, typical
+from kvbench.workload.design import load_point
+from kvbench.workload.load_section import LoadConfig
+
+CLASSES = [{"name": "chat", "share": 1.0, "prompt_tokens": 8, "output_tokens": 8}]
+LOAD = {"mode": "closed", "concurrency": [2], "num_requests": [4], "ignore_eos": True,
+        "prompts": {"kind": "synthetic", "classes": CLASSES}}  # fmt: skip
+PREFILLS = [8, 0, 0, 8, 0]  # two requests, one after the other, of three tokens and of two
+
+
+def repetition(*seconds: float, prefills=PREFILLS) -> Computed:
+    at = np.append(0.0, np.cumsum(seconds))
+    rows = [(0.0, 0.0, list(at[1:4]), [1, 1, 1], 0, "length", [5, 6, 7]), (at[3], at[3], list(at[4:]), [1, 1], 0, "length", [5, 6])]  # fmt: skip # noqa: E501
+    steps = np.column_stack([seconds, prefills, np.equal(prefills, 0), np.ones(5), np.zeros(5)])
+    return Computed(steps, [5], at[-1], rows, "")
+
+
+def test_an_interruption_that_does_not_recur_is_in_the_duration_and_in_no_gap_of_its_own():
+    usual = (0.05, 0.01, 0.01, 0.05, 0.01)
+    first, second = typical([repetition(*usual), repetition(0.05, 0.9, 0.01, 0.05, 0.01), repetition(*usual)])
+    mean = (2 * 0.13 + 1.02) / 3
+    assert second[2][-1] == pytest.approx(mean)
+    gaps = np.diff([0.0, *first[2], *second[2]])
+    assert gaps == pytest.approx(np.array(usual) * mean / 0.13)
+    assert second[0] == second[1] == pytest.approx(first[2][-1])  # sent when the first had ended
+    assert first[3:] == ([1, 1, 1], 0, "length", [5, 6, 7])
+
+
+def test_what_an_engine_does_at_the_same_step_each_time_stays():
+    slow = (0.05, 0.01, 0.2, 0.05, 0.01)
+    first, _ = typical([repetition(*slow), repetition(*slow), repetition(*slow)])
+    assert np.diff(first[2]) == pytest.approx([0.01, 0.2])
+
+
+def test_where_the_steps_differ_the_repetition_of_median_duration_counts():
+    other = repetition(0.03, 0.02, 0.01, 0.05, 0.01, prefills=[4, 4, 0, 8, 0])
+    fast, slow = repetition(0.02, 0.01, 0.01, 0.02, 0.01), repetition(0.5, 0.01, 0.01, 0.5, 0.01)
+    assert typical([slow, other, fast]) == other.rows
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"cache_state": "primed"}, True),
+        ({"cache_state": "steady"}, False),  # the second time would find its prompts in the prefix cache
+        ({"ignore_eos": False, "temperature": 1.0}, False),
+        ({"mode": "open", "request_rate": [3.0], "concurrency": None}, False),
+    ],
+)
+def test_loads_whose_steps_are_the_same_each_time(change, expected):
+    load = LoadConfig.model_validate({k: v for k, v in {**LOAD, **change}.items() if v is not None})
+    open_loop = load.mode == "open"
+    point = load_point(load.mode, concurrency=None if open_loop else 2, rate=3.0 if open_loop else None, num_requests=4)
+    assert is_repeatable(load, point) == expected
