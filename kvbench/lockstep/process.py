@@ -12,7 +12,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,11 @@ class EngineProcess:
         """Waits for its first line. Raises EngineFailedError if it speaks another protocol."""
         if (found := self.receive(_SAYS_PROTOCOL_S).get("protocol")) != PROTOCOL:
             raise EngineFailedError(f"it speaks lockstep protocol {found!r}, and this kvbench {PROTOCOL}", self)
+
+    def stay_on(self, cores: Collection[int]) -> None:
+        """Keeps all its threads on ``cores``."""
+        for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cores)
 
     def send(self, **command: Any) -> None:
         """Writes a command; ``receive`` waits for its answer, so that several processes work at the same time."""
