@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 
@@ -150,9 +151,14 @@ def test_a_slower_engine_fails_and_an_equal_one_passes(scripted):
     assert changes["p95_itl_ms"] == pytest.approx(0.2, abs=0.03)
 
 
-def test_an_unchanged_engine_passes(scripted):
+def test_an_unchanged_engine_passes_and_both_sides_of_a_pair_stay_on_the_same_cores(scripted, monkeypatch):
+    cores = []
+    monkeypatch.setattr(EngineProcess, "stay_on", lambda process, on: cores.append(tuple(on)))
     code, _, verdict, said = scripted("page_size=16", "page_size=16")
     assert (code, verdict["outcome"]) == (0, "pass"), said.out + said.err
+    if len(os.sched_getaffinity(0)) > 1:
+        assert len(cores) == 2 * verdict["facts"]["pairs"] and cores[::2] == cores[1::2]
+        assert all(len(on) == ENGINE["num_threads"] for on in cores) and len(set(cores)) > 1
 
 
 def test_an_engine_that_dies_is_the_fault_of_its_side(scripted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import psutil
@@ -74,3 +75,15 @@ def test_refused_settings_are_the_users_mistake_and_a_death_is_not(tmp_path):
 )
 def test_an_engine_of_another_protocol_or_none_is_not_stepped(tmp_path, body, speaks):
     assert speaks_lockstep((sys.executable, "-c", HELLO + body), tmp_path / "log") is speaks
+
+
+def test_a_process_stays_on_its_cores_with_all_its_threads(tmp_path):
+    spin = (
+        "import threading\n[threading.Thread(target=time.sleep, args=(60,), daemon=True).start() for _ in range(3)]\n"
+    )
+    core = min(os.sched_getaffinity(0))
+    with scripted(tmp_path, spin + ECHO) as process:
+        process.greet()
+        process.stay_on([core])
+        threads = psutil.Process(process._process.pid).threads()
+        assert len(threads) == 4 and all(os.sched_getaffinity(thread.id) == {core} for thread in threads)
