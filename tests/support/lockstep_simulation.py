@@ -7,20 +7,21 @@ longer if another program interrupts it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 from kvbench.lockstep.intervals import (
-    FEWEST_LAUNCHES,
-    LEVEL_WITHIN,
     MOST_SHARES,
-    TARGET,
+    Effect,
+    LaunchRatio,
     Steps,
-    error_over_launches,
-    launch_ratio,
+    as_it_recurs,
+    effect,
+    goes_on,
+    pooled_effects,
     ratio_of_totals,
     share_ends,
 )
@@ -75,14 +76,13 @@ def machine(kind: str, rng: np.random.Generator, launches: int) -> Callable[[np.
 
 def take_turns(
     kind: str, rng: np.random.Generator, jobs: Job, factors: np.ndarray, step_sd: float = STEP_SD
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds, and whether interrupted, [launches, engines, steps]; ``factors`` [launches, engines]: of the times."""
+) -> np.ndarray:
+    """Seconds [launches, engines, steps]; ``factors`` [launches, engines]: of the times."""
     launches, engines = factors.shape
     steps = len(jobs.tokens)
     needed = np.broadcast_to(jobs.seconds, (engines, steps))
     slowness = machine(kind, rng, launches)
     seconds = np.zeros((launches, engines, steps))
-    burst = np.zeros(seconds.shape, dtype=bool)
     each = np.arange(launches)
     clocks = rng.random((launches, engines)) * 1e-9  # ties by chance
     done = np.zeros((launches, engines), dtype=int)
@@ -96,29 +96,12 @@ def take_turns(
         if kind == "bursty":
             hit = rng.random(launches) < BURSTS * took
             took += hit * DECODE * BURST_STEPS[0] * np.exp(spread * rng.random(launches))
-            burst[each, turn, step] = hit
         seconds[each, turn, step] = took
         clocks[each, turn] += took
         done[each, turn] += 1
         wall += took
         last = took
-    return seconds, burst
-
-
-def _ratios(jobs: Job, seconds: np.ndarray, burst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[1, engines - 1] log ratios to the first engine and their errors, of one launch whose bursts are known."""
-    of_engines = [Steps(s, jobs.tokens, b) for s, b in zip(seconds, burst, strict=True)]
-    found = [launch_ratio(of_engines[0], other) for other in of_engines[1:]]
-    return np.array([[each.log_ratio for each in found]]), np.array([[each.error for each in found]])
-
-
-def _ratios_at_once(jobs: Job, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``launch_ratio`` of jobs long enough for ``MOST_SHARES``, [launches, engines - 1], faster."""
-    shape = (*seconds.shape[:2], MOST_SHARES + 1)
-    rows = seconds.reshape(-1, seconds.shape[2])
-    times = np.diff(np.array([share_ends(Steps(row, jobs.tokens), MOST_SHARES) for row in rows]).reshape(shape))
-    found = ratio_of_totals(times[:, :1], times[:, 1:])
-    return found.log_ratio, found.error
+    return seconds
 
 
 def sittings(
@@ -132,76 +115,44 @@ def sittings(
     loads: int = 2,
     steps: int = 400,
     step_sd: float = STEP_SD,
-    marked: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log ratios and their errors within launches, both [launches, runs, questions], of runs of a sitting.
+    """Tokens [loads, steps] and seconds [loads, launches, runs, engines, steps] of runs of a sitting.
 
-    Each engine is compared with the first one at each load; all but the first are faster by ``true``. ``launch_sd``: of
-    the log ratio. ``marked``: whether bursts are known as such.
+    All launches compute the same job. All engines but the first are faster by ``true``. ``launch_sd``: of the log
+    ratio.
     """
-    many = runs * launches
-    own = rng.normal(size=(many, engines)) * launch_sd / np.sqrt(2)  # of both loads: the process is the same
+    own = rng.normal(size=(launches * runs, engines)) * launch_sd / np.sqrt(2)  # of all loads: it is one process
     own[:, 1:] -= np.log1p(true)
-    y, errors = [], []
-    for _ in range(loads):
-        jobs = job(rng, steps)
-        seconds, burst = take_turns(kind, rng, jobs, np.exp(own), step_sd)
-        if marked:
-            found = [_ratios(jobs, *launch) for launch in zip(seconds, burst, strict=True)]
-        else:
-            found = [_ratios_at_once(jobs, seconds)]
-        y.append(np.concatenate([ratios for ratios, _ in found]))
-        errors.append(np.concatenate([each for _, each in found]))
-    shape = (loads, runs, launches, engines - 1)
-    return tuple(np.array(x).reshape(shape).transpose(2, 1, 0, 3).reshape(launches, runs, -1) for x in (y, errors))
+    jobs = [job(rng, steps) for _ in range(loads)]
+    seconds = np.array([take_turns(kind, rng, each, np.exp(own), step_sd) for each in jobs])
+    return np.array([each.tokens for each in jobs]), seconds.reshape(loads, launches, runs, engines, steps)
 
 
-@dataclass(frozen=True)
-class Ends:
-    """Where each sitting stopped: ``launches`` [runs], and [runs, questions] log ratios and half widths there.
-
-    ``level``, ``apart``: what was called so; ``decided``: by the rule that stops a sitting.
-    """
-
-    launches: np.ndarray
-    log_ratio: np.ndarray
-    half: np.ndarray
-
-    @property
-    def level(self) -> np.ndarray:
-        low, high = np.exp(self.log_ratio - self.half), np.exp(self.log_ratio + self.half)
-        return (low >= 1 - LEVEL_WITHIN) & (high <= 1 + LEVEL_WITHIN)
-
-    @property
-    def apart(self) -> np.ndarray:
-        return (np.abs(self.log_ratio) > self.half) & ~self.level
-
-    @property
-    def decided(self) -> np.ndarray:
-        return (self.level | self.apart) & (np.expm1(self.half) <= TARGET)
-
-    def covers(self, true: float) -> np.ndarray:
-        return np.abs(self.log_ratio - np.log1p(true)) <= self.half
+def look(tokens: np.ndarray, seconds: np.ndarray) -> tuple[list[list[Effect]], list[list[Effect]]]:
+    """What ``sittings`` say of each engine at each load: [runs][questions] as a sitting has it, and each alone."""
+    judged, alone = ([[] for _ in range(seconds.shape[2])] for _ in range(2))
+    for made, took in zip(tokens, seconds, strict=True):
+        parts = np.diff([share_ends(Steps(step, made), MOST_SHARES) for step in np.eye(len(made))])  # [steps, shares]
+        shares = as_it_recurs(took) @ parts  # share_ends is linear in the seconds
+        found = ratio_of_totals(shares[:, :, :1], shares[:, :, 1:])  # [launches, runs, engines - 1]
+        for run in range(len(alone)):
+            y, errors = found.log_ratio[:, run].T, found.error[:, run].T
+            names = [f"engine {i}" for i in range(1, len(y) + 1)]
+            launches = [
+                list(map(LaunchRatio, *of, itertools.repeat(MOST_SHARES))) for of in zip(y, errors, strict=True)
+            ]
+            each = dict(zip(names, map(effect, launches), strict=True))
+            alone[run] += each.values()
+            judged[run] += pooled_effects(each, dict(zip(names, y, strict=True))).values()
+    return judged, alone
 
 
-def look(y: np.ndarray, within: np.ndarray) -> Ends:
-    """What all the launches of ``sittings`` say."""
-    half = stats.t.ppf(0.975, len(y) - 1) * error_over_launches(y, within)
-    return Ends(np.full(y.shape[1], len(y)), y.mean(axis=0), half)
-
-
-def stopped(y: np.ndarray, within: np.ndarray, fewest: int = FEWEST_LAUNCHES) -> Ends:
-    """Sittings that stop as soon as every question is decided, from ``fewest`` launches on, or after the last."""
-    found = look(y, within)
-    for n in range(len(y) - 1, fewest - 1, -1):  # backwards: the first look that decides stays
-        now = look(y[:n], within[:n])
-        ends = now.decided.all(axis=1)
-        found = Ends(
-            np.where(ends, n, found.launches),
-            np.where(ends[:, None], now.log_ratio, found.log_ratio),
-            np.where(ends[:, None], now.half, found.half),
-        )
-    return found
+def where_they_stop(looks: Iterable[Sequence[Sequence[Effect]]], fewest: int | None = None) -> list[Sequence[Effect]]:
+    """The effects of each sitting at the first of its ``looks`` at which it does not go on, or the last."""
+    return [
+        next((found for found in sitting if not goes_on(found, fewest)), sitting[-1])
+        for sitting in zip(*looks, strict=True)
+    ]
 
 
 def gate_pairs(
@@ -225,7 +176,7 @@ def gate_pairs(
     both = np.stack([jobs.seconds, np.where(prefills, 1, 1 + decode_slower) * jobs.seconds])
     own = rng.normal(size=(runs * pairs, 2)) * launch_sd / np.sqrt(2)
     own[np.arange(len(own)), rng.integers(2, size=len(own))] -= place
-    seconds, _ = take_turns(kind, rng, Job(both, jobs.tokens), np.exp(own), step_sd)
+    seconds = take_turns(kind, rng, Job(both, jobs.tokens), np.exp(own), step_sd)
     values = np.stack(
         [
             jobs.tokens.sum() / seconds.sum(axis=2),

@@ -15,6 +15,7 @@ from kvbench.lockstep.intervals import (
     Effect,
     LaunchRatio,
     Steps,
+    as_it_recurs,
     effect,
     effect_of_values,
     goes_on,
@@ -72,6 +73,20 @@ def test_shares_grow_until_they_tell_nothing_about_one_another(memory):
     alone = 0.05 / math.sqrt(128)  # what shares of the first length would claim
     assert scatter > (2.5 if memory == 0.9 else 0.9) * alone
     assert (np.median(found.shares) == 128) if not memory else (np.median(found.shares) <= 32)
+
+
+def test_a_step_that_is_long_once_is_limited_and_one_that_recurs_counts_in_full():
+    usual = np.tile([0.01, 0.05, 0.01, 0.01], (5, 10))
+    once, recurring, slow = usual.copy(), usual.copy(), usual.copy()
+    once[2, 8] = 0.9
+    recurring[1:4, 8] = 0.9
+    slow[1] *= 1.4  # the machine, for all of a launch
+    slow[3, 20:] *= 1.4
+    assert as_it_recurs(usual) == pytest.approx(usual)
+    assert as_it_recurs(once).sum() == pytest.approx(usual.sum() + (intervals.RECURS - 1) * 0.01)
+    assert as_it_recurs(recurring) == pytest.approx(recurring)
+    assert as_it_recurs(slow) == pytest.approx(slow)
+    assert as_it_recurs(3 * once) == pytest.approx(3 * as_it_recurs(once))
 
 
 def test_a_job_of_few_steps_has_a_ratio_and_no_error():
