@@ -43,7 +43,7 @@ from kvbench.lockstep.intervals import (
     pooled_effects,
 )
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
-from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, take_turns, warm_up
+from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, take_turns, warm_up
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
 from kvbench.runs.folder import DONE, RunFolder
@@ -171,12 +171,17 @@ class Sitting:
 
     def _measure(self, launch: int, point: LoadPoint, seats: list[Seat], order: random.Random) -> None:
         requests = self._requests(point)
+        cost = None
         if point.load_id not in self._turns:
             cost = warm_up(seats, _users(point))
+            decode_step = mean_step(seats, decodes_only=True)
             self._turns[point.load_id] = cold_facts(cost, choose_turn(cost))
         started_at = utc_now()
         before = loads.begin(seats, self.workload.load, point, requests)
         take_turns(seats, order, self._turns[point.load_id]["turn_steps"])
+        if cost is not None:  # the load's own steps are longer where they hold prompts, and not by more when cold
+            cost = cost * decode_step / mean_step(seats)
+            self._turns[point.load_id] = cold_facts(cost, choose_turn(cost))
         for seat, metrics in zip(seats, before, strict=True):
             cell_id = f"{seat.name}-{point.load_id}"
             with self.folder.scratch_load(cell_id, launch) as out:

@@ -6,8 +6,8 @@ turn belongs to the engine whose own clock is furthest behind: all engines are a
 at any moment all have been measured about equally long. Ties are broken at random.
 
 An engine that has just waited finds its weights and KV out of the processor's caches. ``cold_cost`` measures by how
-much that lengthens the first steps of a turn, and ``choose_turn`` takes the shortest turn whose steps are on average
-within ``MAX_COLD_COST`` of those of an engine that runs alone.
+much that lengthens the first decode steps of a turn, and ``choose_turn`` takes the shortest turn whose steps are on
+average within ``MAX_COLD_COST`` of those of an engine that runs alone.
 """
 
 from __future__ import annotations
@@ -100,6 +100,12 @@ def cold_cost(seats: Sequence[Seat]) -> np.ndarray | None:
             if length == longest and not steps[:, 1].any() and (steps[:, 2] == steps[0, 2]).all() and steps[0, 2]:
                 found.append(steps[:, 0] / np.median(steps[_WARM_FROM:, 0]))
     return np.median(found, axis=0) - 1.0 if len(found) >= 8 else None
+
+
+def mean_step(seats: Sequence[Seat], decodes_only: bool = False) -> float:
+    """Of all steps [s] of the engines' present loads; ``decodes_only``: of those without prompts."""
+    steps = np.concatenate([seat.table() for seat in seats])
+    return float(steps[(steps[:, 1] == 0) | (not decodes_only), 0].mean())
 
 
 def choose_turn(cost: np.ndarray | None) -> int:

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvbench.lockstep.turns import MAX_COLD_COST, TURNS, Seat, choose_turn, cold_cost, take_turns
+from kvbench.lockstep.turns import MAX_COLD_COST, TURNS, Seat, choose_turn, cold_cost, mean_step, take_turns
 
 
 class ScriptedEngine:
@@ -81,6 +81,13 @@ def test_cold_cost_ignores_turns_with_prompts_or_changing_batches():
         step[1] = 12  # a prompt in each turn
     assert cold_cost([clean, mixed]) == pytest.approx(np.zeros(8))
     assert cold_cost([mixed]) is None
+
+
+def test_the_mean_step_of_all_engines_with_and_without_prompts():
+    first, second = with_turns([[0.01, 0.03]]), with_turns([[0.02, 0.1]])
+    second.steps[1][1] = 12  # a prompt
+    assert mean_step([first, second]) == pytest.approx(0.04)
+    assert mean_step([first, second], decodes_only=True) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize(
