@@ -53,6 +53,7 @@ from kvbench.workload.file import Workload
 
 MOST_LAUNCHES = 20
 METRICS = {"output_throughput": True, "p95_ttft_ms": False, "p95_itl_ms": False}  # name -> whether higher is better
+_LONGER = 2.0  # times the limit, for the fewest launches that tell something: other programs slow all of them down
 _WARM_UP_USERS = 8  # of a load by arrivals
 _WARM_UP_TURNS = 2  # of an engine whose turns' length is known
 
@@ -61,8 +62,8 @@ _WARM_UP_TURNS = 2  # of an engine whose turns' length is known
 class Sitting:
     """``folder``: of the sweep's run, with /lockstep. ``capacity``: by configuration, as ``preflight`` returns it.
 
-    ``limit_s``: no launch is begun that would not end by then. ``show``: replaces the status line; ``check``: called
-    twice a second, may raise.
+    ``limit_s``: no launch is begun that would not end by then, or by twice that while there are too few. ``show``:
+    replaces the status line; ``check``: called twice a second, may raise.
     """
 
     run: RunFolder
@@ -110,8 +111,8 @@ class Sitting:
             elapsed = time.monotonic() - began
             points = [point for point in points if point.load_id in seconds]
             found = self.effects(launch, points, elapsed, done=False)
-            a_launch = elapsed / launch
-            if not self._goes_on(found) or elapsed + a_launch > self.limit_s:
+            limit_s = self.limit_s if launch >= FEWEST_POOLED else _LONGER * self.limit_s
+            if not self._goes_on(found) or elapsed * (1 + 1 / launch) > limit_s:
                 break
         return self.effects(launch, points, time.monotonic() - began, done=True)
 

@@ -359,6 +359,8 @@ class Sweep:
         if problems:
             head = "INVALID: not every cell is validly measured (exit code 4); the results are kept:\n"
             self._say(head + "\n".join(f"  - {p}" for p in problems))
+            if read_engine_time(run.path):
+                self._say("The changes in engine time hold: other programs widen their intervals and favour nobody.")
         if self.failures or (problems and complete):
             self._say(f"run the failed and invalid loads again with:\n  {resume}")
         return EXIT_INVALID if problems else EXIT_OK
