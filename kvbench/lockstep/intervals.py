@@ -1,12 +1,14 @@
 """Effects between engines that took turns step by step, with intervals over launches: pure functions on plain arrays.
 
-Within a launch. Engines in turns meet the same machine speed, so it drops out of the ratio of their totals,
-(tokens of B / seconds of B) / (tokens of A / seconds of A). Its standard error comes from *shares*: the engine times in
-which A and B made the same share of their tokens, linearised as for every ratio estimator (Cochran, Sampling
-Techniques, 1977, chapter 6; of batch means: Alexopoulos and Seila, Output data analysis, in the Handbook of Simulation,
-1998). Shares begin short and are joined two by two until one tells nothing about the next (their lag-1 autocorrelation
-lies within the 95 % limits of none) or only ``FEWEST_SHARES`` are left. What autocorrelation remains is taken into the
-error as that of a first-order autoregression (as Tafazzoli and Wilson, Skart, IIE Transactions 43, 2011).
+Within a launch. Engines in turns meet the same machine speed, so it drops out of the ratio of their totals, (tokens of
+B / seconds of B) / (tokens of A / seconds of A). Its standard error comes from *shares*: the engine times in which A
+and B made the same share of their tokens, linearised as for every ratio estimator (Cochran, Sampling Techniques, 1977,
+chapter 6; of batch means: Alexopoulos and Seila, Output data analysis, in the Handbook of Simulation, 1998). Engines
+that do different work spend their time at different shares: what recurs in every launch of the same work is not
+scatter, and is taken out. Shares begin short and are joined two by two until one tells nothing about the next (their
+lag-1 autocorrelation lies within the 95 % limits of none) or only ``FEWEST_SHARES`` are left. What autocorrelation
+remains is taken into the error as that of a first-order autoregression (as Tafazzoli and Wilson, Skart, IIE
+Transactions 43, 2011).
 
 Over launches. A launch has its own memory layout, which moves its ratio by up to 1 %: more steps of one launch do not
 average that away, so launches are what is counted. The interval is Student's t of their log ratios, and never narrower
@@ -23,9 +25,9 @@ A configuration has an interval of its own where it runs more than 50 % faster o
 machine for part of the time, or where it scatters much more than the others (F test at 1 %).
 
 Stopping. After each launch, from the fifth on, a sitting stops if every question is decided; with one question from
-the sixth on. Stopping when an interval happens to be narrow makes intervals cover too little: 89 % of one question's
-from the third launch on, 93 % or more from the sixth, and 94 % from the fifth where several questions must all be
-decided. On machines that drift, burst and change their speed: tests/benchmarks/lockstep_coverage.md.
+the sixth on, and from the third where so many configurations take turns that their noise is known. Stopping when an
+interval happens to be narrow makes intervals cover too little: from the third launch on 89 % of one question's, which
+has only its own noise. On machines that drift, burst and change their speed: tests/benchmarks/lockstep_coverage.md.
 
 Interrupted steps. No step is left out for its length: what is long may be what an engine does worse. But launches that
 compute the same requests compute the same steps, and what an engine does worse it does worse in each of them. So a step
@@ -51,7 +53,7 @@ LEVEL_WITHIN = 0.02  # of 1, both ends of the interval
 TARGET = 0.015  # half width of an interval that is narrow enough
 POWER = 0.80
 FEWEST_LAUNCHES = 5  # before the first decision to stop
-FEWEST_POOLED = 4  # launches, where the noise is known from at least ``POOLED_FREEDOM`` degrees of freedom
+FEWEST_POOLED = 3  # launches, where the noise is known from at least ``POOLED_FREEDOM`` degrees of freedom
 POOLED_FREEDOM = 7
 RECURS = 1.3  # times what it would take: a longer step was interrupted
 _AROUND = 9  # steps, of which a step is the middle
@@ -136,15 +138,21 @@ def as_it_recurs(seconds: np.ndarray) -> np.ndarray:
     return np.minimum(longer, RECURS * around) * median
 
 
-def launch_ratio(base: Steps, other: Steps) -> LaunchRatio:
-    """The ratio of throughputs of ``other`` to ``base``, which took turns in one launch."""
-    shorter = min(np.count_nonzero(steps.tokens) for steps in (base, other))
-    tokens = math.log(np.sum(other.tokens) / np.sum(base.tokens))
-    if shorter < FEWEST_SHARES * _STEPS_A_SHARE:
-        return LaunchRatio(tokens + math.log(np.sum(base.seconds) / np.sum(other.seconds)), math.nan, 0)
-    shares = min(MOST_SHARES, 2 ** int(math.log2(shorter // _STEPS_A_SHARE)))
-    found = ratio_of_totals(*(np.diff(share_ends(steps, shares)) for steps in (base, other)))
-    return LaunchRatio(tokens + float(found.log_ratio), float(found.error), int(found.shares))
+def launch_ratios(bases: Sequence[Steps], others: Sequence[Steps], same_work: bool = False) -> list[LaunchRatio]:
+    """The ratio of throughputs of ``others`` to ``bases`` in each launch, in which they took turns.
+
+    ``same_work``: every launch computed the same steps.
+    """
+    steps = [*bases, *others]
+    tokens = [math.log(np.sum(other.tokens) / np.sum(base.tokens)) for base, other in zip(bases, others, strict=True)]
+    shortest = min(np.count_nonzero(each.tokens) for each in steps)
+    if shortest < FEWEST_SHARES * _STEPS_A_SHARE:
+        totals = np.log([each.seconds.sum() for each in steps]).reshape(2, -1)
+        return [LaunchRatio(*each, math.nan, 0) for each in (tokens + totals[0] - totals[1])[:, None].tolist()]
+    shares = min(MOST_SHARES, 2 ** int(math.log2(shortest // _STEPS_A_SHARE)))
+    parts = np.diff([share_ends(each, shares) for each in steps]).reshape(2, len(bases), shares)
+    found = ratio_of_totals(*parts, same_work=same_work)
+    return list(map(LaunchRatio, (tokens + found.log_ratio).tolist(), found.error.tolist(), found.shares.tolist()))
 
 
 def share_ends(steps: Steps, shares: int) -> np.ndarray:
@@ -160,14 +168,16 @@ def share_ends(steps: Steps, shares: int) -> np.ndarray:
     return np.interp(np.linspace(0, made[-1], shares + 1), np.append(0, made), np.append(0, at))
 
 
-def ratio_of_totals(base: np.ndarray, other: np.ndarray) -> LaunchRatio:
+def ratio_of_totals(base: np.ndarray, other: np.ndarray, same_work: bool = False) -> LaunchRatio:
     """The log of sum(base) / sum(other) with its standard error.
 
-    ``base`` and ``other`` [..., shares]: seconds of each share, their number a power of two and at least
-    ``FEWEST_SHARES``. Arrays [...] come back.
+    ``base`` and ``other`` [launches, ..., shares]: seconds of each share, their number a power of two and at least
+    ``FEWEST_SHARES``. ``same_work``: every launch computed the same steps. Arrays [launches, ...] come back.
     """
     totals = [x.sum(axis=-1, keepdims=True) for x in (base, other)]
     residual = base / totals[0] - other / totals[1]  # of each share; they sum to 0
+    if same_work and (n := len(residual)) > 1:
+        residual = (residual - residual.mean(axis=0)) * math.sqrt(n / (n - 1))
     error, shares = np.full(base.shape[:-1], np.nan), np.zeros(base.shape[:-1], dtype=int)
     while (n := residual.shape[-1]) >= FEWEST_SHARES:
         squares = (residual**2).sum(axis=-1)

@@ -39,7 +39,7 @@ from kvbench.lockstep.intervals import (
     effect,
     effect_of_values,
     goes_on,
-    launch_ratio,
+    launch_ratios,
     pooled_effects,
 )
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
@@ -55,7 +55,7 @@ MOST_LAUNCHES = 20
 METRICS = {"output_throughput": True, "p95_ttft_ms": False, "p95_itl_ms": False}  # name -> whether higher is better
 _LONGER = 2.0  # times the limit, for the fewest launches that tell something: other programs slow all of them down
 _WARM_UP_USERS = 8  # of a load by arrivals
-_WARM_UP_TURNS = 2  # of an engine whose turns' length is known
+_WARM_UP_TURNS = 1  # of an engine whose turns' length is known
 
 
 @dataclass
@@ -216,7 +216,8 @@ class Sitting:
         rows = []
         for metric, higher in METRICS.items():
             if metric == "output_throughput":
-                ratios = {c: [launch_ratio(*pair) for pair in zip(steps[base], steps[c], strict=True)] for c in cells}
+                same = {cell: _same_work(of) for cell, of in steps.items()}
+                ratios = {c: launch_ratios(steps[base], steps[c], same[base] and same[c]) for c in cells}
                 y = {cell: [each.log_ratio for each in of] for cell, of in ratios.items()}
                 alone = {cell: effect(of) for cell, of in ratios.items()}
             else:
@@ -260,9 +261,14 @@ def _steps(launches: Sequence[Any]) -> list[Steps]:
     """The steps of a cell in each launch, as they recur where all launches have the same."""
     tables = [pd.read_parquet(load / "steps.parquet") for load in launches]
     seconds, tokens = ([table[name].to_numpy() for table in tables] for name in ("seconds", "output_tokens"))
-    if all(np.array_equal(tokens[0], each) for each in tokens):
-        seconds = list(as_it_recurs(np.array(seconds)))
-    return [Steps(*each) for each in zip(seconds, tokens, strict=True)]
+    found = [Steps(*each) for each in zip(seconds, tokens, strict=True)]
+    if not _same_work(found):
+        return found
+    return [Steps(*each) for each in zip(as_it_recurs(np.array(seconds)), tokens, strict=True)]
+
+
+def _same_work(launches: Sequence[Steps]) -> bool:
+    return all(np.array_equal(launches[0].tokens, each.tokens) for each in launches)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

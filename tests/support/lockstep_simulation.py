@@ -134,7 +134,7 @@ def look(tokens: np.ndarray, seconds: np.ndarray) -> tuple[list[list[Effect]], l
     for made, took in zip(tokens, seconds, strict=True):
         parts = np.diff([share_ends(Steps(step, made), MOST_SHARES) for step in np.eye(len(made))])  # [steps, shares]
         shares = as_it_recurs(took) @ parts  # share_ends is linear in the seconds
-        found = ratio_of_totals(shares[:, :, :1], shares[:, :, 1:])  # [launches, runs, engines - 1]
+        found = ratio_of_totals(shares[:, :, :1], shares[:, :, 1:], same_work=True)  # [launches, runs, engines - 1]
         for run in range(len(alone)):
             y, errors = found.log_ratio[:, run].T, found.error[:, run].T
             names = [f"engine {i}" for i in range(1, len(y) + 1)]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbench.lockstep.intervals import FEWEST_POOLED, Steps, as_it_recurs, launch_ratio
+from kvbench.lockstep.intervals import FEWEST_POOLED, Steps, as_it_recurs, launch_ratios
 from tests.benchmarks import lockstep_coverage
 from tests.support.lockstep_simulation import job, look, sittings, take_turns, where_they_stop
 
@@ -34,7 +34,7 @@ def test_the_simulated_sittings_are_judged_as_a_sitting_is():
     for run, found in enumerate(judged):
         limited = as_it_recurs(seconds[0, :, run])  # [launches, engines, steps]
         for engine, each in enumerate(found, 1):
-            ratios = [launch_ratio(*(Steps(of[i], tokens[0]) for i in (0, engine))) for of in limited]
+            ratios = launch_ratios(*([Steps(of[i], tokens[0]) for of in limited] for i in (0, engine)), same_work=True)
             assert each.ratio == pytest.approx(np.exp(np.mean([ratio.log_ratio for ratio in ratios])))
             assert each.launches == 5 and each.low < each.ratio < each.high
 

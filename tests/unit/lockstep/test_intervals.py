@@ -19,7 +19,7 @@ from kvbench.lockstep.intervals import (
     effect,
     effect_of_values,
     goes_on,
-    launch_ratio,
+    launch_ratios,
     noise,
     pooled_effects,
     ratio_of_totals,
@@ -45,7 +45,7 @@ def effect_between(low: float, high: float, launches: int = 5) -> Effect:
 def test_the_ratio_is_that_of_throughputs_whatever_the_steps_are():
     base, other = steps_of(np.random.default_rng(1)), steps_of(np.random.default_rng(2), many=300, factor=0.8)
     expected = (other.tokens.sum() / other.seconds.sum()) / (base.tokens.sum() / base.seconds.sum())
-    assert math.exp(launch_ratio(base, other).log_ratio) == pytest.approx(expected)
+    assert math.exp(launch_ratios([base], [other])[0].log_ratio) == pytest.approx(expected)
 
 
 def test_shares_end_where_their_tokens_were_made():
@@ -56,9 +56,22 @@ def test_shares_end_where_their_tokens_were_made():
 
 def test_the_error_within_a_launch_is_how_much_ratios_scatter():
     rng = np.random.default_rng(3)
-    found = [launch_ratio(steps_of(rng), steps_of(rng)) for _ in range(400)]
+    base, other = ([steps_of(rng) for _ in range(400)] for _ in range(2))
+    found = launch_ratios(base, other)
     scatter = np.std([each.log_ratio for each in found])
     assert np.mean([each.error for each in found]) == pytest.approx(scatter, rel=0.1)
+
+
+def test_different_work_is_no_scatter_where_every_launch_computes_it():
+    rng = np.random.default_rng(5)
+    bases = [steps_of(rng) for _ in range(400)]
+    others = [Steps(each.seconds * np.linspace(0.5, 1.5, 400), each.tokens) for each in (steps_of(rng) for _ in bases)]
+    scatter = np.std([each.log_ratio for each in launch_ratios(bases, others)])
+    claimed = {same: np.mean([e.error for e in launch_ratios(bases, others, same)]) for same in (False, True)}
+    assert claimed[True] == pytest.approx(scatter, rel=0.1)
+    assert claimed[False] > 3 * scatter  # nothing tells one launch that the work was not scatter
+    few = [launch_ratios(bases[i : i + 4], others[i : i + 4], True) for i in range(0, 400, 4)]
+    assert np.sqrt(np.mean([e.error**2 for of in few for e in of])) == pytest.approx(scatter, rel=0.1)
 
 
 @pytest.mark.parametrize("memory", [0.0, 0.7, 0.9])
@@ -91,9 +104,9 @@ def test_a_step_that_is_long_once_is_limited_and_one_that_recurs_counts_in_full(
 
 def test_a_job_of_few_steps_has_a_ratio_and_no_error():
     few = Steps(np.full(6, 0.01), np.full(6, 3))
-    found = effect([launch_ratio(few, few)])
+    found = effect(launch_ratios([few], [few]))
     assert found.ratio == 1 and math.isnan(found.low) and found.call() == OPEN and goes_on([found])
-    assert effect([launch_ratio(few, few)] * 5).call() == LEVEL  # launches tell where steps do not
+    assert effect(launch_ratios([few] * 5, [few] * 5)).call() == LEVEL  # launches tell where steps do not
 
 
 def test_the_interval_is_the_t_interval_over_launches():
