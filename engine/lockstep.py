@@ -1,7 +1,7 @@
 """Engines that compute a step when a controller tells them to: ``python -m engine.lockstep``.
 
 Commands come on stdin and answers go to stdout, one JSON object a line; the process ends with its stdin. Its first line
-is ``{"protocol": 1}``. A command that cannot be done is answered with ``{"error": sentence}``.
+is ``{"protocol": 2}``. A command that cannot be done is answered with ``{"error": sentence}``.
 
     {"do": "open", "name", "settings"}
         Builds an engine. Engines of this process that need the same weights share them.
@@ -10,7 +10,7 @@ is ``{"protocol": 1}``. A command that cannot be done is answered with ``{"error
      "concurrency": users or null, "temperature", "ignore_eos", "keep_cache"}
         Gives an idle engine its next requests, by which its clock starts at 0. -> {"metrics": Prometheus text}
     {"do": "turn", "name", "steps": most steps}
-        -> {"steps": [[seconds, prefill tokens, decode tokens, output tokens, interruptions], ...], "clock": seconds,
+        -> {"steps": [[seconds, prefill tokens, decode tokens, output tokens], ...], "clock": seconds,
             "ended": whether all is done}
     {"do": "result", "name"}
         -> {"requests": [[t0, ts, token times, tokens at each, cached tokens, finish reason, token ids], ...],
@@ -18,8 +18,8 @@ is ``{"protocol": 1}``. A command that cannot be done is answered with ``{"error
 
 All times are the engine's own [s]: its clock is the sum of its steps' durations, and of its waits for the next arrival.
 With ``concurrency`` N, N users send one request at a time, each the next of the list; without, a request is sent at its
-``arrival_s``. A step's duration includes adding the requests that are due. On CUDA a turn ends when the device is done.
-``interruptions``: how often the kernel took a core from one of the process's threads during the step.
+``arrival_s``. A step's duration includes adding the requests that are due. On CUDA a turn ends when the device is done,
+and with asynchronous scheduling a step's tokens are those of the step before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -42,12 +41,8 @@ if TYPE_CHECKING:
     from engine.model.loader import LoadedModel
     from engine.sequence import TokenOutput
 
-PROTOCOL = 1
+PROTOCOL = 2
 _OF_THE_WEIGHTS = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "torch_compile")
-
-
-def _interruptions() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 class SteppedEngine:
@@ -95,11 +90,10 @@ class SteppedEngine:
 
     def turn(self, most: int) -> dict[str, Any]:
         """Computes up to ``most`` steps."""
-        steps: list[tuple[float, int, int, int, int]] = []
+        steps: list[tuple[float, int, int, int]] = []
         while len(steps) < most and not self.ended:
             if not self.engine.has_work() and self._free_users is None:  # idle until the next arrival
                 self.clock = max(self.clock, self._requests[self._next][2])
-            interruptions = _interruptions()
             started = time.perf_counter()
             self._add_due()
             self._record = None
@@ -110,7 +104,7 @@ class SteppedEngine:
             self.clock += seconds
             record = self._record
             work = (record.prefill_tokens, record.decode_tokens) if record is not None else (0, 0)
-            steps.append((seconds, *work, self._take(outputs), _interruptions() - interruptions))
+            steps.append((seconds, *work, self._take(outputs)))
         return {"steps": steps, "clock": self.clock, "ended": self.ended}
 
     def _add_due(self) -> None:
@@ -221,7 +215,10 @@ class Commands:
                     )
                 self._num_threads = threads
                 torch.set_num_threads(threads)
-            self.engines[name] = SteppedEngine(assemble_engine(config, self._loaded(config)))
+            try:
+                self.engines[name] = SteppedEngine(assemble_engine(config, self._loaded(config)))
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(f"the device has no room for it: {error}") from None
         return describe_engine(self.engines[name].engine)
 
     def _loaded(self, config: EngineConfig) -> LoadedModel:

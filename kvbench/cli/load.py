@@ -66,7 +66,7 @@ _SEARCH_OPTIONS = (
                  help="--find-max-rate: lowest rate tried (default: 1/64 of the first)."),
     click.option("--max-rate", type=_POSITIVE, metavar="R",
                  help="--find-max-rate: highest rate tried (default: 1024 times the first)."),
-    click.option("--tolerance", type=FiniteRange(0.001, 0.5), default=0.1, show_default=True,
+    click.option("--tolerance", type=FiniteRange(0.01, 0.5), default=0.1, show_default=True,
                  help="--find-max-rate: how wide the 95 % interval may be at the end, relative to the rate."),
     click.option("--max-runs", type=click.IntRange(1, 1000), default=40, show_default=True,
                  help="--find-max-rate: most runs, disturbed ones included."),

@@ -19,17 +19,20 @@ from typing import Protocol
 
 import psutil
 
+from kvbench.common.errors import MeasurementError
 from kvbench.common.processes import Child, signal_family
 
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-_FREEZE_LIMIT_S = 0.5  # a process deep in the kernel stops as it leaves it: what it does until then is still its own
+_FREEZE_LIMIT_S = 5.0  # a process deep in the kernel stops as it leaves it: what it does until then is still its own
 _LOOK_S = 0.0002
 _CGROUP_NAME = "kvbench-twin-"
+_RUNS_ON = f"the server was still running {_FREEZE_LIMIT_S:g} s after it was frozen"
 
 
 class Freezer(Protocol):
     """Freezes and thaws one family; both return when it is done. ``kind``: ``cgroup`` or ``signals``.
 
+    Raises MeasurementError where it has not stopped within 5 s.
     ``freeze`` gives the moment [s, perf_counter] from which on nothing of it computes: a thread that was running is
     interrupted at once, one that waited for a core never gets to its own code. It may take long until all have stopped,
     on a busy machine, since each needs a core to do so.
@@ -71,7 +74,8 @@ class SignalFreezer:
     def freeze(self) -> float:
         signal_family(self._child, signal.SIGSTOP)
         at = time.perf_counter()
-        _wait(lambda: all(map(_is_stopped, self._members)))
+        if not _wait(lambda: all(map(_is_stopped, self._members))):
+            raise MeasurementError(_RUNS_ON)
         return at
 
     def thaw(self) -> None:
@@ -87,19 +91,21 @@ class CgroupFreezer:
         self._folder = folder
 
     def freeze(self) -> float:
-        return self._write("1")
+        with contextlib.suppress(OSError):  # removed by somebody
+            (self._folder / "cgroup.freeze").write_text("1")
+            at = time.perf_counter()
+            if self._reaches("frozen 1"):
+                return at
+        raise MeasurementError(_RUNS_ON)
 
     def thaw(self) -> None:
-        self._write("0")
-
-    def _write(self, wanted: str) -> float:
-        events = self._folder / "cgroup.events"
         with contextlib.suppress(OSError):  # removed by somebody: nothing is frozen then
-            (self._folder / "cgroup.freeze").write_text(wanted)
-            at = time.perf_counter()
-            _wait(lambda: f"frozen {wanted}" in events.read_text() or "populated 0" in events.read_text())
-            return at
-        return time.perf_counter()
+            (self._folder / "cgroup.freeze").write_text("0")
+            self._reaches("frozen 0")
+
+    def _reaches(self, state: str) -> bool:
+        events = self._folder / "cgroup.events"
+        return _wait(lambda: state in (text := events.read_text()) or "populated 0" in text)
 
 
 def own_cgroup() -> Path | None:
@@ -151,7 +157,8 @@ def _is_stopped(process: psutil.Process) -> bool:
         return True
 
 
-def _wait(done: Callable[[], bool]) -> None:
+def _wait(done: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + _FREEZE_LIMIT_S
-    while not done() and time.monotonic() < deadline:
+    while not (ended := done()) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
+    return ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -34,16 +35,18 @@ def t_interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -
     return float(sample.mean()) - half, float(sample.mean()) + half
 
 
-def detectable_shift(values: Sequence[float] | np.ndarray, confidence: float = 0.95, power: float = 0.80) -> float:
-    """The smallest shift of the mean that ``t_interval`` would tell from 0 with ``power``; nan of fewer than 2 values.
-
-    (t(1 - alpha/2) + t(power)) times the standard error, as in H. S. Bloom, "Minimum detectable effects", Evaluation
-    Review 19(5), 1995. With 3 values it is 5 % less than the noncentral t distribution says, with 5 or more 1 %.
-    """
+def detectable_shift(values: Sequence[float] | np.ndarray) -> float:
+    """The smallest shift of the mean that ``t_interval`` tells from 0 in 4 of 5 cases; nan of fewer than 2 values."""
     sample = np.asarray(values, dtype=np.float64)
     if len(sample) < 2:
         return math.nan
-    from scipy.stats import t  # slow to import
+    return detectable_errors(len(sample) - 1) * float(sample.std(ddof=1)) / math.sqrt(len(sample))
 
-    quantiles = t.ppf([(1 + confidence) / 2, power], len(sample) - 1)
-    return float(quantiles.sum()) * float(sample.std(ddof=1)) / math.sqrt(len(sample))
+
+@functools.cache
+def detectable_errors(freedom: int, confidence: float = 0.95, power: float = 0.80) -> float:
+    """The shift, in standard errors, at which Student's t test rejects with a chance of ``power`` (noncentral t)."""
+    from scipy import optimize, stats  # slow to import
+
+    critical = float(stats.t.ppf((1 + confidence) / 2, freedom))
+    return float(optimize.brentq(lambda shift: stats.nct.sf(critical, freedom, shift) - power, 0.1, 10 * critical))

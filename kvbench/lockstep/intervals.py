@@ -11,10 +11,10 @@ remains is taken into the error as that of a first-order autoregression (as Tafa
 Transactions 43, 2011).
 
 Over launches. A launch has its own memory layout, which moves its ratio by up to 1 %: more steps of one launch do not
-average that away, so launches are what is counted. The interval is Student's t of their log ratios, and never narrower
-than the 80 % interval of the errors within the launches: three launches that agree by chance prove nothing that their
-steps deny. Not the 95 % interval of those errors: the larger of the two would cover 98 %. Of one launch there are only
-the errors within it, and the effect says so (``within_launch``).
+average that away, so launches are what is counted. The interval is Student's t of their log ratios. That of a
+configuration alone is never narrower than the 80 % interval of the errors within the launches: three launches that
+agree by chance prove nothing that their steps deny. Not the 95 % interval of those errors: the larger of the two would
+cover 98 %. Of one launch there are only the errors within it, and the effect says so (``within_launch``).
 
 Many configurations. Those of one process are a randomised block design: launches are the blocks, and what is left of
 the log throughputs after the means of launches and configurations is the noise, much the same for all (Montgomery,
@@ -45,22 +45,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import ndimage, optimize, stats
+from scipy import ndimage, stats
+
+from kvbench.common.stats import detectable_errors
 
 AHEAD, BEHIND, LEVEL, OPEN = "ahead", "behind", "level", "open"
 CONFIDENCE = 0.95
 LEVEL_WITHIN = 0.02  # of 1, both ends of the interval
 TARGET = 0.015  # half width of an interval that is narrow enough
-POWER = 0.80
 FEWEST_LAUNCHES = 5  # before the first decision to stop
 FEWEST_POOLED = 3  # launches, where the noise is known from at least ``POOLED_FREEDOM`` degrees of freedom
 POOLED_FREEDOM = 7
 RECURS = 1.3  # times what it would take: a longer step was interrupted
 _AROUND = 9  # steps, of which a step is the middle
-_LIKE = math.log(1.5)  # configurations whose ratio to the baseline is within this share their noise
+_LIKE = math.log(1.5)  # configurations at most this much faster or slower than the baseline have noise in common
 _COMMON_FREEDOM = 6
 _SCATTERS_MORE = 0.01
-FEWEST_SHARES, MOST_SHARES = 8, 32  # powers of two; more tell the speed of other moments, as engines drift apart
+FEWEST_SHARES, MOST_SHARES = 8, 32  # powers of two; with more, both reach the same share at different moments
 _STEPS_A_SHARE = 2  # at least
 _WITHIN_LAUNCHES = 0.80  # confidence of the errors within launches that the interval over launches may not undercut
 
@@ -99,6 +100,7 @@ class Effect:
     launches: how many it was made of
     within_launch: only the scatter within one launch is known, not how launches differ
     smallest_seen: the relative change that this many launches find in 4 of 5 sittings; NaN if nothing is known
+    pooled: whether its noise is known from other configurations too
     """
 
     ratio: float
@@ -107,24 +109,24 @@ class Effect:
     launches: int
     within_launch: bool
     smallest_seen: float
+    pooled: bool = False
 
     @property
     def half_width(self) -> float:
         """Half of the interval, as a relative change; NaN if nothing is known."""
         return math.sqrt(self.high / self.low) - 1
 
-    def call(self, higher_is_better: bool = True, level_within: float = LEVEL_WITHIN) -> str:
-        """LEVEL if the interval lies within ``level_within`` of 1, AHEAD or BEHIND if it excludes 1, else OPEN."""
-        if self.low >= 1 - level_within and self.high <= 1 + level_within:
+    def call(self, higher_is_better: bool = True) -> str:
+        """LEVEL if the interval lies within ``LEVEL_WITHIN`` of 1, AHEAD or BEHIND if it excludes 1, else OPEN."""
+        if self.low >= 1 - LEVEL_WITHIN and self.high <= 1 + LEVEL_WITHIN:
             return LEVEL
         if self.low > 1 or self.high < 1:
             return AHEAD if (self.low > 1) == higher_is_better else BEHIND
         return OPEN
 
-    def is_decided(self, target: float = TARGET, level_within: float = LEVEL_WITHIN) -> bool:
-        """Whether it has a call and an interval of at most ``target`` to each side, or a fifth of a large effect."""
-        narrow = max(target, abs(self.ratio - 1) / 5)
-        return self.call(level_within=level_within) != OPEN and self.half_width <= narrow
+    def is_decided(self) -> bool:
+        """Whether it has a call and an interval of at most ``TARGET`` to each side, or a fifth of a large effect."""
+        return self.call() != OPEN and self.half_width <= max(TARGET, abs(self.ratio - 1) / 5)
 
 
 def as_it_recurs(seconds: np.ndarray) -> np.ndarray:
@@ -221,7 +223,7 @@ def pooled_effects(alone: Mapping[str, Effect], log_ratios: Mapping[str, Sequenc
             moderated = (_COMMON_FREEDOM * 2 * square + own * variances) / (_COMMON_FREEDOM + own)
             errors = dict(zip(names, np.sqrt(moderated / len(y)), strict=True))
             means = {name: float(np.mean(log_ratios[name])) for name in names}
-            shared = {n: _effect(means[n], errors[n], _COMMON_FREEDOM + own, len(y)) for n in names}
+            shared = {n: _effect(means[n], errors[n], _COMMON_FREEDOM + own, len(y), pooled=True) for n in names}
             return {name: shared.get(name, found) for name, found in alone.items()}
         names.pop(widest)
     return dict(alone)
@@ -256,12 +258,15 @@ def error_over_launches(log_ratios: np.ndarray, within: np.ndarray) -> np.ndarra
     return np.maximum(between, least / _quantile(n - 1))
 
 
-def _effect(log_ratio: float, error: float, freedom: int, launches: int, within_launch: bool = False) -> Effect:
+def _effect(
+    log_ratio: float, error: float, freedom: int, launches: int, within_launch: bool = False, pooled: bool = False
+) -> Effect:
     if math.isnan(error):
         return Effect(math.exp(log_ratio), math.nan, math.nan, launches, within_launch, math.nan)
     half = _quantile(freedom) * error
     low, high = math.exp(log_ratio - half), math.exp(log_ratio + half)
-    return Effect(math.exp(log_ratio), low, high, launches, within_launch, math.expm1(_seen_at(freedom) * error))
+    seen = math.expm1(detectable_errors(freedom) * error)
+    return Effect(math.exp(log_ratio), low, high, launches, within_launch, seen, pooled)
 
 
 @functools.cache
@@ -269,23 +274,15 @@ def _quantile(freedom: int) -> float:
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
 
-@functools.cache
-def _seen_at(freedom: int) -> float:
-    """The effect, in standard errors, at which the t test rejects with a chance of ``POWER``."""
-    critical = _quantile(freedom)
-    return float(optimize.brentq(lambda shift: stats.nct.sf(critical, freedom, shift) - POWER, 0.1, 10 * critical))
+def fewest_launches(configurations: int) -> int:
+    """The fewest that may decide the effects of so many configurations; one more where there is one alone."""
+    if configurations * (FEWEST_POOLED - 1) >= POOLED_FREEDOM:
+        return FEWEST_POOLED
+    return FEWEST_LAUNCHES + (configurations == 1)
 
 
-def goes_on(
-    effects: Iterable[Effect],
-    fewest_launches: int | None = None,
-    target: float = TARGET,
-    level_within: float = LEVEL_WITHIN,
-) -> bool:
-    """Whether another launch is needed: a question (one of ``effects``) is undecided, or has too few launches.
-
-    ``fewest_launches``: None for ``FEWEST_LAUNCHES``, and one more for a question alone.
-    """
+def goes_on(effects: Iterable[Effect]) -> bool:
+    """Whether another launch is needed: a question (one of ``effects``) is undecided, or has too few launches."""
     questions = list(effects)
-    fewest = fewest_launches or FEWEST_LAUNCHES + (len(questions) == 1)
-    return any(each.launches < fewest or not each.is_decided(target, level_within) for each in questions)
+    alone = FEWEST_LAUNCHES + (len(questions) == 1)
+    return any(each.launches < (FEWEST_POOLED if each.pooled else alone) or not each.is_decided() for each in questions)

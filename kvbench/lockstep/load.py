@@ -6,8 +6,8 @@ HTTP and load client. ``clock: engine`` says so in load.json and done.json.
 
 A load may be computed several times. Its steps are the same each time (``is_repeatable``), so each step takes its
 median over the repetitions, all of them stretched to add up to the mean duration. An interruption from outside then
-counts in throughput like everywhere, but makes no percentile: a p95 of few requests is otherwise that of the machine's
-interruptions. What the engine itself does at the same step each time stays.
+lowers throughput, but does not become a p95 of its own: with few requests it easily would. What the engine itself does
+at the same step each time stays.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 
 CLOCK = "engine"
+_WARM_UP_USERS = 8  # of a load by arrivals
 
 
 def why_not(load: LoadConfig, requests: Sequence[RequestSpec]) -> str | None:
@@ -50,6 +51,11 @@ def why_not(load: LoadConfig, requests: Sequence[RequestSpec]) -> str | None:
 def is_repeatable(load: LoadConfig, point: LoadPoint) -> bool:
     """Whether an engine that gets the load's requests again computes the same steps again, however fast it is."""
     return point.mode == "closed" and load.ignore_eos and load.cache_state != "steady"
+
+
+def users_of(point: LoadPoint) -> int:
+    """How many requests a warm-up for this load holds at once."""
+    return point.concurrency or _WARM_UP_USERS
 
 
 def requests_of(
@@ -90,7 +96,7 @@ def begin(seats: Sequence[Seat], load: LoadConfig, point: LoadPoint, requests: S
 class Computed:
     """What an engine did with a load, once.
 
-    steps: float64 [steps, 5], see ``STEP_COLUMNS``; turns: how many of them each turn had; clock: engine time [s]
+    steps: float64 [steps, 4], see ``STEP_COLUMNS``; turns: how many of them each turn had; clock: engine time [s]
     rows: of each request, as the engine's ``result`` has them; metrics: after the load, as Prometheus text
     """
 
@@ -166,8 +172,6 @@ def store(
         "server_faults": faults,
         "clock": CLOCK,
         "metrics": metrics,
-        "engine_seconds": clock,
-        "steps": len(steps),
     }
 
 

@@ -1,11 +1,12 @@
 """A process of engines that compute when they are told to (``python -m engine.lockstep``), over a pipe.
 
-kvbench speaks protocol 1 (engine/lockstep.py documents it). A git ref whose engine speaks another one, or none, cannot
+kvbench speaks protocol 2 (engine/lockstep.py documents it). A git ref whose engine speaks another one, or none, cannot
 be measured in lockstep.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -19,7 +20,7 @@ from typing import Any
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 
-PROTOCOL = 1
+PROTOCOL = 2
 LOCKSTEP_COMMAND = (sys.executable, "-m", "engine.lockstep")
 OPEN_LIMIT_S = 180.0  # imports, weights, warm-up
 TURN_LIMIT_S = 300.0  # a few steps; on a CPU one with a long prompt may take many seconds
@@ -36,7 +37,7 @@ class EngineFailedError(MeasurementError):
 
 
 class EngineProcess:
-    """One process. ``check``: called twice a second while it computes; may raise to end the measurement.
+    """One process. ``check``: called at each answer and twice a second between them; may raise to end the measurement.
 
     ``env``: added to our environment, as ``processes.launch`` does. Use it as a context manager: the end stops it.
     """
@@ -67,7 +68,7 @@ class EngineProcess:
                     pipe.close()
             except BrokenPipeError:
                 pass
-        processes.stop(self._process, grace_s=0.0 if self._process.poll() is None else 1.0)
+        processes.stop(self._process, grace_s=0.0)
 
     @property
     def alive(self) -> bool:
@@ -81,7 +82,8 @@ class EngineProcess:
     def stay_on(self, cores: Collection[int]) -> None:
         """Keeps all its threads on ``cores``."""
         for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
-            os.sched_setaffinity(int(thread.name), cores)
+            with contextlib.suppress(ProcessLookupError):  # a thread that has ended meanwhile
+                os.sched_setaffinity(int(thread.name), cores)
 
     def send(self, **command: Any) -> None:
         """Writes a command; ``receive`` waits for its answer, so that several processes work at the same time."""
@@ -95,6 +97,7 @@ class EngineProcess:
     def receive(self, limit_s: float) -> dict[str, Any]:
         """The next answer. Raises EngineFailedError."""
         assert self._process.stdout is not None
+        self._check()
         deadline = time.monotonic() + limit_s
         pipe = self._process.stdout.fileno()
         while b"\n" not in self._buffer:
@@ -128,7 +131,9 @@ class EngineProcess:
         return EngineFailedError(f"the engine's process {how}; its last lines:\n{lines}", self)
 
 
-def open_all(engines: Sequence[tuple[EngineProcess, str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def open_all(
+    engines: Sequence[tuple[EngineProcess, str, Mapping[str, Any]]], limit_s: float = OPEN_LIMIT_S
+) -> list[dict[str, Any]]:
     """Builds each (process, name, settings), the processes at the same time; what each engine says of itself.
 
     Raises UsageError for settings that an engine refuses, EngineFailedError where one fails.
@@ -138,7 +143,7 @@ def open_all(engines: Sequence[tuple[EngineProcess, str, Mapping[str, Any]]]) ->
     found = []
     for process, name, _ in engines:
         try:
-            found.append(process.receive(OPEN_LIMIT_S))
+            found.append(process.receive(limit_s))
         except EngineFailedError as error:
             if process.alive:
                 raise UsageError(f"the engine of {name} refused its settings: {error}") from None
@@ -146,11 +151,11 @@ def open_all(engines: Sequence[tuple[EngineProcess, str, Mapping[str, Any]]]) ->
     return found
 
 
-def speaks_lockstep(command: Sequence[str], log: Path, env: Mapping[str, str | None] | None = None) -> bool:
-    """Whether the engine of ``command`` can be stepped by this kvbench; starts it for a moment."""
+def why_not_stepped(command: Sequence[str], log: Path, env: Mapping[str, str | None] | None = None) -> str | None:
+    """Why this kvbench cannot step the engine of ``command``, None if it can; starts it for a moment."""
     try:
         with EngineProcess(command, log, env=env) as process:
             process.greet()
-    except MeasurementError:
-        return False
-    return True
+    except MeasurementError as error:
+        return str(error)
+    return None

@@ -5,11 +5,11 @@
       cells/<cell id>/loads/<launch>/         one load in engine time (kvbench/lockstep/load.py)
       logs/<launch>.log                       the engines' process
 
-A launch is one process with an engine of every configuration; they share the weights. Every engine computes the same
-requests to their end, and so does every launch: what scatters is the machine and the launch, not the requests.
-Launches go on until every effect is decided or the time is over (kvbench/lockstep/intervals.py). Loads come in the
-order of their users, most first: that is where memory decides. A load for which the time does not hold enough launches
-is left out, and the effects say so.
+A launch is one process with an engine of every configuration; they share the weights. What it has no room for takes no
+part, and a note says so. Every engine computes the same requests to their end, and so does every launch: what scatters
+is the machine and the launch, not the requests. Launches go on until every effect on throughput is decided or the time
+is over (kvbench/lockstep/intervals.py). Loads come in the order of their users, most first: that is where memory
+decides. A load for which the time does not hold enough launches is left out, and the effects say so.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import read_json, utc_now, write_json
+from kvbench.common.machine import free_memory
 from kvbench.lockstep import load as loads
 from kvbench.lockstep.intervals import (
-    FEWEST_LAUNCHES,
     FEWEST_POOLED,
-    POOLED_FREEDOM,
     Effect,
     Steps,
     as_it_recurs,
     effect,
     effect_of_values,
+    fewest_launches,
     goes_on,
     launch_ratios,
     pooled_effects,
@@ -48,13 +47,13 @@ from kvbench.runs.aggregate import flatten
 from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.metric_names import value_of
+from kvbench.targets.base import contradiction
 from kvbench.workload.design import Configuration, Design, LoadPoint
 from kvbench.workload.file import Workload
 
 MOST_LAUNCHES = 20
 METRICS = {"output_throughput": True, "p95_ttft_ms": False, "p95_itl_ms": False}  # name -> whether higher is better
-_LONGER = 2.0  # times the limit, for the fewest launches that tell something: other programs slow all of them down
-_WARM_UP_USERS = 8  # of a load by arrivals
+_LONGER = 2.0  # a busy machine may take this many times the limit to reach the fewest launches
 _WARM_UP_TURNS = 1  # of an engine whose turns' length is known
 
 
@@ -74,7 +73,7 @@ class Sitting:
     show: Callable[[str], None]
     check: Callable[[], None]
     notes: list[str] = field(default_factory=list)
-    _groups: list[list[Configuration]] = field(default_factory=list)
+    _others: list[Configuration] = field(default_factory=list)  # than the baseline, that take part
     _turns: dict[str, dict[str, Any]] = field(default_factory=dict)  # by load: ``cold_facts``
 
     def __post_init__(self) -> None:
@@ -100,98 +99,134 @@ class Sitting:
         return None
 
     def execute(self) -> dict[str, Any]:
-        """Measures and returns the content of effects.json. Raises MeasurementError where an engine fails."""
+        """Measures and returns the content of effects.json. Raises MeasurementError where nothing could be measured."""
         began, points, launch = time.monotonic(), self.points, 0
-        self._groups = [[each for each in self.design.configurations if not each.is_baseline]]
+        self._others = [each for each in self.design.configurations if not each.is_baseline]
         found: dict[str, Any] = {}
         while launch < MOST_LAUNCHES:
             launch += 1
-            self.show(f"engine time, launch {launch}: starting {len(self.design.configurations)} engines")
-            seconds = self._launch(launch, points, began)
+            self.show(f"engine time, launch {launch}: starting {len(self._others) + 1} engines")
+            try:
+                points = self._launch(launch, points, began)
+            except MeasurementError as error:
+                if not found:
+                    raise
+                self.notes.append(f"engine time ended in launch {launch}: {error}")
+                return self.effects(launch - 1, points, time.monotonic() - began, done=True)
             elapsed = time.monotonic() - began
-            points = [point for point in points if point.load_id in seconds]
             found = self.effects(launch, points, elapsed, done=False)
             limit_s = self.limit_s if launch >= FEWEST_POOLED else _LONGER * self.limit_s
             if not self._goes_on(found) or elapsed * (1 + 1 / launch) > limit_s:
                 break
         return self.effects(launch, points, time.monotonic() - began, done=True)
 
-    def _launch(self, launch: int, points: Sequence[LoadPoint], began: float) -> dict[str, float]:
-        """One process for each group of configurations; the seconds that each load took."""
-        took: dict[str, float] = {}
+    def _launch(self, launch: int, points: Sequence[LoadPoint], began: float) -> list[LoadPoint]:
+        """One process with all engines; the loads that they have computed."""
         order = random.Random(f"kvbench-sitting/{self.workload.seed}/{launch}")
-        groups, self._groups = self._groups, []
-        while groups:
-            others = groups.pop(0)
-            assert self.baseline is not None
-            names = [self.baseline, *others]
-            order.shuffle(names)
-            with ExitStack() as stack:
-                log = self.folder.server_log(f"{launch}-{len(self._groups) + 1}")
-                process = stack.enter_context(EngineProcess(LOCKSTEP_COMMAND, log, check=self.check))
-                process.greet()
-                try:
-                    open_all([(process, each.config_id, each.settings) for each in names])
-                except UsageError as error:
-                    if len(others) > 1:  # too large together, perhaps: halves of them with the baseline
-                        middle = len(others) // 2
-                        groups = [others[:middle], others[middle:], *groups]
-                    else:
-                        self.notes.append(f"{others[0].label} was not measured in engine time: {error}")
-                    continue
-                self._groups.append(others)
-                seats = {each.config_id: Seat(process, each.config_id) for each in names}
-                if launch > 1:
-                    warm_up(list(seats.values()), _users(points[0]), _WARM_UP_TURNS)
-                for point in points:
-                    if launch == 1 and took and not self._holds(point, points, took, time.monotonic() - began):
-                        continue
-                    self.show(f"engine time, launch {launch}: {point.load_id}, {len(names)} engines in turns")
-                    started = time.monotonic()
-                    self._measure(launch, point, list(seats.values()), order)
-                    took[point.load_id] = took.get(point.load_id, 0.0) + time.monotonic() - started
-        return took
+        with EngineProcess(LOCKSTEP_COMMAND, self.folder.server_log(str(launch)), check=self.check) as process:
+            process.greet()
+            seats = self._open(process, order, launch)
+            if launch > 1:
+                warm_up(seats, loads.users_of(points[0]), self._limit("max_model_len"), _WARM_UP_TURNS)
+            took: list[float] = []
+            for point in points:
+                if launch == 1 and took and not self._holds(point, len(points) - len(took), took, began):
+                    return list(points[: len(took)])
+                self.show(f"engine time, launch {launch}: {point.load_id}, {len(seats)} engines in turns")
+                started = time.monotonic()
+                self._measure(launch, point, seats, order, began + _LONGER * self.limit_s)
+                took.append(time.monotonic() - started)
+        return list(points)
 
-    def _holds(self, point: LoadPoint, points: Sequence[LoadPoint], took: Mapping[str, float], elapsed: float) -> bool:
-        """Whether the time holds enough launches that have this load too, if it takes as long as the longest so far."""
-        fewest = FEWEST_POOLED if len(self.design.configurations) > POOLED_FREEDOM / 2 else FEWEST_LAUNCHES
-        if fewest * (elapsed + max(took.values())) <= self.limit_s:
+    def _open(self, process: EngineProcess, order: random.Random, launch: int) -> list[Seat]:
+        """The engines in random order, at first the baseline's. What has no room or is refused takes no more part."""
+        assert self.baseline is not None
+        first, rest = ([self.baseline], self._others) if launch == 1 else ([], [self.baseline, *self._others])
+        room, seats = free_memory()["this machine"], []
+        for each in (*first, *order.sample(rest, len(rest))):
+            known = self.capacity[each.config_id]
+            try:
+                if (budget := known.get("kv_budget_bytes") or 0) > room:
+                    raise UsageError(
+                        f"its KV cache of {budget / 2**30:.1f} GiB has no room beside those of the others: "
+                        f"{room / 2**30:.1f} GiB are free"
+                    )
+                [info] = open_all([(process, each.config_id, each.settings)])
+                on_cpu = info["resolved"]["device"] == "cpu"
+                if not on_cpu and each.settings.get("kv_budget") is None:
+                    raise UsageError("set kv_budget: on a GPU each engine would take most of the memory that is free")
+                if wrong := contradiction(each.settings, known, info):
+                    raise UsageError(wrong)
+            except UsageError as error:
+                self._leave_out(each, str(error))
+                continue
+            room -= budget if on_cpu else 0
+            seats.append(Seat(process, each.config_id))
+        return seats
+
+    def _leave_out(self, configuration: Configuration, reason: str) -> None:
+        """Raises MeasurementError where nothing is left to compare."""
+        self.notes.append(f"{configuration.label} was not measured in engine time: {reason}")
+        self._others = [each for each in self._others if each is not configuration]
+        if configuration is self.baseline or not self._others:
+            raise MeasurementError("; ".join(self.notes))
+
+    def _holds(self, point: LoadPoint, left: int, took: Sequence[float], began: float) -> bool:
+        """Whether the time holds enough launches that have this load too, if it takes as long as the longest so far.
+
+        ``left``: how many loads are not measured yet.
+        """
+        fewest, elapsed = fewest_launches(len(self._others)), time.monotonic() - began
+        if fewest * (elapsed + max(took)) <= self.limit_s:
             return True
-        minutes = fewest * (elapsed + max(took.values()) * (len(points) - len(took))) / 60
         self.notes.append(
             f"{point.load_id} was not measured in engine time: {self.limit_s / 60:g} minutes hold too few launches of "
-            f"it; about {minutes:.0f} would do (--lockstep-minutes)"
+            f"it; about {fewest * (elapsed + max(took) * left) / 60:.0f} would do (--lockstep-minutes)"
         )
         return False
 
+    def _limit(self, name: str) -> int:
+        """The smallest that any configuration has."""
+        return min(int(known[name]) for known in self.capacity.values())
+
     def _requests(self, point: LoadPoint) -> Any:
         """Those of the first repeat over HTTP, for the smallest limits that any configuration has."""
-        known = list(self.capacity.values())
-        sizes = {name: min(int(each[name]) for each in known) for name in ("vocab_size", "max_model_len")}
+        sizes = {name: self._limit(name) for name in ("vocab_size", "max_model_len")}
         return loads.requests_of(self.workload.load, point, seed=self.workload.seed, repeat=1, **sizes)
 
-    def _measure(self, launch: int, point: LoadPoint, seats: list[Seat], order: random.Random) -> None:
+    def _measure(self, launch: int, point: LoadPoint, seats: list[Seat], order: random.Random, until: float) -> None:
         requests = self._requests(point)
         cost = None
         if point.load_id not in self._turns:
-            cost = warm_up(seats, _users(point))
+            cost = warm_up(seats, loads.users_of(point), self._limit("max_model_len"))
             decode_step = mean_step(seats, decodes_only=True)
             self._turns[point.load_id] = cold_facts(cost, choose_turn(cost))
-        started_at = utc_now()
+        started_at, length = utc_now(), self._turns[point.load_id]["turn_steps"]
         before = loads.begin(seats, self.workload.load, point, requests)
-        take_turns(seats, order, self._turns[point.load_id]["turn_steps"])
+        try:
+            take_turns(seats, order, length, until)
+        except MeasurementError:
+            if time.monotonic() <= until:
+                raise
+            raise MeasurementError(
+                f"{point.load_id} takes too long for {self.limit_s / 60:g} minutes: shorten it, or allow more with "
+                "--lockstep-minutes"
+            ) from None
         if cost is not None:  # the load's own steps are longer where they hold prompts, and not by more when cold
             cost = cost * decode_step / mean_step(seats)
-            self._turns[point.load_id] = cold_facts(cost, choose_turn(cost))
+            self._turns[point.load_id] = {**cold_facts(cost, choose_turn(cost)), "first_turn_steps": length}
+        configurations = {each.config_id: each for each in self.design.configurations}
         for seat, metrics in zip(seats, before, strict=True):
             cell_id = f"{seat.name}-{point.load_id}"
             with self.folder.scratch_load(cell_id, launch) as out:
                 done = loads.store(out, [loads.computed(seat)], self.workload.load, point, requests, metrics)
                 write_json(out / DONE, {"cell_id": cell_id, "repeat": launch, "started_at": started_at, **done})
+            if not done["valid"]:
+                self._leave_out(configurations[seat.name], "; ".join(done["invalid_reasons"]))
 
     def effects(self, launches: int, points: Sequence[LoadPoint], seconds: float, *, done: bool) -> dict[str, Any]:
         """Writes and returns effects.json, from the launches that are stored."""
-        rows = [row for point in points for others in self._groups for row in self._rows(others, point)]
+        rows = [row for point in points for row in self._rows(point, launches)]
         found = {
             "format": FORMAT,
             "finished": done,
@@ -206,13 +241,13 @@ class Sitting:
         write_json(self.folder.path / EFFECTS, found)
         return found
 
-    def _rows(self, others: Sequence[Configuration], point: LoadPoint) -> list[dict[str, Any]]:
-        """The effects of the configurations of one process under one load."""
+    def _rows(self, point: LoadPoint, launches: int) -> list[dict[str, Any]]:
+        """The effects under one load."""
         assert self.baseline is not None
-        base, *cells = (f"{each.config_id}-{point.load_id}" for each in (self.baseline, *others))
-        launches = self.folder.done_repeats(cells[0])
-        steps = {cell: _steps([self.folder.load(cell, launch) for launch in launches]) for cell in (base, *cells)}
-        values = {cell: [_values(self.folder.load(cell, launch)) for launch in launches] for cell in (base, *cells)}
+        base, *cells = (f"{each.config_id}-{point.load_id}" for each in (self.baseline, *self._others))
+        stored = {cell: [self.folder.load(cell, launch + 1) for launch in range(launches)] for cell in (base, *cells)}
+        steps = {cell: _steps(folders) for cell, folders in stored.items()}
+        values = {cell: [_values(folder) for folder in folders] for cell, folders in stored.items()}
         rows = []
         for metric, higher in METRICS.items():
             if metric == "output_throughput":
@@ -243,18 +278,12 @@ class Sitting:
     def _goes_on(self, found: Mapping[str, Any]) -> bool:
         names = [each.name for each in dataclasses.fields(Effect)]
         rows = [row for row in found["effects"] if row["metric"] == "output_throughput"]
-        effects = [Effect(**{name: row[name] for name in names}) for row in rows]
-        together = min(map(len, self._groups)) * (FEWEST_POOLED - 1) >= POOLED_FREEDOM
-        return goes_on(effects, FEWEST_POOLED if together else None)
+        return goes_on([Effect(**{name: row[name] for name in names}) for row in rows])
 
 
 def _values(load: Any) -> dict[str, float | None]:
     measured = flatten(read_json(load / DONE)["metrics"])
     return {metric: value_of(measured, metric) for metric in METRICS}
-
-
-def _users(point: LoadPoint) -> int:
-    return point.concurrency or _WARM_UP_USERS
 
 
 def _steps(launches: Sequence[Any]) -> list[Steps]:

@@ -6,27 +6,30 @@ turn belongs to the engine whose own clock is furthest behind: all engines are a
 at any moment all have been measured about equally long. Ties are broken at random.
 
 An engine that has just waited finds its weights and KV out of the processor's caches. ``cold_cost`` measures by how
-much that lengthens the first decode steps of a turn, and ``choose_turn`` takes the shortest turn whose steps are on
-average within ``MAX_COLD_COST`` of those of an engine that runs alone.
+much that lengthens the first decode steps of a turn, beside the late steps of a long turn, which are as short as those
+of an engine alone. ``choose_turn`` takes the shortest turn whose steps are on average within ``MAX_COLD_COST`` of them.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from kvbench.lockstep.process import EngineProcess
+from kvbench.common.errors import MeasurementError
+from kvbench.lockstep.process import EngineFailedError, EngineProcess
 
-STEP_COLUMNS = ("seconds", "prefill_tokens", "decode_tokens", "output_tokens", "interruptions")
+STEP_COLUMNS = ("seconds", "prefill_tokens", "decode_tokens", "output_tokens")
 TURNS = (1, 2, 4, 8)
 MAX_COLD_COST = 0.02
+_WARM_UP_PROMPT = 16  # tokens
 _WARM_UP_TURNS = 24  # of all engines together: enough for a median over them
-_WARM_FROM = 4  # steps of a turn from here on (from 0) count as those of an engine alone
+_WARM_FROM = 4  # the late steps of a turn: from here on (from 0)
 
 
 @dataclass
@@ -60,24 +63,32 @@ class Seat:
         return self.process.ask(do="result", name=self.name)
 
     def table(self) -> np.ndarray:
-        """The steps as float64 [steps, 5], see ``STEP_COLUMNS``."""
+        """The steps as float64 [steps, 4], see ``STEP_COLUMNS``."""
         return np.asarray(self.steps, dtype=float).reshape(-1, len(STEP_COLUMNS))
 
 
-def take_turns(seats: Sequence[Seat], rng: random.Random, length: int) -> None:
-    """Lets every engine compute its load to the end, in turns of up to ``length`` steps."""
+def take_turns(seats: Sequence[Seat], rng: random.Random, length: int, until: float = math.inf) -> None:
+    """Lets every engine compute its load to the end, in turns of up to ``length`` steps.
+
+    until: when it is given up [s, time.monotonic]. Raises MeasurementError then, of the engine if it alone is left.
+    """
     running = list(seats)
     while running := [seat for seat in running if not seat.ended]:
+        if time.monotonic() > until:
+            names = ", ".join(seat.name for seat in running)
+            text = f"the load did not end in the time that it has (of {names})"
+            raise EngineFailedError(text, running[0].process) if len(running) == 1 else MeasurementError(text)
         min(running, key=lambda seat: (seat.clock, rng.random())).take_turn(length)
 
 
-def warm_up(seats: Sequence[Seat], users: int, turns: int | None = None) -> np.ndarray | None:
+def warm_up(seats: Sequence[Seat], users: int, max_model_len: int, turns: int | None = None) -> np.ndarray | None:
     """Decodes ``users`` short prompts in the longest turns on every engine, unmeasured; the ``cold_cost`` of it.
 
-    ``turns``: of each engine; None for as many as tell the cold cost.
+    ``turns``: of each engine; None for as many as tell the cold cost. ``max_model_len``: the smallest of the engines.
     """
     tokens = TURNS[-1] * (turns or 1 + math.ceil(_WARM_UP_TURNS / len(seats)))
-    requests = [[[16 + i % 200] * 16, tokens, None, 0] for i in range(users)]
+    tokens = max(1, min(tokens, max_model_len - _WARM_UP_PROMPT))
+    requests = [[[16 + i % 200] * _WARM_UP_PROMPT, tokens, None, 0] for i in range(users)]
     for seat in seats:
         seat.load(requests=requests, concurrency=users, temperature=0.0, ignore_eos=True, keep_cache=False)
     take_turns(seats, random.Random(0), TURNS[-1])

@@ -172,7 +172,7 @@ class _Turns:
 
     def __enter__(self) -> None:
         for number, freezer in enumerate(self.freezers):
-            self.frozen[number].append([freezer.freeze(), np.inf])
+            self.frozen[number].append([_tried(number, freezer.freeze), np.inf])
 
     def round(self, rng: random.Random) -> None:
         """One turn of each, in random order. A thaw is noted before it took place."""
@@ -181,7 +181,7 @@ class _Turns:
             frozen[-1][1] = time.perf_counter()
             freezer.thaw()
             time.sleep(self.length.slice_s)
-            stopped = freezer.freeze()
+            stopped = _tried(number, freezer.freeze)
             if self.length.guard_s:
                 time.sleep(self.length.guard_s)
                 stopped = time.perf_counter()

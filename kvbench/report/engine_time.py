@@ -34,7 +34,7 @@ def _value(effect: EngineEffect | None) -> Value:
         return Value("–")
     note = f"{effect.interval}\n{effect.call}" if effect.interval else effect.call
     if effect.call == "open" and effect.smallest_seen is not None:
-        note += f", {100 * effect.smallest_seen:.1f} % would show"
+        note += f"; a change of {100 * effect.smallest_seen:.1f} % or more would show"
     return Value(f"{100 * (effect.ratio - 1):+.1f} %", effect.ratio, note, _MARKS.get(effect.call, ""))
 
 
@@ -46,13 +46,17 @@ def engine_time_note(run: Run) -> str:
     launches = max(effect.launches for effect in effects)
     turns = facts.get("turns") or {}
     costs = [each["cold_cost"] for each in turns.values() if each["cold_cost"] is not None]
-    lengths = " or ".join(str(n) for n in sorted({each["turn_steps"] for each in turns.values()}))
+    lengths, first = (
+        " or ".join(str(n) for n in sorted({each[name] for each in turns.values() if name in each}))
+        for name in ("turn_steps", "first_turn_steps")
+    )
+    first = f" ({first} in the first launch)" if first and first != lengths else ""
     seen = [e.smallest_seen for e in effects if e.metric == "output_throughput" and e.smallest_seen is not None]
     parts = [
         "Change against the baseline in the engine's own time, without HTTP and load client: all configurations took "
-        f"turns of {lengths} steps in one process, so all met the same speed of the machine. 95 % "
+        f"turns of {lengths} steps{first} in one process, so all met the same speed of the machine. 95 % "
         f"intervals over {launches} launches, for the requests of the first repeat; level: within 2 %.",
-        f"A turn's steps took {100 * max(costs):.1f} % longer than those of an engine alone." if costs else "",
+        f"A turn's steps took {100 * max(costs):.1f} % longer than the late steps of a long turn." if costs else "",
         f"The smallest change of output tok/s that it could see: {100 * min(seen):.1f} to {100 * max(seen):.1f} %."
         if seen
         else "",

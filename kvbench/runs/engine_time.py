@@ -33,10 +33,6 @@ class EngineEffect:
     smallest_seen: float | None
     launches: int
 
-    def __str__(self) -> str:
-        """+2.1 % (+1.6 to +2.6)"""
-        return f"{_percent(self.ratio)} %" + (f" ({self.interval})" if self.interval else "")
-
     @property
     def interval(self) -> str:
         """Empty where so few launches tell nothing."""

@@ -24,15 +24,15 @@ from kvbench.common.errors import (
     UsageError,
     log_traceback,
 )
-from kvbench.common.files import check_output_dir, utc_now, write_json
+from kvbench.common.files import check_output_dir, read_json, utc_now, write_json
 from kvbench.common.git import git_state
 from kvbench.common.text import clock, plural
 from kvbench.lockstep.sitting import Sitting, begin_anew
 from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.engine_time import read_engine_time
-from kvbench.runs.folder import RunFolder, create_run
+from kvbench.runs.folder import DONE, RunFolder, create_run
 from kvbench.runs.manifest import add_server, build_manifest
-from kvbench.runs.repeats import repeat_notes
+from kvbench.runs.repeats import is_disturbed, repeat_notes
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.work import Work, kept, work_in
 from kvbench.sweep.block import BlockRunner, Failure
@@ -226,6 +226,8 @@ class Sweep:
         except MeasurementError as error:
             self._note(f"engine time is not measured: {error}")
             return
+        for note in found["notes"]:
+            self._note(note)
         self._say(
             f"engine time: {plural(len(design.configurations), 'configuration')} in turns, "
             f"{found['launches']} launch{'' if found['launches'] == 1 else 'es'} in {clock(found['seconds'])}"
@@ -346,7 +348,9 @@ class Sweep:
                     f"`kvbench report {run.path}`"
                 )
         chosen = {cell.cell_id for cell in design.cells}
-        for summary in (each for each in self.summaries if each["cell_id"] in chosen):
+        invalid = [each for each in self.summaries if each["cell_id"] in chosen and each["invalid_reasons"]]
+        only_disturbed = not problems and all(is_disturbed(done) for each in invalid for done in _invalid(run, each))
+        for summary in invalid:
             problems += [f"{summary['cell_id']} is invalid: {why}" for why in summary["invalid_reasons"]]
         if not complete and not self.failures:
             self._say(f"cells are left; go on with:\n  {resume}")
@@ -359,8 +363,8 @@ class Sweep:
         if problems:
             head = "INVALID: not every cell is validly measured (exit code 4); the results are kept:\n"
             self._say(head + "\n".join(f"  - {p}" for p in problems))
-            if read_engine_time(run.path):
-                self._say("The changes in engine time hold: other programs widen their intervals and favour nobody.")
+            if only_disturbed and read_engine_time(run.path):
+                self._say("The changes in engine time stay valid: other programs only widen their intervals.")
         if self.failures or (problems and complete):
             self._say(f"run the failed and invalid loads again with:\n  {resume}")
         return EXIT_INVALID if problems else EXIT_OK
@@ -368,6 +372,13 @@ class Sweep:
 
 def _loads(blocks: Sequence[Block]) -> list[LoadKey]:
     return [(cell.cell_id, block.repeat) for block in blocks for cell in block.cells]
+
+
+def _invalid(run: RunFolder, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """done.json of a cell's invalid loads."""
+    cell_id = summary["cell_id"]
+    found = [read_json(run.load(cell_id, repeat) / DONE) for repeat in run.done_repeats(cell_id)]
+    return [done for done in found if done["invalid_reasons"]]
 
 
 def failed_loads(failures: Sequence[Failure]) -> list[str]:

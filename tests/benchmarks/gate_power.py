@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from scipy import stats
 
-from kvbench.gate.timing.rules import DEFAULT_RULES, LEVELS, Look, TimingRules
+from kvbench.gate.timing.rules import DEFAULT_RULES
 from tests.support.gate_simulation import (
     CONFIGURATIONS,
     NOISES,
@@ -43,18 +42,8 @@ WHERE = {"all 24 cells": slice(None), "one class of 6": slice(0, 6), "one cell":
 TITLES = [metric.title for metric in DEFAULT_RULES.metrics]
 LAST = DEFAULT_RULES.looks[-1].pairs
 
-LOCKSTEP_FLOORS, LOCKSTEP_MARGINS = (0.01, 0.02, 0.01), (0.02, 0.04, 0.03)
 LOCKSTEP_SDS = ((0.5, 1, 0.75), (0.8, 1.6, 1.2), (1, 2, 1.5), (1.2, 2.4, 1.8), (1.4, 2.8, 2.1), (1.6, 3.2, 2.4))  # %
 SLOWED = np.log([1 / 1.016, 1.0, 1.02])  # decode steps, four fifths of the time, take 2 % longer
-
-
-def lockstep_rules() -> TimingRules:
-    """Of one cell, measured in pairs that take turns step by step."""
-    metrics = (
-        replace(metric, floor=floor, margins=dict.fromkeys(LEVELS, margin))
-        for metric, floor, margin in zip(DEFAULT_RULES.metrics, LOCKSTEP_FLOORS, LOCKSTEP_MARGINS, strict=True)
-    )
-    return TimingRules(tuple(metrics), (Look(8, 0.004, 0.02), Look(12, 0.0025, 0.015), Look(16, 0.0025, 0.015)))
 
 
 def bounds(count: int, runs: int) -> tuple[float, float]:
@@ -146,7 +135,7 @@ def false_alarms_in_lockstep(seed: int) -> Iterator[str]:
     for i, machine in enumerate(("ar1", "bimodal", "drifting", "bursty")):
         y = gate_pairs(machine, _rng(seed, 6, i), A_A_RUNS, LAST)
         sds = ", ".join(f"{100 * sd:.1f} %" for sd in y.std(axis=(0, 1, 2)))
-        yield f"| {machine} | {sds} | {_alarms(decide(y, passes=False, rules=lockstep_rules()))} |"
+        yield f"| {machine} | {sds} | {_alarms(decide(y, passes=False))} |"
 
 
 def sds_in_lockstep(seed: int, runs: int) -> Iterator[str]:
@@ -156,7 +145,7 @@ def sds_in_lockstep(seed: int, runs: int) -> Iterator[str]:
         rng = _rng(seed, 7, i)
         y, common = rng.normal(size=(runs, LAST, 1, 3)), rng.normal(size=(runs, LAST, 1, 1)) * [-1, 1, 1]
         y = (y + common) / np.sqrt(2) * np.array(sds) / 100
-        unchanged, slower = (decide(each, rules=lockstep_rules()) for each in (y, y + SLOWED))
+        unchanged, slower = (decide(each) for each in (y, y + SLOWED))
         parts = (unchanged.passed, unchanged.failed, slower.failed)
         passed, failed, caught_ = (f"{(part > 0).mean() * 100:.3g} %" for part in parts)
         sds_named = ", ".join(f"{sd:g} %" for sd in sds)
@@ -164,15 +153,12 @@ def sds_in_lockstep(seed: int, runs: int) -> Iterator[str]:
 
 
 def lockstep_sections(seed: int, runs: int) -> list[str]:
-    floors, margins = (", ".join(f"{100 * x:g} %" for x in part) for part in (LOCKSTEP_FLOORS, LOCKSTEP_MARGINS))
-    alphas = ", ".join(f"{look.alpha:g} after {look.pairs}" for look in lockstep_rules().looks)
     return [
         f"## Pairs in lockstep: a candidate that is the base, {A_A_RUNS:,} runs a row",
         "",
         "One cell; a pair is one launch of both sides, which take turns step by step for 300 steps each on a machine",
         "that changes its speed (tests/support/lockstep_simulation.py). Launches differ by 0.5 %, the side in the",
-        f"first place is 1 % faster, and a coin says which that is. Floors {floors}, margins {margins}",
-        f"(throughput, p95 TTFT, p95 ITL), alpha {alphas} pairs.",
+        "first place is 1 % faster, and a coin says which that is.",
         "",
         *false_alarms_in_lockstep(seed),
         "",

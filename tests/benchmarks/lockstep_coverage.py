@@ -47,7 +47,7 @@ def row(cell: Cell, runs: int, seed: int) -> str:
     rng = np.random.default_rng([seed, list(cells()).index(cell)])
     tokens, seconds = sittings(kind, rng, runs, MOST, ENGINES, true, launch_sd, LOADS, steps=STEPS, step_sd=STEP_SD)
     looks = [look(tokens, seconds[:, :n]) for n in range(FEWEST_POOLED, MOST + 1)]
-    first, ended = looks[0][0], where_they_stop([judged for judged, _ in looks], FEWEST_POOLED)
+    first, ended = looks[0][0], where_they_stop([judged for judged, _ in looks])
     alone = [[[each] for sitting in found for each in sitting] for _, found in looks]
     shares = (
         covers(first, true),

@@ -20,7 +20,7 @@ import numpy as np
 from kvbench.gate.compare.conclude import look_points
 from kvbench.gate.compare.pair_runner import ATTEMPTS
 from kvbench.gate.timing.pairs import Hypothesis, PairTable, hypotheses
-from kvbench.gate.timing.rules import DEFAULT_RULES, Look, TimingRules
+from kvbench.gate.timing.rules import DEFAULT_RULES, Look
 from kvbench.gate.timing.signflip import adjusted_p, scaled
 
 CELLS, CLASSES = 24, 4
@@ -46,10 +46,10 @@ class Decisions:
     rejected: np.ndarray
 
 
-def table(log_ratio: np.ndarray, rules: TimingRules = DEFAULT_RULES) -> PairTable:
+def table(log_ratio: np.ndarray) -> PairTable:
     """One run's table from [pairs, cells, metrics], of all cells or the first so many."""
     cells = log_ratio.shape[1]
-    return PairTable(log_ratio, NAMES[:cells], OF_CLASS[:cells], rules.metrics)
+    return PairTable(log_ratio, NAMES[:cells], OF_CLASS[:cells], DEFAULT_RULES.metrics)
 
 
 def _unit(noise: str, rng: np.random.Generator, runs: int, launches: int, parts: int) -> np.ndarray:
@@ -143,10 +143,10 @@ def _stops(clock: np.ndarray, failed: np.ndarray, rng: np.random.Generator) -> I
         yield stops
 
 
-def harms(log_ratio: np.ndarray, rules: TimingRules = DEFAULT_RULES) -> tuple[tuple[Hypothesis, ...], np.ndarray]:
+def harms(log_ratio: np.ndarray) -> tuple[tuple[Hypothesis, ...], np.ndarray]:
     """The hypotheses, and [runs, pairs, hypotheses]; they are sums of log ratios: each is made once."""
     runs, pairs, cells, metrics = log_ratio.shape
-    made = hypotheses(table(np.eye(cells * metrics).reshape(-1, cells, metrics), rules))
+    made = hypotheses(table(np.eye(cells * metrics).reshape(-1, cells, metrics)))
     return made.each, (log_ratio.reshape(runs * pairs, -1) @ made.harm).reshape(runs, pairs, -1)
 
 
@@ -194,18 +194,17 @@ def decide(
     log_ratio: np.ndarray,
     passes: bool = True,
     points: np.ndarray | None = None,
-    rules: TimingRules = DEFAULT_RULES,
 ) -> Decisions:
     """Each run of [runs, pairs, cells, metrics] through all looks. Not ``passes``: no run ends with a PASS.
 
     ``points`` [runs, looks]: after how many pairs each look is taken; None: when the rules say.
     """
     if points is None:
-        points = np.tile([look.pairs for look in rules.looks], (len(log_ratio), 1))
-    each, harm = harms(log_ratio, rules)
+        points = np.tile([look.pairs for look in DEFAULT_RULES.looks], (len(log_ratio), 1))
+    each, harm = harms(log_ratio)
     floors, margins = np.array([h.floor for h in each]), np.array([h.margin for h in each])
     failed, passed, rejected = (np.zeros(len(harm), dtype=int) for _ in range(3))
-    for number, look in enumerate(rules.looks, start=1):
+    for number, look in enumerate(DEFAULT_RULES.looks, start=1):
         for pairs in np.unique(points[:, number - 1]):
             open_ = np.flatnonzero((failed == 0) & (passed == 0) & (points[:, number - 1] == pairs))
             x = harm[open_, :pairs]

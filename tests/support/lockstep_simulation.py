@@ -147,11 +147,10 @@ def look(tokens: np.ndarray, seconds: np.ndarray) -> tuple[list[list[Effect]], l
     return judged, alone
 
 
-def where_they_stop(looks: Iterable[Sequence[Sequence[Effect]]], fewest: int | None = None) -> list[Sequence[Effect]]:
+def where_they_stop(looks: Iterable[Sequence[Sequence[Effect]]]) -> list[Sequence[Effect]]:
     """The effects of each sitting at the first of its ``looks`` at which it does not go on, or the last."""
     return [
-        next((found for found in sitting if not goes_on(found, fewest)), sitting[-1])
-        for sitting in zip(*looks, strict=True)
+        next((found for found in sitting if not goes_on(found)), sitting[-1]) for sitting in zip(*looks, strict=True)
     ]
 
 

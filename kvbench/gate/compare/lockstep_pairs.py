@@ -24,20 +24,26 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.files import utc_now, write_json
+from kvbench.common.machine import gpus
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.compare.sides import OpenSide, PairedWorkload
 from kvbench.gate.timing.plan import SIDES, Match, Turn
-from kvbench.load.launch import store_requests
+from kvbench.load.launch import bound_s, store_requests
 from kvbench.lockstep import load as loads
-from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineFailedError, EngineProcess, open_all, speaks_lockstep
-from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, take_turns, warm_up
+from kvbench.lockstep.process import (
+    LOCKSTEP_COMMAND,
+    EngineFailedError,
+    EngineProcess,
+    open_all,
+    why_not_stepped,
+)
+from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, take_turns, warm_up
 from kvbench.runs.folder import DONE
 from kvbench.sweep.block import Failure
 from kvbench.workload.design import Cell
 
 PAIR_S = 8.0  # engine time of both sides of a pair, over all cells
 _LEAST_S = 3.0  # of one side in one cell
-_WARM_UP_USERS = 8  # of a load by arrivals
 _PREFILL_SHARE = 1.3  # a load's time over that of its decode steps, for the guess of its length
 
 OnEngine = Callable[[PairedWorkload, str, Match, Mapping[str, Any]], None]
@@ -65,8 +71,11 @@ def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | No
             for cell in each.matches[0].cells(side):
                 if reason := loads.why_not(workload.load, _requests(each, side, cell, 1, 1)):
                     return f"{each.name}: {reason}"
-            if not speaks_lockstep(command[0], log, command[1]):
-                return f"the engine of {opened.name} is from before lockstep (or of another version of it)"
+            settings = [match.of(side).settings for match in each.matches]
+            if gpus() and any(of.get("device") != "cpu" and of.get("kv_budget") is None for of in settings):
+                return "two engines on one GPU need a kv_budget: each would take most of the memory that is free"
+            if why := why_not_stepped(command[0], log, command[1]):
+                return f"the engine of {opened.name} cannot be stepped ({why})"
     return None
 
 
@@ -94,7 +103,8 @@ class LockstepPairs:
     """``facts``: the manifest's ``lockstep``: the length of a turn, and by cell how often a pair computes its load.
 
     Both are chosen in the first pair and kept, so that all pairs are alike. ``on_engine``: called with what each engine
-    says of itself; may refuse it with a UsageError. ``check``: may raise to end the measurement.
+    says of itself; may refuse it with a UsageError. ``open_limit_s``: for an engine's start. ``check``: may raise to
+    end the measurement.
     """
 
     folder: CompareFolder
@@ -102,6 +112,7 @@ class LockstepPairs:
     facts: dict[str, Any]
     order_seed: int
     on_engine: OnEngine
+    open_limit_s: float
     show: Callable[[str], None]
     check: Callable[[], None]
 
@@ -138,7 +149,7 @@ class LockstepPairs:
             opened.append((stack.enter_context(process), side, match.of(side).settings))
         for process, _, _ in opened:
             process.greet()
-        infos = dict(zip(sides, open_all(opened), strict=True))
+        infos = dict(zip(sides, open_all(opened, self.open_limit_s), strict=True))
         start_s = time.monotonic() - started
         for side in sides:
             self.on_engine(workload, side, match, infos[side])
@@ -146,13 +157,16 @@ class LockstepPairs:
             for process, _, _ in opened:
                 process.stay_on(cores)
         seats = {side: Seat(process, side) for process, side, _ in opened}
-        users = max(cell.load.concurrency or _WARM_UP_USERS for cell in match.cells(sides[0]))
-        cost = warm_up([seats[side] for side in sides], users)
+        users = max(loads.users_of(cell.load) for cell in match.cells(sides[0]))
+        known = [workload.capacity[side][match.of(side).config_id] for side in sides]
+        max_model_len = min(int(each["max_model_len"]) for each in known)
+        cost = warm_up(list(seats.values()), users, max_model_len)
+        decode_step_s = mean_step(list(seats.values()), decodes_only=True)
         length = self.facts.setdefault("turn_steps", choose_turn(cost))
         for index in turn.order:
             cells = {side: match.cells(side)[index] for side in sides}
             self.show(f"pair {pair}: {cells[sides[0]].cell_id}, both engines in turns")
-            times = self._times(match.names[index], workload, cells, pair, seats, users)
+            times = self._times(match.names[index], workload, cells, pair, decode_step_s)
             facts = {"server_start_s": start_s, "lockstep": {**cold_facts(cost, length), "times": times}}
             self._load(workload, cells, sides, pair, seats, rng, facts)
 
@@ -162,19 +176,15 @@ class LockstepPairs:
         workload: PairedWorkload,
         cells: Mapping[str, Cell],
         pair: int,
-        seats: Mapping[str, Seat],
-        warm_up_users: int,
+        decode_step_s: float,
     ) -> int:
-        """How often one pair computes the load, guessed from the warm-up's decode steps."""
+        """How often one pair computes the load, guessed from how long the warm-up's decode steps took."""
         known = self.facts.setdefault("times", {})
         if name not in known:
             side, cell = next(iter(cells.items()))
             drawn = _requests(workload, side, cell, pair, 1)
-            users = cell.load.concurrency or _WARM_UP_USERS
-            table = seats[side].table()
-            decoding = table[(table[:, 1] == 0) & (table[:, 2] > 0)]
-            token_s = float(decoding[:, 0].sum() / decoding[:, 2].sum()) * warm_up_users / users
-            once = _PREFILL_SHARE * sum(r.max_tokens for r in drawn) * token_s
+            steps = sum(r.max_tokens for r in drawn) / loads.users_of(cell.load)
+            once = _PREFILL_SHARE * steps * decode_step_s
             cells_in_all = sum(len(match.names) for each in self.workloads.values() for match in each.matches)
             known[name] = max(1, math.ceil(max(_LEAST_S, PAIR_S / 2 / cells_in_all) / once))
         return int(known[name])
@@ -200,7 +210,8 @@ class LockstepPairs:
         for _ in range(again):
             for side in sides:
                 before.setdefault(side, *loads.begin([seats[side]], load, point, drawn[side]))
-            take_turns([seats[side] for side in sides], rng, facts["lockstep"]["turn_steps"])
+            until = time.monotonic() + len(sides) * bound_s(load, point, drawn[sides[0]])
+            take_turns([seats[side] for side in sides], rng, facts["lockstep"]["turn_steps"], until)
             for side in sides:
                 done_by[side].append(loads.computed(seats[side]))
         for side in sides:

@@ -43,6 +43,7 @@ from kvbench.gate.verdict.github import publish
 from kvbench.gate.verdict.outputs import report_verdict, write_outputs
 from kvbench.gate.verdict.terminal import print_verdict
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, Finding, Verdict
+from kvbench.lockstep.process import OPEN_LIMIT_S
 from kvbench.runs.folder import MANIFEST, RunFolder, create_run
 from kvbench.runs.resume import stored_workload
 from kvbench.runs.work import kept, orderly_end
@@ -169,7 +170,7 @@ def _run(request: _Request, console: Console, held: ExitStack) -> tuple[CompareF
             options, request.workloads, workloads, request.policy, request.subcommand, notes, method
         )
         held.enter_context(folder.locked())
-    manifest = folder.manifest()
+    manifest = {"method": LAUNCHED} | folder.manifest()  # older ones do not name it
     if request.folder is not None and not folder.stored:
         for remark in resume(manifest, workloads, force=options["force"]):
             say(f"note: {remark}")
@@ -382,7 +383,9 @@ class Comparison:
             return LaunchedPairs(self._runners(check, show))
         workloads = {each.name: each for each in self.workloads}
         facts = self.manifest.setdefault("lockstep", {})
-        return LockstepPairs(self.folder, workloads, facts, self.manifest["order_seed"], self._on_engine, show, check)
+        limit = self.options["start_timeout"] or OPEN_LIMIT_S
+        seed = self.manifest["order_seed"]
+        return LockstepPairs(self.folder, workloads, facts, seed, self._on_engine, limit, show, check)
 
     def _runners(self, check: Callable[[], None], show: Callable[[str], None]) -> dict[tuple[str, str], BlockRunner]:
         calibrator, runners = self._calibrator(show, self._say), {}

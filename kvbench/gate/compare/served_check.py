@@ -247,7 +247,7 @@ def _where(judged: ServedJudgement, engine: Sequence[Finding]) -> str:
     compared = [f for f in compared if f.suite == OVERALL] or compared  # known better than those of single cells
     if not compared:
         return ""
-    longer = max(0.0, *(f.change * wording.worse_sign(f) for f in compared))
-    where = "inside" if longer * judged.base >= judged.difference / 2 else "outside"
-    words = {"difference": f"{judged.difference:.3g} ms", "engine": wording.percent(longer, signed=False)}
+    worse = max(0.0, *(end * wording.worse_sign(f) for f in compared for end in f.interval or (f.change,)))
+    where = "inside" if worse * judged.base >= judged.difference / 2 else "outside"
+    words = {"difference": f"{judged.difference:.3g} ms", "engine": wording.percent(worse, signed=False)}
     return wording.sentence(where, **words)

@@ -43,9 +43,9 @@ SENTENCES = {
     "is ruled out.",
     "served inconclusive": "{title}: {signed} (median of {rounds} rounds on {launches}, {interval}), undecided: to "
     "pass, {margin} higher must be ruled out; to fail, it must be {floor} higher on each of two launches.",
-    "outside": ". It lies outside of the engine, whose own time is at most {engine} longer: the server around it "
-    "answers {difference} later",
-    "inside": ". The engine's own time is up to {engine} longer: it may lie in the engine",
+    "outside": ". It lies outside of the engine, whose own figures are {engine} worse at most: the server around "
+    "it answers {difference} later",
+    "inside": ". The engine's own figures are up to {engine} worse: it may lie in the engine",
     # the noise of a runner
     "few pairs": "{pairs} A/A pairs: a runner's noise is known from {enough} or more",
     "other looks": "the runner's noise is known for looks at {known} pairs, and the last look is now at {last}: "

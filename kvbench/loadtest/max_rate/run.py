@@ -20,7 +20,7 @@ from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
 from kvbench.common.files import read_json, write_json
 from kvbench.common.text import clock, plural, significant
-from kvbench.load.validity import invalid_reasons
+from kvbench.load.validity import client_reasons
 from kvbench.loadtest.folder import INVALID, METRICS, LoadFolder
 from kvbench.loadtest.max_rate.plan import RunLength
 from kvbench.loadtest.max_rate.search import (
@@ -196,12 +196,10 @@ class RateSearch:
 def client_alone(kept: Mapping[str, Any], run: Path) -> bool:
     """Whether nothing but the load client's own figures made a run invalid: it was too much for the client."""
     result = read_json(run / "load.json") if (run / "load.json").is_file() else {}
-    client = result.get("client")
-    if not client:
+    if not result.get("client"):
         return False
-    own = {*invalid_reasons(client, 0), *((kept.get("calibration") or {}).get("reasons") or ())}
-    names = tuple(f"{process['name']}: " for process in client.get("processes") or ())
-    return all(reason in own or reason.startswith(names) for reason in kept["invalid_reasons"])
+    own = {*client_reasons(result), *((kept.get("calibration") or {}).get("reasons") or ())}
+    return own.issuperset(kept["invalid_reasons"])
 
 
 def request_times(path: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -121,7 +121,6 @@ def test_a_burner_is_foreign_unless_it_is_the_server():
 
 
 @linux
-@linux
 def test_beside_a_second_server_of_ours_all_that_we_launched_is_ours():
     """Its CPU is foreign to a load that is measured alone, and not to one of two that are measured at once."""
     with running(IDLE) as (client, _), running(BURN) as (other, _), running(IDLE) as (own, _):
@@ -139,6 +138,7 @@ def test_beside_a_second_server_of_ours_all_that_we_launched_is_ours():
     assert (found[alone] - found[twin]) * seconds == pytest.approx(burnt, abs=0.25)
 
 
+@linux
 def test_children_count_also_when_they_have_ended():
     work = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
     code = (

@@ -76,8 +76,9 @@ class Queue:
         rows.to_parquet(out / "requests.parquet")
         reasons = ["foreign work"] if self.invalid(number) else []
         if rate > self.client_limit:
-            (out / "load.json").write_text(json.dumps({"client": CLIENT}))
-            reasons += invalid_reasons(CLIENT, 0)
+            own = invalid_reasons(CLIENT, 0)
+            (out / "load.json").write_text(json.dumps({"client": CLIENT, "invalid_reasons": own}))
+            reasons += own
         return {"valid": not reasons, "invalid_reasons": reasons, "metrics": metrics}
 
 
@@ -295,7 +296,9 @@ def test_a_run_that_others_disturbed_as_well_is_not_the_clients_limit(new):
 def test_whose_figures_made_a_run_invalid(tmp_path):
     lagged = invalid_reasons(CLIENT, 0)
     assert not client_alone({"invalid_reasons": ["the load client ended with exit code 4"]}, tmp_path)  # no load.json
-    (tmp_path / "load.json").write_text(json.dumps({"client": CLIENT | {"processes": [{"name": "worker 2"}]}}))
+    client = CLIENT | {"processes": [{"name": "worker 2"}]}
+    of_load = [*lagged, f"worker 2: {lagged[0]}", "3 requests were never finished"]
+    (tmp_path / "load.json").write_text(json.dumps({"client": client, "invalid_reasons": of_load}))
     assert client_alone({"invalid_reasons": lagged}, tmp_path)
     assert client_alone({"invalid_reasons": [f"worker 2: {lagged[0]}"]}, tmp_path)
     assert not client_alone({"invalid_reasons": [*lagged, "3 requests were never finished"]}, tmp_path)

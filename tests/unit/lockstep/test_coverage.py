@@ -22,7 +22,7 @@ def simulated(kind: str, launch_sd: float, true: float, runs: int) -> tuple[np.n
 def test_intervals_cover_the_truth_after_the_fewest_launches_and_where_a_sitting_stops(kind, launch_sd, true):
     tokens, seconds = simulated(kind, launch_sd, true, runs=60)
     looks = [look(tokens, seconds[:, :n])[0] for n in (FEWEST_POOLED, 5)]
-    for found in (looks[0], where_they_stop(looks, FEWEST_POOLED)):
+    for found in (looks[0], where_they_stop(looks)):
         assert 0.88 <= lockstep_coverage.covers(found, true) <= 1.0  # of 300, five at a time share their base
     error = np.log([[each.ratio for each in sitting] for sitting in looks[1]]) - np.log1p(true)
     assert abs(error.mean()) < 4 * error.mean(axis=1).std() / np.sqrt(len(error))  # neither engine is favoured

@@ -1,5 +1,6 @@
 """Effects of engines in lockstep: estimates, errors and calls against closed forms, scipy and direct simulation."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvbench.lockstep.intervals import (
     as_it_recurs,
     effect,
     effect_of_values,
+    fewest_launches,
     goes_on,
     launch_ratios,
     noise,
@@ -162,8 +164,12 @@ def test_a_sitting_goes_on_until_every_question_is_decided():
     assert goes_on([narrow, open_])  # known to 1.5 %, but neither level nor apart
     assert goes_on([narrow, effect_between(0.99, 1.01, launches=4)])
     assert goes_on([narrow]) and not goes_on([effect_between(0.99, 1.01, launches=6)])  # alone: one launch more
-    assert not goes_on([effect_between(0.99, 1.01, launches=4), wide], fewest_launches=3, target=0.05)
-    assert intervals.FEWEST_LAUNCHES == 5  # what tests/benchmarks/lockstep_coverage.md was simulated with
+    pooled = [dataclasses.replace(narrow, launches=3, pooled=True)] * 4
+    assert not goes_on(pooled) and goes_on([*pooled, effect_between(0.99, 1.01, launches=3)])
+
+
+def test_many_configurations_know_their_noise_after_fewer_launches():
+    assert [fewest_launches(n) for n in (1, 2, 3, 4, 7)] == [6, 5, 5, 3, 3]
 
 
 def by_name(y: np.ndarray) -> tuple[dict, dict]:

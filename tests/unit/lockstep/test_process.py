@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.lockstep.process import EngineFailedError, EngineProcess, open_all, speaks_lockstep
+from kvbench.lockstep.process import EngineFailedError, EngineProcess, open_all, why_not_stepped
 
 HELLO = "import json, sys, time, os\nsay = lambda **a: print(json.dumps(a), flush=True)\n"
 
@@ -18,7 +18,7 @@ def scripted(tmp_path, body):
     return EngineProcess((sys.executable, "-c", HELLO + body), tmp_path / "log")
 
 
-ECHO = "say(protocol=1)\nfor line in sys.stdin:\n    say(**json.loads(line))\n"
+ECHO = "say(protocol=2)\nfor line in sys.stdin:\n    say(**json.loads(line))\n"
 
 
 def test_answers_come_in_order_and_the_end_stops_the_process(tmp_path):
@@ -34,10 +34,10 @@ def test_answers_come_in_order_and_the_end_stops_the_process(tmp_path):
 @pytest.mark.parametrize(
     ("body", "word"),
     [
-        ("say(protocol=1); time.sleep(60)", "within 0.2 s"),
-        ("say(protocol=1); sys.stderr.write('torn page'); sys.exit(3)", "torn page"),
-        ("say(protocol=1); os.kill(os.getpid(), 9)", "signal 9"),
-        ("say(protocol=1); sys.stdin.readline(); say(error='no room for 3 pages')", "no room for 3 pages"),
+        ("say(protocol=2); time.sleep(60)", "within 0.2 s"),
+        ("say(protocol=2); sys.stderr.write('torn page'); sys.exit(3)", "torn page"),
+        ("say(protocol=2); os.kill(os.getpid(), 9)", "signal 9"),
+        ("say(protocol=2); sys.stdin.readline(); say(error='no room for 3 pages')", "no room for 3 pages"),
     ],
 )
 def test_an_engine_that_fails_is_named_with_its_reason(tmp_path, body, word):
@@ -59,22 +59,24 @@ def test_what_checks_for_an_interruption_is_asked_while_an_engine_computes(tmp_p
 
 
 def test_refused_settings_are_the_users_mistake_and_a_death_is_not(tmp_path):
-    refuses = "say(protocol=1)\nsys.stdin.readline()\nsay(error='page_size cannot be 0')\nsys.stdin.readline()"
+    refuses = "say(protocol=2)\nsys.stdin.readline()\nsay(error='page_size cannot be 0')\nsys.stdin.readline()"
     with scripted(tmp_path, refuses) as process:
         process.greet()
         with pytest.raises(UsageError, match="page_size cannot be 0"):
             open_all([(process, "a", {"page_size": 0})])
-    with scripted(tmp_path, "say(protocol=1)\nsys.stdin.readline()\nsys.exit(1)") as process:
+    with scripted(tmp_path, "say(protocol=2)\nsys.stdin.readline()\nsys.exit(1)") as process:
         process.greet()
         with pytest.raises(EngineFailedError):
             open_all([(process, "a", {})])
 
 
 @pytest.mark.parametrize(
-    ("body", "speaks"), [("say(protocol=1)", True), ("say(protocol=2)", False), ("sys.exit(1)", False)]
+    ("body", "reason"),
+    [("say(protocol=2)", None), ("say(protocol=1)", "protocol 1"), ("sys.exit('no torch')", "no torch")],
 )
-def test_an_engine_of_another_protocol_or_none_is_not_stepped(tmp_path, body, speaks):
-    assert speaks_lockstep((sys.executable, "-c", HELLO + body), tmp_path / "log") is speaks
+def test_why_an_engine_of_another_protocol_or_none_is_not_stepped(tmp_path, body, reason):
+    found = why_not_stepped((sys.executable, "-c", HELLO + body), tmp_path / "log")
+    assert (found is None) if reason is None else (reason in found)
 
 
 def test_a_process_stays_on_its_cores_with_all_its_threads(tmp_path):

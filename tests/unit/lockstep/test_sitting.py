@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from kvbench.common.errors import MeasurementError
 from kvbench.lockstep import sitting
-from kvbench.lockstep.process import EngineFailedError
+from kvbench.lockstep.process import EngineFailedError, EngineProcess
 from kvbench.lockstep.sitting import Sitting
 from kvbench.runs.engine_time import read_engine_time
 from kvbench.runs.folder import RunFolder
@@ -66,19 +67,57 @@ def test_effects_are_those_of_the_engines_and_the_sitting_stops_when_all_are_dec
     assert latency.ratio == pytest.approx(1.2, abs=0.03) and latency.call == "behind"
 
 
-def test_time_that_is_over_ends_it_with_the_highest_load_measured(sit, tmp_path):
+def test_time_that_is_over_ends_it_after_few_launches_of_the_highest_load(sit, tmp_path, monkeypatch):
+    monkeypatch.setattr(sitting, "_LONGER", 1e6)  # a machine so busy that the limit is over in the first launch
     found = sit(0.001, page_size=[8]).execute()
-    assert found["launches"] == 1
+    assert found["launches"] == 3
     assert {effect.cell.rsplit("-", 1)[1] for effect in read_engine_time(tmp_path).effects} == {"c4"}
     assert len(found["notes"]) == 1 and "c2" in found["notes"][0] and "--lockstep-minutes" in found["notes"][0]
 
 
-def test_a_configuration_that_cannot_be_opened_is_named_and_the_others_are_measured(sit, tmp_path):
-    found = sit(0.001, page_size=[64, 8], max_num_batched_tokens=[48]).execute()
+def test_a_load_that_never_ends_is_given_up(sit, tmp_path):
+    with pytest.raises(MeasurementError, match=r"c4 .* --lockstep-minutes"):
+        sit(0.001, page_size=[8]).execute()
+    assert read_engine_time(tmp_path) is None
+
+
+def test_a_configuration_that_is_refused_is_named_and_the_others_are_measured(sit, tmp_path):
+    found = sit(20, page_size=[64, 8], max_num_batched_tokens=[48]).execute()
     cells = {effect.cell for effect in read_engine_time(tmp_path).effects}
     assert any("p8" in cell for cell in cells) and any("48" in cell for cell in cells)
     assert not any("p64" in cell for cell in cells)
     assert any("page_size cannot be 64" in note for note in found["notes"])
+
+
+def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch):
+    monkeypatch.setattr(sitting, "free_memory", lambda: {"this machine": 3 << 30})
+    made = sit(20, page_size=[8], max_num_batched_tokens=[48])
+    made.capacity = {each.config_id: LIMITS | {"kv_budget_bytes": 1 << 30} for each in made.design.configurations}
+    by_size = next(each for each in made.design.configurations if "48" in each.config_id)
+    made.capacity[by_size.config_id]["kv_budget_bytes"] = 5 << 29  # 2.5 GiB
+    [note] = [each for each in made.execute()["notes"] if "48" in each]
+    assert "2.5 GiB" in note
+    assert {effect.cell.split("-c")[0] for effect in read_engine_time(tmp_path).effects} == {"paged-p8"}
+
+
+def test_no_second_engine_that_opens_is_an_error_with_the_reason(sit):
+    with pytest.raises(MeasurementError, match="page_size cannot be 64"):
+        sit(20, page_size=[64]).execute()
+
+
+def test_an_engine_that_fails_in_a_later_launch_leaves_what_was_measured_before(sit, tmp_path, monkeypatch):
+    launches = []
+
+    def fails_later(*args, **kwargs):
+        launches.append(args)
+        if len(launches) == 3:
+            raise MeasurementError("the machine went down")
+        return EngineProcess(*args, **kwargs)
+
+    monkeypatch.setattr(sitting, "EngineProcess", fails_later)
+    found = sit(300, page_size=[8]).execute()
+    assert found["finished"] and found["launches"] == 2 and "the machine went down" in found["notes"][-1]
+    assert {effect.launches for effect in read_engine_time(tmp_path).effects} == {2}
 
 
 def test_an_engine_that_dies_ends_the_sitting(sit):

@@ -8,6 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from kvbench.common.errors import MeasurementError
+from kvbench.lockstep.process import EngineFailedError
 from kvbench.lockstep.turns import MAX_COLD_COST, TURNS, Seat, choose_turn, cold_cost, mean_step, take_turns
 
 
@@ -22,7 +24,7 @@ class ScriptedEngine:
         taken, self.left = self.left[:steps], self.left[steps:]
         self.clock += sum(taken)
         self.log.append((name, len(taken)))
-        return {"steps": [[s, 0, 1, 1, 0] for s in taken], "clock": self.clock, "ended": not self.left}
+        return {"steps": [[s, 0, 1, 1] for s in taken], "clock": self.clock, "ended": not self.left}
 
 
 def seats_of(**seconds):
@@ -56,12 +58,23 @@ def test_ties_are_broken_at_random_and_the_seed_repeats_them():
     assert min(firsts[name] for name in "abc") >= 10
 
 
+def test_a_load_that_does_not_end_in_time_is_given_up_and_an_engine_that_alone_goes_on_is_named():
+    seats, _ = seats_of(base=[1.0] * 4, candidate=[1.0] * 4)
+    with pytest.raises(MeasurementError, match="base, candidate") as failed:
+        take_turns(seats, random.Random(0), 1, until=0.0)
+    assert not isinstance(failed.value, EngineFailedError)
+    seats[0].ended = True
+    with pytest.raises(EngineFailedError, match="candidate") as failed:
+        take_turns(seats, random.Random(0), 1, until=0.0)
+    assert failed.value.process is seats[1].process
+
+
 def with_turns(seconds, decoding=None):
     """A seat whose turns had these step times [turns, steps]."""
     seat = Seat(None, "x")
     for turn, times in enumerate(seconds):
         tokens = 4 if decoding is None else decoding[turn]
-        seat.steps += [[s, 0, tokens, tokens, 0] for s in times]
+        seat.steps += [[s, 0, tokens, tokens] for s in times]
         seat.turns.append(len(times))
     return seat
 

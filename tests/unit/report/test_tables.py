@@ -218,8 +218,8 @@ def test_a_row_that_is_not_told_apart_says_what_would_have_shown() -> None:
     shown = run(cell(), cell(page_size=8, throughput=scattered), cell(page_size=64, throughput=(150.0, 151.0, 152.0)))
     unclear, told = ({c.key: v for c, v in zip(effect_table(shown).columns, row.values, strict=True)}
                      for row in effect_table(shown).rows)  # fmt: skip
-    assert "112 % would show" in unclear["output tok/s"].note and "would show" not in told["output tok/s"].note
+    assert "121 % would show" in unclear["output tok/s"].note and "would show" not in told["output tok/s"].note
     note = next(section.note for section in sections(shown) if section.key == "effects")
-    assert "2.1 % to 112 % in output tok/s" in note
+    assert "2.2 % to 121 % in output tok/s" in note
     few = run(cell(throughput=(100.0,)), cell(page_size=8, throughput=(50.0,)))
     assert "needs 3 repeats" in next(section.note for section in sections(few) if section.key == "effects")
