@@ -211,9 +211,9 @@ def foreign_limit(cores: int, wall_s: float = math.inf) -> float:
 
 
 def limit_words(cores: int) -> str:
-    """Which limit on other programs' CPU applies: "5 % of 16 cores"; "the least limit" where that would be lower."""
+    """Which limit on other programs' CPU applies: "5 % of 16 cores", or the minimum where that would be lower."""
     share = f"{MAX_FOREIGN_SHARE:.0%} of {plural(cores, 'core')}"
-    return share if MAX_FOREIGN_SHARE * cores >= MIN_FOREIGN_CORES else f"the least limit, as {share} is less"
+    return share if MAX_FOREIGN_SHARE * cores >= MIN_FOREIGN_CORES else f"the minimum; {share} would be less"
 
 
 def contention_reasons(machine: Mapping[str, Any]) -> list[str]:

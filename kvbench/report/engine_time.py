@@ -50,11 +50,11 @@ def engine_time_note(run: Run) -> str:
         " or ".join(str(n) for n in sorted({each[name] for each in turns.values() if name in each}))
         for name in ("turn_steps", "first_turn_steps")
     )
-    first = f" ({first} in the first launch)" if first and first != lengths else ""
+    first = f", in the first launch {first}" if first and first != lengths else ""
     seen = [e.smallest_seen for e in effects if e.metric == "output_throughput" and e.smallest_seen is not None]
     parts = [
         "Change against the baseline in the engine's own time, without HTTP and load client: all configurations took "
-        f"turns of {lengths} steps{first} in one process, so all met the same speed of the machine. 95 % "
+        f"turns in one process, so all met the same speed of the machine (steps in a turn: {lengths}{first}). 95 % "
         f"intervals over {launches} launches, for the requests of the first repeat; level: within 2 %.",
         f"A turn's steps took {100 * max(costs):.1f} % longer than the late steps of a long turn." if costs else "",
         f"The smallest change of output tok/s that it could see: {100 * min(seen):.1f} to {100 * max(seen):.1f} %."

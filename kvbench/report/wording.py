@@ -288,7 +288,7 @@ def conclusions(run: Run) -> list[Conclusion]:
         settings.setdefault(effect.setting, {}).setdefault(str(effect.value), []).append(effect)
     for setting, values in settings.items():
         title = f"{words.upper_first(setting_title(setting))}, changed alone"
-        found.append(Conclusion(title, tuple(map(_effect_sentence, values.values()))))
+        found.append(Conclusion(title, tuple(_effect_sentence(run, members) for members in values.values())))
     return found
 
 
@@ -351,12 +351,17 @@ def kernel_cost(c: PairedComparison) -> str:
     )
 
 
-def _effect_sentence(members: list[Effect]) -> str:
+def _effect_sentence(run: Run, members: list[Effect]) -> str:
     """What one value of a setting does to output tokens/s at each load, and to what the setting is for."""
     new, old = (value_words(members[0].setting, value) for value in (members[0].value, members[0].baseline_value))
     at = [e.comparison for e in reversed(members)]
     ratios = [f"{verdict_words(c.throughput)} at {c.load.short}{'' if c.valid else ' (invalid)'}" for c in at]
-    return sentence(f"{new} instead of {old}: output tokens/s {'; '.join(ratios)}", *_purpose(members[0], at))
+    known = run.engine_time
+    exact = [(known.of(c.a.cell_id, "output_throughput"), c.load.short) for c in at] if known else []
+    engine = ", ".join(f"{effect} at {load}" for effect, load in exact if effect)
+    served = "; ".join(ratios)
+    change = f"in engine time {engine}; over HTTP {served}" if engine else served
+    return sentence(f"{new} instead of {old}: output tokens/s {change}", *_purpose(members[0], at))
 
 
 def _purpose(effect: Effect, at: list[PairedComparison]) -> list[str]:

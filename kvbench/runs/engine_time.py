@@ -33,6 +33,11 @@ class EngineEffect:
     smallest_seen: float | None
     launches: int
 
+    def __str__(self) -> str:
+        """+2.1 % (+1.6 to +2.6), level +0.1 % (-0.4 to +0.5)"""
+        called = f"{self.call} " if self.call in ("level", "open") else ""
+        return f"{called}{_percent(self.ratio)} %" + (f" ({self.interval})" if self.interval else "")
+
     @property
     def interval(self) -> str:
         """Empty where so few launches tell nothing."""

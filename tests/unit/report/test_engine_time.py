@@ -26,16 +26,16 @@ def run_with(tmp_path, run_folder):
         folder = tmp_path / "run"
         shutil.copytree(run_folder("normal"), folder)
         cells = [cell for cell in read_run(folder).by_load if not cell.is_baseline]
-        rows = [each(cell.cell_id) for cell in cells[:1] for each in effects]
+        rows = [each(cells[-1].cell_id) for each in effects]
         known = {
             "format": FORMAT,
             "finished": True,
-            "turns": {"c4": {"turn_steps": 4, "cold_cost": 0.012}},
+            "turns": {"c4": {"turn_steps": 4, "cold_cost": 0.012, "first_turn_steps": 8}},
             "notes": [],
             **facts,
         }
         write_json(folder / FOLDER / EFFECTS, known | {"effects": rows})
-        return read_run(folder), cells[0]
+        return read_run(folder), cells[-1]
 
     return make
 
@@ -52,7 +52,7 @@ def test_an_effect_stands_with_interval_and_call_beside_the_served_ratio(run_wit
     assert (throughput.text, throughput.mark) == ("+15.2 %", "better") and "+14.0 to +16.5" in throughput.note
     assert (ttft.text, ttft.mark) == ("+30.0 %", "worse")
     assert entries["p95 ITL"].text == "–"
-    assert "+15.2 %" in markdown(run)
+    assert "in engine time +15.2 % (+14.0 to +16.5) at" in markdown(run)
     assert engine_time_console(run).row_count == 1
 
 
@@ -69,7 +69,7 @@ def test_an_open_effect_says_what_would_have_been_seen_and_one_of_few_launches_h
 def test_the_note_says_turns_their_cost_and_what_was_left_out(run_with):
     run, _ = run_with(effect, notes=["c3 was not measured in engine time"])
     note = engine_time_note(run)
-    for part in ("turns of 4 steps", "1.2 %", "4 launches", "c3 was not measured"):
+    for part in ("steps in a turn: 4, in the first launch 8", "1.2 %", "4 launches", "c3 was not measured"):
         assert part in note
 
 
