@@ -20,6 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,12 +38,14 @@ from kvbench.lockstep.intervals import (
     effect,
     effect_of_values,
     fewest_launches,
+    for_other_requests,
     goes_on,
     launch_ratios,
     pooled_effects,
 )
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, take_turns, warm_up
+from kvbench.metrics.latency import QUANTILES, request_latencies
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
 from kvbench.runs.folder import DONE, RunFolder
@@ -261,6 +264,9 @@ class Sitting:
                 y = {c: np.log(np.divide(of_metric[c], of_metric[base])).tolist() for c in known}
                 alone = {cell: effect_of_values(of_metric[base], of_metric[cell]) for cell in known}
             for cell, found in pooled_effects(alone, y).items():
+                if metric in _PERCENTILES:
+                    of_requests = (_PERCENTILES[metric](stored[each][0]) for each in (base, cell))
+                    found = for_other_requests(found, *of_requests, QUANTILES["p95"])
                 rows.append(
                     {
                         "cell": cell,
@@ -279,6 +285,19 @@ class Sitting:
         names = [each.name for each in dataclasses.fields(Effect)]
         rows = [row for row in found["effects"] if row["metric"] == "output_throughput"]
         return goes_on([Effect(**{name: row[name] for name in names}) for row in rows])
+
+
+def _ttfts(load: Path) -> list[np.ndarray]:
+    """[requests] of float64 [1]"""
+    return [np.array([ttft]) for ttft in request_latencies(pd.read_parquet(load / "requests.parquet"))["ttft_ms"]]
+
+
+def _gaps(load: Path) -> list[np.ndarray]:
+    """[requests] of float64 [tokens - 1]"""
+    return [np.diff(times) for times in pd.read_parquet(load / "requests.parquet")["chunk_times"]]
+
+
+_PERCENTILES = {"p95_ttft_ms": _ttfts, "p95_itl_ms": _gaps}
 
 
 def _values(load: Any) -> dict[str, float | None]:

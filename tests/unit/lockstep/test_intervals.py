@@ -20,6 +20,7 @@ from kvbench.lockstep.intervals import (
     effect,
     effect_of_values,
     fewest_launches,
+    for_other_requests,
     goes_on,
     launch_ratios,
     noise,
@@ -131,6 +132,26 @@ def test_one_launch_has_the_interval_of_its_steps_and_says_so():
     assert found.within_launch and math.log(found.high) == pytest.approx(0.02 + stats.t.ppf(0.975, 31) * 0.01)
     alone = effect_of_values([10.0], [11.0])
     assert alone.ratio == pytest.approx(1.1) and math.isnan(alone.high) and alone.call() == OPEN
+
+
+def test_a_percentile_of_few_requests_is_known_no_better_than_its_requests_tell():
+    rng = np.random.default_rng(9)
+
+    def p95s(n, many):
+        """Log ratios of p95 of ``n`` requests, each drawn alike for both engines, and what one draw claims."""
+        base = np.exp(rng.normal(0, 0.5, (many, n)))
+        other = base * np.exp(rng.normal(0.1, 0.3, (many, n)))  # not the same requests are the slow ones
+        ratios = np.log(np.quantile(other, 0.95, axis=1) / np.quantile(base, 0.95, axis=1))
+        return ratios, [[[np.array([x]) for x in row] for row in each] for each in (base, other)]
+
+    ratios, (base, other) = p95s(400, 300)
+    exact = effect_between(1.099, 1.101)
+    found = [for_other_requests(exact, *each, 0.95) for each in zip(base, other, strict=True)]
+    claimed = np.median([math.log(each.high / each.ratio) for each in found]) / 1.96
+    assert claimed == pytest.approx(ratios.std(), rel=0.2)
+    assert all(each.smallest_seen > exact.smallest_seen for each in found)
+    slower = for_other_requests(exact, base[0], [1.1 * x for x in base[0]], 0.95)  # all requests alike
+    assert (slower.low, slower.high) == pytest.approx((exact.low, exact.high))
 
 
 @pytest.mark.parametrize(
