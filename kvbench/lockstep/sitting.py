@@ -128,7 +128,7 @@ class Sitting:
         order = random.Random(f"kvbench-sitting/{self.workload.seed}/{launch}")
         with EngineProcess(LOCKSTEP_COMMAND, self.folder.server_log(str(launch)), check=self.check) as process:
             process.greet()
-            seats = self._open(process, order, launch)
+            seats = self._open(process, order)
             if launch > 1:
                 warm_up(seats, loads.users_of(points[0]), self._limit("max_model_len"), _WARM_UP_TURNS)
             took: list[float] = []
@@ -141,15 +141,16 @@ class Sitting:
                 took.append(time.monotonic() - started)
         return list(points)
 
-    def _open(self, process: EngineProcess, order: random.Random, launch: int) -> list[Seat]:
-        """The engines in random order, at first the baseline's. What has no room or is refused takes no more part."""
-        assert self.baseline is not None
-        first, rest = ([self.baseline], self._others) if launch == 1 else ([], [self.baseline, *self._others])
-        room, seats = free_memory()["this machine"], []
-        for each in (*first, *order.sample(rest, len(rest))):
-            known = self.capacity[each.config_id]
+    def _open(self, process: EngineProcess, order: random.Random) -> list[Seat]:
+        """The engines in random order. What has no room beside the baseline, or is refused, takes no more part."""
+        names = [each for each in self.design.configurations if each.is_baseline or each in self._others]
+        order.shuffle(names)
+        room = free_memory()["this machine"] - sum(self._budget(each) for each in names if each.is_baseline)
+        seats = []
+        for each in names:
+            budget = 0 if each.is_baseline else self._budget(each)
             try:
-                if (budget := known.get("kv_budget_bytes") or 0) > room:
+                if budget > room:
                     raise UsageError(
                         f"its KV cache of {budget / 2**30:.1f} GiB has no room beside those of the others: "
                         f"{room / 2**30:.1f} GiB are free"
@@ -158,7 +159,7 @@ class Sitting:
                 on_cpu = info["resolved"]["device"] == "cpu"
                 if not on_cpu and each.settings.get("kv_budget") is None:
                     raise UsageError("set kv_budget: on a GPU each engine would take most of the memory that is free")
-                if wrong := contradiction(each.settings, known, info):
+                if wrong := contradiction(each.settings, self.capacity[each.config_id], info):
                     raise UsageError(wrong)
             except UsageError as error:
                 self._leave_out(each, str(error))
@@ -166,6 +167,9 @@ class Sitting:
             room -= budget if on_cpu else 0
             seats.append(Seat(process, each.config_id))
         return seats
+
+    def _budget(self, configuration: Configuration) -> int:
+        return self.capacity[configuration.config_id].get("kv_budget_bytes") or 0
 
     def _leave_out(self, configuration: Configuration, reason: str) -> None:
         """Raises MeasurementError where nothing is left to compare."""

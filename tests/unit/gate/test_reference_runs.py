@@ -9,7 +9,7 @@ from kvbench.common.packages import REPOSITORY
 from kvbench.gate.compare.conclude import look_at
 from kvbench.gate.timing.pairs import PairTable
 from kvbench.gate.timing.rules import DEFAULT_RULES
-from kvbench.gate.verdict.verdict import FAIL
+from kvbench.gate.verdict.verdict import FAIL, PASS
 
 FOLDER = REPOSITORY / "results" / "reference" / "gate"
 METRICS = [metric.name for metric in DEFAULT_RULES.metrics]
@@ -44,6 +44,6 @@ def test_the_pairs_give_the_verdicts_that_are_documented():
     }
 
 
-def test_no_alarm_without_a_change_and_every_slowdown_caught():
-    counts = Counter((row["kind"], row["outcome"] == FAIL) for row in rows("runs.csv"))
-    assert counts == {("A/A", False): 20, ("slowed", True): 20}
+def test_an_unchanged_engine_passes_and_slower_decode_steps_are_caught():
+    counts = Counter((row["kind"], row["outcome"]) for row in rows("runs.csv"))
+    assert counts == {("A/A", PASS): 15, ("5% slower", FAIL): 15, ("2% slower", FAIL): 14}
