@@ -1,8 +1,9 @@
 """What a sweep measures next.
 
 Loads that were not measured come first, as planned; then disturbed ones again, each on a fresh server. Under
---max-minutes the first repeat of every cell is always measured, and then the block whose comparison with the baseline
-is decided least, as long as it is expected to end in time.
+--max-minutes the first repeat of every cell is always measured. What time is left goes to one comparison with the
+baseline after the other, in the order of the file, until each has the repeats that a verdict needs (a verdict on some
+says more than two repeats of all), and then to what is decided least.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import numpy as np
 from kvbench.common.files import read_json
 from kvbench.common.stats import t_interval
 from kvbench.runs.folder import DONE, RunFolder
-from kvbench.runs.ratios import UNCLEAR, paired_ratio
+from kvbench.runs.ratios import FEWEST, UNCLEAR, paired_ratio
 from kvbench.runs.repeats import is_disturbed
-from kvbench.workload.design import Block, Cell
+from kvbench.workload.design import Block, Cell, Design
 
 ATTEMPTS = 3  # at a load in one execution of a sweep
 LoadKey = tuple[str, int]  # cell id, repeat
@@ -75,7 +76,7 @@ def blocks_left(blocks: Sequence[Block], measured: Measured) -> list[Block]:
 
 
 def blocks_in_time(
-    blocks: Sequence[Block], measured: Measured, time_left_s: float, seconds: Callable[[Block], float]
+    design: Design, blocks: Sequence[Block], measured: Measured, time_left_s: float, seconds: Callable[[Block], float]
 ) -> list[Block]:
     """Of ``blocks_left`` those that end in time, what decides most first, after those that are measured in any case.
 
@@ -91,7 +92,7 @@ def blocks_in_time(
     rest = [_part(b, [c for c in b.cells if not is_needed(c, b.repeat)]) for b in every]
     chosen, rest = [b for b in chosen if b.cells], [b for b in rest if b.cells]
     time_left_s -= sum(map(seconds, chosen))
-    for unit in _by_decision(blocks, rest, measured):
+    for unit in _by_decision(design, rest, measured):
         new = [block for block in unit if block not in chosen]
         if (cost := sum(map(seconds, new))) <= time_left_s:
             chosen += new
@@ -103,46 +104,47 @@ def _part(block: Block, cells: Collection[Cell]) -> Block:
     return dataclasses.replace(block, cells=tuple(cells))
 
 
-def _by_decision(blocks: Sequence[Block], rest: Sequence[Block], measured: Measured) -> list[list[Block]]:
-    """``rest`` in units of a configuration's and the baseline's block of one repeat, the least decided first.
+def _by_decision(design: Design, rest: Sequence[Block], measured: Measured) -> list[list[Block]]:
+    """``rest`` in units of a configuration's and the baseline's block of one repeat.
 
-    Each configuration's next unit comes before any configuration's second one.
+    First those that lead a configuration to ``FEWEST`` repeats, one configuration after the other; then the least
+    decided, where each configuration's next unit comes before any configuration's second one.
     """
-    cells = {cell.cell_id: cell for block in blocks for cell in block.cells}.values()
-    config_ids = list(dict.fromkeys(cell.configuration.config_id for cell in cells))
-    base = next((cell.configuration.config_id for cell in cells if cell.configuration.is_baseline), None)
+    config_ids = [each.config_id for each in design.configurations]
+    base = next((each.config_id for each in design.configurations if each.is_baseline), None)
     compared = [config_id for config_id in config_ids if config_id != base] or config_ids
     ranked = []
     for place, config_id in enumerate(compared):
-        undecided = _undecided(config_id, base, list(cells), measured) if base else math.inf
+        pairs, undecided = _undecided(config_id, base, design.cells, measured) if base else (FEWEST, math.inf)
         units: dict[tuple[int, int], list[Block]] = {}
         for block in rest:
             if block.configuration.config_id in (config_id, base):
                 attempts = measured.attempts[block.cells[0].cell_id, block.repeat]
                 units.setdefault((attempts, block.repeat), []).append(block)
-        ranked += [((nth, -undecided, place), units[key]) for nth, key in enumerate(sorted(units))]
+        for nth, key in enumerate(sorted(units)):
+            rank = (0, place, nth) if pairs + nth < FEWEST else (1, nth, -undecided, place)
+            ranked.append((rank, units[key]))
     return [unit for _, unit in sorted(ranked, key=lambda each: each[0])]
 
 
-def _undecided(config_id: str, base: str, cells: Sequence[Cell], measured: Measured) -> float:
-    """The widest interval of the log ratio to the baseline among those without a verdict; 0 if all have one.
+def _undecided(config_id: str, base: str, cells: Sequence[Cell], measured: Measured) -> tuple[int, float]:
+    """The fewest valid repeats that a load has of both, and the widest interval of the log ratio to the baseline.
 
-    Over loads, of output throughput and p95 TTFT; infinite with fewer than two repeats of both.
+    Over loads, of output throughput and p95 TTFT, among those without a verdict; 0 if all have one.
     """
-    widest = 0.0
+    widest, fewest = 0.0, FEWEST
     by_load = {(c.configuration.config_id, c.load.load_id): measured.valid(c) for c in cells}
     for load_id in {load_id for _, load_id in by_load}:
         mine, others = by_load.get((config_id, load_id)), by_load.get((base, load_id))
         if mine is None or others is None:
             continue
-        if len(mine.keys() & others.keys()) < 2:
-            return math.inf
+        fewest = min(fewest, len(mine.keys() & others.keys()))
         for values in (_throughput, _ttft):
             ratio = paired_ratio(*values(mine, others))
             if ratio is not None and ratio.verdict == UNCLEAR:
                 low, high = t_interval(np.log(ratio.values))
                 widest = max(widest, high - low) if ratio.n > 1 else math.inf
-    return widest
+    return fewest, widest
 
 
 def _throughput(*sides: Mapping[int, Mapping[str, Any]]) -> list[dict[int, float]]:

@@ -90,7 +90,7 @@ class Sweep:
         stored = self.resumed.manifest() if self.resumed else {}
         first_s = 60 * self.lockstep_minutes if self._has_engine_time(design, self.resumed) else 0.0
         elapsed = (stored.get("measured_s") or 0.0) + first_s
-        left = self._left(blocks, measured, estimator, self._minutes(stored), elapsed)
+        left = self._left(design, blocks, measured, estimator, self._minutes(stored), elapsed)
         if self.resumed:
             self._reopen(self.resumed, something_left=bool(left))
             self._say_what_is_finished(self.resumed, measured)
@@ -140,7 +140,7 @@ class Sweep:
         minutes, began = self._minutes(stored), time.monotonic() - (stored.get("measured_s") or 0.0)
 
         def still_left() -> list[Block]:
-            return self._left(blocks, measured, estimator, minutes, time.monotonic() - began)
+            return self._left(design, blocks, measured, estimator, minutes, time.monotonic() - began)
 
         left = still_left()
         if self.resumed:
@@ -259,11 +259,18 @@ class Sweep:
         return stored.get("max_minutes") if self.resumed else self.workload.max_minutes
 
     def _left(
-        self, blocks: Sequence[Block], measured: Measured, estimator: Estimator, minutes: float | None, spent_s: float
+        self,
+        design: Design,
+        blocks: Sequence[Block],
+        measured: Measured,
+        estimator: Estimator,
+        minutes: float | None,
+        spent_s: float,
     ) -> list[Block]:
         if minutes is None:
             return blocks_left(blocks, measured)
-        return blocks_in_time(blocks, measured, minutes * 60 - spent_s, lambda block: estimator.total_s([block]))
+        time_left_s = minutes * 60 - spent_s
+        return blocks_in_time(design, blocks, measured, time_left_s, lambda block: estimator.total_s([block]))
 
     def _set_aside(self, run: RunFolder, manifest: dict[str, Any], block: Block, measured: Measured) -> None:
         """Moves the invalid loads of ``block`` away, with the logs of their server, and lists them in the manifest."""
