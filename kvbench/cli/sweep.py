@@ -90,6 +90,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     from rich.console import Console
 
     from kvbench.cli.report import show_report
+    from kvbench.lockstep.process import OPEN_LIMIT_S
     from kvbench.runs.resume import planned_cells
     from kvbench.sweep.run import Sweep
     from kvbench.targets.choose import choose
@@ -119,6 +120,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             calibrate=not options["no_calibration"],
             resumed=run,
             lockstep_minutes=options["lockstep_minutes"],
+            open_limit_s=options["start_timeout"] or OPEN_LIMIT_S,
             force=options["force"],
             max_minutes=options["max_minutes"],
         )

@@ -28,16 +28,18 @@ Percentiles. A p95 of few requests hangs on two or three of them, so its interva
 with other requests (``for_other_requests``). Throughput is of these requests.
 
 Stopping. After each launch, from the fifth on, a sitting stops if every question is decided; with one question from
-the sixth on, and from the third where so many configurations take turns that their noise is known. Stopping when an
-interval happens to be narrow makes intervals cover too little: from the third launch on 89 % of one question's, which
-has only its own noise. On machines that drift, burst and change their speed: tests/benchmarks/lockstep_coverage.md.
+the sixth on, and from the third where all have their noise in common with enough others that it is known. Stopping
+when an interval happens to be narrow makes intervals cover too little: from the third launch on 89 % of one
+question's, which has only its own noise. On machines that drift, burst and change their speed:
+tests/benchmarks/lockstep_coverage.md.
 
 Interrupted steps. No step is left out for its length: what is long may be what an engine does worse. But launches that
 compute the same requests compute the same steps, and what an engine does worse it does worse in each of them. So a step
 counts as at most ``RECURS`` times what the same step takes in the median launch and what the machine's speed is around
 it (``as_it_recurs``). A program that interrupts one step by ten or a hundred times its length then moves nothing; a
-step that is slow in half of the launches counts in full. Without the machine's speed the limit would tie the launches
-together, and intervals would cover as little as 83 %.
+step that is slow in more than half of the launches counts in full. What slows an engine at other steps in every launch
+is taken for interruptions, if it makes a step more than ``RECURS`` times as long. Without the machine's speed the limit
+would tie the launches together, and intervals would cover as little as 83 %.
 """
 
 from __future__ import annotations
@@ -122,7 +124,12 @@ class Effect:
         return math.sqrt(self.high / self.low) - 1
 
     def call(self, higher_is_better: bool = True) -> str:
-        """LEVEL if the interval lies within ``LEVEL_WITHIN`` of 1, AHEAD or BEHIND if it excludes 1, else OPEN."""
+        """LEVEL if the interval lies within ``LEVEL_WITHIN`` of 1, else AHEAD or BEHIND if it excludes 1, else OPEN.
+
+        One launch says nothing of how launches differ: OPEN.
+        """
+        if self.within_launch:
+            return OPEN
         if self.low >= 1 - LEVEL_WITHIN and self.high <= 1 + LEVEL_WITHIN:
             return LEVEL
         if self.low > 1 or self.high < 1:
@@ -277,8 +284,11 @@ def _weighted_quantile(values: Sequence[np.ndarray], counts: np.ndarray, quantil
     owner = np.repeat(np.arange(len(values)), [len(each) for each in values])
     pooled = np.concatenate(values)
     order = np.argsort(pooled)
-    reached = np.cumsum(counts[:, owner[order]], axis=1)
-    return pooled[order][(reached >= quantile * reached[:, -1:]).argmax(axis=1)]
+    found = np.empty(len(counts))
+    for draw, count in enumerate(counts):  # all at once would take gigabytes for half a million values
+        reached = np.cumsum(count[owner[order]])
+        found[draw] = pooled[order[np.searchsorted(reached, quantile * reached[-1])]]
+    return found
 
 
 def error_over_launches(log_ratios: np.ndarray, within: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ at the same step each time stays.
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ import pyarrow.parquet as pq
 from kvbench.common.files import write_atomically, write_json
 from kvbench.load.launch import make_requests
 from kvbench.load.samples import SCHEMA
-from kvbench.lockstep.turns import STEP_COLUMNS, Seat
+from kvbench.lockstep.turns import STEP_COLUMNS, Seat, take_turns
 from kvbench.metrics.latency import summarise
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
 from kvbench.targets.prometheus import counter_changes, parse_metrics
@@ -77,16 +78,20 @@ def requests_of(
     return RequestList(drawn, notes)
 
 
-def begin(seats: Sequence[Seat], load: LoadConfig, point: LoadPoint, requests: Sequence[RequestSpec]) -> list[str]:
-    """Gives every engine the requests, its cache in the load's declared state; their metrics before."""
+def begin(
+    seats: Sequence[Seat], load: LoadConfig, point: LoadPoint, requests: Sequence[RequestSpec], until: float
+) -> list[str]:
+    """Gives every engine the requests, its cache in the load's declared state; their metrics before.
+
+    ``until``: as for ``take_turns``.
+    """
     sampling = {"temperature": load.temperature, "ignore_eos": load.ignore_eos}
     rows = [[r.prompt_token_ids, r.max_tokens, r.arrival_s, r.priority] for r in requests]
     keep = load.cache_state == "steady"
     if load.cache_state == "primed" and (prefixes := distinct_prefixes(requests)):
         for seat in seats:
             seat.load(requests=[[p, 1, None, 0] for p in prefixes], concurrency=1, keep_cache=False, **sampling)
-            while not seat.ended:
-                seat.take_turn(1)
+            take_turns([seat], random.Random(0), 1, until)
         keep = True
     users = point.concurrency if point.mode == "closed" else None
     return [seat.load(requests=rows, concurrency=users, keep_cache=keep, **sampling) for seat in seats]

@@ -36,6 +36,10 @@ class EngineFailedError(MeasurementError):
         self.process = process
 
 
+class RefusedError(EngineFailedError):
+    """An engine answered that it cannot do what it was told."""
+
+
 class EngineProcess:
     """One process. ``check``: called at each answer and twice a second between them; may raise to end the measurement.
 
@@ -112,9 +116,13 @@ class EngineProcess:
                 raise self._has_ended()
             self._buffer += got
         line, _, self._buffer = self._buffer.partition(b"\n")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise EngineFailedError(answer["error"], self)
+        try:
+            answer = json.loads(line)
+            error = answer.get("error")
+        except (ValueError, AttributeError):
+            raise EngineFailedError(f"the engine's process wrote {line[:80]!r} instead of an answer", self) from None
+        if error is not None:
+            raise RefusedError(error, self)
         return answer
 
     def ask(self, limit_s: float = TURN_LIMIT_S, **command: Any) -> dict[str, Any]:
@@ -144,10 +152,8 @@ def open_all(
     for process, name, _ in engines:
         try:
             found.append(process.receive(limit_s))
-        except EngineFailedError as error:
-            if process.alive:
-                raise UsageError(f"the engine of {name} refused its settings: {error}") from None
-            raise
+        except RefusedError as error:
+            raise UsageError(f"the engine of {name} refused its settings: {error}") from None
     return found
 
 

@@ -52,7 +52,7 @@ from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.metric_names import value_of
 from kvbench.targets.base import contradiction
 from kvbench.workload.design import Configuration, Design, LoadPoint
-from kvbench.workload.file import Workload
+from kvbench.workload.file import Workload, runs_on_cpu
 
 MOST_LAUNCHES = 20
 METRICS = {"output_throughput": True, "p95_ttft_ms": False, "p95_itl_ms": False}  # name -> whether higher is better
@@ -64,8 +64,9 @@ _WARM_UP_TURNS = 1  # of an engine whose turns' length is known
 class Sitting:
     """``folder``: of the sweep's run, with /lockstep. ``capacity``: by configuration, as ``preflight`` returns it.
 
-    ``limit_s``: no launch is begun that would not end by then, or by twice that while there are too few. ``show``:
-    replaces the status line; ``check``: called twice a second, may raise.
+    ``limit_s``: no launch is begun that would not end by then, or by twice that while there are too few;
+    ``open_limit_s``: until one engine is there. ``show``: replaces the status line; ``check``: called twice a second,
+    may raise.
     """
 
     run: RunFolder
@@ -73,10 +74,12 @@ class Sitting:
     design: Design
     capacity: Mapping[str, Mapping[str, Any]]
     limit_s: float
+    open_limit_s: float
     show: Callable[[str], None]
     check: Callable[[], None]
     notes: list[str] = field(default_factory=list)
     _others: list[Configuration] = field(default_factory=list)  # than the baseline, that take part
+    _order_seed: int = field(default_factory=lambda: random.randrange(2**32))  # another in each sitting
     _turns: dict[str, dict[str, Any]] = field(default_factory=dict)  # by load: ``cold_facts``
 
     def __post_init__(self) -> None:
@@ -105,6 +108,10 @@ class Sitting:
         """Measures and returns the content of effects.json. Raises MeasurementError where nothing could be measured."""
         began, points, launch = time.monotonic(), self.points, 0
         self._others = [each for each in self.design.configurations if not each.is_baseline]
+        assert self.baseline is not None
+        for each in list(self._others):
+            if each.settings.get("num_threads") != self.baseline.settings.get("num_threads"):
+                self._leave_out(each, "engines of one process share their threads, and its num_threads is another")
         found: dict[str, Any] = {}
         while launch < MOST_LAUNCHES:
             launch += 1
@@ -114,8 +121,12 @@ class Sitting:
             except MeasurementError as error:
                 if not found:
                     raise
-                self.notes.append(f"engine time ended in launch {launch}: {error}")
-                return self.effects(launch - 1, points, time.monotonic() - began, done=True)
+                if self._others:
+                    self.notes.append(f"engine time ended in launch {launch}: {error}")
+                found = self.effects(launch - 1, points, time.monotonic() - began, done=True)
+                if not found["effects"]:
+                    raise
+                return found
             elapsed = time.monotonic() - began
             found = self.effects(launch, points, elapsed, done=False)
             limit_s = self.limit_s if launch >= FEWEST_POOLED else _LONGER * self.limit_s
@@ -125,46 +136,49 @@ class Sitting:
 
     def _launch(self, launch: int, points: Sequence[LoadPoint], began: float) -> list[LoadPoint]:
         """One process with all engines; the loads that they have computed."""
-        order = random.Random(f"kvbench-sitting/{self.workload.seed}/{launch}")
+        order = random.Random(f"kvbench-sitting/{self._order_seed}/{launch}")
         with EngineProcess(LOCKSTEP_COMMAND, self.folder.server_log(str(launch)), check=self.check) as process:
             process.greet()
-            seats = self._open(process, order)
+            seats, until = self._open(process, order), began + _LONGER * self.limit_s
             if launch > 1:
-                warm_up(seats, loads.users_of(points[0]), self._limit("max_model_len"), _WARM_UP_TURNS)
+                warm_up(seats, loads.users_of(points[0]), self._limit("max_model_len"), until, _WARM_UP_TURNS)
             took: list[float] = []
             for point in points:
                 if launch == 1 and took and not self._holds(point, len(points) - len(took), took, began):
                     return list(points[: len(took)])
                 self.show(f"engine time, launch {launch}: {point.load_id}, {len(seats)} engines in turns")
                 started = time.monotonic()
-                self._measure(launch, point, seats, order, began + _LONGER * self.limit_s)
+                self._measure(launch, point, seats, order, until)
                 took.append(time.monotonic() - started)
         return list(points)
 
     def _open(self, process: EngineProcess, order: random.Random) -> list[Seat]:
-        """The engines in random order. What has no room beside the baseline, or is refused, takes no more part."""
+        """The engines in random order. What has no room beside the baseline, or is refused, takes no more part.
+
+        On a GPU the engine itself says whether the device has room.
+        """
         names = [each for each in self.design.configurations if each.is_baseline or each in self._others]
         order.shuffle(names)
         room = free_memory()["this machine"] - sum(self._budget(each) for each in names if each.is_baseline)
         seats = []
         for each in names:
             budget = 0 if each.is_baseline else self._budget(each)
+            on_cpu = runs_on_cpu(each.settings.get("device", "auto"))
             try:
-                if budget > room:
+                if on_cpu and budget > room:
                     raise UsageError(
                         f"its KV cache of {budget / 2**30:.1f} GiB has no room beside those of the others: "
                         f"{room / 2**30:.1f} GiB are free"
                     )
-                [info] = open_all([(process, each.config_id, each.settings)])
-                on_cpu = info["resolved"]["device"] == "cpu"
                 if not on_cpu and each.settings.get("kv_budget") is None:
                     raise UsageError("set kv_budget: on a GPU each engine would take most of the memory that is free")
+                [info] = open_all([(process, each.config_id, each.settings)], self.open_limit_s)
                 if wrong := contradiction(each.settings, self.capacity[each.config_id], info):
                     raise UsageError(wrong)
             except UsageError as error:
                 self._leave_out(each, str(error))
                 continue
-            room -= budget if on_cpu else 0
+            room -= budget
             seats.append(Seat(process, each.config_id))
         return seats
 
@@ -202,22 +216,21 @@ class Sitting:
         return loads.requests_of(self.workload.load, point, seed=self.workload.seed, repeat=1, **sizes)
 
     def _measure(self, launch: int, point: LoadPoint, seats: list[Seat], order: random.Random, until: float) -> None:
-        requests = self._requests(point)
-        cost = None
-        if point.load_id not in self._turns:
-            cost = warm_up(seats, loads.users_of(point), self._limit("max_model_len"))
-            decode_step = mean_step(seats, decodes_only=True)
-            self._turns[point.load_id] = cold_facts(cost, choose_turn(cost))
-        started_at, length = utc_now(), self._turns[point.load_id]["turn_steps"]
-        before = loads.begin(seats, self.workload.load, point, requests)
+        requests, started_at, cost = self._requests(point), utc_now(), None
         try:
+            if point.load_id not in self._turns:
+                cost = warm_up(seats, loads.users_of(point), self._limit("max_model_len"), until)
+                decode_step = mean_step(seats, decodes_only=True)
+                self._turns[point.load_id] = cold_facts(cost, choose_turn(cost))
+            length = self._turns[point.load_id]["turn_steps"]
+            before = loads.begin(seats, self.workload.load, point, requests, until)
             take_turns(seats, order, length, until)
         except MeasurementError:
             if time.monotonic() <= until:
                 raise
             raise MeasurementError(
-                f"{point.load_id} takes too long for {self.limit_s / 60:g} minutes: shorten it, or allow more with "
-                "--lockstep-minutes"
+                f"{point.load_id} did not end within twice the {self.limit_s / 60:g} minutes of --lockstep-minutes: "
+                "shorten it, or allow more"
             ) from None
         if cost is not None:  # the load's own steps are longer where they hold prompts, and not by more when cold
             cost = cost * decode_step / mean_step(seats)
@@ -240,6 +253,8 @@ class Sitting:
             "launches": launches,
             "seconds": seconds,
             "limit_s": self.limit_s,
+            "order_seed": self._order_seed,
+            "configurations": 1 + len(self._others),
             "baseline": self.baseline.config_id if self.baseline else None,
             "turns": self._turns,
             "notes": self.notes,

@@ -67,7 +67,7 @@ class Seat:
         return np.asarray(self.steps, dtype=float).reshape(-1, len(STEP_COLUMNS))
 
 
-def take_turns(seats: Sequence[Seat], rng: random.Random, length: int, until: float = math.inf) -> None:
+def take_turns(seats: Sequence[Seat], rng: random.Random, length: int, until: float) -> None:
     """Lets every engine compute its load to the end, in turns of up to ``length`` steps.
 
     until: when it is given up [s, time.monotonic]. Raises MeasurementError then, of the engine if it alone is left.
@@ -81,17 +81,20 @@ def take_turns(seats: Sequence[Seat], rng: random.Random, length: int, until: fl
         min(running, key=lambda seat: (seat.clock, rng.random())).take_turn(length)
 
 
-def warm_up(seats: Sequence[Seat], users: int, max_model_len: int, turns: int | None = None) -> np.ndarray | None:
+def warm_up(
+    seats: Sequence[Seat], users: int, max_model_len: int, until: float, turns: int | None = None
+) -> np.ndarray | None:
     """Decodes ``users`` short prompts in the longest turns on every engine, unmeasured; the ``cold_cost`` of it.
 
     ``turns``: of each engine; None for as many as tell the cold cost. ``max_model_len``: the smallest of the engines.
+    ``until``: as for ``take_turns``.
     """
     tokens = TURNS[-1] * (turns or 1 + math.ceil(_WARM_UP_TURNS / len(seats)))
     tokens = max(1, min(tokens, max_model_len - _WARM_UP_PROMPT))
     requests = [[[16 + i % 200] * _WARM_UP_PROMPT, tokens, None, 0] for i in range(users)]
     for seat in seats:
         seat.load(requests=requests, concurrency=users, temperature=0.0, ignore_eos=True, keep_cache=False)
-    take_turns(seats, random.Random(0), TURNS[-1])
+    take_turns(seats, random.Random(0), TURNS[-1], until)
     return cold_cost(seats)
 
 

@@ -55,8 +55,10 @@ def engine_time_note(run: Run) -> str:
     parts = [
         "Change against the baseline in the engine's own time, without HTTP and load client: all configurations took "
         f"turns in one process, so all met the same speed of the machine (steps in a turn: {lengths}{first}). 95 % "
-        f"intervals over {launches} launches: of throughput for the requests of the first repeat, of a p95 also for "
-        "other requests of their kind; level: within 2 %.",
+        f"intervals over {launches} launch{'' if launches == 1 else 'es'}: of throughput for the requests of the first "
+        "repeat, of a p95 also for other requests of their kind; level: within 2 %. Each interval stands alone: of a "
+        "dozen settings without effect, one is called ahead or behind in about a quarter of such runs.",
+        "Launches differ by up to 1 %, so nothing is called after one." if launches == 1 else "",
         f"A turn's steps took {100 * max(costs):.1f} % longer than the late steps of a long turn." if costs else "",
         f"The smallest change of output tok/s that it could see: {100 * min(seen):.1f} to {100 * max(seen):.1f} %."
         if seen

@@ -20,7 +20,7 @@ FORMAT = 2
 class EngineEffect:
     """One metric of one cell, as a ratio to the baseline's under the same load.
 
-    ``low``, ``high``: its 95 % interval (None: one launch says nothing of it); ``call``: ahead, behind, level (within
+    ``low``, ``high``: its 95 % interval (None: its scatter is not known); ``call``: ahead, behind, level (within
     2 %) or open; ``smallest_seen``: the smallest relative change that the sitting could have seen.
     """
 

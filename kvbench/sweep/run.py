@@ -27,6 +27,7 @@ from kvbench.common.errors import (
 from kvbench.common.files import check_output_dir, read_json, utc_now, write_json
 from kvbench.common.git import git_state
 from kvbench.common.text import clock, plural
+from kvbench.lockstep.process import OPEN_LIMIT_S
 from kvbench.lockstep.sitting import Sitting, begin_anew
 from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.engine_time import read_engine_time
@@ -54,7 +55,8 @@ class Sweep:
     ``only``: patterns of cell ids; ``report``: writes and shows the report of a finished run; ``calibrate``: the load
     client, before its first load; ``resumed``: the folder of a run to go on with; ``force``: although something
     differs; ``max_minutes``: for repeats beyond the first, None: as the run was begun, or as the workload says;
-    ``lockstep_minutes``: at most for engine time, which is measured before the loads (0: it is not).
+    ``lockstep_minutes``: at most for engine time, which is measured before the loads (0: it is not);
+    ``open_limit_s``: until an engine of it is there.
     """
 
     target: ChosenTarget
@@ -67,6 +69,7 @@ class Sweep:
     force: bool = False
     max_minutes: float | None = None
     lockstep_minutes: float = 0.0
+    open_limit_s: float = OPEN_LIMIT_S
     failures: list[Failure] = dataclasses.field(default_factory=list, init=False)
     summaries: list[dict[str, Any]] = dataclasses.field(default_factory=list, init=False)
 
@@ -100,7 +103,8 @@ class Sweep:
         seconds = estimator.total_s(left)
         describe_plan(self.workload, design, left, seconds, self.console, self.target.start_guess_s)
         if first_s:
-            self._note(f"before that at most {self.lockstep_minutes:g} minutes of engine time (--lockstep-minutes)")
+            self._note(f"before that {self.lockstep_minutes:g} minutes of engine time (--lockstep-minutes), "
+                       "on a busy machine up to twice that")  # fmt: skip
         if self._minutes(stored) is not None:
             self._note(f"within --max-minutes {self._minutes(stored):g}, as far as it can be guessed; which repeats "
                        "follow the first depends on what they decide")  # fmt: skip
@@ -217,7 +221,9 @@ class Sweep:
         if not self._has_engine_time(design, run):
             return
         begin_anew(run)
-        sitting = Sitting(run, self.workload, design, capacity, 60 * self.lockstep_minutes, show, check)
+        sitting = Sitting(
+            run, self.workload, design, capacity, 60 * self.lockstep_minutes, self.open_limit_s, show, check
+        )
         if reason := sitting.why_not():
             self._note(f"engine time is not measured: {reason}")
             return
@@ -229,7 +235,7 @@ class Sweep:
         for note in found["notes"]:
             self._note(note)
         self._say(
-            f"engine time: {plural(len(design.configurations), 'configuration')} in turns, "
+            f"engine time: {plural(found['configurations'], 'configuration')} in turns, "
             f"{found['launches']} launch{'' if found['launches'] == 1 else 'es'} in {clock(found['seconds'])}"
         )
 

@@ -19,7 +19,7 @@ from kvbench.common.ports import free_port
 from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
 from kvbench.targets.launched import ProcessTarget
-from kvbench.workload.file import default_profile
+from kvbench.workload.file import runs_on_cpu
 
 BUILTIN_COMMAND = (sys.executable, "-m", "engine.server")
 _READY = re.compile(rb"^ready (http://\S+)\s*$", re.MULTILINE)
@@ -98,7 +98,7 @@ def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     config = EngineConfig.from_mapping(settings)
     spec = find_model(config.model, config.load_format)
     config = config.check_against_model(spec.max_positions)
-    on_cpu = config.device == "cpu" or (config.device == "auto" and default_profile() == "cpu")
+    on_cpu = runs_on_cpu(config.device)
     dtype = config.dtype if config.dtype != "auto" else "float32" if on_cpu else spec.default_dtype
     known: dict[str, Any] = {
         "max_model_len": config.max_model_len,

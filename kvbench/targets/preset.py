@@ -14,7 +14,7 @@ from typing import Any
 
 from kvbench.load.http import OPENAI, Dialect
 from kvbench.targets.prometheus import OURS, MetricNames
-from kvbench.workload.file import default_profile
+from kvbench.workload.file import runs_on_cpu
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Context:
     def on_cpu(self) -> bool:
         """Whether the server is to run on the CPU: given, or left open on a machine without a GPU."""
         device = self.settings.get("device") or "auto"
-        return device == "cpu" or (device == "auto" and default_profile() == "cpu")
+        return runs_on_cpu(device)
 
 
 @dataclass(frozen=True)

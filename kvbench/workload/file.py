@@ -294,6 +294,11 @@ def default_profile() -> str:
     return "gpu" if shutil.which("nvidia-smi") and Path("/dev/nvidiactl").exists() else "cpu"
 
 
+def runs_on_cpu(device: str) -> bool:
+    """Of the setting ``device``: cpu, cuda or auto."""
+    return device == "cpu" or (device == "auto" and default_profile() == "cpu")
+
+
 def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Dotted names of the keys at which two resolved workloads differ."""
     different = []

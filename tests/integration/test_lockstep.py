@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import sys
@@ -78,8 +79,8 @@ def test_engines_that_share_weights_and_take_turns_generate_what_each_generates_
         process.greet()
         open_all([(process, name, each) for name, each in settings.items()])
         seats = [Seat(process, name) for name in settings]
-        before = loads.begin(seats, workload.load, point, requests)
-        take_turns(seats, random.Random(3), 2)
+        before = loads.begin(seats, workload.load, point, requests, math.inf)
+        take_turns(seats, random.Random(3), 2, math.inf)
         done, tables = {}, {}
         for seat, metrics in zip(seats, before, strict=True):
             out = tmp_path / seat.name

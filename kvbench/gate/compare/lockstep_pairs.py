@@ -43,6 +43,7 @@ from kvbench.sweep.block import Failure
 from kvbench.workload.design import Cell
 
 PAIR_S = 8.0  # engine time of both sides of a pair, over all cells
+_WARM_UP_LIMIT_S = 600.0  # a few hundred decode steps
 _LEAST_S = 3.0  # of one side in one cell
 _PREFILL_SHARE = 1.3  # a load's time over that of its decode steps, for the guess of its length
 
@@ -160,7 +161,7 @@ class LockstepPairs:
         users = max(loads.users_of(cell.load) for cell in match.cells(sides[0]))
         known = [workload.capacity[side][match.of(side).config_id] for side in sides]
         max_model_len = min(int(each["max_model_len"]) for each in known)
-        cost = warm_up(list(seats.values()), users, max_model_len)
+        cost = warm_up(list(seats.values()), users, max_model_len, time.monotonic() + _WARM_UP_LIMIT_S)
         decode_step_s = mean_step(list(seats.values()), decodes_only=True)
         length = self.facts.setdefault("turn_steps", choose_turn(cost))
         for index in turn.order:
@@ -208,9 +209,9 @@ class LockstepPairs:
         before: dict[str, str] = {}
         done_by: dict[str, list[loads.Computed]] = {side: [] for side in sides}
         for _ in range(again):
-            for side in sides:
-                before.setdefault(side, *loads.begin([seats[side]], load, point, drawn[side]))
             until = time.monotonic() + len(sides) * bound_s(load, point, drawn[sides[0]])
+            for side in sides:
+                before.setdefault(side, *loads.begin([seats[side]], load, point, drawn[side], until))
             take_turns([seats[side] for side in sides], rng, facts["lockstep"]["turn_steps"], until)
             for side in sides:
                 done_by[side].append(loads.computed(seats[side]))

@@ -1,8 +1,9 @@
 """The verdict on paired launches: FAIL, PASS or INCONCLUSIVE, per cell, class and overall. Pure functions of a table.
 
 FAIL: some hypothesis has an adjusted p of "harm" of at most the look's alpha *and* a mean harm of at least its floor.
-The p are adjusted for all hypotheses (sign-flip max-T) and the looks' alphas add up to 0.01, so a candidate that equals
-the base fails in at most 1 % of comparisons, whatever the noise; the floor makes it rarer still.
+The p are adjusted for all hypotheses (sign-flip max-T), and the looks' alphas and that of the served check add up to
+0.01, so a candidate that equals the base fails in at most 1 % of comparisons, whatever the noise; the floor makes it
+rarer still.
 
 PASS: every hypothesis is shown to be worse by less than its margin, each at the look's ``alpha_pass`` without
 correction. That is an intersection-union test (Berger 1982): if some true harm reaches its margin, that hypothesis

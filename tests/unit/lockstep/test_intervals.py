@@ -130,6 +130,7 @@ def test_launches_that_agree_by_chance_are_known_no_better_than_their_steps_say(
 def test_one_launch_has_the_interval_of_its_steps_and_says_so():
     found = effect(launches_of(0.02, error=0.01))
     assert found.within_launch and math.log(found.high) == pytest.approx(0.02 + stats.t.ppf(0.975, 31) * 0.01)
+    assert dataclasses.replace(found, low=1.01).call() == OPEN  # launches differ
     alone = effect_of_values([10.0], [11.0])
     assert alone.ratio == pytest.approx(1.1) and math.isnan(alone.high) and alone.call() == OPEN
 

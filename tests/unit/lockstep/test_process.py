@@ -38,6 +38,7 @@ def test_answers_come_in_order_and_the_end_stops_the_process(tmp_path):
         ("say(protocol=2); sys.stderr.write('torn page'); sys.exit(3)", "torn page"),
         ("say(protocol=2); os.kill(os.getpid(), 9)", "signal 9"),
         ("say(protocol=2); sys.stdin.readline(); say(error='no room for 3 pages')", "no room for 3 pages"),
+        ("say(protocol=2); sys.stdin.readline(); print('a banner', flush=True)", "a banner"),
     ],
 )
 def test_an_engine_that_fails_is_named_with_its_reason(tmp_path, body, word):
@@ -64,10 +65,11 @@ def test_refused_settings_are_the_users_mistake_and_a_death_is_not(tmp_path):
         process.greet()
         with pytest.raises(UsageError, match="page_size cannot be 0"):
             open_all([(process, "a", {"page_size": 0})])
-    with scripted(tmp_path, "say(protocol=2)\nsys.stdin.readline()\nsys.exit(1)") as process:
-        process.greet()
-        with pytest.raises(EngineFailedError):
-            open_all([(process, "a", {})])
+    for fails in ("sys.exit(1)", "time.sleep(60)"):
+        with scripted(tmp_path, f"say(protocol=2)\nsys.stdin.readline()\n{fails}") as process:
+            process.greet()
+            with pytest.raises(EngineFailedError):
+                open_all([(process, "a", {})], 0.2 if "sleep" in fails else 20)
 
 
 @pytest.mark.parametrize(

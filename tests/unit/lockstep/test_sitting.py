@@ -46,7 +46,7 @@ def sit(tmp_path, monkeypatch):
         workload = resolve(json.loads(json.dumps(DATA)), profile="cpu", source=None)
         design = make_design(workload.engine, sweep, workload.load_points, "one_at_a_time")
         capacity = {each.config_id: LIMITS for each in design.configurations}
-        done = Sitting(RunFolder(tmp_path), workload, design, capacity, limit_s, lambda _: None, lambda: None)
+        done = Sitting(RunFolder(tmp_path), workload, design, capacity, limit_s, 60, lambda _: None, lambda: None)
         assert done.why_not() is None
         return done
 
@@ -98,6 +98,26 @@ def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch)
     [note] = [each for each in made.execute()["notes"] if "48" in each]
     assert "2.5 GiB" in note
     assert {effect.cell.split("-c")[0] for effect in read_engine_time(tmp_path).effects} == {"paged-p8"}
+
+
+def test_on_a_gpu_each_engine_needs_a_budget_and_the_hosts_memory_is_not_asked(sit, monkeypatch):
+    monkeypatch.setattr(sitting, "free_memory", lambda: {"this machine": 1 << 20})
+    monkeypatch.setattr(sitting, "runs_on_cpu", lambda device: False)
+    with pytest.raises(MeasurementError, match="set kv_budget"):
+        sit(20, page_size=[8]).execute()
+    monkeypatch.setitem(DATA["engine"], "kv_budget", "1MiB")
+    made = sit(20, page_size=[8])
+    made.capacity = {each.config_id: LIMITS | {"kv_budget_bytes": 1 << 30} for each in made.design.configurations}
+    found = made.execute()
+    assert found["effects"] and not any("room" in note for note in found["notes"])
+
+
+def test_engines_on_other_threads_than_the_baseline_are_left_out_in_any_order(sit, tmp_path):
+    found = sit(20, num_threads=[2, 3], page_size=[8]).execute()
+    assert found["configurations"] == 2 and {e.cell.split("-c")[0] for e in read_engine_time(tmp_path).effects} == {
+        "paged-p8"
+    }
+    assert sum("num_threads" in note for note in found["notes"]) == 2
 
 
 def test_no_second_engine_that_opens_is_an_error_with_the_reason(sit):

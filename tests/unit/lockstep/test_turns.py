@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -34,7 +35,7 @@ def seats_of(**seconds):
 
 def test_clocks_stay_within_one_turn_of_each_other_while_both_run():
     seats, log = seats_of(fast=[1.0] * 400, slow=[3.0] * 100)
-    take_turns(seats, random.Random(0), 2)
+    take_turns(seats, random.Random(0), 2, math.inf)
     clocks, widest = Counter(), 0.0
     left = Counter(fast=400, slow=100)
     for name, steps in log:
@@ -51,7 +52,7 @@ def test_ties_are_broken_at_random_and_the_seed_repeats_them():
     firsts, orders = Counter(), []
     for seed in (1, 1, *range(2, 60)):
         seats, log = seats_of(a=[1.0] * 8, b=[1.0] * 8, c=[1.0] * 8)
-        take_turns(seats, random.Random(seed), 1)
+        take_turns(seats, random.Random(seed), 1, math.inf)
         firsts[log[0][0]] += 1
         orders.append(log)
     assert orders[0] == orders[1] != orders[2]
