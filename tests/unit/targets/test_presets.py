@@ -116,7 +116,7 @@ def test_what_a_server_cannot_do_has_a_reason_that_names_setting_and_value(prese
 
 def test_a_device_that_is_left_open_is_the_cpu_where_there_is_no_gpu(monkeypatch):
     for profile, refused in (("cpu", True), ("gpu", False)):
-        monkeypatch.setattr("kvbench.targets.preset.default_profile", lambda profile=profile: profile)
+        monkeypatch.setattr("kvbench.workload.file.default_profile", lambda profile=profile: profile)
         assert bool(reasons("vllm", page_size=16, device="auto")) is refused
         assert "CPU attention" in reasons("vllm", page_size=16, device="cpu")[0]
     assert not reasons("vllm", page_size=16, device="cuda", kv_cache_dtype="int8_per_token_head", async_scheduling=True)
