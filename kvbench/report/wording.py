@@ -138,7 +138,35 @@ def headline(run: Run) -> str:
     if run.missing:
         prefix = f"Incomplete run ({len(run.cells)} of {len(run.cells) + len(run.missing)} cells measured): "
     pairs = paging(run)
-    return prefix + (_pair_sentence(pairs) if pairs else _no_pair(run) + best_sentence(run, run.loads[-1]))
+    pair = pairs[-1] if pairs else None
+    served = _pair_sentence(pairs) if pairs else _no_pair(run) + best_sentence(run, run.loads[-1])
+    decided = "" if _is_decided_over_http(run, pair) else _decided_in_engine_time(run, pair)
+    return prefix + (f"{decided} Over HTTP: {served[:1].lower()}{served[1:]}" if decided else served)
+
+
+def _is_decided_over_http(run: Run, pair: PairedComparison | None) -> bool:
+    if pair:
+        return pair.valid and pair.throughput is not None and pair.throughput.verdict != UNCLEAR
+    top = best(run, run.loads[-1])
+    return top is not None and not top.unclear_with
+
+
+def _decided_in_engine_time(run: Run, pair: PairedComparison | None) -> str:
+    """What engine time says of paging, without such a pair what is furthest ahead; empty where it decides nothing.
+
+    Other programs make served loads invalid, but slow down engines that take turns alike.
+    """
+    base = baseline(run, pair.load if pair else run.loads[-1])
+    if base is None or run.engine_time is None or (pair and base not in (pair.a, pair.b)):
+        return ""
+    cells = [cell for cell in ((pair.a, pair.b) if pair else run.at(base.load)) if cell is not base]
+    found = [(effect, cell) for cell in cells if (effect := run.engine_time.of(cell.cell_id, "output_throughput"))]
+    calls = ("ahead", "behind", "level") if pair else ("ahead",)
+    found = [(effect, cell) for effect, cell in found if effect.call in calls]
+    if not found:
+        return ""
+    effect, cell = max(found, key=lambda each: each[0].ratio)
+    return f"In engine time, {cell.name} against {base.name} at {base.load.label}: output tokens/s {effect}."
 
 
 def _pair_sentence(pairs: list[PairedComparison]) -> str:

@@ -26,7 +26,7 @@ from kvbench.common.errors import (
 )
 from kvbench.common.files import check_output_dir, read_json, utc_now, write_json
 from kvbench.common.git import git_state
-from kvbench.common.text import clock, plural
+from kvbench.common.text import and_more, clock, plural
 from kvbench.lockstep.process import OPEN_LIMIT_S
 from kvbench.lockstep.sitting import Sitting, begin_anew
 from kvbench.runs.aggregate import aggregate_cell
@@ -375,7 +375,7 @@ class Sweep:
             self._say(f"measure the repeats that are left out with:\n  {resume} --max-minutes <more>")
         if problems:
             head = "INVALID: not every cell is validly measured (exit code 4); the results are kept:\n"
-            self._say(head + "\n".join(f"  - {p}" for p in problems))
+            self._say(head + "  - " + and_more(problems, 4, between="\n  - "))
             if only_disturbed and read_engine_time(run.path):
                 self._say("The changes in engine time stay valid: other programs only widen their intervals.")
         if self.failures or (problems and complete):

@@ -9,6 +9,7 @@ import pytest
 from kvbench.common.files import write_json
 from kvbench.report.engine_time import engine_time_console, engine_time_note, engine_time_table
 from kvbench.report.markdown import markdown
+from kvbench.report.wording import headline
 from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
 from kvbench.runs.read import read_run
 
@@ -22,10 +23,11 @@ def effect(cell, metric="output_throughput", ratio=1.0, low=0.99, high=1.01, cal
 def run_with(tmp_path, run_folder):
     """A synthetic run whose configurations but the baseline had these effects, made from a cell's id."""
 
-    def make(*effects, **facts):
+    def make(*effects, variant="normal", **facts):
         folder = tmp_path / "run"
-        shutil.copytree(run_folder("normal"), folder)
-        cells = [cell for cell in read_run(folder).by_load if not cell.is_baseline]
+        shutil.copytree(run_folder(variant), folder)
+        run = read_run(folder)
+        cells = [cell for cell in run.at(run.loads[-1]) if not cell.is_baseline]
         rows = [each(cells[-1].cell_id) for each in effects]
         known = {
             "format": FORMAT,
@@ -76,3 +78,17 @@ def test_the_note_says_turns_their_cost_and_what_was_left_out(run_with):
 def test_a_run_without_engine_time_has_no_table(run_folder):
     run = read_run(run_folder("normal"))
     assert not engine_time_table(run).rows and engine_time_console(run) is None and engine_time_note(run) == ""
+
+
+def test_where_served_loads_are_invalid_the_first_sentence_is_what_engine_time_decides(run_with):
+    run, cell = run_with(lambda c: effect(c, ratio=2.05, low=2.0, high=2.1, call="ahead"), variant="invalid")
+    base = next(each for each in run.at(cell.load) if each.is_baseline)
+    first, served = headline(run).split(" Over HTTP: ")
+    assert cell.name in first and base.name in first and "+105.0 % (+100.0 to +110.0)" in first
+    assert served.startswith("no verdict")
+
+
+@pytest.mark.parametrize(("variant", "call"), [("invalid", "open"), ("normal", "ahead")])
+def test_the_first_sentence_is_of_the_served_loads_where_engine_time_is_open_or_they_decide(run_with, variant, call):
+    run, _ = run_with(lambda c: effect(c, ratio=1.05, low=0.98, high=1.12, call=call), variant=variant)
+    assert "ngine time" not in headline(run)
