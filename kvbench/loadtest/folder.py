@@ -69,7 +69,8 @@ class LoadFolder:
 
     def finished_runs(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Folder and metrics.json of the runs that ended, in their order."""
-        for path in sorted((self.path / RUNS).glob(f"*/{METRICS}")):
+        found = (self.path / RUNS).glob(f"*/{METRICS}")
+        for path in sorted(found, key=lambda path: int(path.parent.name.partition("-")[0])):  # 100 comes after 11
             yield path.parent, read_json(path)
 
 

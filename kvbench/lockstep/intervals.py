@@ -20,7 +20,8 @@ Many configurations. Those of one process are a randomised block design: launche
 the log throughputs after the means of launches and configurations is the noise, much the same for all (Montgomery,
 Design and Analysis of Experiments, 4.1). So few launches of one configuration say too little of its own scatter, and
 its variance is moderated: the common one counts as ``_COMMON_FREEDOM`` degrees of freedom, beside those of its own
-(Smyth, Linear models and empirical Bayes methods, Statistical Applications in Genetics and Molecular Biology 3, 2004).
+(Smyth, Linear models and empirical Bayes methods, Statistical Applications in Genetics and Molecular Biology 3, 2004),
+and both together never as more than all launches hold.
 A configuration has an interval of its own where it runs more than 50 % faster or slower, since it then meets another
 machine for part of the time, or where it scatters much more than the others (F test at 1 %).
 
@@ -217,12 +218,12 @@ def effect(launches: Sequence[LaunchRatio]) -> Effect:
 def pooled_effects(alone: Mapping[str, Effect], log_ratios: Mapping[str, Sequence[float]]) -> dict[str, Effect]:
     """The effects of several configurations on one load, from their own noise and that which they have in common.
 
-    alone: the effect of each by itself, which those keep that do not share the noise, and all where it is known from
-        fewer than ``POOLED_FREEDOM`` degrees of freedom
+    alone: the effect of each by itself, which those keep that do not share the noise, and all where only one is left
+        or the noise is known from fewer than ``POOLED_FREEDOM`` degrees of freedom
     log_ratios: of each to the baseline, by launch; all of the same launches
     """
     names = [name for name, y in log_ratios.items() if abs(np.mean(y)) <= _LIKE]
-    while names:
+    while len(names) > 1:
         y = np.array([log_ratios[name] for name in names]).T
         square, freedom = noise(y)
         if freedom < POOLED_FREEDOM or not square > 0:
@@ -235,7 +236,8 @@ def pooled_effects(alone: Mapping[str, Effect], log_ratios: Mapping[str, Sequenc
             moderated = (_COMMON_FREEDOM * 2 * square + own * variances) / (_COMMON_FREEDOM + own)
             errors = dict(zip(names, np.sqrt(moderated / len(y)), strict=True))
             means = {name: float(np.mean(log_ratios[name])) for name in names}
-            shared = {n: _effect(means[n], errors[n], _COMMON_FREEDOM + own, len(y), pooled=True) for n in names}
+            known_from = min(_COMMON_FREEDOM + own, freedom)
+            shared = {n: _effect(means[n], errors[n], known_from, len(y), pooled=True) for n in names}
             return {name: shared.get(name, found) for name, found in alone.items()}
         names.pop(widest)
     return dict(alone)

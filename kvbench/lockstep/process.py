@@ -153,7 +153,7 @@ def open_all(
         try:
             found.append(process.receive(limit_s))
         except RefusedError as error:
-            raise UsageError(f"the engine of {name} refused its settings: {error}") from None
+            raise UsageError(f"the engine of {name} refused its settings: {error}") from error
     return found
 
 

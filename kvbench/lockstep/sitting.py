@@ -190,7 +190,7 @@ class Sitting:
         self.notes.append(f"{configuration.label} was not measured in engine time: {reason}")
         self._others = [each for each in self._others if each is not configuration]
         if configuration is self.baseline or not self._others:
-            raise MeasurementError("; ".join(self.notes))
+            raise MeasurementError(self.notes[-1])
 
     def _holds(self, point: LoadPoint, left: int, took: Sequence[float], began: float) -> bool:
         """Whether the time holds enough launches that have this load too, if it takes as long as the longest so far.
@@ -236,13 +236,14 @@ class Sitting:
             cost = cost * decode_step / mean_step(seats)
             self._turns[point.load_id] = {**cold_facts(cost, choose_turn(cost)), "first_turn_steps": length}
         configurations = {each.config_id: each for each in self.design.configurations}
-        for seat, metrics in zip(seats, before, strict=True):
+        for seat, metrics in list(zip(seats, before, strict=True)):
             cell_id = f"{seat.name}-{point.load_id}"
             with self.folder.scratch_load(cell_id, launch) as out:
                 done = loads.store(out, [loads.computed(seat)], self.workload.load, point, requests, metrics)
                 write_json(out / DONE, {"cell_id": cell_id, "repeat": launch, "started_at": started_at, **done})
             if not done["valid"]:
                 self._leave_out(configurations[seat.name], "; ".join(done["invalid_reasons"]))
+                seats.remove(seat)
 
     def effects(self, launches: int, points: Sequence[LoadPoint], seconds: float, *, done: bool) -> dict[str, Any]:
         """Writes and returns effects.json, from the launches that are stored."""
@@ -272,7 +273,7 @@ class Sitting:
         values = {cell: [_values(folder) for folder in folders] for cell, folders in stored.items()}
         rows = []
         for metric, higher in METRICS.items():
-            if metric == "output_throughput":
+            if metric == "output_throughput" and point.mode == "closed":  # in an open loop engines also wait
                 same = {cell: _same_work(of) for cell, of in steps.items()}
                 ratios = {c: launch_ratios(steps[base], steps[c], same[base] and same[c]) for c in cells}
                 y = {cell: [each.log_ratio for each in of] for cell, of in ratios.items()}

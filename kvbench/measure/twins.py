@@ -43,8 +43,9 @@ CLOCK = "running"
 SLICE_S = 0.1  # turns of 50 ms were less precise in a trial
 _SLACK_S = 60.0  # until both clients have begun, on a slow machine
 _LOOK_S = 0.01
+_CONNECT_S = 5.0  # then servers get turns though not all users are connected: a short listen queue may be full
 _THINKS = "its users think by the wall clock, which goes on while a server is frozen"
-_TIME_OUTS = ("timeout_s", "first_byte_timeout_s", "idle_timeout_s")
+_TIME_OUTS = ("timeout_s", "connect_timeout_s", "first_byte_timeout_s", "idle_timeout_s")
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ def _drive(
 ) -> list[Driven]:
     """Drives all loads to their ends, in turns. Raises TwinsError; an interruption ends all of them."""
     begun: set[int] = set()
+    asked = time.monotonic()
 
     def drive(number: int) -> Driven:
         return prepared[number].drive(lambda *_: None, lambda phase, pid: begun.add(number), all_ours=True)
@@ -148,7 +150,7 @@ def _drive(
             while not all(each.done() for each in running):
                 if any(each.done() and each.exception() for each in running):
                     break
-                if len(begun) == len(prepared):
+                if len(begun) == len(prepared) or time.monotonic() > asked + _CONNECT_S:
                     turns.round(rng)
                 else:
                     time.sleep(_LOOK_S)
@@ -238,6 +240,8 @@ def _load_in_running_time(
     own = {"cpu_us_per_chunk", *(name for name in client if name.startswith("loop_lag"))}  # have no part in the mapping
     own |= {name for name in client if name.startswith("lag")} if raw["lag_source"] == "loop probe" else set()
     client = raw | {name: value for name, value in client.items() if name not in own}
+    if raw.get("processes") and raw["cpu_fraction"] is not None:  # that of the busiest one
+        client["cpu_fraction"] = raw["cpu_fraction"] * float(load["duration_s"]) / running_s
     others = [each for each in load["invalid_reasons"] if each not in invalid_reasons(raw, 0)]
     moments = (rows[name].to_numpy(dtype=float) for name in ("t0", "ts", "end"))
     window = steady_state(*moments, load, [each.session for each in requests]).window or (None, None)

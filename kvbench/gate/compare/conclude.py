@@ -133,7 +133,7 @@ def conclude(
         raise UsageError(f"{folder.path}: {error}") from None
     facts |= {"pairs": judgement.pairs, "look": judgement.look.pairs, "alpha": judgement.look.alpha}
     tested = findings_of(judgement, *(values[side][: judgement.pairs] for side in SIDES))
-    extra += served_findings(folder, tested)
+    extra += served_findings(folder, tested) if pairs is None else ()  # a look is at pairs alone
     moved = ()
     if judgement.outcome == FAIL:
         counters = _read_counters(folder, cells, judgement.pairs)

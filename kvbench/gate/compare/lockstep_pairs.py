@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import utc_now, write_json
 from kvbench.common.machine import gpus
 from kvbench.gate.compare.folder import CompareFolder
@@ -34,6 +35,7 @@ from kvbench.lockstep.process import (
     LOCKSTEP_COMMAND,
     EngineFailedError,
     EngineProcess,
+    RefusedError,
     open_all,
     why_not_stepped,
 )
@@ -85,7 +87,10 @@ def _requests(workload: PairedWorkload, side: str, cell: Cell, pair: int, times:
     known = workload.capacity[side][cell.configuration.config_id]
     sizes = {name: int(known[name]) for name in ("vocab_size", "max_model_len")}
     given = choice.workload
-    return loads.requests_of(given.load, cell.load, seed=given.seed, repeat=pair, times=times, **sizes)
+    try:
+        return loads.requests_of(given.load, cell.load, seed=given.seed, repeat=pair, times=times, **sizes)
+    except ValueError as error:  # of a later pair, whose lengths are drawn anew
+        raise MeasurementError(f"{cell.cell_id}, pair {pair}: {error}") from error
 
 
 def _same_cores(
@@ -101,7 +106,7 @@ def _same_cores(
 
 @dataclass(frozen=True)
 class LockstepPairs:
-    """``facts``: the manifest's ``lockstep``: the length of a turn, and by cell how often a pair computes its load.
+    """``facts``: the manifest's ``lockstep``: the steps of a turn, and by cell how often a pair computes its load.
 
     Both are chosen in the first pair and kept, so that all pairs are alike. ``on_engine``: called with what each engine
     says of itself; may refuse it with a UsageError. ``open_limit_s``: for an engine's start. ``check``: may raise to
@@ -150,7 +155,12 @@ class LockstepPairs:
             opened.append((stack.enter_context(process), side, match.of(side).settings))
         for process, _, _ in opened:
             process.greet()
-        infos = dict(zip(sides, open_all(opened, self.open_limit_s), strict=True))
+        try:
+            infos = dict(zip(sides, open_all(opened, self.open_limit_s), strict=True))
+        except UsageError as error:
+            if pair == 1 or not isinstance(refused := error.__cause__, RefusedError):
+                raise
+            raise refused from None  # it opened before: its memory is missing, its settings are not wrong
         start_s = time.monotonic() - started
         for side in sides:
             self.on_engine(workload, side, match, infos[side])
@@ -163,7 +173,7 @@ class LockstepPairs:
         max_model_len = min(int(each["max_model_len"]) for each in known)
         cost = warm_up(list(seats.values()), users, max_model_len, time.monotonic() + _WARM_UP_LIMIT_S)
         decode_step_s = mean_step(list(seats.values()), decodes_only=True)
-        length = self.facts.setdefault("turn_steps", choose_turn(cost))
+        length = self.facts.setdefault("turn_lengths", {}).setdefault(match.key, choose_turn(cost))
         for index in turn.order:
             cells = {side: match.cells(side)[index] for side in sides}
             self.show(f"pair {pair}: {cells[sides[0]].cell_id}, both engines in turns")

@@ -22,6 +22,7 @@ from kvbench.measure.twins import SLICE_S, TurnLength, Twin, TwinsError, measure
 from kvbench.runs.folder import DONE
 from kvbench.sweep.block import BlockRunner, Failure, is_gone
 from kvbench.targets.base import Target, reason_of
+from kvbench.targets.builtin import BuiltinTarget
 from kvbench.targets.launched import ProcessTarget
 from kvbench.workload.design import Block
 
@@ -138,14 +139,16 @@ class _Sitting:
     def _require_room(self, side: str, target: ProcessTarget, before: Mapping[str, int]) -> None:
         """Raises UsageError where a second server like ``target`` does not fit. ``before``: free memory without it.
 
-        A cache in the machine's memory takes it only as it fills, so the budget of both counts too.
+        A cache in the machine's memory may take it only as it fills: then both servers still need their budget. The
+        built-in engine's is filled at its start.
         """
         configuration, after = self.turn.match.of(side), free_memory()
         needs = {where: free - after.get(where, 0) for where, free in before.items() if where != "this machine"}
         needs["this machine"] = target.memory_bytes()
-        if configuration.settings.get("device") == "cpu" or len(before) == 1:
+        on_host = configuration.settings.get("device") == "cpu" or len(before) == 1
+        if on_host and not isinstance(target, BuiltinTarget):
             known = self.runners[side].capacity.get(configuration.config_id, {})
-            needs["this machine"] += int(known.get("kv_budget_bytes") or 0)
+            needs["this machine"] += 2 * int(known.get("kv_budget_bytes") or 0)
         for where, needed in needs.items():
             if needed > after.get(where, needed):
                 raise UsageError(

@@ -198,7 +198,8 @@ def client_alone(kept: Mapping[str, Any], run: Path) -> bool:
     result = read_json(run / "load.json") if (run / "load.json").is_file() else {}
     if not result.get("client"):
         return False
-    own = {*client_reasons(result), *((kept.get("calibration") or {}).get("reasons") or ())}
+    of_calibration = set((kept.get("calibration") or {}).get("reasons") or ()) - set(kept.get("disturbances") or ())
+    own = of_calibration.union(client_reasons(result))
     return own.issuperset(kept["invalid_reasons"])
 
 
@@ -224,7 +225,7 @@ def answer_sentence(
     if found is None:
         text = f"Not known whether any rate meets {slo}: no run could be judged."
     else:
-        text = f"Highest rate that meets {slo}: {_interval_words(found, length.unit)}{_open_end(found, bounds)}; "
+        text = f"Highest rate that meets {slo}: {_interval_words(found, length.unit)}{_open_end(answer, bounds)}; "
         text += f"{_evidence(conditions, rows)}.{_undetected_overload(rows, bounds, length)}"
     if not answer.reason:
         return text
@@ -242,11 +243,10 @@ def _interval_words(found: Interval, unit: str) -> str:
     return f"at least {low} {unit}/s" if high is None else f"less than {high} {unit}/s"
 
 
-def _open_end(found: Interval, bounds: Bounds) -> str:
-    """Beyond which rate nothing was tried, and so nothing is known."""
-    beyond = [f"--max-rate is {bounds.high:g}"] if found.high is None else []
-    beyond += [f"--min-rate is {bounds.low:g}"] if found.low is None else []
-    return f" ({' and '.join(beyond)})" if beyond else ""
+def _open_end(answer: Answer, bounds: Bounds) -> str:
+    """The bound that ended the search, beyond which nothing was tried."""
+    ends = {ALWAYS: f" (--max-rate is {bounds.high:g})", NEVER: f" (--min-rate is {bounds.low:g})"}
+    return ends.get(answer.outcome, "")
 
 
 def _evidence(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -282,7 +282,7 @@ def _table(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -
 def _table_row(conditions: Sequence[Condition], row: Mapping[str, Any]) -> tuple[str, ...]:
     growth = row["backlog"]
     return (
-        row["run"][:2],
+        row["run"].partition("-")[0],
         f"{row['rate']:g}",
         str(row["requests"]),
         *(c.format(row["values"].get(c.text)) for c in conditions),

@@ -94,6 +94,13 @@ def rounds_of(base, candidate):
     return [{"first": "base", **latencies}] * 20
 
 
+def test_a_look_at_the_pairs_is_not_changed_by_a_served_check_that_was_interrupted(tmp_path):
+    done = Check(tmp_path)
+    write_json(tmp_path / FILE, {"format": 1, "checks": {"mixed/paged": [rounds_of(40, 80)]}})
+    assert done.verdict().outcome != "pass"
+    assert conclude(done.folder, done.folder.manifest(), POLICY, pairs=8).outcome == "pass"
+
+
 def test_what_the_engine_explains_is_not_said_to_lie_outside(tmp_path):
     done = Check(tmp_path, change=(-0.9, 9.0, 9.0))
     rounds = rounds_of(40, 80)

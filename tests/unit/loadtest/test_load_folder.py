@@ -75,6 +75,15 @@ def test_a_load_that_is_begun_anew_removes_only_its_own_files(out):
     assert left == {"manifest.json", "notes.txt", "invalid-1", "elsewhere"}
 
 
+def test_runs_are_read_in_the_order_of_their_numbers(out):
+    names = ["02-r1", "11-r4", "100-r2"]
+    for name in names:
+        (out / "runs" / name).mkdir(parents=True)
+        (out / "runs" / name / METRICS).write_text("{}")
+    with opened(out) as folder:
+        assert [path.name for path, _ in folder.finished_runs()] == names
+
+
 def test_a_search_whose_client_was_the_limit_keeps_its_runs(out):
     run = out / "runs" / "01-r4"
     run.mkdir(parents=True)

@@ -304,6 +304,7 @@ def test_whose_figures_made_a_run_invalid(tmp_path):
     assert not client_alone({"invalid_reasons": [*lagged, "3 requests were never finished"]}, tmp_path)
     calibrated = {"invalid_reasons": ["the client's ITL error"], "calibration": {"reasons": ["the client's ITL error"]}}
     assert client_alone(calibrated, tmp_path)
+    assert not client_alone(calibrated | {"disturbances": ["the client's ITL error"]}, tmp_path)
 
 
 def test_a_conversation_is_in_flight_from_its_first_turn_to_its_last(tmp_path):

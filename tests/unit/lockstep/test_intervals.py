@@ -227,9 +227,18 @@ def test_configurations_that_are_alike_share_their_noise_and_others_keep_their_o
         assert math.log(pooled[f"c{i}"].high) == pytest.approx(y[:, i].mean() + half)
 
 
-def test_too_few_degrees_of_freedom_pool_nothing():
-    ratios, alone = by_name(np.random.default_rng(1).normal(0, 0.01, (4, 2)))
+@pytest.mark.parametrize("shape", [(4, 2), (12, 1)])  # launches, configurations
+def test_too_few_degrees_of_freedom_or_one_configuration_pool_nothing(shape):
+    ratios, alone = by_name(np.random.default_rng(1).normal(0, 0.01, shape))
     assert pooled_effects(alone, ratios) == alone
+
+
+def test_a_pooled_interval_claims_no_more_degrees_of_freedom_than_the_launches_hold():
+    y = np.random.default_rng(2).normal(0, 0.01, (5, 2))
+    ratios, alone = by_name(y)
+    variance = (6 * 2 * noise(y)[0] + 4 * np.var(y[:, 0], ddof=1)) / (6 + 4)
+    half = stats.t.ppf(0.975, 2 * 4) * math.sqrt(variance / 5)  # three engines, five launches: 8, where 6 + 4 are 10
+    assert math.log(pooled_effects(alone, ratios)["c0"].high) == pytest.approx(y[:, 0].mean() + half)
 
 
 @pytest.mark.parametrize("scatter", [1.0, 1.7])

@@ -67,6 +67,14 @@ def test_effects_are_those_of_the_engines_and_the_sitting_stops_when_all_are_dec
     assert latency.ratio == pytest.approx(1.2, abs=0.03) and latency.call == "behind"
 
 
+def test_engines_that_both_keep_up_with_the_arrivals_have_the_same_throughput(sit, tmp_path, monkeypatch):
+    arrivals = {"mode": "open", "concurrency": None, "request_rate": [2.0], "num_requests": [12]}
+    monkeypatch.setitem(DATA, "load", DATA["load"] | arrivals)
+    sit(20, max_num_batched_tokens=[48]).execute()
+    (found,) = (each for each in read_engine_time(tmp_path).effects if each.metric == "output_throughput")
+    assert found.call == "level"  # though a step takes 1.2 times as long
+
+
 def test_time_that_is_over_ends_it_after_few_launches_of_the_highest_load(sit, tmp_path, monkeypatch):
     monkeypatch.setattr(sitting, "_LONGER", 1e6)  # a machine so busy that the limit is over in the first launch
     found = sit(0.001, page_size=[8]).execute()
