@@ -25,8 +25,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvbench.common.files import write_atomically, write_json
+from kvbench.load.completion import Completion
 from kvbench.load.launch import make_requests
-from kvbench.load.samples import SCHEMA
+from kvbench.load.samples import SCHEMA, Sample
 from kvbench.lockstep.turns import STEP_COLUMNS, Seat, take_turns
 from kvbench.metrics.latency import summarise
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
@@ -197,31 +198,15 @@ def _row(
     token_ids: Sequence[int],
 ) -> Mapping[str, Any]:
     """A row of requests.parquet."""
-    ok = finish_reason in ("length", "stop")
-    first, last = (times[0], times[-1]) if times else (None, None)
-    return {
-        "index": spec.index,
-        "class": spec.cls,
-        "priority": spec.priority,
-        "user": 0,
-        "turn": spec.turn,
-        "prompt_tokens": len(spec.prompt_token_ids or ()),
-        "output_tokens": sum(tokens),
-        "cached_tokens": cached,
-        "prefix_tokens": spec.prefix_tokens,
-        "max_tokens": spec.max_tokens,
-        "t0": t0,
-        "ts": ts,
-        "queued_s": 0.0,
-        "first": first,
-        "last": last,
-        "end": last,
-        "chunk_times": list(times),
-        "chunk_tokens": list(tokens),
-        "output_token_ids": list(token_ids),
-        "coalesced": 0,
-        "ok": ok,
-        "error_kind": None if ok else "engine",
-        "error": None if ok else f"finish_reason {finish_reason}",
-        "finish_reason": finish_reason,
-    }
+    done = Completion(
+        chunk_times=list(times),
+        chunk_tokens=list(tokens),
+        token_ids=list(token_ids),
+        first=times[0] if times else None,
+        finish_reason=finish_reason,
+        output_tokens=sum(tokens),
+        cached_tokens=cached,
+    )
+    if finish_reason not in ("length", "stop"):
+        done.fail("engine", f"finish_reason {finish_reason}")
+    return Sample(spec, 0, t0, ts, times[-1] if times else ts, done).to_row(0.0)
