@@ -111,6 +111,16 @@ class Calibrator:
         return {"left_out": not self.wanted, "measured": [c.to_json() for c in _stored(self.folder)]}
 
 
+def passed_since(folder: Path, failed: Calibration) -> bool:
+    """Whether the client later passed what it had failed before a load of the run in ``folder``."""
+    return any(
+        not each.reasons
+        and (each.machine, each.settings) == (failed.machine, failed.settings)
+        and each.taken != failed.taken
+        for each in _stored(folder)
+    )
+
+
 def _stored(folder: Path) -> list[Calibration]:
     if not (folder / FILE).is_file():
         return []

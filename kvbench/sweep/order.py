@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.common.files import read_json
+from kvbench.calibration.cache import passed_since
+from kvbench.calibration.calibrate import Calibration
+from kvbench.common.files import read_json, write_json
 from kvbench.common.stats import t_interval
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.ratios import FEWEST, UNCLEAR, paired_ratio
@@ -48,9 +50,18 @@ class Measured:
                 self.done[load] = read_json(run.load(*load) / DONE)
 
     def take(self, run: RunFolder, block: Block) -> None:
-        """``block`` was measured: counts the attempts, and reads what there is of it."""
+        """``block`` was measured: counts the attempts, and reads what there is of it.
+
+        A calibration that the client failed before a load and passed since was disturbed, whatever disturbed it.
+        """
         self.attempts.update((cell.cell_id, block.repeat) for cell in block.cells)
         self.read(run, block)
+        for load, done in self.done.items():
+            known, disturbances = done.get("calibration") or {}, done.get("disturbances") or []
+            reasons = [each for each in known.get("reasons") or () if each not in disturbances]
+            if reasons and passed_since(run.path, Calibration.from_json(known)):
+                self.done[load] = {**done, "disturbances": disturbances + reasons}
+                write_json(run.load(*load) / DONE, self.done[load])
 
     def valid(self, cell: Cell) -> dict[int, Mapping[str, Any]]:
         """The metrics of a cell's valid loads by repeat."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvbench.calibration.cache import FILE as CALIBRATION
+from kvbench.calibration.cache import ClientLoad, settings_for
+from kvbench.common.files import read_json, write_json
+from kvbench.runs.folder import DONE, RunFolder
+from kvbench.runs.repeats import is_disturbed
 from kvbench.sweep.order import Measured, blocks_in_time, blocks_left
 from kvbench.workload.design import Block, load_point, make_design, plan_blocks
+from tests.unit.calibration.test_calibration import taken as taken_calibration
 
 LOADS = [load_point("closed", concurrency=c, rate=None, num_requests=8) for c in (1, 4)]
 DESIGN = make_design({"layout": "paged", "page_size": 16}, {"page_size": [8, 64]}, LOADS, "one_at_a_time")
@@ -62,6 +69,23 @@ def test_what_the_server_did_is_measured_again_only_by_a_resume(done: dict[str, 
     measured.done |= {first: done} if done else {}
     assert blocks_left(BLOCKS, measured) == []
     assert keys(blocks_left(BLOCKS, Measured(measured.done))) == [first]
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_load_whose_client_passes_later_what_it_had_failed_is_measured_again(tmp_path: Path, passed: bool) -> None:
+    run, (first, *_), settings = RunFolder(tmp_path), keys(BLOCKS), settings_for(ClientLoad(4))
+    failed = taken_calibration(settings, ("it lagged",)).to_json()
+    later = taken_calibration(settings, () if passed else ("it lagged",)).to_json() | {"taken": "later"}
+    done = load() | {"invalid_reasons": ["it lagged"], "calibration": failed}
+    for block in BLOCKS:
+        for key in keys([block]):
+            write_json(run.load(*key) / DONE, done if key == first else load())
+    measured = Measured({})
+    for block in BLOCKS:
+        measured.take(run, block)
+        write_json(run.path / CALIBRATION, [failed, later])
+    assert keys(blocks_left(BLOCKS, measured)) == ([first] if passed else [])
+    assert is_disturbed(read_json(run.load(*first) / DONE)) is passed
 
 
 def each(block: Block) -> float:
