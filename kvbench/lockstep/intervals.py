@@ -31,7 +31,8 @@ with other requests (``for_other_requests``). Throughput is of these requests.
 Stopping. After each launch, from the fifth on, a sitting stops if every question is decided; with one question from
 the sixth on, and from the third where all have their noise in common with enough others that it is known. Stopping
 when an interval happens to be narrow makes intervals cover too little: from the third launch on 89 % of one
-question's, which has only its own noise. On machines that drift, burst and change their speed:
+question's, which has only its own noise. Where the time is over after two launches, the noise in common makes
+intervals a quarter as wide as each one's own. On machines that drift, burst and change their speed:
 tests/benchmarks/lockstep_coverage.md.
 
 Interrupted steps. No step is left out for its length: what is long may be what an engine does worse. But launches that
@@ -62,7 +63,7 @@ LEVEL_WITHIN = 0.02  # of 1, both ends of the interval
 TARGET = 0.015  # half width of an interval that is narrow enough
 FEWEST_LAUNCHES = 5  # before the first decision to stop
 FEWEST_POOLED = 3  # launches, where the noise is known from at least ``POOLED_FREEDOM`` degrees of freedom
-POOLED_FREEDOM = 7
+POOLED_FREEDOM = 6
 RECURS = 1.3  # times what it would take: a longer step was interrupted
 _AROUND = 9  # steps, of which a step is the middle
 _LIKE = math.log(1.5)  # configurations at most this much faster or slower than the baseline have noise in common

@@ -56,7 +56,7 @@ from kvbench.workload.file import Workload, runs_on_cpu
 
 MOST_LAUNCHES = 20
 METRICS = {"output_throughput": True, "p95_ttft_ms": False, "p95_itl_ms": False}  # name -> whether higher is better
-_LONGER = 3.0  # a slow or busy machine may take this many times the limit to reach the fewest launches
+_LONGER = 2.0  # a slow or busy machine may take this many times the limit to reach the fewest launches
 _WARM_UP_TURNS = 1  # of an engine whose turns' length is known
 
 
@@ -64,7 +64,7 @@ _WARM_UP_TURNS = 1  # of an engine whose turns' length is known
 class Sitting:
     """``folder``: of the sweep's run, with /lockstep. ``capacity``: by configuration, as ``preflight`` returns it.
 
-    ``limit_s``: no launch is begun that would not end by then, or by three times that while there are too few;
+    ``limit_s``: no launch is begun that would not end by then, or by twice that while there are too few;
     ``open_limit_s``: until one engine is there. ``show``: replaces the status line; ``check``: called twice a second,
     may raise.
     """

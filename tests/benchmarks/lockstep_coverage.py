@@ -47,9 +47,10 @@ def row(cell: Cell, runs: int, seed: int) -> str:
     rng = np.random.default_rng([seed, list(cells()).index(cell)])
     tokens, seconds = sittings(kind, rng, runs, MOST, ENGINES, true, launch_sd, LOADS, steps=STEPS, step_sd=STEP_SD)
     looks = [look(tokens, seconds[:, :n]) for n in range(FEWEST_POOLED, MOST + 1)]
-    first, ended = looks[0][0], where_they_stop([judged for judged, _ in looks])
+    two, first, ended = look(tokens, seconds[:, :2])[0], looks[0][0], where_they_stop([judged for judged, _ in looks])
     alone = [[[each] for sitting in found for each in sitting] for _, found in looks]
     shares = (
+        covers(two, true),
         covers(first, true),
         covers(ended, true),
         covers(where_they_stop(alone), true),
@@ -63,6 +64,7 @@ def row(cell: Cell, runs: int, seed: int) -> str:
         f"{100 * true:g} %",
         *(f"{100 * x:.1f} %" for x in shares),
         f"{np.mean([sitting[0].launches for sitting in ended]):.1f}",
+        half(two),
         half(first),
         half(ended),
     ]
@@ -80,7 +82,7 @@ def page(rows: Iterable[str], runs: int, seed: int) -> str:
             "engine against the first. All the others have the true effect. All launches compute the same steps, of",
             "which each counts as it recurs over launches. *Launch sd*: of the log ratio, from launch to launch.",
             "",
-            f"*Covers, n*: 95 % intervals, with the noise in common, after {FEWEST_POOLED} launches. *Covers,",
+            f"*Covers, 2, n*: 95 % intervals, with the noise in common, after 2 and {FEWEST_POOLED} launches. *Covers,",
             f"stopped*: where the sitting stopped: all questions called and known to ±{TARGET * 100:g} %, from launch",
             f"{FEWEST_POOLED} on, or after {MOST} launches. *Alone*: where each question stops a sitting of its own,",
             f"by its own interval, from launch {FEWEST_LAUNCHES + 1} on. *Wrong*: sittings with at least one false",
@@ -92,9 +94,9 @@ def page(rows: Iterable[str], runs: int, seed: int) -> str:
             "half a minute, and waves of 10 %. *bursty*: ar1, and every 20 s another program interrupts a step for 10",
             "to 100 decode steps.",
             "",
-            "| machine | launch sd | effect | covers, n | covers, stopped | alone | wrong, n | wrong, stopped "
-            "| decided | launches | half, n | half, stopped |",
-            "|" + "---|" * 12,
+            "| machine | launch sd | effect | covers, 2 | covers, n | covers, stopped | alone | wrong, n "
+            "| wrong, stopped | decided | launches | half, 2 | half, n | half, stopped |",
+            "|" + "---|" * 14,
             *rows,
             "",
         ]

@@ -191,7 +191,7 @@ def test_a_sitting_goes_on_until_every_question_is_decided():
 
 
 def test_many_configurations_know_their_noise_after_fewer_launches():
-    assert [fewest_launches(n) for n in (1, 2, 3, 4, 7)] == [6, 5, 5, 3, 3]
+    assert [fewest_launches(n) for n in (1, 2, 3, 4, 7)] == [6, 5, 3, 3, 3]
 
 
 def by_name(y: np.ndarray) -> tuple[dict, dict]:
@@ -227,7 +227,7 @@ def test_configurations_that_are_alike_share_their_noise_and_others_keep_their_o
         assert math.log(pooled[f"c{i}"].high) == pytest.approx(y[:, i].mean() + half)
 
 
-@pytest.mark.parametrize("shape", [(4, 2), (12, 1)])  # launches, configurations
+@pytest.mark.parametrize("shape", [(3, 2), (12, 1)])  # launches, configurations
 def test_too_few_degrees_of_freedom_or_one_configuration_pool_nothing(shape):
     ratios, alone = by_name(np.random.default_rng(1).normal(0, 0.01, shape))
     assert pooled_effects(alone, ratios) == alone
