@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     show_default=True,
     metavar="N",
     help="At most so long for the engines' own time before the loads: all configurations of the built-in engine take "
-    "turns step by step, until every effect on throughput is decided; twice that while launches are too few. 0: not "
-    "measured.",
+    "turns step by step, until every effect on throughput is decided; a slow machine may take three times that for two "
+    "launches. 0: not measured.",
 )
 @click.option("--force", is_flag=True,
               help="With --resume: go on though code, versions or machine differ from the run's start.")  # fmt: skip

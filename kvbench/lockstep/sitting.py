@@ -31,7 +31,6 @@ from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.machine import free_memory
 from kvbench.lockstep import load as loads
 from kvbench.lockstep.intervals import (
-    FEWEST_POOLED,
     Effect,
     Steps,
     as_it_recurs,
@@ -56,7 +55,7 @@ from kvbench.workload.file import Workload, runs_on_cpu
 
 MOST_LAUNCHES = 20
 METRICS = {"output_throughput": True, "p95_ttft_ms": False, "p95_itl_ms": False}  # name -> whether higher is better
-_LONGER = 2.0  # a slow or busy machine may take this many times the limit to reach the fewest launches
+_LONGER = {1: 3, 2: 2}  # launches done: times the limit that a slow machine may take for one more
 _WARM_UP_TURNS = 1  # of an engine whose turns' length is known
 
 
@@ -64,7 +63,7 @@ _WARM_UP_TURNS = 1  # of an engine whose turns' length is known
 class Sitting:
     """``folder``: of the sweep's run, with /lockstep. ``capacity``: by configuration, as ``preflight`` returns it.
 
-    ``limit_s``: no launch is begun that would not end by then, or by twice that while there are too few;
+    ``limit_s``: no launch is begun that would not end by then, or by ``_LONGER`` times that while there are too few;
     ``open_limit_s``: until one engine is there. ``show``: replaces the status line; ``check``: called twice a second,
     may raise.
     """
@@ -129,7 +128,7 @@ class Sitting:
                 return found
             elapsed = time.monotonic() - began
             found = self.effects(launch, points, elapsed, done=False)
-            limit_s = self.limit_s if launch >= FEWEST_POOLED else _LONGER * self.limit_s
+            limit_s = _LONGER.get(launch, 1) * self.limit_s
             if not self._goes_on(found) or elapsed * (1 + 1 / launch) > limit_s:
                 break
         return self.effects(launch, points, time.monotonic() - began, done=True)
@@ -139,7 +138,7 @@ class Sitting:
         order = random.Random(f"kvbench-sitting/{self._order_seed}/{launch}")
         with EngineProcess(LOCKSTEP_COMMAND, self.folder.server_log(str(launch)), check=self.check) as process:
             process.greet()
-            seats, until = self._open(process, order), began + _LONGER * self.limit_s
+            seats, until = self._open(process, order), began + _LONGER[1] * self.limit_s
             if launch > 1:
                 warm_up(seats, loads.users_of(points[0]), self._limit("max_model_len"), until, _WARM_UP_TURNS)
             took: list[float] = []
@@ -229,7 +228,7 @@ class Sitting:
             if time.monotonic() <= until:
                 raise
             raise MeasurementError(
-                f"{point.load_id} did not end within {_LONGER:g} times the {self.limit_s / 60:g} minutes of "
+                f"{point.load_id} did not end within {_LONGER[1]} times the {self.limit_s / 60:g} minutes of "
                 "--lockstep-minutes: shorten it, or allow more"
             ) from None
         if cost is not None:  # the load's own steps are longer where they hold prompts, and not by more when cold

@@ -104,7 +104,7 @@ class Sweep:
         describe_plan(self.workload, design, left, seconds, self.console, self.target.start_guess_s)
         if first_s:
             self._note(f"before that {self.lockstep_minutes:g} minutes of engine time (--lockstep-minutes), "
-                       "on a busy machine up to twice that")  # fmt: skip
+                       "on a slow machine up to three times that")  # fmt: skip
         if self._minutes(stored) is not None:
             self._note(f"within --max-minutes {self._minutes(stored):g}, as far as it can be guessed; which repeats "
                        "follow the first depends on what they decide")  # fmt: skip

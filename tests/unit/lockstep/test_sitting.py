@@ -76,7 +76,7 @@ def test_engines_that_both_keep_up_with_the_arrivals_have_the_same_throughput(si
 
 
 def test_time_that_is_over_ends_it_after_few_launches_of_the_highest_load(sit, tmp_path, monkeypatch):
-    monkeypatch.setattr(sitting, "_LONGER", 1e6)  # a machine so busy that the limit is over in the first launch
+    monkeypatch.setattr(sitting, "_LONGER", {1: 1e6, 2: 1e6})  # the limit is over in the first launch
     found = sit(0.001, page_size=[8]).execute()
     assert found["launches"] == 3
     assert {effect.cell.rsplit("-", 1)[1] for effect in read_engine_time(tmp_path).effects} == {"c4"}
