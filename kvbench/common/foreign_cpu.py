@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,6 +180,23 @@ class ForeignWatch:
             return {}
         limit = foreign_limit(found["cores"], found["seconds"])
         return {"foreign_cpu_cores": round(foreign, 3), "disturbed": foreign > limit}
+
+
+def waits_for_quiet(limit_s: float, check: Callable[[], None]) -> bool:
+    """Waits until others leave this machine to us for 2 s, as a load needs it; False if they do not within ``limit_s``.
+
+    For a caller that runs neither server nor load client meanwhile. ``check``: called twice a second, may raise.
+    """
+    until = time.monotonic() + limit_s
+    while True:
+        watch, begun = ForeignWatch(), time.monotonic()
+        while time.monotonic() < begun + _LONG_ENOUGH_S:
+            time.sleep(_LONG_ENOUGH_S / 4)
+            check()
+        if not watch.report().get("disturbed"):
+            return True
+        if time.monotonic() > until:
+            return False
 
 
 class MachineWatch:

@@ -46,6 +46,7 @@ from kvbench.workload.design import Block, Design, make_design
 from kvbench.workload.file import Workload, portable
 
 MAX_FAILED_STARTS = 2  # in a row from the beginning: the third would fail too
+QUIET_WITHIN_S = 30.0  # before a disturbed load is measured again
 
 
 @dataclass
@@ -179,6 +180,9 @@ class Sweep:
             started = failed_starts = 0
             while left and (started or failed_starts < MAX_FAILED_STARTS):
                 listener.expect(left)
+                if self._would_be_disturbed_again(left[0], measured, work.check, listener.status):
+                    left = []
+                    break
                 manifest["measured_s"], block_began = time.monotonic() - began, time.monotonic()
                 self._set_aside(run, manifest, left[0], measured)
                 if runner.run_block(left[0]):
@@ -277,6 +281,18 @@ class Sweep:
             return blocks_left(blocks, measured)
         time_left_s = minutes * 60 - spent_s
         return blocks_in_time(design, blocks, measured, time_left_s, lambda block: estimator.total_s([block]))
+
+    def _would_be_disturbed_again(
+        self, block: Block, measured: Measured, check: Callable[[], None], show: Callable[[str], None]
+    ) -> bool:
+        """Whether ``block`` was disturbed before and other programs still keep the machine busy."""
+        if self.target.runs_already or not measured.attempts[block.cells[0].cell_id, block.repeat]:
+            return False
+        show("waiting for other programs to leave the machine alone")
+        if foreign_cpu.waits_for_quiet(QUIET_WITHIN_S, check):
+            return False
+        self._note("other programs keep the machine busy: disturbed loads are not measured again")
+        return True
 
     def _set_aside(self, run: RunFolder, manifest: dict[str, Any], block: Block, measured: Measured) -> None:
         """Moves the invalid loads of ``block`` away, with the logs of their server, and lists them in the manifest."""

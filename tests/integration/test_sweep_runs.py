@@ -318,6 +318,7 @@ def disturb(bench, monkeypatch):
             run_load(runner, setup, cell, repeat, *args, **kwargs)
 
     monkeypatch.setattr(BlockRunner, "_run_load", judged)
+    monkeypatch.setattr(foreign_cpu, "waits_for_quiet", lambda limit_s, check: True)
     return left
 
 
@@ -366,6 +367,17 @@ def test_a_cell_without_a_valid_load_is_invalid_and_a_resume_measures_it_again(b
     disturb.clear()
     assert bench.kvbench("sweep", "--resume", str(run), "--no-report").returncode == 0
     assert len(bench.launches) == before + 1 and summary(run, cell)["valid"]
+
+
+def test_while_other_programs_keep_the_machine_busy_nothing_is_measured_again(bench, disturb, monkeypatch):
+    monkeypatch.setattr(foreign_cpu, "waits_for_quiet", lambda limit_s, check: False)
+    disturb["paged-p16-c2", 1] = 1
+    path = bench.write(load={"repeats": 2}, sweep={}, max_minutes=60)
+    done = bench.sweep(str(path), "--no-report")
+    run = bench.only_run()
+    assert done.returncode == 4 and len(bench.launches) == 1 and "busy" in done.stdout
+    assert manifest(run)["status"] == "complete" and manifest(run)["left_out"] == [["paged-p16-c2", 2]]
+    assert "set-aside" not in done.stdout and not summary(run, "paged-p16-c2")["valid"]
 
 
 def test_max_minutes_leaves_repeats_out_and_a_resume_with_more_measures_them(bench, disturb):

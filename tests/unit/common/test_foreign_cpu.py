@@ -191,6 +191,25 @@ def test_busy_time_is_foreign_unless_it_is_our_own(tmp_path, monkeypatch):
     assert told["disturbed"] and told["foreign_cpu_cores"] > 10
 
 
+@pytest.mark.parametrize(("busy_looks", "quiet"), [(0, True), (2, True), (1000, False)])
+def test_waiting_for_a_quiet_machine_ends_when_it_is_quiet_or_the_time_is_over(monkeypatch, busy_looks, quiet):
+    looks = iter([{"disturbed": True}] * busy_looks + [{"disturbed": False}])
+    monkeypatch.setattr(ForeignWatch, "report", lambda watch: next(looks))
+    monkeypatch.setattr(foreign_cpu, "_LONG_ENOUGH_S", 0.01)
+    checked = []
+    assert foreign_cpu.waits_for_quiet(1.0, lambda: checked.append(1)) is quiet
+    assert len(checked) >= busy_looks or not quiet
+
+
+def test_waiting_for_a_quiet_machine_can_be_interrupted(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ForeignWatch, "report", lambda watch: {"disturbed": True})
+    with pytest.raises(KeyboardInterrupt):
+        foreign_cpu.waits_for_quiet(60.0, interrupted)
+
+
 def test_a_system_that_does_not_tell(tmp_path):
     assert ForeignWatch(tmp_path / "missing").report() == {}
     (tmp_path / "empty").write_text("intr 1\n")
