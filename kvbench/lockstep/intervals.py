@@ -23,16 +23,21 @@ its variance is moderated: the common one counts as ``_COMMON_FREEDOM`` degrees 
 (Smyth, Linear models and empirical Bayes methods, Statistical Applications in Genetics and Molecular Biology 3, 2004),
 and both together never as more than all launches hold.
 A configuration has an interval of its own where it runs more than 50 % faster or slower, since it then meets another
-machine for part of the time, or where it scatters much more than the others (F test at 1 %).
+machine for part of the time, or where it scatters much more than the others (F test at 1 %). All have their own where
+the baseline scatters much more than they do. Three launches show that only if it is gross: a baseline with twice the
+noise of the others would leave the intervals at 89 %.
 
 Percentiles. A p95 of few requests hangs on two or three of them, so its interval also holds how much it would change
 with other requests (``for_other_requests``). Throughput is of these requests.
 
-Stopping. After each launch, from the fifth on, a sitting stops if every question is decided; with one question from
-the sixth on, and from the third where all have their noise in common with enough others that it is known. Stopping
-when an interval happens to be narrow makes intervals cover too little: from the third launch on 89 % of one
-question's, which has only its own noise. Where the time is over after two launches, the noise in common makes
-intervals a quarter as wide as each one's own. On machines that drift, burst and change their speed:
+Stopping. A sitting stops once every question is decided, and not before this many launches:
+
+    noise in common with enough others    3
+    own noise, several questions          5
+    own noise, one question               6
+
+Stopping when an interval happens to be narrow makes it cover too little, most of all where the noise is known from few
+launches: hence the larger numbers for a question's own noise. On machines that drift, burst and change their speed:
 tests/benchmarks/lockstep_coverage.md.
 
 Interrupted steps. No step is left out for its length: what is long may be what an engine does worse. But launches that
@@ -41,7 +46,7 @@ counts as at most ``RECURS`` times what the same step takes in the median launch
 it (``as_it_recurs``). A program that interrupts one step by ten or a hundred times its length then moves nothing; a
 step that is slow in more than half of the launches counts in full. What slows an engine at other steps in every launch
 is taken for interruptions, if it makes a step more than ``RECURS`` times as long. Without the machine's speed the limit
-would tie the launches together, and intervals would cover as little as 83 %.
+would tie the launches together, and intervals would cover too little.
 """
 
 from __future__ import annotations
@@ -233,6 +238,8 @@ def pooled_effects(alone: Mapping[str, Effect], log_ratios: Mapping[str, Sequenc
         widest = int(np.argmax(variances))
         rest, of_rest = noise(np.delete(y, widest, axis=1))
         if not of_rest or stats.f.sf(variances[widest] / (2 * rest), len(y) - 1, of_rest) > _SCATTERS_MORE / len(names):
+            if _baseline_scatters_more(y):
+                return dict(alone)
             own = len(y) - 1
             moderated = (_COMMON_FREEDOM * 2 * square + own * variances) / (_COMMON_FREEDOM + own)
             errors = dict(zip(names, np.sqrt(moderated / len(y)), strict=True))
@@ -242,6 +249,19 @@ def pooled_effects(alone: Mapping[str, Effect], log_ratios: Mapping[str, Sequenc
             return {name: shared.get(name, found) for name, found in alone.items()}
         names.pop(widest)
     return dict(alone)
+
+
+def _baseline_scatters_more(y: np.ndarray) -> bool:
+    """Whether the baseline scatters more than ``y`` [launches, configurations], log ratios to it: F test at 1 %.
+
+    Its noise is in all ratios of a launch alike, so it shows in their mean, and not in how they differ.
+    """
+    launches, others = y.shape
+    apart = y - y.mean(axis=1, keepdims=True)
+    rest = ((apart - apart.mean(axis=0)) ** 2).sum() / ((launches - 1) * (others - 1))
+    expected = rest * (1 + 1 / others)  # if the baseline is like the others
+    f = np.var(y.mean(axis=1), ddof=1) / expected if expected > 0 else 0.0
+    return bool(stats.f.sf(f, launches - 1, (launches - 1) * (others - 1)) <= _SCATTERS_MORE)
 
 
 def noise(y: np.ndarray) -> tuple[float, int]:

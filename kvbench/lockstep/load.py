@@ -65,10 +65,8 @@ def requests_of(
 ) -> RequestList:
     """The requests of repeat ``repeat`` (from 1): ``times`` draws one after another, each with the load's own mix.
 
-    No two repeats share a draw. Open loop is drawn once, since its length is that of its arrivals. Raises ValueError.
+    No two repeats share a draw. Raises ValueError.
     """
-    if point.mode == "open":
-        times = 1
     drawn: list[RequestSpec] = []
     notes: dict[str, Any] = {}
     for part in range(times):

@@ -25,6 +25,7 @@ LOCKSTEP_COMMAND = (sys.executable, "-m", "engine.lockstep")
 OPEN_LIMIT_S = 180.0  # imports, weights, warm-up
 TURN_LIMIT_S = 300.0  # a few steps; on a CPU one with a long prompt may take many seconds
 _SAYS_PROTOCOL_S = 60.0
+_SEND_LIMIT_S = 60.0
 _CHECK_S = 0.5
 
 
@@ -92,11 +93,18 @@ class EngineProcess:
     def send(self, **command: Any) -> None:
         """Writes a command; ``receive`` waits for its answer, so that several processes work at the same time."""
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(command).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._has_ended() from None
+        pipe, left = self._process.stdin.fileno(), memoryview(json.dumps(command).encode() + b"\n")
+        deadline = time.monotonic() + _SEND_LIMIT_S
+        while left:
+            if time.monotonic() > deadline:
+                raise EngineFailedError(f"the engine took no command within {_SEND_LIMIT_S:g} s", self)
+            if not select.select([], [pipe], [], _CHECK_S)[1]:
+                self._check()
+                continue
+            try:
+                left = left[os.write(pipe, left[: select.PIPE_BUF]) :]  # so much never blocks where select says so
+            except BrokenPipeError:
+                raise self._has_ended() from None
 
     def receive(self, limit_s: float) -> dict[str, Any]:
         """The next answer. Raises EngineFailedError."""

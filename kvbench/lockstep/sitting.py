@@ -55,7 +55,7 @@ from kvbench.workload.file import Workload, runs_on_cpu
 
 MOST_LAUNCHES = 20
 METRICS = {"output_throughput": True, "p95_ttft_ms": False, "p95_itl_ms": False}  # name -> whether higher is better
-_LONGER = {1: 3, 2: 2}  # launches done: times the limit that a slow machine may take for one more
+_LONGER = {1: 3, 2: 2}  # after so many launches: the limit for one more, as a multiple of limit_s (slow machines)
 _WARM_UP_TURNS = 1  # of an engine whose turns' length is known
 
 
@@ -138,7 +138,8 @@ class Sitting:
         order = random.Random(f"kvbench-sitting/{self._order_seed}/{launch}")
         with EngineProcess(LOCKSTEP_COMMAND, self.folder.server_log(str(launch)), check=self.check) as process:
             process.greet()
-            seats, until = self._open(process, order), began + _LONGER[1] * self.limit_s
+            until = began + _LONGER[1] * self.limit_s
+            seats = self._open(process, order, until)
             if launch > 1:
                 warm_up(seats, loads.users_of(points[0]), self._limit("max_model_len"), until, _WARM_UP_TURNS)
             took: list[float] = []
@@ -151,7 +152,7 @@ class Sitting:
                 took.append(time.monotonic() - started)
         return list(points)
 
-    def _open(self, process: EngineProcess, order: random.Random) -> list[Seat]:
+    def _open(self, process: EngineProcess, order: random.Random, until: float) -> list[Seat]:
         """The engines in random order. What has no room beside the baseline, or is refused, takes no more part.
 
         On a GPU the engine itself says whether the device has room.
@@ -171,7 +172,8 @@ class Sitting:
                     )
                 if not on_cpu and each.settings.get("kv_budget") is None:
                     raise UsageError("set kv_budget: on a GPU each engine would take most of the memory that is free")
-                [info] = open_all([(process, each.config_id, each.settings)], self.open_limit_s)
+                limit_s = max(1.0, min(self.open_limit_s, until - time.monotonic()))
+                [info] = open_all([(process, each.config_id, each.settings)], limit_s)
                 if wrong := contradiction(each.settings, self.capacity[each.config_id], info):
                     raise UsageError(wrong)
             except UsageError as error:

@@ -47,7 +47,7 @@ class EngineEffect:
 
 
 def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.1f}"
+    return f"{round(100 * (ratio - 1), 1) + 0.0:+.1f}"  # no -0.0
 
 
 @dataclass(frozen=True)

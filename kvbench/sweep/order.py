@@ -32,14 +32,20 @@ LoadKey = tuple[str, int]  # cell id, repeat
 
 @dataclass
 class Measured:
-    """``done``: done.json of the finished loads; ``attempts``: how often each was measured in this execution."""
+    """``done``: done.json of the finished loads; ``attempts``: how often each was measured in this execution.
+
+    ``again``: whether loads that were disturbed in this execution are measured again.
+    """
 
     done: dict[LoadKey, Mapping[str, Any]]
     attempts: Counter[LoadKey] = field(default_factory=Counter)
+    again: bool = True
 
     def is_left(self, load: LoadKey) -> bool:
         """Whether the load is still to be measured; one that failed is not tried again."""
         done, attempts = self.done.get(load), self.attempts[load]
+        if attempts and not self.again:
+            return False
         return attempts == 0 if done is None else measures_again(done, attempts)
 
     def read(self, run: RunFolder, block: Block) -> None:

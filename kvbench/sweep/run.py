@@ -181,8 +181,9 @@ class Sweep:
             while left and (started or failed_starts < MAX_FAILED_STARTS):
                 listener.expect(left)
                 if self._would_be_disturbed_again(left[0], measured, work.check, listener.status):
-                    left = []
-                    break
+                    measured.again = False
+                    left = still_left()
+                    continue
                 manifest["measured_s"], block_began = time.monotonic() - began, time.monotonic()
                 self._set_aside(run, manifest, left[0], measured)
                 if runner.run_block(left[0]):

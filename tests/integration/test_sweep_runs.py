@@ -369,15 +369,19 @@ def test_a_cell_without_a_valid_load_is_invalid_and_a_resume_measures_it_again(b
     assert len(bench.launches) == before + 1 and summary(run, cell)["valid"]
 
 
-def test_while_other_programs_keep_the_machine_busy_nothing_is_measured_again(bench, disturb, monkeypatch):
+def test_while_other_programs_keep_the_machine_busy_only_what_is_new_is_measured(bench, disturb, monkeypatch):
     monkeypatch.setattr(foreign_cpu, "waits_for_quiet", lambda limit_s, check: False)
-    disturb["paged-p16-c2", 1] = 1
+    cell = "paged-p16-c2"
+    disturb[cell, 1] = 1
     path = bench.write(load={"repeats": 2}, sweep={}, max_minutes=60)
     done = bench.sweep(str(path), "--no-report")
     run = bench.only_run()
-    assert done.returncode == 4 and len(bench.launches) == 1 and "busy" in done.stdout
-    assert manifest(run)["status"] == "complete" and manifest(run)["left_out"] == [["paged-p16-c2", 2]]
-    assert "set-aside" not in done.stdout and not summary(run, "paged-p16-c2")["valid"]
+    assert done.returncode == 0 and len(bench.launches) == 2 and "busy" in done.stdout
+    assert manifest(run)["status"] == "complete" and manifest(run)["left_out"] == manifest(run)["set_aside"] == []
+    assert set(summary(run, cell)["invalid_repeats"]) == {"1"} and summary(run, cell)["valid"]
+
+    again = bench.kvbench("sweep", "--resume", str(run), "--no-report")
+    assert again.returncode == 0 and len(bench.launches) == 3 and summary(run, cell)["invalid_repeats"] == {}
 
 
 def test_max_minutes_leaves_repeats_out_and_a_resume_with_more_measures_them(bench, disturb):

@@ -34,6 +34,7 @@ from kvbench.runs.aggregate import flatten
 from kvbench.runs.folder import DONE
 from kvbench.runs.metric_names import value_of
 
+CLOCKS = {"lockstep": "engine time", "twins": "running time"}  # by method; other pairs are in served time
 ATTEMPTS_ALPHA = 0.004  # of the test on servers that fail, beside the looks' alphas: 8 attempts to none
 
 
@@ -112,7 +113,7 @@ def conclude(
 
     Raises UsageError where a metric of the policy cannot be compared.
     """
-    rules, cells, stopped = policy.timing, manifest["cells"], manifest.get("stopped")
+    rules, cells, stopped = _with_clock(policy.timing, manifest), manifest["cells"], manifest.get("stopped")
     there = folder.whole_pairs(cells)
     measured = there if pairs is None else min(pairs, there)
     facts = _facts(manifest) | policy.facts() | {"pairs": measured}
@@ -153,6 +154,13 @@ def conclude(
         text = f"{text} ({doubt})"
     notes += judgement.notes
     return Verdict("compare", outcome, text, (*extra, *tested), **made, moved=moved, notes=tuple(notes), facts=facts)
+
+
+def _with_clock(rules: TimingRules, manifest: Mapping[str, Any]) -> TimingRules:
+    """The rules with metrics whose titles say which clock their times are of: no reader may take them for served."""
+    if (clock := CLOCKS.get(manifest.get("method"))) is None:
+        return rules
+    return replace(rules, metrics=tuple(replace(m, title=f"{m.title} in {clock}") for m in rules.metrics))
 
 
 def finished_verdict(folder: CompareFolder, policy: Policy) -> Verdict | None:

@@ -28,6 +28,7 @@ from kvbench.common.text import clock, plural
 from kvbench.gate.compare.builds import Builds
 from kvbench.gate.compare.conclude import conclude, finished_verdict, look_points, pair_line, write_pairs
 from kvbench.gate.compare.folder import KIND, CompareFolder
+from kvbench.gate.compare.lockstep_pairs import NOTE as LOCKSTEP_NOTE
 from kvbench.gate.compare.lockstep_pairs import LockstepPairs, why_not_lockstep
 from kvbench.gate.compare.manifest import PATHS, new_comparison, record_server, require_same_requests, resume
 from kvbench.gate.compare.pair_runner import FailedAttempt, LaunchedPairs, Method, PairRunner
@@ -190,7 +191,7 @@ def _run(request: _Request, console: Console, held: ExitStack) -> tuple[CompareF
 
 
 def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str, str | None]:
-    """How pairs are measured, and a note where it is not the sharpest way. Raises UsageError for one that cannot be."""
+    """How pairs are measured, and a note on it: on its clock, or why it is not the sharpest way. Raises UsageError."""
     if any(opened.stored for each in workloads for opened in each.sides.values()):
         if wanted != AUTO:
             raise UsageError(f"--method {wanted} goes with what is measured, and stored runs are already: leave it out")
@@ -204,7 +205,7 @@ def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str
     with tempfile.TemporaryDirectory() as scratch:
         reason = why_not_lockstep(workloads, Path(scratch) / "engine.log")
     if reason is None:
-        return LOCKSTEP, None
+        return LOCKSTEP, LOCKSTEP_NOTE
     if wanted == LOCKSTEP:
         raise UsageError(f"--method lockstep cannot be used: {reason}; leave it out")
     return LAUNCHED, f"measured by launched pairs, and not in engine time in lockstep, which is sharper: {reason}"

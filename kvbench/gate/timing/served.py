@@ -69,8 +69,8 @@ def judge_served(
 ) -> ServedJudgement:
     """``base``, ``candidate``: by launch and round, the ms of one latency. ``tests``: latencies that are judged.
 
-    FAIL: both launches are beyond the floor and no chance. PASS: the margin is ruled out, and the last launch is not
-    beyond the floor. INCONCLUSIVE: neither, or beyond the floor in the only launch so far.
+    Slower: every launch is beyond the floor, and the sign test excludes chance. FAIL: slower in two launches. PASS: the
+    margin is ruled out, and it is not slower. INCONCLUSIVE: neither.
     """
     by_launch = [np.subtract(c, b) for b, c in zip(base, candidate, strict=True)]
     differences, of_base = np.concatenate(by_launch), float(np.median(np.concatenate(base)))

@@ -42,7 +42,8 @@ SENTENCES = {
     "served pass": "{title}: {signed} (median of {rounds} rounds on {launches}, {interval}); {margin} higher or more "
     "is ruled out.",
     "served inconclusive": "{title}: {signed} (median of {rounds} rounds on {launches}, {interval}), undecided: to "
-    "pass, {margin} higher must be ruled out; to fail, it must be {floor} higher on each of two launches.",
+    "pass, {margin} higher must be ruled out; to fail, it must be {floor} higher on each of two launches. Compare "
+    "again on a quieter machine.",
     "outside": ". It lies outside of the engine, whose own figures are {engine} worse at most: the server around "
     "it answers {difference} later",
     "inside": ". The engine's own figures are up to {engine} worse: it may lie in the engine",

@@ -23,7 +23,7 @@ def test_intervals_cover_the_truth_after_the_fewest_launches_and_where_a_sitting
     tokens, seconds = simulated(kind, launch_sd, true, runs=60)
     looks = [look(tokens, seconds[:, :n])[0] for n in (FEWEST_POOLED, 5)]
     for found in (looks[0], where_they_stop(looks)):
-        assert 0.88 <= lockstep_coverage.covers(found, true) <= 1.0  # of 300, five at a time share their base
+        assert lockstep_coverage.covers(found, true) >= 0.88  # of 300, five at a time share their base
     error = np.log([[each.ratio for each in sitting] for sitting in looks[1]]) - np.log1p(true)
     assert abs(error.mean()) < 4 * error.mean(axis=1).std() / np.sqrt(len(error))  # neither engine is favoured
 
@@ -64,5 +64,5 @@ def test_the_committed_table_keeps_its_promise():
     ]
     assert len(rows) == len(list(lockstep_coverage.cells()))
     for row in rows:
-        covered = [float(cell.removesuffix(" %")) for cell in row[3:6]]  # after two, after the fewest, where it stops
-        assert min(covered) >= 93 and max(covered) <= 98, row
+        two, *more = (float(cell.removesuffix(" %")) for cell in row[3:7])  # then the fewest, where it stops, alone
+        assert 93 <= two <= 98 and min(more) >= 93 and max(more) <= 97, row

@@ -241,6 +241,13 @@ def test_a_pooled_interval_claims_no_more_degrees_of_freedom_than_the_launches_h
     assert math.log(pooled_effects(alone, ratios)["c0"].high) == pytest.approx(y[:, 0].mean() + half)
 
 
+@pytest.mark.parametrize(("scatter", "shared"), [(1.0, True), (10.0, False)])
+def test_a_baseline_that_scatters_more_than_the_others_shares_no_noise_with_them(scatter, shared):
+    x = np.random.default_rng(3).normal(0, 0.005, (5, 7)) * [scatter, 1, 1, 1, 1, 1, 1]
+    ratios, alone = by_name(x[:, 1:] - x[:, :1])
+    assert (pooled_effects(alone, ratios) != alone) == shared
+
+
 @pytest.mark.parametrize("scatter", [1.0, 1.7])
 def test_pooled_intervals_cover_and_are_sharper_than_those_of_each_alone(scatter):
     rng = np.random.default_rng(11)
