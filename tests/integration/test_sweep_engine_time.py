@@ -1,0 +1,77 @@
+"""A sweep that begins with a sitting in engine time: engines and servers are fake, the command line is real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from kvbench.lockstep import sitting
+from kvbench.lockstep.process import EngineProcess
+from kvbench.targets import choose
+from tests.support.loads import FAKE, ROOT
+from tests.support.sweep_parts import Bench, finished, manifest
+
+EITHER = (0, 4)  # other work on this machine may make loads invalid
+MINUTES = ("--lockstep-minutes", "0.05")
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    monkeypatch.setattr(choose, "BUILTIN_COMMAND", (sys.executable, str(FAKE)))
+    monkeypatch.setattr(sitting, "LOCKSTEP_COMMAND", (sys.executable, "-m", "tests.support.fake_lockstep"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return Bench(tmp_path)
+
+
+def effects(run):
+    return json.loads((run / "lockstep" / "effects.json").read_text())
+
+
+def write(bench):
+    return bench.write(load={"repeats": 1}, sweep={"page_size": [8]})
+
+
+def test_a_sweep_measures_engine_time_first_and_reports_it_beside_what_was_served(bench):
+    done = bench.sweep(str(write(bench)), *MINUTES, fake=False)
+    run = bench.only_run()
+    assert done.returncode in EITHER, done.stdout + done.stderr
+    found = effects(run)
+    assert found["finished"] and found["launches"] >= 2 and len(finished(run)) == 2
+    (change,) = (each for each in found["effects"] if each["metric"] == "output_throughput")
+    assert change["cell"] == "paged-p8-c2" and change["ratio"] == pytest.approx(1.0, abs=0.02)
+    assert "in engine time" in (run / "report.md").read_text() and "engine time" in done.stdout
+    assert manifest(run)["measured_s"] > found["seconds"]  # it counts against --max-minutes
+
+    again = bench.kvbench("sweep", "--resume", str(run), "--no-report", *MINUTES)
+    assert again.returncode in EITHER and effects(run) == found
+
+
+def test_an_interrupted_sitting_begins_anew_with_a_resume(bench, monkeypatch):
+    greet, launches = EngineProcess.greet, []
+
+    def interrupted(process):
+        launches.append(process)
+        if len(launches) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        greet(process)
+
+    monkeypatch.setattr(EngineProcess, "greet", interrupted)
+    done = bench.sweep(str(write(bench)), *MINUTES, fake=False)
+    run = bench.only_run()
+    assert done.returncode == 130 and not finished(run), done.stdout + done.stderr
+    first = effects(run)
+    assert not first["finished"] and first["launches"] == 1 and not launches[-1].alive
+
+    again = bench.kvbench("sweep", "--resume", str(run), "--no-report", *MINUTES)
+    assert again.returncode in EITHER and len(finished(run)) == 2, again.stdout + again.stderr
+    assert effects(run)["finished"] and effects(run)["order_seed"] != first["order_seed"]
+
+
+def test_without_minutes_for_it_engine_time_is_not_measured(bench):
+    done = bench.sweep(str(write(bench)), "--lockstep-minutes", "0", "--no-report", fake=False)
+    run = bench.only_run()
+    assert done.returncode in EITHER and len(finished(run)) == 2 and not (run / "lockstep").exists()
