@@ -95,9 +95,12 @@ def report(pairs: pd.DataFrame, minutes: float, words: Sequence[str]) -> str:
         for row in table.itertuples()
     ]
     for metric, of in table.groupby("metric"):
-        errors = of.set_index("method")["standard_error"]
-        if set(METHODS) <= set(errors.index):
-            lines += ["", f"{metric}: twins are {errors['launched'] / errors['twins']:.2f} times as sharp."]
+        by_method = of.set_index("method")
+        if set(METHODS) <= set(by_method.index):
+            launched, twins = by_method.loc["launched"], by_method.loc["twins"]
+            sharper = launched.standard_error / twins.standard_error
+            low, high = sharper / np.sqrt(stats.f.ppf((0.975, 0.025), launched.pairs - 1, twins.pairs - 1))
+            lines += ["", f"{metric}: twins are {sharper:.2f} times as sharp (95 %: {low:.2f} to {high:.2f})."]
     return "\n".join(lines) + "\n"
 
 

@@ -26,8 +26,8 @@ class FakeCommands(lockstep.Commands):
         if config.page_size == 64:
             raise ValueError("page_size cannot be 64 here")
         engine = small_engine(
-            512, CountingExecutor(8192), page_size=config.page_size, max_num_seqs=config.max_num_seqs, max_model_len=128,
-            max_num_batched_tokens=64, enable_prefix_caching=config.enable_prefix_caching,
+            512, CountingExecutor(8192), page_size=config.page_size, max_num_seqs=config.max_num_seqs,
+            max_model_len=128, max_num_batched_tokens=64, enable_prefix_caching=config.enable_prefix_caching,
         )  # fmt: skip
         self.engines[name] = lockstep.SteppedEngine(engine)
         step, noise = engine.step, random.Random()
