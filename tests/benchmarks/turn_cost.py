@@ -92,7 +92,8 @@ def report(found: dict[str, np.ndarray], users: int, workload: Path) -> str:
         "",
         f"`python -m tests.benchmarks.turn_cost --workload {workload}`: {len(found)} engines of one process, up to "
         f"{users} sequences each. Machine: {cpu['model']}, {cpu['cores']} cores. By how much the first steps of a turn "
-        "take longer than those of the same engine alone, with 95 % bootstrap intervals over turns.",
+        "take longer than its 9th to 24th, which find the engine's own caches as if it were alone; 95 % bootstrap "
+        "intervals over turns.",
         "",
         f"| configuration | turns | ms a step | {' | '.join(heads)} | steps 9 to 16 beside 17 to 24 |",
         "|---|--:|--:|" + "--:|" * (len(TURNS) + 1),
