@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kvbench.runs.folder import RunFolder
     from kvbench.workload.file import Workload
 
+LOCKSTEP_MINUTES = 3.0
+
 
 @click.command()
 @click.argument("workload", required=False, type=click.Path())
@@ -32,12 +34,10 @@ if TYPE_CHECKING:
 @click.option(
     "--lockstep-minutes",
     type=FiniteRange(min=0),
-    default=3.0,
-    show_default=True,
     metavar="N",
     help="At most so long for the engines' own time before the loads: all configurations of the built-in engine take "
     "turns step by step, until every effect on throughput is decided; a slow machine may take three times that for two "
-    "launches. 0: not measured.",
+    f"launches. 0: not measured (default: {LOCKSTEP_MINUTES:g}, or as the run was begun).",
 )
 @click.option("--force", is_flag=True,
               help="With --resume: go on though code, versions or machine differ from the run's start.")  # fmt: skip
@@ -103,6 +103,8 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
         raise UsageError("--force goes with --resume: a new run has nothing to differ from; leave it out")
     stored = run.manifest() if run else {}
     choice = choose(loaded, options, stored)
+    if (lockstep_minutes := options["lockstep_minutes"]) is None:
+        lockstep_minutes = stored.get("lockstep_minutes", LOCKSTEP_MINUTES)
     only = tuple(options["only"])
     if run:
         only = planned_cells(stored, only) if only else tuple(stored.get("only") or ())
@@ -119,7 +121,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             report=None if options["no_report"] else show_report,
             calibrate=not options["no_calibration"],
             resumed=run,
-            lockstep_minutes=options["lockstep_minutes"],
+            lockstep_minutes=lockstep_minutes,
             open_limit_s=options["start_timeout"] or OPEN_LIMIT_S,
             force=options["force"],
             max_minutes=options["max_minutes"],

@@ -15,6 +15,7 @@ decides. A load for which the time does not hold enough launches is left out, an
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import shutil
 import time
@@ -131,6 +132,9 @@ class Sitting:
             limit_s = _LONGER.get(launch, 1) * self.limit_s
             if not self._goes_on(found) or elapsed * (1 + 1 / launch) > limit_s:
                 break
+        if launch == 1:
+            minutes = math.ceil(fewest_launches(len(self._others)) * elapsed / 60)
+            self.notes.append(f"one launch decides nothing: about {minutes} minutes would do (--lockstep-minutes)")
         return self.effects(launch, points, time.monotonic() - began, done=True)
 
     def _launch(self, launch: int, points: Sequence[LoadPoint], began: float) -> list[LoadPoint]:
@@ -345,6 +349,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def begin_anew(run: RunFolder) -> None:
-    """Removes a sitting that was interrupted: its launches would have been hours before the others."""
+def begin_anew(run: RunFolder) -> bool:
+    """Removes an interrupted sitting, whose launches would be hours before the others; whether there was one."""
+    there = (run.path / FOLDER).is_dir()
     shutil.rmtree(run.path / FOLDER, ignore_errors=True)
+    return there

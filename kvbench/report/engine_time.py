@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table as ConsoleTable
 
 from kvbench.common.console import make_table
@@ -59,14 +61,17 @@ def engine_time_note(run: Run) -> str:
         "repeat, of a p95 also for other requests of their kind; level: within 2 %. Each interval stands alone: of a "
         "dozen settings without effect, one is called ahead or behind in about a quarter of such runs.",
         "Launches differ by up to 1 %, so nothing is called after one." if launches == 1 else "",
-        f"A turn's steps took {100 * max(costs):.1f} % longer than the late steps of a long turn." if costs else "",
-        f"The smallest change of output tok/s that it could see: {100 * min(seen):.1f} to {100 * max(seen):.1f} %."
-        if seen
-        else "",
+        f"A turn's steps took {100 * max(0.0, *costs):.1f} % longer than the late ones of a long one." if costs else "",
+        f"The smallest change of output tok/s that it could see: {_range(seen)} %." if seen else "",
         *(f"{note}." for note in facts.get("notes") or ()),
         "Beside it the ratio that was served over HTTP, from the repeats above.",
     ]
     return " ".join(filter(None, parts))
+
+
+def _range(shares: Sequence[float]) -> str:
+    """In percent; one number where both ends read alike."""
+    return " to ".join(dict.fromkeys(f"{100 * end:.1f}" for end in (min(shares), max(shares))))
 
 
 def engine_time_console(run: Run) -> ConsoleTable | None:

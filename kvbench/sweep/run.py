@@ -101,11 +101,11 @@ class Sweep:
             if not left:
                 self._say("nothing is left to run")
                 return EXIT_OK
-        seconds = estimator.total_s(left)
+        seconds = first_s + estimator.total_s(left)
         describe_plan(self.workload, design, left, seconds, self.console, self.target.start_guess_s)
         if first_s:
-            self._note(f"before that {self.lockstep_minutes:g} minutes of engine time (--lockstep-minutes), "
-                       "on a slow machine up to three times that")  # fmt: skip
+            self._note(f"{self.lockstep_minutes:g} minutes of it are engine time, before the loads "
+                       "(--lockstep-minutes); on a slow machine up to three times that")  # fmt: skip
         if self._minutes(stored) is not None:
             self._note(f"within --max-minutes {self._minutes(stored):g}, as far as it can be guessed; which repeats "
                        "follow the first depends on what they decide")  # fmt: skip
@@ -152,7 +152,8 @@ class Sweep:
             manifest = self._reopen(run, something_left=bool(left))
         else:
             manifest = self._new_manifest(blocks, capacity, design.notes)
-        manifest |= {"max_minutes": minutes, "set_aside": list(manifest.get("set_aside") or ())}
+        manifest |= {"max_minutes": minutes, "lockstep_minutes": self.lockstep_minutes}
+        manifest |= {"set_aside": list(manifest.get("set_aside") or ())}
         write_json(run.manifest_path, manifest)
 
         def close(status: str) -> None:
@@ -225,7 +226,8 @@ class Sweep:
         """All configurations in engine time (``kvbench/lockstep``), where the engine is the built-in one."""
         if not self._has_engine_time(design, run):
             return
-        begin_anew(run)
+        if begin_anew(run):
+            self._note("engine time begins anew: launches of an earlier hour cannot be joined with those of now")
         sitting = Sitting(
             run, self.workload, design, capacity, 60 * self.lockstep_minutes, self.open_limit_s, show, check
         )

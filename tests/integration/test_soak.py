@@ -85,8 +85,10 @@ def check_pressure(tally: Tally, metrics: dict[str, float], swap: bool, paged: b
     """The pool was full, and everything that a full pool does was done; else the soak proves nothing."""
     slots = labelled(metrics, "kv_slot_steps_total")
     assert slots["free"] + slots["fragmented"] < (0.2 if paged else 0.5) * sum(slots.values()), slots
-    for name in ("num_preemptions_total", "recomputed_tokens_total", "forks_total", "copied_slots_total"):
+    for name in ("num_preemptions_total", "forks_total", "copied_slots_total"):
         assert metrics[name] > 0, name
+    if not swap or tally.done > 1000:  # with swap only what has no room there is recomputed: rare
+        assert metrics["recomputed_tokens_total"] > 0
     if paged:
         assert metrics["kv_pages_total"] == PAGES
         assert metrics["prefix_cache_hits_total"] > 0

@@ -66,9 +66,12 @@ def test_an_interrupted_sitting_begins_anew_with_a_resume(bench, monkeypatch):
     first = effects(run)
     assert not first["finished"] and first["launches"] == 1 and not launches[-1].alive
 
-    again = bench.kvbench("sweep", "--resume", str(run), "--no-report", *MINUTES)
+    again = bench.kvbench("sweep", "--resume", str(run), "--no-report")
     assert again.returncode in EITHER and len(finished(run)) == 2, again.stdout + again.stderr
-    assert effects(run)["finished"] and effects(run)["order_seed"] != first["order_seed"]
+    assert "begins anew" in again.stdout
+    second = effects(run)
+    assert second["finished"] and second["order_seed"] != first["order_seed"]
+    assert second["limit_s"] == first["limit_s"]  # as the run was begun
 
 
 def test_without_minutes_for_it_engine_time_is_not_measured(bench):
