@@ -85,18 +85,15 @@ def check_pressure(tally: Tally, metrics: dict[str, float], swap: bool, paged: b
     """The pool was full, and everything that a full pool does was done; else the soak proves nothing."""
     slots = labelled(metrics, "kv_slot_steps_total")
     assert slots["free"] + slots["fragmented"] < (0.2 if paged else 0.5) * sum(slots.values()), slots
-    for name in ("num_preemptions_total", "forks_total", "copied_slots_total"):
+    for name in ("num_preemptions_total", "recomputed_tokens_total", "forks_total", "copied_slots_total"):
         assert metrics[name] > 0, name
-    if not swap or tally.done > 1000:  # that the swap space is full too, and something is recomputed, is rare
-        assert metrics["recomputed_tokens_total"] > 0
-        assert (metrics["swap_lost_slots_total"] > 0) == swap
     if paged:
         assert metrics["kv_pages_total"] == PAGES
         assert metrics["prefix_cache_hits_total"] > 0
         assert metrics["prefix_cache_evictions_total"] > 0
     else:
         assert metrics["refused_fragmented_total"] > 0
-    for name in ("swapped_out_slots_total", "swapped_in_slots_total"):
+    for name in ("swapped_out_slots_total", "swapped_in_slots_total", "swap_lost_slots_total"):
         assert (metrics[name] > 0) == swap, name
     assert tally.statuses[429] > 0
     assert tally.statuses[200] > 0.7 * tally.done

@@ -48,12 +48,12 @@ SETTINGS = {
 
 
 def memory_flags(slot_bytes: int, swap: bool) -> tuple[str, ...]:
-    """``PAGES`` pages on the device and, to swap to, a third as many on the host, whatever a slot takes."""
+    """``PAGES`` pages on the device and, to swap to, an eighth as many on the host, so that it fills too."""
     slots = PAGES * PAGE_SIZE
     budget = ("--kv-budget", str(slots * slot_bytes + TABLE_BYTES))
     if not swap:
         return (*budget, "--preemption-mode", "recompute")
-    return (*budget, "--preemption-mode", "swap", "--swap-space", str(slots // 3 * slot_bytes))
+    return (*budget, "--preemption-mode", "swap", "--swap-space", str(slots // 8 * slot_bytes))
 
 
 @dataclass(frozen=True)
