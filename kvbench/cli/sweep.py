@@ -13,9 +13,8 @@ from kvbench.common.errors import UsageError
 
 if TYPE_CHECKING:
     from kvbench.runs.folder import RunFolder
+    from kvbench.targets.choose import ChosenTarget
     from kvbench.workload.file import Workload
-
-LOCKSTEP_MINUTES = 3.0
 
 
 @click.command()
@@ -37,7 +36,7 @@ LOCKSTEP_MINUTES = 3.0
     metavar="N",
     help="At most so long for the engines' own time before the loads: all configurations of the built-in engine take "
     "turns step by step, until every effect on throughput is decided; a slow machine may take three times that for two "
-    f"launches. 0: not measured (default: {LOCKSTEP_MINUTES:g}, or as the run was begun).",
+    "launches. 0: not measured (default: 3, or as the run was begun).",
 )
 @click.option("--force", is_flag=True,
               help="With --resume: go on though code, versions or machine differ from the run's start.")  # fmt: skip
@@ -103,15 +102,11 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
         raise UsageError("--force goes with --resume: a new run has nothing to differ from; leave it out")
     stored = run.manifest() if run else {}
     choice = choose(loaded, options, stored)
-    if (lockstep_minutes := options["lockstep_minutes"]) is None:
-        lockstep_minutes = stored.get("lockstep_minutes", LOCKSTEP_MINUTES)
     only = tuple(options["only"])
     if run:
         only = planned_cells(stored, only) if only else tuple(stored.get("only") or ())
-    if choice.runs_already:  # before a results folder is made for it
-        target = choice.new_target()
-        target.start({}, Path())
-        target.stop()
+    if choice.runs_already:
+        require_answer(choice)
     try:
         sweep = Sweep(
             choice,
@@ -121,7 +116,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             report=None if options["no_report"] else show_report,
             calibrate=not options["no_calibration"],
             resumed=run,
-            lockstep_minutes=lockstep_minutes,
+            lockstep_minutes=options["lockstep_minutes"],
             open_limit_s=options["start_timeout"] or OPEN_LIMIT_S,
             force=options["force"],
             max_minutes=options["max_minutes"],
@@ -129,6 +124,13 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
         return sweep.describe() if dry_run else sweep.execute()
     finally:
         choice.close()
+
+
+def require_answer(choice: ChosenTarget) -> None:
+    """Asks a server that runs already, before a results folder is made. Raises UsageError if it does not answer."""
+    target = choice.new_target()
+    target.start({}, Path())
+    target.stop()
 
 
 def workload_and_run(

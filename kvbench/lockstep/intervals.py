@@ -256,12 +256,9 @@ def _baseline_scatters_more(y: np.ndarray) -> bool:
 
     Its noise is in all ratios of a launch alike, so it shows in their mean, and not in how they differ.
     """
-    launches, others = y.shape
-    apart = y - y.mean(axis=1, keepdims=True)
-    rest = ((apart - apart.mean(axis=0)) ** 2).sum() / ((launches - 1) * (others - 1))
-    expected = rest * (1 + 1 / others)  # if the baseline is like the others
-    f = np.var(y.mean(axis=1), ddof=1) / expected if expected > 0 else 0.0
-    return bool(stats.f.sf(f, launches - 1, (launches - 1) * (others - 1)) <= _SCATTERS_MORE)
+    square, freedom = noise(y[:, 1:] - y[:, :1])  # of the others: the baseline drops out
+    expected = square * (1 + 1 / y.shape[1])  # if the baseline is like them
+    return bool(np.var(y.mean(axis=1), ddof=1) > stats.f.isf(_SCATTERS_MORE, len(y) - 1, freedom) * expected)
 
 
 def noise(y: np.ndarray) -> tuple[float, int]:

@@ -46,6 +46,7 @@ from kvbench.workload.design import Block, Design, make_design
 from kvbench.workload.file import Workload, portable
 
 MAX_FAILED_STARTS = 2  # in a row from the beginning: the third would fail too
+LOCKSTEP_MINUTES = 3.0
 QUIET_WITHIN_S = 30.0  # before a disturbed load is measured again
 
 
@@ -56,8 +57,8 @@ class Sweep:
     ``only``: patterns of cell ids; ``report``: writes and shows the report of a finished run; ``calibrate``: the load
     client, before its first load; ``resumed``: the folder of a run to go on with; ``force``: although something
     differs; ``max_minutes``: for repeats beyond the first, None: as the run was begun, or as the workload says;
-    ``lockstep_minutes``: at most for engine time, which is measured before the loads (0: it is not);
-    ``open_limit_s``: until an engine of it is there.
+    ``lockstep_minutes``: at most for engine time, which is measured before the loads (0: it is not), None: as the run
+    was begun, or ``LOCKSTEP_MINUTES``; ``open_limit_s``: until an engine of it is there.
     """
 
     target: ChosenTarget
@@ -69,7 +70,7 @@ class Sweep:
     resumed: RunFolder | None = None
     force: bool = False
     max_minutes: float | None = None
-    lockstep_minutes: float = 0.0
+    lockstep_minutes: float | None = None
     open_limit_s: float = OPEN_LIMIT_S
     failures: list[Failure] = dataclasses.field(default_factory=list, init=False)
     summaries: list[dict[str, Any]] = dataclasses.field(default_factory=list, init=False)
@@ -78,6 +79,11 @@ class Sweep:
     def workload(self) -> Workload:
         """The workload as it runs on the target."""
         return self.target.workload
+
+    def __post_init__(self) -> None:
+        if self.lockstep_minutes is None:
+            stored = self.resumed.manifest() if self.resumed else {}
+            self.lockstep_minutes = stored.get("lockstep_minutes", LOCKSTEP_MINUTES)
 
     def _plan(self) -> tuple[Design, tuple[Block, ...], dict[str, Any], dict[str, float]]:
         """Cells, blocks, capacity by configuration, guessed seconds by load, after every check before a launch."""

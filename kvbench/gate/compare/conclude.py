@@ -34,7 +34,7 @@ from kvbench.runs.aggregate import flatten
 from kvbench.runs.folder import DONE
 from kvbench.runs.metric_names import value_of
 
-CLOCKS = {"lockstep": "engine time", "twins": "running time"}  # by method; other pairs are in served time
+_CLOCK_NAMES = {"lockstep": "engine time", "twins": "running time"}  # by method; other pairs are in served time
 ATTEMPTS_ALPHA = 0.004  # of the test on servers that fail, beside the looks' alphas: 8 attempts to none
 
 
@@ -158,7 +158,7 @@ def conclude(
 
 def _with_clock(rules: TimingRules, manifest: Mapping[str, Any]) -> TimingRules:
     """The rules with metrics whose titles say which clock their times are of: no reader may take them for served."""
-    if (clock := CLOCKS.get(manifest.get("method"))) is None:
+    if (clock := _CLOCK_NAMES.get(manifest.get("method"))) is None:
         return rules
     return replace(rules, metrics=tuple(replace(m, title=f"{m.title} in {clock}") for m in rules.metrics))
 

@@ -44,7 +44,6 @@ from kvbench.runs.folder import DONE
 from kvbench.sweep.block import Failure
 from kvbench.workload.design import Cell
 
-NOTE = "in engine time: both engines took turns step by step, without HTTP and load client"
 PAIR_S = 8.0  # engine time of both sides of a pair, over all cells
 _WARM_UP_LIMIT_S = 600.0  # a few hundred decode steps
 _LEAST_S = 3.0  # of one side in one cell

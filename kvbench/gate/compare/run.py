@@ -28,7 +28,6 @@ from kvbench.common.text import clock, plural
 from kvbench.gate.compare.builds import Builds
 from kvbench.gate.compare.conclude import conclude, finished_verdict, look_points, pair_line, write_pairs
 from kvbench.gate.compare.folder import KIND, CompareFolder
-from kvbench.gate.compare.lockstep_pairs import NOTE as LOCKSTEP_NOTE
 from kvbench.gate.compare.lockstep_pairs import LockstepPairs, why_not_lockstep
 from kvbench.gate.compare.manifest import PATHS, new_comparison, record_server, require_same_requests, resume
 from kvbench.gate.compare.pair_runner import FailedAttempt, LaunchedPairs, Method, PairRunner
@@ -42,6 +41,7 @@ from kvbench.gate.timing.noise import FEWEST_PAIRS
 from kvbench.gate.timing.plan import BASE, SIDES, Match, Turn, turns
 from kvbench.gate.verdict.github import publish
 from kvbench.gate.verdict.outputs import report_verdict, write_outputs
+from kvbench.gate.verdict.pairs import CLOCKS
 from kvbench.gate.verdict.terminal import print_verdict
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, Finding, Verdict
 from kvbench.lockstep.process import OPEN_LIMIT_S
@@ -205,7 +205,7 @@ def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str
     with tempfile.TemporaryDirectory() as scratch:
         reason = why_not_lockstep(workloads, Path(scratch) / "engine.log")
     if reason is None:
-        return LOCKSTEP, LOCKSTEP_NOTE
+        return LOCKSTEP, CLOCKS[LOCKSTEP]
     if wanted == LOCKSTEP:
         raise UsageError(f"--method lockstep cannot be used: {reason}; leave it out")
     return LAUNCHED, f"measured by launched pairs, and not in engine time in lockstep, which is sharper: {reason}"

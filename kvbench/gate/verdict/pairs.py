@@ -23,7 +23,7 @@ _DOTS = {
     "round": "A dot of single requests is one round: one request to either server, both of one launch.",
     "repeat": "A dot is one repeat: the first configuration against the second, under the same requests.",
 }
-_CLOCKS = {  # by the method that the pairs were measured by
+CLOCKS = {  # by the method that the pairs were measured by
     "lockstep": "Times are the engines' own, in turns step by step, without HTTP.",
     "twins": "Times are the servers' own running time over HTTP, in turns: one was frozen while the other ran.",
 }
@@ -83,7 +83,7 @@ def pair_page(verdict: Verdict) -> str | None:
     effect = "The diamond is what is judged: their median, or the worst of them where each is held."
     if any(finding.interval for finding in drawn):
         effect = "The diamond is the effect and the bar its 95 % interval; worse is to the right."
-    clock = filter(None, [_CLOCKS.get(verdict.facts.get("method"))])
+    clock = filter(None, [CLOCKS.get(verdict.facts.get("method"))])
     return render(
         "pairs.html.j2",
         [],
