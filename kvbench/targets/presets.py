@@ -312,7 +312,7 @@ LLAMACPP = Preset(
         **COMMON,
         "layout": always("paged", "its unified KV buffer is the nearest to pages; separate slots are not offered here"),
         "page_size": absent("its KV buffer has no pages: cells of one token each"),
-        "kv_budget": budget_in("capacity_tokens", "--ctx-size {}", _FROM_GGUF),
+        "kv_budget": budget_in("capacity_tokens", "--ctx-size {}", _FROM_GGUF, multiple_of=256),
         "kv_cache_dtype": always("auto", "its quantised KV caches (q8_0, q4_0 ...) have other formats"),
         "enable_prefix_caching": switch("--cache-prompt", "--no-cache-prompt"),
         "max_model_len": flag("--kv-unified-per-slot {}"),
@@ -320,7 +320,15 @@ LLAMACPP = Preset(
         "max_num_batched_tokens": flag("--batch-size {} --ubatch-size {}"),
         "preemption_mode": always("recompute", "it never preempts: a request that outgrows the buffer fails"),
         "device": choice("it is auto, cpu or cuda", auto="", cpu="--device none", cuda=""),
-        "dtype": NO_WORDS,
+        # Of the KV cache, float16 where nothing is said; that of the weights is in the file.
+        "dtype": choice(
+            "its KV cache is float32, float16 or bfloat16",
+            auto="",
+            **{
+                name: f"--cache-type-k {short} --cache-type-v {short}"
+                for name, short in (("float32", "f32"), ("float16", "f16"), ("bfloat16", "bf16"))
+            },
+        ),
         "seed": flag("--seed {}"),
         "num_threads": flag("--threads {}"),
     },
