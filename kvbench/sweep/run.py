@@ -37,12 +37,13 @@ from kvbench.runs.repeats import is_disturbed, repeat_notes
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.work import Work, kept, work_in
 from kvbench.sweep.block import BlockRunner, Failure
+from kvbench.sweep.capacity import memory_notes
 from kvbench.sweep.order import LoadKey, Measured, blocks_in_time, blocks_left
-from kvbench.sweep.plan import describe_plan, planned_blocks, preflight
+from kvbench.sweep.plan import Preflight, describe_plan, planned_blocks, preflight
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.base import Target
 from kvbench.targets.choose import ChosenTarget
-from kvbench.workload.design import Block, Design, make_design
+from kvbench.workload.design import Block, Design, design_of
 from kvbench.workload.file import Workload, portable
 
 MAX_FAILED_STARTS = 2  # in a row from the beginning: the third would fail too
@@ -85,18 +86,18 @@ class Sweep:
             stored = self.resumed.manifest() if self.resumed else {}
             self.lockstep_minutes = stored.get("lockstep_minutes", LOCKSTEP_MINUTES)
 
-    def _plan(self) -> tuple[Design, tuple[Block, ...], dict[str, Any], dict[str, float]]:
-        """Cells, blocks, capacity by configuration, guessed seconds by load, after every check before a launch."""
+    def _plan(self) -> tuple[Design, tuple[Block, ...], Preflight]:
+        """Cells, blocks and what is known of them, after every check before a launch."""
         check_output_dir(self.resumed.path if self.resumed else self.output_dir)
         if self.resumed:  # before its cells are looked for in a workload that may not have them
             require_same_workload(self.resumed, self.workload)
         design, blocks = self.target.plan(self.only)
-        return design, blocks, *preflight(self.workload, design, self.target.check)
+        return design, blocks, preflight(self.workload, design, self.target.check)
 
     def describe(self) -> int:
         """Prints what ``execute`` would run, after the same checks; writes and launches nothing. Raises UsageError."""
-        design, blocks, _, guesses = self._plan()
-        measured, estimator = self._known(blocks, guesses)
+        design, blocks, known = self._plan()
+        measured, estimator = self._known(blocks, known.seconds)
         stored = self.resumed.manifest() if self.resumed else {}
         first_s = 60 * self.lockstep_minutes if self._has_engine_time(design, self.resumed) else 0.0
         elapsed = (stored.get("measured_s") or 0.0) + first_s
@@ -109,6 +110,8 @@ class Sweep:
                 return EXIT_OK
         seconds = first_s + estimator.total_s(left)
         describe_plan(self.workload, design, left, seconds, self.console, self.target.start_guess_s)
+        for note in memory_notes(design, known.capacity, known.lengths):
+            self._say(f"memory: {note}")
         if first_s:
             self._note(f"{self.lockstep_minutes:g} minutes of it are engine time, before the loads "
                        "(--lockstep-minutes); on a slow machine up to three times that")  # fmt: skip
@@ -119,16 +122,18 @@ class Sweep:
 
     def execute(self) -> int:
         """Run what is not done; the exit code. Raises UsageError before anything is launched."""
-        design, blocks, capacity, guesses = self._plan()
+        design, blocks, known = self._plan()
         for note in design.notes:
             self._note(note)
+        for note in memory_notes(design, known.capacity, known.lengths):
+            self._say(f"memory: {note}")
         if not self.resumed and (notice := foreign_cpu.busy_notice()):
             self._note(notice)
         run = self.resumed or create_run(self.output_dir, self.workload.name, git_state()["short_sha"])
         resume = shlex.join(["kvbench", "sweep", "--resume", os.path.relpath(run.path)])
         try:
             with work_in(run.path, kept(resume), self._say) as work:
-                complete = self._measure(work, run, design, blocks, capacity, guesses)
+                complete = self._measure(work, run, design, blocks, known)
                 return self._conclude(run, design, complete, resume)
         except UsageError:
             if not self.resumed and run.remove_unmeasured():
@@ -142,11 +147,11 @@ class Sweep:
         run: RunFolder,
         design: Design,
         blocks: Sequence[Block],
-        capacity: Mapping[str, Any],
-        guesses: Mapping[str, float],
+        known: Preflight,
     ) -> bool:
         """Whether every planned load is measured."""
-        measured, estimator = self._known(blocks, guesses)
+        capacity = known.capacity
+        measured, estimator = self._known(blocks, known.seconds)
         stored = run.manifest() if self.resumed else {}
         minutes, began = self._minutes(stored), time.monotonic() - (stored.get("measured_s") or 0.0)
 
@@ -355,7 +360,7 @@ class Sweep:
         manifest |= {"status": status, "ended": utc_now(), "failures": [dataclasses.asdict(f) for f in self.failures]}
         manifest["calibration"] = self._calibrator(run).facts()
         write_json(run.manifest_path, manifest | {"status": "incomplete"})
-        design = make_design(self.workload.engine, self.workload.sweep, self.workload.load_points, self.workload.design)
+        design = design_of(self.workload, manifest.get("only") or ())
         facts = {
             "capacity": manifest.get("capacity") or {},
             "backend": manifest.get("backend", "kvbench"),

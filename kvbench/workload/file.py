@@ -21,6 +21,7 @@ from kvbench.common.packages import REPOSITORY
 from kvbench.common.schema import StrictModel, explain
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.settings import canonical
 
 PROFILES = ("cpu", "gpu")
 _PROMPT_PATHS = ("file", "path", "tokenizer")
@@ -181,6 +182,16 @@ class WorkloadFile(StrictModel):
     def _nothing_swept(cls, value: Any) -> Any:
         return {} if value is None else value
 
+    @field_validator("engine")
+    @classmethod
+    def _canonical_engine(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        return {key: canonical(key, value) for key, value in engine.items()}
+
+    @field_validator("sweep")
+    @classmethod
+    def _canonical_sweep(cls, sweep: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {key: [canonical(key, value) for value in values] for key, values in sweep.items()}
+
     @model_validator(mode="after")
     def _single_values(self) -> WorkloadFile:
         swept = [(f"sweep.{key}", value) for key, values in self.sweep.items() for value in values]
@@ -222,6 +233,7 @@ class Workload:
 def load_workload(
     path: str | Path,
     *,
+    text: str | None = None,
     profile: str | None = None,
     overrides: Sequence[str] = (),
     seed: int | None = None,
@@ -229,11 +241,12 @@ def load_workload(
 ) -> Workload:
     """Read, merge and check a workload file. Raises UsageError with one sentence.
 
+    ``text``: what the file would hold; then ``path`` is only its name in messages.
     ``profile``: ``cpu`` or ``gpu`` (None: gpu when this machine has one, else cpu). ``overrides``: ``key=value`` with
     a dotted key and a YAML value, applied after the profile. ``seed`` and ``repeats`` win over the file.
     """
     source = Path(path)
-    data = read_yaml(source)
+    data = read_yaml(source) if text is None else parse_yaml(text, source)
     if "streams" in data:
         raise UsageError(
             f"{source} has streams and no load: it is made for `kvbench gate counters`; give a workload such as "
@@ -247,16 +260,17 @@ def load_workload(
         data["seed"] = seed
     if repeats is not None:
         apply_override(data, f"load.repeats={repeats}")
-    return resolve(data, profile=chosen, source=source)
+    return resolve(data, profile=chosen, source=source if text is None else None, where=str(source))
 
 
-def resolve(data: Mapping[str, Any], *, profile: str, source: Path | None) -> Workload:
-    """A Workload from plain data whose profile is merged already.
+def resolve(
+    data: Mapping[str, Any], *, profile: str, source: Path | None, where: str = "the stored workload"
+) -> Workload:
+    """A Workload from plain data whose profile is merged already; ``where``: its name in messages.
 
     ``source``: the file; relative paths start in its folder. None: the data of a run's manifest, whose relative paths
     start in kvbench's repository.
     """
-    where = str(source) if source else "the stored workload"
     folder = source.parent if source else REPOSITORY
     prefix = ""
     try:

@@ -141,8 +141,8 @@ class PromptClass(StrictModel):
     ``priority``: lower is more urgent. It is not sent to a server that is known to work first come, first served.
     """
 
-    name: str = Field(min_length=1)
-    share: float = Field(gt=0, le=1)
+    name: str = Field(default="request", min_length=1)
+    share: float = Field(default=1.0, gt=0, le=1)
     prompt_tokens: Length
     output_tokens: Length
     priority: int = Field(default=0, ge=0, le=2**63 - 1)  # what a server and a Parquet column hold
