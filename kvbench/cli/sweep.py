@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     "turns step by step, until every effect on throughput is decided; a slow machine may take three times that for two "
     "launches. 0: not measured (default: 3, or as the run was begun).",
 )
+@click.option("--wait-idle", "wait_idle_minutes", type=FiniteRange(min=0), default=2.0, show_default=True, metavar="N",
+              envvar="KVBENCH_WAIT_IDLE",
+              help="After two disturbed loads in a row: wait at most N minutes for other programs to leave the machine "
+                   "alone, then end early. 0: never wait.")  # fmt: skip
 @click.option("--force", is_flag=True,
               help="With --resume: go on though code, versions or machine differ from the run's start.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Check everything, print cells left, order and time; launch nothing.")
@@ -130,6 +134,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             calibrate=not options["no_calibration"],
             resumed=run,
             lockstep_minutes=options["lockstep_minutes"],
+            wait_idle_minutes=options["wait_idle_minutes"],
             open_limit_s=options["start_timeout"] or OPEN_LIMIT_S,
             force=options["force"],
             max_minutes=options["max_minutes"],

@@ -48,7 +48,8 @@ from kvbench.workload.file import Workload, portable
 
 MAX_FAILED_STARTS = 2  # in a row from the beginning: the third would fail too
 LOCKSTEP_MINUTES = 3.0
-QUIET_WITHIN_S = 30.0  # before a disturbed load is measured again
+WAIT_IDLE_MINUTES = 2.0
+DISTURBED_IN_A_ROW = 2  # loads: then a sweep waits for a quiet machine; as many again, and it ends
 
 
 @dataclass
@@ -59,7 +60,8 @@ class Sweep:
     client, before its first load; ``resumed``: the folder of a run to go on with; ``force``: although something
     differs; ``max_minutes``: for repeats beyond the first, None: as the run was begun, or as the workload says;
     ``lockstep_minutes``: at most for engine time, which is measured before the loads (0: it is not), None: as the run
-    was begun, or ``LOCKSTEP_MINUTES``; ``open_limit_s``: until an engine of it is there.
+    was begun, or ``LOCKSTEP_MINUTES``; ``open_limit_s``: until an engine of it is there;
+    ``wait_idle_minutes``: at most for other programs to leave the machine alone, once they disturb loads (0: never).
     """
 
     target: ChosenTarget
@@ -73,6 +75,8 @@ class Sweep:
     max_minutes: float | None = None
     lockstep_minutes: float | None = None
     open_limit_s: float = OPEN_LIMIT_S
+    wait_idle_minutes: float = WAIT_IDLE_MINUTES
+    ended_early: str = dataclasses.field(default="", init=False)  # why
     failures: list[Failure] = dataclasses.field(default_factory=list, init=False)
     summaries: list[dict[str, Any]] = dataclasses.field(default_factory=list, init=False)
 
@@ -189,8 +193,8 @@ class Sweep:
             if left:
                 self._measure_engine_time(run, design, capacity, work.check, listener.status)
                 left = still_left()  # it took time
-            started = failed_starts = 0
-            while left and (started or failed_starts < MAX_FAILED_STARTS):
+            started = failed_starts = disturbed = 0
+            while left and not self.ended_early and (started or failed_starts < MAX_FAILED_STARTS):
                 listener.expect(left)
                 if self._would_be_disturbed_again(left[0], measured, work.check, listener.status):
                     measured.again = False
@@ -204,6 +208,9 @@ class Sweep:
                 else:
                     failed_starts += 1
                 measured.take(run, left[0])
+                disturbed = measured.disturbed_in_a_row(left[0], disturbed)
+                if disturbed >= DISTURBED_IN_A_ROW:
+                    self._wait_or_end(disturbed, work.check, listener.status)
                 left = still_left()
         every = [(c.cell_id, b.repeat) for b in planned_blocks(self.workload, manifest) for c in b.cells]
         missing = [load for load in every if not run.is_done(*load)]
@@ -296,17 +303,43 @@ class Sweep:
         time_left_s = minutes * 60 - spent_s
         return blocks_in_time(design, blocks, measured, time_left_s, lambda block: estimator.total_s([block]))
 
+    def _waits_for_quiet(self, check: Callable[[], None], show: Callable[[str], None]) -> str:
+        """Which programs keep the machine busy for as long as the sweep may wait; empty once they leave it alone."""
+        found = ""
+
+        def on_busy(words: str) -> None:
+            nonlocal found
+            if not found:
+                self._say(f"other programs use {words}; waiting for them, {self.wait_idle_minutes:g} minutes at most "
+                          "(--wait-idle)")  # fmt: skip
+            found = words
+
+        show("waiting for other programs to leave the machine alone")
+        return "" if foreign_cpu.waits_for_quiet(60 * self.wait_idle_minutes, check, on_busy) else found
+
     def _would_be_disturbed_again(
         self, block: Block, measured: Measured, check: Callable[[], None], show: Callable[[str], None]
     ) -> bool:
         """Whether ``block`` was disturbed before and other programs still keep the machine busy."""
-        if self.target.runs_already or not measured.attempts[block.cells[0].cell_id, block.repeat]:
+        if not self._may_wait() or not measured.attempts[block.cells[0].cell_id, block.repeat]:
             return False
-        show("waiting for other programs to leave the machine alone")
-        if foreign_cpu.waits_for_quiet(QUIET_WITHIN_S, check):
-            return False
-        self._note("other programs keep the machine busy: disturbed loads are not measured again")
-        return True
+        if busy := self._waits_for_quiet(check, show):
+            self._note(f"other programs keep the machine busy ({busy}): disturbed loads are not measured again")
+        return bool(busy)
+
+    def _wait_or_end(self, disturbed: int, check: Callable[[], None], show: Callable[[str], None]) -> None:
+        """After ``disturbed`` loads in a row: waits for a quiet machine, and ends the sweep where that is hopeless."""
+        if not self._may_wait():
+            return
+        self._say(f"{plural(disturbed, 'load')} in a row, disturbed by something else on this machine")
+        if busy := self._waits_for_quiet(check, show):
+            self.ended_early = f"other programs keep the machine busy ({busy})"
+        elif disturbed >= 2 * DISTURBED_IN_A_ROW:
+            self.ended_early = f"{plural(disturbed, 'load')} in a row were disturbed"
+
+    def _may_wait(self) -> bool:
+        """Not beside a server that runs already, which would be taken for another program."""
+        return self.wait_idle_minutes > 0 and not self.target.runs_already
 
     def _set_aside(self, run: RunFolder, manifest: dict[str, Any], block: Block, measured: Measured) -> None:
         """Moves the invalid loads of ``block`` away, with the logs of their server, and lists them in the manifest."""
@@ -380,6 +413,8 @@ class Sweep:
     def _conclude(self, run: RunFolder, design: Design, complete: bool, resume: str) -> int:
         """Report, what failed and what is invalid; the exit code."""
         problems = failed_loads(self.failures)
+        if self.ended_early:
+            problems.append(f"ended early: {self.ended_early}; go on once it is quiet")
         if not complete and not any(run.done_repeats(cell.cell_id) for cell in design.cells):
             problems.append("nothing was measured")
         elif self.report:
