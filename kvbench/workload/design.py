@@ -222,8 +222,9 @@ def design_of(workload: Workload, only: Sequence[str] = ()) -> Design:
     added = [each for each in every.configurations if any(cell.configuration is each for cell in named)]
     measured, notes = len(design.configurations) + len(added), design.notes
     if measured < len(every.configurations):
-        counts = f"{len(every.configurations)} combinations, {measured} are measured"
-        notes = (*notes, f"{counts}, each value alone beside the baseline; design: full (--design full) measures all")
+        left = f"skipped {len(every.configurations) - measured} of {len(every.configurations)} combinations"
+        alone = f"{measured} are measured, each value alone beside the baseline"
+        notes = (*notes, f"{left}: {alone}; design: full (--design full) measures all")
     return Design((*design.configurations, *added), (*design.cells, *named), notes)
 
 

@@ -87,7 +87,7 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("sweep",), ["workload file is missing"]),
+        (("sweep",), ["workload is missing", "--input-len"]),
         (("sweep", "nothing.yaml"), ["'nothing.yaml'"]),
         ((*SWEEP, "--only", "pagd*"), ["'pagd*'", "paged-p16-c1, contiguous-c1"]),
         ((*SWEEP, "-o", "engine.page_size=0"), ["page_size", "0", "at least 1"]),
@@ -106,7 +106,7 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
         ((*SWEEP, "--resume"), ["no incomplete run of 'tiny'"]),
         ((*SWEEP, "--resume", "nowhere"), ["'nowhere'"]),
         (("sweep", "--resume", "nowhere"), ["'nowhere'"]),
-        (("sweep", "--resume"), ["workload file is missing"]),
+        (("sweep", "--resume"), ["workload is missing"]),
         ((*SWEEP, "--force"), ["--force goes with --resume"]),
         ((*SWEEP, "--serve-cmd", "a 'b"), ["--serve-cmd", "quotes"]),
         ((*SWEEP, "--serve-cmd", " "), ["--serve-cmd"]),
