@@ -24,6 +24,7 @@ from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.settings import canonical
 
 PROFILES = ("cpu", "gpu")
+MODEL_SECTION = frozenset({"model", "load_format", "seed", "dtype", "tokenizer"})  # engine settings below ``model:``
 _PROMPT_PATHS = ("file", "path", "tokenizer")
 
 
@@ -147,14 +148,20 @@ def _index(node: Any, part: str, override: str) -> Any:
 
 
 class ModelSection(StrictModel):
-    """``model:``: a config name or file with seeded random weights, or a folder with weights."""
+    """A config with seeded random weights, or a folder with weights."""
 
     config: str | None = None
+    """name of a config that ships (llama-32m, llama-3.1-8b, ...) or a config JSON: random weights"""
     path: str | None = None
+    """a folder with config.json and safetensors, instead of `config`"""
     load_format: Literal["auto", "dummy"] | None = None
+    """auto: weights of the folder; dummy: random ones"""
     seed: int = 0
+    """of random weights"""
     dtype: str | None = None
+    """of weights and activations: float32, bfloat16, float16, auto"""
     tokenizer: str | None = None
+    """a folder; left out: the model's own, else the one that ships"""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
@@ -168,14 +175,24 @@ class WorkloadFile(StrictModel):
     """The whole file once the profile is merged in."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """of the folder in results/"""
     description: str = ""
+    """a sentence for readers"""
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    """of prompts, arrivals and order: the same seed sends the same bytes"""
     model: ModelSection
+    """what the engine serves"""
     engine: dict[str, Any] = Field(default_factory=dict)
-    design: Literal["one_at_a_time", "full"] = "one_at_a_time"
-    max_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """the baseline: one value for each engine setting that is not left at its default"""
     sweep: dict[str, list[Any]] = Field(default_factory=dict)
+    """engine settings to compare with the baseline: setting: [values]"""
+    design: Literal["one_at_a_time", "full"] = "one_at_a_time"
+    """with two settings of two values each: one_at_a_time measures the baseline and each other value alone (3 of 4
+    combinations); full measures all 4. A combination that --only names is measured either way"""
+    max_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """of a sweep: every cell once in any case, then repeats where they decide most; left out: all repeats"""
     load: dict[str, Any]
+    """what is sent"""
 
     @field_validator("sweep", mode="before")
     @classmethod
@@ -367,7 +384,7 @@ def _engine_settings(file: WorkloadFile, folder: Path, where: str) -> dict[str, 
         settings["dtype"] = model.dtype
     if model.tokenizer is not None:
         settings["tokenizer"] = str(_find_path(model.tokenizer, folder) or model.tokenizer)
-    clash = sorted({"model", "load_format", "seed", "dtype", "tokenizer"} & set(file.engine))
+    clash = sorted(MODEL_SECTION & set(file.engine))
     if clash:
         raise UsageError(f"{where}: engine.{clash[0]} belongs under `model:`; move it there")
     return settings | {key: value for key, value in file.engine.items() if value is not None}

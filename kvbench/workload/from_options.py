@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,13 @@ class _Defaults:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    more_engine: tuple[Line, ...] = ()
+    more_engine: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
 
 _DEFAULTS = {
     "cpu": _Defaults(
         "{config: llama-32m, load_format: dummy, dtype: float32}", "256MiB", 2048, 64, 512,
-        (("  device: cpu", ""), ("  num_threads: 1", "one thread gives the narrowest intervals on a CPU")),
+        {"device": ("cpu", ""), "num_threads": (1, "one thread gives the narrowest intervals on a CPU")},
     ),
     "gpu": _Defaults("{config: llama-3.1-8b, load_format: dummy, dtype: bfloat16}", "8GiB", 8192, 256, 4096),
 }  # fmt: skip
@@ -81,17 +81,21 @@ def workload_text(answers: Answers, *, profile: str, name: str | None = None) ->
     load = _load_lines(answers)
     base = _DEFAULTS["gpu" if profile == "gpu" else "cpu"]
     seqs = max(base.max_num_seqs, *answers.concurrency, 0)
+    engine = {
+        "page_size": (16, ""),
+        "kv_budget": (base.kv_budget, "bytes of K and V, the same for every configuration"),
+        "max_model_len": (max(base.max_model_len, 1 << (longest - 1).bit_length()), "most tokens of a request"),
+        "max_num_seqs": (seqs, "most requests in one step"),
+        "max_num_batched_tokens": (max(base.max_num_batched_tokens, seqs), "most tokens in one step"),
+        **base.more_engine,
+        **{key: (values[0], "") for key, values in swept.items()},
+    }
     lines = [
         ("# kvbench plan FILE: what memory holds. kvbench sweep FILE: measures. kvbench help workload: every key.", ""),
         (f"name: {name or _name(answers)}", ""),
         (f"model: {base.model}", "random weights: speed is real, text is not"),
         ("engine:", "the baseline"),
-        *((f"  {key}: {_yaml(values[0])}", "") for key, values in ({"page_size": [16]} | swept).items()),
-        (f"  kv_budget: {base.kv_budget}", "bytes of K and V, the same for every configuration"),
-        (f"  max_model_len: {max(base.max_model_len, 1 << (longest - 1).bit_length())}", "most tokens of a request"),
-        (f"  max_num_seqs: {seqs}", "most requests in one step"),
-        (f"  max_num_batched_tokens: {max(base.max_num_batched_tokens, seqs)}", "most tokens in one step"),
-        *base.more_engine,
+        *((f"  {key}: {_yaml(value)}", why) for key, (value, why) in engine.items()),
     ]
     if swept:
         lines += [
