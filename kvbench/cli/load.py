@@ -39,7 +39,9 @@ class _Command(click.Command):
 
 
 _LOAD_OPTIONS = (
-    click.option("--at", metavar="LOAD", help="Which load of the workload, e.g. c32 or r4 (default: the first)."),
+    click.option("--at", metavar="LOAD",
+                 help="Which of the WORKLOAD's loads: c32 is that of 32 users, r4 that of 4 requests/s (default: the "
+                 "first)."),
     click.option("--request-rate", type=FiniteRange(min=0, min_open=True, inf=True), metavar="R",
                  help="Open loop at R requests/s (conversations/s where the workload has them), whatever the server "
                  "does; inf: all at once."),

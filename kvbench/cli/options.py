@@ -174,8 +174,8 @@ TARGET_OPTIONS = (
     click.option("--target-python", metavar="PATH", help="With --target NAME: the Python that has it."),
     click.option("--target-args", metavar="WORDS", help="With a launched target: more words for its command line."),
     click.option("--serve-cmd", metavar="CMD",
-                 help="Launch this instead: with {port}, {model}, {page_size} and other settings in braces, all that "
-                 "the sweep varies among them; or a command that takes the built-in server's flags."),
+                 help="Launch this instead. {port}, {model}, {page_size} and other settings in braces are filled in; "
+                 "each setting that the sweep varies needs one. Without any: it takes the built-in server's flags."),
     *RUNNING_SERVER_OPTIONS,
 )  # fmt: skip
 target_options = add_options(*TARGET_OPTIONS)

@@ -86,7 +86,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
       kvbench sweep workloads/mixed.yaml --target vllm
       kvbench sweep W.yaml --preset vllm --serve-cmd 'vllm serve {model} --port {port} --dtype {dtype}
           --block-size {page_size} --kv-cache-memory-bytes {kv_budget}' -o 'sweep={page_size: [16, 32]}'
-                  (what is swept must be in the command; -o 'sweep={}' measures the baseline alone)
+                  (a {placeholder} for each setting that is varied; -o 'sweep={}' measures the baseline alone)
 
     \b
     Files written, in results/<workload>/<UTC time>-<git sha>/:

@@ -87,8 +87,8 @@ def _apply_profile(data: dict[str, Any], profile: str, source: Path, *, by_user:
     if not isinstance(profiles, dict) or not all(isinstance(p, dict | None) for p in profiles.values()):
         raise UsageError(f"{source}: profiles must be a mapping of profile name to settings, such as `cpu: {{...}}`")
     if profile not in profiles and by_user and profile not in PROFILES:
-        known = ", ".join(profiles) or "none"
-        raise UsageError(f"there is no profile {profile!r} in {source}: the profiles are {known}")
+        known = f"it has {', '.join(profiles)}" if profiles else "it has none, so leave --profile out"
+        raise UsageError(f"there is no profile {profile!r} in {source}: {known}")
     return _merge(data, profiles.get(profile) or {})
 
 
