@@ -13,6 +13,7 @@ from typing import Any
 LAYOUTS = ("paged", "contiguous")
 RESERVATIONS = ("max", "pow2", "oracle")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "int4_per_token_head")
+KV_CACHE_DTYPE_ALIASES = {"fp8": "fp8_e4m3"}  # as in vLLM
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
@@ -179,6 +180,8 @@ class EngineConfig:
             if name not in known:
                 raise ValueError(f"{name!r} is not an engine setting: the settings are {', '.join(sorted(known))}")
         settled = dict(values)
+        if (given := settled.get("kv_cache_dtype")) in KV_CACHE_DTYPE_ALIASES:
+            settled["kv_cache_dtype"] = KV_CACHE_DTYPE_ALIASES[given]
         for name in BYTE_SETTINGS:
             if settled.get(name) is not None:
                 settled[name] = parse_bytes(settled[name])

@@ -141,7 +141,8 @@ def _argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
     if field.type in ("bool", "bool | None"):
         keywords["action"] = argparse.BooleanOptionalAction
     elif field.name in settings.CHOICES:
-        keywords["choices"] = settings.CHOICES[field.name]
+        aliases = settings.KV_CACHE_DTYPE_ALIASES if field.name == "kv_cache_dtype" else ()
+        keywords["choices"] = (*settings.CHOICES[field.name], *aliases)
     elif field.name in settings.BYTE_SETTINGS:
         keywords["metavar"] = "BYTES"
     elif "int" in str(field.type):

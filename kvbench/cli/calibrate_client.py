@@ -82,7 +82,7 @@ _ROWS = (  # figure, words, format
     ("cpu_us_per_event", "CPU of the client an event (us)", "{:.1f}"),
     ("unstamped_share", "reads without the kernel's stamp of their arrival", "{:.3%}"),
     ("coalesced_share", "chunks read with the one before, though sent apart", "{:.3%}"),
-    ("turnaround_p50_ms", "a stream's end to the user's next send, median (ms)", "{:.2f}"),
+    ("turnaround_p50_ms", "own pause between an answer and the next request, median (ms)", "{:.2f}"),
     ("events_lost", "chunks lost", "{}"),
     ("requests_lost", "requests lost", "{}"),
     ("requests_repeated", "requests sent again", "{}"),

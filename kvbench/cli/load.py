@@ -12,6 +12,7 @@ from kvbench.cli.options import (
     NO_CALIBRATION,
     OVERRIDES,
     PROFILE,
+    PROMPT_OPTIONS,
     RUNNING_SERVER_OPTIONS,
     SEED,
     FiniteRange,
@@ -38,13 +39,15 @@ class _Command(click.Command):
 
 
 _LOAD_OPTIONS = (
-    click.option("--at", metavar="LOAD", help="Which load of the workload, e.g. c32 or r4 (default: the first)."),
+    click.option("--at", metavar="LOAD",
+                 help="Which of the WORKLOAD's loads: c32 is that of 32 users, r4 that of 4 requests/s (default: the "
+                 "first)."),
     click.option("--request-rate", type=FiniteRange(min=0, min_open=True, inf=True), metavar="R",
                  help="Open loop at R requests/s (conversations/s where the workload has them), whatever the server "
                  "does; inf: all at once."),
     click.option("--burstiness", type=_POSITIVE, metavar="B",
                  help="Gamma-distributed gaps: below 1 burstier than Poisson, above 1 more regular."),
-    click.option("--max-concurrency", type=click.IntRange(1), metavar="N",
+    click.option("--max-concurrency", "--concurrency", type=click.IntRange(1), metavar="N",
                  help="Closed loop: the users. Open loop: most requests in flight; the time that others wait in the "
                  "client is in their TTFT, and shown apart."),
     click.option("--num-prompts", type=click.IntRange(1), metavar="N",
@@ -94,13 +97,16 @@ _PROCESS_OPTIONS = (
 
 @click.command(cls=_Command)
 @click.argument("workload", type=click.Path(), required=False)
-@click.option("--url", help="The server, e.g. http://127.0.0.1:8000 (with or without /v1).")
+@click.option("--url", "--base-url", "url", help="The server, e.g. http://127.0.0.1:8000 (with or without /v1).")
+@add_options(*PROMPT_OPTIONS)
 @PROFILE
 @OVERRIDES
 @SEED
 @add_options(*_LOAD_OPTIONS, *RUNNING_SERVER_OPTIONS, NO_CALIBRATION, *_SEARCH_OPTIONS, *_PROCESS_OPTIONS)
 def load(**options: Any) -> int:
-    """Send one load of WORKLOAD to a server that runs already, and print what the client measured.
+    """Send one load to a server that runs already, and print what the client measured.
+
+    The load is one of WORKLOAD, or without a file the one that --input-len, --output-len and --concurrency make.
 
     A few warm-up requests whose prompts are never measured go first; the cache is put into the declared state and
     checked; the load is valid or the reasons why it is not are printed.
@@ -108,6 +114,7 @@ def load(**options: Any) -> int:
     \b
     Examples:
       kvbench serve --model llama-32m --port 8000 &
+      kvbench load --url http://127.0.0.1:8000 --input-len 600 --output-len 150 --concurrency 20
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --at c32
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --request-rate 4 --num-prompts 200
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --goodput 'ttft:200 tpot:50' --output-dir out

@@ -14,7 +14,9 @@ from kvbench.cli.doctor import doctor
 from kvbench.cli.engine import bench_engine, serve
 from kvbench.cli.gate import gate
 from kvbench.cli.gate_counters import accept
+from kvbench.cli.help import help_command
 from kvbench.cli.history import history
+from kvbench.cli.init import init
 from kvbench.cli.load import load
 from kvbench.cli.mock_server import mock_server
 from kvbench.cli.plan import plan
@@ -27,8 +29,8 @@ from kvbench.cli.tune import tune
 from kvbench.common.packages import check_packages
 
 _COMMANDS = (
-    sweep, report, plan, load, compare, gate, accept, calibrate, history, quality, serve, bench_engine, tune, trace,
-    cache_sim, mock_server, calibrate_client, doctor,
+    init, plan, sweep, report, load, compare, gate, accept, calibrate, history, quality, serve, bench_engine, tune,
+    trace, cache_sim, mock_server, calibrate_client, doctor, help_command,
 )  # fmt: skip
 
 
@@ -39,6 +41,8 @@ def cli() -> None:
 
     \b
     The usual way:
+      kvbench init my.yaml                            a short workload from a few answers
+      kvbench plan my.yaml                            what memory holds of it
       kvbench sweep workloads/mixed.yaml              run every cell, print the table, write the report
       kvbench sweep workloads/mixed.yaml --dry-run    what would run, in which order, for how long
       kvbench report results/mixed/<run>              the report again from stored results

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvbench.common.files import why_unwritable
+
+if TYPE_CHECKING:
+    from kvbench.workload.file import Workload
 
 
 class FiniteRange(click.FloatRange):
@@ -24,6 +27,24 @@ class FiniteRange(click.FloatRange):
         if math.isnan(number) or (math.isinf(number) and not self.inf):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+
+class NumberList(click.ParamType):
+    """Numbers above 0 with commas between them, ``8,32``; ``kind``: int or float (inf too)."""
+
+    name = "N[,N]"
+
+    def __init__(self, kind: type[int] | type[float]) -> None:
+        self.kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        try:
+            numbers = tuple(self.kind(part) for part in str(value).split(","))
+        except ValueError:
+            numbers = ()
+        if not numbers or not all(number > 0 for number in numbers):
+            self.fail(f"{value!r} is not a number above 0, or several with commas between them.", param, ctx)
+        return numbers
 
 
 class OutputFile(click.Path):
@@ -82,6 +103,53 @@ NO_CALIBRATION = click.option(
     help="Do not calibrate the load client first; the results say so.",
 )  # fmt: skip
 
+PROMPT_OPTIONS = (  # the names of vllm bench serve are taken too
+    click.option("--input-len", "--random-input-len", "input_len", metavar="N|LOW:HIGH",
+                 help="Without a WORKLOAD: prompts of N random tokens, which share nothing."),
+    click.option("--output-len", "--random-output-len", "output_len", metavar="N|LOW:HIGH",
+                 help="Without a WORKLOAD: N tokens out (ignoring EOS)."),
+    click.option("--prefix-len", "--random-prefix-len", "prefix_len", type=click.IntRange(1), metavar="N",
+                 help="N more tokens that all prompts begin with."),
+    click.option("--dataset-path", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
+                 help="Prompts of a ShareGPT file, or lengths (and times) of a trace, in place of --input-len."),
+    click.option("--dataset-name", metavar="NAME",
+                 help="Its format: sharegpt (the first turn of each conversation) or one of `kvbench trace describe`; "
+                 "default: by its content. random: none."),
+)  # fmt: skip
+_SWEPT_OPTIONS = (
+    click.option("--vary", multiple=True, metavar="KEY=A,B",
+                 help="Engine settings to compare, e.g. page_size=16,32. Without a WORKLOAD the first value is the "
+                 "baseline's; with one, in place of its sweep. Repeatable."),
+    click.option("--design", type=click.Choice(("one_at_a_time", "full")),
+                 help="Of several settings: each alone beside the baseline, or every combination (default: the file's, "
+                 "else one_at_a_time)."),
+)  # fmt: skip
+ANSWER_OPTIONS = (
+    *PROMPT_OPTIONS,
+    click.option("--concurrency", "--max-concurrency", "concurrency", type=NumberList(int), metavar="N[,N]",
+                 help="Without a WORKLOAD: users, each with one request at a time; a load for each number."),
+    click.option("--request-rate", type=NumberList(float), metavar="R[,R]",
+                 help="Instead of --concurrency: requests/s at random times, whatever the server does."),
+    click.option("--num-prompts", type=click.IntRange(1), metavar="N",
+                 help="Requests of a load (default: twice the users, 16 at least; 130 at a rate)."),
+    *_SWEPT_OPTIONS,
+)  # fmt: skip
+COMMAND_LINE = "the command line"  # the name of a workload without a file, in messages
+
+
+def workload_of(workload: str | None, options: Mapping[str, Any], **how: Any) -> Workload:
+    """The workload file, or without one the workload that the answers among ``options`` make. Raises UsageError."""
+    from kvbench.workload.file import default_profile, load_workload
+    from kvbench.workload.from_options import answers_in, changes_of_file, workload_text
+
+    answers = answers_in(options)
+    overrides = tuple(how.pop("overrides", ()))
+    if workload is not None:
+        return load_workload(workload, overrides=(*changes_of_file(answers), *overrides), **how)
+    text = workload_text(answers, profile=how.get("profile") or default_profile())
+    return load_workload(COMMAND_LINE, text=text, overrides=overrides, **how)
+
+
 RUNNING_SERVER_OPTIONS = (
     click.option("--preset", metavar="NAME",
                  help="What kind of server it is: vllm, sglang, tgi, llamacpp or "
@@ -106,8 +174,8 @@ TARGET_OPTIONS = (
     click.option("--target-python", metavar="PATH", help="With --target NAME: the Python that has it."),
     click.option("--target-args", metavar="WORDS", help="With a launched target: more words for its command line."),
     click.option("--serve-cmd", metavar="CMD",
-                 help="Launch this instead: with {port}, {model}, {page_size} and other settings in braces, all that "
-                 "the sweep varies among them; or a command that takes the built-in server's flags."),
+                 help="Launch this instead. {port}, {model}, {page_size} and other settings in braces are filled in; "
+                 "each setting that the sweep varies needs one. Without any: it takes the built-in server's flags."),
     *RUNNING_SERVER_OPTIONS,
 )  # fmt: skip
 target_options = add_options(*TARGET_OPTIONS)

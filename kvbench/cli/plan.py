@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from kvbench.cli.options import OVERRIDES, PROFILE
+from kvbench.cli.options import ANSWER_OPTIONS, OVERRIDES, PROFILE, add_options, workload_of
 
 
 @click.command()
-@click.argument("workload", type=click.Path())
+@click.argument("workload", required=False, type=click.Path())
+@add_options(*ANSWER_OPTIONS)
 @PROFILE
 @OVERRIDES
-def plan(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
-    """Show what each configuration of WORKLOAD gets for its KV budget: arithmetic only, nothing is launched.
+def plan(workload: str | None, profile: str | None, overrides: tuple[str, ...], **answers: Any) -> int:
+    """Show what each configuration of WORKLOAD gets for its KV budget, and whether its loads fit into that.
 
-    Bytes a token (scales of a quantised KV among them), pages or reservations, tokens, page-table bytes, how many
-    sequences of max_model_len tokens fit at once, and what the swap space holds.
+    Arithmetic only, nothing is launched. Bytes a token (scales of a quantised KV among them), pages or reservations,
+    tokens, page-table bytes, how many sequences of max_model_len tokens fit at once, and what the swap space holds;
+    then, for each load, whether memory limits it.
 
     \b
     Examples:
       kvbench plan workloads/mixed.yaml
       kvbench plan workloads/mixed.yaml -o engine.kv_budget=1GiB
+      kvbench plan --input-len 600 --output-len 150 --concurrency 20 --vary kv_cache_dtype=auto,fp8
     \b
     Exit codes: 0 printed, 2 a configuration is impossible. No files are written.
     """
     from rich.console import Console
 
     from kvbench.common.console import print_table
-    from kvbench.sweep.capacity import capacity_table
+    from kvbench.sweep.capacity import capacity_table, memory_notes
+    from kvbench.sweep.plan import preflight
     from kvbench.targets.builtin import check_configuration
-    from kvbench.workload.design import capacities, plan_sweep
-    from kvbench.workload.file import load_workload
+    from kvbench.workload.design import plan_sweep
 
-    loaded = load_workload(workload, profile=profile, overrides=overrides)
+    loaded = workload_of(workload, answers, profile=profile, overrides=overrides)
     design, _ = plan_sweep(loaded, (), check_configuration)
-    capacity = capacities(design, check_configuration)
-    table, notes = capacity_table(f"{loaded.name}, {loaded.profile} profile", design, capacity)
+    known = preflight(loaded, design, check_configuration)
+    table, notes = capacity_table(f"{loaded.name}, {loaded.profile} profile", design, known.capacity)
     console = Console()
     print_table(console, table)
-    for note in (*notes, *(f"note: {note}" for note in design.notes)):
+    notes = (*notes, *(f"note: {note}" for note in design.notes))
+    for note in (*notes, *memory_notes(design, known.capacity, known.lengths)):
         console.print(note, highlight=False, markup=False)
     return 0

@@ -48,6 +48,7 @@ def show_report(run_dir: Path, console: Console, output_dir: Path | None = None)
     """Write report.html, report.md and summary.csv; print table, conclusion and paths. Raises ValueError."""
     from kvbench.common.console import print_plain, print_table
     from kvbench.report.engine_time import engine_time_console
+    from kvbench.report.kv import kv_bottleneck
     from kvbench.report.outputs import console_table, write_report
     from kvbench.report.wording import headline, sensitivity
     from kvbench.runs.read import read_run
@@ -57,7 +58,7 @@ def show_report(run_dir: Path, console: Console, output_dir: Path | None = None)
     console.print(console_table(run))
     if (engine_time := engine_time_console(run)) is not None:
         print_table(console, engine_time)
-    for sentence in filter(None, (headline(run), sensitivity(run))):
+    for sentence in filter(None, (headline(run), kv_bottleneck(run), sensitivity(run))):
         print_plain(console, sentence)
     for sentence in run.damaged:
         print_plain(console, f"note: {sentence}")

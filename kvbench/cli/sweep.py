@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbench.cli.options import NO_CALIBRATION, OVERRIDES, PROFILE, SEED, FiniteRange, target_options
+from kvbench.cli.options import (
+    ANSWER_OPTIONS,
+    NO_CALIBRATION,
+    OVERRIDES,
+    PROFILE,
+    SEED,
+    FiniteRange,
+    add_options,
+    target_options,
+    workload_of,
+)
 from kvbench.common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,6 +29,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("workload", required=False, type=click.Path())
+@add_options(*ANSWER_OPTIONS)
 @PROFILE
 @OVERRIDES
 @SEED
@@ -38,6 +49,10 @@ if TYPE_CHECKING:
     "turns step by step, until every effect on throughput is decided; a slow machine may take three times that for two "
     "launches. 0: not measured (default: 3, or as the run was begun).",
 )
+@click.option("--wait-idle", "wait_idle_minutes", type=FiniteRange(min=0), default=2.0, show_default=True, metavar="N",
+              envvar="KVBENCH_WAIT_IDLE",
+              help="After two disturbed loads in a row: wait at most N minutes for other programs to leave the machine "
+                   "alone, then end early. 0: never wait.")  # fmt: skip
 @click.option("--force", is_flag=True,
               help="With --resume: go on though code, versions or machine differ from the run's start.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Check everything, print cells left, order and time; launch nothing.")
@@ -51,7 +66,8 @@ if TYPE_CHECKING:
 @click.option("--start-timeout", type=FiniteRange(min=1),
               help="Seconds to be ready (default: 180; 900 for other engines, which may compile first).")  # fmt: skip
 def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options: Any) -> int:
-    """Run every cell of WORKLOAD (a YAML file) and report what was found.
+    """Run every cell of WORKLOAD (a YAML file) and report what was found; without one, of the workload that
+    --input-len, --output-len, --concurrency and --vary make.
 
     A cell is one engine configuration under one load. Each configuration is measured on a fresh server in every
     repeat, in random order, and its prefix cache is reset between loads. A load that other programs disturbed is
@@ -60,6 +76,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     \b
     Examples:
       kvbench sweep workloads/mixed.yaml
+      kvbench sweep --input-len 600 --output-len 150 --concurrency 20 --vary page_size=16,32
       kvbench sweep workloads/mixed.yaml --only 'paged-p16-c*' --repeats 5
       kvbench sweep workloads/mixed.yaml -o engine.kv_budget=64MiB -o 'load.concurrency=[2, 8]'
       kvbench sweep workloads/mixed.yaml --max-minutes 8
@@ -69,7 +86,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
       kvbench sweep workloads/mixed.yaml --target vllm
       kvbench sweep W.yaml --preset vllm --serve-cmd 'vllm serve {model} --port {port} --dtype {dtype}
           --block-size {page_size} --kv-cache-memory-bytes {kv_budget}' -o 'sweep={page_size: [16, 32]}'
-                  (what is swept must be in the command; -o 'sweep={}' measures the baseline alone)
+                  (a {placeholder} for each setting that is varied; -o 'sweep={}' measures the baseline alone)
 
     \b
     Files written, in results/<workload>/<UTC time>-<git sha>/:
@@ -117,6 +134,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             calibrate=not options["no_calibration"],
             resumed=run,
             lockstep_minutes=options["lockstep_minutes"],
+            wait_idle_minutes=options["wait_idle_minutes"],
             open_limit_s=options["start_timeout"] or OPEN_LIMIT_S,
             force=options["force"],
             max_minutes=options["max_minutes"],
@@ -139,13 +157,15 @@ def workload_and_run(
     """The workload, and the run to go on with. Without a file, --resume FOLDER takes the stored workload."""
     from kvbench.runs.folder import latest_incomplete, open_run
     from kvbench.runs.resume import stored_workload
-    from kvbench.workload.file import load_workload
+    from kvbench.workload.from_options import Answers, answers_in
 
     changes = {key: options[key] for key in ("profile", "seed", "repeats", "overrides")}
-    if workload is None:
+    answers = answers_in(options)
+    if workload is None and answers == Answers():
         if resume in (None, "latest"):
             raise UsageError(
-                "the workload file is missing: write for example `kvbench sweep workloads/mixed.yaml`"
+                "the workload is missing: write for example `kvbench sweep workloads/mixed.yaml`, or `kvbench sweep "
+                "--input-len 600 --output-len 150 --concurrency 20 --vary page_size=16,32`"
                 + (", or name the run: --resume results/mixed/<run>" if resume else "")
             )
         if given := [key for key, value in changes.items() if value]:
@@ -155,7 +175,7 @@ def workload_and_run(
             )
         run = open_run(Path(resume))
         return stored_workload(run.manifest()), run
-    loaded = load_workload(workload, **changes)
+    loaded = workload_of(workload, options, **changes)
     if resume is None:
         return loaded, None
     if resume == "latest":

@@ -12,6 +12,7 @@ import math
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ _LONG_ENOUGH_S = 2.0  # from here on the ticks are well below the limit
 _BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq; guest time is within user
 _STEAL = 7
 _PROC_STAT = Path("/proc/stat")
+_INTERPRETERS = ("python", "node", "java", "ruby", "perl", "bash", "sh")  # named with their script
+_WORTH_NAMING = 0.02  # cores
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 
@@ -182,21 +185,51 @@ class ForeignWatch:
         return {"foreign_cpu_cores": round(foreign, 3), "disturbed": foreign > limit}
 
 
-def waits_for_quiet(limit_s: float, check: Callable[[], None]) -> bool:
+def waits_for_quiet(limit_s: float, check: Callable[[], None], on_busy: Callable[[str], None]) -> bool:
     """Waits until others leave this machine to us for 2 s, as a load needs it; False if they do not within ``limit_s``.
 
     For a caller that runs neither server nor load client meanwhile. ``check``: called twice a second, may raise.
+    ``on_busy``: told after every 2 s which programs use the processor.
     """
     until = time.monotonic() + limit_s
     while True:
-        watch, begun = ForeignWatch(), time.monotonic()
+        watch, others, begun = ForeignWatch(), _cpu_of_others(), time.monotonic()
         while time.monotonic() < begun + _LONG_ENOUGH_S:
             time.sleep(_LONG_ENOUGH_S / 4)
             check()
-        if not watch.report().get("disturbed"):
+        report = watch.report()
+        if not report.get("disturbed"):
             return True
+        on_busy(_busiest(others, _cpu_of_others(), time.monotonic() - begun, report["foreign_cpu_cores"]))
         if time.monotonic() > until:
             return False
+
+
+def _cpu_of_others() -> dict[tuple[int, float], tuple[str, float]]:
+    """Name and CPU seconds of every process but this one and its children, by pid and start."""
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    found = {}
+    for process in psutil.process_iter(["name", "cmdline", "cpu_times", "create_time"]):
+        facts = process.info
+        if process.pid not in ours and facts["cpu_times"] is not None:
+            words = [Path(word).name for word in facts["cmdline"] or () if not word.startswith("-")]
+            name = " ".join(words[:2]) if facts["name"].startswith(_INTERPRETERS) and words else facts["name"]
+            found[process.pid, facts["create_time"]] = (name, sum(facts["cpu_times"][:2]))
+    return found
+
+
+def _busiest(
+    before: Mapping[Any, tuple[str, float]], after: Mapping[Any, tuple[str, float]], wall: float, foreign: float
+) -> str:
+    """``0.52 of a core: firefox 0.31, python3 train.py 0.20``: the three programs that used most CPU over ``wall`` [s].
+
+    ``foreign``: cores in all; processes that ended meanwhile are in it, and have no name.
+    """
+    used: Counter[str] = Counter()
+    for key, (name, seconds) in after.items():
+        used[name] += max(0.0, seconds - before.get(key, (name, 0.0))[1]) / wall
+    named = [f"{name} {cores:.2f}" for name, cores in used.most_common(3) if cores >= _WORTH_NAMING]
+    return f"{foreign:.2f} of a core" + (f": {', '.join(named)}" if named else "")
 
 
 class MachineWatch:

@@ -22,9 +22,12 @@ _WANTED = {
 
 
 class StrictModel(BaseModel):
-    """Base of every section: no unknown keys, no silent conversion ("3" is not 3), frozen."""
+    """Base of every section: no unknown keys, no silent conversion ("3" is not 3), frozen.
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    The text below a field describes it, in the code and in ``kvbench help workload``.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod

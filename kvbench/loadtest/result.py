@@ -185,7 +185,7 @@ def _client(metrics: Mapping[str, Any]) -> str:
         parts.append("whose lag only the calibration tells" if by_kernel else "too few chunks to judge their lag")
     figures = {
         "schedule_slip_p99_ms": "schedule slip p99 {:.2f} ms",
-        "turnaround_p50_ms": "a stream's end to the next send p50 {:.2f} ms",
+        "turnaround_p50_ms": "its own pause between an answer and the next request p50 {:.2f} ms",
         "turnaround_p99_ms": "p99 {:.2f} ms",
         "turnaround_share": "{:.1%} of users' time",
         "cpu_s_per_1000_output_tokens": "{:.3f} CPU seconds per 1,000 output tokens",

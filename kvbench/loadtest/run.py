@@ -29,6 +29,7 @@ from kvbench.loadtest.options import (
     check_named_load,
     choose_load,
     client_processes,
+    workload_source,
 )
 from kvbench.loadtest.result import lengths_of, show, stored
 from kvbench.measure.load import LoadSetup, measure_load, requests_for
@@ -55,11 +56,10 @@ def load_command(
     check_combination(given, options["overrides"])
     if options["worker"]:
         become_worker(options)
-    if workload is None:
-        raise UsageError("the workload is missing: write for example `kvbench load workloads/mixed.yaml --url URL`")
     clients = client_processes(options)
-    how = {key: options[key] for key in ("profile", "overrides", "seed")}
     chosen = LoadOptions(**{field.name: options[field.name] for field in dataclasses.fields(LoadOptions)})
+    workload, text = workload_source(workload, options, chosen, searching=find_max_rate is not None)
+    how = {"text": text, **{key: options[key] for key in ("profile", "overrides", "seed")}}
     check_named_load(workload, chosen, how, searching=find_max_rate is not None)
     plan = None
     if find_max_rate is None:

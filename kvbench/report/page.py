@@ -14,6 +14,7 @@ from plotly.offline import get_plotlyjs
 from kvbench.common import text as words
 from kvbench.report.comparisons import SCATTER, paging
 from kvbench.report.figures import drawings
+from kvbench.report.kv import kv_bottleneck
 from kvbench.report.provenance import (
     brief,
     code_paths,
@@ -94,8 +95,8 @@ def figures_json(drawn: Sequence[Drawing]) -> str:
 
 
 def context(run: Run) -> list[str]:
-    """How the requests came about, and what contiguous reserves for each."""
-    found = (made_from(run), *(reservation(pair) for pair in paging(run)[-1:]))
+    """Whether KV memory was what limited, how the requests came about, and what contiguous reserves for each."""
+    found = (kv_bottleneck(run), made_from(run), *(reservation(pair) for pair in paging(run)[-1:]))
     return [words.upper_first(text) for text in found if text]
 
 

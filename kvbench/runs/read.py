@@ -16,7 +16,7 @@ from kvbench.runs.engine_time import read_engine_time
 from kvbench.runs.folder import DONE, RunFolder, damaged_file
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Repeat, Run, number, read_gauges
 from kvbench.runs.repeats import left_out_repeats, planned_repeats
-from kvbench.workload.settings import IN_LAYOUT, phrase
+from kvbench.workload.settings import IN_LAYOUT, effective, phrase
 
 
 def read_run(folder: Path | str) -> Run:
@@ -84,7 +84,7 @@ def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str], ses
     repeats = []
     for entry in summary["repeats"]:
         metrics = entry.get("metrics") or {}
-        observed = _observe(gauges[gauges["repeat"] == entry["repeat"]], metrics)
+        observed = _observe(gauges[gauges["repeat"] == entry["repeat"]], metrics, _share_of_a_request(summary, metrics))
         cache = {**(entry.get("prefix_cache") or {}), **(entry.get("prefix_cache_bounds") or {})}
         server, machine = entry.get("server") or {}, entry.get("machine") or {}
         repeats.append(Repeat(int(entry["repeat"]), metrics, server, observed, machine, cache))
@@ -110,8 +110,21 @@ def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str], ses
     )
 
 
-def _observe(gauges: pd.DataFrame, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Means and peaks of one repeat's gauges over its steady window (the whole load if that holds no poll)."""
+def _share_of_a_request(summary: Mapping[str, Any], metrics: Mapping[str, Any]) -> float:
+    """Of the KV, what one more request needs: a reservation, or the mean request's tokens; 0 if that is not known."""
+    capacity, settings = summary.get("capacity") or {}, summary.get("settings") or {}
+    held, done = number(capacity.get("capacity_tokens")), number(metrics.get("completed"))
+    tokens = sum(number(metrics.get(name)) or 0.0 for name in ("total_input_tokens", "total_output_tokens"))
+    if settings.get("layout") == "contiguous" and effective(settings, "reservation") == "max":
+        tokens, done = number(settings.get("max_model_len") or capacity.get("max_model_len")) or 0.0, 1.0
+    return tokens / done / held if held and done else 0.0
+
+
+def _observe(gauges: pd.DataFrame, metrics: Mapping[str, Any], share_of_a_request: float) -> dict[str, float]:
+    """Means and peaks of one repeat's gauges over its steady window (the whole load if that holds no poll).
+
+    ``kv_full``: the share of the time in which requests waited and the KV had no room for another.
+    """
     if gauges.empty:
         return {}
     start, end = number(metrics.get("steady_start_s")) or 0.0, number(metrics.get("steady_end_s"))
@@ -123,7 +136,9 @@ def _observe(gauges: pd.DataFrame, metrics: Mapping[str, Any]) -> dict[str, floa
         for name in steady.columns
         if name.startswith(("num_requests_", "kv_")) and "_total_" not in name
     }
+    full = (steady["num_requests_waiting"] > 0) & (steady["kv_cache_usage_perc"] + share_of_a_request > 1)
     found = {
+        "kv_full": time_mean(steady["t"].to_numpy(), full.to_numpy(dtype=float)),
         "running_mean": mean["num_requests_running"],
         "usage_mean": mean["kv_cache_usage_perc"],
         "usage_max": gauges["kv_cache_usage_perc"].max(),

@@ -1,14 +1,16 @@
-"""The table of ``kvbench plan``: what the KV budget of each configuration holds."""
+"""What the KV budget of each configuration holds: the table of ``kvbench plan``, and whether the loads fit into it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from kvbench.common.console import make_table
-from kvbench.workload.design import Configuration, Design
+from kvbench.common.text import and_more, count, listing
+from kvbench.workload.design import Configuration, Design, LoadPoint
 from kvbench.workload.settings import effective
 
 _COLUMNS = (  # heading, figure of check_configuration, divided by, format
@@ -69,3 +71,65 @@ def _explanation(design: Design, lengths: Sequence[int]) -> str:
             "output exactly: shorter sequences fit in larger numbers, as far as the holes between them let."
         )
     return text
+
+
+Lengths = Sequence[tuple[int, int]]  # tokens of prompt and of output, a request
+_MAKE_ROOM = {"kv_cache_dtype": "a smaller KV dtype", "page_size": "another page size", "kv_budget": "a larger budget"}
+
+
+def memory_notes(
+    design: Design, capacity: Mapping[str, Mapping[str, Any]], lengths: Mapping[str, Lengths]
+) -> list[str]:
+    """A sentence a load: whether its requests fit into each configuration's KV at once; ``lengths``: by load id.
+
+    Shared prefixes count for each request, as without prefix caching. Empty where the budget is known at start only.
+    """
+    sized = [c for c in design.configurations if "num_pages" in capacity[c.config_id]]
+    loads = list(dict.fromkeys(cell.load for cell in design.cells))
+    return [_memory_note(design, sized, capacity, load, lengths[load.load_id]) for load in loads if sized]
+
+
+def _memory_note(
+    design: Design,
+    sized: Sequence[Configuration],
+    capacity: Mapping[str, Mapping[str, Any]],
+    load: LoadPoint,
+    lengths: Lengths,
+) -> str:
+    totals = np.array([sum(pair) for pair in lengths])
+    mean = f"{totals.mean():,.0f}" + ("" if totals.min() == totals.max() else f" (mean; {totals.max():,} at most)")
+    held = {c.config_id: _at_once(c, capacity[c.config_id], lengths) for c in sized}
+    if load.mode == "open":
+        holds = listing([f"{config_id} {count(np.floor(n))}" for config_id, (n, _) in held.items()])
+        return f"{load.load_id}: a request needs {mean} tokens; at once fit about: {holds}"
+    users = int(load.concurrency or 1)
+    needed = f"{load.load_id}: {users} x {mean} = {users * totals.mean():,.0f} tokens"
+    full = {config_id: n for config_id, (n, worst) in held.items() if worst(users) > 1}
+    if not full:
+        least = min(sized, key=lambda c: capacity[c.config_id]["capacity_tokens"])
+        helps = [words for key, words in _MAKE_ROOM.items() if any(key in c.varied for c in design.configurations)]
+        room = f", so {listing(helps)} cannot help by making room" if helps else ""
+        tokens = count(capacity[least.config_id]["capacity_tokens"])
+        return f"{needed}; {least.config_id} holds {tokens}: memory is not what limits this load{room}"
+    some = [f"{config_id} (about {count(np.floor(n))} at once)" for config_id, n in full.items() if n < users]
+    rare = [config_id for config_id, n in full.items() if n >= users]
+    parts = [f"memory limits {and_more(some, 6)}"] if some else []
+    parts += [f"only the longest requests together outgrow {and_more(rare, 6)}"] if rare else []
+    parts += [f"{and_more(rest, 6)}: room for all"] if (rest := [i for i in held if i not in full]) else []
+    return f"{needed}; {'; '.join(parts)}"
+
+
+def _at_once(
+    configuration: Configuration, known: Mapping[str, Any], lengths: Lengths
+) -> tuple[float, Callable[[int], float]]:
+    """Requests of the mean size that fit at once, and the share of the KV that the ``n`` largest take."""
+    prompts, outputs = (np.array(column) for column in zip(*lengths, strict=True))
+    room, sizes = float(known["capacity_tokens"]), prompts + outputs
+    if configuration.settings.get("layout") != "contiguous":
+        room, sizes = float(known["num_pages"]), -(-sizes // known["page_size"])
+    elif (kind := _reserved_by_length(configuration)) is None:
+        room, sizes = float(known["num_pages"]), np.ones(len(sizes))
+    elif kind == "pow2":
+        sizes = np.minimum(prompts + 2 ** np.ceil(np.log2(outputs)), known["max_model_len"])
+    largest = np.sort(sizes)[::-1]
+    return room / sizes.mean(), lambda n: float(largest[:n].sum()) / room

@@ -69,6 +69,13 @@ class Measured:
                 self.done[load] = {**done, "disturbances": disturbances + reasons}
                 write_json(run.load(*load) / DONE, self.done[load])
 
+    def disturbed_in_a_row(self, block: Block, before: int) -> int:
+        """How many of the loads up to the end of ``block`` were disturbed one after the other."""
+        for cell in block.cells:
+            if (done := self.done.get((cell.cell_id, block.repeat))) is not None:
+                before = before + 1 if is_disturbed(done) else 0
+        return before
+
     def valid(self, cell: Cell) -> dict[int, Mapping[str, Any]]:
         """The metrics of a cell's valid loads by repeat."""
         found = {repeat: done for (cell_id, repeat), done in self.done.items() if cell_id == cell.cell_id}

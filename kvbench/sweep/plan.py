@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,14 +21,23 @@ _GUESS_TOKENS_PER_S = {"cpu": 400.0, "gpu": 4000.0}  # until the first load is m
 _UNKNOWN = 2**20  # a limit that only the server knows is checked once it runs
 
 
-def preflight(workload: Workload, design: Design, check: Check) -> tuple[dict[str, Any], dict[str, float]]:
-    """Everything that can be refused before a launch: each configuration, and the prompts of each load.
-
-    Returns capacity by configuration id and guessed seconds by load id. Raises UsageError.
+@dataclass(frozen=True)
+class Preflight:
+    """What is known before a launch: ``capacity`` by configuration id; by load id the guessed seconds of a load and
+    the ``lengths`` of its requests [tokens of prompt, of output].
     """
+
+    capacity: dict[str, Any]
+    seconds: dict[str, float]
+    lengths: dict[str, list[tuple[int, int]]]
+
+
+def preflight(workload: Workload, design: Design, check: Check) -> Preflight:
+    """Everything that can be refused before a launch: each configuration, and the prompts of each load. UsageError."""
     capacity = capacities(design, check)
     rate = _GUESS_TOKENS_PER_S.get(workload.profile, _GUESS_TOKENS_PER_S["cpu"])
     guesses: dict[str, float] = {}
+    lengths: dict[str, list[tuple[int, int]]] = {}
     drawn: set[tuple[Any, ...]] = set()
     for cell in design.cells:
         known = capacity[cell.configuration.config_id]
@@ -46,7 +56,8 @@ def preflight(workload: Workload, design: Design, check: Check) -> tuple[dict[st
         work = sum(r.max_tokens for r in requests) / (rate * min(1.0, (cell.load.concurrency or 8) / 4))
         arrivals = max((r.arrival_s or 0.0 for r in requests), default=0.0)
         guesses[cell.load.load_id] = max(work, arrivals) + 3.0
-    return capacity, guesses
+        lengths[cell.load.load_id] = [(len(r.prompt_token_ids or ()), r.max_tokens) for r in requests]
+    return Preflight(capacity, guesses, lengths)
 
 
 def describe_plan(
@@ -88,5 +99,5 @@ def describe_plan(
 def planned_blocks(workload: Workload, manifest: Mapping[str, Any]) -> tuple[Block, ...]:
     """The blocks of a run's stored plan."""
     planned = {cell_id for block in manifest["plan"] for cell_id in block["cells"]}
-    _, blocks = plan_sweep(workload)
+    _, blocks = plan_sweep(workload, manifest.get("only") or ())
     return tuple(dataclasses.replace(b, cells=tuple(c for c in b.cells if c.cell_id in planned)) for b in blocks)

@@ -37,17 +37,19 @@ from kvbench.runs.repeats import is_disturbed, repeat_notes
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.work import Work, kept, work_in
 from kvbench.sweep.block import BlockRunner, Failure
+from kvbench.sweep.capacity import memory_notes
 from kvbench.sweep.order import LoadKey, Measured, blocks_in_time, blocks_left
-from kvbench.sweep.plan import describe_plan, planned_blocks, preflight
+from kvbench.sweep.plan import Preflight, describe_plan, planned_blocks, preflight
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.base import Target
 from kvbench.targets.choose import ChosenTarget
-from kvbench.workload.design import Block, Design, make_design
+from kvbench.workload.design import Block, Design, design_of
 from kvbench.workload.file import Workload, portable
 
 MAX_FAILED_STARTS = 2  # in a row from the beginning: the third would fail too
 LOCKSTEP_MINUTES = 3.0
-QUIET_WITHIN_S = 30.0  # before a disturbed load is measured again
+WAIT_IDLE_MINUTES = 2.0
+DISTURBED_IN_A_ROW = 2  # loads: then a sweep waits for a quiet machine; as many again, and it ends
 
 
 @dataclass
@@ -58,7 +60,8 @@ class Sweep:
     client, before its first load; ``resumed``: the folder of a run to go on with; ``force``: although something
     differs; ``max_minutes``: for repeats beyond the first, None: as the run was begun, or as the workload says;
     ``lockstep_minutes``: at most for engine time, which is measured before the loads (0: it is not), None: as the run
-    was begun, or ``LOCKSTEP_MINUTES``; ``open_limit_s``: until an engine of it is there.
+    was begun, or ``LOCKSTEP_MINUTES``; ``open_limit_s``: until an engine of it is there;
+    ``wait_idle_minutes``: at most for other programs to leave the machine alone, once they disturb loads (0: never).
     """
 
     target: ChosenTarget
@@ -72,6 +75,8 @@ class Sweep:
     max_minutes: float | None = None
     lockstep_minutes: float | None = None
     open_limit_s: float = OPEN_LIMIT_S
+    wait_idle_minutes: float = WAIT_IDLE_MINUTES
+    ended_early: str = dataclasses.field(default="", init=False)  # why
     failures: list[Failure] = dataclasses.field(default_factory=list, init=False)
     summaries: list[dict[str, Any]] = dataclasses.field(default_factory=list, init=False)
 
@@ -85,18 +90,18 @@ class Sweep:
             stored = self.resumed.manifest() if self.resumed else {}
             self.lockstep_minutes = stored.get("lockstep_minutes", LOCKSTEP_MINUTES)
 
-    def _plan(self) -> tuple[Design, tuple[Block, ...], dict[str, Any], dict[str, float]]:
-        """Cells, blocks, capacity by configuration, guessed seconds by load, after every check before a launch."""
+    def _plan(self) -> tuple[Design, tuple[Block, ...], Preflight]:
+        """Cells, blocks and what is known of them, after every check before a launch."""
         check_output_dir(self.resumed.path if self.resumed else self.output_dir)
         if self.resumed:  # before its cells are looked for in a workload that may not have them
             require_same_workload(self.resumed, self.workload)
         design, blocks = self.target.plan(self.only)
-        return design, blocks, *preflight(self.workload, design, self.target.check)
+        return design, blocks, preflight(self.workload, design, self.target.check)
 
     def describe(self) -> int:
         """Prints what ``execute`` would run, after the same checks; writes and launches nothing. Raises UsageError."""
-        design, blocks, _, guesses = self._plan()
-        measured, estimator = self._known(blocks, guesses)
+        design, blocks, known = self._plan()
+        measured, estimator = self._known(blocks, known.seconds)
         stored = self.resumed.manifest() if self.resumed else {}
         first_s = 60 * self.lockstep_minutes if self._has_engine_time(design, self.resumed) else 0.0
         elapsed = (stored.get("measured_s") or 0.0) + first_s
@@ -109,6 +114,8 @@ class Sweep:
                 return EXIT_OK
         seconds = first_s + estimator.total_s(left)
         describe_plan(self.workload, design, left, seconds, self.console, self.target.start_guess_s)
+        for note in memory_notes(design, known.capacity, known.lengths):
+            self._say(f"memory: {note}")
         if first_s:
             self._note(f"{self.lockstep_minutes:g} minutes of it are engine time, before the loads "
                        "(--lockstep-minutes); on a slow machine up to three times that")  # fmt: skip
@@ -119,16 +126,18 @@ class Sweep:
 
     def execute(self) -> int:
         """Run what is not done; the exit code. Raises UsageError before anything is launched."""
-        design, blocks, capacity, guesses = self._plan()
+        design, blocks, known = self._plan()
         for note in design.notes:
             self._note(note)
+        for note in memory_notes(design, known.capacity, known.lengths):
+            self._say(f"memory: {note}")
         if not self.resumed and (notice := foreign_cpu.busy_notice()):
             self._note(notice)
         run = self.resumed or create_run(self.output_dir, self.workload.name, git_state()["short_sha"])
         resume = shlex.join(["kvbench", "sweep", "--resume", os.path.relpath(run.path)])
         try:
             with work_in(run.path, kept(resume), self._say) as work:
-                complete = self._measure(work, run, design, blocks, capacity, guesses)
+                complete = self._measure(work, run, design, blocks, known)
                 return self._conclude(run, design, complete, resume)
         except UsageError:
             if not self.resumed and run.remove_unmeasured():
@@ -142,11 +151,11 @@ class Sweep:
         run: RunFolder,
         design: Design,
         blocks: Sequence[Block],
-        capacity: Mapping[str, Any],
-        guesses: Mapping[str, float],
+        known: Preflight,
     ) -> bool:
         """Whether every planned load is measured."""
-        measured, estimator = self._known(blocks, guesses)
+        capacity = known.capacity
+        measured, estimator = self._known(blocks, known.seconds)
         stored = run.manifest() if self.resumed else {}
         minutes, began = self._minutes(stored), time.monotonic() - (stored.get("measured_s") or 0.0)
 
@@ -184,8 +193,8 @@ class Sweep:
             if left:
                 self._measure_engine_time(run, design, capacity, work.check, listener.status)
                 left = still_left()  # it took time
-            started = failed_starts = 0
-            while left and (started or failed_starts < MAX_FAILED_STARTS):
+            started = failed_starts = disturbed = 0
+            while left and not self.ended_early and (started or failed_starts < MAX_FAILED_STARTS):
                 listener.expect(left)
                 if self._would_be_disturbed_again(left[0], measured, work.check, listener.status):
                     measured.again = False
@@ -199,6 +208,9 @@ class Sweep:
                 else:
                     failed_starts += 1
                 measured.take(run, left[0])
+                disturbed = measured.disturbed_in_a_row(left[0], disturbed)
+                if disturbed >= DISTURBED_IN_A_ROW:
+                    self._wait_or_end(disturbed, work.check, listener.status)
                 left = still_left()
         every = [(c.cell_id, b.repeat) for b in planned_blocks(self.workload, manifest) for c in b.cells]
         missing = [load for load in every if not run.is_done(*load)]
@@ -291,17 +303,43 @@ class Sweep:
         time_left_s = minutes * 60 - spent_s
         return blocks_in_time(design, blocks, measured, time_left_s, lambda block: estimator.total_s([block]))
 
+    def _waits_for_quiet(self, check: Callable[[], None], show: Callable[[str], None]) -> str:
+        """Which programs keep the machine busy for as long as the sweep may wait; empty once they leave it alone."""
+        found = ""
+
+        def on_busy(words: str) -> None:
+            nonlocal found
+            if not found:
+                self._say(f"other programs use {words}; waiting for them, {self.wait_idle_minutes:g} minutes at most "
+                          "(--wait-idle)")  # fmt: skip
+            found = words
+
+        show("waiting for other programs to leave the machine alone")
+        return "" if foreign_cpu.waits_for_quiet(60 * self.wait_idle_minutes, check, on_busy) else found
+
     def _would_be_disturbed_again(
         self, block: Block, measured: Measured, check: Callable[[], None], show: Callable[[str], None]
     ) -> bool:
         """Whether ``block`` was disturbed before and other programs still keep the machine busy."""
-        if self.target.runs_already or not measured.attempts[block.cells[0].cell_id, block.repeat]:
+        if not self._may_wait() or not measured.attempts[block.cells[0].cell_id, block.repeat]:
             return False
-        show("waiting for other programs to leave the machine alone")
-        if foreign_cpu.waits_for_quiet(QUIET_WITHIN_S, check):
-            return False
-        self._note("other programs keep the machine busy: disturbed loads are not measured again")
-        return True
+        if busy := self._waits_for_quiet(check, show):
+            self._note(f"other programs keep the machine busy ({busy}): disturbed loads are not measured again")
+        return bool(busy)
+
+    def _wait_or_end(self, disturbed: int, check: Callable[[], None], show: Callable[[str], None]) -> None:
+        """After ``disturbed`` loads in a row: waits for a quiet machine, and ends the sweep where that is hopeless."""
+        if not self._may_wait():
+            return
+        self._say(f"{plural(disturbed, 'load')} in a row, disturbed by something else on this machine")
+        if busy := self._waits_for_quiet(check, show):
+            self.ended_early = f"other programs keep the machine busy ({busy})"
+        elif disturbed >= 2 * DISTURBED_IN_A_ROW:
+            self.ended_early = f"{plural(disturbed, 'load')} in a row were disturbed"
+
+    def _may_wait(self) -> bool:
+        """Not beside a server that runs already, which would be taken for another program."""
+        return self.wait_idle_minutes > 0 and not self.target.runs_already
 
     def _set_aside(self, run: RunFolder, manifest: dict[str, Any], block: Block, measured: Measured) -> None:
         """Moves the invalid loads of ``block`` away, with the logs of their server, and lists them in the manifest."""
@@ -355,7 +393,7 @@ class Sweep:
         manifest |= {"status": status, "ended": utc_now(), "failures": [dataclasses.asdict(f) for f in self.failures]}
         manifest["calibration"] = self._calibrator(run).facts()
         write_json(run.manifest_path, manifest | {"status": "incomplete"})
-        design = make_design(self.workload.engine, self.workload.sweep, self.workload.load_points, self.workload.design)
+        design = design_of(self.workload, manifest.get("only") or ())
         facts = {
             "capacity": manifest.get("capacity") or {},
             "backend": manifest.get("backend", "kvbench"),
@@ -375,6 +413,8 @@ class Sweep:
     def _conclude(self, run: RunFolder, design: Design, complete: bool, resume: str) -> int:
         """Report, what failed and what is invalid; the exit code."""
         problems = failed_loads(self.failures)
+        if self.ended_early:
+            problems.append(f"ended early: {self.ended_early}; go on once it is quiet")
         if not complete and not any(run.done_repeats(cell.cell_id) for cell in design.cells):
             problems.append("nothing was measured")
         elif self.report:

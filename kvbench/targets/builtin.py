@@ -19,7 +19,7 @@ from kvbench.common.ports import free_port
 from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
 from kvbench.targets.launched import ProcessTarget
-from kvbench.workload.file import runs_on_cpu
+from kvbench.workload.file import MODEL_SECTION, runs_on_cpu
 
 BUILTIN_COMMAND = (sys.executable, "-m", "engine.server")
 _READY = re.compile(rb"^ready (http://\S+)\s*$", re.MULTILINE)
@@ -77,6 +77,27 @@ def model_facts(info: Mapping[str, Any], row: Mapping[str, Any]) -> ModelFacts:
     if not length or not vocab:
         raise MeasurementError("/server_info of the server lacks vocab_size or max_model_len")
     return ModelFacts(str(row["id"]), int(vocab), int(length))
+
+
+def engine_settings_schema() -> dict[str, dict[str, Any]]:
+    """A JSON schema of each setting of the built-in engine that a workload's ``engine`` may have, by name."""
+    from engine.config import BYTE_SETTINGS, CHOICES, KV_CACHE_DTYPE_ALIASES, EngineConfig
+    from engine.server.arguments import HELP
+
+    kinds = {"bool": "boolean", "int": "integer", "str": "string"}
+    found = {}
+    for field in dataclasses.fields(EngineConfig):
+        if field.name in MODEL_SECTION:
+            continue
+        kind = {"type": kinds[str(field.type).removesuffix(" | None")]}
+        if field.name in CHOICES:
+            aliases = KV_CACHE_DTYPE_ALIASES if field.name == "kv_cache_dtype" else ()
+            kind = {"enum": [*CHOICES[field.name], *aliases]}
+        elif field.name in BYTE_SETTINGS:
+            kind = {"type": ["integer", "string"]}
+        text = HELP[field.name].replace("%%", "%").rstrip(".")
+        found[field.name] = {**kind, "description": text, "default": field.default}
+    return found
 
 
 def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,10 +42,12 @@ KINDS_OF: Mapping[str, tuple[str, ...]] = {  # option -> the kinds of target tha
     "api_key_env": (RUNNING,),
     "tls_ca_file": (RUNNING,),
     "no_tls_verify": (RUNNING,),
+    "vary": (BUILTIN, PRESET, TEMPLATE),
     "port": (BUILTIN, PRESET, TEMPLATE),
     "start_timeout": (BUILTIN, PRESET, TEMPLATE),
 }
 _INSTEAD = {
+    "vary": "start the server with other settings between two sweeps",
     "model": "change the workload's with -o model.config=VALUE",
     "max_model_len": "change the workload's with -o engine.max_model_len=VALUE",
     "tokenizer": "change the workload's with -o model.tokenizer=VALUE",

@@ -208,6 +208,26 @@ def select(design: Design, patterns: Sequence[str]) -> Design:
     return Design(tuple(c for c in design.configurations if c.config_id in kept), cells, design.notes)
 
 
+def design_of(workload: Workload, only: Sequence[str] = ()) -> Design:
+    """The cells of a workload, and the combinations of settings that ``only`` names beside a one-at-a-time design."""
+    loads = workload.load_points
+    design = make_design(workload.engine, workload.sweep, loads, workload.design)
+    if workload.design == "full":
+        return design
+    every = make_design(workload.engine, workload.sweep, loads, "full")
+    known = {cell.cell_id for cell in design.cells}
+    patterns = [pattern for pattern in only if not fnmatch.filter(known, pattern)]
+    others = [cell for cell in every.cells if cell.cell_id not in known]
+    named = [cell for cell in others if any(fnmatch.fnmatchcase(cell.cell_id, pattern) for pattern in patterns)]
+    added = [each for each in every.configurations if any(cell.configuration is each for cell in named)]
+    measured, notes = len(design.configurations) + len(added), design.notes
+    if measured < len(every.configurations):
+        left = f"skipped {len(every.configurations) - measured} of {len(every.configurations)} combinations"
+        alone = f"{measured} are measured, each value alone beside the baseline"
+        notes = (*notes, f"{left}: {alone}; design: full (--design full) measures all")
+    return Design((*design.configurations, *added), (*design.cells, *named), notes)
+
+
 def plan_sweep(
     workload: Workload,
     only: Sequence[str] = (),
@@ -222,7 +242,7 @@ def plan_sweep(
     ``refuses``: why another engine cannot have a configuration, which is then skipped. ``fresh``: whether a
     configuration needs a new server for an empty prefix cache.
     """
-    design = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
+    design = design_of(workload, only)
     if refuses is not None:
         design = without_refused(design, refuses)
     elif check is not None and workload.design == "full":

@@ -21,8 +21,10 @@ from kvbench.common.packages import REPOSITORY
 from kvbench.common.schema import StrictModel, explain
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.settings import canonical
 
 PROFILES = ("cpu", "gpu")
+MODEL_SECTION = frozenset({"model", "load_format", "seed", "dtype", "tokenizer"})  # engine settings below ``model:``
 _PROMPT_PATHS = ("file", "path", "tokenizer")
 
 
@@ -85,8 +87,8 @@ def _apply_profile(data: dict[str, Any], profile: str, source: Path, *, by_user:
     if not isinstance(profiles, dict) or not all(isinstance(p, dict | None) for p in profiles.values()):
         raise UsageError(f"{source}: profiles must be a mapping of profile name to settings, such as `cpu: {{...}}`")
     if profile not in profiles and by_user and profile not in PROFILES:
-        known = ", ".join(profiles) or "none"
-        raise UsageError(f"there is no profile {profile!r} in {source}: the profiles are {known}")
+        known = f"it has {', '.join(profiles)}" if profiles else "it has none, so leave --profile out"
+        raise UsageError(f"there is no profile {profile!r} in {source}: {known}")
     return _merge(data, profiles.get(profile) or {})
 
 
@@ -146,14 +148,20 @@ def _index(node: Any, part: str, override: str) -> Any:
 
 
 class ModelSection(StrictModel):
-    """``model:``: a config name or file with seeded random weights, or a folder with weights."""
+    """A config with seeded random weights, or a folder with weights."""
 
     config: str | None = None
+    """name of a config that ships (llama-32m, llama-3.1-8b, ...) or a config JSON: random weights"""
     path: str | None = None
+    """a folder with config.json and safetensors, instead of `config`"""
     load_format: Literal["auto", "dummy"] | None = None
+    """auto: weights of the folder; dummy: random ones"""
     seed: int = 0
+    """of random weights"""
     dtype: str | None = None
+    """of weights and activations: float32, bfloat16, float16, auto"""
     tokenizer: str | None = None
+    """a folder; left out: the model's own, else the one that ships"""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
@@ -167,19 +175,39 @@ class WorkloadFile(StrictModel):
     """The whole file once the profile is merged in."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """of the folder in results/"""
     description: str = ""
+    """a sentence for readers"""
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    """of prompts, arrivals and order: the same seed sends the same bytes"""
     model: ModelSection
+    """what the engine serves"""
     engine: dict[str, Any] = Field(default_factory=dict)
-    design: Literal["one_at_a_time", "full"] = "one_at_a_time"
-    max_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """the baseline: one value for each engine setting that is not left at its default"""
     sweep: dict[str, list[Any]] = Field(default_factory=dict)
+    """engine settings to compare with the baseline: setting: [values]"""
+    design: Literal["one_at_a_time", "full"] = "one_at_a_time"
+    """with two settings of two values each: one_at_a_time measures the baseline and each other value alone (3 of 4
+    combinations); full measures all 4. A combination that --only names is measured either way"""
+    max_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """of a sweep: every cell once in any case, then repeats where they decide most; left out: all repeats"""
     load: dict[str, Any]
+    """what is sent"""
 
     @field_validator("sweep", mode="before")
     @classmethod
     def _nothing_swept(cls, value: Any) -> Any:
         return {} if value is None else value
+
+    @field_validator("engine")
+    @classmethod
+    def _canonical_engine(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        return {key: canonical(key, value) for key, value in engine.items()}
+
+    @field_validator("sweep")
+    @classmethod
+    def _canonical_sweep(cls, sweep: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {key: [canonical(key, value) for value in values] for key, values in sweep.items()}
 
     @model_validator(mode="after")
     def _single_values(self) -> WorkloadFile:
@@ -222,6 +250,7 @@ class Workload:
 def load_workload(
     path: str | Path,
     *,
+    text: str | None = None,
     profile: str | None = None,
     overrides: Sequence[str] = (),
     seed: int | None = None,
@@ -229,11 +258,12 @@ def load_workload(
 ) -> Workload:
     """Read, merge and check a workload file. Raises UsageError with one sentence.
 
+    ``text``: what the file would hold; then ``path`` is only its name in messages.
     ``profile``: ``cpu`` or ``gpu`` (None: gpu when this machine has one, else cpu). ``overrides``: ``key=value`` with
     a dotted key and a YAML value, applied after the profile. ``seed`` and ``repeats`` win over the file.
     """
     source = Path(path)
-    data = read_yaml(source)
+    data = read_yaml(source) if text is None else parse_yaml(text, source)
     if "streams" in data:
         raise UsageError(
             f"{source} has streams and no load: it is made for `kvbench gate counters`; give a workload such as "
@@ -247,16 +277,17 @@ def load_workload(
         data["seed"] = seed
     if repeats is not None:
         apply_override(data, f"load.repeats={repeats}")
-    return resolve(data, profile=chosen, source=source)
+    return resolve(data, profile=chosen, source=source if text is None else None, where=str(source))
 
 
-def resolve(data: Mapping[str, Any], *, profile: str, source: Path | None) -> Workload:
-    """A Workload from plain data whose profile is merged already.
+def resolve(
+    data: Mapping[str, Any], *, profile: str, source: Path | None, where: str = "the stored workload"
+) -> Workload:
+    """A Workload from plain data whose profile is merged already; ``where``: its name in messages.
 
     ``source``: the file; relative paths start in its folder. None: the data of a run's manifest, whose relative paths
     start in kvbench's repository.
     """
-    where = str(source) if source else "the stored workload"
     folder = source.parent if source else REPOSITORY
     prefix = ""
     try:
@@ -353,7 +384,7 @@ def _engine_settings(file: WorkloadFile, folder: Path, where: str) -> dict[str, 
         settings["dtype"] = model.dtype
     if model.tokenizer is not None:
         settings["tokenizer"] = str(_find_path(model.tokenizer, folder) or model.tokenizer)
-    clash = sorted({"model", "load_format", "seed", "dtype", "tokenizer"} & set(file.engine))
+    clash = sorted(MODEL_SECTION & set(file.engine))
     if clash:
         raise UsageError(f"{where}: engine.{clash[0]} belongs under `model:`; move it there")
     return settings | {key: value for key, value in file.engine.items() if value is not None}

@@ -60,17 +60,26 @@ def _rates(value: Any) -> Any:
     return tuple(math.inf if item == "inf" else item for item in given)
 
 
-Rates = Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_rates), Field(min_length=1)]
+_Rate = float | Literal["inf"]
+Rates = Annotated[
+    tuple[Annotated[float, Field(gt=0)], ...],
+    BeforeValidator(_rates, json_schema_input_type=_Rate | list[_Rate]),
+    Field(min_length=1),
+]
 TimeOut = Annotated[float, Field(gt=0, le=86400)]
 
 
 class Slo(StrictModel):
-    """Limits for goodput: a request counts if it meets all. ``itl_ms`` limits its longest gap between chunks."""
+    """Limits for goodput: a request counts if it meets all."""
 
     ttft_ms: float | None = Field(default=None, gt=0)
+    """time to first token"""
     tpot_ms: float | None = Field(default=None, gt=0)
+    """time per output token"""
     itl_ms: float | None = Field(default=None, gt=0)
+    """the longest gap between two chunks of a request"""
     e2el_ms: float | None = Field(default=None, gt=0)
+    """the whole request"""
 
     @model_validator(mode="after")
     def _some(self) -> Slo:
@@ -80,53 +89,72 @@ class Slo(StrictModel):
 
 
 class Step(StrictModel):
-    """``rate`` [requests/s] for ``seconds``; a rate of 0 is a pause."""
+    """One step of ``arrivals: step``."""
 
     rate: float = Field(ge=0, lt=math.inf)
+    """requests/s; 0 is a pause"""
     seconds: float = Field(gt=0, lt=math.inf)
+    """how long"""
 
 
 class LoadConfig(StrictModel):
-    """The ``load:`` section. ``processes``: how many load processes of this machine share each load.
+    """What is sent: how many users or requests a second, which prompts, how often."""
 
-    ``arrivals``: ``poisson``, ``constant`` and ``gamma`` (gaps of shape ``burstiness``) at ``request_rate``; ``ramp``:
-    from ``ramp_up_start_rps`` to ``ramp_up_end_rps`` in ``ramp_up_s`` seconds (None: over the whole load), and then at
-    the latter rate; ``step``: the ``steps`` one after another; ``trace``: as recorded. Ramps and steps take
-    ``burstiness`` too. ``request_rate: inf``: all at once. ``spread_ticks``: spreads the arrivals of a trace that share
-    a tick of a coarse clock (``even``, ``uniform``; true: ``uniform``). ``duration_s``: all requests that arrive within
-    it, instead of num_requests. ``max_concurrency``: most requests in flight; the others wait in the client, and the
-    wait is part of their ttft.
-
-    Time-outs of a request [s]: ``timeout_s`` in all, ``connect_timeout_s`` for name, TCP and TLS together,
-    ``first_byte_timeout_s`` from its send, ``idle_timeout_s`` between bytes (the last two: ``timeout_s`` unless given).
-    """
-
-    request_rate: Rates | None = None
-    arrivals: Literal["poisson", "constant", "gamma", "ramp", "step", "trace"] = "poisson"
-    burstiness: float | None = Field(default=None, gt=0, lt=math.inf)
-    max_concurrency: int | None = Field(default=None, ge=1)
-    duration_s: float | None = Field(default=None, gt=0, lt=math.inf)
-    ramp_up_strategy: Literal["linear", "exponential"] | None = None
-    ramp_up_start_rps: float | None = Field(default=None, ge=0, lt=math.inf)
-    ramp_up_end_rps: float | None = Field(default=None, gt=0, lt=math.inf)
-    ramp_up_s: float | None = Field(default=None, gt=0, lt=math.inf)
-    steps: list[Step] | None = Field(default=None, min_length=1)
-    spread_ticks: bool | Literal["even", "uniform"] = False
     mode: Literal["closed", "open"] = "closed"
+    """closed: users who each wait for their answer before they send again; open: requests arrive at times of their own,
+    however slow the server is"""
     concurrency: Counts | None = None
+    """closed: users; a list gives a load for each"""
+    request_rate: Rates | None = None
+    """open: requests/s (conversations/s with `sessions`); a list gives a load for each; inf: all at once"""
     num_requests: Counts | None = None
-    sessions: Sessions | None = None
-    repeats: int = Field(default=3, ge=1, le=1000)
-    cache_state: Literal["cold", "primed", "steady"] = "cold"
-    ignore_eos: bool = True
-    temperature: float = Field(default=0.0, ge=0)
-    timeout_s: TimeOut = 120.0
-    connect_timeout_s: TimeOut = 5.0
-    first_byte_timeout_s: TimeOut | None = None
-    idle_timeout_s: TimeOut | None = None
-    processes: int = Field(default=1, ge=1, le=1000)
+    """requests of a load; one number, or one for each load"""
     prompts: Prompts
+    """where prompts come from"""
+    repeats: int = Field(default=3, ge=1, le=1000)
+    """how often each cell is measured, each time on a fresh server; a verdict needs 3"""
+    cache_state: Literal["cold", "primed", "steady"] = "cold"
+    """the prefix cache before a load: cold: emptied; primed: emptied, then the shared prefixes sent once; steady: as
+    the load before left it"""
+    ignore_eos: bool = True
+    """outputs are exactly as long as `output_tokens` says"""
+    temperature: float = Field(default=0.0, ge=0)
+    """0: greedy"""
     slo: Slo | None = None
+    """limits for goodput"""
+    sessions: Sessions | None = None
+    """conversations of several turns (prompts of kind synthetic)"""
+    arrivals: Literal["poisson", "constant", "gamma", "ramp", "step", "trace"] = "poisson"
+    """open: poisson, constant and gamma at `request_rate`; ramp: from `ramp_up_start_rps` to `ramp_up_end_rps`; step:
+    the `steps` one after another; trace: as recorded"""
+    burstiness: float | None = Field(default=None, gt=0, lt=math.inf)
+    """shape of gamma gaps, also of ramps and steps: 1 is poisson, less is burstier"""
+    max_concurrency: int | None = Field(default=None, ge=1)
+    """open: most requests in flight; the others wait in the client, and the wait is part of their TTFT"""
+    duration_s: float | None = Field(default=None, gt=0, lt=math.inf)
+    """open: all requests that arrive within it, instead of `num_requests`"""
+    ramp_up_strategy: Literal["linear", "exponential"] | None = None
+    """how the rate of a ramp grows"""
+    ramp_up_start_rps: float | None = Field(default=None, ge=0, lt=math.inf)
+    """the rate at which a ramp begins"""
+    ramp_up_end_rps: float | None = Field(default=None, gt=0, lt=math.inf)
+    """the rate at which it ends"""
+    ramp_up_s: float | None = Field(default=None, gt=0, lt=math.inf)
+    """seconds of the ramp, then the last rate stays; left out: the whole load"""
+    steps: list[Step] | None = Field(default=None, min_length=1)
+    """rates of `arrivals: step`"""
+    spread_ticks: bool | Literal["even", "uniform"] = False
+    """spreads the arrivals of a trace that share a tick of a coarse clock; true: uniform"""
+    processes: int = Field(default=1, ge=1, le=1000)
+    """load processes of this machine that share each load"""
+    timeout_s: TimeOut = 120.0
+    """time-out of a request [s]"""
+    connect_timeout_s: TimeOut = 5.0
+    """for name, TCP and TLS together [s]"""
+    first_byte_timeout_s: TimeOut | None = None
+    """from the send to the first byte [s]; left out: `timeout_s`"""
+    idle_timeout_s: TimeOut | None = None
+    """between two bytes [s]; left out: `timeout_s`"""
 
     @field_serializer("request_rate", when_used="json")
     def _finite(self, rates: tuple[float, ...] | None) -> list[float | str] | None:

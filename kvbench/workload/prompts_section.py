@@ -20,7 +20,10 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(as_tuple), Field(min_length=1)]
+_Count = Annotated[int, Field(ge=1)]
+Counts = Annotated[
+    tuple[_Count, ...], BeforeValidator(as_tuple, json_schema_input_type=_Count | list[_Count]), Field(min_length=1)
+]
 
 
 class Range(StrictModel):
@@ -45,6 +48,15 @@ class Range(StrictModel):
         if not numbers or not cls.LEAST <= pair[0] <= pair[1] <= cls.MOST or pair[1] == math.inf:
             raise ValueError(f"{data!r} is not {cls.WANTED}.")
         return {"low": pair[0], "high": pair[1]}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        number = {"type": "integer" if cls.KIND is int else "number", "minimum": cls.LEAST}
+        forms = [number, {"type": "array", "items": number, "minItems": 2, "maxItems": 2}]
+        if cls.OTHER:
+            other = {"type": "number"} if cls.OTHER == "exponential" else {"type": "object"}
+            forms.append({"type": "object", "properties": {cls.OTHER: other}, "required": [cls.OTHER]})
+        return {"anyOf": forms, "title": cls.__name__}
 
     @model_serializer
     def _to_yaml(self) -> Any:
@@ -109,43 +121,45 @@ def scale_lengths(lengths: np.ndarray, scale: float) -> np.ndarray:
 
 
 class Sessions(StrictModel):
-    """Conversations: turn 1 is a prompt of the class, each later turn the whole history and ``user_tokens`` new tokens.
-
-    ``num_sessions``: conversations of one load, instead of num_requests (one number, or one for each load); open loop
-    may have ``duration_s`` instead. ``think_s``: from the end of an answer to the next turn. ``user_tokens``: None: as
-    long as the class's prompts. ``history``: its answers are ``recorded`` (drawn beforehand, so that every byte sent is
-    known before the run) or ``actual`` (the server's own; it must return token ids).
-    """
+    """Conversations: turn 1 is a prompt of the class, each later turn the whole history and new tokens of the user."""
 
     num_sessions: Counts | None = None
+    """conversations of a load, instead of `num_requests`; open loop may have `duration_s` instead"""
     turns: Turns
+    """how many a conversation has"""
     think_s: Think = Think.model_validate(0.0)
+    """seconds from the end of an answer to the next turn"""
     user_tokens: Length | None = None
+    """new tokens of a later turn; left out: as long as the class's prompts"""
     history: Literal["recorded", "actual"] = "recorded"
+    """the answers in it: recorded: drawn beforehand, so that every byte sent is known before the run; actual: the
+    server's own, which must return token ids"""
 
 
 class SharedPrefix(StrictModel):
-    """``share`` of the prompts begin with one of ``families`` different prefixes, each used equally often.
-
-    Its ``tokens`` come on top of the class's prompt_tokens.
-    """
+    """What prompts begin with; its tokens come on top of the class's `prompt_tokens`."""
 
     tokens: int = Field(ge=1)
+    """how long it is"""
     share: float = Field(default=1.0, gt=0, le=1)
+    """of the prompts that begin with it"""
     families: int = Field(default=1, ge=1)
+    """different prefixes, each used equally often"""
 
 
 class PromptClass(StrictModel):
-    """One kind of request: its share of the mix and its lengths in tokens (without the shared prefix).
+    """One kind of request. A single class needs neither name nor share."""
 
-    ``priority``: lower is more urgent. It is not sent to a server that is known to work first come, first served.
-    """
-
-    name: str = Field(min_length=1)
-    share: float = Field(gt=0, le=1)
+    name: str = Field(default="request", min_length=1)
+    """for the report"""
+    share: float = Field(default=1.0, gt=0, le=1)
+    """of the mix; all shares add up to 1"""
     prompt_tokens: Length
+    """without the shared prefix"""
     output_tokens: Length
+    """how many are generated"""
     priority: int = Field(default=0, ge=0, le=2**63 - 1)  # what a server and a Parquet column hold
+    """lower is more urgent; not sent to a server that is known to work first come, first served"""
 
 
 def _positive(value: float | str) -> float | str:
@@ -158,15 +172,21 @@ LengthScale = Annotated[float | Literal["auto"], AfterValidator(_positive)]
 
 
 class SyntheticPrompts(StrictModel):
-    """Random token ids in classes; ``length_scale: auto`` shrinks the lengths to fit max_model_len.
-
-    ``shared_prefix``: one, or a list where prefixes differ in length or share; a prompt gets one or none.
-    """
+    """Random token ids in classes."""
 
     kind: Literal["synthetic"]
-    shared_prefix: Annotated[tuple[SharedPrefix, ...], BeforeValidator(lambda value: as_tuple(value) or ())] = ()
+    """random tokens, which share nothing but `shared_prefix`"""
     classes: list[PromptClass] = Field(min_length=1)
+    """kinds of requests"""
+    shared_prefix: Annotated[
+        tuple[SharedPrefix, ...],
+        BeforeValidator(
+            lambda value: as_tuple(value) or (), json_schema_input_type=SharedPrefix | list[SharedPrefix] | None
+        ),
+    ] = ()
+    """one, or a list where prefixes differ in length or share; a prompt gets one or none"""
     length_scale: LengthScale = 1.0
+    """factor of all lengths; auto: so that the longest request fits max_model_len"""
 
     @field_validator("classes")
     @classmethod
@@ -188,47 +208,66 @@ class SyntheticPrompts(StrictModel):
 
 
 class TextPrompts(StrictModel):
-    """Lines of a text file through a tokenizer (None: the shipped one), cut to exact token counts."""
+    """Lines of a text file through a tokenizer, cut to exact token counts."""
 
     kind: Literal["text"]
+    """lines of a file in random order"""
     file: str
+    """the text"""
     tokenizer: str | None = None
+    """a folder; left out: the one that ships"""
     prompt_tokens: Length
+    """without the shared lines"""
     output_tokens: Length
+    """how many are generated"""
     shared_prefix_lines: int = Field(default=0, ge=0)
+    """first lines of the file that prompts begin with"""
     shared_prefix_share: float = Field(default=1.0, gt=0, le=1)
+    """of the prompts that begin with them"""
     send_text: bool = False
+    """texts are sent in place of token ids"""
 
 
 class TracePrompts(StrictModel):
     """A recorded trace: its lengths, its arrival times, and its contents as far as it has them.
 
     Prompts are the trace's texts or token ids; without these, random token ids, which are equal where page ids are.
-    ``path``: a file, several, or a pattern (``*.json``). ``page_size``: of the page ids, if the file does not tell.
-    ``tokenizer``: for texts (None: the shipped one). ``send_text``: texts are sent as texts. ``output_tokens``: for
-    requests whose output the trace does not tell. ``sessions``: each turn of a conversation waits for the one before it
-    and its think time (None: if the trace has think times or no times); otherwise every request starts at its own time.
-    ``turns: first``: only the first turn of each session. ``rate_scale``: how fast time passes, think times included.
-
-    ``length_scale``: shrinks all lengths by one factor; ``auto``: so that the longest request fits max_model_len. With
-    page ids the page shrinks to a whole number of tokens, so that as many pages are shared as in the trace. Texts are
-    never cut: those that do not fit are left out.
     """
 
     kind: Literal["trace"]
+    """a recorded trace, or a file of conversations"""
+    path: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        BeforeValidator(as_tuple, json_schema_input_type=str | list[str]),
+        Field(min_length=1),
+    ]
+    """a file, several, or a pattern (`*.json`)"""
     format: str = "auto"
-    path: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple), Field(min_length=1)]
+    """auto: by its content; see `kvbench trace describe --help`"""
     page_size: int | None = Field(default=None, ge=1)
+    """of the page ids, if the file does not tell"""
     tokenizer: str | None = None
+    """a folder, for texts; left out: the one that ships"""
     send_text: bool = False
+    """texts are sent in place of token ids"""
     output_tokens: Length | None = None
+    """for requests whose output the trace does not tell"""
     sessions: bool | None = None
+    """each turn of a conversation waits for the one before it and its think time; left out: if the trace has think
+    times or no times"""
     turns: Literal["all", "first"] = "all"
+    """first: only the first turn of each conversation"""
     start_s: float = Field(default=0.0, ge=0)
+    """seconds of the trace that are left out before"""
     duration_s: float | None = Field(default=None, gt=0)
+    """seconds of the trace that are played"""
     rate_scale: float = Field(default=1.0, gt=0)
+    """how fast time passes, think times included"""
     length_scale: LengthScale = "auto"
+    """shrinks all lengths by one factor; auto: so that the longest request fits max_model_len. Page ids shrink to whole
+    tokens, so that as many pages are shared as in the trace. Texts are never cut: those that do not fit are left out"""
     max_requests: int | None = Field(default=None, ge=1)
+    """the first of the trace"""
 
     @field_validator("format")
     @classmethod

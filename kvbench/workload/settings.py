@@ -63,6 +63,14 @@ _VALUES: Mapping[tuple[str, Any], str] = {
 }
 
 
+_ALSO_CALLED = {("kv_cache_dtype", "fp8"): "fp8_e4m3"}  # vLLM's other names
+
+
+def canonical(name: str, value: Any) -> Any:
+    """The value under the name that kvbench writes: ``fp8`` is ``fp8_e4m3``, as in vLLM."""
+    return _ALSO_CALLED.get((name, value), value) if isinstance(value, str) else value
+
+
 def effective(settings: Mapping[str, Any], name: str) -> Any:
     """A setting's value, or what holds where it is left out (None: the server's own choice)."""
     value = settings.get(name)

@@ -57,6 +57,20 @@ def complaints(kept):
     return [r for r in kept["invalid_reasons"] if not any(words in r for words in BUSY_MACHINE)]
 
 
+def test_a_load_needs_no_file_and_takes_the_names_of_vllm_bench_serve(url, tmp_path):
+    ours = ("--url", url, "--input-len", 20, "--output-len", 8, "--concurrency", 3, "--num-prompts", 6)
+    theirs = ("--base-url", url, "--random-input-len", 20, "--random-output-len", 8, "--max-concurrency", 3)
+    for name, words in (("ours", ours), ("theirs", (*theirs, "--num-prompts", 6))):
+        load(*words, "--output-dir", tmp_path / name)
+        kept = stored(tmp_path / name, "metrics.json")
+        assert (kept["completed"], kept["total_input_tokens"], kept["total_output_tokens"]) == (6, 120, 48)
+        assert kept["max_concurrency"] == 3 and not complaints(kept)
+    assert stored(tmp_path / "ours")["workload"] == stored(tmp_path / "theirs")["workload"]
+    load(*ours[:-4], "--request-rate", 50, "--num-prompts", 4, "--output-dir", tmp_path / "open")
+    assert stored(tmp_path / "open", "metrics.json")["request_rate"] == 50
+    assert load(*ours, "--output-dir", tmp_path / "ours", "--resume") in (0, 4)
+
+
 def test_a_load_is_kept_whole_with_vllms_field_names_and_without_the_key(url, workload, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVBENCH_TEST_KEY", "s3cr3t-value")
     out = tmp_path / "out"

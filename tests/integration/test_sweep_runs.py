@@ -318,7 +318,7 @@ def disturb(bench, monkeypatch):
             run_load(runner, setup, cell, repeat, *args, **kwargs)
 
     monkeypatch.setattr(BlockRunner, "_run_load", judged)
-    monkeypatch.setattr(foreign_cpu, "waits_for_quiet", lambda limit_s, check: True)
+    monkeypatch.setattr(foreign_cpu, "waits_for_quiet", lambda limit_s, check, on_busy: True)
     return left
 
 
@@ -369,19 +369,53 @@ def test_a_cell_without_a_valid_load_is_invalid_and_a_resume_measures_it_again(b
     assert len(bench.launches) == before + 1 and summary(run, cell)["valid"]
 
 
-def test_while_other_programs_keep_the_machine_busy_only_what_is_new_is_measured(bench, disturb, monkeypatch):
-    monkeypatch.setattr(foreign_cpu, "waits_for_quiet", lambda limit_s, check: False)
+def busy(limit_s, check, on_busy):
+    on_busy("0.52 of a core: firefox 0.50")
+    return False
+
+
+def test_while_other_programs_keep_the_machine_busy_a_disturbed_load_is_not_measured_again(bench, disturb, monkeypatch):
+    monkeypatch.setattr(foreign_cpu, "waits_for_quiet", busy)
     cell = "paged-p16-c2"
     disturb[cell, 1] = 1
     path = bench.write(load={"repeats": 2}, sweep={}, max_minutes=60)
     done = bench.sweep(str(path), "--no-report")
     run = bench.only_run()
-    assert done.returncode == 0 and len(bench.launches) == 2 and "busy" in done.stdout
+    assert done.returncode == 0 and len(bench.launches) == 2 and "firefox" in done.stdout
     assert manifest(run)["status"] == "complete" and manifest(run)["left_out"] == manifest(run)["set_aside"] == []
     assert set(summary(run, cell)["invalid_repeats"]) == {"1"} and summary(run, cell)["valid"]
 
     again = bench.kvbench("sweep", "--resume", str(run), "--no-report")
     assert again.returncode == 0 and len(bench.launches) == 3 and summary(run, cell)["invalid_repeats"] == {}
+
+
+@pytest.mark.parametrize(("waits", "measured"), [(busy, 2), (lambda *args: True, 4)])
+def test_a_sweep_ends_early_on_a_machine_that_stays_busy(bench, disturb, monkeypatch, waits, measured):
+    """After two disturbed loads in a row if it stays busy; after four if it is busy only while loads run."""
+    monkeypatch.setattr(foreign_cpu, "waits_for_quiet", waits)
+    disturb.update({("paged-p16-c2", repeat): 1 for repeat in range(1, 7)})
+    path = bench.write(load={"repeats": 6}, sweep={})
+    done = bench.sweep(str(path))
+    run = bench.only_run()
+    assert done.returncode == 4 and len(bench.launches) == measured and "ended early" in done.stdout
+    assert ("firefox" in done.stdout) == (waits is busy)
+    assert manifest(run)["status"] == "incomplete" and (run / "report.md").is_file()
+
+    disturb.clear()
+    again = bench.kvbench("sweep", "--resume", str(run), "--no-report")
+    assert again.returncode == 0 and len(bench.launches) == measured + 6 and manifest(run)["status"] == "complete"
+
+
+def test_a_valid_load_between_disturbed_ones_and_wait_idle_0_let_a_sweep_go_on(bench, disturb, monkeypatch):
+    monkeypatch.setattr(foreign_cpu, "waits_for_quiet", busy)
+    cell = "paged-p16-c2"
+    disturb.update({(cell, 1): 1, (cell, 3): 1})
+    path = bench.write(load={"repeats": 4}, sweep={})
+    done = bench.sweep(str(path), "--no-report")
+    assert done.returncode == 0 and "ended early" not in done.stdout and len(bench.launches) == 4
+    disturb.update({(cell, repeat): 9 for repeat in range(1, 5)})
+    bench.sweep(str(path), "--no-report", "--wait-idle", "0")
+    assert len(bench.launches) == 4 + 4 * 3
 
 
 def test_max_minutes_leaves_repeats_out_and_a_resume_with_more_measures_them(bench, disturb):

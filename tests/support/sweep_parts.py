@@ -85,6 +85,7 @@ class Bench:
             "FAKE_LAUNCHES": str(self.folder / "launches.jsonl"),
             "TMPDIR": str(self.folder),
             "NO_COLOR": "1",
+            "KVBENCH_WAIT_IDLE": "2" if self.again else "0",  # minutes
             "GIT_DIR": str(self.folder / "no-git"),  # a commit while the tests run must not keep a run from resuming
         }
         return {**os.environ, **ours, **self.env, **env}

@@ -463,7 +463,7 @@ def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, M
     if side.stored is not None:
         return select(measured_design(RunFolder(side.stored), choice.workload), only), {}
     design, _ = choice.plan(only)
-    return design, preflight(choice.workload, design, choice.check)[0]
+    return design, preflight(choice.workload, design, choice.check).capacity
 
 
 def measured_design(run: RunFolder, workload: Workload) -> Design:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import signal
@@ -22,7 +24,7 @@ from kvbench.workload.file import load_workload
 
 COMMANDS = (
     "sweep", "load", "report", "plan", "cache-sim", "tune", "doctor", "serve", "bench-engine", "mock-server",
-    "calibrate-client", "trace", "compare", "calibrate", "gate", "accept", "history", "quality",
+    "calibrate-client", "trace", "compare", "calibrate", "gate", "accept", "history", "quality", "init", "help",
 )  # fmt: skip
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 8}]
 WORKLOAD = {
@@ -87,7 +89,7 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("sweep",), ["workload file is missing"]),
+        (("sweep",), ["workload is missing", "--input-len"]),
         (("sweep", "nothing.yaml"), ["'nothing.yaml'"]),
         ((*SWEEP, "--only", "pagd*"), ["'pagd*'", "paged-p16-c1, contiguous-c1"]),
         ((*SWEEP, "-o", "engine.page_size=0"), ["page_size", "0", "at least 1"]),
@@ -106,7 +108,7 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
         ((*SWEEP, "--resume"), ["no incomplete run of 'tiny'"]),
         ((*SWEEP, "--resume", "nowhere"), ["'nowhere'"]),
         (("sweep", "--resume", "nowhere"), ["'nowhere'"]),
-        (("sweep", "--resume"), ["workload file is missing"]),
+        (("sweep", "--resume"), ["workload is missing"]),
         ((*SWEEP, "--force"), ["--force goes with --resume"]),
         ((*SWEEP, "--serve-cmd", "a 'b"), ["--serve-cmd", "quotes"]),
         ((*SWEEP, "--serve-cmd", " "), ["--serve-cmd"]),
@@ -114,6 +116,15 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
         ((*SWEEP, "--target", "localhost:8000"), ["'localhost:8000'", "http://"]),
         (("load", "tiny.yaml", "--url", "nope"), ["--url 'nope' is not a URL"]),
         (("load", "tiny.yaml"), ["--url is missing"]),
+        (("load", *NOBODY), ["workload is missing", "--input-len"]),
+        (("load", *NOBODY, "--input-len", "5"), ["--output-len is missing"]),
+        ((*LOAD, "--input-len", "5"), ["--input-len"]),
+        ((*SWEEP, "--output-len", "5"), ["--output-len"]),
+        ((*SWEEP, "--vary", "page=3"), ["'page'", "'page_size'"]),
+        ((*SWEEP, "--concurrency", "0"), ["--concurrency", "'0'"]),
+        (("init", "tiny.yaml", "--input-len", "5"), ["tiny.yaml is there already"]),
+        (("init", "nowhere/my.yaml"), ["nowhere/my.yaml"]),
+        (("help", "nothing"), ["'nothing'"]),
         ((*LOAD, "--preset", "vlm"), ["--preset 'vlm'"]),
         ((*LOAD, "--at", "c9"), ["'c9'", "c1"]),
         ((*LOAD, "--find-max-rate", "p95_ttft<=1s", "--run-seconds", "inf"), ["inf is not a finite number"]),
@@ -130,6 +141,36 @@ def test_bad_input_is_one_sentence_and_exit_code_2(run, tmp_path, arguments, nam
     assert code == 2 and err.startswith("error: ") and "Traceback" not in out + err and "unexpected" not in err
     assert all(words in err for words in named)
     assert [p.name for p in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+ASKED = ("--input-len", "600", "--output-len", "150", "--concurrency", "20", "--vary", "page_size=16,32")
+
+
+def test_init_writes_a_workload_that_sweep_and_plan_take(run, tmp_path):
+    code, out, _ = run("init", "my.yaml", *ASKED, "--vary", "kv_cache_dtype=auto,fp8", "--profile", "cpu")
+    text = (tmp_path / "my.yaml").read_text()
+    assert code == 0 and "my.yaml" in out and len(text.splitlines()) < 25
+    code, out, _ = run("sweep", "my.yaml", "--dry-run", "--profile", "cpu")
+    assert code == 0 and "3 configurations, 3 cells" in out and "15,000 tokens" in out and "1 of 4" in out
+    code, out, _ = run("sweep", *ASKED, "--design", "full", "--vary", "kv_cache_dtype=auto,fp8", "--dry-run")
+    assert code == 0 and "4 configurations, 4 cells" in out and not (tmp_path / "results").exists()
+
+
+def test_init_asks_on_a_terminal(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("300\n20:40\n4\nlayout=paged,contiguous\n"))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    code, _, _ = run("init", "my.yaml", "--profile", "cpu")
+    loaded = load_workload("my.yaml", profile="cpu")
+    assert code == 0 and loaded.sweep == {"layout": ("paged", "contiguous")} and loaded.load.concurrency == (4,)
+    assert loaded.load.prompts.classes[0].output_tokens.high == 40
+
+
+def test_help_knows_the_keys_of_a_workload_and_every_command(run):
+    code, out, _ = run("help", "workload")
+    assert code == 0 and "`design`" in out and "`kv_cache_dtype`" in out
+    assert run("help", "plan")[:2] == run("plan", "--help")[:2]
+    code, out, _ = run("help", "workload", "--json-schema")
+    assert code == 0 and json.loads(out)["properties"]["load"]
 
 
 def test_dry_run_launches_and_writes_nothing(run, tmp_path):

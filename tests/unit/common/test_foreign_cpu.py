@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -193,12 +195,37 @@ def test_busy_time_is_foreign_unless_it_is_our_own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("busy_looks", "quiet"), [(0, True), (2, True), (1000, False)])
 def test_waiting_for_a_quiet_machine_ends_when_it_is_quiet_or_the_time_is_over(monkeypatch, busy_looks, quiet):
-    looks = iter([{"disturbed": True}] * busy_looks + [{"disturbed": False}])
+    looks = iter([{"disturbed": True, "foreign_cpu_cores": 0.5}] * busy_looks + [{"disturbed": False}])
     monkeypatch.setattr(ForeignWatch, "report", lambda watch: next(looks))
     monkeypatch.setattr(foreign_cpu, "_LONG_ENOUGH_S", 0.01)
-    checked = []
-    assert foreign_cpu.waits_for_quiet(1.0, lambda: checked.append(1)) is quiet
+    checked, told = [], []
+    assert foreign_cpu.waits_for_quiet(1.0, lambda: checked.append(1), told.append) is quiet
     assert len(checked) >= busy_looks or not quiet
+    assert len(told) == busy_looks or not quiet
+
+
+def test_a_busy_machine_is_told_with_the_programs_that_keep_it_busy(monkeypatch):
+    """The one with most CPU first, a script instead of its interpreter, nothing idle, and not this process."""
+
+    def process(pid, name, words, seconds):
+        info = {"name": name, "cmdline": words, "cpu_times": (seconds, 0.0), "create_time": 1.0}
+        return SimpleNamespace(pid=pid, info=info)
+
+    def processes(used):
+        return [
+            process(os.getpid(), "pytest", ["pytest"], 9 * used),
+            process(2**22 + 1, "firefox", ["/usr/bin/firefox", "-x"], 5.0 + used),
+            process(2**22 + 2, "python3.12", ["/usr/bin/python3.12", "-u", "/home/me/train.py", "secret"], 3 * used),
+            process(2**22 + 3, "idle", [], 7.0),
+        ]
+
+    looks = iter([processes(0.0), processes(0.01)])
+    monkeypatch.setattr(psutil, "process_iter", lambda attrs: next(looks))
+    monkeypatch.setattr(ForeignWatch, "report", lambda watch: {"disturbed": True, "foreign_cpu_cores": 0.52})
+    monkeypatch.setattr(foreign_cpu, "_LONG_ENOUGH_S", 0.01)
+    told = []
+    assert not foreign_cpu.waits_for_quiet(0.0, lambda: None, told.append)
+    assert re.fullmatch(r"0\.52 of a core: python3\.12 train\.py [\d.]+, firefox [\d.]+", told[0])
 
 
 def test_waiting_for_a_quiet_machine_can_be_interrupted(monkeypatch):
@@ -207,7 +234,7 @@ def test_waiting_for_a_quiet_machine_can_be_interrupted(monkeypatch):
 
     monkeypatch.setattr(ForeignWatch, "report", lambda watch: {"disturbed": True})
     with pytest.raises(KeyboardInterrupt):
-        foreign_cpu.waits_for_quiet(60.0, interrupted)
+        foreign_cpu.waits_for_quiet(60.0, interrupted, lambda words: None)
 
 
 def test_a_system_that_does_not_tell(tmp_path):

@@ -65,3 +65,41 @@ def test_plan_is_not_cut_in_a_narrow_terminal_or_a_pipe(tmp_path, capsys, monkey
         "contiguous-max-swap": ["65.0", "16,384", "0", "256", "16", "4,159", "0.1", "16", "65.0", "4,160"],
     }  # fmt: skip
     assert "…" not in out and "swap_space changes nothing" in " ".join(out.split())
+
+
+FITS = ("--input-len", "600", "--output-len", "150", "--concurrency", "20")
+
+
+def plan(capsys, *words):
+    assert cli.main(["plan", *words, "--profile", "cpu"], standalone_mode=False) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_plan_says_that_memory_is_not_what_limits_a_load_that_fits(capsys):
+    """256 MiB less 64 sequences x 128 pages x 8 bytes hold 1,023 pages of 16 tokens; 20 x 47 pages are 940."""
+    said = plan(capsys, *FITS, "--vary", "kv_cache_dtype=auto,fp8")
+    assert "20 x 750 = 15,000 tokens; paged-p16 holds 16,368: memory is not what limits" in said
+    assert "a smaller KV dtype cannot help" in said
+
+
+@pytest.mark.parametrize(("users", "limits"), [("21", False), ("22", True)])
+def test_the_limit_is_where_the_pages_end(capsys, users, limits):
+    """1,023 pages hold 21 requests of 47 pages, not 22."""
+    assert ("memory limits paged-p16 (about 21 at once)" in plan(capsys, *FITS[:-1], users)) == limits
+
+
+def test_plan_tells_which_configurations_hold_a_load_and_how_much_of_it_the_others(capsys):
+    words = (*FITS[:-1], "40", "--vary", "layout=paged,contiguous", "--vary", "kv_cache_dtype=auto,fp8")
+    said = plan(capsys, *words)
+    assert "memory limits paged-p16 (about 21 at once), contiguous (about 7 at once)" in said
+    assert "paged-p16-fp8_e4m3: room for all" in said
+
+
+def test_lengths_that_vary_may_outgrow_memory_only_together(capsys):
+    said = plan(capsys, "--input-len", "100:1000", "--output-len", "100", "--concurrency", "24")
+    assert "only the longest requests together outgrow paged-p16" in said
+
+
+def test_an_open_loop_is_told_how_many_requests_fit_at_once(capsys):
+    said = plan(capsys, *FITS[:-2], "--request-rate", "3")
+    assert "r3: a request needs 750 tokens; at once fit about: paged-p16 21" in said

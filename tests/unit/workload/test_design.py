@@ -301,3 +301,23 @@ def test_a_value_that_is_refused_everywhere_is_an_error_and_not_skipped(tmp_path
 def test_words(name, value, alone, beside_its_title):
     assert value_words(name, value) == beside_its_title
     assert phrase(name, value) == alone
+
+
+def test_a_combination_that_is_named_is_measured_though_each_value_is_measured_alone():
+    text = (
+        "{name: t, model: {config: llama-32m}, engine: {page_size: 16}, sweep: {page_size: [16, 32], kv_cache_dtype: "
+        "[auto, fp8]}, load: {concurrency: 2, num_requests: 2, prompts: {kind: synthetic, classes: [{prompt_tokens: 8, "
+        "output_tokens: 8}]}}}"
+    )
+    workload = load_workload("t", text=text, profile="cpu")
+    design, _ = plan_sweep(workload)
+    assert ids(design) == ["paged-p16", "paged-p32", "paged-p16-fp8_e4m3"]
+    assert ["1 of 4 combinations" in note and "--design full" in note for note in design.notes] == [True]
+    named, blocks = plan_sweep(workload, ["paged-p16-c2", "*p32-fp8*"])
+    assert ids(named) == ["paged-p16", "paged-p32-fp8_e4m3"] and named.notes == ()
+    assert {cell.cell_id for block in blocks for cell in block.cells} == {"paged-p16-c2", "paged-p32-fp8_e4m3-c2"}
+    plan = [{"cells": [cell.cell_id for cell in block.cells]} for block in blocks]
+    again = planned_blocks(workload, {"plan": plan, "only": ["paged-p16-c2", "*p32-fp8*"]})
+    assert [b for b in again if b.cells] == list(blocks)
+    with pytest.raises(UsageError, match="p64"):
+        plan_sweep(workload, ["*p64*"])

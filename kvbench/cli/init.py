@@ -1,0 +1,62 @@
+"""``kvbench init``: writes a short workload file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvbench.cli.options import ANSWER_OPTIONS, add_options
+from kvbench.common.errors import UsageError
+
+
+@click.command()
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@add_options(*ANSWER_OPTIONS)
+@click.option("--profile", type=click.Choice(("cpu", "gpu")), help="Of which size (default: by this machine).")
+def init(file: Path, profile: str | None, **options: Any) -> int:
+    """Write a short commented workload to FILE, for `kvbench plan` and `kvbench sweep`.
+
+    On a terminal it asks for what the options do not say.
+
+    \b
+    Examples:
+      kvbench init my.yaml
+      kvbench init my.yaml --input-len 600 --output-len 150 --concurrency 20 --vary page_size=16,32
+    \b
+    Files written: FILE, which must be new.
+    Exit codes: 0 written, 2 bad input, or FILE is there already.
+    """
+    from kvbench.common.files import why_unwritable
+    from kvbench.workload.file import default_profile, load_workload
+    from kvbench.workload.from_options import answers_in, workload_text
+    from kvbench.workload.settings import slug
+
+    if file.exists():
+        raise UsageError(f"{file} is there already: give a new name, or remove it first")
+    if why := why_unwritable(file.absolute().parent):
+        raise UsageError(f"{file} cannot be written: {why}")
+    if sys.stdin.isatty():
+        options |= _ask(options)
+    chosen = profile or default_profile()
+    text = workload_text(answers_in(options), profile=chosen, name=slug(file.stem).lstrip("._-") or None)
+    load_workload(file, text=text, profile=chosen)  # refuses what no workload can have
+    file.write_text(text, encoding="utf-8")
+    click.echo(f"written: {file}. Next: kvbench plan {file}, then kvbench sweep {file}")
+    return 0
+
+
+def _ask(options: dict[str, Any]) -> dict[str, Any]:
+    """Answers to what the options do not say."""
+    found: dict[str, Any] = {}
+    if not options["dataset_path"]:
+        for name, question, default in (("input_len", "tokens in", "600"), ("output_len", "tokens out", "150")):
+            found[name] = options[name] or click.prompt(f"{question} (or LOW:HIGH)", default=default)
+    if not options["concurrency"] and not options["request_rate"]:
+        found["concurrency"] = (click.prompt("users at once", default=8, type=click.IntRange(1)),)
+    if not options["vary"]:
+        asked = click.prompt("what to compare (setting=A,B setting=A,B; - for nothing)", default="page_size=16,32")
+        found["vary"] = () if asked.strip() == "-" else tuple(asked.split())
+    return found

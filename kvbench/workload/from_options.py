@@ -1,0 +1,216 @@
+"""The text of a workload file from a few answers: lengths, users, and what to vary.
+
+``kvbench init`` writes it, and `sweep`, `plan` and `load` run it where no file is given, so that a question asked on
+the command line can be kept as a file and changed there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvbench.common.errors import UsageError
+from kvbench.common.option_rules import flag
+from kvbench.workload.settings import canonical, slug
+
+_LENGTH = re.compile(r"(\d+)(?:[:-](\d+))?")
+_OPEN_REQUESTS = 130  # as many as a p95 needs to be certain
+_COMMENT_AT = 34  # the column
+_DESIGN = "one_at_a_time: each value alone beside the baseline; full: every combination"
+_INSTEAD = {"concurrency": "--concurrency 8,32", "request_rate": "--request-rate 2,4"}
+
+Line = tuple[str, str]  # YAML, comment
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    """What a small workload needs besides the answers, by profile."""
+
+    model: str
+    kv_budget: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    more_engine: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+
+
+_DEFAULTS = {
+    "cpu": _Defaults(
+        "{config: llama-32m, load_format: dummy, dtype: float32}", "256MiB", 2048, 64, 512,
+        {"device": ("cpu", ""), "num_threads": (1, "one thread gives the narrowest intervals on a CPU")},
+    ),
+    "gpu": _Defaults("{config: llama-3.1-8b, load_format: dummy, dtype: bfloat16}", "8GiB", 8192, 256, 4096),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a user was asked, or gave as options.
+
+    ``input_len``, ``output_len``: tokens, "600" or a range "400:800".
+    ``prefix_len``: tokens that all prompts begin with, on top of ``input_len``.
+    ``dataset_path``: a file of conversations or a trace that gives prompts or lengths, in place of random tokens;
+    ``dataset_name``: its format ("random" without one).
+    ``concurrency``: users of each closed loop; ``request_rate``: requests/s of each open loop.
+    ``num_prompts``: requests of a load.
+    ``vary``: "page_size=16,32"; the first value of each is the baseline's.
+    """
+
+    input_len: str | None = None
+    output_len: str | None = None
+    prefix_len: int | None = None
+    dataset_name: str | None = None
+    dataset_path: str | None = None
+    concurrency: tuple[int, ...] = ()
+    request_rate: tuple[float, ...] = ()
+    num_prompts: int | None = None
+    vary: tuple[str, ...] = ()
+    design: str | None = None
+
+
+def workload_text(answers: Answers, *, profile: str, name: str | None = None) -> str:
+    """A commented workload file of about 20 lines. Raises UsageError for answers that make none."""
+    prompts, longest = _prompts(answers)
+    swept = parse_vary(answers.vary)
+    load = _load_lines(answers)
+    base = _DEFAULTS["gpu" if profile == "gpu" else "cpu"]
+    seqs = max(base.max_num_seqs, *answers.concurrency, 0)
+    engine = {
+        "page_size": (16, ""),
+        "kv_budget": (base.kv_budget, "bytes of K and V, the same for every configuration"),
+        "max_model_len": (max(base.max_model_len, 1 << (longest - 1).bit_length()), "most tokens of a request"),
+        "max_num_seqs": (seqs, "most requests in one step"),
+        "max_num_batched_tokens": (max(base.max_num_batched_tokens, seqs), "most tokens in one step"),
+        **base.more_engine,
+        **{key: (values[0], "") for key, values in swept.items()},
+    }
+    lines = [
+        ("# kvbench plan FILE: what memory holds. kvbench sweep FILE: measures. kvbench help workload: every key.", ""),
+        (f"name: {name or _name(answers)}", ""),
+        (f"model: {base.model}", "random weights: speed is real, text is not"),
+        ("engine:", "the baseline"),
+        *((f"  {key}: {_yaml(value)}", why) for key, (value, why) in engine.items()),
+    ]
+    if swept:
+        lines += [
+            ("sweep:", "compared with the baseline"),
+            *((f"  {key}: [{', '.join(map(_yaml, values))}]", "") for key, values in swept.items()),
+            (f"design: {answers.design or 'one_at_a_time'}", _DESIGN),
+            ("max_minutes: 8", "every cell once in any case, then what decides most"),
+        ]
+    lines += [("load:", ""), *load, ("  prompts:", ""), *prompts]
+    return "".join(f"{code:<{_COMMENT_AT}}  # {comment}".rstrip(" #") + "\n" for code, comment in lines)
+
+
+def _yaml(value: Any) -> str:
+    """One value as YAML has it in a line."""
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+
+
+def changes_of_file(answers: Answers) -> list[str]:
+    """``KEY=VALUE`` for a workload file: what the options vary in place of its sweep. UsageError for other answers."""
+    names = [each.name for each in fields(Answers) if getattr(answers, each.name)]
+    others = [name for name in names if name not in ("vary", "design")]
+    if others:
+        raise UsageError(
+            f"{flag(others[0])} makes a workload of its own: leave the file out, or change the file's value with "
+            "-o load.KEY=VALUE"
+        )
+    swept = parse_vary(answers.vary)
+    changes = [f"sweep={json.dumps(swept)}"] if swept else []
+    return changes + ([f"design={answers.design}"] if answers.design else [])
+
+
+def parse_vary(words: Sequence[str]) -> dict[str, list[Any]]:
+    """``page_size=16,32`` as {"page_size": [16, 32]}. Raises UsageError."""
+    found: dict[str, list[Any]] = {}
+    for word in words:
+        key, sign, text = word.partition("=")
+        key = key.strip().replace("-", "_").removeprefix("engine.")
+        if key in _INSTEAD:
+            raise UsageError(f"--vary {word}: {key} is no engine setting; write {_INSTEAD[key]}")
+        values = [canonical(key, yaml.safe_load(part)) for part in text.split(",")] if sign else []
+        if not values or None in values:
+            raise UsageError(f"--vary {word!r} names no values: write for example --vary page_size=16,32")
+        if key in found:
+            raise UsageError(f"--vary {key} is given twice: write all its values in one, as --vary {key}=A,B")
+        found[key] = values
+    return found
+
+
+def _length(option: str, text: str | None) -> tuple[int, int]:
+    match = _LENGTH.fullmatch(text.strip()) if text else None
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high:
+        given = f"{text!r} is no length" if text else "is missing"
+        raise UsageError(f"{option} {given}: write tokens, as {option} 600, or a range, as {option} 400:800")
+    return low, high
+
+
+def _prompts(answers: Answers) -> tuple[list[Line], int]:
+    """The lines below ``prompts:``, and the tokens of the longest request (1: the file tells)."""
+    if answers.dataset_path is not None:
+        return _dataset(answers), 1
+    if answers.dataset_name not in (None, "random"):
+        raise UsageError(f"--dataset-name {answers.dataset_name} needs its file: give --dataset-path FILE")
+    (low, high), (short, long) = _length("--input-len", answers.input_len), _length("--output-len", answers.output_len)
+    lines = [("    kind: synthetic", "random tokens, which share nothing")]
+    if answers.prefix_len:
+        lines.append((f"    shared_prefix: {{tokens: {answers.prefix_len}}}", "all prompts begin with the same"))
+    lines.append((f"    classes: [{{prompt_tokens: {_span(low, high)}, output_tokens: {_span(short, long)}}}]", ""))
+    return lines, high + long + (answers.prefix_len or 0)
+
+
+def _span(low: int, high: int) -> str:
+    return str(low) if low == high else f"[{low}, {high}]"
+
+
+def _dataset(answers: Answers) -> list[Line]:
+    """Prompts of a file: of ShareGPT the first turn of each conversation, as ``vllm bench serve`` has it."""
+    if answers.input_len:
+        raise UsageError(f"--input-len {answers.input_len} contradicts --dataset-path, whose prompts have lengths")
+    path, name = Path(answers.dataset_path or "").expanduser().absolute(), answers.dataset_name
+    lines = [("    kind: trace", ""), (f"    path: {json.dumps(str(path))}", ""), ("    sessions: false", "")]
+    if name not in (None, "random", "auto"):
+        lines.append((f"    format: {name}", ""))
+    if name == "sharegpt":
+        lines.append(("    turns: first", ""))
+    if answers.output_len:
+        lines.append((f"    output_tokens: {_span(*_length('--output-len', answers.output_len))}", ""))
+    return lines
+
+
+def _load_lines(answers: Answers) -> list[Line]:
+    """``load:`` without its prompts."""
+    users, rates = answers.concurrency, answers.request_rate
+    if answers.dataset_path is not None and not users and not rates:
+        counted = [(f"  num_requests: {answers.num_prompts}", "the first of the trace")] if answers.num_prompts else []
+        return [("  mode: open", ""), ("  arrivals: trace", "at the recorded times"), *counted]
+    if bool(users) == bool(rates):
+        what = "both are given" if users else "neither is given"
+        raise UsageError(f"give --concurrency N (users) or --request-rate R (requests/s): {what}")
+    counts = [answers.num_prompts] if answers.num_prompts else [max(16, 2 * n) for n in users] or [_OPEN_REQUESTS]
+    counted = (f"  num_requests: {counts}", "of each load")
+    if users:
+        return [(f"  concurrency: {list(users)}", "users, each with one request at a time"), counted]
+    shown = ", ".join("inf" if rate == float("inf") else f"{rate:g}" for rate in rates)
+    return [("  mode: open", ""), (f"  request_rate: [{shown}]", "requests/s at random times"), counted]
+
+
+def _name(answers: Answers) -> str:
+    """For the folder of the results."""
+    if answers.dataset_path is not None:
+        return slug(Path(answers.dataset_path).stem).lstrip("._-") or "dataset"
+    lengths = [slug(str(text).replace(":", "-")) for text in (answers.input_len, answers.output_len)]
+    return f"random-{'-'.join(lengths)}"
+
+
+def answers_in(options: Mapping[str, Any]) -> Answers:
+    """The answers among the options of a command line."""
+    return Answers(**{each.name: options[each.name] for each in fields(Answers) if options.get(each.name)})

@@ -1,0 +1,125 @@
+"""Every key of a workload file: as a JSON schema for editors, and as a page for people; both made from the models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvbench.workload.file import WorkloadFile
+from kvbench.workload.load_section import LoadConfig
+
+_INTRODUCTION = """\
+# A workload file, key by key
+
+Made by `kvbench help workload`; `kvbench init my.yaml` writes a short file, and `workloads/` has longer ones. A JSON
+schema for editors is in [workload.schema.json](workload.schema.json): the first line
+`# yaml-language-server: $schema=PATH/TO/workload.schema.json` makes VS Code complete keys and check values.
+
+A sweep's cells are all its configurations under all its loads. The configurations are the baseline (`engine`) and what
+`sweep` lists: with `page_size: [16, 32]` and `kv_cache_dtype: [auto, fp8]` there are 4 combinations. `design:
+one_at_a_time`, the default, measures 3 of them, the baseline and each other value alone, so that every difference has
+one cause; `design: full` measures all 4. Loads are the values of `concurrency` or `request_rate`.
+
+Values of `-o KEY=VALUE` on the command line win over the profile, and the profile over the rest of the file.
+"""
+_PROFILES = (
+    "sections that replace values of the file: a mapping of a profile's name to any of the keys above. `cpu` and `gpu` "
+    "are chosen by the machine, others by --profile"
+)
+
+
+def workload_schema(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a workload file; ``engine``: a schema for each engine setting, by name.
+
+    Whatever a profile may bring is not required of the file itself.
+    """
+    schema = _schema(engine)
+    for each in (schema, *(schema["$defs"][name] for name in ("Load", "ModelSection"))):
+        each.pop("required", None)
+    for name in ("SyntheticPrompts", "TextPrompts", "TracePrompts"):
+        schema["$defs"][name]["required"] = ["kind"]
+    return schema
+
+
+def _schema(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """One schema of WorkloadFile, whose ``load`` is checked apart, and of LoadConfig."""
+    whole, load = WorkloadFile.model_json_schema(), LoadConfig.model_json_schema()
+    definitions = {**whole.pop("$defs", {}), **load.pop("$defs", {}), "Load": load}
+    lists = {name: {"type": "array", "items": each} for name, each in engine.items()}
+    keys = whole["properties"]
+    for name, settings in (("engine", engine), ("sweep", lists)):
+        keys[name] |= {"properties": dict(settings), "additionalProperties": True}
+    keys["load"] = {"$ref": "#/$defs/Load", "description": keys["load"]["description"]}
+    keys["profiles"] = {"type": "object", "description": _PROFILES, "additionalProperties": {"type": "object"}}
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": dialect, **whole, "title": "kvbench workload", "$defs": definitions}
+
+
+def workload_reference(engine: Mapping[str, Any]) -> str:
+    """The page of all keys, in Markdown; ``engine`` as ``workload_schema`` takes it."""
+    schema = _schema(engine)
+    known = schema["$defs"]
+    sections = [
+        ("The file", schema),
+        ("model:", known["ModelSection"]),
+        ("engine: and sweep:", {"description": _ENGINE, "properties": engine}),
+        ("load:", known["Load"]),
+        ("load.prompts: of kind synthetic", known["SyntheticPrompts"]),
+        ("load.prompts.classes:", known["PromptClass"]),
+        ("load.prompts.shared_prefix:", known["SharedPrefix"]),
+        ("load.prompts: of kind text", known["TextPrompts"]),
+        ("load.prompts: of kind trace", known["TracePrompts"]),
+        ("load.sessions:", known["Sessions"]),
+        ("load.slo: in milliseconds", known["Slo"]),
+        ("load.steps:", known["Step"]),
+    ]
+    return "\n".join([_INTRODUCTION, *(line for title, each in sections for line in _section(title, each))])
+
+
+_ENGINE = (
+    "`engine` has one value a setting, `sweep` a list. Other engines get what they have an option for; the rest is "
+    "named when the sweep begins."
+)
+
+
+def _section(title: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    needed = schema.get("required", ())
+    yield f"## {title}\n"
+    if title != "The file":
+        yield " ".join(schema["description"].split()) + "\n"
+    for name, key in schema["properties"].items():
+        facts = [_kind(key)] + (["needed"] if name in needed else _default(key))
+        text = " ".join(key.get("description", "").split())
+        yield f"- `{name}` ({', '.join(filter(None, facts))}): {text}"
+    yield ""
+
+
+def _default(key: Mapping[str, Any]) -> list[str]:
+    value = key.get("default")
+    if value in (None, "", {}, []):
+        return []
+    return [f"default {str(value).lower() if isinstance(value, bool) else value}"]
+
+
+def _kind(key: Mapping[str, Any]) -> str:
+    """The type of a value in a few words: ``closed | open``, ``number or list``."""
+    if "$ref" in key:
+        return _NAMED.get(key["$ref"].rpartition("/")[2], "mapping")
+    if "enum" in key or "const" in key:
+        return " | ".join(map(str, key.get("enum", [key.get("const")])))
+    if "anyOf" in key or "oneOf" in key:
+        kinds = [_kind(each) for each in key.get("anyOf") or key["oneOf"] if each.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    kinds = key.get("type", "")
+    return " or ".join(_TYPES.get(kind, "") for kind in ([kinds] if isinstance(kinds, str) else kinds))
+
+
+_TYPES = {
+    "integer": "whole number", "number": "number", "boolean": "true | false", "string": "text", "array": "list",
+    "object": "mapping",
+}  # fmt: skip
+_NAMED = {
+    "Length": "tokens, [low, high] or {percentiles: {p50: .., max: ..}}",
+    "Turns": "number or [low, high]",
+    "Think": "seconds, [low, high] or {exponential: mean}",
+}
