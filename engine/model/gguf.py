@@ -136,4 +136,5 @@ def _value(kind: int, value: Any) -> bytes:
 
 
 def _plain(kind: int, value: Any) -> bytes:
-    return _string(value) if kind == _STRING else struct.pack({_U32: "<I", _I32: "<i", _F32: "<f", _BOOL: "<?"}[kind], value)
+    forms = {_U32: "<I", _I32: "<i", _F32: "<f", _BOOL: "<?"}
+    return _string(value) if kind == _STRING else struct.pack(forms[kind], value)

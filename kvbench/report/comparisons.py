@@ -47,6 +47,11 @@ class PairedComparison:
     def valid(self) -> bool:
         return self.a.valid and self.b.valid
 
+    @property
+    def doubt(self) -> str:
+        """Of the two cells', as ``MeasuredCell.doubt``; "invalid" outranks "refused"."""
+        return min(filter(None, (self.a.doubt, self.b.doubt)), default="")
+
 
 def compare(a: MeasuredCell, b: MeasuredCell) -> PairedComparison:
     """Paired ratios a/b of what the report speaks about."""

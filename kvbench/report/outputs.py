@@ -60,8 +60,7 @@ def console_table(run: Run) -> Table:
     made = make_table(heads, title=f"{run.workload} · {run.folder.name} · latencies in ms", tight=True)
     for column, head in zip(made.columns, heads, strict=True):
         column.min_width = 17 if column is made.columns[0] else len(head)
-    if not all(cell.valid for cell in run.cells):
-        made.caption, made.caption_justify = Text("! invalid measurement", style="red"), "left"
+    made.caption, made.caption_justify = _doubts(run), "left"
     load = None
     for row, cell in zip(table.rows, run.by_load, strict=True):
         if cell.load != load:
@@ -71,6 +70,18 @@ def console_table(run: Run) -> Table:
             made.add_row(Text(load.short, style="bold"))
         made.add_row(*(_entry(key, row.values[i], cell) for i, key in shown))
     return made
+
+
+def _doubts(run: Run) -> Text | None:
+    """What the mark before a configuration means, a line each; None without a mark."""
+    lines = [
+        f"! refused: {cell.name} at {cell.load.short}: {refused}"
+        for cell in run.by_load
+        if cell.doubt == "refused"
+        for refused in cell.refused
+    ]
+    lines += ["! invalid measurement"] if any(cell.doubt == "invalid" for cell in run.cells) else []
+    return Text("\n".join(lines), style="red") if lines else None
 
 
 def _entry(key: str, value: Value, cell: MeasuredCell) -> Text:

@@ -29,7 +29,11 @@ from kvbench.workload.settings import effective, setting_title, value_words
 Render = Callable[[float | None], str]
 NOT_TOLD = "not told apart"
 RATIO_MARKS = f"≈ means level, ? {NOT_TOLD} from 1"
-_DOUBT = " Invalid measurement, not to be relied on."
+_DOUBT = {
+    "": "",
+    "invalid": " Invalid measurement, not to be relied on.",
+    "refused": " The server refused requests, so it did less work: not to be compared.",
+}
 _AHEAD = {HIGHER: "ahead", LOWER: "behind", SAME: "level", UNCLEAR: NOT_TOLD}  # of throughputs
 _SLOWER = {HIGHER: "worse", LOWER: "better", SAME: "level", UNCLEAR: NOT_TOLD}  # of latencies
 _THROUGHPUT = {
@@ -169,9 +173,22 @@ def _decided_in_engine_time(run: Run, pair: PairedComparison | None) -> str:
     return f"In engine time, {cell.name} against {base.name} at {base.load.label}: output tokens/s {effect}."
 
 
+def refusal_sentence(cells: Sequence[MeasuredCell]) -> str:
+    """How much the servers of refused cells served at one load, and their message; empty without such a cell."""
+    refused = [cell for cell in cells if cell.doubt == "refused"]
+    found = [
+        f"{cell.name} served {cell.count('completed')} of {cell.count('failed') + cell.count('completed')} requests "
+        f"and refused the others ({words.failure_words(cell.failure_messages)})"
+        for cell in refused
+    ]
+    return f"At {refused[0].load.label} {words.listing(found)}." if found else ""
+
+
 def _pair_sentence(pairs: list[PairedComparison]) -> str:
     """``pairs``: paged against contiguous, loads ascending, at least one."""
     low, c = pairs[0], pairs[-1]
+    if c.doubt == "refused":
+        return f"No verdict: {words.lower_first(refusal_sentence((c.a, c.b)))}"
     if c.throughput is None:
         return f"No verdict: {c.a.name} and {c.b.name} share no repeat with a measured throughput at {c.load.label}."
     also = sorted(differing(c.a, c.b) - {"layout"})
@@ -231,7 +248,8 @@ def _budget(c: PairedComparison) -> str:
 
 def _at_low_load(c: PairedComparison) -> str:
     if not c.valid or c.throughput is None:
-        return f"at {c.load.tick} there is no verdict ({'not comparable' if c.valid else 'invalid measurement'})"
+        why = {"": "not comparable", "invalid": "invalid measurement", "refused": "requests were refused"}[c.doubt]
+        return f"at {c.load.tick} there is no verdict ({why})"
     return f"at {c.load.tick} it was {_AHEAD[c.throughput.verdict]}, {ratio_words(c.throughput)}"
 
 
@@ -259,14 +277,17 @@ def _preempted(cell: MeasuredCell) -> str:
 
 def failed_words(cell: MeasuredCell) -> str:
     """9 of 144 requests of paged (page 16)."""
-    return f"{cell.count('failed')} of {cell.count('failed') + cell.count('completed')} requests of {cell.name}"
+    why = words.failure_words(cell.failure_messages)
+    counted = f"{cell.count('failed')} of {cell.count('failed') + cell.count('completed')} requests of {cell.name}"
+    return f"{counted} ({why})" if why else counted
 
 
 def best_sentence(run: Run, load: MeasuredLoad) -> str:
     """The best configuration at a load, and what it is level with or not told apart from."""
     top = best(run, load)
+    refused = refusal_sentence(run.at(load))
     if top is None:
-        return f"No verdict: no cell at {load.label} is valid."
+        return f"No verdict: {words.lower_first(refused) or f'no cell at {load.label} is valid.'}"
     cell, s, base = top.cell, top.throughput, baseline(run, load)
     kind = "one valid" if top.by_default else "unclear" if top.unclear_with else "clear"
     against = []
@@ -280,13 +301,14 @@ def best_sentence(run: Run, load: MeasuredLoad) -> str:
             against.append(f"{what} {words.listing(names) if len(names) <= 3 else f'{len(names)} others'}")
     amount = f"{words.tokens_per_s(s.median)} output tokens/s ({_amounts(s.low, s.high, s.n)})"
     latencies = f"p95 TTFT {latency(cell, 'ttft_ms', 'p95')}, median TPOT {latency(cell, 'tpot_ms', 'p50')}"
-    return sentence(
+    text = sentence(
         _BEST["one" if len(run.at(load)) == 1 else kind].format(
             cell=cell.name, load=load.label, amount=", ".join([amount, *against, latencies])
         ),
         "its repeats scatter" if scatters(cell) else "",
         f"{failed_words(cell)} failed" if cell.count("failed") else "",
     )
+    return f"{text} {refused}".rstrip()
 
 
 def _amounts(low: float, high: float, n: int) -> str:
@@ -334,11 +356,14 @@ def reservation(c: PairedComparison) -> str:
 
 
 def _bought(c: PairedComparison) -> str:
-    return sentence(
-        f"at {c.load.label}: output tokens/s {verdict_words(c.throughput)}",
-        _both("{a} sequences running at once against {b}", c, running, words.decimal),
-        _against("p95 TTFT {a} against {b}, ratio {ratio}", c, "ttft_ms", "p95", c.ttft),
-    ) + ("" if c.valid else _DOUBT)
+    return (
+        sentence(
+            f"at {c.load.label}: output tokens/s {verdict_words(c.throughput)}",
+            _both("{a} sequences running at once against {b}", c, running, words.decimal),
+            _against("p95 TTFT {a} against {b}, ratio {ratio}", c, "ttft_ms", "p95", c.ttft),
+        )
+        + _DOUBT[c.doubt]
+    )
 
 
 def _cost(pairs: list[PairedComparison]) -> list[str]:
@@ -356,7 +381,7 @@ def _cost(pairs: list[PairedComparison]) -> list[str]:
         _both(unused, c, lambda cell: median(cell.observed("waste_share")), words.percent),
     )
     points = (
-        f"At {c.load.label}: {per_token[:1].lower()}{per_token[1:]}{'' if c.valid else _DOUBT}" if per_token else "",
+        f"At {c.load.label}: {per_token[:1].lower()}{per_token[1:]}{_DOUBT[c.doubt]}" if per_token else "",
         f"{words.upper_first(preempted)} of {c.a.name} at {c.load.label}." if preempted else "",
         kernel_cost(low) if low is not c else "",
         memory,
@@ -375,7 +400,7 @@ def kernel_cost(c: PairedComparison) -> str:
         )
     return (
         f"With the same number running ({words.decimal(a)} and {words.decimal(b)} at {c.load.label}): median TPOT "
-        f"{verdict_words(c.tpot)}: {_KERNEL[c.tpot.verdict]}.{'' if c.valid else _DOUBT}"
+        f"{verdict_words(c.tpot)}: {_KERNEL[c.tpot.verdict]}.{_DOUBT[c.doubt]}"
     )
 
 
@@ -383,7 +408,7 @@ def _effect_sentence(run: Run, members: list[Effect]) -> str:
     """What one value of a setting does to output tokens/s at each load, and to what the setting is for."""
     new, old = (value_words(members[0].setting, value) for value in (members[0].value, members[0].baseline_value))
     at = [e.comparison for e in reversed(members)]
-    ratios = [f"{verdict_words(c.throughput)} at {c.load.short}{'' if c.valid else ' (invalid)'}" for c in at]
+    ratios = [f"{verdict_words(c.throughput)} at {c.load.short}{'' if c.valid else f' ({c.doubt})'}" for c in at]
     known = run.engine_time
     exact = [(known.of(c.a.cell_id, "output_throughput"), c.load.short) for c in at] if known else []
     engine = ", ".join(f"{effect} at {load}" for effect, load in exact if effect)
@@ -457,7 +482,7 @@ def figure_title(run: Run, what: str, of: Callable[[PairedComparison], Ratio | N
     """The finding that a figure shows: its metric's ratio of paged to contiguous, the highest load first."""
     pairs, verdicts = paging(run)[::-1], _SLOWER if is_latency else _AHEAD
     found = [
-        f"{verdicts[r.verdict]}, {words.ratio(r.median)} at {c.load.short}{'' if c.valid else ' (invalid)'}"
+        f"{verdicts[r.verdict]}, {words.ratio(r.median)} at {c.load.short}{'' if c.valid else f' ({c.doubt})'}"
         for c in pairs
         if (r := of(c))
     ]
@@ -488,7 +513,7 @@ def ledger_sentence(run: Run) -> str:
     if pairs:
         c = pairs[-1]
         text = f"At {c.load.label} {_filled(c.b, ' of the KV budget')}; {_filled(c.a)}."
-        return text if c.valid else f"{text}{_DOUBT}"
+        return text + _DOUBT[c.doubt]
     for load in reversed(run.loads):
         top = best(run, load)
         cell = baseline(run, load) or (top.cell if top else None)

@@ -85,9 +85,7 @@ class ModelFolders:
                 self._made[key] = self._link(source.resolve(), given, drop)
         return self._made[key]
 
-    def _export(
-        self, job: Mapping[str, Any], tokenizer: Path | None, drop_eos: bool, model_format: str
-    ) -> ServedModel:
+    def _export(self, job: Mapping[str, Any], tokenizer: Path | None, drop_eos: bool, model_format: str) -> ServedModel:
         """Random weights, written by a process of its own."""
         folder, log = self._new_folder(), self.scratch / "export.log"
         task = folder.with_suffix(".json")
