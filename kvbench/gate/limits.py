@@ -5,7 +5,7 @@ repeat, where both configurations had the same requests, so the median of the ra
 The KLD of a quantised KV belongs to a configuration and has no repeats (kvbench/quality/measure.py).
 
 Limits on an invalid cell, or on one whose server refused requests, are ``invalid``, except on failed requests and
-leaked pages, which are why it is so: beyond their limit they fail.
+leaked pages, which are why it is so: beyond their limit they fail, and what was refused may be within its limit.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _judge_cell(run: Run, cell: MeasuredCell, limit: Limit) -> Finding:
     if measured.uncertain:
         details.append("it rests on fewer samples than such a percentile needs: send more requests for a firm one")
     found = _hold(limit, where, values, unit, details)
-    if cell.valid or (limit.what in _CAUSE_INVALIDITY and found.outcome == FAIL):
+    if cell.valid or (limit.what in _CAUSE_INVALIDITY and (found.outcome == FAIL or cell.doubt == "refused")):
         return found
     return _invalid(limit, where, _reasons(cell))
 

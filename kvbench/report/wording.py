@@ -62,6 +62,7 @@ _NO_PAIR = {  # (has a paged cell, has a contiguous cell)
 }
 _BEST = {  # by what there is to compare with
     "one": "At {load} {cell} delivered {amount}",
+    "one served": "Only {cell} served its load at {load}, so there is nothing to compare: {amount}",
     "one valid": "Only {cell} was validly measured at {load}, so there is nothing to compare: {amount}",
     "unclear": "No verdict on which is best at {load}: {cell} has the highest median, {amount}",
     "clear": "At {load} {cell} delivered the most: {amount}",
@@ -289,7 +290,9 @@ def best_sentence(run: Run, load: MeasuredLoad) -> str:
     if top is None:
         return f"No verdict: {words.lower_first(refused) or f'no cell at {load.label} is valid.'}"
     cell, s, base = top.cell, top.throughput, baseline(run, load)
-    kind = "one valid" if top.by_default else "unclear" if top.unclear_with else "clear"
+    served = all(other.doubt == "refused" for other in run.at(load) if other is not cell)
+    alone = "one served" if served else "one valid"
+    kind = alone if top.by_default else "unclear" if top.unclear_with else "clear"
     against = []
     if base is not None and base is not cell and not top.by_default:
         r = compare(cell, base).throughput if base.valid else None

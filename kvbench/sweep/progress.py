@@ -123,7 +123,7 @@ class SweepProgress:
             text += f", {metrics['failed']} failed ({failure_words(metrics.get('failure_messages') or {})})"
         if done["invalid_reasons"]:
             text += f"  invalid: {'; '.join(done['invalid_reasons'])}"
-        elif done.get("refused"):
+        if done.get("refused"):
             text += f"  REFUSED: {done['refused']}"
         self._finish(cell, repeat, text)
 
