@@ -310,13 +310,19 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
         "steady_latency": _latencies(_successful(in_steady(requests, steady.window))),
         **({"plateaus": [_plateau(requests, p, slo) for p in steady.plateaus]} if steady.plateaus else {}),
         "total_input_tokens": int(good["prompt_tokens"].sum()),
-        "total_cached_tokens": int(good["cached_tokens"].fillna(0).sum()) if "cached_tokens" in good else 0,
+        "total_cached_tokens": _total_cached(good),
         "total_output_tokens": int(good["output_tokens"].sum()),
         "multi_token_chunks": _multi_token_chunks(good),
         "goodput": goodput(requests, slo, duration),
         "slo_misses": {name: int(over.sum()) for name, over in _over_slo(good, slo).items()},
         "client": dict(load.get("client") or {}),
     }
+
+
+def _total_cached(good: pd.DataFrame) -> int | None:
+    """Prompt tokens that requests were told to be cached; None where no request was told."""
+    told = good["cached_tokens"].dropna() if "cached_tokens" in good else ()
+    return int(told.sum()) if len(told) else None
 
 
 def _messages(failed: pd.DataFrame) -> Iterable[str]:

