@@ -15,6 +15,7 @@ from kvbench.common.text import and_more
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
 from kvbench.report.tables import Value, flat_rows, main_table
+from kvbench.report.wording import served_words
 from kvbench.runs.model import MeasuredCell, Run
 
 _HEADS = {
@@ -75,10 +76,7 @@ def console_table(run: Run) -> Table:
 def _doubts(run: Run) -> Text | None:
     """What the mark before a configuration means, a line each; None without a mark."""
     lines = [
-        f"! refused: {cell.name} at {cell.load.short}: {refused}"
-        for cell in run.by_load
-        if cell.doubt == "refused"
-        for refused in cell.refused
+        f"! {cell.name} at {cell.load.short} {served_words(cell)}" for cell in run.by_load if cell.doubt == "refused"
     ]
     lines += ["! invalid measurement"] if any(cell.doubt == "invalid" for cell in run.cells) else []
     return Text("\n".join(lines), style="red") if lines else None
