@@ -98,6 +98,9 @@ def test_a_refused_cell_is_marked_and_has_its_servers_message() -> None:
     flat = next(row for row in flat_rows(shown) if row["configuration"] == "paged (page 16)")
     assert flat["valid"] is False and "x 28" in flat["refused"] and flat["invalid_reasons"] == ""
     assert [row[2] for row in texts(quality_table(shown))] == ["yes", "yes"]
+    assert found["ratio"].text == "–" and "ratio_to" not in flat  # compared with none
+    changed_alone = effect_table(run(cell(), refused(page_size=8)))
+    assert [value.text for value in changed_alone.rows[0].values[3:]] == ["–"] * 4
 
 
 def test_messages_of_repeats_are_counted_together() -> None:
