@@ -77,6 +77,7 @@ class SweepProgress:
         self.expect(blocks)
         self._began = self._load_began = time.monotonic()
         self._current: tuple[str, int] | None = None
+        self._loads_from = 0.0  # time.monotonic()
         self._doing, self._requests = "starting", ""
         self._live = LiveText(console, self._text, quiet_s)
 
@@ -84,6 +85,10 @@ class SweepProgress:
         """``blocks`` are those still to run; their loads are counted once each."""
         self._left = {(c.cell_id, b.repeat): (b, c) for b in blocks for c in b.cells}
         self._total = self._done + len(self._left)
+
+    def loads_begin_in(self, seconds: float) -> None:
+        """The loads begin about then: something else is measured first."""
+        self._loads_from = time.monotonic() + seconds
 
     def __enter__(self) -> SweepProgress:
         self._live.__enter__()
@@ -96,7 +101,8 @@ class SweepProgress:
         """Loads not finished, plus one server start for each block that still has some."""
         left = list(self._left.values())  # a copy: this runs in the thread of the live line, too
         blocks = {b.block_id for b, _ in left}
-        seconds = sum(self._estimator.load_s(c) for _, c in left)
+        seconds = max(0.0, self._loads_from - time.monotonic())
+        seconds += sum(self._estimator.load_s(c) for _, c in left)
         seconds += self._estimator.start_s() * max(0, len(blocks) - 1 if self._current else len(blocks))
         if running := self._left.get(self._current):
             seconds -= min(time.monotonic() - self._load_began, 0.95 * self._estimator.load_s(running[1]))

@@ -191,7 +191,9 @@ class Sweep:
                 capacity=capacity,
             )
             if left:
+                listener.loads_begin_in(60 * self.lockstep_minutes if self._has_engine_time(design, run) else 0.0)
                 self._measure_engine_time(run, design, capacity, work.check, listener.status)
+                listener.loads_begin_in(0.0)
                 left = still_left()  # it took time
             started = failed_starts = disturbed = 0
             while left and not self.ended_early and (started or failed_starts < MAX_FAILED_STARTS):

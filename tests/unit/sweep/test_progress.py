@@ -96,6 +96,9 @@ def test_time_left_falls_to_zero():
     blocks = plan_blocks(DESIGN, 1, 0)
     progress = SweepProgress(Console(file=io.StringIO()), blocks, Estimator({"c1": 100.0, "c4": 100.0}))
     assert progress.time_left_s() == pytest.approx(400 + 2 * START_GUESS_S)
+    progress.loads_begin_in(1000)  # engine time, before the loads
+    assert progress.time_left_s() == pytest.approx(1400 + 2 * START_GUESS_S, abs=1)
+    progress.loads_begin_in(0)
     for block in blocks:
         for cell in block.cells:
             progress.load_failed(cell, 1, "x")
