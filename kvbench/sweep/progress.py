@@ -77,6 +77,7 @@ class SweepProgress:
         self.expect(blocks)
         self._began = self._load_began = time.monotonic()
         self._current: tuple[str, int] | None = None
+        self._started = ("", 0)
         self._loads_from = 0.0  # time.monotonic()
         self._doing, self._requests = "starting", ""
         self._live = LiveText(console, self._text, quiet_s)
@@ -114,9 +115,12 @@ class SweepProgress:
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
         self.status(f"{cell.cell_id} repeat {repeat}")
-        self._current = (cell.cell_id, repeat)
+        self._current = self._started = (cell.cell_id, repeat)
 
     def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
+        if self._current is None:  # the client was calibrated since the load was announced
+            self.status("{} repeat {}".format(*self._started))
+            self._current = self._started
         self._requests = f"{done}/{total} requests, " + (f"{failed} failed, " if failed else "")
 
     def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:

@@ -79,6 +79,7 @@ def test_a_long_load_and_a_slow_start_are_heard_of_without_a_terminal():
         progress.status("starting the server of [a]")
         wait_until(lambda: re.search(r"\[1/4, about .*\] starting the server of \[a\]: 0:0", out.getvalue()))
         progress.load_started(blocks[0].cells[0], 1, 8)
+        progress.status("calibrating")  # after the load was announced
         progress.load_progress(3, 8, 1, 0.5)
         wait_until(lambda: f"{blocks[0].cells[0].cell_id} repeat 1: 3/8 requests, 1 failed, 0:0" in out.getvalue())
     assert not any(thread.name == "progress" for thread in threading.enumerate())  # and no more when it has ended
