@@ -17,7 +17,6 @@ _METRICS = {"output_throughput": "output tok/s (whole run)", "p95_ttft_ms": "p95
 _MARKS = {"ahead": "better", "behind": "worse"}
 _STYLES = {"ahead": "green", "behind": "red"}
 SERVED = "served output tok/s"
-UNFINISHED = "Unfinished"
 
 
 def engine_time_table(run: Run) -> Table:
@@ -42,11 +41,6 @@ def engine_time_table(run: Run) -> Table:
         rows.append(Row(cell, shown, cell.load))
     heads = ("configuration", "load", *_METRICS.values(), SERVED)
     return Table(tuple(Column(head, head) for head in heads), tuple(rows))
-
-
-def finished(run: Run) -> bool:
-    """Whether the engine time of a run was measured to its end."""
-    return run.engine_time is None or bool(run.engine_time.facts.get("finished", True))
 
 
 def _value(effect: EngineEffect | None) -> Value:
@@ -76,7 +70,7 @@ def engine_time_note(run: Run) -> str:
     called_open = any(effect.call == "open" for effect in effects)
     notes = (f"{note}." for note in facts.get("notes") or ())
     parts = [
-        f"{UNFINISHED}: it was interrupted after {times}." if not finished(run) else "",
+        "" if run.engine_time.finished else f"Unfinished: it was interrupted after {times}.",
         "Change against the baseline in the engine's own time, without HTTP and load client: all configurations took "
         f"turns in one process, so all met the same speed of the machine (steps in a turn: {lengths}{first}). 95 % "
         f"intervals over {times}: of throughput for the requests of the first repeat, of a p95 also for other requests "
@@ -102,7 +96,7 @@ def engine_time_console(run: Run) -> ConsoleTable | None:
     table = engine_time_table(run)
     if not table.rows:
         return None
-    title = f"against the baseline, engine time{'' if finished(run) else f' ({UNFINISHED.lower()})'} · change in %"
+    title = f"against the baseline, engine time{'' if run.engine_time.finished else ' (unfinished)'} · change in %"
     made = make_table(("configuration", "tok/s", "p95 TTFT"), title=title, tight=True)
     made.columns[0].min_width = 17
     group, shown = None, []
@@ -114,8 +108,8 @@ def engine_time_console(run: Run) -> ConsoleTable | None:
         found = [run.engine_time.of(cell_id, metric) for metric in ("output_throughput", "p95_ttft_ms")]
         shown += filter(None, found)
         made.add_row(Text(f"  {row.values[0].text}"), *map(_in_one_line, found))
-    called_open = any(effect.call == "open" for effect in shown)
-    caption = "tok/s of the whole run; ahead: for the better" + ("; open: not decided" if called_open else "")
+    caption = "tok/s of the whole run; ahead: for the better"
+    caption += "\nopen: not decided" * any(effect.call == "open" for effect in shown)
     made.caption, made.caption_justify = Text(caption), "left"
     return made
 

@@ -18,7 +18,7 @@ _STATUS = {
     "valid": "The measurement is valid.",
     "invalid": "**The measurement is invalid**, in part or whole:",
     "incomplete": "**The run is incomplete**:",
-    "empty": "**Nothing was measured.**",
+    "empty": "**No load was measured.**",
 }
 
 

@@ -144,7 +144,8 @@ def running(cell: MeasuredCell) -> float | None:
 def headline(run: Run) -> str:
     """One sentence with numbers and their spread; prefixed when the run is incomplete."""
     if not run.cells:
-        return "Nothing was measured: this run holds no finished cell."
+        beside = f" What {run.engine_time.label} found is below." if run.engine_time else ""
+        return f"Nothing was measured over HTTP: this run holds no finished cell.{beside}"
     prefix = "Incomplete run: " if validity(run).status == "incomplete" else ""
     if run.missing:
         prefix = f"Incomplete run ({len(run.cells)} of {len(run.cells) + len(run.missing)} cells measured): "
@@ -179,7 +180,7 @@ def _decided_in_engine_time(run: Run, pair: PairedComparison | None) -> str:
         return ""
     effect, cell = max(found, key=lambda each: each[0].ratio)
     names = f"{cell.name} against {base.name} at {base.load.label}"
-    return f"In engine time, {names}: output tokens/s (whole run) {effect}."
+    return f"In {run.engine_time.label}, {names}: output tokens/s {effect}."
 
 
 def _pair_sentence(run: Run, pairs: list[PairedComparison], most: int) -> str:
@@ -413,7 +414,7 @@ def _effect_sentence(run: Run, members: list[Effect]) -> str:
     exact = [(known.of(c.a.cell_id, "output_throughput"), c.load.short) for c in at] if known else []
     engine = ", ".join(f"{effect} at {load}" for effect, load in exact if effect)
     served = "; ".join(ratios)
-    change = f"in engine time (whole run) {engine}; over HTTP {served}" if engine else served
+    change = f"in {known.label} {engine}; over HTTP {served}" if engine else served
     return sentence(f"{new} instead of {old}: output tokens/s {change}", *_purpose(members[0], at))
 
 
