@@ -44,8 +44,8 @@ class Metric:
 
 _STEADY, _WHOLE_RUN = "steady_output_throughput", "output_throughput"
 METRICS = (
-    Metric(_STEADY, "output tokens/s", "tokens/s", +1),
-    Metric(_WHOLE_RUN, "output tokens/s, whole run", "tokens/s", +1),  # of cells without a steady window
+    Metric(_STEADY, "output throughput", "tokens/s", +1),
+    Metric(_WHOLE_RUN, "output throughput (whole run)", "tokens/s", +1),  # of cells without a steady window
     Metric("p95_ttft_ms", "p95 TTFT", "ms", -1),
     Metric("p95_itl_ms", "p95 ITL", "ms", -1),
     Metric("kv_cache_usage_perc", "peak KV use", "share", 0),
