@@ -64,7 +64,8 @@ def test_an_effect_stands_with_interval_and_call_beside_the_served_ratio(run_wit
 def test_the_console_has_each_call_in_80_columns_and_explains_open(run_with):
     wide = {"ratio": 4.606, "low": 4.058, "high": 5.228, "call": "behind"}
     run, _ = run_with(
-        lambda c: effect(c, ratio=0.473, low=0.468, high=0.479, call="behind"), lambda c: effect(c, "p95_ttft_ms", **wide)
+        lambda c: effect(c, ratio=0.473, low=0.468, high=0.479, call="behind"),
+        lambda c: effect(c, "p95_ttft_ms", **wide),
     )
     text = printed(run)
     assert "-52.7 (-53.2 to -52.1) behind" in text and "+361 (+306 to +423) behind" in text and "open" not in text
