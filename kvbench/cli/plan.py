@@ -27,7 +27,7 @@ def plan(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
     from rich.console import Console
 
     from kvbench.common.console import print_table
-    from kvbench.sweep.capacity import capacity_table
+    from kvbench.sweep.capacity import DROP_FIRST, capacity_table
     from kvbench.targets.builtin import check_configuration
     from kvbench.workload.design import capacities, plan_sweep
     from kvbench.workload.file import load_workload
@@ -37,7 +37,7 @@ def plan(workload: str, profile: str | None, overrides: tuple[str, ...]) -> int:
     capacity = capacities(design, check_configuration)
     table, notes = capacity_table(f"{loaded.name}, {loaded.profile} profile", design, capacity)
     console = Console()
-    print_table(console, table)
+    print_table(console, table, drop_first=DROP_FIRST)
     for note in (*notes, *(f"note: {note}" for note in design.notes)):
         console.print(note, highlight=False, markup=False)
     return 0

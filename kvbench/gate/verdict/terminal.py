@@ -19,7 +19,7 @@ _STYLES = {FAIL: "bold red", INVALID: "bold red", EMPTY: "bold red", INCONCLUSIV
 _STYLE_OF = {label: _STYLES[outcome] for outcome, label in wording.LABELS.items()}
 _SENTENCE, _DETAIL = 2_000, 400  # characters
 _REASONS, _DETAILS = 2, 3
-_DROP_FIRST = ("base", "candidate")  # on a narrow terminal: the change is what was judged
+_DROP_FIRST = ("base", "95 % interval (%)", "candidate")  # on a narrow terminal: the change is what was judged
 
 
 def print_verdict(verdict: Verdict, console: Console) -> None:

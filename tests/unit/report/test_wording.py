@@ -140,6 +140,7 @@ def test_a_throughput_of_the_whole_run_says_so_wherever_it_is_compared() -> None
             repeat.metrics["output_throughput"] = 300.0  # type: ignore[index]
     mixed = run(paged, contiguous, eight)
     assert all("whole run" in text for text in _said(mixed)) and "3.00x" in headline(mixed)
+    assert "300 output tokens/s (whole run)" in _said(mixed)[-1]  # not the 200 of its steady window
     note = {row.cell.name: [v.note for v in row.values] for row in main_table(mixed).rows if row.cell}
     assert any("whole run" in each and "–" in each for each in note["paged (page 16)"])  # beside the ratio
 
