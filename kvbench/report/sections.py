@@ -95,9 +95,9 @@ def _cells_note(run: Run) -> str:
     return " ".join(
         [
             "Throughput and ratio: median over repeats and, small, lowest to highest; ratios are paired by repeat: "
-            f"{RATIO_MARKS}. Both are of the steady window where not marked {WHOLE_RUN}. {words.upper_first(MEDIANS)}: "
-            "the ratio of the medians shown, where it lies on the other side of 1 than the paired one, or more than "
-            f"{words.percent(LEVEL)} from it.",
+            f"{RATIO_MARKS}. Throughput and ratio are of the steady window where not marked {WHOLE_RUN}. "
+            f"{words.upper_first(MEDIANS)}: the ratio of the medians shown, where it lies on the other side of 1 than "
+            f"the paired one, or more than {LEVEL * 100:g} % from it.",
             *filter(None, [sensitivity(run)]),
             "Latency percentiles: raw samples of all repeats, of the whole run; TTFT also, small, of "
             "the requests due in the steady window.",
