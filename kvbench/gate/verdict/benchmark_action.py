@@ -55,12 +55,12 @@ def sweep_entries(summary_csv: Path, workload: str) -> Entries:
         rows = [row for row in csv.DictReader(file) if row.get("valid") == "True"]
     for row in rows:
         extra = f"{row.get('configuration', '')}\n{plural(_float(row.get('repeats')), 'repeat')}"
-        if window := row.get("output_tokens_per_s_window"):
-            extra += f"; output tokens/s of the {window}"
         for column, (unit, name) in _SWEEP_COLUMNS.items():
             value, low, high = (_float(row.get(column + end)) for end in ("", "_min", "_max"))
             if wording.is_number(value):
-                entry = _entry(f"{workload}/{row['cell_id']}/{column}", unit, value, (high - low) / 2, extra)
+                window = row.get(f"{column}_window")
+                about = f"{extra}; {window}" if window else extra
+                entry = _entry(f"{workload}/{row['cell_id']}/{column}", unit, value, (high - low) / 2, about)
                 found.append((name, entry))
     return found
 
