@@ -269,6 +269,13 @@ def test_figures_tiles_and_tables_do_not_claim_what_the_sentence_does_not() -> N
     assert next(f for f in flat_rows(unclear) if "paged" in f["configuration"])["ratio_verdict"] == "unclear"
 
 
+def test_tiles_are_of_valid_cells_only() -> None:
+    late: dict[str, Any] = {"throughput": (777.0,) * 3, "reasons": ("late",)}
+    assert tiles(run(*pair(late, late))) == []
+    (top, *_) = tiles(run(*pair(late), cell(page_size=8, throughput=(50.0,) * 3)))  # contiguous has 100
+    assert (top.value, top.note.split(";")[0]) == ("100", "contiguous")
+
+
 def uses(**slots: float) -> dict[str, float]:
     known = {f"use_{use}": slots.get(use, 0.0) for use in SLOT_USES}
     return known | {"kv_bytes_per_slot": 1.0, "kv_budget_bytes": 1000.0}
