@@ -25,6 +25,8 @@ _COLUMNS = (  # heading, figure of check_configuration, divided by, format
     ("swap\nMiB", "swap_space_bytes", 2**20, "{:,.1f}"),
     ("swap\ntokens", "swap_tokens", 1, "{:,.0f}"),
 )
+_WHAT_FITS = ("capacity_tokens", "max_concurrency_at_max_len")
+DROP_FIRST = tuple(heading for heading, name, *_ in reversed(_COLUMNS) if name not in _WHAT_FITS)  # if too narrow
 _OPTIONAL = ("scale_bytes_per_token", "swap_space_bytes", "swap_tokens")  # shown where one of them is not 0
 
 

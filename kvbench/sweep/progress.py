@@ -126,9 +126,11 @@ class SweepProgress:
     def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:
         self._estimator.observe(cell, time.monotonic() - self._load_began, done.get("server_start_s"))
         metrics = done["metrics"]
-        rate = metrics.get("steady_output_throughput") or metrics.get("output_throughput") or 0.0
+        steady = metrics.get("steady_output_throughput")
+        rate = steady or metrics.get("output_throughput") or 0.0
         ttft = (metrics.get("ttft_ms") or {}).get("p95")
-        text = f"{rate:.1f} output tok/s" + (f", TTFT p95 {ttft:.0f} ms" if ttft is not None else "")
+        text = f"{rate:.1f} output tok/s{'' if steady else ' (whole run)'}"
+        text += f", TTFT p95 {ttft:.0f} ms" if ttft is not None else ""
         if metrics.get("failed"):
             text += f", {metrics['failed']} failed"
         if not done["valid"]:

@@ -47,8 +47,8 @@ WORKLOAD = {
 }  # fmt: skip
 
 
-def test_plan_is_not_cut_in_a_narrow_terminal_or_a_pipe(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
+def test_plan_is_not_cut_in_a_pipe_and_names_what_a_narrow_terminal_has_no_room_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     (tmp_path / "w.yaml").write_text(yaml.safe_dump(WORKLOAD))
     assert cli.main(["plan", str(tmp_path / "w.yaml"), "--profile", "cpu"], standalone_mode=False) == 0
     out = capsys.readouterr().out
@@ -64,7 +64,12 @@ def test_plan_is_not_cut_in_a_narrow_terminal_or_a_pipe(tmp_path, capsys, monkey
         ],
         "contiguous-max-swap": ["65.0", "16,384", "0", "256", "16", "4,159", "0.1", "16", "65.0", "4,160"],
     }  # fmt: skip
-    assert "…" not in out and "swap_space changes nothing" in " ".join(out.split())
+    assert "…" not in out and "swap_space changes nothing" in " ".join(out.split()) and "not shown" not in out
+    monkeypatch.setenv("COLUMNS", "60")
+    assert cli.main(["plan", str(tmp_path / "w.yaml"), "--profile", "cpu"], standalone_mode=False) == 0
+    narrow = capsys.readouterr().out
+    row = next(line.split() for line in narrow.splitlines() if line.lstrip().startswith("paged-p16 "))
+    assert row[-2:] == ["4,144", "16"] and "page table KiB, swap MiB, swap tokens" in narrow.split("not shown")[1]
 
 
 FITS = ("--input-len", "600", "--output-len", "150", "--concurrency", "20")

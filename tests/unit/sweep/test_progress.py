@@ -72,6 +72,16 @@ def test_one_plain_line_a_load_without_a_terminal():
     assert "FAILED: the server died [x]" in lines[2]  # brackets are not markup
 
 
+@pytest.mark.parametrize("steady", [80.0, None])
+def test_a_line_of_a_load_says_whole_run_where_it_has_no_steady_window(steady):
+    out, blocks = io.StringIO(), plan_blocks(DESIGN, 1, 0)
+    metrics = {"steady_output_throughput": steady, "output_throughput": 60.0}
+    with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES)) as progress:
+        progress.load_finished(blocks[0].cells[0], 1, {"metrics": metrics, "valid": True, "invalid_reasons": []})
+    said = "80.0 output tok/s  (" if steady else "60.0 output tok/s (whole run)  ("
+    assert said in out.getvalue()
+
+
 def test_a_long_load_and_a_slow_start_are_heard_of_without_a_terminal():
     out = io.StringIO()
     blocks = plan_blocks(DESIGN, 1, 0)
