@@ -64,9 +64,10 @@ def test_one_value_of_each_setting_is_the_baselines():
 
 def test_a_sharegpt_file_gives_the_first_turn_of_each_conversation(tmp_path):
     path = tmp_path / "chats.json"
-    path.write_text(json.dumps(CHATS))
-    loaded = workload(Answers(dataset_path=str(path), dataset_name="sharegpt", concurrency=(1,), num_prompts=1))
-    assert [r.turn for r in requests(loaded)] == [0] and loaded.name == "chats"
+    path.write_text(json.dumps(2 * CHATS))
+    loaded = workload(Answers(dataset_path=str(path), dataset_name="sharegpt", concurrency=(1,), num_prompts=2))
+    first, second = requests(loaded)
+    assert first.prompt_token_ids == second.prompt_token_ids and loaded.name == "chats"
 
 
 def test_a_trace_is_replayed_at_its_own_times_or_by_users(tmp_path):

@@ -5,6 +5,7 @@ from engine.config import EngineConfig, format_bytes, parse_bytes
 from engine.kv.budget import KVShape, LayerKV, capacity_of
 from engine.model.spec import find_model
 from engine.sequence import Request, SamplingParams
+from engine.server.arguments import build_parser, options_of
 from tests.support.hf_parts import model_folder
 
 SHAPE = KVShape((LayerKV(1, 8, 8),), 4)  # 64 bytes a slot, as fp8 16
@@ -165,3 +166,9 @@ def test_swap_space_holds_whole_pages_of_the_stored_dtype():
     assert (none.host_slots, none.swap_space_bytes) == (0, 0), "recompute needs none"
     with pytest.raises(ValueError, match=r"swap_space 1023 .* one page of 1024 bytes \(16 tokens\)"):
         capacity(swap_space=1023)
+
+
+def test_fp8_is_taken_for_e4m3_as_in_vllm():
+    assert EngineConfig.from_mapping({"kv_cache_dtype": "fp8"}).kv_cache_dtype == "fp8_e4m3"
+    config, _ = options_of(build_parser().parse_args(["--kv-cache-dtype", "fp8"]))
+    assert config.kv_cache_dtype == "fp8_e4m3"
