@@ -237,9 +237,8 @@ def _drive(environment: Environment) -> None:
     try:
         process.wait_ready(session, 1, lambda: False)  # who stops the test ends this greenlet
         session.begin()
-        gone = process.watch(session, lambda: False, lambda: None)
+        problem = process.watch(session, lambda: False, lambda: None)
         process.parse_rest(session, lambda: False, lambda: None)
-        problem = None if gone is None else f"the server stopped answering: {gone}"
     except StreamFailure as failure:
         problem = str(failure)
     except Exception as error:  # whatever it was: a node that says nothing would be waited for without end

@@ -313,11 +313,12 @@ class Target:
 
 
 def reason_of(target: Target, error: MeasurementError) -> str:
-    """Why a load failed: the end of the server's log if the server has ended, else the error itself."""
+    """Why a load failed, and after how much of it: how the server ended if it has, else the error itself."""
     time.sleep(_GONE_S)
     try:
         target.check_alive()
     except MeasurementError as gone:
+        gone.after = error.after
         return str(gone)
     return str(error)
 

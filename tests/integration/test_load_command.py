@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -124,6 +125,19 @@ def test_a_server_that_says_nothing_of_itself_while_the_load_runs_is_not_measure
     assert "/metrics did not answer while the load ran" in reason
     counters = stored(out, "counters.json")
     assert counters["polls_failed"] > 0 and not any(name.endswith("_peak") for name in counters)
+
+
+@pytest.mark.parametrize(
+    ("users", "requests", "fatal"),
+    [(4, 40, 17), (8, 12, 6), (1, 5, 5)],  # many requests are refused; too few to suspect it by; none
+)
+def test_a_server_that_is_killed_amid_the_load_is_said_to_be_away_and_after_how_many(workload, users, requests, fatal):
+    rule = {"path": "stream", "do": "mid_kill", "first": fatal}
+    words = ("--max-concurrency", users, "--num-prompts", requests)
+    with fake_server(*CACHING, fire=[rule], FAKE_TOKEN_S="0.02") as (_, url), pytest.raises(MeasurementError) as failed:
+        load(workload, "--url", url, *words)
+    said = re.fullmatch(rf"after (\d+) of {requests} requests: the server went away \(.*\)", str(failed.value))
+    assert said and fatal - users <= int(said[1]) < fatal, str(failed.value)
 
 
 def test_requests_that_the_server_cannot_take_are_refused_before_anything_is_sent_or_written(url, workload, tmp_path):
