@@ -8,11 +8,10 @@ from collections.abc import Callable
 import gevent
 
 from kvbench.load.client import RawStream, StreamingClient
-from kvbench.load.connection import StreamFailure
 from kvbench.load.spec import LoadSpec
 
 _ABSENT = ("refused", "connect_timeout", "connection", "timeout")
-_AWAY = ("refused", "connection")  # nobody listens there
+_AWAY = ("refused", "connection", "dropped", "truncated")  # nobody is there, or no longer
 _MIN_IN_A_ROW = 8
 _ANSWER_LIMIT_S = 5.0
 
@@ -71,20 +70,16 @@ class ServerHealth:
         )
 
     def look_once_more(self) -> None:
-        """After the last request: a server that closed its connection and accepts no other one is gone."""
+        """After the last request: a server that closed its connection and answers no other request is gone."""
         if self.gone is not None or not self._is_closed:
             return
-        client = self._new_client()
-        try:
-            client.connect()
-        except StreamFailure as failure:
-            if failure.kind in _AWAY:
-                self._last_kind, self._last_error = failure.kind, str(failure)
-                self._is_gone()
-        finally:
-            client.close()
+        answer = self._get_health()
+        if answer.error_kind in _AWAY:
+            self._last_kind, self._last_error = answer.error_kind, answer.error or answer.error_kind
+            self._is_gone()
 
-    def _ask(self) -> None:
+    def _get_health(self) -> RawStream:
+        """What GET /health brings within 5 s."""
         client = self._new_client()
         limits = dataclasses.asdict(client.timeouts)
         client.timeouts = dataclasses.replace(
@@ -95,7 +90,10 @@ class ServerHealth:
             f"GET {place.prefix}/health HTTP/1.1\r\nHost: {place.authority}\r\nConnection: close\r\n\r\n".encode()
         )
         client.close()
-        answered = answer.error_kind is None or not self._in_a_row
+        return answer
+
+    def _ask(self) -> None:
+        answered = self._get_health().error_kind is None or not self._in_a_row
         if answered or any(self._heard(c.last_raw) for c in self.open):
             self._in_a_row = 0
         else:
