@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import re
 import resource
 import signal
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import time
 
+import pandas as pd
 import psutil
 import pytest
 import yaml
@@ -138,6 +141,42 @@ def test_a_server_that_is_killed_amid_the_load_is_said_to_be_away_and_after_how_
         load(workload, "--url", url, *words)
     said = re.fullmatch(rf"after (\d+) of {requests} requests: the server went away \(.*\)", str(failed.value))
     assert said and fatal - users <= int(said[1]) < fatal, str(failed.value)
+
+
+def no_room(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("what", ["kvbench.measure.load.store_server", "kvbench.loadtest.run.write_json"])
+def test_a_full_disk_does_not_take_the_figures_away(url, workload, tmp_path, monkeypatch, capsys, what):
+    monkeypatch.setattr(what, no_room)
+    with pytest.raises(MeasurementError, match="No space left") as failed:
+        load(workload, "--url", url, "--output-dir", tmp_path / "out")
+    told = capsys.readouterr().out
+    assert failed.value.exit_code == 4 and told.count("TTFT") == 1 and "requests: 6 completed, 0 failed" in told
+    assert stored(tmp_path / "out")["status"] == "incomplete"
+
+
+FULL_FOR_THE_CLIENT = """
+import errno, pathlib
+replace = pathlib.Path.replace
+def refuse(path, target):
+    if str(target).startswith({folder!r}):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return replace(path, target)
+pathlib.Path.replace = refuse
+"""
+
+
+def test_a_client_without_room_in_the_folder_hands_its_samples_over_elsewhere(url, workload, tmp_path, monkeypatch):
+    """In this process there is room: it puts them where they belong."""
+    out = tmp_path / "out"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(FULL_FOR_THE_CLIENT.format(folder=str(out)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+    load(workload, "--url", url, "--output-dir", out)
+    assert complaints(stored(out, "metrics.json")) == [] and stored(out)["status"] == "complete"
+    assert len(pd.read_parquet(out / "requests.parquet")) == 6 and stored(out, "load.json")["completed"] == 6
 
 
 def test_requests_that_the_server_cannot_take_are_refused_before_anything_is_sent_or_written(url, workload, tmp_path):
