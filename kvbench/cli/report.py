@@ -54,7 +54,11 @@ def show_report(run_dir: Path, console: Console, output_dir: Path | None = None)
     from kvbench.runs.read import read_run
 
     run = read_run(run_dir)
-    paths = write_report(run, output_dir or run_dir)
+    paths, full = [], None
+    try:
+        paths = write_report(run, output_dir or run_dir)
+    except OSError as error:  # a full disk must not take the figures away
+        full = error
     print_table(console, console_table(run), drop_first=DROP_FIRST)
     if (engine_time := engine_time_console(run)) is not None:
         print_table(console, engine_time)
@@ -62,5 +66,7 @@ def show_report(run_dir: Path, console: Console, output_dir: Path | None = None)
         print_plain(console, sentence)
     for sentence in run.damaged:
         print_plain(console, f"note: {sentence}")
+    if full:
+        raise full
     for path in paths:
         print_plain(console, f"report: {path}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -416,6 +418,26 @@ def test_a_valid_load_between_disturbed_ones_and_wait_idle_0_let_a_sweep_go_on(b
     disturb.update({(cell, repeat): 9 for repeat in range(1, 5)})
     bench.sweep(str(path), "--no-report", "--wait-idle", "0")
     assert len(bench.launches) == 4 + 4 * 3
+
+
+def no_room(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("what", ["kvbench.measure.load.store_server", "kvbench.sweep.block.write_json"])
+def test_a_full_disk_does_not_take_a_finished_load_s_line_away(bench, monkeypatch, what):
+    monkeypatch.setattr(what, no_room)
+    done = bench.sweep(str(bench.write(sweep={}, load={"repeats": 1})), "--no-report")
+    assert done.returncode == 4 and done.stderr.count("error: ") == 1 and "No space left" in done.stderr
+    assert re.search(r"paged-p16-c2 repeat 1: \d+\.\d output tok/s", done.stdout)
+    assert manifest(bench.only_run())["status"] == "incomplete" and finished(bench.only_run()) == {}
+
+
+def test_a_report_that_cannot_be_written_is_printed_all_the_same(bench, monkeypatch):
+    monkeypatch.setattr("kvbench.report.outputs.write_report", no_room)
+    done = bench.sweep(str(bench.write(sweep={}, load={"repeats": 1})))
+    assert done.returncode == 4 and "No space left" in done.stdout
+    assert done.stdout.count("paged-p16") >= 2  # the load's line and the table's row
 
 
 def test_max_minutes_leaves_repeats_out_and_a_resume_with_more_measures_them(bench, disturb):

@@ -1,8 +1,10 @@
+import dataclasses
+
 import pytest
 
 from engine.build import build_engine
 from engine.config import EngineConfig, format_bytes, parse_bytes
-from engine.kv.budget import KVShape, LayerKV, capacity_of
+from engine.kv.budget import KVShape, LayerKV, capacity_of, settle_length
 from engine.model.spec import find_model
 from engine.sequence import Request, SamplingParams
 from engine.server.arguments import build_parser, options_of
@@ -81,6 +83,38 @@ def test_max_model_len_is_settled_by_the_model():
         EngineConfig(max_model_len=8192).check_against_model(4096)
     with pytest.raises(ValueError, match="set max_model_len"):
         EngineConfig().check_against_model(None)
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_a_length_that_is_not_given_is_lowered_to_the_longest_that_the_budget_holds(layout):
+    config, budget = EngineConfig(layout=layout, max_num_seqs=5), 10_000
+    lowered = settle_length(config, 4096, SHAPE, budget, may_lower=True)
+    assert capacity_of(lowered, SHAPE, budget).max_concurrency(lowered.max_model_len) == 1
+    with pytest.raises(ValueError, match="smaller than one sequence"):
+        capacity_of(dataclasses.replace(lowered, max_model_len=lowered.max_model_len + 1), SHAPE, budget)
+    for same in (
+        settle_length(config, 64, SHAPE, budget, may_lower=True),
+        settle_length(dataclasses.replace(config, max_model_len=64), 4096, SHAPE, budget, may_lower=True),
+    ):
+        assert same.max_model_len == 64  # it fits, or was asked for
+
+
+def test_a_length_is_lowered_for_a_server_only_and_never_to_nothing():
+    given = EngineConfig(max_model_len=4096)
+    assert settle_length(given, 4096, SHAPE, 10_000, may_lower=True).max_model_len == 4096
+    assert settle_length(EngineConfig(), 4096, SHAPE, 10_000, may_lower=False).max_model_len == 4096
+    with pytest.raises(ValueError, match="smaller than one sequence"):
+        capacity_of(settle_length(EngineConfig(), 4096, SHAPE, 100, may_lower=True), SHAPE, 100)
+
+
+def test_what_a_device_has_free_lowers_the_length_once_it_is_known(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.build.default_budget", lambda device: 40_000)
+    folder = model_folder(str(tmp_path))  # of 256 positions
+    built = build_engine(EngineConfig(model=folder, device="cpu", max_num_seqs=2))
+    assert 16 <= built.config.max_model_len < 256
+    assert built.capacity.max_concurrency(built.config.max_model_len) == 1
+    with pytest.raises(ValueError, match="smaller than one sequence"):
+        build_engine(EngineConfig(model=folder, device="cpu", max_num_seqs=2, max_model_len=256))
 
 
 def test_find_model_says_what_is_missing(tmp_path):
