@@ -1,10 +1,11 @@
-"""Writes a model folder for other engines: config.json, safetensors, tokenizer, generation_config.json.
+"""Writes a model folder for other engines: config.json, safetensors or GGUF, tokenizer, generation_config.json.
 
     python -m engine.model.export JOB.json
 
 The job is a JSON object: ``settings`` (``model``, ``load_format``, ``seed``, ``dtype``, ``device`` of EngineConfig),
-``folder`` (must not exist), ``tokenizer`` (a folder to copy one from, or null) and ``ignore_eos``. The weights are
-those that the built-in engine serves with the same settings. A separate process, so that its caller needs no torch.
+``folder`` (must not exist), ``tokenizer`` (a folder to copy one from, or null), ``ignore_eos`` and ``format``: "gguf"
+for a GGUF file in place of safetensors and tokenizer. The weights are those that the built-in engine serves with the
+same settings. A separate process, so that its caller needs no torch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from engine.model.loader import LoadedModel
+
+GGUF = "model.gguf"
 FACTS = "kvbench.json"  # in the folder: weights_fingerprint and num_parameters, as in the server's /server_info
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -32,11 +37,22 @@ _EOS_FILES = ("config.json", "generation_config.json")
 def export_model(job: dict[str, Any]) -> None:
     """Do the job. Raises ValueError if the model cannot be loaded."""
     from engine.config import EngineConfig
+    from engine.model.gguf import write_gguf
     from engine.model.loader import load_model
 
     folder = Path(job["folder"])
     loaded = load_model(EngineConfig.from_mapping(job["settings"]))
     folder.mkdir(parents=True)
+    if job.get("format") == "gguf":  # it holds its tokenizer
+        write_gguf(loaded.model, folder / GGUF)
+        loaded.model.config.save_pretrained(folder)
+    else:
+        _write_folder(loaded, job, folder)
+    facts = {"weights_fingerprint": loaded.info.weights_fingerprint, "num_parameters": loaded.info.num_parameters}
+    (folder / FACTS).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+
+
+def _write_folder(loaded: LoadedModel, job: dict[str, Any], folder: Path) -> None:
     loaded.model.save_pretrained(folder)
     if job["tokenizer"] is None:
         save_word_tokenizer(folder, loaded.info.vocab_size)
@@ -44,8 +60,6 @@ def export_model(job: dict[str, Any]) -> None:
         copy_tokenizer(Path(job["tokenizer"]), folder)
     if job["ignore_eos"]:
         drop_eos(folder)
-    facts = {"weights_fingerprint": loaded.info.weights_fingerprint, "num_parameters": loaded.info.num_parameters}
-    (folder / FACTS).write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
 def save_word_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -137,7 +137,7 @@ def load(**options: Any) -> int:
 
     \b
     Exit codes:
-      0    measured
+      0    measured; that the server refused requests by errors of its own is a finding, and said
       2    usage or bad input; nothing was sent
       3    --find-max-rate ended before its interval was within the tolerance (--max-runs, --max-minutes), its runs were
            too short to tell, or the client was the limit before the server

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from textwrap import shorten
 from typing import Any
+
+_MESSAGE_CHARACTERS = 120  # of a server's message
 
 
 def tokens_per_s(value: float | None) -> str:
@@ -87,6 +90,11 @@ def upper_first(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def lower_first(text: str) -> str:
+    """The text with its first letter in lower case."""
+    return text[:1].lower() + text[1:]
+
+
 def listing(items: Sequence[str]) -> str:
     """a; a and b; a, b and c."""
     items = list(items)
@@ -120,6 +128,16 @@ def calibration_words(settings: Mapping[str, Any], figures: Mapping[str, Any]) -
     over = f" over {processes} processes" if processes > 1 else ""
     known = ", ".join(form.format(figures[key]) for key, form in _CALIBRATION.items() if figures.get(key) is not None)
     return f"{settings['streams']} streams of {settings['itl_ms']:g} ms ITL{over}: {known.replace('%', ' %')}"
+
+
+def failure_words(messages: Mapping[str, Mapping[str, Any]], kinds: bool = False) -> str:
+    """server_error: 'Context size has been exceeded.' x 32; ``messages``: by kind, with ``kinds`` in front of each."""
+    found = (
+        f"{f'{kind}: ' if kinds else ''}{shorten(each['message'], _MESSAGE_CHARACTERS, placeholder=' ...')!r} x "
+        f"{each['requests']}"
+        for kind, each in messages.items()
+    )
+    return ", ".join(found)
 
 
 def clock(seconds: float) -> str:

@@ -4,8 +4,8 @@ A limit applies to the median over the repeats, or with ``every: true`` to each 
 repeat, where both configurations had the same requests, so the median of the ratios is not the ratio of the medians.
 The KLD of a quantised KV belongs to a configuration and has no repeats (kvbench/quality/measure.py).
 
-Limits on an invalid cell are ``invalid``, except on failed requests and leaked pages, which make a cell invalid
-themselves: beyond their limit they fail.
+Limits on an invalid cell, or on one whose server refused requests, are ``invalid``, except on failed requests and
+leaked pages, which are why it is so: beyond their limit they fail, and what was refused may be within its limit.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
     notes += run.repeat_notes
     judged = " ".join(finding.id for finding in findings)
     if unjudged := [cell.cell_id for cell in run.cells if not cell.valid and f"/{cell.cell_id}" not in judged]:
-        notes.append(f"these cells are invalid, and no limit is about them: {and_more(unjudged, _MOST_NAMED)}")
+        notes.append(
+            f"these cells are invalid or were refused, and no limit is about them: {and_more(unjudged, _MOST_NAMED)}"
+        )
     return _verdict(run, policy, outcome, sentence, findings, notes)
 
 
@@ -126,7 +128,7 @@ def _judge_cell(run: Run, cell: MeasuredCell, limit: Limit) -> Finding:
     if measured.uncertain:
         details.append("it rests on fewer samples than such a percentile needs: send more requests for a firm one")
     found = _hold(limit, where, values, unit, details, window=metric_names.window_of(limit.what, cell))
-    if cell.valid or (limit.what in _CAUSE_INVALIDITY and found.outcome == FAIL):
+    if cell.valid or (limit.what in _CAUSE_INVALIDITY and (found.outcome == FAIL or cell.doubt == "refused")):
         return found
     return _invalid(limit, where, _reasons(cell))
 
@@ -269,6 +271,8 @@ def _unmeasured(cell: MeasuredCell, what: str) -> str:
 
 
 def _reasons(cell: MeasuredCell) -> str:
+    if cell.doubt == "refused":
+        return f"the server refused requests of this cell, so it did less work ({and_more(cell.refused, between='; ')})"
     why = and_more([each.rstrip(".") for each in cell.invalid_reasons], between="; ") or "no reason was stored"
     return f"the measurement of this cell is invalid ({why}): measure again"
 

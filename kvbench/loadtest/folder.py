@@ -126,7 +126,8 @@ def _resumed(path: Path, manifest: dict[str, Any]) -> LoadFolder:
             "new --output-dir"
         )
     folder = LoadFolder(path, stored)
-    if stored.get("status") == COMPLETE and (stored.get("valid") is not False or stored.get("search")):
+    again = stored.get("valid") is False and not stored.get("refused")  # a server that refused does so again
+    if stored.get("status") == COMPLETE and (not again or stored.get("search")):
         folder.finished = True
     elif not any((kept.get("trial") or {}).get("cause") != INVALID for _, kept in folder.finished_runs()):
         for each in (found for pattern in _FILES_OF_A_LOAD for found in path.glob(pattern)):

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.common.console import make_table, print_plain, print_table
-from kvbench.common.text import calibration_words, slo_words
+from kvbench.common.text import calibration_words, failure_words, slo_words
 from kvbench.metrics.latency import goodput_share
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row, vllm_fields
 from kvbench.workload.design import LoadPoint
@@ -61,6 +61,8 @@ def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
         print_table(console, make_table(PLATEAU_HEADS, plateaus, numbers_from=0, title="each plateau of the rate · ms"))
     for line in lines(kept):
         print_plain(console, line)
+    if kept.get("refused"):
+        print_plain(console, f"REFUSED: the server {kept['refused']}; do not compare it with loads that were served")
     for reason in kept["invalid_reasons"]:
         print_plain(console, f"INVALID: {reason}")
 
@@ -158,7 +160,12 @@ def _requests(metrics: Mapping[str, Any]) -> list[str]:
         parts.append(f"{unsent} later turns of their conversations were not sent")
     client, first = metrics.get("client") or {}, metrics.get("first_failure")
     parts += [f"{client[name]} {words}" for name, words in _COUNTS.items() if client.get(name)]
-    return ["; ".join(parts), f"the first failure: {first}" if first else ""]
+    most = failure_words(metrics.get("failure_messages") or {}, kinds=True)
+    return [
+        "; ".join(parts),
+        f"most frequent failures: {most}" if most else "",
+        f"the first failure: {first}" if first else "",
+    ]
 
 
 def _cache(kept: Mapping[str, Any]) -> str:

@@ -159,17 +159,18 @@ class LoadRunner:
             result = read_json(metrics_file)
         else:
             result = self.measure(self.setup, self.point, _RUN, self.folder.path, self.requests)
+            outcome = {name: result[name] for name in ("valid", "refused")}
             try:
                 write_json(metrics_file, result)
-                self.folder.finish(valid=result["valid"], calibration=self.calibrator.facts())
+                self.folder.finish(**outcome, calibration=self.calibrator.facts())
             except OSError:  # a full disk: what was measured is told at least
                 show(self.console, self.point.load_id, result)
                 raise
         show(self.console, self.point.load_id, result)
-        if result["valid"]:
+        if not result["invalid_reasons"]:
             return EXIT_OK
         if too_many_failed(result["metrics"]):
-            print_plain(self.console, "the server failed requests: see the first failure and the server's log first")
+            print_plain(self.console, "the server failed requests: see the failures and the server's log first")
         if next_step:
             print_plain(self.console, f"to measure again {next_step}: the new load replaces this one")
         return EXIT_INVALID

@@ -22,10 +22,11 @@ from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.foreign_cpu import MachineWatch, contention_reasons
+from kvbench.common.text import failure_words
 from kvbench.load import launch
 from kvbench.load.validity import UNKNOWN_STREAMS, client_reasons
 from kvbench.measure import server_state
-from kvbench.metrics.latency import summarise, too_many_failed
+from kvbench.metrics.latency import is_refusal, summarise, too_many_failed
 from kvbench.targets.base import Target
 from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsPoller, MetricsSample, counter_changes, gauge_summary
 from kvbench.workload.design import LoadPoint
@@ -88,10 +89,11 @@ def measure_load(
 
     ``first``: nothing was measured on this server before. ``failures_invalidate`` False: failed requests, and
     /metrics that do not answer, are a result (an overloaded server) and no fault of the measurement.
-    Returns ``valid``, ``invalid_reasons``, ``server_faults`` (those of the reasons that are the server's own doing, not
-    the client's or the machine's), ``disturbances`` (those that the machine or the client's lateness made, and that
-    may be gone when the load is measured again), ``calibration``, ``metrics``, ``machine``, ``prefix_cache`` and
-    ``prefix_cache_bounds`` [tokens], ``started_at``, ``ended_at`` and ``wall_s``.
+    Returns ``valid`` (comparable with other loads), ``invalid_reasons``, ``refused`` (what the server refused by errors
+    of its own, None where it did not: a finding, after which the load is not comparable), ``server_faults`` (those of
+    both that are the server's own doing, not the client's or the machine's), ``disturbances`` (those that the machine
+    or the client's lateness made, and that may be gone when the load is measured again), ``calibration``, ``metrics``,
+    ``machine``, ``prefix_cache`` and ``prefix_cache_bounds`` [tokens], ``started_at``, ``ended_at`` and ``wall_s``.
 
     Raises:
         MeasurementError: the load could not be driven to its end.
@@ -221,7 +223,8 @@ class PreparedLoad:
         complete = int(metrics.get("completed") or 0) == len(self.requests)
         cache = server_state.cache_use(setup.load, self.requests, setup.info, before, after, complete=complete)
         faults = server_state.leak_reasons(after) + cache.reasons
-        if failures_invalidate:
+        refused = _refusal(metrics) if failures_invalidate else None
+        if failures_invalidate and not refused:
             faults += _failure_reasons(metrics)
         disturbed = contention_reasons(report)
         reasons = [
@@ -236,9 +239,10 @@ class PreparedLoad:
         if unread and failures_invalidate:
             reasons.append(unread)
         result = {
-            "valid": not reasons,
+            "valid": not (reasons or refused),
             "invalid_reasons": reasons,
-            "server_faults": faults,
+            "refused": refused,
+            "server_faults": [*faults, *([refused] if refused else [])],
             "disturbances": _disturbed_calibration(calibration) + client_reasons(outcome) + disturbed,
             "calibration": calibration.to_json() if calibration else None,
             "metrics": metrics,
@@ -278,8 +282,15 @@ def _failure_reasons(metrics: Mapping[str, Any]) -> list[str]:
     if not too_many_failed(metrics):
         return []
     failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
-    kinds = ", ".join(f"{kind} {n}" for kind, n in (metrics.get("failure_kinds") or {}).items())
-    return [f"{failed} of {failed + completed} requests failed ({kinds or 'no kind recorded'})"]
+    return [f"{failed} of {failed + completed} requests failed ({failure_words(metrics['failure_messages'], True)})"]
+
+
+def _refusal(metrics: Mapping[str, Any]) -> str | None:
+    """How much of the load the server answered, and with which error it refused the rest; None where it did not."""
+    if not is_refusal(metrics):
+        return None
+    completed, failed = metrics["completed"], metrics["failed"]
+    return f"served {completed} of {completed + failed} requests; {failure_words(metrics['failure_messages'])}"
 
 
 def _client_load(setup: LoadSetup, streams: int, events_per_s: float | None = None) -> ClientLoad:

@@ -20,8 +20,10 @@ type 7; NumPy's default). ``samples_needed``: how many samples a percentile need
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +41,8 @@ SESSION_BROKEN = "session_broken"  # the error kind of a turn that was not sent 
 QUANTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 CONFIDENCE = 0.99
 MAX_FAILED_SHARE = 0.01  # of the requests sent: a server that answers fewer does less work
+_SERVER_SAID_SO = ("http_error", "server_error")  # kinds of failures
+_GATEWAY_ERRORS = (502, 504)  # HTTP: a proxy says them of a server that does not answer
 LATENCIES = ("ttft_ms", "ttft_send_ms", "tpot_ms", "itl_ms", "e2el_ms")
 _THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
 
@@ -276,7 +280,8 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
 
     Times [s since load start], results in ms and per second; see the module's docstring for definitions. ``failed``
     counts requests that were sent; ``not_sent`` the turns of a conversation after one of its turns had failed.
-    ``slo_misses``: successful requests over each limit of the SLO, by its name.
+    ``failure_messages``: by kind; ``refused_by_server``: those of ``failed`` that the server answered with an error of
+    its own. ``slo_misses``: successful requests over each limit of the SLO, by its name.
     """
     good = _successful(requests)
     unsent = requests["error_kind"] == SESSION_BROKEN
@@ -292,6 +297,8 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
         "failed": len(failed),
         "not_sent": int(unsent.sum()),
         "failure_kinds": {str(k): int(v) for k, v in failed["error_kind"].value_counts().items()},
+        "failure_messages": most_frequent_failures(zip(failed["error_kind"], _messages(failed), repeat(1))),
+        "refused_by_server": int(_refused(failed).sum()),
         "first_failure": _first_failure(failed),
         "incomplete": bool(load.get("incomplete", False)),
         "duration_s": duration,
@@ -303,13 +310,43 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
         "steady_latency": _latencies(_successful(in_steady(requests, steady.window))),
         **({"plateaus": [_plateau(requests, p, slo) for p in steady.plateaus]} if steady.plateaus else {}),
         "total_input_tokens": int(good["prompt_tokens"].sum()),
-        "total_cached_tokens": int(good["cached_tokens"].fillna(0).sum()) if "cached_tokens" in good else 0,
+        "total_cached_tokens": _total_cached(good),
         "total_output_tokens": int(good["output_tokens"].sum()),
         "multi_token_chunks": _multi_token_chunks(good),
         "goodput": goodput(requests, slo, duration),
         "slo_misses": {name: int(over.sum()) for name, over in _over_slo(good, slo).items()},
         "client": dict(load.get("client") or {}),
     }
+
+
+def _total_cached(good: pd.DataFrame) -> int | None:
+    """Prompt tokens that requests were told to be cached; None where no request was told."""
+    told = good["cached_tokens"].dropna() if "cached_tokens" in good else ()
+    return int(told.sum()) if len(told) else None
+
+
+def _messages(failed: pd.DataFrame) -> Iterable[str]:
+    return failed["error"].fillna("").astype(str) if "error" in failed else repeat("")
+
+
+def _refused(failed: pd.DataFrame) -> pd.Series:
+    """Which failures the server itself reported, in HTTP or in the stream."""
+    said_so = failed["error_kind"].isin(_SERVER_SAID_SO)
+    return said_so & ~failed["http_status"].isin(_GATEWAY_ERRORS) if "http_status" in failed else said_so
+
+
+def most_frequent_failures(failures: Iterable[tuple[str, str, int]]) -> dict[str, dict[str, Any]]:
+    """``{kind: {message, requests}}``: the message that most requests got, the most frequent kind first.
+
+    ``failures``: kind, message and requests. Messages that differ in numbers only are one, shown as it came first.
+    """
+    counts: dict[str, dict[str, list[Any]]] = {}
+    for kind, message, requests in failures:
+        same = counts.setdefault(str(kind), {}).setdefault(re.sub(r"\d+", "#", message), [message, 0])
+        same[1] += int(requests)
+    most = {kind: max(found.values(), key=lambda each: each[1]) for kind, found in counts.items()}
+    ranked = sorted(most.items(), key=lambda each: -each[1][1])
+    return {kind: {"message": message, "requests": requests} for kind, (message, requests) in ranked}
 
 
 def _first_failure(failed: pd.DataFrame) -> str | None:
@@ -341,6 +378,15 @@ def too_many_failed(metrics: Mapping[str, Any]) -> bool:
     """Whether more than ``MAX_FAILED_SHARE`` of the requests sent failed; ``metrics``: of ``summarise``."""
     failed, completed = int(metrics.get("failed") or 0), int(metrics.get("completed") or 0)
     return failed > MAX_FAILED_SHARE * (failed + completed)
+
+
+def is_refusal(metrics: Mapping[str, Any]) -> bool:
+    """Whether the server answered a part of the load and refused too much of it by errors of its own.
+
+    If it answered nothing, or too many requests failed in another way, something else is wrong.
+    """
+    completed, others = metrics.get("completed"), metrics["failed"] - metrics.get("refused_by_server", 0)
+    return bool(completed) and too_many_failed(metrics) and not too_many_failed({**metrics, "failed": others})
 
 
 def goodput_share(metrics: Mapping[str, Any]) -> float | None:

@@ -90,7 +90,9 @@ def _machine(key: str, title: str, render: Render) -> Column:
 
 
 def _valid(cell: MeasuredCell) -> Value:
-    return Value("yes", 1) if cell.valid else Value("no", 0, words.plural(len(cell.invalid_reasons), "reason"), "worse")
+    if cell.doubt == "invalid":
+        return Value("no", 0, words.plural(len(cell.invalid_reasons), "reason"), "worse")
+    return Value("yes", 1, "requests refused" if cell.refused else "")
 
 
 def _lag(cell: MeasuredCell) -> Value:

@@ -60,6 +60,11 @@ class PairedComparison:
             return None
         return a / b if contradicts(self.throughput.median, a / b) else None
 
+    @property
+    def doubt(self) -> str:
+        """Of the two cells', as ``MeasuredCell.doubt``; "invalid" outranks "refused"."""
+        return min(filter(None, (self.a.doubt, self.b.doubt)), default="")
+
 
 def compare(a: MeasuredCell, b: MeasuredCell) -> PairedComparison:
     """Paired ratios a/b of what the report speaks about."""

@@ -50,8 +50,8 @@ def throughput_figure(run: Run) -> Drawing:
     caption = "Bar: median over repeats; line: lowest to highest repeat; dots: repeats."
     if ref and len(names) > 1:
         caption += f" Above: ratio to {ref.name}, paired by repeat; {RATIO_MARKS}."
-    if any(not cell.valid for cell in run.cells):
-        caption += " Hatched: invalid."
+    if doubts := sorted({cell.doubt for cell in run.cells if not cell.valid}):
+        caption += f" Hatched: {' or '.join(doubts)}."
     width = min(1150, max(120 * len(run.loads) + 320, 52 * bars + 80))
     title = figure_title(run, "Output tokens/s", lambda pair: pair.throughput, is_latency=False)
     return Drawing("headline", title, caption, finish(figure, 440), width)
@@ -127,7 +127,7 @@ def _hover(run: Run, cell: MeasuredCell) -> str:
     for label, metric in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms")):
         lines.append(f"{label} p50 {latency(cell, metric, 'p50')}, p95 {latency(cell, metric, 'p95')}")
     if not cell.valid:
-        lines.append("<b>invalid</b>: " + safe("; ".join(cell.invalid_reasons)))
+        lines.append(f"<b>{cell.doubt}</b>: " + safe("; ".join(cell.invalid_reasons or cell.refused)))
     return "<br>".join(lines)
 
 

@@ -85,7 +85,14 @@ def _caption(table: Table, run: Run) -> Text | None:
         _MEDIANS: f"{_MEDIANS} paired by repeat; the medians shown have visibly another ratio",
     }
     lines = [Text(words) for mark, words in known.items() if mark in entries]
-    lines += [Text("! invalid measurement", style="red")] if not all(cell.valid for cell in run.cells) else []
+    doubts = [
+        f"! refused: {cell.name} at {cell.load.short}: {refused}"
+        for cell in run.by_load
+        if cell.doubt == "refused"
+        for refused in cell.refused
+    ]
+    doubts += ["! invalid measurement"] if any(cell.doubt == "invalid" for cell in run.cells) else []
+    lines += [Text(words, style="red") for words in doubts]
     return Text("\n").join(lines) if lines else None
 
 

@@ -50,7 +50,7 @@ def validity(run: Run) -> Validity:
     invalid = _grouped_reasons(run.cells)
     failed = [
         f"{c.count('failed')} of {c.count('failed') + c.count('completed')} requests failed in {c.name} "
-        f"at {c.load.short}"
+        f"at {c.load.short}{_failures(c)}"
         for c in run.cells
         if c.count("failed")
     ]
@@ -62,6 +62,13 @@ def validity(run: Run) -> Validity:
     return Validity(status if run.cells else "empty", tuple(invalid + incomplete + failed))
 
 
+def _failures(cell: MeasuredCell) -> str:
+    """With which messages, and what follows where the server itself refused too much."""
+    why = words.failure_words(cell.failure_messages)
+    compared = "; the server did less work, so the cell is compared with no other" if cell.doubt == "refused" else ""
+    return (f": {why}" if why else "") + compared
+
+
 def _grouped_reasons(cells: Sequence[MeasuredCell]) -> list[str]:
     """Why cells are invalid, one line a kind of reason: the first in full, then the cells that have the same.
 
@@ -69,7 +76,7 @@ def _grouped_reasons(cells: Sequence[MeasuredCell]) -> list[str]:
     """
     kinds: dict[str, list[tuple[str, str]]] = {}
     for cell in cells:
-        for reason in () if cell.valid else cell.invalid_reasons or ("no reason recorded",):
+        for reason in (cell.invalid_reasons or ("no reason recorded",)) if cell.doubt == "invalid" else ():
             plain = re.sub(r"^repeat \d+: ", "", reason)
             where = f"{cell.name} at {cell.load.short}"
             kinds.setdefault(re.sub(r"\d[\d.,]*", "#", plain), []).append((plain, where))

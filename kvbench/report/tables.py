@@ -185,6 +185,7 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
             "load": cell.load.value,
             "valid": cell.valid,
             "invalid_reasons": "; ".join(cell.invalid_reasons),
+            "refused": "; ".join(cell.refused),
             "repeats": len(cell.repeats),
             "invalid_repeats": len(cell.invalid_repeats),
             "completed": cell.count("completed"),
@@ -260,7 +261,7 @@ def _percentile_column(metric: str, which: str) -> Column:
 
 
 def _configuration(cell: MeasuredCell) -> Value:
-    notes = [n for n, true in (("baseline", cell.is_baseline), ("invalid", not cell.valid)) if true]
+    notes = filter(None, ("baseline" if cell.is_baseline else "", cell.doubt))
     return Value(cell.name, cell.name, ", ".join(notes), "" if cell.valid else "worse")
 
 
@@ -297,4 +298,5 @@ def _hits(cell: MeasuredCell) -> Value:
 def _failed(cell: MeasuredCell) -> Value:
     failed, total = cell.count("failed"), cell.count("failed") + cell.count("completed")
     kinds = sorted({kind for r in cell.repeats for kind in (r.metrics.get("failure_kinds") or {})})
-    return Value(f"{failed} of {total}" if failed else "0", failed, ", ".join(kinds), "worse" if failed else "")
+    why = words.failure_words(cell.failure_messages, kinds=True) or ", ".join(kinds)
+    return Value(f"{failed} of {total}" if failed else "0", failed, why, "worse" if failed else "")

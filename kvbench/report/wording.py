@@ -30,7 +30,11 @@ Render = Callable[[float | None], str]
 NOT_TOLD = "not told apart"
 _MOST_CLAUSES = 3  # of the first sentence, besides its main one
 RATIO_MARKS = f"≈ means level, ? {NOT_TOLD} from 1"
-_DOUBT = " Invalid measurement, not to be relied on."
+_DOUBT = {
+    "": "",
+    "invalid": " Invalid measurement, not to be relied on.",
+    "refused": " The server refused requests, so it did less work: not to be compared.",
+}
 _AHEAD = {HIGHER: "ahead", LOWER: "behind", SAME: "level", UNCLEAR: NOT_TOLD}  # of throughputs
 _SLOWER = {HIGHER: "worse", LOWER: "better", SAME: "level", UNCLEAR: NOT_TOLD}  # of latencies
 _THROUGHPUT = {
@@ -59,6 +63,7 @@ _NO_PAIR = {  # (has a paged cell, has a contiguous cell)
 }
 _BEST = {  # by what there is to compare with
     "one": "At {load} {cell} delivered {amount}",
+    "one served": "Only {cell} served its load at {load}, so there is nothing to compare: {amount}",
     "one valid": "Only {cell} was validly measured at {load}, so there is nothing to compare: {amount}",
     "unclear": "No verdict on which is best at {load}: {cell} has the highest median, {amount}",
     "clear": "At {load} {cell} delivered the most: {amount}",
@@ -183,9 +188,22 @@ def _decided_in_engine_time(run: Run, pair: PairedComparison | None) -> str:
     return f"In {run.engine_time.label}, {names}: output tokens/s {effect}."
 
 
+def refusal_sentence(cells: Sequence[MeasuredCell]) -> str:
+    """How much the servers of refused cells served at one load, and their message; empty without such a cell."""
+    refused = [cell for cell in cells if cell.doubt == "refused"]
+    found = [
+        f"{cell.name} served {cell.count('completed')} of {cell.count('failed') + cell.count('completed')} requests "
+        f"and refused the others ({words.failure_words(cell.failure_messages)})"
+        for cell in refused
+    ]
+    return f"At {refused[0].load.label} {words.listing(found)}." if found else ""
+
+
 def _pair_sentence(run: Run, pairs: list[PairedComparison], most: int) -> str:
     """``pairs``: paged against contiguous, loads ascending, at least one; ``most``: clauses beside the main one."""
     low, c = pairs[0], pairs[-1]
+    if c.doubt == "refused":
+        return f"No verdict: {words.lower_first(refusal_sentence((c.a, c.b)))}"
     if not c.valid:
         again = f"`kvbench sweep --resume {run.folder}` measures it again"
         return f"No verdict: the measurement at {c.load.label} is invalid ({_why_invalid(c)}); {again}."
@@ -248,7 +266,8 @@ def _budget(c: PairedComparison) -> str:
 
 def _at_low_load(c: PairedComparison) -> str:
     if not c.valid or c.throughput is None:
-        return f"at {c.load.tick} there is no verdict ({'not comparable' if c.valid else 'invalid measurement'})"
+        why = {"": "not comparable", "invalid": "invalid measurement", "refused": "requests were refused"}[c.doubt]
+        return f"at {c.load.tick} there is no verdict ({why})"
     r, window = c.throughput, window_words(c.steady)
     return f"at {c.load.tick} it was {_AHEAD[r.verdict]}, {words.ratio(r.median)}{window} ({_bounds(r)})"
 
@@ -280,16 +299,21 @@ def _preempted(cell: MeasuredCell) -> str:
 
 def failed_words(cell: MeasuredCell) -> str:
     """9 of 144 requests of paged (page 16)."""
-    return f"{cell.count('failed')} of {cell.count('failed') + cell.count('completed')} requests of {cell.name}"
+    why = words.failure_words(cell.failure_messages)
+    counted = f"{cell.count('failed')} of {cell.count('failed') + cell.count('completed')} requests of {cell.name}"
+    return f"{counted} ({why})" if why else counted
 
 
 def best_sentence(run: Run, load: MeasuredLoad) -> str:
     """The best configuration at a load, and what it is level with or not told apart from."""
     top = best(run, load)
+    refused = refusal_sentence(run.at(load))
     if top is None:
-        return f"No verdict: no cell at {load.label} is valid."
+        return f"No verdict: {words.lower_first(refused) or f'no cell at {load.label} is valid.'}"
     cell, s, base = top.cell, top.throughput, baseline(run, load)
-    kind = "one valid" if top.by_default else "unclear" if top.unclear_with else "clear"
+    served = all(other.doubt == "refused" for other in run.at(load) if other is not cell)
+    alone = "one served" if served else "one valid"
+    kind = alone if top.by_default else "unclear" if top.unclear_with else "clear"
     against = []
     if base is not None and base is not cell and not top.by_default:
         r = compare(cell, base).throughput if base.valid else None
@@ -302,13 +326,14 @@ def best_sentence(run: Run, load: MeasuredLoad) -> str:
     rate = f"{words.tokens_per_s(s.median)} output tokens/s{window_words(top.steady)}"
     amount = f"{rate} ({_amounts(s.low, s.high, s.n)})"
     latencies = f"p95 TTFT {latency(cell, 'ttft_ms', 'p95')}, median TPOT {latency(cell, 'tpot_ms', 'p50')}"
-    return sentence(
+    text = sentence(
         _BEST["one" if len(run.at(load)) == 1 else kind].format(
             cell=cell.name, load=load.label, amount=", ".join([amount, *against, latencies])
         ),
         "its repeats scatter" if scatters(cell) else "",
         f"{failed_words(cell)} failed" if cell.count("failed") else "",
     )
+    return f"{text} {refused}".rstrip()
 
 
 def _amounts(low: float, high: float, n: int) -> str:
@@ -356,11 +381,14 @@ def reservation(c: PairedComparison) -> str:
 
 
 def _bought(c: PairedComparison) -> str:
-    return sentence(
-        f"at {c.load.label}: output tokens/s{window_words(c.steady)} {verdict_words(c.throughput)}",
-        _both("{a} sequences running at once against {b}", c, running, words.decimal),
-        _against("p95 TTFT {a} against {b}, ratio {ratio}", c, "ttft_ms", "p95", c.ttft),
-    ) + ("" if c.valid else _DOUBT)
+    return (
+        sentence(
+            f"at {c.load.label}: output tokens/s{window_words(c.steady)} {verdict_words(c.throughput)}",
+            _both("{a} sequences running at once against {b}", c, running, words.decimal),
+            _against("p95 TTFT {a} against {b}, ratio {ratio}", c, "ttft_ms", "p95", c.ttft),
+        )
+        + _DOUBT[c.doubt]
+    )
 
 
 def _cost(pairs: list[PairedComparison]) -> list[str]:
@@ -378,7 +406,7 @@ def _cost(pairs: list[PairedComparison]) -> list[str]:
         _both(unused, c, lambda cell: median(cell.observed("waste_share")), words.percent),
     )
     points = (
-        f"At {c.load.label}: {per_token[:1].lower()}{per_token[1:]}{'' if c.valid else _DOUBT}" if per_token else "",
+        f"At {c.load.label}: {per_token[:1].lower()}{per_token[1:]}{_DOUBT[c.doubt]}" if per_token else "",
         f"{words.upper_first(preempted)} of {c.a.name} at {c.load.label}." if preempted else "",
         kernel_cost(low) if low is not c else "",
         memory,
@@ -407,7 +435,7 @@ def _effect_sentence(run: Run, members: list[Effect]) -> str:
     at = [e.comparison for e in reversed(members)]
     ratios = [
         f"{verdict_words(c.throughput)}{window_words(c.steady or not c.valid)} at {c.load.short}"
-        f"{'' if c.valid else ' (invalid)'}"
+        f"{'' if c.valid else f' ({c.doubt})'}"
         for c in at
     ]
     known = run.engine_time
@@ -514,7 +542,7 @@ def ledger_sentence(run: Run) -> str:
     if pairs:
         c = pairs[-1]
         text = f"At {c.load.label} {_filled(c.b, ' of the KV budget')}; {_filled(c.a)}."
-        return text if c.valid else f"{text}{_DOUBT}"
+        return text + _DOUBT[c.doubt]
     for load in reversed(run.loads):
         top = best(run, load)
         cell = baseline(run, load) or (top.cell if top else None)

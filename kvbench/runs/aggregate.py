@@ -180,6 +180,7 @@ def _summary(
     flat = [flatten({**d["metrics"], "server": counters[r]}) for r, d in done.items()]
     names = sorted({name for values in flat for name in values})
     reasons = [f"repeat {r}: {reason}" for r, d in done.items() for reason in d["invalid_reasons"]]
+    refused = [f"repeat {r}: {d['refused']}" for r, d in done.items() if d.get("refused")]
     return {
         "cell_id": cell.cell_id,
         "config_id": configuration.config_id,
@@ -210,8 +211,9 @@ def _summary(
         ],
         "aggregate": {name: spread([v[name] for v in flat if name in v]) for name in names},
         "pooled": pooled_latencies(requests, {r: d["metrics"] for r, d in done.items()}),
-        "valid": not reasons,
+        "valid": not (reasons or refused),
         "invalid_reasons": reasons,
+        "refused": refused,
     }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvbench.metrics.latency import most_frequent_failures
 from kvbench.runs.engine_time import EngineTime
 from kvbench.runs.repeats import repeat_notes
 
@@ -96,6 +97,18 @@ class MeasuredCell:
     folder: Path
     notes: Mapping[str, Any] = field(default_factory=dict)  # how the requests were made: trace, scales, source
     invalid_repeats: Mapping[str, Sequence[str]] = field(default_factory=dict)  # disturbed, not in ``repeats``: why
+    refused: tuple[str, ...] = ()  # how much of each repeat the server served, where it refused too much
+
+    @property
+    def doubt(self) -> str:
+        """Why its figures are compared with no others: "invalid" or "refused"; empty where they are."""
+        return "" if self.valid else "refused" if self.refused and not self.invalid_reasons else "invalid"
+
+    @property
+    def failure_messages(self) -> dict[str, dict[str, Any]]:
+        """The most frequent message of each kind of failure, over all repeats."""
+        found = [each for r in self.repeats for each in (r.metrics.get("failure_messages") or {}).items()]
+        return most_frequent_failures((kind, each["message"], each["requests"]) for kind, each in found)
 
     def per_repeat(self, metric: str) -> dict[int, float]:
         """Finite values of a client metric by repeat; ``metric`` is "name" or "name.percentile"."""

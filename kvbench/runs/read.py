@@ -107,6 +107,7 @@ def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str], ses
         folder=where,
         notes=summary.get("notes") or {},
         invalid_repeats=summary.get("invalid_repeats") or {},
+        refused=tuple(map(str, summary.get("refused") or ())),
     )
 
 

@@ -17,6 +17,11 @@ def is_disturbed(done: Mapping[str, Any]) -> bool:
     return bool(reasons) and set(reasons) <= set(done.get("disturbances") or ())
 
 
+def not_comparable(done: Mapping[str, Any]) -> list[str]:
+    """Why a load's figures may not be compared: it is invalid, or the server refused too much of it."""
+    return [*done["invalid_reasons"], *([done["refused"]] if done.get("refused") else [])]
+
+
 def planned_repeats(manifest: Mapping[str, Any]) -> Counter[str]:
     """How many repeats of each cell were planned."""
     return Counter(cell_id for block in manifest.get("plan") or () for cell_id in block["cells"])

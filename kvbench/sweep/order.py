@@ -23,7 +23,7 @@ from kvbench.common.files import read_json, write_json
 from kvbench.common.stats import t_interval
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.ratios import FEWEST, UNCLEAR, paired_ratio
-from kvbench.runs.repeats import is_disturbed
+from kvbench.runs.repeats import is_disturbed, not_comparable
 from kvbench.workload.design import Block, Cell, Design
 
 ATTEMPTS = 3  # at a load in one execution of a sweep
@@ -79,7 +79,7 @@ class Measured:
     def valid(self, cell: Cell) -> dict[int, Mapping[str, Any]]:
         """The metrics of a cell's valid loads by repeat."""
         found = {repeat: done for (cell_id, repeat), done in self.done.items() if cell_id == cell.cell_id}
-        return {repeat: done["metrics"] for repeat, done in sorted(found.items()) if not done["invalid_reasons"]}
+        return {repeat: done["metrics"] for repeat, done in sorted(found.items()) if not not_comparable(done)}
 
 
 def measures_again(done: Mapping[str, Any], attempts: int) -> bool:

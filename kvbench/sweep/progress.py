@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.common.console import QUIET_S, LiveText, print_plain
-from kvbench.common.text import clock
+from kvbench.common.text import clock, failure_words
 from kvbench.targets.choose import START_GUESS_S
 from kvbench.workload.design import Block, Cell
 
@@ -132,9 +132,11 @@ class SweepProgress:
         text = f"{rate:.1f} output tok/s{'' if steady else ' (whole run)'}"
         text += f", TTFT p95 {ttft:.0f} ms" if ttft is not None else ""
         if metrics.get("failed"):
-            text += f", {metrics['failed']} failed"
-        if not done["valid"]:
+            text += f", {metrics['failed']} failed ({failure_words(metrics.get('failure_messages') or {})})"
+        if done["invalid_reasons"]:
             text += f"  invalid: {'; '.join(done['invalid_reasons'])}"
+        if done.get("refused"):
+            text += f"  REFUSED: {done['refused']}"
         self._finish(cell, repeat, text)
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:

@@ -440,6 +440,11 @@ class Sweep:
             self._note(note)
         if complete and manifest["left_out"]:
             self._say(f"measure the repeats that are left out with:\n  {resume} --max-minutes <more>")
+        refused = [f"{each['cell_id']}: {why}" for each in self.summaries for why in each["refused"]
+                   if each["cell_id"] in chosen]  # fmt: skip
+        if refused:
+            head = "REFUSED: the server answered requests with errors of its own; these cells are compared with none:\n"
+            self._say(head + "  - " + and_more(refused, 4, between="\n  - "))
         if problems:
             head = "INVALID: not every cell is validly measured (exit code 4); the results are kept:\n"
             self._say(head + "  - " + and_more(problems, 4, between="\n  - "))

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +71,21 @@ class ModelFolders:
             MeasurementError: it could not be written.
         """
         source = Path(str(settings.get("model", ""))).expanduser()
-        if model_format == "gguf":
+        random = settings.get("load_format") == "dummy" or not source.is_dir()
+        if model_format == "gguf" and (source.suffix == ".gguf" or not random):
             return _gguf(source)
         drop = drop_eos and self._ignore_eos
         job = {name: settings[name] for name in _WEIGHT_SETTINGS if settings.get(name) is not None}
         key = json.dumps([job, str(settings.get("tokenizer")), drop], sort_keys=True)
         if key not in self._made:
             given = Path(str(settings["tokenizer"])) if settings.get("tokenizer") else None
-            if settings.get("load_format") == "dummy" or not source.is_dir():
-                self._made[key] = self._export(job, given or self._text_tokenizer, drop)
+            if random:
+                self._made[key] = self._export(job, given or self._text_tokenizer, drop, model_format)
             else:
                 self._made[key] = self._link(source.resolve(), given, drop)
         return self._made[key]
 
-    def _export(self, job: Mapping[str, Any], tokenizer: Path | None, drop_eos: bool) -> ServedModel:
+    def _export(self, job: Mapping[str, Any], tokenizer: Path | None, drop_eos: bool, model_format: str) -> ServedModel:
         """Random weights, written by a process of its own."""
         folder, log = self._new_folder(), self.scratch / "export.log"
         task = folder.with_suffix(".json")
@@ -95,6 +96,7 @@ class ModelFolders:
                 "folder": str(folder),
                 "tokenizer": str(tokenizer) if tokenizer else None,
                 "ignore_eos": drop_eos,
+                "format": model_format,
             },
         )
         with log.open("wb") as file:
@@ -114,7 +116,12 @@ class ModelFolders:
             raise MeasurementError(
                 f"the model could not be written for the server: {processes.last_lines(log) or 'it took too long'}"
             )
-        return _described(folder, tokenizer)
+        described = _described(folder, tokenizer)
+        if model_format != "gguf":
+            return described
+        from engine.model.export import GGUF
+
+        return replace(described, path=folder / GGUF)
 
     def _link(self, source: Path, given: Path | None, drop_eos: bool) -> ServedModel:
         """The folder itself, or links to its files if the tokenizer or the end of sequence must differ."""

@@ -107,16 +107,23 @@ def absent(why: str) -> Setting:
     return Setting(refuse=lambda value, context: why)
 
 
-def budget_in(unit: str, words: str, why: str = "cannot be worked out for this model and KV dtype") -> Setting:
-    """A KV budget that the server takes as a number of tokens or pages: as many as fit it by our arithmetic."""
+def budget_in(
+    unit: str, words: str, why: str = "cannot be worked out for this model and KV dtype", multiple_of: int = 1
+) -> Setting:
+    """A KV budget that the server takes as a number of tokens or pages: as many as fit it by our arithmetic.
 
-    def number(value: Any, context: Context) -> str:
-        return words.replace("{}", str(context.capacity[unit]))
+    ``multiple_of``: the server rounds other numbers up, beyond the budget.
+    """
+
+    def number(context: Context) -> int:
+        return context.capacity.get(unit, 0) // multiple_of * multiple_of
 
     def refuse(value: Any, context: Context) -> str | None:
-        return None if context.capacity.get(unit) else f"it takes {unit}, and how many fit the budget {why}"
+        if context.capacity.get(unit) and not number(context):
+            return f"it takes {unit} in multiples of {multiple_of}, and the budget holds {context.capacity[unit]}"
+        return None if number(context) else f"it takes {unit}, and how many fit the budget {why}"
 
-    return Setting(words=number, refuse=refuse)
+    return Setting(words=lambda value, context: words.replace("{}", str(number(context))), refuse=refuse)
 
 
 NO_WORDS = Setting()  # any value, and no words: the model's folder has it, or the prompts keep to it

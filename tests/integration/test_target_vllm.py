@@ -54,6 +54,7 @@ def test_a_sweep_of_vllm(tmp_path):
         users = int(cell[-1])
         assert 64 * (12 - users) <= told["prefix_cache"]["hits"] <= 64 * 11
         assert told["metrics"]["completed"] == 12
+        assert told["metrics"]["total_cached_tokens"] == told["prefix_cache"]["hits"]  # each request was told
         counters = json.loads((run / "cells" / cell / "loads" / "1" / "counters.json").read_text())
         assert counters["generation_tokens_total"] == told["metrics"]["total_output_tokens"]
         assert 0 <= counters["kv_cache_usage_perc_peak"] < 1  # polled four times a second: it may miss a short load

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,15 @@ def cell(
         folder=Path("/nonexistent"),
         notes=notes or {},
     )
+
+
+def refused(served: int = 20, message: str = "Context size has been exceeded.", **how: Any) -> MeasuredCell:
+    """A cell of one repeat whose server answered ``served`` of 48 requests and the others with ``message``."""
+    failed = 48 - served
+    one = cell(failed=failed, throughput=(60.0,), **how)
+    one.repeats[0].metrics["failure_messages"] = {"server_error": {"message": message, "requests": failed}}
+    told = f"repeat 0: served {served} of 48 requests; {message!r} x {failed}"
+    return replace(one, valid=False, refused=(told,))
 
 
 def _measured(throughput: float, tpot: float, ttft: float) -> dict[str, Any]:

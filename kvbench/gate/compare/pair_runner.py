@@ -11,6 +11,7 @@ from kvbench.gate.timing.plan import CANDIDATE, SIDES, Turn, cell_rows
 from kvbench.gate.timing.rules import MetricRule
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.metric_names import value_of
+from kvbench.runs.repeats import not_comparable
 from kvbench.sweep.block import BlockRunner, Failure
 
 ATTEMPTS = 3  # of one configuration in one pair
@@ -139,7 +140,7 @@ class PairRunner:
             for cell in cells:
                 if (done := self.folder.done(cell, side, pair)) is not None:
                     loads[side, cell["name"]] = done
-                    reasons[side] += [f"{cell[side]}: {each}" for each in done["invalid_reasons"]]
+                    reasons[side] += [f"{cell[side]}: {each}" for each in not_comparable(done)]
                     faults[side] += [f"{cell[side]}: {each}" for each in done["server_faults"]]
         if any(reasons.values()):
             return reasons, faults

@@ -47,6 +47,7 @@ from kvbench.gate.verdict.terminal import print_verdict
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, Finding, Verdict
 from kvbench.lockstep.process import OPEN_LIMIT_S
 from kvbench.runs.folder import MANIFEST, RunFolder, create_run
+from kvbench.runs.repeats import not_comparable
 from kvbench.runs.resume import stored_workload
 from kvbench.runs.work import kept, orderly_end
 from kvbench.sweep.block import BlockRunner, Listener
@@ -306,7 +307,7 @@ class Comparison:
         for cell, side in itertools.product(cells, SIDES):
             done = folder.done(cell, side, repeat)
             if done is not None and not done["valid"]:
-                why = "; ".join(done["invalid_reasons"])
+                why = "; ".join(not_comparable(done))
                 text = f"repeat {repeat} of {cell[side]} of {side} is invalid ({why}), and ends what can be paired"
                 if repeat == 1:
                     raise MeasurementError(f"{text}: measure that run again")

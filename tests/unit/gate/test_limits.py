@@ -88,6 +88,9 @@ def test_what_nobody_measured_is_no_pass(limit, of, said):
 
 
 FAILED = cell(failed=3, reasons=("3 of 48 requests failed",))  # 0.0625 of them
+REFUSED = dataclasses.replace(
+    cell(failed=32), valid=False, refused=("repeat 1: served 16 of 48 requests; 'full' x 32",)
+)
 LEAKY = cell(server={"pages_owned_after": 1}, reasons=("1 page is still owned",))
 
 
@@ -97,6 +100,9 @@ LEAKY = cell(server={"pages_owned_after": 1}, reasons=("1 page is still owned",)
         (FAILED, Limit("metric", "failure_rate", high=0.05), FAIL),
         (FAILED, Limit("metric", "failure_rate", high=0.0625), INVALID),
         (cell(failed=3), Limit("metric", "failure_rate", high=0.0625), PASS),
+        (REFUSED, Limit("metric", "failure_rate", high=0.05), FAIL),
+        (REFUSED, Limit("metric", "failure_rate", high=0.7), PASS),  # it was measured
+        (REFUSED, Limit("metric", "p95_ttft_ms", high=1e6), INVALID),  # of a server that did less work
         (LEAKY, Limit("metric", "pages_owned_after", high=0), FAIL),
         (LEAKY, Limit("metric", "pages_owned_after", high=1), INVALID),
         (LEAKY, Limit("metric", "num_preemptions", high=-1), INVALID),
@@ -104,6 +110,10 @@ LEAKY = cell(server={"pages_owned_after": 1}, reasons=("1 page is still owned",)
 )
 def test_what_makes_a_cell_invalid_breaks_its_own_limit_all_the_same(of, limit, outcome):
     assert only(limit, of).outcome == outcome
+
+
+def test_a_refused_cell_says_what_its_server_refused():
+    assert "'full' x 32" in only(Limit("metric", "p95_ttft_ms", high=1e6), REFUSED).sentence
 
 
 def test_goodput_share_counts_those_that_failed_and_a_percentile_of_few_samples_says_so():

@@ -20,8 +20,8 @@ POINTS = (load_point("closed", concurrency=4, rate=None, num_requests=8),)
 class Sides:
     """Stands for the servers of both sides: each launch takes the next of what a side is told to do.
 
-    ``good``, a reason why the load is invalid, ``!reason`` for a fault of the server's own, ``dead`` for none at all,
-    ``client`` where the load client failed, ``silent`` for a load without ITL.
+    ``good``, a reason why the load is invalid, ``!reason`` for a fault of the server's own, ``?reason`` for what it
+    refused, ``dead`` for none at all, ``client`` where the load client failed, ``silent`` for a load without ITL.
     """
 
     def __init__(self, folder, **told):
@@ -44,10 +44,11 @@ class Sides:
                 if word in ("dead", "client"):
                     failures.append(Failure(cell.cell_id, block.repeat, word, of_server=word == "dead"))
                     continue
-                reasons = [] if word in ("good", "silent") else [word.removeprefix("!")]
-                faults = reasons if word.startswith("!") else []
+                reasons = [] if word in ("good", "silent") else [word.lstrip("!?")]
+                faults = reasons if word[0] in "!?" else []
                 path = self.folder.run(side, "w").load(cell.cell_id, block.repeat)
                 more = {"valid": not reasons, "invalid_reasons": reasons, "server_faults": faults}
+                more |= {"invalid_reasons": [], "refused": reasons[0]} if word[0] == "?" else {}
                 write_load(path, cell.cell_id, (1.0, 1.0, None if word == "silent" else 1.0), **more)
 
         return SimpleNamespace(run_block=run_block, failures=failures)
@@ -111,6 +112,7 @@ MANY = ATTEMPTS_TO_BLAME
     [
         ({"candidate": ["dead"] * MANY}, ["candidate"] * MANY),
         ({"candidate": ["!requests failed"] * MANY}, ["candidate"] * MANY),
+        ({"candidate": ["?served 20 of 52 requests"] * MANY}, ["candidate"] * MANY),
         ({"candidate": ["silent"] * MANY}, ["candidate"] * MANY),
         ({"base": ["dead"] * MANY}, ["base"] * ATTEMPTS),
         ({"base": ["others"] * MANY}, [None] * ATTEMPTS),

@@ -102,6 +102,7 @@ TURNAROUND = {"turnaround_p50_ms": 0.2, "turnaround_p99_ms": 11.13, "turnaround_
         ({}, {"client": {"short_outputs": 7}}, ("7 outputs",)),
         ({}, {"not_sent": 31}, ("31 later turns",)),
         ({}, {"first_failure": "truncated: it was cut"}, ("truncated: it was cut",)),
+        ({}, {"failure_messages": {"timeout": {"message": "late", "requests": 4}}}, ("timeout: 'late' x 4",)),
         ({}, {}, ("client: not calibrated",)),
         (calibrated(64, 0.1), {}, ("64 streams", "0.10 ms")),
         ({"machine": {"foreign_cpu_cores": 1.25}}, {}, ("this machine", "1.25")),
@@ -139,6 +140,8 @@ def test_the_client_queue_has_a_row_where_requests_waited_and_reasons_are_last()
     assert row.split()[4:6] == ["200.0", "200.0*"]
     assert waited.rstrip().endswith("INVALID: other processes used 2 cores")
     assert "queued" not in shown(result([0.3, 0.4]))
+    refused = shown(result([0.3], refused="served 1 of 3 requests; 'full' x 2", valid=False))
+    assert "REFUSED: the server served 1 of 3 requests; 'full' x 2" in refused and "INVALID" not in refused
 
 
 def test_each_plateau_of_the_rate_has_a_row():

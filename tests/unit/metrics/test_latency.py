@@ -193,6 +193,49 @@ def test_turns_that_were_never_sent_are_no_failures_and_the_first_failure_is_the
     check(summary(row()), first_failure=None)
 
 
+def test_cached_tokens_are_known_only_where_the_server_tells_them() -> None:
+    check(summary(row(cached_tokens=2), row(cached_tokens=None)), total_cached_tokens=2)
+    check(summary(row(cached_tokens=0)), total_cached_tokens=0)
+    check(summary(row(cached_tokens=None)), total_cached_tokens=None)
+
+
+def failed(kind: str, error: str, n: int = 1, **more: Any) -> list[dict]:
+    return [row(ok=False, error_kind=kind, error=error, **more) for _ in range(n)]
+
+
+def test_each_kind_of_failure_has_its_most_frequent_message() -> None:
+    got = summary(
+        *failed("timeout", "no answer in 20 s"),
+        *failed("server_error", "compute error", 2),
+        *(each for n in (700, 900, 800) for each in failed("server_error", f"request of {n} tokens is too long")),
+    )
+    assert list(got["failure_messages"]) == ["server_error", "timeout"]  # the most frequent first
+    # Messages that differ in their numbers only are one.
+    check(got, failure_messages__server_error={"message": "request of 700 tokens is too long", "requests": 3})
+    check(got, failure_messages__timeout={"message": "no answer in 20 s", "requests": 1})
+    check(summary(row()), failure_messages={}, refused_by_server=0)
+
+
+FULL = failed("server_error", "Context size has been exceeded.", 32, http_status=200)
+
+
+@pytest.mark.parametrize(
+    ("rows", "refused"),
+    [
+        (FULL, True),
+        (failed("http_error", "HTTP 503: queue is full", 2, http_status=503), True),
+        (failed("http_error", "HTTP 502: bad gateway", 2, http_status=502), False),  # a proxy's word
+        (failed("timeout", "no answer", 2), False),
+        (failed("dropped", "the connection closed", 2), False),
+        ([*FULL, *failed("truncated", "cut", 2)], False),  # more than 1 % of the requests
+    ],
+)
+def test_a_load_is_refused_where_the_server_answered_a_part_and_said_no_to_the_rest(rows: list, refused: bool) -> None:
+    assert metrics.is_refusal(summary(*rows, *(row() for _ in range(20)))) is refused
+    assert not metrics.is_refusal(summary(*rows))  # it answered nothing: something else is wrong
+    assert not metrics.is_refusal(summary(*rows[:2], *(row() for _ in range(200))))  # within the limit of failures
+
+
 def test_each_plateau_of_steps_has_figures_of_its_own() -> None:
     """2 requests/s for 40 s, then 5/s for 40 s, each answered in 0.5 s; in the second step the first token is late."""
     starts = np.concatenate([np.arange(0, 40, 0.5), np.arange(40, 80, 0.2)])

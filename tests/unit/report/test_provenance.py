@@ -19,7 +19,7 @@ from kvbench.report.provenance import (
     validity,
     warnings,
 )
-from tests.support.report_cells import cell, run
+from tests.support.report_cells import cell, refused, run
 
 LAG = tuple(f"repeat {i}: the client lagged: p99 {i}.5 ms, the limit is 1 ms." for i in (1, 2, 3))
 
@@ -34,6 +34,9 @@ LAG = tuple(f"repeat {i}: the client lagged: p99 {i}.5 ms, the limit is 1 ms." f
         (run(cell(reasons=("lag p99 3 ms",)), missing=("x",)), "invalid", "lag p99 3 ms"),
         (run(cell(reasons=())), "valid", ""),
         (run(cell(failed=2)), "valid", "6 of 144 requests failed"),
+        (run(refused()), "valid", "'Context size has been exceeded.' x 28"),
+        (run(refused(), missing=("x",)), "incomplete", "x"),
+        (run(dataclasses.replace(refused(), invalid_reasons=("lag",))), "invalid", "lag"),
     ],
 )
 def test_validity(shown: Any, status: str, reason: str) -> None:

@@ -27,7 +27,7 @@ from kvbench.report.style import looks
 from kvbench.report.wording import headline
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.read import read_run
-from tests.support.report_cells import cell
+from tests.support.report_cells import cell, refused
 from tests.support.report_cells import run as run_of_cells
 from tests.support.synthetic_run import VARIANTS
 
@@ -204,6 +204,16 @@ def test_no_ratio_of_an_invalid_pair_is_anywhere_in_the_report() -> None:
     figures = " ".join(drawing.figure.to_json() + drawing.title for drawing in drawings(broken))
     for text in (visible(page(broken)), markdown(broken), out.getvalue(), figures):
         assert "2.07" not in text and "--resume" in visible(page(broken))
+
+
+def test_the_console_table_says_what_a_server_refused_and_the_page_shows_it_hatched() -> None:
+    shown, out = run_of_cells(refused(), cell("contiguous")), io.StringIO()
+    rich.console.Console(file=out, width=80).print(console_table(shown))
+    text = " ".join(out.getvalue().split())
+    assert "! paged (page 16)" in text and "! contiguous" not in text and "invalid" not in text
+    assert "refused: paged (page 16) at 24 at once: repeat 0: served 20 of 48 requests" in text
+    bars = next(drawing for drawing in drawings(shown) if drawing.key == "headline")
+    assert "Hatched: refused." in bars.caption and "<b>refused</b>" in str(bars.figure.to_dict())
 
 
 def test_ecdf_keeps_real_points_and_both_ends() -> None:

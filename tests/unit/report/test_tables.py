@@ -12,7 +12,7 @@ from kvbench.report.client_quality import quality_sentences, quality_table
 from kvbench.report.sections import class_table, effect_table, plateau_table, sections, turn_table
 from kvbench.report.tables import Table, Value, flat_rows, main_table
 from kvbench.runs.model import MeasuredCell, Run
-from tests.support.report_cells import cell, run
+from tests.support.report_cells import cell, refused, run
 
 
 def changed(one: MeasuredCell, metrics: dict[str, Any] | None = None, cache: Any = (), **pooled: Any) -> MeasuredCell:
@@ -122,6 +122,24 @@ def test_the_csv_says_of_which_window_its_throughput_is() -> None:
     one, other = cell(), changed(cell("contiguous"), {"steady_output_throughput": None, "output_throughput": 9.0})
     found = {row["cell_id"]: row["output_tokens_per_s_window"] for row in flat_rows(run(one, other))}
     assert found == {one.cell_id: "steady window", other.cell_id: "whole run"}
+
+
+def test_a_refused_cell_is_marked_and_has_its_servers_message() -> None:
+    shown = run(refused(), cell("contiguous"))
+    found = entries(main_table(shown), "paged (page 16)")
+    assert found["failed"].text == "28 of 48"
+    assert found["failed"].note == "server_error: 'Context size has been exceeded.' x 28"
+    assert found["configuration"].note == "baseline, refused"
+    flat = next(row for row in flat_rows(shown) if row["configuration"] == "paged (page 16)")
+    assert flat["valid"] is False and "x 28" in flat["refused"] and flat["invalid_reasons"] == ""
+    assert [row[2] for row in texts(quality_table(shown))] == ["yes", "yes"]
+
+
+def test_messages_of_repeats_are_counted_together() -> None:
+    one = cell(failed=2)
+    for repeat, (message, n) in zip(one.repeats, (("full", 2), ("busy", 3), ("full", 2)), strict=True):
+        repeat.metrics["failure_messages"] = {"server_error": {"message": message, "requests": n}}
+    assert entries(main_table(run(one)))["failed"].note == "server_error: 'full' x 4"
 
 
 def test_effects_are_ratios_to_the_baseline_the_highest_load_first() -> None:

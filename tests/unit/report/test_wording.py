@@ -15,7 +15,7 @@ from kvbench.report.tables import flat_rows, main_table
 from kvbench.report.wording import conclusions, headline, kernel_cost, ledger_sentence, reservation, tiles
 from kvbench.runs.kv_ledger import SLOT_USES
 from kvbench.runs.model import MeasuredCell, Run
-from tests.support.report_cells import cell, run
+from tests.support.report_cells import cell, refused, run
 
 FAST = {"throughput": (200.0,) * 3}
 SCATTERED = {"throughput": (97.8, 423.0, 462.0), "tpot": (216.0, 30.0, 43.0)}
@@ -174,6 +174,18 @@ def test_without_a_pair_the_best_is_named_and_what_it_is_not_told_apart_from() -
     assert headline(run(*cells, **swept)).startswith("Without a contiguous cell")
     unclear = headline(run(cell(**FAST), cell(page_size=8, throughput=(90.0, 190.0, 300.0))))
     assert "No verdict on which is best" in unclear and "not told apart from paged (page 8)" in unclear
+
+
+def test_a_server_that_refused_requests_is_said_with_its_message_and_compared_with_none() -> None:
+    told = "served 20 of 48 requests and refused the others ('Context size has been exceeded.' x 28)"
+    alone = headline(run(refused()))
+    assert told in alone and "No verdict" in alone and "invalid" not in alone
+    pair_of = headline(run(refused(), cell("contiguous", baseline=False)))
+    assert told in pair_of and "No verdict" in pair_of and "invalid" not in pair_of and "x the output" not in pair_of
+    beside = headline(run(cell(**FAST), refused(page_size=8)))
+    assert "Only paged (page 16) served its load" in beside and told in beside and "validly" not in beside
+    low = headline(run(*pair(FAST), refused(load=3), cell("contiguous", load=3)))
+    assert "2.00x" in low and "at 3 there is no verdict (requests were refused)" in low
 
 
 def test_nothing_is_compared_with_a_measurement_that_is_invalid() -> None:

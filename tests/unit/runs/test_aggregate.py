@@ -129,6 +129,14 @@ def test_disturbed_repeats_are_in_no_figure_where_others_are_valid(
     assert (summary["valid"], summary["invalid_repeats"], summary["invalid_reasons"]) == (valid, left_out, reasons)
 
 
+def test_a_refused_load_makes_its_cell_refused_and_not_invalid(tmp_path: Path) -> None:
+    refused = {"refused": "served 20 of 52 requests; 'full' x 32"}
+    summary = aggregated(tmp_path, CLOSED, [FRAME] * 3, each=[GOOD, refused, BUSY])
+    assert not summary["valid"] and summary["invalid_reasons"] == []
+    assert summary["refused"] == ["repeat 2: served 20 of 52 requests; 'full' x 32"]
+    assert summary["invalid_repeats"] == {"3": ["busy"]}
+
+
 GAMMA = {"burstiness": 0.25, "max_concurrency": 7}
 
 

@@ -71,6 +71,16 @@ def test_what_the_server_did_is_measured_again_only_by_a_resume(done: dict[str, 
     assert keys(blocks_left(BLOCKS, Measured(measured.done))) == [first]
 
 
+def test_a_load_that_the_server_refused_is_measured_and_in_no_comparison() -> None:
+    measured, (first, *_) = taken(6), keys(BLOCKS)
+    measured.done[first] = load() | {"refused": "served 20 of 52 requests; 'full' x 32"}
+    assert blocks_left(BLOCKS, measured) == [] == blocks_left(BLOCKS, Measured(measured.done))  # of a resume, too
+    cell = BLOCKS[0].cells[0]
+    assert sorted(measured.valid(cell)) == [repeat for repeat in range(1, 7) if repeat != BLOCKS[0].repeat]
+    measured.done[first] |= load(disturbed=True)
+    assert keys(blocks_left(BLOCKS, measured)) == [first]  # what was disturbed as well is
+
+
 @pytest.mark.parametrize("passed", [False, True])
 def test_a_load_whose_client_passes_later_what_it_had_failed_is_measured_again(tmp_path: Path, passed: bool) -> None:
     run, (first, *_), settings = RunFolder(tmp_path), keys(BLOCKS), settings_for(ClientLoad(4))

@@ -91,6 +91,15 @@ def test_llama_cpp_serves_gguf_files_only(source, folders):
     assert folders.get({"model": str(source / "m.gguf")}, drop_eos=False, model_format="gguf").vocab_size is None
 
 
+def test_llama_cpp_gets_random_weights_as_a_gguf_file(folders, tmp_path):
+    (tmp_path / "tiny.json").write_text(json.dumps(MODEL | {"head_dim": 32}))
+    settings = {"model": str(tmp_path / "tiny.json"), "load_format": "dummy", "dtype": "float32", "device": "cpu"}
+    served = folders.get(settings, drop_eos=False, model_format="gguf")
+    assert served.path.read_bytes()[:4] == b"GGUF"
+    assert (served.vocab_size, served.max_positions) == (512, 512) and served.facts["weights_fingerprint"]
+    assert folders.get(settings, drop_eos=False, model_format="gguf") is served
+
+
 @pytest.mark.parametrize(("code", "error"), [(2, UsageError), (1, MeasurementError)])
 def test_an_export_that_fails_says_why(folders, monkeypatch, code, error):
     real = model_export.processes.launch

@@ -60,7 +60,10 @@ def reasons(preset, **more):
             "tgi", ON_GPU, "PROGRAM --model-id /m --hostname 127.0.0.1 --port 81",
             "--max-batch-total-tokens 6208, --max-total-tokens 2048 --max-input-tokens 2047",
         ),
-        ("llamacpp", ON_GPU, "PROGRAM --model /m ", "--ctx-size 6208, --slot-save-path /s"),
+        (  # it would round 6,208 tokens up to 6,400, and its KV cache is float16 where nothing is said
+            "llamacpp", ON_GPU | {"dtype": "float32"}, "PROGRAM --model /m ",
+            "--ctx-size 6144, --slot-save-path /s, --cache-type-k f32 --cache-type-v f32",
+        ),
         (
             "transformers",
             SETTINGS | {"enable_prefix_caching": True, "kv_budget": "97MiB", "max_num_batched_tokens": 512},
@@ -74,6 +77,12 @@ def test_a_server_gets_the_settings_in_its_own_words(preset, settings, begins, e
     assert PRESETS[preset].refusals(where) == []
     line = " ".join(PRESETS[preset].launch_command(where, model="/m", port=81, scratch="/s"))
     assert line.startswith(begins) and all(f" {words}" in line for words in expected.split(", "))
+
+
+def test_a_budget_below_what_a_server_can_have_is_refused():
+    small = Context({"kv_budget": "1MiB"}, {"capacity_tokens": 255}, None, "PROGRAM")
+    (reason,) = PRESETS["llamacpp"].refusals(small)  # --ctx-size 0 would be the model's own length
+    assert "multiples of 256" in reason and "255" in reason
 
 
 def test_environments_of_the_launch():
@@ -102,6 +111,7 @@ def test_environments_of_the_launch():
         ("sglang", {"enable_chunked_prefill": False}, "max_num_batched_tokens must be given"),
         ("tgi", {"page_size": 32, "device": "cuda"}, "the page size follows"),
         ("llamacpp", {"kv_cache_dtype": "fp8_e4m3", "page_size": None}, "quantised KV caches"),
+        ("llamacpp", {"dtype": "float64", "page_size": None}, "float32, float16 or bfloat16"),
         ("transformers", {"max_num_seqs": 8, "in_flight": 9}, "may have more requests in flight"),
         ("transformers", {"max_num_seqs": 8, "in_flight": None}, "may have more requests in flight"),
         ("transformers", {"enable_prefix_caching": False}, "cannot say no"),

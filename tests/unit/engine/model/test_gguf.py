@@ -1,0 +1,116 @@
+"""The GGUF file of a Llama model, read back by the format's own rules."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from engine.model.gguf import write_gguf
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40, "max_position_embeddings": 64,
+}  # fmt: skip
+DTYPES = {0: np.float32, 1: np.float16}
+PLAIN = {4: "<I", 5: "<i", 6: "<f", 7: "<?"}
+
+
+class Reader:
+    """Metadata and tensors of a GGUF file of version 3."""
+
+    def __init__(self, path: Path) -> None:
+        self.data, self.at = path.read_bytes(), 4
+        assert self.data[:4] == b"GGUF" and self.take("<I") == 3
+        tensors, metadata = self.take("<Q"), self.take("<Q")
+        self.metadata = {self.string(): self.value(self.take("<I")) for _ in range(metadata)}
+        heads = [self.head() for _ in range(tensors)]
+        begin = -(-self.at // 32) * 32
+        self.tensors = {}
+        for name, shape, kind, offset in heads:
+            assert offset % 32 == 0
+            found = np.frombuffer(self.data, DTYPES[kind], int(np.prod(shape)), begin + offset)
+            self.tensors[name] = found.reshape(shape[::-1])
+
+    def take(self, form: str):
+        (value,) = struct.unpack_from(form, self.data, self.at)
+        self.at += struct.calcsize(form)
+        return value
+
+    def string(self) -> str:
+        size = self.take("<Q")
+        self.at += size
+        return self.data[self.at - size : self.at].decode()
+
+    def value(self, kind: int):
+        if kind == 8:
+            return self.string()
+        if kind == 9:
+            of, count = self.take("<I"), self.take("<Q")
+            return [self.value(of) for _ in range(count)]
+        return self.take(PLAIN[kind])
+
+    def head(self):
+        name, dimensions = self.string(), self.take("<I")
+        return name, [self.take("<Q") for _ in range(dimensions)], self.take("<I"), self.take("<Q")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_weight_is_in_the_file_under_the_name_that_llama_cpp_looks_for(tmp_path, dtype):
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, rms_norm_eps=1e-3)).to(dtype)
+    write_gguf(model, tmp_path / "m.gguf")
+    file, weights = Reader(tmp_path / "m.gguf"), model.state_dict()
+    assert len(file.tensors) == len(weights) == 3 + 2 * 9
+
+    def same(name: str, original: str) -> bool:
+        return np.array_equal(file.tensors[name], weights[original].numpy())
+
+    assert same("token_embd.weight", "model.embed_tokens.weight") and same("output.weight", "lm_head.weight")
+    assert same("blk.1.ffn_down.weight", "model.layers.1.mlp.down_proj.weight")
+    assert same("blk.0.attn_v.weight", "model.layers.0.self_attn.v_proj.weight")
+    assert file.tensors["blk.0.attn_norm.weight"].dtype == np.float32  # llama.cpp wants vectors so
+    assert file.tensors["output.weight"].dtype == weights["lm_head.weight"].numpy().dtype
+    facts = file.metadata
+    assert facts["llama.attention.head_count_kv"] == 2 and facts["llama.block_count"] == 2
+    assert facts["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-3)
+    assert facts["tokenizer.ggml.tokens"][17] == "\u258117" and len(facts["tokenizer.ggml.tokens"]) == 40
+
+
+def test_queries_and_keys_are_ordered_for_a_rope_of_neighbouring_pairs(tmp_path):
+    """llama.cpp turns rows 2i and 2i + 1 of a head together, Hugging Face rows i and i + head_dim / 2."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    write_gguf(model, tmp_path / "m.gguf")
+    file = Reader(tmp_path / "m.gguf")
+    for name, original in (("attn_q", "q_proj"), ("attn_k", "k_proj")):
+        rows = model.state_dict()[f"model.layers.0.self_attn.{original}.weight"].numpy()
+        for head in range(len(rows) // 8):
+            mine = file.tensors[f"blk.0.{name}.weight"][head * 8 : head * 8 + 8]
+            theirs = rows[head * 8 : head * 8 + 8]
+            assert np.array_equal(mine[0::2], theirs[:4]) and np.array_equal(mine[1::2], theirs[4:])
+
+
+def test_tied_embeddings_are_written_once(tmp_path):
+    write_gguf(LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)), tmp_path / "m.gguf")
+    assert "output.weight" not in Reader(tmp_path / "m.gguf").tensors
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)), "qwen3"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3)), "llama3"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)), "attention_bias"),
+    ],
+)
+def test_what_the_file_cannot_say_is_refused_with_the_way_out(tmp_path, model, why):
+    with pytest.raises(ValueError, match=rf"{why}.*convert_hf_to_gguf\.py"):
+        write_gguf(model(), tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
