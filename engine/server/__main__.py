@@ -28,7 +28,7 @@ from engine.startup import no_garbage_collection, set_spin_count
 
 GRACE_SECONDS = 2  # for handlers to send their last events after the requests have been aborted
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_GPU_DRIVER = Path("/dev/nvidiactl")
+_GPU_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")))  # Linux, Jetson, WSL
 
 
 class Server(uvicorn.Server):
@@ -149,7 +149,7 @@ def planned_length(config: EngineConfig) -> int | None:
     if spec.attention_shape() is None:  # a config with other keys: only the loaded model tells its KV
         config.check_against_model(spec.max_positions)
         return None
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not _GPU_DRIVER.exists())
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not any(map(Path.exists, _GPU_DRIVERS)))
     return plan_engine(config, on_cpu=on_cpu, may_lower=True).config.max_model_len
 
 

@@ -5,9 +5,9 @@
     locust -f kvbench/load/locustfile.py --host http://127.0.0.1:8000 --headless --processes 4
 
 Beside each request (POST) there are rows TTFT, ITL and TPOT for each class; the row Aggregated is that of the requests
-alone. In closed loop ``--users`` is the concurrency; the test ends when the workload's requests are used up, or
-``--run-time`` after its first request, if that is sooner. ``kvbench load`` remains the way to measure: it also raises
-its priority, keeps the garbage collector out and checks clocks.
+alone. In closed loop ``--users`` is the concurrency; the test ends when the workload's requests are used up. With
+``--headless`` it ends ``--run-time`` after its first request, if that is sooner. ``kvbench load`` remains the way to
+measure: it also raises its priority, keeps the garbage collector out and checks clocks.
 """
 
 from __future__ import annotations

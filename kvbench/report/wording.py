@@ -193,7 +193,7 @@ def refusal_sentence(cells: Sequence[MeasuredCell]) -> str:
     refused = [cell for cell in cells if cell.doubt == "refused"]
     found = [
         f"{cell.name} served {cell.count('completed')} of {cell.count('failed') + cell.count('completed')} requests "
-        f"and refused the others ({words.failure_words(cell.failure_messages)})"
+        f"and refused the others ({words.failure_words(cell.failure_messages, failed=cell.count('failed'))})"
         for cell in refused
     ]
     return f"At {refused[0].load.label} {words.listing(found)}." if found else ""

@@ -14,7 +14,7 @@ from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
 from kvbench.load import launch
-from kvbench.measure.load import LoadSetup, measure_load
+from kvbench.measure.load import LoadSetup, UnstoredError, measure_load
 from kvbench.measure.warm_up import warm_up
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.targets.base import Target, contradiction, reason_of
@@ -178,7 +178,7 @@ class BlockRunner:
                 done = {**drawn, **facts, **measured}
                 write_json(out / DONE, done)
         except OSError as error:  # a full disk: what was measured is told at least
-            if done := done or dict(getattr(error, "result", {})):
+            if done := done or (dict(error.result) if isinstance(error, UnstoredError) else {}):
                 self.listener.load_finished(cell, repeat, done)
             raise
         self.listener.load_finished(cell, repeat, done)

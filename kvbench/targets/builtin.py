@@ -95,6 +95,8 @@ def engine_settings_schema() -> dict[str, dict[str, Any]]:
             kind = {"enum": [*CHOICES[field.name], *aliases]}
         elif field.name in BYTE_SETTINGS:
             kind = {"type": ["integer", "string"]}
+        if field.default is None:
+            kind = {"anyOf": [kind, {"type": "null"}]}
         text = HELP[field.name].replace("%%", "%").rstrip(".")
         found[field.name] = {**kind, "description": text, "default": field.default}
     return found
