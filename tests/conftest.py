@@ -1,4 +1,4 @@
-"""Tests of sweeps and loads do without the client's calibration, which has tests of its own."""
+"""The environment of all tests: no calibration of the load client, which has tests of its own, no terminal's width."""
 
 import os
 
