@@ -73,6 +73,7 @@ class Dialect(StrictModel):
     content). ``token_id_prompts``: a prompt may be a list of token ids (else its text is sent). ``ignore_eos``: the
     field of that name is understood and sent. ``return_token_ids``: likewise. ``extra_body``: merged into
     each request's JSON. ``endpoint``: path of the completions.
+    ``keep_alive``: a connection may carry several requests; False for a server that closes it without saying so.
     ``finish_reasons``: those of a stream that came to its end; any other (abort, error, timeout) is a failure.
     """
 
@@ -82,6 +83,7 @@ class Dialect(StrictModel):
     token_id_prompts: bool = True
     ignore_eos: bool = True
     return_token_ids: bool = True
+    keep_alive: bool = True
     finish_reasons: list[str] = Field(default_factory=lambda: [*_FINISHED])
     extra_body: dict[str, Any] = Field(default_factory=dict)
     endpoint: str = "/v1/completions"
@@ -133,6 +135,7 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
         "Content-Type: application/json",
         "Accept: text/event-stream",
         "x-kvbench-stamp: 1",  # the built-in server then says when it sent each chunk; others ignore it
+        *([] if dialect.keep_alive else ["Connection: close"]),
         *([f"Authorization: Bearer {api_key(spec.api_key_env)}"] if spec.api_key_env else []),
         f"Content-Length: {len(payload)}",
     ]

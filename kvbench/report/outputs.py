@@ -15,6 +15,7 @@ from kvbench.common.text import and_more
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
 from kvbench.report.tables import MEDIANS, WHOLE_RUN, Value, flat_rows, main_table
+from kvbench.report.wording import served_words
 from kvbench.runs.model import MeasuredCell, Run
 
 _HEADS = {
@@ -86,10 +87,7 @@ def _caption(table: Table, run: Run) -> Text | None:
     }
     lines = [Text(words) for mark, words in known.items() if mark in entries]
     doubts = [
-        f"! refused: {cell.name} at {cell.load.short}: {refused}"
-        for cell in run.by_load
-        if cell.doubt == "refused"
-        for refused in cell.refused
+        f"! {cell.name} at {cell.load.short} {served_words(cell)}" for cell in run.by_load if cell.doubt == "refused"
     ]
     doubts += ["! invalid measurement"] if any(cell.doubt == "invalid" for cell in run.cells) else []
     lines += [Text(words, style="red") for words in doubts]

@@ -188,15 +188,18 @@ def _decided_in_engine_time(run: Run, pair: PairedComparison | None) -> str:
     return f"In {run.engine_time.label}, {names}: output tokens/s {effect}."
 
 
+def served_words(cell: MeasuredCell) -> str:
+    """served 20 of 48 requests and refused the others ('Context size has been exceeded.' x 28)"""
+    served, failed = cell.count("completed"), cell.count("failed")
+    why = words.failure_words(cell.failure_messages, failed=failed)
+    return f"served {served} of {served + failed} requests and refused the others ({why})"
+
+
 def refusal_sentence(cells: Sequence[MeasuredCell]) -> str:
     """How much the servers of refused cells served at one load, and their message; empty without such a cell."""
     refused = [cell for cell in cells if cell.doubt == "refused"]
-    found = [
-        f"{cell.name} served {cell.count('completed')} of {cell.count('failed') + cell.count('completed')} requests "
-        f"and refused the others ({words.failure_words(cell.failure_messages, failed=cell.count('failed'))})"
-        for cell in refused
-    ]
-    return f"At {refused[0].load.label} {words.listing(found)}." if found else ""
+    found = words.listing([f"{cell.name} {served_words(cell)}" for cell in refused])
+    return f"At {refused[0].load.label} {found}." if found else ""
 
 
 def _pair_sentence(run: Run, pairs: list[PairedComparison], most: int) -> str:

@@ -117,8 +117,11 @@ class MeasuredCell:
 
     @property
     def has_steady(self) -> bool:
-        """Whether every repeat has a steady window; throughputs of both kinds are never mixed."""
-        return len(self.per_repeat(_THROUGHPUT)) == len(self.repeats)
+        """Whether every repeat has a steady window; throughputs of both kinds are never mixed.
+
+        Requests that a server refuses in the window end at once, so what it served is seen over the whole load.
+        """
+        return not self.refused and len(self.per_repeat(_THROUGHPUT)) == len(self.repeats)
 
     def throughput(self, steady: bool | None = None) -> dict[int, float]:
         """Output tokens/s by repeat: of the steady window, or of the whole run where a repeat has none."""

@@ -238,8 +238,15 @@ class LaunchedTarget(ProcessTarget):
         return [_shown(word) for word in words]
 
     def reset_prefix_cache(self) -> bool | None:
-        """As ``Target``; a cache that the launch switched off is empty."""
-        return True if self.launcher.cache_is_off(self._settings) else super().reset_prefix_cache()
+        """As ``Target``; a cache that the launch switched off is empty.
+
+        Slots (llama.cpp) are emptied even so: the KV that each holds of its last request makes later ones slower.
+        """
+        off = self.launcher.cache_is_off(self._settings)
+        if off and "{slot}" not in (self.preset.reset_path or ""):
+            return True
+        emptied = super().reset_prefix_cache()
+        return True if off and emptied is None else emptied
 
 
 def _text_of_ids(served: ServedModel) -> TextOfIds | None:

@@ -305,7 +305,7 @@ LLAMACPP = Preset(
     name="llamacpp",
     title="llama.cpp",
     program="llama-server",
-    # A kept-alive connection holds an HTTP thread; the default is --parallel + 2.
+    # A connection holds an HTTP thread, also while its request waits for a slot; the default is --parallel + 2.
     command="{program} --model {model} --host 127.0.0.1 --port {port} --metrics --slots --slot-save-path {scratch}"
     " --kv-unified --cache-ram 0 --no-context-shift --no-ui --threads-http 256",
     settings={
@@ -354,7 +354,7 @@ LLAMACPP = Preset(
     start_guess_s=10.0,
     version_path="/props",
     version_key="build_info",
-    dialect=_NO_IDS_BACK,
+    dialect=_NO_IDS_BACK.model_copy(update={"keep_alive": False}),  # it closes the connection behind every stream
     model_format="gguf",
     quirks=(
         "the prompt cache is one per slot: a prefix is reused where a request meets the slot that has it",

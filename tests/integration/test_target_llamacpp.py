@@ -44,5 +44,8 @@ def test_a_sweep_of_llama_cpp(tmp_path):
     assert two["metrics"]["completed"] == 20 and two["refused"] is None
     # Each request says how many of its tokens were cached, and so does /metrics: the 32 shared, once a slot has them.
     assert two["metrics"]["total_cached_tokens"] == two["prefix_cache"]["hits"] >= 18 * 32
+    # It closes the connection behind a stream: a request that is sent on it would fail, or be sent twice.
+    load = json.loads((run / "cells" / "paged-c2" / "loads" / "1" / "load.json").read_text())
+    assert load["client"]["reopened_connections"] == 0 and load["completed"] == 20
     # Five at once need up to 5 x 100 tokens and there are 256: it fails those that run.
     assert "Context size has been exceeded" in five["refused"] and five["metrics"]["completed"] > 0

@@ -35,6 +35,7 @@ def test_the_request_speaks_the_servers_dialect() -> None:
     head, body = parts(request, dialect=other | {"extra_body": {"min_tokens": 3}})
     assert head.startswith(b"POST /p/generate HTTP/1.1")
     assert body.keys() == {"model", "prompt", "max_tokens", "temperature", "stream", "min_tokens"}
+    assert b"Connection" not in head and b"\r\nConnection: close" in parts(request, dialect={"keep_alive": False})[0]
     with pytest.raises(ValueError, match="request 0 is a prompt of token ids, which this server does not take"):
         parts(request, dialect={"token_id_prompts": False})
     assert parts(RequestSpec(0, "a", (5,), "five", 3), dialect={"token_id_prompts": False})[1]["prompt"] == "five"

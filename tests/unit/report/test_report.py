@@ -211,7 +211,7 @@ def test_the_console_table_says_what_a_server_refused_and_the_page_shows_it_hatc
     rich.console.Console(file=out, width=80).print(console_table(shown))
     text = " ".join(out.getvalue().split())
     assert "! paged (page 16)" in text and "! contiguous" not in text and "invalid" not in text
-    assert "refused: paged (page 16) at 24 at once: repeat 0: served 20 of 48 requests" in text
+    assert "! paged (page 16) at 24 at once served 20 of 48 requests and refused the others" in text
     bars = next(drawing for drawing in drawings(shown) if drawing.key == "headline")
     assert "Hatched: refused." in bars.caption and "<b>refused</b>" in str(bars.figure.to_dict())
 

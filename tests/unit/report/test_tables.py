@@ -130,6 +130,7 @@ def test_a_refused_cell_is_marked_and_has_its_servers_message() -> None:
     assert found["failed"].text == "28 of 48"
     assert found["failed"].note == "server_error: 'Context size has been exceeded.' x 28"
     assert found["configuration"].note == "baseline, refused"
+    assert found["output_tokens_per_s"].note == "one repeat\nwhole run"  # what it served, over the whole load
     flat = next(row for row in flat_rows(shown) if row["configuration"] == "paged (page 16)")
     assert flat["valid"] is False and "x 28" in flat["refused"] and flat["invalid_reasons"] == ""
     assert [row[2] for row in texts(quality_table(shown))] == ["yes", "yes"]

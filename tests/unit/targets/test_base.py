@@ -22,6 +22,8 @@ from kvbench.requests.request import RequestSpec
 from kvbench.targets import base
 from kvbench.targets.base import Access, ModelFacts, Target, contradiction
 from kvbench.targets.builtin import check_configuration
+from kvbench.targets.launch_plan import Launcher
+from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.presets import GENERIC, PRESETS
 from kvbench.targets.prompt_texts import ids_as_words
 from kvbench.targets.running import OpenAITarget
@@ -210,6 +212,23 @@ def test_the_prefix_cache_is_emptied_as_each_server_has_it(preset, answers, expe
         else:
             assert target.reset_prefix_cache() is expected
             assert set(posted(server)) >= {path for path in answers if "erase" in path}  # every slot
+
+
+@pytest.mark.parametrize(
+    ("preset", "answers", "posts"),
+    [
+        ("llamacpp", {"/slots": (200, [{"id": 0}]), "/slots/0?action=erase": (200, {})}, ["/slots/0?action=erase"]),
+        ("llamacpp", {}, []),  # a command of the user's own, without --slots
+        ("vllm", {"/reset_prefix_cache": (200, {})}, []),
+    ],
+)
+def test_a_cache_that_is_off_is_empty_and_slots_are_emptied_of_the_kv_they_hold(preset, answers, posts):
+    with scripted_server(answers) as server:
+        target = LaunchedTarget(Launcher(PRESETS[preset], "", lambda settings: {}), SimpleNamespace())
+        Target.__init__(target, server.url, preset=PRESETS[preset])
+        target._settings = {"enable_prefix_caching": False}
+        assert target.reset_prefix_cache() is True and posted(server) == posts
+        target.stop()
 
 
 def load(state="cold"):
