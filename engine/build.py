@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
@@ -12,7 +13,7 @@ from engine.engine import Engine
 from engine.execution.executor import TorchExecutor, available_cpus
 from engine.execution.graphs import cuda_capture
 from engine.execution.warm_steps import run_padding_steps
-from engine.kv.budget import capacity_of
+from engine.kv.budget import capacity_of, settle_length
 from engine.kv.layouts import make_kv_manager
 from engine.kv.manager import KVManager
 from engine.model.compiler import cannot_compile
@@ -21,18 +22,24 @@ from engine.model.loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
 from kernels.cpu_memory import keep_freed_memory
 
+Tell = Callable[[str], None]
 GPU_SHARE = 0.8  # of the memory that is free once the weights are there; the rest is for activations
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """Load the model, size the KV cache, warm up the kernels.
+def build_engine(config: EngineConfig, tell: Tell = lambda phase: None) -> Engine:
+    """Load the model, size the KV cache, warm up the kernels. ``tell`` is called as each phase begins.
+
+    A max_model_len that is not given is lowered to what the KV cache holds (``engine.kv.budget.settle_length``).
 
     Raises:
         ValueError: a setting, the model or their combination is impossible; one sentence says which and what to do.
     """
     if config.device != "cuda":
         torch.set_num_threads(cpu_threads(config))
-    return assemble_engine(config, load_model(config))
+    tell("building the model")
+    loaded = load_model(config)
+    tell("compiling kernels")
+    return assemble_engine(config, loaded, may_lower=True)
 
 
 def cpu_threads(config: EngineConfig) -> int:
@@ -40,11 +47,15 @@ def cpu_threads(config: EngineConfig) -> int:
     return config.num_threads or available_cpus()
 
 
-def assemble_engine(config: EngineConfig, loaded: LoadedModel) -> Engine:
-    """An engine around a model that is loaded already. Raises ValueError as ``build_engine`` does."""
-    config = config.check_against_model(loaded.info.max_model_len)
+def assemble_engine(config: EngineConfig, loaded: LoadedModel, *, may_lower: bool = False) -> Engine:
+    """An engine around a model that is loaded already. Raises ValueError as ``build_engine`` does.
+
+    ``may_lower``: a max_model_len that is not given. Engines that are compared must not differ in it unnoticed.
+    """
     if config.kv_budget is None:
         config = EngineConfig(**{**asdict(config), "kv_budget": default_budget(loaded.device)})
+    limit = loaded.info.max_model_len
+    config = settle_length(config, limit, loaded.kv_shape, config.kv_budget, may_lower=may_lower)
     if config.async_scheduling is None:  # on a CPU, the thread that would plan the next step computes this one
         config = EngineConfig(**{**asdict(config), "async_scheduling": loaded.device.type == "cuda"})
     if loaded.backend.name == "numba" and not config.torch_compile:

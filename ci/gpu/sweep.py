@@ -94,7 +94,8 @@ def summarise(report: PartReport, cells: list[dict[str, Any]], label: str) -> No
             [
                 str(cell["cell_id"]),
                 str(cell["valid"]),
-                _shown(cell, "output_tokens_per_s"),
+                _shown(cell, "output_tokens_per_s")
+                + " (whole run)" * (cell.get("output_tokens_per_s_window") == "whole run"),
                 _shown(cell, "ratio", "{:.2f}"),
                 f"{_shown(cell, 'ttft_ms_p50')} / {_shown(cell, 'ttft_ms_p95')}",
                 _shown(cell, "itl_ms_p50", "{:.1f}"),

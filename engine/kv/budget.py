@@ -8,7 +8,7 @@ the capacity, are not counted.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig, format_bytes
 from kernels.kv_formats import find_format
@@ -108,6 +108,29 @@ def capacity_of(config: EngineConfig, shape: KVShape, budget_bytes: int) -> KVCa
         host_slots=host_slots,
         swap_space_bytes=swap_bytes,
     )
+
+
+def settle_length(
+    config: EngineConfig, model_max_len: int | None, shape: KVShape, budget_bytes: int, *, may_lower: bool
+) -> EngineConfig:
+    """``config`` with max_model_len settled: as given, else the model's own limit.
+
+    ``may_lower``: one that is not given is at most what the budget holds of one sequence. Raises ValueError as
+    ``EngineConfig.check_against_model``; a budget that is too small for any sequence is refused by ``capacity_of``.
+    """
+    if may_lower and config.max_model_len is None and model_max_len is not None:
+        longest = _longest_sequence(config, shape, budget_bytes)
+        if 0 < longest < model_max_len:
+            config = replace(config, max_model_len=longest)
+    return config.check_against_model(model_max_len)
+
+
+def _longest_sequence(config: EngineConfig, shape: KVShape, budget_bytes: int) -> int:
+    """Tokens of the longest sequence that the budget holds, whole pages of it in the paged layout."""
+    slot_bytes, row_bytes = shape.slot_bytes(config.kv_cache_dtype), config.max_num_seqs * PAGE_TABLE_ENTRY_BYTES
+    if config.layout == "contiguous":
+        return max(0, budget_bytes - row_bytes) // slot_bytes
+    return budget_bytes // (config.page_size * slot_bytes + row_bytes) * config.page_size
 
 
 def _swap_capacity(config: EngineConfig, budget_bytes: int, unit: int, slot_bytes: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import uvicorn
 
@@ -18,6 +19,7 @@ from engine.async_engine import AsyncEngine, EngineThread
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.spec import find_model
+from engine.planning import plan_engine
 from engine.server.app import create_app
 from engine.server.arguments import ServeOptions, build_parser, options_of
 from engine.server.step_log import StepLog
@@ -26,6 +28,7 @@ from engine.startup import no_garbage_collection, set_spin_count
 
 GRACE_SECONDS = 2  # for handlers to send their last events after the requests have been aborted
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_GPU_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")))  # Linux, Jetson, WSL
 
 
 class Server(uvicorn.Server):
@@ -136,17 +139,50 @@ def step_log(options: ServeOptions) -> Iterator[StepLog | None]:
         log.close()
 
 
-def load(config: EngineConfig) -> tuple[Engine, ServerTokenizer]:
-    """Engine and tokenizer. Raises ValueError if something is missing or does not fit."""
-    # cheap checks first: importing torch takes seconds, loading a model longer
-    find_model(config.model, config.load_format)
+def planned_length(config: EngineConfig) -> int | None:
+    """Checks ``config`` as far as that needs no torch, whose import takes seconds; the max_model_len it comes to.
+
+    None: that is known after the load. Raises ValueError if something is missing or does not fit.
+    """
     check_tokenizer_folder(config)
+    spec = find_model(config.model, config.load_format)
+    if spec.attention_shape() is None:  # a config with other keys: only the loaded model tells its KV
+        config.check_against_model(spec.max_positions)
+        return None
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not any(map(Path.exists, _GPU_DRIVERS)))
+    return plan_engine(config, on_cpu=on_cpu, may_lower=True).config.max_model_len
+
+
+def load(config: EngineConfig) -> tuple[Engine, ServerTokenizer]:
+    """Engine and tokenizer, each phase said on stderr. Raises ValueError if something is missing or does not fit."""
+    expected = planned_length(config)
+    _say_lowered(config, expected)
+
+    def tell(phase: str) -> None:
+        print(f"loading {config.model}: {phase}", file=sys.stderr, flush=True)
+
+    tell("importing torch")
     set_spin_count()
     with no_garbage_collection():
         from engine.build import build_engine
 
-        engine = build_engine(config)
-        return engine, load_tokenizer(engine.config, engine.model_info)
+        engine = build_engine(config, tell)
+        tokenizer = load_tokenizer(engine.config, engine.model_info)
+    if engine.config.max_model_len != expected:
+        _say_lowered(config, engine.config.max_model_len)
+    return engine, tokenizer
+
+
+def _say_lowered(config: EngineConfig, length: int | None) -> None:
+    """Says that ``length`` is less than the model's own, where the user has given none."""
+    limit = find_model(config.model, config.load_format).max_positions
+    if config.max_model_len is None and length is not None and limit is not None and length < limit:
+        print(
+            f"max_model_len is {length} tokens, all that the KV budget holds of one sequence, and not the model's "
+            f"{limit}: raise --kv-budget for longer ones",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def run(args: argparse.Namespace, load: Callable[[EngineConfig], tuple[Engine, ServerTokenizer]] = load) -> int:

@@ -30,7 +30,8 @@ HELP = {
     "kv_cache_dtype": "of the stored K and V. auto: the model's. The others hold more tokens in the same budget, at "
     "some loss of precision; their scales count in the budget.",
     "enable_prefix_caching": "keep the KV of finished requests and give it to prompts that begin alike (paged only).",
-    "max_model_len": "most tokens of prompt and output together. Left out: the model's own limit.",
+    "max_model_len": "most tokens of prompt and output together. Left out: the model's own limit, or what the KV "
+    "budget holds of one sequence if that is less.",
     "max_num_seqs": "most sequences computed in one step, and so the most that one request may ask for with n, best_of "
     "or beams.",
     "max_num_batched_tokens": "most tokens computed in one step, prompts and outputs together.",

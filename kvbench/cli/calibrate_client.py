@@ -42,7 +42,7 @@ def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> i
     from rich.console import Console
 
     from kvbench.calibration.calibrate import CalibrationSettings, aims, calibrate
-    from kvbench.common.console import print_plain
+    from kvbench.common.console import print_plain, print_table
     from kvbench.common.files import write_json
     from kvbench.common.foreign_cpu import busy_notice
 
@@ -58,7 +58,7 @@ def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> i
         calibration = calibrate(settings, aims(settings), attempts)
     if json_path is not None:
         write_json(json_path, calibration.to_json())
-    console.print(_table(calibration))
+    print_table(console, _table(calibration))
     for line in _attempts(calibration):
         print_plain(console, line)
     return 1 if calibration.reasons else 0

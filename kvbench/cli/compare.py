@@ -32,8 +32,8 @@ _SHARED = (
                  "both servers at once under the same load, one frozen while the other runs, in their running time "
                  "over HTTP; launched: servers one after the other, over HTTP. auto: lockstep where both sides can."),
     click.option("--max-minutes", type=FiniteRange(min=0, min_open=True), metavar="N",
-                 help="No pair but the first is begun that would not end by then; builds and the served check "
-                 "do not count."),
+                 help="No pair but the first is begun that would not end by then, and one that runs on is cut; what is "
+                 "complete is judged. Builds and the served check do not count."),
     NO_CALIBRATION,
     click.option("--output-dir", type=click.Path(path_type=Path), default="results", show_default=True,
                  help="The comparison goes to OUTPUT_DIR/compare/<UTC time>-<git sha>/."),

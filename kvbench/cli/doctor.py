@@ -20,6 +20,7 @@ def doctor() -> int:
     from rich.table import Table
 
     from kvbench.common import machine
+    from kvbench.common.console import print_table
     from kvbench.common.packages import REPOSITORY, foreign_package
     from kvbench.workload.file import default_profile
 
@@ -49,7 +50,7 @@ def doctor() -> int:
     foreign = {name: foreign_package(name) for name in ("kernels", "engine")}
     for name, where in foreign.items():
         table.add_row(f"package {name}", f"[red]not ours: {where}[/red]" if where else f"ours ({REPOSITORY / name})")
-    console.print(table)
+    print_table(console, table)
     problems = [f"{name} is missing" for name in missing]
     problems += [f"the package {name!r} is not kvbench's own" for name, where in foreign.items() if where]
     if problems or not torch_found:

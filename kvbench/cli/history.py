@@ -44,7 +44,8 @@ def show(folders: tuple[Path, ...], fail_on_drift: bool, html: Path | None, as_j
     FOLDERS: results/, or what `kvbench history add` keeps; both at once, too. Runs on another machine, GPU, device,
     model or profile are a series of their own, as are cells whose settings or load were changed; versions of kvbench
     and of the engine are what is compared. Invalid cells and incomplete runs are shown and not counted. A value is the
-    median over the repeats of a run.
+    median over the repeats of a run. The runs in results/reference/, which came with the repository, are shown where
+    there are no others or FOLDERS names them.
 
     Drift: the newest run against the release before it, with the margins that `kvbench compare` has for a cell. It is
     flagged (!) when it is beyond the margin and the 95 % interval over the repeats excludes no change. The interval
@@ -83,12 +84,12 @@ def show(folders: tuple[Path, ...], fail_on_drift: bool, html: Path | None, as_j
 def _print(found: Any, html: Path | None) -> None:
     from rich.console import Console
 
-    from kvbench.common.console import print_plain
+    from kvbench.common.console import print_plain, print_table
     from kvbench.history.show import legend, table
 
     console = Console()
     for group in found.groups:
-        console.print(table(group))
+        print_table(console, table(group))
     for line in (*legend(found), found.drift_sentence, *([f"page: {html}"] if html else [])):
         print_plain(console, line)
 

@@ -64,7 +64,8 @@ _LOAD_OPTIONS = (
 _SEARCH_OPTIONS = (
     click.option("--find-max-rate", metavar="SLO",
                  help="Search the highest request rate that meets SLO, with a 95 % interval: conditions such as "
-                 "p95_ttft<=500ms,p99_itl<=50ms or goodput>=95% (of the requests, with --goodput)."),
+                 "p95_ttft<=500ms,p99_itl<=50ms or goodput>=95% (of the requests, with --goodput); < and > are read as "
+                 "<= and >=."),
     click.option("--min-rate", type=_POSITIVE, metavar="R",
                  help="--find-max-rate: lowest rate tried (default: 1/64 of the first)."),
     click.option("--max-rate", type=_POSITIVE, metavar="R",

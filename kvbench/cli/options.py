@@ -134,19 +134,22 @@ ANSWER_OPTIONS = (
                  help="Requests of a load (default: twice the users, 16 at least; 130 at a rate)."),
     *_SWEPT_OPTIONS,
 )  # fmt: skip
-COMMAND_LINE = "the command line"  # the name of a workload without a file, in messages
 
 
 def workload_of(workload: str | None, options: Mapping[str, Any], **how: Any) -> Workload:
     """The workload file, or without one the workload that the answers among ``options`` make. Raises UsageError."""
     from kvbench.workload.file import default_profile, load_workload
-    from kvbench.workload.from_options import answers_in, changes_of_file, workload_text
+    from kvbench.workload.from_options import COMMAND_LINE, answers_in, changes_of_file, workload_text
 
     answers = answers_in(options)
-    overrides = tuple(how.pop("overrides", ()))
+    overrides = list(how.pop("overrides", ()))
     if workload is not None:
         return load_workload(workload, overrides=(*changes_of_file(answers), *overrides), **how)
     text = workload_text(answers, profile=how.get("profile") or default_profile())
+    if how.get("repeats"):  # all of them
+        overrides.insert(0, "max_minutes=null")
+    if options.get("target") or options.get("serve_cmd"):  # one thread is what the built-in engine is compared at
+        overrides.insert(0, "engine.num_threads=null")
     return load_workload(COMMAND_LINE, text=text, overrides=overrides, **how)
 
 

@@ -32,7 +32,7 @@ def plan(workload: str | None, profile: str | None, overrides: tuple[str, ...], 
     from rich.console import Console
 
     from kvbench.common.console import print_table
-    from kvbench.sweep.capacity import capacity_table, memory_notes
+    from kvbench.sweep.capacity import DROP_FIRST, capacity_table, memory_notes
     from kvbench.sweep.plan import preflight
     from kvbench.targets.builtin import check_configuration
     from kvbench.workload.design import plan_sweep
@@ -42,7 +42,7 @@ def plan(workload: str | None, profile: str | None, overrides: tuple[str, ...], 
     known = preflight(loaded, design, check_configuration)
     table, notes = capacity_table(f"{loaded.name}, {loaded.profile} profile", design, known.capacity)
     console = Console()
-    print_table(console, table)
+    print_table(console, table, drop_first=DROP_FIRST)
     notes = (*notes, *(f"note: {note}" for note in design.notes))
     for note in (*notes, *memory_notes(design, known.capacity, known.lengths)):
         console.print(note, highlight=False, markup=False)

@@ -49,18 +49,24 @@ def show_report(run_dir: Path, console: Console, output_dir: Path | None = None)
     from kvbench.common.console import print_plain, print_table
     from kvbench.report.engine_time import engine_time_console
     from kvbench.report.kv import kv_bottleneck
-    from kvbench.report.outputs import console_table, write_report
+    from kvbench.report.outputs import DROP_FIRST, console_table, write_report
     from kvbench.report.wording import headline, sensitivity
     from kvbench.runs.read import read_run
 
     run = read_run(run_dir)
-    paths = write_report(run, output_dir or run_dir)
-    console.print(console_table(run))
+    paths, full = [], None
+    try:
+        paths = write_report(run, output_dir or run_dir)
+    except OSError as error:  # a full disk must not take the figures away
+        full = error
+    print_table(console, console_table(run), drop_first=DROP_FIRST)
     if (engine_time := engine_time_console(run)) is not None:
         print_table(console, engine_time)
     for sentence in filter(None, (headline(run), kv_bottleneck(run), sensitivity(run))):
         print_plain(console, sentence)
     for sentence in run.damaged:
         print_plain(console, f"note: {sentence}")
+    if full:
+        raise full
     for path in paths:
         print_plain(console, f"report: {path}")

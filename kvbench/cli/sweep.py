@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from kvbench.cli.options import (
     workload_of,
 )
 from kvbench.common.errors import UsageError
+from kvbench.common.option_rules import flag
 
 if TYPE_CHECKING:
     from kvbench.runs.folder import RunFolder
@@ -51,8 +53,9 @@ if TYPE_CHECKING:
 )
 @click.option("--wait-idle", "wait_idle_minutes", type=FiniteRange(min=0), default=2.0, show_default=True, metavar="N",
               envvar="KVBENCH_WAIT_IDLE",
-              help="After two disturbed loads in a row: wait at most N minutes for other programs to leave the machine "
-                   "alone, then end early. 0: never wait.")  # fmt: skip
+              help="Wait at most N minutes for other programs to leave the machine alone: after two disturbed loads in "
+                   "a row, then end early; before a disturbed load is measured again, then leave it. 0: never "
+                   "wait.")  # fmt: skip
 @click.option("--force", is_flag=True,
               help="With --resume: go on though code, versions or machine differ from the run's start.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Check everything, print cells left, order and time; launch nothing.")
@@ -161,15 +164,12 @@ def workload_and_run(
 
     changes = {key: options[key] for key in ("profile", "seed", "repeats", "overrides")}
     answers = answers_in(options)
-    if workload is None and answers == Answers():
-        if resume in (None, "latest"):
-            raise UsageError(
-                "the workload is missing: write for example `kvbench sweep workloads/mixed.yaml`, or `kvbench sweep "
-                "--input-len 600 --output-len 150 --concurrency 20 --vary page_size=16,32`"
-                + (", or name the run: --resume results/mixed/<run>" if resume else "")
-            )
+    if workload is None and resume == "latest" and answers == Answers():
+        raise UsageError("the workload is missing: give its file, or name the run: --resume results/mixed/<run>")
+    if workload is None and resume and resume != "latest":
+        changes |= dataclasses.asdict(answers)
         if given := [key for key, value in changes.items() if value]:
-            option = "-o" if given[0] == "overrides" else f"--{given[0]}"
+            option = "-o" if given[0] == "overrides" else flag(given[0])
             raise UsageError(
                 f"{option} cannot change a run that has begun: leave it out, or start a new run without --resume"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +11,7 @@ from contextlib import contextmanager, suppress
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 QUIET_S = 30.0  # so long nothing is printed where there is no terminal
@@ -98,11 +99,35 @@ def make_table(
     return made
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Prints ``table`` as wide as it needs to be: a column that is cut would hide numbers."""
-    usual = console.width
-    console.width = max(usual, console.measure(table, options=console.options.update(max_width=10_000)).maximum)
+def print_table(console: Console, table: Table, *, drop_first: Sequence[str] = ()) -> None:
+    """Prints ``table`` with whole columns only, since a cut one would hide numbers.
+
+    On a terminal (or in ``COLUMNS``) columns that do not fit are left out and named: those headed ``drop_first``, then
+    from the right, never the first two. Elsewhere the table is as wide as it needs to be.
+    """
+    usual, wide, hidden = console.width, console.options.update(max_width=10_000), []
+    for column in table.columns:
+        if column.no_wrap:
+            column.min_width = max(console.measure(cell, options=wide).maximum for cell in _cells(column))
+    if console.is_terminal or os.environ.get("COLUMNS"):
+        rest = [column for column in reversed(table.columns[2:]) if column.header not in drop_first]
+        first = [column for head in drop_first for column in table.columns if column.header == head]
+        for column in (*first, *rest):
+            if console.measure(table, options=wide).minimum <= usual:
+                break
+            table.columns.remove(column)
+            hidden.append(column)
+    size = console.measure(table, options=wide)
+    console.width = usual if size.minimum <= usual else size.maximum
     try:
         console.print(table)
     finally:
         console.width = usual
+    if hidden:
+        names = [" ".join(str(column.header).split()) for column in sorted(hidden, key=lambda column: column._index)]
+        print_plain(console, f"not shown at this width: {', '.join(names)}")
+
+
+def _cells(column: Column) -> Iterator[str | Text]:
+    yield column.header
+    yield from column.cells

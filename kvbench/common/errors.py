@@ -43,9 +43,16 @@ class UsageError(ValueError):
 
 
 class MeasurementError(RuntimeError):
-    """The measurement could not be taken (server died, load not driven, pages leaked)."""
+    """The measurement could not be taken (server died, load not driven, pages leaked).
+
+    ``after``: how much of a load was done by then; empty outside of loads.
+    """
 
     exit_code = EXIT_INVALID
+    after = ""
+
+    def __str__(self) -> str:
+        return f"{self.after}: {super().__str__()}" if self.after else super().__str__()
 
 
 class RefusedError(MeasurementError):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ _LONG_ENOUGH_S = 2.0  # from here on the ticks are well below the limit
 _BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq; guest time is within user
 _STEAL = 7
 _PROC_STAT = Path("/proc/stat")
-_INTERPRETERS = ("python", "node", "java", "ruby", "perl", "bash", "sh")  # named with their script
+_INTERPRETER = re.compile(r"python[\d.]*|node|ruby|perl|bash|sh")  # named with the script that it runs
 _WORTH_NAMING = 0.02  # cores
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
@@ -212,10 +213,18 @@ def _cpu_of_others() -> dict[tuple[int, float], tuple[str, float]]:
     for process in psutil.process_iter(["name", "cmdline", "cpu_times", "create_time"]):
         facts = process.info
         if process.pid not in ours and facts["cpu_times"] is not None:
-            words = [Path(word).name for word in facts["cmdline"] or () if not word.startswith("-")]
-            name = " ".join(words[:2]) if facts["name"].startswith(_INTERPRETERS) and words else facts["name"]
+            name = _program(facts["name"] or "?", facts["cmdline"] or ())
             found[process.pid, facts["create_time"]] = (name, sum(facts["cpu_times"][:2]))
     return found
+
+
+def _program(name: str, command: Sequence[str]) -> str:
+    """A process's name, of an interpreter with its script; no other argument, since those may hold secrets."""
+    if not _INTERPRETER.fullmatch(name) or len(command) < 2:
+        return name
+    script = next((word for word in command[1:] if not word.startswith("-")), "")
+    known = "-c" not in command and script and not re.search(r"\s", script)
+    return f"{name} {Path(script).name[:30]}" if known else name
 
 
 def _busiest(
@@ -229,7 +238,8 @@ def _busiest(
     for key, (name, seconds) in after.items():
         used[name] += max(0.0, seconds - before.get(key, (name, 0.0))[1]) / wall
     named = [f"{name} {cores:.2f}" for name, cores in used.most_common(3) if cores >= _WORTH_NAMING]
-    return f"{foreign:.2f} of a core" + (f": {', '.join(named)}" if named else "")
+    cores = f"{foreign:.2f} {'of a core' if foreign <= 1 else 'cores'}"
+    return cores + (f": {', '.join(named)}" if named else "")
 
 
 class MachineWatch:

@@ -34,6 +34,7 @@ _MARK = "KVBENCH_LAUNCH"
 _KILLED_S = 2.0  # a killed process is gone as soon as the kernel has taken it apart
 _BACKGROUND_NICE = 5  # the load client gets the better priority where both share a small machine
 _RELEASED = b"released"
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the latter is how a shell reports it
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: no import in the child
@@ -215,6 +216,14 @@ def _signal_each(processes: Iterable[psutil.Process], number: int) -> None:
 def _signal_group(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone
         os.killpg(pid, number)
+
+
+def how_it_ended(code: int) -> str:
+    """``was killed by signal 9`` or ``ended with exit code 1``, of a return code; with where to look after a KILL."""
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    if code not in _KILLED:
+        return how
+    return f"{how}, perhaps because memory ran out (`dmesg` or the container's log tells; a smaller kv_budget helps)"
 
 
 def last_lines(path: Path, count: int = 8, limit: int = 1500, after: int = 0) -> str:

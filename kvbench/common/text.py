@@ -130,14 +130,18 @@ def calibration_words(settings: Mapping[str, Any], figures: Mapping[str, Any]) -
     return f"{settings['streams']} streams of {settings['itl_ms']:g} ms ITL{over}: {known.replace('%', ' %')}"
 
 
-def failure_words(messages: Mapping[str, Mapping[str, Any]], kinds: bool = False) -> str:
-    """server_error: 'Context size has been exceeded.' x 32; ``messages``: by kind, with ``kinds`` in front of each."""
+def failure_words(messages: Mapping[str, Mapping[str, Any]], kinds: bool = False, failed: int = 0) -> str:
+    """server_error: 'Context size has been exceeded.' x 32; ``messages``: by kind, with ``kinds`` in front of each.
+
+    ``failed``: all failures; of more than the messages account for, "most often" is said.
+    """
     found = (
         f"{f'{kind}: ' if kinds else ''}{shorten(each['message'], _MESSAGE_CHARACTERS, placeholder=' ...')!r} x "
         f"{each['requests']}"
         for kind, each in messages.items()
     )
-    return ", ".join(found)
+    told = sum(each["requests"] for each in messages.values())
+    return ("most often " if 0 < told < failed else "") + ", ".join(found)
 
 
 def clock(seconds: float) -> str:

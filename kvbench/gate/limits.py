@@ -127,7 +127,7 @@ def _judge_cell(run: Run, cell: MeasuredCell, limit: Limit) -> Finding:
     details = [f"in each repeat: {', '.join(quantity(value, unit) for value in values)}"] if len(values) > 1 else []
     if measured.uncertain:
         details.append("it rests on fewer samples than such a percentile needs: send more requests for a firm one")
-    found = _hold(limit, where, values, unit, details)
+    found = _hold(limit, where, values, unit, details, window=metric_names.window_of(limit.what, cell))
     if cell.valid or (limit.what in _CAUSE_INVALIDITY and (found.outcome == FAIL or cell.doubt == "refused")):
         return found
     return _invalid(limit, where, _reasons(cell))
@@ -152,7 +152,7 @@ def _judge_ratio(run: Run, limit: Limit) -> list[Finding]:
 
 def _judge_pair(run: Run, limit: Limit, a: MeasuredCell, b: MeasuredCell) -> Finding:
     where = f"{_name(run, a)} over {b.config_id}"
-    left, right = values = [metric_names.measured(cell, limit.what).values for cell in (a, b)]
+    left, right = values = [metric_names.measured(cell, limit.what, a, b).values for cell in (a, b)]
     for cell, known in zip((a, b), values, strict=True):
         if not cell.valid or not known:
             why = _unmeasured(cell, limit.what) if cell.valid else _reasons(cell)
@@ -170,7 +170,8 @@ def _judge_pair(run: Run, limit: Limit, a: MeasuredCell, b: MeasuredCell) -> Fin
         f"medians: {a.config_id} {medians[0]}, {b.config_id} {medians[1]}; the limit holds the ratio within each "
         "repeat, not that of these two",
     ]
-    found = _hold(limit, where, ratios, "", details, of=" of the paired ratios")
+    window = metric_names.window_of(limit.what, a, b)
+    found = _hold(limit, where, ratios, "", details, of=" of the paired ratios", window=window)
     assert found.candidate is not None
     return replace(
         found,
@@ -216,16 +217,25 @@ def _code_difference(run: Run, quality: QualityResult) -> str | None:
 
 
 def _hold(
-    limit: Limit, where: str, values: Sequence[float], unit: str, details: Sequence[str], of: str = ""
+    limit: Limit,
+    where: str,
+    values: Sequence[float],
+    unit: str,
+    details: Sequence[str],
+    of: str = "",
+    window: str = "",
 ) -> Finding:
-    """The finding on the median of ``values``, or on the worst if each is limited. ``of``: what they are."""
+    """The finding on the median of ``values``, or on the worst if each is limited.
+
+    ``of``: what they are; ``window``: which part of the loads they are of, where that is not the usual one.
+    """
     judged = max(values, key=limit.excess) if limit.every else statistics.median(values)
     broken = limit.excess(judged) > 0
     which = ("the worst repeat has " if limit.every else f"the median{of} is ") if len(values) > 1 else ""
     ends = {name: end for name, end in (("min", limit.low), ("max", limit.high)) if end is not None}
     words = {"min": "at least", "max": "at most"}
     bounds = " and ".join(f"{words[name]} {quantity(end, unit)}" for name, end in ends.items())
-    about = _about(limit, where)
+    about = _about(limit, where) + (f" ({window})" if window else "")
     return Finding(
         id=f"{SUITE}/{where}/{limit.label}",
         suite=SUITE,

@@ -26,6 +26,7 @@ from kvbench.runs.metric_names import value_of
 RELEASE = "release.json"
 """Beside a manifest.json in a history: {"release": the name that `kvbench history add --release` was given}."""
 
+REFERENCE = "reference"  # the folder of runs that came with the repository, in results/
 VALID, INVALID, INCOMPLETE = "valid", "invalid", "incomplete"
 # Keys of a workload's load that are in each cell's own definition, or that do not change the requests.
 _OF_CELLS = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
@@ -41,8 +42,10 @@ class Metric:
     better: int
 
 
+_STEADY, _WHOLE_RUN = "steady_output_throughput", "output_throughput"
 METRICS = (
-    Metric("output_throughput", "output throughput", "tokens/s", +1),
+    Metric(_STEADY, "output throughput", "tokens/s", +1),
+    Metric(_WHOLE_RUN, "output throughput (whole run)", "tokens/s", +1),  # of cells without a steady window
     Metric("p95_ttft_ms", "p95 TTFT", "ms", -1),
     Metric("p95_itl_ms", "p95 ITL", "ms", -1),
     Metric("kv_cache_usage_perc", "peak KV use", "share", 0),
@@ -169,6 +172,20 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
+def own_runs(paths: Sequence[Path], runs: Sequence[StoredRun]) -> tuple[list[StoredRun], list[str]]:
+    """``runs`` without those that came with the repository, if there are others, and notes on what is left out.
+
+    Those are in the folder ``reference`` of one of ``paths``; naming that folder itself keeps them.
+    """
+    own, notes, named = list(runs), [], {path.resolve() for path in paths}
+    for shipped in (path / REFERENCE for path in paths):
+        others = [run for run in own if shipped.resolve() not in run.folder.parents]
+        if others and len(others) < len(own) and shipped.resolve() not in named:
+            notes.append(f"the runs in {shipped} are left out, since there are others: name it to see them too")
+            own = others
+    return own, notes
+
+
 def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
     """The runs of sweeps in ``folders`` in the order of their start, each once, and notes on those that are skipped."""
     runs: dict[tuple[str, str, datetime], StoredRun] = {}
@@ -237,6 +254,8 @@ def _cell(summary: Mapping[str, Any], seed: Any, load: Mapping[str, Any]) -> Sto
         metric.name: tuple(value for each in flat if (value := value_of(each, metric.name)) is not None)
         for metric in METRICS
     }
+    dropped = _WHOLE_RUN if len(values[_STEADY]) == len(repeats) else _STEADY  # one window for all repeats
+    values.pop(dropped)
     requests = {"seed": seed, "load": load}
     what = {"settings": summary.get("settings"), "load": summary.get("load"), "workload": requests}
     return StoredCell(

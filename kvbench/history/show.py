@@ -35,6 +35,7 @@ from kvbench.history.runs import (
     TrendPoint,
     all_series,
     find_runs,
+    own_runs,
     read_runs,
 )
 
@@ -108,6 +109,8 @@ class View:
 def view(paths: Sequence[Path], selection: Selection) -> View:
     """Raises UsageError for paths or a release that do not exist."""
     runs, notes = read_runs(find_runs(paths))
+    runs, left_out = own_runs(paths, runs)
+    notes += left_out
     releases = find_releases(runs, selection.release) if runs else Releases()
     chosen = [series for series in all_series(runs) if selection.selects(series)]
     definitions: dict[tuple[object, ...], set[str]] = {}

@@ -64,6 +64,11 @@ class StreamingClient:
             self._connection = open_connection(self.address, self.timeouts, self._tls)
             self._watcher = gevent.get_hub().loop.io(self._connection.fd, 1)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the next exchange has a connection already."""
+        return self._connection is not None
+
     def close(self) -> None:
         """Closes the connection; the next exchange opens a new one."""
         if self._watcher is not None:

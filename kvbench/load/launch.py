@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
 from kvbench.common.files import write_json
+from kvbench.common.text import plural
 from kvbench.load.spec import ARRIVE_S
 from kvbench.requests.build import build_requests
 from kvbench.requests.request import conversations, notes_path, write_requests
@@ -127,7 +129,7 @@ def drive(
     out = Path(spec["out_dir"])
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "spec.json", spec)
-    log = out / "client.log"
+    log, answered = out / "client.log", _Answered(total)
     with log.open("wb") as errors:
         process = processes.launch(
             [sys.executable, "-m", "kvbench.load", str(out / "spec.json"), *arguments],
@@ -137,20 +139,36 @@ def drive(
         )
         try:
             limit_s += ARRIVE_S if arguments else 0.0
-            code, error = _follow(process, total, limit_s, check, on_progress, on_phase)
+            code, error = _follow(process, answered, limit_s, check, on_progress, on_phase)
+        except MeasurementError as failure:
+            failure.after = answered.words
+            raise
         finally:
             processes.stop(process, grace_s=5.0)
     if code != 0:
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         said = processes.last_lines(log, 4) or error or "(it said nothing)"
         _, own, sentence = said.rpartition(_PREFIX)
         foreseen = own and code in (EXIT_USAGE, EXIT_INVALID)
-        raise MeasurementError(sentence if foreseen else f"the load client {how}: {said}")
+        failed = MeasurementError(sentence if foreseen else f"the load client {processes.how_it_ended(code)}: {said}")
+        failed.after = answered.words
+        raise failed
+
+
+@dataclass
+class _Answered:
+    """How many of a load's requests have been answered so far; None before the first is due."""
+
+    total: int
+    count: int | None = None
+
+    @property
+    def words(self) -> str:
+        return "" if self.count is None else f"after {self.count} of {plural(self.total, 'request')}"
 
 
 def _follow(
     process: subprocess.Popen[bytes],
-    total: int,
+    answered: _Answered,
     limit_s: float,
     check: Callable[[], None],
     on_progress: Progress,
@@ -186,12 +204,14 @@ def _follow(
                 on_progress(event["done"], event["total"], event["failed"], event["elapsed_s"])
             elif name == "end":
                 error = event.get("error") or error
+            if phase != "start" and "done" in event:
+                answered.count = event["done"] - event["failed"]
         if now - checked >= _WATCH_S:
             check()
             checked = now
         if now - start > limit_s:
             raise MeasurementError(f"the load did not end within {limit_s:.0f} s and was stopped")
-        patience_s = _SILENCE_S[phase] + (_SILENCE_PER_REQUEST_S * total if phase != "begin" else 0.0)
+        patience_s = _SILENCE_S[phase] + (_SILENCE_PER_REQUEST_S * answered.total if phase != "begin" else 0.0)
         if now - heard > patience_s:
             raise MeasurementError(f"the load client hung (it said nothing for {now - heard:.0f} s) and was stopped")
     try:

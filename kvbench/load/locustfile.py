@@ -5,9 +5,9 @@
     locust -f kvbench/load/locustfile.py --host http://127.0.0.1:8000 --headless --processes 4
 
 Beside each request (POST) there are rows TTFT, ITL and TPOT for each class; the row Aggregated is that of the requests
-alone. In closed loop ``--users`` is the concurrency; the test ends when the workload's requests are used up, or
-at ``--run-time``, if that is sooner. ``kvbench load`` remains the way to measure: it also raises its priority, keeps
-the garbage collector out and checks clocks.
+alone. In closed loop ``--users`` is the concurrency; the test ends when the workload's requests are used up. With
+``--headless`` it ends ``--run-time`` after its first request, if that is sooner. ``kvbench load`` remains the way to
+measure: it also raises its priority, keeps the garbage collector out and checks clocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvbench.load.session import LoadSession
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
 from kvbench.loadtest.locust_job import LocustJob, add_arguments, job_of
 
-_SHARD, _ENDED = "kvbench_shard", "kvbench_ended"
+_SHARD, _BEGUN, _ENDED = "kvbench_shard", "kvbench_begun", "kvbench_ended"
 _MISTAKES = (ValueError, OSError, MeasurementError)
 
 
@@ -45,7 +45,8 @@ class Node:
     """What this Locust process knows of the test. ``shard``: its number and how many share the load; on a worker None
     until the master has said it.
 
-    ``test``: how many tests were started, this one included; each has requests of its own.
+    ``test``: how many tests were started, this one included; each has requests of its own. ``run_time``: --run-time [s]
+    without a web UI, counted from the first request; Locust would count from before the requests are drawn.
     """
 
     job: LocustJob | None = None
@@ -53,6 +54,9 @@ class Node:
     shard: tuple[int, int] | None = (0, 1)
     test: int = 0
     driver: gevent.Greenlet | None = None
+    run_time: float | None = None
+    timer: gevent.Greenlet | None = None
+    time_is_over: bool = False
     ended: set[str] = field(default_factory=set)  # on the master: workers that have nothing more to do
 
 
@@ -126,8 +130,11 @@ def _on_init(environment: Environment, runner: Any, **_: Any) -> None:
         NODE.shard = None
         runner.register_message(_SHARD, _on_shard)
         return  # the master says which users, and how many
+    if options.headless and options.run_time:
+        NODE.run_time, options.run_time = options.run_time, None
     environment.user_classes = [ClosedLoop if job.mode == "closed" else OpenLoop]
     if isinstance(runner, MasterRunner):
+        runner.register_message(_BEGUN, lambda msg, **_: _start_clock(environment))
         runner.register_message(_ENDED, lambda msg, **_: _on_ended(environment, msg))
         environment.dispatcher_class = DealtOnce if job.mode == "closed" else OneEach
     options.num_users = options.num_users or job.users
@@ -136,6 +143,20 @@ def _on_init(environment: Environment, runner: Any, **_: Any) -> None:
 
 def _on_shard(msg: Message, **_: Any) -> None:
     NODE.shard, NODE.test = (msg.data["number"], msg.data["of"]), msg.data["test"]
+
+
+def _start_clock(environment: Environment) -> None:
+    """Ends Locust ``--run-time`` after the first request of the first node; a worker tells the master."""
+    if isinstance(environment.runner, WorkerRunner):
+        environment.runner.send_message(_BEGUN)
+    elif NODE.run_time is not None and NODE.timer is None:
+        print(f"kvbench: the first request is sent; --run-time, {NODE.run_time} s, counts from now.", file=sys.stderr)
+        NODE.timer = gevent.spawn_later(NODE.run_time, _end_in_time, environment)
+
+
+def _end_in_time(environment: Environment) -> None:
+    NODE.time_is_over = True
+    environment.runner.quit()
 
 
 def _on_ended(environment: Environment, msg: Message) -> None:
@@ -237,9 +258,9 @@ def _drive(environment: Environment) -> None:
     try:
         process.wait_ready(session, 1, lambda: False)  # who stops the test ends this greenlet
         session.begin()
-        gone = process.watch(session, lambda: False, lambda: None)
+        _start_clock(environment)
+        problem = process.watch(session, lambda: False, lambda: None)
         process.parse_rest(session, lambda: False, lambda: None)
-        problem = None if gone is None else f"the server stopped answering: {gone}"
     except StreamFailure as failure:
         problem = str(failure)
     except Exception as error:  # whatever it was: a node that says nothing would be waited for without end
@@ -262,8 +283,8 @@ def _leave(environment: Environment, problem: str | None = None) -> None:
 
 def _say_used_up(environment: Environment) -> None:
     """Says why the test ends: one that ends before its --run-time looks cut short."""
-    if environment.process_exit_code is None:
-        cap = " before --run-time is over" if environment.parsed_options.run_time else ""
+    if environment.process_exit_code is None and not NODE.time_is_over:
+        cap = " before --run-time is over" if NODE.run_time else ""
         print(f"kvbench: the workload's requests are used up, so the test ends{cap}.", file=sys.stderr)
 
 

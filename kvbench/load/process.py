@@ -207,9 +207,10 @@ def watch(session: LoadSession, stopped: Callable[[], bool], tick: Callable[[], 
             moved, returned = time.monotonic(), session.returned
         if time.monotonic() - moved > limit:  # cannot happen while the time-outs work
             session.stopping = True
-            return f"no request ended for {limit:g} s"
+            return f"the server stopped answering: no request ended for {limit:g} s"
         tick()
-    return None
+    session.health.look_once_more()
+    return session.health.gone
 
 
 def allow_many_sockets() -> None:

@@ -103,7 +103,7 @@ class Load:
         measuring.parse_rest(self._stopped, self._progress)
         session.close()
         if gone is not None:
-            print(f"kvbench load: the server stopped answering: {gone}", file=sys.stderr)
+            print(f"kvbench load: {gone}", file=sys.stderr)
         code = self.events.exit_code(gone)
         clocked, total = measuring.clocked, env.stats.total
         client = client_figures(session.samples, measuring.probe.lags, [clocked], self.spec.mode, clocked.wall_s)

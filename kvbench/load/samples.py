@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from kvbench.common.errors import storage_sentence
 from kvbench.common.files import write_atomically, write_json
 from kvbench.load.completion import Completion
 from kvbench.load.validity import client_report, invalid_reasons, other_prompts, percentile_ms, short_outputs
@@ -239,7 +240,7 @@ def most_in_flight(samples: Sequence[Sample]) -> int:
 
 
 def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended_well: bool = True) -> dict[str, Any]:
-    """Writes both files into ``spec.out_dir`` and returns load.json's content.
+    """Writes both files into ``spec.out_dir`` and returns load.json's content; into ``spec.spare_dir`` without room.
 
     Requests that were never finished make the load incomplete, as does ``ended_well`` False.
     """
@@ -272,9 +273,15 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
         [s.request.session for s in samples],
     ).window
     load |= {"target_start_s": window[0] if window else None, "target_end_s": window[1] if window else None}
-    out = Path(spec.out_dir)
-    write_samples(out / "requests.parquet", samples, zero)
-    write_json(out / "load.json", load)
+    folders = [Path(folder) for folder in (spec.out_dir, spec.spare_dir) if folder]
+    for folder in folders:
+        try:
+            write_samples(folder / "requests.parquet", samples, zero)
+            write_json(folder / "load.json", load)
+            break
+        except OSError as error:
+            if folder == folders[-1] or storage_sentence(error) is None:
+                raise
     return load
 
 

@@ -11,6 +11,7 @@ from kvbench.load.client import RawStream, StreamingClient
 from kvbench.load.spec import LoadSpec
 
 _ABSENT = ("refused", "connect_timeout", "connection", "timeout")
+_AWAY = ("refused", "connection", "dropped", "truncated")  # nobody is there, or no longer
 _MIN_IN_A_ROW = 8
 _ANSWER_LIMIT_S = 5.0
 
@@ -22,6 +23,7 @@ class ServerHealth:
     and no stream has brought a byte since the first of them ended. With a limit on requests in flight (closed loop, or
     max_concurrency) the load then ends: otherwise each request left would wait for its time-out. Without a limit,
     requests go on being sent as long as GET /health gets an answer of any status within 5 s: slowness is a result.
+    A load may have too few requests left for that: ``look_once_more`` after the last one.
     """
 
     def __init__(self, spec: LoadSpec, new_client: Callable[[], StreamingClient]) -> None:
@@ -31,7 +33,7 @@ class ServerHealth:
         self._new_client = new_client
         self._in_a_row = 0
         self._since = 0.0
-        self._last_error = ""
+        self._last_kind, self._last_error, self._is_closed = "", "", False
         self._asking: gevent.Greenlet | None = None
 
     def begin(self, client: StreamingClient) -> None:
@@ -41,8 +43,9 @@ class ServerHealth:
     def end(self, client: StreamingClient, raw: RawStream) -> None:
         """It has ended with ``raw``."""
         self.open.discard(client)
+        self._is_closed = not client.is_open
         if raw.error_kind is not None:
-            self._last_error = raw.error or raw.error_kind
+            self._last_kind, self._last_error = raw.error_kind, raw.error or raw.error_kind
         if raw.error_kind not in _ABSENT:
             self._in_a_row = 0
             return
@@ -56,11 +59,27 @@ class ServerHealth:
         if any(self._heard(client.last_raw) for client in self.open):
             self._in_a_row = 0
         elif self._limit:
-            self.gone = self._last_error
+            self._is_gone()
         else:
             self._asking = gevent.spawn(self._ask)
 
-    def _ask(self) -> None:
+    def _is_gone(self) -> None:
+        away = self._last_kind in _AWAY
+        self.gone = "the server " + (
+            f"went away ({self._last_error})" if away else f"stopped answering: {self._last_error}"
+        )
+
+    def look_once_more(self) -> None:
+        """After the last request: a server that closed its connection and answers no other request is gone."""
+        if self.gone is not None or not self._is_closed:
+            return
+        answer = self._get_health()
+        if answer.error_kind in _AWAY:
+            self._last_kind, self._last_error = answer.error_kind, answer.error or answer.error_kind
+            self._is_gone()
+
+    def _get_health(self) -> RawStream:
+        """What GET /health brings within 5 s."""
         client = self._new_client()
         limits = dataclasses.asdict(client.timeouts)
         client.timeouts = dataclasses.replace(
@@ -71,11 +90,14 @@ class ServerHealth:
             f"GET {place.prefix}/health HTTP/1.1\r\nHost: {place.authority}\r\nConnection: close\r\n\r\n".encode()
         )
         client.close()
-        answered = answer.error_kind is None or not self._in_a_row
+        return answer
+
+    def _ask(self) -> None:
+        answered = self._get_health().error_kind is None or not self._in_a_row
         if answered or any(self._heard(c.last_raw) for c in self.open):
             self._in_a_row = 0
         else:
-            self.gone = self._last_error
+            self._is_gone()
         self._asking = None
 
     def _heard(self, raw: RawStream) -> bool:

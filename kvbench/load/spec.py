@@ -22,6 +22,7 @@ class LoadSpec(StrictModel):
 
     ``max_concurrency``: most requests in flight in open loop; the others wait in the client, and that is part of ttft.
     ``api_key_env``: the name of the environment variable that holds the key; the key itself is in no file.
+    ``spare_dir``: for the results if ``out_dir`` has no room for them.
     ``dialect``: what the server's API does differently from OpenAI's. ``processes``: load processes that share it.
     """
 
@@ -32,6 +33,7 @@ class LoadSpec(StrictModel):
     request_rate: float | None = Field(default=None, gt=0)
     requests_file: str
     out_dir: str
+    spare_dir: str | None = None
     timeout_s: float = Field(gt=0)
     connect_timeout_s: float = Field(default=5.0, gt=0)
     first_byte_timeout_s: float | None = Field(default=None, gt=0)

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "kvbench",
         "what is sent to --host; --users is the concurrency in closed loop; the test ends when the workload's requests "
-        "are used up, or at --run-time, if that is sooner",
+        "are used up, or, with --headless, --run-time after the first request, if that is sooner",
     ).add_argument
     add("--kvbench-workload", default=str(_WORKLOAD), help="workload file (default: mixed.yaml)")
     add("--kvbench-at", default="", help="which of the workload's loads, e.g. c32 (default: the first)")

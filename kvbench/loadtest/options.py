@@ -19,7 +19,7 @@ from kvbench.common.text import plural
 from kvbench.load.spec import ARRIVE_S
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload, default_profile, load_workload
-from kvbench.workload.from_options import Answers, answers_in, changes_of_file, workload_text
+from kvbench.workload.from_options import COMMAND_LINE, answers_in, changes_of_file, workload_text
 from kvbench.workload.load_section import Slo
 
 SLO_NAMES = tuple(name.removesuffix("_ms") for name in Slo.model_fields)
@@ -76,16 +76,11 @@ def workload_source(
     if workload is not None:
         changes_of_file(dataclasses.replace(answers, num_prompts=None))
         return workload, None
-    if answers == Answers():
-        raise UsageError(
-            "the workload is missing: write for example `kvbench load --url URL --input-len 600 --output-len 150 "
-            "--concurrency 20`, or `kvbench load workloads/mixed.yaml --url URL`"
-        )
     if searching or chosen.request_rate is not None:
         answers = dataclasses.replace(answers, request_rate=(chosen.request_rate or 1.0,))
     elif chosen.max_concurrency is not None:
         answers = dataclasses.replace(answers, concurrency=(chosen.max_concurrency,))
-    return "the command line", workload_text(answers, profile=options["profile"] or default_profile())
+    return COMMAND_LINE, workload_text(answers, profile=options["profile"] or default_profile())
 
 
 def choose_load(path: str | Path, chosen: LoadOptions, **how: Any) -> tuple[Workload, LoadPoint]:

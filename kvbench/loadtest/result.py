@@ -124,13 +124,14 @@ def lengths_of(load: LoadConfig, requests: Sequence[Any], max_model_len: int) ->
 
 def _throughput(metrics: Mapping[str, Any]) -> str:
     whole, steady = metrics.get("output_throughput"), metrics.get("steady_output_throughput")
-    text = f"output tokens/s: {whole or 0:.1f} over the whole run ({metrics['duration_s']:.1f} s), "
+    over_all = f"{whole or 0:.1f} over the whole run ({metrics['duration_s']:.1f} s)"
     if steady is None:
         why = metrics.get("steady_note")
-        return text + "no steady window" + (f": {why}" if why else "")
+        return f"output tokens/s: {over_all}, no steady window" + (f": {why}" if why else "")
     window = metrics["steady_end_s"] - metrics["steady_start_s"]
     requests = metrics.get("steady_request_throughput") or 0.0
-    return text + f"{steady:.1f} over the steady window ({window:.1f} s); requests/s there: {requests:.2f}"
+    steady_words = f"{steady:.1f} over the steady window ({window:.1f} s)"
+    return f"output tokens/s: {steady_words}; {over_all}; requests/s in the steady window: {requests:.2f}"
 
 
 def _goodput(kept: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ from kvbench.loadtest.options import (
     workload_source,
 )
 from kvbench.loadtest.result import lengths_of, show, stored
-from kvbench.measure.load import LoadSetup, measure_load, requests_for
+from kvbench.measure.load import LoadSetup, UnstoredError, measure_load, requests_for
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
 from kvbench.runs.work import Work, kept, work_in
@@ -159,9 +159,13 @@ class LoadRunner:
             result = read_json(metrics_file)
         else:
             result = self.measure(self.setup, self.point, _RUN, self.folder.path, self.requests)
-            write_json(metrics_file, result)
             outcome = {name: result[name] for name in ("valid", "refused")}
-            self.folder.finish(**outcome, calibration=self.calibrator.facts())
+            try:
+                write_json(metrics_file, result)
+                self.folder.finish(**outcome, calibration=self.calibrator.facts())
+            except OSError:  # a full disk: what was measured is told at least
+                show(self.console, self.point.load_id, result)
+                raise
         show(self.console, self.point.load_id, result)
         if not result["invalid_reasons"]:
             return EXIT_OK
@@ -215,20 +219,24 @@ class LoadRunner:
         path, digest = launch.store_requests(requests, out, "requests")
         name = point.load_id
         with status_line(self.console, f"{name}: {len(requests)} requests") as update:
-            result = measure_load(
-                setup,
-                point,
-                requests,
-                path.resolve(),
-                out.resolve(),
-                first=not self.measured,
-                on_progress=lambda done, total, failed, s: update(
-                    f"{name}: {done}/{total} requests, {failed} failed, {s:.0f} s"
-                ),
-                **how,
-            )
+            unstored = None
+            try:
+                result = measure_load(
+                    setup,
+                    point,
+                    requests,
+                    path.resolve(),
+                    out.resolve(),
+                    first=not self.measured,
+                    on_progress=lambda done, total, failed, s: update(
+                        f"{name}: {done}/{total} requests, {failed} failed, {s:.0f} s"
+                    ),
+                    **how,
+                )
+            except UnstoredError as error:
+                result, unstored = error.result, error
         self.measured += 1
-        return {
+        kept = {
             **stored(setup.load, point, self.folder.manifest["target"], result),
             **({"warm_up": warm.to_json()} if warm else {}),
             "lengths": lengths_of(setup.load, requests, setup.target.model.max_model_len),
@@ -236,6 +244,10 @@ class LoadRunner:
             "requests_file": path.name,
             "requests_sha256": digest,
         }
+        if unstored:  # what was measured is told at least
+            show(self.console, name, kept)
+            raise unstored
+        return kept
 
     def _warm_up(self, setup: LoadSetup, point: LoadPoint) -> WarmUp:
         with status_line(self.console, "warming up"):

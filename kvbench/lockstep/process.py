@@ -142,8 +142,7 @@ class EngineProcess:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return EngineFailedError("the engine's process closed its output", self)
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        lines = processes.last_lines(self._log)
+        how, lines = processes.how_it_ended(code), processes.last_lines(self._log)
         return EngineFailedError(f"the engine's process {how}; its last lines:\n{lines}", self)
 
 

@@ -7,8 +7,11 @@ and judge whether the load is valid.
 from __future__ import annotations
 
 import dataclasses
+import os
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,8 @@ from kvbench.targets.base import Target
 from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsPoller, MetricsSample, counter_changes, gauge_summary
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
+
+_MEMORY_DISK = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,30 @@ def measure_load(
 
     Raises:
         MeasurementError: the load could not be driven to its end.
+        UnstoredError: it was, and cannot be written to ``out``.
     """
     prepared = prepare(setup, point, requests, requests_file, out, first=first)
-    return prepared.judge(prepared.drive(on_progress), failures_invalidate=failures_invalidate)
+    memory = str(_MEMORY_DISK) if os.access(_MEMORY_DISK, os.W_OK) else None  # has room where the disk is full
+    with tempfile.TemporaryDirectory(prefix="kvbench-load-", dir=memory) as spare:
+        driven = prepared.drive(on_progress, spare=Path(spare))
+        return prepared.judge(driven, failures_invalidate=failures_invalidate)
+
+
+class UnstoredError(OSError):
+    """What was measured cannot be written. ``result``: of a load, as ``measure_load`` returns it, or of its caller."""
+
+    def __init__(self, error: OSError, result: Mapping[str, Any]) -> None:
+        super().__init__(error.errno, error.strerror, error.filename)
+        self.result = result
+
+
+@contextmanager
+def stored_or_told(result: Mapping[str, Any]) -> Iterator[None]:
+    """An OSError of the block, which stores ``result``, becomes an UnstoredError that has it."""
+    try:
+        yield
+    except OSError as error:
+        raise UnstoredError(error, result) from error
 
 
 def prepare(
@@ -119,8 +145,12 @@ def prepare(
 
 @dataclass(frozen=True)
 class Driven:
-    """What was seen of server and machine during a load (``poller``: /metrics) and ``after`` it."""
+    """What was seen of server and machine during a load (``poller``: /metrics) and ``after`` it.
 
+    ``out``: the folder with the client's files: the load's own, or the spare one where that had no room.
+    """
+
+    out: Path
     poller: MetricsPoller
     after: MetricsSample | None
     machine: MachineWatch
@@ -152,10 +182,11 @@ class PreparedLoad:
         on_phase: launch.Phase = lambda phase, pid: None,
         *,
         all_ours: bool = False,
+        spare: Path | None = None,
     ) -> Driven:
         """Sends the load to its end; raw samples and logs are in ``out`` then. Raises MeasurementError.
 
-        ``all_ours``: as in ``MachineWatch``.
+        ``all_ours``: as in ``MachineWatch``. ``spare``: an empty folder for the samples if ``out`` has no room.
         """
         setup, target = self.setup, self.setup.target
         machine = MachineWatch(target.server(), all_ours=all_ours)
@@ -163,7 +194,7 @@ class PreparedLoad:
             setup.load, self.point, base_url=target.base_url, model=target.model.name,
             requests_file=self.requests_file, out_dir=self.out,
             send_priority=launch.takes_priority(setup.settings, setup.info),
-        ) | target.client_fields() | dict(setup.client)  # fmt: skip
+        ) | target.client_fields() | dict(setup.client) | ({"spare_dir": str(spare)} if spare else {})  # fmt: skip
 
         def tell(phase: str, pid: int) -> None:
             machine.on_phase(phase, pid)
@@ -179,15 +210,14 @@ class PreparedLoad:
                 on_phase=tell,
                 arguments=setup.arguments,
             )
-        after = server_state.wait_release(target)
-        _copy_tail(setup.server_log, self.log_from, self.out / "server.log")
-        return Driven(poller, after, machine)
+        out = spare if spare is not None and (spare / "load.json").is_file() else self.out
+        return Driven(out, poller, server_state.wait_release(target), machine)
 
     def judge(self, driven: Driven, *, failures_invalidate: bool = True) -> dict[str, Any]:
-        """What ``measure_load`` returns, from the files in ``out``."""
-        setup, out, before, after = self.setup, self.out, self.before, driven.after
-        outcome = read_json(out / "load.json")
-        metrics, unread = collect_metrics(out, setup.load, outcome, driven.poller, before, after)
+        """What ``measure_load`` returns, from the files in ``out``. Raises UnstoredError."""
+        setup, before, after = self.setup, self.before, driven.after
+        outcome = read_json(driven.out / "load.json")
+        metrics, unread = collect_metrics(driven.out, setup.load, outcome, driven.poller, before)
         machine, report = driven.machine, driven.machine.report()
         workers_here = bool(metrics["client"].get("workers_here"))
         if not judges_this_machine(setup.sends_here, machine.server.local, workers_here):
@@ -212,7 +242,7 @@ class PreparedLoad:
             reasons.append("the load client was stopped before its last request")
         if unread and failures_invalidate:
             reasons.append(unread)
-        return {
+        result = {
             "valid": not (reasons or refused),
             "invalid_reasons": reasons,
             "refused": refused,
@@ -227,6 +257,12 @@ class PreparedLoad:
             "ended_at": utc_now(),
             "wall_s": time.monotonic() - self.began,
         }
+        with stored_or_told(result):
+            for file in driven.out.iterdir() if driven.out != self.out else ():  # there may be room by now
+                (self.out / file.name).write_bytes(file.read_bytes())
+            store_server(self.out, outcome, metrics, driven.poller, before, after)
+            _copy_tail(setup.server_log, self.log_from, self.out / "server.log")
+        return result
 
 
 def judges_this_machine(sends_here: bool, server_here: bool, workers_here: bool) -> bool:
@@ -258,7 +294,8 @@ def _refusal(metrics: Mapping[str, Any]) -> str | None:
     if not is_refusal(metrics):
         return None
     completed, failed = metrics["completed"], metrics["failed"]
-    return f"served {completed} of {completed + failed} requests; {failure_words(metrics['failure_messages'])}"
+    messages = failure_words(metrics["failure_messages"], failed=failed)
+    return f"served {completed} of {completed + failed} requests; {messages}"
 
 
 def _client_load(setup: LoadSetup, streams: int, events_per_s: float | None = None) -> ClientLoad:
@@ -279,32 +316,40 @@ def recalibrated(
 
 
 def collect_metrics(
+    out: Path, load: LoadConfig, outcome: Mapping[str, Any], poller: MetricsPoller, before: MetricsSample | None
+) -> tuple[dict[str, Any], str | None]:
+    """Metrics of a load that ended, and why the server's activity during it is unknown (None: it is known)."""
+    metrics = summarise(pd.read_parquet(out / "requests.parquet"), outcome, load.slo.model_dump() if load.slo else None)
+    if before is None or not poller.failures or _during(outcome, metrics, poller):
+        return metrics, None
+    return metrics, (
+        f"the server's /metrics did not answer while the load ran ({poller.failures} readings failed), so what the "
+        "server did is not known: let it answer them under load"
+    )
+
+
+def _during(outcome: Mapping[str, Any], metrics: Mapping[str, Any], poller: MetricsPoller) -> list[MetricsSample]:
+    """The readings of /metrics while the load ran."""
+    start = float(outcome["zero_perf_counter"])  # of a process on this machine, where all share this clock
+    duration = float(metrics.get("duration_s") or outcome.get("duration_s") or 0.0)
+    return [s for s in poller.samples if 0.0 <= s.at - start <= duration]
+
+
+def store_server(
     out: Path,
-    load: LoadConfig,
     outcome: Mapping[str, Any],
+    metrics: Mapping[str, Any],
     poller: MetricsPoller,
     before: MetricsSample | None,
     after: MetricsSample | None,
-) -> tuple[dict[str, Any], str | None]:
-    """Metrics of a load that ended, and why the server's activity during it is unknown (None: it is known).
-
-    Writes counters.json and server.parquet.
-    """
-    requests = pd.read_parquet(out / "requests.parquet")
-    metrics = summarise(requests, outcome, load.slo.model_dump() if load.slo else None)
-    start = float(outcome["zero_perf_counter"])  # of a process on this machine, where all share this clock
-    duration = float(metrics.get("duration_s") or outcome.get("duration_s") or 0.0)
+) -> None:
+    """Writes what /metrics told: counters.json and server.parquet."""
+    start, during = float(outcome["zero_perf_counter"]), _during(outcome, metrics, poller)
     if poller.samples:
         pd.DataFrame([{"t": s.at - start, **s.gauges, **s.counters} for s in poller.samples]).to_parquet(
             out / "server.parquet", index=False
         )
-    during = [s for s in poller.samples if 0.0 <= s.at - start <= duration]
-    unread = None
-    if before is not None and not during and poller.failures:
-        unread = (
-            f"the server's /metrics did not answer while the load ran ({poller.failures} readings failed), so what the "
-            "server did is not known: let it answer them under load"
-        )
+    unread = before is not None and not during and poller.failures
     gauges = gauge_summary(during or ([] if unread else poller.samples))  # of a load shorter than a reading: nearby
     counters = {
         **counter_changes(before, after),
@@ -315,7 +360,6 @@ def collect_metrics(
         "polls_failed": poller.failures,
     }
     write_json(out / "counters.json", counters)
-    return metrics, unread
 
 
 def client_cost(machine: Mapping[str, Any], metrics: Mapping[str, Any]) -> float | None:

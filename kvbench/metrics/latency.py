@@ -42,6 +42,7 @@ QUANTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 CONFIDENCE = 0.99
 MAX_FAILED_SHARE = 0.01  # of the requests sent: a server that answers fewer does less work
 _SERVER_SAID_SO = ("http_error", "server_error")  # kinds of failures
+_TOO_MANY = 429
 _GATEWAY_ERRORS = (502, 504)  # HTTP: a proxy says them of a server that does not answer
 LATENCIES = ("ttft_ms", "ttft_send_ms", "tpot_ms", "itl_ms", "e2el_ms")
 _THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
@@ -330,9 +331,16 @@ def _messages(failed: pd.DataFrame) -> Iterable[str]:
 
 
 def _refused(failed: pd.DataFrame) -> pd.Series:
-    """Which failures the server itself reported, in HTTP or in the stream."""
+    """Which failures are the server's own refusals: errors in the stream, HTTP 429 and 5xx but those of a gateway.
+
+    Other 4xx blame the request, so the load was wrong.
+    """
     said_so = failed["error_kind"].isin(_SERVER_SAID_SO)
-    return said_so & ~failed["http_status"].isin(_GATEWAY_ERRORS) if "http_status" in failed else said_so
+    if "http_status" not in failed:
+        return said_so
+    status = failed["http_status"]
+    blames_the_request = status.between(400, 499) & (status != _TOO_MANY)
+    return said_so & ~blames_the_request & ~status.isin(_GATEWAY_ERRORS)
 
 
 def most_frequent_failures(failures: Iterable[tuple[str, str, int]]) -> dict[str, dict[str, Any]]:

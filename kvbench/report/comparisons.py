@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
-from kvbench.runs.ratios import SAME, UNCLEAR, Ratio, RepeatSpread, paired_ratio
+from kvbench.runs.ratios import SAME, UNCLEAR, Ratio, RepeatSpread, contradicts, paired_ratio
 from kvbench.workload.settings import applies, effective
 
 SCATTER = 1.5  # largest over smallest throughput of one cell's repeats from which on they are said to scatter
@@ -30,7 +30,7 @@ def median(values: Mapping[int, float]) -> float | None:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Configuration ``a`` against ``b`` under the same load and the same requests."""
+    """Configuration ``a`` against ``b`` under the same load and the same requests; no ratios where one is invalid."""
 
     a: MeasuredCell
     b: MeasuredCell
@@ -48,6 +48,19 @@ class PairedComparison:
         return self.a.valid and self.b.valid
 
     @property
+    def steady(self) -> bool:
+        """Whether the throughputs compared are of the steady window; else of the whole run, of both: like with like."""
+        return self.a.has_steady and self.b.has_steady
+
+    @property
+    def of_medians(self) -> float | None:
+        """The ratio of the throughputs that tables show, where it visibly contradicts the paired one."""
+        a, b = median(self.a.throughput()), median(self.b.throughput())
+        if self.throughput is None or not a or not b:
+            return None
+        return a / b if contradicts(self.throughput.median, a / b) else None
+
+    @property
     def doubt(self) -> str:
         """Of the two cells', as ``MeasuredCell.doubt``; "invalid" outranks "refused"."""
         return min(filter(None, (self.a.doubt, self.b.doubt)), default="")
@@ -55,7 +68,9 @@ class PairedComparison:
 
 def compare(a: MeasuredCell, b: MeasuredCell) -> PairedComparison:
     """Paired ratios a/b of what the report speaks about."""
-    steady = a.has_steady and b.has_steady  # like with like
+    if not (a.valid and b.valid):
+        return PairedComparison(a, b, None, None, None, None)
+    steady = a.has_steady and b.has_steady
     metrics = ("ttft_ms.p95", "tpot_ms.p50", "itl_ms.p95")
     latencies = (paired_ratio(a.per_repeat(metric), b.per_repeat(metric)) for metric in metrics)
     if "refused" in (a.doubt, b.doubt):  # one of the servers did less work
@@ -121,6 +136,8 @@ def ratio_to_reference(run: Run, cell: MeasuredCell) -> Ratio | None:
 class Best:
     """The configuration with the highest median of output tokens/s at a load.
 
+    ``steady``: whether they are of the steady window; else all are of the whole run, because one has no such window.
+
     ``level_with``: those level with it; ``unclear_with``: those that it is not told apart from. ``by_default``: others
     were measured too, and none of them validly.
     """
@@ -131,11 +148,14 @@ class Best:
     level_with: tuple[str, ...]
     unclear_with: tuple[str, ...]
     by_default: bool
+    steady: bool
 
 
 def best(run: Run, load: MeasuredLoad) -> Best | None:
     """Among valid cells; None when there is none."""
-    known = [(cell, s) for cell in run.at(load) if cell.valid and (s := spread(cell.throughput()))]
+    valid = [cell for cell in run.at(load) if cell.valid]
+    steady = all(cell.has_steady for cell in valid)
+    known = [(cell, s) for cell in valid if (s := spread(cell.throughput(steady)))]
     if not known:
         return None
     top, top_spread = max(known, key=lambda pair: pair[1].median)
@@ -144,7 +164,7 @@ def best(run: Run, load: MeasuredLoad) -> Best | None:
         tuple(name for name, r in ratios.items() if (r.verdict if r else UNCLEAR) == verdict)
         for verdict in (SAME, UNCLEAR)
     )
-    return Best(load, top, top_spread, level, unclear, by_default=len(known) == 1 < len(run.at(load)))
+    return Best(load, top, top_spread, level, unclear, len(known) == 1 < len(run.at(load)), steady)
 
 
 def scatters(cell: MeasuredCell) -> RepeatSpread | None:

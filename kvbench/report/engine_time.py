@@ -5,28 +5,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.table import Table as ConsoleTable
+from rich.text import Text
 
 from kvbench.common.console import make_table
 from kvbench.report.comparisons import baseline, compare
-from kvbench.report.tables import Column, Row, Table, Value, ratio_value
+from kvbench.report.tables import Column, Row, Table, Value, throughput_ratio
 from kvbench.runs.engine_time import EngineEffect
 from kvbench.runs.model import Run
 
-_METRICS = {"output_throughput": "output tok/s", "p95_ttft_ms": "p95 TTFT", "p95_itl_ms": "p95 ITL"}
+_METRICS = {"output_throughput": "output tok/s (whole run)", "p95_ttft_ms": "p95 TTFT", "p95_itl_ms": "p95 ITL"}
 _MARKS = {"ahead": "better", "behind": "worse"}
+_STYLES = {"ahead": "green", "behind": "red"}
 SERVED = "served output tok/s"
 
 
 def engine_time_table(run: Run) -> Table:
-    """One row a configuration and load, the highest load first; no rows where nothing was measured in engine time."""
-    rows = []
-    for cell in run.by_load:
+    """One row a configuration and load, the highest load first; no rows where nothing was measured in engine time.
+
+    Cells that no load over HTTP has finished come last, by their ids.
+    """
+    rows, known = [], run.engine_time
+    served = {cell.cell_id: cell for cell in run.by_load}
+    in_engine_time = dict.fromkeys(effect.cell for effect in known.effects) if known else {}
+    for cell_id in (*served, *(each for each in in_engine_time if each not in served)):
+        found = [known.of(cell_id, metric) for metric in _METRICS] if known else []
+        if not any(found):
+            continue
+        cell = served.get(cell_id)
+        if cell is None:
+            rows.append(Row(None, (Value(cell_id, cell_id), Value("–"), *map(_value, found), Value("–")), "not served"))
+            continue
         base = baseline(run, cell.load)
-        found = [run.engine_time.of(cell.cell_id, metric) for metric in _METRICS] if run.engine_time else []
-        if any(found):
-            served = ratio_value(compare(cell, base).throughput) if base else Value("–")
-            shown = (Value(cell.name, cell.name), Value(cell.load.short, cell.load.value), *map(_value, found), served)
-            rows.append(Row(cell, shown, cell.load))
+        ratio = throughput_ratio(compare(cell, base)) if base else Value("–")
+        shown = (Value(cell.name, cell.name), Value(cell.load.short, cell.load.value), *map(_value, found), ratio)
+        rows.append(Row(cell, shown, cell.load))
     heads = ("configuration", "load", *_METRICS.values(), SERVED)
     return Table(tuple(Column(head, head) for head in heads), tuple(rows))
 
@@ -46,6 +58,7 @@ def engine_time_note(run: Run) -> str:
         return ""
     facts, effects = run.engine_time.facts, run.engine_time.effects
     launches = max(effect.launches for effect in effects)
+    times = f"{launches} launch{'' if launches == 1 else 'es'}"
     turns = facts.get("turns") or {}
     costs = [each["cold_cost"] for each in turns.values() if each["cold_cost"] is not None]
     lengths, first = (
@@ -54,17 +67,21 @@ def engine_time_note(run: Run) -> str:
     )
     first = f", in the first launch {first}" if first and first != lengths else ""
     seen = [e.smallest_seen for e in effects if e.metric == "output_throughput" and e.smallest_seen is not None]
+    called_open = any(effect.call == "open" for effect in effects)
+    notes = (f"{note}." for note in facts.get("notes") or ())
     parts = [
+        "" if run.engine_time.finished else f"Unfinished: it was interrupted after {times}.",
         "Change against the baseline in the engine's own time, without HTTP and load client: all configurations took "
         f"turns in one process, so all met the same speed of the machine (steps in a turn: {lengths}{first}). 95 % "
-        f"intervals over {launches} launch{'' if launches == 1 else 'es'}: of throughput for the requests of the first "
-        "repeat, of a p95 also for other requests of their kind; level: within 2 %. Each interval stands alone: of a "
-        "dozen settings without effect, one is called ahead or behind in about a quarter of such runs.",
+        f"intervals over {times}: of throughput for the requests of the first repeat, of a p95 also for other requests "
+        "of their kind; level: within 2 %. Each interval stands alone: of a dozen settings without effect, one is "
+        "called ahead or behind in about a quarter of such runs.",
+        "Open: not decided." if called_open else "",
         "Launches differ by up to 1 %, so nothing is called after one." if launches == 1 else "",
         f"A turn's steps took {100 * max(0.0, *costs):.1f} % longer than the late ones of a long one." if costs else "",
         f"The smallest change of output tok/s that it could see: {_range(seen)} %." if seen else "",
-        *(f"{note}." for note in facts.get("notes") or ()),
-        "Beside it the ratio that was served over HTTP, from the repeats above.",
+        *notes,
+        "Its output tok/s are of the whole run; beside it the ratio that was served over HTTP, from the repeats above.",
     ]
     return " ".join(filter(None, parts))
 
@@ -75,14 +92,36 @@ def _range(shares: Sequence[float]) -> str:
 
 
 def engine_time_console(run: Run) -> ConsoleTable | None:
-    """The change of output tokens/s and p95 TTFT for a terminal; None without it."""
+    """The change of output tokens/s and p95 TTFT for a terminal of 80 columns; None without it."""
     table = engine_time_table(run)
     if not table.rows:
         return None
-    heads = ("configuration", "load", "tok/s", "p95 TTFT")
-    rows = [[_in_one_line(value) for value in row.values[: len(heads)]] for row in table.rows]
-    return make_table(heads, rows, numbers_from=2, title="against the baseline, engine time", tight=True)
+    title = f"against the baseline, engine time{'' if run.engine_time.finished else ' (unfinished)'} · change in %"
+    made = make_table(("configuration", "tok/s", "p95 TTFT"), title=title, tight=True)
+    made.columns[0].min_width = 17
+    group, shown = None, []
+    for row in table.rows:
+        if row.group != group:
+            group = row.group
+            made.add_row(Text(row.cell.load.short if row.cell else "not served yet", style="bold"))
+        cell_id = row.cell.cell_id if row.cell else row.values[0].text
+        found = [run.engine_time.of(cell_id, metric) for metric in ("output_throughput", "p95_ttft_ms")]
+        shown += filter(None, found)
+        made.add_row(Text(f"  {row.values[0].text}"), *map(_in_one_line, found))
+    caption = "tok/s of the whole run; ahead: for the better"
+    caption += "\nopen: not decided" * any(effect.call == "open" for effect in shown)
+    made.caption, made.caption_justify = Text(caption), "left"
+    return made
 
 
-def _in_one_line(value: Value) -> str:
-    return value.text + (f" ({value.note.splitlines()[0]})" if value.note else "")
+def _in_one_line(effect: EngineEffect | None) -> Text:
+    """+13.2 (+12.9 to +13.6) ahead; whole numbers from 100 on"""
+    if effect is None:
+        return Text("–")
+    interval = f" ({_change(effect.low)} to {_change(effect.high)})" if effect.interval else ""
+    return Text(f"{_change(effect.ratio)}{interval} {effect.call}", style=_STYLES.get(effect.call, ""))
+
+
+def _change(ratio: float) -> str:
+    percent = round(100 * (ratio - 1), 1) + 0.0  # no -0.0
+    return f"{percent:+.0f}" if abs(percent) >= 100 else f"{percent:+.1f}"

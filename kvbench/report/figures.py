@@ -12,10 +12,10 @@ from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.metrics.latency import inter_token_latencies, request_latencies
-from kvbench.report.comparisons import ratio_to_reference, reference, spread
+from kvbench.report.comparisons import compare, ratio_to_reference, reference, spread
 from kvbench.report.kv import MAX_POINTS, ledger_figure, occupancy_figure
 from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
-from kvbench.report.wording import RATIO_MARKS, figure_title, latency, marked_ratio
+from kvbench.report.wording import RATIO_MARKS, figure_title, latency, marked_ratio, window_words
 from kvbench.runs.model import MeasuredCell, Run
 
 
@@ -116,12 +116,14 @@ def _hover(run: Run, cell: MeasuredCell) -> str:
     lines = [f"<b>{safe(cell.name)}</b> · {cell.load.label}"]
     if s := spread(cell.throughput()):
         lines.append(
-            f"output tokens/s{'' if cell.has_steady else ' (whole run)'}: {words.tokens_per_s(s.median)} "
+            f"output tokens/s{window_words(cell.has_steady)}: {words.tokens_per_s(s.median)} "
             f"({words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)}, {words.plural(s.n, 'repeat')})"
         )
     ref, r = reference(run, cell.load), ratio_to_reference(run, cell)
     if ref and r:
-        lines.append(f"ratio to {safe(ref.name)}: {marked_ratio(r)}")
+        c = compare(cell, ref)
+        medians = f"; medians give {words.ratio(c.of_medians)}" if c.of_medians is not None else ""
+        lines.append(f"ratio to {safe(ref.name)}: {marked_ratio(r)}{window_words(c.steady)}{medians}")
     for label, metric in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms")):
         lines.append(f"{label} p50 {latency(cell, metric, 'p50')}, p95 {latency(cell, metric, 'p95')}")
     if not cell.valid:

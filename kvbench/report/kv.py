@@ -62,28 +62,36 @@ def kv_bottleneck(run: Run) -> str:
 
     It did where requests were preempted, or waited for room for a twentieth of the steady window or longer.
     """
-    told = [cell for load in run.loads[-1:] for cell in run.at(load) if cell.observed("usage_max")]
+    told = [cell for load in run.loads[-1:] for cell in run.at(load) if cell.valid and cell.observed("kv_full")]
     if not told:
         return ""
     at, limited = told[0].load.label, [(cell, why) for cell in told if (why := _short_of_kv(cell))]
-    fullest = max(told, key=lambda cell: max(cell.observed("usage_max").values()))
-    used = words.percent(max(fullest.observed("usage_max").values()))
     if not limited:
+        fullest = max(told, key=lambda cell: max(cell.observed("usage_max").values()))
+        used = words.percent(max(fullest.observed("usage_max").values()))
         which = f" ({fullest.name})" if len(told) > 1 else ""
+        waited = max(_waited(cell) for cell in told)
+        rarely = f"requests waited for room {words.percent(waited)} of the time at most" if waited else ""
+        counted = all(cell.counter("num_preemptions_total") is not None for cell in told)
         return (
-            f"KV was not the bottleneck at {at}: at most {used} of it was in use{which}, no request waited for room or "
-            "was preempted, so a setting that only makes room cannot help here."
+            f"KV was not the bottleneck at {at}: at most {used} of it was in use{which}, "
+            f"{rarely or 'no request waited for room'}{' and none was preempted' if counted else ''}, so a setting "
+            "that only makes room cannot help here."
         )
     others = [cell.name for cell in told if cell not in [each for each, _ in limited]]
     text = f"KV was the bottleneck at {at} for {words.and_more([f'{cell.name} ({why})' for cell, why in limited])}"
     return f"{text}; not for {words.and_more(others)}." if others else f"{text}."
 
 
+def _waited(cell: MeasuredCell) -> float:
+    """The share of the steady window in which requests waited for room, mean over the repeats."""
+    full = cell.observed("kv_full").values()
+    return sum(full) / len(full)
+
+
 def _short_of_kv(cell: MeasuredCell) -> str:
     """How it showed that the KV was too small; empty where it did not."""
-    full = list(cell.observed("kv_full").values())
-    waited = sum(full) / len(full) if full else 0.0
-    preempted = cell.counter("num_preemptions_total") or 0
+    waited, preempted = _waited(cell), cell.counter("num_preemptions_total") or 0
     found = [f"requests waited for room {words.percent(waited)} of the time"] if waited >= _OFTEN else []
     return ", ".join(found + ([words.plural(preempted, "preemption")] if preempted else []))
 

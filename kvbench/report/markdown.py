@@ -1,4 +1,4 @@
-"""The report as GitHub-flavoured Markdown, for a CI summary: the first line is the verdict."""
+"""The report as GitHub-flavoured Markdown, for a CI summary: below the workload's name comes the verdict."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _STATUS = {
     "valid": "The measurement is valid.",
     "invalid": "**The measurement is invalid**, in part or whole:",
     "incomplete": "**The run is incomplete**:",
-    "empty": "**Nothing was measured.**",
+    "empty": "**No load was measured.**",
 }
 
 
 def markdown(run: Run) -> str:
     """The whole report as text and tables."""
     state = validity(run)
-    lines = [f"**{escape(headline(run))}**", ""]
+    lines = [f"# {escape(run.workload)}", "", f"**{escape(headline(run))}**", ""]
     lines += [line for text in context(run) for line in (escape(text), "")]
     lines += [_STATUS[state.status], ""]
     lines += [f"- {escape(reason)}" for reason in state.reasons]

@@ -14,7 +14,7 @@ from kvbench.common.files import write_text
 from kvbench.common.text import and_more
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
-from kvbench.report.tables import Value, flat_rows, main_table
+from kvbench.report.tables import MEDIANS, WHOLE_RUN, Value, flat_rows, main_table
 from kvbench.report.wording import served_words
 from kvbench.runs.model import MeasuredCell, Run
 
@@ -28,6 +28,8 @@ _HEADS = {
     "preemptions": "preempt",
     "failed": "fail",
 }
+DROP_FIRST = ("run", "preempt", "TPOT")  # on a narrow terminal
+_WHOLE, _MEDIANS = "†", "‡"
 _STYLES = {"better": "green", "worse": "red"}
 
 
@@ -54,14 +56,16 @@ def write_report(run: Run, folder: Path) -> list[Path]:
 
 
 def console_table(run: Run) -> Table:
-    """The columns that fit 80 characters; markup in names is shown, not interpreted."""
+    """The columns that fit 80 characters; markup in names is shown, not interpreted.
+
+    Print it with ``print_table(..., drop_first=DROP_FIRST)``.
+    """
     table = main_table(run)
     shown = [(i, column.key) for i, column in enumerate(table.columns) if column.key in _HEADS]
     heads = [_HEADS[key] for _, key in shown]
     made = make_table(heads, title=f"{run.workload} · {run.folder.name} · latencies in ms", tight=True)
     for column, head in zip(made.columns, heads, strict=True):
         column.min_width = 17 if column is made.columns[0] else len(head)
-    made.caption, made.caption_justify = _doubts(run), "left"
     load = None
     for row, cell in zip(table.rows, run.by_load, strict=True):
         if cell.load != load:
@@ -70,24 +74,34 @@ def console_table(run: Run) -> Table:
             load = cell.load
             made.add_row(Text(load.short, style="bold"))
         made.add_row(*(_entry(key, row.values[i], cell) for i, key in shown))
+    made.caption, made.caption_justify = _caption(made, run), "left"
     return made
 
 
-def _doubts(run: Run) -> Text | None:
-    """What the mark before a configuration means, a line each; None without a mark."""
-    lines = [
+def _caption(table: Table, run: Run) -> Text | None:
+    """What the marks in ``table`` mean, a line each; None without marks."""
+    entries = "".join(str(entry) for column in table.columns for entry in column.cells)
+    known = {
+        _WHOLE: f"{_WHOLE} of the whole run: a repeat has no steady window",
+        _MEDIANS: f"{_MEDIANS} paired by repeat; the medians shown have visibly another ratio",
+    }
+    lines = [Text(words) for mark, words in known.items() if mark in entries]
+    doubts = [
         f"! {cell.name} at {cell.load.short} {served_words(cell)}" for cell in run.by_load if cell.doubt == "refused"
     ]
-    lines += ["! invalid measurement"] if any(cell.doubt == "invalid" for cell in run.cells) else []
-    return Text("\n".join(lines), style="red") if lines else None
+    doubts += ["! invalid measurement"] if any(cell.doubt == "invalid" for cell in run.cells) else []
+    lines += [Text(words, style="red") for words in doubts]
+    return Text("\n").join(lines) if lines else None
 
 
 def _entry(key: str, value: Value, cell: MeasuredCell) -> Text:
-    text = value.text
+    text, notes = value.text, value.note.split("\n")
     if key == "configuration":
         text = f"{' ' if cell.valid else '!'} {value.text}"  # before the name: behind a long one it would be cut off
-    if key == "ratio" and "–" in value.note:
-        text += f" ({value.note.split(chr(10))[0]})"
+    if key == "ratio" and "–" in notes[0]:
+        text += f" ({notes[0]})"
+    if key in ("ratio", "output_tokens_per_s"):
+        text += _WHOLE * (WHOLE_RUN in notes) + _MEDIANS * any(note.startswith(MEDIANS) for note in notes)
     if key == "failed":
         text = text.split(" ")[0]
     return Text(text, style=_STYLES.get(value.mark, ""))

@@ -36,7 +36,7 @@ _BANNERS = {
     "valid": "Valid measurement, complete run",
     "invalid": "Invalid measurement, in part or whole: do not rely on it",
     "incomplete": "Incomplete run",
-    "empty": "Nothing was measured",
+    "empty": "No load was measured",
 }
 _SAMPLES_PER_CELL = 2
 _SAMPLE_CHARACTERS = 600

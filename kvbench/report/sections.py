@@ -13,8 +13,10 @@ from kvbench.report.engine_time import engine_time_note, engine_time_table
 from kvbench.report.kv import SECTION, ledger_note, ledger_table
 from kvbench.report.provenance import validity
 from kvbench.report.tables import (
+    MEDIANS,
     UNCERTAIN,
     UNCERTAIN_NOTE,
+    WHOLE_RUN,
     Column,
     Row,
     Table,
@@ -22,10 +24,12 @@ from kvbench.report.tables import (
     main_table,
     percentile_value,
     ratio_value,
+    throughput_ratio,
 )
 from kvbench.report.wording import RATIO_MARKS, ledger_sentence, sensitivity, smallest_effects
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row
 from kvbench.runs.model import MeasuredCell, Run, number
+from kvbench.runs.ratios import LEVEL
 from kvbench.workload.settings import setting_title, value_words
 
 _CLASS_METRICS = (("ttft_ms", "p50"), ("ttft_ms", "p95"), ("tpot_ms", "p50"), ("tpot_ms", "p95"), ("e2el_ms", "p95"))
@@ -91,7 +95,9 @@ def _cells_note(run: Run) -> str:
     return " ".join(
         [
             "Throughput and ratio: median over repeats and, small, lowest to highest; ratios are paired by repeat: "
-            f"{RATIO_MARKS}.",
+            f"{RATIO_MARKS}. Throughput and ratio are of the steady window where not marked {WHOLE_RUN}. "
+            f"{words.upper_first(MEDIANS)}: the ratio of the medians shown, where it lies on the other side of 1 than "
+            f"the paired one, or more than {LEVEL * 100:g} % from it.",
             *filter(None, [sensitivity(run)]),
             "Latency percentiles: raw samples of all repeats, of the whole run; TTFT also, small, of "
             "the requests due in the steady window.",
@@ -115,7 +121,7 @@ def effect_table(run: Run) -> Table:
         change = " → ".join(value_words(e.setting, value) for value in (e.baseline_value, e.value))
         head = (setting_title(e.setting), change, c.load.short)
         latencies = (ratio_value(r, higher_is_better=False) for r in (c.ttft, c.tpot, c.itl))
-        shown = (*(Value(text, text) for text in head), ratio_value(c.throughput), *latencies)
+        shown = (*(Value(text, text) for text in head), throughput_ratio(c), *latencies)
         rows.append(Row(c.a if c.b.valid else c.b, shown, change))
     heads = ("setting", "change", "load", "output tok/s", "p95 TTFT", "p50 TPOT", "p95 ITL")
     return Table(tuple(Column(head, head) for head in heads), tuple(rows), numbers_from=3)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.report.comparisons import compare, median, ratio_to_reference, reference, spread
+from kvbench.report.comparisons import PairedComparison, compare, median, reference, spread
 from kvbench.report.wording import RATIO_MARKS, Render, marked_ratio
 from kvbench.runs.kv_ledger import accounting
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.ratios import HIGHER, LOWER, UNCLEAR, Ratio
 
+WHOLE_RUN = "whole run"  # beside a throughput that is not of the steady window
+MEDIANS = "medians give"  # before the ratio of two medians that contradicts the paired one
 UNCERTAIN = "*"
 UNCERTAIN_NOTE = (
     "* too few samples to be 99 % sure that at least two lie above the true percentile (p95 needs 130, p99 662)."
@@ -126,7 +128,7 @@ def main_table(run: Run) -> Table:
             "ratio",
             f"ratio to {ref.name if ref else 'baseline'}",
             f"paired by repeat; {RATIO_MARKS}",
-            lambda c: Value("1", 1.0) if c is reference(run, c.load) else ratio_value(ratio_to_reference(run, c)),
+            lambda c: _ratio_to(reference(run, c.load), c),
         ),
         *(_percentile_column(metric, which) for metric, which in _PERCENTILES),
         Column(
@@ -192,7 +194,9 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
         flat |= {key: value for key, value in shown.items() if key not in flat}
         flat |= {f"steady_ttft_ms_{w}": cell.percentile("steady_latency.ttft_ms", w)[0] for w in ("p50", "p95")}
         s, ref = spread(cell.throughput()), reference(run, cell.load)
-        flat |= {"output_tokens_per_s_min": s.low, "output_tokens_per_s_max": s.high} if s else {}
+        window = "steady window" if cell.has_steady else WHOLE_RUN
+        bounds = {"min": s.low, "max": s.high, "window": window} if s else {}
+        flat |= {f"output_tokens_per_s_{end}": value for end, value in bounds.items()}
         if ref is not None and (r := compare(cell, ref).throughput) is not None:
             flat |= {"ratio_to": ref.name, "ratio_min": r.low, "ratio_max": r.high, "ratio_verdict": r.verdict}
             flat |= dict(zip(("ratio_ci95_low", "ratio_ci95_high"), r.ci or (None, None), strict=True))
@@ -213,6 +217,22 @@ def ratio_value(r: Ratio | None, higher_is_better: bool = True) -> Value:
         note += f"\n{words.percent(r.detectable)} would show"
     mark = ("better" if (r.verdict == HIGHER) == higher_is_better else "worse") if r.verdict in (HIGHER, LOWER) else ""
     return Value(marked_ratio(r), r.median, note, mark)
+
+
+def throughput_ratio(c: PairedComparison) -> Value:
+    """Of output tokens/s; says where it is of the whole run, and where the medians shown have visibly another ratio."""
+    value, notes = ratio_value(c.throughput), []
+    if c.throughput is not None and not c.steady:
+        notes.append(WHOLE_RUN)
+    if c.of_medians is not None:
+        notes.append(f"{MEDIANS} {words.ratio(c.of_medians)}")
+    return replace(value, note="\n".join([value.note, *notes]))
+
+
+def _ratio_to(ref: MeasuredCell | None, cell: MeasuredCell) -> Value:
+    if ref is None or (cell is ref and not cell.valid):
+        return Value("–")
+    return Value("1", 1.0) if cell is ref else throughput_ratio(compare(cell, ref))
 
 
 def percentile_value(summary: Mapping[str, Any], which: str, render: Render = words.ms) -> Value:
@@ -252,7 +272,7 @@ def _throughput(cell: MeasuredCell) -> Value:
     notes = [f"{words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)}" if s.n > 1 else "one repeat"]
     whole = median(cell.throughput(steady=False))
     if not cell.has_steady:
-        notes.append("whole run")
+        notes.append(WHOLE_RUN)
     elif whole is not None:
         notes.append(f"whole {words.tokens_per_s(whole)}")
     return Value(words.tokens_per_s(s.median), s.median, "\n".join(notes))

@@ -23,11 +23,12 @@ from kvbench.report.comparisons import (
 from kvbench.report.provenance import code_paths, validity
 from kvbench.runs.kv_ledger import ledger, share_of_steps, swapped_bytes
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
-from kvbench.runs.ratios import FEWEST, HIGHER, LOWER, SAME, UNCLEAR, Ratio
+from kvbench.runs.ratios import FEWEST, HIGHER, LOWER, SAME, UNCLEAR, Ratio, contradicts
 from kvbench.workload.settings import effective, setting_title, value_words
 
 Render = Callable[[float | None], str]
 NOT_TOLD = "not told apart"
+_MOST_CLAUSES = 3  # of the first sentence, besides its main one
 RATIO_MARKS = f"≈ means level, ? {NOT_TOLD} from 1"
 _DOUBT = {
     "": "",
@@ -37,10 +38,10 @@ _DOUBT = {
 _AHEAD = {HIGHER: "ahead", LOWER: "behind", SAME: "level", UNCLEAR: NOT_TOLD}  # of throughputs
 _SLOWER = {HIGHER: "worse", LOWER: "better", SAME: "level", UNCLEAR: NOT_TOLD}  # of latencies
 _THROUGHPUT = {
-    HIGHER: "At {load}{budget}, {a} delivered {ratio} the output tokens/s of {b}{also}",
-    LOWER: "At {load}{budget}, {a} was slower than {b}{also}: {ratio} its output tokens/s",
-    SAME: "At {load}{budget}, {a} was level with {b}{also} in output tokens/s: {ratio}",
-    UNCLEAR: f"At {{load}}{{budget}}, {{a}} is {NOT_TOLD} from {{b}}{{also}} in output tokens/s: {{ratio}}",
+    HIGHER: "At {load}{budget}, {a} delivered {ratio} the output tokens/s{window} of {b}{also}",
+    LOWER: "At {load}{budget}, {a} was slower than {b}{also}: {ratio} its output tokens/s{window}",
+    SAME: "At {load}{budget}, {a} was level with {b}{also} in output tokens/s{window}: {ratio}",
+    UNCLEAR: f"At {{load}}{{budget}}, {{a}} is {NOT_TOLD} from {{b}}{{also}} in output tokens/s{{window}}: {{ratio}}",
 }
 _TPOT = {
     HIGHER: "median TPOT {a} instead of {b}",
@@ -97,6 +98,11 @@ def verdict_words(r: Ratio | None) -> str:
     return (f"{_AHEAD[r.verdict]}, " if r.verdict in (SAME, UNCLEAR) else "") + ratio_words(r, repeats=False)
 
 
+def _bounds(r: Ratio) -> str:
+    """The lowest and the highest repeat alone, for a clause."""
+    return words.spread(r.low, r.high, r.n, repeats=False)
+
+
 def marked_ratio(r: Ratio) -> str:
     """1.65x; ≈1.02x when level; 1.65x? when not told apart from 1."""
     return f"{'≈' if r.verdict == SAME else ''}{words.ratio(r.median)}{'?' if r.verdict == UNCLEAR else ''}"
@@ -119,6 +125,11 @@ def smallest_effects(ratios: Mapping[str, Sequence[Ratio | None]]) -> str:
     return f"Smallest effect that these repeats could show (80 % power at 95 %), by row: {', '.join(found)}."
 
 
+def window_words(steady: bool) -> str:
+    """Behind a throughput: nothing of the steady window, which is the rule, else what it is of."""
+    return "" if steady else " (whole run)"
+
+
 def sensitivity(run: Run) -> str:
     """``smallest_effects`` of the ratios to the reference in the table of all cells."""
     return smallest_effects({"output tok/s": [ratio_to_reference(run, cell) for cell in run.cells if cell.valid]})
@@ -138,14 +149,16 @@ def running(cell: MeasuredCell) -> float | None:
 def headline(run: Run) -> str:
     """One sentence with numbers and their spread; prefixed when the run is incomplete."""
     if not run.cells:
-        return "Nothing was measured: this run holds no finished cell."
+        beside = f" What {run.engine_time.label} found is below." if run.engine_time else ""
+        return f"Nothing was measured over HTTP: this run holds no finished cell.{beside}"
     prefix = "Incomplete run: " if validity(run).status == "incomplete" else ""
     if run.missing:
         prefix = f"Incomplete run ({len(run.cells)} of {len(run.cells) + len(run.missing)} cells measured): "
     pairs = paging(run)
     pair = pairs[-1] if pairs else None
-    served = _pair_sentence(pairs) if pairs else _no_pair(run) + best_sentence(run, run.loads[-1])
     decided = "" if _is_decided_over_http(run, pair) else _decided_in_engine_time(run, pair)
+    most = 1 if decided else _MOST_CLAUSES
+    served = _pair_sentence(run, pairs, most) if pairs else _no_pair(run) + best_sentence(run, run.loads[-1])
     return prefix + (f"{decided} Over HTTP: {served[:1].lower()}{served[1:]}" if decided else served)
 
 
@@ -171,13 +184,15 @@ def _decided_in_engine_time(run: Run, pair: PairedComparison | None) -> str:
     if not found:
         return ""
     effect, cell = max(found, key=lambda each: each[0].ratio)
-    return f"In engine time, {cell.name} against {base.name} at {base.load.label}: output tokens/s {effect}."
+    names = f"{cell.name} against {base.name} at {base.load.label}"
+    return f"In {run.engine_time.label}, {names}: output tokens/s {effect}."
 
 
 def served_words(cell: MeasuredCell) -> str:
     """served 20 of 48 requests and refused the others ('Context size has been exceeded.' x 28)"""
-    served, why = cell.count("completed"), words.failure_words(cell.failure_messages)
-    return f"served {served} of {served + cell.count('failed')} requests and refused the others ({why})"
+    served, failed = cell.count("completed"), cell.count("failed")
+    why = words.failure_words(cell.failure_messages, failed=failed)
+    return f"served {served} of {served + failed} requests and refused the others ({why})"
 
 
 def refusal_sentence(cells: Sequence[MeasuredCell]) -> str:
@@ -187,11 +202,14 @@ def refusal_sentence(cells: Sequence[MeasuredCell]) -> str:
     return f"At {refused[0].load.label} {found}." if found else ""
 
 
-def _pair_sentence(pairs: list[PairedComparison]) -> str:
-    """``pairs``: paged against contiguous, loads ascending, at least one."""
+def _pair_sentence(run: Run, pairs: list[PairedComparison], most: int) -> str:
+    """``pairs``: paged against contiguous, loads ascending, at least one; ``most``: clauses beside the main one."""
     low, c = pairs[0], pairs[-1]
     if c.doubt == "refused":
         return f"No verdict: {words.lower_first(refusal_sentence((c.a, c.b)))}"
+    if not c.valid:
+        again = f"`kvbench sweep --resume {run.folder}` measures it again"
+        return f"No verdict: the measurement at {c.load.label} is invalid ({_why_invalid(c)}); {again}."
     if c.throughput is None:
         return f"No verdict: {c.a.name} and {c.b.name} share no repeat with a measured throughput at {c.load.label}."
     also = sorted(differing(c.a, c.b) - {"layout"})
@@ -202,27 +220,27 @@ def _pair_sentence(pairs: list[PairedComparison]) -> str:
         b=c.b.name,
         also=f" (they differ in {words.listing(also)} too)" if also else "",
         ratio=ratio_words(c.throughput),
+        window=window_words(c.steady),
     )
-    text = sentence(
-        bought + _both(", with {a} sequences running at once against {b}", c, running, words.decimal),
+    main = bought + _both(", with {a} sequences running at once against {b}", c, running, words.decimal)
+    text = sentence(main, *[clause for clause in _further_clauses(low, c) if clause][:most])
+    return f"No verdict: {text[:1].lower()}{text[1:]}" if c.throughput.verdict == UNCLEAR else text
+
+
+def _further_clauses(low: PairedComparison, c: PairedComparison) -> list[str]:
+    """What else the first sentence may say, the most important first; the conclusions below it have the rest."""
+    return [
+        *(f"{failed_words(cell)} failed and are in no number here" for cell in (c.a, c.b) if cell.count("failed")),
         _against("p95 TTFT {a} instead of {b}", c, "ttft_ms", "p95", c.ttft) if c.load.mode == "open" else "",
         _at_low_load(low) if low is not c else "",
         _against(_TPOT[c.tpot.verdict], c, "tpot_ms", "p50", c.tpot) if c.tpot else "",
-        _preempted(c.a),
         *(
             f"the repeats of {cell.name} scatter ({words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)} tokens/s)"
             for cell in (c.a, c.b)
             if (s := scatters(cell))
         ),
-        *(f"{failed_words(cell)} failed and are in no number here" for cell in (c.a, c.b) if cell.count("failed")),
-    )
-    quoted = text[:1].lower() + text[1:]
-    if not c.valid:
-        return (
-            f"No verdict, the measurement at {c.load.label} is invalid ({_why_invalid(c)}). "
-            f"Seen, not to be relied on: {quoted}"
-        )
-    return f"No verdict: {quoted}" if c.throughput.verdict == UNCLEAR else text
+        _preempted(c.a),
+    ]
 
 
 def _why_invalid(c: PairedComparison) -> str:
@@ -253,7 +271,8 @@ def _at_low_load(c: PairedComparison) -> str:
     if not c.valid or c.throughput is None:
         why = {"": "not comparable", "invalid": "invalid measurement", "refused": "requests were refused"}[c.doubt]
         return f"at {c.load.tick} there is no verdict ({why})"
-    return f"at {c.load.tick} it was {_AHEAD[c.throughput.verdict]}, {ratio_words(c.throughput)}"
+    r, window = c.throughput, window_words(c.steady)
+    return f"at {c.load.tick} it was {_AHEAD[r.verdict]}, {words.ratio(r.median)}{window} ({_bounds(r)})"
 
 
 def _both(template: str, c: PairedComparison, of: Callable[[MeasuredCell], float | None], render: Render) -> str:
@@ -262,8 +281,11 @@ def _both(template: str, c: PairedComparison, of: Callable[[MeasuredCell], float
 
 
 def _against(template: str, c: PairedComparison, metric: str, which: str, r: Ratio | None) -> str:
-    """A percentile of both configurations and its ratio."""
-    return say(template, a=latency(c.a, metric, which), b=latency(c.b, metric, which), ratio=verdict_words(r))
+    """A percentile of both configurations and its ratio, with a word where that contradicts the two percentiles."""
+    (a, _), (b, _), ratio = c.a.percentile(metric, which), c.b.percentile(metric, which), verdict_words(r)
+    if r is not None and a and b and contradicts(r.median, a / b):
+        ratio += f" paired by repeat, where these two give {words.ratio(a / b)}"
+    return say(template, a=latency(c.a, metric, which), b=latency(c.b, metric, which), ratio=ratio)
 
 
 def _preempted(cell: MeasuredCell) -> str:
@@ -304,7 +326,8 @@ def best_sentence(run: Run, load: MeasuredLoad) -> str:
     for what, names in (("level with", top.level_with), (f"{NOT_TOLD} from", top.unclear_with)):
         if names:
             against.append(f"{what} {words.listing(names) if len(names) <= 3 else f'{len(names)} others'}")
-    amount = f"{words.tokens_per_s(s.median)} output tokens/s ({_amounts(s.low, s.high, s.n)})"
+    rate = f"{words.tokens_per_s(s.median)} output tokens/s{window_words(top.steady)}"
+    amount = f"{rate} ({_amounts(s.low, s.high, s.n)})"
     latencies = f"p95 TTFT {latency(cell, 'ttft_ms', 'p95')}, median TPOT {latency(cell, 'tpot_ms', 'p50')}"
     text = sentence(
         _BEST["one" if len(run.at(load)) == 1 else kind].format(
@@ -363,7 +386,7 @@ def reservation(c: PairedComparison) -> str:
 def _bought(c: PairedComparison) -> str:
     return (
         sentence(
-            f"at {c.load.label}: output tokens/s {verdict_words(c.throughput)}",
+            f"at {c.load.label}: output tokens/s{window_words(c.steady)} {verdict_words(c.throughput)}",
             _both("{a} sequences running at once against {b}", c, running, words.decimal),
             _against("p95 TTFT {a} against {b}, ratio {ratio}", c, "ttft_ms", "p95", c.ttft),
         )
@@ -405,7 +428,7 @@ def kernel_cost(c: PairedComparison) -> str:
         )
     return (
         f"With the same number running ({words.decimal(a)} and {words.decimal(b)} at {c.load.label}): median TPOT "
-        f"{verdict_words(c.tpot)}: {_KERNEL[c.tpot.verdict]}.{_DOUBT[c.doubt]}"
+        f"{verdict_words(c.tpot)}: {_KERNEL[c.tpot.verdict]}."
     )
 
 
@@ -413,12 +436,16 @@ def _effect_sentence(run: Run, members: list[Effect]) -> str:
     """What one value of a setting does to output tokens/s at each load, and to what the setting is for."""
     new, old = (value_words(members[0].setting, value) for value in (members[0].value, members[0].baseline_value))
     at = [e.comparison for e in reversed(members)]
-    ratios = [f"{verdict_words(c.throughput)} at {c.load.short}{'' if c.valid else f' ({c.doubt})'}" for c in at]
+    ratios = [
+        f"{verdict_words(c.throughput)}{window_words(c.steady or not c.valid)} at {c.load.short}"
+        f"{'' if c.valid else f' ({c.doubt})'}"
+        for c in at
+    ]
     known = run.engine_time
     exact = [(known.of(c.a.cell_id, "output_throughput"), c.load.short) for c in at] if known else []
     engine = ", ".join(f"{effect} at {load}" for effect, load in exact if effect)
     served = "; ".join(ratios)
-    change = f"in engine time {engine}; over HTTP {served}" if engine else served
+    change = f"in {known.label} {engine}; over HTTP {served}" if engine else served
     return sentence(f"{new} instead of {old}: output tokens/s {change}", *_purpose(members[0], at))
 
 
@@ -467,8 +494,9 @@ def tiles(run: Run) -> list[Tile]:
     if pairs and (r := pairs[-1].throughput) is not None:
         a, b, load = pairs[-1].a, pairs[-1].b, pairs[-1].load
         note = f"{a.name} / {b.name}; {words.spread(r.low, r.high, r.n)}"
+        what = f"throughput{window_words(pairs[-1].steady)} at {load.short}"
         found = [
-            Tile(f"throughput at {load.short}", words.ratio(r.median), note + f"; {NOT_TOLD}" * (r.verdict == UNCLEAR)),
+            Tile(what, words.ratio(r.median), note + f"; {NOT_TOLD}" * (r.verdict == UNCLEAR)),
             Tile("sequences running at once", words.decimal(running(a)), f"{b.name}: {words.decimal(running(b))}"),
             *(Tile(label, latency(a, *of), f"{b.name}: {latency(b, *of)}") for label, *of in latencies[:2]),
         ]
@@ -477,9 +505,8 @@ def tiles(run: Run) -> list[Tile]:
     if top is None:
         return []
     cell, s, at = top.cell, top.throughput, top.load.short
-    amount = Tile(
-        f"output tokens/s at {at}", words.tokens_per_s(s.median), f"{cell.name}; {_amounts(s.low, s.high, s.n)}"
-    )
+    what = f"output tokens/s{window_words(top.steady)} at {at}"
+    amount = Tile(what, words.tokens_per_s(s.median), f"{cell.name}; {_amounts(s.low, s.high, s.n)}")
     return [amount, *(Tile(f"{label} at {at}", latency(cell, *of), cell.name) for label, *of in latencies)]
 
 
@@ -487,7 +514,7 @@ def figure_title(run: Run, what: str, of: Callable[[PairedComparison], Ratio | N
     """The finding that a figure shows: its metric's ratio of paged to contiguous, the highest load first."""
     pairs, verdicts = paging(run)[::-1], _SLOWER if is_latency else _AHEAD
     found = [
-        f"{verdicts[r.verdict]}, {words.ratio(r.median)} at {c.load.short}{'' if c.valid else f' ({c.doubt})'}"
+        f"{verdicts[r.verdict]}, {words.ratio(r.median)}{window_words(is_latency or c.steady)} at {c.load.short}"
         for c in pairs
         if (r := of(c))
     ]

@@ -57,6 +57,16 @@ class EngineTime:
     effects: tuple[EngineEffect, ...]
     facts: Mapping[str, Any]
 
+    @property
+    def label(self) -> str:
+        """Which engine time it is: its throughputs are of the whole run, and an interrupted one knows less."""
+        return "engine time (whole run)" if self.finished else "engine time (whole run, unfinished)"
+
+    @property
+    def finished(self) -> bool:
+        """False where it was interrupted: its effects are of the launches before."""
+        return bool(self.facts.get("finished", True))
+
     def of(self, cell: str, metric: str) -> EngineEffect | None:
         return next((effect for effect in self.effects if (effect.cell, effect.metric) == (cell, metric)), None)
 

@@ -7,7 +7,7 @@ A value is of one repeat (one fresh server): ``metrics`` of its entry in summary
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ from kvbench.runs.model import MeasuredCell
 LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el")
 _STATISTICS = {f"p{q}": f"p{q}" for q in (50, 90, 95, 99)} | {"median": "p50", "mean": "mean", "max": "max"}
 _PARTS_OF_A_CELL = ("pooled", "capacity")
+
+THROUGHPUT = "output_tokens_per_s"  # as in summary.csv: of the steady window, of the whole run where there is none
+_OF_WHOLE_RUN = ("output_throughput", "request_throughput", "total_token_throughput")  # vLLM's names and definition
 
 Values = Mapping[str, float]
 
@@ -70,7 +73,7 @@ _PLAIN = (
     "goodput", "steady_goodput", "completed", "failed", "duration_s", "total_input_tokens", "total_output_tokens",
     "total_cached_tokens", "multi_token_chunks",
 )  # fmt: skip
-SHORT_NAMES = (*_PLAIN, *_COMPUTED, *_SHORT)
+SHORT_NAMES = (THROUGHPUT, *_PLAIN, *_COMPUTED, *_SHORT)
 
 
 def check_name(name: str) -> None:
@@ -86,8 +89,22 @@ def value_of(values: Values, name: str) -> float | None:
     return _COMPUTED[name](values) if name in _COMPUTED else values.get(_SHORT.get(name, name))
 
 
-def measured(cell: MeasuredCell, name: str) -> MetricValues:
-    """The metric in each repeat that has it; no values where nobody measured it."""
+def window_of(name: str, *cells: MeasuredCell) -> str:
+    """The words "whole run" for a throughput that is of it, whichever cell makes it so; else empty."""
+    return "whole run" if name in _OF_WHOLE_RUN or (name == THROUGHPUT and not _all_steady(cells)) else ""
+
+
+def _all_steady(cells: Sequence[MeasuredCell]) -> bool:
+    return all(cell.has_steady for cell in cells)
+
+
+def measured(cell: MeasuredCell, name: str, *others: MeasuredCell) -> MetricValues:
+    """The metric in each repeat that has it; no values where nobody measured it.
+
+    ``others``: what it will be compared with; the throughput is of one window in all of them.
+    """
+    if name == THROUGHPUT:
+        return MetricValues(cell.throughput(_all_steady([cell, *others])))
     path = _SHORT.get(name, name)
     section, _, rest = path.partition(".")
     if section in _PARTS_OF_A_CELL:
@@ -121,7 +138,7 @@ def unit_of(name: str) -> str:
         return "bytes"
     if last.endswith("request_throughput") or last.endswith("goodput"):
         return "requests/s"
-    return "tokens/s" if last.endswith("throughput") else ""
+    return "tokens/s" if last.endswith("throughput") or last == THROUGHPUT else ""
 
 
 def _is_uncertain(sections: list[Mapping[str, Any]], path: str) -> bool:

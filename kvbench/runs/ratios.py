@@ -59,6 +59,15 @@ class Ratio(RepeatSpread):
         return float(np.expm1(detectable_shift(np.log(self.values)))) if self.n >= FEWEST else None
 
 
+def contradicts(paired: float, shown: float, decimals: int = 2) -> bool:
+    """Whether ``shown``, the ratio of the two values beside a paired ratio, is visibly another one.
+
+    That is one on the other side of 1 as both are written, with so many ``decimals``, or more than ``LEVEL`` away.
+    """
+    sides = (round(paired, decimals) - 1) * (round(shown, decimals) - 1)
+    return sides < 0 or abs(np.log(shown / paired)) > np.log1p(LEVEL)
+
+
 def paired_ratio(a: Mapping[int, float], b: Mapping[int, float]) -> Ratio | None:
     """a/b per repeat that both have with positive values; None when there is no such repeat."""
     values = tuple(a[r] / b[r] for r in sorted(a.keys() & b.keys()) if a[r] > 0 and b[r] > 0)

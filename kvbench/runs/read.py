@@ -84,7 +84,8 @@ def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str], ses
     repeats = []
     for entry in summary["repeats"]:
         metrics = entry.get("metrics") or {}
-        observed = _observe(gauges[gauges["repeat"] == entry["repeat"]], metrics, _share_of_a_request(summary, metrics))
+        polls = gauges[gauges["repeat"] == entry["repeat"]]
+        observed = _observe(polls, metrics, summary.get("settings") or {}, _share_of_a_request(summary, metrics))
         cache = {**(entry.get("prefix_cache") or {}), **(entry.get("prefix_cache_bounds") or {})}
         server, machine = entry.get("server") or {}, entry.get("machine") or {}
         repeats.append(Repeat(int(entry["repeat"]), metrics, server, observed, machine, cache))
@@ -111,20 +112,44 @@ def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str], ses
     )
 
 
-def _share_of_a_request(summary: Mapping[str, Any], metrics: Mapping[str, Any]) -> float:
-    """Of the KV, what one more request needs: a reservation, or the mean request's tokens; 0 if that is not known."""
+def _share_of_a_request(summary: Mapping[str, Any], metrics: Mapping[str, Any]) -> float | None:
+    """Of the KV, what one more request needs: a reservation, or the mean request's tokens without cached ones.
+
+    None where the size of the KV is not known.
+    """
     capacity, settings = summary.get("capacity") or {}, summary.get("settings") or {}
     held, done = number(capacity.get("capacity_tokens")), number(metrics.get("completed"))
-    tokens = sum(number(metrics.get(name)) or 0.0 for name in ("total_input_tokens", "total_output_tokens"))
-    if settings.get("layout") == "contiguous" and effective(settings, "reservation") == "max":
+    tokens, cached = (
+        sum(number(metrics.get(name)) or 0.0 for name in names)
+        for names in (("total_input_tokens", "total_output_tokens"), ("total_cached_tokens",))
+    )
+    if settings.get("layout") == "contiguous":
         tokens, done = number(settings.get("max_model_len") or capacity.get("max_model_len")) or 0.0, 1.0
-    return tokens / done / held if held and done else 0.0
+    return (tokens - cached) / done / held if held and done else None
 
 
-def _observe(gauges: pd.DataFrame, metrics: Mapping[str, Any], share_of_a_request: float) -> dict[str, float]:
+def _kv_full(polls: pd.DataFrame, settings: Mapping[str, Any], share_of_a_request: float | None) -> pd.Series | None:
+    """At which polls requests waited, a seat in the batch was free, and the KV had no room for another request.
+
+    Reservations by length leave holes, so there the wait alone tells. None where that cannot be known.
+    """
+    most = number(settings.get("max_num_seqs"))
+    if most is None:
+        most = math.inf if settings.get("layout") is None else effective(settings, "max_num_seqs")
+    waits = (polls["num_requests_waiting"] > 0) & (polls["num_requests_running"] < most)
+    if settings.get("layout") == "contiguous" and effective(settings, "reservation") != "max":
+        return waits
+    if share_of_a_request is None:
+        return None
+    return waits & (polls["kv_cache_usage_perc"] + share_of_a_request > 1)
+
+
+def _observe(
+    gauges: pd.DataFrame, metrics: Mapping[str, Any], settings: Mapping[str, Any], share_of_a_request: float | None
+) -> dict[str, float]:
     """Means and peaks of one repeat's gauges over its steady window (the whole load if that holds no poll).
 
-    ``kv_full``: the share of the time in which requests waited and the KV had no room for another.
+    ``kv_full``: the share of the time in which requests waited for KV; missing where that cannot be known.
     """
     if gauges.empty:
         return {}
@@ -137,9 +162,9 @@ def _observe(gauges: pd.DataFrame, metrics: Mapping[str, Any], share_of_a_reques
         for name in steady.columns
         if name.startswith(("num_requests_", "kv_")) and "_total_" not in name
     }
-    full = (steady["num_requests_waiting"] > 0) & (steady["kv_cache_usage_perc"] + share_of_a_request > 1)
+    full = _kv_full(steady, settings, share_of_a_request)
     found = {
-        "kv_full": time_mean(steady["t"].to_numpy(), full.to_numpy(dtype=float)),
+        "kv_full": math.nan if full is None else time_mean(steady["t"].to_numpy(), full.to_numpy(dtype=float)),
         "running_mean": mean["num_requests_running"],
         "usage_mean": mean["kv_cache_usage_perc"],
         "usage_max": gauges["kv_cache_usage_perc"].max(),

@@ -14,7 +14,7 @@ from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
 from kvbench.load import launch
-from kvbench.measure.load import LoadSetup, measure_load
+from kvbench.measure.load import LoadSetup, UnstoredError, measure_load
 from kvbench.measure.warm_up import warm_up
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.targets.base import Target, contradiction, reason_of
@@ -169,12 +169,18 @@ class BlockRunner:
         setup.check()
         requests, path, drawn = self.draw(setup, cell, repeat)
         self.listener.load_started(cell, repeat, len(requests))
-        with self.run.scratch_load(cell.cell_id, repeat) as out:
-            measured = measure_load(
-                setup, cell.load, requests, path, out, first=first, on_progress=self.listener.load_progress
-            )
-            done = {**drawn, **facts, **measured}
-            write_json(out / DONE, done)
+        done: dict[str, Any] = {}
+        try:
+            with self.run.scratch_load(cell.cell_id, repeat) as out:
+                measured = measure_load(
+                    setup, cell.load, requests, path, out, first=first, on_progress=self.listener.load_progress
+                )
+                done = {**drawn, **facts, **measured}
+                write_json(out / DONE, done)
+        except OSError as error:  # a full disk: what was measured is told at least
+            if done := done or (dict(error.result) if isinstance(error, UnstoredError) else {}):
+                self.listener.load_finished(cell, repeat, done)
+            raise
         self.listener.load_finished(cell, repeat, done)
 
     def draw(self, setup: LoadSetup, cell: Cell, repeat: int) -> tuple[list[Any], Path, dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from rich.table import Table
 
 from kvbench.common.console import make_table
 from kvbench.common.text import and_more, count, listing
+from kvbench.requests.request import RequestSpec, distinct_prefixes
 from kvbench.workload.design import Configuration, Design, LoadPoint
 from kvbench.workload.settings import effective
 
@@ -25,6 +28,8 @@ _COLUMNS = (  # heading, figure of check_configuration, divided by, format
     ("swap\nMiB", "swap_space_bytes", 2**20, "{:,.1f}"),
     ("swap\ntokens", "swap_tokens", 1, "{:,.0f}"),
 )
+_WHAT_FITS = ("capacity_tokens", "max_concurrency_at_max_len")
+DROP_FIRST = tuple(heading for heading, name, *_ in reversed(_COLUMNS) if name not in _WHAT_FITS)  # if too narrow
 _OPTIONAL = ("scale_bytes_per_token", "swap_space_bytes", "swap_tokens")  # shown where one of them is not 0
 
 
@@ -73,8 +78,26 @@ def _explanation(design: Design, lengths: Sequence[int]) -> str:
     return text
 
 
-Lengths = Sequence[tuple[int, int]]  # tokens of prompt and of output, a request
 _MAKE_ROOM = {"kv_cache_dtype": "a smaller KV dtype", "page_size": "another page size", "kv_budget": "a larger budget"}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a load's requests: ``prompts``, ``outputs`` and, of the prompts, the ``prefixes`` that others share.
+
+    ``distinct``: of all shared prefixes, each once.
+    """
+
+    prompts: np.ndarray
+    outputs: np.ndarray
+    prefixes: np.ndarray
+    distinct: int
+
+
+def lengths_of(requests: Sequence[RequestSpec]) -> Lengths:
+    """The lengths of a load's requests."""
+    rows = [(len(r.prompt_token_ids or ()), r.max_tokens, r.prefix_tokens) for r in requests]
+    return Lengths(*np.array(rows).T, sum(map(len, distinct_prefixes(requests))))
 
 
 def memory_notes(
@@ -82,54 +105,67 @@ def memory_notes(
 ) -> list[str]:
     """A sentence a load: whether its requests fit into each configuration's KV at once; ``lengths``: by load id.
 
-    Shared prefixes count for each request, as without prefix caching. Empty where the budget is known at start only.
+    Empty where the budget is known at start only.
     """
     sized = [c for c in design.configurations if "num_pages" in capacity[c.config_id]]
     loads = list(dict.fromkeys(cell.load for cell in design.cells))
-    return [_memory_note(design, sized, capacity, load, lengths[load.load_id]) for load in loads if sized]
+    return [_memory_note(sized, capacity, load, lengths[load.load_id]) for load in loads if sized]
 
 
 def _memory_note(
-    design: Design,
-    sized: Sequence[Configuration],
-    capacity: Mapping[str, Mapping[str, Any]],
-    load: LoadPoint,
-    lengths: Lengths,
+    sized: Sequence[Configuration], capacity: Mapping[str, Mapping[str, Any]], load: LoadPoint, lengths: Lengths
 ) -> str:
-    totals = np.array([sum(pair) for pair in lengths])
+    totals = lengths.prompts + lengths.outputs
     mean = f"{totals.mean():,.0f}" + ("" if totals.min() == totals.max() else f" (mean; {totals.max():,} at most)")
     held = {c.config_id: _at_once(c, capacity[c.config_id], lengths) for c in sized}
-    if load.mode == "open":
-        holds = listing([f"{config_id} {count(np.floor(n))}" for config_id, (n, _) in held.items()])
-        return f"{load.load_id}: a request needs {mean} tokens; at once fit about: {holds}"
-    users = int(load.concurrency or 1)
+    counts = {config_id: f"{config_id} (about {count(np.floor(n))} at once)" for config_id, (n, _) in held.items()}
+    if load.mode == "open" and load.request_rate != math.inf:
+        more = "memory limits once more are in flight than fit"
+        return f"{load.load_id}: a request needs {mean} tokens; {more}: {and_more(list(counts.values()), 6)}"
+    users = load.concurrency or len(totals)
     needed = f"{load.load_id}: {users} x {mean} = {users * totals.mean():,.0f} tokens"
-    full = {config_id: n for config_id, (n, worst) in held.items() if worst(users) > 1}
-    if not full:
-        least = min(sized, key=lambda c: capacity[c.config_id]["capacity_tokens"])
-        helps = [words for key, words in _MAKE_ROOM.items() if any(key in c.varied for c in design.configurations)]
-        room = f", so {listing(helps)} cannot help by making room" if helps else ""
-        tokens = count(capacity[least.config_id]["capacity_tokens"])
-        return f"{needed}; {least.config_id} holds {tokens}: memory is not what limits this load{room}"
-    some = [f"{config_id} (about {count(np.floor(n))} at once)" for config_id, n in full.items() if n < users]
-    rare = [config_id for config_id, n in full.items() if n >= users]
+    most = {c.config_id: min(users, int(effective(c.settings, "max_num_seqs") or users)) for c in sized}
+    full = [config_id for config_id, (_, share) in held.items() if share(most[config_id]) > 1]
+    parts = [_limits(full, held, most, counts)] if full else [_no_limits(sized, capacity)]
+    if capped := [f"{config_id} ({n})" for config_id, n in most.items() if n < users]:
+        parts.append(f"max_num_seqs admits fewer than {users} to {and_more(capped, 6)}")
+    return f"{needed}; {'; '.join(parts)}"
+
+
+def _limits(full: Sequence[str], held: Mapping[str, Any], most: Mapping[str, int], counts: Mapping[str, str]) -> str:
+    """Which configurations are too small, for the mean request or for the longest ones only, and which are not."""
+    some = [counts[config_id] for config_id in full if held[config_id][0] < most[config_id]]
+    rare = [config_id for config_id in full if held[config_id][0] >= most[config_id]]
+    rest = [config_id for config_id in held if config_id not in full]
     parts = [f"memory limits {and_more(some, 6)}"] if some else []
     parts += [f"only the longest requests together outgrow {and_more(rare, 6)}"] if rare else []
-    parts += [f"{and_more(rest, 6)}: room for all"] if (rest := [i for i in held if i not in full]) else []
-    return f"{needed}; {'; '.join(parts)}"
+    parts += [f"{and_more(rest, 6)}: room for all"] if rest else []
+    return "; ".join(parts)
+
+
+def _no_limits(sized: Sequence[Configuration], capacity: Mapping[str, Mapping[str, Any]]) -> str:
+    least = min(sized, key=lambda c: capacity[c.config_id]["capacity_tokens"])
+    helps = [words for key, words in _MAKE_ROOM.items() if any(key in c.varied for c in sized)]
+    room = f", so {listing(helps)} cannot help by making room" if helps else ""
+    tokens = count(capacity[least.config_id]["capacity_tokens"])
+    return f"{least.config_id} holds {tokens}: memory is not what limits this load{room}"
 
 
 def _at_once(
     configuration: Configuration, known: Mapping[str, Any], lengths: Lengths
 ) -> tuple[float, Callable[[int], float]]:
-    """Requests of the mean size that fit at once, and the share of the KV that the ``n`` largest take."""
-    prompts, outputs = (np.array(column) for column in zip(*lengths, strict=True))
-    room, sizes = float(known["capacity_tokens"]), prompts + outputs
+    """Requests of the mean size that fit at once, and the share of the KV that the ``n`` largest take.
+
+    With prefix caching a shared prefix is there once.
+    """
+    room, sizes = float(known["capacity_tokens"]), lengths.prompts + lengths.outputs
     if configuration.settings.get("layout") != "contiguous":
-        room, sizes = float(known["num_pages"]), -(-sizes // known["page_size"])
+        if effective(configuration.settings, "enable_prefix_caching"):
+            room, sizes = room - lengths.distinct, sizes - lengths.prefixes
+        room, sizes = room // known["page_size"], -(-sizes // known["page_size"])
     elif (kind := _reserved_by_length(configuration)) is None:
         room, sizes = float(known["num_pages"]), np.ones(len(sizes))
     elif kind == "pow2":
-        sizes = np.minimum(prompts + 2 ** np.ceil(np.log2(outputs)), known["max_model_len"])
-    largest = np.sort(sizes)[::-1]
+        sizes = np.minimum(lengths.prompts + 2 ** np.ceil(np.log2(lengths.outputs)), known["max_model_len"])
+    room, largest = max(room, 1.0), np.sort(sizes)[::-1]
     return room / sizes.mean(), lambda n: float(largest[:n].sum()) / room

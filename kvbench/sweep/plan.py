@@ -14,6 +14,7 @@ from kvbench.common.console import print_plain
 from kvbench.common.errors import UsageError
 from kvbench.common.text import clock, plural
 from kvbench.load import launch
+from kvbench.sweep.capacity import Lengths, lengths_of
 from kvbench.workload.design import Block, Check, Design, capacities, plan_sweep
 from kvbench.workload.file import Workload
 
@@ -23,13 +24,13 @@ _UNKNOWN = 2**20  # a limit that only the server knows is checked once it runs
 
 @dataclass(frozen=True)
 class Preflight:
-    """What is known before a launch: ``capacity`` by configuration id; by load id the guessed seconds of a load and
-    the ``lengths`` of its requests [tokens of prompt, of output].
+    """What is known before a launch: ``capacity`` by configuration id; by load id its guessed seconds, and the lengths
+    of its requests.
     """
 
     capacity: dict[str, Any]
     seconds: dict[str, float]
-    lengths: dict[str, list[tuple[int, int]]]
+    lengths: dict[str, Lengths]
 
 
 def preflight(workload: Workload, design: Design, check: Check) -> Preflight:
@@ -37,7 +38,7 @@ def preflight(workload: Workload, design: Design, check: Check) -> Preflight:
     capacity = capacities(design, check)
     rate = _GUESS_TOKENS_PER_S.get(workload.profile, _GUESS_TOKENS_PER_S["cpu"])
     guesses: dict[str, float] = {}
-    lengths: dict[str, list[tuple[int, int]]] = {}
+    lengths: dict[str, Lengths] = {}
     drawn: set[tuple[Any, ...]] = set()
     for cell in design.cells:
         known = capacity[cell.configuration.config_id]
@@ -56,7 +57,7 @@ def preflight(workload: Workload, design: Design, check: Check) -> Preflight:
         work = sum(r.max_tokens for r in requests) / (rate * min(1.0, (cell.load.concurrency or 8) / 4))
         arrivals = max((r.arrival_s or 0.0 for r in requests), default=0.0)
         guesses[cell.load.load_id] = max(work, arrivals) + 3.0
-        lengths[cell.load.load_id] = [(len(r.prompt_token_ids or ()), r.max_tokens) for r in requests]
+        lengths[cell.load.load_id] = lengths_of(requests)
     return Preflight(capacity, guesses, lengths)
 
 

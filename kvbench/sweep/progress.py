@@ -77,6 +77,8 @@ class SweepProgress:
         self.expect(blocks)
         self._began = self._load_began = time.monotonic()
         self._current: tuple[str, int] | None = None
+        self._started = ("", 0)
+        self._loads_from = 0.0  # time.monotonic()
         self._doing, self._requests = "starting", ""
         self._live = LiveText(console, self._text, quiet_s)
 
@@ -84,6 +86,10 @@ class SweepProgress:
         """``blocks`` are those still to run; their loads are counted once each."""
         self._left = {(c.cell_id, b.repeat): (b, c) for b in blocks for c in b.cells}
         self._total = self._done + len(self._left)
+
+    def loads_begin_in(self, seconds: float) -> None:
+        """The loads begin about then: something else is measured first."""
+        self._loads_from = time.monotonic() + seconds
 
     def __enter__(self) -> SweepProgress:
         self._live.__enter__()
@@ -96,7 +102,8 @@ class SweepProgress:
         """Loads not finished, plus one server start for each block that still has some."""
         left = list(self._left.values())  # a copy: this runs in the thread of the live line, too
         blocks = {b.block_id for b, _ in left}
-        seconds = sum(self._estimator.load_s(c) for _, c in left)
+        seconds = max(0.0, self._loads_from - time.monotonic())
+        seconds += sum(self._estimator.load_s(c) for _, c in left)
         seconds += self._estimator.start_s() * max(0, len(blocks) - 1 if self._current else len(blocks))
         if running := self._left.get(self._current):
             seconds -= min(time.monotonic() - self._load_began, 0.95 * self._estimator.load_s(running[1]))
@@ -108,17 +115,22 @@ class SweepProgress:
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
         self.status(f"{cell.cell_id} repeat {repeat}")
-        self._current = (cell.cell_id, repeat)
+        self._current = self._started = (cell.cell_id, repeat)
 
     def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
+        if self._current is None:  # the client was calibrated since the load was announced
+            self.status("{} repeat {}".format(*self._started))
+            self._current = self._started
         self._requests = f"{done}/{total} requests, " + (f"{failed} failed, " if failed else "")
 
     def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:
         self._estimator.observe(cell, time.monotonic() - self._load_began, done.get("server_start_s"))
         metrics = done["metrics"]
-        rate = metrics.get("steady_output_throughput") or metrics.get("output_throughput") or 0.0
+        steady = metrics.get("steady_output_throughput")
+        rate = steady or metrics.get("output_throughput") or 0.0
         ttft = (metrics.get("ttft_ms") or {}).get("p95")
-        text = f"{rate:.1f} output tok/s" + (f", TTFT p95 {ttft:.0f} ms" if ttft is not None else "")
+        text = f"{rate:.1f} output tok/s{'' if steady else ' (whole run)'}"
+        text += f", TTFT p95 {ttft:.0f} ms" if ttft is not None else ""
         if metrics.get("failed"):
             text += f", {metrics['failed']} failed ({failure_words(metrics.get('failure_messages') or {})})"
         if done["invalid_reasons"]:

@@ -191,7 +191,9 @@ class Sweep:
                 capacity=capacity,
             )
             if left:
+                listener.loads_begin_in(60 * self.lockstep_minutes if self._has_engine_time(design, run) else 0.0)
                 self._measure_engine_time(run, design, capacity, work.check, listener.status)
+                listener.loads_begin_in(0.0)
                 left = still_left()  # it took time
             started = failed_starts = disturbed = 0
             while left and not self.ended_early and (started or failed_starts < MAX_FAILED_STARTS):
@@ -209,9 +211,12 @@ class Sweep:
                     failed_starts += 1
                 measured.take(run, left[0])
                 disturbed = measured.disturbed_in_a_row(left[0], disturbed)
-                if disturbed >= DISTURBED_IN_A_ROW:
-                    self._wait_or_end(disturbed, work.check, listener.status)
                 left = still_left()
+                if left and disturbed >= DISTURBED_IN_A_ROW:
+                    paused = time.monotonic()
+                    self._wait_or_end(disturbed, work.check, listener.status)
+                    began += time.monotonic() - paused  # the time that max_minutes allows is for loads
+                    left = still_left()
         every = [(c.cell_id, b.repeat) for b in planned_blocks(self.workload, manifest) for c in b.cells]
         missing = [load for load in every if not run.is_done(*load)]
         given_up = {tuple(load) for load in stored.get("left_out") or ()} - measured.attempts.keys()
@@ -331,7 +336,7 @@ class Sweep:
         """After ``disturbed`` loads in a row: waits for a quiet machine, and ends the sweep where that is hopeless."""
         if not self._may_wait():
             return
-        self._say(f"{plural(disturbed, 'load')} in a row, disturbed by something else on this machine")
+        self._say(f"{plural(disturbed, 'load')} in a row were disturbed by other programs, or by the host")
         if busy := self._waits_for_quiet(check, show):
             self.ended_early = f"other programs keep the machine busy ({busy})"
         elif disturbed >= 2 * DISTURBED_IN_A_ROW:

@@ -313,23 +313,24 @@ class Target:
 
 
 def reason_of(target: Target, error: MeasurementError) -> str:
-    """Why a load failed: the end of the server's log if the server has ended, else the error itself."""
+    """Why a load failed, and after how much of it: how the server ended if it has, else the error itself."""
     time.sleep(_GONE_S)
     try:
         target.check_alive()
     except MeasurementError as gone:
+        gone.after = error.after
         return str(gone)
     return str(error)
 
 
 def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: Mapping[str, Any] | None) -> str | None:
-    """How the server's page size or KV capacity differs from its configuration; None: it does not, or is not known.
+    """How the server's page size, length or KV capacity differs from its configuration; None: it does not, or unknown.
 
     A capacity differs if it is off by more than 2 % and a page.
 
     ``settings``: of the configuration. ``info``: as ``server_info``. ``known``: of the configuration before its launch:
     ``kv_budget_bytes``, ``bytes_per_token`` and ``scale_bytes_per_token`` (a part of it) if the server was given the
-    budget; ``capacity_tokens`` if our arithmetic tells how many fit.
+    budget; ``capacity_tokens`` if our arithmetic tells how many fit; ``max_model_len``.
     """
     engine, capacity = ((info or {}).get(part) or {} for part in ("engine", "capacity"))
     paged = effective(settings, "layout") == "paged"
@@ -338,6 +339,12 @@ def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: M
         return (
             f"its pages have {int(pages)} tokens, and the configuration is for pages of {wanted}: pass page_size on "
             f"({{page_size}} in a --serve-cmd), or ask for what it has, -o engine.page_size={int(pages)}"
+        )
+    length, asked = engine.get("max_model_len"), known.get("max_model_len")
+    if length and asked and int(length) < int(asked):  # lowered to what a GPU had free: each layout to another length
+        return (
+            f"its memory holds one sequence of {int(length)} tokens and not of {asked}, as the configuration is for: "
+            f"raise kv_budget, or give all configurations one length, -o engine.max_model_len={int(length)}"
         )
     tokens, each = capacity.get("capacity_tokens"), known.get("bytes_per_token")
     if not tokens or not each:

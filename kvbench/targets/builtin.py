@@ -95,6 +95,8 @@ def engine_settings_schema() -> dict[str, dict[str, Any]]:
             kind = {"enum": [*CHOICES[field.name], *aliases]}
         elif field.name in BYTE_SETTINGS:
             kind = {"type": ["integer", "string"]}
+        if field.default is None:
+            kind = {"anyOf": [kind, {"type": "null"}]}
         text = HELP[field.name].replace("%%", "%").rstrip(".")
         found[field.name] = {**kind, "description": text, "default": field.default}
     return found
@@ -108,29 +110,23 @@ def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     max_concurrency_at_max_len, swap_space_bytes, swap_tokens, vocab_size and dtype; sizes are left out where only the
     machine can tell them (a GPU's free memory). Raises ValueError with the engine's sentence.
     """
-    from engine.config import DEFAULT_CPU_BUDGET, EngineConfig
-    from engine.kv.budget import capacity_of
-    from engine.model.spec import find_model
+    from engine.config import EngineConfig
+    from engine.planning import plan_engine
 
     known_names = [f.name for f in dataclasses.fields(EngineConfig)]
     for name in settings:
         if name not in known_names and (near := difflib.get_close_matches(name, known_names, n=1)):
             raise ValueError(f"{name!r} is not an engine setting: did you mean {near[0]!r}?")
     config = EngineConfig.from_mapping(settings)
-    spec = find_model(config.model, config.load_format)
-    config = config.check_against_model(spec.max_positions)
-    on_cpu = runs_on_cpu(config.device)
-    dtype = config.dtype if config.dtype != "auto" else "float32" if on_cpu else spec.default_dtype
+    plan = plan_engine(config, on_cpu=runs_on_cpu(config.device))
     known: dict[str, Any] = {
-        "max_model_len": config.max_model_len,
-        "vocab_size": spec.text_config.get("vocab_size"),
-        "dtype": dtype,
+        "max_model_len": plan.config.max_model_len,
+        "vocab_size": plan.spec.text_config.get("vocab_size"),
+        "dtype": plan.dtype,
     }
-    budget = config.kv_budget or (DEFAULT_CPU_BUDGET if on_cpu else None)
-    if budget is None:
+    if (capacity := plan.capacity) is None:
         return known
-    capacity = capacity_of(config, spec.kv_shape(dtype), budget)
-    assert config.max_model_len is not None
+    assert plan.config.max_model_len is not None
     return known | {
         "kv_budget_bytes": capacity.budget_bytes,
         "bytes_per_token": capacity.bytes_per_slot,
@@ -141,5 +137,5 @@ def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
         "page_table_bytes": capacity.page_table_bytes,
         "swap_space_bytes": capacity.swap_space_bytes,
         "swap_tokens": capacity.host_slots,
-        "max_concurrency_at_max_len": capacity.max_concurrency(config.max_model_len),
+        "max_concurrency_at_max_len": capacity.max_concurrency(plan.config.max_model_len),
     }

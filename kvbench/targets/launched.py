@@ -91,7 +91,7 @@ class ProcessTarget(Target):
 
     def _ended_at_start(self, code: int) -> Exception:
         return MeasurementError(
-            f"{self.preset.title} ended with exit code {code} before it was ready; its last lines:\n"
+            f"{self.preset.title} {processes.how_it_ended(code)} before it was ready; its last lines:\n"
             f"{self._last_lines()}"
         )
 
@@ -115,7 +115,7 @@ class ProcessTarget(Target):
             raise MeasurementError("the server was not started")
         code = self._process.poll()
         if code is not None:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            how = processes.how_it_ended(code)
             raise MeasurementError(
                 f"{self.preset.title} {how}; its last lines since it was ready:\n{self._last_lines()}"
             )

@@ -358,7 +358,8 @@ LLAMACPP = Preset(
     model_format="gguf",
     quirks=(
         "the prompt cache is one per slot: a prefix is reused where a request meets the slot that has it",
-        "it does not tell how full its KV buffer is, which has the largest multiple of 256 tokens within the budget",
+        "its KV buffer has the largest multiple of 256 tokens within the budget",
+        "it does not tell how full that buffer is",
         "when the buffer is full it fails all requests that run and empties it",
     ),
 )

@@ -6,9 +6,11 @@ A *block* is one fresh server of one configuration in one repeat, with the loads
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import hashlib
 import itertools
+import math
 import random
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from kvbench.workload.settings import DEFAULTS, ONLY_WITH, applies, config_id_of
 if TYPE_CHECKING:
     from kvbench.workload.file import Workload
 
+_MOST_COUNTED = 500  # combinations: more are not told apart just for a note
 Check = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # settings -> capacity; ValueError for impossible ones
 
 
@@ -212,20 +215,29 @@ def design_of(workload: Workload, only: Sequence[str] = ()) -> Design:
     """The cells of a workload, and the combinations of settings that ``only`` names beside a one-at-a-time design."""
     loads = workload.load_points
     design = make_design(workload.engine, workload.sweep, loads, workload.design)
-    if workload.design == "full":
-        return design
-    every = make_design(workload.engine, workload.sweep, loads, "full")
     known = {cell.cell_id for cell in design.cells}
     patterns = [pattern for pattern in only if not fnmatch.filter(known, pattern)]
+    if not patterns or workload.design == "full":
+        return design
+    every = make_design(workload.engine, workload.sweep, loads, "full")
     others = [cell for cell in every.cells if cell.cell_id not in known]
     named = [cell for cell in others if any(fnmatch.fnmatchcase(cell.cell_id, pattern) for pattern in patterns)]
     added = [each for each in every.configurations if any(cell.configuration is each for cell in named)]
-    measured, notes = len(design.configurations) + len(added), design.notes
-    if measured < len(every.configurations):
-        left = f"skipped {len(every.configurations) - measured} of {len(every.configurations)} combinations"
-        alone = f"{measured} are measured, each value alone beside the baseline"
-        notes = (*notes, f"{left}: {alone}; design: full (--design full) measures all")
-    return Design((*design.configurations, *added), (*design.cells, *named), notes)
+    return Design((*design.configurations, *added), (*design.cells, *named), design.notes)
+
+
+def _combinations_note(workload: Workload, measured: int) -> list[str]:
+    """How many combinations of the swept values a one-at-a-time design leaves out; nothing where it has all."""
+    base = workload.engine
+    every = math.prod(len({*map(repr, (base.get(key, v[0]), *v))}) for key, v in workload.sweep.items())
+    if workload.design == "full" or every <= measured:
+        return []
+    if every <= _MOST_COUNTED:  # some of them mean the same
+        every = len(make_design(workload.engine, workload.sweep, workload.load_points, "full").configurations)
+    if every <= measured:
+        return []
+    alone = f"{measured} are measured, each value alone beside the baseline"
+    return [f"skipped {every - measured} of {every} combinations: {alone}; design: full (--design full) measures all"]
 
 
 def plan_sweep(
@@ -248,6 +260,9 @@ def plan_sweep(
     elif check is not None and workload.design == "full":
         design = _without_impossible(design, check)
     design = select(design, only)
+    if not only:
+        notes = _combinations_note(workload, len(design.configurations))
+        design = dataclasses.replace(design, notes=(*design.notes, *notes))
     blocks = plan_blocks(design, workload.load.repeats, workload.seed)
     if workload.load.cache_state != "steady":
         blocks = tuple(part for b in blocks for part in (b.split() if fresh(b.configuration.settings) else (b,)))

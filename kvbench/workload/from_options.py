@@ -20,7 +20,10 @@ from kvbench.common.option_rules import flag
 from kvbench.workload.settings import canonical, slug
 
 _LENGTH = re.compile(r"(\d+)(?:[:-](\d+))?")
+_LONGEST_OF_A_FILE = 2048  # tokens
 _OPEN_REQUESTS = 130  # as many as a p95 needs to be certain
+EXAMPLE = "--input-len 600 --output-len 150 --concurrency 20"
+COMMAND_LINE = "the command line"  # the name of a workload without a file, in messages
 _COMMENT_AT = 34  # the column
 _DESIGN = "one_at_a_time: each value alone beside the baseline; full: every combination"
 _INSTEAD = {"concurrency": "--concurrency 8,32", "request_rate": "--request-rate 2,4"}
@@ -42,7 +45,7 @@ class _Defaults:
 
 _DEFAULTS = {
     "cpu": _Defaults(
-        "{config: llama-32m, load_format: dummy, dtype: float32}", "256MiB", 2048, 64, 512,
+        "{config: llama-32m, load_format: dummy, dtype: float32}", "256MiB", 1024, 64, 512,
         {"device": ("cpu", ""), "num_threads": (1, "one thread gives the narrowest intervals on a CPU")},
     ),
     "gpu": _Defaults("{config: llama-3.1-8b, load_format: dummy, dtype: bfloat16}", "8GiB", 8192, 256, 4096),
@@ -76,8 +79,14 @@ class Answers:
 
 def workload_text(answers: Answers, *, profile: str, name: str | None = None) -> str:
     """A commented workload file of about 20 lines. Raises UsageError for answers that make none."""
+    if answers == Answers(vary=answers.vary, design=answers.design):
+        raise UsageError(f"the workload is missing: give a file such as workloads/mixed.yaml, or {EXAMPLE}")
     prompts, longest = _prompts(answers)
     swept = parse_vary(answers.vary)
+    if alone := [key for key, values in swept.items() if len(values) < 2]:
+        raise UsageError(f"--vary {alone[0]} has one value, so nothing is compared: give two, or -o engine.{alone[0]}=")
+    if answers.design and not swept:
+        raise UsageError("--design says how settings are combined, and none is varied: give --vary, or leave it out")
     load = _load_lines(answers)
     base = _DEFAULTS["gpu" if profile == "gpu" else "cpu"]
     seqs = max(base.max_num_seqs, *answers.concurrency, 0)
@@ -135,8 +144,11 @@ def parse_vary(words: Sequence[str]) -> dict[str, list[Any]]:
         key = key.strip().replace("-", "_").removeprefix("engine.")
         if key in _INSTEAD:
             raise UsageError(f"--vary {word}: {key} is no engine setting; write {_INSTEAD[key]}")
-        values = [canonical(key, yaml.safe_load(part)) for part in text.split(",")] if sign else []
-        if not values or None in values:
+        try:  # the brackets of a YAML list may be there
+            values = [canonical(key, yaml.safe_load(part)) for part in text.strip().strip("[]").split(",")]
+        except yaml.YAMLError:
+            values = []
+        if not sign or not values or any(value is None or isinstance(value, list | dict) for value in values):
             raise UsageError(f"--vary {word!r} names no values: write for example --vary page_size=16,32")
         if key in found:
             raise UsageError(f"--vary {key} is given twice: write all its values in one, as --vary {key}=A,B")
@@ -154,9 +166,9 @@ def _length(option: str, text: str | None) -> tuple[int, int]:
 
 
 def _prompts(answers: Answers) -> tuple[list[Line], int]:
-    """The lines below ``prompts:``, and the tokens of the longest request (1: the file tells)."""
+    """The lines below ``prompts:``, and the tokens of the longest request; of a file, whose lengths are made to fit."""
     if answers.dataset_path is not None:
-        return _dataset(answers), 1
+        return _dataset(answers), _LONGEST_OF_A_FILE
     if answers.dataset_name not in (None, "random"):
         raise UsageError(f"--dataset-name {answers.dataset_name} needs its file: give --dataset-path FILE")
     (low, high), (short, long) = _length("--input-len", answers.input_len), _length("--output-len", answers.output_len)
@@ -173,11 +185,14 @@ def _span(low: int, high: int) -> str:
 
 def _dataset(answers: Answers) -> list[Line]:
     """Prompts of a file: of ShareGPT the first turn of each conversation, as ``vllm bench serve`` has it."""
-    if answers.input_len:
-        raise UsageError(f"--input-len {answers.input_len} contradicts --dataset-path, whose prompts have lengths")
+    for option, value in (("--input-len", answers.input_len), ("--prefix-len", answers.prefix_len)):
+        if value:
+            raise UsageError(f"{option} {value} contradicts --dataset-path, whose prompts have lengths: leave one out")
+    if answers.dataset_name == "random":
+        raise UsageError("--dataset-name random needs no file: leave --dataset-path out, or name its format")
     path, name = Path(answers.dataset_path or "").expanduser().absolute(), answers.dataset_name
     lines = [("    kind: trace", ""), (f"    path: {json.dumps(str(path))}", ""), ("    sessions: false", "")]
-    if name not in (None, "random", "auto"):
+    if name not in (None, "auto"):
         lines.append((f"    format: {name}", ""))
     if name == "sharegpt":
         lines.append(("    turns: first", ""))

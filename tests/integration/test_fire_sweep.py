@@ -22,7 +22,7 @@ LOST = {
     "warm-up page": ("plain", "html", {}, "200: <h1>Bad gateway", 1),
     "reset 500": ("/reset_prefix_cache", "status", {}, "/reset_prefix_cache answered 500", 1),
     "metrics endless": ("/metrics", "flood", {"from_s": 0.1}, "the answer is longer than 64 MiB", 1),
-    "stream killed": ("stream", "mid_kill", {"first": 3}, "killed by signal 9", 2),
+    "stream killed": ("stream", "mid_kill", {"first": 3}, " of 6 requests: the server was killed by signal 9", 2),
     "stream hung": ("stream", "mid_stop", {"first": 3}, "/metrics did not answer", 1),  # it holds every connection
 }
 FEW_FAIL = {"path": "stream", "do": "status", "status": 503, "first": 7, "count": 1}

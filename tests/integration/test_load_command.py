@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
 
+import pandas as pd
 import psutil
 import pytest
 import yaml
@@ -66,9 +70,12 @@ def test_a_load_needs_no_file_and_takes_the_names_of_vllm_bench_serve(url, tmp_p
         assert (kept["completed"], kept["total_input_tokens"], kept["total_output_tokens"]) == (6, 120, 48)
         assert kept["max_concurrency"] == 3 and not complaints(kept)
     assert stored(tmp_path / "ours")["workload"] == stored(tmp_path / "theirs")["workload"]
+    before = (tmp_path / "ours" / "requests.parquet").stat().st_mtime_ns
+    write_json(tmp_path / "ours" / "manifest.json", stored(tmp_path / "ours") | {"valid": True})
+    load(*ours, "--output-dir", tmp_path / "ours", "--resume")  # finished: shown again, not run again
+    assert (tmp_path / "ours" / "requests.parquet").stat().st_mtime_ns == before
     load(*ours[:-4], "--request-rate", 50, "--num-prompts", 4, "--output-dir", tmp_path / "open")
     assert stored(tmp_path / "open", "metrics.json")["request_rate"] == 50
-    assert load(*ours, "--output-dir", tmp_path / "ours", "--resume") in (0, 4)
 
 
 def test_a_load_is_kept_whole_with_vllms_field_names_and_without_the_key(url, workload, tmp_path, monkeypatch, capsys):
@@ -138,6 +145,55 @@ def test_a_server_that_says_nothing_of_itself_while_the_load_runs_is_not_measure
     assert "/metrics did not answer while the load ran" in reason
     counters = stored(out, "counters.json")
     assert counters["polls_failed"] > 0 and not any(name.endswith("_peak") for name in counters)
+
+
+@pytest.mark.parametrize(
+    ("users", "requests", "fatal"),
+    [(4, 40, 17), (8, 12, 6), (1, 5, 5)],  # many requests are refused; too few to suspect it by; none
+)
+def test_a_server_that_is_killed_amid_the_load_is_said_to_be_away_and_after_how_many(workload, users, requests, fatal):
+    rule = {"path": "stream", "do": "mid_kill", "first": fatal}
+    words = ("--max-concurrency", users, "--num-prompts", requests)
+    with fake_server(*CACHING, fire=[rule], FAKE_TOKEN_S="0.02") as (_, url), pytest.raises(MeasurementError) as failed:
+        load(workload, "--url", url, *words)
+    said = re.fullmatch(rf"after (\d+) of {requests} requests: the server went away \(.*\)", str(failed.value))
+    assert said and fatal - users <= int(said[1]) < fatal, str(failed.value)
+
+
+def no_room(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("what", ["kvbench.measure.load.store_server", "kvbench.loadtest.run.write_json"])
+def test_a_full_disk_does_not_take_the_figures_away(url, workload, tmp_path, monkeypatch, capsys, what):
+    monkeypatch.setattr(what, no_room)
+    with pytest.raises(MeasurementError, match="No space left") as failed:
+        load(workload, "--url", url, "--output-dir", tmp_path / "out")
+    told = capsys.readouterr().out
+    assert failed.value.exit_code == 4 and told.count("TTFT") == 1 and "requests: 6 completed, 0 failed" in told
+    assert stored(tmp_path / "out")["status"] == "incomplete"
+
+
+FULL_FOR_THE_CLIENT = """
+import errno, pathlib
+replace = pathlib.Path.replace
+def refuse(path, target):
+    if str(target).startswith({folder!r}):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return replace(path, target)
+pathlib.Path.replace = refuse
+"""
+
+
+def test_a_client_without_room_in_the_folder_hands_its_samples_over_elsewhere(url, workload, tmp_path, monkeypatch):
+    """In this process there is room: it puts them where they belong."""
+    out = tmp_path / "out"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(FULL_FOR_THE_CLIENT.format(folder=str(out)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+    load(workload, "--url", url, "--output-dir", out)
+    assert complaints(stored(out, "metrics.json")) == [] and stored(out)["status"] == "complete"
+    assert len(pd.read_parquet(out / "requests.parquet")) == 6 and stored(out, "load.json")["completed"] == 6
 
 
 def test_requests_that_the_server_cannot_take_are_refused_before_anything_is_sent_or_written(url, workload, tmp_path):

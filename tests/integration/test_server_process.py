@@ -6,6 +6,8 @@ import contextlib
 import http.client
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,11 +16,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from engine.server.__main__ import main
 
 ROOT = Path(__file__).parents[2]
+KVBENCH = (sys.executable, "-m", "kvbench")
 STOP_SECONDS = 5
 
 
@@ -86,6 +90,26 @@ def test_impossible_settings_are_one_sentence(flags: list[str], named: str, caps
     assert main(flags) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and named in err
+
+
+def test_the_example_of_its_help_serves_and_says_what_it_does_until_then() -> None:
+    """Its budget holds no sequence of the model's own length: the length is lowered, in one line."""
+    text = subprocess.run([*KVBENCH, "serve", "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
+    example = shlex.split(re.search(r"example: kvbench (.*)", text)[1])
+    command = [*KVBENCH, *example[: example.index("--port")], "--port", "0", "--device", "cpu"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        ready = process.stdout.readline()
+        assert re.fullmatch(r"ready http://127\.0\.0\.1:\d+\n", ready), process.stderr.read()
+        length = httpx.get(f"{ready.split()[1]}/v1/models", timeout=20).json()["data"][0]["max_model_len"]
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=STOP_SECONDS)
+    finally:
+        process.kill()
+    lowered, *phases = err.splitlines()
+    assert (process.returncode, out) == (0, "") and 1024 < length < 4096
+    assert f" {length} " in lowered and "--kv-budget" in lowered
+    assert len(phases) >= 3 and all(line.startswith("loading llama-32m: ") for line in phases)
 
 
 def test_the_step_log_is_complete_when_the_server_has_stopped(tmp_path: Path) -> None:

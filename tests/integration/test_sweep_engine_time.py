@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 
@@ -66,8 +67,14 @@ def test_an_interrupted_sitting_begins_anew_with_a_resume(bench, monkeypatch):
     first = effects(run)
     assert not first["finished"] and first["launches"] == 1 and not launches[-1].alive
 
+    def planned():
+        return bench.kvbench("sweep", "--resume", str(run), "--dry-run").stdout
+
+    assert "2 server launches, 2 loads" in planned() and "minutes of it are engine time" in planned()
     again = bench.kvbench("sweep", "--resume", str(run), "--no-report")
     assert again.returncode in EITHER and len(finished(run)) == 2, again.stdout + again.stderr
+    shutil.rmtree(run / "cells" / "paged-p8-c2" / "loads" / "1")
+    assert "1 server launch, 1 load," in planned() and "engine time" not in planned()  # it is finished
     assert "begins anew" in again.stdout
     second = effects(run)
     assert second["finished"] and second["order_seed"] != first["order_seed"]

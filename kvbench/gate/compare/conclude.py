@@ -22,7 +22,7 @@ from kvbench.common.files import read_json, write_text
 from kvbench.common.text import plural
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.compare.pair_runner import FailedAttempt
-from kvbench.gate.compare.served_check import served_findings
+from kvbench.gate.compare.served_check import served_findings, served_notes
 from kvbench.gate.policy import Policy
 from kvbench.gate.timing.explain import moved_between, where_it_went
 from kvbench.gate.timing.judge import Judgement, findings_of, judge, sentence
@@ -32,7 +32,7 @@ from kvbench.gate.timing.rules import CELL, OVERALL, MetricRule, TimingRules
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict, worst
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.folder import DONE
-from kvbench.runs.metric_names import value_of
+from kvbench.runs.metric_names import value_of, window_of
 
 _CLOCK_NAMES = {"lockstep": "engine time", "twins": "running time"}  # by method; other pairs are in served time
 ATTEMPTS_ALPHA = 0.004  # of the test on servers that fail, beside the looks' alphas: 8 attempts to none
@@ -113,7 +113,7 @@ def conclude(
 
     Raises UsageError where a metric of the policy cannot be compared.
     """
-    rules, cells, stopped = _with_clock(policy.timing, manifest), manifest["cells"], manifest.get("stopped")
+    rules, cells, stopped = _with_full_titles(policy.timing, manifest), manifest["cells"], manifest.get("stopped")
     there = folder.whole_pairs(cells)
     measured = there if pairs is None else min(pairs, there)
     facts = _facts(manifest) | policy.facts() | {"pairs": measured}
@@ -134,7 +134,8 @@ def conclude(
         raise UsageError(f"{folder.path}: {error}") from None
     facts |= {"pairs": judgement.pairs, "look": judgement.look.pairs, "alpha": judgement.look.alpha}
     tested = findings_of(judgement, *(values[side][: judgement.pairs] for side in SIDES))
-    extra += served_findings(folder, tested) if pairs is None else ()  # a look is at pairs alone
+    served = served_findings(folder, tested) if pairs is None else ()  # a look is at pairs alone
+    extra, notes = (*extra, *served), [*notes, *served_notes(served)]
     moved = ()
     if judgement.outcome == FAIL:
         counters = _read_counters(folder, cells, judgement.pairs)
@@ -156,11 +157,17 @@ def conclude(
     return Verdict("compare", outcome, text, (*extra, *tested), **made, moved=moved, notes=tuple(notes), facts=facts)
 
 
-def _with_clock(rules: TimingRules, manifest: Mapping[str, Any]) -> TimingRules:
-    """The rules with metrics whose titles say which clock their times are of: no reader may take them for served."""
-    if (clock := _CLOCK_NAMES.get(manifest.get("method"))) is None:
-        return rules
-    return replace(rules, metrics=tuple(replace(m, title=f"{m.title} in {clock}") for m in rules.metrics))
+def _with_full_titles(rules: TimingRules, manifest: Mapping[str, Any]) -> TimingRules:
+    """The rules with metrics whose titles say which clock their times are of (no reader may take them for served), and
+    that a throughput is of the whole run."""
+    clock = _CLOCK_NAMES.get(manifest.get("method"))
+    behind = f" in {clock}" if clock else ""
+
+    def title(metric: MetricRule) -> str:
+        window = window_of(metric.name)
+        return f"{metric.title}{f' ({window})' if window else ''}{behind}"
+
+    return replace(rules, metrics=tuple(replace(each, title=title(each)) for each in rules.metrics))
 
 
 def finished_verdict(folder: CompareFolder, policy: Policy) -> Verdict | None:

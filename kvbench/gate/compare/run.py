@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import shlex
 import sys
 import tempfile
@@ -240,9 +241,16 @@ class _Progress(Listener):
         self.status(f"pair {repeat}: {cell.cell_id} failed: {reason}")
 
 
+class _OutOfTimeError(Exception):
+    """--max-minutes are over within a pair."""
+
+
 @dataclass
 class Comparison:
-    """Measures in a folder that has its manifest already and is locked by the caller."""
+    """Measures in a folder that has its manifest already and is locked by the caller.
+
+    ``deadline``: when --max-minutes are over; ``ends_at``: when the pair at hand is cut [s, time.monotonic].
+    """
 
     folder: CompareFolder
     manifest: dict[str, Any]
@@ -250,6 +258,8 @@ class Comparison:
     policy: Policy
     options: Mapping[str, Any]
     console: Console
+    deadline: float = math.inf
+    ends_at: float = math.inf
 
     @property
     def stop_early(self) -> bool:
@@ -329,30 +339,46 @@ class Comparison:
         """Measures pair after pair; returns why it ended early, None if a look decided or the last one was taken."""
         manifest, cells, seconds = self.manifest, self.manifest["cells"], self.manifest["seconds"]
         manifest["void"] = None
+
+        def check_time() -> None:
+            check()
+            if time.monotonic() > self.ends_at:
+                raise _OutOfTimeError
+
         looks = look_points(self.policy.timing, manifest["early_looks"])
         matches = [match for each in self.workloads for match in each.matches]
         runner = PairRunner(
             self.folder,
-            self._method(check, show),
+            self._method(check_time, show),
             self.policy.timing.metrics,
             self._on_measured,
             self._on_failed,
             len(manifest["resumed"]),
         )
         began, up_to, max_minutes = time.monotonic(), "up to " if self.stop_early else "", self.options["max_minutes"]
+        measured, self.deadline = False, math.inf if max_minutes is None else began + 60 * max_minutes
         for pair in range(1, self.pairs + 1):
             if not self.folder.is_whole(cells, pair):
                 elapsed = time.monotonic() - began
                 # The first pair takes longer than all others: it calibrates the client.
                 expected = max(seconds[1:] or seconds, default=0.0)
-                if max_minutes is not None and elapsed + expected > max_minutes * 60:
-                    most = f"{up_to}{plural(self.pairs, 'pair')}"
-                    return f"--max-minutes {max_minutes:g} were over after {pair - 1} of {most}"
-                if given_up := runner.run(turns(matches, pair, manifest["order_seed"]), pair):
+                most = f"{up_to}{plural(self.pairs, 'pair')}"
+                over = f"--max-minutes {max_minutes or 0:g} were over after {pair - 1} of {most}"
+                if began + elapsed + expected > self.deadline:
+                    return over
+                # Nothing could be said without the first pair, so only what is measured again in it is cut.
+                self.ends_at = self.deadline if pair > 1 else math.inf
+                try:
+                    given_up = runner.run(turns(matches, pair, manifest["order_seed"]), pair)
+                except _OutOfTimeError:
+                    return f"{over}: pair {pair} was cut"
+                if given_up:
                     manifest["void"] = {"pair": pair, "turn": given_up.turn}
                     return f"pair {pair} could not be measured"
                 seconds.append(time.monotonic() - began - elapsed)
-                manifest["pairs"] = pair
+                if not measured:
+                    self._warn_of_too_little_time(pair, seconds[-1])
+                measured, manifest["pairs"] = True, pair
                 self.write("incomplete")
                 ahead = next((look for look in looks if look >= pair), self.pairs) if self.stop_early else self.pairs
                 left = clock((ahead - pair) * sum(seconds) / len(seconds))
@@ -367,11 +393,23 @@ class Comparison:
                 return None
         return None
 
+    def _warn_of_too_little_time(self, pair: int, pair_s: float) -> None:
+        """Says, once ``pair`` has taken ``pair_s``, that --max-minutes end before any verdict is possible."""
+        rules, most = self.policy.timing, pair + max(0.0, self.deadline - time.monotonic()) // max(pair_s, 1e-3)
+        if self.stop_early and most < rules.fewest_to_pass:
+            minutes = math.ceil((rules.looks[0].pairs - pair + 1) * pair_s / 60)
+            self._say(
+                f"note: --max-minutes {self.options['max_minutes']:g} are enough for about {plural(most, 'pair')}, and "
+                f"nothing passes with fewer than {rules.fewest_to_pass} or fails with fewer than "
+                f"{rules.fewest_to_fail}: the first look, after {rules.looks[0].pairs}, needs about {minutes}"
+            )
+
     def _on_measured(self, turn: Turn, first: str) -> None:
         self.manifest["order"].setdefault(str(turn.pair), {})[turn.match.key] = first
         self.write("incomplete")
 
     def _on_failed(self, attempt: FailedAttempt, most: int) -> None:
+        self.ends_at = self.deadline
         self.manifest["voids"].append(dataclasses.asdict(attempt))
         self.write("incomplete")
         again = "" if attempt.attempt == most else ", and is measured again"

@@ -35,6 +35,7 @@ from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import FAIL, PASS, Finding, worst
 from kvbench.measure.single_request import Latencies, send_single
 from kvbench.requests.request import RequestSpec
+from kvbench.runs.ratios import contradicts
 from kvbench.targets.base import reason_of
 
 FILE = "served.json"
@@ -185,6 +186,16 @@ def served_findings(
         for key, launches in checks.items()
         for name, judged in _judge(launches, len(checks), rules).items()
     )
+
+
+def served_notes(findings: Sequence[Finding]) -> list[str]:
+    """Where base and candidate, which are medians, visibly contradict the change, which is the median of the rounds."""
+    return [
+        f"{each.title}: the change {each.figures['difference_ms']:+.3g} ms is the median of the rounds' differences, "
+        f"and the medians shown differ by {each.candidate - each.base:+.3g} ms"
+        for each in findings
+        if contradicts(1 + each.change, each.candidate / each.base, decimals=3)
+    ]
 
 
 def _judge(launches: Sequence[Sequence[Round]], workloads: int, rules: ServedRules) -> dict[str, ServedJudgement]:

@@ -85,6 +85,16 @@ class TimingRules:
         """The largest chance of a false alarm in a whole comparison: the sum over the looks."""
         return sum(look.alpha for look in self.looks)
 
+    @property
+    def fewest_to_fail(self) -> int:
+        """Pairs from which on the first look, taken early, can fail: the smallest p of n pairs is 2^-n."""
+        return math.ceil(-math.log2(self.looks[0].alpha))
+
+    @property
+    def fewest_to_pass(self) -> int:
+        """Pairs from which on the first look, taken early, can pass."""
+        return math.ceil(-math.log2(self.looks[0].alpha_pass))
+
     def look_for(self, pairs: int) -> Look:
         """The first look that takes at least so many pairs, or the last one."""
         return next((look for look in self.looks if look.pairs >= pairs), self.looks[-1])

@@ -58,7 +58,9 @@ def sweep_entries(summary_csv: Path, workload: str) -> Entries:
         for column, (unit, name) in _SWEEP_COLUMNS.items():
             value, low, high = (_float(row.get(column + end)) for end in ("", "_min", "_max"))
             if wording.is_number(value):
-                entry = _entry(f"{workload}/{row['cell_id']}/{column}", unit, value, (high - low) / 2, extra)
+                window = row.get(f"{column}_window")
+                about = f"{extra}; {window}" if window else extra
+                entry = _entry(f"{workload}/{row['cell_id']}/{column}", unit, value, (high - low) / 2, about)
                 found.append((name, entry))
     return found
 

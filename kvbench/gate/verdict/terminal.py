@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.common.console import make_table
+from kvbench.common.console import make_table, print_table
 from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict
 
@@ -19,6 +19,7 @@ _STYLES = {FAIL: "bold red", INVALID: "bold red", EMPTY: "bold red", INCONCLUSIV
 _STYLE_OF = {label: _STYLES[outcome] for outcome, label in wording.LABELS.items()}
 _SENTENCE, _DETAIL = 2_000, 400  # characters
 _REASONS, _DETAILS = 2, 3
+_DROP_FIRST = ("base", "95 % interval (%)", "candidate")  # on a narrow terminal: the change is what was judged
 
 
 def print_verdict(verdict: Verdict, console: Console) -> None:
@@ -37,7 +38,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         _print_more(len(finding.details) - _DETAILS, "lines in verdict.json", console, indent="    ")
     if verdict.moved:
         rows = [_plain(wording.moved_row(m), m.unit, (2, 3))[:6] for m in verdict.moved[:MOVED_ROWS]]
-        console.print(_table(wording.MOVED_HEADS[:6], rows, 2))
+        print_table(console, _table(wording.MOVED_HEADS[:6], rows, 2), drop_first=_DROP_FIRST)
         _print_more(len(verdict.moved) - MOVED_ROWS, "that moved, in verdict.json", console)
     for note in verdict.notes:
         console.print(Text(f"note: {wording.line(note, _SENTENCE)}"), soft_wrap=": kvbench " in note)
@@ -52,7 +53,7 @@ def _print_findings(findings: Sequence[Finding], console: Console) -> None:
     if not shown:
         return
     rows = [[wording.LABELS[f.outcome], *_plain(wording.finding_row(f), f.unit, (1, 2))[:5]] for f in shown]
-    console.print(_table(("outcome", *wording.FINDING_HEADS[:5]), rows, 2))
+    print_table(console, _table(("outcome", *wording.FINDING_HEADS[:5]), rows, 2), drop_first=_DROP_FIRST)
     left = Counter(f.outcome for f in findings) - Counter(f.outcome for f in shown)
     if left:
         more = ", ".join(f"{left[outcome]:,} more {name}" for outcome, name in wording.NAMES.items() if left[outcome])

@@ -327,7 +327,7 @@ class SharedLoad:
             if end.get("error"):
                 return f"{member.name} could not go on measuring: {end['error']}"
             if end.get("gone"):
-                return f"the server stopped answering: {end['gone']}"
+                return str(end["gone"])
             if end.get("signal"):
                 return f"{member.name} was stopped by {signal.Signals(end['signal']).name}"
         return None

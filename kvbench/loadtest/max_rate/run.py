@@ -122,13 +122,13 @@ class RateSearch:
         except MeasurementError as error:  # as an invalid run, which is measured again
             kept = {"valid": False, "invalid_reasons": [str(error)], "metrics": {}}
         kept["trial"] = {"rate": step.rate} | self._judged(kept, path)
-        write_json(path / METRICS, kept)
         self._note(path, kept)
         trial = self.trials[-1]
         verdict = {True: "met", False: "missed", None: f"NOT JUDGED ({trial.cause})"}[trial.met]
         self._print(f"{name}: {verdict}" + (f": {'; '.join(trial.reasons)}" if trial.reasons else ""))
         if trial.met is not None and (found := interval_so_far(self.trials, self.bounds)):
             self._print(f"  so far: {_interval_words(found, self.length.unit)}")
+        write_json(path / METRICS, kept)  # after it is told: a full disk must not take it away
 
     def _judged(self, kept: Mapping[str, Any], run: Path) -> dict[str, Any]:
         """The ``trial`` of metrics.json: met (None: cannot be judged, with the cause), reasons, values, backlog.
@@ -172,6 +172,8 @@ class RateSearch:
     def _conclude(self, answer: Answer) -> int:
         self.outcome, found = answer.outcome, answer.interval
         sentence = answer_sentence(answer, self.conditions, self.rows, self.bounds, self.length)
+        print_table(self.console, _table(self.conditions, self.rows))
+        self._print(sentence)
         write_json(
             self.folder.path / "search.json",
             {
@@ -186,8 +188,6 @@ class RateSearch:
                 "runs": self.rows,
             },
         )
-        print_table(self.console, _table(self.conditions, self.rows))
-        self._print(sentence)
         if answer.outcome == INVALID:
             return EXIT_INVALID
         return EXIT_OK if answer.outcome in (FOUND, ALWAYS, NEVER) else EXIT_INCONCLUSIVE

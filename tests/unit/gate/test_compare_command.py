@@ -10,6 +10,7 @@ import itertools
 import json
 import shlex
 import shutil
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -232,6 +233,66 @@ def test_a_comparison_that_the_clock_ended_says_so_first_and_how_it_goes_on(comp
     words = shlex.split(way.removeprefix("go on with: "))
     assert words == ["kvbench", "compare", "--resume", f"results/compare/{folder.name}", "--max-minutes", "4"]
     assert compare(*words[2:])[0] == 130 and len(compare.begun) == 1  # it is not finished
+
+
+class Pairs:
+    """In place of launched pairs: each takes ``SECONDS``, but for the one that only the clock ends, ``ENDLESS``."""
+
+    SECONDS, ENDLESS, FAILS = 0.0, 3, False
+
+    def __init__(self, runners):
+        self.runners = runners
+
+    def measure(self, turn, sides, pair):
+        runners = {side: self.runners[side, turn.match.workload] for side in sides}
+        until = time.monotonic() + (30.0 if pair == self.ENDLESS else self.SECONDS)
+        while time.monotonic() < until:
+            next(iter(runners.values())).check_interrupt()
+            time.sleep(0.01)
+        for side in sides:
+            for cell in turn.match.cells(side):
+                path = runners[side].run.load(cell.cell_id, pair)
+                reasons = ["another program ran"] if self.FAILS else []
+                write_load(path, cell.cell_id, (100.0, 100.0, 10.0), valid=not reasons, invalid_reasons=reasons)
+        return {side: [] for side in sides}
+
+
+@pytest.fixture
+def timed(compare, monkeypatch):
+    """``compare`` with ``Pairs``."""
+    monkeypatch.setattr(PairedWorkload, "compile", lambda *_: None)
+    monkeypatch.setattr(run, "LaunchedPairs", Pairs)
+    monkeypatch.setattr(run, "require_same_requests", lambda *_, **__: None)
+    return lambda *words: compare(*SIDES, *WORDS, *words, measure=EXECUTE)
+
+
+def test_a_pair_that_runs_beyond_the_time_is_cut_and_what_is_complete_is_judged(timed):
+    code, folder, said = timed("--max-minutes", "0.03")
+    verdict = read_json(folder / "verdict.json")
+    assert (code, verdict["facts"]["pairs"]) == (3, 2), said
+    assert verdict["sentence"].startswith("--max-minutes 0.03 were over after 2 of up to 10 pairs: pair 3 was cut. ")
+    assert read_json(folder / "manifest.json")["status"] == "complete"
+
+
+def test_the_first_pair_is_measured_in_any_case_but_not_again_and_again(timed, monkeypatch):
+    monkeypatch.setattr(Pairs, "SECONDS", 0.4)
+    code, folder, said = timed("--max-minutes", "0.001")
+    assert read_json(folder / "verdict.json")["facts"]["pairs"] == 1 and code == 3, said
+    monkeypatch.setattr(Pairs, "FAILS", True)
+    code, folder, said = timed("--max-minutes", "0.001")
+    assert len(read_json(folder / "manifest.json")["voids"]) == 1
+    assert code == 5 and "--max-minutes 0.001 were over after 0" in said
+
+
+def test_too_little_time_for_any_verdict_is_said_after_the_first_pair(timed, monkeypatch):
+    monkeypatch.setattr(Pairs, "SECONDS", 0.2)
+    *_, said = timed("--max-minutes", "0.03")  # 1.8 s; a pair has two configurations
+    note, first = said.index("note: --max-minutes 0.03 are enough for about "), said.index("pair 1 of up to 10")
+    assert note < first and "passes with fewer than 5 or fails with fewer than 7" in said
+    monkeypatch.setattr(Pairs, "SECONDS", 0.0)
+    monkeypatch.setattr(Pairs, "ENDLESS", 0)
+    _, folder, said = timed("--max-minutes", "5")
+    assert read_json(folder / "verdict.json")["facts"]["pairs"] == 10 and "are enough for" not in said
 
 
 def test_what_cannot_be_changed_is_called_as_it_was_given(compare):

@@ -58,6 +58,8 @@ def test_figures_in_running_time_are_called_so(tmp_path):
         verdict = conclude(folder, folder.manifest() | {"method": method}, POLICY)
         assert verdict.facts["method"] == method
         assert ("running time" in pair_page(verdict)) == named
+        titles = {f.metric: f.title for f in verdict.findings if f.suite == "overall"}
+        assert ["(whole run)" in titles[metric] for metric in ("output_throughput", "p95_itl_ms")] == [True, False]
 
 
 def test_a_metric_that_no_load_has_is_left_out_and_one_that_is_there_now_and_then_refused(tmp_path):

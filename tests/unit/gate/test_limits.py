@@ -6,12 +6,14 @@ import dataclasses
 
 import pytest
 
+from kvbench.common.packages import REPOSITORY
 from kvbench.gate.limits import judge_limits
-from kvbench.gate.policy import Limit
+from kvbench.gate.policy import Limit, load_policy
 from kvbench.gate.verdict.markdown import summary
 from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS, Verdict
 from kvbench.gate.verdict.wording import number, percent
 from kvbench.quality.result import QualityResult
+from kvbench.report.comparisons import compare
 from kvbench.runs.metric_names import SHORT_NAMES, measured, unit_of
 from tests.support.report_cells import cell, run
 
@@ -164,6 +166,42 @@ def test_a_ratio_is_paired_by_repeat_and_all_repeats_are_shown(low, every, judge
     assert "paged (page 16) 200 tokens/s, contiguous 100 tokens/s" in finding.details[1]
     row = next(line for line in summary(Verdict("limits", FAIL, "s", (finding,))).splitlines() if "ratio of" in line)
     assert f"| {judged} | {percent(finding.change)} | &gt;= {number(low)} |" in row
+
+
+def two_windows(steady, whole, **more):
+    """A cell with these throughputs of the steady window (None: it has none) and of the whole run."""
+    there = cell(throughput=(1.0, 1.0, 1.0), **more)
+    for repeat in there.repeats:
+        repeat.metrics.update({"steady_output_throughput": steady, "output_throughput": whole})
+    return there
+
+
+@pytest.mark.parametrize(
+    ("steady", "what", "metric", "ratio", "whole"),
+    [
+        (200.0, "output_tokens_per_s", 200.0, 2.0, False),
+        (None, "output_tokens_per_s", 150.0, 2.5, True),  # both of the whole run: 150 to 60
+        (200.0, "output_throughput", 150.0, 2.5, True),  # by vLLM's name: always
+        (200.0, "steady_output_throughput", 200.0, 2.0, False),
+    ],
+)
+def test_the_throughput_is_of_the_steady_window_and_one_of_the_whole_run_says_so(steady, what, metric, ratio, whole):
+    paged, contiguous = two_windows(steady, 150.0), two_windows(100.0, 60.0, layout="contiguous")
+    alone = only(Limit("metric", what, low=1, cells=("paged*",)), paged, contiguous)
+    paired = only(Limit("ratio", what, low=1, name="what paging buys"), paged, contiguous)
+    assert (alone.candidate, paired.candidate) == pytest.approx((metric, ratio)) and alone.unit == "tokens/s"
+    for finding in (alone, paired):
+        assert ("whole run" in finding.sentence, "whole run" in finding.title) == (whole, whole)
+        assert "whole run" not in finding.id  # the name of a test in CI does not depend on the run
+
+
+def test_the_shipped_limits_judge_the_ratio_that_the_report_shows():
+    paged, contiguous = two_windows(209.0, 250.0), two_windows(100.0, 100.0, layout="contiguous")
+    shipped = [limit for limit in load_policy(REPOSITORY / "ci" / "gates.yaml").limits if limit.kind == "ratio"]
+    limits = [dataclasses.replace(limit, cells=("*",)) for limit in shipped if not limit.of]
+    shown = compare(paged, contiguous).throughput
+    assert len(limits) == 2 and shown.median == pytest.approx(2.09)
+    assert {finding.candidate for finding in judge(limits, paged, contiguous)} == {shown.median}
 
 
 def test_a_ratio_of_named_configurations_at_each_load():

@@ -111,6 +111,17 @@ def test_what_the_engine_explains_is_not_said_to_lie_outside(tmp_path):
     assert len(served) == 2 and not any("outside" in f.sentence for f in served)
 
 
+def test_a_change_that_contradicts_the_medians_beside_it_is_noted(tmp_path):
+    done = Check(tmp_path)
+    drifting = [(50, 52), (60, 62), (70, 65), (80, 82), (90, 68)] * 4  # median round +2 ms; the medians are 70 and 65
+    rounds = [{"first": "base", "base": {"ttft_ms": b, "e2e_ms": 40}, "candidate": {"ttft_ms": c, "e2e_ms": 40.01}}
+              for b, c in drifting]  # fmt: skip
+    write_json(tmp_path / FILE, {"format": 1, "checks": {"mixed/paged": [rounds]}})
+    (note,) = (note for note in done.verdict().notes if "medians shown" in note)
+    (ttft,) = (f for f in done.verdict().findings if f.id.endswith("/ttft_ms"))
+    assert ttft.change > 0 and all(words in note for words in ("TTFT", "+2 ms", "-5 ms"))
+
+
 def test_a_launch_that_is_undecided_leaves_the_comparison_so(tmp_path):
     done = Check(tmp_path)
     rounds = rounds_of(40, 60)

@@ -69,8 +69,41 @@ def test_the_folder_of_a_sweep_is_read_as_its_report_reads_it(tmp_path: Path) ->
     [cell] = read_for_report(folder).cells
     [series] = series_of(tmp_path, metric="p95_itl_ms")
     assert list(series.points[0].values) == list(cell.per_repeat("itl_ms.p95").values())
-    [series] = series_of(tmp_path)
-    assert list(series.points[0].values) == list(cell.throughput(steady=False).values()) and len(cell.repeats) == 3
+    [series] = series_of(tmp_path, metric="steady_output_throughput")
+    assert list(series.points[0].values) == list(cell.throughput().values()) and len(cell.repeats) == 3
+    assert cell.has_steady and not series_of(tmp_path, metric="output_throughput")
+
+
+def test_the_whole_run_is_a_series_of_its_own_and_only_where_a_repeat_has_no_steady_window(tmp_path: Path) -> None:
+    def repeats(*steady: float | None) -> list[dict[str, Any]]:
+        found = [repeat(n, 90.0) for n, _ in enumerate(steady, 1)]
+        for each, value in zip(found, steady, strict=True):
+            each["metrics"]["steady_output_throughput"] = value
+        return found
+
+    write_run(tmp_path, 0, {"a-c3": repeats(100.0, 110.0)})
+    write_run(tmp_path, 1, {"a-c3": repeats(120.0, None)})
+    write_run(tmp_path, 2, {"a-c3": repeats(104.0, 106.0)})
+    steady, whole = (series_of(tmp_path, metric=name)[0] for name in ("steady_output_throughput", "output_throughput"))
+    assert (values(steady), values(whole)) == ([105.0, 105.0], [90.0])
+    assert "whole run" in whole.metric.title and "whole run" not in steady.metric.title
+    assert show(tmp_path)[1].count("whole run") == 1
+
+
+def test_runs_that_came_with_the_repository_are_shown_where_there_are_no_others_or_they_are_named(
+    tmp_path: Path,
+) -> None:
+    write_run(tmp_path / "reference", 0, {"a-c3": [50.0]})
+    write_run(tmp_path / "reference", 1, {"a-c3": [1.0]}, kind="compare")
+    assert values(series_of(tmp_path)[0]) == [50.0] and shown(tmp_path)["runs"] == 1
+    write_run(tmp_path / "compare", 2, {"a-c3": [1.0]}, kind="compare")  # nothing that history would show instead
+    assert shown(tmp_path)["runs"] == 1
+    write_run(tmp_path, 3, {"a-c3": [100.0]})
+    alone = shown(tmp_path)
+    assert alone["runs"] == 1 and alone["series"][0]["last"] == 100.0
+    assert f"{tmp_path / 'reference'} are left out" in show(tmp_path)[2]
+    assert shown(tmp_path, tmp_path / "reference")["runs"] == 2
+    assert shown(tmp_path / "reference")["series"][0]["last"] == 50.0
 
 
 def test_another_machine_or_model_is_another_series_and_another_version_is_not(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from kvbench.common import processes
 from kvbench.common.errors import MeasurementError
 from kvbench.load import launch
 from kvbench.load.spec import LoadSpec
+from kvbench.targets.base import reason_of
 from kvbench.workload.design import load_point
 from kvbench.workload.load_section import LoadConfig
 
@@ -54,8 +55,8 @@ def client(monkeypatch, code):
     return started
 
 
-def drive(tmp_path, **options):
-    launch.drive({"out_dir": str(tmp_path)}, total=1, limit_s=20, on_progress=lambda *a: None, **options)
+def drive(tmp_path, total=1, **options):
+    launch.drive({"out_dir": str(tmp_path)}, total=total, limit_s=20, on_progress=lambda *a: None, **options)
 
 
 def test_a_client_that_does_not_end_is_stopped_with_a_sentence(tmp_path, monkeypatch):
@@ -88,8 +89,36 @@ def test_a_client_that_hangs_is_stopped_long_before_the_load_would_have_to_end(t
 
 def test_a_client_that_was_killed_says_by_what(tmp_path, monkeypatch):
     client(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(MeasurementError, match=r"was killed by signal 9: \(it said nothing"):
+    with pytest.raises(MeasurementError, match=r"was killed by signal 9.*memory.*: \(it said nothing"):
         drive(tmp_path)
+
+
+SAYS = """
+import json, sys, time
+for event in ("begin", "progress"):
+    print(json.dumps({"event": event, "done": 9, "total": 40, "failed": 2, "elapsed_s": 1.0}), flush=True)
+"""
+
+
+def test_what_ends_a_load_tells_after_how_many_answers(tmp_path, monkeypatch):
+    def killed():
+        raise MeasurementError("the server was killed")
+
+    client(monkeypatch, SAYS + "time.sleep(60)")
+    with pytest.raises(MeasurementError, match=r"^after 7 of 40 requests: the server was killed$") as failed:
+        drive(tmp_path, total=40, check=killed)
+
+    class Server:
+        def check_alive(self):
+            raise MeasurementError("out of memory")
+
+    assert reason_of(Server(), failed.value) == "after 7 of 40 requests: out of memory"
+
+
+def test_a_client_that_gives_up_tells_after_how_many_answers(tmp_path, monkeypatch):
+    client(monkeypatch, SAYS + "sys.exit(4)")
+    with pytest.raises(MeasurementError, match=r"^after 7 of 40 requests: the load client ended with exit code 4"):
+        drive(tmp_path, total=40)
 
 
 def test_a_client_whose_log_cannot_be_written_is_believed_on_its_output(tmp_path, monkeypatch):

@@ -117,6 +117,18 @@ def test_each_further_matter_has_a_line_where_there_is_something_to_say(more, me
     assert more == metrics == {} or not any(all(words in line for words in shows) for line in lines(kept(result())))
 
 
+def test_the_steady_window_comes_first_and_the_whole_run_says_what_it_is():
+    measured = result()
+    window = {"steady_output_throughput": 7.5, "steady_start_s": 1.0, "steady_end_s": 3.0, "output_throughput": 5.5}
+    measured["metrics"] |= window
+    (line,) = (line for line in lines(kept(measured)) if line.startswith("output tokens/s"))
+    assert line.index("7.5 over the steady window (2.0 s)") < line.index("5.5 over the whole run")
+    assert kept(measured)["output_throughput"] == 5.5  # vLLM's field, of the whole run
+    measured["metrics"] |= {"steady_output_throughput": None, "steady_note": "it was short"}
+    (line,) = (line for line in lines(kept(measured)) if line.startswith("output tokens/s"))
+    assert line.startswith("output tokens/s: 5.5 over the whole run") and "no steady window: it was short" in line
+
+
 @pytest.mark.parametrize(("count", "noted"), [(129, True), (200, True), (700, False)])
 def test_the_star_is_explained_where_there_is_one(count, noted):
     assert any(line.startswith("*") for line in lines(kept(result([0.1] * count)))) == noted

@@ -6,7 +6,9 @@ import heapq
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from kvbench.cli.main import cli
 from kvbench.loadtest.max_rate.plan import RunLength, patience_s
 from kvbench.loadtest.max_rate.search import (
     ALWAYS,
@@ -134,6 +136,14 @@ def test_conditions_are_read_with_their_units():
     assert (e2el.metric, e2el.stat, e2el.limit) == ("e2el_ms", "p50", 2000)
     assert (share.metric, share.limit, part.limit) == ("goodput", 0.95, 0.9)
     assert (ttft.samples_needed, itl.samples_needed, e2el.samples_needed) == (130, 1, 11)
+
+
+@pytest.mark.parametrize("text", ["p95_ttft<400", "p95_ttft<=400", "goodput>97%", "goodput>=97%"])
+def test_a_value_at_its_limit_keeps_it_as_the_help_says_of_the_short_signs(text):
+    (condition,) = parse_conditions(text)
+    assert condition.met(metrics())
+    said = " ".join(CliRunner().invoke(cli, ["load", "--help"]).output.split())
+    assert "< and > are read as <= and >=" in said
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.common.files import read_json
-from kvbench.measure.load import collect_metrics, judges_this_machine
+from kvbench.measure.load import collect_metrics, judges_this_machine, store_server
 from kvbench.targets.prometheus import MetricsSample
 from tests.support.request_rows import frame, row
 
@@ -17,7 +17,8 @@ def counters(folder, readings: dict[float, float]) -> dict[str, float]:
     frame(row(ts=0.0, t0=0.0, end=2.0)).to_parquet(folder / "requests.parquet")
     told = {"mode": "closed", "concurrency": 1, "zero_perf_counter": 100.0, "client": {}}
     poller = SimpleNamespace(samples=[MetricsSample(at, {"running": n}, {}) for at, n in readings.items()], failures=0)
-    collect_metrics(folder, SimpleNamespace(slo=None), told, poller, None, None)
+    metrics, _ = collect_metrics(folder, SimpleNamespace(slo=None), told, poller, None)
+    store_server(folder, told, metrics, poller, None, None)
     return read_json(folder / "counters.json")
 
 

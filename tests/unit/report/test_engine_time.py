@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 
 import pytest
+from rich.console import Console
 
+from kvbench.common.console import print_table
 from kvbench.common.files import write_json
 from kvbench.report.engine_time import engine_time_console, engine_time_note, engine_time_table
 from kvbench.report.markdown import markdown
+from kvbench.report.outputs import write_report
 from kvbench.report.wording import headline
 from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
 from kvbench.runs.read import read_run
@@ -49,13 +53,58 @@ def test_an_effect_stands_with_interval_and_call_beside_the_served_ratio(run_wit
     )
     (row,) = engine_time_table(run).rows
     entries = dict(zip((column.key for column in engine_time_table(run).columns), row.values, strict=True))
-    throughput, ttft = entries["output tok/s"], entries["p95 TTFT"]
+    throughput, ttft = entries["output tok/s (whole run)"], entries["p95 TTFT"]
     assert row.cell.cell_id == cell.cell_id
     assert (throughput.text, throughput.mark) == ("+15.2 %", "better") and "+14.0 to +16.5" in throughput.note
     assert (ttft.text, ttft.mark) == ("+30.0 %", "worse")
     assert entries["p95 ITL"].text == "–"
-    assert "in engine time +15.2 % (+14.0 to +16.5) at" in markdown(run)
-    assert engine_time_console(run).row_count == 1
+    assert "in engine time (whole run) +15.2 % (+14.0 to +16.5) at" in markdown(run)
+
+
+def test_the_console_has_each_call_in_80_columns_and_explains_open(run_with):
+    wide = {"ratio": 4.606, "low": 4.058, "high": 5.228, "call": "behind"}
+    run, _ = run_with(
+        lambda c: effect(c, ratio=0.473, low=0.468, high=0.479, call="behind"),
+        lambda c: effect(c, "p95_ttft_ms", **wide),
+    )
+    text = printed(run)
+    assert "-52.7 (-53.2 to -52.1) behind" in text and "+361 (+306 to +423) behind" in text and "open" not in text
+    shutil.rmtree(run.folder)
+    text = printed(run_with(lambda c: effect(c, low=0.97, high=1.04, call="open"))[0])
+    assert "+0.0 (-3.0 to +4.0) open" in text and text.count("open: not decided") == 1
+
+
+def printed(run):
+    out = io.StringIO()
+    print_table(Console(file=out, width=80, force_terminal=True, color_system=None), engine_time_console(run))
+    assert "not shown" not in out.getvalue()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_what_an_interrupted_run_knows_of_engine_time_is_shown_as_unfinished(run_with, served):
+    run, cell = run_with(lambda c: effect(c, ratio=1.05, low=1.03, high=1.07, call="ahead"), finished=False)
+    if not served:
+        shutil.rmtree(run.folder / "cells")
+        run = read_run(run.folder)
+    text = markdown(run)
+    row = next(line for line in text.splitlines() if line.startswith("|") and "+5.0 %" in line)
+    assert (cell.name if served else cell.cell_id.replace("_", r"\_")) in row
+    assert "Unfinished: it was interrupted after 4 launches." in text and "(unfinished)" in printed(run)
+    assert "Nothing was measured" not in text or "engine time (whole run, unfinished)" in headline(run)
+    write_report(run, run.folder)
+    assert "+5.0 %" in (run.folder / "report.html").read_text()
+
+
+def test_nothing_is_called_unfinished_that_is_not(run_with):
+    run, _ = run_with(effect)
+    assert "nfinished" not in markdown(run).split("Manifest")[0] + printed(run)
+
+
+def test_an_invalid_cell_has_no_served_ratio_beside_its_engine_time(run_with):
+    run, _ = run_with(effect, variant="invalid")
+    (row,) = engine_time_table(run).rows
+    assert row.values[2].text == "+0.0 %" and row.values[-1].text == "–"
 
 
 def test_an_open_effect_says_what_would_have_been_seen_and_one_of_few_launches_has_no_interval(run_with):

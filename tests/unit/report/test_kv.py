@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
+from kvbench.common.files import write_json
 from kvbench.report.kv import kv_bottleneck
 from kvbench.report.page import context
 from kvbench.runs.read import read_run
@@ -13,7 +18,7 @@ ROOM = {"usage_max": 0.92, "kv_full": 0.0}
 
 
 def test_kv_that_nobody_waited_for_was_not_the_bottleneck():
-    said = kv_bottleneck(run_of(cell(observed={"usage_max": 0.4}), cell(page_size=32, observed=ROOM)))
+    said = kv_bottleneck(run_of(cell(observed={"usage_max": 0.4, "kv_full": 0.0}), cell(page_size=32, observed=ROOM)))
     assert "not the bottleneck at 24" in said and "92 %" in said and "(paged (page 32))" in said
 
 
@@ -29,8 +34,15 @@ def test_those_that_waited_or_preempted_are_named_and_those_that_did_not():
     assert context(run)[0] == said
 
 
-def test_nothing_is_said_of_a_server_that_tells_no_usage():
+def test_nothing_is_said_where_it_is_not_known_or_not_valid():
     assert kv_bottleneck(run_of(cell(), cell("contiguous"))) == ""
+    assert kv_bottleneck(run_of(cell(observed={"usage_max": 1.0}))) == ""  # of a KV whose size nobody tells
+    assert kv_bottleneck(run_of(cell(observed=ROOM, reasons=("repeat 1: lag",)))) == ""
+
+
+def test_a_short_wait_for_room_is_not_hidden():
+    said = kv_bottleneck(run_of(cell(observed=ROOM | {"kv_full": 0.03})))
+    assert "not the bottleneck" in said and "3.0 % of the time" in said and "no request waited" not in said
 
 
 def test_a_request_waits_for_room_only_while_another_would_not_fit(tmp_path):
@@ -39,3 +51,23 @@ def test_a_request_waits_for_room_only_while_another_would_not_fit(tmp_path):
     waited = {(c.config_id, c.load.value): max(c.observed("kv_full").values()) for c in run.cells}
     low, high = sorted({load for _, load in waited})
     assert waited["layout-contiguous", high] > 0.5 and waited["layout-contiguous", low] == 0
+
+
+def summary_of(run):
+    (path,) = run.glob("cells/layout-contiguous-*24/summary.json")
+    return path, json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("settings", "capacity", "waited"),
+    [
+        ({"max_num_seqs": 1}, {}, 0.0),  # the batch is full, not the KV
+        ({"reservation": "pow2"}, {"capacity_tokens": 10**9}, 0.5),  # holes between the reservations
+        ({"layout": None}, {"capacity_tokens": None}, None),
+    ],
+)
+def test_what_requests_wait_for_is_told_apart(tmp_path, settings, capacity, waited):
+    path, summary = summary_of(make_run(tmp_path))
+    write_json(path, summary | {"settings": summary["settings"] | settings, "capacity": summary["capacity"] | capacity})
+    found = next(c for c in read_run(tmp_path).cells if c.folder == path.parent).observed("kv_full")
+    assert (min(found.values()) >= waited if waited else max(found.values()) == 0) if waited is not None else not found

@@ -16,15 +16,16 @@ import pytest
 import rich.console
 
 from kvbench.cli.main import cli
+from kvbench.common.console import print_table
 from kvbench.common.errors import UsageError
 from kvbench.report.figures import drawings, ecdf, log_axis
 from kvbench.report.kv import thin
 from kvbench.report.markdown import markdown
-from kvbench.report.outputs import console_table, write_report
+from kvbench.report.outputs import DROP_FIRST, console_table, write_report
 from kvbench.report.page import page
 from kvbench.report.style import looks
 from kvbench.report.wording import headline
-from kvbench.runs.model import Run
+from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell, refused
 from tests.support.report_cells import run as run_of_cells
@@ -52,7 +53,8 @@ def test_every_variant_builds_one_page_that_loads_nothing(
     assert "<script src" not in text and "url(" not in plain and "@import" not in plain
     loads = re.findall(r'\b(?:src|href|srcset|action|data)="([^"]*)"', plain)
     assert loads and all(load.startswith(("data:", "#")) for load in loads)
-    assert (folder / "report.md").read_text().startswith(f"**{headline(run)}**".replace("_", r"\_")[:40])
+    title, _, verdict, *_ = (folder / "report.md").read_text().splitlines()
+    assert title == f"# {run.workload}" and verdict.startswith(f"**{headline(run)}**".replace("_", r"\_")[:40])
     assert not run.cells or len(pd.read_csv(folder / "summary.csv")) == len(run.cells)
     assert {path.name for path in folder.iterdir()} <= {
         "cells", "manifest.json", "report.html", "report.md", "summary.csv",
@@ -162,6 +164,46 @@ def test_the_console_table_fits_80_columns_and_marks_what_is_invalid(
     assert rows and all(("! contiguous" in line) == (variant == "invalid") for line in rows)
     assert "…" not in text and ("! invalid measurement" in text) == (variant == "invalid")
     assert all(word in text for word in ("paged (page 16)", "24 at once", "3 at once", "fail"))
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_terminal_shows_whole_columns_and_names_the_others(width: int, run_of: Callable[[str], Run]) -> None:
+    out = io.StringIO()
+    terminal = rich.console.Console(file=out, width=width, force_terminal=True, color_system=None)
+    print_table(terminal, console_table(run_of("normal")), drop_first=DROP_FIRST)
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    heads = next(line for line in text.splitlines() if "configuration" in line)
+    assert all(head in heads for head in ("tok/s", "ratio", "p95 TTFT", "fail"))
+    named = text.partition("not shown at this width: ")[2].strip()
+    assert set(filter(None, named.split(", "))) == ({"run", "preempt", "TPOT"} if width == 60 else set())
+    assert ("TPOT" in heads) == (width == 80) and re.search(r"\d\.\d\dx\? \(\d\.\d\d–\d\.\d\d\)", text)
+
+
+def test_the_console_explains_its_marks_once_and_only_where_they_are() -> None:
+    def printed(*cells: MeasuredCell) -> str:
+        out = io.StringIO()
+        rich.console.Console(file=out, width=80).print(console_table(run_of_cells(*cells)))
+        return out.getvalue()
+
+    drifting = [(90.0, 400.0, 1000.0), (100.0, 300.0, 1100.0)]
+    marked = printed(cell(throughput=drifting[0]), cell("contiguous", throughput=drifting[1]))
+    assert marked.count("‡") == 2 and "†" not in marked
+    whole = cell()
+    for repeat in whole.repeats:
+        repeat.metrics["output_throughput"] = repeat.metrics.pop("steady_output_throughput")  # type: ignore
+    assert "100†" in printed(whole) and printed(whole).count("†") == 2
+    assert not {"†", "‡"} & set(printed(cell(), cell("contiguous")))
+
+
+def test_no_ratio_of_an_invalid_pair_is_anywhere_in_the_report() -> None:
+    late = {"throughput": (207.0,) * 3, "tpot": (41.4,) * 3, "ttft": (1035.0,) * 3, "reasons": ("repeat 1: lag",)}
+    broken = run_of_cells(cell(**late), cell("contiguous"), cell(load=3, **late), cell("contiguous", load=3))
+    out = io.StringIO()
+    rich.console.Console(file=out, width=100).print(console_table(broken))
+    figures = " ".join(drawing.figure.to_json() + drawing.title for drawing in drawings(broken))
+    for text in (visible(page(broken)), markdown(broken), out.getvalue(), figures):
+        assert "2.07" not in text and "--resume" in visible(page(broken))
 
 
 def test_the_console_table_says_what_a_server_refused_and_the_page_shows_it_hatched() -> None:

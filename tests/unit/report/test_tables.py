@@ -88,6 +88,42 @@ def test_failures_and_invalid_cells_are_marked() -> None:
     assert found["configuration"].note == "baseline, invalid"
 
 
+DRIFTING = {"throughput": (90.0, 400.0, 1000.0)}, {"throughput": (100.0, 300.0, 1100.0)}  # 0.91x; medians 400 and 300
+
+
+def test_a_ratio_beside_medians_that_contradict_it_says_what_they_give() -> None:
+    a, b = (dict(more) for more in DRIFTING)
+    found = entries(main_table(run(cell(**a), cell("contiguous", **b))), "paged (page 16)")
+    assert (found["output_tokens_per_s"].sort, found["ratio"].text) == (400.0, "0.91x?")
+    assert "medians give 1.33x" in found["ratio"].note
+    shown = sections(run(cell(**a), cell("contiguous", **b)))
+    assert "Medians give" in next(section.note for section in shown if section.key == "cells")
+    alike = entries(main_table(run(cell(throughput=(104.0, 100.0, 96.0)), cell("contiguous"))), "paged (page 16)")
+    assert "medians" not in alike["ratio"].note
+
+
+@pytest.mark.parametrize("broken", ["paged", "contiguous"])
+def test_a_ratio_needs_two_valid_cells_in_every_table(broken: str) -> None:
+    late: dict[str, Any] = {"reasons": ("repeat 1: it lagged",)}
+    paged = cell(throughput=(200.0,) * 3, **(late if broken == "paged" else {}))
+    other = cell("contiguous", **(late if broken == "contiguous" else {}))
+    eight = cell(page_size=8, throughput=(300.0,) * 3)
+    shown = run(paged, other, eight)
+    every = [text for section in sections(shown) for row in texts(section.table) for text in row]
+    assert "2.00x" not in every and ("3.00x" in every) == (broken == "paged")
+    assert ("1.50x" in every) == (broken == "contiguous")  # page size 8 to the baseline, both valid
+    assert [row.get("ratio") for row in flat_rows(shown) if row["cell_id"] == paged.cell_id] != [2.0]
+    assert "ratio_min" not in next(row for row in flat_rows(shown) if row["cell_id"] == paged.cell_id)
+    found = entries(main_table(shown), "contiguous").get("ratio")
+    assert (found and found.text) == (None if broken == "contiguous" else "1")
+
+
+def test_the_csv_says_of_which_window_its_throughput_is() -> None:
+    one, other = cell(), changed(cell("contiguous"), {"steady_output_throughput": None, "output_throughput": 9.0})
+    found = {row["cell_id"]: row["output_tokens_per_s_window"] for row in flat_rows(run(one, other))}
+    assert found == {one.cell_id: "steady window", other.cell_id: "whole run"}
+
+
 def test_a_refused_cell_is_marked_and_has_its_servers_message() -> None:
     shown = run(refused(), cell("contiguous"))
     found = entries(main_table(shown), "paged (page 16)")

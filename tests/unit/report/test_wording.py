@@ -43,7 +43,7 @@ def test_the_headline_has_ratio_spread_budget_concurrency_low_load_and_price() -
     assert headline(run(*cells)) == (
         "At 24 concurrent requests and the same 128 MiB of KV, paged (page 16) delivered 1.90x (1.85–1.96 over 3 "
         "repeats) the output tokens/s of contiguous, with 18.2 sequences running at once against 4.0; at 3 it was "
-        "level, 0.99x (0.98–1.00 over 3 repeats); median TPOT 61.0 ms instead of 24.0 ms; 12 preemptions in 3 repeats "
+        "level, 0.99x (0.98–1.00); median TPOT 61.0 ms instead of 24.0 ms; 12 preemptions in 3 repeats "
         "(1,200 tokens recomputed)."
     )
 
@@ -89,7 +89,8 @@ def test_the_headline_has_ratio_spread_budget_concurrency_low_load_and_price() -
         ),
         pytest.param(
             pair(FAST, {"reasons": ("repeat 2: lag p99 3 ms; do this", "x")}),
-            ["No verdict", "invalid (contiguous: lag p99 3 ms, and 1 more reason)", "2.00x"], ["do this"], id="invalid",
+            ["No verdict", "invalid (contiguous: lag p99 3 ms, and 1 more reason)", "kvbench sweep --resume"],
+            ["do this", "2.00x", "200"], id="invalid",
         ),
         pytest.param(
             [*pair(FAST), *pair({"load": 3, "reasons": ("x",)}, {"load": 3})],
@@ -113,6 +114,49 @@ def test_headlines(cells: list[MeasuredCell], said: list[str], not_said: list[st
     text = headline(run(*cells))
     assert all(part in text for part in said), text
     assert not any(part in text for part in not_said), text
+
+
+def test_the_headline_has_at_most_three_further_clauses_failures_first() -> None:
+    everything = pair(SCATTERED | {"failed": 3, "preemptions": 4}, SLOW | {"failed": 3})
+    text = headline(run(*everything, *pair({"load": 3}, {"load": 3})))
+    assert text.count("; ") == 4 and text.count(" failed and ") == 2 and "at 3 " in text  # one ; of an interval
+    assert "preemption" not in text
+
+
+def without_steady(*cells: MeasuredCell) -> tuple[MeasuredCell, ...]:
+    for one in cells:
+        for repeat in one.repeats:
+            repeat.metrics["output_throughput"] = repeat.metrics.pop("steady_output_throughput")  # type: ignore
+    return cells
+
+
+def test_a_throughput_of_the_whole_run_says_so_wherever_it_is_compared() -> None:
+    """One side without a steady window makes both of the whole run; with one on both sides nothing is said."""
+    paged, contiguous, eight = *pair(FAST), cell(page_size=8)
+    assert not any("whole run" in text for text in _said(run(paged, contiguous, eight)))
+    without_steady(contiguous)
+    for one in (paged, eight):
+        for repeat in one.repeats:
+            repeat.metrics["output_throughput"] = 300.0  # type: ignore[index]
+    mixed = run(paged, contiguous, eight)
+    assert all("whole run" in text for text in _said(mixed)) and "3.00x" in headline(mixed)
+    assert "300 output tokens/s (whole run)" in _said(mixed)[-1]  # not the 200 of its steady window
+    note = {row.cell.name: [v.note for v in row.values] for row in main_table(mixed).rows if row.cell}
+    assert any("whole run" in each and "–" in each for each in note["paged (page 16)"])  # beside the ratio
+
+
+def _said(measured: Run) -> list[str]:
+    """The headline, the first tile, the first figure's title, and what was bought and is best."""
+    bought, best = (points(measured, title)[0] for title in ("What paging bought", "Which configuration is best"))
+    return [headline(measured), tiles(measured)[0].label, drawings(measured)[0].title, bought, best]
+
+
+def test_a_paired_ratio_that_contradicts_the_two_values_beside_it_says_so() -> None:
+    drifting = pair({"ttft": (90.0, 400.0, 1000.0)}, {"ttft": (100.0, 300.0, 1100.0)})  # 0.90, 1.33, 0.91; 400 / 300
+    (text,) = points(run(*drifting), "What paging bought")
+    assert "0.91x" in text and "these two give 1.33x" in text
+    (plain,) = points(run(*pair({"ttft": (90.0,) * 3}, {"ttft": (100.0,) * 3})), "What paging bought")
+    assert "0.90x" in plain and "these two" not in plain
 
 
 def test_an_incomplete_run_says_so_first() -> None:
@@ -235,6 +279,13 @@ def test_figures_tiles_and_tables_do_not_claim_what_the_sentence_does_not() -> N
     paged = next(row.values for row in main_table(unclear).rows if row.cell and row.cell.is_paged)
     assert [(value.text, value.mark) for value in paged if "1.00x" in value.text] == [("1.00x?", "")]
     assert next(f for f in flat_rows(unclear) if "paged" in f["configuration"])["ratio_verdict"] == "unclear"
+
+
+def test_tiles_are_of_valid_cells_only() -> None:
+    late: dict[str, Any] = {"throughput": (777.0,) * 3, "reasons": ("late",)}
+    assert tiles(run(*pair(late, late))) == []
+    (top, *_) = tiles(run(*pair(late), cell(page_size=8, throughput=(50.0,) * 3)))  # contiguous has 100
+    assert (top.value, top.note.split(";")[0]) == ("100", "contiguous")
 
 
 def uses(**slots: float) -> dict[str, float]:

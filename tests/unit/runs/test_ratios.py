@@ -8,7 +8,7 @@ from scipy import stats
 from scipy.integrate import quad
 
 from kvbench.common.stats import detectable_shift
-from kvbench.runs.ratios import paired_ratio
+from kvbench.runs.ratios import contradicts, paired_ratio
 
 
 def power(shift: float, n: int) -> float:
@@ -39,3 +39,20 @@ def test_a_ratio_tells_the_smallest_effect_from_three_repeats_on() -> None:
     assert power(np.log1p(r.detectable) / logs.std(ddof=1), 3) == pytest.approx(0.80, abs=1e-3)
     two = paired_ratio({1: 0.9, 2: 1.1}, {1: 1.0, 2: 1.0})
     assert two is not None and two.detectable is None
+
+
+@pytest.mark.parametrize(
+    ("paired", "shown", "visibly"),
+    [
+        (1.02, 0.98, True),  # on the other side of 1
+        (0.99, 1.01, True),
+        (1.02, 1.00, False),  # reads as level
+        (1.004, 0.996, False),  # both are written 1.00x
+        (2.00, 2.09, False),
+        (2.00, 2.11, True),  # more than 5 % away
+        (2.00, 1.89, True),
+    ],
+)
+def test_which_ratio_of_the_values_shown_contradicts_the_paired_one(paired, shown, visibly):
+    assert contradicts(paired, shown) == visibly
+    assert contradicts(1.004, 0.996, decimals=3)

@@ -47,8 +47,8 @@ WORKLOAD = {
 }  # fmt: skip
 
 
-def test_plan_is_not_cut_in_a_narrow_terminal_or_a_pipe(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
+def test_plan_is_not_cut_in_a_pipe_and_names_what_a_narrow_terminal_has_no_room_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     (tmp_path / "w.yaml").write_text(yaml.safe_dump(WORKLOAD))
     assert cli.main(["plan", str(tmp_path / "w.yaml"), "--profile", "cpu"], standalone_mode=False) == 0
     out = capsys.readouterr().out
@@ -64,7 +64,12 @@ def test_plan_is_not_cut_in_a_narrow_terminal_or_a_pipe(tmp_path, capsys, monkey
         ],
         "contiguous-max-swap": ["65.0", "16,384", "0", "256", "16", "4,159", "0.1", "16", "65.0", "4,160"],
     }  # fmt: skip
-    assert "…" not in out and "swap_space changes nothing" in " ".join(out.split())
+    assert "…" not in out and "swap_space changes nothing" in " ".join(out.split()) and "not shown" not in out
+    monkeypatch.setenv("COLUMNS", "60")
+    assert cli.main(["plan", str(tmp_path / "w.yaml"), "--profile", "cpu"], standalone_mode=False) == 0
+    narrow = capsys.readouterr().out
+    row = next(line.split() for line in narrow.splitlines() if line.lstrip().startswith("paged-p16 "))
+    assert row[-2:] == ["4,144", "16"] and "page table KiB, swap MiB, swap tokens" in narrow.split("not shown")[1]
 
 
 FITS = ("--input-len", "600", "--output-len", "150", "--concurrency", "20")
@@ -91,7 +96,7 @@ def test_the_limit_is_where_the_pages_end(capsys, users, limits):
 def test_plan_tells_which_configurations_hold_a_load_and_how_much_of_it_the_others(capsys):
     words = (*FITS[:-1], "40", "--vary", "layout=paged,contiguous", "--vary", "kv_cache_dtype=auto,fp8")
     said = plan(capsys, *words)
-    assert "memory limits paged-p16 (about 21 at once), contiguous (about 7 at once)" in said
+    assert "memory limits paged-p16 (about 21 at once), contiguous (about 15 at once)" in said
     assert "paged-p16-fp8_e4m3: room for all" in said
 
 
@@ -102,4 +107,19 @@ def test_lengths_that_vary_may_outgrow_memory_only_together(capsys):
 
 def test_an_open_loop_is_told_how_many_requests_fit_at_once(capsys):
     said = plan(capsys, *FITS[:-2], "--request-rate", "3")
-    assert "r3: a request needs 750 tokens; at once fit about: paged-p16 21" in said
+    assert "memory limits once more are in flight than fit: paged-p16 (about 21 at once)" in said
+    said = plan(capsys, *FITS[:-2], "--request-rate", "inf", "--num-prompts", "40")
+    assert "40 x 750" in said and "memory limits paged-p16 (about 21 at once)" in said
+
+
+def test_a_batch_limit_below_the_users_is_what_limits(capsys):
+    said = plan(capsys, *FITS[:-1], "40", "--vary", "max_num_seqs=8,64")
+    assert "max_num_seqs admits fewer than 40 to paged-p16 (8)" in said and "paged-p16: room for all" in said
+    assert "memory limits paged-p16-seqs64 (about 21 at once)" in said
+
+
+def test_prefix_caching_holds_a_shared_prefix_once(capsys):
+    """16,368 tokens hold 6 requests of 2,600 tokens; of the 600 beyond the shared 2,000 they hold 23."""
+    words = ("--input-len", "500", "--output-len", "100", "--prefix-len", "2000", "--concurrency", "20")
+    said = plan(capsys, *words, "--vary", "enable_prefix_caching=false,true")
+    assert "memory limits paged-p16 (about 6 at once); paged-p16-prefix: room for all" in said

@@ -72,6 +72,16 @@ def test_one_plain_line_a_load_without_a_terminal():
     assert "FAILED: the server died [x]" in lines[2]  # brackets are not markup
 
 
+@pytest.mark.parametrize("steady", [80.0, None])
+def test_a_line_of_a_load_says_whole_run_where_it_has_no_steady_window(steady):
+    out, blocks = io.StringIO(), plan_blocks(DESIGN, 1, 0)
+    metrics = {"steady_output_throughput": steady, "output_throughput": 60.0}
+    with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES)) as progress:
+        progress.load_finished(blocks[0].cells[0], 1, {"metrics": metrics, "valid": True, "invalid_reasons": []})
+    said = "80.0 output tok/s  (" if steady else "60.0 output tok/s (whole run)  ("
+    assert said in out.getvalue()
+
+
 def test_a_load_that_the_server_refused_says_so_with_its_message():
     out, blocks = io.StringIO(), plan_blocks(DESIGN, 1, 0)
     most = {"server_error": {"message": "Context size has been exceeded.", "requests": 32}}
@@ -91,6 +101,7 @@ def test_a_long_load_and_a_slow_start_are_heard_of_without_a_terminal():
         progress.status("starting the server of [a]")
         wait_until(lambda: re.search(r"\[1/4, about .*\] starting the server of \[a\]: 0:0", out.getvalue()))
         progress.load_started(blocks[0].cells[0], 1, 8)
+        progress.status("calibrating")  # after the load was announced
         progress.load_progress(3, 8, 1, 0.5)
         wait_until(lambda: f"{blocks[0].cells[0].cell_id} repeat 1: 3/8 requests, 1 failed, 0:0" in out.getvalue())
     assert not any(thread.name == "progress" for thread in threading.enumerate())  # and no more when it has ended
@@ -108,6 +119,9 @@ def test_time_left_falls_to_zero():
     blocks = plan_blocks(DESIGN, 1, 0)
     progress = SweepProgress(Console(file=io.StringIO()), blocks, Estimator({"c1": 100.0, "c4": 100.0}))
     assert progress.time_left_s() == pytest.approx(400 + 2 * START_GUESS_S)
+    progress.loads_begin_in(1000)  # engine time, before the loads
+    assert progress.time_left_s() == pytest.approx(1400 + 2 * START_GUESS_S, abs=1)
+    progress.loads_begin_in(0)
     for block in blocks:
         for cell in block.cells:
             progress.load_failed(cell, 1, "x")

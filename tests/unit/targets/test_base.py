@@ -353,6 +353,13 @@ def test_other_pages_another_budget_another_dtype(answer, words):
     assert re.search(words, contradiction(SETTINGS, KNOWN, answer) or "")
 
 
+def test_a_server_that_lowered_its_length_is_another_configuration():
+    lowered = {"engine": {"max_model_len": 3056}}
+    assert "3056" in (contradiction(SETTINGS, {**KNOWN, "max_model_len": 4096}, lowered) or "")
+    assert contradiction(SETTINGS, {**KNOWN, "max_model_len": 3056}, lowered) is None
+    assert contradiction(SETTINGS, {}, lowered) is None  # nobody knows what it should be
+
+
 def test_without_our_own_count_of_tokens_the_bytes_decide():
     known = {key: KNOWN[key] for key in ("kv_budget_bytes", "bytes_per_token")}
     assert contradiction(SETTINGS, known, info(tokens=6208)) is None

@@ -326,7 +326,7 @@ WORKLOAD = str(ROOT / "workloads" / "uniform.yaml")
 VALUES = {
     "preset": "vllm", "exact": True, "target_python": sys.executable, "target_args": "-x", "model": "m",
     "vocab_size": 5, "max_model_len": 7, "tokenizer": ROOT, "api_key_env": "KEY_OF_TEST", "tls_ca_file": Path("ca.pem"),
-    "no_tls_verify": True, "port": 34567, "start_timeout": 9.0,
+    "no_tls_verify": True, "port": 34567, "start_timeout": 9.0, "vary": ("page_size=16,32",),
 }  # fmt: skip
 KINDS = {
     BUILTIN: {},

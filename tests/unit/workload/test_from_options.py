@@ -64,9 +64,10 @@ def test_one_value_of_each_setting_is_the_baselines():
 
 def test_a_sharegpt_file_gives_the_first_turn_of_each_conversation(tmp_path):
     path = tmp_path / "chats.json"
-    path.write_text(json.dumps(CHATS))
-    loaded = workload(Answers(dataset_path=str(path), dataset_name="sharegpt", concurrency=(1,), num_prompts=1))
-    assert [r.turn for r in requests(loaded)] == [0] and loaded.name == "chats"
+    path.write_text(json.dumps(2 * CHATS))
+    loaded = workload(Answers(dataset_path=str(path), dataset_name="sharegpt", concurrency=(1,), num_prompts=2))
+    first, second = requests(loaded)
+    assert first.prompt_token_ids == second.prompt_token_ids and loaded.name == "chats"
 
 
 def test_a_trace_is_replayed_at_its_own_times_or_by_users(tmp_path):
@@ -90,6 +91,7 @@ def test_a_file_keeps_its_load_and_takes_what_is_varied():
 
 
 def test_values_are_read_as_yaml_and_fp8_is_e4m3():
+    assert parse_vary(["page_size=[16, 32]"]) == {"page_size": [16, 32]}
     assert parse_vary(["enable_prefix_caching=false,true", "kv_budget=64MiB,1GiB", "kv-cache-dtype=fp8"]) == {
         "enable_prefix_caching": [False, True], "kv_budget": ["64MiB", "1GiB"], "kv_cache_dtype": ["fp8_e4m3"],
     }  # fmt: skip
@@ -107,6 +109,12 @@ def test_values_are_read_as_yaml_and_fp8_is_e4m3():
         (Answers("5", "5", dataset_name="sharegpt", concurrency=(1,)), "--dataset-path"),
         (Answers("5", "5", dataset_path="x.json", concurrency=(1,)), "contradicts --dataset-path"),
         (Answers("5", "5", concurrency=(1,), vary=("page_size",)), "names no values"),
+        (Answers("5", "5", concurrency=(1,), vary=("page_size={a: [",)), "names no values"),
+        (Answers("5", "5", concurrency=(1,), vary=("page_size=16",)), "one value"),
+        (Answers("5", "5", concurrency=(1,), design="full"), "--design"),
+        (Answers(prefix_len=5, dataset_path="x.json", concurrency=(1,)), "--prefix-len 5 contradicts"),
+        (Answers(dataset_name="random", dataset_path="x.json", concurrency=(1,)), "--dataset-name random"),
+        (Answers(vary=("page_size=1,2",)), "workload is missing"),
         (Answers("5", "5", concurrency=(1,), vary=("page_size=1", "page_size=2")), "twice"),
         (Answers("5", "5", concurrency=(1,), vary=("concurrency=1,2",)), "--concurrency 8,32"),
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +41,7 @@ VOCAB = 8192
 def cells(name: str, profile: str = "cpu"):
     workload = load_workload(WORKLOADS / f"{name}.yaml", profile=profile)
     design, _ = plan_sweep(workload, (), check_configuration)
-    told = [note for note in design.notes if "combinations" not in note]
+    told = [note for note in design.notes if not re.match(r"skipped \d+ of \d+ combinations: ", note)]
     assert told == []  # nothing of what the file asks for is dropped or skipped
     return workload, {cell.cell_id: cell for cell in design.cells}
 

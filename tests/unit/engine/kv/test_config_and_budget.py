@@ -1,10 +1,13 @@
+import dataclasses
+
 import pytest
 
 from engine.build import build_engine
 from engine.config import EngineConfig, format_bytes, parse_bytes
-from engine.kv.budget import KVShape, LayerKV, capacity_of
+from engine.kv.budget import KVShape, LayerKV, capacity_of, settle_length
 from engine.model.spec import find_model
 from engine.sequence import Request, SamplingParams
+from engine.server.arguments import build_parser, options_of
 from tests.support.hf_parts import model_folder
 
 SHAPE = KVShape((LayerKV(1, 8, 8),), 4)  # 64 bytes a slot, as fp8 16
@@ -80,6 +83,38 @@ def test_max_model_len_is_settled_by_the_model():
         EngineConfig(max_model_len=8192).check_against_model(4096)
     with pytest.raises(ValueError, match="set max_model_len"):
         EngineConfig().check_against_model(None)
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_a_length_that_is_not_given_is_lowered_to_the_longest_that_the_budget_holds(layout):
+    config, budget = EngineConfig(layout=layout, max_num_seqs=5), 10_000
+    lowered = settle_length(config, 4096, SHAPE, budget, may_lower=True)
+    assert capacity_of(lowered, SHAPE, budget).max_concurrency(lowered.max_model_len) == 1
+    with pytest.raises(ValueError, match="smaller than one sequence"):
+        capacity_of(dataclasses.replace(lowered, max_model_len=lowered.max_model_len + 1), SHAPE, budget)
+    for same in (
+        settle_length(config, 64, SHAPE, budget, may_lower=True),
+        settle_length(dataclasses.replace(config, max_model_len=64), 4096, SHAPE, budget, may_lower=True),
+    ):
+        assert same.max_model_len == 64  # it fits, or was asked for
+
+
+def test_a_length_is_lowered_for_a_server_only_and_never_to_nothing():
+    given = EngineConfig(max_model_len=4096)
+    assert settle_length(given, 4096, SHAPE, 10_000, may_lower=True).max_model_len == 4096
+    assert settle_length(EngineConfig(), 4096, SHAPE, 10_000, may_lower=False).max_model_len == 4096
+    with pytest.raises(ValueError, match="smaller than one sequence"):
+        capacity_of(settle_length(EngineConfig(), 4096, SHAPE, 100, may_lower=True), SHAPE, 100)
+
+
+def test_what_a_device_has_free_lowers_the_length_once_it_is_known(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.build.default_budget", lambda device: 40_000)
+    folder = model_folder(str(tmp_path))  # of 256 positions
+    built = build_engine(EngineConfig(model=folder, device="cpu", max_num_seqs=2))
+    assert 16 <= built.config.max_model_len < 256
+    assert built.capacity.max_concurrency(built.config.max_model_len) == 1
+    with pytest.raises(ValueError, match="smaller than one sequence"):
+        build_engine(EngineConfig(model=folder, device="cpu", max_num_seqs=2, max_model_len=256))
 
 
 def test_find_model_says_what_is_missing(tmp_path):
@@ -165,3 +200,9 @@ def test_swap_space_holds_whole_pages_of_the_stored_dtype():
     assert (none.host_slots, none.swap_space_bytes) == (0, 0), "recompute needs none"
     with pytest.raises(ValueError, match=r"swap_space 1023 .* one page of 1024 bytes \(16 tokens\)"):
         capacity(swap_space=1023)
+
+
+def test_fp8_is_taken_for_e4m3_as_in_vllm():
+    assert EngineConfig.from_mapping({"kv_cache_dtype": "fp8"}).kv_cache_dtype == "fp8_e4m3"
+    config, _ = options_of(build_parser().parse_args(["--kv-cache-dtype", "fp8"]))
+    assert config.kv_cache_dtype == "fp8_e4m3"

@@ -21,6 +21,20 @@ def test_the_server_s_modules_import_no_torch() -> None:
     assert run(code).returncode == 0
 
 
+@pytest.mark.parametrize("flags", [["--max-model-len", "4096"], ["--swap-space", "9", "--preemption-mode", "swap"]])
+def test_a_budget_that_cannot_work_is_refused_before_torch_is_imported(flags: list[str]) -> None:
+    arguments = ["--kv-budget", "48MiB", "--device", "cpu", "--port", "0", *flags]
+    done = run(f"""
+import sys
+from engine.server.__main__ import main
+code = main({arguments})
+print("torch" in sys.modules)
+sys.exit(code)
+""")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "False\n", 1)
+    assert flags[0].strip("-").replace("-", "_") in done.stderr and flags[1] in done.stderr
+
+
 def test_the_spin_count_is_there_when_torch_is_imported() -> None:
     """GNU OpenMP reads it once, when the library is loaded; set later it does nothing, without a word."""
     code = """

@@ -1,0 +1,39 @@
+"""What settings come to before anything is loaded: length, dtype and KV capacity. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import DEFAULT_CPU_BUDGET, EngineConfig
+from engine.kv.budget import KVCapacity, capacity_of, settle_length
+from engine.model.spec import ModelSpec, find_model
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``config`` with max_model_len settled; ``capacity``: None where only a GPU's free memory tells the budget."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    dtype: str
+    capacity: KVCapacity | None
+
+
+def plan_engine(config: EngineConfig, *, on_cpu: bool, may_lower: bool = False) -> Plan:
+    """What an engine would make of ``config``; ``may_lower``: see ``settle_length``.
+
+    A server that a user starts may lower a max_model_len that is not given. A configuration of a sweep or a comparison
+    may not: each layout, page size and KV dtype would get another length, and they would no longer differ in what is
+    compared alone.
+
+    Raises:
+        ValueError: there is no such model, or the settings cannot be, with the numbers.
+    """
+    spec = find_model(config.model, config.load_format)
+    dtype = config.dtype if config.dtype != "auto" else "float32" if on_cpu else spec.default_dtype
+    budget = config.kv_budget or (DEFAULT_CPU_BUDGET if on_cpu else None)
+    if budget is None:
+        return Plan(config.check_against_model(spec.max_positions), spec, dtype, None)
+    shape = spec.kv_shape(dtype)
+    config = settle_length(config, spec.max_positions, shape, budget, may_lower=may_lower)
+    return Plan(config, spec, dtype, capacity_of(config, shape, budget))
