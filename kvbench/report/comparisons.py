@@ -73,8 +73,6 @@ def compare(a: MeasuredCell, b: MeasuredCell) -> PairedComparison:
     steady = a.has_steady and b.has_steady
     metrics = ("ttft_ms.p95", "tpot_ms.p50", "itl_ms.p95")
     latencies = (paired_ratio(a.per_repeat(metric), b.per_repeat(metric)) for metric in metrics)
-    if "refused" in (a.doubt, b.doubt):  # one of the servers did less work
-        return PairedComparison(a, b, None, None, None, None)
     return PairedComparison(a, b, paired_ratio(a.throughput(steady), b.throughput(steady)), *latencies)
 
 
