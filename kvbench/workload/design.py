@@ -226,18 +226,21 @@ def design_of(workload: Workload, only: Sequence[str] = ()) -> Design:
     return Design((*design.configurations, *added), (*design.cells, *named), design.notes)
 
 
-def _combinations_note(workload: Workload, measured: int) -> list[str]:
-    """How many combinations of the swept values a one-at-a-time design leaves out; nothing where it has all."""
-    base = workload.engine
-    every = math.prod(len({*map(repr, (base.get(key, v[0]), *v))}) for key, v in workload.sweep.items())
+def _combinations_note(workload: Workload, design: Design) -> list[str]:
+    """How many combinations of the values in ``design`` a one-at-a-time design leaves out; nothing where it has all."""
+    measured = len(design.configurations)
+    values = {key: list({repr(v): v for v in _values(design, key)}.values()) for key in workload.sweep}
+    every = math.prod(map(len, values.values()))
+    if workload.design == "one_at_a_time" and measured < every <= _MOST_COUNTED:  # some of them mean the same
+        every = len(make_design(workload.engine, values, workload.load_points, "full").configurations)
     if workload.design == "full" or every <= measured:
-        return []
-    if every <= _MOST_COUNTED:  # some of them mean the same
-        every = len(make_design(workload.engine, workload.sweep, workload.load_points, "full").configurations)
-    if every <= measured:
         return []
     alone = f"{measured} are measured, each value alone beside the baseline"
     return [f"skipped {every - measured} of {every} combinations: {alone}; design: full (--design full) measures all"]
+
+
+def _values(design: Design, key: str) -> list[Any]:
+    return [configuration.settings.get(key) for configuration in design.configurations]
 
 
 def plan_sweep(
@@ -261,7 +264,7 @@ def plan_sweep(
         design = _without_impossible(design, check)
     design = select(design, only)
     if not only:
-        notes = _combinations_note(workload, len(design.configurations))
+        notes = _combinations_note(workload, design)
         design = dataclasses.replace(design, notes=(*design.notes, *notes))
     blocks = plan_blocks(design, workload.load.repeats, workload.seed)
     if workload.load.cache_state != "steady":

@@ -316,7 +316,7 @@ def test_a_combination_that_is_named_is_measured_though_each_value_is_measured_a
     named, blocks = plan_sweep(workload, ["paged-p16-c2", "*p32-fp8*"])
     assert ids(named) == ["paged-p16", "paged-p32-fp8_e4m3"] and named.notes == ()
     refused, _ = plan_sweep(workload, refuses=lambda settings: "no FP8" if "kv_cache_dtype" in settings else None)
-    assert [note[:40] for note in refused.notes[1:]] == ["skipped 2 of 4 combinations: 2 are measu"]
+    assert len(refused.notes) == 1 and "no FP8" in refused.notes[0]  # what is left has no combinations
     assert {cell.cell_id for block in blocks for cell in block.cells} == {"paged-p16-c2", "paged-p32-fp8_e4m3-c2"}
     plan = [{"cells": [cell.cell_id for cell in block.cells]} for block in blocks]
     again = planned_blocks(workload, {"plan": plan, "only": ["paged-p16-c2", "*p32-fp8*"]})
