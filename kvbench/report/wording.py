@@ -159,7 +159,9 @@ def headline(run: Run) -> str:
     decided = "" if _is_decided_over_http(run, pair) else _decided_in_engine_time(run, pair)
     most = 1 if decided else _MOST_CLAUSES
     served = _pair_sentence(run, pairs, most) if pairs else _no_pair(run) + best_sentence(run, run.loads[-1])
-    return prefix + (f"{decided} Over HTTP: {served[:1].lower()}{served[1:]}" if decided else served)
+    if decided and not pairs:  # the figures of what decides nothing are among the conclusions
+        served = f"{served.partition(': ')[0].rstrip('.')}."
+    return prefix + (f"{decided} Over HTTP: {words.lower_first(served)}" if decided else served)
 
 
 def _is_decided_over_http(run: Run, pair: PairedComparison | None) -> bool:

@@ -137,6 +137,14 @@ def test_where_served_loads_are_invalid_the_first_sentence_is_what_engine_time_d
     assert served.startswith("no verdict")
 
 
+def test_figures_that_decide_nothing_are_not_in_the_first_sentence_beside_engine_time(run_with):
+    """One repeat each: which configuration has the highest median says nothing."""
+    run, cell = run_with(lambda c: effect(c, ratio=1.1, low=1.08, high=1.12, call="ahead"), variant="no_contiguous")
+    first, served = headline(run).split(" Over HTTP: ")
+    assert cell.name in first and "+10.0 %" in first
+    assert "no verdict on which is best" in served.lower() and "TTFT" not in served and "median" not in served
+
+
 @pytest.mark.parametrize(("variant", "call"), [("invalid", "open"), ("normal", "ahead")])
 def test_the_first_sentence_is_of_the_served_loads_where_engine_time_is_open_or_they_decide(run_with, variant, call):
     run, _ = run_with(lambda c: effect(c, ratio=1.05, low=0.98, high=1.12, call=call), variant=variant)
