@@ -211,12 +211,9 @@ class Sweep:
                     failed_starts += 1
                 measured.take(run, left[0])
                 disturbed = measured.disturbed_in_a_row(left[0], disturbed)
+                if still_left():  # the time that max_minutes allows is for loads
+                    began += self._wait_or_end(disturbed, work.check, listener.status)
                 left = still_left()
-                if left and disturbed >= DISTURBED_IN_A_ROW:
-                    paused = time.monotonic()
-                    self._wait_or_end(disturbed, work.check, listener.status)
-                    began += time.monotonic() - paused  # the time that max_minutes allows is for loads
-                    left = still_left()
         every = [(c.cell_id, b.repeat) for b in planned_blocks(self.workload, manifest) for c in b.cells]
         missing = [load for load in every if not run.is_done(*load)]
         given_up = {tuple(load) for load in stored.get("left_out") or ()} - measured.attempts.keys()
@@ -332,15 +329,20 @@ class Sweep:
             self._note(f"other programs keep the machine busy ({busy}): disturbed loads are not measured again")
         return bool(busy)
 
-    def _wait_or_end(self, disturbed: int, check: Callable[[], None], show: Callable[[str], None]) -> None:
-        """After ``disturbed`` loads in a row: waits for a quiet machine, and ends the sweep where that is hopeless."""
-        if not self._may_wait():
-            return
+    def _wait_or_end(self, disturbed: int, check: Callable[[], None], show: Callable[[str], None]) -> float:
+        """After too many ``disturbed`` loads in a row: waits for a quiet machine; the seconds that it took.
+
+        Ends the sweep where that is hopeless.
+        """
+        if disturbed < DISTURBED_IN_A_ROW or not self._may_wait():
+            return 0.0
+        began = time.monotonic()
         self._say(f"{plural(disturbed, 'load')} in a row were disturbed by other programs, or by the host")
         if busy := self._waits_for_quiet(check, show):
             self.ended_early = f"other programs keep the machine busy ({busy})"
         elif disturbed >= 2 * DISTURBED_IN_A_ROW:
             self.ended_early = f"{plural(disturbed, 'load')} in a row were disturbed"
+        return time.monotonic() - began
 
     def _may_wait(self) -> bool:
         """Not beside a server that runs already, which would be taken for another program."""
