@@ -13,7 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from kvbench.common import text as words
 from kvbench.report.comparisons import SCATTER, paging
-from kvbench.report.figures import drawings
+from kvbench.report.figures.cells import drawings
 from kvbench.report.kv import kv_bottleneck
 from kvbench.report.provenance import (
     brief,

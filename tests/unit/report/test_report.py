@@ -18,7 +18,7 @@ import rich.console
 from kvbench.cli.main import cli
 from kvbench.common.console import print_table
 from kvbench.common.errors import UsageError
-from kvbench.report.figures import drawings, ecdf, log_axis
+from kvbench.report.figures.cells import drawings, ecdf, log_axis
 from kvbench.report.kv import thin
 from kvbench.report.markdown import markdown
 from kvbench.report.outputs import DROP_FIRST, console_table, write_report

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from kvbench.report.comparisons import compare
-from kvbench.report.figures import drawings
+from kvbench.report.figures.cells import drawings
 from kvbench.report.tables import flat_rows, main_table
 from kvbench.report.wording import conclusions, headline, kernel_cost, ledger_sentence, reservation, tiles
 from kvbench.runs.kv_ledger import SLOT_USES
