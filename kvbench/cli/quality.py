@@ -57,8 +57,8 @@ def quality(
     from kvbench.common.machine import versions
     from kvbench.common.text import plural
     from kvbench.quality.measure import measure, quantised
-    from kvbench.quality.result import QUALITY, code_differences
     from kvbench.runs.folder import open_run
+    from kvbench.runs.quality import QUALITY, code_differences
     from kvbench.runs.resume import stored_workload
     from kvbench.workload.file import load_workload
 

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from kvbench.common.gpu_energy import gpu_energy_j
 from kvbench.common.machine import usable_cores
 from kvbench.common.text import plural
 
@@ -251,6 +252,7 @@ class MachineWatch:
     def __init__(self, server: ServerProcess, *, all_ours: bool = False) -> None:
         self.server, self.all_ours = server, all_ours
         self._readings: dict[str, CpuReading | None] = {}
+        self._energy_j: dict[str, float | None] = {}
 
     def on_phase(self, phase: str, client_pid: int) -> None:
         """``begin`` or ``measured``, as the load client says them."""
@@ -258,10 +260,14 @@ class MachineWatch:
         if found is not None and self.all_ours and (ours := tree_cpu_s(os.getpid())) is not None:
             found = dataclasses.replace(found, own_s=ours - (found.client_s or 0.0) - (found.server_s or 0.0))
         self._readings[phase] = found
+        self._energy_j[phase] = gpu_energy_j() if self.server.local else None
 
     def report(self) -> dict[str, Any]:
-        """As ``machine_report``."""
-        return machine_report(self._readings.get("begin"), self._readings.get("measured"), self.server)
+        """As ``machine_report``; ``gpu_energy_j``: of all GPUs of this machine, None where NVML does not tell."""
+        begin, end = (self._energy_j.get(phase) for phase in ("begin", "measured"))
+        used = None if begin is None or end is None else end - begin
+        report = machine_report(self._readings.get("begin"), self._readings.get("measured"), self.server)
+        return {**report, "gpu_energy_j": used}
 
 
 def foreign_limit(cores: int, wall_s: float = math.inf) -> float:

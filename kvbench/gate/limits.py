@@ -22,10 +22,10 @@ from kvbench.common.text import and_more, plural
 from kvbench.gate.policy import Limit, Policy, matches
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
-from kvbench.quality.result import QualityResult, read_quality
 from kvbench.report.comparisons import paging_pair
 from kvbench.runs import metric_names
 from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.quality import QualityResult, read_quality
 from kvbench.runs.read import read_run
 from kvbench.workload.settings import effective
 

@@ -61,10 +61,10 @@ import numpy as np
 from scipy import ndimage, stats
 
 from kvbench.common.stats import detectable_errors
+from kvbench.runs.engine_time import LEVEL_WITHIN
 
 AHEAD, BEHIND, LEVEL, OPEN = "ahead", "behind", "level", "open"
 CONFIDENCE = 0.95
-LEVEL_WITHIN = 0.02  # of 1, both ends of the interval
 TARGET = 0.015  # half width of an interval that is narrow enough
 FEWEST_LAUNCHES = 5  # before the first decision to stop
 FEWEST_POOLED = 3  # launches, where the noise is known from at least ``POOLED_FREEDOM`` degrees of freedom

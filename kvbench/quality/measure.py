@@ -11,7 +11,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.git import git_state
 from kvbench.common.machine import versions
 from kvbench.load.launch import make_requests
-from kvbench.quality.result import QualityResult
+from kvbench.runs.quality import QualityResult
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import Configuration, plan_sweep
 from kvbench.workload.file import Workload

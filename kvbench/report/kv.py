@@ -46,7 +46,6 @@ _FILLS = {
 _SCALES = KvUse("scales", "scales of the tokens", "of the tokens' bytes: scales of a quantised KV")
 _LEAST_LABELLED = 0.06  # of the budget: a narrower part has no room for its percentage
 _PANELS_PER_ROW = 5
-_OFTEN = 0.05  # of the steady window
 MAX_POINTS = 400  # of a curve
 
 Bars = list[tuple[MeasuredCell, Ledger]]
@@ -55,45 +54,6 @@ Bars = list[tuple[MeasuredCell, Ledger]]
 def ledgers(run: Run) -> Bars:
     """Cells that have a ledger, in table order: the highest load first."""
     return [(cell, found) for cell in run.by_load if (found := ledger(cell)) is not None]
-
-
-def kv_bottleneck(run: Run) -> str:
-    """Whether KV memory limited the highest load, as measured; empty where no server tells.
-
-    It did where requests were preempted, or waited for room for a twentieth of the steady window or longer.
-    """
-    told = [cell for load in run.loads[-1:] for cell in run.at(load) if cell.valid and cell.observed("kv_full")]
-    if not told:
-        return ""
-    at, limited = told[0].load.label, [(cell, why) for cell in told if (why := _short_of_kv(cell))]
-    if not limited:
-        fullest = max(told, key=lambda cell: max(cell.observed("usage_max").values()))
-        used = words.percent(max(fullest.observed("usage_max").values()))
-        which = f" ({fullest.name})" if len(told) > 1 else ""
-        waited = max(_waited(cell) for cell in told)
-        rarely = f"requests waited for room {words.percent(waited)} of the time at most" if waited else ""
-        counted = all(cell.counter("num_preemptions_total") is not None for cell in told)
-        return (
-            f"KV was not the bottleneck at {at}: at most {used} of it was in use{which}, "
-            f"{rarely or 'no request waited for room'}{' and none was preempted' if counted else ''}, so a setting "
-            "that only makes room cannot help here."
-        )
-    others = [cell.name for cell in told if cell not in [each for each, _ in limited]]
-    text = f"KV was the bottleneck at {at} for {words.and_more([f'{cell.name} ({why})' for cell, why in limited])}"
-    return f"{text}; not for {words.and_more(others)}." if others else f"{text}."
-
-
-def _waited(cell: MeasuredCell) -> float:
-    """The share of the steady window in which requests waited for room, mean over the repeats."""
-    full = cell.observed("kv_full").values()
-    return sum(full) / len(full)
-
-
-def _short_of_kv(cell: MeasuredCell) -> str:
-    """How it showed that the KV was too small; empty where it did not."""
-    waited, preempted = _waited(cell), cell.counter("num_preemptions_total") or 0
-    found = [f"requests waited for room {words.percent(waited)} of the time"] if waited >= _OFTEN else []
-    return ", ".join(found + ([words.plural(preempted, "preemption")] if preempted else []))
 
 
 def ledger_table(run: Run) -> Table:

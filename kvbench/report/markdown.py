@@ -2,57 +2,56 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.report.page import context
-from kvbench.report.provenance import environment, reproduce, skipped_notes, validity, warnings
-from kvbench.report.sections import Section, sections
+from kvbench.report.document import Document
+from kvbench.report.sections import Section
 from kvbench.report.tables import Value
-from kvbench.report.wording import conclusions, headline
-from kvbench.runs.model import Run
-
-_STATUS = {
-    "valid": "The measurement is valid.",
-    "invalid": "**The measurement is invalid**, in part or whole:",
-    "incomplete": "**The run is incomplete**:",
-    "empty": "**No load was measured.**",
-}
 
 
-def markdown(run: Run) -> str:
+def markdown(report: Document) -> str:
     """The whole report as text and tables."""
-    state = validity(run)
-    lines = [f"# {escape(run.workload)}", "", f"**{escape(headline(run))}**", ""]
-    lines += [line for text in context(run) for line in (escape(text), "")]
-    lines += [_STATUS[state.status], ""]
-    lines += [f"- {escape(reason)}" for reason in state.reasons]
-    lines += [f"- Note: {escape(text)}" for text in warnings(run)]
-    lines += [""]
-    for conclusion in conclusions(run):
-        lines += [f"## {escape(conclusion.title)}", "", *(f"- {escape(p)}" for p in conclusion.points), ""]
-    for section in sections(run):
-        lines += _section(section)
-    if skipped := skipped_notes(run):
-        lines += ["## Not run", "", *(f"- {escape(note)}" for note in skipped), ""]
-    if command := reproduce(run):
-        lines += ["## Reproduce", "", "```sh", command.replace("```", ""), "```", ""]
-    facts = [[escape(name), escape(text)] for name, text in environment(run)]
-    lines += ["## Environment", "", *words.markdown_table(["what", "value"], facts, 2), ""]
-    manifest = json.dumps(dict(run.manifest), indent=1, default=str).replace("```", "'''")
-    lines += ["<details><summary>Manifest</summary>", "", "```json", manifest, "```", "", "</details>", ""]
+    lines = [f"# {escape(report.title)}", "", f"**{escape(report.verdict)}**", ""]
+    lines += [f"{report.banner}{f': {escape(report.counted)}' if report.counted else ''}.", ""]
+    if report.details:
+        listed = [f"- {escape(text)}" for text in report.details]
+        lines += ["<details><summary>Why, and what limits the numbers</summary>", "", *listed, "", "</details>", ""]
+    if report.answers:
+        rows = [[escape(a.subject), escape(a.verdict), escape(a.evidence)] for a in report.answers]
+        lines += ["## Answers", "", f"Against {escape(report.baseline)}.", ""]
+        lines += [*words.markdown_table(["what", "answer", "numbers"], rows, 3), ""]
+    if report.limits:
+        rows = [[escape(text) for text in (line.load, line.limit, line.names, line.evidence)] for line in report.limits]
+        lines += ["## What limited it", "", *words.markdown_table(["load", "limit", "where", "seen"], rows, 4), ""]
+    for chapter in report.chapters:
+        above = [line for text in chapter.sentences for line in (escape(text), "")]
+        lines += [f"## {escape(chapter.title)}", "", *above]
+        for section in chapter.sections:
+            lines += _section(section, chapter.title)
+    if report.skipped:
+        lines += ["## Not run", "", *(f"- {escape(note)}" for note in report.skipped), ""]
+    lines += ["## Next, and where it came from", ""]
+    for why, command in (*((step.why, step.command) for step in report.next_steps), ("run this again", report.command)):
+        lines += [f"- {escape(words.upper_first(why))}{':' if command else ''}", ""]
+        lines += ["```sh", command.replace("```", ""), "```", ""] if command else []
+    facts = [[escape(name), escape(text)] for name, text in report.environment]
+    lines += ["<details><summary>Environment</summary>", "", *words.markdown_table(["what", "value"], facts, 2), ""]
+    manifest = report.manifest.replace("```", "'''")
+    lines += ["</details>", "", "<details><summary>Manifest</summary>", "", "```json", manifest, "```", ""]
+    lines += ["</details>", ""]
     return "\n".join(lines)
 
 
-def _section(section: Section) -> list[str]:
+def _section(section: Section, chapter: str) -> list[str]:
     table = section.table
     heads = [escape(column.title) for column in table.columns]
     body = [[_entry(value) for value in row.values] for row in table.rows]
+    title = [] if section.title == chapter else [f"### {escape(section.title)}", ""]
     above = [line for text in section.sentences if text for line in (escape(text), "")]
-    rows = words.markdown_table(heads, body, table.numbers_from)
-    return [f"## {section.title}", "", *above, *rows, "", escape(section.note), ""]
+    below = [escape(section.note), ""] if section.note else []
+    return [*title, *above, *words.markdown_table(heads, body, table.numbers_from), "", *below]
 
 
 def _entry(value: Value) -> str:

@@ -12,6 +12,7 @@ from kvbench.common.console import make_table
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
 from kvbench.common.text import and_more
+from kvbench.report.document import Document
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
 from kvbench.report.tables import MEDIANS, WHOLE_RUN, Value, flat_rows, main_table
@@ -33,8 +34,8 @@ _WHOLE, _MEDIANS = "†", "‡"
 _STYLES = {"better": "green", "worse": "red"}
 
 
-def write_report(run: Run, folder: Path) -> list[Path]:
-    """Writes the three files of a report, after all of them are made.
+def write_report(run: Run, folder: Path, report: Document) -> list[Path]:
+    """Writes the three files of a run's ``report``, after all of them are made.
 
     Raises UsageError where files of a finished run are gone and a report is there: it may have been made with them.
     """
@@ -49,7 +50,7 @@ def write_report(run: Run, folder: Path) -> list[Path]:
             f"{there[0]} is kept, since a new report would say less ({and_more(lost, 1)}); to write one all the same "
             "give another folder with --output-dir"
         )
-    made = (page(run), markdown(run), pd.DataFrame(flat_rows(run)).to_csv(index=False))
+    made = (page(run, report), markdown(report), pd.DataFrame(flat_rows(run)).to_csv(index=False))
     for path, text in zip(paths, made, strict=True):
         write_text(path, text)
     return paths

@@ -1,17 +1,17 @@
-"""The sections of tables that HTML and Markdown share, in their order."""
+"""The chapters below the report's first screen, in their order: figures, and tables that HTML and Markdown share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.common import text as words
 from kvbench.report.client_quality import QUALITY_NOTE, quality_sentences, quality_table
-from kvbench.report.comparisons import effects
+from kvbench.report.comparisons import effects, paging
 from kvbench.report.engine_time import engine_time_note, engine_time_table
-from kvbench.report.kv import SECTION, ledger_note, ledger_table
-from kvbench.report.provenance import validity
+from kvbench.report.kv import ledger_figure, ledger_note, ledger_table
+from kvbench.report.style import Drawing
 from kvbench.report.tables import (
     MEDIANS,
     UNCERTAIN,
@@ -26,16 +26,15 @@ from kvbench.report.tables import (
     ratio_value,
     throughput_ratio,
 )
-from kvbench.report.wording import RATIO_MARKS, ledger_sentence, sensitivity, smallest_effects
+from kvbench.report.wording import RATIO_MARKS, ledger_sentence, reservation, sensitivity, smallest_effects
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row
 from kvbench.runs.model import MeasuredCell, Run, number
-from kvbench.runs.ratios import LEVEL
 from kvbench.workload.settings import setting_title, value_words
 
 _CLASS_METRICS = (("ttft_ms", "p50"), ("ttft_ms", "p95"), ("tpot_ms", "p50"), ("tpot_ms", "p95"), ("e2el_ms", "p95"))
 _PLATEAU_NOTE = (
-    "The steady part of each step of the rate: median over the repeats. A step that answers far fewer requests/s than "
-    "its rate is beyond what the configuration can serve; random arrivals vary too, 100 of them by about 10 %."
+    "The steady part of each step of the rate, median over repeats. A step that answers far fewer requests/s than its "
+    "rate is beyond what the configuration can serve."
 )
 
 
@@ -46,40 +45,68 @@ class Section:
     key: str
     title: str
     table: Table
-    note: str
+    note: str = ""
     sentences: tuple[str, ...] = ()
-    folded: bool = False
+    folded: bool = True
 
 
-def sections(run: Run) -> list[Section]:
-    """Every section that has rows."""
-    ledger = ledger_table(run)
-    turns = (
-        "A later turn holds the conversation so far: its TTFT shows what the prefix cache kept of it. Raw samples of "
-        "all repeats."
-    )
+@dataclass(frozen=True)
+class Chapter:
+    """A heading with its figures and tables; ``sentences`` stand above both."""
+
+    title: str
+    sections: tuple[Section, ...] = ()
+    drawings: tuple[Drawing, ...] = ()
+    sentences: tuple[str, ...] = field(default=())
+
+
+def chapters(run: Run) -> list[Chapter]:
+    """Every chapter that has something to show, without empty sections."""
+    ledger, cells = ledger_table(run), _with_missing(run, main_table(run))
+    kv = tuple(filter(None, (ledger_sentence(run), *(reservation(pair) for pair in paging(run)[-1:]))))
+    every = [
+        Chapter(
+            "Where the KV bytes went", (Section("ledger", "Use by use", ledger, ledger_note(ledger)),),
+            _drawn(ledger_figure(run)), kv,
+        ),
+        Chapter(
+            "Latencies",
+            (
+                Section("classes", "By class of request", class_table(run), f"Raw samples. {UNCERTAIN_NOTE}"),
+                Section("turns", "By turn of the conversation", turn_table(run), "Raw samples of all repeats."),
+            ),
+        ),
+        Chapter(
+            "All cells",
+            (
+                Section("cells", "All cells", cells, _cells_note(run), folded=False),
+                Section("engine_time", "Engine time", engine_time_table(run), engine_time_note(run)),
+                Section("effects", "Each setting changed alone, as served", effect_table(run), _effects_note(run)),
+                Section("plateaus", "Step by step of the rate", plateau_table(run), _PLATEAU_NOTE),
+                Section(
+                    "quality", "How good the measurement was", quality_table(run), QUALITY_NOTE,
+                    tuple(quality_sentences(run)),
+                ),
+            ),
+        ),
+    ]  # fmt: skip
+    found = []
+    for each in every:
+        kept = tuple(section for section in each.sections if section.table.rows)
+        if kept or each.drawings:
+            found.append(Chapter(each.title, kept, each.drawings, each.sentences))
+    return found
+
+
+def _drawn(*drawings: Drawing | None) -> tuple[Drawing, ...]:
+    return tuple(drawing for drawing in drawings if drawing is not None)
+
+
+def _effects_note(run: Run) -> str:
     compared = [effect.comparison for effect in effects(run) if effect.comparison.valid]
     seen = smallest_effects({"output tok/s": [c.throughput for c in compared], "p95 TTFT": [c.ttft for c in compared],
                              "p50 TPOT": [c.tpot for c in compared], "p95 ITL": [c.itl for c in compared]})  # fmt: skip
-    changed = (
-        "Ratio to the baseline, paired by repeat: median and, small, lowest to highest, and where it is not told apart "
-        f"the smallest effect that its repeats would show. {RATIO_MARKS}. {seen}"
-    )
-    classes = f"Raw samples of all repeats. {UNCERTAIN_NOTE}"
-    found = [
-        Section("ledger", SECTION, ledger, ledger_note(ledger), (ledger_sentence(run),)),
-        Section("cells", "All cells", _with_missing(run, main_table(run)), _cells_note(run)),
-        Section("engine_time", "Each configuration in engine time", engine_time_table(run), engine_time_note(run)),
-        Section("effects", "One setting changed alone from the baseline", effect_table(run), changed),
-        Section("classes", "By class of request", class_table(run), classes),
-        Section("turns", "By turn of the conversation", turn_table(run), turns),
-        Section("plateaus", "Step by step of the rate", plateau_table(run), _PLATEAU_NOTE),
-        Section(
-            "quality", "How good was the measurement", quality_table(run), QUALITY_NOTE, tuple(quality_sentences(run)),
-            folded=validity(run).status != "invalid",
-        ),
-    ]  # fmt: skip
-    return [section for section in found if section.table.rows]
+    return f"Ratio to the baseline, paired by repeat: median and, small, lowest to highest. {RATIO_MARKS}. {seen}"
 
 
 def _with_missing(run: Run, table: Table) -> Table:
@@ -91,20 +118,17 @@ def _with_missing(run: Run, table: Table) -> Table:
 
 def _cells_note(run: Run) -> str:
     slo = words.slo_words(run.load_section.get("slo"))
-    uncertain = any(UNCERTAIN in v.text + v.note for row in main_table(run).rows for v in row.values)
-    return " ".join(
-        [
-            "Throughput and ratio: median over repeats and, small, lowest to highest; ratios are paired by repeat: "
-            f"{RATIO_MARKS}. Throughput and ratio are of the steady window where not marked {WHOLE_RUN}. "
-            f"{words.upper_first(MEDIANS)}: the ratio of the medians shown, where it lies on the other side of 1 than "
-            f"the paired one, or more than {LEVEL * 100:g} % from it.",
-            *filter(None, [sensitivity(run)]),
-            "Latency percentiles: raw samples of all repeats, of the whole run; TTFT also, small, of "
-            "the requests due in the steady window.",
-            *([f"Goodput: requests/s that met {slo}; small: their share of all requests."] if slo else []),
-            *([UNCERTAIN_NOTE] if uncertain else []),
-        ]
-    )
+    texts = [value.text + value.note for row in main_table(run).rows for value in row.values]
+    found = {
+        f"Throughput: median over repeats, small: lowest to highest; of the steady window, else marked {WHOLE_RUN}. "
+        f"Ratios are paired by repeat: {RATIO_MARKS}.": True,
+        f"{words.upper_first(MEDIANS)}: the ratio of the medians shown.": any(MEDIANS in text for text in texts),
+        sensitivity(run): True,
+        "Latencies: raw samples of the whole run; small: of the steady window.": True,
+        f"Goodput: requests/s that met {slo}.": bool(slo),
+        UNCERTAIN_NOTE: any(UNCERTAIN in text for text in texts),
+    }
+    return " ".join(text for text, holds in found.items() if holds and text)
 
 
 def effect_table(run: Run) -> Table:

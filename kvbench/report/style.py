@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from kvbench.runs.model import Run
 
 # Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), without its black and its yellow.
-CONTIGUOUS, PAGED = "#D55E00", "#0072B2"
+CONTIGUOUS, PAGED, GREY = "#D55E00", "#0072B2", "#8A8A8A"
 OTHERS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A", "#A6761D")
 DASHES = ("dot", "dashdot", "longdash", "longdashdot", "5px,2px", "2px,4px")
 GRID = "rgba(128,128,128,0.22)"

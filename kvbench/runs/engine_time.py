@@ -14,6 +14,7 @@ from kvbench.common.files import read_json
 
 FOLDER, EFFECTS = "lockstep", "effects.json"
 FORMAT = 2
+LEVEL_WITHIN = 0.02  # of 1, both ends of an interval that is called level
 
 
 @dataclass(frozen=True)

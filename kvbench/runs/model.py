@@ -16,6 +16,7 @@ import pandas as pd
 
 from kvbench.metrics.latency import most_frequent_failures
 from kvbench.runs.engine_time import EngineTime
+from kvbench.runs.quality import QualityResult
 from kvbench.runs.repeats import repeat_notes
 
 _THROUGHPUT = "steady_output_throughput"
@@ -55,6 +56,11 @@ class MeasuredLoad:
         if self.mode == "closed" and self.sessions:
             return f"{self.value:g} user{'' if self.value == 1 else 's'}"
         return f"{self.value:g} at once" if self.mode == "closed" else self.tick
+
+    @property
+    def where(self) -> str:
+        """For the end of a sentence: "at 24 at once", "at 4/s", "on the trace"."""
+        return f"at {self.short}" if self.value else f"on the {self.short}"
 
     @property
     def tick(self) -> str:
@@ -204,6 +210,7 @@ class Run:
     failures: tuple[str, ...]  # loads that failed, each with the reason
     damaged: tuple[str, ...]  # cells that are left out because a file is cut short, each with what to do
     engine_time: EngineTime | None = None
+    quality: QualityResult | None = None
 
     @property
     def problems(self) -> tuple[str, ...]:

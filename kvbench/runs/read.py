@@ -10,11 +10,13 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.common.errors import UsageError
 from kvbench.common.stats import time_mean
 from kvbench.runs import kv_ledger
 from kvbench.runs.engine_time import read_engine_time
 from kvbench.runs.folder import DONE, RunFolder, damaged_file
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Repeat, Run, number, read_gauges
+from kvbench.runs.quality import QUALITY, read_quality
 from kvbench.runs.repeats import left_out_repeats, planned_repeats
 from kvbench.workload.settings import IN_LAYOUT, effective, phrase
 
@@ -52,6 +54,10 @@ def read_run(folder: Path | str) -> Run:
     planned = planned_repeats(manifest) - left_out_repeats(manifest)
     finished = {cell.cell_id: len(cell.repeats) + len(cell.invalid_repeats) for cell in cells}
     failures = manifest.get("failures") or ()
+    try:
+        quality = read_quality(folder)
+    except UsageError as error:
+        quality, damaged[QUALITY] = None, str(error)
     return Run(
         folder,
         manifest,
@@ -65,6 +71,7 @@ def read_run(folder: Path | str) -> Run:
         failures=tuple(f"{f.get('cell_id')} repeat {f.get('repeat')} failed: {f.get('reason')}" for f in failures),
         damaged=tuple(damaged.values()),
         engine_time=read_engine_time(folder),
+        quality=quality,
     )
 
 
@@ -166,6 +173,7 @@ def _observe(
     found = {
         "kv_full": math.nan if full is None else time_mean(steady["t"].to_numpy(), full.to_numpy(dtype=float)),
         "running_mean": mean["num_requests_running"],
+        "waiting_mean": mean["num_requests_waiting"],
         "usage_mean": mean["kv_cache_usage_perc"],
         "usage_max": gauges["kv_cache_usage_perc"].max(),
         "page_table_bytes": gauges["page_table_bytes"].max(),

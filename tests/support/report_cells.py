@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvbench.runs.engine_time import EngineEffect, EngineTime
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Repeat, Run
 
 MIB = 1024 * 1024
@@ -91,6 +92,26 @@ def _pooled(tpot: float, ttft: float) -> dict[str, Any]:
     return {name: {**values, "uncertain": []} for name, values in figures.items()}
 
 
-def run(*cells: MeasuredCell, status: str = "complete", missing: tuple[str, ...] = (), **manifest: Any) -> Run:
+def run(
+    *cells: MeasuredCell,
+    status: str = "complete",
+    missing: tuple[str, ...] = (),
+    engine_time: EngineTime | None = None,
+    **manifest: Any,
+) -> Run:
     """A run of these cells; `manifest`: further entries of its manifest."""
-    return Run(Path("/nonexistent/mixed/now"), {"status": status, **manifest}, cells, missing, (), (), ())
+    known = {"status": status, **manifest}
+    return Run(Path("/nonexistent/mixed/now"), known, cells, missing, (), (), (), engine_time)
+
+
+def in_engine_time(
+    *effects: tuple[MeasuredCell, str, float, float, float, str], smallest_seen: float = 0.01, **facts: Any
+) -> EngineTime:
+    """(cell, metric, ratio, low, high, call) of each effect, of three launches."""
+    return EngineTime(
+        tuple(
+            EngineEffect(one.cell_id, metric, ratio, low, high, call, smallest_seen, 3)
+            for one, metric, ratio, low, high, call in effects
+        ),
+        {"finished": True, **facts},
+    )

@@ -24,7 +24,10 @@
   if (plots.length) {
     paint(dark.matches);
     dark.addEventListener("change", (event) => paint(event.matches));
-    window.addEventListener("beforeprint", () => paint(false));
+    window.addEventListener("beforeprint", () => {
+      document.querySelectorAll("details").forEach((part) => { part.open = true; });
+      paint(false);
+    });
     window.addEventListener("afterprint", () => paint(dark.matches));
   }
 

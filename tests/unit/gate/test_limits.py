@@ -12,9 +12,9 @@ from kvbench.gate.policy import Limit, load_policy
 from kvbench.gate.verdict.markdown import summary
 from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS, Verdict
 from kvbench.gate.verdict.wording import number, percent
-from kvbench.quality.result import QualityResult
 from kvbench.report.comparisons import compare
 from kvbench.runs.metric_names import SHORT_NAMES, measured, unit_of
+from kvbench.runs.quality import QualityResult
 from tests.support.report_cells import cell, run
 
 

@@ -13,7 +13,7 @@ from kvbench.cli.gate import gate
 from kvbench.cli.run_guarded import guarded
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.policy import load_policy
-from kvbench.quality.result import QUALITY, QualityResult
+from kvbench.runs.quality import QUALITY, QualityResult
 from tests.support import verdicts
 from tests.support.compare_folders import noisy_pairs, stored_comparison
 from tests.support.synthetic_run import PAIR, make_run

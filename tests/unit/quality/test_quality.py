@@ -17,7 +17,7 @@ from kvbench.cli.run_guarded import guarded
 from kvbench.common.errors import UsageError
 from kvbench.common.git import git_state
 from kvbench.quality.measure import figures
-from kvbench.quality.result import FORMAT, QUALITY, code_differences, read_quality
+from kvbench.runs.quality import FORMAT, QUALITY, code_differences, read_quality
 from kvbench.workload.file import load_workload
 from tests.support.hf_parts import model_folder, one_thread
 

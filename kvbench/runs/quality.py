@@ -34,6 +34,11 @@ class QualityResult:
         weights = _different({"set of weights": self.weights_fingerprint or None}, {"set of weights": there})
         return code_differences(self.git, self.versions, manifest) + weights
 
+    @property
+    def random_weights(self) -> bool:
+        """Whether some of the weights were random: such a KLD says little about quality, and ``note`` says so."""
+        return bool(self.note)
+
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **self.__dict__}
 

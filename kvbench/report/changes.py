@@ -1,0 +1,154 @@
+"""What each configuration changes against the baseline: one answer a cell and metric, in one clock. Pure.
+
+Engine time answers where the run has it, since small effects show there; else the ratios paired by repeat that were
+served over HTTP. The two clocks are never mixed in one figure, and each change says of which clock it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from kvbench.common import text as words
+from kvbench.report.comparisons import baseline, compare, differing
+from kvbench.runs.engine_time import LEVEL_WITHIN
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.ratios import HIGHER, LEVEL, LOWER, SAME, Ratio
+from kvbench.workload.settings import effective, phrase
+
+THROUGHPUT, TTFT, ITL = "output_throughput", "p95_ttft_ms", "p95_itl_ms"
+METRICS = {THROUGHPUT: "output tokens/s", TTFT: "p95 TTFT", ITL: "p95 ITL"}
+AHEAD, BEHIND, IS_LEVEL, OPEN = "ahead", "behind", "level", "open"
+ENGINE_TIME, SERVED = "engine time", "served"
+MARGINS = {ENGINE_TIME: LEVEL_WITHIN, SERVED: LEVEL}  # within which a change is called level
+_WIDEST = 9.0  # high / low of an interval that still tells something
+
+
+@dataclass(frozen=True)
+class Change:
+    """One metric of ``cell`` as a ratio to the baseline's under the same load.
+
+    ``low``, ``high``: its 95 % interval, None where the scatter is not known; ``call``: ahead, behind, level or open
+    (not decided); ``clock``: engine time or served; ``would_show``: the smallest relative change that would have shown.
+    """
+
+    cell: MeasuredCell
+    metric: str
+    clock: str
+    ratio: float
+    low: float | None
+    high: float | None
+    call: str
+    would_show: float | None
+
+    @property
+    def decided(self) -> bool:
+        return self.call != OPEN
+
+    def inverse(self) -> Change:
+        """The baseline against this cell, for a sentence that begins with the baseline."""
+        calls = {AHEAD: BEHIND, BEHIND: AHEAD}
+        low, high = (None if end is None else 1 / end for end in (self.high, self.low))
+        call = calls.get(self.call, self.call)
+        return Change(self.cell, self.metric, self.clock, 1 / self.ratio, low, high, call, self.would_show)
+
+    @property
+    def interval(self) -> str:
+        """(13 to 20), in the unit of ``amount``; empty where it tells nothing."""
+        if self.low is None or self.high is None or self.high > _WIDEST * self.low:
+            return ""
+        return f"({' to '.join(_number(end, times=self.ratio >= 2) for end in (self.low, self.high))})"
+
+    def __str__(self) -> str:
+        """+16 % (13 to 20); 2.4x (1.9 to 3.1) from twice on."""
+        return f"{amount(self.ratio)} {self.interval}".rstrip()
+
+
+def amount(ratio: float) -> str:
+    """+16 %, −4.2 %, 2.4x: a ratio as a change, from twice on as a multiple."""
+    if ratio >= 2:
+        return f"{_number(ratio, times=True)}x"
+    number = _number(ratio, times=False)
+    return f"{number if number[0] in '−0' else f'+{number}'} %"
+
+
+def _number(ratio: float, times: bool) -> str:
+    value = ratio if times else 100 * (ratio - 1)
+    text = f"{value:.0f}" if abs(value) >= 9.95 else f"{value:.1f}"
+    return text.replace("-", "−") if float(text) else "0"
+
+
+def short_name(cell: MeasuredCell, base: MeasuredCell | None) -> str:
+    """What distinguishes a configuration from the baseline: "page 8", "page 32 with FP8 KV (e4m3)", "contiguous".
+
+    The baseline keeps its full name, and so does a configuration whose difference is not known.
+    """
+    changed = differing(cell, base) if base is not None and base is not cell else set()
+    if not changed:
+        return cell.name
+    if "layout" in changed:
+        return cell.name
+    page = [f"page {cell.settings['page_size']}"] if "page_size" in changed else []
+    others = sorted(changed - {"page_size"})
+    rest = words.listing([phrase(name, effective(cell.settings, name)) for name in others])
+    return " with ".join(filter(None, [*page, rest]))
+
+
+def change(run: Run, cell: MeasuredCell, metric: str) -> Change | None:
+    """Against the baseline at the cell's load; None for the baseline, and where neither clock has the pair."""
+    base = baseline(run, cell.load)
+    if base is None or base is cell:
+        return None
+    if run.engine_time and (e := run.engine_time.of(cell.cell_id, metric)):
+        return Change(cell, metric, ENGINE_TIME, e.ratio, e.low, e.high, e.call, e.smallest_seen)
+    pair = compare(cell, base)
+    ratio = {THROUGHPUT: pair.throughput, TTFT: pair.ttft, ITL: pair.itl}[metric]
+    return None if ratio is None else served(cell, metric, ratio)
+
+
+def served(cell: MeasuredCell, metric: str, ratio: Ratio) -> Change:
+    """The change that a ratio paired by repeat shows."""
+    low, high = ratio.ci or (None, None)
+    good = HIGHER if metric == THROUGHPUT else LOWER
+    calls = {SAME: IS_LEVEL, HIGHER: BEHIND, LOWER: BEHIND, good: AHEAD}
+    call = calls.get(ratio.verdict, OPEN)
+    return Change(cell, metric, SERVED, ratio.median, low, high, call, ratio.detectable)
+
+
+def changes(run: Run, load: MeasuredLoad) -> list[Change]:
+    """Every change at a load, in one clock: engine time where it has any, else served."""
+    found = [change(run, cell, metric) for cell in run.at(load) for metric in METRICS]
+    known = [each for each in found if each]
+    clock = ENGINE_TIME if any(each.clock == ENGINE_TIME for each in known) else SERVED
+    return [each for each in known if each.clock == clock]
+
+
+def decided_load(run: Run) -> MeasuredLoad | None:
+    """The load that the report speaks of: the highest that decides a throughput, else the highest; None of no cells."""
+    loads = run.loads[::-1]
+    decided = (
+        load for load in loads if any(each.decided and each.metric == THROUGHPUT for each in changes(run, load))
+    )
+    return next(decided, loads[0] if loads else None)
+
+
+def changes_frame(run: Run) -> pd.DataFrame:
+    """One row a change of the reported load: configuration, load, metric, clock, change, low, high [%], call."""
+    load = decided_load(run)
+    base = baseline(run, load) if load else None
+    rows = [
+        {
+            "configuration": short_name(each.cell, base),
+            "load": each.cell.load.label,
+            "metric": each.metric,
+            "clock": each.clock,
+            "change": 100 * (each.ratio - 1),
+            "low": None if each.low is None else 100 * (each.low - 1),
+            "high": None if each.high is None else 100 * (each.high - 1),
+            "call": each.call,
+        }
+        for each in (changes(run, load) if load else ())
+    ]
+    columns = ["configuration", "load", "metric", "clock", "change", "low", "high", "call"]
+    return pd.DataFrame(rows, columns=columns)

@@ -1,0 +1,368 @@
+"""The report's first sentence and its answers: what a run lets one decide, and what it does not.
+
+A configuration pays where its throughput is ahead and neither p95 TTFT nor p95 ITL is behind; ahead with a p95 behind
+is a risk. A quantised KV is not advised before its quality was measured (``kvbench quality``) and found small.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvbench.common import text as words
+from kvbench.report.changes import (
+    AHEAD,
+    BEHIND,
+    ENGINE_TIME,
+    IS_LEVEL,
+    ITL,
+    OPEN,
+    THROUGHPUT,
+    TTFT,
+    Change,
+    amount,
+    change,
+    decided_load,
+    served,
+    short_name,
+)
+from kvbench.report.comparisons import baseline, compare, differing, median, paging_pair, spread
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.ratios import FEWEST
+from kvbench.workload.settings import effective, setting_title, value_words
+
+MOST_WORDS = 25  # of the first sentence
+KLD_SMALL = 0.002  # nats, mean: up to here a quantised KV counts as safe
+PAYS, RISK, COSTS, NO_CHANGE, SLOWER_P95, UNDECIDED = "Pays", "Risk", "Costs", "No change", "Worse p95", "Not decided"
+_P95 = {TTFT: "p95 TTFT", ITL: "p95 ITL"}
+_MARKS = {PAYS: "better", RISK: "worse", COSTS: "worse", SLOWER_P95: "worse"}
+_LONGEST_NAME = 7  # words
+_MOST_COMBINED = 4  # answers on combinations of settings
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the run says of one configuration against the baseline, at one load; ``p95``: metric -> its change."""
+
+    cell: MeasuredCell
+    base: MeasuredCell
+    throughput: Change | None
+    p95: Mapping[str, Change]
+    verdict: str
+
+    @property
+    def name(self) -> str:
+        return short_name(self.cell, self.base)
+
+    @property
+    def brief(self) -> str:
+        """The name for the first sentence: of a long one, its first change and how many more there are."""
+        if count_words(self.name) <= _LONGEST_NAME:
+            return self.name
+        more = len(differing(self.cell, self.base)) - 1
+        return f"{re.split(' with |, | and ', self.name)[0]} with {words.plural(more, 'more change')}"
+
+    @property
+    def worst(self) -> Change | None:
+        """The p95 that worsens most, of those that are decided to."""
+        return max((each for each in self.p95.values() if each.call == BEHIND), key=lambda e: e.ratio, default=None)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What is known of a quantised KV: mean ``kld`` [nats], None where not measured; ``random``: of random weights."""
+
+    kld: float | None
+    random: bool
+
+    @property
+    def safe(self) -> bool:
+        return self.kld is not None and self.kld <= KLD_SMALL and not self.random
+
+    def __str__(self) -> str:
+        if self.kld is None:
+            return "quality not measured"
+        return f"KLD {self.kld:.2g}{' on random weights, which says little' if self.random else ''}"
+
+
+def quality_of(run: Run, cell: MeasuredCell) -> Quality | None:
+    """None where the KV is in the model's own dtype."""
+    if effective(cell.settings, "kv_cache_dtype") == "auto":
+        return None
+    known = (run.quality.configurations if run.quality else {}).get(cell.config_id) or {}
+    kld = known.get("mean")
+    return Quality(None if kld is None else float(kld), bool(run.quality and run.quality.random_weights))
+
+
+def choice(run: Run, cell: MeasuredCell, base: MeasuredCell) -> Choice:
+    """The verdict on one configuration at its load, by the rule in this module's docstring."""
+    throughput = change(run, cell, THROUGHPUT)
+    p95 = {metric: found for metric in _P95 if (found := change(run, cell, metric))}
+    worse = any(each.call == BEHIND for each in p95.values())
+    verdicts = {
+        AHEAD: RISK if worse else PAYS,
+        BEHIND: COSTS,
+        IS_LEVEL: SLOWER_P95 if worse else NO_CHANGE,
+        OPEN: SLOWER_P95 if worse else UNDECIDED,
+    }
+    return Choice(cell, base, throughput, p95, verdicts[throughput.call if throughput else OPEN])
+
+
+def choices(run: Run, load: MeasuredLoad) -> list[Choice]:
+    """Every configuration beside the baseline at a load, the largest throughput first."""
+    base = baseline(run, load)
+    found = [choice(run, cell, base) for cell in run.at(load) if base and cell is not base]
+    return sorted(found, key=lambda each: -(each.throughput.ratio if each.throughput else 0.0))
+
+
+# --- The sentence ---
+
+
+def headline(run: Run) -> str:
+    """The decision in one sentence of at most 25 words; clauses that do not fit are among the answers."""
+    prefix = "Incomplete: " if run.cells and (run.missing or run.status != "complete") else ""
+    clauses = [clause for clause in _clauses(run) if clause]
+    while len(clauses) > 1 and count_words(prefix + ", ".join(clauses)) > MOST_WORDS:
+        clauses.pop()
+    text = f"{prefix}{', '.join(clauses)}."
+    return text if count_words(text) <= MOST_WORDS else re.sub(r" \([^()]* to [^()]*\)", "", text)
+
+
+def count_words(text: str) -> int:
+    """Words as a reader counts them: whatever holds a letter or a digit."""
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def _clauses(run: Run) -> list[str]:
+    """The sentence in pieces, the most important first."""
+    load = decided_load(run)
+    if load is None:
+        return _without_loads(run)
+    base = baseline(run, load)
+    if base is None or len(run.at(load)) == 1:
+        return _alone(run, base or run.at(load)[0])
+    found = choices(run, load)
+    if all(each.verdict == UNDECIDED for each in found):
+        return _cannot_tell(run, load, base, found)
+    wins = [each for each in found if each.verdict == PAYS]
+    risks = [each for each in found if each.verdict == RISK]
+    return _ship(run, load, wins) if wins else _risk(load, risks[0]) if risks else _keep(run, load, base, found)
+
+
+def _without_loads(run: Run) -> list[str]:
+    """No load was finished over HTTP: what engine time knows is among cells that were not served."""
+    effects = run.engine_time.effects if run.engine_time else ()
+    ahead = [each for each in effects if each.metric == THROUGHPUT and each.call == AHEAD]
+    if not ahead:
+        return ["Cannot tell: no load over HTTP was finished"]
+    best = max(ahead, key=lambda each: each.ratio)
+    return [f"Only {ENGINE_TIME} was measured: {best.cell} {amount(best.ratio)} tokens/s ({best.interval})"]
+
+
+def gain(each: Change, load: MeasuredLoad) -> str:
+    """+16 % tokens/s (13 to 20) in engine time at 32 at once"""
+    clock = f" in {ENGINE_TIME}" if each.clock == ENGINE_TIME else ""
+    return f"{_tokens(each)}{clock} {load.where}"
+
+
+def _tokens(each: Change) -> str:
+    return f"{amount(each.ratio)} tokens/s {each.interval}".rstrip()
+
+
+def _ttft(each: Choice) -> str:
+    """p95 TTFT level; p95 TTFT −24 %; empty where nobody measured it."""
+    found = each.p95.get(TTFT)
+    if found is None:
+        return ""
+    return "p95 TTFT " + {OPEN: "not decided", IS_LEVEL: "level"}.get(found.call, amount(found.ratio))
+
+
+def _holds(each: Choice) -> str:
+    """4.0x the sequences: how many times as many tokens fit into the same bytes, from a tenth more on."""
+    held, before = (cell.capacity.get("capacity_tokens") for cell in (each.cell, each.base))
+    more = held / before if held and before else 1.0
+    return f"{words.significant(more, 2)}x the tokens in memory" if more >= 1.1 else ""
+
+
+def _ship(run: Run, load: MeasuredLoad, wins: Sequence[Choice]) -> list[str]:
+    """The best configuration whose quality is not in doubt; where all are in doubt, the fastest and the doubt."""
+    safe = [each for each in wins if (known := quality_of(run, each.cell)) is None or known.safe]
+    best = (safe or wins)[0]
+    assert best.throughput is not None
+    quality, size = quality_of(run, best.cell), gain(best.throughput, load)
+    if safe:
+        return [f"Ship {best.brief}: {size}", _ttft(best), str(quality or ""), _holds(best)]
+    assert quality is not None
+    if quality.kld is None:
+        return [f"Measure quality before you ship {best.brief}: {size}", _ttft(best)]
+    why = "its quality is known on random weights only" if quality.random else f"its {quality} is above {KLD_SMALL:g}"
+    return [f"Do not ship {best.brief} yet: {size}, but {why}"]
+
+
+def _risk(load: MeasuredLoad, best: Choice) -> list[str]:
+    assert best.throughput is not None
+    assert best.worst is not None
+    worsens = f"{_P95[best.worst.metric]} worsens by {amount(best.worst.ratio)}".replace("by +", "by ")
+    return [f"Risk: {best.brief} brings {gain(best.throughput, load)}, but {worsens}"]
+
+
+def _keep(run: Run, load: MeasuredLoad, base: MeasuredCell, found: Sequence[Choice]) -> list[str]:
+    """Nothing is ahead. Where the baseline is paged and contiguous is behind, that is what paging brings."""
+    pair = paging_pair(run)
+    for each in found:
+        if each.verdict == COSTS and pair and {each.cell.name, base.name} == set(pair) and each.throughput:
+            others = "no other change is ahead" if len(found) > 1 else ""
+            return [f"Keep {base.name}: {gain(each.throughput.inverse(), load)} over {each.cell.name}", others]
+    if len(found) == 1:
+        return _only(load, found[0])
+    seen = max((each.throughput.would_show or 0.0 for each in found if each.throughput), default=0.0)
+    shows = f"a change of {words.percent(seen)} would have shown" if seen else ""
+    return [f"Keep {base.name}: no change is ahead {load.where}", shows]
+
+
+def _only(load: MeasuredLoad, each: Choice) -> list[str]:
+    """The run has one candidate, and it is not ahead."""
+    if each.verdict == COSTS:
+        assert each.throughput is not None
+        return [f"Do not ship {each.brief}: {gain(each.throughput, load)}", _ttft(each)]
+    call = {OPEN: "not decided", IS_LEVEL: "level"}[each.throughput.call if each.throughput else OPEN]
+    if each.worst:
+        return [f"Do not ship {each.brief}: {_P95[each.worst.metric]} {each.worst} {load.where}", f"tokens/s {call}"]
+    return [f"{words.upper_first(each.brief)} makes no difference: tokens/s {call} {load.where}", _ttft(each)]
+
+
+def _alone(run: Run, cell: MeasuredCell) -> list[str]:
+    """One configuration: what it delivered."""
+    rates = spread(cell.throughput())
+    if cell.doubt or rates is None:
+        return [f"Cannot tell: {_doubt(run, cell)}"]
+    bounds = f" ({words.tokens_per_s(rates.low)} to {words.tokens_per_s(rates.high)})" if rates.n > 1 else ""
+    ttft = cell.percentile("ttft_ms", "p95")[0]
+    rate = f"{words.tokens_per_s(rates.median)} output tokens/s{bounds} {cell.load.where}"
+    return [
+        f"{words.upper_first(cell.name)}: {rate}",
+        f"p95 TTFT {words.ms(ttft)}" if ttft else "",
+        "nothing to compare it with",
+    ]
+
+
+def _cannot_tell(run: Run, load: MeasuredLoad, base: MeasuredCell, found: Sequence[Choice]) -> list[str]:
+    doubtful = [cell for cell in (base, *(each.cell for each in found)) if cell.doubt]
+    if base.doubt or len(doubtful) > len(found) / 2:
+        return [f"Cannot tell: {_doubt(run, doubtful[0])}"]
+    name = found[0].brief if len(found) == 1 else f"{len(found)} changes"
+    told = f"Cannot tell {name} from {base.name} {load.where}"
+    seen = [each.throughput.would_show for each in found if each.throughput and each.throughput.would_show]
+    if not seen:
+        return [told, f"since fewer than {FEWEST} repeats have no interval"]
+    return [told, f"where {words.percent(min(seen))} would have shown"]
+
+
+def _doubt(run: Run, cell: MeasuredCell) -> str:
+    """Why a cell cannot be compared, in a few words."""
+    if cell.doubt == "refused":
+        sent = cell.count("completed") + cell.count("failed")
+        return f"{cell.name} refused {cell.count('failed')} of {sent} requests {cell.load.where}"
+    if not cell.doubt:
+        return f"{cell.name} has no throughput {cell.load.where}"
+    why = re.sub(r"^repeat \d+: ", "", (cell.invalid_reasons or ("no reason recorded",))[0])
+    short = " ".join(re.split(r"[;:,(]", why)[0].split()[:9]).rstrip(".")
+    invalid = sum(each.doubt == "invalid" for each in run.cells)
+    return f"{invalid} of {len(run.cells)} cells are invalid ({short})"
+
+
+# --- The answers ---
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question of a release meeting: its subject, the verdict, the numbers. ``mark``: better | worse | "" ."""
+
+    subject: str
+    verdict: str
+    evidence: str
+    mark: str = ""
+
+
+def answers(run: Run) -> list[Answer]:
+    """Paging first, then page size, KV dtypes and each other setting changed alone; combinations last."""
+    load = decided_load(run)
+    base = baseline(run, load) if load else None
+    if load is None or base is None:
+        return []
+    pair, alone, combined = paging_pair(run), {}, []
+    for each in choices(run, load):
+        changed = differing(each.cell, base)
+        if len(changed) > 1:
+            combined.append(each)
+        elif changed and not (pair and changed == {"layout"}):
+            alone.setdefault(*changed, []).append(each)
+    rows = [_paging_answer(run, pair)] if pair else []
+    for name in sorted(alone, key=lambda name: (name != "page_size", name != "kv_cache_dtype")):
+        if name == "page_size":
+            rows.append(_page_size_answer(alone[name], base))
+        else:
+            rows += [_answer(run, each, _subject(name, each.cell)) for each in alone[name]]
+    return rows + [_answer(run, each, each.name) for each in combined[:_MOST_COMBINED]]
+
+
+def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
+    """Paged against contiguous: the highest load that is decided with its numbers, the others in a word."""
+    known, others = [], []
+    for load in reversed(run.loads):
+        paged, contiguous = (run.cell(name, load) for name in pair)
+        if paged is None or contiguous is None:
+            continue
+        each = _paged_against(run, paged, contiguous)
+        if each is None or each.call == OPEN:
+            others.append(f"{paged.doubt or contiguous.doubt or UNDECIDED.lower()} {load.where}")
+        else:
+            ran, against = (words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous))
+            beside = f", {ran} sequences at once against {against}" if "–" not in (ran, against) else ""
+            level = ", level" if each.call == IS_LEVEL else ""
+            known.append((each.call, f"{gain(each, load)}{beside}{level}"))
+    verdict = {AHEAD: PAYS, BEHIND: COSTS, IS_LEVEL: NO_CHANGE}[known[0][0]] if known else UNDECIDED
+    return Answer("Paging", verdict, "; ".join([text for _, text in known] + others), _MARKS.get(verdict, ""))
+
+
+def _paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> Change | None:
+    if paged.is_baseline:
+        other = change(run, contiguous, THROUGHPUT)
+        return other.inverse() if other else None
+    if contiguous.is_baseline:
+        return change(run, paged, THROUGHPUT)
+    ratio = compare(paged, contiguous).throughput
+    return served(paged, THROUGHPUT, ratio) if ratio else None
+
+
+def _page_size_answer(found: Sequence[Choice], base: MeasuredCell) -> Answer:
+    """The page size that pays most, else the baseline's."""
+    wins = [each for each in found if each.verdict == PAYS]
+    best = (wins[0].cell if wins else base).settings.get("page_size")
+    said = [f"{each.cell.settings.get('page_size')}: {each.verdict.lower()}, {_numbers(each)}" for each in found]
+    return Answer("Page size", f"{'Use' if wins else 'Keep'} {best}", "; ".join(said), "better" if wins else "")
+
+
+def _subject(name: str, cell: MeasuredCell) -> str:
+    value, title = value_words(name, effective(cell.settings, name)), setting_title(name)
+    return value if name == "kv_cache_dtype" else title if value == "on" else f"{title}: {value}"
+
+
+def _answer(run: Run, each: Choice, subject: str) -> Answer:
+    """One configuration; a quantised KV has its quality in the verdict, since speed alone does not make it safe."""
+    quality, verdict, mark = quality_of(run, each.cell), each.verdict, _MARKS.get(each.verdict, "")
+    if quality and not quality.safe and verdict != COSTS:
+        known = quality.kld is not None and not quality.random
+        verdict, mark = f"{verdict}; {'not safe' if known else 'safety not known'}", "worse" if known else ""
+    hits = each.cell.hit_rate if effective(each.cell.settings, "enable_prefix_caching") else None
+    extra = [_holds(each), str(quality or ""), f"hit rate {words.percent(hits)}" if hits is not None else ""]
+    return Answer(words.upper_first(subject), verdict, ", ".join(filter(None, [_numbers(each), *extra])), mark)
+
+
+def _numbers(each: Choice) -> str:
+    """The change of throughput, and the p95s that are decided."""
+    if each.throughput is None:
+        return f"no ratio{f' ({doubt})' if (doubt := each.cell.doubt or each.base.doubt) else ''}"
+    p95 = [f"{_P95[metric]} {one}" for metric, one in each.p95.items() if one.call in (AHEAD, BEHIND)]
+    return ", ".join([_tokens(each.throughput), *p95])

@@ -1,0 +1,184 @@
+"""Throughput against latency over the loads, with intervals, and which points are on the frontier for certain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from kvbench.common.stats import t_interval
+from kvbench.report.changes import short_name
+from kvbench.report.comparisons import baseline, median
+from kvbench.report.figures.axes import log_axis
+from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
+from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.ratios import FEWEST
+
+_AXES = {  # column -> title, whether more is better
+    "tokens_per_s": ("output tokens/s", True),
+    "goodput": ("requests/s within the SLO", True),
+    "cost": ("cost per million output tokens", False),
+    "energy": ("GPU energy, J per output token", False),
+}
+_LATENCIES = {"ttft": "p95 TTFT, ms (log)", "tpot": "median TPOT, ms"}
+_ENDS = ("", "_low", "_high")
+
+
+def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFrame:
+    """One row a valid cell: configuration, its short ``name``, load, rank of the load, and each value with its bounds.
+
+    Values: tokens_per_s; goodput [requests/s within the SLO]; cost [price per 10^6 output tokens]; energy [J per output
+    token]; ttft (p95), tpot (median) [ms]: medians over repeats, of latencies the pooled percentile. Intervals: 95 % t
+    interval of the logarithms from 3 repeats on, of two their range, of one none (NaN). Unknown values are NaN.
+    """
+    rows = []
+    for cell in run.cells:
+        if not cell.valid:
+            continue
+        tokens = cell.throughput()
+        series: dict[str, Mapping[int, float]] = {
+            "tokens_per_s": tokens,
+            "goodput": cell.per_repeat("steady_goodput") or cell.per_repeat("goodput"),
+            "cost": {r: price_per_hour * 1e6 / (3600 * v) for r, v in tokens.items() if v} if price_per_hour else {},
+            "energy": _energy(cell),
+            "ttft": cell.per_repeat("ttft_ms.p95"),
+            "tpot": cell.per_repeat("tpot_ms.p50"),
+        }
+        row: dict[str, object] = {
+            "configuration": cell.name, "name": short_name(cell, baseline(run, cell.load)), "load": cell.load.label,
+            "rank": run.loads.index(cell.load),
+        }  # fmt: skip
+        for name, values in series.items():
+            row |= dict(zip((name + end for end in _ENDS), _interval(values), strict=True))
+        for name, metric, which in (("ttft", "ttft_ms", "p95"), ("tpot", "tpot_ms", "p50")):
+            pooled = cell.percentile(metric, which)[0]
+            row[name] = math.nan if pooled is None else pooled
+        rows.append(row)
+    names = [name + end for name in (*_AXES, *_LATENCIES) for end in _ENDS]
+    return pd.DataFrame(rows, columns=["configuration", "name", "load", "rank", *names])
+
+
+def _energy(cell: MeasuredCell) -> dict[int, float]:
+    """Joules of all GPUs over the load, per output token."""
+    used = {r.repeat: r.machine.get("gpu_energy_j") for r in cell.repeats}
+    tokens = cell.per_repeat("total_output_tokens")
+    return {r: float(joules) / tokens[r] for r, joules in used.items() if joules and tokens.get(r)}
+
+
+def _interval(values: Mapping[int, float]) -> tuple[float, float, float]:
+    """(median, low, high) over the repeats."""
+    known = [value for value in values.values() if value > 0]
+    if not known:
+        return math.nan, math.nan, math.nan
+    middle = median(values)
+    assert middle is not None
+    if len(known) < 2:
+        return middle, math.nan, math.nan
+    if len(known) < FEWEST:
+        return middle, min(known), max(known)
+    low, high = np.exp(t_interval(np.log(known)))
+    return middle, min(float(low), middle), max(float(high), middle)
+
+
+def certain(frame: pd.DataFrame, axis: str, latency: str) -> pd.Series:
+    """Which rows no other row can beat in both ``axis`` and ``latency`` (less is better), by their intervals.
+
+    A row is certain if against every other row it is surely better in one of the two. Without intervals nothing is.
+    """
+    more = _AXES[axis][1]
+    best, worst = ("_high", "_low") if more else ("_low", "_high")
+
+    def surely(row: pd.Series, other: pd.Series) -> bool:
+        ahead = row[axis + worst] > other[axis + best] if more else row[axis + worst] < other[axis + best]
+        return bool(ahead or row[latency + "_high"] < other[latency + "_low"])
+
+    rows = [row for _, row in frame.iterrows()]
+    found = [
+        pd.notna(row[[axis + worst, latency + "_high"]]).all()
+        and all(surely(row, other) for other in rows if other is not row)
+        for row in rows
+    ]
+    return pd.Series(found, index=frame.index, dtype=bool)
+
+
+def frontier_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:
+    """Two panels, p95 TTFT and median TPOT; buttons choose the axis below where there is more than one."""
+    axes = [axis for axis in _AXES if frame[axis].notna().any()]
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.13)
+    for column, latency in enumerate(_LATENCIES, start=1):
+        for axis in axes:
+            for name, part in frame.groupby("configuration", sort=False):
+                figure.add_trace(
+                    _line(part.sort_values("rank"), certain(frame, axis, latency), axis, latency, look[str(name)],
+                          visible=axis == axes[0], legend=column == 1),
+                    row=1, col=column,
+                )  # fmt: skip
+        figure.update_yaxes(title_text=_LATENCIES[latency], row=1, col=column)
+    figure.update_yaxes(**log_axis(frame["ttft"].dropna().to_numpy()), row=1, col=1)
+    figure.update_yaxes(rangemode="tozero", row=1, col=2)
+    figure.update_xaxes(title_text=_AXES[axes[0]][0], rangemode="tozero", nticks=5)
+    finish(figure, 360)
+    figure.update_layout(margin={"t": 96 if len(axes) > 1 else 64, "r": 40}, legend_font_size=12)
+    if len(axes) > 1:
+        figure.update_layout(updatemenus=[_buttons(figure, axes)])
+    return figure
+
+
+def _line(
+    part: pd.DataFrame, sure: pd.Series, axis: str, latency: str, look: LineStyle, visible: bool, legend: bool
+) -> go.Scatter:
+    """One configuration over the loads; larger markers for higher loads, stars for certain points of the frontier."""
+    name, stars = str(part["name"].iloc[0]), sure[part.index]
+
+    def bars(value: str) -> dict[str, object]:
+        up, down = part[f"{value}_high"] - part[value], part[value] - part[f"{value}_low"]
+        ends = {"array": up.clip(lower=0), "arrayminus": down.clip(lower=0)}
+        return {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3, "color": look.faint(0.7), **ends}
+
+    hover = [
+        f"<b>{safe(name)}</b>, {row.load}<br>{_AXES[axis][0]}: {getattr(row, axis):.4g}<br>"
+        f"{_LATENCIES[latency]}: {getattr(row, latency):,.4g}{'<br>on the frontier for certain' if star else ''}"
+        for row, star in zip(part.itertuples(), stars, strict=True)
+    ]
+    marker = {
+        "size": [(13 if star else 7) + 3 * int(rank) for rank, star in zip(part["rank"], stars, strict=True)],
+        "symbol": ["star" if star else "circle" for star in stars],
+        "color": look.colour,
+    }
+    return go.Scatter(
+        x=part[axis], y=part[latency], error_x=bars(axis), error_y=bars(latency), mode="lines+markers", name=safe(name),
+        legendgroup=name, showlegend=legend and visible, visible=visible, hovertext=hover, hoverinfo="text",
+        line={"color": look.colour, "dash": look.dash, "width": 1.6}, marker=marker, customdata=[axis] * len(part),
+    )  # fmt: skip
+
+
+def _buttons(figure: go.Figure, axes: list[str]) -> dict[str, object]:
+    """A drop-down that shows the traces of one axis."""
+
+    def shows(axis: str) -> list[dict[str, object]]:
+        shown = [trace.customdata[0] == axis for trace in figure.data]
+        first = [trace.xaxis in (None, "x") for trace in figure.data]
+        legend = [a and b for a, b in zip(shown, first, strict=True)]
+        title = {"xaxis.title.text": _AXES[axis][0], "xaxis2.title.text": _AXES[axis][0]}
+        return [{"visible": shown, "showlegend": legend}, title]
+
+    buttons = [{"label": _AXES[axis][0], "method": "update", "args": shows(axis)} for axis in axes]
+    place = {"x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"}
+    return {"buttons": buttons, "font": {"size": 11}, **place}
+
+
+def drawing(run: Run, price_per_hour: float | None = None) -> Drawing | None:
+    """None where no valid cell has a throughput and a latency."""
+    frame = frontier_frame(run, price_per_hour).dropna(subset=["tokens_per_s", "ttft"])
+    if frame.empty:
+        return None
+    stars = any(certain(frame, "tokens_per_s", latency).any() for latency in _LATENCIES)
+    none = "No point is on the frontier for certain: intervals overlap" if frame["ttft_low"].notna().any() else (
+        "One repeat has no interval, so no point is on the frontier for certain")
+    loads = " Larger: higher load." if len(run.loads) > 1 else ""
+    caption = f"Served; right and down is better.{loads} {'Stars: on the frontier for certain' if stars else none}."
+    return Drawing("frontier", "Throughput against latency", caption, frontier_figure(frame, looks(run)), 520)

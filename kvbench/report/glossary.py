@@ -1,0 +1,55 @@
+"""What the report's words mean, for a reader who never saw the project."""
+
+from __future__ import annotations
+
+from kvbench.report.comparisons import SCATTER
+from kvbench.report.decision import KLD_SMALL
+from kvbench.report.provenance import code_paths, repeats_are
+from kvbench.report.wording import NOT_TOLD
+from kvbench.runs.model import Run
+from kvbench.runs.ratios import LEVEL
+
+
+def glossary(run: Run) -> list[tuple[str, str]]:
+    """(word, meaning) in the order of the page."""
+    return [
+        ("pays", "Output tokens/s ahead of the baseline, and neither p95 TTFT nor p95 ITL behind."),
+        ("risk, costs", "Risk: output tokens/s ahead and a p95 behind. Costs: output tokens/s behind."),
+        ("not decided", "The run did not find out, which is no kind of level: the interval is too wide."),
+        ("safe", f"A quantised KV: a mean KL divergence of at most {KLD_SMALL:g} nats on weights that are not random."),
+        (
+            "engine time",
+            "The engine's own time, without HTTP and load client, of configurations in turns step by step. "
+            "Served: as the load client saw it over HTTP.",
+        ),
+        ("ttft", "Time to first token, from the send (closed loop) or the intended start (open loop)."),
+        ("tpot", "Time per output token of one request: (last chunk − first chunk) / (output tokens − 1)."),
+        ("itl, e2el", "Each gap between two chunks, pooled over requests; and from the start to the last chunk."),
+        ("client queue", "Where a cap limits the requests in flight: the wait in the client, which is part of ttft."),
+        ("goodput", "Requests/s that met every limit of the workload's SLO; failed requests meet none."),
+        (
+            "steady window",
+            "Closed loop: while the asked-for concurrency was reached. Open loop: from the end of the climb to the "
+            "last arrival.",
+        ),
+        (
+            "prefix hits",
+            'Share of prompt tokens that the prefix cache served; "of a–b": what these prompts allow in the declared '
+            "state of the cache. A share outside makes the load invalid.",
+        ),
+        ("waste", "Token slots reserved by a sequence and holding nothing yet, as a share of what is reserved."),
+        ("free, scattered", "Contiguous layout: free slots that would hold a waiting request, but in no single hole."),
+        (
+            "failed",
+            "A request without a finish reason, the end of its stream, or a usage that matches what was streamed. It "
+            "is in no latency and no throughput.",
+        ),
+        ("repeat", repeats_are(run)),
+        (
+            "verdict, served",
+            f"From 3 repeats on. Level: every repeat's ratio within {LEVEL * 100:g} % of 1. Ahead or behind: not "
+            f"level, and the 95 % t interval of the mean log ratio excludes 1. All else is {NOT_TOLD}. Repeats scatter "
+            f"when the largest throughput of a cell is over {SCATTER:g} times its smallest.",
+        ),
+        *(("layouts", text) for text in code_paths(run)),
+    ]

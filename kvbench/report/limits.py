@@ -1,0 +1,301 @@
+"""What limited each cell: KV memory, compute, the queue, the client or the load itself, by listed rules. Pure rules.
+
+The rules are tried in the order of ``RULES``; the first that holds names the limit, and every rule that holds says what
+it saw. What a server does not tell is None in ``Facts``, and a rule that needs it does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+
+from kvbench.common import text as words
+from kvbench.report.changes import short_name
+from kvbench.report.comparisons import baseline, median
+from kvbench.runs.model import MeasuredCell, Run
+from kvbench.workload.settings import effective
+
+CLIENT, KV, SEATS, QUEUE, COMPUTE, LOAD, UNKNOWN = (
+    "load client", "KV memory", "batch limit", "queue", "compute", "the load itself", "not known",
+)  # fmt: skip
+OFTEN = 0.05  # of the steady window: waits for room or for a seat that count
+STORM = 0.1  # preemptions a request
+BUSY = 0.9  # of the time in steps: the engine never waits for work
+SUBLINEAR = 0.5  # growth of tokens/s over growth of running sequences, from the load below: more requests hardly help
+CLIENT_FULL = 0.7  # of a core, as in the validity check
+QUEUED = 0.5  # of the mean TTFT spent before admission
+STALLED = 4.0  # p95 ITL over median ITL: prompts stop the others' tokens
+GROWN = 1.0  # sequences that more wait in the last third of an open load than in its first
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules read of a cell; shares are 0 to 1, None where nobody tells.
+
+    ``asked``: requests or users at once (closed loop); ``running``, ``waiting``: sequences, mean; ``seats``:
+    max_num_seqs; ``kv_wait``: share of the time in which requests waited for room; ``kv_peak``: of the budget;
+    ``preemptions``: a request; ``grown``: sequences that more wait in the last third of an open load than in its first;
+    ``busy``: of the time in steps; ``scaling``: growth of tokens/s over growth of running sequences from the load
+    below; ``headroom``: the best other configuration's tokens/s at this load over this one's; ``stall``: p95 ITL over
+    median ITL; ``queued``: share of the mean TTFT before admission; ``client_cpu``: of a core, worst repeat.
+    """
+
+    asked: float | None = None
+    running: float | None = None
+    waiting: float | None = None
+    seats: float | None = None
+    kv_wait: float | None = None
+    kv_peak: float | None = None
+    preemptions: float | None = None
+    grown: float | None = None
+    busy: float | None = None
+    scaling: float | None = None
+    headroom: float | None = None
+    stall: float | None = None
+    queued: float | None = None
+    client_cpu: float | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``limit``: what it names, empty for a rule that only adds evidence; ``sees``: the evidence, empty: not seen."""
+
+    name: str
+    limit: str
+    sees: Callable[[Facts], str]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What limited a cell, with what each rule that holds saw, the naming rule's first."""
+
+    cell: MeasuredCell
+    facts: Facts
+    limit: str
+    evidence: tuple[str, ...]
+
+
+def _at_least(value: float | None, least: float) -> bool:
+    return value is not None and value >= least
+
+
+def _client(f: Facts) -> str:
+    return f"client at {words.percent(f.client_cpu)} of a core" if _at_least(f.client_cpu, CLIENT_FULL) else ""
+
+
+def _kv_wait(f: Facts) -> str:
+    if not _at_least(f.kv_wait, OFTEN):
+        return ""
+    of = f" of {f.asked:g}" if f.asked else ""
+    ran = "" if f.running is None else f", {words.decimal(f.running)}{of} ran"
+    return f"requests waited for room {words.percent(f.kv_wait)} of the time{ran}"
+
+
+def _storm(f: Facts) -> str:
+    if not _at_least(f.preemptions, STORM):
+        return ""
+    return f"preemption storm: {words.significant(f.preemptions, 2)} preemptions a request"
+
+
+def _seats(f: Facts) -> str:
+    full = f.running is not None and f.seats is not None and f.running >= 0.95 * f.seats
+    return f"all {f.seats:g} seats of the batch taken while requests waited" if full and _waits(f) else ""
+
+
+def _waits(f: Facts) -> bool:
+    return _at_least(f.waiting, 0.5)
+
+
+def _growth(f: Facts) -> str:
+    if not _at_least(f.grown, GROWN):
+        return ""
+    return f"the queue grew by {words.decimal(f.grown)} requests between the load's first and last third"
+
+
+def _compute(f: Facts) -> str:
+    full = f.busy is None or f.busy >= BUSY
+    if _headroom(f):
+        return ""
+    if not full or (f.busy is None and f.scaling is None) or (f.scaling is not None and f.scaling >= SUBLINEAR):
+        return ""
+    if f.scaling is None and not _waits(f):
+        return ""  # one load, nobody waits: more requests may well raise the throughput
+    seen = [] if f.busy is None else [f"steps fill {words.percent(f.busy)} of the time"]
+    if f.scaling is not None:
+        seen.append(f"tokens/s grew {words.significant(f.scaling, 2)} times as much as the sequences running")
+    return ", ".join(seen)
+
+
+def _headroom(f: Facts) -> str:
+    """Concurrency failed before compute was full: another configuration did more on the same machine."""
+    if not (_at_least(f.kv_wait, OFTEN) and _at_least(f.headroom, 1.2)):
+        return ""
+    return f"compute was not full: another configuration made {words.ratio(f.headroom)} the tokens/s"
+
+
+def _stall(f: Facts) -> str:
+    if not _at_least(f.stall, STALLED):
+        return ""
+    return f"prompts hold up running sequences: p95 ITL is {words.significant(f.stall, 2)} times the median"
+
+
+def _admission(f: Facts) -> str:
+    return f"{words.percent(f.queued)} of TTFT passes before admission" if _at_least(f.queued, QUEUED) else ""
+
+
+def _load(f: Facts) -> str:
+    if f.kv_wait is None or f.waiting is None:
+        return ""
+    peak = "" if f.kv_peak is None else f", KV at most {words.percent(f.kv_peak)} used"
+    return f"nothing waited long for memory or a seat{peak}"
+
+
+RULES = (
+    Rule("the client was full", CLIENT, _client),
+    Rule("requests waited for KV", KV, _kv_wait),
+    Rule("preemption storm", KV, _storm),
+    Rule("concurrency failed before compute was full", "", _headroom),
+    Rule("the batch was full", SEATS, _seats),
+    Rule("the engine was full", COMPUTE, _compute),
+    Rule("the queue grew", QUEUE, _growth),
+    Rule("admission dominates TTFT", "", _admission),
+    Rule("long prompts slow everyone", "", _stall),
+    Rule("nothing was full", LOAD, _load),
+)
+
+
+def judge(facts: Facts) -> tuple[str, tuple[str, ...]]:
+    """The limit, and the evidence of every rule that holds; "nothing was full" speaks only where no limit is named."""
+    seen = [(rule, text) for rule in RULES if (text := rule.sees(facts))]
+    naming = [rule.limit for rule, _ in seen if rule.limit and rule.limit != LOAD]
+    if not naming:
+        nothing = [text for rule, text in seen if rule.limit == LOAD]
+        return (LOAD if nothing else UNKNOWN), tuple(nothing + [text for rule, text in seen if not rule.limit])
+    return naming[0], tuple(text for rule, text in seen if rule.limit != LOAD)
+
+
+def limit_of(run: Run, cell: MeasuredCell) -> Limit:
+    """What limited one cell."""
+    facts = facts_of(run, cell)
+    return Limit(cell, facts, *judge(facts))
+
+
+def limits(run: Run) -> list[Limit]:
+    """Of every valid cell, the highest load first."""
+    return [limit_of(run, cell) for cell in run.by_load if cell.valid]
+
+
+def facts_of(run: Run, cell: MeasuredCell) -> Facts:
+    """Read from the stored gauges, counters and latencies of a cell and of its neighbours in the run."""
+    requests, preempted = cell.count("completed"), cell.counter("num_preemptions_total")
+    itl, p95 = (cell.percentile("itl_ms", which)[0] for which in ("p50", "p95"))
+    queue, ttft = cell.counter("request_queue_time_seconds_sum"), cell.counter("time_to_first_token_seconds_sum")
+    cpu = [float(share) for share in cell.client("cpu_fraction")]
+    seats = cell.settings.get("max_num_seqs")
+    if seats is None and cell.settings.get("layout") is not None:
+        seats = effective(cell.settings, "max_num_seqs")
+    return Facts(
+        asked=cell.load.value if cell.load.mode == "closed" else None,
+        running=_mean(cell, "running_mean"),
+        waiting=_mean(cell, "waiting_mean"),
+        seats=seats,
+        kv_wait=_mean(cell, "kv_full"),
+        kv_peak=max(cell.observed("usage_max").values(), default=None),
+        preemptions=preempted / requests if preempted is not None and requests else None,
+        grown=_queue_growth(cell),
+        busy=_busy(cell),
+        scaling=_scaling(run, cell),
+        headroom=_headroom_of(run, cell),
+        stall=p95 / itl if p95 and itl else None,
+        queued=queue / ttft if queue is not None and ttft else None,
+        client_cpu=max(cpu, default=None),
+    )
+
+
+def _mean(cell: MeasuredCell, gauge: str) -> float | None:
+    values = list(cell.observed(gauge).values())
+    return sum(values) / len(values) if values else None
+
+
+def _busy(cell: MeasuredCell) -> float | None:
+    """The share of the load's time that the engine spent in steps."""
+    phases = {name for r in cell.repeats for name in r.server if name.startswith("step_time_seconds_total_")}
+    spent, lasted = sum(cell.counter(name) or 0.0 for name in phases), sum(cell.per_repeat("duration_s").values())
+    return min(1.0, spent / lasted) if phases and lasted else None
+
+
+def _scaling(run: Run, cell: MeasuredCell) -> float | None:
+    """(tokens/s here / at the load below) / (sequences running here / there); None without a busier load than that."""
+    below = [load for load in run.loads if load.mode == cell.load.mode and load.value < cell.load.value]
+    other = run.cell(cell.name, below[-1]) if below else None
+    if other is None or not other.valid:
+        return None
+    rate, rate_below = (median(each.throughput(steady=False)) for each in (cell, other))
+    ran, ran_below = (_mean(each, "running_mean") for each in (cell, other))
+    if not rate or not rate_below or not ran or not ran_below or ran <= 1.2 * ran_below:
+        return None
+    return (rate / rate_below) / (ran / ran_below)
+
+
+def _headroom_of(run: Run, cell: MeasuredCell) -> float | None:
+    """The best valid configuration's tokens/s at this load over this one's."""
+    own = median(cell.throughput(steady=False))
+    others = [median(c.throughput(steady=False)) for c in run.at(cell.load) if c.valid and c is not cell]
+    best = max((rate for rate in others if rate), default=None)
+    return best / own if best and own else None
+
+
+def _queue_growth(cell: MeasuredCell) -> float | None:
+    """Waiting sequences, last third of an open load's arrivals minus first third, mean over the repeats."""
+    gauges = cell.gauges()
+    if cell.load.mode != "open" or gauges.empty:
+        return None
+    found = []
+    for repeat in cell.repeats:
+        polls: pd.DataFrame = gauges[gauges["repeat"] == repeat.repeat]
+        end = repeat.metrics.get("steady_end_s") or repeat.metrics.get("duration_s") or polls["t"].max()
+        thirds = [
+            polls[polls["t"].between(end * k / 3, end * (k + 1) / 3)]["num_requests_waiting"].mean() for k in (0, 2)
+        ]
+        found.append(thirds[1] - thirds[0])
+    growth = pd.Series(found).dropna()
+    return float(growth.mean()) if len(growth) else None
+
+
+@dataclass(frozen=True)
+class LimitLine:
+    """The configurations that had the same limit at one load, and the evidence of one of them."""
+
+    load: str
+    limit: str
+    configurations: tuple[str, ...]
+    evidence: str
+    everywhere: bool  # all configurations of the load are on this line
+
+    @property
+    def names(self) -> str:
+        """The configurations, or that it is all of them."""
+        few = len(self.configurations) < 3
+        return f"all {len(self.configurations)}" if self.everywhere and not few else words.listing(self.configurations)
+
+
+def limit_lines(run: Run, most: int = 2) -> list[LimitLine]:
+    """The limits by load, the highest first, configurations with the same limit together.
+
+    ``most``: pieces of evidence on a line. A line has the evidence of the configuration that waited longest for KV, or
+    of which the rules saw most.
+    """
+    groups: dict[tuple[str, str], list[Limit]] = {}
+    for each in limits(run):
+        groups.setdefault((each.cell.load.short, each.limit), []).append(each)
+    lines = []
+    for (load, limit), members in groups.items():
+        speaker = max(members, key=lambda each: (each.facts.kv_wait or 0.0, len(each.evidence)))
+        evidence = "; ".join(speaker.evidence[:most])
+        base = baseline(run, speaker.cell.load)
+        names = tuple(short_name(each.cell, base) for each in members)
+        told = f"{evidence} ({short_name(speaker.cell, base)})" if len(members) > 1 and evidence else evidence
+        lines.append(LimitLine(load, limit, names, told, sum(key[0] == load for key in groups) == 1))
+    return lines

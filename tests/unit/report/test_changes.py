@@ -1,0 +1,113 @@
+"""Changes against the baseline: one clock a load, calls in the reader's direction, numbers as people write them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from kvbench.report.changes import (
+    AHEAD,
+    BEHIND,
+    ENGINE_TIME,
+    IS_LEVEL,
+    ITL,
+    OPEN,
+    SERVED,
+    THROUGHPUT,
+    TTFT,
+    Change,
+    change,
+    changes,
+    changes_frame,
+    decided_load,
+    short_name,
+)
+from kvbench.runs.model import Run
+from tests.support.report_cells import cell, in_engine_time, run
+
+FAST, SLOW = (150.0, 151.0, 152.0), (50.0, 51.0, 49.0)
+
+
+@pytest.mark.parametrize(
+    ("figures", "metric", "call"),
+    [
+        ({"throughput": FAST}, THROUGHPUT, AHEAD),
+        ({"throughput": SLOW}, THROUGHPUT, BEHIND),
+        ({"throughput": (101.0, 99.0, 100.0)}, THROUGHPUT, IS_LEVEL),
+        ({"throughput": (50.0, 100.0, 250.0)}, THROUGHPUT, OPEN),
+        ({"throughput": (150.0,)}, THROUGHPUT, OPEN),  # one repeat decides nothing
+        ({"ttft": (900.0, 910.0, 905.0)}, TTFT, BEHIND),  # more of a latency is worse
+        ({"tpot": (10.0, 10.1, 10.2)}, ITL, AHEAD),
+    ],
+)
+def test_a_served_change_is_called_in_the_direction_of_its_metric(figures: dict, metric: str, call: str) -> None:
+    other = cell(page_size=8, **figures)
+    found = change(run(cell(), other), other, metric)
+    assert found is not None and (found.call, found.clock) == (call, SERVED)
+
+
+def test_engine_time_outranks_what_was_served_and_the_clocks_never_mix() -> None:
+    a, b = cell(page_size=8, throughput=SLOW), cell(page_size=64, throughput=FAST)
+    known = run(cell(), a, b, engine_time=in_engine_time((a, THROUGHPUT, 1.1, 1.08, 1.12, AHEAD)))
+    found = changes(known, known.loads[0])
+    assert [(each.cell.name, each.clock, each.call) for each in found] == [(a.name, ENGINE_TIME, AHEAD)]
+    assert set(changes_frame(known)["clock"]) == {ENGINE_TIME}
+
+
+def test_nothing_is_compared_with_an_invalid_baseline_but_engine_time_needs_none() -> None:
+    base, other = cell(reasons=("lag",)), cell(page_size=8, throughput=FAST)
+    assert change(run(base, other), other, THROUGHPUT) is None
+    known = run(base, other, engine_time=in_engine_time((other, THROUGHPUT, 1.1, 1.08, 1.12, AHEAD)))
+    assert change(known, other, THROUGHPUT).ratio == 1.1
+    assert change(known, base, THROUGHPUT) is None
+
+
+def test_the_reported_load_is_the_highest_that_decides_anything() -> None:
+    low, high = cell(page_size=8, load=3, throughput=FAST), cell(page_size=8, throughput=(50.0, 100.0, 250.0))
+    everything: Run = run(cell(load=3), cell(), low, high)
+    assert decided_load(everything) == low.load
+    assert decided_load(run(cell(load=3), cell())).value == 24
+    assert decided_load(run()) is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "text"),
+    [
+        (1.163, 1.126, 1.202, "+16 % (13 to 20)"),
+        (0.957, 0.93, 0.985, "−4.3 % (−7.0 to −1.5)"),
+        (2.4, 1.9, 3.1, "2.4x (1.9 to 3.1)"),
+        (12.2, 11.0, 13.4, "12x (11 to 13)"),
+        (1.0, 0.98, 1.02, "0 % (−2.0 to 2.0)"),
+        (1.5, None, None, "+50 %"),
+        (1.5, 0.1, 20.0, "+50 %"),  # such an interval tells nothing
+    ],
+)
+def test_a_change_is_written_as_people_say_it(ratio, low, high, text: str) -> None:
+    assert str(Change(cell(), THROUGHPUT, SERVED, ratio, low, high, OPEN, None)) == text
+
+
+def test_the_inverse_is_the_baseline_against_the_cell() -> None:
+    paged = Change(cell(), THROUGHPUT, ENGINE_TIME, 0.5, 0.4, 0.625, BEHIND, None).inverse()
+    assert (paged.ratio, paged.low, paged.high, paged.call) == (2.0, 1.6, 2.5, AHEAD)
+    assert (
+        paged.inverse().ratio == 0.5 and Change(cell(), ITL, SERVED, 1.0, None, None, OPEN, None).inverse().low is None
+    )
+
+
+def test_a_configuration_is_named_by_what_it_changes() -> None:
+    base = cell()
+    assert short_name(base, base) == base.name
+    assert short_name(cell(page_size=8), base) == "page 8"
+    assert short_name(cell("contiguous"), base) == "contiguous"
+    both = cell(page_size=32, kv_cache_dtype="fp8_e4m3", enable_prefix_caching=True)
+    assert short_name(both, base) == "page 32 with prefix caching and FP8 KV (e4m3)"
+    assert short_name(replace(base, settings={}), None) == base.name
+
+
+def test_the_frame_is_in_percent_with_gaps_where_nothing_is_known() -> None:
+    frame = changes_frame(run(cell(throughput=(100.0,)), cell(page_size=8, throughput=(150.0,))))
+    row = frame[frame["metric"] == THROUGHPUT].iloc[0]
+    assert row["change"] == pytest.approx(50.0) and (row["low"] is None or math.isnan(row["low"]))
+    assert changes_frame(run()).empty and changes_frame(run(cell())).empty

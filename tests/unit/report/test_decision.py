@@ -1,0 +1,192 @@
+"""The first sentence and the answers: at most 25 words, and no advice that the data do not support."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbench.report.changes import AHEAD, BEHIND, IS_LEVEL, OPEN, THROUGHPUT, TTFT
+from kvbench.report.decision import (
+    COSTS,
+    MOST_WORDS,
+    NO_CHANGE,
+    PAYS,
+    RISK,
+    SLOWER_P95,
+    UNDECIDED,
+    answers,
+    choice,
+    count_words,
+    headline,
+)
+from kvbench.runs.model import Run
+from kvbench.runs.quality import QualityResult
+from tests.support.report_cells import cell, in_engine_time, refused, run
+
+FAST, SLOW, WIDE = (150.0, 151.0, 152.0), (50.0, 51.0, 49.0), (50.0, 100.0, 250.0)
+LATE = (900.0, 910.0, 905.0)  # p95 TTFT, where others have 500
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
+
+
+def with_kld(measured: Run, config_id: str, kld: float, note: str = "") -> Run:
+    known = QualityResult("w", "those of m", {config_id: {"mean": kld}}, note=note)
+    return replace(measured, quality=known)
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdict"),
+    [
+        ({"throughput": FAST}, PAYS),
+        ({"throughput": FAST, "ttft": LATE}, RISK),
+        ({"throughput": FAST, "tpot": (30.0, 30.1, 30.2)}, RISK),  # the cells' p95 ITL is their TPOT
+        ({"throughput": SLOW}, COSTS),
+        ({"throughput": SLOW, "ttft": (100.0, 101.0, 102.0)}, COSTS),
+        ({}, NO_CHANGE),
+        ({"ttft": LATE}, SLOWER_P95),
+        ({"throughput": WIDE}, UNDECIDED),
+        ({"throughput": WIDE, "ttft": LATE}, SLOWER_P95),
+        ({"throughput": (150.0,)}, UNDECIDED),
+    ],
+)
+def test_the_verdict_weighs_throughput_and_both_p95s(figures: dict[str, Any], verdict: str) -> None:
+    base, other = cell(), cell(page_size=8, **figures)
+    assert choice(run(base, other), other, base).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("cells", "begins", "has"),
+    [
+        pytest.param([cell(), cell(page_size=8, throughput=FAST)], "Ship page 8: +51 %", ["p95 TTFT level"], id="ship"),
+        pytest.param(
+            [cell(), cell(page_size=8, throughput=FAST, ttft=LATE)], "Risk: page 8", ["p95 TTFT worsens by 81 %"],
+            id="average up, p95 worse",
+        ),
+        pytest.param([cell(), cell(page_size=8, throughput=SLOW)], "Do not ship page 8: −50 %", [], id="slower"),
+        pytest.param([cell(), cell(page_size=8, ttft=LATE)], "Do not ship page 8", ["p95 TTFT", "level"], id="late"),
+        pytest.param([cell(), cell(page_size=8)], "Page 8 makes no difference", ["level"], id="level"),
+        pytest.param(
+            [cell(), cell("contiguous", throughput=SLOW)], "Keep paged (page 16): 2.0x tokens/s",
+            ["over contiguous"], id="paging is what pays",
+        ),
+        pytest.param(
+            [cell(), cell("contiguous", throughput=SLOW), cell(page_size=8, throughput=(110.0, 111.0, 112.0))],
+            "Ship page 8", [], id="the best of several",
+        ),
+        pytest.param(
+            [cell(baseline=False), cell("contiguous", throughput=SLOW, baseline=True)], "Ship paged (page 16): 2.0x",
+            [], id="contiguous is the baseline",
+        ),
+        pytest.param(
+            [cell(), cell(page_size=8, throughput=WIDE)], "Cannot tell page 8", ["would have shown"], id="wide"
+        ),
+        pytest.param(
+            [cell(throughput=(100.0,)), cell(page_size=8, throughput=(150.0,))], "Cannot tell page 8", ["3 repeats"],
+            id="one repeat",
+        ),
+        pytest.param(
+            [cell(reasons=("repeat 1: it lagged; do this",)), cell(page_size=8, throughput=FAST)], "Cannot tell",
+            ["1 of 2 cells are invalid (it lagged)"], id="invalid baseline",
+        ),
+        pytest.param(
+            [refused(), cell("contiguous", baseline=False)], "Cannot tell", ["refused 28 of 48"], id="refused"
+        ),
+        pytest.param([cell()], "Paged (page 16): 100 output tokens/s", ["nothing to compare"], id="alone"),
+        pytest.param([], "Cannot tell", ["no load"], id="empty"),
+    ],
+)  # fmt: skip
+def test_the_first_sentence(cells: list, begins: str, has: list[str]) -> None:
+    text = headline(run(*cells))
+    assert text.startswith(begins) and all(part in text for part in has), text
+    assert count_words(text) <= MOST_WORDS
+
+
+def test_a_quantised_kv_is_not_advised_before_its_quality_is_known() -> None:
+    other = cell(throughput=FAST, **FP8)
+    measured = run(cell(), other)
+    assert headline(measured).startswith("Measure quality before you ship FP8 KV (e4m3)")
+    assert headline(with_kld(measured, other.config_id, 0.0009)).startswith("Ship FP8 KV (e4m3)")
+    assert "KLD 0.0009" in headline(with_kld(measured, other.config_id, 0.0009))
+    assert headline(with_kld(measured, other.config_id, 0.03)).startswith("Do not ship FP8 KV (e4m3) yet")
+    random = with_kld(measured, other.config_id, 0.0001, "random")
+    assert headline(random).startswith("Do not ship") and "random" in headline(random)
+
+
+def test_a_setting_of_known_quality_is_preferred_to_a_faster_one_of_unknown() -> None:
+    cells = [cell(), cell(throughput=(200.0, 201.0, 202.0), **FP8), cell(page_size=8, throughput=FAST)]
+    assert headline(run(*cells)).startswith("Ship page 8")
+
+
+def test_engine_time_decides_where_served_loads_are_invalid_and_says_so() -> None:
+    base, other = cell(reasons=("lag",)), cell(page_size=8, reasons=("lag",))
+    known = in_engine_time((other, THROUGHPUT, 1.163, 1.126, 1.202, AHEAD), (other, TTFT, 0.76, 0.64, 0.91, AHEAD))
+    text = headline(run(base, other, engine_time=known))
+    assert text == "Ship page 8: +16 % tokens/s (13 to 20) in engine time at 24 at once, p95 TTFT −24 %."
+
+
+def test_an_incomplete_run_says_so_first() -> None:
+    text = headline(run(cell(), cell(page_size=8, throughput=FAST), missing=("a", "b")))
+    assert text.startswith("Incomplete: Ship page 8")
+    assert headline(run(cell(), status="incomplete")).startswith("Incomplete: ")
+
+
+def test_only_engine_time_is_told_where_no_load_was_finished() -> None:
+    known = in_engine_time((cell(page_size=8), THROUGHPUT, 1.1, 1.08, 1.12, AHEAD))
+    assert "Only engine time" in headline(run(engine_time=known)) and "+10 %" in headline(run(engine_time=known))
+
+
+CALLS = st.sampled_from([AHEAD, BEHIND, IS_LEVEL, OPEN])
+RATIOS = st.floats(0.01, 99.0)
+
+
+@given(st.lists(st.tuples(RATIOS, CALLS, RATIOS, CALLS), min_size=1, max_size=5), st.booleans(), st.booleans())
+def test_no_run_gets_more_than_25_words_and_none_ships_what_is_behind(rows, quantised: bool, incomplete: bool) -> None:
+    long = {"scheduling_policy": "priority", "enable_prefix_caching": True}
+    cells, effects = [], []
+    for i, (ratio, call, ttft, ttft_call) in enumerate(rows):
+        each = cell(page_size=2 ** (5 + i), **long, **(FP8 if quantised else {}))
+        cells.append(each)
+        effects += [(each, THROUGHPUT, ratio, 0.9 * ratio, 1.1 * ratio, call)]
+        effects += [(each, TTFT, ttft, 0.9 * ttft, 1.1 * ttft, ttft_call)]
+    missing = ("x",) if incomplete else ()
+    text = headline(run(cell(), *cells, missing=missing, engine_time=in_engine_time(*effects)))
+    assert count_words(text) <= MOST_WORDS, text
+    pays = any(call == AHEAD and ttft_call != BEHIND for _, call, _, ttft_call in rows)
+    assert ("Ship " in text) == (pays and not quantised), text
+
+
+def test_the_answers_begin_with_paging_and_tell_what_is_not_known() -> None:
+    cells = [
+        cell(running=18.2, capacity={"capacity_tokens": 6192}),
+        cell("contiguous", throughput=SLOW, running=4.0),
+        cell(page_size=8, throughput=FAST),
+        cell(page_size=64, ttft=LATE),
+        cell(throughput=FAST, capacity={"capacity_tokens": 24_768}, **FP8),
+        cell(enable_prefix_caching=True, server={"prefix_cache_hits_total": 25.0, "prefix_cache_queries_total": 100.0}),
+        *(cell(load=3), cell("contiguous", load=3, throughput=WIDE)),
+    ]
+    found = {answer.subject: answer for answer in answers(run(*cells))}
+    assert list(found) == ["Paging", "Page size", "FP8 KV (e4m3)", "Prefix caching"]
+    assert found["Paging"].verdict == PAYS and "18.2 sequences at once against 4.0" in found["Paging"].evidence
+    assert "not decided at 3 at once" in found["Paging"].evidence
+    assert found["Page size"].verdict == "Use 8" and "64: worse p95" in found["Page size"].evidence
+    fp8 = found["FP8 KV (e4m3)"]
+    assert fp8.verdict == "Pays; safety not known" and "4.0x the tokens" in fp8.evidence and fp8.mark == ""
+    assert (found["Prefix caching"].verdict, "hit rate 25 %" in found["Prefix caching"].evidence) == (NO_CHANGE, True)
+
+
+def test_a_measured_quality_makes_a_quantised_kv_safe_or_not() -> None:
+    other = cell(throughput=FAST, **FP8)
+    measured = run(cell(), other)
+    (safe,) = answers(with_kld(measured, other.config_id, 0.0009))
+    (bad,) = answers(with_kld(measured, other.config_id, 0.03))
+    assert (safe.verdict, safe.mark) == (PAYS, "better") and (bad.verdict, bad.mark) == ("Pays; not safe", "worse")
+
+
+def test_combinations_of_settings_are_answered_by_their_own_name() -> None:
+    both = cell(page_size=32, enable_prefix_caching=True, throughput=FAST)
+    found = answers(run(cell(), both))
+    assert [(each.subject, each.verdict) for each in found] == [("Page 32 with prefix caching", PAYS)]

@@ -1,0 +1,138 @@
+"""What limited a load: each rule holds from its bound on, the first one names the limit, and unknowns name nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from kvbench.report.limits import (
+    BUSY,
+    CLIENT,
+    COMPUTE,
+    KV,
+    LOAD,
+    OFTEN,
+    QUEUE,
+    RULES,
+    SEATS,
+    STORM,
+    UNKNOWN,
+    Facts,
+    facts_of,
+    judge,
+    limit_lines,
+    limits,
+)
+from kvbench.runs.read import read_run
+from tests.support.report_cells import cell, run
+from tests.support.synthetic_run import make_run
+
+ROOM = Facts(asked=24, running=24.0, waiting=0.0, seats=32, kv_wait=0.0, kv_peak=0.4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "limit"),
+    [
+        ({}, LOAD),
+        ({"client_cpu": 0.71}, CLIENT),
+        ({"client_cpu": 0.69}, LOAD),
+        ({"kv_wait": OFTEN}, KV),
+        ({"kv_wait": OFTEN - 0.001}, LOAD),
+        ({"preemptions": STORM}, KV),
+        ({"preemptions": STORM - 0.01}, LOAD),
+        ({"running": 31.0, "waiting": 3.0}, SEATS),
+        ({"running": 31.0, "waiting": 0.0}, LOAD),  # nobody waits for a seat
+        ({"busy": BUSY, "scaling": 0.3}, COMPUTE),
+        ({"busy": BUSY, "scaling": 0.9}, LOAD),  # more requests still bring more tokens/s
+        ({"busy": 0.5, "scaling": 0.3}, LOAD),  # the engine has time left
+        ({"busy": BUSY, "waiting": 5.0}, COMPUTE),  # one load only: requests wait and the engine is full
+        ({"grown": 4.0}, QUEUE),
+        ({"grown": 0.5}, LOAD),
+        ({"kv_wait": 0.9, "client_cpu": 0.9}, CLIENT),  # what the client distorts says nothing of the engine
+        ({"kv_wait": 0.9, "busy": 1.0, "scaling": 0.3, "grown": 9.0}, KV),
+        ({"kv_wait": None, "kv_peak": None, "busy": None}, UNKNOWN),
+    ],
+)
+def test_the_first_rule_that_holds_names_the_limit(changed: dict, limit: str) -> None:
+    found, evidence = judge(replace(ROOM, **changed))
+    assert found == limit and (evidence or limit == UNKNOWN)
+
+
+def test_every_rule_is_seen_somewhere_and_says_its_evidence() -> None:
+    seen = {
+        "the client was full": {"client_cpu": 0.8},
+        "requests waited for KV": {"kv_wait": 0.5},
+        "preemption storm": {"preemptions": 0.5},
+        "concurrency failed before compute was full": {"kv_wait": 0.5, "headroom": 2.0},
+        "the batch was full": {"running": 32.0, "waiting": 3.0},
+        "the engine was full": {"busy": 1.0, "scaling": 0.3},
+        "the queue grew": {"grown": 4.0},
+        "admission dominates TTFT": {"queued": 0.8},
+        "long prompts slow everyone": {"stall": 8.0},
+        "nothing was full": {},
+    }
+    assert set(seen) == {rule.name for rule in RULES}
+    for rule in RULES:
+        assert rule.sees(replace(ROOM, **seen[rule.name])), rule.name
+        assert not rule.sees(Facts()), rule.name  # where nothing is told, nothing is seen
+
+
+def test_kv_that_ran_out_before_compute_says_so_and_hides_that_steps_were_filled() -> None:
+    facts = replace(ROOM, kv_wait=1.0, running=3.0, headroom=2.0, busy=0.99, waiting=20.0)
+    limit, evidence = judge(facts)
+    assert limit == KV and any("compute was not full" in text and "2.00x" in text for text in evidence)
+    assert not any("steps fill" in text for text in evidence)
+    assert any("steps fill" in text for text in judge(replace(facts, headroom=1.0, scaling=0.2))[1])
+
+
+def test_the_toy_engines_contiguous_layout_is_limited_by_kv_where_it_queues(tmp_path) -> None:
+    measured = read_run(make_run(tmp_path))
+    found = {(each.cell.config_id, each.cell.load.value): each.limit for each in limits(measured)}
+    low, high = sorted({load for _, load in found})
+    assert found["layout-contiguous", high] == KV and found["layout-contiguous", low] != KV
+
+
+def test_scaling_compares_with_the_load_below_and_needs_more_sequences() -> None:
+    def at(load: float, rate: float, running: float):
+        return cell(load=load, throughput=(rate,) * 3, running=running)
+
+    def scaling(*cells) -> float | None:
+        for one in cells:
+            for repeat in one.repeats:
+                repeat.metrics["output_throughput"] = repeat.metrics["steady_output_throughput"]
+        return facts_of(run(*cells), cells[-1]).scaling
+
+    assert scaling(at(3, 100.0, 3.0), at(24, 200.0, 24.0)) == pytest.approx(0.25)
+    assert scaling(at(3, 100.0, 3.0), at(24, 100.0, 3.0)) is None  # no more ran: memory or seats, not compute
+    assert scaling(at(24, 100.0, 3.0)) is None
+
+
+def test_an_open_loads_queue_grows_between_its_thirds(tmp_path) -> None:
+    t = [float(second) for second in range(30)]
+    waiting = pd.DataFrame({"t": t, "repeat": 0, "num_requests_running": 4.0, "num_requests_waiting": t})
+    waiting.to_parquet(tmp_path / "server.parquet")
+    one = replace(cell(mode="open", load=4), folder=tmp_path)
+    for repeat in one.repeats:
+        repeat.metrics["steady_end_s"] = 29.0
+    one = replace(one, repeats=one.repeats[:1])
+    assert facts_of(run(one), one).grown == pytest.approx(20.0, abs=1.0)
+    closed = replace(one, load=cell().load)
+    assert facts_of(run(closed), closed).grown is None
+
+
+def test_lines_put_configurations_with_the_same_limit_together_highest_load_first() -> None:
+    full, room = {"kv_full": 0.9, "waiting_mean": 9.0}, {"kv_full": 0.0, "waiting_mean": 0.0}
+    cells = [
+        cell(observed=full), cell("contiguous", observed=full | {"kv_full": 1.0}), cell(page_size=8, observed=room),
+        *(cell(load=3, observed=room), cell("contiguous", load=3, observed=room), cell(page_size=8, load=3,
+                                                                                       observed=room)),
+        cell(page_size=64, reasons=("lag",), observed=full),
+    ]  # fmt: skip
+    lines = [(line.load, line.limit, line.names) for line in limit_lines(run(*cells))]
+    assert lines == [
+        ("24 at once", KV, "paged (page 16) and contiguous"), ("24 at once", LOAD, "page 8"),
+        ("3 at once", LOAD, "all 3"),
+    ]  # fmt: skip
+    assert "(contiguous)" in limit_lines(run(*cells))[0].evidence  # that waited longest

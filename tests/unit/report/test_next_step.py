@@ -1,0 +1,66 @@
+"""The next experiment: what the run leaves open, with a command that would decide it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+import yaml
+
+from kvbench.report.changes import AHEAD, OPEN, THROUGHPUT
+from kvbench.report.next_step import next_steps
+from kvbench.runs.quality import QualityResult
+from tests.support.report_cells import cell, in_engine_time, run
+
+COMMAND = ["kvbench", "sweep", "workloads/mixed.yaml"]
+FAST = (150.0, 151.0, 152.0)
+
+
+def test_an_invalid_run_is_measured_again_first() -> None:
+    steps = next_steps(run(cell(), cell(page_size=8, reasons=("lag",)), command=COMMAND))
+    assert steps[0].command.startswith("kvbench sweep --resume ")
+
+
+def test_a_quantised_kv_asks_for_its_quality_until_it_is_measured() -> None:
+    other = cell(kv_cache_dtype="fp8_e4m3", throughput=FAST)
+    measured = run(cell(), other, command=COMMAND)
+    assert any(step.command.startswith("kvbench quality ") for step in next_steps(measured))
+    known = replace(measured, quality=QualityResult("w", "m", {other.config_id: {"mean": 0.001}}))
+    assert not any("quality" in step.command for step in next_steps(known))
+    vllm = run(cell(), other, command=COMMAND, target="vllm", backend="vllm")  # shows no logits
+    assert not any("quality" in step.command for step in next_steps(vllm))
+
+
+def test_settings_that_pay_alone_are_to_be_measured_together() -> None:
+    alone = [cell(), cell(page_size=8, throughput=FAST), cell(enable_prefix_caching=True, throughput=FAST)]
+    (step,) = next_steps(run(*alone, command=COMMAND))
+    words = shlex.split(step.command)
+    assert words[:3] == COMMAND and words[-1] == "design=full"
+    assert yaml.safe_load(words[4].removeprefix("sweep=")) == {
+        "page_size": [16, 8], "enable_prefix_caching": [False, True],
+    }  # fmt: skip
+    both = cell(page_size=8, enable_prefix_caching=True)
+    assert not any("together" in step.why for step in next_steps(run(*alone, both, command=COMMAND)))
+
+
+def test_open_effects_ask_for_as_much_more_as_they_need() -> None:
+    other = cell(page_size=8)
+    effect = (other, THROUGHPUT, 1.02, 0.99, 1.05, OPEN)
+    known = in_engine_time(effect, smallest_seen=0.04, seconds=120.0)
+    (step,) = next_steps(run(cell(), other, engine_time=known, command=COMMAND))
+    assert step.command.endswith(" --lockstep-minutes 9")  # 2 minutes x (4 % / 2 %)^2, and a tenth more
+    far = in_engine_time(effect, smallest_seen=0.4, seconds=120.0)  # hours: not proposed
+    assert not next_steps(run(cell(), other, engine_time=far, command=COMMAND))
+    one = (cell(throughput=(100.0,)), cell(page_size=8, throughput=(150.0,)))
+    assert next_steps(run(*one, command=COMMAND))[0].command.endswith("--repeats 3")
+
+
+def test_a_load_that_filled_nothing_asks_for_a_higher_one() -> None:
+    room = {"kv_full": 0.0, "waiting_mean": 0.0, "usage_max": 0.2}
+    found = next_steps(run(cell(observed=room), cell(page_size=8, observed=room), command=COMMAND))
+    assert any(step.command.endswith("-o 'load.concurrency=[24, 48]'") for step in found)
+
+
+def test_nothing_is_proposed_without_a_cell() -> None:
+    decided = in_engine_time((cell(page_size=8), THROUGHPUT, 1.1, 1.08, 1.12, AHEAD))
+    assert [step.why for step in next_steps(run(engine_time=decided, command=COMMAND))] == []
