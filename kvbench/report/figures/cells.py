@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.metrics.latency import inter_token_latencies, request_latencies
 from kvbench.report.comparisons import compare, ratio_to_reference, reference, spread
-from kvbench.report.kv import MAX_POINTS, ledger_figure, occupancy_figure
+from kvbench.report.figures import distributions, heat_map, kv_timeline, slowest, step_time
+from kvbench.report.figures.axes import log_axis
+from kvbench.report.kv import ledger_figure
 from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
 from kvbench.report.wording import RATIO_MARKS, figure_title, latency, marked_ratio, window_words
 from kvbench.runs.model import MeasuredCell, Run
@@ -27,8 +24,11 @@ def drawings(run: Run) -> list[Drawing]:
         throughput_figure(run),
         ledger_figure(run),
         latency_figure(run) if len(run.cells) > 1 else None,
-        distribution_figure(run),
-        *(occupancy_figure(run, load) for load in reversed(run.loads)),
+        heat_map.drawing(run),
+        distributions.drawing(run),
+        slowest.drawing(run),
+        *(kv_timeline.drawing(run, load) for load in reversed(run.loads)),
+        step_time.drawing(run),
     ]
     return [drawing for drawing in found if drawing is not None]
 
@@ -168,88 +168,3 @@ def latency_figure(run: Run) -> Drawing:
     caption = f"{sizes if len(run.loads) > 1 else ''}Right and down is better."
     title = figure_title(run, "p95 TTFT", lambda pair: pair.ttft)
     return Drawing("latency", title, caption, finish(figure, 420), 640)
-
-
-def _ttft_ms(requests: pd.DataFrame) -> np.ndarray:
-    return request_latencies(requests)["ttft_ms"].dropna().to_numpy()
-
-
-def distribution_figure(run: Run) -> Drawing | None:
-    """ECDFs of TTFT (top) and ITL (bottom), one column a load; None without raw samples."""
-    loads, look = run.loads, looks(run)
-    figure = make_subplots(
-        rows=2,
-        cols=len(loads),
-        subplot_titles=[load.label for load in loads],
-        vertical_spacing=0.16,
-        horizontal_spacing=0.07,
-        shared_yaxes=True,
-    )
-    shown: set[str] = set()
-    for column, load in enumerate(loads, start=1):
-        requests = [(cell, frame) for cell in run.at(load) if len(frame := cell.requests())]
-        for row, (label, of) in enumerate((("TTFT", _ttft_ms), ("ITL", inter_token_latencies)), start=1):
-            drawn = [(cell, samples) for cell, frame in requests if len(samples := of(frame))]
-            for cell, samples in drawn:
-                figure.add_trace(_curve(cell, samples, look[cell.name], cell.name not in shown), row=row, col=column)
-                shown.add(cell.name)
-            axis = log_axis(np.concatenate([samples for _, samples in drawn])) if drawn else {}
-            figure.update_xaxes(title_text=f"{label}, ms (log)", row=row, col=column, **axis)
-    if not shown:
-        return None
-    figure.update_yaxes(range=[0, 101], ticksuffix=" %", dtick=25)
-    figure.update_yaxes(title_text="share of samples", col=1)
-    finish(figure, 640)
-    figure.update_layout(margin_t=90)
-    caption = (
-        "Cumulative share of samples: further left is faster, steeper is steadier. Raw samples of all repeats; failed "
-        "requests left out."
-    )
-    title = figure_title(run, "p95 ITL", lambda pair: pair.itl)
-    return Drawing("distributions", title, caption, figure, 320 * len(loads))
-
-
-def _curve(cell: MeasuredCell, samples: np.ndarray, look: LineStyle, legend: bool) -> go.Scatter:
-    x, y = ecdf(samples)
-    return go.Scatter(
-        x=x,
-        y=y * 100,
-        mode="lines",
-        name=safe(cell.name),
-        legendgroup=cell.name,
-        showlegend=legend,
-        line={"color": look.colour, "dash": look.dash, "width": 2, "shape": "hv"},
-        hovertemplate=f"<b>{safe(cell.name)}</b>, {cell.load.short}<br>%{{y:.1f}} % within %{{x:,.1f}} ms"
-        f"<br>{len(samples):,} samples, all repeats<extra></extra>",
-    )
-
-
-def ecdf(samples: np.ndarray, points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """x [n], y [n] of the empirical distribution with n <= points; the smallest and largest sample stay.
-
-    Samples are picked, not interpolated: every (x, y) is a point of the full curve.
-    """
-    picks = np.unique(np.linspace(0, len(samples) - 1, min(points, len(samples))).round().astype(int))
-    return np.sort(samples)[picks].astype(float), (picks + 1) / len(samples)
-
-
-def log_axis(values: np.ndarray) -> dict[str, Any]:
-    """Settings of a log axis: ticks at 1, 2 and 5 of each decade, outliers at the low end cut off.
-
-    A gap of microseconds (two tokens read from the socket at once) would otherwise take up half the axis.
-    """
-    positive = values[values > 0]
-    if not len(positive):
-        return {}
-    low, high = float(np.quantile(positive, 0.005)), float(positive.max())
-    if high < 4 * low:  # too narrow for two ticks
-        middle = math.sqrt(low * high)
-        low, high = middle / 2, middle * 2
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [step * 10.0**decade for decade in decades for step in ((1, 2, 5) if len(decades) <= 4 else (1,))]
-    return {
-        "type": "log",
-        "range": [math.log10(low * 0.85), math.log10(high * 1.15)],
-        "tickvals": ticks,
-        "ticktext": [f"{tick:,g}" if tick >= 1 else f"{tick:g}" for tick in ticks],
-    }

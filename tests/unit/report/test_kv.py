@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvbench.common.files import write_json
-from kvbench.report.kv import kv_bottleneck
+from kvbench.report.kv import kv_bottleneck, memory_table
 from kvbench.report.page import context
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell
@@ -71,3 +71,18 @@ def test_what_requests_wait_for_is_told_apart(tmp_path, settings, capacity, wait
     write_json(path, summary | {"settings": summary["settings"] | settings, "capacity": summary["capacity"] | capacity})
     found = next(c for c in read_run(tmp_path).cells if c.folder == path.parent).observed("kv_full")
     assert (min(found.values()) >= waited if waited else max(found.values()) == 0) if waited is not None else not found
+
+
+def test_what_the_budget_is_divided_into_is_a_row_a_configuration():
+    told = {"kv_bytes_per_slot": 4352.0, "kv_scale_bytes_per_slot": 256.0, "page_table_bytes": 2.0**20}
+    computed = {"bytes_per_slot": 16384, "scale_bytes_per_slot": 0, "capacity_tokens": 6192, "page_table_bytes": 32768}
+    shown = run_of(
+        cell("contiguous", budget=None), cell(load=3, capacity=computed), cell(capacity=computed),
+        cell(kv_cache_dtype="int8", observed=told, capacity={"capacity_tokens": 23360}),
+    )  # fmt: skip
+    table = memory_table(shown)
+    entries = [[(value.text, value.note) for value in row.values] for row in table.rows]
+    assert [row.cell.load.value for row in table.rows] == [24, 24], "of the contiguous one nothing is known"
+    assert entries[0][1:] == [("16 KiB", ""), ("0", ""), ("6,192", ""), ("32 KiB", "0.024 %")]
+    assert entries[1][1:] == [("4.2 KiB", ""), ("256 B", ""), ("23,360", ""), ("1 MiB", "0.78 %")]
+    assert not memory_table(run_of(cell("contiguous"))).rows

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import rich.console
@@ -18,8 +17,7 @@ import rich.console
 from kvbench.cli.main import cli
 from kvbench.common.console import print_table
 from kvbench.common.errors import UsageError
-from kvbench.report.figures.cells import drawings, ecdf, log_axis
-from kvbench.report.kv import thin
+from kvbench.report.figures.cells import drawings
 from kvbench.report.markdown import markdown
 from kvbench.report.outputs import DROP_FIRST, console_table, write_report
 from kvbench.report.page import page
@@ -67,7 +65,8 @@ def test_the_page_has_every_section_and_every_figure(
     run, source = run_of("normal"), page_of("normal")
     text = visible(source)
     assert all(text.count(name) >= len(run.loads) for name in run.configs)
-    keys = ["headline", "ledger", "latency", "distributions", "occupancy-closed-24", "occupancy-closed-3"]
+    keys = ["headline", "ledger", "latency", "distributions", "slowest"]
+    keys += ["kv-timeline-closed-24", "kv-timeline-closed-3"]
     assert [drawing.key for drawing in drawings(run)] == keys
     assert all(source.count(f'<figure id="{key}">') == 1 for key in keys)
     titles = re.findall(r"<h2>(.*?)</h2>", source)
@@ -130,14 +129,14 @@ def _axes(shown: Run) -> str:
 
 def test_a_server_that_tells_nothing_of_its_kv_has_no_figure_of_it(make: Callable[..., Run]) -> None:
     made = make(repeats=1)
-    assert any(drawing.key.startswith("occupancy") for drawing in drawings(made))
+    assert any(drawing.key.startswith("kv-timeline") for drawing in drawings(made))
     for column, found in (("kv_cache_usage_perc", True), ("t", False)):  # another engine tells its usage alone
         for one in made.cells:
             path = one.folder / "server.parquet"
             known = ["t", "repeat", "num_requests_running", "num_requests_waiting", column]
             pd.read_parquet(path)[list(dict.fromkeys(known))].to_parquet(path)
         shown = [drawing.key for drawing in drawings(read_run(made.folder))]
-        assert "ledger" not in shown and any(key.startswith("occupancy") for key in shown) == found
+        assert "ledger" not in shown and any(key.startswith("kv-timeline") for key in shown) == found
 
 
 def test_colours_are_the_same_whatever_else_was_measured(run_of: Callable[[str], Run]) -> None:
@@ -214,25 +213,6 @@ def test_the_console_table_says_what_a_server_refused_and_the_page_shows_it_hatc
     assert "! paged (page 16) at 24 at once served 20 of 48 requests and refused the others" in text
     bars = next(drawing for drawing in drawings(shown) if drawing.key == "headline")
     assert "Hatched: refused." in bars.caption and "<b>refused</b>" in str(bars.figure.to_dict())
-
-
-def test_ecdf_keeps_real_points_and_both_ends() -> None:
-    samples = np.random.default_rng(0).exponential(10, 50_000)
-    x, y = ecdf(samples)
-    assert len(x) == 400
-    assert (x[0], x[-1], y[-1]) == (samples.min(), samples.max(), 1.0)
-    assert y == pytest.approx([(samples <= value).mean() for value in x])
-
-
-def test_thin_keeps_first_and_last() -> None:
-    short = thin(pd.DataFrame({"t": range(10_000)}))
-    assert len(short) <= 400 and (short["t"].iloc[0], short["t"].iloc[-1]) == (0, 9_999)
-
-
-def test_log_axis_ticks_lie_on_one_two_five() -> None:
-    assert {10, 20, 50, 100, 200, 500} <= set(log_axis(np.array([12.0, 300.0]))["tickvals"])
-    assert log_axis(np.array([100.0, 110.0]))["tickvals"]  # too narrow for two ticks
-    assert log_axis(np.array([0.0])) == {}
 
 
 @pytest.mark.parametrize("fault", ["samples gone", "samples cut", "cell gone"])
