@@ -1,7 +1,7 @@
 """What each configuration changes against the baseline: one answer a cell and metric, in one clock. Pure.
 
-Engine time answers where the run has it, since small effects show there; else the ratios paired by repeat that were
-served over HTTP. The two clocks are never mixed in one figure, and each change says of which clock it is.
+Engine time answers where it decides, since small effects show there; else the ratios paired by repeat that were served
+over HTTP. The two clocks are never mixed in one figure, and each change says of which clock it is.
 """
 
 from __future__ import annotations
@@ -96,15 +96,25 @@ def short_name(cell: MeasuredCell, base: MeasuredCell | None) -> str:
 
 
 def change(run: Run, cell: MeasuredCell, metric: str) -> Change | None:
-    """Against the baseline at the cell's load; None for the baseline, and where neither clock has the pair."""
+    """Against the baseline at the cell's load, from the clock that decides it: engine time before served.
+
+    None for the baseline itself, and where neither clock has the pair.
+    """
+    known = [each for clock in (ENGINE_TIME, SERVED) if (each := change_in(run, cell, metric, clock))]
+    return next((each for each in known if each.decided), known[0] if known else None)
+
+
+def change_in(run: Run, cell: MeasuredCell, metric: str, clock: str) -> Change | None:
+    """The same in one clock."""
     base = baseline(run, cell.load)
     if base is None or base is cell:
         return None
-    if run.engine_time and (e := run.engine_time.of(cell.cell_id, metric)):
-        return Change(cell, metric, ENGINE_TIME, e.ratio, e.low, e.high, e.call, e.smallest_seen)
+    if clock == ENGINE_TIME:
+        e = run.engine_time.of(cell.cell_id, metric) if run.engine_time else None
+        return e and Change(cell, metric, clock, e.ratio, e.low, e.high, e.call, e.smallest_seen)
     pair = compare(cell, base)
     ratio = {THROUGHPUT: pair.throughput, TTFT: pair.ttft, ITL: pair.itl}[metric]
-    return None if ratio is None else served(cell, metric, ratio)
+    return ratio and served(cell, metric, ratio)
 
 
 def served(cell: MeasuredCell, metric: str, ratio: Ratio) -> Change:
@@ -117,19 +127,19 @@ def served(cell: MeasuredCell, metric: str, ratio: Ratio) -> Change:
 
 
 def changes(run: Run, load: MeasuredLoad) -> list[Change]:
-    """Every change at a load, in one clock: engine time where it has any, else served."""
-    found = [change(run, cell, metric) for cell in run.at(load) for metric in METRICS]
-    known = [each for each in found if each]
-    clock = ENGINE_TIME if any(each.clock == ENGINE_TIME for each in known) else SERVED
-    return [each for each in known if each.clock == clock]
+    """Every change at a load, all in one clock: engine time where it has any, else served."""
+    for clock in (ENGINE_TIME, SERVED):
+        found = [change_in(run, cell, metric, clock) for cell in run.at(load) for metric in METRICS]
+        if known := [each for each in found if each]:
+            return known
+    return []
 
 
 def decided_load(run: Run) -> MeasuredLoad | None:
     """The load that the report speaks of: the highest that decides a throughput, else the highest; None of no cells."""
     loads = run.loads[::-1]
-    decided = (
-        load for load in loads if any(each.decided and each.metric == THROUGHPUT for each in changes(run, load))
-    )
+    known = {load: [change(run, cell, THROUGHPUT) for cell in run.at(load)] for load in loads}
+    decided = (load for load, found in known.items() if any(each and each.decided for each in found))
     return next(decided, loads[0] if loads else None)
 
 

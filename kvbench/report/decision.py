@@ -1,7 +1,8 @@
 """The report's first sentence and its answers: what a run lets one decide, and what it does not.
 
 A configuration pays where its throughput is ahead and neither p95 TTFT nor p95 ITL is behind; ahead with a p95 behind
-is a risk. A quantised KV is not advised before its quality was measured (``kvbench quality``) and found small.
+is a risk. Where throughput is level, or set by the arrivals of an open loop, a p95 ahead is better. A quantised KV is
+not advised before its quality was measured (``kvbench quality``) and found small.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from kvbench.workload.settings import effective, setting_title, value_words
 
 MOST_WORDS = 25  # of the first sentence
 KLD_SMALL = 0.002  # nats, mean: up to here a quantised KV counts as safe
-PAYS, RISK, COSTS, NO_CHANGE, SLOWER_P95, UNDECIDED = "Pays", "Risk", "Costs", "No change", "Worse p95", "Not decided"
+PAYS, RISK, COSTS, NO_CHANGE, UNDECIDED = "Pays", "Risk", "Costs", "No change", "Not decided"
+FASTER_P95, SLOWER_P95 = "Better p95", "Worse p95"
 _P95 = {TTFT: "p95 TTFT", ITL: "p95 ITL"}
-_MARKS = {PAYS: "better", RISK: "worse", COSTS: "worse", SLOWER_P95: "worse"}
+_MARKS = {PAYS: "better", FASTER_P95: "better", RISK: "worse", COSTS: "worse", SLOWER_P95: "worse"}
 _LONGEST_NAME = 7  # words
 _MOST_COMBINED = 4  # answers on combinations of settings
 
@@ -99,12 +101,14 @@ def choice(run: Run, cell: MeasuredCell, base: MeasuredCell) -> Choice:
     """The verdict on one configuration at its load, by the rule in this module's docstring."""
     throughput = change(run, cell, THROUGHPUT)
     p95 = {metric: found for metric in _P95 if (found := change(run, cell, metric))}
-    worse = any(each.call == BEHIND for each in p95.values())
+    better, worse = (any(each.call == call for each in p95.values()) for call in (AHEAD, BEHIND))
+    of_p95 = SLOWER_P95 if worse else FASTER_P95 if better else ""
+    not_ahead = of_p95 if worse or cell.load.mode == "open" else ""  # in closed loop throughput may yet be lower
     verdicts = {
         AHEAD: RISK if worse else PAYS,
         BEHIND: COSTS,
-        IS_LEVEL: SLOWER_P95 if worse else NO_CHANGE,
-        OPEN: SLOWER_P95 if worse else UNDECIDED,
+        IS_LEVEL: of_p95 or NO_CHANGE,
+        OPEN: not_ahead or UNDECIDED,
     }
     return Choice(cell, base, throughput, p95, verdicts[throughput.call if throughput else OPEN])
 
@@ -145,9 +149,10 @@ def _clauses(run: Run) -> list[str]:
     found = choices(run, load)
     if all(each.verdict == UNDECIDED for each in found):
         return _cannot_tell(run, load, base, found)
-    wins = [each for each in found if each.verdict == PAYS]
-    risks = [each for each in found if each.verdict == RISK]
-    return _ship(run, load, wins) if wins else _risk(load, risks[0]) if risks else _keep(run, load, base, found)
+    by_verdict = {verdict: [each for each in found if each.verdict == verdict] for verdict in (PAYS, FASTER_P95, RISK)}
+    if wins := by_verdict[PAYS] or by_verdict[FASTER_P95]:
+        return _ship(run, load, wins)
+    return _risk(load, by_verdict[RISK][0]) if by_verdict[RISK] else _keep(run, load, base, found)
 
 
 def _without_loads(run: Run) -> list[str]:
@@ -163,19 +168,27 @@ def _without_loads(run: Run) -> list[str]:
 def gain(each: Change, load: MeasuredLoad) -> str:
     """+16 % tokens/s (13 to 20) in engine time at 32 at once"""
     clock = f" in {ENGINE_TIME}" if each.clock == ENGINE_TIME else ""
-    return f"{_tokens(each)}{clock} {load.where}"
+    return f"{_amount(each)}{clock} {load.where}"
 
 
-def _tokens(each: Change) -> str:
+def _amount(each: Change) -> str:
+    """+16 % tokens/s (13 to 20); p95 TTFT −24 % (−36 to −8.8)"""
+    if each.metric != THROUGHPUT:
+        return f"{_P95[each.metric]} {each}"
     return f"{amount(each.ratio)} tokens/s {each.interval}".rstrip()
 
 
+def _call(each: Change | None) -> str:
+    return {OPEN: "not decided", IS_LEVEL: "level"}.get(each.call if each else OPEN, "")
+
+
 def _ttft(each: Choice) -> str:
-    """p95 TTFT level; p95 TTFT −24 %; empty where nobody measured it."""
+    """p95 TTFT level; p95 TTFT −24 %; with its clock where that is not the throughput's; empty without any."""
     found = each.p95.get(TTFT)
     if found is None:
         return ""
-    return "p95 TTFT " + {OPEN: "not decided", IS_LEVEL: "level"}.get(found.call, amount(found.ratio))
+    other = f" {found.clock}" if each.throughput and each.throughput.clock != found.clock else ""
+    return f"p95 TTFT {_call(found) or amount(found.ratio)}{other}"
 
 
 def _holds(each: Choice) -> str:
@@ -189,13 +202,17 @@ def _ship(run: Run, load: MeasuredLoad, wins: Sequence[Choice]) -> list[str]:
     """The best configuration whose quality is not in doubt; where all are in doubt, the fastest and the doubt."""
     safe = [each for each in wins if (known := quality_of(run, each.cell)) is None or known.safe]
     best = (safe or wins)[0]
-    assert best.throughput is not None
-    quality, size = quality_of(run, best.cell), gain(best.throughput, load)
+    quality, shown, beside = quality_of(run, best.cell), best.throughput, _ttft(best)
+    if best.verdict == FASTER_P95:
+        shown = min((each for each in best.p95.values() if each.call == AHEAD), key=lambda each: each.ratio)
+        beside = f"tokens/s {_call(best.throughput)}"
+    assert shown is not None
+    size = gain(shown, load)
     if safe:
-        return [f"Ship {best.brief}: {size}", _ttft(best), str(quality or ""), _holds(best)]
+        return [f"Ship {best.brief}: {size}", beside, str(quality or ""), _holds(best)]
     assert quality is not None
     if quality.kld is None:
-        return [f"Measure quality before you ship {best.brief}: {size}", _ttft(best)]
+        return [f"Measure quality before you ship {best.brief}: {size}", beside]
     why = "its quality is known on random weights only" if quality.random else f"its {quality} is above {KLD_SMALL:g}"
     return [f"Do not ship {best.brief} yet: {size}, but {why}"]
 
@@ -226,10 +243,12 @@ def _only(load: MeasuredLoad, each: Choice) -> list[str]:
     if each.verdict == COSTS:
         assert each.throughput is not None
         return [f"Do not ship {each.brief}: {gain(each.throughput, load)}", _ttft(each)]
-    call = {OPEN: "not decided", IS_LEVEL: "level"}[each.throughput.call if each.throughput else OPEN]
+    call = f"tokens/s {_call(each.throughput)}"
     if each.worst:
-        return [f"Do not ship {each.brief}: {_P95[each.worst.metric]} {each.worst} {load.where}", f"tokens/s {call}"]
-    return [f"{words.upper_first(each.brief)} makes no difference: tokens/s {call} {load.where}", _ttft(each)]
+        return [f"Do not ship {each.brief}: {_P95[each.worst.metric]} {each.worst} {load.where}", call]
+    if all(one.decided for one in each.p95.values()):
+        return [f"{words.upper_first(each.brief)} makes no difference: {call} {load.where}", _ttft(each)]
+    return [f"Cannot tell if {each.brief} pays: {call} {load.where}", _ttft(each)]
 
 
 def _alone(run: Run, cell: MeasuredCell) -> list[str]:
@@ -338,7 +357,7 @@ def _paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> C
 
 def _page_size_answer(found: Sequence[Choice], base: MeasuredCell) -> Answer:
     """The page size that pays most, else the baseline's."""
-    wins = [each for each in found if each.verdict == PAYS]
+    wins = [each for each in found if each.verdict in (PAYS, FASTER_P95)]
     best = (wins[0].cell if wins else base).settings.get("page_size")
     said = [f"{each.cell.settings.get('page_size')}: {each.verdict.lower()}, {_numbers(each)}" for each in found]
     return Answer("Page size", f"{'Use' if wins else 'Keep'} {best}", "; ".join(said), "better" if wins else "")
@@ -364,5 +383,6 @@ def _numbers(each: Choice) -> str:
     """The change of throughput, and the p95s that are decided."""
     if each.throughput is None:
         return f"no ratio{f' ({doubt})' if (doubt := each.cell.doubt or each.base.doubt) else ''}"
-    p95 = [f"{_P95[metric]} {one}" for metric, one in each.p95.items() if one.call in (AHEAD, BEHIND)]
-    return ", ".join([_tokens(each.throughput), *p95])
+    shown = [each.throughput, *(one for one in each.p95.values() if one.call in (AHEAD, BEHIND))]
+    clocks = {one.clock for one in shown}
+    return ", ".join(f"{_amount(one)}{f' {one.clock}' if len(clocks) > 1 else ''}" for one in shown)

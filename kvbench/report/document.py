@@ -23,6 +23,7 @@ from kvbench.report.provenance import (
     validity,
     warnings,
 )
+from kvbench.report.samples import OutputSamples, output_samples
 from kvbench.report.sections import Chapter, chapters
 from kvbench.report.style import Drawing
 from kvbench.runs.model import Run
@@ -55,6 +56,7 @@ class Document:
     limits: tuple[LimitLine, ...]
     first: tuple[Drawing, ...]
     chapters: tuple[Chapter, ...]
+    samples: OutputSamples | None
     skipped: tuple[str, ...]
     next_steps: tuple[NextStep, ...]
     command: str
@@ -86,6 +88,7 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
         limits=tuple(limit_lines(run)),
         first=tuple(drawing for drawing in first if drawing),
         chapters=tuple(chapters(run)),
+        samples=output_samples(run),
         skipped=tuple(skipped_notes(run)),
         next_steps=tuple(next_steps(run)),
         command=reproduce(run),

@@ -1,16 +1,14 @@
-"""Where the KV bytes went: the ledger's figure and table, and how full the KV was over time."""
+"""Where the KV bytes went: the ledger's figure and table, and what the memory was divided into."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
+from kvbench.report.style import Drawing, finish, safe
 from kvbench.report.tables import (
     RECOMPUTED,
     Column,
@@ -20,11 +18,17 @@ from kvbench.report.tables import (
     identity_columns,
     number_column,
 )
-from kvbench.report.wording import ledger_sentence, occupancy_title
-from kvbench.runs.kv_ledger import USES, KvUse, Ledger, ledger, swapped_bytes
-from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.kv_ledger import (
+    USES,
+    KvUse,
+    Ledger,
+    bytes_per_slot,
+    ledger,
+    scale_bytes_per_slot,
+    swapped_bytes,
+)
+from kvbench.runs.model import MeasuredCell, Run, number
 
-SECTION = "Where did the KV bytes go"
 _NOTE = "Every byte of the KV budget by its use, averaged over the steady window and the repeats."
 _NOTES = {  # column that is shown only where it has values -> what the note says of it
     "kv_saved": "Saved by sharing: what the sequences would have needed on top if no page were shared.",
@@ -32,7 +36,7 @@ _NOTES = {  # column that is shown only where it has values -> what the note say
     "recomputed_tokens": "Recomputed: tokens, in all repeats.",
 }
 # Okabe and Ito's palette again: what is used is dark, what is lost is loud, what is left is pale.
-_FILLS = {
+FILLS = {
     "tokens": "#0072B2",
     "scales": "#0072B2",
     "waste": "#D55E00",
@@ -45,8 +49,6 @@ _FILLS = {
 }
 _SCALES = KvUse("scales", "scales of the tokens", "of the tokens' bytes: scales of a quantised KV")
 _LEAST_LABELLED = 0.06  # of the budget: a narrower part has no room for its percentage
-_PANELS_PER_ROW = 5
-MAX_POINTS = 400  # of a curve
 
 Bars = list[tuple[MeasuredCell, Ledger]]
 
@@ -71,6 +73,39 @@ def ledger_table(run: Run) -> Table:
     return cell_table(shown, [cell for cell, _ in found], {column.key for column in shown})
 
 
+def memory_table(run: Run) -> Table:
+    """What the KV budget is divided into, a row a configuration: bytes a token, scales, page table, tokens it holds.
+
+    Of the highest load of each; empty where neither the server nor the arithmetic before the sweep tells.
+    """
+    last = {cell.name: cell for cell in run.cells}  # loads ascend
+    cells = [cell for cell in last.values() if bytes_per_slot(cell) is not None]
+    every = [
+        identity_columns()[0],
+        number_column("kv_token", "a token", "K and V of one token in all layers, scales too", bytes_per_slot, _size),
+        number_column("kv_token_scales", "of it scales", "scales of a quantised KV", scale_bytes_per_slot, _size),
+        number_column("kv_capacity", "capacity, tokens", "what the budget holds", _capacity, words.count),
+        Column("kv_page_table", "page table", "at most; small: of the KV budget", _page_table),
+    ]
+    return cell_table(every, cells, {"configuration"}, numbers_from=1) if cells else Table((), ())
+
+
+def _size(value: float | None) -> str:
+    return "0" if value == 0 else words.data_size(value)
+
+
+def _capacity(cell: MeasuredCell) -> float | None:
+    return number(cell.capacity.get("capacity_tokens"))
+
+
+def _page_table(cell: MeasuredCell) -> Value:
+    peaks = [*cell.observed("page_table_bytes").values()]
+    size = max(peaks) if peaks else number(cell.capacity.get("page_table_bytes"))
+    budget = number(cell.capacity.get("kv_budget_bytes"))
+    share = f"{size / budget * 100:.2g} %" if size and budget else ""
+    return Value(_size(size), size, share)
+
+
 def ledger_note(table: Table) -> str:
     """What stands under the table, about the columns that it has."""
     return " ".join([_NOTE, *(_NOTES[column.key] for column in table.columns if column.key in _NOTES)])
@@ -81,7 +116,7 @@ def _of_ledger(key: str, title: str, hint: str, of: Callable[[Ledger], float | N
         one = ledger(cell)
         return of(one) if one else None
 
-    return number_column(key, title, hint, size, lambda value: "0" if value == 0 else words.data_size(value))
+    return number_column(key, title, hint, size, _size)
 
 
 def _part(use: KvUse) -> Column:
@@ -135,7 +170,7 @@ def ledger_figure(run: Run) -> Drawing | None:
     figure.update_layout(barmode="stack", bargap=0.28, margin_t=84)
     return Drawing(
         "ledger",
-        ledger_sentence(run) or SECTION,
+        "The KV budget by use, mean of the steady window",
         "Percent of the budget; the table has the parts under 6 %. Hatched: scales, part of the tokens' percentage.",
         figure,
         760,
@@ -159,7 +194,7 @@ def _stack(figure: go.Figure, use: KvUse, panel: Bars, row: int, divisor: float)
         legendgroup=use.key,
         showlegend=row == 1,
         marker={
-            "color": _FILLS[use.key],
+            "color": FILLS[use.key],
             "pattern": {"shape": "/" if hatched else "", "fillmode": "overlay", "fgcolor": "#fff", "size": 5},
         },
         text=["" if hatched or share < _LEAST_LABELLED else words.percent(share) for share in shares],
@@ -175,95 +210,3 @@ def _stack(figure: go.Figure, use: KvUse, panel: Bars, row: int, divisor: float)
         row=row,
         col=1,
     )
-
-
-def occupancy_figure(run: Run, load: MeasuredLoad) -> Drawing | None:
-    """Small multiples of one load's KV budget over time; None when no server says how full its KV was."""
-    every = [(cell, _gauges(cell)) for cell in run.at(load)]
-    panels = [(c, g) for c, g in every if g[["kv_slots_reserved", "kv_cache_usage_perc"]].notna().to_numpy().any()]
-    if not panels:
-        return None
-    columns = min(_PANELS_PER_ROW, len(panels))
-    bands = -(-len(panels) // columns)
-    titles: list[str] = []
-    for band in range(bands):
-        shown = panels[band * columns : (band + 1) * columns]
-        names = [safe(cell.name).replace(" + ", "<br>+ ") for cell, _ in shown]
-        titles += names + [""] * (2 * columns - len(names))
-    figure = make_subplots(
-        rows=2 * bands,
-        cols=columns,
-        shared_xaxes=True,
-        subplot_titles=titles,
-        vertical_spacing=0.16 / (2 * bands),
-        horizontal_spacing=0.025,
-        row_heights=[0.6, 0.4] * bands,
-    )
-    look = looks(run)
-    for position, (cell, gauges) in enumerate(panels):
-        band, column = divmod(position, columns)
-        _occupancy_panel(figure, cell.name, gauges, look[cell.name], 2 * band + 1, column + 1)
-    queues = [gauges[["num_requests_running", "num_requests_waiting"]].max().max() for _, gauges in panels]
-    figure.update_xaxes(range=[0, max(gauges["t"].max() for _, gauges in panels)])
-    for row in range(1, 2 * bands, 2):
-        figure.update_yaxes(range=[0, 104], showticklabels=False, row=row)
-        figure.update_yaxes(range=[0, max(1.0, *queues) * 1.08], showticklabels=False, row=row + 1)
-        figure.update_yaxes(title_text="KV budget", ticksuffix=" %", showticklabels=True, row=row, col=1)
-        figure.update_yaxes(title_text="sequences", showticklabels=True, row=row + 1, col=1)
-        figure.update_xaxes(title_text="s since load start", row=row + 1)
-    figure.update_annotations(font={"size": 12})
-    finish(figure, 40 + 380 * bands, legend=False)
-    figure.update_layout(margin_t=56)
-    return Drawing(
-        f"occupancy-{load.mode}-{load.value:g}",
-        occupancy_title(run, load),
-        "Share of the KV budget over the load, one repeat (that of median throughput): the light area is reserved, the "
-        "dark area holds tokens, so the light remainder is waste. Below: sequences running (solid) and waiting "
-        "(dotted).",
-        figure,
-        180 * columns + 60,
-    )
-
-
-def _gauges(cell: MeasuredCell) -> pd.DataFrame:
-    """Of the repeat of median throughput (the lower of the middle two): one that happened, not a mean."""
-    values = sorted(cell.throughput().items(), key=lambda pair: pair[1])
-    repeat = values[(len(values) - 1) // 2][0] if values else cell.repeats[0].repeat
-    gauges = cell.gauges()
-    return thin(gauges[gauges["repeat"] == repeat].sort_values("t"))
-
-
-def thin(frame: pd.DataFrame, points: int = MAX_POINTS) -> pd.DataFrame:
-    """At most ``points`` rows of a time series, evenly, first and last kept."""
-    if len(frame) <= points:
-        return frame
-    return frame.iloc[np.unique(np.linspace(0, len(frame) - 1, points).round().astype(int))]
-
-
-def _occupancy_panel(
-    figure: go.Figure, name: str, gauges: pd.DataFrame, look: LineStyle, row: int, column: int
-) -> None:
-    t, total, name = gauges["t"], gauges["kv_slots_total"], safe(name)
-    reserved, used = gauges["kv_slots_reserved"] / total * 100, gauges["kv_slots_used"] / total * 100
-    if reserved.isna().all():  # a server that reports usage but not slots
-        reserved = gauges["kv_cache_usage_perc"] * 100
-
-    def draw(values: pd.Series, what: str, down: int, **line: object) -> None:
-        figure.add_scatter(
-            x=t,
-            y=values,
-            mode="lines",
-            name=name,
-            row=row + down,
-            col=column,
-            hovertemplate=f"{name}<br>%{{x:.1f}} s: %{{y:.0f}} {what}<extra></extra>",
-            **line,
-        )
-
-    for values, alpha, what in ((reserved, 0.25, "% reserved"), (used, 0.8, "% holds tokens")):
-        if values.notna().any():
-            area = {"fill": "tozeroy", "fillcolor": look.faint(alpha), "line": {"color": look.colour, "width": 1}}
-            draw(values, what, 0, **area)
-    for what, dash in (("running", "solid"), ("waiting", "dot")):
-        line = {"color": look.colour, "width": 1.8, "dash": dash, "shape": "hv"}
-        draw(gauges[f"num_requests_{what}"], what, 1, line=line)

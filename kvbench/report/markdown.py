@@ -7,6 +7,7 @@ from typing import Any
 
 from kvbench.common import text as words
 from kvbench.report.document import Document
+from kvbench.report.samples import OutputSamples
 from kvbench.report.sections import Section
 from kvbench.report.tables import Value
 
@@ -30,6 +31,8 @@ def markdown(report: Document) -> str:
         lines += [f"## {escape(chapter.title)}", "", *above]
         for section in chapter.sections:
             lines += _section(section, chapter.title)
+        if report.samples and any(section.key == "outputs" for section in chapter.sections):
+            lines += _samples(report.samples)
     if report.skipped:
         lines += ["## Not run", "", *(f"- {escape(note)}" for note in report.skipped), ""]
     lines += ["## Next, and where it came from", ""]
@@ -52,6 +55,21 @@ def _section(section: Section, chapter: str) -> list[str]:
     above = [line for text in section.sentences if text for line in (escape(text), "")]
     below = [escape(section.note), ""] if section.note else []
     return [*title, *above, *words.markdown_table(heads, body, table.numbers_from), "", *below]
+
+
+def _samples(samples: OutputSamples) -> list[str]:
+    """The sampled requests, folded: the baseline's text and those that differ."""
+    lines = ["<details><summary>Some of them</summary>", ""]
+    for one in samples.requests:
+        lines += [f"Request {one.index} of repeat {one.repeat}, {escape(one.group)}:", ""]
+        lines += [f"- {escape(samples.baseline)}: {escape(one.text)}"]
+        lines += [
+            f"- {escape(each.configuration)}, from {each.differs_at} on: {escape(each.text)}"
+            for each in one.variants
+            if each.differs_at
+        ]
+        lines += [""]
+    return [*lines, "</details>", ""]
 
 
 def _entry(value: Value) -> str:

@@ -10,7 +10,9 @@ from kvbench.common import text as words
 from kvbench.report.client_quality import QUALITY_NOTE, quality_sentences, quality_table
 from kvbench.report.comparisons import effects, paging
 from kvbench.report.engine_time import engine_time_note, engine_time_table
-from kvbench.report.kv import ledger_figure, ledger_note, ledger_table
+from kvbench.report.figures import distributions, heat_map, kv_timeline, slowest, step_time
+from kvbench.report.kv import ledger_figure, ledger_note, ledger_table, memory_table
+from kvbench.report.samples import output_samples
 from kvbench.report.style import Drawing
 from kvbench.report.tables import (
     MEDIANS,
@@ -64,22 +66,35 @@ def chapters(run: Run) -> list[Chapter]:
     """Every chapter that has something to show, without empty sections."""
     ledger, cells = ledger_table(run), _with_missing(run, main_table(run))
     kv = tuple(filter(None, (ledger_sentence(run), *(reservation(pair) for pair in paging(run)[-1:]))))
+    timelines = (kv_timeline.drawing(run, load) for load in reversed(run.loads))
     every = [
         Chapter(
-            "Where the KV bytes went", (Section("ledger", "Use by use", ledger, ledger_note(ledger)),),
-            _drawn(ledger_figure(run)), kv,
+            "Where the KV bytes went",
+            (
+                Section("ledger", "Use by use", ledger, ledger_note(ledger)),
+                Section("memory", "Bytes a token, scales and page table", memory_table(run)),
+            ),
+            _drawn(ledger_figure(run), *timelines), kv,
         ),
         Chapter(
             "Latencies",
             (
+                Section("slowest", "The slowest requests", slowest.slowest_table(run)),
                 Section("classes", "By class of request", class_table(run), f"Raw samples. {UNCERTAIN_NOTE}"),
                 Section("turns", "By turn of the conversation", turn_table(run), "Raw samples of all repeats."),
             ),
+            _drawn(distributions.drawing(run), slowest.drawing(run)),
         ),
+        Chapter(
+            "Inside the engine", (Section("steps", "Step time", step_time.step_time_table(run)),),
+            _drawn(step_time.drawing(run), heat_map.drawing(run)),
+        ),
+        Chapter("Outputs side by side", (Section("outputs", "Equal to the baseline", agreement_table(run)),)),
         Chapter(
             "All cells",
             (
                 Section("cells", "All cells", cells, _cells_note(run), folded=False),
+                Section("failures", "Failures", failure_table(run)),
                 Section("engine_time", "Engine time", engine_time_table(run), engine_time_note(run)),
                 Section("effects", "Each setting changed alone, as served", effect_table(run), _effects_note(run)),
                 Section("plateaus", "Step by step of the rate", plateau_table(run), _PLATEAU_NOTE),
@@ -129,6 +144,27 @@ def _cells_note(run: Run) -> str:
         UNCERTAIN_NOTE: any(UNCERTAIN in text for text in texts),
     }
     return " ".join(text for text, holds in found.items() if holds and text)
+
+
+def agreement_table(run: Run) -> Table:
+    """How many outputs of each configuration are the baseline's; no rows where no outputs are stored."""
+    samples = output_samples(run)
+    rows = [
+        Row(None, (Value(each.configuration, each.configuration), Value(str(each), each.equal / each.both)))
+        for each in (samples.agreements if samples else ())
+    ]
+    return Table((Column("configuration", "configuration"), Column("equal", "outputs")), tuple(rows))
+
+
+def failure_table(run: Run) -> Table:
+    """Failed requests by cell and kind, with the most frequent message; loads that failed as a whole first."""
+    rows = [Row(None, (Value(text, text), *(Value("–"),) * 3)) for text in run.problems]
+    for cell in run.by_load:
+        for kind, each in cell.failure_messages.items():
+            shown = (cell.name, cell.load.short, f"{kind}: {each['message']}", str(each["requests"]))
+            rows.append(Row(cell, tuple(Value(text, text) for text in shown), cell.load))
+    heads = ("configuration", "load", "failure", "requests")
+    return Table(tuple(Column(head, head) for head in heads), tuple(rows), numbers_from=3)
 
 
 def effect_table(run: Run) -> Table:

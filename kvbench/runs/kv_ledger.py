@@ -59,22 +59,39 @@ class Ledger:
         return self.parts[use] / self.budget
 
 
+def interval_slots(gauges: pd.DataFrame) -> pd.DataFrame:
+    """Slots by use (SLOT_USES) between each poll and the one before it, exact means over the steps; one repeat's polls.
+
+    Rows by ``t``, with the index of ``gauges``. What the gauges said stands in the first row, and where no step ended
+    between two polls. Empty where the server does not count its slots.
+    """
+    polls = gauges[gauges["kv_slots_total"] > 0].sort_values("t")
+    names = [_STEPS + use for use in SLOT_USES]
+    if polls.empty or any(name not in polls for name in names) or polls[names].isna().to_numpy().any():
+        return pd.DataFrame(columns=list(SLOT_USES), dtype=float)
+    counted = polls[names].to_numpy()
+    moved = np.diff(counted, axis=0, prepend=counted[:1])  # [polls, uses] slots summed over the interval's steps
+    steps = moved.sum(axis=1, keepdims=True)
+    total = polls["kv_slots_total"].to_numpy()[:, None]
+    mean = np.where(steps > 0, moved / np.where(steps > 0, steps, 1) * total, _gauge_slots(polls).to_numpy())
+    return pd.DataFrame(mean, index=polls.index, columns=list(SLOT_USES))
+
+
 def mean_slots(gauges: pd.DataFrame, start: float, end: float) -> dict[str, float]:
     """Slots by use (SLOT_USES), averaged over ``start`` .. ``end`` [s of the frame's ``t``]; one repeat's polls.
 
     Empty where the server does not count them. If no two polls enclose a part of the window, the gauges of all polls.
     """
-    polls = gauges[gauges["kv_slots_total"] > 0].sort_values("t")
-    names = [_STEPS + use for use in SLOT_USES]
-    if polls.empty or any(name not in polls for name in names) or polls[names].isna().to_numpy().any():
+    slots = interval_slots(gauges)
+    if slots.empty:
         return {}
-    t, total = polls["t"].to_numpy(), polls["kv_slots_total"].to_numpy()[1:]
-    moved = np.diff(polls[names].to_numpy(), axis=0)  # [intervals, uses] slots summed over the interval's steps
-    steps = moved.sum(axis=1, keepdims=True)
-    held = _gauge_slots(polls).to_numpy()  # what counts where no step ended within an interval
-    mean = np.where(steps > 0, moved / np.where(steps > 0, steps, 1) * total[:, None], held[1:])
+    polls = gauges.loc[slots.index]
+    t = polls["t"].to_numpy()
     weight = np.clip(np.minimum(t[1:], end) - np.maximum(t[:-1], start), 0, None)
-    averaged = np.average(mean, axis=0, weights=weight) if weight.sum() > 0 else held.mean(axis=0)
+    if weight.sum() > 0:
+        averaged = np.average(slots.to_numpy()[1:], axis=0, weights=weight)
+    else:
+        averaged = _gauge_slots(polls).to_numpy().mean(axis=0)
     return dict(zip(SLOT_USES, map(float, averaged), strict=True))
 
 
@@ -105,6 +122,13 @@ def bytes_per_slot(cell: MeasuredCell) -> float | None:
     return next((v for value in known if (v := number(value)) is not None and v > 0), None)
 
 
+def scale_bytes_per_slot(cell: MeasuredCell) -> float | None:
+    """Of ``bytes_per_slot``, those of the scales; None where neither the server nor the arithmetic tells."""
+    names = ("scale_bytes_per_slot", "scale_bytes_per_token")
+    known = (_mean(cell, "kv_scale_bytes_per_slot"), *(number(cell.capacity.get(name)) for name in names))
+    return next((value for value in known if value is not None), None)
+
+
 def ledger(cell: MeasuredCell) -> Ledger | None:
     """None where the server does not tell its slots, their size or its budget."""
     slots = {use: _mean(cell, f"use_{use}") for use in SLOT_USES}
@@ -115,7 +139,7 @@ def ledger(cell: MeasuredCell) -> Ledger | None:
     parts = {use: float(value or 0.0) * size for use, value in slots.items()}
     parts["table"] = _mean(cell, "page_table_bytes") or 0.0
     parts["rest"] = max(0.0, budget - math.fsum(parts.values()))
-    scales = float(slots["tokens"] or 0.0) * (_mean(cell, "kv_scale_bytes_per_slot") or 0.0)
+    scales = float(slots["tokens"] or 0.0) * (scale_bytes_per_slot(cell) or 0.0)
     shared = _mean(cell, "kv_slots_shared")
     return Ledger(math.fsum(parts.values()), parts, scales, None if shared is None else shared * size)
 

@@ -72,6 +72,16 @@ def cell(
     )
 
 
+def stored(one: MeasuredCell, folder: Path, requests: Any = None, gauges: Any = None) -> MeasuredCell:
+    """The cell with a folder that holds its requests.parquet and server.parquet (frames; None: no such file)."""
+    where = folder / one.cell_id
+    where.mkdir(parents=True)
+    for frame, name in ((requests, "requests.parquet"), (gauges, "server.parquet")):
+        if frame is not None:
+            frame.to_parquet(where / name)
+    return replace(one, folder=where)
+
+
 def refused(served: int = 20, message: str = "Context size has been exceeded.", **how: Any) -> MeasuredCell:
     """A cell of one repeat whose server answered ``served`` of 48 requests and the others with ``message``."""
     failed = 48 - served

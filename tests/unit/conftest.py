@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.report.document import document
 from kvbench.report.outputs import write_report
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
@@ -79,7 +80,8 @@ def page_of(run_folder: Callable[[str], Path]) -> Callable[[str], str]:
     def text(variant: str) -> str:
         if variant not in built:
             folder = run_folder(variant)
-            built[variant] = write_report(read_run(folder), folder)[0].read_text()
+            run = read_run(folder)
+            built[variant] = write_report(run, folder, document(run))[0].read_text()
         return built[variant]
 
     return text

@@ -47,7 +47,7 @@ def effects_figure(frame: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(
         range=[-0.5, len(rows) - 0.2], tickvals=list(range(len(rows))), ticktext=[_label(row) for row in rows]
     )
-    finish(figure, 118 + _ROW * len(rows))
+    finish(figure, 118 + max(80, _ROW * len(rows)))
     figure.update_annotations(font={"size": 13})
     figure.update_layout(margin={"t": 84, "l": 20, "r": 16})
     return figure

@@ -31,15 +31,17 @@ _ENDS = ("", "_low", "_high")
 def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFrame:
     """One row a valid cell: configuration, its short ``name``, load, rank of the load, and each value with its bounds.
 
+    ``steady``: whether all have a steady window; else throughputs are of the whole run, of all: like with like.
+
     Values: tokens_per_s; goodput [requests/s within the SLO]; cost [price per 10^6 output tokens]; energy [J per output
     token]; ttft (p95), tpot (median) [ms]: medians over repeats, of latencies the pooled percentile. Intervals: 95 % t
     interval of the logarithms from 3 repeats on, of two their range, of one none (NaN). Unknown values are NaN.
     """
-    rows = []
+    rows, steady = [], all(cell.has_steady for cell in run.cells if cell.valid)
     for cell in run.cells:
         if not cell.valid:
             continue
-        tokens = cell.throughput()
+        tokens = cell.throughput(steady)
         series: dict[str, Mapping[int, float]] = {
             "tokens_per_s": tokens,
             "goodput": cell.per_repeat("steady_goodput") or cell.per_repeat("goodput"),
@@ -50,7 +52,7 @@ def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFram
         }
         row: dict[str, object] = {
             "configuration": cell.name, "name": short_name(cell, baseline(run, cell.load)), "load": cell.load.label,
-            "rank": run.loads.index(cell.load),
+            "rank": run.loads.index(cell.load), "steady": steady,
         }  # fmt: skip
         for name, values in series.items():
             row |= dict(zip((name + end for end in _ENDS), _interval(values), strict=True))
@@ -59,7 +61,7 @@ def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFram
             row[name] = math.nan if pooled is None else pooled
         rows.append(row)
     names = [name + end for name in (*_AXES, *_LATENCIES) for end in _ENDS]
-    return pd.DataFrame(rows, columns=["configuration", "name", "load", "rank", *names])
+    return pd.DataFrame(rows, columns=["configuration", "name", "load", "rank", "steady", *names])
 
 
 def _energy(cell: MeasuredCell) -> dict[int, float]:
@@ -120,12 +122,17 @@ def frontier_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Fi
         figure.update_yaxes(title_text=_LATENCIES[latency], row=1, col=column)
     figure.update_yaxes(**log_axis(frame["ttft"].dropna().to_numpy()), row=1, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=2)
-    figure.update_xaxes(title_text=_AXES[axes[0]][0], rangemode="tozero", nticks=5)
+    figure.update_xaxes(title_text=_axis_title(frame, axes[0]), rangemode="tozero", nticks=5)
     finish(figure, 360)
     figure.update_layout(margin={"t": 96 if len(axes) > 1 else 64, "r": 40}, legend_font_size=12)
     if len(axes) > 1:
-        figure.update_layout(updatemenus=[_buttons(figure, axes)])
+        figure.update_layout(updatemenus=[_buttons(figure, frame, axes)])
     return figure
+
+
+def _axis_title(frame: pd.DataFrame, axis: str) -> str:
+    whole = axis == "tokens_per_s" and not frame["steady"].all()
+    return _AXES[axis][0] + (" (whole run)" if whole else "")
 
 
 def _line(
@@ -156,17 +163,17 @@ def _line(
     )  # fmt: skip
 
 
-def _buttons(figure: go.Figure, axes: list[str]) -> dict[str, object]:
+def _buttons(figure: go.Figure, frame: pd.DataFrame, axes: list[str]) -> dict[str, object]:
     """A drop-down that shows the traces of one axis."""
 
     def shows(axis: str) -> list[dict[str, object]]:
         shown = [trace.customdata[0] == axis for trace in figure.data]
         first = [trace.xaxis in (None, "x") for trace in figure.data]
         legend = [a and b for a, b in zip(shown, first, strict=True)]
-        title = {"xaxis.title.text": _AXES[axis][0], "xaxis2.title.text": _AXES[axis][0]}
+        title = dict.fromkeys(("xaxis.title.text", "xaxis2.title.text"), _axis_title(frame, axis))
         return [{"visible": shown, "showlegend": legend}, title]
 
-    buttons = [{"label": _AXES[axis][0], "method": "update", "args": shows(axis)} for axis in axes]
+    buttons = [{"label": _axis_title(frame, axis), "method": "update", "args": shows(axis)} for axis in axes]
     place = {"x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"}
     return {"buttons": buttons, "font": {"size": 11}, **place}
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.report.changes import AHEAD, BEHIND, IS_LEVEL, OPEN, THROUGHPUT, TTFT
 from kvbench.report.decision import (
     COSTS,
+    FASTER_P95,
     MOST_WORDS,
     NO_CHANGE,
     PAYS,
@@ -47,7 +48,9 @@ def with_kld(measured: Run, config_id: str, kld: float, note: str = "") -> Run:
         ({"throughput": SLOW, "ttft": (100.0, 101.0, 102.0)}, COSTS),
         ({}, NO_CHANGE),
         ({"ttft": LATE}, SLOWER_P95),
+        ({"ttft": (100.0, 101.0, 102.0)}, FASTER_P95),
         ({"throughput": WIDE}, UNDECIDED),
+        ({"throughput": WIDE, "ttft": (100.0, 101.0, 102.0)}, UNDECIDED),  # closed loop: it may be slower
         ({"throughput": WIDE, "ttft": LATE}, SLOWER_P95),
         ({"throughput": (150.0,)}, UNDECIDED),
     ],
@@ -127,6 +130,21 @@ def test_engine_time_decides_where_served_loads_are_invalid_and_says_so() -> Non
     assert text == "Ship page 8: +16 % tokens/s (13 to 20) in engine time at 24 at once, p95 TTFT −24 %."
 
 
+def test_in_open_loop_the_arrivals_set_throughput_so_a_better_p95_is_what_ships() -> None:
+    how = {"mode": "open", "load": 4}
+    text = headline(run(cell(**how), cell(page_size=8, ttft=(100.0, 101.0, 102.0), **how)))
+    assert text.startswith("Ship page 8: p95 TTFT −80 %") and text.endswith("at 4/s, tokens/s level.")
+
+
+def test_a_p95_of_the_other_clock_than_throughput_says_so() -> None:
+    other = cell(page_size=8, ttft=LATE)
+    known = in_engine_time((other, THROUGHPUT, 1.2, 1.1, 1.3, AHEAD), (other, TTFT, 1.0, 0.8, 1.2, OPEN))
+    measured = run(cell(), other, engine_time=known)
+    assert headline(measured).startswith("Risk: ")  # engine time leaves p95 TTFT open, the served loads do not
+    (answer,) = answers(measured)
+    assert "engine time" in answer.evidence and "served" in answer.evidence
+
+
 def test_an_incomplete_run_says_so_first() -> None:
     text = headline(run(cell(), cell(page_size=8, throughput=FAST), missing=("a", "b")))
     assert text.startswith("Incomplete: Ship page 8")
@@ -142,19 +160,24 @@ CALLS = st.sampled_from([AHEAD, BEHIND, IS_LEVEL, OPEN])
 RATIOS = st.floats(0.01, 99.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(RATIOS, CALLS, RATIOS, CALLS), min_size=1, max_size=5), st.booleans(), st.booleans())
 def test_no_run_gets_more_than_25_words_and_none_ships_what_is_behind(rows, quantised: bool, incomplete: bool) -> None:
     long = {"scheduling_policy": "priority", "enable_prefix_caching": True}
     cells, effects = [], []
     for i, (ratio, call, ttft, ttft_call) in enumerate(rows):
-        each = cell(page_size=2 ** (5 + i), **long, **(FP8 if quantised else {}))
+        each = cell(page_size=2 ** (5 + i), throughput=(100.0,), **long, **(FP8 if quantised else {}))
         cells.append(each)
         effects += [(each, THROUGHPUT, ratio, 0.9 * ratio, 1.1 * ratio, call)]
         effects += [(each, TTFT, ttft, 0.9 * ttft, 1.1 * ttft, ttft_call)]
     missing = ("x",) if incomplete else ()
-    text = headline(run(cell(), *cells, missing=missing, engine_time=in_engine_time(*effects)))
+    base = cell(throughput=(100.0,))  # one repeat: engine time alone decides
+    text = headline(run(base, *cells, missing=missing, engine_time=in_engine_time(*effects)))
     assert count_words(text) <= MOST_WORDS, text
-    pays = any(call == AHEAD and ttft_call != BEHIND for _, call, _, ttft_call in rows)
+    pays = any(
+        (call == AHEAD and ttft_call != BEHIND) or (call == IS_LEVEL and ttft_call == AHEAD)
+        for _, call, _, ttft_call in rows
+    )
     assert ("Ship " in text) == (pays and not quantised), text
 
 

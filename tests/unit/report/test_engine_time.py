@@ -10,10 +10,11 @@ from rich.console import Console
 
 from kvbench.common.console import print_table
 from kvbench.common.files import write_json
+from kvbench.report.decision import headline
+from kvbench.report.document import document
 from kvbench.report.engine_time import engine_time_console, engine_time_note, engine_time_table
 from kvbench.report.markdown import markdown
 from kvbench.report.outputs import write_report
-from kvbench.report.wording import headline
 from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
 from kvbench.runs.read import read_run
 
@@ -58,7 +59,7 @@ def test_an_effect_stands_with_interval_and_call_beside_the_served_ratio(run_wit
     assert (throughput.text, throughput.mark) == ("+15.2 %", "better") and "+14.0 to +16.5" in throughput.note
     assert (ttft.text, ttft.mark) == ("+30.0 %", "worse")
     assert entries["p95 ITL"].text == "–"
-    assert "in engine time (whole run) +15.2 % (+14.0 to +16.5) at" in markdown(run)
+    assert "p95 TTFT worsens by 30 %" in headline(run) and "in engine time" in headline(run)
 
 
 def test_the_console_has_each_call_in_80_columns_and_explains_open(run_with):
@@ -87,18 +88,19 @@ def test_what_an_interrupted_run_knows_of_engine_time_is_shown_as_unfinished(run
     if not served:
         shutil.rmtree(run.folder / "cells")
         run = read_run(run.folder)
-    text = markdown(run)
-    row = next(line for line in text.splitlines() if line.startswith("|") and "+5.0 %" in line)
+    text = markdown(document(run))
+    table = text[text.index("# Engine time") :]
+    row = next(line for line in table.splitlines() if line.startswith("|") and "+5.0 %" in line)
     assert (cell.name if served else cell.cell_id.replace("_", r"\_")) in row
     assert "Unfinished: it was interrupted after 4 launches." in text and "(unfinished)" in printed(run)
-    assert "Nothing was measured" not in text or "engine time (whole run, unfinished)" in headline(run)
-    write_report(run, run.folder)
+    assert ("Only engine time" in headline(run)) is not served
+    write_report(run, run.folder, document(run))
     assert "+5.0 %" in (run.folder / "report.html").read_text()
 
 
 def test_nothing_is_called_unfinished_that_is_not(run_with):
     run, _ = run_with(effect)
-    assert "nfinished" not in markdown(run).split("Manifest")[0] + printed(run)
+    assert "nfinished" not in markdown(document(run)).split("Manifest")[0] + printed(run)
 
 
 def test_an_invalid_cell_has_no_served_ratio_beside_its_engine_time(run_with):
@@ -127,25 +129,3 @@ def test_the_note_says_turns_their_cost_and_what_was_left_out(run_with):
 def test_a_run_without_engine_time_has_no_table(run_folder):
     run = read_run(run_folder("normal"))
     assert not engine_time_table(run).rows and engine_time_console(run) is None and engine_time_note(run) == ""
-
-
-def test_where_served_loads_are_invalid_the_first_sentence_is_what_engine_time_decides(run_with):
-    run, cell = run_with(lambda c: effect(c, ratio=2.05, low=2.0, high=2.1, call="ahead"), variant="invalid")
-    base = next(each for each in run.at(cell.load) if each.is_baseline)
-    first, served = headline(run).split(" Over HTTP: ")
-    assert cell.name in first and base.name in first and "+105.0 % (+100.0 to +110.0)" in first
-    assert served.startswith("no verdict")
-
-
-def test_figures_that_decide_nothing_are_not_in_the_first_sentence_beside_engine_time(run_with):
-    """One repeat each: which configuration has the highest median says nothing."""
-    run, cell = run_with(lambda c: effect(c, ratio=1.1, low=1.08, high=1.12, call="ahead"), variant="no_contiguous")
-    first, served = headline(run).split(" Over HTTP: ")
-    assert cell.name in first and "+10.0 %" in first
-    assert "no verdict on which is best" in served.lower() and "TTFT" not in served and "median" not in served
-
-
-@pytest.mark.parametrize(("variant", "call"), [("invalid", "open"), ("normal", "ahead")])
-def test_the_first_sentence_is_of_the_served_loads_where_engine_time_is_open_or_they_decide(run_with, variant, call):
-    run, _ = run_with(lambda c: effect(c, ratio=1.05, low=0.98, high=1.12, call=call), variant=variant)
-    assert "ngine time" not in headline(run)

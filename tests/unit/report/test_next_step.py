@@ -44,13 +44,13 @@ def test_settings_that_pay_alone_are_to_be_measured_together() -> None:
 
 
 def test_open_effects_ask_for_as_much_more_as_they_need() -> None:
-    other = cell(page_size=8)
+    base, other = cell(throughput=(100.0,)), cell(page_size=8, throughput=(100.0,))
     effect = (other, THROUGHPUT, 1.02, 0.99, 1.05, OPEN)
     known = in_engine_time(effect, smallest_seen=0.04, seconds=120.0)
-    (step,) = next_steps(run(cell(), other, engine_time=known, command=COMMAND))
+    (step,) = next_steps(run(base, other, engine_time=known, command=COMMAND))
     assert step.command.endswith(" --lockstep-minutes 9")  # 2 minutes x (4 % / 2 %)^2, and a tenth more
     far = in_engine_time(effect, smallest_seen=0.4, seconds=120.0)  # hours: not proposed
-    assert not next_steps(run(cell(), other, engine_time=far, command=COMMAND))
+    assert not next_steps(run(base, other, engine_time=far, command=COMMAND))
     one = (cell(throughput=(100.0,)), cell(page_size=8, throughput=(150.0,)))
     assert next_steps(run(*one, command=COMMAND))[0].command.endswith("--repeats 3")
 

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import rich.console
@@ -18,13 +17,12 @@ import rich.console
 from kvbench.cli.main import cli
 from kvbench.common.console import print_table
 from kvbench.common.errors import UsageError
-from kvbench.report.figures.cells import drawings, ecdf, log_axis
-from kvbench.report.kv import thin
+from kvbench.report.decision import headline
+from kvbench.report.document import document
 from kvbench.report.markdown import markdown
 from kvbench.report.outputs import DROP_FIRST, console_table, write_report
 from kvbench.report.page import page
 from kvbench.report.style import looks
-from kvbench.report.wording import headline
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell, refused
@@ -67,17 +65,22 @@ def test_the_page_has_every_section_and_every_figure(
     run, source = run_of("normal"), page_of("normal")
     text = visible(source)
     assert all(text.count(name) >= len(run.loads) for name in run.configs)
-    keys = ["headline", "ledger", "latency", "distributions", "occupancy-closed-24", "occupancy-closed-3"]
-    assert [drawing.key for drawing in drawings(run)] == keys
+    keys = ["effects", "frontier", "ledger", "kv-timeline-closed-24", "kv-timeline-closed-3", "distributions"]
+    assert [drawing.key for drawing in document(run).drawings] == [*keys, "slowest"]
     assert all(source.count(f'<figure id="{key}">') == 1 for key in keys)
-    titles = re.findall(r"<h2>(.*?)</h2>", source)
-    assert [line[3:] for line in markdown(run).splitlines() if line.startswith("## ") and line[3:] in titles] == [
-        title for title in titles if title not in ("How to read it", "Where it came from")
-    ]  # HTML and Markdown have the same sections
-    assert "within 5 % of 1" in text and "not told apart" in text
-    assert text.count("paged KV is gathered first") == 2  # in the conclusions and in how-to-read
-    assert "<details><summary>Cell by cell" in source
-    assert "<details open><summary>Cell by cell" in page(run_of_cells(cell(reasons=("repeat 1: it lagged",))))
+    in_markdown = [line[3:] for line in markdown(document(run)).splitlines() if line.startswith("## ")]
+    in_page = [re.sub(r" <small>.*", "", title) for title in re.findall(r"<h2>(.*?)</h2>", source)]
+    assert in_markdown == in_page  # the same chapters, in the same order
+    assert "within 5 % of 1" in text and text.count("paged KV is gathered first") == 1
+
+
+def test_what_is_not_valid_is_said_on_the_second_line_with_its_reasons_folded() -> None:
+    broken = run_of_cells(cell(), cell("contiguous", reasons=("repeat 1: it lagged",)))
+    report = document(broken)
+    assert report.status == "invalid" and "1 of 2 cells valid" in report.counted
+    assert any("it lagged" in text for text in report.details)
+    head = page(broken, report).split("<h2>")[0]
+    assert '<details class="banner invalid">' in head and "it lagged" in head.split("</summary>")[1]
 
 
 def test_everything_from_outside_is_escaped(make: Callable[..., Run]) -> None:
@@ -87,16 +90,17 @@ def test_everything_from_outside_is_escaped(make: Callable[..., Run]) -> None:
     summary["settings"].pop("layout")
     path.write_text(json.dumps(summary | {"label": EVIL, "notes": {"text": EVIL}}))
     run = read_run(run.folder)
-    text = page(run)
+    text = page(run, document(run))
     assert "<script>alert" not in text and "<img" not in without_scripts(text) and EVIL in visible(text)
-    outside_code = re.sub(r"```.*?```", "", markdown(run), flags=re.S)
+    outside_code = re.sub(r"```.*?```", "", markdown(document(run)), flags=re.S)
     assert "<script" not in outside_code and "<img" not in outside_code
-    assert not any("<script" in (trace.name or "") for drawing in drawings(run) for trace in drawing.figure.data)
+    traces = [trace for drawing in document(run).drawings for trace in drawing.figure.data]
+    assert not any("<script" in (trace.name or "") for trace in traces)
 
 
 def test_markdown_has_every_cell_and_every_missing_one(run_of: Callable[[str], Run]) -> None:
     run = run_of("incomplete")
-    lines = markdown(run).splitlines()
+    lines = markdown(document(run)).splitlines()
     start = lines.index("## All cells") + 2
     table = lines[start : lines.index("", start)]
     for one in run.cells:
@@ -109,35 +113,35 @@ def test_markdown_has_every_cell_and_every_missing_one(run_of: Callable[[str], R
 def test_limits_of_goodput_and_what_was_not_run_are_in_page_and_markdown() -> None:
     slo = {"load": {"slo": {"ttft_ms": 200.0, "tpot_ms": 50.0}}}
     shown = run_of_cells(cell(), workload=slo, notes=["skipped a: b"])
-    for text in (page(shown), markdown(shown)):
+    for text in (page(shown, document(shown)), markdown(document(shown))):
         assert "requests/s that met ttft &lt;= 200 ms and tpot &lt;= 50 ms" in text
         assert "Not run" in text and text.split("Manifest</summary>")[0].count("skipped a: b") == 1
 
 
 def test_the_axis_says_whole_run_where_no_window_was_steady() -> None:
     run = run_of_cells(cell(), cell("contiguous"))
-    assert "output tokens/s (steady window)" in _axes(run)
+    assert "output tokens/s" in _axes(run) and "whole run" not in _axes(run)
     for one in run.cells:
         for repeat in one.repeats:
             repeat.metrics["output_throughput"] = repeat.metrics.pop("steady_output_throughput")  # type: ignore
-    assert "output tokens/s (whole run)" in _axes(run) and "steady window" not in _axes(run)
+    assert "output tokens/s (whole run)" in _axes(run)
 
 
 def _axes(shown: Run) -> str:
     """All texts of axes and panels."""
-    return " ".join(json.dumps(json.loads(d.figure.to_json())["layout"]) for d in drawings(shown))
+    return " ".join(json.dumps(json.loads(d.figure.to_json())["layout"]) for d in document(shown).drawings)
 
 
 def test_a_server_that_tells_nothing_of_its_kv_has_no_figure_of_it(make: Callable[..., Run]) -> None:
     made = make(repeats=1)
-    assert any(drawing.key.startswith("occupancy") for drawing in drawings(made))
+    assert any(drawing.key.startswith("kv-timeline") for drawing in document(made).drawings)
     for column, found in (("kv_cache_usage_perc", True), ("t", False)):  # another engine tells its usage alone
         for one in made.cells:
             path = one.folder / "server.parquet"
             known = ["t", "repeat", "num_requests_running", "num_requests_waiting", column]
             pd.read_parquet(path)[list(dict.fromkeys(known))].to_parquet(path)
-        shown = [drawing.key for drawing in drawings(read_run(made.folder))]
-        assert "ledger" not in shown and any(key.startswith("occupancy") for key in shown) == found
+        shown = [drawing.key for drawing in document(read_run(made.folder)).drawings]
+        assert "ledger" not in shown and any(key.startswith("kv-timeline") for key in shown) == found
 
 
 def test_colours_are_the_same_whatever_else_was_measured(run_of: Callable[[str], Run]) -> None:
@@ -201,38 +205,21 @@ def test_no_ratio_of_an_invalid_pair_is_anywhere_in_the_report() -> None:
     broken = run_of_cells(cell(**late), cell("contiguous"), cell(load=3, **late), cell("contiguous", load=3))
     out = io.StringIO()
     rich.console.Console(file=out, width=100).print(console_table(broken))
-    figures = " ".join(drawing.figure.to_json() + drawing.title for drawing in drawings(broken))
-    for text in (visible(page(broken)), markdown(broken), out.getvalue(), figures):
-        assert "2.07" not in text and "--resume" in visible(page(broken))
+    figures = " ".join(drawing.figure.to_json() + drawing.title for drawing in document(broken).drawings)
+    for text in (visible(page(broken, document(broken))), markdown(document(broken)), out.getvalue(), figures):
+        assert "2.07" not in text and "--resume" in visible(page(broken, document(broken)))
 
 
-def test_the_console_table_says_what_a_server_refused_and_the_page_shows_it_hatched() -> None:
+def test_the_console_table_and_the_page_say_what_a_server_refused() -> None:
     shown, out = run_of_cells(refused(), cell("contiguous")), io.StringIO()
     rich.console.Console(file=out, width=80).print(console_table(shown))
     text = " ".join(out.getvalue().split())
     assert "! paged (page 16)" in text and "! contiguous" not in text and "invalid" not in text
     assert "! paged (page 16) at 24 at once served 20 of 48 requests and refused the others" in text
-    bars = next(drawing for drawing in drawings(shown) if drawing.key == "headline")
-    assert "Hatched: refused." in bars.caption and "<b>refused</b>" in str(bars.figure.to_dict())
-
-
-def test_ecdf_keeps_real_points_and_both_ends() -> None:
-    samples = np.random.default_rng(0).exponential(10, 50_000)
-    x, y = ecdf(samples)
-    assert len(x) == 400
-    assert (x[0], x[-1], y[-1]) == (samples.min(), samples.max(), 1.0)
-    assert y == pytest.approx([(samples <= value).mean() for value in x])
-
-
-def test_thin_keeps_first_and_last() -> None:
-    short = thin(pd.DataFrame({"t": range(10_000)}))
-    assert len(short) <= 400 and (short["t"].iloc[0], short["t"].iloc[-1]) == (0, 9_999)
-
-
-def test_log_axis_ticks_lie_on_one_two_five() -> None:
-    assert {10, 20, 50, 100, 200, 500} <= set(log_axis(np.array([12.0, 300.0]))["tickvals"])
-    assert log_axis(np.array([100.0, 110.0]))["tickvals"]  # too narrow for two ticks
-    assert log_axis(np.array([0.0])) == {}
+    report = document(shown)
+    assert "refused 28 of 48" in report.verdict and "0 of 2" not in report.counted
+    (failures,) = (s for chapter in report.chapters for s in chapter.sections if s.key == "failures")
+    assert any("Context size has been exceeded." in value.text for row in failures.table.rows for value in row.values)
 
 
 @pytest.mark.parametrize("fault", ["samples gone", "samples cut", "cell gone"])
@@ -241,7 +228,7 @@ def test_a_report_is_not_replaced_by_one_that_would_say_less(
 ) -> None:
     run = make(repeats=1, concurrencies=(3,))
     lost = run.cells[0].folder
-    whole = {path: path.read_bytes() for path in write_report(run, run.folder)}
+    whole = {path: path.read_bytes() for path in write_report(run, run.folder, document(run))}
     if fault == "cell gone":
         shutil.rmtree(lost)
     elif fault == "samples cut":
@@ -250,7 +237,7 @@ def test_a_report_is_not_replaced_by_one_that_would_say_less(
         (lost / "requests.parquet").unlink()
     run = read_run(run.folder)
     with pytest.raises(UsageError) as refused:
-        write_report(run, run.folder)
+        write_report(run, run.folder, document(run))
     assert all(word in str(refused.value) for word in (lost.name, "--output-dir"))
     assert {path: path.read_bytes() for path in whole} == whole
     elsewhere = tmp_path / "elsewhere"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvbench.report.client_quality import quality_sentences, quality_table
-from kvbench.report.sections import class_table, effect_table, plateau_table, sections, turn_table
+from kvbench.report.sections import Section, chapters, class_table, effect_table, plateau_table, turn_table
 from kvbench.report.tables import Table, Value, flat_rows, main_table
 from kvbench.runs.model import MeasuredCell, Run
 from tests.support.report_cells import cell, refused, run
@@ -198,6 +198,10 @@ def test_the_steps_of_a_rate_have_a_table_of_medians() -> None:
         ("8/s", "0–30", "60", "5.50", "275", "120 ms", "9.0 ms", "–"),
     ]
     assert plateau_table(run(one)).rows == ()
+
+
+def sections(shown: Run) -> list[Section]:
+    return [section for chapter in chapters(shown) for section in chapter.sections]
 
 
 def test_sections_without_rows_are_left_out() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvbench.report.kv import SECTION, ledger_figure, ledger_note, ledger_table
+from kvbench.report.document import document
+from kvbench.report.kv import ledger_figure, ledger_note, ledger_table
 from kvbench.report.markdown import markdown
 from kvbench.report.outputs import write_report
 from kvbench.runs.kv_ledger import SLOT_USES, USES, accounting, ledger, mean_slots, swapped_bytes
@@ -133,7 +134,7 @@ def test_every_byte_of_the_budget_is_in_one_place(hand_made: Run) -> None:
 def test_counters_become_bytes_and_csv_columns(hand_made: Run) -> None:
     (only,) = hand_made.cells
     assert swapped_bytes(only) == 700_000 and swapped_bytes(only, "in") == 600_000
-    write_report(hand_made, hand_made.folder)
+    write_report(hand_made, hand_made.folder, document(hand_made))
     row = pd.read_csv(hand_made.folder / "summary.csv").iloc[0]
     expected = {
         "kv_tokens_bytes": 60_000, "kv_scale_bytes": 1_800, "kv_fragmented_bytes": 5_000, "kv_table_bytes": 2_500,
@@ -156,8 +157,8 @@ def test_table_has_percent_bytes_and_what_stands_beside(hand_made: Run) -> None:
         "swapped": ("684 KiB", "586 KiB back, 100 tokens lost"),
     }  # fmt: skip
     assert {key: shown[key] for key in expected} == expected
-    text = markdown(hand_made)
-    assert f"## {SECTION}" in text and "| 58 % (58.6 KiB, 1.8 KiB of it scales) |" in text
+    text = markdown(document(hand_made))
+    assert "## Where the KV bytes went" in text and "| 58 % (58.6 KiB, 1.8 KiB of it scales) |" in text
     assert all(word in ledger_note(table) for word in ("Saved by sharing:", "Swapped:", "Recomputed:"))
 
 
@@ -181,7 +182,7 @@ def test_bars_add_up_to_the_budget_and_scales_are_part_of_the_tokens(hand_made: 
 
 def test_another_engines_server_has_no_section(run_of: Callable[[str], Run]) -> None:
     run = run_of("foreign")
-    assert ledger_figure(run) is None and ledger_table(run).rows == () and SECTION not in markdown(run)
+    assert ledger_figure(run) is None and ledger_table(run).rows == () and "Use by use" not in markdown(document(run))
 
 
 def test_parts_are_the_mean_over_repeats() -> None:

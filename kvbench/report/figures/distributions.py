@@ -1,0 +1,159 @@
+"""How latencies are distributed: ECDFs of TTFT, TPOT, ITL and E2EL, of all requests and of each class of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from kvbench.common import text as words
+from kvbench.metrics.latency import inter_token_latencies, request_latencies
+from kvbench.report.figures.axes import compact, ecdf, legend_room, log_axis
+from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
+from kvbench.runs.model import MeasuredCell, Run
+
+LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
+EVERY = ""  # the group of all requests
+_POINTS = {True: 80, False: 40}  # of a curve: of all requests, of a class
+_WIDTH, _PANEL, _GAP, _MENU = 500, 210, 64, 44  # px: narrowest figure; a panel's height, between two, room for the menu
+
+
+def distributions(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
+    """Points of the ECDFs of each cell's raw samples, all repeats, successful requests; a row a point.
+
+    configuration: the cell's name
+    group: the class of the requests; EVERY: all of them, once more
+    requests: how many the group has in this cell
+    metric: ttft_ms, tpot_ms, itl_ms or e2el_ms
+    samples: how many the whole curve has
+    ms: a sample; at most 80 of a curve, picked, the smallest and the largest among them
+    share: of the samples that are not larger, 0 to 100 %
+    """
+    frames = [
+        pd.DataFrame({
+            "configuration": cell.name, "group": group, "requests": len(rows), "metric": metric,
+            "samples": len(samples), "ms": x, "share": y * 100,
+        })
+        for cell in cells
+        if len(requests := cell.requests())
+        for group, rows in _groups(requests)
+        for metric, samples in _samples(rows).items()
+        if len(samples)
+        for x, y in [ecdf(samples, _POINTS[group == EVERY])]
+    ]  # fmt: skip
+    columns = ["configuration", "group", "requests", "metric", "samples", "ms", "share"]
+    return pd.concat(frames or [pd.DataFrame(columns=columns)], ignore_index=True)
+
+
+def _groups(requests: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """All requests, then those of each class where there are several."""
+    yield EVERY, requests
+    if requests["class"].nunique() > 1:
+        for name, rows in requests.groupby("class", sort=True):
+            yield str(name), rows
+
+
+def _samples(requests: pd.DataFrame) -> dict[str, np.ndarray]:
+    """The samples [ms] of each of LATENCIES. float64 [samples]"""
+    known = request_latencies(requests)
+    return {
+        metric: inter_token_latencies(requests) if metric == "itl_ms" else known[metric].dropna().to_numpy()
+        for metric in LATENCIES
+    }
+
+
+def distributions_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:
+    """A panel a latency, a line a configuration; a menu shows one class of requests instead of all."""
+    groups = list(dict.fromkeys(frame["group"]))
+    figure = make_subplots(
+        rows=2, cols=2, vertical_spacing=_GAP / (2 * _PANEL + _GAP), horizontal_spacing=0.06, shared_yaxes=True
+    )
+    places = {metric: (i // 2 + 1, i % 2 + 1) for i, metric in enumerate(LATENCIES)}
+    shown: list[str] = []  # the group of each trace
+    for (group, name), curves in frame.groupby(["group", "configuration"], sort=False):
+        for i, (metric, points) in enumerate(curves.groupby("metric", sort=False)):
+            row, column = places[metric]
+            figure.add_trace(_curve(points, look[name], first=i == 0, visible=group == EVERY), row=row, col=column)
+            shown.append(group)
+    for metric, (row, column) in places.items():
+        axis = log_axis(frame.loc[(frame["metric"] == metric) & (frame["group"] == EVERY), "ms"].to_numpy())
+        figure.update_xaxes(title_text=f"{LATENCIES[metric]}, ms", row=row, col=column, **axis)
+    figure.update_yaxes(range=[0, 101], ticksuffix=" %", dtick=25)
+    top = legend_room(list(dict.fromkeys(frame["configuration"])), _WIDTH) + _MENU * (len(groups) > 1)
+    finish(figure, 2 * _PANEL + _GAP + top + 56)
+    figure.update_layout(margin={"t": top, "b": 56})
+    if len(groups) > 1:
+        figure.update_layout(updatemenus=[_menu(frame, groups, shown)])
+    return figure
+
+
+def _curve(points: pd.DataFrame, look: LineStyle, first: bool, visible: bool) -> go.Scatter:
+    row = points.iloc[0]
+    name, group = safe(row["configuration"]), safe(row["group"] or "all requests")
+    return go.Scatter(
+        x=compact(points["ms"]),
+        y=compact(points["share"]),
+        mode="lines",
+        name=name,
+        legendgroup=name,
+        showlegend=first,
+        visible=visible,
+        line={"color": look.colour, "dash": look.dash, "width": 2, "shape": "hv"},
+        hovertemplate=f"%{{y:.1f}} % within %{{x:,.1f}} ms<br>{group}, {row['samples']:,} samples",
+    )
+
+
+def _menu(frame: pd.DataFrame, groups: list[str], shown: list[str]) -> dict:
+    """Which requests are drawn: all, or one class of them, each with the number of requests of a configuration."""
+
+    def label(group: str) -> str:
+        counts = frame.loc[frame["group"] == group, "requests"]
+        low, high = int(counts.min()), int(counts.max())
+        return f"{safe(group or 'all requests')} ({low:,}{'' if low == high else f' to {high:,}'})"
+
+    return {
+        "buttons": [
+            {"label": label(group), "method": "restyle", "args": [{"visible": [each == group for each in shown]}]}
+            for group in groups
+        ],
+        "direction": "down",
+        "x": 1,
+        "xanchor": "right",
+        "y": 1,
+        "yanchor": "bottom",
+        "pad": {"b": 8, "t": 0, "r": 0, "l": 0},
+        "bgcolor": "rgba(128,128,128,0.12)",
+        "bordercolor": "rgba(128,128,128,0.5)",
+        "font": {"size": 12},
+    }
+
+
+def drawing(run: Run) -> Drawing | None:
+    """The distributions at the highest load that has valid cells with raw samples; None where there are none."""
+    for load in reversed(run.loads):
+        cells = [cell for cell in run.at(load) if cell.valid]
+        frame = distributions(cells)
+        if len(frame):
+            left = len(run.at(load)) - frame["configuration"].nunique()
+            caption = "Further left is faster, steeper is steadier; log axes, raw samples of all repeats."
+            if left:
+                caption += f" Left out: {words.plural(left, 'configuration')} invalid or without samples."
+            figure = distributions_figure(frame, looks(run))
+            return Drawing("distributions", _title(cells), caption, figure, _WIDTH)
+    return None
+
+
+def _title(cells: Sequence[MeasuredCell]) -> str:
+    """How far the configurations' p95 TTFT spreads, and where the baseline stands."""
+    load = cells[0].load
+    known = {cell.name: value for cell in cells if (value := cell.percentile("ttft_ms", "p95")[0]) is not None}
+    if not known:
+        return f"Latencies at {load.short}"
+    low, high = (words.ms(pick(known.values())) for pick in (min, max))
+    if low == high:
+        return f"p95 TTFT at {load.short}: {low}"
+    base = next((known[cell.name] for cell in cells if cell.is_baseline and cell.name in known), None)
+    return f"p95 TTFT at {load.short}: {low} to {high}" + (f"; baseline {words.ms(base)}" if base is not None else "")

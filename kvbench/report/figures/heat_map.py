@@ -1,0 +1,208 @@
+"""Two settings at once: output tokens/s of every combination against the baseline, for runs of a full product."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from textwrap import wrap
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from kvbench.common import text as words
+from kvbench.report.comparisons import baseline, compare
+from kvbench.report.style import CONTIGUOUS, PAGED, Drawing, finish, safe
+from kvbench.report.wording import marked_ratio
+from kvbench.runs.engine_time import EngineTime
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.ratios import HIGHER, LOWER
+from kvbench.workload.settings import applies, effective, setting_title, value_words
+
+_METRIC = "output_throughput"
+_MARKS = {"level": "≈{}", "open": "{}?"}  # of an effect in engine time, as marked_ratio has them
+_NONE = "–"  # the value of a setting that means nothing beside the others
+_GREY, _INK = "#dfe3e8", "#1c2430"
+_SCALE = [[0.0, CONTIGUOUS], [0.5, _GREY], [1.0, PAGED]]
+_LEAST = math.log(1.05)  # of the scale's ends: a smaller effect is not drawn as if it were large
+_BAND, _HEAD = 58, 40  # px a row of cells, and above a panel
+_LINE = 14  # characters of an axis label
+
+
+def heat_map(run: Run, load: MeasuredLoad) -> pd.DataFrame:
+    """Every combination of the settings that vary, at one load; empty unless some vary together.
+
+    A column a setting, with its value in words; the setting with most values comes last. Then:
+    configuration: the cell's name; empty where the combination was not measured
+    ratio: output tokens/s relative to the baseline's; NaN where there is none
+    decided: whether it is told apart from 1
+    text: the ratio with its mark, "baseline", or why there is none; empty where no such configuration can be
+    interval: of the ratio; empty where it is not known
+    time: "engine time (whole run)" or "served"
+    """
+    cells, base = run.at(load), baseline(run, load)
+    values = _values(run, cells)
+    if base is None or len(values) < 2 or not any(len(cell.varied) > 1 for cell in cells):
+        return pd.DataFrame()
+    measured = {tuple(_value(cell, key) for key in values): cell for cell in cells}
+    engine = run.engine_time if _engine_knows_all(run.engine_time, cells, base) else None
+    rows = []
+    for combination in itertools.product(*(listed.items() for listed in values.values())):
+        chosen = {key: text for key, (text, _) in zip(values, combination, strict=True)}
+        cell = measured.get(tuple(chosen.values()))
+        settings = {**base.settings, **{key: raw for key, (_, raw) in zip(values, combination, strict=True)}}
+        possible = all(applies(key, settings) == (text != _NONE) for key, text in chosen.items())
+        rows.append(chosen | _entry(cell, base, engine, possible))
+    return pd.DataFrame(rows).assign(time="served" if engine is None else engine.label)
+
+
+def _values(run: Run, cells: list[MeasuredCell]) -> dict[str, dict[str, Any]]:
+    """Setting -> its values, in words and as they are, numbers ascending; the setting with most values last."""
+    order = list(run.spec.get("sweep") or {})
+    varied = list(dict.fromkeys(key for cell in cells for key in cell.varied))
+    varied.sort(key=lambda key: order.index(key) if key in order else len(order))
+    found = {}
+    for key in varied:
+        values = {_value(cell, key): effective(cell.settings, key) for cell in cells}
+        if len(values) > 1:
+            found[key] = dict(sorted(values.items(), key=_rank))
+    return dict(sorted(found.items(), key=lambda pair: len(pair[1])))
+
+
+def _rank(value: tuple[str, Any]) -> tuple[bool, float]:
+    """Numbers by size, other values as they come, "–" last."""
+    text, raw = value
+    return text == _NONE, float(raw) if isinstance(raw, int | float) else 0.0
+
+
+def _value(cell: MeasuredCell, key: str) -> str:
+    return value_words(key, effective(cell.settings, key)) if applies(key, cell.settings) else _NONE
+
+
+def _engine_knows_all(engine: EngineTime | None, cells: list[MeasuredCell], base: MeasuredCell) -> bool:
+    """Whether engine time has every cell: the two kinds of time are never mixed in one figure."""
+    return engine is not None and all(engine.of(c.cell_id, _METRIC) for c in cells if c is not base)
+
+
+def _entry(cell: MeasuredCell | None, base: MeasuredCell, engine: EngineTime | None, possible: bool) -> dict[str, Any]:
+    """What the frame has of one combination beside its settings."""
+    entry = {"configuration": cell.name if cell else "", "ratio": math.nan, "decided": False, "interval": ""}
+    if cell is None:
+        return entry | {"text": "not measured" if possible else ""}
+    if cell is base:
+        return entry | {"ratio": 1.0, "text": "baseline"}
+    if engine is not None and (effect := engine.of(cell.cell_id, _METRIC)) is not None:
+        decided, text = effect.call not in _MARKS, _MARKS.get(effect.call, "{}").format(words.ratio(effect.ratio))
+        bounds = (effect.low, effect.high) if effect.interval else None
+        return entry | {"ratio": effect.ratio, "decided": decided, "text": text, "interval": _bounds(bounds)}
+    found = compare(cell, base).throughput
+    if found is None:
+        return entry | {"text": cell.doubt or base.doubt or "no value"}
+    decided = found.verdict in (HIGHER, LOWER)
+    return entry | {
+        "ratio": found.median, "decided": decided, "text": marked_ratio(found),
+        "interval": _bounds((found.low, found.high) if found.n > 1 else None),
+    }  # fmt: skip
+
+
+def _bounds(bounds: tuple[float | None, float | None] | None) -> str:
+    return "" if bounds is None else f"{bounds[0]:.2f}–{bounds[1]:.2f}"
+
+
+def _settings(frame: pd.DataFrame) -> list[str]:
+    """The columns of the frame that are settings."""
+    return [str(name) for name in frame.columns[: list(frame.columns).index("configuration")]]
+
+
+def heat_map_figure(frame: pd.DataFrame) -> go.Figure:
+    """Tiles by two settings, the last two of the frame; a panel for each combination of the others."""
+    *others, across, down = _settings(frame)
+    panels = list(frame.groupby(others, sort=False)) if others else [((), frame)]
+    columns, rows = frame[across].drop_duplicates().tolist(), frame[down].drop_duplicates().tolist()
+    height = len(panels) * _BAND * len(rows) + _HEAD * (len(panels) - 1)
+    figure = make_subplots(
+        rows=len(panels),
+        cols=1,
+        shared_xaxes=True,
+        vertical_spacing=_HEAD / height if len(panels) > 1 else 0.0,
+        subplot_titles=[_panel_title(others, values) for values, _ in panels] if others else None,
+    )
+    figure.update_annotations(font={"size": 13})
+    known = frame.loc[frame["decided"], "ratio"]
+    most = max([_LEAST, *(abs(math.log(ratio)) for ratio in known)])
+    for position, (_, tiles) in enumerate(panels, start=1):
+        strength = {
+            (tile[across], tile[down]): math.log(tile["ratio"]) * bool(tile["decided"]) / most
+            for tile in tiles.to_dict("records")
+        }
+        figure.add_heatmap(
+            x=[_label(value) for value in columns],
+            y=[_label(value) for value in rows],
+            z=[[strength[column, row] for column in columns] for row in rows],
+            zmin=-1,
+            zmax=1,
+            colorscale=_SCALE,
+            showscale=False,
+            xgap=3,
+            ygap=3,
+            hoverinfo="skip",
+            row=position,
+            col=1,
+        )
+        for tile in tiles.to_dict("records"):
+            _write(figure, tile, _label(tile[across]), _label(tile[down]), strength[tile[across], tile[down]], position)
+    figure.update_xaxes(type="category", showgrid=False)
+    figure.update_xaxes(title_text=setting_title(across), row=len(panels))
+    figure.update_yaxes(type="category", showgrid=False, autorange="reversed", title_text=setting_title(down))
+    top = _HEAD if others else 12
+    finish(figure, height + top + 76, legend=False)
+    figure.update_layout(margin={"t": top, "b": 76})
+    return figure
+
+
+def _panel_title(settings: list[str], values: Any) -> str:
+    values = values if isinstance(values, tuple) else (values,)
+    return safe(", ".join(f"{setting_title(key)}: {value}" for key, value in zip(settings, values, strict=True)))
+
+
+def _label(value: str) -> str:
+    """A value from outside as a label of an axis, in lines of a few words."""
+    return "<br>".join(safe(line) for line in wrap(value, _LINE)) or safe(value)
+
+
+def _write(figure: go.Figure, tile: Mapping[str, Any], x: str, y: str, strength: float, row: int) -> None:
+    """The ratio in a tile, its interval below; what is not told apart from 1 is on grey, what is missing on nothing."""
+    interval = f"<br>{tile['interval']}" if tile["interval"] else ""
+    ink = {} if math.isnan(strength) else {"color": "#fff" if abs(strength) > 0.6 else _INK}
+    figure.add_annotation(
+        x=x, y=y, text=f"<b>{safe(tile['text'])}</b>{interval}", showarrow=False, font={"size": 12} | ink, row=row,
+        col=1,
+    )  # fmt: skip
+
+
+def drawing(run: Run) -> Drawing | None:
+    """The highest load at which settings vary together; None for a run of one setting at a time."""
+    for load in reversed(run.loads):
+        frame = heat_map(run, load)
+        if len(frame):
+            time = str(frame["time"].iloc[0])
+            empty = " Without a colour: invalid, refused or not measured." if frame["ratio"].isna().any() else ""
+            caption = (
+                f"Output tokens/s relative to the baseline at {load.label}, {time}; below it the "
+                f"{'95 % interval' if time != 'served' else 'lowest and highest repeat'}. Grey: level (≈) or not told "
+                f"apart (?).{empty}"
+            )
+            return Drawing("heat-map", _title(frame), caption, heat_map_figure(frame))
+    return None
+
+
+def _title(frame: pd.DataFrame) -> str:
+    """The best combination that is told apart from the baseline."""
+    settings = _settings(frame)
+    better = frame[frame["decided"] & (frame["ratio"] > 1)]
+    if better.empty:
+        return f"No combination of {words.listing([setting_title(key) for key in settings])} is ahead of the baseline"
+    top = better.loc[better["ratio"].idxmax()]
+    return f"Fastest of {frame['ratio'].notna().sum()}: {top['configuration']}, {top['text']} the baseline"
