@@ -61,7 +61,7 @@ def _traces(
     at = [rows.index(name) for name in some["configuration"]]
     xs, ys = [], []
     for y, start, end in zip(at, some["low"], some["high"], strict=True):
-        if pd.notna(start) and pd.notna(end):
+        if pd.notna(start) and pd.notna(end) and end > low and start < high:
             xs += [max(start, low), min(end, high), None]
             ys += [y, y, None]
     points = some["change"].clip(low + 0.03 * (high - low), high - 0.03 * (high - low))
