@@ -35,14 +35,15 @@ def effects_figure(frame: pd.DataFrame) -> go.Figure:
     for column, metric in enumerate(metrics, start=1):
         part = frame[frame["metric"] == metric]
         low, high = _range(part)
-        figure.add_vrect(-margin, margin, fillcolor="rgba(128,128,128,0.16)", line_width=0, row=1, col=column)
-        figure.add_vline(0, line_width=1, line_color=GREY, row=1, col=column)
         for call in _LOOKS:
             if (some := part[part["call"] == call]).empty:
                 continue
             for trace in _traces(some, call, rows, low, high, call not in shown):
                 figure.add_trace(trace, row=1, col=column)
             shown.add(call)
+        band = {"row": 1, "col": column, "layer": "below"}  # after the traces: plotly skips panels that are empty
+        figure.add_vrect(-margin, margin, fillcolor="rgba(128,128,128,0.2)", line_width=0, **band)
+        figure.add_vline(0, line_width=1, line_color=GREY, **band)
         figure.update_xaxes(range=[low, high], ticksuffix=" %", nticks=4, row=1, col=column)
     figure.update_yaxes(
         range=[-0.5, len(rows) - 0.2], tickvals=list(range(len(rows))), ticktext=[_label(row) for row in rows]
