@@ -1,9 +1,9 @@
-"""What the axes of several figures share: points of a curve, ticks of a log axis, and labels above bars."""
+"""What several figures share: points of a curve, ticks of a log axis, labels above bars, and where the legend is."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,11 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from kvbench.report.style import safe
+from kvbench.runs.model import MeasuredLoad
 
 MAX_POINTS = 400  # of a curve
+_MOST_TICKS = 4  # of a log axis
+_PHONE = 372  # px that a page leaves to a figure there
 
 
 def ecdf(samples: np.ndarray, points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
@@ -37,7 +40,7 @@ def compact(values: Any, decimals: int = 2) -> np.ndarray:
 
 
 def log_axis(values: np.ndarray) -> dict[str, Any]:
-    """Settings of a log axis: ticks at 1, 2 and 5 of each decade, outliers at the low end cut off.
+    """Settings of a log axis: ticks at 1, 2 and 5 of each decade or fewer, outliers at the low end cut off.
 
     A gap of microseconds (two tokens read from the socket at once) would otherwise take up half the axis.
     """
@@ -48,11 +51,15 @@ def log_axis(values: np.ndarray) -> dict[str, Any]:
     if high < 4 * low:  # too narrow for two ticks
         middle = math.sqrt(low * high)
         low, high = middle / 2, middle * 2
+    low, high = low * 0.85, high * 1.15
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [step * 10.0**decade for decade in decades for step in ((1, 2, 5) if len(decades) <= 4 else (1,))]
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [tick for decade in decades for step in steps if low <= (tick := step * 10.0**decade) <= high]
+        if len(ticks) <= _MOST_TICKS:
+            break
     return {
         "type": "log",
-        "range": [math.log10(low * 0.85), math.log10(high * 1.15)],
+        "range": [math.log10(low), math.log10(high)],
         "tickvals": ticks,
         "ticktext": [f"{tick:,g}" if tick >= 1 else f"{tick:g}" for tick in ticks],
     }
@@ -74,8 +81,20 @@ def label_above(figure: go.Figure, y: float, text: str, bold: bool = False) -> N
     )
 
 
-def legend_room(names: Sequence[str], width: int) -> int:
-    """Height in px that a horizontal legend of ``names`` takes in a figure ``width`` px wide, with some air below."""
-    entry = max(len(name) for name in names) * 7 + 50
-    rows = -(-len(names) // max(1, (width - 60) // entry))
-    return 16 + 19 * rows
+def room_for_labels(labels: Iterable[str]) -> int:
+    """How wide [px] a figure must be for ``label_above`` to show the longest of these whole; 0: a phone is enough."""
+    width = 56 + 6.4 * max(map(len, labels), default=0)
+    return round(width) if width > _PHONE else 0
+
+
+def under(load: MeasuredLoad) -> str:
+    """A load behind a noun in a title: "with 24 at once", "at 4/s", "under the trace's own arrivals"."""
+    if load.mode == "closed":
+        return f"with {load.short}"
+    return f"at {load.short}" if 0 < load.value < math.inf else f"under {load.label}"
+
+
+def legend_outside(figure: go.Figure, y: float, above: bool = True) -> None:
+    """Puts the legend above (or below) the panels at ``y`` of their height; a legend of more lines shrinks them."""
+    place = {"y": y, "yref": "paper", "yanchor": "bottom" if above else "top", "traceorder": "normal"}
+    figure.update_layout(legend=place)

@@ -11,14 +11,19 @@ from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.metrics.latency import inter_token_latencies, request_latencies
-from kvbench.report.figures.axes import compact, ecdf, legend_room, log_axis
+from kvbench.report.figures.axes import compact, ecdf, legend_outside, log_axis, under
 from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
 from kvbench.runs.model import MeasuredCell, Run
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
 EVERY = ""  # the group of all requests
 _POINTS = {True: 80, False: 40}  # of a curve: of all requests, of a class
-_WIDTH, _PANEL, _GAP, _MENU = 500, 210, 64, 44  # px: narrowest figure; a panel's height, between two, room for the menu
+_WIDTH, _PANEL, _GAP, _LEGEND = (
+    500,
+    210,
+    64,
+    110,
+)  # px: narrowest figure; height of a panel, between two, of legend and menu
 
 
 def distributions(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
@@ -80,11 +85,11 @@ def distributions_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> 
             shown.append(group)
     for metric, (row, column) in places.items():
         axis = log_axis(frame.loc[(frame["metric"] == metric) & (frame["group"] == EVERY), "ms"].to_numpy())
-        figure.update_xaxes(title_text=f"{LATENCIES[metric]}, ms", row=row, col=column, **axis)
+        figure.update_xaxes(title_text=f"{LATENCIES[metric]}, ms", tickangle=0, row=row, col=column, **axis)
     figure.update_yaxes(range=[0, 101], ticksuffix=" %", dtick=25)
-    top = legend_room(list(dict.fromkeys(frame["configuration"])), _WIDTH) + _MENU * (len(groups) > 1)
-    finish(figure, 2 * _PANEL + _GAP + top + 56)
-    figure.update_layout(margin={"t": top, "b": 56})
+    finish(figure, 2 * _PANEL + _GAP + _LEGEND + 56)
+    legend_outside(figure, -0.13, above=False)
+    figure.update_layout(margin={"t": 20, "b": 56})
     if len(groups) > 1:
         figure.update_layout(updatemenus=[_menu(frame, groups, shown)])
     return figure
@@ -151,9 +156,9 @@ def _title(cells: Sequence[MeasuredCell]) -> str:
     load = cells[0].load
     known = {cell.name: value for cell in cells if (value := cell.percentile("ttft_ms", "p95")[0]) is not None}
     if not known:
-        return f"Latencies at {load.short}"
+        return f"Latencies {under(load)}"
     low, high = (words.ms(pick(known.values())) for pick in (min, max))
     if low == high:
-        return f"p95 TTFT at {load.short}: {low}"
+        return f"p95 TTFT {under(load)}: {low}"
     base = next((known[cell.name] for cell in cells if cell.is_baseline and cell.name in known), None)
-    return f"p95 TTFT at {load.short}: {low} to {high}" + (f"; baseline {words.ms(base)}" if base is not None else "")
+    return f"p95 TTFT {under(load)}: {low} to {high}" + (f"; baseline {words.ms(base)}" if base is not None else "")

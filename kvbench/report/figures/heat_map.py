@@ -28,7 +28,7 @@ _GREY, _INK = "#dfe3e8", "#1c2430"
 _SCALE = [[0.0, CONTIGUOUS], [0.5, _GREY], [1.0, PAGED]]
 _LEAST = math.log(1.05)  # of the scale's ends: a smaller effect is not drawn as if it were large
 _BAND, _HEAD = 58, 40  # px a row of cells, and above a panel
-_LINE = 14  # characters of an axis label
+_LINE = 10  # characters of an axis label
 
 
 def heat_map(run: Run, load: MeasuredLoad) -> pd.DataFrame:
@@ -138,8 +138,8 @@ def heat_map_figure(frame: pd.DataFrame) -> go.Figure:
             for tile in tiles.to_dict("records")
         }
         figure.add_heatmap(
-            x=[_label(value) for value in columns],
-            y=[_label(value) for value in rows],
+            x=list(range(len(columns))),
+            y=list(range(len(rows))),
             z=[[strength[column, row] for column in columns] for row in rows],
             zmin=-1,
             zmax=1,
@@ -152,13 +152,17 @@ def heat_map_figure(frame: pd.DataFrame) -> go.Figure:
             col=1,
         )
         for tile in tiles.to_dict("records"):
-            _write(figure, tile, _label(tile[across]), _label(tile[down]), strength[tile[across], tile[down]], position)
-    figure.update_xaxes(type="category", showgrid=False)
+            place = columns.index(tile[across]), rows.index(tile[down])
+            _write(figure, tile, place, strength[tile[across], tile[down]], position)
+    figure.update_xaxes(
+        showgrid=False, tickangle=0, tickvals=list(range(len(columns))), ticktext=[_label(v) for v in columns]
+    )
+    figure.update_yaxes(showgrid=False, tickvals=list(range(len(rows))), ticktext=[_label(v) for v in rows])
     figure.update_xaxes(title_text=setting_title(across), row=len(panels))
-    figure.update_yaxes(type="category", showgrid=False, autorange="reversed", title_text=setting_title(down))
+    figure.update_yaxes(autorange="reversed", title_text=setting_title(down))
     top = _HEAD if others else 12
-    finish(figure, height + top + 76, legend=False)
-    figure.update_layout(margin={"t": top, "b": 76})
+    finish(figure, height + top + 84, legend=False)
+    figure.update_layout(margin={"t": top, "b": 84})
     return figure
 
 
@@ -172,14 +176,19 @@ def _label(value: str) -> str:
     return "<br>".join(safe(line) for line in wrap(value, _LINE)) or safe(value)
 
 
-def _write(figure: go.Figure, tile: Mapping[str, Any], x: str, y: str, strength: float, row: int) -> None:
-    """The ratio in a tile, its interval below; what is not told apart from 1 is on grey, what is missing on nothing."""
+def _write(figure: go.Figure, tile: Mapping[str, Any], place: tuple[int, int], strength: float, row: int) -> None:
+    """The ratio in a tile at ``place`` (column, row), its interval below; a missing one is on nothing."""
     interval = f"<br>{tile['interval']}" if tile["interval"] else ""
-    ink = {} if math.isnan(strength) else {"color": "#fff" if abs(strength) > 0.6 else _INK}
+    ink = {} if math.isnan(strength) else {"color": "#fff" if strength > 0.75 else _INK}
     figure.add_annotation(
-        x=x, y=y, text=f"<b>{safe(tile['text'])}</b>{interval}", showarrow=False, font={"size": 12} | ink, row=row,
+        x=place[0],
+        y=place[1],
+        text=f"<b>{safe(tile['text'])}</b>{interval}",
+        showarrow=False,
+        font={"size": 12} | ink,
+        row=row,
         col=1,
-    )  # fmt: skip
+    )
 
 
 def drawing(run: Run) -> Drawing | None:
@@ -194,7 +203,8 @@ def drawing(run: Run) -> Drawing | None:
                 f"{'95 % interval' if time != 'served' else 'lowest and highest repeat'}. Grey: level (≈) or not told "
                 f"apart (?).{empty}"
             )
-            return Drawing("heat-map", _title(frame), caption, heat_map_figure(frame))
+            width = 130 + 90 * frame[_settings(frame)[-2]].nunique()
+            return Drawing("heat-map", _title(frame), caption, heat_map_figure(frame), width)
     return None
 
 

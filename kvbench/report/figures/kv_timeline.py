@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.report.comparisons import baseline, paging_pair
-from kvbench.report.figures.axes import compact, thin
+from kvbench.report.figures.axes import compact, thin, under
 from kvbench.report.kv import FILLS
 from kvbench.report.style import Drawing, finish, safe
 from kvbench.runs.kv_ledger import SLOT_USES, USES, bytes_per_slot, interval_slots, ledger
@@ -29,7 +30,8 @@ _USES = [use for use in USES if use.key in SLOT_USES]
 _PATTERNS = {"waste": "/", "cached": ".", "pinned": "x", "fragmented": "\\"}  # as colours alone are not enough
 _LINES = {"running": "solid", "waiting": "dot"}
 _LINE_COLOUR = "#8A8A8A"
-_TOP, _GAP, _BOTTOM = 92, 34, 52  # px above, between and below the panels
+_TOP, _GAP, _BOTTOM = 58, 34, 52  # px of the legend, between panels, and below them
+_LINE = 19  # characters of a column's title
 _HEIGHTS = {"kv": 200, "sequences": 96, "event": 60}  # px
 
 
@@ -101,6 +103,7 @@ def timeline_figure(frame: pd.DataFrame) -> go.Figure:
     events = [name for name in _EVENTS if (frame[name] > 0).any()]
     heights = [_HEIGHTS["kv"], _HEIGHTS["sequences"], *[_HEIGHTS["event"]] * len(events)]
     height = sum(heights) + _GAP * (len(heights) - 1)
+    titles = [_lines(name) for name in names]
     figure = make_subplots(
         rows=len(heights),
         cols=len(names),
@@ -109,7 +112,7 @@ def timeline_figure(frame: pd.DataFrame) -> go.Figure:
         row_heights=heights,
         vertical_spacing=_GAP / height,
         horizontal_spacing=0.02,
-        column_titles=[safe(name).replace(" + ", "<br>+ ") for name in names],
+        column_titles=["<br>".join(lines) for lines in titles],
     )
     figure.update_annotations(font={"size": 12}, yshift=16)
     in_legend: set[str] = set()
@@ -124,7 +127,7 @@ def timeline_figure(frame: pd.DataFrame) -> go.Figure:
             _trace(figure, rows, event, event, row, column, "%{y:.3~g}", **look, showlegend=False)
     figure.update_xaxes(range=[0, float(frame["t"].max())])
     figure.update_xaxes(title_text="seconds", row=len(heights))
-    figure.update_yaxes(range=[0, 100], ticksuffix=" %", tickvals=[0, 25, 50, 75, 100], row=1)
+    figure.update_yaxes(range=[0, 100], ticksuffix=" %", dtick=25, row=1)
     for row, values in enumerate((frame[list(_LINES)], *(frame[event] for event in events)), start=2):
         figure.update_yaxes(range=[0, float(np.nanmax(values)) * 1.08 or 1.0], nticks=4, row=row)
     labels = ["sequences running (solid), waiting (dotted)", *(_EVENTS[event][1] for event in events)]
@@ -134,24 +137,31 @@ def timeline_figure(frame: pd.DataFrame) -> go.Figure:
             text=label, x=0, y=top, xref="paper", yref="paper", xanchor="left", yanchor="bottom", yshift=2,
             showarrow=False, font={"size": 12},
         )  # fmt: skip
-    finish(figure, height + _TOP + _BOTTOM)
-    figure.update_layout(margin={"t": _TOP, "b": _BOTTOM}, hovermode="x unified")
+    top = _TOP + 16 * max(map(len, titles))
+    finish(figure, height + top + _BOTTOM)
+    figure.update_layout(margin={"t": top, "b": _BOTTOM}, hovermode="x unified")
     return figure
+
+
+def _lines(name: str) -> list[str]:
+    """A configuration's name in lines that are as narrow as its column."""
+    first, *more = name.split(" + ")
+    return [safe(line) for part in (first, *(f"+ {text}" for text in more)) for line in wrap(part, _LINE)]
 
 
 def _areas(figure: go.Figure, rows: pd.DataFrame, column: int, in_legend: set[str]) -> None:
     """The uses on top of one another; one area for a server that says no more than how full its KV is."""
     if rows[list(SLOT_USES)].notna().to_numpy().any():
-        areas = [(use.key, use.title) for use in _USES if (rows[use.key] > 0.05).any()]
+        areas = [(i, use.key, use.title) for i, use in enumerate(_USES) if (rows[use.key] > 0.05).any()]
     else:
-        areas = [("usage", "in use")]
-    for key, title in areas:
+        areas = [(0, "usage", "in use")]
+    for rank, key, title in areas:
         fill = {"fillcolor": FILLS.get(key, FILLS["tokens"]), "line": {"width": 0, "shape": "vh"}, "stackgroup": "kv"}
         if key in _PATTERNS:
             pattern = {"shape": _PATTERNS[key], "fillmode": "overlay", "fgcolor": "#fff", "size": 5, "solidity": 0.25}
             fill["fillpattern"] = pattern | {"bgcolor": FILLS[key]}
-        _trace(figure, rows, key, title, 1, column, "%{y:.0f} %", legendgroup=key, showlegend=key not in in_legend,
-               **fill)  # fmt: skip
+        legend = {"legendgroup": key, "legendrank": rank, "showlegend": key not in in_legend}
+        _trace(figure, rows, key, title, 1, column, "%{y:.0f} %", **legend, **fill)
         in_legend.add(key)
 
 
@@ -188,6 +198,6 @@ def _title(run: Run, load: MeasuredLoad) -> str:
     cells = [cell for name in names if (cell := run.cell(name, load))] or [baseline(run, load)]
     filled = [(cell, found) for cell in cells if cell is not None and (found := ledger(cell))]
     if not filled:
-        return f"KV over time at {load.label}"
+        return f"KV over time {under(load)}"
     shares = ", ".join(f"{cell.name} {words.percent(found.share('tokens'))}" for cell, found in filled)
-    return f"KV filled with tokens at {load.short}: {shares}"
+    return f"KV holding tokens {under(load)}: {shares}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from textwrap import shorten
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,7 @@ import plotly.graph_objects as go
 from kvbench.common import text as words
 from kvbench.metrics.latency import MS, inter_token_latencies
 from kvbench.report.comparisons import baseline, best
-from kvbench.report.figures.axes import compact, label_above
+from kvbench.report.figures.axes import compact, label_above, legend_outside, room_for_labels
 from kvbench.report.style import Drawing, finish
 from kvbench.report.tables import Column, Row, Table, Value
 from kvbench.runs.model import MeasuredCell, Run
@@ -26,6 +27,7 @@ _PARTS: Mapping[str, tuple[str, str, str]] = {  # part -> title, colour, pattern
     DECODE: ("decoding", "#0072B2", ""),
     GAP: (f"gap over {LONG_GAP:g}x the median ITL", "#D55E00", "\\"),
 }
+_SAID = {GAP: "in long gaps"}  # in a title
 _COLUMNS = ("request", "index", "repeat", "class", "prompt_tokens", "output_tokens", "part", "start_ms", "ms")
 _ROW = 42  # px
 
@@ -96,17 +98,20 @@ def slowest_figure(frame: pd.DataFrame) -> go.Figure:
                 hovertemplate=f"{title}: %{{x:,.0f}} ms, from %{{base:,.0f}} ms on<extra></extra>",
             )
     for place, rows in frame.groupby("request"):
-        one = rows.iloc[0]
-        text = (
-            f"{words.ms(rows['ms'].sum())} · {one['class']} · {one['prompt_tokens']:,} → {one['output_tokens']:,} "
-            f"tokens · request {one['index']}, repeat {one['repeat']}"
-        )
-        label_above(figure, place, text)
-    figure.update_xaxes(title_text="ms since the intended start", rangemode="tozero")
+        label_above(figure, place, _label(rows))
+    figure.update_xaxes(title_text="ms since the intended start", rangemode="tozero", tickformat=",")
     figure.update_yaxes(range=[count + 0.5, 0.3], showticklabels=False, showgrid=False)
-    finish(figure, _ROW * count + 150)
-    figure.update_layout(barmode="overlay", margin={"t": 92, "l": 16, "r": 40})
+    finish(figure, _ROW * count + 130)
+    legend_outside(figure, 1.0)
+    figure.update_layout(barmode="overlay", margin={"t": 24, "b": 52, "l": 16, "r": 40})
     return figure
+
+
+def _label(parts: pd.DataFrame) -> str:
+    """How long a request took, its class, prompt and output tokens, and which it is."""
+    one = parts.iloc[0]
+    kind, tokens = shorten(str(one["class"]), 24), f"{one['prompt_tokens']:,} → {one['output_tokens']:,}"
+    return f"{words.ms(parts['ms'].sum())} · {kind} · {tokens} · #{one['index']} r{one['repeat']}"
 
 
 def drawing(run: Run) -> Drawing | None:
@@ -117,18 +122,18 @@ def drawing(run: Run) -> Drawing | None:
     requests = cell.requests()
     frame = slowest(requests)
     caption = (
-        f"{cell.name} at {cell.load.label}, all repeats; class, prompt and output tokens above each bar. In a gap the "
-        "request was preempted or waited for the prefill of others."
+        f"{cell.name} at {cell.load.label}, all repeats. Above each bar: class, prompt → output tokens, "
+        "request and repeat; in a long gap it was preempted or waited for the prefill of others."
     )
-    return Drawing("slowest", _title(frame, len(requests)), caption, slowest_figure(frame))
+    width = room_for_labels(_label(parts) for _, parts in frame.groupby("request"))
+    return Drawing("slowest", _title(frame, len(requests)), caption, slowest_figure(frame), width)
 
 
 def _title(frame: pd.DataFrame, of: int) -> str:
-    """What the requests spent most of their time with."""
-    count, shares = frame["request"].nunique(), frame.groupby("part")["ms"].sum() / frame["ms"].sum()
-    said = [f"{words.percent(shares[part])} {_PARTS[part][0]}" for part in (CLIENT, FIRST, DECODE) if part in shares]
-    said += [f"{words.percent(shares[GAP])} in long gaps"] if GAP in shares else []
-    return f"The slowest {count} of {of:,} requests: {', '.join(said)}"
+    """What two parts of their time the requests spent most of it with."""
+    shares = (frame.groupby("part")["ms"].sum() / frame["ms"].sum()).nlargest(2)
+    said = [f"{words.percent(share)} {_SAID.get(part, _PARTS[part][0])}" for part, share in shares.items()]
+    return f"The slowest {frame['request'].nunique()} of {of:,} requests: {', '.join(said)}"
 
 
 def slowest_table(run: Run) -> Table:
@@ -136,28 +141,22 @@ def slowest_table(run: Run) -> Table:
     cell = slowest_of(run)
     if cell is None:
         return Table((), ())
+    frame = slowest(cell.requests())
+    parts = {CLIENT: "in the client ms", FIRST: "first token ms", DECODE: "decode ms", GAP: "long gaps ms"}
+    parts = {part: title for part, title in parts.items() if part != CLIENT or (frame["part"] == CLIENT).any()}
     rows = []
-    for place, parts in slowest(cell.requests()).groupby("request"):
-        one, spent = parts.iloc[0], parts.groupby("part")["ms"].sum()
-        gaps = parts.loc[parts["part"] == GAP, "ms"]
-        numbers = (one["prompt_tokens"], one["output_tokens"])
-        times = (spent.sum(), spent.get(CLIENT, 0.0), spent.get(FIRST, 0.0), spent.get(DECODE, 0.0), gaps.sum())
-        rows.append(
-            Row(cell, (
-                Value(str(place), place), Value(str(one["class"]), str(one["class"])),
-                Value(f"{one['index']}, repeat {one['repeat']}", place),
-                *(Value(words.count(float(n)), float(n)) for n in numbers),
-                *(Value(words.milliseconds(float(ms)), float(ms)) for ms in times[:4]),
-                Value(words.milliseconds(float(times[4])) if len(gaps) else "0", float(times[4]),
-                      f"{len(gaps)}, longest {words.milliseconds(float(gaps.max()))}" if len(gaps) else ""),
-            ))
-        )  # fmt: skip
-    columns = (
-        Column("place", "#"), Column("class", "class"), Column("request", "request"),
-        Column("prompt_tokens", "prompt", "tokens"), Column("output_tokens", "output", "tokens"),
-        Column("e2el_ms", "E2EL ms"), Column("client_ms", "in the client ms", "waited under max_concurrency"),
-        Column("first_ms", "first token ms", "after that, until the first token"),
-        Column("decode_ms", "decode ms", "without the gaps"),
-        Column("gaps_ms", "long gaps ms", f"longer than {LONG_GAP:g} times the median ITL: preempted, or blocked"),
-    )  # fmt: skip
-    return Table(columns, tuple(rows), numbers_from=3)
+    for place, spent in frame.groupby("request"):
+        one = spent.iloc[0]
+        who = (str(place), str(one["class"]), f"{one['index']}, repeat {one['repeat']}")
+        tokens = (Value(words.count(float(one[name])), float(one[name])) for name in ("prompt_tokens", "output_tokens"))
+        times = (_time(spent.loc[spent["part"] == part, "ms"], part) for part in parts)
+        rows.append(Row(cell, (*(Value(text, text) for text in who), *tokens, _time(spent["ms"], ""), *times)))
+    heads = ("#", "class", "request", "prompt tokens", "output tokens", "E2EL ms", *parts.values())
+    return Table(tuple(Column(head, head) for head in heads), tuple(rows), numbers_from=3)
+
+
+def _time(lengths: pd.Series, part: str) -> Value:
+    """The sum of ``lengths`` [ms]; of gaps also how many there are, and the longest."""
+    total = float(lengths.sum())
+    note = f"{len(lengths)}, longest {words.milliseconds(float(lengths.max()))}" if part == GAP and total else ""
+    return Value(words.milliseconds(total) if total else "0", total, note)

@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from kvbench.common import text as words
-from kvbench.report.figures.axes import compact, label_above
+from kvbench.report.figures.axes import compact, label_above, legend_outside, room_for_labels
 from kvbench.report.style import Drawing, finish
 from kvbench.report.tables import Column, Table, Value, cell_table, identity_columns, number_column
 from kvbench.runs.kv_ledger import share_of_steps
@@ -22,7 +22,7 @@ PHASES = {  # key -> title, what it is, colour, pattern; in the order of a step
     "output": ("output", "growing, finishing and freeing sequences", "#CC79A7", "-"),
 }
 _LEAST_LABELLED = 0.06  # of the bar: a narrower part has no room for its percentage
-_ROW, _HEAD = 44, 24  # px a bar, and above the first of a load
+_ROW, _HEAD = 40, 34  # px a bar, and above the first of a load
 
 
 def phase_seconds(cell: MeasuredCell) -> dict[str, float]:
@@ -80,7 +80,7 @@ def step_time_figure(frame: pd.DataFrame) -> go.Figure:
             y=[places[cell] for cell in rows["cell_id"]],
             x=compact(rows["share"], 3),
             orientation="h",
-            width=18,
+            width=16,
             name=title,
             marker={
                 "color": colour,
@@ -91,20 +91,27 @@ def step_time_figure(frame: pd.DataFrame) -> go.Figure:
             textposition="inside",
             insidetextanchor="middle",
             textangle=0,
+            textfont={"size": 11},
+            constraintext="none",
             hovertext=[_hover(row, title, what) for row in rows.to_dict("records")],
             hoverinfo="text",
         )
     for load, cells in frame.groupby("load", sort=False):
-        label_above(figure, places[cells["cell_id"].iloc[0]] - _HEAD, str(load), bold=True)
+        label_above(figure, places[cells["cell_id"].iloc[0]] - _HEAD + 8, str(load), bold=True)
         for cell, parts in cells.groupby("cell_id", sort=False):
-            whole = parts["ms"].sum(min_count=1)
-            took = "" if pd.isna(whole) else f" · {words.significant(whole)} ms a step"
-            label_above(figure, places[cell], f"{parts['configuration'].iloc[0]}{took}")
+            label_above(figure, places[cell], _label(parts))
     figure.update_xaxes(title_text="share of step time", range=[0, 100], ticksuffix=" %", showgrid=False)
     figure.update_yaxes(range=[height, 0], showticklabels=False, showgrid=False)
-    finish(figure, height + 84 + 52)
-    figure.update_layout(barmode="stack", margin={"t": 84, "b": 52, "l": 16, "r": 40})
+    finish(figure, height + 56 + 52)
+    legend_outside(figure, 1.0)
+    figure.update_layout(barmode="stack", margin={"t": 24, "b": 52, "l": 16, "r": 40})
     return figure
+
+
+def _label(parts: pd.DataFrame) -> str:
+    """The configuration, and how long its steps are if that is known."""
+    whole, name = parts["ms"].sum(min_count=1), str(parts["configuration"].iloc[0])
+    return name if pd.isna(whole) else f"{name} · {words.significant(whole)} ms a step"
 
 
 def _places(frame: pd.DataFrame) -> tuple[dict[str, float], float]:
@@ -127,7 +134,8 @@ def drawing(run: Run) -> Drawing | None:
     if frame.empty:
         return None
     caption = "All steps of all repeats. The table has the parts under 6 %, and hashing pages for the prefix cache."
-    return Drawing("step-time", _title(frame), caption, step_time_figure(frame))
+    width = room_for_labels(_label(parts) for _, parts in frame.groupby("cell_id"))
+    return Drawing("step-time", _title(frame), caption, step_time_figure(frame), width)
 
 
 def _title(frame: pd.DataFrame) -> str:

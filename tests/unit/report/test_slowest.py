@@ -62,13 +62,13 @@ def test_figure_and_table_say_the_same(tmp_path: Path) -> None:
     assert made.title.startswith("The slowest 10 of 12 requests: ") and "paged (page 16)" in made.caption
     first = dict(zip((column.key for column in table.columns), table.rows[0].values, strict=True))
     assert len(table.rows) == 10 and first["request"].text == "1, repeat 1"
-    keys = ("e2el_ms", "client_ms", "first_ms", "decode_ms", "gaps_ms")
+    keys = ("E2EL ms", "in the client ms", "first token ms", "decode ms", "long gaps ms")
     assert [first[key].sort for key in keys] == pytest.approx([3000, 250, 750, 500, 1500])
-    assert first["gaps_ms"].note == "2, longest 800"
+    assert first["long gaps ms"].note == "2, longest 800"
     drawn = {trace.name: sum(trace.x) for trace in made.figure.data}
     sums = slowest(ROWS).groupby("part")["ms"].sum()
     assert sorted(drawn.values()) == pytest.approx(sorted(sums), rel=1e-3)
-    assert any("request 1, repeat 1" in each.text for each in made.figure.layout.annotations)
+    assert any("10 → 3 · #1 r1" in each.text for each in made.figure.layout.annotations)
 
 
 def test_names_of_classes_are_escaped(tmp_path: Path) -> None:
