@@ -1,6 +1,24 @@
-"""The environment of all tests: no calibration of the load client, which has tests of its own, no terminal's width."""
+"""The environment of all tests: no calibration of the load client, which has tests of its own, no terminal's width.
+
+``browser``: headless Chromium, see tests/support/browser.py.
+"""
 
 import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.browser import Browser, chromium
 
 os.environ.setdefault("KVBENCH_NO_CALIBRATION", "1")
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it for its workers, and a table would be made to fit
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One Chromium for a file of tests: Playwright's event loop must be gone before other tests run their own."""
+    try:
+        with chromium() as started:
+            yield started
+    except LookupError as why:
+        pytest.skip(str(why))

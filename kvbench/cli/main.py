@@ -26,11 +26,12 @@ from kvbench.cli.run_guarded import guarded
 from kvbench.cli.sweep import sweep
 from kvbench.cli.trace import trace
 from kvbench.cli.tune import tune
+from kvbench.cli.view import view
 from kvbench.common.packages import check_packages
 
 _COMMANDS = (
-    init, plan, sweep, report, load, compare, gate, accept, calibrate, history, quality, serve, bench_engine, tune,
-    trace, cache_sim, mock_server, calibrate_client, doctor, help_command,
+    init, plan, sweep, report, load, compare, gate, accept, calibrate, history, view, quality, serve, bench_engine,
+    tune, trace, cache_sim, mock_server, calibrate_client, doctor, help_command,
 )  # fmt: skip
 
 
@@ -46,6 +47,7 @@ def cli() -> None:
       kvbench sweep workloads/mixed.yaml              run every cell, print the table, write the report
       kvbench sweep workloads/mixed.yaml --dry-run    what would run, in which order, for how long
       kvbench report results/mixed/<run>              the report again from stored results
+      kvbench view results/                           all runs in a browser, any cells side by side
       kvbench load workloads/mixed.yaml --url URL     one load on a server that runs already
       kvbench gate counters                           has the engine's bookkeeping changed?
       kvbench compare main HEAD --workload FILE       is HEAD slower than main?

@@ -15,36 +15,59 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--output-dir", type=click.Path(path_type=Path), help="Where the files go (default: RUN_DIR).")
+@click.argument("run_dirs", metavar="RUN_DIR [RUN_DIR]", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--output-dir", type=click.Path(path_type=Path), help="Where the files go (default: the last RUN_DIR).")
 @click.option("--price-per-hour", type=FiniteRange(min=0, min_open=True), metavar="PRICE",
               help="Of the machine, in any currency: adds the cost of a million output tokens.")  # fmt: skip
-def report(run_dir: Path, output_dir: Path | None, price_per_hour: float | None) -> int:
+def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: float | None) -> int:
     """Write the report of a run again from its stored results, and print table and conclusion.
 
-    A report is not replaced if files of the run are gone or damaged: the new one would say less.
+    A report is not replaced if files of the run are gone or damaged: the new one would say less. Of two runs, the cells
+    that both have are put side by side instead: how the runs differ, what cannot be compared, and the second's effects.
 
     \b
-    Example:
+    Examples:
       kvbench report results/mixed/20260101T120000Z-1a2b3c4
+      kvbench report results/mixed/20260101T120000Z-1a2b3c4 results/mixed/20260108T120000Z-5d6e7f8
     \b
-    Files written in --output-dir: report.html (works offline), report.md, summary.csv (one row a cell).
-    Exit codes: 0 written, 2 not a run folder, or files are gone and a report is there.
+    Files written in --output-dir: report.html (works offline), report.md, summary.csv (one row a cell); of two runs
+    compare.html and compare.md.
+    Exit codes: 0 written, 2 not a run folder, files are gone and a report is there, or two runs that share no cell.
     """
     from rich.console import Console
 
     from kvbench.common.files import check_output_dir
     from kvbench.runs.folder import RunFolder
 
+    if len(run_dirs) > 2:
+        raise UsageError(f"{len(run_dirs)} runs were given: give one, or two to put side by side")
     if output_dir:
         check_output_dir(output_dir)
-    if RunFolder(run_dir).is_locked():
-        say(f"note: {run_dir} is being measured: this is a report of what is there now")
+    for run_dir in run_dirs:
+        if RunFolder(run_dir).is_locked():
+            say(f"note: {run_dir} is being measured: this is a report of what is there now")
     try:
-        show_report(run_dir, Console(), output_dir, price_per_hour)
+        if len(run_dirs) == 2:
+            _show_side_by_side(*run_dirs, Console(), output_dir)
+        else:
+            show_report(run_dirs[0], Console(), output_dir, price_per_hour)
     except ValueError as error:
         raise UsageError(str(error)) from None
     return 0
+
+
+def _show_side_by_side(a: Path, b: Path, console: Console, output_dir: Path | None) -> None:
+    """Write compare.html and compare.md; print the sentence, what cannot be compared, and the paths. ValueError."""
+    from kvbench.common.console import print_plain
+    from kvbench.report.compared_cells import groups_of, headline, not_compared
+    from kvbench.report.side_by_side import write_side_by_side
+    from kvbench.runs.read import read_run
+
+    runs = read_run(a), read_run(b)
+    paths = write_side_by_side(*runs, output_dir or b)
+    groups = groups_of(*runs)
+    for sentence in (headline(groups), *not_compared(groups), *(f"side by side: {path}" for path in paths)):
+        print_plain(console, sentence)
 
 
 def show_report(

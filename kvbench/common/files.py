@@ -27,14 +27,17 @@ def write_text(path: Path, text: str) -> None:
         scratch.write_text(text, encoding="utf-8")
 
 
-def check_output_dir(path: Path) -> None:
-    """Raises UsageError when ``path`` is no folder that can be written or made; leaves nothing behind."""
+def check_output_dir(path: Path, option: str = "--output-dir") -> None:
+    """Raises UsageError, which names ``option``, when ``path`` is no folder that can be written or made.
+
+    Leaves nothing behind.
+    """
     try:
         folder = next(each for each in (path, *path.absolute().parents) if each.is_symlink() or each.exists())
     except OSError as error:  # such as a name that is too long
-        raise UsageError(f"{path} cannot be written ({error.strerror}): give another --output-dir") from None
+        raise UsageError(f"{path} cannot be written ({error.strerror}): give another {option}") from None
     if why := why_unwritable(folder):
-        raise UsageError(f"{path} cannot be written ({folder}: {why}): give another --output-dir")
+        raise UsageError(f"{path} cannot be written ({folder}: {why}): give another {option}")
 
 
 def why_unwritable(folder: Path) -> str | None:

@@ -35,6 +35,27 @@ def t_interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -
     return float(sample.mean()) - half, float(sample.mean()) + half
 
 
+def welch_interval(
+    a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray, confidence: float = 0.95
+) -> tuple[float, float]:
+    """Welch's t interval of mean(b) - mean(a), with Satterthwaite's degrees of freedom.
+
+    The samples are independent of each other. (nan, nan) of fewer than two values on a side.
+    """
+    samples = [np.asarray(each, dtype=np.float64) for each in (a, b)]
+    if min(map(len, samples)) < 2:
+        return math.nan, math.nan
+    from scipy.stats import t  # slow to import
+
+    shift = float(samples[1].mean() - samples[0].mean())
+    parts = [float(each.var(ddof=1)) / len(each) for each in samples]
+    if not sum(parts):
+        return shift, shift
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, samples, strict=True))
+    half = float(t.ppf((1 + confidence) / 2, freedom)) * math.sqrt(sum(parts))
+    return shift - half, shift + half
+
+
 def detectable_shift(values: Sequence[float] | np.ndarray) -> float:
     """The smallest shift of the mean that ``t_interval`` tells from 0 in 4 of 5 cases; nan of fewer than 2 values."""
     sample = np.asarray(values, dtype=np.float64)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
 from kvbench.common.git import try_git
+from kvbench.common.stats import welch_interval
 from kvbench.gate.timing.rules import DEFAULT_RULES
 from kvbench.history.runs import Series, StoredRun, TrendPoint
 
@@ -110,14 +111,8 @@ def find_drift(series: Series, name: str, release: TrendPoint) -> Drift | None:
 
 def _interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, float] | None:
     """Welch's 95 % interval of mean(new) - mean(old), as changes; None with fewer than two values on a side."""
-    from scipy.stats import ttest_ind
-
-    if min(len(old), len(new)) < 2:
-        return None
-    if len(set(old)) == len(set(new)) == 1:
-        return (math.expm1(new[0] - old[0]),) * 2
-    found = ttest_ind(new, old, equal_var=False).confidence_interval(0.95)
-    return math.expm1(found.low), math.expm1(found.high)
+    low, high = welch_interval(old, new)
+    return None if math.isnan(low) else (math.expm1(low), math.expm1(high))
 
 
 def drift_exit_code(drifts: Sequence[Drift]) -> int:

@@ -116,7 +116,9 @@ def _drawing(panels: Sequence[Trend], runs: Sequence[StoredRun], key: str) -> Dr
     finish(figure, height)
     figure.update_annotations(font={"size": 12})
     ticks = sorted({round(k * (len(runs) - 1) / (_TICKS - 1)) for k in range(_TICKS)})
-    style = "%Y-%m-%d" if len({run.started.date() for run in runs}) > 1 else "%H:%M"
+    started = [run.started for run in runs]
+    style = "%H:%M" if len({when.date() for when in started}) == 1 else "%d %b"
+    style = "%Y-%m" if len({when.year for when in started}) > 1 else style
     dates = [runs[tick].started.strftime(style) for tick in ticks]
     figure.update_xaxes(range=[-0.6, len(runs) - 0.4], tickvals=ticks, ticktext=dates, tickangle=0, showgrid=False)
     figure.update_yaxes(nticks=4, tickformat=".3~%" if metric.unit == "share" else ",.4~g")

@@ -22,14 +22,13 @@ from kvbench.common.errors import UsageError
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.folder import FORMAT, MANIFEST
 from kvbench.runs.metric_names import value_of
+from kvbench.runs.model import NOT_OF_REQUESTS
 
 RELEASE = "release.json"
 """Beside a manifest.json in a history: {"release": the name that `kvbench history add --release` was given}."""
 
 REFERENCE = "reference"  # the folder of runs that came with the repository, in results/
 VALID, INVALID, INCOMPLETE = "valid", "invalid", "incomplete"
-# Keys of a workload's load that are in each cell's own definition, or that do not change the requests.
-_OF_CELLS = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ def read_run(folder: Path, notes: list[str]) -> StoredRun:
         started = datetime.fromisoformat(str(manifest.get("started")))
     except ValueError:
         raise ValueError(f"its manifest says {manifest.get('started')!r} for its start, which is no time") from None
-    load = {key: value for key, value in (workload.get("load") or {}).items() if key not in _OF_CELLS}
+    load = {key: value for key, value in (workload.get("load") or {}).items() if key not in NOT_OF_REQUESTS}
     cells = {}
     for path in sorted((folder / "cells").glob("*/summary.json")):
         try:

@@ -19,6 +19,8 @@ from kvbench.runs.engine_time import EngineTime
 from kvbench.runs.quality import QualityResult
 from kvbench.runs.repeats import repeat_notes
 
+# Keys of a workload's load that are in each cell's own definition, or that do not change the requests.
+NOT_OF_REQUESTS = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
 _THROUGHPUT = "steady_output_throughput"
 _GAUGES = (
     "t", "repeat", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_slots_total",
@@ -133,6 +135,12 @@ class MeasuredCell:
         """Output tokens/s by repeat: of the steady window, or of the whole run where a repeat has none."""
         chosen = self.has_steady if steady is None else steady
         return self.per_repeat(_THROUGHPUT if chosen else "output_throughput")
+
+    @property
+    def typical_repeat(self) -> int:
+        """The repeat of median throughput (the lower of the middle two): one that happened, not a mean."""
+        values = sorted(self.throughput().items(), key=lambda pair: pair[1])
+        return values[(len(values) - 1) // 2][0] if values else self.repeats[0].repeat
 
     def observed(self, gauge: str) -> dict[int, float]:
         """A statistic of the server's gauges by repeat, such as "running_mean"."""

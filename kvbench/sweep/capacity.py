@@ -117,7 +117,7 @@ def _memory_note(
 ) -> str:
     totals = lengths.prompts + lengths.outputs
     mean = f"{totals.mean():,.0f}" + ("" if totals.min() == totals.max() else f" (mean; {totals.max():,} at most)")
-    held = {c.config_id: _at_once(c, capacity[c.config_id], lengths) for c in sized}
+    held = {c.config_id: at_once(c, capacity[c.config_id], lengths) for c in sized}
     counts = {config_id: f"{config_id} (about {count(np.floor(n))} at once)" for config_id, (n, _) in held.items()}
     if load.mode == "open" and load.request_rate != math.inf:
         more = "memory limits once more are in flight than fit"
@@ -151,7 +151,7 @@ def _no_limits(sized: Sequence[Configuration], capacity: Mapping[str, Mapping[st
     return f"{least.config_id} holds {tokens}: memory is not what limits this load{room}"
 
 
-def _at_once(
+def at_once(
     configuration: Configuration, known: Mapping[str, Any], lengths: Lengths
 ) -> tuple[float, Callable[[int], float]]:
     """Requests of the mean size that fit at once, and the share of the KV that the ``n`` largest take.

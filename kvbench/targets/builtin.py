@@ -102,6 +102,20 @@ def engine_settings_schema() -> dict[str, dict[str, Any]]:
     return found
 
 
+def shipped_models() -> list[str]:
+    """Names of the model configs that ship with the built-in engine, each a value of the setting ``model``."""
+    from engine.model.spec import shipped_models
+
+    return shipped_models()
+
+
+def kv_dtypes() -> tuple[str, ...]:
+    """Values of the built-in engine's setting ``kv_cache_dtype``."""
+    from engine.config import KV_CACHE_DTYPES
+
+    return KV_CACHE_DTYPES
+
+
 def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What the built-in engine would make of ``settings``, without torch and without launching anything.
 

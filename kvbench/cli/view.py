@@ -1,0 +1,81 @@
+"""``kvbench view``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvbench.common.errors import EXIT_NOTHING, say
+from kvbench.common.text import plural
+
+if TYPE_CHECKING:
+    from kvbench.view.workspace import Workspace
+
+
+@click.command()
+@click.argument("folders", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: a free one.")
+@click.option(
+    "--export",
+    "export_dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write static pages into DIR, and end.",
+)
+@click.option("--no-open", is_flag=True, help="Do not open a browser.")
+def view(folders: tuple[Path, ...], port: int, export_dir: Path | None, no_open: bool) -> int:
+    """Look at the runs in FOLDERS (default: results/) in a browser: reports, cells side by side, history, capacity.
+
+    Serves http://127.0.0.1:PORT/ to browsers on this machine until Ctrl-C; runs are read again when their files change.
+    Any two to six cells of any runs can be put side by side. Damaged runs are listed with what is wrong with them.
+
+    \b
+    Examples:
+      kvbench view results/
+      kvbench view results/ --export public/     # static pages, for artifacts of CI or a branch of pages
+    \b
+    No files are written, except those of --export: index.html, history.html, runs/, compare/ and plotly.js once; DIR
+    is new, empty or holds an earlier export. The capacity form needs the server and is left out there.
+    Exit codes: 0 stopped or written, 2 bad input or a port that is taken, 5 --export found no run.
+    """
+    from rich.console import Console
+
+    from kvbench.common.console import status_line
+    from kvbench.view.workspace import Workspace
+
+    workspace = Workspace(folders or (Path("results"),))
+    if export_dir is not None:
+        from kvbench.view.export import check_export_dir
+
+        check_export_dir(export_dir)
+    with status_line(Console(stderr=True), "reading runs") as update:
+        runs = workspace.rows(lambda done, total: update(f"reading runs: {done} of {total}"))
+    if export_dir is not None:
+        return _export(workspace, len(runs), export_dir)
+
+    from kvbench.view.server import serve
+
+    def on_ready(url: str) -> None:
+        print(f"kvbench view: {url} ({plural(len(runs), 'run')}; Ctrl-C ends it)", flush=True)
+        if not no_open and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):  # no text browser here
+            import webbrowser
+
+            webbrowser.open(url)
+
+    return serve(workspace, port, on_ready)
+
+
+def _export(workspace: Workspace, runs: int, folder: Path) -> int:
+    from kvbench.common.text import data_size
+    from kvbench.view.export import export
+
+    if not runs:
+        say("there is no run to export: give a folder that holds runs, such as results/")
+        return EXIT_NOTHING
+    files = export(workspace, folder)
+    size = data_size(sum(path.stat().st_size for path in files))
+    print(f"export: {folder / 'index.html'} ({plural(runs, 'run')}, {plural(len(files), 'file')}, {size})")
+    return 0

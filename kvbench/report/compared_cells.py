@@ -1,0 +1,366 @@
+"""Cells of any runs beside each other: how they differ, which of them may be compared, and by how much they differ.
+
+Pure functions of groups of cells; in each group all are compared with the first. Within one run ratios are paired by
+repeat, since the repeats met the same requests and machine; between two runs the repeats are independent (Welch).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvbench.common import text as words
+from kvbench.common.errors import UsageError
+from kvbench.common.stats import welch_interval
+from kvbench.report.comparisons import median
+from kvbench.report.provenance import target
+from kvbench.report.style import safe
+from kvbench.runs.model import NOT_OF_REQUESTS, MeasuredCell, Run
+from kvbench.runs.ratios import FEWEST, HIGHER, LEVEL, LOWER, SAME, UNCLEAR, paired_ratio
+from kvbench.workload.settings import applies, effective, setting_title, value_words
+
+FEWEST_SIDES, MOST_SIDES = 2, 6  # cells in a group
+_LETTERS = "ABCDEF"
+_SAID_ELSEWHERE = ("model", "seed", "kv_budget")  # settings that have a fact of their own
+
+
+@dataclass(frozen=True)
+class Side:
+    """One cell of a group. ``letter``: its short name in tables and figures."""
+
+    letter: str
+    run: Run
+    cell: MeasuredCell
+
+    @property
+    def title(self) -> str:
+        return f"{self.cell.name}, {self.cell.load.short}"
+
+
+Group = tuple[Side, ...]
+
+
+@dataclass(frozen=True)
+class ComparedMetric:
+    """``name``: of ``MeasuredCell.per_repeat``, "latency.percentile"; empty: the throughput."""
+
+    title: str
+    name: str
+    higher_is_better: bool
+
+    def value(self, cell: MeasuredCell) -> float | None:
+        """Median over the repeats of a throughput; a latency's percentile over the samples of all repeats."""
+        if not self.name:
+            return median(cell.throughput())
+        return cell.percentile(*self.name.split("."))[0]
+
+    def per_repeat(self, cell: MeasuredCell, steady: bool) -> dict[int, float]:
+        return cell.per_repeat(self.name) if self.name else cell.throughput(steady)
+
+
+METRICS = (
+    ComparedMetric("output tokens/s", "", True),
+    ComparedMetric("p95 TTFT", "ttft_ms.p95", False),
+    ComparedMetric("p50 TPOT", "tpot_ms.p50", False),
+    ComparedMetric("p95 ITL", "itl_ms.p95", False),
+)
+
+
+@dataclass(frozen=True)
+class RatioToFirst:
+    """One metric of a cell over the first cell's.
+
+    ``interval``: 95 %, None from fewer than 3 repeats. ``basis``: how it was made. ``verdict``: as in runs/ratios.py.
+    """
+
+    metric: ComparedMetric
+    ratio: float
+    interval: tuple[float, float] | None
+    basis: str
+    verdict: str
+
+    @property
+    def mark(self) -> str:
+        """better, worse, or empty where that is not decided."""
+        if self.verdict not in (HIGHER, LOWER):
+            return ""
+        return "better" if (self.verdict == HIGHER) == self.metric.higher_is_better else "worse"
+
+    def __str__(self) -> str:
+        """1.65x; ≈1.02x when level; 1.65x? when not told apart from 1."""
+        return f"{'≈' * (self.verdict == SAME)}{words.ratio(self.ratio)}{'?' * (self.verdict == UNCLEAR)}"
+
+    @property
+    def bounds(self) -> str:
+        """1.52–1.80; why there is no interval where there is none."""
+        if self.interval is None:
+            return self.basis
+        return "–".join(words.ratio(end)[:-1] for end in self.interval)
+
+
+def one_group(cells: Sequence[tuple[Run, MeasuredCell]]) -> tuple[Group, ...]:
+    """Two to six cells, each with a letter of its own. Raises UsageError for fewer, more, or one of them twice."""
+    if not FEWEST_SIDES <= len(cells) <= MOST_SIDES:
+        raise UsageError(
+            f"{words.plural(len(cells), 'cell')} cannot be put side by side: choose {FEWEST_SIDES} to {MOST_SIDES}"
+        )
+    if len({(run.folder, cell.cell_id) for run, cell in cells}) < len(cells):
+        raise UsageError("a cell cannot be put beside itself: choose each once")
+    return (tuple(Side(letter, run, cell) for letter, (run, cell) in zip(_LETTERS, cells, strict=False)),)
+
+
+def groups_of(a: Run, b: Run) -> tuple[Group, ...]:
+    """A group of two for each cell that both runs have, the highest load first. Raises UsageError without any."""
+    of_b = {cell.cell_id: cell for cell in b.cells}
+    shared = [cell for cell in a.by_load if cell.cell_id in of_b]
+    if not shared:
+        ours, theirs = (words.and_more([cell.cell_id for cell in run.cells], 4) or "none" for run in (a, b))
+        raise UsageError(
+            f"{a.folder} and {b.folder} share no measured cell (the first has {ours}; the second {theirs}): put cells "
+            "of other names side by side in `kvbench view`"
+        )
+    return tuple((Side("A", a, cell), Side("B", b, of_b[cell.cell_id])) for cell in shared)
+
+
+def panel_title(groups: Sequence[Group], group: Group) -> str:
+    """The cell of a group in short lines; empty where there is one group, whose sides have names of their own."""
+    return "" if len(groups) == 1 else safe(group[0].title).replace(" + ", "<br>+ ").replace(", ", "<br>")
+
+
+def side_name(groups: Sequence[Group], side: Side) -> str:
+    """A side in a legend: with its cell in one group, with its run in several."""
+    return safe(f"{side.letter} {side.title if len(groups) == 1 else side.run.folder.name}")
+
+
+def without(groups: Sequence[Group], shown: Iterable[str], what: str) -> str:
+    """Which letters are in no figure since they have none of ``what``; empty where all are ``shown``."""
+    missing = [side.letter for side in groups[0] if side.letter not in set(shown)]
+    return f" No {what} of {words.listing(missing)}." if missing else ""
+
+
+def facts(side: Side, settings: Iterable[str] = ()) -> dict[str, str]:
+    """What a cell was measured with, as text by name: the machine, the code, the requests, the settings.
+
+    ``settings``: further ones, at the built-in engine's default where the cell leaves them out.
+    """
+    run, cell = side.run, side.cell
+    server = (run.manifest.get("servers") or {}).get(cell.config_id) or {}
+    own = run.manifest.get("backend") in (None, "kvbench")  # whose defaults are known
+    names = sorted({*cell.settings, *(settings if own else ())}.difference(_SAID_ELSEWHERE))
+    names = [name for name in names if applies(name, cell.settings)]
+    return run_facts(run, server) | _known(
+        {
+            "load": cell.load.label,
+            "requests a repeat": _requests_sent(cell),
+            "repeats": len(cell.repeats),
+            **_requests(run),
+            "KV budget": words.data_size(cell.capacity.get("kv_budget_bytes")),
+            **{setting_title(name): value_words(name, effective(cell.settings, name)) for name in names},
+        }
+    )
+
+
+def run_facts(run: Run, server: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """What a run was measured with, as text by name. ``server``: what one of its servers reported."""
+    manifest = run.manifest
+    cpu, git, gpus = (manifest.get(key) or {} for key in ("cpu", "git", "gpus"))
+    versions = {**(manifest.get("versions") or {}), **((server or {}).get("versions") or {})}
+    changes = " with uncommitted changes" if git.get("dirty") else ""
+    return _known(
+        {
+            "workload": run.workload,
+            "target": target(run) or "the built-in engine",
+            "model": _model(run),
+            "weights": (manifest.get("model") or {}).get("weights_fingerprint"),
+            "device": manifest.get("device"),
+            "processor": _processor(cpu) if cpu else None,
+            "memory": words.data_size(manifest.get("memory_bytes")),
+            "GPUs": " + ".join(str(gpu.get("name")) for gpu in gpus),
+            "GPU driver": ", ".join(sorted({str(gpu.get("driver_version")) for gpu in gpus})),
+            "operating system": manifest.get("os"),
+            "profile": manifest.get("profile"),
+            "commit": git.get("short_sha") and f"{git['short_sha']}{changes}",
+            **{f"version of {name}": version for name, version in versions.items()},
+        }
+    )
+
+
+def _known(found: Mapping[str, Any]) -> dict[str, str]:
+    """As text, without what is not known."""
+    return {name: str(value) for name, value in found.items() if value not in (None, "", "–")}
+
+
+def _model(run: Run) -> str:
+    model = run.manifest.get("model") or run.spec.get("model") or {}
+    return str(model.get("name") or model.get("config") or model.get("path") or "")
+
+
+def _processor(cpu: Mapping[str, Any]) -> str:
+    return f"{cpu.get('model')}, {words.plural(cpu['cores'], 'core')}" if cpu.get("cores") else str(cpu.get("model"))
+
+
+def _requests(run: Run) -> dict[str, str]:
+    """What the requests are drawn from: dotted keys of the workload's load, and the seed."""
+    seed = (run.manifest.get("seeds") or {}).get("workload", run.spec.get("seed"))
+    load = {key: value for key, value in run.load_section.items() if key not in NOT_OF_REQUESTS}
+    return {"seed": str(seed), **_flat(load, "load.")}
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return found
+
+
+def _requests_sent(cell: MeasuredCell) -> str:
+    """48; 47 to 50 where the repeats differ."""
+    sent = sorted({int(r.metrics.get("completed") or 0) + int(r.metrics.get("failed") or 0) for r in cell.repeats})
+    return " to ".join(dict.fromkeys(map(str, (sent[0], sent[-1])))) if sent else ""
+
+
+def differences(groups: Sequence[Group]) -> list[tuple[str, tuple[str, ...]]]:
+    """(fact, its value on each side) for each fact in which the sides of a group differ.
+
+    Of several groups, a difference that only some of them have is named with their cells.
+    """
+    found: dict[tuple[str, tuple[str, ...]], list[Group]] = {}
+    for group in groups:
+        settings = {name for side in group for name in side.cell.settings}
+        every = [facts(side, settings) for side in group]
+        for name in dict.fromkeys(name for each in every for name in each):
+            values = tuple(each.get(name, "–") for each in every)
+            if len(set(values)) > 1:
+                found.setdefault((name, values), []).append(group)
+    return [
+        (name if len(of) == len(groups) else f"{name} ({words.and_more([group[0].title for group in of], 2)})", values)
+        for (name, values), of in found.items()
+    ]
+
+
+def obstacles(first: Side, other: Side) -> list[str]:
+    """Why no ratio of two cells is shown; empty where one is."""
+    found = []
+    for side in (first, other):
+        if side.cell.doubt == "invalid":
+            reason = (side.cell.invalid_reasons or ("no reason recorded",))[0]
+            found.append(f"{side.letter} is an invalid measurement ({reason.rstrip('.')})")
+        elif side.cell.doubt == "refused":
+            found.append(f"the server of {side.letter} refused requests, so it did less work")
+    a, b = facts(first), facts(other)
+    for what, names in (("machine", ("processor", "GPUs")), ("device", ("device",)), ("model", ("model",))):
+        if values := _differing(a, b, names):
+            found.append(f"another {what}: {values}")
+    if (first.cell.load, first.cell.load.label) != (other.cell.load, other.cell.load.label):
+        found.append(f"another load: {first.cell.load.label} and {other.cell.load.label}")
+    else:
+        ours, theirs = _requests(first.run), _requests(other.run)
+        keys = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
+        keys += ["requests a repeat"] if _requests_sent(first.cell) != _requests_sent(other.cell) else []
+        if keys:
+            found.append(f"other requests: {words.and_more(keys, 4)}")
+    return found
+
+
+def _differing(a: Mapping[str, str], b: Mapping[str, str], names: Sequence[str]) -> str:
+    """Both values of the first fact that differs; empty where none does."""
+    pairs = ((a.get(name, "none"), b.get(name, "none")) for name in names)
+    return next((f"{x} and {y}" for x, y in pairs if x != y), "")
+
+
+def not_compared(groups: Sequence[Group]) -> list[str]:
+    """A sentence for each kind of reason for which pairs have no ratio, with the pairs it holds for.
+
+    Reasons that differ in their numbers only are of one kind; the first is given.
+    """
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    pairs = [(group, side) for group in groups for side in group[1:]]
+    for group, side in pairs:
+        which = side.title if len(groups) > 1 else f"{side.letter} against {group[0].letter}"
+        for reason in obstacles(group[0], side):
+            kinds.setdefault(re.sub(r"\d[\d.,]*", "#", reason), []).append((reason, which))
+    found = []
+    for of in kinds.values():
+        several = len(of) == len(pairs) > 1
+        found.append(
+            f"No ratio of {'any pair' if several else words.and_more([which for _, which in of])}: {of[0][0]}."
+        )
+    return found
+
+
+def ratios(first: Side, other: Side) -> list[RatioToFirst]:
+    """The ratio of each metric that both cells have; empty where the cells must not be compared."""
+    if obstacles(first, other):
+        return []
+    steady = first.cell.has_steady and other.cell.has_steady
+    found = []
+    for metric in METRICS:
+        a, b = (metric.per_repeat(side.cell, steady) for side in (first, other))
+        made = _paired(metric, a, b) if first.run.folder == other.run.folder else _welch(metric, a, b)
+        found += [made] if made else []
+    return found
+
+
+def _paired(metric: ComparedMetric, a: Mapping[int, float], b: Mapping[int, float]) -> RatioToFirst | None:
+    r = paired_ratio(b, a)
+    if r is None:
+        return None
+    basis = f"paired by repeat, {r.n} repeats" if r.ci else _too_few(r.n)
+    return RatioToFirst(metric, r.median, r.ci, basis, r.verdict)
+
+
+def _welch(metric: ComparedMetric, a: Mapping[int, float], b: Mapping[int, float]) -> RatioToFirst | None:
+    """Of the geometric means; level where the whole interval lies within 5 % of 1."""
+    old, new = (np.log([value for value in values.values() if value > 0]) for values in (a, b))
+    fewest = min(len(old), len(new))
+    if not fewest:
+        return None
+    ratio = math.exp(float(new.mean() - old.mean()))
+    if fewest < FEWEST:
+        return RatioToFirst(metric, ratio, None, _too_few(fewest), UNCLEAR)
+    low, high = (math.exp(end) for end in welch_interval(old, new))
+    verdict = SAME if low >= 1 - LEVEL and high <= 1 + LEVEL else UNCLEAR if low <= 1 <= high else ""
+    verdict = verdict or (HIGHER if low > 1 else LOWER)
+    return RatioToFirst(metric, ratio, (low, high), f"Welch, {len(old)} and {len(new)} repeats", verdict)
+
+
+def _too_few(repeats: int) -> str:
+    return f"{words.plural(repeats, 'repeat')}: no interval"
+
+
+def headline(groups: Sequence[Group]) -> str:
+    """How output tokens/s changed, in one sentence."""
+    found = [(side, _throughput(group[0], side)) for group in groups for side in group[1:]]
+    left = [side.letter for side, ratio in found if ratio is None]
+    if len(groups) > 1:
+        verdicts = [ratio.verdict for _, ratio in found if ratio]
+        names = {HIGHER: "higher", LOWER: "lower", SAME: "level", UNCLEAR: "not told apart"}
+        parts = [f"{name} in {count}" for verdict, name in names.items() if (count := verdicts.count(verdict))]
+        parts += [f"no ratio in {len(left)}"] if left else []
+        return f"B against A, output tokens/s in {len(groups)} cells: {', '.join(parts)}."
+    known = [(side.letter, ratio) for side, ratio in found if ratio]
+    parts = [f"{letter} {_ratio_words(ratio)}" for letter, ratio in known]
+    parts += [f"no ratio of {words.listing(left)}"] if left else []
+    bare = [letter for letter, ratio in known if ratio.interval is None]
+    too_few = f" (of {words.listing(bare)} too few repeats for an interval)" if bare else ""
+    return f"Output tokens/s against A, {groups[0][0].title}: {', '.join(parts)}{too_few}."
+
+
+def _throughput(first: Side, side: Side) -> RatioToFirst | None:
+    return next((ratio for ratio in ratios(first, side) if not ratio.metric.name), None)
+
+
+def _ratio_words(ratio: RatioToFirst) -> str:
+    if ratio.interval is None:
+        return words.ratio(ratio.ratio)
+    called = {SAME: "level, ", UNCLEAR: "not told apart, "}.get(ratio.verdict, "")
+    return f"{called}{words.ratio(ratio.ratio)} ({ratio.bounds})"

@@ -1,0 +1,159 @@
+"""Cells of any runs side by side as a page and as Markdown: what differs, what cannot be compared, then the effects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvbench.common import text as words
+from kvbench.common.files import write_text
+from kvbench.report.compared_cells import (
+    METRICS,
+    MOST_SIDES,
+    Group,
+    RatioToFirst,
+    Side,
+    differences,
+    groups_of,
+    headline,
+    not_compared,
+    ratios,
+)
+from kvbench.report.figures import compared_distributions, compared_effects, compared_timeline
+from kvbench.report.markdown import escape
+from kvbench.report.page import render
+from kvbench.report.provenance import brief
+from kvbench.report.style import CONTIGUOUS, DASHES, OTHERS, PAGED, Drawing, LineStyle
+from kvbench.report.tables import Value
+from kvbench.runs.model import Run
+
+_KINDS = ("TTFT", "TPOT", "ITL")  # of latencies, whose values are milliseconds
+_RATIO_NOTE = (
+    "Ratio to A and its 95 % interval: cells of one run are paired by repeat (t interval of the log ratios); of two "
+    "runs the repeats are independent (Welch's interval of the logs), and what differs between two days is not in it. "
+    "≈ means level (within 5 %), ? not told apart from 1. No interval is made of fewer than 3 repeats."
+)
+
+
+def page(groups: Sequence[Group]) -> str:
+    """The whole page."""
+    drawn = drawings(groups)
+    return render(
+        "side_by_side.html.j2",
+        drawn,
+        title=", ".join(dict.fromkeys(side.run.workload for side in groups[0])),
+        headline=headline(groups),
+        side_heads=_SIDE_HEADS,
+        side_rows=_side_rows(groups),
+        difference_heads=_difference_heads(groups),
+        difference_rows=[(name, *values) for name, values in differences(groups)],
+        not_compared=not_compared(groups),
+        not_shared=_not_shared(groups),
+        effect_heads=_EFFECT_HEADS,
+        effect_rows=_effect_rows(groups),
+        ratio_note=_RATIO_NOTE,
+        more_figures=len(groups) > MOST_SIDES,
+        drawings=drawn,
+    )
+
+
+def drawings(groups: Sequence[Group]) -> list[Drawing]:
+    """The figures, of six groups at most: those that can be compared before the others."""
+    comparable = sorted(groups, key=lambda group: not any(ratios(group[0], side) for side in group[1:]))
+    shown = [group for group in groups if group in comparable[:MOST_SIDES]]
+    looks = _looks(shown[0])
+    found = (
+        compared_effects.drawing(shown),
+        compared_distributions.drawing(shown, looks),
+        compared_timeline.drawing(shown, looks),
+    )
+    return [drawing for drawing in found if drawing is not None]
+
+
+def _looks(group: Group) -> dict[str, LineStyle]:
+    """Letter -> look."""
+    styles = zip((PAGED, CONTIGUOUS, *OTHERS), ("solid", "dash", *DASHES), strict=False)
+    return {side.letter: LineStyle(*style) for side, style in zip(group, styles, strict=False)}
+
+
+_SIDE_HEADS = ("", "run", "cell", "measured")
+
+
+def _side_rows(groups: Sequence[Group]) -> list[tuple[str, ...]]:
+    """Which run and cell each letter stands for."""
+    rows = []
+    for side in groups[0]:
+        cells = words.plural(len(groups), "cell") if len(groups) > 1 else side.title
+        measured = ", ".join(brief(side.run)) + (f"; {side.cell.doubt}" if side.cell.doubt and len(groups) == 1 else "")
+        rows.append((side.letter, f"{side.run.workload} {side.run.folder.name}", cells, measured))
+    return rows
+
+
+def _difference_heads(groups: Sequence[Group]) -> tuple[str, ...]:
+    return ("what differs", *(side.letter for side in groups[0]))
+
+
+def _not_shared(groups: Sequence[Group]) -> list[str]:
+    """Of two runs: the cells that only one of them has."""
+    if len(groups) == 1:
+        return []
+    shared = {group[0].cell.cell_id for group in groups}
+    found = []
+    for side in groups[0]:
+        if alone := [cell.cell_id for cell in side.run.by_load if cell.cell_id not in shared]:
+            found.append(f"Only {side.letter} has {words.and_more(alone, 6)}.")
+    return found
+
+
+_EFFECT_HEADS = ("cell", "", *(f"{m.title}{', ms' if m.title.endswith(_KINDS) else ''}" for m in METRICS), "interval")
+
+
+def _effect_rows(groups: Sequence[Group]) -> list[list[tuple[Value, ...]]]:
+    """A list of rows a group: the cell's values and, below each, its ratio to the first cell's."""
+    return [[_effect_row(group[0], side, again=len(groups) > 1) for side in group] for group in groups]
+
+
+def _effect_row(first: Side, side: Side, again: bool) -> tuple[Value, ...]:
+    """``again``: all sides of the group are the same cell, which is named once."""
+    found = {each.metric.title: each for each in ratios(first, side)} if side is not first else {}
+    basis = next(iter(found.values())).basis if found else "" if side is first else "no ratio"
+    values = []
+    for metric in METRICS:
+        value, ratio = metric.value(side.cell), found.get(metric.title)
+        text = words.milliseconds(value) if metric.name else words.tokens_per_s(value)
+        values.append(Value(text, value, _ratio_note(ratio), ratio.mark if ratio else ""))
+    doubt = side.cell.doubt
+    title = "" if again and side is not first else side.title
+    return (Value(title, None, doubt, "worse" if doubt else ""), Value(side.letter), *values, Value(basis))
+
+
+def _ratio_note(ratio: RatioToFirst | None) -> str:
+    if ratio is None:
+        return ""
+    return f"{ratio} ({ratio.bounds})" if ratio.interval else str(ratio)
+
+
+def markdown(groups: Sequence[Group]) -> str:
+    """The same facts as the page, without its figures."""
+    rows = [[escape(text) for text in row] for row in _side_rows(groups)]
+    lines = [f"# {escape(headline(groups))}", "", *words.markdown_table(_SIDE_HEADS, rows, 4), ""]
+    different = [[escape(text) for text in (name, *values)] for name, values in differences(groups)]
+    lines += ["## What differs", ""]
+    heads = _difference_heads(groups)
+    lines += words.markdown_table(heads, different, len(heads)) if different else ["Nothing that a manifest tells."]
+    lines += [""]
+    if limits := [*not_compared(groups), *_not_shared(groups)]:
+        lines += ["## What cannot be compared", "", *(f"- {escape(text)}" for text in limits), ""]
+    effects = [
+        [escape(f"{value.text} {value.note}".strip()) for value in row] for rows in _effect_rows(groups) for row in rows
+    ]
+    return "\n".join([*lines, "## Effects", "", *words.markdown_table(_EFFECT_HEADS, effects, 2), "", _RATIO_NOTE, ""])
+
+
+def write_side_by_side(a: Run, b: Run, folder: Path) -> list[Path]:
+    """Writes compare.html and compare.md of the cells that both runs have. Raises UsageError where there is none."""
+    groups = groups_of(a, b)
+    paths = [folder / "compare.html", folder / "compare.md"]
+    for path, text in zip(paths, (page(groups), markdown(groups)), strict=True):
+        write_text(path, text)
+    return paths

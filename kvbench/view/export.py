@@ -1,0 +1,105 @@
+"""The workspace as static pages, for artifacts of CI or a branch of pages: no server, and no form that needs one.
+
+index.html  history.html  runs/<slug>.html  compare/<slug>--<slug>.html  plotly-<version>.js  kvbench-view.json
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from plotly.offline import get_plotlyjs, get_plotlyjs_version
+
+from kvbench.common.errors import UsageError
+from kvbench.common.files import check_output_dir, write_json, write_text
+from kvbench.report.compared_cells import groups_of
+from kvbench.view import pages
+from kvbench.view.workspace import DAMAGED, RunRow, Workspace
+
+LISTING, _SCRIPT = "kvbench-view.json", "page.js"
+_PLOTLY = f"plotly-{get_plotlyjs_version()}.js"
+
+
+def check_export_dir(folder: Path) -> None:
+    """Raises UsageError unless ``folder`` is new, empty, or holds an earlier export and can be written."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--export {folder} is a file: give a folder")
+    check_output_dir(folder, "--export")
+    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if there and LISTING not in there:
+        raise UsageError(f"--export {folder} holds other files ({there[0]}): give an empty or a new folder")
+
+
+def export(workspace: Workspace, folder: Path) -> list[Path]:
+    """Writes all pages into ``folder``; an earlier export there is replaced. Returns the files.
+
+    Raises UsageError as ``check_export_dir``.
+    """
+    check_export_dir(folder)
+    _remove_earlier(folder)
+    written: list[str] = []
+
+    def write(name: str, text: str) -> None:
+        written.append(name)
+        write_json(folder / LISTING, {"files": written})  # first: what is cut short can be replaced, too
+        write_text(folder / name, text)
+
+    rows = workspace.rows()
+    readable = [row for row in rows if row.state != DAMAGED]
+
+    def write_page(name: str, text: str) -> None:
+        write(name, pages.packed(text, "../" * name.count("/") + _SCRIPT))
+
+    write(_PLOTLY, get_plotlyjs())
+    write(_SCRIPT, pages.page_script())
+    for row in readable:
+        write_page(f"runs/{row.slug}.html", pages.run(workspace.run(row), _links("../", {})))
+    pairs = {}
+    for before, after in _newest_pairs(rows):
+        with suppress(UsageError):  # they share no cell
+            groups = groups_of(workspace.run(before), workspace.run(after))
+            name = pairs[before.slug, after.slug] = f"compare/{before.slug}--{after.slug}.html"
+            write_page(name, pages.compared(groups, _links("../", {})))
+    links = _links("", pairs)
+    write_page("history.html", pages.history(workspace, links))
+    write_page("index.html", pages.runs(workspace, links))
+    return [folder / name for name in (*written, LISTING)]
+
+
+def _links(up: str, pairs: dict[tuple[str, str], str]) -> pages.Links:
+    """Relative addresses; ``up``: the way from the page to index.html."""
+    return pages.Links(
+        runs=f"{up}index.html",
+        history=f"{up}history.html",
+        plotly=f"{up}{_PLOTLY}",
+        capacity=None,
+        run=lambda slug: f"{up}runs/{slug}.html",
+        pair=lambda before, after: pairs.get((before, after)),
+    )
+
+
+def _newest_pairs(rows: list[RunRow]) -> list[tuple[RunRow, RunRow]]:
+    """Of each workload, model and machine the newest run and the one before it."""
+    before, followed = pages.runs_before(rows), set()
+    found = []
+    for row in rows:  # newest first
+        earlier = before.get(row.slug)
+        if earlier and row.slug not in followed:
+            found.append((earlier, row))
+        if earlier:
+            followed.add(earlier.slug)
+    return found
+
+
+def _remove_earlier(folder: Path) -> None:
+    """Removes the files that an earlier export listed, and no others."""
+    try:
+        names = json.loads((folder / LISTING).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    root = folder.resolve()
+    for name in names if isinstance(names, list) else ():
+        path = (root / str(name)).resolve()
+        if path.is_relative_to(root) and path.is_file():
+            path.unlink()

@@ -1,0 +1,201 @@
+"""The pages of the workspace as HTML, for the server and for the export; every value from outside is escaped."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from kvbench.common import text as words
+from kvbench.history import page as history_page
+from kvbench.history.show import Selection, view
+from kvbench.report import page as run_page
+from kvbench.report import side_by_side
+from kvbench.report.compared_cells import Group
+from kvbench.report.document import document
+from kvbench.report.page import render
+from kvbench.runs.model import Run
+from kvbench.view.capacity import Form
+from kvbench.view.workspace import DAMAGED, STATES, RunRow, Workspace
+
+_STATE_WORDS = {"empty": "nothing measured"}
+_FIGURES = re.compile(r'(<script type="application/json" id="figures">)(.*?)(</script>)', re.DOTALL)
+_UNPACK = """(async () => {
+  const figures = document.getElementById("figures");
+  const bytes = Uint8Array.from(atob(figures.textContent), (c) => c.charCodeAt(0));
+  const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  figures.textContent = await new Response(unpacked).text();
+  document.body.append(Object.assign(document.createElement("script"), { src: %s }));
+})();"""
+_NAV_STYLE = (
+    "nav.workspace { display: flex; flex-wrap: wrap; gap: 4px 20px; margin: 0 0 26px; padding: 0 0 10px; "
+    "border-bottom: 1px solid var(--line); } nav.workspace a { color: var(--accent); }"
+)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Addresses of the workspace's pages, as a page writes them.
+
+    ``run``: of a run's slug. ``pair``: of the slugs of two runs side by side; None where there is no such page.
+    ``capacity``: None where there is no form.
+    """
+
+    runs: str
+    history: str
+    plotly: str
+    capacity: str | None
+    run: Callable[[str], str]
+    pair: Callable[[str, str], str | None]
+
+
+@dataclass(frozen=True)
+class Filter:
+    """What the list is narrowed to; an empty value lets everything through."""
+
+    text: str = ""
+    workload: str = ""
+    state: str = ""
+    machine: str = ""
+
+    def selects(self, row: RunRow) -> bool:
+        return row.matches(self.text, workload=self.workload, state=self.state, machine=self.machine)
+
+
+def runs(
+    workspace: Workspace, links: Links, chosen: Sequence[str] = (), shown: Filter | None = None, error: str = ""
+) -> str:
+    """The list of runs. ``chosen``: addresses of the ticked cells; ``shown``: None for a page without forms."""
+    every = workspace.rows()
+    rows = [row for row in every if shown is None or shown.selects(row)]
+    titles = {cell.value: f"{row.workload} {row.name}: {cell.title}" for row in every for cell in row.cells}
+    visible = {cell.value for row in rows for cell in row.cells}
+    made = render(
+        "view_runs.html.j2",
+        [],
+        title="Runs",
+        headline=_counted(rows, len(every)),
+        notes=workspace.notes(),
+        error=error,
+        rows=rows,
+        before=runs_before(every),
+        state_words=_STATE_WORDS,
+        links=links,
+        shown=shown,
+        options=_options(every),
+        chosen=set(chosen),
+        elsewhere=[(value, titles[value]) for value in chosen if value in titles and value not in visible],
+        damaged=DAMAGED,
+    )
+    return framed(made, links)
+
+
+def _counted(rows: Sequence[RunRow], total: int) -> str:
+    """12 runs: 10 valid, 1 invalid and 1 damaged."""
+    if not total:
+        return "There is no run here yet: `kvbench sweep` makes one"
+    states = [f"{count} {_STATE_WORDS.get(s, s)}" for s in STATES if (count := sum(row.state == s for row in rows))]
+    counted = words.plural(total, "run") if len(rows) == total else f"{len(rows)} of {words.plural(total, 'run')}"
+    return f"{counted}: {words.listing(states)}" if states else counted
+
+
+def runs_before(rows: Sequence[RunRow]) -> dict[str, RunRow]:
+    """Slug -> the run of the same workload, model and machine that was measured before it."""
+    found, last = {}, {}
+    for row in sorted(rows, key=lambda row: (row.started, row.name)):
+        if row.cells:
+            key = (row.workload, row.model, row.machine)
+            if key in last:
+                found[row.slug] = last[key]
+            last[key] = row
+    return found
+
+
+def _options(rows: Sequence[RunRow]) -> Mapping[str, list[tuple[str, str]]]:
+    """(value, words) to choose from, by the name of the filter."""
+    machines, workloads = ({getattr(row, name) for row in rows} - {""} for name in ("machine", "workload"))
+    return {
+        "workload": [(each, each) for each in sorted(workloads)],
+        "state": [(each, _STATE_WORDS.get(each, each)) for each in STATES if any(row.state == each for row in rows)],
+        "machine": [(each, each) for each in sorted(machines)],
+    }
+
+
+def run(found: Run, links: Links) -> str:
+    """The report of a run."""
+    return framed(run_page.page(found, document(found)), links)
+
+
+def compared(groups: Sequence[Group], links: Links) -> str:
+    """Cells side by side."""
+    return framed(side_by_side.page(groups), links)
+
+
+def history(workspace: Workspace, links: Links) -> str:
+    """The history of every metric."""
+    found = view(workspace.folders, Selection())
+    if not found.groups:
+        return message("There is no history yet", "No finished run of `kvbench sweep` can be read here.", links)
+    return framed(history_page.page(found), links)
+
+
+def capacity(form: Form, links: Links) -> str:
+    """The form of the capacity arithmetic with its answer."""
+    return framed(render("view_capacity.html.j2", [], title="Capacity", form=form, links=links), links)
+
+
+def message(headline: str, text: str, links: Links) -> str:
+    """A page with nothing but a sentence."""
+    return framed(render("view_message.html.j2", [], title=headline, headline=headline, text=text), links)
+
+
+def framed(page: str, links: Links) -> str:
+    """A page of any room as one of the workspace: with links to the others, and plotly.js from the one shared file."""
+    entries = {"Runs": links.runs, "History": links.history, "Capacity": links.capacity}
+    anchors = Markup("").join(
+        Markup('<a href="{}">{}</a>').format(address, name) for name, address in entries.items() if address
+    )
+    nav = f'<style>{_NAV_STYLE}</style>\n<nav class="workspace" aria-label="workspace">{anchors}</nav>'
+    shared = Markup('<script src="{}"></script>').format(links.plotly)
+    page = page.replace("<main>", f"<main>\n{nav}", 1)
+    return page.replace(f"<script>{get_plotlyjs()}</script>", shared, 1)
+
+
+def packed(page: str, script: str) -> str:
+    """The page with its figures compressed, to a third of their size, and ``script`` in place of its own script.
+
+    A few lines unpack the figures and then load ``script``, the address of ``page_script()`` as a file. Numbers have
+    32 bits, which is more than a screen shows.
+    """
+    figures = _FIGURES.search(page)
+    if figures is None:
+        return page
+    text = json.dumps(_narrowed(json.loads(figures[2])), separators=(",", ":"))
+    data = b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    page = f"{page[: figures.start()]}{figures[1]}{data}{figures[3]}{page[figures.end() :]}"
+    return page.replace(f"<script>{page_script()}</script>", f"<script>{_UNPACK % json.dumps(script)}</script>", 1)
+
+
+def page_script() -> str:
+    """The script that draws the figures of a page and sorts its tables."""
+    return (files("kvbench.report") / "templates" / "page.js").read_text(encoding="utf-8")
+
+
+def _narrowed(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_narrowed(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    if node.get("dtype") == "f8" and "bdata" in node:
+        values = np.frombuffer(b64decode(node["bdata"]), "<f8").astype("<f4")
+        return {**node, "dtype": "f4", "bdata": b64encode(values.tobytes()).decode()}
+    return {key: _narrowed(value) for key, value in node.items()}

@@ -1,0 +1,188 @@
+"""The workspace over HTTP: on 127.0.0.1 only, for browsers on this machine, and nothing is written."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
+from plotly.offline import get_plotlyjs, get_plotlyjs_version
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from kvbench.common.errors import UsageError
+from kvbench.common.ports import free_port
+from kvbench.common.text import upper_first
+from kvbench.report.compared_cells import groups_of, one_group
+from kvbench.view import pages
+from kvbench.view.capacity import form
+from kvbench.view.workspace import DAMAGED, Workspace
+
+HOST = "127.0.0.1"
+_OWN_NAMES = ["127.0.0.1", "localhost"]  # a page of another name that resolves to us is answered with 400
+_PLOTLY = f"/plotly-{get_plotlyjs_version()}.js"
+_GRACE_S = 1
+_KEPT_PAGES = 12  # reports of runs, about half a megabyte each
+_HEADERS = {
+    "content-security-policy": "default-src 'self' 'unsafe-inline' data: blob:; form-action 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+LINKS = pages.Links(
+    runs="/",
+    history="/history",
+    plotly=_PLOTLY,
+    capacity="/capacity",
+    run=lambda slug: f"/runs/{slug}",
+    pair=lambda before, after: f"/compare?run={before}&run={after}",
+)
+
+
+def make_app(workspace: Workspace) -> FastAPI:
+    """The pages of ``workspace``: list, runs, cells side by side, history, capacity."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=_OWN_NAMES, www_redirect=False)
+    kept = _KeptPages()
+
+    @app.middleware("http")
+    async def _add_headers(request: Request, answer: Callable) -> Response:
+        try:
+            response = await answer(request)
+        except Exception as error:  # a defect of one page must not look like one of all
+            response = _defect(error)
+        response.headers.update(_HEADERS)
+        return response
+
+    @app.get("/", response_class=HTMLResponse)
+    def runs(request: Request) -> str:
+        return _runs_page(workspace, request)
+
+    @app.get("/runs/{slug}", response_class=HTMLResponse)
+    def run(slug: str) -> str:
+        row = _found(lambda: workspace.row(slug))
+        if row.state == DAMAGED:
+            raise HTTPException(404, f"{row.workload} {row.name} is damaged: {row.sentence}")
+        return kept.get((slug, row.stamp), lambda: pages.run(_found(lambda: workspace.run(row)), LINKS))
+
+    @app.get("/compare")
+    def compare(request: Request) -> HTMLResponse:
+        query = request.query_params
+        try:
+            if slugs := query.getlist("run"):
+                if len(slugs) != 2:
+                    raise UsageError(f"{len(slugs)} runs cannot be put side by side: choose two")
+                groups = groups_of(*(workspace.run(workspace.row(slug)) for slug in slugs))
+            else:
+                groups = one_group(workspace.cells(query.getlist("cell")))
+        except UsageError as error:
+            return HTMLResponse(_runs_page(workspace, request, upper_first(f"{error}.")), status_code=400)
+        return HTMLResponse(pages.compared(groups, LINKS))
+
+    @app.get("/history", response_class=HTMLResponse)
+    def history() -> str:
+        stamps = tuple((row.slug, row.stamp) for row in workspace.rows())
+        return kept.get(("history", stamps), lambda: pages.history(workspace, LINKS))
+
+    @app.get("/capacity")
+    def capacity(request: Request) -> HTMLResponse:
+        found = form(request.query_params)
+        return HTMLResponse(pages.capacity(found, LINKS), status_code=400 if found.error else 200)
+
+    @app.get(_PLOTLY)
+    def plotly() -> Response:
+        headers = {"cache-control": "max-age=31536000, immutable"}  # its address has its version
+        return Response(get_plotlyjs(), media_type="text/javascript", headers=headers)
+
+    app.add_exception_handler(HTTPException, _answer_error)
+    return app
+
+
+def _runs_page(workspace: Workspace, request: Request, error: str = "") -> str:
+    query = request.query_params
+    shown = pages.Filter(**{name: query.get(name, "") for name in ("text", "workload", "state", "machine")})
+    return pages.runs(workspace, LINKS, query.getlist("cell"), shown, error)
+
+
+def _found(find: Callable):
+    """What ``find`` returns; its UsageError as an answer with status 404."""
+    try:
+        return find()
+    except UsageError as error:
+        raise HTTPException(404, str(error)) from None
+
+
+async def _answer_error(request: Request, error: Exception) -> HTMLResponse:
+    assert isinstance(error, HTTPException)
+    known = {404: "There is no such page here", 405: "This workspace only shows: nothing can be sent to it"}
+    headline = known.get(error.status_code, "This cannot be shown")
+    text = "" if error.detail in ("Not Found", "Method Not Allowed") else upper_first(f"{error.detail}.")
+    return HTMLResponse(pages.message(headline, text, LINKS), status_code=error.status_code)
+
+
+def _defect(error: Exception) -> HTMLResponse:
+    text = f"{type(error).__name__}: {error}. A file of a run may be damaged; `kvbench report RUN` says more."
+    return HTMLResponse(pages.message("This page could not be made", text, LINKS), status_code=500)
+
+
+class _KeptPages:
+    """The pages that were made last, by what they were made of. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._pages: OrderedDict[object, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: object, make: Callable[[], str]) -> str:
+        with self._lock:
+            if key in self._pages:
+                self._pages.move_to_end(key)
+                return self._pages[key]
+        made = make()
+        with self._lock:
+            self._pages[key] = made
+            while len(self._pages) > _KEPT_PAGES:
+                self._pages.popitem(last=False)
+        return made
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server; calls ``on_ready`` when it listens, and ends well on SIGINT and SIGTERM."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Does nothing: uvicorn would raise the signal again after a clean stop."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: the caller stops us
+                asyncio.get_running_loop().add_signal_handler(number, self.stop)
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_ready()
+
+    def stop(self) -> None:
+        self.should_exit = True
+
+
+def serve(workspace: Workspace, port: int, on_ready: Callable[[str], None]) -> int:
+    """Serves until SIGINT or SIGTERM; returns 0. ``on_ready`` gets the URL. Raises UsageError for a taken port."""
+    sock = socket.create_server((HOST, free_port(port, HOST)))
+    url = f"http://{HOST}:{sock.getsockname()[1]}/"
+    config = uvicorn.Config(
+        make_app(workspace), ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
+    )
+    with sock:
+        Server(config, lambda: on_ready(url)).run(sockets=[sock])
+    return 0

@@ -1,0 +1,242 @@
+"""Cells side by side: which of them are compared, how, and what is said of the others."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_ind
+
+from kvbench.cli.main import cli, main
+from kvbench.common.errors import UsageError
+from kvbench.common.stats import welch_interval
+from kvbench.report.compared_cells import MOST_SIDES, Group, differences, groups_of, obstacles, one_group, ratios
+from kvbench.report.side_by_side import drawings, markdown, page
+from kvbench.runs.model import MeasuredCell, Run
+from tests.support.report_cells import cell, refused, run
+from tests.support.synthetic_run import PAIR, make_run
+from tests.support.toy_engine import Scenario
+
+EVIL = "<script>alert(1)</script>"
+RISING = (100.0, 200.0, 400.0)  # repeats that scatter, as those of a machine that gets quieter
+MACHINE = {"cpu": {"model": "EPYC", "cores": 2}, "device": "EPYC", "model": {"name": "llama-32m"}}
+
+
+def of(*cells: MeasuredCell, name: str = "now", **manifest: Any) -> Run:
+    return replace(run(*cells, **{**MACHINE, **manifest}), folder=Path("/nonexistent/mixed") / name)
+
+
+def pair(a: MeasuredCell, b: MeasuredCell, **other_run: Any) -> Group:
+    """Two cells of one run, or of two if anything is said of the other."""
+    first = of(a, b)
+    second = of(b, name="later", **other_run) if other_run else first
+    return one_group([(first, a), (second, b)])[0]
+
+
+def faster(values: tuple[float, ...] = RISING) -> MeasuredCell:
+    """10 % more tokens/s in every repeat."""
+    return cell(page_size=32, throughput=tuple(1.1 * value for value in values))
+
+
+def more_requests() -> MeasuredCell:
+    """As ``faster``, of 60 requests a repeat instead of 48."""
+    one = faster()
+    return replace(one, repeats=tuple(replace(r, metrics={**r.metrics, "completed": 60}) for r in one.repeats))
+
+
+def visible(page_: str) -> str:
+    return html.unescape(re.sub(r"<[^>]*>", " ", re.sub(r"<script.*?</script>", "", page_, flags=re.S)))
+
+
+def test_repeats_of_one_run_are_paired_and_those_of_two_runs_are_not() -> None:
+    slow, fast = cell(throughput=RISING), faster()
+    paired = ratios(*pair(slow, fast))[0]
+    assert (paired.verdict, paired.mark) == ("higher", "better") and paired.ratio == pytest.approx(1.1)
+    assert paired.interval == pytest.approx((1.1, 1.1)) and "paired" in paired.basis
+    apart = ratios(*pair(slow, fast, git={"short_sha": "abc"}))[0]
+    assert apart.verdict == "unclear" and apart.mark == "" and "Welch" in apart.basis
+    assert apart.ratio == pytest.approx(1.1) and apart.interval[0] < 0.5 and apart.interval[1] > 2
+
+
+def test_the_interval_of_two_runs_is_welchs() -> None:
+    a, b = np.array([4.6, 4.7, 4.65]), np.array([4.9, 5.1, 4.95])
+    expected = tuple(ttest_ind(b, a, equal_var=False).confidence_interval(0.95))
+    assert welch_interval(a, b) == pytest.approx(expected)
+    first, other = cell(throughput=tuple(np.exp(a))), cell(throughput=tuple(np.exp(b)))
+    found = ratios(*pair(first, other, seeds={}))[0]
+    assert found.interval == pytest.approx(tuple(map(math.exp, expected)))
+    assert found.verdict == "higher" and math.isnan(welch_interval([1.0], b)[0])
+    assert welch_interval([2.0, 2.0], [3.0, 3.0]) == (1.0, 1.0)
+
+
+def test_level_needs_the_whole_interval_and_latencies_are_better_when_lower() -> None:
+    close = cell(throughput=(101.0, 101.5, 100.5), ttft=(250.0, 251.0, 249.0), page_size=32)
+    base = cell(throughput=(100.0, 100.5, 99.5), ttft=(500.0, 501.0, 499.0))
+    for other_run in ({}, {"os": "Linux 9"}):
+        throughput, ttft, *_ = ratios(*pair(base, close, **other_run))
+        assert (throughput.verdict, throughput.mark) == ("level", "")
+        assert (ttft.verdict, ttft.mark) == ("lower", "better") and ttft.ratio == pytest.approx(0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_fewer_than_three_repeats_make_no_interval_and_no_verdict(repeats: int) -> None:
+    base, fast = cell(throughput=RISING[:repeats]), faster(RISING[:repeats])
+    for other_run in ({}, {"os": "Linux 9"}):
+        found = ratios(*pair(base, fast, **other_run))[0]
+        assert found.interval is None and found.verdict == "unclear" and f"{repeats} repeat" in found.bounds
+        assert "no interval" in visible(page([pair(base, fast, **other_run)]))
+
+
+LATER = {"git": {"short_sha": "abc"}}
+PROMPTS = {"workload": {"name": "mixed", "load": {"prompts": {"tokens": 9}, "repeats": 3}}}
+
+
+@pytest.mark.parametrize(
+    ("b", "other_run", "named"),
+    [
+        (faster(), {"cpu": {"model": "Xeon", "cores": 2}}, "another machine: EPYC, 2 cores and Xeon, 2 cores"),
+        (faster(), {"cpu": {"model": "EPYC", "cores": 8}}, "another machine"),
+        (faster(), {"gpus": [{"name": "H100"}]}, "another machine: none and H100"),
+        (faster(), {"device": "H100"}, "another device"),
+        (faster(), {"model": {"name": "llama-3.1-8b"}}, "another model: llama-32m and llama-3.1-8b"),
+        (cell(load=3), {}, "another load: 24 concurrent requests and 3 concurrent requests"),
+        (cell(load=24, mode="open", page_size=32), {}, "another load"),
+        (faster(), PROMPTS, "load.prompts.tokens"),
+        (faster(), {"seeds": {"workload": 7}}, "seed"),
+        (more_requests(), {}, "requests a repeat"),
+        (cell(page_size=32, reasons=("repeat 1: it lagged",)), {}, "it lagged"),
+        (refused(page_size=32), {}, "refused"),
+    ],
+)
+def test_what_must_not_be_compared_has_a_reason_and_no_ratio_anywhere(
+    b: MeasuredCell, other_run: dict[str, Any], named: str
+) -> None:
+    group = pair(cell(throughput=RISING), b, **other_run)
+    assert any(named in reason for reason in obstacles(*group)) and ratios(*group) == []
+    for text in (visible(page([group])), markdown([group])):
+        assert re.search(r"No ratio of B against A.*" + re.escape(named.split(":")[0].split(".")[0]), text)
+        assert "no ratio of B" in text and not re.search(r"\d\.\d\dx", text)
+    assert not any(drawing.key == "effects" for drawing in drawings([group]))
+
+
+def test_other_code_versions_settings_and_targets_are_compared_and_shown_first() -> None:
+    other = {**LATER, "versions": {"torch": "9"}, "target": "vllm", "os": "Linux 9"}
+    group = pair(cell(), cell(kv_cache_dtype="fp8_e4m3", budget=1 << 20), **other)
+    assert ratios(*group)
+    found = dict(differences([group]))
+    assert found["commit"] == ("–", "abc") and found["version of torch"] == ("–", "9")
+    assert found["KV dtype"] == ("KV in the model's dtype", "FP8 KV (e4m3)") and found["target"][1] == "vllm"
+    assert found["KV budget"] == ("128 MiB", "1 MiB")
+    assert not {"model", "device", "processor", "load", "layout", "page size", "workload"} & found.keys()
+    text = visible(page([group]))
+    assert text.index("What differs") < text.index("Effects") and "FP8 KV (e4m3)" in text
+    assert differences([pair(cell(), replace(cell(), cell_id="copy"))]) == []
+
+
+def test_a_group_has_two_to_six_different_cells() -> None:
+    cells = [cell(load=load) for load in range(1, MOST_SIDES + 2)]
+    one = of(*cells)
+    for wrong in ([], cells[:1], cells, [cells[0], cells[0]]):
+        with pytest.raises(UsageError):
+            one_group([(one, each) for each in wrong])
+    assert [side.letter for side in one_group([(one, each) for each in cells[:6]])[0]] == list("ABCDEF")
+
+
+def test_two_runs_are_put_side_by_side_cell_by_cell_the_highest_load_first() -> None:
+    a = of(cell(load=3), cell(load=24), cell("contiguous", load=24))
+    b = of(cell(load=3), cell(load=24, throughput=(200.0, 201.0, 202.0)), cell(page_size=8), name="later", **LATER)
+    groups = groups_of(a, b)
+    assert [(x.cell.load.value, x.letter, y.letter) for x, y in groups] == [(24, "A", "B"), (3, "A", "B")]
+    text = visible(page(groups))
+    assert "higher in 1, level in 1" in text and "Only A has contiguous-24" in text and "Only B has" in text
+    assert [name for name, _ in differences(groups)] == ["commit"]
+    with pytest.raises(UsageError, match="share no measured cell"):
+        groups_of(of(cell(load=3)), of(cell(load=4), name="later"))
+
+
+def test_more_cells_than_six_are_all_in_the_table_and_six_are_drawn() -> None:
+    loads = range(1, 10)
+    a, b = (of(*(cell(load=load) for load in loads), name=name) for name in ("now", "later"))
+    late = replace(b, cells=tuple(replace(one, valid=one.load.value < 8) for one in b.cells))
+    groups = groups_of(a, late)
+    text = visible(page(groups))
+    assert all(f"{load} at once" in text for load in loads) and "six cells" in text
+    (effects,) = drawings(groups)
+    shown = effects.figure.layout.yaxis.ticktext
+    assert len(shown) == 6 and not any("9 at once" in tick or "8 at once" in tick for tick in shown)
+
+
+def test_everything_from_outside_is_escaped() -> None:
+    a, b = cell(reasons=(EVIL,)), replace(faster(), name=EVIL)
+    group = one_group(
+        [
+            (of(a, name="<b>run", workload={"name": EVIL, "load": {"prompts": {EVIL: EVIL}}}, os=EVIL), a),
+            (of(b, model={"name": EVIL}, versions={EVIL: EVIL}), b),
+        ]
+    )[0]
+    source = page([group])
+    assert "<script>alert" not in source and "<b>run" not in source and source.count("&lt;script&gt;alert(1)") > 5
+    assert "<script" not in markdown([group])
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two small synthetic runs with raw samples."""
+    small = Scenario(configs=PAIR, num_requests=30, concurrencies=(6,))
+    folder = tmp_path_factory.mktemp("runs")
+    return make_run(folder / "a", small), make_run(folder / "b", replace(small, seed=0, slowdown={"baseline": 1.5}))
+
+
+def test_the_command_writes_page_and_markdown_of_two_runs(
+    two_runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = two_runs
+    before = sorted(path for folder in two_runs for path in folder.rglob("*"))
+    assert cli.main(["report", str(a), str(b), "--output-dir", str(tmp_path)], standalone_mode=False) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.html", "compare.md"]
+    assert sorted(path for folder in two_runs for path in folder.rglob("*")) == before
+    source = (tmp_path / "compare.html").read_text()
+    assert re.findall(r'<figure id="(\w+)"', source) == ["effects", "distributions", "timeline"]
+    assert "<script src" not in source and "lower in 1, level in 1" in visible(source)
+    assert "B against A" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", ["no cell", "three", "no run"])
+def test_the_command_refuses_what_cannot_be_put_side_by_side(
+    wrong: str, two_runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    make: Callable[..., Run],
+) -> None:  # fmt: skip
+    a, b = two_runs
+    arguments = {
+        "three": [a, b, a],
+        "no run": [a, tmp_path],
+        "no cell": [a, make(repeats=1, concurrencies=(9,)).folder],
+    }[wrong]
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *map(str, arguments), "--output-dir", str(tmp_path / "out")])
+    assert ended.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_figures_hold_what_was_measured(two_runs: tuple[Path, Path]) -> None:
+    from kvbench.report.figures.compared_distributions import distributions_frame
+    from kvbench.report.figures.compared_timeline import timeline_frame
+    from kvbench.runs.read import read_run
+
+    groups = groups_of(*map(read_run, two_runs))
+    samples = distributions_frame(groups)
+    one = groups[0][0].cell
+    curve = samples[(samples["side"] == "A") & (samples["metric"] == "TTFT")]
+    curve = curve[curve["panel"] == samples["panel"][0]]
+    assert curve["share"].iloc[-1] == 100 and curve["samples"].iloc[0] == len(one.requests())
+    assert np.interp(95, curve["share"], curve["ms"]) == pytest.approx(one.percentile("ttft_ms", "p95")[0], rel=0.2)
+    times = timeline_frame(groups)
+    assert set(times["side"]) == {"A", "B"} and times["kv"].between(0, 100).all() and times["kv"].max() > 20
+    assert len(times) <= 4 * 200
