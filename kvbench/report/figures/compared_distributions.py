@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 from kvbench.common import text as words
 from kvbench.metrics.latency import inter_token_latencies, request_latencies
 from kvbench.report.compared_cells import Group, panel_title, side_name, without
-from kvbench.report.figures.cells import ecdf, log_axis
+from kvbench.report.figures.axes import ecdf, log_axis
 from kvbench.report.style import Drawing, LineStyle, finish
 
 _POINTS = 200  # of a curve

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.report.compared_cells import Group, panel_title, side_name, without
-from kvbench.report.kv import thin
+from kvbench.report.figures.axes import thin
 from kvbench.report.style import Drawing, LineStyle, finish
 
 _POINTS = 200  # of a line
