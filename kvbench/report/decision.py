@@ -19,11 +19,13 @@ from kvbench.report.changes import (
     IS_LEVEL,
     ITL,
     OPEN,
+    SERVED,
     THROUGHPUT,
     TTFT,
     Change,
     amount,
     change,
+    changes,
     decided_load,
     served,
     short_name,
@@ -195,7 +197,7 @@ def _holds(each: Choice) -> str:
     """4.0x the sequences: how many times as many tokens fit into the same bytes, from a tenth more on."""
     held, before = (cell.capacity.get("capacity_tokens") for cell in (each.cell, each.base))
     more = held / before if held and before else 1.0
-    return f"{words.significant(more, 2)}x the tokens in memory" if more >= 1.1 else ""
+    return f"{words.significant(more, 2)}x the tokens" if more >= 1.1 else ""
 
 
 def _ship(run: Run, load: MeasuredLoad, wins: Sequence[Choice]) -> list[str]:
@@ -320,15 +322,15 @@ def answers(run: Run) -> list[Answer]:
     rows = [_paging_answer(run, pair)] if pair else []
     for name in sorted(alone, key=lambda name: (name != "page_size", name != "kv_cache_dtype")):
         if name == "page_size":
-            rows.append(_page_size_answer(alone[name], base))
+            rows.append(_page_size_answer(run, alone[name], base))
         else:
             rows += [_answer(run, each, _subject(name, each.cell)) for each in alone[name]]
     return rows + [_answer(run, each, each.name) for each in combined[:_MOST_COMBINED]]
 
 
 def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
-    """Paged against contiguous: the highest load that is decided with its numbers, the others in a word."""
-    known, others = [], []
+    """Paged against contiguous: the loads that are decided with their numbers, the others in a word."""
+    known, others, reported = [], [], decided_load(run)
     for load in reversed(run.loads):
         paged, contiguous = (run.cell(name, load) for name in pair)
         if paged is None or contiguous is None:
@@ -340,7 +342,8 @@ def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
             ran, against = (words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous))
             beside = f", {ran} sequences at once against {against}" if "–" not in (ran, against) else ""
             level = ", level" if each.call == IS_LEVEL else ""
-            known.append((each.call, f"{gain(each, load)}{beside}{level}"))
+            where = f" {load.where}" if load != reported else ""
+            known.append((each.call, f"{_amount(each)}{_other_clock(run, each)}{where}{beside}{level}"))
     verdict = {AHEAD: PAYS, BEHIND: COSTS, IS_LEVEL: NO_CHANGE}[known[0][0]] if known else UNDECIDED
     return Answer("Paging", verdict, "; ".join([text for _, text in known] + others), _MARKS.get(verdict, ""))
 
@@ -355,11 +358,11 @@ def _paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> C
     return served(paged, THROUGHPUT, ratio) if ratio else None
 
 
-def _page_size_answer(found: Sequence[Choice], base: MeasuredCell) -> Answer:
+def _page_size_answer(run: Run, found: Sequence[Choice], base: MeasuredCell) -> Answer:
     """The page size that pays most, else the baseline's."""
     wins = [each for each in found if each.verdict in (PAYS, FASTER_P95)]
     best = (wins[0].cell if wins else base).settings.get("page_size")
-    said = [f"{each.cell.settings.get('page_size')}: {each.verdict.lower()}, {_numbers(each)}" for each in found]
+    said = [f"{each.cell.settings.get('page_size')}: {each.verdict.lower()}, {_numbers(run, each)}" for each in found]
     return Answer("Page size", f"{'Use' if wins else 'Keep'} {best}", "; ".join(said), "better" if wins else "")
 
 
@@ -376,13 +379,24 @@ def _answer(run: Run, each: Choice, subject: str) -> Answer:
         verdict, mark = f"{verdict}; {'not safe' if known else 'safety not known'}", "worse" if known else ""
     hits = each.cell.hit_rate if effective(each.cell.settings, "enable_prefix_caching") else None
     extra = [_holds(each), str(quality or ""), f"hit rate {words.percent(hits)}" if hits is not None else ""]
-    return Answer(words.upper_first(subject), verdict, ", ".join(filter(None, [_numbers(each), *extra])), mark)
+    return Answer(words.upper_first(subject), verdict, ", ".join(filter(None, [_numbers(run, each), *extra])), mark)
 
 
-def _numbers(each: Choice) -> str:
+def _numbers(run: Run, each: Choice) -> str:
     """The change of throughput, and the p95s that are decided."""
     if each.throughput is None:
         return f"no ratio{f' ({doubt})' if (doubt := each.cell.doubt or each.base.doubt) else ''}"
     shown = [each.throughput, *(one for one in each.p95.values() if one.call in (AHEAD, BEHIND))]
-    clocks = {one.clock for one in shown}
-    return ", ".join(f"{_amount(one)}{f' {one.clock}' if len(clocks) > 1 else ''}" for one in shown)
+    return ", ".join(f"{_amount(one)}{_other_clock(run, one)}" for one in shown)
+
+
+def _other_clock(run: Run, each: Change) -> str:
+    """The clock of a change, where it is not the one of the answers."""
+    return "" if each.clock == answers_clock(run) else f" {each.clock}"
+
+
+def answers_clock(run: Run) -> str:
+    """The clock that the answers are in where they do not say another: that of the reported load's figure."""
+    load = decided_load(run)
+    found = changes(run, load) if load else []
+    return found[0].clock if found else SERVED

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvbench.common import text as words
 from kvbench.report.changes import decided_load
 from kvbench.report.comparisons import baseline
-from kvbench.report.decision import Answer, answers, headline
+from kvbench.report.decision import Answer, answers, answers_clock, headline
 from kvbench.report.figures import effects, frontier
 from kvbench.report.glossary import glossary
 from kvbench.report.limits import LimitLine, limit_lines
@@ -41,7 +41,8 @@ class Document:
     """The report's parts, from the first sentence to the manifest.
 
     ``counted``: how much is valid, on the line that names the ``status``; ``details``: why, and what limits the
-    numbers; ``baseline``: what the answers are against; ``first``: the figures of the first screen.
+    numbers; ``baseline``: what the answers are against, where and in which clock; ``first``: the figures of the first
+    screen.
     """
 
     title: str
@@ -83,7 +84,7 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
         banner=_BANNERS[state.status],
         counted=_counted(run, state),
         details=(*state.reasons, *warnings(run)),
-        baseline=base.name if base else "",
+        baseline=f"{base.name} {base.load.where}, {answers_clock(run)}" if base else "",
         answers=tuple(answers(run)),
         limits=tuple(limit_lines(run)),
         first=tuple(drawing for drawing in first if drawing),

@@ -18,7 +18,7 @@ _LOOKS = {  # call -> colour, marker: never colour alone
 }
 _NAMES = {AHEAD: "better", BEHIND: "worse", IS_LEVEL: "level", OPEN: "not decided"}
 _BETTER = {metric: "more is better" if metric == "output_throughput" else "less is better" for metric in METRICS}
-_LEAST_RANGE, _ROW = 12.0, 32  # percent, px
+_LEAST_RANGE, _ROW = 12.0, 30  # percent, px
 _LABEL = 26  # characters of a row's name
 
 
@@ -26,7 +26,7 @@ def effects_figure(frame: pd.DataFrame) -> go.Figure:
     """``frame``: that of ``changes_frame``. The band is the margin within which a change is called level."""
     metrics = [metric for metric in METRICS if (frame["metric"] == metric).any()]
     rows = list(dict.fromkeys(frame["configuration"]))[::-1]  # plotly draws from below
-    titles = [f"{METRICS[metric]}<br><span style='font-size:11px'>{_BETTER[metric]}</span>" for metric in metrics]
+    titles = [f"{METRICS[metric]}<br><span style='font-size:11px'>{_BETTER[metric]}, %</span>" for metric in metrics]
     figure = make_subplots(
         rows=1, cols=len(metrics), shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=titles
     )
@@ -44,13 +44,13 @@ def effects_figure(frame: pd.DataFrame) -> go.Figure:
         band = {"row": 1, "col": column, "layer": "below"}  # after the traces: plotly skips panels that are empty
         figure.add_vrect(-margin, margin, fillcolor="rgba(128,128,128,0.2)", line_width=0, **band)
         figure.add_vline(0, line_width=1, line_color=GREY, **band)
-        figure.update_xaxes(range=[low, high], ticksuffix=" %", nticks=4, row=1, col=column)
+        figure.update_xaxes(range=[low, high], nticks=4, tickangle=0, row=1, col=column)
     figure.update_yaxes(
         range=[-0.5, len(rows) - 0.2], tickvals=list(range(len(rows))), ticktext=[_label(row) for row in rows]
     )
-    finish(figure, 118 + max(80, _ROW * len(rows)))
+    finish(figure, 112 + max(80, _ROW * len(rows)))
     figure.update_annotations(font={"size": 13})
-    figure.update_layout(margin={"t": 84, "l": 20, "r": 16})
+    figure.update_layout(margin={"t": 78, "l": 20, "r": 16})
     return figure
 
 

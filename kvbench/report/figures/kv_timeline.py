@@ -19,6 +19,7 @@ from kvbench.runs.kv_ledger import SLOT_USES, USES, bytes_per_slot, interval_slo
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 
 MOST_SHOWN = 5  # configurations
+_NARROWEST = 480  # px: a narrower figure has no room for its legend
 _MIB = 2.0**20
 _POINTS = 400  # of all curves of one kind in a figure
 _EVENTS = {  # column -> counter, what its panel is called
@@ -189,7 +190,8 @@ def drawing(run: Run, load: MeasuredLoad) -> Drawing | None:
             "differently."
         )
     figure, columns = timeline_figure(frame), len(cells)
-    return Drawing(f"kv-timeline-{load.mode}-{load.value:g}", _title(run, load), caption, figure, 140 * columns + 70)
+    key, width = f"kv-timeline-{load.mode}-{load.value:g}", max(_NARROWEST, 140 * columns + 70)
+    return Drawing(key, _title(run, load), caption, figure, width)
 
 
 def _title(run: Run, load: MeasuredLoad) -> str:

@@ -13,19 +13,35 @@
       "hoverlabel.font.color": ink,
     };
   }
-  function paint(isDark) { plots.forEach((plot) => Plotly.relayout(plot, theme(isDark))); }
+  const drawn = new Set();
+  function paint(isDark) { drawn.forEach((plot) => Plotly.relayout(plot, theme(isDark))); }
 
-  plots.forEach((plot) => {
-    const figure = figures[Number(plot.dataset.figure)];
-    Plotly.newPlot(plot, figure.data, figure.layout, {
+  function draw(plot) {
+    const { data, layout } = figures[Number(plot.dataset.figure)];
+    const ink = theme(dark.matches);
+    layout.font = { ...layout.font, color: ink["font.color"] };
+    layout.hoverlabel = {
+      ...layout.hoverlabel, bgcolor: ink["hoverlabel.bgcolor"], bordercolor: ink["hoverlabel.bordercolor"],
+      font: { ...(layout.hoverlabel || {}).font, color: ink["font.color"] },
+    };
+    drawn.add(plot);
+    Plotly.newPlot(plot, data, layout, {
       responsive: true, displayModeBar: "hover", displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
     });
-  });
+  }
+  // The first screen at once, then one figure after the other, so that the page can be read meanwhile.
+  const left = plots.slice();
+  function drawNext(count) {
+    left.splice(0, count).forEach(draw);
+    if (left.length) { setTimeout(() => drawNext(1), 0); }
+  }
+  drawNext(2);
+
   if (plots.length) {
-    paint(dark.matches);
     dark.addEventListener("change", (event) => paint(event.matches));
     window.addEventListener("beforeprint", () => {
       document.querySelectorAll("details").forEach((part) => { part.open = true; });
+      drawNext(left.length);
       paint(false);
     });
     window.addEventListener("afterprint", () => paint(dark.matches));

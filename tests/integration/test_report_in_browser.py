@@ -1,0 +1,57 @@
+"""The report as a reader sees it, in headless Chromium: drawn, whole, reachable by keyboard, at 1300 and 400 px."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvbench.report.document import document
+from kvbench.report.outputs import write_report
+from kvbench.runs.read import read_run
+from tests.support.browser import LAPTOP, PHONE
+from tests.support.synthetic_run import make_run
+from tests.support.toy_engine import Scenario
+
+_MOST_BYTES = 6_000_000
+SCRIPT = "<script>alert(1)</script>"
+_BOTTOMS = """() => ["effects", "frontier"].map(
+  id => document.querySelector(`#${id} .plot`).getBoundingClientRect().bottom)"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """report.html of a run with every configuration of the toy engine."""
+    run = read_run(make_run(tmp_path_factory.mktemp("drawn") / "mixed" / "run"))
+    return write_report(run, run.folder, document(run))[0]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [LAPTOP, PHONE])
+def test_every_figure_is_drawn_and_no_text_is_cut_or_covered(browser, report: Path, width: int, scheme: str) -> None:
+    with browser.open(report, width=width, scheme=scheme) as page:
+        assert page.problems() == []
+        assert page.page.locator(".plot .main-svg").count() > 0
+        page.page.evaluate("() => document.querySelectorAll('details').forEach(each => { each.open = true; })")
+        page.settle()
+        assert page.problems() == []
+
+
+def test_the_first_screen_of_a_laptop_ends_below_effects_and_frontier(browser, report: Path) -> None:
+    """The sentence, validity, answers, limits, effects and frontier are seen without scrolling."""
+    assert report.stat().st_size < _MOST_BYTES
+    with browser.open(report, width=1440, height=900) as page:
+        assert max(page.page.evaluate(_BOTTOMS)) <= 900
+
+
+def test_everything_that_opens_or_sorts_is_reached_by_keyboard(browser, report: Path) -> None:
+    with browser.open(report) as page:
+        assert page.unreached_by_tab() == []
+
+
+def test_names_from_outside_run_no_script(browser, tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "evil", Scenario(workload_name=SCRIPT, text=SCRIPT, repeats=1, num_requests=20)))
+    path = write_report(run, run.folder, document(run))[0]
+    with browser.open(path) as page:
+        assert page.problems() == []  # a dialog that opens is a problem
+        assert SCRIPT in page.text()
