@@ -90,7 +90,7 @@ def _entry(cell: MeasuredCell | None, base: MeasuredCell, engine: EngineTime | N
     """What the frame has of one combination beside its settings."""
     entry = {"configuration": cell.name if cell else "", "ratio": math.nan, "decided": False, "interval": ""}
     if cell is None:
-        return entry | {"text": "not measured" if possible else ""}
+        return entry | {"text": "missing" if possible else ""}
     if cell is base:
         return entry | {"ratio": 1.0, "text": "baseline"}
     if engine is not None and (effect := engine.of(cell.cell_id, _METRIC)) is not None:
@@ -197,7 +197,7 @@ def drawing(run: Run) -> Drawing | None:
         frame = heat_map(run, load)
         if len(frame):
             time = str(frame["time"].iloc[0])
-            empty = " Without a colour: invalid, refused or not measured." if frame["ratio"].isna().any() else ""
+            empty = " Without a colour: invalid, refused or missing." if frame["ratio"].isna().any() else ""
             caption = (
                 f"Output tokens/s relative to the baseline at {load.label}, {time}; below it the "
                 f"{'95 % interval' if time != 'served' else 'lowest and highest repeat'}. Grey: level (≈) or not told "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from textwrap import wrap
 
@@ -19,7 +20,6 @@ from kvbench.runs.kv_ledger import SLOT_USES, USES, bytes_per_slot, interval_slo
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 
 MOST_SHOWN = 5  # configurations
-_NARROWEST = 480  # px: a narrower figure has no room for its legend
 _MIB = 2.0**20
 _POINTS = 400  # of all curves of one kind in a figure
 _EVENTS = {  # column -> counter, what its panel is called
@@ -31,7 +31,7 @@ _USES = [use for use in USES if use.key in SLOT_USES]
 _PATTERNS = {"waste": "/", "cached": ".", "pinned": "x", "fragmented": "\\"}  # as colours alone are not enough
 _LINES = {"running": "solid", "waiting": "dot"}
 _LINE_COLOUR = "#8A8A8A"
-_TOP, _GAP, _BOTTOM = 58, 34, 52  # px of the legend, between panels, and below them
+_GAP, _BOTTOM = 34, 52  # px between panels, and below them
 _LINE = 19  # characters of a column's title
 _HEIGHTS = {"kv": 200, "sequences": 96, "event": 60}  # px
 
@@ -116,7 +116,7 @@ def timeline_figure(frame: pd.DataFrame) -> go.Figure:
         column_titles=["<br>".join(lines) for lines in titles],
     )
     figure.update_annotations(font={"size": 12}, yshift=16)
-    in_legend: set[str] = set()
+    in_legend: dict[str, str] = {}
     for column, name in enumerate(names, start=1):
         rows = frame[frame["configuration"] == name]
         _areas(figure, rows, column, in_legend)
@@ -138,10 +138,16 @@ def timeline_figure(frame: pd.DataFrame) -> go.Figure:
             text=label, x=0, y=top, xref="paper", yref="paper", xanchor="left", yanchor="bottom", yshift=2,
             showarrow=False, font={"size": 12},
         )  # fmt: skip
-    top = _TOP + 16 * max(map(len, titles))
+    entries = sum(45 + 6.5 * len(title) for title in in_legend.values())  # px
+    top = 38 + 20 * math.ceil(entries / (_width(len(names)) - 110)) + 16 * max(map(len, titles))
     finish(figure, height + top + _BOTTOM)
-    figure.update_layout(margin={"t": top, "b": _BOTTOM}, hovermode="x unified")
+    figure.update_layout(margin={"t": top, "b": _BOTTOM}, hovermode="x unified", legend={"tracegroupgap": 0})
     return figure
+
+
+def _width(columns: int) -> int:
+    """How narrow [px] the figure may be; a phone has 370."""
+    return max(370, 140 * columns + 70)
 
 
 def _lines(name: str) -> list[str]:
@@ -150,7 +156,7 @@ def _lines(name: str) -> list[str]:
     return [safe(line) for part in (first, *(f"+ {text}" for text in more)) for line in wrap(part, _LINE)]
 
 
-def _areas(figure: go.Figure, rows: pd.DataFrame, column: int, in_legend: set[str]) -> None:
+def _areas(figure: go.Figure, rows: pd.DataFrame, column: int, in_legend: dict[str, str]) -> None:
     """The uses on top of one another; one area for a server that says no more than how full its KV is."""
     if rows[list(SLOT_USES)].notna().to_numpy().any():
         areas = [(i, use.key, use.title) for i, use in enumerate(_USES) if (rows[use.key] > 0.05).any()]
@@ -163,7 +169,7 @@ def _areas(figure: go.Figure, rows: pd.DataFrame, column: int, in_legend: set[st
             fill["fillpattern"] = pattern | {"bgcolor": FILLS[key]}
         legend = {"legendgroup": key, "legendrank": rank, "showlegend": key not in in_legend}
         _trace(figure, rows, key, title, 1, column, "%{y:.0f} %", **legend, **fill)
-        in_legend.add(key)
+        in_legend[key] = title
 
 
 def _trace(
@@ -189,9 +195,8 @@ def drawing(run: Run, load: MeasuredLoad) -> Drawing | None:
             f" {len(cells)} of {every} configurations: the baseline, both layouts, and those that used the KV most "
             "differently."
         )
-    figure, columns = timeline_figure(frame), len(cells)
-    key, width = f"kv-timeline-{load.mode}-{load.value:g}", max(_NARROWEST, 140 * columns + 70)
-    return Drawing(key, _title(run, load), caption, figure, width)
+    key = f"kv-timeline-{load.mode}-{load.value:g}"
+    return Drawing(key, _title(run, load), caption, timeline_figure(frame), _width(len(cells)))
 
 
 def _title(run: Run, load: MeasuredLoad) -> str:

@@ -48,7 +48,7 @@ def test_every_combination_has_its_ratio_to_the_baseline_and_its_verdict() -> No
 def test_what_is_invalid_or_missing_is_blank_and_said() -> None:
     shown = run(*grid(both={"reasons": ("lag",)}, p64={"left": "out"}))
     found = tiles(shown)
-    assert [found["64", kind]["text"] for kind in (AUTO, E4M3)] == ["not measured", "invalid"]
+    assert [found["64", kind]["text"] for kind in (AUTO, E4M3)] == ["missing", "invalid"]
     made = drawing(shown)
     drawn = made.figure.data[0]
     assert sum(value is None or value != value for line in drawn.z for value in line) == 2
