@@ -44,10 +44,13 @@ def view(folders: tuple[Path, ...], port: int, export_dir: Path | None, no_open:
     from rich.console import Console
 
     from kvbench.common.console import status_line
+    from kvbench.common.ports import free_port
     from kvbench.view.workspace import Workspace
 
     workspace = Workspace(folders or (Path("results"),))
-    if export_dir is not None:
+    if export_dir is None:
+        free_port(port)  # before the reading, which takes a while
+    else:
         from kvbench.view.export import check_export_dir
 
         check_export_dir(export_dir)
@@ -69,13 +72,17 @@ def view(folders: tuple[Path, ...], port: int, export_dir: Path | None, no_open:
 
 
 def _export(workspace: Workspace, runs: int, folder: Path) -> int:
+    from rich.console import Console
+
+    from kvbench.common.console import status_line
     from kvbench.common.text import data_size
     from kvbench.view.export import export
 
     if not runs:
         say("there is no run to export: give a folder that holds runs, such as results/")
         return EXIT_NOTHING
-    files = export(workspace, folder)
+    with status_line(Console(stderr=True), "writing pages") as update:
+        files = export(workspace, folder, update)
     size = data_size(sum(path.stat().st_size for path in files))
     print(f"export: {folder / 'index.html'} ({plural(runs, 'run')}, {plural(len(files), 'file')}, {size})")
     return 0

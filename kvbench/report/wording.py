@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvbench.common import text as words
-from kvbench.report.comparisons import PairedComparison, baseline, best, median, paging, ratio_to_reference
+from kvbench.report.comparisons import PairedComparison, baseline, best, paging, ratio_to_reference
 from kvbench.runs.kv_ledger import ledger
-from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.ratios import FEWEST, SAME, UNCLEAR, Ratio
 from kvbench.workload.settings import effective
 
@@ -71,22 +71,6 @@ def reservation(c: PairedComparison) -> str:
         f"{words.upper_first(c.b.name)} reserves {words.count(slots)} slots per request; the longest request here had "
         f"{words.plural(int(tokens.max()), 'token')}, the mean {words.count(float(tokens.mean()))}."
     )
-
-
-def occupancy_title(run: Run, load: MeasuredLoad) -> str:
-    """How much of the KV budget both layouts reserve and fill at a load."""
-    pair = next((p for p in paging(run) if p.load == load), None)
-    shares = [
-        say(
-            "{name} reserves {reserved} of the KV budget and fills {used}",
-            name=cell.name,
-            reserved=words.percent(median(cell.observed("usage_mean"))),
-            used=words.percent(median(cell.observed("used_share"))),
-        )
-        for cell in ((pair.b, pair.a) if pair else ())
-    ]
-    shares = [text for text in shares if text]
-    return f"At {load.label}: {'; '.join(shares)}" if shares else f"KV occupancy over time at {load.label}"
 
 
 def ledger_sentence(run: Run) -> str:

@@ -56,7 +56,7 @@ def form(entered: Mapping[str, str]) -> Form:
     try:
         return Form(fields, values, _answer(values, fields))
     except ValueError as error:
-        return Form(fields, values, error=words.upper_first(str(error)))
+        return Form(fields, values, error=str(error))
 
 
 def _fields() -> tuple[Field, ...]:
@@ -64,7 +64,7 @@ def _fields() -> tuple[Field, ...]:
     return (
         Field("model", "model", "llama-3.1-8b", "", tuple((name, name) for name in shipped_models())),
         Field("dtype", "weights", "auto", "", (("auto", "the model's own dtype"), *((each, each) for each in dtypes))),
-        Field("kv_budget", "KV budget", "8GiB", "bytes, or with KiB, MiB, GiB"),
+        Field("kv_budget", "KV budget", "8GiB", "such as 8GiB, 97MiB"),
         Field("kv_cache_dtype", "KV dtype", "auto", "", tuple((each, each) for each in kv_dtypes())),
         Field("page_size", "page size", "16", "tokens"),
         Field("max_model_len", "max_model_len", "8192", "tokens"),

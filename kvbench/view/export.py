@@ -6,6 +6,7 @@ index.html  history.html  runs/<slug>.html  compare/<slug>--<slug>.html  plotly-
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,39 +32,44 @@ def check_export_dir(folder: Path) -> None:
         raise UsageError(f"--export {folder} holds other files ({there[0]}): give an empty or a new folder")
 
 
-def export(workspace: Workspace, folder: Path) -> list[Path]:
+def export(workspace: Workspace, folder: Path, progress: Callable[[str], None] = lambda text: None) -> list[Path]:
     """Writes all pages into ``folder``; an earlier export there is replaced. Returns the files.
 
-    Raises UsageError as ``check_export_dir``.
+    ``progress`` is told what is written. Raises UsageError as ``check_export_dir``.
     """
     check_export_dir(folder)
     _remove_earlier(folder)
+    rows = workspace.rows()
+    readable = [row for row in rows if row.state != DAMAGED]
     written: list[str] = []
+    pairs: dict[tuple[str, str], str] = {}
 
     def write(name: str, text: str) -> None:
         written.append(name)
         write_json(folder / LISTING, {"files": written})  # first: what is cut short can be replaced, too
         write_text(folder / name, text)
 
-    rows = workspace.rows()
-    readable = [row for row in rows if row.state != DAMAGED]
-
-    def write_page(name: str, text: str) -> None:
-        write(name, pages.packed(text, "../" * name.count("/") + _SCRIPT))
+    def write_page(name: str, make: Callable[[pages.Links], str]) -> None:
+        progress(f"writing {name}")
+        up = "../" * name.count("/")
+        links = _links(up, pairs)
+        try:
+            text = make(links)
+        except Exception as error:  # the pages of the other runs must not be lost
+            text = pages.defect(error, links)
+        write(name, pages.packed(text, up + _SCRIPT))
 
     write(_PLOTLY, get_plotlyjs())
     write(_SCRIPT, pages.page_script())
     for row in readable:
-        write_page(f"runs/{row.slug}.html", pages.run(workspace.run(row), _links("../", {})))
-    pairs = {}
+        write_page(f"runs/{row.slug}.html", lambda links, row=row: pages.run(workspace.run(row), links))
     for before, after in _newest_pairs(rows):
         with suppress(UsageError):  # they share no cell
             groups = groups_of(workspace.run(before), workspace.run(after))
-            name = pairs[before.slug, after.slug] = f"compare/{before.slug}--{after.slug}.html"
-            write_page(name, pages.compared(groups, _links("../", {})))
-    links = _links("", pairs)
-    write_page("history.html", pages.history(workspace, links))
-    write_page("index.html", pages.runs(workspace, links))
+            pairs[before.slug, after.slug] = name = f"compare/{before.slug}--{after.slug}.html"
+            write_page(name, lambda links, groups=groups: pages.compared(groups, links))
+    write_page("history.html", lambda links: pages.history(workspace, links))
+    write_page("index.html", lambda links: pages.runs(workspace, links))
     return [folder / name for name in (*written, LISTING)]
 
 

@@ -27,7 +27,7 @@ from kvbench.runs.model import Run
 from kvbench.view.capacity import Form
 from kvbench.view.workspace import DAMAGED, STATES, RunRow, Workspace
 
-_STATE_WORDS = {"empty": "nothing measured"}
+_STATE_WORDS = {"empty": "without a measurement"}
 _FIGURES = re.compile(r'(<script type="application/json" id="figures">)(.*?)(</script>)', re.DOTALL)
 _UNPACK = """(async () => {
   const figures = document.getElementById("figures");
@@ -113,7 +113,7 @@ def runs_before(rows: Sequence[RunRow]) -> dict[str, RunRow]:
     found, last = {}, {}
     for row in sorted(rows, key=lambda row: (row.started, row.name)):
         if row.cells:
-            key = (row.workload, row.model, row.machine)
+            key = (row.workload, row.model, row.machine, row.target)
             if key in last:
                 found[row.slug] = last[key]
             last[key] = row
@@ -156,6 +156,12 @@ def capacity(form: Form, links: Links) -> str:
 def message(headline: str, text: str, links: Links) -> str:
     """A page with nothing but a sentence."""
     return framed(render("view_message.html.j2", [], title=headline, headline=headline, text=text), links)
+
+
+def defect(error: Exception, links: Links) -> str:
+    """In place of a page that could not be made, mostly because a file of a run is damaged."""
+    text = f"{type(error).__name__}: {error}. A file of a run may be damaged; `kvbench report RUN` says more."
+    return message("This page could not be made", text, links)
 
 
 def framed(page: str, links: Links) -> str:

@@ -9,6 +9,8 @@ import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from urllib.parse import urlencode
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -57,7 +59,7 @@ def make_app(workspace: Workspace) -> FastAPI:
         try:
             response = await answer(request)
         except Exception as error:  # a defect of one page must not look like one of all
-            response = _defect(error)
+            response = HTMLResponse(pages.defect(error, LINKS), status_code=500)
         response.headers.update(_HEADERS)
         return response
 
@@ -75,16 +77,18 @@ def make_app(workspace: Workspace) -> FastAPI:
     @app.get("/compare")
     def compare(request: Request) -> HTMLResponse:
         query = request.query_params
+        chosen = query.getlist("cell")
+        links = replace(LINKS, runs="/?" + urlencode([("cell", value) for value in chosen])) if chosen else LINKS
         try:
             if slugs := query.getlist("run"):
                 if len(slugs) != 2:
                     raise UsageError(f"{len(slugs)} runs cannot be put side by side: choose two")
                 groups = groups_of(*(workspace.run(workspace.row(slug)) for slug in slugs))
             else:
-                groups = one_group(workspace.cells(query.getlist("cell")))
+                groups = one_group(workspace.cells(chosen))
         except UsageError as error:
             return HTMLResponse(_runs_page(workspace, request, upper_first(f"{error}.")), status_code=400)
-        return HTMLResponse(pages.compared(groups, LINKS))
+        return HTMLResponse(pages.compared(groups, links))
 
     @app.get("/history", response_class=HTMLResponse)
     def history() -> str:
@@ -125,11 +129,6 @@ async def _answer_error(request: Request, error: Exception) -> HTMLResponse:
     headline = known.get(error.status_code, "This cannot be shown")
     text = "" if error.detail in ("Not Found", "Method Not Allowed") else upper_first(f"{error.detail}.")
     return HTMLResponse(pages.message(headline, text, LINKS), status_code=error.status_code)
-
-
-def _defect(error: Exception) -> HTMLResponse:
-    text = f"{type(error).__name__}: {error}. A file of a run may be damaged; `kvbench report RUN` says more."
-    return HTMLResponse(pages.message("This page could not be made", text, LINKS), status_code=500)
 
 
 class _KeptPages:

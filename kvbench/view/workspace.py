@@ -22,7 +22,7 @@ from kvbench.common.errors import UsageError
 from kvbench.history.runs import find_runs, read_object
 from kvbench.report.compared_cells import run_facts
 from kvbench.report.decision import headline
-from kvbench.report.provenance import validity
+from kvbench.report.provenance import target, validity
 from kvbench.runs.folder import MANIFEST
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.read import read_run
@@ -59,6 +59,7 @@ class RunRow:
     sentence: str
     model: str = ""
     machine: str = ""
+    target: str = ""  # empty for the built-in engine
     cells: tuple[CellRow, ...] = ()
 
     @property
@@ -67,7 +68,8 @@ class RunRow:
 
     def matches(self, text: str, **facts: str) -> bool:
         """Whether every word of ``text`` is in what is shown of it, and each of ``facts`` that is not empty equal."""
-        shown = " ".join((self.workload, self.name, self.sentence, self.model, self.machine, self.started)).lower()
+        every = (self.workload, self.name, self.sentence, self.model, self.machine, self.target, self.started)
+        shown = " ".join(every).lower()
         return all(word in shown for word in text.lower().split()) and all(
             getattr(self, name) == value for name, value in facts.items() if value
         )
@@ -198,7 +200,6 @@ def _stamp(folder: Path) -> Stamp:
 
 def _row(run: Run, name: str, stamp: Stamp) -> RunRow:
     known = run_facts(run)
-    machine = [known.get("GPUs") or known.get("processor", ""), known.get("target", "")]
     cells = [CellRow(f"{name}/{c.cell_id}", f"{c.name}, {c.load.short}", c.doubt) for c in run.by_load]
     return RunRow(
         slug=name,
@@ -209,7 +210,8 @@ def _row(run: Run, name: str, stamp: Stamp) -> RunRow:
         state=validity(run).status,
         sentence=headline(run),  # the verdict on a run, here only
         model=known.get("model", ""),
-        machine=", ".join(filter(None, machine)),
+        machine=known.get("GPUs") or known.get("processor", ""),
+        target=target(run),
         cells=tuple(cells),
     )
 

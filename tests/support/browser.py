@@ -115,17 +115,21 @@ def find_browser() -> str | None:
 class OpenPage:
     """A page that is open and drawn. ``page``: Playwright's. ``opened_s``: how long that took."""
 
-    def __init__(self, page: Any) -> None:
-        self.page = page
+    def __init__(self, page: Any, draw_within_s: float | None) -> None:
+        self.page, self._draw_within_s = page, draw_within_s
         self.opened_s = 0.0
         self._errors: list[str] = []
-        page.on("console", lambda said: self._note(f"console {said.type}: {said.text}", said.type == "error"))
+        page.on("console", self._read)
         page.on("pageerror", lambda error: self._note(f"error of a script: {error}"))
         page.on("requestfailed", lambda request: self._note(f"not loaded: {request.url}"))
         page.on("dialog", self._dismiss)
 
-    def _note(self, text: str, wrong: bool = True) -> None:
-        self._errors += [text] if wrong else []
+    def _note(self, text: str) -> None:
+        self._errors.append(text)
+
+    def _read(self, said: Any) -> None:
+        if said.type == "error":
+            self._note(f"on the console: {said.text} ({said.location.get('url')})")
 
     def _dismiss(self, dialog: Any) -> None:
         self._note(f"a dialog opened: {dialog.message}")
@@ -138,17 +142,23 @@ class OpenPage:
         self.opened_s = time.monotonic() - start
 
     def settle(self) -> None:
-        """Waits until every figure is drawn and two frames have passed."""
-        with suppress(Exception):  # ``problems`` names the figures that are not
-            self.page.wait_for_function(_DRAWN, timeout=1000 * _OPEN_WITHIN_S)
+        """Waits until every figure is drawn and two frames have passed; without JavaScript there is no such wait."""
+        if self._draw_within_s is None:
+            return
+        with suppress(Exception):  # ``errors`` says if one is not
+            self.page.wait_for_function(_DRAWN, timeout=1000 * self._draw_within_s)
         self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
+    def errors(self) -> list[str]:
+        """Errors of scripts and on the console, files that were not loaded, dialogs, figures that were not drawn."""
+        return [*self._errors, *([] if self.page.evaluate(_DRAWN) else ["a figure was not drawn"])]
+
     def problems(self) -> list[str]:
-        """Everything that is wrong with the page as it stands; empty when it is well."""
-        undrawn = [] if self.page.evaluate(_DRAWN) else ["a figure was not drawn"]
-        figures, texts = (self.page.evaluate(script, _TOLERANCE_PX) for script in (_FIGURES, _TEXTS))
-        found = [*self._errors, *undrawn, *_some(figures), *_some(texts)]
-        return found
+        """``errors``, and text that is cut, lies over other text or leaves its figure; empty when the page is well."""
+        return [*self.errors(), *(text for script in (_FIGURES, _TEXTS) for text in _some(self._evaluate(script)))]
+
+    def _evaluate(self, script: str) -> list[str]:
+        return self.page.evaluate(script, _TOLERANCE_PX)
 
     def unreached_by_tab(self) -> list[str]:
         """Controls that the Tab key does not reach; opens nothing, presses nothing."""
@@ -182,14 +192,20 @@ class Browser:
 
     @contextmanager
     def open(
-        self, target: Path | str, width: int = LAPTOP, height: int = 900, scheme: str = "light", scripts: bool = True
+        self,
+        target: Path | str,
+        width: int = LAPTOP,
+        height: int = 900,
+        scheme: str = "light",
+        scripts: bool = True,
+        draw_within_s: float = _OPEN_WITHIN_S,
     ) -> Iterator[OpenPage]:
         """Opens a file or a URL and waits until it is drawn. ``scheme``: light or dark; ``scripts``: JavaScript."""
         context = self.chromium.new_context(
             viewport={"width": width, "height": height}, color_scheme=scheme, java_script_enabled=scripts
         )
         try:
-            opened = OpenPage(context.new_page())
+            opened = OpenPage(context.new_page(), draw_within_s if scripts else None)
             opened.load(target.resolve().as_uri() if isinstance(target, Path) else target)
             yield opened
         finally:

@@ -71,3 +71,11 @@ def write_run(
         }
         (place / "summary.json").write_text(json.dumps(summary))
     return folder
+
+
+def write_reportable(results: Path, day: int, cells: Mapping[str, Sequence[Any]], **more: Any) -> Path:
+    """As ``write_run``, without raw samples, which are no Parquet there: a report can be made of it."""
+    folder = write_run(results, day, cells, **more)
+    for path in folder.rglob("requests.parquet"):
+        path.unlink()
+    return folder

@@ -124,7 +124,7 @@ def frontier_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Fi
     figure.update_yaxes(rangemode="tozero", row=1, col=2)
     figure.update_xaxes(title_text=_axis_title(frame, axes[0]), rangemode="tozero", nticks=5)
     finish(figure, 340)
-    figure.update_layout(margin={"t": 96 if len(axes) > 1 else 64, "r": 40}, legend_font_size=12)
+    figure.update_layout(margin={"t": 64, "r": 40}, legend_font_size=12)
     if len(axes) > 1:
         figure.update_layout(updatemenus=[_buttons(figure, frame, axes)])
     return figure

@@ -13,6 +13,23 @@
       "hoverlabel.font.color": ink,
     };
   }
+  // A list of the browser in place of plotly's own menu, which no keyboard reaches.
+  function addList(plot, layout) {
+    const menu = (layout.updatemenus || [])[0];
+    if (!menu) { return; }
+    delete layout.updatemenus;
+    const label = document.createElement("label"), select = document.createElement("select");
+    const plain = (text) => new DOMParser().parseFromString(text, "text/html").documentElement.textContent;
+    menu.buttons.forEach((button, i) => select.add(new Option(plain(button.label), i)));
+    select.addEventListener("change", () => {
+      const { method, args } = menu.buttons[select.value];
+      Plotly[method](plot, ...args);
+    });
+    label.className = "choice";
+    label.append("Show ", select);
+    plot.closest(".scroll").before(label);
+  }
+
   const drawn = new Set();
   function paint(isDark) { drawn.forEach((plot) => Plotly.relayout(plot, theme(isDark))); }
 
@@ -25,6 +42,7 @@
       font: { ...(layout.hoverlabel || {}).font, color: ink["font.color"] },
     };
     drawn.add(plot);
+    addList(plot, layout);
     Plotly.newPlot(plot, data, layout, {
       responsive: true, displayModeBar: "hover", displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
     });
