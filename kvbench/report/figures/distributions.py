@@ -17,7 +17,7 @@ from kvbench.runs.model import MeasuredCell, Run
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
 EVERY = ""  # the group of all requests
-_POINTS = {True: 80, False: 40}  # of a curve: of all requests, of a class
+_POINTS = {True: 60, False: 30}  # of a curve: of all requests, of a class
 _WIDTH, _PANEL, _GAP, _LEGEND = (
     500,
     210,
@@ -34,7 +34,7 @@ def distributions(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
     requests: how many the group has in this cell
     metric: ttft_ms, tpot_ms, itl_ms or e2el_ms
     samples: how many the whole curve has
-    ms: a sample; at most 80 of a curve, picked, the smallest and the largest among them
+    ms: a sample; at most 60 of a curve, picked, the smallest and the largest among them
     share: of the samples that are not larger, 0 to 100 %
     """
     frames = [

@@ -32,7 +32,7 @@ _LINE = 10  # characters of an axis label
 
 
 def heat_map(run: Run, load: MeasuredLoad) -> pd.DataFrame:
-    """Every combination of the settings that vary, at one load; empty unless some vary together.
+    """Every combination of the settings that vary, at one load; empty unless they make a full product.
 
     A column a setting, with its value in words; the setting with most values comes last. Then:
     configuration: the cell's name; empty where the combination was not measured
@@ -44,7 +44,8 @@ def heat_map(run: Run, load: MeasuredLoad) -> pd.DataFrame:
     """
     cells, base = run.at(load), baseline(run, load)
     values = _values(run, cells)
-    if base is None or len(values) < 2 or not any(len(cell.varied) > 1 for cell in cells):
+    full = run.spec.get("design", "full") == "full" and any(len(cell.varied) > 1 for cell in cells)
+    if base is None or len(values) < 2 or not full:
         return pd.DataFrame()
     measured = {tuple(_value(cell, key) for key in values): cell for cell in cells}
     engine = run.engine_time if _engine_knows_all(run.engine_time, cells, base) else None
