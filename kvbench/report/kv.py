@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.report.style import Drawing, finish, safe
+from kvbench.report.style import GREY, Drawing, finish, safe
 from kvbench.report.tables import (
     RECOMPUTED,
     Column,
@@ -200,6 +200,7 @@ def _stack(figure: go.Figure, use: KvUse, panel: Bars, row: int, divisor: float)
         text=["" if hatched or share < _LEAST_LABELLED else words.percent(share) for share in shares],
         textposition="inside",
         insidetextanchor="middle",
+        insidetextfont={"color": GREY if use.key in ("free", "rest") else "#fff"},  # pale parts: light and dark pages
         textangle=0,
         hovertext=[
             f"{safe(cell.name)}<br>{use.title}: {words.percent(share)} of the budget, "
