@@ -21,7 +21,7 @@ from kvbench.runs.model import MeasuredCell, Repeat, Run, number
 from kvbench.workload.settings import effective
 
 MOST_BYTES = 64 << 20  # of a file of prompts
-_NOTHING = 0.0005  # of the prompt tokens: a smaller gap is not worth a word
+NOTHING = 0.0005  # of the prompt tokens: a smaller gap is not worth a word
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class HitLedger:
     @property
     def largest_gap(self) -> Gap | None:
         """Of those that matter, between what is shared and what the server counted."""
-        every = [g for g in self.gaps if g.name != "not told" and abs(g.tokens) >= _NOTHING * self.prompt_tokens]
+        every = [g for g in self.gaps if g.name != "not told" and abs(g.tokens) >= NOTHING * self.prompt_tokens]
         return max(every, key=lambda gap: abs(gap.tokens), default=None)
 
 
@@ -101,10 +101,10 @@ def hit_table(run: Run) -> Table:
     """Shares of the prompt tokens, a row a cell; what is lost on the way stands small."""
     found = {ledger.cell.cell_id: ledger for ledger in hit_ledgers(run)}
 
-    def column(key: str, title: str, hint: str, step: str, gaps: Sequence[str] = ()) -> Column:
+    def column(key: str, title: str, hint: str, steps: Sequence[str], gaps: Sequence[str] = ()) -> Column:
         def value(cell: MeasuredCell) -> Value:
             ledger = found[cell.cell_id]
-            tokens = getattr(ledger, step)
+            tokens = next((known for step in steps if (known := getattr(ledger, step)) is not None), None)
             if tokens is None:
                 return Value("–")
             lost = [_signed(ledger, gap) for gap in ledger.gaps if gap.name in gaps]
@@ -119,20 +119,17 @@ def hit_table(run: Run) -> Table:
     every = [
         *identity_columns(),
         Column("prompt_tokens", "prompt tokens", "all repeats; small: why something is not simulated", prompt_tokens),
-        column("shared", "shared at all", "another request begins with them too", "shared"),
+        column("shared", "shared at all", "another request begins with them too", ("shared",)),
         column(
-            "endless", "endless cache", "starts as declared, in the order measured, whole pages",
-            "whole_pages", ("cold start", "page rounding"),
+            "endless", "endless cache", "starts as declared; whole pages, in the order measured",
+            ("whole_pages", "endless"), ("cold start", "page rounding"),
         ),
-        column("best", "same capacity, best order", "the best page is given up each time", "best", ("capacity",)),
-        column("lru", "same capacity, LRU", "the least recently used page is given up", "lru", ("eviction order",)),
-        column("counted", "server counted", "the server's own counter", "counted", ("unexplained",)),
-        column("told", "requests told", "cached_tokens of successful requests", "told", ("not told",)),
+        column("best", "same capacity, best order", "always the best page is given up", ("best",), ("capacity",)),
+        column("lru", "same capacity, LRU", "the least recently used page is given up", ("lru",), ("eviction order",)),
+        column("counted", "server counted", "the server's own counter", ("counted",), ("unexplained",)),
+        column("told", "requests told", "cached_tokens of successful requests", ("told",), ("not told",)),
     ]  # fmt: skip
     cells = [cell for cell in run.by_load if cell.cell_id in found]
-    if all(ledger.whole_pages is None for ledger in found.values()):  # no page size is known
-        every[4] = column("endless", "endless cache", "starts as declared, in the order measured", "endless",
-                          ("cold start",))  # fmt: skip
     return cell_table(every, cells, {"configuration", "load", "prompt_tokens"})
 
 
@@ -157,7 +154,7 @@ def _sentence(ledger: HitLedger) -> str:
 def _signed(ledger: HitLedger, gap: Gap) -> str:
     """``−1.1 % cold start``; empty for a gap too small for a word."""
     share = ledger.share(gap.tokens) or 0.0
-    if abs(share) < _NOTHING:
+    if abs(share) < NOTHING:
         return ""
     return f"{'−' if share > 0 else '+'}{words.percent(abs(share))} {gap.name}"
 
@@ -215,6 +212,8 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
         reason = "the server does not tell its capacity"
     elif done and reasons:
         reason = f"{len(done)} of {len(cell.repeats)} repeats: {reasons[0]}"
+    elif done and run.load_section.get("cache_state") == "steady":
+        reason = "the cache was not emptied before the load: what it held then is unexplained"
     sent = total("prompt_tokens")
     return HitLedger(
         cell,

@@ -241,8 +241,8 @@ class _Pool:
     """``empty``: pages that hold nothing; negative: overdrawn.
 
     Of a request, ``own`` are the pages that it holds, in order: the number of a cached page, None for any other.
-    A cached page can be found only behind the page that it follows. Where that one is given up, so is this one; if it
-    is held, then at its release.
+    A cached page can be found only behind the page that it follows. Where that one is given up, so is this one, unless
+    it is held: then its holder, at its end, offers its copy of the other one.
     """
 
     def __init__(self, num_pages: float, order: _Order, parent: Sequence[int]) -> None:
@@ -285,12 +285,8 @@ class _Pool:
                 self.empty += 1
                 continue
             self._holders[page] -= 1
-            if self._holders[page]:
-                continue
-            if self._parent[page] in self._holders:
+            if not self._holders[page]:
                 self._order.add(page)
-            else:
-                self._give_up(page)
         own.clear()
         self._make_room(0)
 

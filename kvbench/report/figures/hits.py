@@ -9,14 +9,12 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.report.hits import Gap, HitLedger, hit_ledgers
+from kvbench.report.hits import NOTHING, HitLedger, hit_ledgers
 from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
 from kvbench.runs.model import Run
 
 _MOST_PANELS = 6
 _LOST, _UNEXPLAINED = "#D55E00", "#8A8A8A"
-_LEVELS = {"shared at all": "shared", "server counted": "counted", "requests told": "told"}
-_GAPS = ("cold start", "page rounding", "capacity", "eviction order", "unexplained")
 
 
 def frame(run: Run) -> pd.DataFrame:
@@ -24,28 +22,26 @@ def frame(run: Run) -> pd.DataFrame:
 
     ``cell``: its id; ``configuration``, ``load``: its names; ``step``: the bar's name; ``kind``: "level" (tokens hit),
     "lost", or "unexplained" (of either sign); ``low``, ``high``: the bar's ends, percent of the prompt tokens;
-    ``change``: percent of the prompt tokens, of a gap with its sign; ``why``: what explains a gap.
+    ``tokens``, ``change``: the bar's length, in tokens and in percent of the prompt tokens, of a gap with its sign;
+    ``why``: what explains it.
     """
     rows = []
     for ledger in hit_ledgers(run):
         if ledger.shared is not None:
             rows += _bars(ledger)
-    columns = ["cell", "configuration", "load", "step", "kind", "low", "high", "change", "why"]
+    columns = ["cell", "configuration", "load", "step", "kind", "low", "high", "tokens", "change", "why"]
     return pd.DataFrame(rows, columns=columns)
 
 
 def _bars(ledger: HitLedger) -> list[dict[str, object]]:
-    gaps = {gap.name: gap for gap in ledger.gaps}
     at = ledger.shared or 0.0
     bars = [_bar(ledger, "shared at all", "level", 0.0, at, at, "another request begins with them too")]
-    for name in _GAPS:
-        if name in gaps:
-            gap: Gap = gaps[name]
-            kind = "unexplained" if name == "unexplained" else "lost"
-            bars.append(_bar(ledger, name, kind, *sorted((at, at - gap.tokens)), -gap.tokens, gap.why))
+    for gap in ledger.gaps:
+        if gap.name != "not told":
+            kind = "unexplained" if gap.name == "unexplained" else "lost"
+            bars.append(_bar(ledger, gap.name, kind, *sorted((at, at - gap.tokens)), -gap.tokens, gap.why))
             at -= gap.tokens
-    for step in ("server counted", "requests told"):
-        tokens = getattr(ledger, _LEVELS[step])
+    for step, tokens in (("server counted", ledger.counted), ("requests told", ledger.told)):
         if tokens is not None:
             bars.append(_bar(ledger, step, "level", 0.0, tokens, tokens, ""))
     return bars
@@ -57,7 +53,7 @@ def _bar(
     ends = {name: 100 * (ledger.share(tokens) or 0.0) for name, tokens in (("low", low), ("high", high))}
     cell = ledger.cell
     named = {"cell": cell.cell_id, "configuration": cell.name, "load": cell.load.short, "step": step, "kind": kind}
-    return {**named, **ends, "change": 100 * (ledger.share(change) or 0.0), "why": why}
+    return {**named, **ends, "tokens": change, "change": 100 * (ledger.share(change) or 0.0), "why": why}
 
 
 def figure(bars: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:
@@ -94,8 +90,8 @@ def figure(bars: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:
             textposition="outside",
             cliponaxis=False,
             hovertext=[
-                f"{step}: {text} of the prompt tokens" + (f"<br>{why}" if why else "")
-                for step, text, why in zip(panel["step"], texts, panel["why"], strict=True)
+                f"{step}: {text} of the prompt tokens ({tokens:,.0f} tokens)" + (f"<br>{why}" if why else "")
+                for step, text, tokens, why in zip(panel["step"], texts, panel["tokens"], panel["why"], strict=True)
             ],
             hoverinfo="text",
             row=row,
@@ -112,7 +108,9 @@ def figure(bars: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:
 
 def _text(kind: str, change: float) -> str:
     """24 %; −1.1 % and +0.4 % for a gap."""
-    sign = "" if kind == "level" or not change else "−" if change < 0 else "+"
+    if abs(change) < NOTHING:
+        return "0 %"
+    sign = "" if kind == "level" else "−" if change < 0 else "+"
     return sign + words.percent(abs(change))
 
 

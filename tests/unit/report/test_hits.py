@@ -120,6 +120,17 @@ def test_repeats_without_prompts_are_left_out_of_every_step(tmp_path):
     assert "1 of 2 repeats" in ledger.reason
 
 
+def test_each_repeat_is_simulated_by_its_own_times(tmp_path):
+    run = stored_run(tmp_path, [A, A], counted=8, repeats=2)
+    rows = run.cells[0].folder / "requests.parquet"
+    table = pd.read_parquet(rows)
+    at_once = table["repeat"] == 0  # both computed in one step
+    table.loc[at_once, ["ts", "first"]] = 0.0, 1.0
+    table["chunk_times"] = [[first] for first in table["first"]]
+    table.to_parquet(rows)
+    assert hit_ledgers(run)[0].lru == 0 + 8
+
+
 def test_cells_without_prefix_caching_are_not_shown(tmp_path):
     run = run_of(cell(), cell("contiguous"), workload={"load": {}})
     assert hit_ledgers(run) == [] and hit_sentences(run) == [] and hit_table(run).rows == ()

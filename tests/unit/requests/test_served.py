@@ -35,19 +35,19 @@ def times(found) -> list[tuple[float, float, float]]:
     return [(one.admitted, one.computed, one.ended) for one in found]
 
 
-def test_steps_are_told_apart_whatever_stream_is_read_first():
+@pytest.mark.parametrize("step_s", [0.05, 0.002])
+def test_steps_are_told_apart_whatever_stream_is_read_first(step_s):
     requests = [spec(i, range(10 * i, 10 * i + 5)) for i in range(3)]
-    found = served_requests(
-        requests,
-        rows(row(0.0, [1.0, 2.001, 3.0]), row(0.1, [2.0, 3.001]), row(1.001, [3.002])),
-    )
-    assert times(found) == [(0, 1, 3), (1, 2, 3), (2, 3, 3)]
+    each = [(0.0, [1.0, 2.01, 3.0]), (0.1, [2.0, 3.01]), (1.01, [3.02])]
+    table = rows(*(row(ts * step_s, [chunk * step_s for chunk in chunks]) for ts, chunks in each))
+    assert times(served_requests(requests, table)) == [(0, 1, 3), (1, 2, 3), (2, 3, 3)]
 
 
-def test_a_request_is_in_no_step_that_had_ended_when_it_was_sent():
-    """One user: the chunks are one request's after the other's, and no request has two in one step."""
-    found = served_requests([spec(0, [1, 2]), spec(1, [3, 4])], rows(row(0.0, [1.0]), row(1.1, [2.0])))
-    assert times(found) == [(0, 1, 1), (1, 2, 2)]
+@pytest.mark.parametrize("step_s", [0.05, 0.002])
+def test_a_request_is_in_no_step_that_had_ended_when_it_was_sent(step_s):
+    """One user, one token a request: no request tells two steps apart by itself."""
+    table = rows(row(0.0, [step_s]), row(1.1 * step_s, [2 * step_s]))
+    assert times(served_requests([spec(0, [1, 2]), spec(1, [3, 4])], table)) == [(0, 1, 1), (1, 2, 2)]
 
 
 def test_a_prompt_longer_than_the_rest_of_a_step_was_admitted_in_an_earlier_one():
@@ -61,6 +61,15 @@ def test_a_prompt_longer_than_the_rest_of_a_step_was_admitted_in_an_earlier_one(
     assert times(served_requests(requests, told, 10))[1] == (1, 2, 3)
     late = rows(row(0.0, [1.0, 2.0, 3.0]), row(1.001, [2.0, 3.0]))  # step 1 was over
     assert times(served_requests(requests, late, 10))[1] == (1, 2, 3)
+
+
+def test_a_prompt_that_fits_no_step_before_its_last_one_began_with_what_was_left_there():
+    """10 tokens a step. Step 2: one decodes, the second prompt takes 6, so that the third gets 3."""
+    requests = [spec(0, [1, 2]), spec(1, range(10, 16)), spec(2, range(20, 24))]
+    table = rows(row(0.0, [1.0, 2.0, 3.0]), row(0.5, [2.0, 3.0]), row(0.5, [3.0]))
+    assert times(served_requests(requests, table, 10))[2] == (1, 3, 3)
+    short = [*requests[:2], spec(2, range(20, 23))]  # it would have ended in step 2: it was not in it
+    assert times(served_requests(short, table, 10))[2] == (2, 3, 3)
 
 
 def test_requests_without_a_token_are_left_out_and_one_chunk_may_hold_a_whole_output():
