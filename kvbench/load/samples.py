@@ -19,7 +19,7 @@ from kvbench.load.completion import Completion
 from kvbench.load.validity import client_report, invalid_reasons, other_prompts, percentile_ms, short_outputs
 from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.metrics.steady_window import steady_state
-from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.requests.request import RequestList, RequestSpec, continued
 
 if TYPE_CHECKING:
     from kvbench.load.spec import LoadSpec
@@ -135,11 +135,9 @@ def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) ->
     ``before``: the turn before it as it was drawn; ``answered``: as it was sent, and the server's answer to it. Where
     the server did not return the ids of its whole answer, the one drawn beforehand stays (``unknown_answers`` says so).
     """
-    drawn, sent = before.prompt_token_ids or (), answered.request.prompt_token_ids or ()
-    ids = request.prompt_token_ids or ()
-    new = len(ids) - request.new_tokens
-    answer = tuple(answered.completion.token_ids) if knows_answer(answered) else ids[len(drawn) : new]
-    return dataclasses.replace(request, prompt_token_ids=sent + answer + ids[new:])
+    answer = tuple(answered.completion.token_ids) if knows_answer(answered) else None
+    ids = continued(request, before, answered.request.prompt_token_ids or (), answer)
+    return dataclasses.replace(request, prompt_token_ids=ids)
 
 
 def unknown_answers(samples: Sequence[Sample]) -> dict[str, str]:

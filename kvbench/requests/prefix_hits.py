@@ -95,7 +95,7 @@ def shared_beginnings(prompts: Sequence[Ids], owners: Sequence[int]) -> list[int
     """
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
     pairs = list(itertools.pairwise(order))
-    common = [_common(prompts[a], prompts[b], 0) for a, b in pairs]
+    common = [common_beginning(prompts[a], prompts[b]) for a, b in pairs]
     shared = [0] * len(prompts)
     for steps in (zip(pairs, common, strict=True), zip(reversed([p[::-1] for p in pairs]), common[::-1], strict=True)):
         reach = 0
@@ -136,7 +136,7 @@ def _most_hits(requests: Iterable[RequestSpec], prefixes: Iterable[Ids], page_si
             first = pages[start][0]
             stop = _run_end(pages, start, end, first[: (depth + 1) * page_size])
             if stop - start > 1:
-                common = _common(first, pages[stop - 1][0], depth * page_size) // page_size
+                common = common_beginning(first, pages[stop - 1][0], depth * page_size) // page_size
                 most += _hits_between(pages[start:stop], depth, common)
                 todo.append((start, stop, common))
             start = stop
@@ -161,7 +161,7 @@ def _run_end(pages: list[tuple[Ids, int]], start: int, end: int, beginning: Ids)
     return bisect.bisect_right(pages, False, start, end, key=lambda item: item[0][: len(beginning)] != beginning)
 
 
-def _common(first: Ids, second: Ids, known: int) -> int:
+def common_beginning(first: Ids, second: Ids, known: int = 0) -> int:
     """How many leading tokens are equal; at least ``known`` are."""
     at = known
     while at < len(first) and first[at : at + _STRIDE] == second[at : at + _STRIDE]:

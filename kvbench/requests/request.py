@@ -121,6 +121,19 @@ def conversations(requests: Iterable[RequestSpec]) -> list[list[RequestSpec]]:
     return list(found.values())
 
 
+def continued(
+    turn: RequestSpec, before: RequestSpec, sent: tuple[int, ...], answer: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """The prompt of a later turn as it is sent: the conversation as it really went, then its new tokens.
+
+    ``before``: the turn before it as it was drawn; ``sent``: as it was sent; ``answer``: what the server answered to it
+    (None: its ids are not known, and the answer that was drawn beforehand stays).
+    """
+    drawn, ids = before.prompt_token_ids or (), turn.prompt_token_ids or ()
+    new = len(ids) - turn.new_tokens
+    return sent + (ids[len(drawn) : new] if answer is None else answer) + ids[new:]
+
+
 def notes_path(path: Path) -> Path:
     """Where ``write_requests`` puts the notes of a requests file."""
     return path.with_suffix(".notes.json")

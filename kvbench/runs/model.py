@@ -84,6 +84,7 @@ class Repeat:
     observed: Mapping[str, float] = field(default_factory=dict)  # from server.parquet, steady window only
     machine: Mapping[str, Any] = field(default_factory=dict)  # how busy the machine was
     cache: Mapping[str, Any] = field(default_factory=dict)  # prefix cache, tokens: hits, queries, low, high (possible)
+    requests_sha256: str = ""  # of the file of requests that was sent
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,8 @@ def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str], ses
         observed = _observe(polls, metrics, summary.get("settings") or {}, _share_of_a_request(summary, metrics))
         cache = {**(entry.get("prefix_cache") or {}), **(entry.get("prefix_cache_bounds") or {})}
         server, machine = entry.get("server") or {}, entry.get("machine") or {}
-        repeats.append(Repeat(int(entry["repeat"]), metrics, server, observed, machine, cache))
+        sent = str(entry.get("requests_sha256") or "")
+        repeats.append(Repeat(int(entry["repeat"]), metrics, server, observed, machine, cache, sent))
     config_id = str(summary.get("config_id"))
     return MeasuredCell(
         cell_id=str(summary.get("cell_id", where.name)),

@@ -1,0 +1,307 @@
+"""What a prefix cache should have hit in a load: the prompts sent, replayed in the measured order. Pure functions.
+
+A request finds the whole pages that it begins with at its admission, holds all its pages until its end, and gives them
+back last page first. What is free and still holds a page of somebody's beginning is the cache. Admissions are measured
+(``requests/served.py``), not simulated: a request that ran had its pages, so where a measured time is wrong the pool is
+overdrawn, and nothing is left for the cache until pages come back. So an endless cache never hits less than a smaller
+one.
+
+The rules are those of paged engines (vLLM's, and the built-in one's in ``engine/kv``): a page is known by all tokens
+up to its end, at least one token of a prompt is computed, empty pages are taken before cached ones, and a page that
+was computed twice is cached once. Not simulated: preemption, swapping, several samples of one prompt.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvbench.requests.prefix_hits import common_beginning, shared_beginnings
+
+Ids = tuple[int, ...]
+_COMPUTED, _ENDED, _GROWS, _ADMITTED = range(4)  # the order of what happens at one time: between two steps
+_NO_PAGE = 0  # what the first page of a prompt follows
+
+
+@dataclass(frozen=True)
+class ServedRequest:
+    """One request as the server worked on it, by any clock.
+
+    ``admitted`` < ``computed`` <= ``ended``, and < if there is more than one output token.
+    ``prompt``, ``output``: token ids; no output where the server did not return all its ids.
+    ``num_output``: how many tokens the output had, whether their ids are known or not.
+    ``admitted``: when its prompt was looked up; what was computed or ended by then is seen.
+    ``computed``: when the KV of its prompt was there: at its first token.
+    ``chunks``: of a prompt computed in several steps: (when, how many of its tokens were there), before ``computed``.
+    """
+
+    prompt: Ids
+    admitted: float
+    computed: float
+    ended: float
+    output: Ids = ()
+    num_output: int = 1
+    chunks: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def kept(self) -> Ids:
+        """The tokens that others may find once it has ended; the KV of the last one is never computed."""
+        return self.prompt + self.output[:-1]
+
+
+def shared_tokens(requests: Sequence[ServedRequest], primed: Sequence[Ids] = ()) -> list[int]:
+    """Leading tokens of each prompt that another request, or a primed prompt, has too. [requests]
+
+    What a cache would hit that is endless and has seen the whole load before.
+    """
+    every = [request.kept for request in requests] + list(primed)
+    shared = shared_beginnings(every, range(len(every)))
+    return [min(found, len(r.prompt) - 1) for r, found in zip(requests, shared, strict=False)]
+
+
+def endless_hits(requests: Sequence[ServedRequest], primed: Sequence[Ids] = ()) -> list[int]:
+    """Hits [tokens] in an endless cache with pages of one token that starts with ``primed`` prompts. [requests]
+
+    The longest beginning that a prompt has in common with any of a sorted list is in common with a neighbour there.
+    """
+    known = sorted(primed)
+    hits = [0] * len(requests)
+    for _, what, index, count in _events(requests):
+        request = requests[index]
+        if what == _COMPUTED:
+            insort(known, request.prompt[:count])
+        elif what == _ENDED and len(request.output) > 1:
+            insort(known, request.kept)
+        elif what == _ADMITTED:
+            at = bisect_left(known, request.prompt)
+            found = [common_beginning(request.prompt, other) for other in known[max(0, at - 1) : at + 1]]
+            hits[index] = min(max(found, default=0), len(request.prompt) - 1)
+    return hits
+
+
+class CacheSimulation:
+    """The requests of one load and their pages, to be replayed through caches of several sizes and policies."""
+
+    def __init__(self, requests: Sequence[ServedRequest], page_size: int, primed: Sequence[Ids] = ()) -> None:
+        """``primed``: prompts that the server computed before the load, one after another."""
+        start = min((r.admitted for r in requests), default=0.0) - len(primed)
+        before = [ServedRequest(p, start + i, start + i + 0.5, start + i + 0.5) for i, p in enumerate(primed)]
+        self._num_primed = len(before)
+        self._requests = [*before, *requests]
+        self._page_size = page_size
+        self._parent, self._depth = [_NO_PAGE], [0]  # by a page's number
+        numbers: dict[tuple[int, Ids], int] = {}
+        self._pages = [self._numbered(request.kept, numbers) for request in self._requests]
+        self._events = _events(self._requests, page_size)
+
+    def _numbered(self, tokens: Ids, numbers: dict[tuple[int, Ids], int]) -> list[int]:
+        """The number of each full page; two pages have the same one if all tokens up to their ends are equal."""
+        size, page, found = self._page_size, _NO_PAGE, []
+        for at in range(0, len(tokens) // size * size, size):
+            before, page = page, numbers.setdefault((page, tokens[at : at + size]), len(self._parent))
+            if page == len(self._parent):
+                self._parent.append(before)
+                self._depth.append(self._depth[before] + 1)
+            found.append(page)
+        return found
+
+    def hits(self, num_pages: int | None = None, *, best: bool = False) -> list[int]:
+        """Hits [tokens] in a cache of ``num_pages`` (None: endless). [requests]
+
+        Given up is the least recently used page or, with ``best``, the page that is looked up again last (Belady, IBM
+        Systems Journal 5, 1966): while requests do not overlap, no other order hits more.
+        """
+        order = _FurthestUse(self._uses(), self._depth) if best else _LeastRecentlyUsed()
+        pool = _Pool(math.inf if num_pages is None else num_pages, order, self._parent)
+        held: list[list[int | None]] = [[] for _ in self._requests]
+        hits = [0] * len(self._requests)
+        for _, what, index, count in self._events:
+            request, pages, own = self._requests[index], self._pages[index], held[index]
+            if what == _ADMITTED:
+                found = pool.share(pages[: self._lookups(request)])
+                hits[index] = found * self._page_size
+                own += pages[:found]
+                pool.take(own, -(-len(request.prompt) // self._page_size) - found)
+            elif what == _GROWS:
+                pool.take(own, 1)
+            elif what == _COMPUTED:
+                pool.offer(own, pages[: count // self._page_size])
+            else:
+                pool.offer(own, pages)
+                pool.release(own)
+        return hits[self._num_primed :]
+
+    def _lookups(self, request: ServedRequest) -> int:
+        return (len(request.prompt) - 1) // self._page_size
+
+    def _uses(self) -> list[list[int]]:
+        """Which admissions look each page up: the first one has the number 1. [pages] of ascending numbers"""
+        uses: list[list[int]] = [[] for _ in self._parent]
+        admissions = (index for _, what, index, _ in self._events if what == _ADMITTED)
+        for number, index in enumerate(admissions, 1):
+            for page in self._pages[index][: self._lookups(self._requests[index])]:
+                uses[page].append(number)
+        return uses
+
+
+def _events(requests: Sequence[ServedRequest], page_size: int | None = None) -> list[tuple[float, int, int, int]]:
+    """(time, what happens, index of the request, tokens computed), in order; of one time and kind that of the requests.
+
+    With ``page_size``, also when each page of an output is taken: the output is taken to grow evenly.
+    """
+    found = []
+    for index, request in enumerate(requests):
+        length, last = len(request.prompt), request.num_output - 1
+        assert request.admitted < request.computed <= request.ended and (request.computed < request.ended or not last)
+        found += [(when, _COMPUTED, index, count) for when, count in (*request.chunks, (request.computed, length))]
+        found += [(request.ended, _ENDED, index, length + last), (request.admitted, _ADMITTED, index, 0)]
+        if page_size is not None and last:
+            pace = (request.ended - request.computed) / last
+            starts = range(-(-length // page_size) * page_size, length + last, page_size)
+            found += [(request.computed + pace * (start - length), _GROWS, index, start) for start in starts]
+    return sorted(found)
+
+
+class _Order(Protocol):
+    """In which order the cached pages that nobody holds are given up."""
+
+    def __len__(self) -> int: ...
+    def add(self, page: int) -> None: ...
+    def remove(self, page: int) -> None: ...
+    def pop(self) -> int: ...
+    def admission(self) -> None:
+        """The next request is admitted."""
+
+
+class _LeastRecentlyUsed:
+    """The page that has been free for longest goes first."""
+
+    def __init__(self) -> None:
+        self._pages: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def add(self, page: int) -> None:
+        self._pages[page] = None
+
+    def remove(self, page: int) -> None:
+        del self._pages[page]
+
+    def pop(self) -> int:
+        return self._pages.popitem(last=False)[0]
+
+    def admission(self) -> None:
+        pass
+
+
+class _FurthestUse:
+    """The page whose next use is furthest away goes first; of several, the deepest in its prompt.
+
+    The next use of a page does not change while it is free, since the admission that uses it takes it out.
+    """
+
+    def __init__(self, uses: Sequence[Sequence[int]], depth: Sequence[int]) -> None:
+        self._uses, self._depth = uses, depth
+        self._admissions = 0
+        self._keys: dict[int, tuple[float, int, int]] = {}
+        self._heap: list[tuple[float, int, int]] = []  # also keys of pages that were removed
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, page: int) -> None:
+        uses = self._uses[page]
+        at = bisect_right(uses, self._admissions)
+        key = (-uses[at] if at < len(uses) else -math.inf, -self._depth[page], page)
+        self._keys[page] = key
+        heapq.heappush(self._heap, key)
+
+    def remove(self, page: int) -> None:
+        del self._keys[page]
+
+    def pop(self) -> int:
+        while True:
+            key = heapq.heappop(self._heap)
+            page = key[2]
+            if self._keys.get(page) == key:
+                del self._keys[page]
+                return page
+
+    def admission(self) -> None:
+        self._admissions += 1
+
+
+class _Pool:
+    """``empty``: pages that hold nothing; negative: overdrawn.
+
+    Of a request, ``own`` are the pages that it holds, in order: the number of a cached page, None for any other.
+    A cached page can be found only behind the page that it follows. Where that one is given up, so is this one, unless
+    it is held: then its holder, at its end, offers its copy of the other one.
+    """
+
+    def __init__(self, num_pages: float, order: _Order, parent: Sequence[int]) -> None:
+        self.empty = num_pages
+        self._order = order
+        self._parent = parent
+        self._holders: dict[int, int] = {_NO_PAGE: 1}  # of each cached page: how many requests hold it; 0: in ``order``
+        self._following: dict[int, set[int]] = {}
+
+    def share(self, pages: Sequence[int]) -> int:
+        """For an admission: how many leading ``pages`` are cached; they are held from now on."""
+        self._order.admission()
+        for count, page in enumerate(pages):
+            holders = self._holders.get(page)
+            if holders is None:
+                return count
+            if not holders:
+                self._order.remove(page)
+            self._holders[page] = holders + 1
+        return len(pages)
+
+    def take(self, own: list[int | None], count: int) -> None:
+        """Adds ``count`` pages without content: empty ones first, then cached ones."""
+        self._make_room(count)
+        self.empty -= count
+        own += [None] * count
+
+    def offer(self, own: list[int | None], pages: Sequence[int]) -> None:
+        """Caches a request's first ``pages``, which are computed, where no other request's copy is cached."""
+        for position, page in enumerate(pages):
+            if page not in self._holders:
+                own[position] = page
+                self._holders[page] = 1
+                self._following.setdefault(self._parent[page], set()).add(page)
+
+    def release(self, own: list[int | None]) -> None:
+        """Gives all pages back, the last one first: the end of a prompt is shared less often than its beginning."""
+        for page in reversed(own):
+            if page is None:
+                self.empty += 1
+                continue
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._order.add(page)
+        own.clear()
+        self._make_room(0)
+
+    def _make_room(self, count: int) -> None:
+        while self.empty < count and len(self._order):
+            self._give_up(self._order.pop())
+
+    def _give_up(self, page: int) -> None:
+        """Makes a page empty that is not in ``order``, and those that follow it and are not held."""
+        self._following[self._parent[page]].discard(page)
+        gone = [page]
+        for page in gone:  # grows as it goes
+            del self._holders[page]
+            self.empty += 1
+            for after in [each for each in self._following.get(page, ()) if not self._holders[each]]:
+                self._order.remove(after)
+                self._following[page].remove(after)
+                gone.append(after)
