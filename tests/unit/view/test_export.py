@@ -49,7 +49,8 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(results: Path, tmp_p
     export(Workspace([results]), public)
     gone = next(public.glob("runs/*.html"))
     (public / "kept.txt").write_text("mine")
-    stale = {"files": [*json.loads((public / LISTING).read_text())["files"], "runs/old.html", "../results/mixed", "/x"]}
+    outside = f"../{next(results.glob('*/*/summary.csv')).relative_to(tmp_path)}"
+    stale = {"files": [*json.loads((public / LISTING).read_text())["files"], "runs/old.html", outside, "/x"]}
     (public / LISTING).write_text(json.dumps(stale))
     (public / "runs" / "old.html").write_text("old")
     before = listing(results)
