@@ -10,7 +10,8 @@ from kvbench.common import text as words
 from kvbench.report.client_quality import QUALITY_NOTE, quality_sentences, quality_table
 from kvbench.report.comparisons import effects, paging
 from kvbench.report.engine_time import engine_time_note, engine_time_table
-from kvbench.report.figures import distributions, heat_map, kv_timeline, slowest, step_time
+from kvbench.report.figures import distributions, heat_map, hits, kv_timeline, slowest, step_time
+from kvbench.report.hits import hit_sentences, hit_table
 from kvbench.report.kv import ledger_figure, ledger_note, ledger_table, memory_table
 from kvbench.report.samples import output_samples
 from kvbench.report.style import Drawing
@@ -34,6 +35,7 @@ from kvbench.runs.model import MeasuredCell, Run, number
 from kvbench.workload.settings import setting_title, value_words
 
 _CLASS_METRICS = (("ttft_ms", "p50"), ("ttft_ms", "p95"), ("tpot_ms", "p50"), ("tpot_ms", "p95"), ("e2el_ms", "p95"))
+_HITS_NOTE = "Shares of the prompt tokens. Each gap is that to the column before; simulated from the prompts sent."
 _PLATEAU_NOTE = (
     "The steady part of each step of the rate, median over repeats. A step that answers far fewer requests/s than its "
     "rate is beyond what the configuration can serve."
@@ -84,6 +86,10 @@ def chapters(run: Run) -> list[Chapter]:
                 Section("turns", "By turn of the conversation", turn_table(run), "Raw samples of all repeats."),
             ),
             _drawn(distributions.drawing(run), slowest.drawing(run)),
+        ),
+        Chapter(
+            "Prefix cache: hits", (Section("hits", "From what is shared to what was hit", hit_table(run), _HITS_NOTE),),
+            _drawn(hits.drawing(run)), tuple(hit_sentences(run)),
         ),
         Chapter(
             "Inside the engine", (Section("steps", "Step time", step_time.step_time_table(run)),),
