@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 @click.option("--output-dir", type=click.Path(path_type=Path), help="Where the files go (default: the last RUN_DIR).")
 @click.option("--price-per-hour", type=FiniteRange(min=0, min_open=True), metavar="PRICE",
               help="Of the machine, in any currency: adds the cost of a million output tokens.")  # fmt: skip
-def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: float | None) -> int:
+@click.option("--png", flag_value="main", help="Also write the main figures as PNG files (needs kaleido and a Chrome).")
+@click.option("--png-all", "png", flag_value="all", help="Also write every figure as a PNG file.")
+def report(
+    run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: float | None, png: str | None
+) -> int:
     """Write the report of a run again from its stored results, and print table and conclusion.
 
     A report is not replaced if files of the run are gone or damaged: the new one would say less. Of two runs, the cells
@@ -29,10 +33,12 @@ def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: 
     Examples:
       kvbench report results/mixed/20260101T120000Z-1a2b3c4
       kvbench report results/mixed/20260101T120000Z-1a2b3c4 results/mixed/20260108T120000Z-5d6e7f8
+      kvbench report results/mixed/20260101T120000Z-1a2b3c4 --png
     \b
-    Files written in --output-dir: report.html (works offline), report.md, summary.csv (one row a cell); of two runs
-    compare.html and compare.md.
-    Exit codes: 0 written, 2 not a run folder, files are gone and a report is there, or two runs that share no cell.
+    Files written in --output-dir: report.html (works offline), report.md, summary.csv (one row a cell); with
+    --png effects, frontier and KV over time, each as <figure>.png; of two runs compare.html and compare.md.
+    Exit codes: 0 written, 2 not a run folder, files are gone and a report is there, no PNG file can be made, or two
+    runs that share no cell.
     """
     from rich.console import Console
 
@@ -50,7 +56,7 @@ def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: 
         if len(run_dirs) == 2:
             _show_side_by_side(*run_dirs, Console(), output_dir)
         else:
-            show_report(run_dirs[0], Console(), output_dir, price_per_hour)
+            show_report(run_dirs[0], Console(), output_dir, price_per_hour, png)
     except ValueError as error:
         raise UsageError(str(error)) from None
     return 0
@@ -71,9 +77,16 @@ def _show_side_by_side(a: Path, b: Path, console: Console, output_dir: Path | No
 
 
 def show_report(
-    run_dir: Path, console: Console, output_dir: Path | None = None, price_per_hour: float | None = None
+    run_dir: Path,
+    console: Console,
+    output_dir: Path | None = None,
+    price_per_hour: float | None = None,
+    png: str | None = None,
 ) -> None:
-    """Write report.html, report.md and summary.csv; print table, conclusion and paths. Raises ValueError."""
+    """Write report.html, report.md and summary.csv; print table, conclusion and paths. Raises ValueError.
+
+    ``png``: also write the "main" figures or "all" as PNG files.
+    """
     from kvbench.common.console import print_plain, print_table
     from kvbench.report.document import document
     from kvbench.report.engine_time import engine_time_console
@@ -103,3 +116,9 @@ def show_report(
         raise full
     for path in paths:
         print_plain(console, f"report: {path}")
+    if png:
+        from kvbench.report.png import main_drawings, write_pngs
+
+        drawn = found.drawings if png == "all" else main_drawings(found.drawings)
+        for path in write_pngs(drawn, output_dir or run_dir):
+            print_plain(console, f"figure: {path}")
