@@ -79,9 +79,9 @@ def test_report_writes_the_main_figures_or_all_beside_the_report(
         with pytest.raises(SystemExit) as ended:
             main(["report", str(run.folder), option, "--output-dir", str(tmp_path / option)])
         assert ended.value.code == 0 and (tmp_path / option / "report.html").is_file()
-        wanted = drawings(run) if option == "--png-all" else main_drawings(drawings(run))
+        wanted = document(run).drawings if option == "--png-all" else main_drawings(document(run).drawings)
         assert [job["path"] for job in jobs] == [tmp_path / option / f"{drawing.key}.png" for drawing in wanted]
-    assert 0 < len(main_drawings(drawings(run))) < len(drawings(run))
+    assert 0 < len(main_drawings(document(run).drawings)) < len(document(run).drawings)
 
 
 def test_a_title_stands_above_the_figure_and_is_never_read_as_markup(jobs: list[dict[str, Any]]) -> None:
