@@ -9,23 +9,46 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
 QUIET_S = 30.0  # so long nothing is printed where there is no terminal
+_LIVE_PER_S = 2  # updates
+_NO_LIMIT = 10_000  # columns
+
+Rows = Callable[[int], Sequence[str]]
+"""Lines of text for so many columns."""
+Part = tuple[str, int]
+"""Some words of a line, and their rank: 0 always stays, the highest is left out first."""
+
+
+def fit(parts: Iterable[Part], width: int, between: str = "") -> str:
+    """The words of ``parts`` in one line, without those of the highest ranks as long as they exceed ``width`` columns.
+
+    ``between``: what separates them.
+    """
+    shown = [part for part in parts if part[0]]
+    while cell_len(line := between.join(words for words, _ in shown)) > width and any(rank for _, rank in shown):
+        shown.remove(max(shown, key=lambda part: part[1]))
+    return line
 
 
 class LiveText:
-    """Shows ``text()`` while the block runs: live on a terminal, elsewhere as a line after ``quiet_s`` without output.
+    """Shows ``rows`` while the block runs: live on a terminal, elsewhere in one line after ``quiet_s`` without output.
 
     A log that stands still looks dead.
     """
 
-    def __init__(self, console: Console, text: Callable[[], str], quiet_s: float = QUIET_S) -> None:
-        self._console, self._text, self._quiet_s = console, text, quiet_s
-        self._live = Live(console=console, get_renderable=self._line, transient=True) if console.is_terminal else None
+    def __init__(self, console: Console, rows: Rows, quiet_s: float = QUIET_S) -> None:
+        self._console, self._rows, self._quiet_s = console, rows, quiet_s
+        self._live = (
+            Live(console=console, get_renderable=self._block, transient=True, refresh_per_second=_LIVE_PER_S)
+            if console.is_terminal
+            else None
+        )
         self._last = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
@@ -42,8 +65,8 @@ class LiveText:
         if self._thread.is_alive():
             self._thread.join(timeout=1.0)
 
-    def _line(self) -> Text:
-        return Text(self._text(), no_wrap=True, overflow="ellipsis")
+    def _block(self) -> Text:
+        return Text("\n".join(self._rows(self._console.width)), no_wrap=True, overflow="ellipsis")
 
     def printed(self) -> None:
         """Something else was printed just now."""
@@ -55,18 +78,20 @@ class LiveText:
                 continue
             self._last = time.monotonic()
             with suppress(OSError):  # nobody reads on
-                print_plain(self._console, f"  {self._text()}")
+                print_plain(self._console, f"  {', '.join(self._rows(_NO_LIMIT))}")
 
 
 @contextmanager
-def status_line(console: Console, text: str, quiet_s: float = QUIET_S) -> Iterator[Callable[[str], None]]:
-    """``LiveText`` of ``text``; calling what it yields replaces the text."""
+def status_line(
+    console: Console, text: str, quiet_s: float = QUIET_S, more: Rows = lambda width: ()
+) -> Iterator[Callable[[str], None]]:
+    """``LiveText`` of ``text`` and the rows ``more``; calling what it yields replaces the text."""
     shown = [text]
 
     def update(other: str) -> None:
         shown[0] = other
 
-    with LiveText(console, lambda: shown[0], quiet_s):
+    with LiveText(console, lambda width: (shown[0], *more(width)), quiet_s):
         yield update
 
 
@@ -105,7 +130,7 @@ def print_table(console: Console, table: Table, *, drop_first: Sequence[str] = (
     On a terminal (or in ``COLUMNS``) columns that do not fit are left out and named: those headed ``drop_first``, then
     from the right, never the first two. Elsewhere the table is as wide as it needs to be.
     """
-    usual, wide, hidden = console.width, console.options.update(max_width=10_000), []
+    usual, wide, hidden = console.width, console.options.update(max_width=_NO_LIMIT), []
     for column in table.columns:
         if column.no_wrap:
             column.min_width = max(console.measure(cell, options=wide).maximum for cell in _cells(column))

@@ -32,6 +32,7 @@ from kvbench.loadtest.options import (
     workload_source,
 )
 from kvbench.loadtest.result import lengths_of, show, stored
+from kvbench.measure.live_server import LiveServer
 from kvbench.measure.load import LoadSetup, UnstoredError, measure_load, requests_for
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
@@ -218,7 +219,8 @@ class LoadRunner:
         requests = made or setup.requests(point, number)
         path, digest = launch.store_requests(requests, out, "requests")
         name = point.load_id
-        with status_line(self.console, f"{name}: {len(requests)} requests") as update:
+        server = LiveServer()
+        with status_line(self.console, f"{name}: {len(requests)} requests", more=server.rows) as update:
             unstored = None
             try:
                 result = measure_load(
@@ -231,6 +233,7 @@ class LoadRunner:
                     on_progress=lambda done, total, failed, s: update(
                         f"{name}: {done}/{total} requests, {failed} failed, {s:.0f} s"
                     ),
+                    on_reading=server.take,
                     **how,
                 )
             except UnstoredError as error:

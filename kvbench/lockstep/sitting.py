@@ -44,7 +44,7 @@ from kvbench.lockstep.intervals import (
     pooled_effects,
 )
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
-from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, take_turns, warm_up
+from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, share_done, take_turns, warm_up
 from kvbench.metrics.latency import QUANTILES, request_latencies
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
@@ -59,14 +59,16 @@ METRICS = {"output_throughput": True, "p95_ttft_ms": False, "p95_itl_ms": False}
 _LONGER = {1: 3, 2: 2}  # after so many launches: the limit for one more, as a multiple of limit_s (slow machines)
 _WARM_UP_TURNS = 1  # of an engine whose turns' length is known
 
+Show = Callable[[str | Callable[[], str]], None]
+"""Replaces the status line by a text, or by what a function returns whenever the line is shown."""
+
 
 @dataclass
 class Sitting:
     """``folder``: of the sweep's run, with /lockstep. ``capacity``: by configuration, as ``preflight`` returns it.
 
     ``limit_s``: no launch is begun that would not end by then, or by ``_LONGER`` times that while there are too few;
-    ``open_limit_s``: until one engine is there. ``show``: replaces the status line; ``check``: called twice a second,
-    may raise.
+    ``open_limit_s``: until one engine is there. ``check``: called twice a second, may raise.
     """
 
     run: RunFolder
@@ -75,7 +77,7 @@ class Sitting:
     capacity: Mapping[str, Mapping[str, Any]]
     limit_s: float
     open_limit_s: float
-    show: Callable[[str], None]
+    show: Show
     check: Callable[[], None]
     notes: list[str] = field(default_factory=list)
     _others: list[Configuration] = field(default_factory=list)  # than the baseline, that take part
@@ -150,7 +152,6 @@ class Sitting:
             for point in points:
                 if launch == 1 and took and not self._holds(point, len(points) - len(took), took, began):
                     return list(points[: len(took)])
-                self.show(f"engine time, launch {launch}: {point.load_id}, {len(seats)} engines in turns")
                 started = time.monotonic()
                 self._measure(launch, point, seats, order, until)
                 took.append(time.monotonic() - started)
@@ -222,13 +223,18 @@ class Sitting:
 
     def _measure(self, launch: int, point: LoadPoint, seats: list[Seat], order: random.Random, until: float) -> None:
         requests, started_at, cost = self._requests(point), utc_now(), None
+        doing = f"engine time, launch {launch}: {point.load_id}, {len(seats)} engines"
+        engines, tokens = tuple(seats), sum(each.max_tokens for each in requests)
+        self.show(doing)
         try:
             if point.load_id not in self._turns:
+                self.show(f"{doing} warm up")
                 cost = warm_up(seats, loads.users_of(point), self._limit("max_model_len"), until)
                 decode_step = mean_step(seats, decodes_only=True)
                 self._turns[point.load_id] = cold_facts(cost, choose_turn(cost))
             length = self._turns[point.load_id]["turn_steps"]
             before = loads.begin(seats, self.workload.load, point, requests, until)
+            self.show(lambda: f"{doing}, {100 * share_done(engines, tokens):.0f} % done")
             take_turns(seats, order, length, until)
         except MeasurementError:
             if time.monotonic() <= until:

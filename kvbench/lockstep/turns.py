@@ -37,7 +37,7 @@ class Seat:
     """An engine that takes part, and the steps of its present load.
 
     ``clock``: its engine time [s]; ``steps``: rows of ``STEP_COLUMNS``;
-    ``turns``: how many of them each turn had.
+    ``turns``: how many of them each turn had; ``output_tokens``: of all steps.
     """
 
     process: EngineProcess
@@ -46,17 +46,19 @@ class Seat:
     ended: bool = False
     steps: list[Sequence[float]] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
+    output_tokens: int = 0
 
     def load(self, **load: Any) -> str:
         """Gives the engine its next requests; its metrics before them, as Prometheus text."""
         answer = self.process.ask(do="load", name=self.name, **load)
-        self.clock, self.ended, self.steps, self.turns = 0.0, False, [], []
+        self.clock, self.ended, self.steps, self.turns, self.output_tokens = 0.0, False, [], [], 0
         return answer["metrics"]
 
     def take_turn(self, length: int) -> None:
         answer = self.process.ask(do="turn", name=self.name, steps=length)
         self.steps += answer["steps"]
         self.turns.append(len(answer["steps"]))
+        self.output_tokens += sum(step[-1] for step in answer["steps"])
         self.clock, self.ended = answer["clock"], answer["ended"]
 
     def result(self) -> dict[str, Any]:
@@ -79,6 +81,12 @@ def take_turns(seats: Sequence[Seat], rng: random.Random, length: int, until: fl
             text = f"the load did not end in the time that it has (of {names})"
             raise EngineFailedError(text, running[0].process) if len(running) == 1 else MeasurementError(text)
         min(running, key=lambda seat: (seat.clock, rng.random())).take_turn(length)
+
+
+def share_done(seats: Sequence[Seat], output_tokens: int) -> float:
+    """How much of their present load of ``output_tokens`` all engines have computed, 0 to 1: the mean over them."""
+    shares = [1.0 if seat.ended else min(1.0, seat.output_tokens / output_tokens) for seat in seats]
+    return sum(shares) / len(shares)
 
 
 def warm_up(

@@ -29,7 +29,14 @@ from kvbench.load.validity import UNKNOWN_STREAMS, client_reasons
 from kvbench.measure import server_state
 from kvbench.metrics.latency import is_refusal, summarise, too_many_failed
 from kvbench.targets.base import Target
-from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsPoller, MetricsSample, counter_changes, gauge_summary
+from kvbench.targets.prometheus import (
+    POLL_INTERVAL_S,
+    MetricsPoller,
+    MetricsSample,
+    OnReading,
+    counter_changes,
+    gauge_summary,
+)
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 
@@ -86,11 +93,13 @@ def measure_load(
     *,
     first: bool,
     on_progress: launch.Progress,
+    on_reading: OnReading = lambda sample: None,
     failures_invalidate: bool = True,
 ) -> dict[str, Any]:
     """From the idle server to the judged result; raw samples, counters and logs are written to ``out``.
 
-    ``first``: nothing was measured on this server before. ``failures_invalidate`` False: failed requests, and
+    ``first``: nothing was measured on this server before. ``on_reading`` gets what is read of the server's /metrics
+    while the load runs. ``failures_invalidate`` False: failed requests, and
     /metrics that do not answer, are a result (an overloaded server) and no fault of the measurement.
     Returns ``valid`` (comparable with other loads), ``invalid_reasons``, ``refused`` (what the server refused by errors
     of its own, None where it did not: a finding, after which the load is not comparable), ``server_faults`` (those of
@@ -105,7 +114,7 @@ def measure_load(
     prepared = prepare(setup, point, requests, requests_file, out, first=first)
     memory = str(_MEMORY_DISK) if os.access(_MEMORY_DISK, os.W_OK) else None  # has room where the disk is full
     with tempfile.TemporaryDirectory(prefix="kvbench-load-", dir=memory) as spare:
-        driven = prepared.drive(on_progress, spare=Path(spare))
+        driven = prepared.drive(on_progress, on_reading=on_reading, spare=Path(spare))
         return prepared.judge(driven, failures_invalidate=failures_invalidate)
 
 
@@ -181,12 +190,14 @@ class PreparedLoad:
         on_progress: launch.Progress,
         on_phase: launch.Phase = lambda phase, pid: None,
         *,
+        on_reading: OnReading = lambda sample: None,
         all_ours: bool = False,
         spare: Path | None = None,
     ) -> Driven:
         """Sends the load to its end; raw samples and logs are in ``out`` then. Raises MeasurementError.
 
-        ``all_ours``: as in ``MachineWatch``. ``spare``: an empty folder for the samples if ``out`` has no room.
+        ``on_reading``: as in ``measure_load``; ``all_ours``: as in ``MachineWatch``. ``spare``: an empty folder for the
+        samples if ``out`` has no room.
         """
         setup, target = self.setup, self.setup.target
         machine = MachineWatch(target.server(), all_ours=all_ours)
@@ -200,7 +211,7 @@ class PreparedLoad:
             machine.on_phase(phase, pid)
             on_phase(phase, pid)
 
-        with MetricsPoller(lambda: target.metrics(), setup.poll_s) as poller:
+        with MetricsPoller(lambda: target.metrics(), setup.poll_s, on_reading) as poller:
             launch.drive(
                 spec,
                 total=len(self.requests),

@@ -19,7 +19,7 @@ from kvbench.measure.warm_up import warm_up
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.targets.base import Target, contradiction, reason_of
 from kvbench.targets.builtin import ServerRefusedError
-from kvbench.targets.prometheus import POLL_INTERVAL_S
+from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsSample
 from kvbench.workload.design import Block, Cell
 from kvbench.workload.file import Workload
 
@@ -30,6 +30,8 @@ class Listener(Protocol):
     def load_started(self, cell: Cell, repeat: int, total: int) -> None: ...
 
     def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None: ...
+
+    def server_read(self, sample: MetricsSample) -> None: ...
 
     def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None: ...
 
@@ -173,8 +175,9 @@ class BlockRunner:
         try:
             with self.run.scratch_load(cell.cell_id, repeat) as out:
                 measured = measure_load(
-                    setup, cell.load, requests, path, out, first=first, on_progress=self.listener.load_progress
-                )
+                    setup, cell.load, requests, path, out, first=first,
+                    on_progress=self.listener.load_progress, on_reading=self.listener.server_read,
+                )  # fmt: skip
                 done = {**drawn, **facts, **measured}
                 write_json(out / DONE, done)
         except OSError as error:  # a full disk: what was measured is told at least

@@ -1,21 +1,23 @@
 """Progress of a sweep: which load runs, how far it is, how long is left.
 
-A plain line for each finished load; in between a live line on a terminal, elsewhere (CI, a pipe) a line after every
-half a minute without output.
+A plain line for each finished load; in between on a terminal a live line of the load and one of its server, elsewhere
+(CI, a pipe) both in one line after every half a minute without output.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
-from kvbench.common.console import QUIET_S, LiveText, print_plain
+from kvbench.common.console import QUIET_S, LiveText, Part, fit, print_plain
 from kvbench.common.text import clock, failure_words
+from kvbench.measure.live_server import LiveServer
 from kvbench.targets.choose import START_GUESS_S
+from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.design import Block, Cell
 
 
@@ -66,26 +68,39 @@ class Estimator:
 
 
 class SweepProgress:
-    """The sweep's listener. ``blocks`` are those still to run, until ``expect`` tells others."""
+    """The sweep's listener. ``blocks`` are those still to run, until ``expect`` tells others.
+
+    ``grows``: loads may come in or drop out for the time that there is, so their number is only about right.
+    """
 
     def __init__(
-        self, console: Console, blocks: Sequence[Block], estimator: Estimator, quiet_s: float = QUIET_S
+        self,
+        console: Console,
+        blocks: Sequence[Block],
+        estimator: Estimator,
+        quiet_s: float = QUIET_S,
+        *,
+        grows: bool = False,
     ) -> None:
         self._console = console
         self._estimator = estimator
-        self._done = 0
+        self._about = "~" if grows else ""
+        self._finished: set[tuple[str, int]] = set()
         self.expect(blocks)
         self._began = self._load_began = time.monotonic()
         self._current: tuple[str, int] | None = None
         self._started = ("", 0)
         self._loads_from = 0.0  # time.monotonic()
-        self._doing, self._requests = "starting", ""
-        self._live = LiveText(console, self._text, quiet_s)
+        self._doing: str | Callable[[], str] = "starting"
+        self._requests: list[Part] = []
+        self._server = LiveServer()
+        self._live = LiveText(console, self._rows, quiet_s)
 
     def expect(self, blocks: Sequence[Block]) -> None:
-        """``blocks`` are those still to run; their loads are counted once each."""
+        """``blocks`` are those still to run. A load that is measured again counts once, as not finished."""
         self._left = {(c.cell_id, b.repeat): (b, c) for b in blocks for c in b.cells}
-        self._total = self._done + len(self._left)
+        self._finished -= self._left.keys()
+        self._total = len(self._finished) + len(self._left)
 
     def loads_begin_in(self, seconds: float) -> None:
         """The loads begin about then: something else is measured first."""
@@ -109,19 +124,24 @@ class SweepProgress:
             seconds -= min(time.monotonic() - self._load_began, 0.95 * self._estimator.load_s(running[1]))
         return max(0.0, seconds)
 
-    def status(self, text: str) -> None:
-        self._current, self._requests = None, ""
+    def status(self, text: str | Callable[[], str]) -> None:
+        """What is being done; a function is asked whenever it is shown."""
+        self._current, self._requests = None, []
         self._doing, self._load_began = text, time.monotonic()
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
         self.status(f"{cell.cell_id} repeat {repeat}")
         self._current = self._started = (cell.cell_id, repeat)
+        self._server = LiveServer()
+
+    def server_read(self, sample: MetricsSample) -> None:
+        self._server.take(sample)
 
     def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
         if self._current is None:  # the client was calibrated since the load was announced
             self.status("{} repeat {}".format(*self._started))
             self._current = self._started
-        self._requests = f"{done}/{total} requests, " + (f"{failed} failed, " if failed else "")
+        self._requests = [(f": {done}/{total}", 1), (" requests", 5), (f", {failed} failed" if failed else "", 2)]
 
     def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:
         self._estimator.observe(cell, time.monotonic() - self._load_began, done.get("server_start_s"))
@@ -144,17 +164,31 @@ class SweepProgress:
 
     def _finish(self, cell: Cell, repeat: int, text: str) -> None:
         self._left.pop((cell.cell_id, repeat), None)
-        self._done += 1
+        self._finished.add((cell.cell_id, repeat))
         self.status("between loads")
         self._live.printed()
         elapsed, left = clock(time.monotonic() - self._began), self._left_words()
-        head = f"[{self._done}/{self._total}] {cell.cell_id} repeat {repeat}: "
+        head = f"[{len(self._finished)}/{self._about}{self._total}] {cell.cell_id} repeat {repeat}: "
         print_plain(self._console, f"{head}{text}  (elapsed {elapsed}, {left})")
 
-    def _text(self) -> str:
-        number = min(self._done + 1, self._total)
-        since = clock(time.monotonic() - self._load_began)
-        return f"[{number}/{self._total}, {self._left_words()}] {self._doing}: {self._requests}{since}"
+    def _rows(self, width: int) -> list[str]:
+        number, requests = min(len(self._finished) + 1, self._total), self._requests
+        doing = self._doing() if callable(self._doing) else self._doing
+        parts: list[Part] = [
+            (f"[{number}/{self._about}{self._total}", 0),
+            (f", {self._time_left()}", 3),
+            (self._guess(), 6),
+            (f"] {doing}", 0),
+            *requests,
+            (f"{', ' if requests else ': '}{clock(time.monotonic() - self._load_began)}", 4),
+        ]
+        return [fit(parts, width), *(self._server.rows(width) if self._current else ())]
 
     def _left_words(self) -> str:
-        return f"about {clock(self.time_left_s())} left" + (", a guess" if self._estimator.guesses_starts else "")
+        return self._time_left() + self._guess()
+
+    def _time_left(self) -> str:
+        return f"about {clock(self.time_left_s())} left"
+
+    def _guess(self) -> str:
+        return ", a guess" if self._estimator.guesses_starts else ""

@@ -28,7 +28,7 @@ from kvbench.common.files import check_output_dir, read_json, utc_now, write_jso
 from kvbench.common.git import git_state
 from kvbench.common.text import and_more, clock, plural
 from kvbench.lockstep.process import OPEN_LIMIT_S
-from kvbench.lockstep.sitting import Sitting, begin_anew
+from kvbench.lockstep.sitting import Show, Sitting, begin_anew
 from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.engine_time import read_engine_time
 from kvbench.runs.folder import DONE, RunFolder, create_run
@@ -178,7 +178,7 @@ class Sweep:
         self._say(f"results: {run.path}")
         if self.resumed:
             self._say_what_is_finished(run, measured)
-        with SweepProgress(self.console, left, estimator) as listener:
+        with SweepProgress(self.console, left, estimator, grows=minutes is not None) as listener:
             runner = BlockRunner(
                 self.workload,
                 run,
@@ -241,7 +241,7 @@ class Sweep:
         design: Design,
         capacity: Mapping[str, Any],
         check: Callable[[], None],
-        show: Callable[[str], None],
+        show: Show,
     ) -> None:
         """All configurations in engine time (``kvbench/lockstep``), where the engine is the built-in one."""
         if not self._has_engine_time(design, run):

@@ -91,6 +91,9 @@ class MetricsSample:
         return self.gauges.get("num_requests_running", 0.0) + self.gauges.get("num_requests_waiting", 0.0)
 
 
+OnReading = Callable[[MetricsSample], None]
+
+
 def parse_metrics(text: str, at: float, kinds: Sequence[MetricNames] = (OURS,)) -> MetricsSample:
     """Flat gauges and counters of a Prometheus text, in the names of the first of ``kinds`` with the family's prefix.
 
@@ -154,10 +157,12 @@ class MetricsPoller:
 
     Less often if reading takes more than ``_READ_SHARE`` of a core, so that the readings do not disturb the load. A
     failed reading is counted, not raised: the sweep notices a server that dies, and a slow one must not end the sweep.
+    ``on_reading`` gets each reading, in that thread.
     """
 
     read: Callable[[], MetricsSample | None]
     interval_s: float = POLL_INTERVAL_S
+    on_reading: OnReading = lambda sample: None
     samples: list[MetricsSample] = field(default_factory=list)
     failures: int = 0
 
@@ -176,6 +181,7 @@ class MetricsPoller:
                 sample = None
             if sample is not None:
                 self.samples.append(sample)
+                self.on_reading(sample)
             pause = max(self.interval_s, min((time.thread_time() - before) / _READ_SHARE, _LONGEST_PAUSE_S))
             due = max(due + pause, time.monotonic())  # a late read is not made up for
 

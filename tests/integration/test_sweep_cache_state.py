@@ -102,6 +102,17 @@ def test_hits_without_caching_are_impossible_and_the_machine_of_a_load_is_record
         assert machine["client_cpu_cores"] >= 0 and machine["cores"] >= 1 and machine["seconds"] > 0
 
 
+def test_a_display_gets_every_reading_of_the_server_and_causes_none(measure, monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr(Silent, "server_read", lambda self, sample: told.append(sample), raising=False)
+    with fake_server() as (_, url):
+        measure(url)
+    (counters,) = tmp_path.glob("results*/*/*/cells/*/loads/*/counters.json")
+    assert len(told) == json.loads(counters.read_text())["polls"] > 0
+    assert {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"} <= told[-1].gauges.keys()
+    assert "generation_tokens_total" in told[-1].counters
+
+
 def test_a_server_that_cannot_empty_its_cache_is_measured_only_as_it_is(measure):
     with fake_server(*CACHING, fire=NO_RESET) as (_, url):
         reason = measure(url, cache_state="primed")[0][0]

@@ -1,4 +1,4 @@
-"""Tables on terminals that are too narrow for them, and where there is no terminal."""
+"""Lines and tables on terminals that are too narrow for them, and where there is no terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from kvbench.common.console import make_table, print_table
+from kvbench.common.console import fit, make_table, print_table
 
 HEADS = ("configuration", "tok/s", "of it\nscales", "a very long heading", "failed")
 ROW = ("paged (page 16)", "1,234.5", "2,048", "1.82x (1.75–2.00)", "0 of 144")
@@ -45,3 +45,15 @@ def test_without_a_terminal_the_table_is_as_wide_as_it_needs_to_be(monkeypatch: 
     assert all(entry in text for entry in ROW) and "not shown" not in text
     monkeypatch.setenv("COLUMNS", "50")
     assert "not shown at this width" in printed(50, terminal=False)
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [(15, "cell, 3/8, 0:12"), (14, "cell, 3/8"), (9, "cell, 3/8"), (8, "cell"), (2, "cell")],
+)
+def test_a_line_loses_its_least_important_words(width: int, line: str) -> None:
+    assert fit([("cell", 0), ("", 1), ("3/8", 2), ("0:12", 7)], width, ", ") == line
+
+
+def test_words_of_rank_0_stay_however_narrow_it_is() -> None:
+    assert fit([("[1/4", 0), (", 0:43 left", 3), ("] cell", 0), (": 3/8", 1)], 5) == "[1/4] cell"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -65,6 +66,28 @@ def test_effects_are_those_of_the_engines_and_the_sitting_stops_when_all_are_dec
     assert found["launches"] < sitting.MOST_LAUNCHES and found["seconds"] < 300
     latency = next(e for e in stored.effects if e.metric == "p95_itl_ms" and "48" in e.cell)
     assert latency.ratio == pytest.approx(1.2, abs=0.03) and latency.call == "behind"
+
+
+def test_the_status_line_follows_a_load_to_its_end(sit, monkeypatch):
+    monkeypatch.setattr(sitting, "MOST_LAUNCHES", 1)
+    shares, shown, making = [], [""], sit(300, page_size=[8])
+
+    def show(text):
+        shown[0] = text
+        if callable(text):
+            shares.append([])
+        look()
+
+    def look():  # as a display does, several times a second
+        if callable(shown[0]):
+            shares[-1].append(shown[0]())
+
+    making.show, making.check = show, look
+    making.execute()
+    assert len(shares) == 2  # loads
+    for of_load in shares:
+        found = [int(re.search(r"2 engines, (\d+) % done", each)[1]) for each in of_load]
+        assert found[0] == 0 and found[-1] == 100 and found == sorted(found)
 
 
 def test_engines_that_both_keep_up_with_the_arrivals_have_the_same_throughput(sit, tmp_path, monkeypatch):

@@ -11,7 +11,16 @@ import pytest
 
 from kvbench.common.errors import MeasurementError
 from kvbench.lockstep.process import EngineFailedError
-from kvbench.lockstep.turns import MAX_COLD_COST, TURNS, Seat, choose_turn, cold_cost, mean_step, take_turns
+from kvbench.lockstep.turns import (
+    MAX_COLD_COST,
+    TURNS,
+    Seat,
+    choose_turn,
+    cold_cost,
+    mean_step,
+    share_done,
+    take_turns,
+)
 
 
 class ScriptedEngine:
@@ -68,6 +77,16 @@ def test_a_load_that_does_not_end_in_time_is_given_up_and_an_engine_that_alone_g
     with pytest.raises(EngineFailedError, match="candidate") as failed:
         take_turns(seats, random.Random(0), 1, until=0.0)
     assert failed.value.process is seats[1].process
+
+
+def test_how_far_a_load_is_counts_the_tokens_of_all_engines_and_what_has_ended_as_done():
+    seats, _ = seats_of(a=[1.0] * 8, b=[1.0] * 8)  # a token a step
+    assert share_done(seats, 8) == 0.0
+    seats[0].take_turn(4)
+    assert share_done(seats, 8) == pytest.approx(0.25)
+    seats[0].take_turn(4)
+    seats[1].take_turn(2)
+    assert share_done(seats, 100) == pytest.approx((1.0 + 0.02) / 2)  # a ended early, of 100 tokens at most
 
 
 def with_turns(seconds, decoding=None):

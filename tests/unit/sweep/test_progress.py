@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import threading
+import time
 
 import pytest
 from rich.console import Console
@@ -13,6 +15,7 @@ from kvbench.common.console import status_line
 from kvbench.common.text import clock
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.choose import START_GUESS_S
+from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.design import load_point, make_design, plan_blocks
 from tests.support.sweep_parts import wait_until
 
@@ -128,11 +131,93 @@ def test_time_left_falls_to_zero():
     assert progress.time_left_s() == 0
 
 
+def readings() -> list[MetricsSample]:
+    """Two readings, the last one just now; 1,648 tokens in the 4 s between them."""
+    gauges = {"num_requests_running": 18.0, "num_requests_waiting": 14.0, "kv_cache_usage_perc": 0.93}
+    now = time.perf_counter()
+    return [MetricsSample(now - ago, gauges, {"generation_tokens_total": made}) for ago, made in ((4, 0), (0, 1648))]
+
+
+SERVER = "412 tok/s, 18 running, 14 waiting, KV 93 %"
+
+
+def test_while_a_load_runs_its_server_is_shown_too_in_a_row_of_its_own_or_in_the_same_line():
+    blocks = plan_blocks(DESIGN, 1, 0)
+    cell = blocks[0].cells[0]
+    for terminal in (True, False):
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=terminal, width=80, color_system=None)
+        with SweepProgress(console, blocks, Estimator(GUESSES), quiet_s=0.02) as progress:
+            progress.load_started(cell, 1, 8)
+            for each in readings():
+                progress.server_read(each)
+            progress.load_progress(5, 8, 0, 1.0)
+            between = r"\s*\n" if terminal else ", "
+            pattern = rf"{cell.cell_id} repeat 1: 5/8 requests, 0:0\d{between}{SERVER}"
+            wait_until(lambda out=out, pattern=pattern: re.search(pattern, out.getvalue()))
+            progress.load_failed(cell, 1, "x")
+            said = len(out.getvalue())
+            wait_until(lambda out=out, said=said: "between loads" in out.getvalue()[said:])
+            progress.load_started(blocks[0].cells[1], 1, 8)  # nothing is known of its server yet
+            wait_until(lambda out=out: f"{blocks[0].cells[1].cell_id} repeat 1: 0:0" in out.getvalue())
+            assert "running" not in out.getvalue()[said:]
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 46, 30])
+def test_a_narrow_terminal_shows_fewer_figures_and_no_cut_ones(width):
+    blocks = plan_blocks(DESIGN, 1, 0)
+    cell = blocks[0].cells[0]
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    with SweepProgress(console, blocks, Estimator(GUESSES)) as progress:
+        progress.load_started(cell, 1, 8)
+        for each in readings():
+            progress.server_read(each)
+        progress.load_progress(5, 8, 1, 61.0)
+        wait_until(lambda: "KV 93 %" in out.getvalue())
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip("\r") for line in out.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width and "…" not in out.getvalue()
+    left_out = [words not in out.getvalue() for words in ("a guess", "requests", ", 0:0", "left", "failed", "5/8")]
+    assert left_out == sorted(left_out, reverse=True), "the least important ones go first"
+    assert sum(left_out) == {120: 0, 80: 1, 60: 3, 46: 4, 30: 6}[width]
+    assert ("14 waiting" in out.getvalue()) == (width >= 42) and cell.cell_id in out.getvalue()
+
+
+def test_a_load_that_is_measured_again_counts_once():
+    out, blocks = io.StringIO(), plan_blocks(DESIGN, 1, 0)
+    (first, *_) = blocks[0].cells
+    with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES)) as progress:
+        for block in blocks:
+            for cell in block.cells:
+                progress.load_failed(cell, 1, "disturbed")
+        progress.expect([dataclasses.replace(blocks[0], cells=(first,))])
+        progress.load_failed(first, 1, "disturbed again")
+    assert [line.split(" ")[0] for line in out.getvalue().splitlines()] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]", "[4/4]"]
+
+
+def test_where_the_time_decides_how_many_loads_there_are_their_number_is_about_right():
+    out, blocks = io.StringIO(), plan_blocks(DESIGN, 2, 0)
+    with SweepProgress(Console(file=out, width=60), blocks[:2], Estimator(GUESSES), grows=True) as progress:
+        progress.load_failed(blocks[0].cells[0], 1, "x")
+        progress.expect([dataclasses.replace(blocks[0], cells=blocks[0].cells[1:]), *blocks[1:]])
+        progress.load_failed(blocks[0].cells[1], 1, "x")
+    assert [line.split(" ")[0] for line in out.getvalue().splitlines()] == ["[1/~4]", "[2/~8]"]
+
+
+def test_a_text_that_changes_is_asked_for_whenever_it_is_shown():
+    out, blocks, done = io.StringIO(), plan_blocks(DESIGN, 1, 0), [12]
+    with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES), quiet_s=0.02) as progress:
+        progress.status(lambda: f"engine time, {done[0]} % done")
+        wait_until(lambda: "engine time, 12 % done: 0:0" in out.getvalue())
+        done[0] = 13
+        wait_until(lambda: "engine time, 13 % done: 0:0" in out.getvalue())
+
+
 def test_on_a_terminal_a_live_line_says_which_load_how_far_and_how_long():
     out = io.StringIO()
     blocks = plan_blocks(DESIGN, 1, 0)
     cell = blocks[0].cells[0]
-    console = Console(file=out, force_terminal=True, width=80, color_system=None)
+    console = Console(file=out, force_terminal=True, width=100, color_system=None)
     with SweepProgress(console, blocks, Estimator(GUESSES)) as progress:
         progress.load_started(cell, 1, 8)
         progress.load_progress(5, 8, 1, 61.0)

@@ -197,10 +197,11 @@ def test_the_poller_survives_a_server_that_does_not_answer_and_stops_with_its_bl
             raise OSError("refused")
         return MetricsSample(float(len(calls)), {}, {})
 
-    with MetricsPoller(read, interval_s=0.001) as poller:
+    told = []
+    with MetricsPoller(read, interval_s=0.001, on_reading=told.append) as poller:
         assert enough.wait(60)
     made = len(calls)
-    assert poller.failures >= 3 and len(poller.samples) >= 3
+    assert poller.failures >= 3 and len(poller.samples) >= 3 and told == poller.samples
     assert poller.failures + len(poller.samples) == made
     enough.clear()
     assert not enough.wait(0.05) and len(calls) == made
