@@ -5,13 +5,13 @@ The unit of every comparison is the repeat; the verdict on a ratio: ``runs/ratio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
-from kvbench.runs.ratios import SAME, UNCLEAR, Ratio, RepeatSpread, contradicts, paired_ratio
+from kvbench.runs.ratios import HIGHER, LOWER, SAME, UNCLEAR, Ratio, RepeatSpread, contradicts, paired_ratio
 from kvbench.workload.settings import applies, effective
 
 SCATTER = 1.5  # largest over smallest throughput of one cell's repeats from which on they are said to scatter
@@ -163,6 +163,41 @@ def best(run: Run, load: MeasuredLoad) -> Best | None:
         for verdict in (SAME, UNCLEAR)
     )
     return Best(load, top, top_spread, level, unclear, len(known) == 1 < len(run.at(load)), steady)
+
+
+def leaders(run: Run, load: MeasuredLoad) -> dict[str, dict[str, str]]:
+    """By column of the table of all cells: the configurations that are not decided to be worse than the best value.
+
+    SAME is the best one and what is level with it, UNCLEAR what is not told apart from it. Among valid cells, without
+    percentiles of too few samples; empty where no cell is decided to be worse.
+    """
+    valid = [cell for cell in run.at(load) if cell.valid]
+    steady = all(cell.has_steady for cell in valid)
+    throughput = [(cell, median(cell.throughput(steady)), False) for cell in valid]
+    ttft, tpot = ([(c, *c.percentile(*which)) for c in valid] for which in (("ttft_ms", "p95"), ("tpot_ms", "p50")))
+    return {
+        "output_tokens_per_s": _leaders(throughput, lambda pair: pair.throughput, higher_is_better=True),
+        "ttft_ms_p95": _leaders(ttft, lambda pair: pair.ttft),
+        "tpot_ms_p50": _leaders(tpot, lambda pair: pair.tpot),
+    }
+
+
+def _leaders(
+    values: Sequence[tuple[MeasuredCell, float | None, bool]],
+    ratio: Callable[[PairedComparison], Ratio | None],
+    higher_is_better: bool = False,
+) -> dict[str, str]:
+    """``values``: what tables show of each cell, and whether it is of too few samples."""
+    known = [each for each in values if each[1] is not None]
+    top, _, few = (max if higher_is_better else min)(known, key=lambda each: each[1], default=(None, None, True))
+    if top is None or few:
+        return {}
+    others = {cell.name: ratio(compare(cell, top)) for cell, _, few in known if cell is not top and not few}
+    verdicts = {name: r.verdict if r else UNCLEAR for name, r in others.items()}
+    worse, better = (LOWER, HIGHER) if higher_is_better else (HIGHER, LOWER)
+    if worse not in verdicts.values() or better in verdicts.values():  # better: paired ratios contradict the medians
+        return {}
+    return {top.name: SAME} | {name: verdict for name, verdict in verdicts.items() if verdict != worse}
 
 
 def scatters(cell: MeasuredCell) -> RepeatSpread | None:

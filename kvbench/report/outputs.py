@@ -12,11 +12,13 @@ from kvbench.common.console import make_table
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
 from kvbench.common.text import and_more
+from kvbench.report.comparisons import leaders
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
 from kvbench.report.tables import MEDIANS, WHOLE_RUN, Value, flat_rows, main_table
-from kvbench.report.wording import served_words
+from kvbench.report.wording import NOT_TOLD, served_words
 from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.ratios import SAME, UNCLEAR
 
 _HEADS = {
     "configuration": "configuration",
@@ -29,7 +31,7 @@ _HEADS = {
     "failed": "fail",
 }
 DROP_FIRST = ("run", "preempt", "TPOT")  # on a narrow terminal
-_WHOLE, _MEDIANS = "†", "‡"
+_WHOLE, _MEDIANS, _BEST, _NOT_TOLD = "†", "‡", "•", "◦"
 _STYLES = {"better": "green", "worse": "red"}
 
 
@@ -66,6 +68,8 @@ def console_table(run: Run) -> Table:
     made = make_table(heads, title=f"{run.workload} · {run.folder.name} · latencies in ms", tight=True)
     for column, head in zip(made.columns, heads, strict=True):
         column.min_width = 17 if column is made.columns[0] else len(head)
+    best = {load: leaders(run, load) for load in run.loads}
+    marked = {key for columns in best.values() for key, found in columns.items() if found}
     load = None
     for row, cell in zip(table.rows, run.by_load, strict=True):
         if cell.load != load:
@@ -73,15 +77,27 @@ def console_table(run: Run) -> Table:
                 made.add_section()
             load = cell.load
             made.add_row(Text(load.short, style="bold"))
-        made.add_row(*(_entry(key, row.values[i], cell) for i, key in shown))
+        entries = {key: _entry(key, row.values[i], cell) for i, key in shown}
+        for key in marked & entries.keys():
+            _mark(entries[key], best[load][key].get(cell.name))
+        made.add_row(*entries.values())
     made.caption, made.caption_justify = _caption(made, run), "left"
     return made
+
+
+def _mark(entry: Text, verdict: str | None) -> None:
+    """Marks an entry by its ``leaders``; others get a blank, so that the digits of a column stay below each other."""
+    entry.append({SAME: _BEST, UNCLEAR: _NOT_TOLD}.get(verdict or "", " "))
+    if verdict == SAME:
+        entry.stylize("bold")
 
 
 def _caption(table: Table, run: Run) -> Text | None:
     """What the marks in ``table`` mean, a line each; None without marks."""
     entries = "".join(str(entry) for column in table.columns for entry in column.cells)
     known = {
+        _BEST: f"{_BEST} best of its load, or level with the best",
+        _NOT_TOLD: f"{_NOT_TOLD} {NOT_TOLD} from the best",
         _WHOLE: f"{_WHOLE} of the whole run: a repeat has no steady window",
         _MEDIANS: f"{_MEDIANS} paired by repeat; the medians shown have visibly another ratio",
     }

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvbench.report.comparisons import best, compare, differing, effects, paging, scatters, spread
+from kvbench.report.comparisons import best, compare, differing, effects, leaders, paging, scatters, spread
 from kvbench.runs.model import MeasuredLoad
 from kvbench.runs.ratios import paired_ratio
 from tests.support.report_cells import cell, run
@@ -74,6 +74,61 @@ def test_best_tells_level_from_not_told_apart_and_leaves_invalid_cells_out() -> 
     only = best(run(cells[0], cells[4]), AT_24)
     assert only is not None and only.by_default
     assert best(run(cells[4]), AT_24) is None
+
+
+PAGE_16, PAGE_8 = "paged (page 16)", "paged (page 8)"
+
+
+@pytest.mark.parametrize(
+    ("page_8", "page_32", "marked"),
+    [
+        ((98.0, 100.0, 100.0), (50.0, 50.0, 50.0), {PAGE_16: "level", PAGE_8: "level"}),
+        ((60.0, 99.0, 101.0), (50.0, 50.0, 50.0), {PAGE_16: "level", PAGE_8: "unclear"}),
+        ((70.0, 70.0, 70.0), (50.0, 50.0, 50.0), {PAGE_16: "level"}),
+        ((98.0, 100.0, 100.0), (60.0, 99.0, 101.0), {}),  # nobody is decided to be worse
+        ((90.0,), (50.0,), {}),  # one repeat in common decides nothing
+    ],
+)
+def test_leaders_are_all_that_are_not_decided_to_be_worse(
+    page_8: tuple[float, ...], page_32: tuple[float, ...], marked: dict[str, str]
+) -> None:
+    top = (100.0, 101.0, 102.0)
+    cells = [cell(throughput=top), cell(page_size=8, throughput=page_8), cell(page_size=32, throughput=page_32)]
+    assert leaders(run(*cells), AT_24)["output_tokens_per_s"] == marked
+    faster = [tuple(10_000 / value for value in values) for values in (top, page_8, page_32)]  # of latencies
+    for key, name in (("ttft_ms_p95", "ttft"), ("tpot_ms_p50", "tpot")):
+        cells = [
+            cell(**{name: values}, throughput=(1.0,) * len(values), **sizes)
+            for values, sizes in zip(faster, ({}, {"page_size": 8}, {"page_size": 32}), strict=True)
+        ]
+        assert leaders(run(*cells), AT_24)[key] == marked
+
+
+def test_leaders_are_valid_and_not_alone() -> None:
+    slow, best_of_all = cell("contiguous", throughput=(50.0,) * 3), cell(throughput=(900.0,) * 3, reasons=("lag",))
+    assert not any(leaders(run(cell()), AT_24).values())  # of one configuration there is no best
+    assert not any(leaders(run(best_of_all, slow), AT_24).values())
+    shown = leaders(run(best_of_all, slow, cell(page_size=8)), AT_24)
+    assert shown["output_tokens_per_s"] == {PAGE_8: "level"}
+
+
+@pytest.mark.parametrize(
+    ("few", "marked"), [((), {PAGE_16: "level"}), ((0,), {}), ((1,), {PAGE_16: "level"}), ((1, 2), {})]
+)
+def test_a_percentile_of_too_few_samples_is_neither_the_best_nor_worse(few: tuple[int, ...], marked: dict) -> None:
+    cells = [cell(ttft=(500.0,) * 3), cell(page_size=8, ttft=(700.0,) * 3), cell("contiguous", ttft=(900.0,) * 3)]
+    for number in few:
+        cells[number].pooled["ttft_ms"]["uncertain"].append("p95")  # type: ignore[index]
+    assert leaders(run(*cells), AT_24)["ttft_ms_p95"] == marked
+
+
+def test_there_is_no_leader_where_medians_and_paired_ratios_contradict_each_other() -> None:
+    more = dict.fromkeys(("tpot", "ttft"), (20.0,) * 7)
+    ahead = cell(throughput=(100.0,) * 3 + (500.0,) * 4, **more)  # the machine was faster in the last four repeats
+    behind, slow = cell(page_size=8, throughput=(130.0, 130.0, 131.0)), cell("contiguous", throughput=(50.0,) * 3)
+    assert compare(behind, ahead).throughput.verdict == "higher"  # type: ignore[union-attr]
+    assert leaders(run(ahead, behind, slow), AT_24)["output_tokens_per_s"] == {}
+    assert leaders(run(ahead, slow), AT_24)["output_tokens_per_s"] == {PAGE_16: "level"}
 
 
 @pytest.mark.parametrize(

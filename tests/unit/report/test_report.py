@@ -196,6 +196,25 @@ def test_the_console_explains_its_marks_once_and_only_where_they_are() -> None:
     assert not {"†", "‡"} & set(printed(cell(), cell("contiguous")))
 
 
+def test_the_console_table_marks_the_best_of_each_load_where_that_is_decided() -> None:
+    def printed(*cells: MeasuredCell, **how: object) -> str:
+        out = io.StringIO()
+        rich.console.Console(file=out, width=80, **how).print(console_table(run_of_cells(*cells)))  # type: ignore
+        return out.getvalue()
+
+    fast = {"throughput": (200.0,) * 3, "tpot": (10.0,) * 3}
+    cells = [cell(**fast), cell("contiguous", **fast, ttft=(250.0,) * 3), cell(page_size=8)]
+    cells += [cell(page_size=64, throughput=(90.0, 190.0, 230.0), tpot=(20.0,) * 3)]
+    cells += [cell(load=3), cell("contiguous", load=3), cell(page_size=8, load=3)]
+    text = printed(*cells)
+    assert [text.count(entry) for entry in ("200•", "250•", "10.0•", "190◦")] == [2, 1, 2, 1]  # two are level
+    assert text.count("•") == 5 + 1 and "• best of its load" in text  # none at 3 at once, where all are level
+    assert text.count("◦") == 1 + 1 and "◦ not told apart from the best" in text
+    assert "\x1b[1m200•" in printed(*cells, force_terminal=True, color_system="standard")
+    for undecided in (cells[4:], cells[:1]):
+        assert "•" not in printed(*undecided) and "best" not in printed(*undecided)
+
+
 def test_no_ratio_of_an_invalid_pair_is_anywhere_in_the_report() -> None:
     late = {"throughput": (207.0,) * 3, "tpot": (41.4,) * 3, "ttft": (1035.0,) * 3, "reasons": ("repeat 1: lag",)}
     broken = run_of_cells(cell(**late), cell("contiguous"), cell(load=3, **late), cell("contiguous", load=3))
