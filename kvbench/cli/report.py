@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--output-dir", type=click.Path(path_type=Path), help="Where the files go (default: RUN_DIR).")
-def report(run_dir: Path, output_dir: Path | None) -> int:
+@click.option("--png", flag_value="main", help="Also write the main figures as PNG files (needs kaleido and a Chrome).")
+@click.option("--png-all", "png", flag_value="all", help="Also write every figure as a PNG file.")
+def report(run_dir: Path, output_dir: Path | None, png: str | None) -> int:
     """Write the report of a run again from its stored results, and print table and conclusion.
 
     A report is not replaced if files of the run are gone or damaged: the new one would say less.
@@ -24,9 +26,11 @@ def report(run_dir: Path, output_dir: Path | None) -> int:
     \b
     Example:
       kvbench report results/mixed/20260101T120000Z-1a2b3c4
+      kvbench report results/mixed/20260101T120000Z-1a2b3c4 --png
     \b
-    Files written in --output-dir: report.html (works offline), report.md, summary.csv (one row a cell).
-    Exit codes: 0 written, 2 not a run folder, or files are gone and a report is there.
+    Files written in --output-dir: report.html (works offline), report.md, summary.csv (one row a cell); with --png
+    effects, frontier and KV over time, each as <figure>.png.
+    Exit codes: 0 written, 2 not a run folder, or files are gone and a report is there, or no PNG file can be made.
     """
     from rich.console import Console
 
@@ -38,14 +42,17 @@ def report(run_dir: Path, output_dir: Path | None) -> int:
     if RunFolder(run_dir).is_locked():
         say(f"note: {run_dir} is being measured: this is a report of what is there now")
     try:
-        show_report(run_dir, Console(), output_dir)
+        show_report(run_dir, Console(), output_dir, png)
     except ValueError as error:
         raise UsageError(str(error)) from None
     return 0
 
 
-def show_report(run_dir: Path, console: Console, output_dir: Path | None = None) -> None:
-    """Write report.html, report.md and summary.csv; print table, conclusion and paths. Raises ValueError."""
+def show_report(run_dir: Path, console: Console, output_dir: Path | None = None, png: str | None = None) -> None:
+    """Write report.html, report.md and summary.csv; print table, conclusion and paths. Raises ValueError.
+
+    ``png``: also write the "main" figures or "all" as PNG files.
+    """
     from kvbench.common.console import print_plain, print_table
     from kvbench.report.engine_time import engine_time_console
     from kvbench.report.kv import kv_bottleneck
@@ -70,3 +77,10 @@ def show_report(run_dir: Path, console: Console, output_dir: Path | None = None)
         raise full
     for path in paths:
         print_plain(console, f"report: {path}")
+    if png:
+        from kvbench.report.figures.cells import drawings
+        from kvbench.report.png import main_drawings, write_pngs
+
+        drawn = drawings(run)
+        for path in write_pngs(drawn if png == "all" else main_drawings(drawn), output_dir or run_dir):
+            print_plain(console, f"figure: {path}")
