@@ -20,7 +20,6 @@ from kvbench.common.errors import UsageError
 from kvbench.common.stats import welch_interval
 from kvbench.report.comparisons import median
 from kvbench.report.provenance import target
-from kvbench.report.style import safe
 from kvbench.runs.model import NOT_OF_REQUESTS, MeasuredCell, Run
 from kvbench.runs.ratios import FEWEST, HIGHER, LEVEL, LOWER, SAME, UNCLEAR, paired_ratio
 from kvbench.workload.settings import applies, effective, setting_title, value_words
@@ -126,22 +125,6 @@ def groups_of(a: Run, b: Run) -> tuple[Group, ...]:
             "of other names side by side in `kvbench view`"
         )
     return tuple((Side("A", a, cell), Side("B", b, of_b[cell.cell_id])) for cell in shared)
-
-
-def panel_title(groups: Sequence[Group], group: Group) -> str:
-    """The cell of a group in short lines; empty where there is one group, whose sides have names of their own."""
-    return "" if len(groups) == 1 else safe(group[0].title).replace(" + ", "<br>+ ").replace(", ", "<br>")
-
-
-def side_name(groups: Sequence[Group], side: Side) -> str:
-    """A side in a legend: with its cell in one group, with its run in several."""
-    return safe(f"{side.letter} {side.title if len(groups) == 1 else side.run.folder.name}")
-
-
-def without(groups: Sequence[Group], shown: Iterable[str], what: str) -> str:
-    """Which letters are in no figure since they have none of ``what``; empty where all are ``shown``."""
-    missing = [side.letter for side in groups[0] if side.letter not in set(shown)]
-    return f" No {what} of {words.listing(missing)}." if missing else ""
 
 
 def facts(side: Side, settings: Iterable[str] = ()) -> dict[str, str]:

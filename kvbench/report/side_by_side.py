@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import pandas as pd
 
 from kvbench.common import text as words
 from kvbench.common.files import write_text
@@ -19,14 +22,15 @@ from kvbench.report.compared_cells import (
     not_compared,
     ratios,
 )
-from kvbench.report.figures import compared_distributions, compared_effects, compared_timeline
+from kvbench.report.figures import compared_effects, distributions, kv_timeline
 from kvbench.report.markdown import escape
 from kvbench.report.page import render
 from kvbench.report.provenance import brief
 from kvbench.report.style import CONTIGUOUS, DASHES, OTHERS, PAGED, Drawing, LineStyle
 from kvbench.report.tables import Value
-from kvbench.runs.model import Run
+from kvbench.runs.model import MeasuredCell, Run
 
+_MOST_DRAWN = 3  # groups whose latencies and KV are drawn
 _KINDS = ("TTFT", "TPOT", "ITL")  # of latencies, whose values are milliseconds
 _RATIO_NOTE = (
     "Ratio to A and its 95 % interval: cells of one run are paired by repeat (t interval of the log ratios); of two "
@@ -58,22 +62,40 @@ def page(groups: Sequence[Group]) -> str:
 
 
 def drawings(groups: Sequence[Group]) -> list[Drawing]:
-    """The figures, of six groups at most: those that can be compared before the others."""
+    """The figures, of those groups that can be compared before the others."""
     comparable = sorted(groups, key=lambda group: not any(ratios(group[0], side) for side in group[1:]))
     shown = [group for group in groups if group in comparable[:MOST_SIDES]]
-    looks = _looks(shown[0])
-    found = (
-        compared_effects.drawing(shown),
-        compared_distributions.drawing(shown, looks),
-        compared_timeline.drawing(shown, looks),
-    )
+    first = [group for group in groups if group in comparable[:_MOST_DRAWN]]
+    found = [compared_effects.drawing(shown)]
+    for number, group in enumerate(first, start=1):
+        found += _of_group(group, number, several=len(groups) > 1)
     return [drawing for drawing in found if drawing is not None]
 
 
-def _looks(group: Group) -> dict[str, LineStyle]:
-    """Letter -> look."""
+def _of_group(group: Group, number: int, several: bool) -> list[Drawing]:
+    """Latencies and KV over time of one group, in the report's figures; each cell is named by its letter."""
+    cells = [
+        replace(side.cell, name=f"{side.letter} {side.run.folder.name if several else side.title}") for side in group
+    ]
     styles = zip((PAGED, CONTIGUOUS, *OTHERS), ("solid", "dash", *DASHES), strict=False)
-    return {side.letter: LineStyle(*style) for side, style in zip(group, styles, strict=False)}
+    looks = {cell.name: LineStyle(*style) for cell, style in zip(cells, styles, strict=False)}
+    of, found = f": {group[0].title}" if several else "", []
+    latencies, kv = distributions.distributions(cells), kv_timeline.timeline(cells)
+    if len(latencies):
+        figure = distributions.distributions_figure(latencies, looks)
+        found.append(Drawing(f"distributions-{number}", f"Latencies{of}", _without(cells, latencies), figure, 500))
+    if len(kv):
+        caption = f"One repeat each, that of median throughput. {_without(cells, kv)}".rstrip()
+        figure, width = kv_timeline.timeline_figure(kv), max(480, 140 * len(cells) + 70)
+        found.append(Drawing(f"timeline-{number}", f"KV over time{of}", caption, figure, width))
+    return found
+
+
+def _without(cells: Sequence[MeasuredCell], shown: pd.DataFrame) -> str:
+    """Which cells are not in a figure, since they have no samples or readings; empty where all are."""
+    there = set(shown["configuration"])
+    missing = [cell.name[:1] for cell in cells if not {cell.name, f"{cell.name} ({cell.doubt})"} & there]
+    return f"Not measured: {words.listing(missing)}." if missing else ""
 
 
 _SIDE_HEADS = ("", "run", "cell", "measured")

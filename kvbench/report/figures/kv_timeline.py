@@ -79,7 +79,7 @@ def timeline(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
 
 def _of_cell(cell: MeasuredCell, points: int) -> pd.DataFrame:
     gauges = cell.gauges()
-    polls = thin(gauges[gauges["repeat"] == _median_repeat(cell)].sort_values("t"), points)
+    polls = thin(gauges[gauges["repeat"] == cell.typical_repeat].sort_values("t"), points)
     slots, size = interval_slots(polls), bytes_per_slot(cell)
     total = polls["kv_slots_total"].reindex(slots.index)
     found = {"configuration": f"{cell.name} ({cell.doubt})" if cell.doubt else cell.name, "t": polls["t"]}
@@ -90,12 +90,6 @@ def _of_cell(cell: MeasuredCell, points: int) -> pd.DataFrame:
         rate = polls[counter].diff() / polls["t"].diff() if counter in polls else np.nan
         found[name] = rate * ((size or np.nan) / _MIB if name == "swapped_out" else 1.0)
     return pd.DataFrame(found, index=polls.index)
-
-
-def _median_repeat(cell: MeasuredCell) -> int:
-    """The repeat of median throughput (the lower of the middle two): one that happened, not a mean."""
-    values = sorted(cell.throughput().items(), key=lambda pair: pair[1])
-    return values[(len(values) - 1) // 2][0] if values else cell.repeats[0].repeat
 
 
 def timeline_figure(frame: pd.DataFrame) -> go.Figure:

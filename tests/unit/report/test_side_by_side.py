@@ -203,7 +203,8 @@ def test_the_command_writes_page_and_markdown_of_two_runs(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.html", "compare.md"]
     assert sorted(path for folder in two_runs for path in folder.rglob("*")) == before
     source = (tmp_path / "compare.html").read_text()
-    assert re.findall(r'<figure id="(\w+)"', source) == ["effects", "distributions", "timeline"]
+    drawn = [f"{figure}-{number}" for number in (1, 2) for figure in ("distributions", "timeline")]
+    assert re.findall(r'<figure id="([\w-]+)"', source) == ["effects", *drawn]
     assert "<script src" not in source and "lower in 1, level in 1" in visible(source)
     assert "B against A" in capsys.readouterr().out
 
@@ -225,18 +226,14 @@ def test_the_command_refuses_what_cannot_be_put_side_by_side(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_figures_hold_what_was_measured(two_runs: tuple[Path, Path]) -> None:
-    from kvbench.report.figures.compared_distributions import distributions_frame
-    from kvbench.report.figures.compared_timeline import timeline_frame
+def test_the_figures_are_of_the_cells_under_their_letters(two_runs: tuple[Path, Path]) -> None:
     from kvbench.runs.read import read_run
 
-    groups = groups_of(*map(read_run, two_runs))
-    samples = distributions_frame(groups)
-    one = groups[0][0].cell
-    curve = samples[(samples["side"] == "A") & (samples["metric"] == "TTFT")]
-    curve = curve[curve["panel"] == samples["panel"][0]]
-    assert curve["share"].iloc[-1] == 100 and curve["samples"].iloc[0] == len(one.requests())
-    assert np.interp(95, curve["share"], curve["ms"]) == pytest.approx(one.percentile("ttft_ms", "p95")[0], rel=0.2)
-    times = timeline_frame(groups)
-    assert set(times["side"]) == {"A", "B"} and times["kv"].between(0, 100).all() and times["kv"].max() > 20
-    assert len(times) <= 4 * 200
+    a, b = map(read_run, two_runs)
+    _, latencies, kv, *_ = drawings(groups_of(a, b))
+    names = {f"A {a.folder.name}", f"B {b.folder.name}"}
+    assert {trace.name for trace in latencies.figure.data} == names and latencies.caption == ""
+    assert any(f"B {b.folder.name}" in (note.text or "") for note in kv.figure.layout.annotations)
+    one = groups_of(a, b)[0][0].cell
+    (ttft,) = [t for t in latencies.figure.data if t.name.startswith("A") and t.visible and t.xaxis in (None, "x")]
+    assert np.interp(95, ttft.y, ttft.x) == pytest.approx(one.percentile("ttft_ms", "p95")[0], rel=0.2)
