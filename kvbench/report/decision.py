@@ -37,10 +37,10 @@ from kvbench.workload.settings import effective, setting_title, value_words
 
 MOST_WORDS = 25  # of the first sentence
 KLD_SMALL = 0.002  # nats, mean: up to here a quantised KV counts as safe
-PAYS, RISK, COSTS, NO_CHANGE, UNDECIDED = "Pays", "Risk", "Costs", "No change", "Not decided"
-FASTER_P95, SLOWER_P95 = "Better p95", "Worse p95"
+PAYS, RISK, COSTS, NO_CHANGE, UNDECIDED = "Pays", "Pays, at a risk", "Costs", "No change", "Not decided"
+FASTER_P95, SLOWER_P95, TRADES_P95 = "Better p95", "Worse p95", "One p95 better, one worse"
 _P95 = {TTFT: "p95 TTFT", ITL: "p95 ITL"}
-_MARKS = {PAYS: "better", FASTER_P95: "better", RISK: "worse", COSTS: "worse", SLOWER_P95: "worse"}
+_MARKS = {PAYS: "better", FASTER_P95: "better", RISK: "risk", TRADES_P95: "risk", COSTS: "worse", SLOWER_P95: "worse"}
 _LONGEST_NAME = 7  # words
 _MOST_COMBINED = 4  # answers on combinations of settings
 
@@ -53,7 +53,6 @@ class Choice:
     base: MeasuredCell
     throughput: Change | None
     p95: Mapping[str, Change]
-    verdict: str
 
     @property
     def name(self) -> str:
@@ -71,6 +70,24 @@ class Choice:
     def worst(self) -> Change | None:
         """The p95 that worsens most, of those that are decided to."""
         return max((each for each in self.p95.values() if each.call == BEHIND), key=lambda e: e.ratio, default=None)
+
+    @property
+    def verdict(self) -> str:
+        """By the rule in this module's docstring."""
+        better, worse = (any(each.call == call for each in self.p95.values()) for call in (AHEAD, BEHIND))
+        call = self.throughput.call if self.throughput else OPEN
+        if call in (AHEAD, BEHIND):
+            return COSTS if call == BEHIND else RISK if worse else PAYS
+        if better and worse:
+            return TRADES_P95
+        if worse or (better and (call == IS_LEVEL or self.cell.load.mode == "open")):
+            return SLOWER_P95 if worse else FASTER_P95  # in closed loop an open throughput may yet be lower
+        return NO_CHANGE if call == IS_LEVEL else UNDECIDED
+
+    def inverse(self) -> Choice:
+        """The baseline against this configuration."""
+        throughput = self.throughput.inverse() if self.throughput else None
+        return Choice(self.base, self.cell, throughput, {metric: e.inverse() for metric, e in self.p95.items()})
 
 
 @dataclass(frozen=True)
@@ -100,19 +117,9 @@ def quality_of(run: Run, cell: MeasuredCell) -> Quality | None:
 
 
 def choice(run: Run, cell: MeasuredCell, base: MeasuredCell) -> Choice:
-    """The verdict on one configuration at its load, by the rule in this module's docstring."""
-    throughput = change(run, cell, THROUGHPUT)
+    """What is known of one configuration against the baseline at its load."""
     p95 = {metric: found for metric in _P95 if (found := change(run, cell, metric))}
-    better, worse = (any(each.call == call for each in p95.values()) for call in (AHEAD, BEHIND))
-    of_p95 = SLOWER_P95 if worse else FASTER_P95 if better else ""
-    not_ahead = of_p95 if worse or cell.load.mode == "open" else ""  # in closed loop throughput may yet be lower
-    verdicts = {
-        AHEAD: RISK if worse else PAYS,
-        BEHIND: COSTS,
-        IS_LEVEL: of_p95 or NO_CHANGE,
-        OPEN: not_ahead or UNDECIDED,
-    }
-    return Choice(cell, base, throughput, p95, verdicts[throughput.call if throughput else OPEN])
+    return Choice(cell, base, change(run, cell, THROUGHPUT), p95)
 
 
 def choices(run: Run, load: MeasuredLoad) -> list[Choice]:
@@ -204,12 +211,8 @@ def _ship(run: Run, load: MeasuredLoad, wins: Sequence[Choice]) -> list[str]:
     """The best configuration whose quality is not in doubt; where all are in doubt, the fastest and the doubt."""
     safe = [each for each in wins if (known := quality_of(run, each.cell)) is None or known.safe]
     best = (safe or wins)[0]
-    quality, shown, beside = quality_of(run, best.cell), best.throughput, _ttft(best)
-    if best.verdict == FASTER_P95:
-        shown = min((each for each in best.p95.values() if each.call == AHEAD), key=lambda each: each.ratio)
-        beside = f"tokens/s {_call(best.throughput)}"
-    assert shown is not None
-    size = gain(shown, load)
+    quality, size = quality_of(run, best.cell), gain(_best_of(best), load)
+    beside = _ttft(best) if best.verdict == PAYS else f"tokens/s {_call(best.throughput)}"
     if safe:
         return [f"Ship {best.brief}: {size}", beside, str(quality or ""), _holds(best)]
     assert quality is not None
@@ -230,14 +233,29 @@ def _keep(run: Run, load: MeasuredLoad, base: MeasuredCell, found: Sequence[Choi
     """Nothing is ahead. Where the baseline is paged and contiguous is behind, that is what paging brings."""
     pair = paging_pair(run)
     for each in found:
-        if each.verdict == COSTS and pair and {each.cell.name, base.name} == set(pair) and each.throughput:
+        kept = each.inverse()
+        if pair and {each.cell.name, base.name} == set(pair) and kept.verdict in (PAYS, RISK, FASTER_P95):
+            shown = _best_of(kept)
             others = "no other change is ahead" if len(found) > 1 else ""
-            return [f"Keep {base.name}: {gain(each.throughput.inverse(), load)} over {each.cell.name}", others]
+            worse = f"though {_P95[kept.worst.metric]} is {kept.worst}" if kept.worst else ""
+            return [f"Keep {base.name}: {gain(shown, load)} over {each.cell.name}", worse or others]
+        if pair and {each.cell.name, base.name} == set(pair) and kept.verdict == TRADES_P95 and kept.worst:
+            better = min(kept.p95.values(), key=lambda one: one.ratio)
+            worse = f"but {_P95[kept.worst.metric]} {amount(kept.worst.ratio)}"
+            return [f"Risk: {base.name} has {gain(better, load)} over {each.cell.name}, {worse}"]
     if len(found) == 1:
         return _only(load, found[0])
     seen = max((each.throughput.would_show or 0.0 for each in found if each.throughput), default=0.0)
     shows = f"a change of {words.percent(seen)} would have shown" if seen else ""
     return [f"Keep {base.name}: no change is ahead {load.where}", shows]
+
+
+def _best_of(each: Choice) -> Change:
+    """What a configuration wins by: its throughput, or the p95 that is furthest ahead."""
+    if each.verdict == FASTER_P95:
+        return min((one for one in each.p95.values() if one.call == AHEAD), key=lambda one: one.ratio)
+    assert each.throughput is not None
+    return each.throughput
 
 
 def _only(load: MeasuredLoad, each: Choice) -> list[str]:
@@ -246,8 +264,11 @@ def _only(load: MeasuredLoad, each: Choice) -> list[str]:
         assert each.throughput is not None
         return [f"Do not ship {each.brief}: {gain(each.throughput, load)}", _ttft(each)]
     call = f"tokens/s {_call(each.throughput)}"
+    if each.verdict == TRADES_P95:
+        both = " and ".join(f"{_P95[metric]} {amount(one.ratio)}" for metric, one in each.p95.items())
+        return [f"Risk: {each.brief} changes {both} {load.where}", call]
     if each.worst:
-        return [f"Do not ship {each.brief}: {_P95[each.worst.metric]} {each.worst} {load.where}", call]
+        return [f"Do not ship {each.brief}: {gain(each.worst, load)}", call]
     if all(one.decided for one in each.p95.values()):
         return [f"{words.upper_first(each.brief)} makes no difference: {call} {load.where}", _ttft(each)]
     return [f"Cannot tell if {each.brief} pays: {call} {load.where}", _ttft(each)]
@@ -298,7 +319,7 @@ def _doubt(run: Run, cell: MeasuredCell) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """One question of a release meeting: its subject, the verdict, the numbers. ``mark``: better | worse | "" ."""
+    """One question of a release meeting: its subject, the verdict, the numbers. ``mark``: better | worse | risk | ""."""
 
     subject: str
     verdict: str
@@ -329,33 +350,34 @@ def answers(run: Run) -> list[Answer]:
 
 
 def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
-    """Paged against contiguous: the loads that are decided with their numbers, the others in a word."""
-    known, others, reported = [], [], decided_load(run)
+    """Paged against contiguous: the verdict of the highest load that has one, and the numbers of each load."""
+    said, verdict, reported = [], "", decided_load(run)
     for load in reversed(run.loads):
         paged, contiguous = (run.cell(name, load) for name in pair)
         if paged is None or contiguous is None:
             continue
         each = _paged_against(run, paged, contiguous)
-        if each is None or each.call == OPEN:
-            others.append(f"{paged.doubt or contiguous.doubt or UNDECIDED.lower()} {load.where}")
-        else:
-            ran, against = (words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous))
-            beside = f", {ran} sequences at once against {against}" if "–" not in (ran, against) else ""
-            level = ", level" if each.call == IS_LEVEL else ""
-            where = f" {load.where}" if load != reported else ""
-            known.append((each.call, f"{_amount(each)}{_other_clock(run, each)}{where}{beside}{level}"))
-    verdict = {AHEAD: PAYS, BEHIND: COSTS, IS_LEVEL: NO_CHANGE}[known[0][0]] if known else UNDECIDED
-    return Answer("Paging", verdict, "; ".join([text for _, text in known] + others), _MARKS.get(verdict, ""))
+        where = f" {load.where}" if load != reported else ""
+        if each.verdict == UNDECIDED and where:
+            said.append(f"{paged.doubt or contiguous.doubt or UNDECIDED.lower()}{where}")
+            continue
+        if verdict in ("", UNDECIDED):
+            verdict = each.verdict
+        ran, against = (words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous))
+        beside = f", {ran} sequences at once against {against}" if "–" not in (ran, against) else ""
+        said.append(f"{_numbers(run, each)}{where}{beside}")
+    return Answer("Paging", verdict or UNDECIDED, "; ".join(said), _MARKS.get(verdict, ""))
 
 
-def _paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> Change | None:
+def _paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> Choice:
     if paged.is_baseline:
-        other = change(run, contiguous, THROUGHPUT)
-        return other.inverse() if other else None
+        return choice(run, contiguous, paged).inverse()
     if contiguous.is_baseline:
-        return change(run, paged, THROUGHPUT)
-    ratio = compare(paged, contiguous).throughput
-    return served(paged, THROUGHPUT, ratio) if ratio else None
+        return choice(run, paged, contiguous)
+    pair = compare(paged, contiguous)
+    ratios = {THROUGHPUT: pair.throughput, TTFT: pair.ttft, ITL: pair.itl}
+    found = {metric: served(paged, metric, ratio) for metric, ratio in ratios.items() if ratio}
+    return Choice(paged, contiguous, found.pop(THROUGHPUT, None), found)
 
 
 def _page_size_answer(run: Run, found: Sequence[Choice], base: MeasuredCell) -> Answer:

@@ -18,6 +18,7 @@ from kvbench.report.decision import (
     PAYS,
     RISK,
     SLOWER_P95,
+    TRADES_P95,
     UNDECIDED,
     answers,
     answers_clock,
@@ -135,6 +136,19 @@ def test_in_open_loop_the_arrivals_set_throughput_so_a_better_p95_is_what_ships(
     how = {"mode": "open", "load": 4}
     text = headline(run(cell(**how), cell(page_size=8, ttft=(100.0, 101.0, 102.0), **how)))
     assert text.startswith("Ship page 8: p95 TTFT −80 %") and text.endswith("at 4/s, tokens/s level.")
+
+
+def test_paging_that_wins_by_one_p95_and_loses_the_other_is_a_risk_seen_from_the_baseline() -> None:
+    """Contiguous starts late and then streams steadily: neither layout is simply better."""
+    how: dict[str, Any] = {"mode": "open", "load": 4}
+    contiguous = cell("contiguous", ttft=(2000.0, 2010.0, 2020.0), tpot=(10.0, 10.1, 10.2), **how)
+    measured = run(cell(**how), contiguous)
+    text = headline(measured)
+    assert text.startswith("Risk: paged (page 16) has p95 TTFT −75 %") and "p95 ITL +98 %" in text
+    (answer,) = answers(measured)
+    assert (answer.verdict, answer.mark) == (TRADES_P95, "risk")
+    late = cell("contiguous", ttft=(2000.0, 2010.0, 2020.0), **how)
+    assert headline(run(cell(**how), late)).startswith("Keep paged (page 16): p95 TTFT −75 %")
 
 
 def test_a_p95_of_the_other_clock_than_throughput_says_so() -> None:
