@@ -319,7 +319,7 @@ def _doubt(run: Run, cell: MeasuredCell) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """One question of a release meeting: its subject, the verdict, the numbers. ``mark``: better | worse | risk | ""."""
+    """One question: its subject, the verdict, the numbers. ``mark``: better | worse | risk | ""."""
 
     subject: str
     verdict: str
