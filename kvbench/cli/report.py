@@ -47,6 +47,8 @@ def report(
 
     if len(run_dirs) > 2:
         raise UsageError(f"{len(run_dirs)} runs were given: give one, or two to put side by side")
+    if len(run_dirs) == 2 and (png or price_per_hour):
+        raise UsageError("--png, --png-all and --price-per-hour go with one run: leave them out, or give one run")
     if output_dir:
         check_output_dir(output_dir)
     for run_dir in run_dirs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvbench.common import text as words
 from kvbench.report.changes import (
@@ -18,6 +18,7 @@ from kvbench.report.changes import (
     ENGINE_TIME,
     IS_LEVEL,
     ITL,
+    METRICS,
     OPEN,
     SERVED,
     THROUGHPUT,
@@ -25,6 +26,7 @@ from kvbench.report.changes import (
     Change,
     amount,
     change,
+    change_in,
     changes,
     decided_load,
     served,
@@ -40,6 +42,7 @@ KLD_SMALL = 0.002  # nats, mean: up to here a quantised KV counts as safe
 PAYS, RISK, COSTS, NO_CHANGE, UNDECIDED = "Pays", "Pays, at a risk", "Costs", "No change", "Not decided"
 FASTER_P95, SLOWER_P95, TRADES_P95 = "Better p95", "Worse p95", "One p95 better, one worse"
 _P95 = {TTFT: "p95 TTFT", ITL: "p95 ITL"}
+_CLOCKS = {ENGINE_TIME: f"in {ENGINE_TIME}", SERVED: SERVED}
 _MARKS = {PAYS: "better", FASTER_P95: "better", RISK: "risk", TRADES_P95: "risk", COSTS: "worse", SLOWER_P95: "worse"}
 _LONGEST_NAME = 7  # words
 _MOST_COMBINED = 4  # answers on combinations of settings
@@ -47,12 +50,16 @@ _MOST_COMBINED = 4  # answers on combinations of settings
 
 @dataclass(frozen=True)
 class Choice:
-    """What the run says of one configuration against the baseline, at one load; ``p95``: metric -> its change."""
+    """What the run says of one configuration against the baseline, at one load.
+
+    ``p95``: metric -> its change. ``elsewhere``: what is decided at other loads, and here in the other clock.
+    """
 
     cell: MeasuredCell
     base: MeasuredCell
     throughput: Change | None
     p95: Mapping[str, Change]
+    elsewhere: tuple[Change, ...] = ()
 
     @property
     def name(self) -> str:
@@ -68,13 +75,14 @@ class Choice:
 
     @property
     def worst(self) -> Change | None:
-        """The p95 that worsens most, of those that are decided to."""
-        return max((each for each in self.p95.values() if each.call == BEHIND), key=lambda e: e.ratio, default=None)
+        """What is decided to worsen, and most: a p95, or something at another load or in the other clock."""
+        losses = [each for each in (*self.p95.values(), *self.elsewhere) if each.call == BEHIND]
+        return max(losses, key=lambda each: 1 / each.ratio if each.metric == THROUGHPUT else each.ratio, default=None)
 
     @property
     def verdict(self) -> str:
         """By the rule in this module's docstring."""
-        better, worse = (any(each.call == call for each in self.p95.values()) for call in (AHEAD, BEHIND))
+        better, worse = any(each.call == AHEAD for each in self.p95.values()), self.worst is not None
         call = self.throughput.call if self.throughput else OPEN
         if call in (AHEAD, BEHIND):
             return COSTS if call == BEHIND else RISK if worse else PAYS
@@ -87,7 +95,8 @@ class Choice:
     def inverse(self) -> Choice:
         """The baseline against this configuration."""
         throughput = self.throughput.inverse() if self.throughput else None
-        return Choice(self.base, self.cell, throughput, {metric: e.inverse() for metric, e in self.p95.items()})
+        p95 = {metric: each.inverse() for metric, each in self.p95.items()}
+        return Choice(self.base, self.cell, throughput, p95, tuple(each.inverse() for each in self.elsewhere))
 
 
 @dataclass(frozen=True)
@@ -118,8 +127,13 @@ def quality_of(run: Run, cell: MeasuredCell) -> Quality | None:
 
 def choice(run: Run, cell: MeasuredCell, base: MeasuredCell) -> Choice:
     """What is known of one configuration against the baseline at its load."""
-    p95 = {metric: found for metric in _P95 if (found := change(run, cell, metric))}
-    return Choice(cell, base, change(run, cell, THROUGHPUT), p95)
+    known = {metric: found for metric in METRICS if (found := change(run, cell, metric))}
+    here = [change_in(run, cell, metric, clock) for metric in known for clock in (ENGINE_TIME, SERVED)]
+    contradicts = [each for each in here if each and each.call != known[each.metric].call]
+    others = [other for other in run.cells if other.name == cell.name and other.load != cell.load]
+    there = [change(run, other, metric) for other in others for metric in METRICS]
+    elsewhere = tuple(each for each in (*contradicts, *there) if each and each.decided)
+    return Choice(cell, base, known.pop(THROUGHPUT, None), known, elsewhere)
 
 
 def choices(run: Run, load: MeasuredLoad) -> list[Choice]:
@@ -139,7 +153,9 @@ def headline(run: Run) -> str:
     while len(clauses) > 1 and count_words(prefix + ", ".join(clauses)) > MOST_WORDS:
         clauses.pop()
     text = f"{prefix}{', '.join(clauses)}."
-    return text if count_words(text) <= MOST_WORDS else re.sub(r" \([^()]* to [^()]*\)", "", text)
+    if count_words(text) > MOST_WORDS:
+        text = re.sub(r" \([^()]* to [^()]*\)", "", text)
+    return text if count_words(text) <= MOST_WORDS else " ".join(text.split()[:MOST_WORDS]) + " …"
 
 
 def count_words(text: str) -> int:
@@ -176,8 +192,15 @@ def _without_loads(run: Run) -> list[str]:
 
 def gain(each: Change, load: MeasuredLoad) -> str:
     """+16 % tokens/s (13 to 20) in engine time at 32 at once"""
-    clock = f" in {ENGINE_TIME}" if each.clock == ENGINE_TIME else ""
-    return f"{_amount(each)}{clock} {load.where}"
+    return f"{_amount(each)} {_CLOCKS[each.clock]} {load.where}"
+
+
+def _loss(each: Change, beside: Change) -> str:
+    """p95 TTFT worsens by 61 %; −20 % tokens/s served at 3 at once: with clock and load where ``beside`` has others."""
+    size = amount(each.ratio)
+    what = f"{size} tokens/s" if each.metric == THROUGHPUT else f"{_P95[each.metric]} worsens by {size.lstrip('+')}"
+    clock = "" if each.clock == beside.clock else f" {_CLOCKS[each.clock]}"
+    return f"{what}{clock}{'' if each.cell.load == beside.cell.load else f' {each.cell.load.where}'}"
 
 
 def _amount(each: Change) -> str:
@@ -201,7 +224,7 @@ def _ttft(each: Choice) -> str:
 
 
 def _holds(each: Choice) -> str:
-    """4.0x the sequences: how many times as many tokens fit into the same bytes, from a tenth more on."""
+    """4.0x the tokens: how many times as many tokens fit into the same bytes, from a tenth more on."""
     held, before = (cell.capacity.get("capacity_tokens") for cell in (each.cell, each.base))
     more = held / before if held and before else 1.0
     return f"{words.significant(more, 2)}x the tokens" if more >= 1.1 else ""
@@ -225,8 +248,7 @@ def _ship(run: Run, load: MeasuredLoad, wins: Sequence[Choice]) -> list[str]:
 def _risk(load: MeasuredLoad, best: Choice) -> list[str]:
     assert best.throughput is not None
     assert best.worst is not None
-    worsens = f"{_P95[best.worst.metric]} worsens by {amount(best.worst.ratio)}".replace("by +", "by ")
-    return [f"Risk: {best.brief} brings {gain(best.throughput, load)}, but {worsens}"]
+    return [f"Risk: {best.brief} brings {gain(best.throughput, load)}, but {_loss(best.worst, best.throughput)}"]
 
 
 def _keep(run: Run, load: MeasuredLoad, base: MeasuredCell, found: Sequence[Choice]) -> list[str]:
@@ -236,18 +258,26 @@ def _keep(run: Run, load: MeasuredLoad, base: MeasuredCell, found: Sequence[Choi
         kept = each.inverse()
         if pair and {each.cell.name, base.name} == set(pair) and kept.verdict in (PAYS, RISK, FASTER_P95):
             shown = _best_of(kept)
-            others = "no other change is ahead" if len(found) > 1 else ""
-            worse = f"though {_P95[kept.worst.metric]} is {kept.worst}" if kept.worst else ""
+            worse = f"but {_loss(kept.worst, shown)}" if kept.worst else ""
+            others = _not_ahead([other for other in found if other is not each])
             return [f"Keep {base.name}: {gain(shown, load)} over {each.cell.name}", worse or others]
         if pair and {each.cell.name, base.name} == set(pair) and kept.verdict == TRADES_P95 and kept.worst:
             better = min(kept.p95.values(), key=lambda one: one.ratio)
-            worse = f"but {_P95[kept.worst.metric]} {amount(kept.worst.ratio)}"
-            return [f"Risk: {base.name} has {gain(better, load)} over {each.cell.name}, {worse}"]
+            over = f"{gain(better, load)} over {each.cell.name}"
+            return [f"Risk: {base.name} has {over}, but {_loss(kept.worst, better)}"]
     if len(found) == 1:
         return _only(load, found[0])
-    seen = max((each.throughput.would_show or 0.0 for each in found if each.throughput), default=0.0)
-    shows = f"a change of {words.percent(seen)} would have shown" if seen else ""
-    return [f"Keep {base.name}: no change is ahead {load.where}", shows]
+    return [f"Keep {base.name} {load.where}: {_not_ahead(found)}"]
+
+
+def _not_ahead(found: Sequence[Choice]) -> str:
+    """no other change is ahead; 2 changes are not ahead, 5 not decided"""
+    undecided = sum(each.verdict == UNDECIDED for each in found)
+    if not undecided:
+        return "no other change is ahead" if found else ""
+    rest = len(found) - undecided
+    known = f"{words.plural(rest, 'other change')} {'is' if rest == 1 else 'are'} not ahead, " if rest else ""
+    return f"{known}{undecided} not decided"
 
 
 def _best_of(each: Choice) -> Change:
@@ -263,12 +293,13 @@ def _only(load: MeasuredLoad, each: Choice) -> list[str]:
     if each.verdict == COSTS:
         assert each.throughput is not None
         return [f"Do not ship {each.brief}: {gain(each.throughput, load)}", _ttft(each)]
-    call = f"tokens/s {_call(each.throughput)}"
-    if each.verdict == TRADES_P95:
-        both = " and ".join(f"{_P95[metric]} {amount(one.ratio)}" for metric, one in each.p95.items())
-        return [f"Risk: {each.brief} changes {both} {load.where}", call]
+    clock = f" {_CLOCKS[each.throughput.clock]}" if each.throughput else ""
+    call = f"tokens/s {_call(each.throughput)}{clock}"
+    if each.verdict == TRADES_P95 and each.worst:
+        better = min((one for one in each.p95.values() if one.call == AHEAD), key=lambda one: one.ratio)
+        return [f"Risk: {each.brief} brings {gain(better, load)}, but {_loss(each.worst, better)}", call]
     if each.worst:
-        return [f"Do not ship {each.brief}: {gain(each.worst, load)}", call]
+        return [f"Do not ship {each.brief}: {gain(each.worst, each.worst.cell.load)}", call]
     if all(one.decided for one in each.p95.values()):
         return [f"{words.upper_first(each.brief)} makes no difference: {call} {load.where}", _ttft(each)]
     return [f"Cannot tell if {each.brief} pays: {call} {load.where}", _ttft(each)]
@@ -298,7 +329,7 @@ def _cannot_tell(run: Run, load: MeasuredLoad, base: MeasuredCell, found: Sequen
     seen = [each.throughput.would_show for each in found if each.throughput and each.throughput.would_show]
     if not seen:
         return [told, f"since fewer than {FEWEST} repeats have no interval"]
-    return [told, f"where {words.percent(min(seen))} would have shown"]
+    return [told, f"a change of {words.percent(max(seen))} would most likely have shown"]
 
 
 def _doubt(run: Run, cell: MeasuredCell) -> str:
@@ -356,15 +387,16 @@ def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
         paged, contiguous = (run.cell(name, load) for name in pair)
         if paged is None or contiguous is None:
             continue
-        each = _paged_against(run, paged, contiguous)
+        everywhere = _paged_against(run, paged, contiguous)
+        each = replace(everywhere, elsewhere=())  # the other loads have words of their own
         where = f" {load.where}" if load != reported else ""
         if each.verdict == UNDECIDED and where:
             said.append(f"{paged.doubt or contiguous.doubt or UNDECIDED.lower()}{where}")
             continue
         if verdict in ("", UNDECIDED):
-            verdict = each.verdict
+            verdict = everywhere.verdict
         ran, against = (words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous))
-        beside = f", {ran} sequences at once against {against}" if "–" not in (ran, against) else ""
+        beside = f", {ran} sequences at once as served, against {against}" if "–" not in (ran, against) else ""
         said.append(f"{_numbers(run, each)}{where}{beside}")
     return Answer("Paging", verdict or UNDECIDED, "; ".join(said), _MARKS.get(verdict, ""))
 
@@ -377,7 +409,7 @@ def _paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> C
     pair = compare(paged, contiguous)
     ratios = {THROUGHPUT: pair.throughput, TTFT: pair.ttft, ITL: pair.itl}
     found = {metric: served(paged, metric, ratio) for metric, ratio in ratios.items() if ratio}
-    return Choice(paged, contiguous, found.pop(THROUGHPUT, None), found)
+    return Choice(paged, contiguous, found.pop(THROUGHPUT, None), found)  # of neither side is engine time known
 
 
 def _page_size_answer(run: Run, found: Sequence[Choice], base: MeasuredCell) -> Answer:
@@ -385,7 +417,9 @@ def _page_size_answer(run: Run, found: Sequence[Choice], base: MeasuredCell) -> 
     wins = [each for each in found if each.verdict in (PAYS, FASTER_P95)]
     best = (wins[0].cell if wins else base).settings.get("page_size")
     said = [f"{each.cell.settings.get('page_size')}: {each.verdict.lower()}, {_numbers(run, each)}" for each in found]
-    return Answer("Page size", f"{'Use' if wins else 'Keep'} {best}", "; ".join(said), "better" if wins else "")
+    unknown = all(each.verdict == UNDECIDED for each in found)
+    verdict = f"{'Use' if wins else 'Keep'} {best}{', others not decided' if unknown else ''}"
+    return Answer("Page size", verdict, "; ".join(said), "better" if wins else "")
 
 
 def _subject(name: str, cell: MeasuredCell) -> str:
@@ -400,7 +434,7 @@ def _answer(run: Run, each: Choice, subject: str) -> Answer:
         known = quality.kld is not None and not quality.random
         verdict, mark = f"{verdict}; {'not safe' if known else 'safety not known'}", "worse" if known else ""
     hits = each.cell.hit_rate if effective(each.cell.settings, "enable_prefix_caching") else None
-    extra = [_holds(each), str(quality or ""), f"hit rate {words.percent(hits)}" if hits is not None else ""]
+    extra = [_holds(each), str(quality or ""), f"hit rate {words.percent(hits)} as served" if hits is not None else ""]
     return Answer(words.upper_first(subject), verdict, ", ".join(filter(None, [_numbers(run, each), *extra])), mark)
 
 
@@ -409,7 +443,10 @@ def _numbers(run: Run, each: Choice) -> str:
     if each.throughput is None:
         return f"no ratio{f' ({doubt})' if (doubt := each.cell.doubt or each.base.doubt) else ''}"
     shown = [each.throughput, *(one for one in each.p95.values() if one.call in (AHEAD, BEHIND))]
-    return ", ".join(f"{_amount(one)}{_other_clock(run, one)}" for one in shown)
+    said = [f"{_amount(one)}{_other_clock(run, one)}" for one in shown]
+    if each.worst in each.elsewhere:
+        said.append(f"but {_loss(each.worst, each.throughput)}")
+    return ", ".join(said)
 
 
 def _other_clock(run: Run, each: Change) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbench.common import text as words
-from kvbench.report.changes import decided_load
+from kvbench.report.changes import ENGINE_TIME, decided_load
 from kvbench.report.comparisons import baseline
 from kvbench.report.decision import Answer, answers, answers_clock, headline
 from kvbench.report.figures import effects, frontier
@@ -18,6 +18,7 @@ from kvbench.report.provenance import (
     Validity,
     brief,
     environment,
+    made_from,
     reproduce,
     skipped_notes,
     validity,
@@ -79,16 +80,16 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
     return Document(
         title=run.workload,
         verdict=headline(run),
-        brief=(run.folder.name, *brief(run)),
+        brief=tuple(filter(None, (run.folder.name, *brief(run), made_from(run)))),
         status=state.status,
         banner=_BANNERS[state.status],
         counted=_counted(run, state),
         details=(*state.reasons, *warnings(run)),
-        baseline=f"{base.name} {base.load.where}, {answers_clock(run)}" if base else "",
+        baseline=f"{base.name} {base.load.where}, {_clock(run)}" if base else "",
         answers=tuple(answers(run)),
         limits=tuple(limit_lines(run)),
         first=tuple(drawing for drawing in first if drawing),
-        chapters=tuple(chapters(run)),
+        chapters=tuple(chapters(run, price_per_hour)),
         samples=output_samples(run),
         skipped=tuple(skipped_notes(run)),
         next_steps=tuple(next_steps(run)),
@@ -97,6 +98,12 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
         environment=tuple(environment(run)),
         manifest=json.dumps(dict(run.manifest), indent=2, default=str),
     )
+
+
+def _clock(run: Run) -> str:
+    """The clock of the answers; of engine time with what it is of."""
+    clock = answers_clock(run)
+    return run.engine_time.label if clock == ENGINE_TIME and run.engine_time else clock
 
 
 def _counted(run: Run, state: Validity) -> str:

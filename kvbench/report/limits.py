@@ -6,14 +6,15 @@ it saw. What a server does not tell is None in ``Facts``, and a rule that needs 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pandas as pd
 
 from kvbench.common import text as words
-from kvbench.report.changes import short_name
-from kvbench.report.comparisons import baseline, median
+from kvbench.report.changes import AHEAD, THROUGHPUT, change, served, short_name
+from kvbench.report.comparisons import baseline, compare, differing, median
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.workload.settings import effective
 
@@ -23,10 +24,11 @@ CLIENT, KV, SEATS, QUEUE, COMPUTE, LOAD, UNKNOWN = (
 OFTEN = 0.05  # of the steady window: waits for room or for a seat that count
 STORM = 0.1  # preemptions a request
 BUSY = 0.9  # of the time in steps: the engine never waits for work
-SUBLINEAR = 0.5  # growth of tokens/s over growth of running sequences, from the load below: more requests hardly help
-CLIENT_FULL = 0.7  # of a core, as in the validity check
+SUBLINEAR = 0.5  # log growth of tokens/s over that of running sequences: 4x the sequences, not 2x the tokens/s
+CLIENT_FULL = 0.5  # of a core: from here on its own time shows in the figures; from 0.7 on a load is invalid
 QUEUED = 0.5  # of the mean TTFT spent before admission
 STALLED = 4.0  # p95 ITL over median ITL: prompts stop the others' tokens
+_KV_LAYOUT = {"layout", "page_size", "reservation"}  # settings of where the KV lies, not of what is computed
 GROWN = 1.0  # sequences that more wait in the last third of an open load than in its first
 
 
@@ -37,9 +39,10 @@ class Facts:
     ``asked``: requests or users at once (closed loop); ``running``, ``waiting``: sequences, mean; ``seats``:
     max_num_seqs; ``kv_wait``: share of the time in which requests waited for room; ``kv_peak``: of the budget;
     ``preemptions``: a request; ``grown``: sequences that more wait in the last third of an open load than in its first;
-    ``busy``: of the time in steps; ``scaling``: growth of tokens/s over growth of running sequences from the load
-    below; ``headroom``: the best other configuration's tokens/s at this load over this one's; ``stall``: p95 ITL over
-    median ITL; ``queued``: share of the mean TTFT before admission; ``client_cpu``: of a core, worst repeat.
+    ``busy``: of the time in steps; ``rate_growth``, ``running_growth``: tokens/s and running sequences over those at
+    the load below; ``headroom``: tokens/s of a configuration that only lays its KV out otherwise and is decided to be
+    ahead, over this one's; ``stall``: p95 ITL over median ITL; ``queued``: share of the mean TTFT before admission;
+    ``client_cpu``: of a core, worst repeat.
     """
 
     asked: float | None = None
@@ -51,11 +54,19 @@ class Facts:
     preemptions: float | None = None
     grown: float | None = None
     busy: float | None = None
-    scaling: float | None = None
+    rate_growth: float | None = None
+    running_growth: float | None = None
     headroom: float | None = None
     stall: float | None = None
     queued: float | None = None
     client_cpu: float | None = None
+
+    @property
+    def scaling(self) -> float | None:
+        """1: tokens/s grow as the sequences do; 0: not at all. None where not clearly more sequences ran."""
+        if not self.rate_growth or not self.running_growth or self.running_growth <= 1.2:
+            return None
+        return math.log(self.rate_growth) / math.log(self.running_growth)
 
 
 @dataclass(frozen=True)
@@ -120,11 +131,11 @@ def _compute(f: Facts) -> str:
         return ""
     if not full or (f.busy is None and f.scaling is None) or (f.scaling is not None and f.scaling >= SUBLINEAR):
         return ""
-    if f.scaling is None and not _waits(f):
-        return ""  # one load, nobody waits: more requests may well raise the throughput
+    if f.scaling is None and (not _waits(f) or _kv_wait(f)):
+        return ""  # nobody waits, or for KV only: more requests at once may well raise the throughput
     seen = [] if f.busy is None else [f"steps fill {words.percent(f.busy)} of the time"]
     if f.scaling is not None:
-        seen.append(f"tokens/s grew {words.significant(f.scaling, 2)} times as much as the sequences running")
+        seen.append(f"{words.ratio(f.running_growth)} the sequences made {words.ratio(f.rate_growth)} the tokens/s")
     return ", ".join(seen)
 
 
@@ -138,7 +149,7 @@ def _headroom(f: Facts) -> str:
 def _stall(f: Facts) -> str:
     if not _at_least(f.stall, STALLED):
         return ""
-    return f"prompts hold up running sequences: p95 ITL is {words.significant(f.stall, 2)} times the median"
+    return f"p95 ITL is {words.significant(f.stall, 2)} times the median: prompts may hold up running sequences"
 
 
 def _admission(f: Facts) -> str:
@@ -146,7 +157,7 @@ def _admission(f: Facts) -> str:
 
 
 def _load(f: Facts) -> str:
-    if f.kv_wait is None or f.waiting is None:
+    if f.kv_wait is None or f.waiting is None or _waits(f):
         return ""
     peak = "" if f.kv_peak is None else f", KV at most {words.percent(f.kv_peak)} used"
     return f"nothing waited long for memory or a seat{peak}"
@@ -206,7 +217,7 @@ def facts_of(run: Run, cell: MeasuredCell) -> Facts:
         preemptions=preempted / requests if preempted is not None and requests else None,
         grown=_queue_growth(cell),
         busy=_busy(cell),
-        scaling=_scaling(run, cell),
+        **_growth_from_below(run, cell),
         headroom=_headroom_of(run, cell),
         stall=p95 / itl if p95 and itl else None,
         queued=queue / ttft if queue is not None and ttft else None,
@@ -226,25 +237,36 @@ def _busy(cell: MeasuredCell) -> float | None:
     return min(1.0, spent / lasted) if phases and lasted else None
 
 
-def _scaling(run: Run, cell: MeasuredCell) -> float | None:
-    """(tokens/s here / at the load below) / (sequences running here / there); None without a busier load than that."""
+def _growth_from_below(run: Run, cell: MeasuredCell) -> dict[str, float]:
+    """Tokens/s and running sequences over those at the load below; empty without such a load."""
     below = [load for load in run.loads if load.mode == cell.load.mode and load.value < cell.load.value]
     other = run.cell(cell.name, below[-1]) if below else None
     if other is None or not other.valid:
-        return None
+        return {}
     rate, rate_below = (median(each.throughput(steady=False)) for each in (cell, other))
     ran, ran_below = (_mean(each, "running_mean") for each in (cell, other))
-    if not rate or not rate_below or not ran or not ran_below or ran <= 1.2 * ran_below:
-        return None
-    return (rate / rate_below) / (ran / ran_below)
+    if not rate or not rate_below or not ran or not ran_below:
+        return {}
+    return {"rate_growth": rate / rate_below, "running_growth": ran / ran_below}
 
 
 def _headroom_of(run: Run, cell: MeasuredCell) -> float | None:
-    """The best valid configuration's tokens/s at this load over this one's."""
-    own = median(cell.throughput(steady=False))
-    others = [median(c.throughput(steady=False)) for c in run.at(cell.load) if c.valid and c is not cell]
-    best = max((rate for rate in others if rate), default=None)
-    return best / own if best and own else None
+    """The most tokens/s of a configuration that computes the same and is decided to be ahead, over this one's."""
+    found = []
+    for other in run.at(cell.load):
+        if other is cell or not other.valid or not differing(cell, other) <= _KV_LAYOUT:
+            continue
+        if other.is_baseline:
+            known = change(run, cell, THROUGHPUT)
+            known = known and known.inverse()
+        elif cell.is_baseline:
+            known = change(run, other, THROUGHPUT)
+        else:
+            ratio = compare(other, cell).throughput
+            known = ratio and served(other, THROUGHPUT, ratio)
+        if known and known.call == AHEAD:
+            found.append(known.ratio)
+    return max(found, default=None)
 
 
 def _queue_growth(cell: MeasuredCell) -> float | None:

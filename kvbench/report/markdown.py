@@ -38,7 +38,8 @@ def markdown(report: Document) -> str:
     lines += ["## Next, and where it came from", ""]
     for why, command in (*((step.why, step.command) for step in report.next_steps), ("run this again", report.command)):
         lines += [f"- {escape(words.upper_first(why))}{':' if command else ''}", ""]
-        lines += ["```sh", command.replace("```", ""), "```", ""] if command else []
+        fence = "```" + "`" * command.count("`")  # longer than any in the command
+        lines += [f"{fence}sh", command, fence, ""] if command else []
     facts = [[escape(name), escape(text)] for name, text in report.environment]
     lines += ["<details><summary>Environment</summary>", "", *words.markdown_table(["what", "value"], facts, 2), ""]
     manifest = report.manifest.replace("```", "'''")

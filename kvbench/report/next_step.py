@@ -72,7 +72,7 @@ def _combine(run: Run, base: MeasuredCell, found: Sequence[Choice]) -> Iterator[
     names = [each.name for each in found if each.cell in values.values()]
     yield NextStep(
         f"{words.listing(names)} pay alone: measure them together",
-        _sweep(run, [f"-o 'sweep={json.dumps(sweep)}'", "-o design=full"]),
+        _sweep(run, ["-o", f"sweep={json.dumps(sweep)}", "-o", "design=full"]),
     )
 
 
@@ -86,12 +86,12 @@ def _decide(run: Run, found: Sequence[Choice]) -> Iterator[NextStep]:
         seconds = float((run.engine_time.facts if run.engine_time else {}).get("seconds") or 180.0)
         minutes = math.ceil(1.1 * seconds / 60 * max(_times_too_coarse(open_), default=1.4) ** 2)
         if minutes <= _MOST_MINUTES:
-            yield NextStep(f"decide {names}", _sweep(run, [f"--lockstep-minutes {minutes}"]))
+            yield NextStep(f"decide {names}", _sweep(run, ["--lockstep-minutes", str(minutes)]))
         return
     repeats = min(len(each.cell.repeats) for each in open_)
     wanted = max(3, math.ceil(repeats * max(_times_too_coarse(open_), default=1.0) ** 2))
     if wanted <= _MOST_REPEATS:
-        yield NextStep(f"decide {names}", _sweep(run, [f"--repeats {max(wanted, repeats + 1)}"]))
+        yield NextStep(f"decide {names}", _sweep(run, ["--repeats", str(max(wanted, repeats + 1))]))
 
 
 def _times_too_coarse(found: Sequence[Choice]) -> list[float]:
@@ -108,12 +108,12 @@ def _larger_load(run: Run, load: MeasuredLoad) -> Iterator[NextStep]:
     if found and found <= {LOAD}:
         users = [f"{each.value:g}" for each in run.loads] + [f"{2 * load.value:g}"]
         what = f"nothing was full at {load.short}: see what breaks first"
-        yield NextStep(what, _sweep(run, [f"-o 'load.concurrency=[{', '.join(users)}]'"]))
+        yield NextStep(what, _sweep(run, ["-o", f"load.concurrency=[{', '.join(users)}]"]))
 
 
 def _sweep(run: Run, options: Sequence[str]) -> str:
     """The command of the run with further options; empty where it is not known."""
     command = [str(part) for part in run.manifest.get("command") or ()]
-    return " ".join([shlex.join(command), *options]) if "sweep" in command and "--resume" not in command else ""
+    return shlex.join([*command, *options]) if "sweep" in command and "--resume" not in command else ""
 
 

@@ -10,9 +10,10 @@ from kvbench.common import text as words
 from kvbench.report.client_quality import QUALITY_NOTE, quality_sentences, quality_table
 from kvbench.report.comparisons import effects, paging
 from kvbench.report.engine_time import engine_time_note, engine_time_table
-from kvbench.report.figures import distributions, heat_map, hits, kv_timeline, slowest, step_time
+from kvbench.report.figures import distributions, frontier, heat_map, hits, kv_timeline, slowest, step_time
 from kvbench.report.hits import hit_sentences, hit_table
 from kvbench.report.kv import ledger_figure, ledger_note, ledger_table, memory_table
+from kvbench.report.limits import limits
 from kvbench.report.samples import output_samples
 from kvbench.report.style import Drawing
 from kvbench.report.tables import (
@@ -64,7 +65,7 @@ class Chapter:
     sentences: tuple[str, ...] = field(default=())
 
 
-def chapters(run: Run) -> list[Chapter]:
+def chapters(run: Run, price_per_hour: float | None = None) -> list[Chapter]:
     """Every chapter that has something to show, without empty sections."""
     ledger, cells = ledger_table(run), _with_missing(run, main_table(run))
     kv = tuple(filter(None, (ledger_sentence(run), *(reservation(pair) for pair in paging(run)[-1:]))))
@@ -95,12 +96,17 @@ def chapters(run: Run) -> list[Chapter]:
             "Inside the engine", (Section("steps", "Step time", step_time.step_time_table(run)),),
             _drawn(step_time.drawing(run), heat_map.drawing(run)),
         ),
-        Chapter("Outputs side by side", (Section("outputs", "Equal to the baseline", agreement_table(run)),)),
+        Chapter(
+            "Outputs side by side",
+            (Section("outputs", "Equal to the baseline", agreement_table(run), _outputs_note(run)),),
+        ),
         Chapter(
             "All cells",
             (
                 Section("cells", "All cells", cells, _cells_note(run), folded=False),
                 Section("failures", "Failures", failure_table(run)),
+                Section("limits", "What limited each cell", limit_table(run)),
+                Section("frontier", "Throughput against latency", frontier.frontier_table(run, price_per_hour)),
                 Section("engine_time", "Engine time", engine_time_table(run), engine_time_note(run)),
                 Section("effects", "Each setting changed alone, as served", effect_table(run), _effects_note(run)),
                 Section("plateaus", "Step by step of the rate", plateau_table(run), _PLATEAU_NOTE),
@@ -152,6 +158,11 @@ def _cells_note(run: Run) -> str:
     return " ".join(text for text, holds in found.items() if holds and text)
 
 
+def _outputs_note(run: Run) -> str:
+    samples = output_samples(run)
+    return "Random weights: a difference says nothing of quality." if samples and samples.random_weights else ""
+
+
 def agreement_table(run: Run) -> Table:
     """How many outputs of each configuration are the baseline's; no rows where no outputs are stored."""
     samples = output_samples(run)
@@ -160,6 +171,16 @@ def agreement_table(run: Run) -> Table:
         for each in (samples.agreements if samples else ())
     ]
     return Table((Column("configuration", "configuration"), Column("equal", "outputs")), tuple(rows))
+
+
+def limit_table(run: Run) -> Table:
+    """The limit of each valid cell with everything that the rules saw."""
+    rows = []
+    for each in limits(run):
+        shown = (each.cell.name, each.cell.load.short, each.limit, "; ".join(each.evidence) or "–")
+        rows.append(Row(each.cell, tuple(Value(text, text) for text in shown), each.cell.load))
+    heads = ("configuration", "load", "limit", "seen")
+    return Table(tuple(Column(head, head) for head in heads), tuple(rows), numbers_from=4)
 
 
 def failure_table(run: Run) -> Table:

@@ -142,7 +142,8 @@ def compared(groups: Sequence[Group], links: Links) -> str:
 
 def history(workspace: Workspace, links: Links) -> str:
     """The history of every metric."""
-    found = view(workspace.folders, Selection())
+    readable = [row.folder for row in workspace.rows() if row.state != DAMAGED]  # links that lead out are damaged
+    found = view(readable, Selection())
     if not found.groups:
         return message("There is no history yet", "No finished run of `kvbench sweep` can be read here.", links)
     return framed(history_page.page(found), links)

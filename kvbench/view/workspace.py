@@ -25,12 +25,13 @@ from kvbench.report.decision import headline
 from kvbench.report.provenance import target, validity
 from kvbench.runs.folder import MANIFEST
 from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.quality import QUALITY
 from kvbench.runs.read import read_run
 from kvbench.workload.settings import slug
 
 DAMAGED = "damaged"
 STATES = ("valid", "invalid", "incomplete", "empty", DAMAGED)
-_READ_FILES = (MANIFEST, "cells/*/summary.json", "lockstep/effects.json")  # what the row of a run is made of
+_READ_FILES = (MANIFEST, QUALITY, "cells/*/summary.json", "lockstep/effects.json")  # what the row of a run is made of
 _LONGEST_SLUG, _LONGEST_REASON = 100, 400  # characters
 _TIME = "%Y-%m-%d %H:%M"
 

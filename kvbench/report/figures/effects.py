@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvbench.report.changes import AHEAD, BEHIND, IS_LEVEL, MARGINS, METRICS, OPEN, amount, changes_frame
+from kvbench.report.changes import AHEAD, BEHIND, ENGINE_TIME, IS_LEVEL, MARGINS, METRICS, OPEN, amount, changes_frame
 from kvbench.report.style import CONTIGUOUS, GREY, PAGED, Drawing, finish, safe
 from kvbench.runs.model import Run
 
@@ -113,8 +113,9 @@ def drawing(run: Run) -> Drawing | None:
     if frame.empty:
         return None
     clock, load = frame[["clock", "load"]].iloc[0]
+    label = run.engine_time.label if run.engine_time and clock == ENGINE_TIME else clock
     caption = (
-        f"Against the baseline at {load}, {clock}; 95 % intervals; grey band: ±{100 * MARGINS[clock]:.0f} %, called "
+        f"Against the baseline at {load}, {label}; 95 % intervals; grey band: ±{100 * MARGINS[clock]:.0f} %, called "
         "level. A mark at the edge lies beyond it."
     )
     return Drawing("effects", "What each setting changes", caption, effects_figure(frame), 520)

@@ -10,11 +10,13 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from kvbench.common import text as words
 from kvbench.common.stats import t_interval
 from kvbench.report.changes import short_name
 from kvbench.report.comparisons import baseline, median
 from kvbench.report.figures.axes import log_axis
 from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
+from kvbench.report.tables import Column, Row, Table, Value
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.ratios import FEWEST
 
@@ -35,7 +37,7 @@ def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFram
 
     Values: tokens_per_s; goodput [requests/s within the SLO]; cost [price per 10^6 output tokens]; energy [J per output
     token]; ttft (p95), tpot (median) [ms]: medians over repeats, of latencies the pooled percentile. Intervals: 95 % t
-    interval of the logarithms from 3 repeats on, of two their range, of one none (NaN). Unknown values are NaN.
+    interval of the logarithms from 3 repeats on, else none (NaN). Unknown values are NaN.
     """
     rows, steady = [], all(cell.has_steady for cell in run.cells if cell.valid)
     for cell in run.cells:
@@ -44,7 +46,7 @@ def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFram
         tokens = cell.throughput(steady)
         series: dict[str, Mapping[int, float]] = {
             "tokens_per_s": tokens,
-            "goodput": cell.per_repeat("steady_goodput") or cell.per_repeat("goodput"),
+            "goodput": cell.per_repeat("steady_goodput" if steady else "goodput"),
             "cost": {r: price_per_hour * 1e6 / (3600 * v) for r, v in tokens.items() if v} if price_per_hour else {},
             "energy": _energy(cell),
             "ttft": cell.per_repeat("ttft_ms.p95"),
@@ -73,15 +75,11 @@ def _energy(cell: MeasuredCell) -> dict[int, float]:
 
 def _interval(values: Mapping[int, float]) -> tuple[float, float, float]:
     """(median, low, high) over the repeats."""
-    known = [value for value in values.values() if value > 0]
-    if not known:
+    known, middle = list(values.values()), median(values)
+    if middle is None:
         return math.nan, math.nan, math.nan
-    middle = median(values)
-    assert middle is not None
-    if len(known) < 2:
+    if len(known) < FEWEST or min(known) <= 0:
         return middle, math.nan, math.nan
-    if len(known) < FEWEST:
-        return middle, min(known), max(known)
     low, high = np.exp(t_interval(np.log(known)))
     return middle, min(float(low), middle), max(float(high), middle)
 
@@ -131,7 +129,7 @@ def frontier_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Fi
 
 
 def _axis_title(frame: pd.DataFrame, axis: str) -> str:
-    whole = axis == "tokens_per_s" and not frame["steady"].all()
+    whole = axis != "energy" and not frame["steady"].all()
     return _AXES[axis][0] + (" (whole run)" if whole else "")
 
 
@@ -178,14 +176,37 @@ def _buttons(figure: go.Figure, frame: pd.DataFrame, axes: list[str]) -> dict[st
     return {"buttons": buttons, "font": {"size": 11}, **place}
 
 
+def frontier_table(run: Run, price_per_hour: float | None = None) -> Table:
+    """The same points as numbers, with their intervals, and the axes on which they are certain."""
+    frame = frontier_frame(run, price_per_hour).dropna(subset=["tokens_per_s", "ttft"])
+    axes = [axis for axis in _AXES if frame[axis].notna().any()]
+    sure = {(axis, latency): certain(frame, axis, latency) for axis in axes for latency in _LATENCIES}
+
+    def number(row: pd.Series, name: str) -> Value:
+        value, low, high = (row[name + end] for end in _ENDS)
+        note = "" if pd.isna(low) else f"{words.significant(low)} to {words.significant(high)}"
+        return Value("–" if pd.isna(value) else words.significant(value), None if pd.isna(value) else value, note)
+
+    rows = []
+    for index, row in frame.iterrows():
+        certainly = [f"{_AXES[axis][0]} and {latency.upper()}" for (axis, latency), on in sure.items() if on[index]]
+        named = (Value(row["configuration"], row["configuration"]), Value(row["load"], row["rank"]))
+        numbers = (number(row, name) for name in (*axes, *_LATENCIES))
+        rows.append(Row(None, (*named, *numbers, Value("; ".join(certainly) or "–"))))
+    heads = ["configuration", "load", *(_axis_title(frame, axis) for axis in axes), "p95 TTFT, ms", "median TPOT, ms"]
+    return Table(tuple(Column(head, head) for head in [*heads, "on the frontier for certain"]), tuple(rows))
+
+
 def drawing(run: Run, price_per_hour: float | None = None) -> Drawing | None:
     """None where no valid cell has a throughput and a latency."""
     frame = frontier_frame(run, price_per_hour).dropna(subset=["tokens_per_s", "ttft"])
     if frame.empty:
         return None
-    stars = any(certain(frame, "tokens_per_s", latency).any() for latency in _LATENCIES)
+    axes = [axis for axis in _AXES if frame[axis].notna().any()]
+    stars = any(certain(frame, axis, latency).any() for axis in axes for latency in _LATENCIES)
     none = "No point is on the frontier for certain: intervals overlap" if frame["ttft_low"].notna().any() else (
-        "One repeat has no interval, so no point is on the frontier for certain")
+        f"Fewer than {FEWEST} repeats have no interval, so no point is on the frontier for certain")
     loads = " Larger: higher load." if len(run.loads) > 1 else ""
-    caption = f"Served; right and down is better.{loads} {'Stars: on the frontier for certain' if stars else none}."
+    better = "lower right is better" + (", of cost and energy lower left" if {"cost", "energy"} & set(axes) else "")
+    caption = f"Served; {better}.{loads} {'Stars: on the frontier for certain' if stars else none}."
     return Drawing("frontier", "Throughput against latency", caption, frontier_figure(frame, looks(run)), 520)

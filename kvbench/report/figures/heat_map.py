@@ -216,4 +216,4 @@ def _title(frame: pd.DataFrame) -> str:
     if better.empty:
         return f"No combination of {words.listing([setting_title(key) for key in settings])} is ahead of the baseline"
     top = better.loc[better["ratio"].idxmax()]
-    return f"Fastest of {frame['ratio'].notna().sum()}: {top['configuration']}, {top['text']} the baseline"
+    return f"Furthest ahead of {frame['ratio'].notna().sum()}: {top['configuration']}, {top['text']} the baseline"

@@ -123,7 +123,7 @@ def drawing(run: Run) -> Drawing | None:
     frame = slowest(requests)
     caption = (
         f"{cell.name} at {cell.load.label}, all repeats. Above each bar: class, prompt → output tokens, "
-        "request and repeat; in a long gap it was preempted or waited for the prefill of others."
+        "request and repeat; in a long gap it may have been preempted or have waited for others."
     )
     width = room_for_labels(_label(parts) for _, parts in frame.groupby("request"))
     return Drawing("slowest", _title(frame, len(requests)), caption, slowest_figure(frame), width)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from kvbench.report.figures.frontier import certain, drawing, frontier_figure, frontier_frame
+from kvbench.report.figures.frontier import certain, drawing, frontier_figure, frontier_frame, frontier_table
 from kvbench.report.style import looks
 from tests.support.report_cells import cell, run
 
@@ -24,7 +24,7 @@ def test_intervals_are_students_of_the_logs_from_three_repeats_on() -> None:
     low, high = np.exp(stats.t.interval(0.95, 2, loc=logs.mean(), scale=stats.sem(logs)))
     assert (row["tokens_per_s"], row["tokens_per_s_low"], row["tokens_per_s_high"]) == pytest.approx((110, low, high))
     two, one = (frontier_frame(run(cell(throughput=rates[:n]))).iloc[0] for n in (2, 1))
-    assert (two["tokens_per_s_low"], two["tokens_per_s_high"]) == (100.0, 110.0)
+    assert math.isnan(two["tokens_per_s_low"]) and two["tokens_per_s"] == 105.0
     assert math.isnan(one["tokens_per_s_low"]) and one["tokens_per_s"] == 100.0
 
 
@@ -37,6 +37,21 @@ def test_cost_and_energy_are_per_token_and_only_where_they_are_known() -> None:
     assert row["energy"] == pytest.approx(0.5)
     plain = frontier_frame(run(cell())).iloc[0]
     assert math.isnan(plain["cost"]) and math.isnan(plain["energy"])
+
+
+def test_goodput_of_nothing_stays_and_is_of_one_window_for_all() -> None:
+    shown = run(cell(), cell(page_size=8))
+    for one, rate in zip(shown.cells, (0.0, 2.0), strict=True):
+        for repeat in one.repeats:
+            repeat.metrics.update(steady_goodput=rate, goodput=9.0)  # type: ignore[attr-defined]
+    assert list(frontier_frame(shown)["goodput"]) == [0.0, 2.0]
+
+
+def test_the_table_has_every_point_with_interval_and_price() -> None:
+    table = frontier_table(run(cell(throughput=(100.0, 110.0, 130.0)), cell(page_size=8)), price_per_hour=3.6)
+    heads = [column.title for column in table.columns]
+    assert "cost per million output tokens" in heads and len(table.rows) == 2
+    assert " to " in table.rows[0].values[2].note
 
 
 def test_invalid_cells_are_not_on_the_frontier() -> None:
@@ -75,7 +90,7 @@ def test_buttons_choose_an_axis_and_show_its_traces_alone() -> None:
     shown = run(cell(), cell(page_size=8), cell(load=3), cell(page_size=8, load=3))
     for one in shown.cells:
         for repeat in one.repeats:
-            repeat.metrics["goodput"] = 2.0  # type: ignore[index]
+            repeat.metrics["steady_goodput"] = 2.0  # type: ignore[index]
     figure = frontier_figure(frontier_frame(shown, 1.0), looks(shown))
     (menu,) = figure.layout.updatemenus
     assert [button.label for button in menu.buttons] == [

@@ -36,22 +36,25 @@ ROOM = Facts(asked=24, running=24.0, waiting=0.0, seats=32, kv_wait=0.0, kv_peak
     ("changed", "limit"),
     [
         ({}, LOAD),
-        ({"client_cpu": 0.71}, CLIENT),
-        ({"client_cpu": 0.69}, LOAD),
+        ({"client_cpu": 0.51}, CLIENT),
+        ({"client_cpu": 0.49}, LOAD),
         ({"kv_wait": OFTEN}, KV),
         ({"kv_wait": OFTEN - 0.001}, LOAD),
         ({"preemptions": STORM}, KV),
         ({"preemptions": STORM - 0.01}, LOAD),
         ({"running": 31.0, "waiting": 3.0}, SEATS),
         ({"running": 31.0, "waiting": 0.0}, LOAD),  # nobody waits for a seat
-        ({"busy": BUSY, "scaling": 0.3}, COMPUTE),
-        ({"busy": BUSY, "scaling": 0.9}, LOAD),  # more requests still bring more tokens/s
-        ({"busy": 0.5, "scaling": 0.3}, LOAD),  # the engine has time left
+        ({"busy": BUSY, "rate_growth": 1.9, "running_growth": 4.0}, COMPUTE),
+        ({"busy": BUSY, "rate_growth": 2.1, "running_growth": 4.0}, LOAD),  # more requests still bring more tokens/s
+        ({"busy": BUSY, "rate_growth": 1.0, "running_growth": 2.0}, COMPUTE),  # none at all
+        ({"busy": BUSY, "rate_growth": 1.0, "running_growth": 1.1}, LOAD),  # hardly more ran, so nothing is known
+        ({"busy": 0.5, "rate_growth": 1.2, "running_growth": 4.0}, LOAD),  # the engine has time left
         ({"busy": BUSY, "waiting": 5.0}, COMPUTE),  # one load only: requests wait and the engine is full
         ({"grown": 4.0}, QUEUE),
         ({"grown": 0.5}, LOAD),
         ({"kv_wait": 0.9, "client_cpu": 0.9}, CLIENT),  # what the client distorts says nothing of the engine
-        ({"kv_wait": 0.9, "busy": 1.0, "scaling": 0.3, "grown": 9.0}, KV),
+        ({"kv_wait": 0.9, "busy": 1.0, "rate_growth": 1.2, "running_growth": 4.0, "grown": 9.0}, KV),
+        ({"waiting": 5.0}, UNKNOWN),  # requests wait, and no rule sees for what
         ({"kv_wait": None, "kv_peak": None, "busy": None}, UNKNOWN),
     ],
 )
@@ -67,7 +70,7 @@ def test_every_rule_is_seen_somewhere_and_says_its_evidence() -> None:
         "preemption storm": {"preemptions": 0.5},
         "concurrency failed before compute was full": {"kv_wait": 0.5, "headroom": 2.0},
         "the batch was full": {"running": 32.0, "waiting": 3.0},
-        "the engine was full": {"busy": 1.0, "scaling": 0.3},
+        "the engine was full": {"busy": 1.0, "rate_growth": 1.2, "running_growth": 4.0},
         "the queue grew": {"grown": 4.0},
         "admission dominates TTFT": {"queued": 0.8},
         "long prompts slow everyone": {"stall": 8.0},
@@ -84,7 +87,8 @@ def test_kv_that_ran_out_before_compute_says_so_and_hides_that_steps_were_filled
     limit, evidence = judge(facts)
     assert limit == KV and any("compute was not full" in text and "2.00x" in text for text in evidence)
     assert not any("steps fill" in text for text in evidence)
-    assert any("steps fill" in text for text in judge(replace(facts, headroom=1.0, scaling=0.2))[1])
+    both = replace(facts, headroom=None, rate_growth=1.2, running_growth=4.0)
+    assert any("steps fill" in text for text in judge(both)[1])
 
 
 def test_the_toy_engines_contiguous_layout_is_limited_by_kv_where_it_queues(tmp_path) -> None:
@@ -92,6 +96,15 @@ def test_the_toy_engines_contiguous_layout_is_limited_by_kv_where_it_queues(tmp_
     found = {(each.cell.config_id, each.cell.load.value): each.limit for each in limits(measured)}
     low, high = sorted({load for _, load in found})
     assert found["layout-contiguous", high] == KV and found["layout-contiguous", low] != KV
+
+
+def test_headroom_is_of_layouts_that_compute_the_same_and_only_where_it_is_decided() -> None:
+    base, slow = cell(), cell("contiguous", throughput=(50.0, 51.0, 49.0))
+    cached = cell(enable_prefix_caching=True, throughput=(300.0, 301.0, 302.0))  # computes less
+    assert facts_of(run(base, slow, cached), slow).headroom == pytest.approx(2.0, rel=0.05)
+    assert facts_of(run(base, slow, cached), base).headroom is None
+    scattered = cell("contiguous", throughput=(20.0, 100.0, 260.0))
+    assert facts_of(run(base, scattered), scattered).headroom is None
 
 
 def test_scaling_compares_with_the_load_below_and_needs_more_sequences() -> None:
@@ -104,7 +117,8 @@ def test_scaling_compares_with_the_load_below_and_needs_more_sequences() -> None
                 repeat.metrics["output_throughput"] = repeat.metrics["steady_output_throughput"]
         return facts_of(run(*cells), cells[-1]).scaling
 
-    assert scaling(at(3, 100.0, 3.0), at(24, 200.0, 24.0)) == pytest.approx(0.25)
+    assert scaling(at(3, 100.0, 3.0), at(24, 200.0, 24.0)) == pytest.approx(1 / 3)  # 2x of 2x2x2x
+    assert scaling(at(3, 100.0, 3.0), at(24, 800.0, 24.0)) == pytest.approx(1.0)
     assert scaling(at(3, 100.0, 3.0), at(24, 100.0, 3.0)) is None  # no more ran: memory or seats, not compute
     assert scaling(at(24, 100.0, 3.0)) is None
 
