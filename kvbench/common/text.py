@@ -90,11 +90,6 @@ def upper_first(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def lower_first(text: str) -> str:
-    """The text with its first letter in lower case."""
-    return text[:1].lower() + text[1:]
-
-
 def listing(items: Sequence[str]) -> str:
     """a; a and b; a, b and c."""
     items = list(items)

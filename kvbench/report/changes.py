@@ -136,9 +136,19 @@ def changes(run: Run, load: MeasuredLoad) -> list[Change]:
 
 
 def decided_load(run: Run) -> MeasuredLoad | None:
-    """The load that the report speaks of: the highest that decides a throughput, else the highest; None of no cells."""
+    """The load that the report speaks of: the highest that decides anything, else the highest; None of no cells.
+
+    In closed loop that is a throughput; in open loop the arrivals set it, so a p95 decides as well.
+    """
     loads = run.loads[::-1]
-    known = {load: [change(run, cell, THROUGHPUT) for cell in run.at(load)] for load in loads}
+    known = {
+        load: [
+            change(run, cell, metric)
+            for cell in run.at(load)
+            for metric in (METRICS if load.mode == "open" else (THROUGHPUT,))
+        ]
+        for load in loads
+    }
     decided = (load for load, found in known.items() if any(each and each.decided for each in found))
     return next(decided, loads[0] if loads else None)
 

@@ -248,10 +248,17 @@ def obstacles(first: Side, other: Side) -> list[str]:
     else:
         ours, theirs = _requests(first.run), _requests(other.run)
         keys = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
+        keys += ["the requests sent (their hashes)"] if _other_hashes(first.cell, other.cell) else []
         keys += ["requests a repeat"] if _requests_sent(first.cell) != _requests_sent(other.cell) else []
         if keys:
             found.append(f"other requests: {words.and_more(keys, 4)}")
     return found
+
+
+def _other_hashes(a: MeasuredCell, b: MeasuredCell) -> bool:
+    """Whether both know the requests of some repeat, and they are not the same."""
+    ours, theirs = ({r.repeat: r.requests_sha256 for r in cell.repeats if r.requests_sha256} for cell in (a, b))
+    return any(ours[repeat] != theirs[repeat] for repeat in ours.keys() & theirs.keys())
 
 
 def _differing(a: Mapping[str, str], b: Mapping[str, str], names: Sequence[str]) -> str:

@@ -130,39 +130,12 @@ def ratio_to_reference(run: Run, cell: MeasuredCell) -> Ratio | None:
     return None if ref is None or ref is cell else compare(cell, ref).throughput
 
 
-@dataclass(frozen=True)
-class Best:
-    """The configuration with the highest median of output tokens/s at a load.
-
-    ``steady``: whether they are of the steady window; else all are of the whole run, because one has no such window.
-
-    ``level_with``: those level with it; ``unclear_with``: those that it is not told apart from. ``by_default``: others
-    were measured too, and none of them validly.
-    """
-
-    load: MeasuredLoad
-    cell: MeasuredCell
-    throughput: RepeatSpread
-    level_with: tuple[str, ...]
-    unclear_with: tuple[str, ...]
-    by_default: bool
-    steady: bool
-
-
-def best(run: Run, load: MeasuredLoad) -> Best | None:
-    """Among valid cells; None when there is none."""
+def best(run: Run, load: MeasuredLoad) -> MeasuredCell | None:
+    """The valid cell with the highest median of output tokens/s, all of one window; None when there is none."""
     valid = [cell for cell in run.at(load) if cell.valid]
     steady = all(cell.has_steady for cell in valid)
-    known = [(cell, s) for cell in valid if (s := spread(cell.throughput(steady)))]
-    if not known:
-        return None
-    top, top_spread = max(known, key=lambda pair: pair[1].median)
-    ratios = {cell.name: compare(cell, top).throughput for cell, _ in known if cell is not top}
-    level, unclear = (
-        tuple(name for name, r in ratios.items() if (r.verdict if r else UNCLEAR) == verdict)
-        for verdict in (SAME, UNCLEAR)
-    )
-    return Best(load, top, top_spread, level, unclear, len(known) == 1 < len(run.at(load)), steady)
+    known = [(value, cell) for cell in valid if (value := median(cell.throughput(steady))) is not None]
+    return max(known, key=lambda pair: pair[0])[1] if known else None
 
 
 def leaders(run: Run, load: MeasuredLoad) -> dict[str, dict[str, str]]:

@@ -1,8 +1,9 @@
 """The report's first sentence and its answers: what a run lets one decide, and what it does not.
 
-A configuration pays where its throughput is ahead and neither p95 TTFT nor p95 ITL is behind; ahead with a p95 behind
-is a risk. Where throughput is level, or set by the arrivals of an open loop, a p95 ahead is better. A quantised KV is
-not advised before its quality was measured (``kvbench quality``) and found small.
+A configuration pays where its throughput is ahead and neither p95 TTFT nor p95 ITL is behind. It is a risk where a p95
+is behind, or anything at another load or in the other clock. Where throughput is level, or set by the arrivals of an
+open loop, a p95 ahead is better. A quantised KV is not advised before its quality was measured (``kvbench quality``)
+and found small.
 """
 
 from __future__ import annotations
@@ -101,19 +102,24 @@ class Choice:
 
 @dataclass(frozen=True)
 class Quality:
-    """What is known of a quantised KV: mean ``kld`` [nats], None where not measured; ``random``: of random weights."""
+    """What is known of a quantised KV: mean ``kld`` [nats], None where not measured.
+
+    ``random``: of random weights; ``other``: of another commit, version or set of weights than the run's.
+    """
 
     kld: float | None
     random: bool
+    other: bool
 
     @property
     def safe(self) -> bool:
-        return self.kld is not None and self.kld <= KLD_SMALL and not self.random
+        return self.kld is not None and self.kld <= KLD_SMALL and not (self.random or self.other)
 
     def __str__(self) -> str:
         if self.kld is None:
             return "quality not measured"
-        return f"KLD {self.kld:.2g}{' on random weights, which says little' if self.random else ''}"
+        of = " of other code or weights" if self.other else ""
+        return f"KLD {self.kld:.2g}{of}{' on random weights, which says little' if self.random else ''}"
 
 
 def quality_of(run: Run, cell: MeasuredCell) -> Quality | None:
@@ -122,7 +128,10 @@ def quality_of(run: Run, cell: MeasuredCell) -> Quality | None:
         return None
     known = (run.quality.configurations if run.quality else {}).get(cell.config_id) or {}
     kld = known.get("mean")
-    return Quality(None if kld is None else float(kld), bool(run.quality and run.quality.random_weights))
+    if kld is None or run.quality is None:
+        return Quality(None, random=False, other=False)
+    other = bool(run.quality.differs_from(run.manifest))
+    return Quality(float(kld), run.quality.random_weights, other)
 
 
 def choice(run: Run, cell: MeasuredCell, base: MeasuredCell) -> Choice:
@@ -154,7 +163,7 @@ def headline(run: Run) -> str:
         clauses.pop()
     text = f"{prefix}{', '.join(clauses)}."
     if count_words(text) > MOST_WORDS:
-        text = re.sub(r" \([^()]* to [^()]*\)", "", text)
+        text = re.sub(r" \([^()]* to [^()]*\)", "", text).replace(f" in {ENGINE_TIME} ", f" ({ENGINE_TIME}) ")
     return text if count_words(text) <= MOST_WORDS else " ".join(text.split()[:MOST_WORDS]) + " …"
 
 
@@ -169,8 +178,10 @@ def _clauses(run: Run) -> list[str]:
     if load is None:
         return _without_loads(run)
     base = baseline(run, load)
-    if base is None or len(run.at(load)) == 1:
-        return _alone(run, base or run.at(load)[0])
+    if len(run.at(load)) == 1:
+        return _alone(run, run.at(load)[0])
+    if base is None:
+        return [f"Cannot tell: the baseline was not measured {load.where}"]
     found = choices(run, load)
     if all(each.verdict == UNDECIDED for each in found):
         return _cannot_tell(run, load, base, found)
@@ -196,9 +207,9 @@ def gain(each: Change, load: MeasuredLoad) -> str:
 
 
 def _loss(each: Change, beside: Change) -> str:
-    """p95 TTFT worsens by 61 %; −20 % tokens/s served at 3 at once: with clock and load where ``beside`` has others."""
+    """p95 TTFT +61 %; −20 % tokens/s served at 3 at once: with clock and load where ``beside`` has others."""
     size = amount(each.ratio)
-    what = f"{size} tokens/s" if each.metric == THROUGHPUT else f"{_P95[each.metric]} worsens by {size.lstrip('+')}"
+    what = f"{size} tokens/s" if each.metric == THROUGHPUT else f"{_P95[each.metric]} {size}"
     clock = "" if each.clock == beside.clock else f" {_CLOCKS[each.clock]}"
     return f"{what}{clock}{'' if each.cell.load == beside.cell.load else f' {each.cell.load.where}'}"
 
@@ -241,7 +252,9 @@ def _ship(run: Run, load: MeasuredLoad, wins: Sequence[Choice]) -> list[str]:
     assert quality is not None
     if quality.kld is None:
         return [f"Measure quality before you ship {best.brief}: {size}", beside]
-    why = "its quality is known on random weights only" if quality.random else f"its {quality} is above {KLD_SMALL:g}"
+    why = f"its {quality} is above {KLD_SMALL:g}"
+    if quality.random or quality.other:
+        why = f"its quality is known of {'random' if quality.random else 'other code or'} weights only"
     return [f"Do not ship {best.brief} yet: {size}, but {why}"]
 
 
@@ -262,7 +275,7 @@ def _keep(run: Run, load: MeasuredLoad, base: MeasuredCell, found: Sequence[Choi
             others = _not_ahead([other for other in found if other is not each])
             return [f"Keep {base.name}: {gain(shown, load)} over {each.cell.name}", worse or others]
         if pair and {each.cell.name, base.name} == set(pair) and kept.verdict == TRADES_P95 and kept.worst:
-            better = min(kept.p95.values(), key=lambda one: one.ratio)
+            better = _best_p95(kept)
             over = f"{gain(better, load)} over {each.cell.name}"
             return [f"Risk: {base.name} has {over}, but {_loss(kept.worst, better)}"]
     if len(found) == 1:
@@ -271,21 +284,24 @@ def _keep(run: Run, load: MeasuredLoad, base: MeasuredCell, found: Sequence[Choi
 
 
 def _not_ahead(found: Sequence[Choice]) -> str:
-    """no other change is ahead; 2 changes are not ahead, 5 not decided"""
+    """3 changes are not ahead; 2 changes are not ahead, 5 not decided"""
     undecided = sum(each.verdict == UNDECIDED for each in found)
-    if not undecided:
-        return "no other change is ahead" if found else ""
     rest = len(found) - undecided
-    known = f"{words.plural(rest, 'other change')} {'is' if rest == 1 else 'are'} not ahead, " if rest else ""
-    return f"{known}{undecided} not decided"
+    known = f"{words.plural(rest, 'change')} {'is' if rest == 1 else 'are'} not ahead" if rest else ""
+    return ", ".join(filter(None, [known, f"{undecided} not decided" if undecided else ""]))
 
 
 def _best_of(each: Choice) -> Change:
     """What a configuration wins by: its throughput, or the p95 that is furthest ahead."""
     if each.verdict == FASTER_P95:
-        return min((one for one in each.p95.values() if one.call == AHEAD), key=lambda one: one.ratio)
+        return _best_p95(each)
     assert each.throughput is not None
     return each.throughput
+
+
+def _best_p95(each: Choice) -> Change:
+    """The p95 that is furthest ahead, of a configuration that has one ahead."""
+    return min((one for one in each.p95.values() if one.call == AHEAD), key=lambda one: one.ratio)
 
 
 def _only(load: MeasuredLoad, each: Choice) -> list[str]:
@@ -296,7 +312,7 @@ def _only(load: MeasuredLoad, each: Choice) -> list[str]:
     clock = f" {_CLOCKS[each.throughput.clock]}" if each.throughput else ""
     call = f"tokens/s {_call(each.throughput)}{clock}"
     if each.verdict == TRADES_P95 and each.worst:
-        better = min((one for one in each.p95.values() if one.call == AHEAD), key=lambda one: one.ratio)
+        better = _best_p95(each)
         return [f"Risk: {each.brief} brings {gain(better, load)}, but {_loss(each.worst, better)}", call]
     if each.worst:
         return [f"Do not ship {each.brief}: {gain(each.worst, each.worst.cell.load)}", call]
@@ -310,9 +326,9 @@ def _alone(run: Run, cell: MeasuredCell) -> list[str]:
     rates = spread(cell.throughput())
     if cell.doubt or rates is None:
         return [f"Cannot tell: {_doubt(run, cell)}"]
-    bounds = f" ({words.tokens_per_s(rates.low)} to {words.tokens_per_s(rates.high)})" if rates.n > 1 else ""
+    bounds = f" ({words.tokens_per_s(rates.low)}–{words.tokens_per_s(rates.high)})" if rates.n > 1 else ""
     ttft = cell.percentile("ttft_ms", "p95")[0]
-    rate = f"{words.tokens_per_s(rates.median)} output tokens/s{bounds} {cell.load.where}"
+    rate = f"{words.tokens_per_s(rates.median)} output tokens/s{bounds} {SERVED} {cell.load.where}"
     return [
         f"{words.upper_first(cell.name)}: {rate}",
         f"p95 TTFT {words.ms(ttft)}" if ttft else "",
@@ -328,7 +344,7 @@ def _cannot_tell(run: Run, load: MeasuredLoad, base: MeasuredCell, found: Sequen
     told = f"Cannot tell {name} from {base.name} {load.where}"
     seen = [each.throughput.would_show for each in found if each.throughput and each.throughput.would_show]
     if not seen:
-        return [told, f"since fewer than {FEWEST} repeats have no interval"]
+        return [told, f"since nothing has an interval: it takes {FEWEST} repeats"]
     return [told, f"a change of {words.percent(max(seen))} would most likely have shown"]
 
 
@@ -388,7 +404,8 @@ def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
         if paged is None or contiguous is None:
             continue
         everywhere = _paged_against(run, paged, contiguous)
-        each = replace(everywhere, elsewhere=())  # the other loads have words of their own
+        here = tuple(one for one in everywhere.elsewhere if one.cell.load == load)
+        each = replace(everywhere, elsewhere=here)  # the other loads have words of their own
         where = f" {load.where}" if load != reported else ""
         if each.verdict == UNDECIDED and where:
             said.append(f"{paged.doubt or contiguous.doubt or UNDECIDED.lower()}{where}")
@@ -431,7 +448,7 @@ def _answer(run: Run, each: Choice, subject: str) -> Answer:
     """One configuration; a quantised KV has its quality in the verdict, since speed alone does not make it safe."""
     quality, verdict, mark = quality_of(run, each.cell), each.verdict, _MARKS.get(each.verdict, "")
     if quality and not quality.safe and verdict != COSTS:
-        known = quality.kld is not None and not quality.random
+        known = quality.kld is not None and not (quality.random or quality.other)
         verdict, mark = f"{verdict}; {'not safe' if known else 'safety not known'}", "worse" if known else ""
     hits = each.cell.hit_rate if effective(each.cell.settings, "enable_prefix_caching") else None
     extra = [_holds(each), str(quality or ""), f"hit rate {words.percent(hits)} as served" if hits is not None else ""]

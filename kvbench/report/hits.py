@@ -124,7 +124,7 @@ def hit_table(run: Run) -> Table:
             "endless", "endless cache", "starts as declared; whole pages, in the order measured",
             ("whole_pages", "endless"), ("cold start", "page rounding"),
         ),
-        column("best", "same capacity, best order", "always the best page is given up", ("best",), ("capacity",)),
+        column("best", "same capacity, best order", "the page needed last goes first", ("best",), ("capacity",)),
         column("lru", "same capacity, LRU", "the least recently used page is given up", ("lru",), ("eviction order",)),
         column("counted", "server counted", "the server's own counter", ("counted",), ("unexplained",)),
         column("told", "requests told", "cached_tokens of successful requests", ("told",), ("not told",)),
@@ -142,13 +142,14 @@ def _sentence(ledger: HitLedger) -> str:
     if ledger.counted is None:
         return ""
     hit, who = words.percent(ledger.share(ledger.counted)), f"{ledger.cell.name}, {ledger.cell.load.short}"
+    who += f" ({ledger.cell.doubt})" if ledger.cell.doubt else ""
     if ledger.shared is None:
         return f"{who}: {hit} of prompt tokens hit; {ledger.reason}."
     text = f"{who}: {hit} of prompt tokens hit, {words.percent(ledger.share(ledger.shared))} shared"
     gap = ledger.largest_gap
     if gap is None:
         return f"{text}; nothing is lost."
-    return f"{text}; largest gap: {gap.name}, {words.percent(abs(ledger.share(gap.tokens) or 0.0))}."
+    return f"{text}; largest gap: {_signed(ledger, gap)}."
 
 
 def _signed(ledger: HitLedger, gap: Gap) -> str:

@@ -112,7 +112,9 @@ def _storm(f: Facts) -> str:
 
 def _seats(f: Facts) -> str:
     full = f.running is not None and f.seats is not None and f.running >= 0.95 * f.seats
-    return f"all {f.seats:g} seats of the batch taken while requests waited" if full and _waits(f) else ""
+    if not (full and _waits(f)):
+        return ""
+    return f"{words.decimal(f.running)} of {f.seats:g} seats of the batch taken while requests waited"
 
 
 def _waits(f: Facts) -> bool:
@@ -243,7 +245,9 @@ def _growth_from_below(run: Run, cell: MeasuredCell) -> dict[str, float]:
     other = run.cell(cell.name, below[-1]) if below else None
     if other is None or not other.valid:
         return {}
-    rate, rate_below = (median(each.throughput(steady=False)) for each in (cell, other))
+    if cell.has_steady != other.has_steady:
+        return {}
+    rate, rate_below = (median(each.throughput()) for each in (cell, other))
     ran, ran_below = (_mean(each, "running_mean") for each in (cell, other))
     if not rate or not rate_below or not ran or not ran_below:
         return {}

@@ -80,7 +80,9 @@ def _of_group(group: Group, number: int, several: bool) -> list[Drawing]:
     styles = zip((PAGED, CONTIGUOUS, *OTHERS), ("solid", "dash", *DASHES), strict=False)
     looks = {cell.name: LineStyle(*style) for cell, style in zip(cells, styles, strict=False)}
     of, found = f": {group[0].title}" if several else "", []
-    latencies, kv = distributions.distributions(cells), kv_timeline.timeline(cells)
+    marked = [replace(cell, name=f"{cell.name} ({cell.doubt})") if cell.doubt else cell for cell in cells]
+    looks |= {cell.name: looks[plain.name] for cell, plain in zip(marked, cells, strict=True)}
+    latencies, kv = distributions.distributions(marked), kv_timeline.timeline(cells)  # which marks them itself
     if len(latencies):
         figure = distributions.distributions_figure(latencies, looks)
         found.append(Drawing(f"distributions-{number}", f"Latencies{of}", _without(cells, latencies), figure, 500))
@@ -95,7 +97,7 @@ def _without(cells: Sequence[MeasuredCell], shown: pd.DataFrame) -> str:
     """Which cells are not in a figure, since they have no samples or readings; empty where all are."""
     there = set(shown["configuration"])
     missing = [cell.name[:1] for cell in cells if not {cell.name, f"{cell.name} ({cell.doubt})"} & there]
-    return f"Not measured: {words.listing(missing)}." if missing else ""
+    return f"Nothing stored of {words.listing(missing)}." if missing else ""
 
 
 _SIDE_HEADS = ("", "run", "cell", "measured")
@@ -142,7 +144,8 @@ def _effect_row(first: Side, side: Side, again: bool) -> tuple[Value, ...]:
     values = []
     for metric in METRICS:
         value, ratio = metric.value(side.cell), found.get(metric.title)
-        text = words.milliseconds(value) if metric.name else words.tokens_per_s(value)
+        whole = "" if metric.name or side.cell.has_steady else " (whole run)"
+        text = words.milliseconds(value) if metric.name else words.tokens_per_s(value) + whole
         values.append(Value(text, value, _ratio_note(ratio), ratio.mark if ratio else ""))
     doubt = side.cell.doubt
     title = "" if again and side is not first else side.title

@@ -21,11 +21,6 @@ _DOUBT = {
 }
 
 
-def say(template: str, **values: str) -> str:
-    """The template filled in; empty where one of the values is unknown, which ``common.text`` writes as a dash."""
-    return "" if "–" in values.values() else template.format(**values)
-
-
 def marked_ratio(r: Ratio) -> str:
     """1.65x; ≈1.02x when level; 1.65x? when not told apart from 1."""
     return f"{'≈' if r.verdict == SAME else ''}{words.ratio(r.median)}{'?' if r.verdict == UNCLEAR else ''}"
@@ -81,8 +76,7 @@ def ledger_sentence(run: Run) -> str:
         text = f"At {c.load.label} {_filled(c.b, ' of the KV budget')}; {_filled(c.a)}."
         return text + _DOUBT[c.doubt]
     for load in reversed(run.loads):
-        top = best(run, load)
-        cell = baseline(run, load) or (top.cell if top else None)
+        cell = baseline(run, load) or best(run, load)
         if cell is not None and ledger(cell):
             return f"At {load.label} {_filled(cell, ' of the KV budget')}."
     return ""

@@ -143,7 +143,7 @@ def drawing(run: Run) -> Drawing | None:
         frame = distributions(cells)
         if len(frame):
             left = len(run.at(load)) - frame["configuration"].nunique()
-            caption = "Further left is faster, steeper is steadier; log axes, raw samples of all repeats."
+            caption = "Served. Further left is faster, steeper is steadier; log axes, raw samples of all repeats."
             if left:
                 caption += f" Left out: {words.plural(left, 'configuration')} invalid or without samples."
             figure = distributions_figure(frame, looks(run))

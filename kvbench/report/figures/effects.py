@@ -6,7 +6,18 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvbench.report.changes import AHEAD, BEHIND, ENGINE_TIME, IS_LEVEL, MARGINS, METRICS, OPEN, amount, changes_frame
+from kvbench.report.changes import (
+    AHEAD,
+    BEHIND,
+    ENGINE_TIME,
+    IS_LEVEL,
+    MARGINS,
+    METRICS,
+    OPEN,
+    SERVED,
+    amount,
+    changes_frame,
+)
 from kvbench.report.style import CONTIGUOUS, GREY, PAGED, Drawing, finish, safe
 from kvbench.runs.model import Run
 
@@ -18,6 +29,7 @@ _LOOKS = {  # call -> colour, marker: never colour alone
 }
 _NAMES = {AHEAD: "better", BEHIND: "worse", IS_LEVEL: "level", OPEN: "not decided"}
 _BETTER = {metric: "more is better" if metric == "output_throughput" else "less is better" for metric in METRICS}
+_LEVEL = {ENGINE_TIME: "the interval", SERVED: "every repeat"}  # what has to lie there
 _LEAST_RANGE, _ROW = 12.0, 30  # percent, px
 _LABEL = 26  # characters of a row's name
 
@@ -115,7 +127,7 @@ def drawing(run: Run) -> Drawing | None:
     clock, load = frame[["clock", "load"]].iloc[0]
     label = run.engine_time.label if run.engine_time and clock == ENGINE_TIME else clock
     caption = (
-        f"Against the baseline at {load}, {label}; 95 % intervals; grey band: ±{100 * MARGINS[clock]:.0f} %, called "
-        "level. A mark at the edge lies beyond it."
+        f"Against the baseline at {load}, {label}; 95 % intervals; level: {_LEVEL[clock]} within the grey band, "
+        f"±{100 * MARGINS[clock]:.0f} %. A mark at the edge lies beyond it."
     )
     return Drawing("effects", "What each setting changes", caption, effects_figure(frame), 520)

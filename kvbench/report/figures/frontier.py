@@ -24,7 +24,7 @@ _AXES = {  # column -> title, whether more is better
     "tokens_per_s": ("output tokens/s", True),
     "goodput": ("requests/s within the SLO", True),
     "cost": ("cost per million output tokens", False),
-    "energy": ("GPU energy, J per output token", False),
+    "energy": ("energy of all GPUs, J per output token", False),
 }
 _LATENCIES = {"ttft": "p95 TTFT, ms (log)", "tpot": "median TPOT, ms"}
 _ENDS = ("", "_low", "_high")
@@ -60,7 +60,9 @@ def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFram
             row |= dict(zip((name + end for end in _ENDS), _interval(values), strict=True))
         for name, metric, which in (("ttft", "ttft_ms", "p95"), ("tpot", "tpot_ms", "p50")):
             pooled = cell.percentile(metric, which)[0]
-            row[name] = math.nan if pooled is None else pooled
+            row[name] = value = math.nan if pooled is None else pooled
+            bounds = row[f"{name}_low"], row[f"{name}_high"]  # of the repeats: the pooled one may lie outside
+            row |= {f"{name}_low": min(bounds[0], value), f"{name}_high": max(bounds[1], value)}
         rows.append(row)
     names = [name + end for name in (*_AXES, *_LATENCIES) for end in _ENDS]
     return pd.DataFrame(rows, columns=["configuration", "name", "load", "rank", "steady", *names])

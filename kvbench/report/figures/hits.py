@@ -136,7 +136,7 @@ def _title(ledger: HitLedger) -> str:
     """Of the cell with the highest load."""
     shared = words.percent(ledger.share(ledger.shared))
     if ledger.counted is None:
-        return f"{shared} of prompt tokens could be hit"
+        return f"{words.percent(ledger.share(ledger.endless))} of prompt tokens could be hit by an endless cache"
     text = f"{words.percent(ledger.share(ledger.counted))} of prompt tokens hit, {shared} shared"
     gap = ledger.largest_gap
     return f"{text}; largest gap: {gap.name}" if gap else text

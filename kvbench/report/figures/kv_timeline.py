@@ -183,7 +183,7 @@ def drawing(run: Run, load: MeasuredLoad) -> Drawing | None:
     if frame.empty:
         return None
     every = len([cell for cell in run.at(load) if cell.observed("usage_mean")])
-    caption = "One repeat each, that of median throughput; areas are means between two readings of the server."
+    caption = "One repeat each, that of median throughput (title: steady window, all); areas: means between readings."
     if every > len(cells):
         caption += (
             f" {len(cells)} of {every} configurations: the baseline, both layouts, and those that used the KV most "

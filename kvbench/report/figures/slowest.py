@@ -35,8 +35,7 @@ _ROW = 42  # px
 def slowest_of(run: Run) -> MeasuredCell | None:
     """The cell whose requests are shown: the baseline at the highest load, else the best one there; valid only."""
     for load in reversed(run.loads):
-        top = best(run, load)
-        for cell in (baseline(run, load), top.cell if top else None):
+        for cell in (baseline(run, load), best(run, load)):
             if cell is not None and cell.valid and len(cell.requests()):
                 return cell
     return None
@@ -122,7 +121,7 @@ def drawing(run: Run) -> Drawing | None:
     requests = cell.requests()
     frame = slowest(requests)
     caption = (
-        f"{cell.name} at {cell.load.label}, all repeats. Above each bar: class, prompt → output tokens, "
+        f"{cell.name} at {cell.load.label}, served, all repeats. Above each bar: class, prompt → output tokens, "
         "request and repeat; in a long gap it may have been preempted or have waited for others."
     )
     width = room_for_labels(_label(parts) for _, parts in frame.groupby("request"))

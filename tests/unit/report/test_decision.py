@@ -67,7 +67,7 @@ def test_the_verdict_weighs_throughput_and_both_p95s(figures: dict[str, Any], ve
     [
         pytest.param([cell(), cell(page_size=8, throughput=FAST)], "Ship page 8: +51 %", ["p95 TTFT level"], id="ship"),
         pytest.param(
-            [cell(), cell(page_size=8, throughput=FAST, ttft=LATE)], "Risk: page 8", ["p95 TTFT worsens by 81 %"],
+            [cell(), cell(page_size=8, throughput=FAST, ttft=LATE)], "Risk: page 8", ["but p95 TTFT +81 %"],
             id="average up, p95 worse",
         ),
         pytest.param([cell(), cell(page_size=8, throughput=SLOW)], "Do not ship page 8: −50 %", [], id="slower"),
@@ -120,6 +120,21 @@ def test_a_quantised_kv_is_not_advised_before_its_quality_is_known() -> None:
     assert headline(random).startswith("Do not ship") and "random" in headline(random)
 
 
+def test_a_kld_of_another_commit_is_not_this_runs_quality() -> None:
+    other = cell(throughput=FAST, **FP8)
+    measured = run(cell(), other, git={"sha": "aaa"})
+    known = QualityResult("w", "m", {other.config_id: {"mean": 0.0001}}, git={"sha": "bbb"})
+    assert headline(replace(measured, quality=known)).startswith("Do not ship FP8 KV (e4m3) yet")
+
+
+def test_the_longest_risk_keeps_its_loss() -> None:
+    both = {"page_size": 32, "kv_cache_dtype": "fp8_e4m3"}
+    high, low = cell(**both), cell(load=3, ttft=LATE, **both)
+    known = in_engine_time((high, THROUGHPUT, 1.16, 1.13, 1.2, AHEAD))
+    text = headline(run(cell(), high, cell(load=3), low, engine_time=known))
+    assert text.endswith("but p95 TTFT +81 % served at 3 at once.") and count_words(text) <= MOST_WORDS
+
+
 def test_a_setting_of_known_quality_is_preferred_to_a_faster_one_of_unknown() -> None:
     cells = [cell(), cell(throughput=(200.0, 201.0, 202.0), **FP8), cell(page_size=8, throughput=FAST)]
     assert headline(run(*cells)).startswith("Ship page 8")
@@ -154,7 +169,7 @@ def test_paging_that_wins_by_one_p95_and_loses_the_other_is_a_risk_seen_from_the
     contiguous = cell("contiguous", ttft=(2000.0, 2010.0, 2020.0), tpot=(10.0, 10.1, 10.2), **how)
     measured = run(cell(**how), contiguous)
     text = headline(measured)
-    assert text.startswith("Risk: paged (page 16) has p95 TTFT −75 %") and "p95 ITL worsens by 98 %" in text
+    assert text.startswith("Risk: paged (page 16) has p95 TTFT −75 %") and "p95 ITL +98 %" in text
     (answer,) = answers(measured)
     assert (answer.verdict, answer.mark) == (TRADES_P95, "risk")
     late = cell("contiguous", ttft=(2000.0, 2010.0, 2020.0), **how)

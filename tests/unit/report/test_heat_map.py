@@ -42,7 +42,7 @@ def test_every_combination_has_its_ratio_to_the_baseline_and_its_verdict() -> No
     assert (found["64", AUTO]["text"], found["64", AUTO]["decided"]) == ("1.10x?", False)
     assert (found["64", E4M3]["text"], found["64", E4M3]["interval"]) == ("1.31x", "1.30–1.32")
     title = drawing(run(*grid())).title
-    assert title == "Fastest of 4: paged (page 64) + kv_cache_dtype fp8_e4m3, 1.31x the baseline"
+    assert title == "Furthest ahead of 4: paged (page 64) + kv_cache_dtype fp8_e4m3, 1.31x the baseline"
 
 
 def test_what_is_invalid_or_missing_is_blank_and_said() -> None:
