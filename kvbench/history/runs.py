@@ -155,7 +155,9 @@ class OtherKind(ValueError):
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Folders with a manifest.json under ``paths``, none of them inside another. Links to folders are not followed.
+    """Folders with a manifest.json, or with cells that lost it, under ``paths``, none of them inside another.
+
+    Links to folders are not followed.
 
     Raises UsageError for a path that is no folder.
     """
@@ -164,7 +166,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             raise UsageError(f"there is no folder {str(path)!r}: give one that holds runs, such as results/")
         for folder, names, files in os.walk(path):
-            if MANIFEST in files:
+            if MANIFEST in files or "cells" in names:
                 found[Path(folder).resolve()] = None
                 names.clear()
             names[:] = sorted(name for name in names if not name.startswith("."))

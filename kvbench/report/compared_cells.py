@@ -116,6 +116,8 @@ def one_group(cells: Sequence[tuple[Run, MeasuredCell]]) -> tuple[Group, ...]:
 
 def groups_of(a: Run, b: Run) -> tuple[Group, ...]:
     """A group of two for each cell that both runs have, the highest load first. Raises UsageError without any."""
+    if a.folder.resolve() == b.folder.resolve():
+        raise UsageError(f"{a.folder} cannot be put beside itself: give two runs")
     of_b = {cell.cell_id: cell for cell in b.cells}
     shared = [cell for cell in a.by_load if cell.cell_id in of_b]
     if not shared:

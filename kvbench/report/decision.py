@@ -414,7 +414,9 @@ def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
             verdict = everywhere.verdict
         ran, against = (words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous))
         beside = f", {ran} sequences at once as served, against {against}" if "–" not in (ran, against) else ""
-        said.append(f"{_numbers(run, each)}{where}{beside}")
+        slo = [words.percent(cell.share_within_slo) for cell in (paged, contiguous)]
+        met = f", {slo[0]} within the SLO against {slo[1]}" if "–" not in slo else ""
+        said.append(f"{_numbers(run, each)}{where}{beside}{met}")
     return Answer("Paging", verdict or UNDECIDED, "; ".join(said), _MARKS.get(verdict, ""))
 
 
@@ -461,6 +463,9 @@ def _numbers(run: Run, each: Choice) -> str:
         return f"no ratio{f' ({doubt})' if (doubt := each.cell.doubt or each.base.doubt) else ''}"
     shown = [each.throughput, *(one for one in each.p95.values() if one.call in (AHEAD, BEHIND))]
     said = [f"{_amount(one)}{_other_clock(run, one)}" for one in shown]
+    if each.throughput.clock == ENGINE_TIME and (ratio := compare(each.cell, each.base).throughput):
+        as_served = served(each.cell, THROUGHPUT, ratio)
+        said.insert(1, f"served {amount(as_served.ratio)}{'' if as_served.decided else ' (not decided)'}")
     if each.worst in each.elsewhere:
         said.append(f"but {_loss(each.worst, each.throughput)}")
     return ", ".join(said)

@@ -28,6 +28,7 @@ from kvbench.report.samples import OutputSamples, output_samples
 from kvbench.report.sections import Chapter, chapters
 from kvbench.report.style import Drawing
 from kvbench.runs.model import Run
+from kvbench.runs.ratios import FEWEST
 
 _BANNERS = {
     "valid": "Valid",
@@ -107,7 +108,10 @@ def _clock(run: Run) -> str:
 
 
 def _counted(run: Run, state: Validity) -> str:
-    """16 of 16 cells valid, 1 to 3 repeats each; 9 requests failed; client and engine shared 2 cores."""
+    """16 of 16 cells valid, 1 to 3 repeats each; 9 requests failed; client and engine shared 2 cores.
+
+    Says where no cell has the repeats that a verdict on served figures needs.
+    """
     if not run.cells:
         return ""
     valid = sum(cell.valid for cell in run.cells)
@@ -116,7 +120,8 @@ def _counted(run: Run, state: Validity) -> str:
     cores = (run.manifest.get("cpu") or {}).get("cores")
     shared = f"client and engine shared {f'{cores} cores' if cores else 'the machine'}"
     parts = [
-        f"{valid} of {len(run.cells) + len(run.missing)} cells valid, {_range(repeats)} each",
+        f"{valid} of {len(run.cells) + len(run.missing)} cells valid, {_range(repeats)} each"
+        + (f", too few for a verdict on served figures ({FEWEST})" if repeats[-1] < FEWEST else ""),
         f"{words.plural(failed, 'request')} failed" if failed else "",
         shared if run.manifest.get("shared_machine") else "",
     ]

@@ -65,6 +65,7 @@ def _standalone(drawing: Drawing) -> go.Figure:
     height = layout.height + more
     first_row = {"y": 1 - _TITLE_ROW_PX / height, "yref": "container", "yanchor": "bottom"}
     left = {"x": 0, "xref": "paper", "xanchor": "left"}
+    figure.layout.updatemenus = None  # a choice that a picture cannot offer
     figure.update_layout(
         width=max(WIDTH, drawing.min_width),
         height=height,

@@ -279,10 +279,8 @@ def _throughput(cell: MeasuredCell) -> Value:
 
 
 def _goodput(cell: MeasuredCell) -> Value:
-    rates, seconds = cell.per_repeat("goodput"), cell.per_repeat("duration_s")
-    met = sum(rate * seconds.get(repeat, 0.0) for repeat, rate in rates.items())
-    sent = cell.count("completed") + cell.count("failed")
-    notes = [words.percent(met / sent)] if sent and met else []
+    rates = cell.per_repeat("goodput")
+    notes = [words.percent(cell.share_within_slo)] if cell.share_within_slo else []
     if (steady := median(cell.per_repeat("steady_goodput"))) is not None:
         notes.append(f"steady {words.significant(steady)}")
     return Value(words.significant(median(rates)), median(rates), "\n".join(notes))

@@ -120,7 +120,8 @@ def frontier_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Fi
                     row=1, col=column,
                 )  # fmt: skip
         figure.update_yaxes(title_text=_LATENCIES[latency], row=1, col=column)
-    figure.update_yaxes(**log_axis(frame["ttft"].dropna().to_numpy()), row=1, col=1)
+    drawn = frame[["ttft", "ttft_low", "ttft_high"]].to_numpy(dtype=float).ravel()
+    figure.update_yaxes(**log_axis(drawn[~np.isnan(drawn)]), row=1, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=2)
     figure.update_xaxes(title_text=_axis_title(frame, axes[0]), rangemode="tozero", nticks=5)
     finish(figure, 340)
@@ -196,7 +197,7 @@ def frontier_table(run: Run, price_per_hour: float | None = None) -> Table:
         numbers = (number(row, name) for name in (*axes, *_LATENCIES))
         rows.append(Row(None, (*named, *numbers, Value("; ".join(certainly) or "–"))))
     heads = ["configuration", "load", *(_axis_title(frame, axis) for axis in axes), "p95 TTFT, ms", "median TPOT, ms"]
-    return Table(tuple(Column(head, head) for head in [*heads, "on the frontier for certain"]), tuple(rows))
+    return Table(tuple(Column(head, head) for head in [*heads, "surely not beaten in both"]), tuple(rows))
 
 
 def drawing(run: Run, price_per_hour: float | None = None) -> Drawing | None:

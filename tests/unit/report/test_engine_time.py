@@ -59,7 +59,7 @@ def test_an_effect_stands_with_interval_and_call_beside_the_served_ratio(run_wit
     assert (throughput.text, throughput.mark) == ("+15.2 %", "better") and "+14.0 to +16.5" in throughput.note
     assert (ttft.text, ttft.mark) == ("+30.0 %", "worse")
     assert entries["p95 ITL"].text == "–"
-    assert "p95 TTFT worsens by 30 %" in headline(run) and "in engine time" in headline(run)
+    assert "but p95 TTFT +30 %" in headline(run) and "in engine time" in headline(run)
 
 
 def test_the_console_has_each_call_in_80_columns_and_explains_open(run_with):

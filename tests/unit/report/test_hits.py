@@ -151,7 +151,7 @@ def test_sentences_are_short_and_name_the_largest_gap(tmp_path):
     (said,) = hit_sentences(stored_run(tmp_path, [A, C, B, A], counted=0, pages=5))
     assert len(said.split()) <= 30 and "0 % of prompt tokens hit, 44 % shared" in said
     (said,) = hit_sentences(stored_run(tmp_path / "2", ODD, counted=8, prefix=6))
-    assert "page rounding, 29 %" in said
+    assert "−29 % page rounding" in said
 
 
 def test_bars_lead_from_shared_to_counted_without_a_break(tmp_path):

@@ -241,7 +241,7 @@ def test_the_console_table_and_the_page_say_what_a_server_refused() -> None:
     assert any("Context size has been exceeded." in value.text for row in failures.table.rows for value in row.values)
 
 
-@pytest.mark.parametrize("fault", ["samples gone", "samples cut", "cell gone"])
+@pytest.mark.parametrize("fault", ["samples gone", "samples cut", "cell gone", "manifest gone"])
 def test_a_report_is_not_replaced_by_one_that_would_say_less(
     make: Callable[..., Run], tmp_path: Path, fault: str
 ) -> None:
@@ -250,6 +250,9 @@ def test_a_report_is_not_replaced_by_one_that_would_say_less(
     whole = {path: path.read_bytes() for path in write_report(run, run.folder, document(run))}
     if fault == "cell gone":
         shutil.rmtree(lost)
+    elif fault == "manifest gone":
+        lost = run.folder / "manifest.json"
+        lost.unlink()
     elif fault == "samples cut":
         (lost / "requests.parquet").write_bytes(b"PAR")
     else:

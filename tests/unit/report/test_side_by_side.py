@@ -157,6 +157,8 @@ def test_two_runs_are_put_side_by_side_cell_by_cell_the_highest_load_first() -> 
     text = visible(page(groups))
     assert "higher in 1, level in 1" in text and "Only A has contiguous-24" in text and "Only B has" in text
     assert [name for name, _ in differences(groups)] == ["commit"]
+    with pytest.raises(UsageError, match="beside itself"):
+        groups_of(a, a)
     with pytest.raises(UsageError, match="share no measured cell"):
         groups_of(of(cell(load=3)), of(cell(load=4), name="later"))
 
