@@ -10,12 +10,9 @@ from kvbench.report.wording import Render
 from kvbench.runs.model import MeasuredCell, Run, number
 
 QUALITY_NOTE = (
-    "The worst repeat of each cell. Lag: how late the client stamped a chunk, against the source named below it; where "
-    "the kernel stamps arrivals, how late the client's loop was, which delays no timestamp. "
-    "Slip: how late requests were sent in open loop. Coalesced: chunks read together with the one before although they "
-    "were sent apart. Client CPU: share of a core of its busiest process, and CPU seconds per 1,000 output tokens. "
-    "Other processes: cores used by what is neither the client nor the server; steal: share of CPU time that a virtual "
-    "machine's host kept. The client's and others' work takes cores from the server where they share a machine."
+    "The worst repeat of each cell. Lag: of a chunk's timestamp, against the source below it. Slip: how late requests "
+    "were sent (open loop). Coalesced: chunks read with the one before though sent apart. Other processes: neither "
+    "client nor server. Steal: CPU time that a virtual machine's host kept."
 )
 
 

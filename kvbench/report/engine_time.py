@@ -71,17 +71,15 @@ def engine_time_note(run: Run) -> str:
     notes = (f"{note}." for note in facts.get("notes") or ())
     parts = [
         "" if run.engine_time.finished else f"Unfinished: it was interrupted after {times}.",
-        "Change against the baseline in the engine's own time, without HTTP and load client: all configurations took "
-        f"turns in one process, so all met the same speed of the machine (steps in a turn: {lengths}{first}). 95 % "
-        f"intervals over {times}: of throughput for the requests of the first repeat, of a p95 also for other requests "
-        "of their kind; level: within 2 %. Each interval stands alone: of a dozen settings without effect, one is "
-        "called ahead or behind in about a quarter of such runs.",
+        f"Against the baseline; all configurations took turns in one process (steps in a turn: {lengths}{first}). 95 % "
+        f"intervals over {times}; level: within 2 %. Each stands alone: of a dozen settings without effect, one is "
+        "called ahead or behind in a quarter of such runs.",
         "Open: not decided." if called_open else "",
         "Launches differ by up to 1 %, so nothing is called after one." if launches == 1 else "",
-        f"A turn's steps took {100 * max(0.0, *costs):.1f} % longer than the late ones of a long one." if costs else "",
+        f"Turns made steps {100 * max(0.0, *costs):.1f} % longer." if costs else "",
         f"The smallest change of output tok/s that it could see: {_range(seen)} %." if seen else "",
         *notes,
-        "Its output tok/s are of the whole run; beside it the ratio that was served over HTTP, from the repeats above.",
+        "Beside it the ratio as served.",
     ]
     return " ".join(filter(None, parts))
 

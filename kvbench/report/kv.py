@@ -29,11 +29,11 @@ from kvbench.runs.kv_ledger import (
 )
 from kvbench.runs.model import MeasuredCell, Run, number
 
-_NOTE = "Every byte of the KV budget by its use, averaged over the steady window and the repeats."
+_NOTE = "Every byte of the KV budget by its use, mean of the steady window."
 _NOTES = {  # column that is shown only where it has values -> what the note says of it
-    "kv_saved": "Saved by sharing: what the sequences would have needed on top if no page were shared.",
-    "swapped": "Swapped: moved to the host and back, in all repeats.",
-    "recomputed_tokens": "Recomputed: tokens, in all repeats.",
+    "kv_saved": "Saved by sharing: needed on top if no page were shared.",
+    "swapped": "Swapped: to the host and back.",
+    "recomputed_tokens": "Recomputed: tokens.",
 }
 # Okabe and Ito's palette again: what is used is dark, what is lost is loud, what is left is pale.
 FILLS = {

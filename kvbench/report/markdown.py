@@ -59,17 +59,13 @@ def _section(section: Section, chapter: str) -> list[str]:
 
 
 def _samples(samples: OutputSamples) -> list[str]:
-    """The sampled requests, folded: the baseline's text and those that differ."""
+    """The sampled requests, folded: the baseline's text and those that differ, as blocks that nothing interprets."""
     lines = ["<details><summary>Some of them</summary>", ""]
     for one in samples.requests:
-        lines += [f"Request {one.index} of repeat {one.repeat}, {escape(one.group)}:", ""]
-        lines += [f"- {escape(samples.baseline)}: {escape(one.text)}"]
-        lines += [
-            f"- {escape(each.configuration)}, from {each.differs_at} on: {escape(each.text)}"
-            for each in one.variants
-            if each.differs_at
-        ]
-        lines += [""]
+        texts = [f"{samples.baseline}: {one.text}"]
+        texts += [f"{v.configuration}, from {v.differs_at} on: {v.text}" for v in one.variants if v.differs_at]
+        flat = [" ".join(text.split()).replace("```", "'''") for text in texts]
+        lines += [f"Request {one.index} of repeat {one.repeat}, {escape(one.group)}:", "", "```text", *flat, "```", ""]
     return [*lines, "</details>", ""]
 
 

@@ -147,11 +147,11 @@ def _cells_note(run: Run) -> str:
     slo = words.slo_words(run.load_section.get("slo"))
     texts = [value.text + value.note for row in main_table(run).rows for value in row.values]
     found = {
-        f"Throughput: median over repeats, small: lowest to highest; of the steady window, else marked {WHOLE_RUN}. "
-        f"Ratios are paired by repeat: {RATIO_MARKS}.": True,
+        f"Medians over repeats, small: lowest to highest; of the steady window, else marked {WHOLE_RUN}. Ratios are "
+        f"paired by repeat: {RATIO_MARKS}.": True,
         f"{words.upper_first(MEDIANS)}: the ratio of the medians shown.": any(MEDIANS in text for text in texts),
         sensitivity(run): True,
-        "Latencies: raw samples of the whole run; small: of the steady window.": True,
+        "Latencies: raw samples, whole run; small: steady window.": True,
         f"Goodput: requests/s that met {slo}.": bool(slo),
         UNCERTAIN_NOTE: any(UNCERTAIN in text for text in texts),
     }

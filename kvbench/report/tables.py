@@ -16,9 +16,7 @@ from kvbench.runs.ratios import HIGHER, LOWER, UNCLEAR, Ratio
 WHOLE_RUN = "whole run"  # beside a throughput that is not of the steady window
 MEDIANS = "medians give"  # before the ratio of two medians that contradicts the paired one
 UNCERTAIN = "*"
-UNCERTAIN_NOTE = (
-    "* too few samples to be 99 % sure that at least two lie above the true percentile (p95 needs 130, p99 662)."
-)
+UNCERTAIN_NOTE = "* too few samples for 99 % confidence (p95 needs 130, p99 662)."
 _PERCENTILES = (
     ("ttft_ms", "p50"),
     ("ttft_ms", "p95"),
