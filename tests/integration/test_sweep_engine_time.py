@@ -44,7 +44,7 @@ def test_a_sweep_measures_engine_time_first_and_reports_it_beside_what_was_serve
     assert found["finished"] and found["launches"] >= 2 and len(finished(run)) == 2
     (change,) = (each for each in found["effects"] if each["metric"] == "output_throughput")
     assert change["cell"] == "paged-p8-c2" and change["ratio"] == pytest.approx(1.0, abs=0.02)
-    assert "in engine time" in (run / "report.md").read_text() and "engine time" in done.stdout
+    assert "engine time" in (run / "report.md").read_text() and "engine time" in done.stdout
     assert manifest(run)["measured_s"] > found["seconds"]  # it counts against --max-minutes
 
     again = bench.kvbench("sweep", "--resume", str(run), "--no-report", *MINUTES)
