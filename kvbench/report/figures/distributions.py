@@ -86,7 +86,7 @@ def distributions_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> 
     for metric, (row, column) in places.items():
         axis = log_axis(frame.loc[(frame["metric"] == metric) & (frame["group"] == EVERY), "ms"].to_numpy())
         figure.update_xaxes(title_text=f"{LATENCIES[metric]}, ms", tickangle=0, row=row, col=column, **axis)
-    figure.update_yaxes(range=[0, 101], ticksuffix=" %", dtick=25)
+    figure.update_yaxes(range=[0, 101], ticksuffix=" %", tickvals=[25, 50, 75, 100])  # 0 would lie on the ticks below
     finish(figure, 2 * _PANEL + _GAP + _LEGEND + 56)
     legend_outside(figure, -0.13, above=False)
     figure.update_layout(margin={"t": 20, "b": 56})
