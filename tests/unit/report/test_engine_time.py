@@ -30,7 +30,7 @@ def run_with(tmp_path, run_folder):
 
     def make(*effects, variant="normal", **facts):
         folder = tmp_path / "run"
-        shutil.copytree(run_folder(variant), folder, ignore=shutil.ignore_patterns("report.*"))  # others may write it
+        shutil.copytree(run_folder(variant), folder, ignore=shutil.ignore_patterns("report.*", "summary.csv"))
         run = read_run(folder)
         cells = [cell for cell in run.at(run.loads[-1]) if not cell.is_baseline]
         rows = [each(cells[-1].cell_id) for each in effects]
