@@ -14,7 +14,7 @@ from kvbench.common import text as words
 from kvbench.report.comparisons import baseline, compare, differing
 from kvbench.runs.engine_time import LEVEL_WITHIN
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
-from kvbench.runs.ratios import HIGHER, LEVEL, LOWER, SAME, Ratio
+from kvbench.runs.ratios import HIGHER, LEVEL, LOWER, SAME
 from kvbench.workload.settings import effective, phrase
 
 THROUGHPUT, TTFT, ITL = "output_throughput", "p95_ttft_ms", "p95_itl_ms"
@@ -112,13 +112,25 @@ def change_in(run: Run, cell: MeasuredCell, metric: str, clock: str) -> Change |
     if clock == ENGINE_TIME:
         e = run.engine_time.of(cell.cell_id, metric) if run.engine_time else None
         return e and Change(cell, metric, clock, e.ratio, e.low, e.high, e.call, e.smallest_seen)
-    pair = compare(cell, base)
+    return served(cell, base, metric)
+
+
+def change_between(run: Run, cell: MeasuredCell, other: MeasuredCell, metric: str) -> Change | None:
+    """Of a configuration against any other at its load: in either clock where one of them is the baseline."""
+    if other.is_baseline:
+        return change(run, cell, metric)
+    if cell.is_baseline:
+        known = change(run, other, metric)
+        return known and known.inverse()
+    return served(cell, other, metric)
+
+
+def served(cell: MeasuredCell, other: MeasuredCell, metric: str) -> Change | None:
+    """Of a configuration against another, as served: what the ratio paired by repeat shows."""
+    pair = compare(cell, other)
     ratio = {THROUGHPUT: pair.throughput, TTFT: pair.ttft, ITL: pair.itl}[metric]
-    return ratio and served(cell, metric, ratio)
-
-
-def served(cell: MeasuredCell, metric: str, ratio: Ratio) -> Change:
-    """The change that a ratio paired by repeat shows."""
+    if ratio is None:
+        return None
     low, high = ratio.ci or (None, None)
     good = HIGHER if metric == THROUGHPUT else LOWER
     calls = {SAME: IS_LEVEL, HIGHER: BEHIND, LOWER: BEHIND, good: AHEAD}

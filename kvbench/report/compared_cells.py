@@ -20,6 +20,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.stats import welch_interval
 from kvbench.report.comparisons import median
 from kvbench.report.provenance import target
+from kvbench.report.wording import marked
 from kvbench.runs.model import NOT_OF_REQUESTS, MeasuredCell, Run
 from kvbench.runs.ratios import FEWEST, HIGHER, LEVEL, LOWER, SAME, UNCLEAR, paired_ratio
 from kvbench.workload.settings import applies, effective, setting_title, value_words
@@ -93,7 +94,7 @@ class RatioToFirst:
 
     def __str__(self) -> str:
         """1.65x; ≈1.02x when level; 1.65x? when not told apart from 1."""
-        return f"{'≈' * (self.verdict == SAME)}{words.ratio(self.ratio)}{'?' * (self.verdict == UNCLEAR)}"
+        return marked(self.ratio, self.verdict)
 
     @property
     def bounds(self) -> str:

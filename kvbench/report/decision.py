@@ -18,7 +18,6 @@ from kvbench.report.changes import (
     BEHIND,
     ENGINE_TIME,
     IS_LEVEL,
-    ITL,
     METRICS,
     OPEN,
     SERVED,
@@ -33,7 +32,7 @@ from kvbench.report.changes import (
     served,
     short_name,
 )
-from kvbench.report.comparisons import baseline, compare, differing, median, paging_pair, spread
+from kvbench.report.comparisons import baseline, differing, median, paging_pair, spread
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 from kvbench.runs.ratios import FEWEST
 from kvbench.workload.settings import effective, setting_title, value_words
@@ -42,7 +41,6 @@ MOST_WORDS = 25  # of the first sentence
 KLD_SMALL = 0.002  # nats, mean: up to here a quantised KV counts as safe
 PAYS, RISK, COSTS, NO_CHANGE, UNDECIDED = "Pays", "Pays, at a risk", "Costs", "No change", "Not decided"
 FASTER_P95, SLOWER_P95, TRADES_P95 = "Better p95", "Worse p95", "One p95 better, one worse"
-_P95 = {TTFT: "p95 TTFT", ITL: "p95 ITL"}
 _CLOCKS = {ENGINE_TIME: f"in {ENGINE_TIME}", SERVED: SERVED}
 _MARKS = {PAYS: "better", FASTER_P95: "better", RISK: "risk", TRADES_P95: "risk", COSTS: "worse", SLOWER_P95: "worse"}
 _LONGEST_NAME = 7  # words
@@ -209,7 +207,7 @@ def gain(each: Change, load: MeasuredLoad) -> str:
 def _loss(each: Change, beside: Change) -> str:
     """p95 TTFT +61 %; −20 % tokens/s served at 3 at once: with clock and load where ``beside`` has others."""
     size = amount(each.ratio)
-    what = f"{size} tokens/s" if each.metric == THROUGHPUT else f"{_P95[each.metric]} {size}"
+    what = f"{size} tokens/s" if each.metric == THROUGHPUT else f"{METRICS[each.metric]} {size}"
     clock = "" if each.clock == beside.clock else f" {_CLOCKS[each.clock]}"
     return f"{what}{clock}{'' if each.cell.load == beside.cell.load else f' {each.cell.load.where}'}"
 
@@ -217,7 +215,7 @@ def _loss(each: Change, beside: Change) -> str:
 def _amount(each: Change) -> str:
     """+16 % tokens/s (13 to 20); p95 TTFT −24 % (−36 to −8.8)"""
     if each.metric != THROUGHPUT:
-        return f"{_P95[each.metric]} {each}"
+        return f"{METRICS[each.metric]} {each}"
     return f"{amount(each.ratio)} tokens/s {each.interval}".rstrip()
 
 
@@ -425,9 +423,7 @@ def _paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> C
         return choice(run, contiguous, paged).inverse()
     if contiguous.is_baseline:
         return choice(run, paged, contiguous)
-    pair = compare(paged, contiguous)
-    ratios = {THROUGHPUT: pair.throughput, TTFT: pair.ttft, ITL: pair.itl}
-    found = {metric: served(paged, metric, ratio) for metric, ratio in ratios.items() if ratio}
+    found = {metric: one for metric in METRICS if (one := served(paged, contiguous, metric))}
     return Choice(paged, contiguous, found.pop(THROUGHPUT, None), found)  # of neither side is engine time known
 
 
@@ -463,8 +459,7 @@ def _numbers(run: Run, each: Choice) -> str:
         return f"no ratio{f' ({doubt})' if (doubt := each.cell.doubt or each.base.doubt) else ''}"
     shown = [each.throughput, *(one for one in each.p95.values() if one.call in (AHEAD, BEHIND))]
     said = [f"{_amount(one)}{_other_clock(run, one)}" for one in shown]
-    if each.throughput.clock == ENGINE_TIME and (ratio := compare(each.cell, each.base).throughput):
-        as_served = served(each.cell, THROUGHPUT, ratio)
+    if each.throughput.clock == ENGINE_TIME and (as_served := served(each.cell, each.base, THROUGHPUT)):
         said.insert(1, f"served {amount(as_served.ratio)}{'' if as_served.decided else ' (not decided)'}")
     if each.worst in each.elsewhere:
         said.append(f"but {_loss(each.worst, each.throughput)}")

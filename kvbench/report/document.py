@@ -77,6 +77,7 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
     """The report of a run. ``price_per_hour``: of the machine, for the cost of a million tokens."""
     state, load = validity(run), decided_load(run)
     base = baseline(run, load) if load else None
+    samples = output_samples(run)
     first = (effects.drawing(run), frontier.drawing(run, price_per_hour))
     return Document(
         title=run.workload,
@@ -90,8 +91,8 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
         answers=tuple(answers(run)),
         limits=tuple(limit_lines(run)),
         first=tuple(drawing for drawing in first if drawing),
-        chapters=tuple(chapters(run, price_per_hour)),
-        samples=output_samples(run),
+        chapters=tuple(chapters(run, samples, price_per_hour)),
+        samples=samples,
         skipped=tuple(skipped_notes(run)),
         next_steps=tuple(next_steps(run)),
         command=reproduce(run),

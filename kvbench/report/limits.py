@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import pandas as pd
 
 from kvbench.common import text as words
-from kvbench.report.changes import AHEAD, THROUGHPUT, change, served, short_name
-from kvbench.report.comparisons import baseline, compare, differing, median
+from kvbench.report.changes import AHEAD, THROUGHPUT, change_between, short_name
+from kvbench.report.comparisons import baseline, differing, median
+from kvbench.runs.kv_ledger import step_seconds
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.workload.settings import effective
 
@@ -211,10 +212,10 @@ def facts_of(run: Run, cell: MeasuredCell) -> Facts:
         seats = effective(cell.settings, "max_num_seqs")
     return Facts(
         asked=cell.load.value if cell.load.mode == "closed" else None,
-        running=_mean(cell, "running_mean"),
-        waiting=_mean(cell, "waiting_mean"),
+        running=cell.observed_mean("running_mean"),
+        waiting=cell.observed_mean("waiting_mean"),
         seats=seats,
-        kv_wait=_mean(cell, "kv_full"),
+        kv_wait=cell.observed_mean("kv_full"),
         kv_peak=max(cell.observed("usage_max").values(), default=None),
         preemptions=preempted / requests if preempted is not None and requests else None,
         grown=_queue_growth(cell),
@@ -227,28 +228,20 @@ def facts_of(run: Run, cell: MeasuredCell) -> Facts:
     )
 
 
-def _mean(cell: MeasuredCell, gauge: str) -> float | None:
-    values = list(cell.observed(gauge).values())
-    return sum(values) / len(values) if values else None
-
-
 def _busy(cell: MeasuredCell) -> float | None:
     """The share of the load's time that the engine spent in steps."""
-    phases = {name for r in cell.repeats for name in r.server if name.startswith("step_time_seconds_total_")}
-    spent, lasted = sum(cell.counter(name) or 0.0 for name in phases), sum(cell.per_repeat("duration_s").values())
-    return min(1.0, spent / lasted) if phases and lasted else None
+    spent, lasted = step_seconds(cell), sum(cell.per_repeat("duration_s").values())
+    return min(1.0, spent / lasted) if spent is not None and lasted else None
 
 
 def _growth_from_below(run: Run, cell: MeasuredCell) -> dict[str, float]:
     """Tokens/s and running sequences over those at the load below; empty without such a load."""
     below = [load for load in run.loads if load.mode == cell.load.mode and load.value < cell.load.value]
     other = run.cell(cell.name, below[-1]) if below else None
-    if other is None or not other.valid:
-        return {}
-    if cell.has_steady != other.has_steady:
+    if other is None or not other.valid or cell.has_steady != other.has_steady:
         return {}
     rate, rate_below = (median(each.throughput()) for each in (cell, other))
-    ran, ran_below = (_mean(each, "running_mean") for each in (cell, other))
+    ran, ran_below = (each.observed_mean("running_mean") for each in (cell, other))
     if not rate or not rate_below or not ran or not ran_below:
         return {}
     return {"rate_growth": rate / rate_below, "running_growth": ran / ran_below}
@@ -260,14 +253,7 @@ def _headroom_of(run: Run, cell: MeasuredCell) -> float | None:
     for other in run.at(cell.load):
         if other is cell or not other.valid or not differing(cell, other) <= _KV_LAYOUT:
             continue
-        if other.is_baseline:
-            known = change(run, cell, THROUGHPUT)
-            known = known and known.inverse()
-        elif cell.is_baseline:
-            known = change(run, other, THROUGHPUT)
-        else:
-            ratio = compare(other, cell).throughput
-            known = ratio and served(other, THROUGHPUT, ratio)
+        known = change_between(run, other, cell, THROUGHPUT)
         if known and known.call == AHEAD:
             found.append(known.ratio)
     return max(found, default=None)

@@ -14,7 +14,7 @@ from kvbench.report.figures import distributions, frontier, heat_map, hits, kv_t
 from kvbench.report.hits import hit_sentences, hit_table
 from kvbench.report.kv import ledger_figure, ledger_note, ledger_table, memory_table
 from kvbench.report.limits import limits
-from kvbench.report.samples import output_samples
+from kvbench.report.samples import OutputSamples
 from kvbench.report.style import Drawing
 from kvbench.report.tables import (
     MEDIANS,
@@ -65,8 +65,8 @@ class Chapter:
     sentences: tuple[str, ...] = field(default=())
 
 
-def chapters(run: Run, price_per_hour: float | None = None) -> list[Chapter]:
-    """Every chapter that has something to show, without empty sections."""
+def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | None = None) -> list[Chapter]:
+    """Every chapter that has something to show, without empty sections; ``samples``: of the run's outputs."""
     ledger, cells = ledger_table(run), _with_missing(run, main_table(run))
     kv = tuple(filter(None, (ledger_sentence(run), *(reservation(pair) for pair in paging(run)[-1:]))))
     timelines = (kv_timeline.drawing(run, load) for load in reversed(run.loads))
@@ -98,7 +98,7 @@ def chapters(run: Run, price_per_hour: float | None = None) -> list[Chapter]:
         ),
         Chapter(
             "Outputs side by side",
-            (Section("outputs", "Equal to the baseline", agreement_table(run), _outputs_note(run)),),
+            (Section("outputs", "Equal to the baseline", agreement_table(samples), _outputs_note(samples)),),
         ),
         Chapter(
             "All cells",
@@ -158,14 +158,12 @@ def _cells_note(run: Run) -> str:
     return " ".join(text for text, holds in found.items() if holds and text)
 
 
-def _outputs_note(run: Run) -> str:
-    samples = output_samples(run)
+def _outputs_note(samples: OutputSamples | None) -> str:
     return "Random weights: a difference says nothing of quality." if samples and samples.random_weights else ""
 
 
-def agreement_table(run: Run) -> Table:
+def agreement_table(samples: OutputSamples | None) -> Table:
     """How many outputs of each configuration are the baseline's; no rows where no outputs are stored."""
-    samples = output_samples(run)
     rows = [
         Row(None, (Value(each.configuration, each.configuration), Value(str(each), each.equal / each.both)))
         for each in (samples.agreements if samples else ())

@@ -23,7 +23,12 @@ _DOUBT = {
 
 def marked_ratio(r: Ratio) -> str:
     """1.65x; ≈1.02x when level; 1.65x? when not told apart from 1."""
-    return f"{'≈' if r.verdict == SAME else ''}{words.ratio(r.median)}{'?' if r.verdict == UNCLEAR else ''}"
+    return marked(r.median, r.verdict)
+
+
+def marked(ratio: float, verdict: str) -> str:
+    """A ratio with the mark of its verdict, as ``RATIO_MARKS`` explains."""
+    return f"{'≈' if verdict == SAME else ''}{words.ratio(ratio)}{'?' if verdict == UNCLEAR else ''}"
 
 
 def smallest_effects(ratios: Mapping[str, Sequence[Ratio | None]]) -> str:

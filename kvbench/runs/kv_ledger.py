@@ -111,36 +111,32 @@ def observe(gauges: pd.DataFrame, means: Mapping[str, float], start: float, end:
     return found | {name: means[name] for name in _MEANS if found and name in means}
 
 
-def _mean(cell: MeasuredCell, name: str) -> float | None:
-    values = list(cell.observed(name).values())
-    return math.fsum(values) / len(values) if values else None
-
-
 def bytes_per_slot(cell: MeasuredCell) -> float | None:
     """Bytes of a token's KV with its scales: as the server says, else as the capacity was computed."""
-    known = (_mean(cell, "kv_bytes_per_slot"), *(cell.capacity.get(k) for k in ("bytes_per_slot", "bytes_per_token")))
+    names = ("bytes_per_slot", "bytes_per_token")
+    known = (cell.observed_mean("kv_bytes_per_slot"), *(cell.capacity.get(name) for name in names))
     return next((v for value in known if (v := number(value)) is not None and v > 0), None)
 
 
 def scale_bytes_per_slot(cell: MeasuredCell) -> float | None:
     """Of ``bytes_per_slot``, those of the scales; None where neither the server nor the arithmetic tells."""
     names = ("scale_bytes_per_slot", "scale_bytes_per_token")
-    known = (_mean(cell, "kv_scale_bytes_per_slot"), *(number(cell.capacity.get(name)) for name in names))
+    known = (cell.observed_mean("kv_scale_bytes_per_slot"), *(number(cell.capacity.get(name)) for name in names))
     return next((value for value in known if value is not None), None)
 
 
 def ledger(cell: MeasuredCell) -> Ledger | None:
     """None where the server does not tell its slots, their size or its budget."""
-    slots = {use: _mean(cell, f"use_{use}") for use in SLOT_USES}
+    slots = {use: cell.observed_mean(f"use_{use}") for use in SLOT_USES}
     size = bytes_per_slot(cell)
-    budget = _mean(cell, "kv_budget_bytes") or number(cell.capacity.get("kv_budget_bytes"))
+    budget = cell.observed_mean("kv_budget_bytes") or number(cell.capacity.get("kv_budget_bytes"))
     if None in slots.values() or size is None or not budget:
         return None
     parts = {use: float(value or 0.0) * size for use, value in slots.items()}
-    parts["table"] = _mean(cell, "page_table_bytes") or 0.0
+    parts["table"] = cell.observed_mean("page_table_bytes") or 0.0
     parts["rest"] = max(0.0, budget - math.fsum(parts.values()))
     scales = float(slots["tokens"] or 0.0) * (scale_bytes_per_slot(cell) or 0.0)
-    shared = _mean(cell, "kv_slots_shared")
+    shared = cell.observed_mean("kv_slots_shared")
     return Ledger(math.fsum(parts.values()), parts, scales, None if shared is None else shared * size)
 
 
@@ -150,12 +146,16 @@ def swapped_bytes(cell: MeasuredCell, way: str = "out") -> float | None:
     return None if slots is None or size is None else slots * size
 
 
+def step_seconds(cell: MeasuredCell) -> float | None:
+    """Seconds of all steps of all repeats; None where the server does not count them."""
+    phases = {name for repeat in cell.repeats for name in repeat.server if name.startswith("step_time_seconds_total_")}
+    return math.fsum(cell.counter(name) or 0.0 for name in phases) if phases else None
+
+
 def share_of_steps(cell: MeasuredCell, seconds: str) -> float | None:
     """What a counter of seconds (hash_seconds, swap_seconds) is of all step time, 0..1; None where that is unknown."""
-    spent = cell.counter(f"{seconds}_total")
-    phases = {name for repeat in cell.repeats for name in repeat.server if name.startswith("step_time_seconds_total_")}
-    steps = math.fsum(cell.counter(name) or 0.0 for name in phases)
-    return spent / steps if spent is not None and steps > 0 else None
+    spent, steps = cell.counter(f"{seconds}_total"), step_seconds(cell)
+    return spent / steps if spent is not None and steps else None
 
 
 _COUNTERS = (

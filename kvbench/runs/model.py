@@ -147,6 +147,11 @@ class MeasuredCell:
         """A statistic of the server's gauges by repeat, such as "running_mean"."""
         return {r.repeat: r.observed[gauge] for r in self.repeats if gauge in r.observed}
 
+    def observed_mean(self, gauge: str) -> float | None:
+        """The mean of such a statistic over the repeats; None where no repeat has it."""
+        values = list(self.observed(gauge).values())
+        return math.fsum(values) / len(values) if values else None
+
     def counter(self, name: str) -> float | None:
         """A server counter summed over the repeats; None where no repeat has it."""
         known = [value for r in self.repeats if (value := number(r.server.get(name))) is not None]

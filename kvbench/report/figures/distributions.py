@@ -18,12 +18,7 @@ from kvbench.runs.model import MeasuredCell, Run
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
 EVERY = ""  # the group of all requests
 _POINTS = {True: 60, False: 30}  # of a curve: of all requests, of a class
-_WIDTH, _PANEL, _GAP, _LEGEND = (
-    500,
-    210,
-    64,
-    110,
-)  # px: narrowest figure; height of a panel, between two, of legend and menu
+_WIDTH, _PANEL, _GAP, _LEGEND = 500, 210, 64, 110  # px: narrowest figure; a panel, between two, legend and menu
 
 
 def distributions(cells: Sequence[MeasuredCell]) -> pd.DataFrame:

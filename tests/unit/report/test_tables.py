@@ -201,7 +201,7 @@ def test_the_steps_of_a_rate_have_a_table_of_medians() -> None:
 
 
 def sections(shown: Run) -> list[Section]:
-    return [section for chapter in chapters(shown) for section in chapter.sections]
+    return [section for chapter in chapters(shown, None) for section in chapter.sections]
 
 
 def test_sections_without_rows_are_left_out() -> None:
