@@ -198,7 +198,7 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
         except OtherKind as kind:
             others[str(kind)] += 1
         except ValueError as error:
-            notes.append(f"{folder} is skipped: {error}")
+            notes.append(f"{_shown(folder)} is skipped: {error}")
         else:
             known = runs.setdefault((run.workload, run.name, run.started), run)
             if run.release and not known.release:
@@ -206,6 +206,11 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
     for kind, count in sorted(others.items()):
         notes.append(f"{count} of `kvbench {kind}` skipped: a trend is of runs of `kvbench sweep`")
     return sorted(runs.values(), key=lambda run: (run.started, run.name)), notes
+
+
+def _shown(folder: Path) -> str:
+    """mixed/20260101T000000Z-abcdefg: a note may stand in a page that is published, so without this machine's folders."""
+    return f"{folder.parent.name}/{folder.name}"
 
 
 def read_run(folder: Path, notes: list[str]) -> StoredRun:
@@ -229,7 +234,7 @@ def read_run(folder: Path, notes: list[str]) -> StoredRun:
             summary = read_object(path)
             cells[str(summary.get("cell_id", path.parent.name))] = _cell(summary, workload.get("seed"), load)
         except ValueError as error:
-            notes.append(f"cell {path.parent.name} of {folder} is skipped: {error}")
+            notes.append(f"cell {path.parent.name} of {_shown(folder)} is skipped: {error}")
     git = manifest.get("git") or {}
     return StoredRun(
         folder=folder,

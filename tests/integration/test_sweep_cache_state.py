@@ -126,13 +126,13 @@ def test_a_server_of_ours_that_cannot_empty_its_cache_is_launched_for_each_load(
     engine = TINY["engine"] | {"enable_prefix_caching": True}
     path = bench.write(engine=engine, sweep={}, load={"concurrency": [1, 2], "repeats": 2})
     done = bench.sweep(str(path), "--no-report")
-    assert done.returncode in (0, 4), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     run = bench.only_run()
     assert complaints(run) == [] and len(finished(run)) == 4
     assert len(bench.launches) == 4
     assert len(list((run / "logs").glob("*.log"))) == 4
     bench.write(engine=engine, sweep={}, load={"concurrency": [1, 2], "repeats": 1, "cache_state": "steady"})
-    assert bench.sweep(str(path), "--no-report").returncode in (0, 4)
+    assert bench.sweep(str(path), "--no-report").returncode == 0
     assert len(bench.launches) == 5  # as it is found: one server will do
 
 

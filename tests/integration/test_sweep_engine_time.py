@@ -16,7 +16,6 @@ from kvbench.targets import choose
 from tests.support.loads import FAKE, ROOT
 from tests.support.sweep_parts import Bench, finished, manifest
 
-EITHER = (0, 4)  # other work on this machine may make loads invalid
 MINUTES = ("--lockstep-minutes", "0.05")
 
 
@@ -39,16 +38,16 @@ def write(bench):
 def test_a_sweep_measures_engine_time_first_and_reports_it_beside_what_was_served(bench):
     done = bench.sweep(str(write(bench)), *MINUTES, fake=False)
     run = bench.only_run()
-    assert done.returncode in EITHER, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     found = effects(run)
     assert found["finished"] and found["launches"] >= 2 and len(finished(run)) == 2
     (change,) = (each for each in found["effects"] if each["metric"] == "output_throughput")
-    assert change["cell"] == "paged-p8-c2" and change["ratio"] == pytest.approx(1.0, abs=0.02)
+    assert change["cell"] == "paged-p8-c2" and change["ratio"] == pytest.approx(1.0, abs=0.2)
     assert "engine time" in (run / "report.md").read_text() and "engine time" in done.stdout
     assert manifest(run)["measured_s"] > found["seconds"]  # it counts against --max-minutes
 
     again = bench.kvbench("sweep", "--resume", str(run), "--no-report", *MINUTES)
-    assert again.returncode in EITHER and effects(run) == found
+    assert again.returncode == 0 and effects(run) == found
 
 
 def test_an_interrupted_sitting_begins_anew_with_a_resume(bench, monkeypatch):
@@ -72,7 +71,7 @@ def test_an_interrupted_sitting_begins_anew_with_a_resume(bench, monkeypatch):
 
     assert "2 server launches, 2 loads" in planned() and "minutes of it are engine time" in planned()
     again = bench.kvbench("sweep", "--resume", str(run), "--no-report")
-    assert again.returncode in EITHER and len(finished(run)) == 2, again.stdout + again.stderr
+    assert again.returncode == 0 and len(finished(run)) == 2, again.stdout + again.stderr
     shutil.rmtree(run / "cells" / "paged-p8-c2" / "loads" / "1")
     assert "1 server launch, 1 load," in planned() and "engine time" not in planned()  # it is finished
     assert "begins anew" in again.stdout
@@ -84,4 +83,4 @@ def test_an_interrupted_sitting_begins_anew_with_a_resume(bench, monkeypatch):
 def test_without_minutes_for_it_engine_time_is_not_measured(bench):
     done = bench.sweep(str(write(bench)), "--lockstep-minutes", "0", "--no-report", fake=False)
     run = bench.only_run()
-    assert done.returncode in EITHER and len(finished(run)) == 2 and not (run / "lockstep").exists()
+    assert done.returncode == 0 and len(finished(run)) == 2 and not (run / "lockstep").exists()

@@ -24,7 +24,7 @@ from tests.support.loads import fake_server
 from tests.support.sweep_parts import FAKE, Bench, alive, complaints, end, finished, manifest, wait_until
 from tests.unit.calibration.test_calibration import taken
 
-EITHER = (0, 4)  # other work on this machine may make loads invalid
+EITHER = (0, 4)  # other work on this machine may make the loads of a process of its own invalid
 CELLS = ("paged-p16-c3", "contiguous-c3")
 
 
@@ -39,7 +39,7 @@ def measured(tmp_path_factory):
     bench = Bench(tmp_path_factory.mktemp("sweep"))
     path = bench.write(load={"concurrency": [3], "num_requests": [9], "slo": {"ttft_ms": 5000.0}})
     done = bench.sweep(str(path))
-    assert done.returncode in EITHER, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return bench, bench.only_run(), done
 
 
@@ -47,8 +47,7 @@ def test_every_cell_is_measured_in_every_repeat_and_nothing_but_the_client_may_c
     _, run, done = measured
     assert set(finished(run)) == {(cell, repeat) for cell in CELLS for repeat in ("1", "2")}
     assert manifest(run)["status"] == "complete"
-    assert complaints(run) == []
-    assert (done.returncode == 4) == ("INVALID" in done.stdout)
+    assert complaints(run) == [] and "INVALID" not in done.stdout
 
 
 def test_each_configuration_gets_a_fresh_server_in_each_repeat_with_its_own_settings(measured):
@@ -194,7 +193,7 @@ def test_a_server_that_dies_costs_its_load_only_and_resume_mends_it_from_any_fol
     assert done.returncode == 2 and "weights_fingerprint (f00d then, beef now)" in done.stderr
     assert finished(run) == before and not any(alive(launch["pid"]) for launch in bench.launches)
     done = bench.kvbench(*resume, "--force", cwd=tmp_path / "other", FAKE_WEIGHTS="beef")
-    assert done.returncode in EITHER, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     found, after = manifest(run), finished(run)
     assert len(after) == 2 and {key: after[key] for key in before} == before
     assert (found["status"], found["failures"], complaints(run)) == ("complete", [], [])
@@ -206,7 +205,7 @@ def test_a_running_server_can_be_measured_as_it_is(bench):
     path = bench.write(load={"repeats": 1})
     with fake_server() as (server, url):
         done = bench.sweep(str(path), "--target", url + "/v1", "--no-report", fake=False)
-        assert done.returncode in EITHER, done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
         assert set(finished(bench.only_run())) == {("target-c2", "1")}
         assert server.poll() is None  # it is not ours to stop
 
@@ -240,7 +239,7 @@ def test_each_value_of_a_sweep_is_a_launch_of_its_own_with_its_own_command(bench
     words = "--port {port} --vocab-size 512 --ttft-ms 5 --itl-ms {page_size}"
     line = f"{sys.executable} -m kvbench mock-server {words}"
     done = bench.sweep(str(path), "--no-report", "--serve-cmd", line, fake=False)
-    assert done.returncode in (0, 4), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "model, kv_budget, max_model_len, max_num_seqs" in done.stdout  # which the command does not pass on
     run = bench.only_run()
     assert complaints(run) == []
@@ -371,9 +370,7 @@ def test_a_cell_without_a_valid_load_is_invalid_and_a_resume_measures_it_again(b
     assert len(bench.launches) == before + 1 and summary(run, cell)["valid"]
 
 
-def test_a_server_that_refuses_requests_is_a_finding_and_is_not_measured_again(bench, monkeypatch):
-    for name in ("contention_reasons", "client_reasons"):  # what else this machine does
-        monkeypatch.setattr(f"kvbench.measure.load.{name}", lambda *args: [])
+def test_a_server_that_refuses_requests_is_a_finding_and_is_not_measured_again(bench):
     cell = "paged-p16-c2"
     rule = {"path": "stream", "do": "error_event", "first": 4, "count": 4}
     path = bench.write(load={"repeats": 1, "num_requests": 12}, sweep={})

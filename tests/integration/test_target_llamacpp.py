@@ -33,7 +33,7 @@ def test_a_sweep_of_llama_cpp(tmp_path):
     )  # fmt: skip
     words = [str(path), "--target", "llamacpp", "--target-python", os.environ["LLAMA_SERVER"], "--no-report"]
     done = bench.sweep(*words, fake=False)
-    assert done.returncode in (0, 4), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     run = bench.only_run()
     assert complaints(run) == []
     (served,) = manifest(run)["servers"].values()

@@ -34,7 +34,7 @@ def test_a_sweep_of_vllm(tmp_path):
     )  # fmt: skip
     words = [str(path), "--target", "vllm", "--target-args", "--enforce-eager", "--no-report"]
     done = bench.sweep(*words, fake=False)
-    assert done.returncode in (0, 4), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     run = bench.only_run()
     assert complaints(run) == []  # among them: hits outside what the prompts' own prefixes allow
     facts = manifest(run)

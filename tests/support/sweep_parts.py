@@ -19,7 +19,8 @@ import pytest
 import yaml
 
 from kvbench.cli.main import main
-from kvbench.sweep import order
+from kvbench.measure.load import measure_load
+from kvbench.sweep import block, order
 from tests.support.loads import FAKE, ROOT
 
 # A busy test machine may make the client late and take cores from the server; that is not what is tested here.
@@ -49,7 +50,8 @@ TINY: dict[str, Any] = {
 class Bench:
     """A folder with a workload; runs kvbench in it.
 
-    ``again``: disturbed loads are measured again; else what else runs on the machine would decide what is launched.
+    ``again``: disturbed loads are invalid and are measured again. Without it, loads that run in this process count as
+    undisturbed; else what else runs on the machine would decide what is launched and what is valid.
     """
 
     folder: Path
@@ -98,8 +100,10 @@ class Bench:
         """A command in this process, which has imported what it needs."""
         out, err = io.StringIO(), io.StringIO()
         measures_again = order.measures_again if self.again else lambda done, attempts: False
+        measure = block.measure_load if self.again else undisturbed
         with (
             unittest.mock.patch.object(order, "measures_again", measures_again),
+            unittest.mock.patch.object(block, "measure_load", measure),
             unittest.mock.patch.dict(os.environ, self.environment(**env)),
             contextlib.chdir(cwd),
             contextlib.redirect_stdout(out),
@@ -132,6 +136,14 @@ class Bench:
     def only_run(self) -> Path:
         (run,) = self.results.glob("*/*")
         return run
+
+
+def undisturbed(*arguments: Any, **options: Any) -> dict[str, Any]:
+    """``measure_load`` as on a machine where nothing else runs."""
+    found = measure_load(*arguments, **options)
+    reasons = [reason for reason in found["invalid_reasons"] if not any(words in reason for words in BUSY_MACHINE)]
+    valid = not (reasons or found["refused"])
+    return found | {"valid": valid, "invalid_reasons": reasons, "disturbances": []}
 
 
 def finished(run: Path) -> dict[tuple[str, str], float]:
