@@ -209,7 +209,7 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
 
 
 def _shown(folder: Path) -> str:
-    """mixed/20260101T000000Z-abcdefg: a note may stand in a page that is published, so without this machine's folders."""
+    """mixed/20260101T000000Z-abcdefg: a note may stand in a page that is published, so it has no machine path."""
     return f"{folder.parent.name}/{folder.name}"
 
 

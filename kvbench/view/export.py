@@ -1,6 +1,7 @@
 """The workspace as static pages, for artifacts of CI or a branch of pages: no server, and no form that needs one.
 
-index.html  history.html  runs/<slug>.html  compare/<slug>--<slug>.html  plotly-<version>.js  kvbench-view.json
+index.html  history.html  runs/<slug>.html  compare/<slug>--<slug>.html  kvbench-view.json
+plotly-cartesian-<version>.min.js  page.js
 """
 
 from __future__ import annotations
@@ -10,16 +11,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from plotly.offline import get_plotlyjs, get_plotlyjs_version
-
 from kvbench.common.errors import UsageError
 from kvbench.common.files import check_output_dir, write_json, write_text
 from kvbench.report.compared_cells import groups_of
+from kvbench.report.page import PAGE_JS, PLOTLY_JS, template_file
 from kvbench.view import pages
 from kvbench.view.workspace import DAMAGED, RunRow, Workspace
 
-LISTING, _SCRIPT = "kvbench-view.json", "page.js"
-_PLOTLY = f"plotly-{get_plotlyjs_version()}.js"
+LISTING = "kvbench-view.json"
 
 
 def check_export_dir(folder: Path) -> None:
@@ -57,10 +56,10 @@ def export(workspace: Workspace, folder: Path, progress: Callable[[str], None] =
             text = make(links)
         except Exception as error:  # the pages of the other runs must not be lost
             text = pages.defect(error, links)
-        write(name, pages.packed(text, up + _SCRIPT))
+        write(name, pages.packed(text, up + PAGE_JS))
 
-    write(_PLOTLY, get_plotlyjs())
-    write(_SCRIPT, pages.page_script())
+    for script in (PLOTLY_JS, PAGE_JS):
+        write(script, template_file(script))
     for row in readable:
         write_page(f"runs/{row.slug}.html", lambda links, row=row: pages.run(workspace.run(row), links))
     for before, after in _newest_pairs(rows):
@@ -78,7 +77,7 @@ def _links(up: str, pairs: dict[tuple[str, str], str]) -> pages.Links:
     return pages.Links(
         runs=f"{up}index.html",
         history=f"{up}history.html",
-        plotly=f"{up}{_PLOTLY}",
+        plotly=f"{up}{PLOTLY_JS}",
         capacity=None,
         run=lambda slug: f"{up}runs/{slug}.html",
         pair=lambda before, after: pairs.get((before, after)),

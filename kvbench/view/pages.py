@@ -8,12 +8,10 @@ import re
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from kvbench.common import text as words
 from kvbench.history import page as history_page
@@ -22,7 +20,7 @@ from kvbench.report import page as run_page
 from kvbench.report import side_by_side
 from kvbench.report.compared_cells import Group
 from kvbench.report.document import document
-from kvbench.report.page import render
+from kvbench.report.page import PAGE_JS, PLOTLY_JS, render, template_file
 from kvbench.runs.model import Run
 from kvbench.view.capacity import Form
 from kvbench.view.workspace import DAMAGED, STATES, RunRow, Workspace
@@ -174,13 +172,13 @@ def framed(page: str, links: Links) -> str:
     nav = f'<style>{_NAV_STYLE}</style>\n<nav class="workspace" aria-label="workspace">{anchors}</nav>'
     shared = Markup('<script src="{}"></script>').format(links.plotly)
     page = page.replace("<main>", f"<main>\n{nav}", 1)
-    return page.replace(f"<script>{get_plotlyjs()}</script>", shared, 1)
+    return page.replace(f"<script>{template_file(PLOTLY_JS)}</script>", shared, 1)
 
 
 def packed(page: str, script: str) -> str:
     """The page with its figures compressed, to a third of their size, and ``script`` in place of its own script.
 
-    A few lines unpack the figures and then load ``script``, the address of ``page_script()`` as a file. Numbers have
+    A few lines unpack the figures and then load ``script``, the address of PAGE_JS as a file. Numbers have
     32 bits, which is more than a screen shows.
     """
     figures = _FIGURES.search(page)
@@ -189,12 +187,9 @@ def packed(page: str, script: str) -> str:
     text = json.dumps(_narrowed(json.loads(figures[2])), separators=(",", ":"))
     data = b64encode(gzip.compress(text.encode(), mtime=0)).decode()
     page = f"{page[: figures.start()]}{figures[1]}{data}{figures[3]}{page[figures.end() :]}"
-    return page.replace(f"<script>{page_script()}</script>", f"<script>{_UNPACK % json.dumps(script)}</script>", 1)
-
-
-def page_script() -> str:
-    """The script that draws the figures of a page and sorts its tables."""
-    return (files("kvbench.report") / "templates" / "page.js").read_text(encoding="utf-8")
+    return page.replace(
+        f"<script>{template_file(PAGE_JS)}</script>", f"<script>{_UNPACK % json.dumps(script)}</script>", 1
+    )
 
 
 def _narrowed(node: Any) -> Any:

@@ -15,7 +15,6 @@ from urllib.parse import urlencode
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
-from plotly.offline import get_plotlyjs, get_plotlyjs_version
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
@@ -23,13 +22,13 @@ from kvbench.common.errors import UsageError
 from kvbench.common.ports import free_port
 from kvbench.common.text import upper_first
 from kvbench.report.compared_cells import groups_of, one_group
+from kvbench.report.page import PLOTLY_JS, template_file
 from kvbench.view import pages
 from kvbench.view.capacity import form
 from kvbench.view.workspace import DAMAGED, Workspace
 
 HOST = "127.0.0.1"
 _OWN_NAMES = ["127.0.0.1", "localhost"]  # a page of another name that resolves to us is answered with 400
-_PLOTLY = f"/plotly-{get_plotlyjs_version()}.js"
 _GRACE_S = 1
 _KEPT_PAGES = 12  # reports of runs, about half a megabyte each
 _HEADERS = {
@@ -41,7 +40,7 @@ _HEADERS = {
 LINKS = pages.Links(
     runs="/",
     history="/history",
-    plotly=_PLOTLY,
+    plotly=f"/{PLOTLY_JS}",
     capacity="/capacity",
     run=lambda slug: f"/runs/{slug}",
     pair=lambda before, after: f"/compare?run={before}&run={after}",
@@ -100,10 +99,10 @@ def make_app(workspace: Workspace) -> FastAPI:
         found = form(request.query_params)
         return HTMLResponse(pages.capacity(found, LINKS), status_code=400 if found.error else 200)
 
-    @app.get(_PLOTLY)
+    @app.get(f"/{PLOTLY_JS}")
     def plotly() -> Response:
         headers = {"cache-control": "max-age=31536000, immutable"}  # its address has its version
-        return Response(get_plotlyjs(), media_type="text/javascript", headers=headers)
+        return Response(template_file(PLOTLY_JS), media_type="text/javascript", headers=headers)
 
     app.add_exception_handler(HTTPException, _answer_error)
     return app

@@ -56,7 +56,7 @@ def effects_figure(frame: pd.DataFrame) -> go.Figure:
         band = {"row": 1, "col": column, "layer": "below"}  # after the traces: plotly skips panels that are empty
         figure.add_vrect(-margin, margin, fillcolor="rgba(128,128,128,0.2)", line_width=0, **band)
         figure.add_vline(0, line_width=1, line_color=GREY, **band)
-        figure.update_xaxes(range=[low, high], nticks=4, tickangle=0, row=1, col=column)
+        figure.update_xaxes(range=[low, high], nticks=5, tickangle=0, row=1, col=column)
     figure.update_yaxes(
         range=[-0.5, len(rows) - 0.2], tickvals=list(range(len(rows))), ticktext=[_label(row) for row in rows]
     )

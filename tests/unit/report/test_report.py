@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import rich.console
+from plotly.offline import get_plotlyjs_version
 
 from kvbench.cli.main import cli
 from kvbench.common.console import print_table
@@ -21,7 +22,7 @@ from kvbench.report.decision import headline
 from kvbench.report.document import document
 from kvbench.report.markdown import markdown
 from kvbench.report.outputs import DROP_FIRST, console_table, write_report
-from kvbench.report.page import page
+from kvbench.report.page import PLOTLY_JS, page, template_file
 from kvbench.report.style import looks
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.read import read_run
@@ -34,6 +35,11 @@ EVIL = '<script>alert("x")</script><img src="https://evil.example/x.png">'
 
 def without_scripts(page_: str) -> str:
     return re.sub(r"<script.*?</script>", "", page_, flags=re.S)
+
+
+def test_the_bundle_that_draws_figures_has_the_version_of_pythons_plotly() -> None:
+    version = get_plotlyjs_version()
+    assert f"-{version}." in PLOTLY_JS and f"v{version}\n" in template_file(PLOTLY_JS)[:100]
 
 
 def visible(page_: str) -> str:

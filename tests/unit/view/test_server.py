@@ -98,7 +98,7 @@ def test_a_run_is_its_report_and_a_damaged_one_says_what_is_wrong(
     slug = cell("a").split("/")[0]
     page = served.get(f"/runs/{slug}")
     assert page.status_code == 200 and "where it came from" in page.text and '<nav class="workspace"' in page.text
-    (plotly,) = re.findall(r'<script src="(/plotly-[\d.]+\.js)">', page.text)
+    (plotly,) = re.findall(r'<script src="(/plotly-[\w.-]+\.js)">', page.text)
     script = served.get(plotly)
     assert len(script.content) > 1_000_000 and "javascript" in script.headers["content-type"]
     damaged = served.get(f"/runs/{cell('a').split('/')[0].replace('a' * 7, 'e' * 7).replace('01T', '05T')}")
