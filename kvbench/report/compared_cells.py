@@ -339,13 +339,13 @@ def headline(groups: Sequence[Group]) -> str:
         names = {HIGHER: "higher", LOWER: "lower", SAME: "level", UNCLEAR: "not told apart"}
         parts = [f"{name} in {count}" for verdict, name in names.items() if (count := verdicts.count(verdict))]
         parts += [f"no ratio in {len(left)}"] if left else []
-        return f"B against A, output tokens/s in {len(groups)} cells: {', '.join(parts)}."
+        return f"B against A, output tokens/s as served in {len(groups)} cells: {', '.join(parts)}."
     known = [(side.letter, ratio) for side, ratio in found if ratio]
     parts = [f"{letter} {_ratio_words(ratio)}" for letter, ratio in known]
     parts += [f"no ratio of {words.listing(left)}"] if left else []
     bare = [letter for letter, ratio in known if ratio.interval is None]
     too_few = f" (of {words.listing(bare)} too few repeats for an interval)" if bare else ""
-    return f"Output tokens/s against A, {groups[0][0].title}: {', '.join(parts)}{too_few}."
+    return f"Output tokens/s as served against A, {groups[0][0].title}: {', '.join(parts)}{too_few}."
 
 
 def _throughput(first: Side, side: Side) -> RatioToFirst | None:

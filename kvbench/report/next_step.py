@@ -115,5 +115,3 @@ def _sweep(run: Run, options: Sequence[str]) -> str:
     """The command of the run with further options; empty where it is not known."""
     command = [str(part) for part in run.manifest.get("command") or ()]
     return shlex.join([*command, *options]) if "sweep" in command and "--resume" not in command else ""
-
-

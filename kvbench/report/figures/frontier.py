@@ -207,8 +207,11 @@ def drawing(run: Run, price_per_hour: float | None = None) -> Drawing | None:
         return None
     axes = [axis for axis in _AXES if frame[axis].notna().any()]
     stars = any(certain(frame, axis, latency).any() for axis in axes for latency in _LATENCIES)
-    none = "No point is on the frontier for certain: intervals overlap" if frame["ttft_low"].notna().any() else (
-        f"Fewer than {FEWEST} repeats have no interval, so no point is on the frontier for certain")
+    none = (
+        "No point is on the frontier for certain: intervals overlap"
+        if frame["ttft_low"].notna().any()
+        else (f"Fewer than {FEWEST} repeats have no interval, so no point is on the frontier for certain")
+    )
     loads = " Larger: higher load." if len(run.loads) > 1 else ""
     better = "lower right is better" + (", of cost and energy lower left" if {"cost", "energy"} & set(axes) else "")
     caption = f"Served; {better}.{loads} {'Stars: on the frontier for certain' if stars else none}."

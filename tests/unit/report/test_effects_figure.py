@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.report.changes import AHEAD, BEHIND, ITL, OPEN, THROUGHPUT, TTFT, changes_frame
-from kvbench.report.figures.effects import drawing, effects_figure
+from kvbench.report.changes import AHEAD, BEHIND, ITL, OPEN, THROUGHPUT, TTFT
+from kvbench.report.figures.effects import drawing
 from tests.support.report_cells import cell, in_engine_time, run
 
 A, B, C = cell(page_size=8), cell(page_size=64), cell("contiguous")
@@ -30,7 +30,7 @@ def marks(figure) -> dict[tuple[str, str], tuple[float, str]]:
 
 
 def test_every_change_is_one_mark_in_its_panel_with_its_size() -> None:
-    figure = effects_figure(changes_frame(shown()))
+    figure = drawing(shown()).figure
     found = marks(figure)
     assert sum(map(len, found.values())) == len(EFFECTS)
     assert ("x", "better") in found and ("x2", "worse") in found and ("x3", "not decided") in found
@@ -41,7 +41,7 @@ def test_every_change_is_one_mark_in_its_panel_with_its_size() -> None:
 
 
 def test_nothing_lies_outside_its_axis_and_the_margin_is_drawn_in_every_panel() -> None:
-    figure = effects_figure(changes_frame(shown()))
+    figure = drawing(shown()).figure
     for panel in ("", "2", "3"):
         low, high = figure.layout[f"xaxis{panel}"].range
         inside = [x for t in figure.data if (t.xaxis or "x") == f"x{panel}" for x in t.x if x is not None]

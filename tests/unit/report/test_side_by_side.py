@@ -17,10 +17,11 @@ from scipy.stats import ttest_ind
 from kvbench.cli.main import cli, main
 from kvbench.common.errors import UsageError
 from kvbench.common.stats import welch_interval
+from kvbench.report.changes import BEHIND, OPEN, THROUGHPUT
 from kvbench.report.compared_cells import MOST_SIDES, Group, differences, groups_of, obstacles, one_group, ratios
-from kvbench.report.side_by_side import drawings, markdown, page
+from kvbench.report.side_by_side import drawings, engine_time, markdown, page
 from kvbench.runs.model import MeasuredCell, Run
-from tests.support.report_cells import cell, refused, run
+from tests.support.report_cells import cell, in_engine_time, refused, run
 from tests.support.synthetic_run import PAIR, make_run
 from tests.support.toy_engine import Scenario
 
@@ -173,6 +174,31 @@ def test_more_cells_than_six_are_all_in_the_table_and_six_are_drawn() -> None:
     (effects,) = drawings(groups)
     shown = effects.figure.layout.yaxis.ticktext
     assert len(shown) == 6 and not any("9 at once" in tick or "8 at once" in tick for tick in shown)
+
+
+def test_the_figure_marks_what_is_better_and_what_is_not_decided() -> None:
+    drawn = drawings([pair(cell(throughput=RISING), faster())])[0]
+    marks = {(t.xaxis or "x", t.name): (t.x[0], t.text[0]) for t in drawn.figure.data if t.mode == "markers+text"}
+    assert marks["x", "better"] == (pytest.approx(10.0), "+10 %")
+    assert dict(marks)["x2"] == "level" and "±5 %" in drawn.caption
+    open_ = drawings([pair(cell(throughput=RISING), faster(), git={"short_sha": "abc"})])[0]
+    assert "better" not in open_.title and "not decided" in open_.title
+
+
+def test_engine_time_of_one_run_is_said_of_its_baseline_only_and_from_the_first_cells_side() -> None:
+    base, slow, other = cell(), cell("contiguous"), cell(page_size=8)
+    effects = in_engine_time((slow, THROUGHPUT, 0.5, 0.4, 0.625, BEHIND), (other, THROUGHPUT, 1.01, 0.97, 1.05, OPEN))
+    one = replace(of(base, slow, other), engine_time=effects)
+    group = one_group([(one, slow), (one, base), (one, other)])
+    (said,) = engine_time(group)
+    assert said.startswith("B against A") and "2.0x (1.6 to 2.5)" in said
+    said = engine_time(one_group([(one, base), (one, slow), (one, other)]))
+    assert "−50 % (−60 to −38)" in said[0] and "not decided" in said[1]
+    assert said[0] in visible(page(one_group([(one, base), (one, slow)]))) and said[0] in markdown(
+        one_group([(one, base), (one, slow)])
+    )
+    later = replace(one, folder=Path("/nonexistent/mixed/later"))
+    assert engine_time(groups_of(one, later)) == []  # two runs have two sittings
 
 
 def test_everything_from_outside_is_escaped() -> None:
