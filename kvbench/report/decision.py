@@ -18,6 +18,7 @@ from kvbench.report.changes import (
     BEHIND,
     ENGINE_TIME,
     IS_LEVEL,
+    MARGINS,
     METRICS,
     OPEN,
     SERVED,
@@ -40,6 +41,7 @@ from kvbench.workload.settings import effective, setting_title, value_words
 MOST_WORDS = 25  # of the first sentence
 KLD_SMALL = 0.002  # nats, mean: up to here a quantised KV counts as safe
 PAYS, RISK, COSTS, NO_CHANGE, UNDECIDED = "Pays", "Pays, at a risk", "Costs", "No change", "Not decided"
+PAYS_LITTLE = "Pays little"
 FASTER_P95, SLOWER_P95, TRADES_P95 = "Better p95", "Worse p95", "One p95 better, one worse"
 _CLOCKS = {ENGINE_TIME: f"in {ENGINE_TIME}", SERVED: SERVED}
 _MARKS = {PAYS: "better", FASTER_P95: "better", RISK: "risk", TRADES_P95: "risk", COSTS: "worse", SLOWER_P95: "worse"}
@@ -90,6 +92,13 @@ class Choice:
         if worse or (better and (call == IS_LEVEL or self.cell.load.mode == "open")):
             return SLOWER_P95 if worse else FASTER_P95  # in closed loop an open throughput may yet be lower
         return NO_CHANGE if call == IS_LEVEL else UNDECIDED
+
+    @property
+    def verdict_words(self) -> str:
+        """The verdict; of a gain that may be as small as a change that is called level, that it pays little."""
+        gain = self.throughput
+        little = self.verdict == PAYS and gain and gain.low is not None and gain.low < 1 + MARGINS[gain.clock]
+        return PAYS_LITTLE if little else self.verdict
 
     def inverse(self) -> Choice:
         """The baseline against this configuration."""
@@ -431,10 +440,12 @@ def _page_size_answer(run: Run, found: Sequence[Choice], base: MeasuredCell) -> 
     """The page size that pays most, else the baseline's."""
     wins = [each for each in found if each.verdict in (PAYS, FASTER_P95)]
     best = (wins[0].cell if wins else base).settings.get("page_size")
-    said = [f"{each.cell.settings.get('page_size')}: {each.verdict.lower()}, {_numbers(run, each)}" for each in found]
+    said = [
+        f"{each.cell.settings.get('page_size')}: {each.verdict_words.lower()}, {_numbers(run, each)}" for each in found
+    ]
     unknown = all(each.verdict == UNDECIDED for each in found)
     verdict = f"{'Use' if wins else 'Keep'} {best}{', others not decided' if unknown else ''}"
-    return Answer("Page size", verdict, "; ".join(said), "better" if wins else "")
+    return Answer("Page size", verdict, "; ".join(said), _MARKS.get(wins[0].verdict_words, "") if wins else "")
 
 
 def _subject(name: str, cell: MeasuredCell) -> str:
@@ -444,7 +455,8 @@ def _subject(name: str, cell: MeasuredCell) -> str:
 
 def _answer(run: Run, each: Choice, subject: str) -> Answer:
     """One configuration; a quantised KV has its quality in the verdict, since speed alone does not make it safe."""
-    quality, verdict, mark = quality_of(run, each.cell), each.verdict, _MARKS.get(each.verdict, "")
+    quality, verdict = quality_of(run, each.cell), each.verdict_words
+    mark = _MARKS.get(verdict, "")
     if quality and not quality.safe and verdict != COSTS:
         known = quality.kld is not None and not (quality.random or quality.other)
         verdict, mark = f"{verdict}; {'not safe' if known else 'safety not known'}", "worse" if known else ""
@@ -458,9 +470,13 @@ def _numbers(run: Run, each: Choice) -> str:
     if each.throughput is None:
         return f"no ratio{f' ({doubt})' if (doubt := each.cell.doubt or each.base.doubt) else ''}"
     shown = [each.throughput, *(one for one in each.p95.values() if one.call in (AHEAD, BEHIND))]
-    said = [f"{_amount(one)}{_other_clock(run, one)}" for one in shown]
-    if each.throughput.clock == ENGINE_TIME and (as_served := served(each.cell, each.base, THROUGHPUT)):
+    said = [f"{'worse ' * (one.call == BEHIND)}{_amount(one)}{_other_clock(run, one)}" for one in shown]
+    as_served = served(each.cell, each.base, THROUGHPUT) if each.throughput.clock == ENGINE_TIME else None
+    if as_served and as_served.low is not None:  # of fewer repeats the ratio says nothing
         said.insert(1, f"served {amount(as_served.ratio)}{'' if as_served.decided else ' (not decided)'}")
+    unknown = [METRICS[metric] for metric, one in each.p95.items() if one.call == OPEN]
+    if unknown and each.verdict in (PAYS, NO_CHANGE):
+        said.append(f"{words.listing(unknown)} not decided")
     if each.worst in each.elsewhere:
         said.append(f"but {_loss(each.worst, each.throughput)}")
     return ", ".join(said)

@@ -22,7 +22,8 @@ from kvbench.workload.settings import effective
 CLIENT, KV, SEATS, QUEUE, COMPUTE, LOAD, UNKNOWN = (
     "load client", "KV memory", "batch limit", "queue", "compute", "the load itself", "not known",
 )  # fmt: skip
-OFTEN = 0.05  # of the steady window: waits for room or for a seat that count
+OFTEN = 0.05  # of the steady window: waits for room that count
+MOSTLY = 0.5  # of the steady window: from here on they name the limit even where compute is full
 STORM = 0.1  # preemptions a request
 BUSY = 0.9  # of the time in steps: the engine never waits for work
 SUBLINEAR = 0.5  # log growth of tokens/s over that of running sequences: 4x the sequences, not 2x the tokens/s
@@ -97,6 +98,14 @@ def _client(f: Facts) -> str:
     return f"client at {words.percent(f.client_cpu)} of a core" if _at_least(f.client_cpu, CLIENT_FULL) else ""
 
 
+def _kv_often(f: Facts) -> str:
+    return "" if _kv_mostly(f) else _kv_wait(f)
+
+
+def _kv_mostly(f: Facts) -> str:
+    return _kv_wait(f) if _at_least(f.kv_wait, MOSTLY) else ""
+
+
 def _kv_wait(f: Facts) -> str:
     if not _at_least(f.kv_wait, OFTEN):
         return ""
@@ -168,11 +177,12 @@ def _load(f: Facts) -> str:
 
 RULES = (
     Rule("the client was full", CLIENT, _client),
-    Rule("requests waited for KV", KV, _kv_wait),
+    Rule("requests mostly waited for KV", KV, _kv_mostly),
     Rule("preemption storm", KV, _storm),
     Rule("concurrency failed before compute was full", "", _headroom),
     Rule("the batch was full", SEATS, _seats),
     Rule("the engine was full", COMPUTE, _compute),
+    Rule("requests often waited for KV", KV, _kv_often),
     Rule("the queue grew", QUEUE, _growth),
     Rule("admission dominates TTFT", "", _admission),
     Rule("long prompts slow everyone", "", _stall),

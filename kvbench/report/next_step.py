@@ -13,7 +13,7 @@ from kvbench.report.changes import ENGINE_TIME, decided_load
 from kvbench.report.comparisons import baseline, differing
 from kvbench.report.decision import PAYS, UNDECIDED, Choice, choices, quality_of
 from kvbench.report.limits import LOAD, limit_of
-from kvbench.report.provenance import validity
+from kvbench.report.provenance import random_weights, validity
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 from kvbench.workload.settings import DEFAULTS, effective
 
@@ -52,6 +52,10 @@ def _quality(run: Run, found: Sequence[Choice]) -> Iterator[NextStep]:
     open_ = [each for each in found if (known := quality_of(run, each.cell)) and known.kld is None]
     if open_ and run.manifest.get("backend") in (None, "kvbench") and not run.manifest.get("target"):
         names = words.and_more([each.name for each in open_])
+        if random_weights(run):
+            why = f"measure the quality of {names} on your own weights: random ones say little"
+            yield NextStep(why, _sweep(run, ["-o", "model.path=YOUR-MODEL"]))
+            return
         yield NextStep(f"measure the quality of {names}", f"kvbench quality {shlex.quote(str(run.folder))}")
 
 

@@ -117,11 +117,14 @@ def warnings(run: Run) -> list[str]:
         ),
         "Some cells have no server metrics (a server without kvbench's /metrics): running sequences, KV usage, waste "
         "and preemptions are unknown there.": any(cell.gauges().empty for cell in run.cells),
-        "The model has random weights: speeds and memory are real, the text is not.": (
-            _workload_model(run).get("load_format") == "dummy"
-        ),
+        "The model has random weights: speeds and memory are real, the text is not.": random_weights(run),
     }
     return [text for text, holds in found.items() if holds]
+
+
+def random_weights(run: Run) -> bool:
+    """Whether the workload asks for them; a model of which nothing is known counts as trained."""
+    return _workload_model(run).get("load_format") == "dummy"
 
 
 def _notes(run: Run) -> list[str]:

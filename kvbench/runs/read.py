@@ -180,8 +180,11 @@ def _observe(
         "page_table_bytes": gauges["page_table_bytes"].max(),
         **kv_ledger.observe(gauges, mean, start, end),
     }
-    if mean["kv_slots_reserved"] > 0:
-        found["waste_share"] = mean["kv_waste_slots"] / mean["kv_slots_reserved"]
+    waste, tokens = (
+        found.get(f"use_{use}", mean[name]) for use, name in (("waste", "kv_waste_slots"), ("tokens", "kv_slots_used"))
+    )
+    if waste + tokens > 0:
+        found["waste_share"] = waste / (waste + tokens)
     if mean["kv_slots_total"] > 0:
         found["used_share"] = mean["kv_slots_used"] / mean["kv_slots_total"]
     return {name: float(value) for name, value in found.items() if number(float(value)) is not None}

@@ -146,7 +146,7 @@ def drawing(run: Run) -> Drawing | None:
         f"Against the baseline at {load}, {label}; 95 % intervals; level: {_LEVEL[clock]} within the grey band, "
         f"±{margin:.0f} %. A mark at the edge lies beyond it."
     )
-    return Drawing("effects", "What each setting changes", caption, effects_figure(frame[_COLUMNS], margin), 520)
+    return Drawing("effects", "What each setting changes", caption, effects_figure(frame[_COLUMNS], margin), 560)
 
 
 def compared_drawing(groups: Sequence[compared_cells.Group]) -> Drawing | None:

@@ -33,7 +33,8 @@ _ENDS = ("", "_low", "_high")
 def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFrame:
     """One row a valid cell: configuration, its short ``name``, load, rank of the load, and each value with its bounds.
 
-    ``steady``: whether all have a steady window; else throughputs are of the whole run, of all: like with like.
+    ``steady``: whether all have a steady window; else tokens/s are of the whole run, of all: like with like. Goodput is
+    of the whole run, as latencies are: at the start of a load even a queue that never ends answers within the SLO.
 
     Values: tokens_per_s; goodput [requests/s within the SLO]; cost [price per 10^6 output tokens]; energy [J per output
     token]; ttft (p95), tpot (median) [ms]: medians over repeats, of latencies the pooled percentile. Intervals: 95 % t
@@ -46,7 +47,7 @@ def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFram
         tokens = cell.throughput(steady)
         series: dict[str, Mapping[int, float]] = {
             "tokens_per_s": tokens,
-            "goodput": cell.per_repeat("steady_goodput" if steady else "goodput"),
+            "goodput": cell.per_repeat("goodput"),
             "cost": {r: price_per_hour * 1e6 / (3600 * v) for r, v in tokens.items() if v} if price_per_hour else {},
             "energy": _energy(cell),
             "ttft": cell.per_repeat("ttft_ms.p95"),
@@ -132,7 +133,7 @@ def frontier_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Fi
 
 
 def _axis_title(frame: pd.DataFrame, axis: str) -> str:
-    whole = axis != "energy" and not frame["steady"].all()
+    whole = axis == "goodput" or (axis != "energy" and not frame["steady"].all())
     return _AXES[axis][0] + (" (whole run)" if whole else "")
 
 

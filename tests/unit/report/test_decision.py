@@ -242,6 +242,30 @@ def test_the_answers_begin_with_paging_and_tell_what_is_not_known() -> None:
     assert (found["Prefix caching"].verdict, "hit rate 25 %" in found["Prefix caching"].evidence) == (NO_CHANGE, True)
 
 
+def test_a_gain_that_may_be_as_small_as_level_pays_little_and_open_p95s_are_named() -> None:
+    once = {"throughput": (100.0,)}  # no interval as served
+    base, little, more = cell(**once), cell(page_size=8, **once), cell(enable_prefix_caching=True, **once)
+    effects = in_engine_time(
+        (little, THROUGHPUT, 1.025, 1.015, 1.035, AHEAD), (little, TTFT, 1.0, 0.99, 1.01, IS_LEVEL),
+        (more, THROUGHPUT, 1.025, 1.021, 1.029, AHEAD), (more, TTFT, 1.0, 0.9, 1.1, OPEN),
+    )  # fmt: skip
+    size, caching = answers(run(base, little, more, engine_time=effects))
+    assert "8: pays little" in size.evidence and "TTFT" not in size.evidence
+    assert (caching.verdict, caching.mark) == (PAYS, "better")
+    assert "p95 TTFT and p95 ITL not decided" in caching.evidence
+
+
+def test_what_was_served_stands_beside_engine_time_only_with_an_interval() -> None:
+    def evidence(*rates: float) -> str:
+        other = cell(page_size=8, throughput=rates)
+        effects = in_engine_time((other, THROUGHPUT, 1.1, 1.08, 1.12, AHEAD), (other, TTFT, 1.5, 1.3, 1.7, BEHIND))
+        (answer,) = answers(run(cell(throughput=tuple(100.0 for _ in rates)), other, engine_time=effects))
+        return answer.evidence
+
+    assert "served" not in evidence(80.0, 85.0) and "served −15 %" in evidence(80.0, 85.0, 90.0)
+    assert "worse p95 TTFT +50 %" in evidence(80.0)
+
+
 def test_a_measured_quality_makes_a_quantised_kv_safe_or_not() -> None:
     other = cell(throughput=FAST, **FP8)
     measured = run(cell(), other)

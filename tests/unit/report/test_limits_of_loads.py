@@ -13,6 +13,7 @@ from kvbench.report.limits import (
     COMPUTE,
     KV,
     LOAD,
+    MOSTLY,
     OFTEN,
     QUEUE,
     RULES,
@@ -55,6 +56,10 @@ ROOM = Facts(asked=24, running=24.0, waiting=0.0, seats=32, kv_wait=0.0, kv_peak
         ({"kv_wait": 0.9, "client_cpu": 0.9}, CLIENT),  # what the client distorts says nothing of the engine
         ({"kv_wait": 0.9, "busy": 1.0, "rate_growth": 1.2, "running_growth": 4.0, "grown": 9.0}, KV),
         ({"waiting": 5.0}, UNKNOWN),  # requests wait, and no rule sees for what
+        ({"kv_wait": MOSTLY, "busy": 1.0, "rate_growth": 1.2, "running_growth": 4.0}, KV),
+        ({"kv_wait": MOSTLY - 0.01, "busy": 1.0, "rate_growth": 1.2, "running_growth": 4.0}, COMPUTE),
+        ({"kv_wait": 0.2, "busy": 1.0, "rate_growth": 3.0, "running_growth": 4.0}, KV),
+        ({"kv_wait": 0.2, "headroom": 2.0, "busy": 1.0, "rate_growth": 1.2, "running_growth": 4.0}, KV),
         ({"kv_wait": None, "kv_peak": None, "busy": None}, UNKNOWN),
     ],
 )
@@ -66,7 +71,8 @@ def test_the_first_rule_that_holds_names_the_limit(changed: dict, limit: str) ->
 def test_every_rule_is_seen_somewhere_and_says_its_evidence() -> None:
     seen = {
         "the client was full": {"client_cpu": 0.8},
-        "requests waited for KV": {"kv_wait": 0.5},
+        "requests mostly waited for KV": {"kv_wait": 0.5},
+        "requests often waited for KV": {"kv_wait": 0.1},
         "preemption storm": {"preemptions": 0.5},
         "concurrency failed before compute was full": {"kv_wait": 0.5, "headroom": 2.0},
         "the batch was full": {"running": 32.0, "waiting": 3.0},

@@ -31,6 +31,13 @@ def test_a_quantised_kv_asks_for_its_quality_until_it_is_measured() -> None:
     assert not any("quality" in step.command for step in next_steps(vllm))
 
 
+def test_the_quality_of_random_weights_is_not_worth_measuring() -> None:
+    random = {"model": {"config": "llama-32m", "load_format": "dummy"}}
+    measured = run(cell(), cell(kv_cache_dtype="fp8_e4m3", throughput=FAST), command=COMMAND, workload=random)
+    (step,) = (step for step in next_steps(measured) if "quality" in step.why)
+    assert step.command.endswith("-o model.path=YOUR-MODEL")
+
+
 def test_settings_that_pay_alone_are_to_be_measured_together() -> None:
     alone = [cell(), cell(page_size=8, throughput=FAST), cell(enable_prefix_caching=True, throughput=FAST)]
     (step,) = next_steps(run(*alone, command=COMMAND))

@@ -180,7 +180,7 @@ def test_the_figure_marks_what_is_better_and_what_is_not_decided() -> None:
     drawn = drawings([pair(cell(throughput=RISING), faster())])[0]
     marks = {(t.xaxis or "x", t.name): (t.x[0], t.text[0]) for t in drawn.figure.data if t.mode == "markers+text"}
     assert marks["x", "better"] == (pytest.approx(10.0), "+10 %")
-    assert dict(marks)["x2"] == "level" and "±5 %" in drawn.caption
+    assert dict(marks.keys())["x2"] == "level" and "±5 %" in drawn.caption
     open_ = drawings([pair(cell(throughput=RISING), faster(), git={"short_sha": "abc"})])[0]
     assert "better" not in open_.title and "not decided" in open_.title
 

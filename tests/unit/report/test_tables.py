@@ -286,4 +286,4 @@ def test_a_row_that_is_not_told_apart_says_what_would_have_shown() -> None:
     note = next(section.note for section in sections(shown) if section.key == "effects")
     assert "2.2 % to 121 % in output tok/s" in note
     few = run(cell(throughput=(100.0,)), cell(page_size=8, throughput=(50.0,)))
-    assert "needs 3 repeats" in next(section.note for section in sections(few) if section.key == "effects")
+    assert "Fewer than 3 repeats" in next(section.note for section in sections(few) if section.key == "effects")

@@ -129,6 +129,7 @@ def test_every_byte_of_the_budget_is_in_one_place(hand_made: Run) -> None:
     assert math.fsum(found.parts.values()) == found.budget == 103_500
     assert (found.scales, found.saved) == (1_800, 5_000)
     assert found.share("tokens") == pytest.approx(60_000 / 103_500)
+    assert hand_made.cells[0].observed_mean("waste_share") == pytest.approx(10 / 70)  # not the gauges' at two polls
 
 
 def test_counters_become_bytes_and_csv_columns(hand_made: Run) -> None:
