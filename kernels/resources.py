@@ -7,8 +7,8 @@ loses occupancy to registers, shows here on a machine that could not time it. ``
 The numbers are those of one compiler: with another version of Triton than the table's they are not compared, and what
 still holds are the chips' own limits, and that nothing spills that did not.
 
-Compiling is deterministic, so the table also holds a hash of everything that the numbers depend on. While that hash is
-unchanged the tests compile one variant of each kernel only: all of them take minutes.
+Compiling is deterministic, so the table also holds a hash of everything that the numbers depend on. The tests ask for
+that hash and compile one variant of each kernel only: all of them take minutes.
 """
 
 from __future__ import annotations
