@@ -21,9 +21,7 @@ if TYPE_CHECKING:
               help="Of the machine, in any currency: adds the cost of a million output tokens.")  # fmt: skip
 @click.option("--png", flag_value="main", help="Also write the main figures as PNG files (needs kaleido and a Chrome).")
 @click.option("--png-all", "png", flag_value="all", help="Also write every figure as a PNG file.")
-def report(
-    run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: float | None, png: str | None
-) -> int:
+def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: float | None, png: str | None) -> int:
     """Write the report of a run again from its stored results, and print table and conclusion.
 
     A report is not replaced if files of the run are gone or damaged: the new one would say less. Of two runs, the cells

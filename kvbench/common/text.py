@@ -36,14 +36,6 @@ def ratio(value: float | None) -> str:
     return f"{value:.1f}x" if value >= 9.995 else f"{value:.2f}x"
 
 
-def spread(low: float, high: float, n: int, repeats: bool = True) -> str:
-    """The parenthesis behind a ratio; `repeats`: say over how many."""
-    if n < 2:
-        return "one repeat, so no spread"
-    bounds = f"{ratio(low)[:-1]}–{ratio(high)[:-1]}"
-    return f"{bounds} over {n} repeats" if repeats else bounds
-
-
 def percent(value: float | None) -> str:
     """0.934 -> 93 %; one decimal under 10 %."""
     if value is None:

@@ -166,7 +166,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             raise UsageError(f"there is no folder {str(path)!r}: give one that holds runs, such as results/")
         for folder, names, files in os.walk(path):
-            if MANIFEST in files or "cells" in names:
+            if MANIFEST in files or ("cells" in names and any(Path(folder).glob("cells/*/summary.json"))):
                 found[Path(folder).resolve()] = None
                 names.clear()
             names[:] = sorted(name for name in names if not name.startswith("."))

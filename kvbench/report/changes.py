@@ -6,6 +6,7 @@ over HTTP. The two clocks are never mixed in one figure, and each change says of
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pandas as pd
@@ -98,10 +99,14 @@ def short_name(cell: MeasuredCell, base: MeasuredCell | None) -> str:
 def change(run: Run, cell: MeasuredCell, metric: str) -> Change | None:
     """Against the baseline at the cell's load, from the clock that decides it: engine time before served.
 
-    None for the baseline itself, and where neither clock has the pair.
+    What was served decides nothing that engine time excludes, though open there. None for the baseline itself, and
+    where neither clock has the pair.
     """
     known = [each for clock in (ENGINE_TIME, SERVED) if (each := change_in(run, cell, metric, clock))]
-    return next((each for each in known if each.decided), known[0] if known else None)
+    if not known:
+        return None
+    low, high = known[0].low or 0.0, known[0].high or math.inf
+    return next((each for each in known if each.decided and low <= each.ratio <= high), known[0])
 
 
 def change_in(run: Run, cell: MeasuredCell, metric: str, clock: str) -> Change | None:

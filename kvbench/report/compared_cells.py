@@ -54,11 +54,15 @@ class ComparedMetric:
     name: str
     higher_is_better: bool
 
-    def value(self, cell: MeasuredCell) -> float | None:
-        """Median over the repeats of a throughput; a latency's percentile over the samples of all repeats."""
+    def value(self, cell: MeasuredCell) -> tuple[float | None, bool]:
+        """Median over the repeats of a throughput; a latency's percentile over the samples of all repeats.
+
+        Also whether that is a percentile of too few samples.
+        """
         if not self.name:
-            return median(cell.throughput())
-        return cell.percentile(*self.name.split("."))[0]
+            return median(cell.throughput()), False
+        metric, which = self.name.split(".")
+        return cell.percentile(metric, which)
 
     def per_repeat(self, cell: MeasuredCell, steady: bool) -> dict[int, float]:
         return cell.per_repeat(self.name) if self.name else cell.throughput(steady)

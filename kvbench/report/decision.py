@@ -34,6 +34,7 @@ from kvbench.report.changes import (
     short_name,
 )
 from kvbench.report.comparisons import baseline, differing, median, paging_pair, spread
+from kvbench.report.tables import UNCERTAIN
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 from kvbench.runs.ratios import FEWEST
 from kvbench.workload.settings import effective, setting_title, value_words
@@ -192,10 +193,17 @@ def _clauses(run: Run) -> list[str]:
     found = choices(run, load)
     if all(each.verdict == UNDECIDED for each in found):
         return _cannot_tell(run, load, base, found)
-    by_verdict = {verdict: [each for each in found if each.verdict == verdict] for verdict in (PAYS, FASTER_P95, RISK)}
-    if wins := by_verdict[PAYS] or by_verdict[FASTER_P95]:
+    if wins := _wins(found):
         return _ship(run, load, wins)
-    return _risk(load, by_verdict[RISK][0]) if by_verdict[RISK] else _keep(run, load, base, found)
+    risks = [each for each in found if each.verdict == RISK]
+    return _risk(load, risks[0]) if risks else _keep(run, load, base, found)
+
+
+def _wins(found: Sequence[Choice]) -> list[Choice]:
+    """Those that pay, the fastest first; without any, those with a better p95, the best p95 first."""
+    pays = [each for each in found if each.verdict == PAYS]
+    faster = [each for each in found if each.verdict == FASTER_P95]
+    return pays or sorted(faster, key=lambda each: _best_p95(each).ratio)
 
 
 def _without_loads(run: Run) -> list[str]:
@@ -334,11 +342,11 @@ def _alone(run: Run, cell: MeasuredCell) -> list[str]:
     if cell.doubt or rates is None:
         return [f"Cannot tell: {_doubt(run, cell)}"]
     bounds = f" ({words.tokens_per_s(rates.low)}–{words.tokens_per_s(rates.high)})" if rates.n > 1 else ""
-    ttft = cell.percentile("ttft_ms", "p95")[0]
+    ttft, few = cell.percentile("ttft_ms", "p95")
     rate = f"{words.tokens_per_s(rates.median)} output tokens/s{bounds} {SERVED} {cell.load.where}"
     return [
         f"{words.upper_first(cell.name)}: {rate}",
-        f"p95 TTFT {words.ms(ttft)}" if ttft else "",
+        f"p95 TTFT {words.ms(ttft)}{UNCERTAIN * few}" if ttft else "",
         "nothing to compare it with",
     ]
 
@@ -422,7 +430,7 @@ def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
         ran, against = (words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous))
         beside = f", {ran} sequences at once as served, against {against}" if "–" not in (ran, against) else ""
         slo = [words.percent(cell.share_within_slo) for cell in (paged, contiguous)]
-        met = f", {slo[0]} within the SLO against {slo[1]}" if "–" not in slo else ""
+        met = f", {slo[0]} within the SLO as served, against {slo[1]}" if "–" not in slo else ""
         said.append(f"{_numbers(run, each)}{where}{beside}{met}")
     return Answer("Paging", verdict or UNDECIDED, "; ".join(said), _MARKS.get(verdict, ""))
 
@@ -438,7 +446,7 @@ def _paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> C
 
 def _page_size_answer(run: Run, found: Sequence[Choice], base: MeasuredCell) -> Answer:
     """The page size that pays most, else the baseline's."""
-    wins = [each for each in found if each.verdict in (PAYS, FASTER_P95)]
+    wins = _wins(found)
     best = (wins[0].cell if wins else base).settings.get("page_size")
     said = [
         f"{each.cell.settings.get('page_size')}: {each.verdict_words.lower()}, {_numbers(run, each)}" for each in found

@@ -15,7 +15,10 @@ def glossary(run: Run) -> list[tuple[str, str]]:
     return [
         ("pays", "Output tokens/s ahead of the baseline, and neither p95 TTFT nor p95 ITL behind."),
         ("at a risk; costs", "At a risk: ahead, and a p95 or another load behind. Costs: output tokens/s behind."),
-        ("not decided", "The run did not find out, which is no kind of level: the interval is too wide."),
+        (
+            "not decided",
+            "The interval holds both a gain and a loss: the run shows neither a difference nor that there is none.",
+        ),
         ("safe", f"A quantised KV: a mean KL divergence of at most {KLD_SMALL:g} nats on weights that are not random."),
         (
             "engine time",

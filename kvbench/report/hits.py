@@ -42,8 +42,8 @@ class HitLedger:
     ``endless``: an endless cache hits them that starts as the workload declares (cold, or primed with the shared
     prefixes), with the requests in the order measured.
     ``whole_pages``: the same, in whole pages.
-    ``best``: the same, with as many pages as there were, in the best order of giving them up.
-    ``lru``: the same, with the least recently used page given up first.
+    ``best``: the same, with as many pages as there were, evicted in the best order.
+    ``lru``: the same, with the least recently used page evicted first.
     ``counted``: the server counted them. ``told``: it told the successful requests so, in all (``cached_tokens``).
     ``reason``: why steps are missing.
     """
@@ -57,7 +57,6 @@ class HitLedger:
     whole_pages: float | None = None
     best: float | None = None
     lru: float | None = None
-    repeats: int = 0
     reason: str = ""
 
     def share(self, tokens: float | None) -> float | None:
@@ -76,8 +75,8 @@ class HitLedger:
         every = (
             ("cold start", self.shared, self.endless, "computed for the first time, or before the first one was ready"),
             ("page rounding", self.endless, self.whole_pages, "only whole pages are found"),
-            ("capacity", self.whole_pages, self.best, "given up for lack of room, in the best order"),
-            ("eviction order", self.best, self.lru, "given up by least recent use, too early"),
+            ("capacity", self.whole_pages, self.best, "evicted for lack of room, in the best order"),
+            ("eviction order", self.best, self.lru, "LRU evicted them before their next use"),
             ("unexplained", self.simulated, self.counted, "between this simulation and the server's own count"),
             ("not told", self.counted, self.told, "preempted requests look up again, failed ones are told nothing"),
         )
@@ -125,7 +124,7 @@ def hit_table(run: Run) -> Table:
             ("whole_pages", "endless"), ("cold start", "page rounding"),
         ),
         column("best", "same capacity, best order", "the page needed last goes first", ("best",), ("capacity",)),
-        column("lru", "same capacity, LRU", "the least recently used page is given up", ("lru",), ("eviction order",)),
+        column("lru", "same capacity, LRU", "the least recently used page is evicted", ("lru",), ("eviction order",)),
         column("counted", "server counted", "the server's own counter", ("counted",), ("unexplained",)),
         column("told", "requests told", "cached_tokens of successful requests", ("told",), ("not told",)),
     ]  # fmt: skip
@@ -141,8 +140,7 @@ def hit_sentences(run: Run) -> list[str]:
 def _sentence(ledger: HitLedger) -> str:
     if ledger.counted is None:
         return ""
-    hit, who = words.percent(ledger.share(ledger.counted)), f"{ledger.cell.name}, {ledger.cell.load.short}"
-    who += f" ({ledger.cell.doubt})" if ledger.cell.doubt else ""
+    hit, who = words.percent(ledger.share(ledger.counted)), f"{ledger.cell.marked_name}, {ledger.cell.load.short}"
     if ledger.shared is None:
         return f"{who}: {hit} of prompt tokens hit; {ledger.reason}."
     text = f"{who}: {hit} of prompt tokens hit, {words.percent(ledger.share(ledger.shared))} shared"
@@ -222,7 +220,6 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
         _sum(number(r.cache.get("hits", r.server.get("prefix_cache_hits_total"))) for r in repeats),
         _sum(number(r.metrics.get("total_cached_tokens")) for r in repeats),
         *map(total, ("shared", "endless", "whole_pages", "best", "lru")),
-        repeats=len(repeats),
         reason=reason,
     )
 

@@ -187,7 +187,7 @@ def _stack(figure: go.Figure, use: KvUse, panel: Bars, row: int, divisor: float)
     sizes = [one.scales if hatched else one.parts[use.key] for _, one in panel]  # the tokens' with their scales
     shares = [size / one.budget for size, (_, one) in zip(sizes, panel, strict=True)]
     figure.add_bar(
-        y=[safe(cell.name) for cell, _ in panel],
+        y=[safe(cell.marked_name) for cell, _ in panel],
         x=[_segment(one, use.key) / divisor for _, one in panel],
         orientation="h",
         name=use.title,
@@ -203,7 +203,7 @@ def _stack(figure: go.Figure, use: KvUse, panel: Bars, row: int, divisor: float)
         insidetextfont={"color": GREY if use.key in ("free", "rest") else "#fff"},  # pale parts: light and dark pages
         textangle=0,
         hovertext=[
-            f"{safe(cell.name)}<br>{use.title}: {words.percent(share)} of the budget, "
+            f"{safe(cell.marked_name)}<br>{use.title}: {words.percent(share)} of the budget, "
             f"{words.data_size(size)}<br>{use.hint}"
             for (cell, _), size, share in zip(panel, sizes, shares, strict=True)
         ],

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
 from kvbench.common import text as words
-from kvbench.report.changes import AHEAD, THROUGHPUT, change_between, short_name
+from kvbench.report.changes import AHEAD, SERVED, THROUGHPUT, Change, change_between, short_name
 from kvbench.report.comparisons import baseline, differing, median
 from kvbench.runs.kv_ledger import step_seconds
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import MeasuredCell, Run, number
 from kvbench.workload.settings import effective
 
 CLIENT, KV, SEATS, QUEUE, COMPUTE, LOAD, UNKNOWN = (
@@ -27,24 +28,29 @@ MOSTLY = 0.5  # of the steady window: from here on they name the limit even wher
 STORM = 0.1  # preemptions a request
 BUSY = 0.9  # of the time in steps: the engine never waits for work
 SUBLINEAR = 0.5  # log growth of tokens/s over that of running sequences: 4x the sequences, not 2x the tokens/s
-CLIENT_FULL = 0.5  # of a core: from here on its own time shows in the figures; from 0.7 on a load is invalid
+CLIENT_BUSY = 0.5  # of a core: from here on its own time shows in the figures; from 0.7 on a load is invalid
 QUEUED = 0.5  # of the mean TTFT spent before admission
 STALLED = 4.0  # p95 ITL over median ITL: prompts stop the others' tokens
+_MOST_EVIDENCE = 2  # pieces on a line of the first screen
 _KV_LAYOUT = {"layout", "page_size", "reservation"}  # settings of where the KV lies, not of what is computed
-GROWN = 1.0  # sequences that more wait in the last third of an open load than in its first
+GROWN = 1.0  # requests that more wait in the last third of the arrivals of an open load than in their first
 
 
 @dataclass(frozen=True)
 class Facts:
     """What the rules read of a cell; shares are 0 to 1, None where nobody tells.
 
-    ``asked``: requests or users at once (closed loop); ``running``, ``waiting``: sequences, mean; ``seats``:
-    max_num_seqs; ``kv_wait``: share of the time in which requests waited for room; ``kv_peak``: of the budget;
-    ``preemptions``: a request; ``grown``: sequences that more wait in the last third of an open load than in its first;
-    ``busy``: of the time in steps; ``rate_growth``, ``running_growth``: tokens/s and running sequences over those at
-    the load below; ``headroom``: tokens/s of a configuration that only lays its KV out otherwise and is decided to be
-    ahead, over this one's; ``stall``: p95 ITL over median ITL; ``queued``: share of the mean TTFT before admission;
-    ``client_cpu``: of a core, worst repeat.
+    ``asked``: requests or users at once (closed loop)
+    ``running``, ``waiting``: sequences, mean; ``seats``: max_num_seqs
+    ``kv_wait``: share of the time in which requests waited for room; ``kv_peak``: of the budget
+    ``preemptions``: a request
+    ``grown``: requests that more wait in the last third of the arrivals of an open load than in their first
+    ``busy``: of the time in steps
+    ``rate_growth``, ``running_growth``: tokens/s and running sequences over those at the load ``below``
+    ``headroom``: tokens/s of a configuration that only lays its KV out otherwise and is decided to be ahead, over this
+    one's, in the clock ``headroom_in``
+    ``stall``: p95 ITL over median ITL; ``queued``: share of the mean TTFT before admission
+    ``client_cpu``: of a core, worst repeat
     """
 
     asked: float | None = None
@@ -58,7 +64,9 @@ class Facts:
     busy: float | None = None
     rate_growth: float | None = None
     running_growth: float | None = None
+    below: str = "the load below"
     headroom: float | None = None
+    headroom_in: str = SERVED
     stall: float | None = None
     queued: float | None = None
     client_cpu: float | None = None
@@ -95,7 +103,7 @@ def _at_least(value: float | None, least: float) -> bool:
 
 
 def _client(f: Facts) -> str:
-    return f"client at {words.percent(f.client_cpu)} of a core" if _at_least(f.client_cpu, CLIENT_FULL) else ""
+    return f"client at {words.percent(f.client_cpu)} of a core" if _at_least(f.client_cpu, CLIENT_BUSY) else ""
 
 
 def _kv_often(f: Facts) -> str:
@@ -147,7 +155,8 @@ def _compute(f: Facts) -> str:
         return ""  # nobody waits, or for KV only: more requests at once may well raise the throughput
     seen = [] if f.busy is None else [f"steps fill {words.percent(f.busy)} of the time"]
     if f.scaling is not None:
-        seen.append(f"{words.ratio(f.running_growth)} the sequences made {words.ratio(f.rate_growth)} the tokens/s")
+        more = words.ratio(f.running_growth)
+        seen.append(f"{more} the running sequences of {f.below} made {words.ratio(f.rate_growth)} the tokens/s")
     return ", ".join(seen)
 
 
@@ -155,7 +164,7 @@ def _headroom(f: Facts) -> str:
     """Concurrency failed before compute was full: another configuration did more on the same machine."""
     if not (_at_least(f.kv_wait, OFTEN) and _at_least(f.headroom, 1.2)):
         return ""
-    return f"compute was not full: another configuration made {words.ratio(f.headroom)} the tokens/s"
+    return f"compute was not full: another configuration made {words.ratio(f.headroom)} the tokens/s ({f.headroom_in})"
 
 
 def _stall(f: Facts) -> str:
@@ -176,7 +185,6 @@ def _load(f: Facts) -> str:
 
 
 RULES = (
-    Rule("the client was full", CLIENT, _client),
     Rule("requests mostly waited for KV", KV, _kv_mostly),
     Rule("preemption storm", KV, _storm),
     Rule("concurrency failed before compute was full", "", _headroom),
@@ -184,6 +192,7 @@ RULES = (
     Rule("the engine was full", COMPUTE, _compute),
     Rule("requests often waited for KV", KV, _kv_often),
     Rule("the queue grew", QUEUE, _growth),
+    Rule("the client was busy", CLIENT, _client),
     Rule("admission dominates TTFT", "", _admission),
     Rule("long prompts slow everyone", "", _stall),
     Rule("nothing was full", LOAD, _load),
@@ -231,7 +240,7 @@ def facts_of(run: Run, cell: MeasuredCell) -> Facts:
         grown=_queue_growth(cell),
         busy=_busy(cell),
         **_growth_from_below(run, cell),
-        headroom=_headroom_of(run, cell),
+        **_headroom_of(run, cell),
         stall=p95 / itl if p95 and itl else None,
         queued=queue / ttft if queue is not None and ttft else None,
         client_cpu=max(cpu, default=None),
@@ -244,7 +253,7 @@ def _busy(cell: MeasuredCell) -> float | None:
     return min(1.0, spent / lasted) if spent is not None and lasted else None
 
 
-def _growth_from_below(run: Run, cell: MeasuredCell) -> dict[str, float]:
+def _growth_from_below(run: Run, cell: MeasuredCell) -> dict[str, Any]:
     """Tokens/s and running sequences over those at the load below; empty without such a load."""
     below = [load for load in run.loads if load.mode == cell.load.mode and load.value < cell.load.value]
     other = run.cell(cell.name, below[-1]) if below else None
@@ -254,35 +263,40 @@ def _growth_from_below(run: Run, cell: MeasuredCell) -> dict[str, float]:
     ran, ran_below = (each.observed_mean("running_mean") for each in (cell, other))
     if not rate or not rate_below or not ran or not ran_below:
         return {}
-    return {"rate_growth": rate / rate_below, "running_growth": ran / ran_below}
+    return {"rate_growth": rate / rate_below, "running_growth": ran / ran_below, "below": other.load.short}
 
 
-def _headroom_of(run: Run, cell: MeasuredCell) -> float | None:
+def _headroom_of(run: Run, cell: MeasuredCell) -> dict[str, Any]:
     """The most tokens/s of a configuration that computes the same and is decided to be ahead, over this one's."""
-    found = []
+    found: list[Change] = []
     for other in run.at(cell.load):
         if other is cell or not other.valid or not differing(cell, other) <= _KV_LAYOUT:
             continue
         known = change_between(run, other, cell, THROUGHPUT)
         if known and known.call == AHEAD:
-            found.append(known.ratio)
-    return max(found, default=None)
+            found.append(known)
+    best = max(found, key=lambda each: each.ratio, default=None)
+    return {"headroom": best.ratio, "headroom_in": best.clock} if best else {}
 
 
 def _queue_growth(cell: MeasuredCell) -> float | None:
-    """Waiting sequences, last third of an open load's arrivals minus first third, mean over the repeats."""
-    gauges = cell.gauges()
-    if cell.load.mode != "open" or gauges.empty:
+    """Waiting requests, last third of an open load's arrivals minus first third, mean over the repeats.
+
+    None for a load of which every repeat settled: its queue swings, and does not grow.
+    """
+    repeats = [each for each in cell.repeats if number(each.metrics.get("steady_end_s")) is None]
+    gauges, requests = cell.gauges(), cell.requests()
+    if cell.load.mode != "open" or gauges.empty or requests.empty:
         return None
     found = []
-    for repeat in cell.repeats:
+    for repeat in repeats:
         polls: pd.DataFrame = gauges[gauges["repeat"] == repeat.repeat]
-        end = repeat.metrics.get("steady_end_s") or repeat.metrics.get("duration_s") or polls["t"].max()
+        last = requests.loc[requests["repeat"] == repeat.repeat, "t0"].max()  # what follows is the drain
         thirds = [
-            polls[polls["t"].between(end * k / 3, end * (k + 1) / 3)]["num_requests_waiting"].mean() for k in (0, 2)
+            polls[polls["t"].between(last * k / 3, last * (k + 1) / 3)]["num_requests_waiting"].mean() for k in (0, 2)
         ]
         found.append(thirds[1] - thirds[0])
-    growth = pd.Series(found).dropna()
+    growth = pd.Series(found, dtype=float).dropna()
     return float(growth.mean()) if len(growth) else None
 
 
@@ -303,11 +317,10 @@ class LimitLine:
         return f"all {len(self.configurations)}" if self.everywhere and not few else words.listing(self.configurations)
 
 
-def limit_lines(run: Run, most: int = 2) -> list[LimitLine]:
+def limit_lines(run: Run) -> list[LimitLine]:
     """The limits by load, the highest first, configurations with the same limit together.
 
-    ``most``: pieces of evidence on a line. A line has the evidence of the configuration that waited longest for KV, or
-    of which the rules saw most.
+    A line has the evidence of the configuration that waited longest for KV, or of which the rules saw most.
     """
     groups: dict[tuple[str, str], list[Limit]] = {}
     for each in limits(run):
@@ -315,9 +328,9 @@ def limit_lines(run: Run, most: int = 2) -> list[LimitLine]:
     lines = []
     for (load, limit), members in groups.items():
         speaker = max(members, key=lambda each: (each.facts.kv_wait or 0.0, len(each.evidence)))
-        evidence = "; ".join(speaker.evidence[:most])
+        evidence = "; ".join(speaker.evidence[:_MOST_EVIDENCE])
         base = baseline(run, speaker.cell.load)
         names = tuple(short_name(each.cell, base) for each in members)
-        told = f"{evidence} ({short_name(speaker.cell, base)})" if len(members) > 1 and evidence else evidence
+        told = f"{short_name(speaker.cell, base)}: {evidence}" if len(members) > 1 and evidence else evidence
         lines.append(LimitLine(load, limit, names, told, sum(key[0] == load for key in groups) == 1))
     return lines

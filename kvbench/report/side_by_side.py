@@ -29,15 +29,17 @@ from kvbench.report.markdown import escape
 from kvbench.report.page import render
 from kvbench.report.provenance import brief
 from kvbench.report.style import CONTIGUOUS, DASHES, OTHERS, PAGED, Drawing, LineStyle
-from kvbench.report.tables import Value
+from kvbench.report.tables import MEDIANS, UNCERTAIN, UNCERTAIN_NOTE, Value
 from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.ratios import contradicts
 
 _MOST_DRAWN = 3  # groups whose latencies and KV are drawn
 _KINDS = ("TTFT", "TPOT", "ITL")  # of latencies, whose values are milliseconds
 _RATIO_NOTE = (
     "Ratio to A and its 95 % interval: cells of one run are paired by repeat (t interval of the log ratios); of two "
     "runs the repeats are independent (Welch's interval of the logs), and what differs between two days is not in it. "
-    "≈ means level (within 5 %), ? not told apart from 1. No interval is made of fewer than 3 repeats."
+    "≈ means level (within 5 %), ? not told apart from 1. No interval is made of fewer than 3 repeats. "
+    f"{UNCERTAIN_NOTE}"
 )
 
 
@@ -83,7 +85,7 @@ def _of_group(group: Group, number: int, several: bool) -> list[Drawing]:
     styles = zip((PAGED, CONTIGUOUS, *OTHERS), ("solid", "dash", *DASHES), strict=False)
     looks = {cell.name: LineStyle(*style) for cell, style in zip(cells, styles, strict=False)}
     of, found = f": {group[0].title}" if several else "", []
-    marked = [replace(cell, name=f"{cell.name} ({cell.doubt})") if cell.doubt else cell for cell in cells]
+    marked = [replace(cell, name=cell.marked_name) for cell in cells]
     looks |= {cell.name: looks[plain.name] for cell, plain in zip(marked, cells, strict=True)}
     latencies, kv = distributions.distributions(marked), kv_timeline.timeline(cells)  # which marks them itself
     if len(latencies):
@@ -99,7 +101,7 @@ def _of_group(group: Group, number: int, several: bool) -> list[Drawing]:
 def _without(cells: Sequence[MeasuredCell], shown: pd.DataFrame) -> str:
     """Which cells are not in a figure, since they have no samples or readings; empty where all are."""
     there = set(shown["configuration"])
-    missing = [cell.name[:1] for cell in cells if not {cell.name, f"{cell.name} ({cell.doubt})"} & there]
+    missing = [cell.name[:1] for cell in cells if not {cell.name, cell.marked_name} & there]
     return f"Nothing stored of {words.listing(missing)}." if missing else ""
 
 
@@ -169,19 +171,24 @@ def _effect_row(first: Side, side: Side, again: bool) -> tuple[Value, ...]:
     basis = next(iter(found.values())).basis if found else "" if side is first else "no ratio"
     values = []
     for metric in METRICS:
-        value, ratio = metric.value(side.cell), found.get(metric.title)
+        (value, few), ratio = metric.value(side.cell), found.get(metric.title)
         whole = "" if metric.name or side.cell.has_steady else " (whole run)"
-        text = words.milliseconds(value) if metric.name else words.tokens_per_s(value) + whole
-        values.append(Value(text, value, _ratio_note(ratio), ratio.mark if ratio else ""))
+        text = words.milliseconds(value) + UNCERTAIN * few if metric.name else words.tokens_per_s(value) + whole
+        values.append(
+            Value(text, value, _ratio_note(ratio, value, metric.value(first.cell)[0]), ratio.mark if ratio else "")
+        )
     doubt = side.cell.doubt
     title = "" if again and side is not first else side.title
     return (Value(title, None, doubt, "worse" if doubt else ""), Value(side.letter), *values, Value(basis))
 
 
-def _ratio_note(ratio: RatioToFirst | None) -> str:
+def _ratio_note(ratio: RatioToFirst | None, value: float | None, first: float | None) -> str:
+    """The ratio with its interval, and that of the values shown where it is another."""
     if ratio is None:
         return ""
-    return f"{ratio} ({ratio.bounds})" if ratio.interval else str(ratio)
+    text = f"{ratio} ({ratio.bounds})" if ratio.interval else str(ratio)
+    shown = value / first if value and first else ratio.ratio
+    return f"{text}; {MEDIANS} {words.ratio(shown)}" if contradicts(ratio.ratio, shown) else text
 
 
 def markdown(groups: Sequence[Group]) -> str:

@@ -1,7 +1,7 @@
 """What a prefix cache should have hit in a load: the prompts sent, replayed in the measured order. Pure functions.
 
 A request finds the whole pages that it begins with at its admission, holds all its pages until its end, and gives them
-back last page first. What is free and still holds a page of somebody's beginning is the cache. Admissions are measured
+back last page first. A free page that still holds a prompt's prefix is a cached page. Admissions are measured
 (``requests/served.py``), not simulated: a request that ran had its pages, so where a measured time is wrong the pool is
 overdrawn, and nothing is left for the cache until pages come back. So an endless cache never hits less than a smaller
 one.
@@ -19,7 +19,6 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvbench.requests.prefix_hits import common_beginning, shared_beginnings
 
@@ -167,17 +166,6 @@ def _events(requests: Sequence[ServedRequest], page_size: int | None = None) -> 
     return sorted(found)
 
 
-class _Order(Protocol):
-    """In which order the cached pages that nobody holds are given up."""
-
-    def __len__(self) -> int: ...
-    def add(self, page: int) -> None: ...
-    def remove(self, page: int) -> None: ...
-    def pop(self) -> int: ...
-    def admission(self) -> None:
-        """The next request is admitted."""
-
-
 class _LeastRecentlyUsed:
     """The page that has been free for longest goes first."""
 
@@ -245,7 +233,7 @@ class _Pool:
     it is held: then its holder, at its end, offers its copy of the other one.
     """
 
-    def __init__(self, num_pages: float, order: _Order, parent: Sequence[int]) -> None:
+    def __init__(self, num_pages: float, order: _LeastRecentlyUsed | _FurthestUse, parent: Sequence[int]) -> None:
         self.empty = num_pages
         self._order = order
         self._parent = parent

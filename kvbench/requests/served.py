@@ -110,10 +110,11 @@ class _Steps:
 
 
 def _steps(chunks: Sequence[np.ndarray], sent: Sequence[float]) -> _Steps:
-    """Two steps lie between two chunks of one request, and between a chunk and the first one of a request sent later.
+    """Two chunks of one request are of two steps; so are a chunk and the first one of a request sent after it.
 
-    Where others arrived between the two, the steps are parted at the longest silence. A long silence always parts two
-    steps: that of prompts only, or one whose requests all ended in it, has no chunks of the same requests around it.
+    Where other chunks arrived between the two, the steps are parted at the longest silence. A long silence always
+    parts two steps: that of prompts only, or one whose requests all ended in it, has no chunks of the same requests
+    around it.
     """
     times = np.concatenate([np.empty(0), *chunks])
     order = np.argsort(times, kind="stable")
@@ -144,8 +145,9 @@ def _prefills(
     """How many tokens of each prompt each step computed, from that of its admission on. [requests]
 
     ``tokens``: how many of each prompt were computed. First come, first served: what the decodes leave of a step is
-    spent on the prompts in order. A request begins in the earliest step after it was sent from which its prompt does
-    not end before the step of its first token; in the one that ran when it was sent only if it would else end later.
+    spent on the prompts in order. The last part of a prompt is computed in the step of its first token. The prompt
+    begins as early as that allows, but after the request was sent. It begins in the step that ran when it was sent only
+    if it would otherwise not be done in time.
     """
     if step_tokens is None:
         return [{step: count} for step, count in zip(steps.first, tokens, strict=True)]

@@ -114,6 +114,11 @@ class MeasuredCell:
         return "" if self.valid else "refused" if self.refused and not self.invalid_reasons else "invalid"
 
     @property
+    def marked_name(self) -> str:
+        """The name; of a cell in doubt also why: "contiguous (invalid)"."""
+        return f"{self.name} ({self.doubt})" if self.doubt else self.name
+
+    @property
     def failure_messages(self) -> dict[str, dict[str, Any]]:
         """The most frequent message of each kind of failure, over all repeats."""
         found = [each for r in self.repeats for each in (r.metrics.get("failure_messages") or {}).items()]

@@ -13,6 +13,7 @@ from kvbench.common import text as words
 from kvbench.metrics.latency import inter_token_latencies, request_latencies
 from kvbench.report.figures.axes import compact, ecdf, legend_outside, log_axis, under
 from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
+from kvbench.report.tables import UNCERTAIN
 from kvbench.runs.model import MeasuredCell, Run
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
@@ -149,11 +150,15 @@ def drawing(run: Run) -> Drawing | None:
 def _title(cells: Sequence[MeasuredCell]) -> str:
     """How far the configurations' p95 TTFT spreads, and where the baseline stands."""
     load = cells[0].load
-    known = {cell.name: value for cell in cells if (value := cell.percentile("ttft_ms", "p95")[0]) is not None}
+    every = {cell.name: cell.percentile("ttft_ms", "p95") for cell in cells}
+    known = {name: value for name, (value, _) in every.items() if value is not None}
+    few = UNCERTAIN * any(few for _, few in every.values())
     if not known:
         return f"Latencies {under(load)}"
     low, high = (words.ms(pick(known.values())) for pick in (min, max))
     if low == high:
-        return f"p95 TTFT {under(load)}: {low}"
+        return f"p95 TTFT {under(load)}: {low}{few}"
     base = next((known[cell.name] for cell in cells if cell.is_baseline and cell.name in known), None)
-    return f"p95 TTFT {under(load)}: {low} to {high}" + (f"; baseline {words.ms(base)}" if base is not None else "")
+    return f"p95 TTFT {under(load)}: {low} to {high}{few}" + (
+        f"; baseline {words.ms(base)}" if base is not None else ""
+    )

@@ -16,7 +16,7 @@ from kvbench.report.changes import short_name
 from kvbench.report.comparisons import baseline, median
 from kvbench.report.figures.axes import log_axis
 from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
-from kvbench.report.tables import Column, Row, Table, Value
+from kvbench.report.tables import UNCERTAIN, Column, Row, Table, Value
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.ratios import FEWEST
 
@@ -38,7 +38,8 @@ def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFram
 
     Values: tokens_per_s; goodput [requests/s within the SLO]; cost [price per 10^6 output tokens]; energy [J per output
     token]; ttft (p95), tpot (median) [ms]: medians over repeats, of latencies the pooled percentile. Intervals: 95 % t
-    interval of the logarithms from 3 repeats on, else none (NaN). Unknown values are NaN.
+    interval of the logarithms from 3 repeats on, else none (NaN). Unknown values are NaN. ``ttft_few``, ``tpot_few``:
+    percentiles of too few samples.
     """
     rows, steady = [], all(cell.has_steady for cell in run.cells if cell.valid)
     for cell in run.cells:
@@ -60,12 +61,13 @@ def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFram
         for name, values in series.items():
             row |= dict(zip((name + end for end in _ENDS), _interval(values), strict=True))
         for name, metric, which in (("ttft", "ttft_ms", "p95"), ("tpot", "tpot_ms", "p50")):
-            pooled = cell.percentile(metric, which)[0]
+            pooled, row[f"{name}_few"] = cell.percentile(metric, which)
             row[name] = value = math.nan if pooled is None else pooled
             bounds = row[f"{name}_low"], row[f"{name}_high"]  # of the repeats: the pooled one may lie outside
             row |= {f"{name}_low": min(bounds[0], value), f"{name}_high": max(bounds[1], value)}
         rows.append(row)
     names = [name + end for name in (*_AXES, *_LATENCIES) for end in _ENDS]
+    names += [f"{name}_few" for name in _LATENCIES]
     return pd.DataFrame(rows, columns=["configuration", "name", "load", "rank", "steady", *names])
 
 
@@ -133,7 +135,7 @@ def frontier_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Fi
 
 
 def _axis_title(frame: pd.DataFrame, axis: str) -> str:
-    whole = axis == "goodput" or (axis != "energy" and not frame["steady"].all())
+    whole = axis in ("goodput", "energy") or not frame["steady"].all()
     return _AXES[axis][0] + (" (whole run)" if whole else "")
 
 
@@ -148,10 +150,11 @@ def _line(
         ends = {"array": up.clip(lower=0), "arrayminus": down.clip(lower=0)}
         return {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3, "color": look.faint(0.7), **ends}
 
+    few = [UNCERTAIN * each for each in part[f"{latency}_few"]]
     hover = [
         f"<b>{safe(name)}</b>, {row.load}<br>{_AXES[axis][0]}: {getattr(row, axis):.4g}<br>"
-        f"{_LATENCIES[latency]}: {getattr(row, latency):,.4g}{'<br>on the frontier for certain' if star else ''}"
-        for row, star in zip(part.itertuples(), stars, strict=True)
+        f"{_LATENCIES[latency]}: {getattr(row, latency):,.4g}{mark}{'<br>on the frontier for certain' if star else ''}"
+        for row, star, mark in zip(part.itertuples(), stars, few, strict=True)
     ]
     marker = {
         "size": [(13 if star else 7) + 3 * int(rank) for rank, star in zip(part["rank"], stars, strict=True)],
@@ -189,7 +192,9 @@ def frontier_table(run: Run, price_per_hour: float | None = None) -> Table:
     def number(row: pd.Series, name: str) -> Value:
         value, low, high = (row[name + end] for end in _ENDS)
         note = "" if pd.isna(low) else f"{words.significant(low)} to {words.significant(high)}"
-        return Value("–" if pd.isna(value) else words.significant(value), None if pd.isna(value) else value, note)
+        if pd.isna(value):
+            return Value("–", None, note)
+        return Value(words.significant(value) + UNCERTAIN * bool(row.get(f"{name}_few")), value, note)
 
     rows = []
     for index, row in frame.iterrows():

@@ -214,6 +214,7 @@ def _title(frame: pd.DataFrame) -> str:
     settings = _settings(frame)
     better = frame[frame["decided"] & (frame["ratio"] > 1)]
     if better.empty:
-        return f"No combination of {words.listing([setting_title(key) for key in settings])} is ahead of the baseline"
+        said = "ahead of" if frame["decided"].any() else "told apart from"
+        return f"No combination of {words.listing([setting_title(key) for key in settings])} is {said} the baseline"
     top = better.loc[better["ratio"].idxmax()]
     return f"Furthest ahead of {frame['ratio'].notna().sum()}: {top['configuration']}, {top['text']} the baseline"

@@ -20,16 +20,17 @@ _LOST, _UNEXPLAINED = "#D55E00", "#8A8A8A"
 def frame(run: Run) -> pd.DataFrame:
     """A row a bar, from above; of the cells that were simulated, the highest load first.
 
-    ``cell``: its id; ``configuration``, ``load``: its names; ``step``: the bar's name; ``kind``: "level" (tokens hit),
-    "lost", or "unexplained" (of either sign); ``low``, ``high``: the bar's ends, percent of the prompt tokens;
-    ``tokens``, ``change``: the bar's length, in tokens and in percent of the prompt tokens, of a gap with its sign;
-    ``why``: what explains it.
+    ``cell``: its id; ``title``, ``configuration``, ``load``: its names; ``step``: the bar's name
+    ``kind``: "level" (tokens hit), "lost", or "unexplained" (of either sign)
+    ``low``, ``high``: the bar's ends, percent of the prompt tokens
+    ``tokens``, ``change``: the bar's length, in tokens and in percent of the prompt tokens, of a gap with its sign
+    ``why``: what explains it
     """
     rows = []
     for ledger in hit_ledgers(run):
         if ledger.shared is not None:
             rows += _bars(ledger)
-    columns = ["cell", "configuration", "load", "step", "kind", "low", "high", "tokens", "change", "why"]
+    columns = ["cell", "title", "configuration", "load", "step", "kind", "low", "high", "tokens", "change", "why"]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -52,7 +53,10 @@ def _bar(
 ) -> dict[str, object]:
     ends = {name: 100 * (ledger.share(tokens) or 0.0) for name, tokens in (("low", low), ("high", high))}
     cell = ledger.cell
-    named = {"cell": cell.cell_id, "configuration": cell.name, "load": cell.load.short, "step": step, "kind": kind}
+    named = {
+        "cell": cell.cell_id, "title": f"{cell.marked_name} · {cell.load.short}", "configuration": cell.name,
+        "load": cell.load.short, "step": step, "kind": kind,
+    }  # fmt: skip
     return {**named, **ends, "tokens": change, "change": 100 * (ledger.share(change) or 0.0), "why": why}
 
 
@@ -65,7 +69,7 @@ def figure(bars: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:
         rows=len(panels),
         cols=1,
         shared_xaxes=True,
-        subplot_titles=[safe(f"{one['configuration'].iloc[0]} · {one['load'].iloc[0]}") for _, one in panels],
+        subplot_titles=[safe(one["title"].iloc[0]) for _, one in panels],
         row_heights=counts,
         vertical_spacing=min(0.9 / max(1, len(panels) - 1), 44 / height),
     )
@@ -139,4 +143,5 @@ def _title(ledger: HitLedger) -> str:
         return f"{words.percent(ledger.share(ledger.endless))} of prompt tokens could be hit by an endless cache"
     text = f"{words.percent(ledger.share(ledger.counted))} of prompt tokens hit, {shared} shared"
     gap = ledger.largest_gap
-    return f"{text}; largest gap: {gap.name}" if gap else text
+    text = f"{text}; largest gap: {gap.name}" if gap else text
+    return f"{text} ({ledger.cell.doubt})" if ledger.cell.doubt else text

@@ -82,7 +82,7 @@ def _of_cell(cell: MeasuredCell, points: int) -> pd.DataFrame:
     polls = thin(gauges[gauges["repeat"] == cell.typical_repeat].sort_values("t"), points)
     slots, size = interval_slots(polls), bytes_per_slot(cell)
     total = polls["kv_slots_total"].reindex(slots.index)
-    found = {"configuration": f"{cell.name} ({cell.doubt})" if cell.doubt else cell.name, "t": polls["t"]}
+    found = {"configuration": cell.marked_name, "t": polls["t"]}
     found |= {use: slots[use] / total * 100 for use in SLOT_USES}
     found["usage"] = polls["kv_cache_usage_perc"] * 100 if slots.empty else np.nan
     found |= {what: polls[f"num_requests_{what}"] for what in _LINES}

@@ -47,7 +47,7 @@ def ms_a_step(cell: MeasuredCell, seconds: float | None) -> float | None:
 def step_time(run: Run) -> pd.DataFrame:
     """The split of each cell's step time, the highest load first; a row a phase of a cell.
 
-    cell_id, configuration, load: the cell
+    cell_id, configuration, valid, load: the cell
     phase: one of PHASES
     share: of the time of all steps, 0 to 100 %
     ms: a step; NaN where steps are not counted
@@ -60,11 +60,12 @@ def step_time(run: Run) -> pd.DataFrame:
         total, hashing = sum(seconds.values()), share_of_steps(cell, "hash_seconds")
         for phase, spent in seconds.items():
             rows.append({
-                "cell_id": cell.cell_id, "configuration": cell.name, "load": cell.load.short, "phase": phase,
+                "cell_id": cell.cell_id, "configuration": cell.marked_name, "valid": cell.valid,
+                "load": cell.load.short, "phase": phase,
                 "share": spent / total * 100, "ms": ms_a_step(cell, spent),
                 "hash_share": None if hashing is None else hashing * 100,
             })  # fmt: skip
-    columns = ["cell_id", "configuration", "load", "phase", "share", "ms", "hash_share"]
+    columns = ["cell_id", "configuration", "valid", "load", "phase", "share", "ms", "hash_share"]
     return pd.DataFrame(rows, columns=columns).astype({"share": float, "ms": float, "hash_share": float})
 
 
@@ -140,6 +141,7 @@ def drawing(run: Run) -> Drawing | None:
 
 def _title(frame: pd.DataFrame) -> str:
     """What most of the time went into, and how much scheduling took at most."""
+    frame = frame[frame["valid"]] if frame["valid"].any() else frame
     shares = frame.pivot_table(index="cell_id", columns="phase", values="share", observed=True) / 100
     largest = str(shares.mean().idxmax())
     low, high = (words.percent(pick) for pick in (shares[largest].min(), shares[largest].max()))

@@ -50,6 +50,11 @@ def test_runs_are_in_the_order_of_their_start_whatever_their_names_and_file_time
     assert values(series_of(tmp_path)[0]) == [100.0, 103.0, 105.0, 1.0]
 
 
+def test_the_runs_of_a_workload_named_cells_are_found(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 0, {"a-c3": [100.0]}, name="cells")
+    assert find_runs([tmp_path]) == [folder.resolve()]
+
+
 def test_a_value_is_the_median_over_the_repeats_of_each_metric(tmp_path: Path) -> None:
     repeats = [repeat(1, 90.0, 120.0, 9.0), repeat(2, 110.0, 80.0, 12.0), repeat(3, 100.0, 200.0, 10.0)]
     write_run(tmp_path, 0, {"a-c3": repeats})

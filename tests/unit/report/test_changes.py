@@ -56,6 +56,16 @@ def test_engine_time_outranks_what_was_served_and_the_clocks_never_mix() -> None
     assert set(changes_frame(known)["clock"]) == {ENGINE_TIME}
 
 
+def test_what_was_served_decides_only_what_engine_time_does_not_exclude() -> None:
+    other = cell(page_size=8, throughput=FAST)
+    excluded = run(cell(), other, engine_time=in_engine_time((other, THROUGHPUT, 1.01, 0.99, 1.03, OPEN)))
+    found = change(excluded, other, THROUGHPUT)
+    assert found is not None and (found.clock, found.call) == (ENGINE_TIME, OPEN)
+    wide = run(cell(), other, engine_time=in_engine_time((other, THROUGHPUT, 1.3, 0.9, 1.8, OPEN)))
+    found = change(wide, other, THROUGHPUT)
+    assert found is not None and (found.clock, found.call) == (SERVED, AHEAD)
+
+
 def test_nothing_is_compared_with_an_invalid_baseline_but_engine_time_needs_none() -> None:
     base, other = cell(reasons=("lag",)), cell(page_size=8, throughput=FAST)
     assert change(run(base, other), other, THROUGHPUT) is None

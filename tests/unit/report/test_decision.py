@@ -163,6 +163,15 @@ def test_in_open_loop_the_arrivals_set_throughput_so_a_better_p95_is_what_ships(
     assert text.startswith("Ship page 8: p95 TTFT −80 %") and text.endswith("served at 4/s, tokens/s level.")
 
 
+def test_of_several_better_p95s_the_best_ships_and_not_the_one_of_the_highest_throughput() -> None:
+    how: dict[str, Any] = {"mode": "open", "load": 4}
+    best = cell(page_size=8, ttft=(100.0, 101.0, 102.0), throughput=(99.9, 100.0, 100.0), **how)
+    other = cell(page_size=32, ttft=(400.0, 401.0, 402.0), throughput=(100.2, 100.1, 100.3), **how)
+    measured = run(cell(**how), other, best)
+    assert headline(measured).startswith("Ship page 8: p95 TTFT −80 %")
+    assert answers(measured)[0].verdict == "Use 8"
+
+
 def test_paging_that_wins_by_one_p95_and_loses_the_other_is_a_risk_seen_from_the_baseline() -> None:
     """Contiguous starts late and then streams steadily: neither layout is simply better."""
     how: dict[str, Any] = {"mode": "open", "load": 4}

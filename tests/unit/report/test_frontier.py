@@ -47,6 +47,18 @@ def test_goodput_of_nothing_stays_and_is_of_the_whole_run_as_the_latencies_are()
     assert list(frontier_frame(shown)["goodput"]) == [0.0, 2.0]
 
 
+def test_a_percentile_of_too_few_samples_is_marked_and_energy_is_of_the_whole_run() -> None:
+    few = cell(machine={"gpu_energy_j": 10.0})
+    few.pooled["ttft_ms"]["uncertain"].append("p95")
+    for repeat in few.repeats:
+        repeat.metrics["total_output_tokens"] = 20  # type: ignore[index]
+    table = frontier_table(run(few, cell(page_size=8)))
+    heads = [column.title for column in table.columns]
+    ttft = [row.values[heads.index("p95 TTFT, ms")].text for row in table.rows]
+    assert ttft[0].endswith("*") and not ttft[1].endswith("*")
+    assert "output tokens/s" in heads and any("energy" in head and "(whole run)" in head for head in heads)
+
+
 def test_the_table_has_every_point_with_interval_and_price() -> None:
     table = frontier_table(run(cell(throughput=(100.0, 110.0, 130.0)), cell(page_size=8)), price_per_hour=3.6)
     heads = [column.title for column in table.columns]

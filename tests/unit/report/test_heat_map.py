@@ -55,6 +55,16 @@ def test_what_is_invalid_or_missing_is_blank_and_said() -> None:
     assert "Without a colour" in made.caption and "Without" not in drawing(run(*grid())).caption
 
 
+def test_where_nothing_is_decided_no_combination_is_called_behind_or_level() -> None:
+    once = {
+        name: {"throughput": (rate,)}
+        for name, rate in (("base", 100.0), ("fp8", 130.0), ("p64", 80.0), ("both", 130.0))
+    }
+    assert "is told apart from" in drawing(run(*grid(**once))).title
+    slower = {name: {"throughput": (50.0, 51.0, 52.0)} for name in ("fp8", "p64", "both")}
+    assert "is ahead of" in drawing(run(*grid(**slower))).title
+
+
 def test_grey_means_not_told_apart() -> None:
     figure = drawing(run(*grid())).figure
     columns, rows = (

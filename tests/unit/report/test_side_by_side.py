@@ -176,6 +176,21 @@ def test_more_cells_than_six_are_all_in_the_table_and_six_are_drawn() -> None:
     assert len(shown) == 6 and not any("9 at once" in tick or "8 at once" in tick for tick in shown)
 
 
+def test_a_ratio_that_the_values_above_it_contradict_says_what_they_give() -> None:
+    """Values are medians; Welch's ratio of two runs is of geometric means."""
+    a, b = cell(throughput=(100.0, 100.0, 200.0)), cell(page_size=32, throughput=(110.0, 110.0, 110.0))
+    text = visible(page([pair(a, b, git={"short_sha": "abc"})]))
+    assert "0.87x?" in text and "medians give 1.10x" in text
+    assert "medians give" not in visible(page([pair(cell(throughput=RISING), faster())]))
+
+
+def test_a_percentile_of_too_few_samples_is_marked() -> None:
+    few = cell(page_size=32)
+    few.pooled["ttft_ms"]["uncertain"].append("p95")
+    text = visible(page([pair(cell(), few)]))
+    assert text.count("500*") == 1 and "p95 needs 130" in text
+
+
 def test_the_figure_marks_what_is_better_and_what_is_not_decided() -> None:
     drawn = drawings([pair(cell(throughput=RISING), faster())])[0]
     marks = {(t.xaxis or "x", t.name): (t.x[0], t.text[0]) for t in drawn.figure.data if t.mode == "markers+text"}

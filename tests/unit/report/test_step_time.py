@@ -48,6 +48,13 @@ def test_the_title_names_the_largest_part() -> None:
     )
 
 
+def test_an_invalid_cell_is_marked_and_not_in_the_title() -> None:
+    bad = cell("contiguous", reasons=("lag",), server=counted(step_time_seconds_total_execute=35.0))
+    shown = drawing(run(cell(server=counted()), bad))
+    assert "75 %" in shown.title and "88" not in shown.title
+    assert any("contiguous (invalid)" in note.text for note in shown.figure.layout.annotations)
+
+
 def test_a_server_that_does_not_split_its_steps_has_neither_figure_nor_table() -> None:
     silent = run(cell())
     assert drawing(silent) is None and not step_time_table(silent).rows
