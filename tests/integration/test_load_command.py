@@ -283,7 +283,7 @@ def test_the_highest_rate_of_a_server_that_takes_one_request_at_a_time(workload,
     classes = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 2}]
     words = (
         "-o", f"load.prompts={json.dumps({'kind': 'synthetic', 'classes': classes})}", "-o", "load.arrivals=constant",
-        "--find-max-rate", "p95_ttft<=150ms", "--request-rate", 20, "--max-concurrency", 1, "--num-prompts", 40,
+        "--find-max-rate", "p95_ttft<=150ms", "--request-rate", 20, "--max-concurrency", 1, "--num-prompts", 24,
         "--run-seconds", 0, "--tolerance", 0.5, "--output-dir", out,
     )  # fmt: skip
     with fake_server(*CACHING, FAKE_TOKEN_S="0.02") as (_, url):

@@ -124,9 +124,9 @@ CONTIGUOUS = ("--layout", "contiguous", "--reservation", "pow2", *memory_flags(S
 
 @pytest.mark.soak
 @pytest.mark.timeout(330)
-@pytest.mark.parametrize("flags", [SWAP, RECOMPUTE], ids=["swap", "recompute"])
-def test_ten_thousand_requests_leave_nothing_behind(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    soak(tmp_path, flags, count=10_000, limit_s=300, check=False)
+def test_ten_thousand_requests_leave_nothing_behind(tmp_path: Path) -> None:
+    """With swap, which recomputes too: the host's space is small."""
+    soak(tmp_path, SWAP, count=10_000, limit_s=300, check=False)
 
 
 @pytest.mark.timeout(150)

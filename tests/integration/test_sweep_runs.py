@@ -410,8 +410,8 @@ def test_while_other_programs_keep_the_machine_busy_a_disturbed_load_is_not_meas
 def test_a_sweep_ends_early_on_a_machine_that_stays_busy(bench, disturb, monkeypatch, waits, measured):
     """After two disturbed loads in a row if it stays busy; after four if it is busy only while loads run."""
     monkeypatch.setattr(foreign_cpu, "waits_for_quiet", waits)
-    disturb.update({("paged-p16-c2", repeat): 1 for repeat in range(1, 7)})
-    path = bench.write(load={"repeats": 6}, sweep={})
+    disturb.update({("paged-p16-c2", repeat): 1 for repeat in range(1, 6)})
+    path = bench.write(load={"repeats": 5}, sweep={})
     done = bench.sweep(str(path))
     run = bench.only_run()
     assert done.returncode == 4 and len(bench.launches) == measured and "ended early" in done.stdout
@@ -420,7 +420,7 @@ def test_a_sweep_ends_early_on_a_machine_that_stays_busy(bench, disturb, monkeyp
 
     disturb.clear()
     again = bench.kvbench("sweep", "--resume", str(run), "--no-report")
-    assert again.returncode == 0 and len(bench.launches) == measured + 6 and manifest(run)["status"] == "complete"
+    assert again.returncode == 0 and len(bench.launches) == measured + 5 and manifest(run)["status"] == "complete"
 
 
 def test_a_sweep_whose_last_loads_were_disturbed_has_nothing_to_wait_for(bench, disturb, monkeypatch):
@@ -436,12 +436,12 @@ def test_a_valid_load_between_disturbed_ones_and_wait_idle_0_let_a_sweep_go_on(b
     monkeypatch.setattr(foreign_cpu, "waits_for_quiet", busy)
     cell = "paged-p16-c2"
     disturb.update({(cell, 1): 1, (cell, 3): 1})
-    path = bench.write(load={"repeats": 4}, sweep={})
+    path = bench.write(load={"repeats": 3}, sweep={})
     done = bench.sweep(str(path), "--no-report")
-    assert done.returncode == 0 and "ended early" not in done.stdout and len(bench.launches) == 4
-    disturb.update({(cell, repeat): 9 for repeat in range(1, 5)})
+    assert done.returncode == 0 and "ended early" not in done.stdout and len(bench.launches) == 3
+    disturb.update({(cell, repeat): 9 for repeat in range(1, 4)})
     bench.sweep(str(path), "--no-report", "--wait-idle", "0")
-    assert len(bench.launches) == 4 + 4 * 3
+    assert len(bench.launches) == 3 + 3 * 3
 
 
 def no_room(*args, **kwargs):
