@@ -13,7 +13,11 @@ from kvbench.runs.ratios import LEVEL
 def glossary(run: Run) -> list[tuple[str, str]]:
     """(word, meaning) in the order of the page."""
     return [
-        ("pays", "Output tokens/s ahead of the baseline, and neither p95 TTFT nor p95 ITL behind."),
+        (
+            "pays",
+            "Output tokens/s ahead of the baseline, and neither p95 TTFT nor p95 ITL behind. Little: the gain may be "
+            "smaller than what is called level.",
+        ),
         ("at a risk; costs", "At a risk: ahead, and a p95 or another load behind. Costs: output tokens/s behind."),
         (
             "not decided",

@@ -1,4 +1,4 @@
-"""What limited each cell: KV memory, compute, the queue, the client or the load itself, by listed rules. Pure rules.
+"""What limited each cell: KV memory, compute, the queue, the client, or none seen, by listed rules. Pure rules.
 
 The rules are tried in the order of ``RULES``; the first that holds names the limit, and every rule that holds says what
 it saw. What a server does not tell is None in ``Facts``, and a rule that needs it does not hold.
@@ -20,8 +20,8 @@ from kvbench.runs.kv_ledger import step_seconds
 from kvbench.runs.model import MeasuredCell, Run, number
 from kvbench.workload.settings import effective
 
-CLIENT, KV, SEATS, QUEUE, COMPUTE, LOAD, UNKNOWN = (
-    "load client", "KV memory", "batch limit", "queue", "compute", "the load itself", "not known",
+CLIENT, KV, SEATS, QUEUE, COMPUTE, NOTHING, UNKNOWN = (
+    "load client", "KV memory", "batch limit", "queue", "compute", "no limit seen", "not known",
 )  # fmt: skip
 OFTEN = 0.05  # of the steady window: waits for room that count
 MOSTLY = 0.5  # of the steady window: from here on they name the limit even where compute is full
@@ -180,7 +180,7 @@ def _admission(f: Facts) -> str:
 def _load(f: Facts) -> str:
     if f.kv_wait is None or f.waiting is None or _waits(f):
         return ""
-    peak = "" if f.kv_peak is None else f", KV at most {words.percent(f.kv_peak)} used"
+    peak = "" if f.kv_peak is None else f", KV at its peak {words.percent(f.kv_peak)} used"
     return f"nothing waited long for memory or a seat{peak}"
 
 
@@ -195,18 +195,18 @@ RULES = (
     Rule("the client was busy", CLIENT, _client),
     Rule("admission dominates TTFT", "", _admission),
     Rule("long prompts slow everyone", "", _stall),
-    Rule("nothing was full", LOAD, _load),
+    Rule("nothing was full", NOTHING, _load),
 )
 
 
 def judge(facts: Facts) -> tuple[str, tuple[str, ...]]:
     """The limit, and the evidence of every rule that holds; "nothing was full" speaks only where no limit is named."""
     seen = [(rule, text) for rule in RULES if (text := rule.sees(facts))]
-    naming = [rule.limit for rule, _ in seen if rule.limit and rule.limit != LOAD]
+    naming = [rule.limit for rule, _ in seen if rule.limit and rule.limit != NOTHING]
     if not naming:
-        nothing = [text for rule, text in seen if rule.limit == LOAD]
-        return (LOAD if nothing else UNKNOWN), tuple(nothing + [text for rule, text in seen if not rule.limit])
-    return naming[0], tuple(text for rule, text in seen if rule.limit != LOAD)
+        nothing = [text for rule, text in seen if rule.limit == NOTHING]
+        return (NOTHING if nothing else UNKNOWN), tuple(nothing + [text for rule, text in seen if not rule.limit])
+    return naming[0], tuple(text for rule, text in seen if rule.limit != NOTHING)
 
 
 def limit_of(run: Run, cell: MeasuredCell) -> Limit:
@@ -235,7 +235,7 @@ def facts_of(run: Run, cell: MeasuredCell) -> Facts:
         waiting=cell.observed_mean("waiting_mean"),
         seats=seats,
         kv_wait=cell.observed_mean("kv_full"),
-        kv_peak=max(cell.observed("usage_max").values(), default=None),
+        kv_peak=median(cell.observed("usage_max")),
         preemptions=preempted / requests if preempted is not None and requests else None,
         grown=_queue_growth(cell),
         busy=_busy(cell),
@@ -320,14 +320,15 @@ class LimitLine:
 def limit_lines(run: Run) -> list[LimitLine]:
     """The limits by load, the highest first, configurations with the same limit together.
 
-    A line has the evidence of the configuration that waited longest for KV, or of which the rules saw most.
+    A line has the evidence of the baseline, else of the configuration that waited longest for KV, or of which the rules
+    saw most.
     """
     groups: dict[tuple[str, str], list[Limit]] = {}
     for each in limits(run):
         groups.setdefault((each.cell.load.short, each.limit), []).append(each)
     lines = []
     for (load, limit), members in groups.items():
-        speaker = max(members, key=lambda each: (each.facts.kv_wait or 0.0, len(each.evidence)))
+        speaker = max(members, key=lambda each: (each.cell.is_baseline, each.facts.kv_wait or 0.0, len(each.evidence)))
         evidence = "; ".join(speaker.evidence[:_MOST_EVIDENCE])
         base = baseline(run, speaker.cell.load)
         names = tuple(short_name(each.cell, base) for each in members)

@@ -12,7 +12,7 @@ from kvbench.common import text as words
 from kvbench.report.changes import ENGINE_TIME, decided_load
 from kvbench.report.comparisons import baseline, differing
 from kvbench.report.decision import PAYS, UNDECIDED, Choice, choices, quality_of
-from kvbench.report.limits import LOAD, limit_of
+from kvbench.report.limits import NOTHING, limit_of
 from kvbench.report.provenance import random_weights, validity
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 from kvbench.workload.settings import DEFAULTS, effective
@@ -109,7 +109,7 @@ def _larger_load(run: Run, load: MeasuredLoad) -> Iterator[NextStep]:
     if load != run.loads[-1] or load.mode != "closed" or load.sessions:
         return
     found = {limit_of(run, cell).limit for cell in run.at(load) if cell.valid}
-    if found and found <= {LOAD}:
+    if found and found <= {NOTHING}:
         users = [f"{each.value:g}" for each in run.loads] + [f"{2 * load.value:g}"]
         what = f"nothing was full at {load.short}: see what breaks first"
         yield NextStep(what, _sweep(run, ["-o", f"load.concurrency=[{', '.join(users)}]"]))

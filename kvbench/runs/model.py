@@ -48,7 +48,7 @@ class MeasuredLoad:
             return self.short if self.sessions else f"{self.value:g} concurrent request{'' if self.value == 1 else 's'}"
         if self.value == 0:
             names = {"ramp": "a ramp of the rate", "step": "a rate in steps"}
-            return names.get(self.arrivals, "the trace's own arrivals")
+            return names.get(self.arrivals, "the trace's arrivals")
         what = "conversations" if self.sessions else "requests"
         return f"all {what} at once" if self.value == math.inf else f"{self.value:g} {what}/s"
 

@@ -52,7 +52,7 @@ def repeat_notes(manifest: Mapping[str, Any], cells: Iterable[tuple[str, int, Ma
         counts = [f"{cell_id}: {planned[cell_id] - n} of {planned[cell_id]} repeats" for cell_id, n in left.items()]
         minutes = manifest.get("max_minutes")
         limit = "" if minutes is None else f" {minutes:g}"
-        notes.append(f"left out by --max-minutes{limit}: {and_more(counts, _MOST_NAMED, between='; ')}")
+        notes.append(f"cut short by --max-minutes{limit}, measured: {and_more(counts, _MOST_NAMED, between='; ')}")
     return notes
 
 

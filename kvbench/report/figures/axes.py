@@ -88,7 +88,7 @@ def room_for_labels(labels: Iterable[str]) -> int:
 
 
 def under(load: MeasuredLoad) -> str:
-    """A load behind a noun in a title: "with 24 at once", "at 4/s", "under the trace's own arrivals"."""
+    """A load behind a noun in a title: "with 24 at once", "at 4/s", "under the trace's arrivals"."""
     if load.mode == "closed":
         return f"with {load.short}"
     return f"at {load.short}" if 0 < load.value < math.inf else f"under {load.label}"

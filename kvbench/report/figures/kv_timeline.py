@@ -13,6 +13,7 @@ from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.report.comparisons import baseline, paging_pair
+from kvbench.report.decision import choices
 from kvbench.report.figures.axes import compact, thin, under
 from kvbench.report.kv import FILLS
 from kvbench.report.style import Drawing, finish, safe
@@ -39,14 +40,15 @@ _HEIGHTS = {"kv": 200, "sequences": 96, "event": 60}  # px
 def shown_cells(run: Run, load: MeasuredLoad) -> list[MeasuredCell]:
     """Those of a load that tell how full their KV was, at most MOST_SHOWN.
 
-    Of more these: the baseline, the two layouts that are compared, and those whose KV use differs most from the
-    baseline's.
+    Of more these: the baseline, the two layouts that are compared, the fastest, and those whose KV use differs most
+    from the baseline's.
     """
     known = [cell for cell in run.at(load) if cell.observed("usage_mean")]
     if len(known) <= MOST_SHOWN:
         return known
     base = baseline(run, load) or known[0]
-    first = {base.name, *(paging_pair(run) or ())}
+    fastest = choices(run, load)[:1]
+    first = {base.name, *(paging_pair(run) or ()), *(each.cell.name for each in fastest)}
     ranked = sorted(known, key=lambda cell: (cell.name not in first, -_difference(cell, base)))
     chosen = {cell.name for cell in ranked[:MOST_SHOWN]}
     return [cell for cell in known if cell.name in chosen]

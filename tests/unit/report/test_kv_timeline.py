@@ -100,6 +100,8 @@ def test_of_many_configurations_those_with_other_uses_are_shown() -> None:
     shown = run(cell("contiguous", observed=uses(79)), cell(observed=uses(80)), *others, *varied, cell(load=3))
     names = [one.name for one in shown_cells(shown, shown.loads[-1])]
     assert names == ["contiguous", "paged (page 16)", *(one.name for one in varied)]
+    fastest = cell(page_size=128, observed=uses(80), throughput=(300.0, 300.0, 300.0))
+    assert fastest.name in {one.name for one in shown_cells(run(*shown.cells, fastest), shown.loads[-1])}
     few = run(*shown.cells[:3])
     assert shown_cells(few, few.loads[0]) == list(few.cells)
     assert shown_cells(shown, shown.loads[0]) == [], "its server says nothing of its KV"

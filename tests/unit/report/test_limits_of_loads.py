@@ -12,8 +12,8 @@ from kvbench.report.limits import (
     CLIENT,
     COMPUTE,
     KV,
-    LOAD,
     MOSTLY,
+    NOTHING,
     OFTEN,
     QUEUE,
     RULES,
@@ -36,23 +36,23 @@ ROOM = Facts(asked=24, running=24.0, waiting=0.0, seats=32, kv_wait=0.0, kv_peak
 @pytest.mark.parametrize(
     ("changed", "limit"),
     [
-        ({}, LOAD),
+        ({}, NOTHING),
         ({"client_cpu": 0.51}, CLIENT),
-        ({"client_cpu": 0.49}, LOAD),
+        ({"client_cpu": 0.49}, NOTHING),
         ({"kv_wait": OFTEN}, KV),
-        ({"kv_wait": OFTEN - 0.001}, LOAD),
+        ({"kv_wait": OFTEN - 0.001}, NOTHING),
         ({"preemptions": STORM}, KV),
-        ({"preemptions": STORM - 0.01}, LOAD),
+        ({"preemptions": STORM - 0.01}, NOTHING),
         ({"running": 31.0, "waiting": 3.0}, SEATS),
-        ({"running": 31.0, "waiting": 0.0}, LOAD),  # nobody waits for a seat
+        ({"running": 31.0, "waiting": 0.0}, NOTHING),  # nobody waits for a seat
         ({"busy": BUSY, "rate_growth": 1.9, "running_growth": 4.0}, COMPUTE),
-        ({"busy": BUSY, "rate_growth": 2.1, "running_growth": 4.0}, LOAD),  # more requests still bring more tokens/s
+        ({"busy": BUSY, "rate_growth": 2.1, "running_growth": 4.0}, NOTHING),  # more requests still bring more tokens/s
         ({"busy": BUSY, "rate_growth": 1.0, "running_growth": 2.0}, COMPUTE),  # none at all
-        ({"busy": BUSY, "rate_growth": 1.0, "running_growth": 1.1}, LOAD),  # hardly more ran, so nothing is known
-        ({"busy": 0.5, "rate_growth": 1.2, "running_growth": 4.0}, LOAD),  # the engine has time left
+        ({"busy": BUSY, "rate_growth": 1.0, "running_growth": 1.1}, NOTHING),  # hardly more ran, so nothing is known
+        ({"busy": 0.5, "rate_growth": 1.2, "running_growth": 4.0}, NOTHING),  # the engine has time left
         ({"busy": BUSY, "waiting": 5.0}, COMPUTE),  # one load only: requests wait and the engine is full
         ({"grown": 4.0}, QUEUE),
-        ({"grown": 0.5}, LOAD),
+        ({"grown": 0.5}, NOTHING),
         ({"kv_wait": 0.9, "client_cpu": 0.6}, KV),  # the load is valid, so the client distorts little
         ({"kv_wait": 0.9, "busy": 1.0, "rate_growth": 1.2, "running_growth": 4.0, "grown": 9.0}, KV),
         ({"waiting": 5.0}, UNKNOWN),  # requests wait, and no rule sees for what
@@ -154,7 +154,7 @@ def test_lines_put_configurations_with_the_same_limit_together_highest_load_firs
     ]  # fmt: skip
     lines = [(line.load, line.limit, line.names) for line in limit_lines(run(*cells))]
     assert lines == [
-        ("24 at once", KV, "paged (page 16) and contiguous"), ("24 at once", LOAD, "page 8"),
-        ("3 at once", LOAD, "all 3"),
+        ("24 at once", KV, "paged (page 16) and contiguous"), ("24 at once", NOTHING, "page 8"),
+        ("3 at once", NOTHING, "all 3"),
     ]  # fmt: skip
-    assert limit_lines(run(*cells))[0].evidence.startswith("contiguous: ")  # that waited longest
+    assert limit_lines(run(*cells))[0].evidence.startswith("paged (page 16): ")  # the baseline

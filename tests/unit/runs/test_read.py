@@ -53,7 +53,7 @@ def test_contiguous_comes_first_by_what_its_reservation_knows() -> None:
         (MeasuredLoad("open", 0.5, sessions=True), "0.5 conversations/s", "0.5/s", "0.5/s"),
         (MeasuredLoad("open", 0.0, "ramp"), "a ramp of the rate", "ramp", "ramp"),
         (MeasuredLoad("open", 0.0, "step"), "a rate in steps", "step", "step"),
-        (MeasuredLoad("open", 0.0, "trace"), "the trace's own arrivals", "trace", "trace"),
+        (MeasuredLoad("open", 0.0, "trace"), "the trace's arrivals", "trace", "trace"),
         (MeasuredLoad("open", math.inf), "all requests at once", "all", "all"),
         (MeasuredLoad("closed", 1.0), "1 concurrent request", "1 at once", "1"),
         (MeasuredLoad("closed", 8.0, sessions=True), "8 users", "8 users", "8"),
@@ -76,7 +76,7 @@ def test_loads_and_names_are_read_from_the_folder(make: Callable[..., Run]) -> N
         summary["settings"] = {"layout": "paged", "page_size": 16}  # two configurations of one name
         (one.folder / "summary.json").write_text(json.dumps(summary))
     found = read_run(run.folder)
-    assert {load.label for load in found.loads} == {"all conversations at once", "the trace's own arrivals"}
+    assert {load.label for load in found.loads} == {"all conversations at once", "the trace's arrivals"}
     assert found.configs[0] == "paged (page 16)" and found.configs[1].startswith("paged (page 16) [")
 
 
