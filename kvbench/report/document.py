@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvbench.common import text as words
 from kvbench.report.changes import ENGINE_TIME, decided_load
-from kvbench.report.comparisons import baseline
+from kvbench.report.comparisons import baseline, differing
 from kvbench.report.decision import Answer, answers, answers_clock, headline
 from kvbench.report.figures import effects, frontier
 from kvbench.report.glossary import glossary
@@ -27,9 +27,11 @@ from kvbench.report.provenance import (
 from kvbench.report.samples import OutputSamples, output_samples
 from kvbench.report.sections import Chapter, chapters
 from kvbench.report.style import Drawing
-from kvbench.runs.model import Run
+from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.ratios import FEWEST
+from kvbench.workload.settings import setting_title
 
+_ASKED = ("layout", "page_size", "kv_cache_dtype")
 _BANNERS = {
     "valid": "Valid",
     "invalid": "Invalid, in part or whole",
@@ -87,7 +89,7 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
         banner=_BANNERS[state.status],
         counted=_counted(run, state),
         details=(*state.reasons, *warnings(run)),
-        baseline=f"{base.name} {base.load.where}, {_clock(run)}" if base else "",
+        baseline=f"{base.name} {base.load.where}, {_clock(run)}{_not_varied(run, base)}" if base else "",
         answers=tuple(answers(run)),
         limits=tuple(limit_lines(run)),
         first=tuple(drawing for drawing in first if drawing),
@@ -106,6 +108,14 @@ def _clock(run: Run) -> str:
     """The clock of the answers; of engine time with what it is of."""
     clock = answers_clock(run)
     return run.engine_time.label if clock == ENGINE_TIME and run.engine_time else clock
+
+
+def _not_varied(run: Run, base: MeasuredCell) -> str:
+    """; not varied: page size and KV dtype. The questions that every reader has and this run does not answer."""
+    known = set(base.settings) | (set(_ASKED) if run.manifest.get("backend") in (None, "kvbench") else set())
+    varied = {name for cell in run.at(base.load) for name in differing(cell, base)}
+    names = [setting_title(name) for name in _ASKED if name in known - varied]
+    return f"; not varied: {words.listing(names)}" if names else ""
 
 
 def _counted(run: Run, state: Validity) -> str:

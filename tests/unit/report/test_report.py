@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -40,6 +41,14 @@ def without_scripts(page_: str) -> str:
 def test_the_bundle_that_draws_figures_has_the_version_of_pythons_plotly() -> None:
     version = get_plotlyjs_version()
     assert f"-{version}." in PLOTLY_JS and f"v{version}\n" in template_file(PLOTLY_JS)[:100]
+
+
+def test_the_questions_that_a_run_cannot_answer_are_named() -> None:
+    assert document(run_of_cells(cell(), cell("contiguous"))).baseline.endswith("; not varied: page size and KV dtype")
+    both = cell("contiguous"), cell(page_size=8), cell(kv_cache_dtype="fp8_e4m3")
+    assert "not varied" not in document(run_of_cells(cell(), *both)).baseline
+    other = replace(cell(), settings={"kv_cache_dtype": "auto"})  # nothing else is known of it
+    assert document(run_of_cells(other, backend="vllm")).baseline.endswith("not varied: KV dtype")
 
 
 def visible(page_: str) -> str:
