@@ -17,7 +17,7 @@ import heapq
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbench.requests.prefix_hits import common_beginning, shared_beginnings
@@ -138,13 +138,16 @@ class CacheSimulation:
     def _lookups(self, request: ServedRequest) -> int:
         return (len(request.prompt) - 1) // self._page_size
 
-    def _uses(self) -> list[list[int]]:
-        """Which admissions look each page up: the first one has the number 1. [pages] of ascending numbers"""
-        uses: list[list[int]] = [[] for _ in self._parent]
+    def _uses(self) -> list[list[tuple[int, bool]]]:
+        """(number of an admission, whether it looks the page up or computes it anyway). [pages] of ascending numbers
+
+        The first admission has the number 1.
+        """
+        uses: list[list[tuple[int, bool]]] = [[] for _ in self._parent]
         admissions = (index for _, what, index, _ in self._events if what == _ADMITTED)
         for number, index in enumerate(admissions, 1):
-            for page in self._pages[index][: self._lookups(self._requests[index])]:
-                uses[page].append(number)
+            for position, page in enumerate(self._pages[index]):
+                uses[page].append((number, position < self._lookups(self._requests[index])))
         return uses
 
 
@@ -181,7 +184,7 @@ class _LeastRecentlyUsed:
     def remove(self, page: int) -> None:
         del self._pages[page]
 
-    def pop(self) -> int:
+    def pop(self, following: Mapping[int, set[int]]) -> int:
         return self._pages.popitem(last=False)[0]
 
     def admission(self) -> None:
@@ -191,12 +194,19 @@ class _LeastRecentlyUsed:
 class _FurthestUse:
     """The page whose next use is furthest away goes first; of several, the deepest in its prompt.
 
-    The next use of a page does not change while it is free, since the admission that uses it takes it out.
+    A page that is computed anyway before it is next looked up has no use until then, but cached pages that follow it
+    may have one: they go before it. The next use of a free page changes only when it was computed anyway, since an
+    admission that looks it up takes it out.
     """
 
-    def __init__(self, uses: Sequence[Sequence[int]], depth: Sequence[int]) -> None:
+    def __init__(self, uses: Sequence[Sequence[tuple[int, bool]]], depth: Sequence[int]) -> None:
         self._uses, self._depth = uses, depth
         self._admissions = 0
+        self._computed: dict[int, list[int]] = {}  # by the number of an admission: pages that it computes anyway
+        for page, numbers in enumerate(uses):
+            for number, looked_up in numbers:
+                if not looked_up:
+                    self._computed.setdefault(number, []).append(page)
         self._keys: dict[int, tuple[float, int, int]] = {}
         self._heap: list[tuple[float, int, int]] = []  # also keys of pages that were removed
 
@@ -205,23 +215,35 @@ class _FurthestUse:
 
     def add(self, page: int) -> None:
         uses = self._uses[page]
-        at = bisect_right(uses, self._admissions)
-        key = (-uses[at] if at < len(uses) else -math.inf, -self._depth[page], page)
+        at = bisect_right(uses, self._admissions, key=lambda use: use[0])
+        number, looked_up = uses[at] if at < len(uses) else (0, False)
+        key = (-number if looked_up else -math.inf, -self._depth[page], page)
         self._keys[page] = key
         heapq.heappush(self._heap, key)
 
     def remove(self, page: int) -> None:
         del self._keys[page]
 
-    def pop(self) -> int:
-        while True:
+    def pop(self, following: Mapping[int, set[int]]) -> int:
+        """``following``: the cached pages that follow each page."""
+        passed = []
+        while self._heap:
             key = heapq.heappop(self._heap)
-            page = key[2]
-            if self._keys.get(page) == key:
-                del self._keys[page]
-                return page
+            if self._keys.get(key[2]) != key:
+                continue
+            passed.append(key)
+            if not following.get(key[2]):
+                break
+        chosen = passed.pop() if not following.get(passed[-1][2]) else passed.pop(0)
+        for key in passed:
+            heapq.heappush(self._heap, key)
+        del self._keys[chosen[2]]
+        return chosen[2]
 
     def admission(self) -> None:
+        for page in self._computed.get(self._admissions, ()):
+            if page in self._keys:
+                self.add(page)
         self._admissions += 1
 
 
@@ -280,7 +302,7 @@ class _Pool:
 
     def _make_room(self, count: int) -> None:
         while self.empty < count and len(self._order):
-            self._give_up(self._order.pop())
+            self._give_up(self._order.pop(self._following))
 
     def _give_up(self, page: int) -> None:
         """Makes a page empty that is not in ``order``, and those that follow it and are not held."""

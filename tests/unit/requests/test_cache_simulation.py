@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from engine.sequence import Request, SamplingParams
@@ -103,6 +103,9 @@ def best_by_search(prompts, page, pages) -> int:
 
 
 @settings(max_examples=200, deadline=None)
+@example(prompts=[[1, 1], [2], [1, 2, 1], [2], [2, 1], [1, 1, 1]], page=1, spare=1)  # [2] is computed twice anyway
+@example(prompts=[[2, 1], [1], [2], [2, 1, 1]], page=1, spare=0)  # but [2, 1] is of no use without it
+@example(prompts=[[1, 1], [1, 1], [1, 2], [2, 1, 1], [1, 1, 1]], page=1, spare=2)  # [1, 1] is looked up only later
 @given(prompts=st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=5), min_size=1, max_size=7),
        page=st.sampled_from([1, 2]), spare=st.integers(0, 3))  # fmt: skip
 def test_the_best_order_is_the_best_there_is(prompts, page, spare):
