@@ -120,14 +120,18 @@ def change_in(run: Run, cell: MeasuredCell, metric: str, clock: str) -> Change |
     return served(cell, base, metric)
 
 
-def change_between(run: Run, cell: MeasuredCell, other: MeasuredCell, metric: str) -> Change | None:
-    """Of a configuration against any other at its load: in either clock where one of them is the baseline."""
-    if other.is_baseline:
-        return change(run, cell, metric)
-    if cell.is_baseline:
-        known = change(run, other, metric)
-        return known and known.inverse()
-    return served(cell, other, metric)
+def change_between(
+    run: Run, cell: MeasuredCell, other: MeasuredCell, metric: str, clock: str | None = None
+) -> Change | None:
+    """Of a configuration against any other at its load: in either clock where one of them is the baseline.
+
+    ``clock``: in that one only. Engine time knows no pair without the baseline.
+    """
+    if not (cell.is_baseline or other.is_baseline):
+        return served(cell, other, metric) if clock != ENGINE_TIME else None
+    varied = cell if other.is_baseline else other
+    known = change_in(run, varied, metric, clock) if clock else change(run, varied, metric)
+    return known if known is None or varied is cell else known.inverse()
 
 
 def served(cell: MeasuredCell, other: MeasuredCell, metric: str) -> Change | None:

@@ -141,8 +141,7 @@ def facts(side: Side, settings: Iterable[str] = ()) -> dict[str, str]:
     """
     run, cell = side.run, side.cell
     server = (run.manifest.get("servers") or {}).get(cell.config_id) or {}
-    own = run.manifest.get("backend") in (None, "kvbench")  # whose defaults are known
-    names = sorted({*cell.settings, *(settings if own else ())}.difference(_SAID_ELSEWHERE))
+    names = sorted({*cell.settings, *(settings if run.is_built_in else ())}.difference(_SAID_ELSEWHERE))
     names = [name for name in names if applies(name, cell.settings)]
     return run_facts(run, server) | _known(
         {

@@ -112,7 +112,7 @@ def _clock(run: Run) -> str:
 
 def _not_varied(run: Run, base: MeasuredCell) -> str:
     """; not varied: page size and KV dtype. The questions that every reader has and this run does not answer."""
-    known = set(base.settings) | (set(_ASKED) if run.manifest.get("backend") in (None, "kvbench") else set())
+    known = {*base.settings, *(_ASKED if run.is_built_in else ())}
     varied = {name for cell in run.at(base.load) for name in differing(cell, base)}
     names = [setting_title(name) for name in _ASKED if name in known - varied]
     return f"; not varied: {words.listing(names)}" if names else ""

@@ -285,8 +285,10 @@ def _queue_growth(cell: MeasuredCell) -> float | None:
     None for a load of which every repeat settled: its queue swings, and does not grow.
     """
     repeats = [each for each in cell.repeats if number(each.metrics.get("steady_end_s")) is None]
+    if cell.load.mode != "open" or not repeats:
+        return None
     gauges, requests = cell.gauges(), cell.requests()
-    if cell.load.mode != "open" or gauges.empty or requests.empty:
+    if gauges.empty or requests.empty:
         return None
     found = []
     for repeat in repeats:

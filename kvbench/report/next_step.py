@@ -50,7 +50,7 @@ def _again(run: Run) -> Iterator[NextStep]:
 def _quality(run: Run, found: Sequence[Choice]) -> Iterator[NextStep]:
     """A quantised KV that may be shipped needs its quality; another engine does not show its logits."""
     open_ = [each for each in found if (known := quality_of(run, each.cell)) and known.kld is None]
-    if open_ and run.manifest.get("backend") in (None, "kvbench") and not run.manifest.get("target"):
+    if open_ and run.is_built_in and not run.manifest.get("target"):
         names = words.and_more([each.name for each in open_])
         if random_weights(run):
             why = f"measure the quality of {names} on your own weights: random ones say little"

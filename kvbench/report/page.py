@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -37,6 +38,7 @@ def render(template: str, drawn: Sequence[Drawing], **values: Any) -> str:
     )
 
 
+@cache
 def template_file(name: str) -> str:
     """The text of a file in templates/: a script or a style."""
     return (files("kvbench.report") / "templates" / name).read_text(encoding="utf-8")

@@ -139,7 +139,7 @@ def skipped_notes(run: Run) -> list[str]:
 def code_paths(run: Run) -> list[str]:
     """What besides the page table distinguishes the built-in engine's layouts, in a run of both."""
     both = any(cell.is_contiguous for cell in run.cells) and any(cell.is_paged for cell in run.cells)
-    return [CODE_PATHS] if both and run.manifest.get("backend") in (None, "kvbench") else []
+    return [CODE_PATHS] if both and run.is_built_in else []
 
 
 def repeats_are(run: Run) -> str:

@@ -13,6 +13,7 @@ from itertools import zip_longest
 import pandas as pd
 
 from kvbench.report.comparisons import baseline
+from kvbench.report.provenance import random_weights
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 
 MOST_REQUESTS = 3
@@ -96,8 +97,7 @@ def output_samples(run: Run) -> OutputSamples | None:
         chosen = sorted(mine, key=lambda key: (-differing[key], key))[:MOST_REQUESTS]
         facts = rows.set_index(["repeat", "index"]).sort_index()
         shown = tuple(_request(facts.loc[key], key, mine[key], others) for key in chosen)
-        weights = (run.spec.get("model") or {}).get("load_format")
-        return OutputSamples(base.name, load, agreements, shown, weights == "dummy")
+        return OutputSamples(base.name, load, agreements, shown, random_weights(run))
     return None
 
 

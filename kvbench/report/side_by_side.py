@@ -10,7 +10,7 @@ import pandas as pd
 
 from kvbench.common import text as words
 from kvbench.common.files import write_text
-from kvbench.report.changes import ENGINE_TIME, IS_LEVEL, OPEN, Change, change_in
+from kvbench.report.changes import ENGINE_TIME, IS_LEVEL, OPEN, change_between
 from kvbench.report.changes import METRICS as CHANGES
 from kvbench.report.compared_cells import (
     METRICS,
@@ -138,24 +138,16 @@ def engine_time(groups: Sequence[Group]) -> list[str]:
     """C against A: output tokens/s +65 % (46 to 87), ...: of cells of one run, one of which is its baseline."""
     found = []
     for first, side in ((group[0], side) for group in groups for side in group[1:]):
-        if changes := _in_engine_time(first, side):
-            said = (f"{CHANGES[each.metric]} {_CALLS.get(each.call, '')}{each}" for each in changes)
+        if first.run.folder != side.run.folder or first.cell.load != side.cell.load:
+            continue
+        every = (change_between(side.run, side.cell, first.cell, metric, ENGINE_TIME) for metric in CHANGES)
+        said = [f"{CHANGES[each.metric]} {_CALLS.get(each.call, '')}{each}" for each in every if each]
+        if said:
             found.append(f"{side.letter} against {first.letter}: {', '.join(said)}.")
     return found
 
 
 _CALLS = {OPEN: "not decided, ", IS_LEVEL: "level, "}
-
-
-def _in_engine_time(first: Side, side: Side) -> list[Change]:
-    varied = side if first.cell.is_baseline else first
-    if first.run.folder != side.run.folder or first.cell.load != side.cell.load:
-        return []
-    if not (first.cell.is_baseline or side.cell.is_baseline):
-        return []
-    known = [each for metric in CHANGES if (each := change_in(first.run, varied.cell, metric, ENGINE_TIME))]
-    return known if varied is side else [each.inverse() for each in known]
-
 
 _EFFECT_HEADS = ("cell", "", *(f"{m.title}{', ms' if m.title.endswith(_KINDS) else ''}" for m in METRICS), "interval")
 

@@ -231,14 +231,15 @@ class _FurthestUse:
             key = heapq.heappop(self._heap)
             if self._keys.get(key[2]) != key:
                 continue
-            passed.append(key)
             if not following.get(key[2]):
                 break
-        chosen = passed.pop() if not following.get(passed[-1][2]) else passed.pop(0)
-        for key in passed:
-            heapq.heappush(self._heap, key)
-        del self._keys[chosen[2]]
-        return chosen[2]
+            passed.append(key)
+        else:
+            key = passed.pop(0)  # what follows each of them is held
+        for other in passed:
+            heapq.heappush(self._heap, other)
+        del self._keys[key[2]]
+        return key[2]
 
     def admission(self) -> None:
         for page in self._computed.get(self._admissions, ()):

@@ -253,6 +253,11 @@ class Run:
         return str(self.manifest.get("status", "incomplete"))
 
     @property
+    def is_built_in(self) -> bool:
+        """Whether the engine is the built-in one, whose defaults are known; a run that does not tell is of it."""
+        return self.manifest.get("backend") in (None, "kvbench")
+
+    @property
     def spec(self) -> Mapping[str, Any]:
         """The workload file as the manifest keeps it."""
         return self.manifest.get("workload") or {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -120,12 +121,7 @@ def _range(part: pd.DataFrame) -> tuple[float, float]:
 
 def _in_lines(name: str) -> str:
     """A row's name in lines that leave room for the panels."""
-    lines, line = [], ""
-    for word in name.split(" "):
-        if line and len(line) + len(word) >= _LONGEST:
-            lines, line = [*lines, line], ""
-        line = f"{line} {word}".strip()
-    return "<br>".join(safe(each) for each in [*lines, line])
+    return "<br>".join(safe(line) for line in wrap(name, _LONGEST))
 
 
 def drawing(run: Run) -> Drawing | None:
@@ -146,7 +142,7 @@ def drawing(run: Run) -> Drawing | None:
         f"Against the baseline at {load}, {label}; 95 % intervals; level: {_LEVEL[clock]} within the grey band, "
         f"±{margin:.0f} %. A mark at the edge lies beyond it."
     )
-    return Drawing("effects", "What each setting changes", caption, effects_figure(frame[_COLUMNS], margin), 560)
+    return Drawing("effects", "What each setting changes", caption, effects_figure(frame, margin), 560)
 
 
 def compared_drawing(groups: Sequence[compared_cells.Group]) -> Drawing | None:

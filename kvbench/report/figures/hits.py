@@ -20,7 +20,7 @@ _LOST, _UNEXPLAINED = "#D55E00", "#8A8A8A"
 def frame(run: Run) -> pd.DataFrame:
     """A row a bar, from above; of the cells that were simulated, the highest load first.
 
-    ``cell``: its id; ``title``, ``configuration``, ``load``: its names; ``step``: the bar's name
+    ``cell``: its id; ``title``, ``configuration``: its names; ``step``: the bar's name
     ``kind``: "level" (tokens hit), "lost", or "unexplained" (of either sign)
     ``low``, ``high``: the bar's ends, percent of the prompt tokens
     ``tokens``, ``change``: the bar's length, in tokens and in percent of the prompt tokens, of a gap with its sign
@@ -30,7 +30,7 @@ def frame(run: Run) -> pd.DataFrame:
     for ledger in hit_ledgers(run):
         if ledger.shared is not None:
             rows += _bars(ledger)
-    columns = ["cell", "title", "configuration", "load", "step", "kind", "low", "high", "tokens", "change", "why"]
+    columns = ["cell", "title", "configuration", "step", "kind", "low", "high", "tokens", "change", "why"]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -55,7 +55,7 @@ def _bar(
     cell = ledger.cell
     named = {
         "cell": cell.cell_id, "title": f"{cell.marked_name} · {cell.load.short}", "configuration": cell.name,
-        "load": cell.load.short, "step": step, "kind": kind,
+        "step": step, "kind": kind,
     }  # fmt: skip
     return {**named, **ends, "tokens": change, "change": 100 * (ledger.share(change) or 0.0), "why": why}
 
