@@ -33,6 +33,7 @@ from kvbench.common.machine import free_memory
 from kvbench.lockstep import load as loads
 from kvbench.lockstep.intervals import (
     Effect,
+    LaunchRatio,
     Steps,
     as_it_recurs,
     effect,
@@ -68,7 +69,8 @@ class Sitting:
     """``folder``: of the sweep's run, with /lockstep. ``capacity``: by configuration, as ``preflight`` returns it.
 
     ``limit_s``: no launch is begun that would not end by then, or by ``_LONGER`` times that while there are too few;
-    ``open_limit_s``: until one engine is there. ``check``: called twice a second, may raise.
+    ``open_limit_s``: until one engine is there. ``check``: called twice a second, may raise. ``is_enough``: whether so
+    many launches answer the question, if that is another one than every effect on throughput.
     """
 
     run: RunFolder
@@ -79,6 +81,7 @@ class Sitting:
     open_limit_s: float
     show: Show
     check: Callable[[], None]
+    is_enough: Callable[[int], bool] | None = None
     notes: list[str] = field(default_factory=list)
     _others: list[Configuration] = field(default_factory=list)  # than the baseline, that take part
     _order_seed: int = field(default_factory=lambda: random.randrange(2**32))  # another in each sitting
@@ -132,9 +135,10 @@ class Sitting:
             elapsed = time.monotonic() - began
             found = self.effects(launch, points, elapsed, done=False)
             limit_s = _LONGER.get(launch, 1) * self.limit_s
-            if not self._goes_on(found) or elapsed * (1 + 1 / launch) > limit_s:
+            goes_on = self._goes_on(found) if self.is_enough is None else not self.is_enough(launch)
+            if not goes_on or elapsed * (1 + 1 / launch) > limit_s:
                 break
-        if launch == 1:
+        if launch == 1 and self.is_enough is None:
             minutes = math.ceil(fewest_launches(len(self._others)) * elapsed / 60)
             self.notes.append(f"one launch decides nothing: about {minutes} minutes would do (--lockstep-minutes)")
         return self.effects(launch, points, time.monotonic() - began, done=True)
@@ -279,7 +283,7 @@ class Sitting:
         """The effects under one load."""
         assert self.baseline is not None
         base, *cells = (f"{each.config_id}-{point.load_id}" for each in (self.baseline, *self._others))
-        stored = {cell: [self.folder.load(cell, launch + 1) for launch in range(launches)] for cell in (base, *cells)}
+        stored = {cell: self.loads_of(cell, launches) for cell in (base, *cells)}
         steps = {cell: _steps(folders) for cell, folders in stored.items()}
         values = {cell: [_values(folder) for folder in folders] for cell, folders in stored.items()}
         rows = []
@@ -312,6 +316,10 @@ class Sitting:
                 )
         return rows
 
+    def loads_of(self, cell: str, launches: int) -> list[Path]:
+        """The folders of a cell's loads, one a launch."""
+        return [self.folder.load(cell, launch + 1) for launch in range(launches)]
+
     def _goes_on(self, found: Mapping[str, Any]) -> bool:
         names = [each.name for each in dataclasses.fields(Effect)]
         rows = [row for row in found["effects"] if row["metric"] == "output_throughput"]
@@ -334,6 +342,12 @@ _PERCENTILES = {"p95_ttft_ms": _ttfts, "p95_itl_ms": _gaps}
 def _values(load: Any) -> dict[str, float | None]:
     measured = flatten(read_json(load / DONE)["metrics"])
     return {metric: value_of(measured, metric) for metric in METRICS}
+
+
+def throughput_ratios(bases: Sequence[Path], others: Sequence[Path]) -> list[LaunchRatio]:
+    """The ratio of output throughputs of two cells in each launch of a closed-loop load; their loads' folders."""
+    base, other = _steps(bases), _steps(others)
+    return launch_ratios(base, other, _same_work(base) and _same_work(other))
 
 
 def _steps(launches: Sequence[Any]) -> list[Steps]:
