@@ -113,7 +113,7 @@ def recommend(run: Run) -> Recommendation:
     alone = _alone(run, found, best)
     return replace(
         said,
-        configuration=chosen.name,
+        configuration=chosen.marked_name,
         settings=_engine_section(chosen),
         changed={name: effective(base.settings, name) for name in sorted(differing(chosen, base))},
         flags=_flags(run, chosen),
@@ -133,15 +133,15 @@ def recommend(run: Run) -> Recommendation:
 
 
 def _doubts(run: Run) -> Iterator[NextStep]:
-    """Invalid and missing cells with the command that measures them; then signs of other work on the machine."""
+    """Invalid and missing cells with the command that measures them, failed requests, then signs of other work."""
     state = validity(run)
-    if state.status != "valid":
+    if state.reasons or state.status != "valid":
         resume = next(again(run), None)
+        status = "" if state.status == "valid" else f"{words.upper_first(state.status)}: "
         why = words.and_more(state.reasons, 2, "; ") or "no load was measured"
-        yield NextStep(f"{words.upper_first(state.status)}: {why}", resume.command if resume else "")
-    left, again_ = sum(len(cell.invalid_repeats) for cell in run.cells), len(run.manifest.get("set_aside") or ())
-    if left or again_:
-        yield NextStep(f"Disturbed: {words.plural(left, 'invalid repeat')} left out, {again_} measured again", "")
+        yield NextStep(f"{status}{why}", resume.command if resume else "")
+    if left := sum(len(cell.invalid_repeats) for cell in run.cells):
+        yield NextStep(f"Disturbed: {words.plural(left, 'invalid repeat')} left out", "")
     if scattered := [f"{cell.name} {cell.load.where}" for cell in run.cells if scatters(cell)]:
         yield NextStep(f"The repeats of {words.and_more(scattered)} scatter: other work on the machine?", "")
     if run.engine_time and not run.engine_time.finished:
