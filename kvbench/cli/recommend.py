@@ -29,6 +29,7 @@ def recommend(results: Path, as_json: bool) -> int:
       kvbench recommend results/mixed
       kvbench recommend results/mixed --json
     \b
+    No files are written.
     Exit codes: 0 printed, 2 no folder of a run or of runs, 4 no load of the run is valid.
     """
     import dataclasses

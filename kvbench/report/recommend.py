@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from kvbench.common import text as words
-from kvbench.report.changes import BEHIND, ENGINE_TIME, METRICS, THROUGHPUT, decided_load, served
+from kvbench.report.changes import BEHIND, ENGINE_TIME, ITL, METRICS, THROUGHPUT, TTFT, decided_load, served
 from kvbench.report.comparisons import baseline, compare, differing, median, not_varied, paging_pair, scatters
 from kvbench.report.decision import (
     COSTS,
@@ -45,7 +45,7 @@ from kvbench.report.decision import (
 from kvbench.report.next_step import NextStep, again, combine, decide, quality_step, sweep_command
 from kvbench.report.provenance import random_weights, validity
 from kvbench.report.wording import reservation
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 from kvbench.runs.ratios import FEWEST
 from kvbench.targets.preset import Context
 from kvbench.targets.presets import PRESETS
@@ -161,8 +161,7 @@ def _flags(run: Run, cell: MeasuredCell) -> str:
     preset = PRESETS.get(str(run.manifest.get("backend")))
     if preset is None:
         return ""
-    settings = {**_engine_section(cell), **{key: cell.settings[key] for key in ("dtype",) if key in cell.settings}}
-    known = Context(settings, cell.capacity)
+    known = Context(cell.settings, cell.capacity).only(cell.settings.keys() - (MODEL_SECTION - {"dtype"}))
     return shlex.join(replace(preset, command="").launch_command(known, model="", port=""))
 
 
@@ -253,8 +252,13 @@ def _rejected(run: Run, found: Sequence[Choice], best: Choice | None, alone: Seq
 
 def _fallback(run: Run, base: MeasuredCell, found: Sequence[Choice], best: Choice | None) -> Iterator[str]:
     """The baseline, or of a quantised KV the best in the model's own dtype; then the numbers that say when."""
+    contiguous = _back_to_contiguous(run, base.load, (best.cell if best else base).is_paged)
+    if best is None and contiguous:
+        yield contiguous
+        return
     if best is None:
-        yield "none is needed: these are the baseline's settings"
+        doubt = f"none was measured: the baseline is in doubt itself ({base.doubt})"
+        yield doubt if base.doubt else "none is needed: these are the baseline's settings"
         return
     quality = quality_of(run, best.cell)
     plain = [each for each in wins(found) if quality and quality_of(run, each.cell) is None]
@@ -270,6 +274,18 @@ def _fallback(run: Run, base: MeasuredCell, found: Sequence[Choice], best: Choic
         )
     if quality:
         yield f"`kvbench quality` on your own prompts finds a mean KLD above {KLD_SMALL:g}"
+    if contiguous:
+        yield f"or to {contiguous}"
+
+
+def _back_to_contiguous(run: Run, load: MeasuredLoad, is_paged: bool) -> str:
+    """contiguous where p95 ITL has to stay under 119 ms: it served 7.4 ms; empty unless paging costs such a p95."""
+    pair = paging_pair(run) or ("", "")
+    paged, contiguous = (run.cell(name, load) for name in pair)
+    worse = _latency(paged_against(run, paged, contiguous)) if is_paged and paged and contiguous else None
+    return (
+        f"{pair[1]} where {worse[0]} has to stay under {worse[1]}: it served {worse[2]} {load.where}" if worse else ""
+    )
 
 
 def _as_served(cell: MeasuredCell) -> str:
@@ -355,7 +371,9 @@ def _paging(run: Run, base: MeasuredCell) -> Iterator[str]:
         each = paged_against(run, paged, contiguous).here
         ran = [words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous)]
         at_once = f"; {ran[0]} sequences ran at once, against {ran[1]}" if "–" not in ran else ""
-        yield f"{load.where}: {_paging_advice(each)}: {numbers(run, each)}{_latency(each)}{at_once}"
+        worse = _latency(each)
+        values = f", {worse[0]} {worse[1]} against {worse[2]} as served" if worse else ""
+        yield f"{load.where}: {_paging_advice(each)}: {numbers(run, each)}{values}{at_once}"
     if last and (reserved := reservation(last)):
         yield f"{reserved.rstrip('.')}: where requests fill what is reserved, paging has nothing to save"
     if run.is_built_in and run.workload != _UNIFORM:
@@ -370,15 +388,15 @@ def _paging_advice(each: Choice) -> str:
     return f"page, unless {METRICS[each.worst.metric]} counts more than {gains}"
 
 
-def _latency(each: Choice) -> str:
-    """, p95 ITL 212 ms against 12 ms as served: of a p95 that is behind, the values that a limit is set in."""
+def _latency(each: Choice) -> tuple[str, str, str] | None:
+    """Of the p95 that is most behind, its name and both sides as served: p95 ITL, 119 ms, 7.4 ms; None without one."""
     worse = [one for one in each.p95.values() if one.call == BEHIND]
     if not worse:
-        return ""
+        return None
     worst = max(worse, key=lambda one: one.ratio)
-    name = {"p95_ttft_ms": "ttft_ms", "p95_itl_ms": "itl_ms"}[worst.metric]
-    values = [words.ms(cell.percentile(name, "p95")[0]) for cell in (each.cell, each.base)]
-    return f", {METRICS[worst.metric]} {values[0]} against {values[1]} as served" if "–" not in values else ""
+    name = {TTFT: "ttft_ms", ITL: "itl_ms"}[worst.metric]
+    paged, contiguous = (cell.percentile(name, "p95")[0] for cell in (each.cell, each.base))
+    return (METRICS[worst.metric], words.ms(paged), words.ms(contiguous)) if paged and contiguous else None
 
 
 def _no_pair(run: Run, base: MeasuredCell) -> str:

@@ -186,6 +186,15 @@ def test_the_fallback_is_the_baseline_with_what_it_served() -> None:
     assert len(recommend(run(base, cell(page_size=8))).fallback) == 1
 
 
+def test_where_paging_costs_latency_contiguous_is_a_fallback_with_its_numbers() -> None:
+    paged = cell(throughput=FAST, tpot=(40.0, 41.0, 42.0))
+    (line,) = recommend(run(paged, cell("contiguous"))).fallback
+    assert line.startswith("contiguous where p95 ITL") and "41.0 ms" in line and "20.0 ms" in line
+    better = recommend(run(paged, cell("contiguous"), cell(page_size=8, throughput=FASTER, tpot=(40.0, 41.0, 42.0))))
+    assert better.changed == {"page_size": 16} and line in better.fallback[-1]
+    assert not any("contiguous" in line for line in recommend(run(cell(throughput=FAST), cell("contiguous"))).fallback)
+
+
 @pytest.mark.parametrize(
     ("paged", "contiguous", "advice"),
     [
