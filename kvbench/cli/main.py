@@ -21,6 +21,7 @@ from kvbench.cli.load import load
 from kvbench.cli.mock_server import mock_server
 from kvbench.cli.plan import plan
 from kvbench.cli.quality import quality
+from kvbench.cli.recommend import recommend
 from kvbench.cli.report import report
 from kvbench.cli.run_guarded import guarded
 from kvbench.cli.sweep import sweep
@@ -30,8 +31,8 @@ from kvbench.cli.view import view
 from kvbench.common.packages import check_packages
 
 _COMMANDS = (
-    init, plan, sweep, report, load, compare, gate, accept, calibrate, history, view, quality, serve, bench_engine,
-    tune, trace, cache_sim, mock_server, calibrate_client, doctor, help_command,
+    init, plan, sweep, report, recommend, load, compare, gate, accept, calibrate, history, view, quality, serve,
+    bench_engine, tune, trace, cache_sim, mock_server, calibrate_client, doctor, help_command,
 )  # fmt: skip
 
 
@@ -47,6 +48,7 @@ def cli() -> None:
       kvbench sweep workloads/mixed.yaml              run every cell, print the table, write the report
       kvbench sweep workloads/mixed.yaml --dry-run    what would run, in which order, for how long
       kvbench report results/mixed/<run>              the report again from stored results
+      kvbench recommend results/mixed/<run>           the settings it supports, and when not to page
       kvbench view results/                           all runs in a browser, any cells side by side
       kvbench load workloads/mixed.yaml --url URL     one load on a server that runs already
       kvbench gate counters                           has the engine's bookkeeping changed?

@@ -12,8 +12,9 @@ import numpy as np
 
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 from kvbench.runs.ratios import HIGHER, LOWER, SAME, UNCLEAR, Ratio, RepeatSpread, contradicts, paired_ratio
-from kvbench.workload.settings import applies, effective
+from kvbench.workload.settings import applies, effective, setting_title
 
+_ASKED = ("layout", "page_size", "kv_cache_dtype")
 SCATTER = 1.5  # largest over smallest throughput of one cell's repeats from which on they are said to scatter
 
 
@@ -89,6 +90,13 @@ def differing(a: MeasuredCell, b: MeasuredCell) -> set[str]:
         if (key == "enable_prefix_caching" or (applies(key, x) and applies(key, y)))
         and effective(x, key) != effective(y, key)
     }
+
+
+def not_varied(run: Run, base: MeasuredCell) -> list[str]:
+    """Titles of the settings that every reader asks about and that no configuration at the baseline's load varies."""
+    known = {*base.settings, *(_ASKED if run.is_built_in else ())}
+    varied = {name for cell in run.at(base.load) for name in differing(cell, base)}
+    return [setting_title(name) for name in _ASKED if name in known - varied]
 
 
 def paging_pair(run: Run) -> tuple[str, str] | None:

@@ -101,6 +101,11 @@ class Choice:
         little = self.verdict == PAYS and gain and gain.low is not None and gain.low < 1 + MARGINS[gain.clock]
         return PAYS_LITTLE if little else self.verdict
 
+    @property
+    def here(self) -> Choice:
+        """The same without what is decided at other loads."""
+        return replace(self, elsewhere=tuple(one for one in self.elsewhere if one.cell.load == self.cell.load))
+
     def inverse(self) -> Choice:
         """The baseline against this configuration."""
         throughput = self.throughput.inverse() if self.throughput else None
@@ -193,17 +198,22 @@ def _clauses(run: Run) -> list[str]:
     found = choices(run, load)
     if all(each.verdict == UNDECIDED for each in found):
         return _cannot_tell(run, load, base, found)
-    if wins := _wins(found):
-        return _ship(run, load, wins)
+    if ahead := wins(found):
+        return _ship(run, load, ahead)
     risks = [each for each in found if each.verdict == RISK]
     return _risk(load, risks[0]) if risks else _keep(run, load, base, found)
 
 
-def _wins(found: Sequence[Choice]) -> list[Choice]:
+def wins(found: Sequence[Choice]) -> list[Choice]:
     """Those that pay, the fastest first; without any, those with a better p95, the best p95 first."""
     pays = [each for each in found if each.verdict == PAYS]
     faster = [each for each in found if each.verdict == FASTER_P95]
-    return pays or sorted(faster, key=lambda each: _best_p95(each).ratio)
+    return pays or sorted(faster, key=lambda each: best_p95(each).ratio)
+
+
+def safe_ones(run: Run, found: Sequence[Choice]) -> list[Choice]:
+    """Those whose quality is not in doubt: KV in the model's own dtype, or measured and found good."""
+    return [each for each in found if (known := quality_of(run, each.cell)) is None or known.safe]
 
 
 def _without_loads(run: Run) -> list[str]:
@@ -256,11 +266,11 @@ def _holds(each: Choice) -> str:
     return f"{words.significant(more, 2)}x the tokens" if more >= 1.1 else ""
 
 
-def _ship(run: Run, load: MeasuredLoad, wins: Sequence[Choice]) -> list[str]:
+def _ship(run: Run, load: MeasuredLoad, ahead: Sequence[Choice]) -> list[str]:
     """The best configuration whose quality is not in doubt; where all are in doubt, the fastest and the doubt."""
-    safe = [each for each in wins if (known := quality_of(run, each.cell)) is None or known.safe]
-    best = (safe or wins)[0]
-    quality, size = quality_of(run, best.cell), gain(_best_of(best), load)
+    safe = safe_ones(run, ahead)
+    best = (safe or ahead)[0]
+    quality, size = quality_of(run, best.cell), gain(best_of(best), load)
     beside = _ttft(best) if best.verdict == PAYS else f"tokens/s {_call(best.throughput)}"
     if safe:
         return [f"Ship {best.brief}: {size}", beside, str(quality or ""), _holds(best)]
@@ -285,12 +295,12 @@ def _keep(run: Run, load: MeasuredLoad, base: MeasuredCell, found: Sequence[Choi
     for each in found:
         kept = each.inverse()
         if pair and {each.cell.name, base.name} == set(pair) and kept.verdict in (PAYS, RISK, FASTER_P95):
-            shown = _best_of(kept)
+            shown = best_of(kept)
             worse = f"but {_loss(kept.worst, shown)}" if kept.worst else ""
             others = _not_ahead([other for other in found if other is not each])
             return [f"Keep {base.name}: {gain(shown, load)} over {each.cell.name}", worse or others]
         if pair and {each.cell.name, base.name} == set(pair) and kept.verdict == TRADES_P95 and kept.worst:
-            better = _best_p95(kept)
+            better = best_p95(kept)
             over = f"{gain(better, load)} over {each.cell.name}"
             return [f"Risk: {base.name} has {over}, but {_loss(kept.worst, better)}"]
     if len(found) == 1:
@@ -306,15 +316,15 @@ def _not_ahead(found: Sequence[Choice]) -> str:
     return ", ".join(filter(None, [known, f"{undecided} not decided" if undecided else ""]))
 
 
-def _best_of(each: Choice) -> Change:
+def best_of(each: Choice) -> Change:
     """What a configuration wins by: its throughput, or the p95 that is furthest ahead."""
     if each.verdict == FASTER_P95:
-        return _best_p95(each)
+        return best_p95(each)
     assert each.throughput is not None
     return each.throughput
 
 
-def _best_p95(each: Choice) -> Change:
+def best_p95(each: Choice) -> Change:
     """The p95 that is furthest ahead, of a configuration that has one ahead."""
     return min((one for one in each.p95.values() if one.call == AHEAD), key=lambda one: one.ratio)
 
@@ -327,7 +337,7 @@ def _only(load: MeasuredLoad, each: Choice) -> list[str]:
     clock = f" {_CLOCKS[each.throughput.clock]}" if each.throughput else ""
     call = f"tokens/s {_call(each.throughput)}{clock}"
     if each.verdict == TRADES_P95 and each.worst:
-        better = _best_p95(each)
+        better = best_p95(each)
         return [f"Risk: {each.brief} brings {gain(better, load)}, but {_loss(each.worst, better)}", call]
     if each.worst:
         return [f"Do not ship {each.brief}: {gain(each.worst, each.worst.cell.load)}", call]
@@ -407,8 +417,8 @@ def answers(run: Run) -> list[Answer]:
         if name == "page_size":
             rows.append(_page_size_answer(run, alone[name], base))
         else:
-            rows += [_answer(run, each, _subject(name, each.cell)) for each in alone[name]]
-    return rows + [_answer(run, each, each.name) for each in combined[:_MOST_COMBINED]]
+            rows += [answer(run, each, _subject(name, each.cell)) for each in alone[name]]
+    return rows + [answer(run, each, each.name) for each in combined[:_MOST_COMBINED]]
 
 
 def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
@@ -418,9 +428,8 @@ def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
         paged, contiguous = (run.cell(name, load) for name in pair)
         if paged is None or contiguous is None:
             continue
-        everywhere = _paged_against(run, paged, contiguous)
-        here = tuple(one for one in everywhere.elsewhere if one.cell.load == load)
-        each = replace(everywhere, elsewhere=here)  # the other loads have words of their own
+        everywhere = paged_against(run, paged, contiguous)
+        each = everywhere.here  # the other loads have words of their own
         where = f" {load.where}" if load != reported else ""
         if each.verdict == UNDECIDED and where:
             said.append(f"{paged.doubt or contiguous.doubt or UNDECIDED.lower()}{where}")
@@ -431,11 +440,12 @@ def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
         beside = f", {ran} sequences at once as served, against {against}" if "–" not in (ran, against) else ""
         slo = [words.percent(cell.share_within_slo) for cell in (paged, contiguous)]
         met = f", {slo[0]} within the SLO as served, against {slo[1]}" if "–" not in slo else ""
-        said.append(f"{_numbers(run, each)}{where}{beside}{met}")
+        said.append(f"{numbers(run, each)}{where}{beside}{met}")
     return Answer("Paging", verdict or UNDECIDED, "; ".join(said), _MARKS.get(verdict, ""))
 
 
-def _paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> Choice:
+def paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> Choice:
+    """A paged cell against a contiguous one; as served only where neither is the baseline."""
     if paged.is_baseline:
         return choice(run, contiguous, paged).inverse()
     if contiguous.is_baseline:
@@ -446,14 +456,14 @@ def _paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> C
 
 def _page_size_answer(run: Run, found: Sequence[Choice], base: MeasuredCell) -> Answer:
     """The page size that pays most, else the baseline's."""
-    wins = _wins(found)
-    best = (wins[0].cell if wins else base).settings.get("page_size")
+    ahead = wins(found)
+    best = (ahead[0].cell if ahead else base).settings.get("page_size")
     said = [
-        f"{each.cell.settings.get('page_size')}: {each.verdict_words.lower()}, {_numbers(run, each)}" for each in found
+        f"{each.cell.settings.get('page_size')}: {each.verdict_words.lower()}, {numbers(run, each)}" for each in found
     ]
     unknown = all(each.verdict == UNDECIDED for each in found)
-    verdict = f"{'Use' if wins else 'Keep'} {best}{', others not decided' if unknown else ''}"
-    return Answer("Page size", verdict, "; ".join(said), _MARKS.get(wins[0].verdict_words, "") if wins else "")
+    verdict = f"{'Use' if ahead else 'Keep'} {best}{', others not decided' if unknown else ''}"
+    return Answer("Page size", verdict, "; ".join(said), _MARKS.get(ahead[0].verdict_words, "") if ahead else "")
 
 
 def _subject(name: str, cell: MeasuredCell) -> str:
@@ -461,7 +471,7 @@ def _subject(name: str, cell: MeasuredCell) -> str:
     return value if name == "kv_cache_dtype" else title if value == "on" else f"{title}: {value}"
 
 
-def _answer(run: Run, each: Choice, subject: str) -> Answer:
+def answer(run: Run, each: Choice, subject: str) -> Answer:
     """One configuration; a quantised KV has its quality in the verdict, since speed alone does not make it safe."""
     quality, verdict = quality_of(run, each.cell), each.verdict_words
     mark = _MARKS.get(verdict, "")
@@ -470,10 +480,10 @@ def _answer(run: Run, each: Choice, subject: str) -> Answer:
         verdict, mark = f"{verdict}; {'not safe' if known else 'safety not known'}", "worse" if known else ""
     hits = each.cell.hit_rate if effective(each.cell.settings, "enable_prefix_caching") else None
     extra = [_holds(each), str(quality or ""), f"hit rate {words.percent(hits)} as served" if hits is not None else ""]
-    return Answer(words.upper_first(subject), verdict, ", ".join(filter(None, [_numbers(run, each), *extra])), mark)
+    return Answer(words.upper_first(subject), verdict, ", ".join(filter(None, [numbers(run, each), *extra])), mark)
 
 
-def _numbers(run: Run, each: Choice) -> str:
+def numbers(run: Run, each: Choice) -> str:
     """The change of throughput, and the p95s that are decided."""
     if each.throughput is None:
         return f"no ratio{f' ({doubt})' if (doubt := each.cell.doubt or each.base.doubt) else ''}"

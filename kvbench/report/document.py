@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvbench.common import text as words
 from kvbench.report.changes import ENGINE_TIME, decided_load
-from kvbench.report.comparisons import baseline, differing
+from kvbench.report.comparisons import baseline, not_varied
 from kvbench.report.decision import Answer, answers, answers_clock, headline
 from kvbench.report.figures import effects, frontier
 from kvbench.report.glossary import glossary
@@ -29,9 +29,7 @@ from kvbench.report.sections import Chapter, chapters
 from kvbench.report.style import Drawing
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.ratios import FEWEST
-from kvbench.workload.settings import setting_title
 
-_ASKED = ("layout", "page_size", "kv_cache_dtype")
 _BANNERS = {
     "valid": "Valid",
     "invalid": "Invalid, in part or whole",
@@ -112,9 +110,7 @@ def _clock(run: Run) -> str:
 
 def _not_varied(run: Run, base: MeasuredCell) -> str:
     """; not varied: page size and KV dtype. The questions that every reader has and this run does not answer."""
-    known = {*base.settings, *(_ASKED if run.is_built_in else ())}
-    varied = {name for cell in run.at(base.load) for name in differing(cell, base)}
-    names = [setting_title(name) for name in _ASKED if name in known - varied]
+    names = not_varied(run, base)
     return f"; not varied: {words.listing(names)}" if names else ""
 
 

@@ -35,38 +35,41 @@ def next_steps(run: Run) -> list[NextStep]:
     """At most three, the most useful first."""
     load = decided_load(run)
     base = baseline(run, load) if load else None
-    steps = list(_again(run))
+    steps = list(again(run))
     if load is not None and base is not None:
         found = choices(run, load)
-        steps += [*_quality(run, found), *_combine(run, base, found), *_decide(run, found), *_larger_load(run, load)]
+        steps += [*quality_step(run, found), *combine(run, base, found), *decide(run, found), *_larger_load(run, load)]
     return steps[:_MOST]
 
 
-def _again(run: Run) -> Iterator[NextStep]:
+def again(run: Run) -> Iterator[NextStep]:
     if validity(run).status in ("invalid", "incomplete"):
         yield NextStep("measure what is missing or invalid", f"kvbench sweep --resume {shlex.quote(str(run.folder))}")
 
 
-def _quality(run: Run, found: Sequence[Choice]) -> Iterator[NextStep]:
+def quality_step(run: Run, found: Sequence[Choice]) -> Iterator[NextStep]:
     """A quantised KV that may be shipped needs its quality; another engine does not show its logits."""
     open_ = [each for each in found if (known := quality_of(run, each.cell)) and known.kld is None]
     if open_ and run.is_built_in and not run.manifest.get("target"):
         names = words.and_more([each.name for each in open_])
         if random_weights(run):
             why = f"measure the quality of {names} on your own weights: random ones say little"
-            yield NextStep(why, _sweep(run, ["-o", "model.path=YOUR-MODEL"]))
+            yield NextStep(why, sweep_command(run, ["-o", "model.path=YOUR-MODEL"]))
             return
         yield NextStep(f"measure the quality of {names}", f"kvbench quality {shlex.quote(str(run.folder))}")
 
 
-def _combine(run: Run, base: MeasuredCell, found: Sequence[Choice]) -> Iterator[NextStep]:
+def combine(run: Run, base: MeasuredCell, found: Sequence[Choice]) -> Iterator[NextStep]:
     """Settings that pay alone may not pay together."""
     values: dict[str, MeasuredCell] = {}
     for each in found:
         changed = differing(each.cell, base)
         if each.verdict == PAYS and len(changed) == 1 and changed != {"layout"}:
             values.setdefault(next(iter(changed)), each.cell)
-    together = any(len(differing(each.cell, base)) > 1 for each in found)
+    together = any(
+        all(effective(each.cell.settings, name) == effective(cell.settings, name) for name, cell in values.items())
+        for each in found
+    )
     if len(values) < 2 or together:
         return
     sweep = {
@@ -76,11 +79,11 @@ def _combine(run: Run, base: MeasuredCell, found: Sequence[Choice]) -> Iterator[
     names = [each.name for each in found if each.cell in values.values()]
     yield NextStep(
         f"{words.listing(names)} pay alone: measure them together",
-        _sweep(run, ["-o", f"sweep={json.dumps(sweep)}", "-o", "design=full"]),
+        sweep_command(run, ["-o", f"sweep={json.dumps(sweep)}", "-o", "design=full"]),
     )
 
 
-def _decide(run: Run, found: Sequence[Choice]) -> Iterator[NextStep]:
+def decide(run: Run, found: Sequence[Choice]) -> Iterator[NextStep]:
     """More engine time or more repeats, as many as the size of the open effects asks for."""
     open_ = [each for each in found if each.verdict == UNDECIDED and each.throughput]
     if not open_:
@@ -90,12 +93,12 @@ def _decide(run: Run, found: Sequence[Choice]) -> Iterator[NextStep]:
         seconds = float((run.engine_time.facts if run.engine_time else {}).get("seconds") or 180.0)
         minutes = math.ceil(1.1 * seconds / 60 * max(_times_too_coarse(open_), default=1.4) ** 2)
         if minutes <= _MOST_MINUTES:
-            yield NextStep(f"decide {names}", _sweep(run, ["--lockstep-minutes", str(minutes)]))
+            yield NextStep(f"decide {names}", sweep_command(run, ["--lockstep-minutes", str(minutes)]))
         return
     repeats = min(len(each.cell.repeats) for each in open_)
     wanted = max(3, math.ceil(repeats * max(_times_too_coarse(open_), default=1.0) ** 2))
     if wanted <= _MOST_REPEATS:
-        yield NextStep(f"decide {names}", _sweep(run, ["--repeats", str(max(wanted, repeats + 1))]))
+        yield NextStep(f"decide {names}", sweep_command(run, ["--repeats", str(max(wanted, repeats + 1))]))
 
 
 def _times_too_coarse(found: Sequence[Choice]) -> list[float]:
@@ -112,10 +115,10 @@ def _larger_load(run: Run, load: MeasuredLoad) -> Iterator[NextStep]:
     if found and found <= {NOTHING}:
         users = [f"{each.value:g}" for each in run.loads] + [f"{2 * load.value:g}"]
         what = f"nothing was full at {load.short}: see what breaks first"
-        yield NextStep(what, _sweep(run, ["-o", f"load.concurrency=[{', '.join(users)}]"]))
+        yield NextStep(what, sweep_command(run, ["-o", f"load.concurrency=[{', '.join(users)}]"]))
 
 
-def _sweep(run: Run, options: Sequence[str]) -> str:
+def sweep_command(run: Run, options: Sequence[str]) -> str:
     """The command of the run with further options; empty where it is not known."""
     command = [str(part) for part in run.manifest.get("command") or ()]
     return shlex.join([*command, *options]) if "sweep" in command and "--resume" not in command else ""

@@ -1,0 +1,63 @@
+"""``kvbench recommend``: which run it takes, its exit codes, and JSON that says the same as the text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench.cli.main import main
+from tests.support.stored_runs import write_reportable
+from tests.support.synthetic_run import BASELINE, PAIR, make_run
+from tests.support.toy_engine import Scenario
+
+
+@pytest.fixture
+def recommend(capsys: pytest.CaptureFixture[str]) -> Any:
+    """(exit code, stdout, stderr) of ``kvbench recommend arguments``."""
+
+    def command(*arguments: object) -> tuple[Any, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["recommend", *map(str, arguments)])
+        return ended.value.code, *capsys.readouterr()
+
+    return command
+
+
+def test_a_run_is_answered_as_text_and_as_json(recommend: Any, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", Scenario(configs=PAIR))
+    code, text, notes = recommend(folder)
+    assert code == 0 and "\nengine:\n  layout: paged\n" in text and not notes
+    code, out, _ = recommend(folder, "--json")
+    said = json.loads(out)
+    assert code == 0 and said["settings"] == BASELINE.settings and said["changed"] == {}
+    assert said["verdict"] in text and all(line in text for line in said["paging"])
+
+
+def test_a_folder_of_runs_means_its_newest_complete_one_with_a_valid_load(recommend: Any, tmp_path: Path) -> None:
+    first, second = (write_reportable(tmp_path, day, {"paged-p16-c3": [100.0] * 3}) for day in (1, 2))
+    write_reportable(tmp_path, 3, {"paged-p16-c3": [100.0]}, status="incomplete")
+    write_reportable(tmp_path, 4, {"paged-p16-c3": [100.0]}, invalid=("paged-p16-c3",))
+    code, out, notes = recommend(tmp_path, "--json")
+    assert code == 0 and json.loads(out)["run"] == str(second) and second.name in notes
+    assert recommend(first, "--json")[0] == 0
+
+
+def test_a_folder_without_a_run_is_bad_input(recommend: Any, tmp_path: Path) -> None:
+    assert recommend(tmp_path / "none")[0] == 2 and recommend(tmp_path)[0] == 2
+    folder = write_reportable(tmp_path / "results", 1, {"paged-p16-c3": [100.0]}, status="incomplete")
+    code, _, error = recommend(tmp_path / "results")
+    assert code == 2 and folder.name in error
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "manifest.json").write_text("{}")
+    assert recommend(tmp_path / "damaged")[0] == 2
+
+
+def test_a_run_without_a_valid_load_says_so_and_exits_with_4(recommend: Any, tmp_path: Path) -> None:
+    reasons = {config.config_id: ("timestamp lag p99 3.1 ms",) for config in PAIR}
+    code, text, _ = recommend(make_run(tmp_path / "run", Scenario(configs=PAIR, repeats=1, invalid=reasons)))
+    assert code == 4 and "timestamp lag" in text.splitlines()[0]
+    nothing = Scenario(configs=PAIR, missing=tuple(config.config_id for config in PAIR))
+    assert recommend(make_run(tmp_path / "nothing", nothing))[0] == 4

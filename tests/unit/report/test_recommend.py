@@ -1,0 +1,274 @@
+"""What a sweep recommends: never what costs, is at risk or of unknown quality; with its numbers, by load."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench.report.changes import AHEAD, BEHIND, ENGINE_TIME, METRICS, OPEN, THROUGHPUT, change, decided_load
+from kvbench.report.comparisons import baseline
+from kvbench.report.decision import FASTER_P95, PAYS, choice, headline
+from kvbench.report.recommend import Recommendation, lines, recommend
+from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.quality import QualityResult
+from kvbench.runs.read import read_run
+from kvbench.workload.file import resolve
+from tests.support.report_cells import cell, in_engine_time, refused, run
+
+FAST, FASTER, SLOW = (150.0, 151.0, 152.0), (200.0, 201.0, 202.0), (50.0, 51.0, 49.0)
+WIDE = (50.0, 100.0, 250.0)
+LATE = (900.0, 910.0, 905.0)  # p95 TTFT, where others have 500
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
+PREFIX: dict[str, Any] = {"enable_prefix_caching": True}
+COMMAND = ["kvbench", "sweep", "workloads/mixed.yaml"]
+REFERENCE = Path("results/reference")
+
+
+def with_kld(measured: Run, kld: float, *of: MeasuredCell, note: str = "") -> Run:
+    known = {one.config_id: {"mean": kld} for one in of}
+    return replace(measured, quality=QualityResult("w", "those of m", known, note=note))
+
+
+def text(said: Recommendation) -> str:
+    return "\n".join(lines(said))
+
+
+@pytest.mark.parametrize(
+    ("other", "taken"),
+    [
+        (cell(page_size=8, throughput=FAST), True),
+        (cell(page_size=8, ttft=(100.0, 101.0, 102.0)), True),  # level, and a better p95
+        (cell(page_size=8, throughput=FAST, ttft=LATE), False),
+        (cell(page_size=8, throughput=FAST, tpot=(30.0, 30.1, 30.2)), False),
+        (cell(page_size=8, throughput=SLOW), False),
+        (cell(page_size=8), False),
+        (cell(page_size=8, throughput=WIDE), False),
+        (cell(page_size=8, throughput=(150.0,)), False),
+        (cell(page_size=8, throughput=FAST, reasons=("lag",)), False),
+        (cell(throughput=FAST, **FP8), False),
+    ],
+)
+def test_only_what_is_decided_to_be_better_at_no_risk_is_recommended(other: MeasuredCell, taken: bool) -> None:
+    base = cell()
+    said = recommend(run(base, other))
+    chosen = other if taken else base
+    assert said.configuration == chosen.name and said.settings == chosen.settings
+    assert said.changed == ({"page_size": 16} if taken else {})
+
+
+def test_a_quantised_kv_needs_a_good_quality_of_these_weights() -> None:
+    other = cell(throughput=FASTER, **FP8)
+    measured = run(cell(), other, cell(page_size=8, throughput=FAST))
+    assert recommend(measured).changed == {"page_size": 16}
+    assert recommend(with_kld(measured, 0.03, other)).changed == {"page_size": 16}
+    assert recommend(with_kld(measured, 0.0001, other, note="random")).changed == {"page_size": 16}
+    good = recommend(with_kld(measured, 0.0009, other))
+    assert good.changed == {"kv_cache_dtype": "auto"}
+    assert (
+        good.fallback[0].startswith("paged (page 8)") and "0.002" in good.fallback[-1]
+    )  # the best that is not quantised
+
+
+def test_a_kv_known_to_be_bad_is_not_among_what_pays_too() -> None:
+    other = cell(throughput=FASTER, **FP8)
+    measured = run(cell(), other, cell(page_size=8, throughput=FAST), command=COMMAND)
+    unknown, bad = recommend(measured), recommend(with_kld(measured, 0.03, other))
+    assert len(unknown.alone) == 1 and any("quality" in step.why for step in unknown.unmeasured)
+    assert bad.alone == () and len(bad.rejected) == 1 and not any("quality" in step.why for step in bad.unmeasured)
+
+
+RATES = st.sampled_from([(100.0,) * 3, FAST, FASTER, SLOW, WIDE, (150.0,)])
+TIMES = st.sampled_from([(500.0,) * 3, LATE, (100.0, 101.0, 102.0), (100.0, 500.0, 2500.0)])
+SETTINGS = ({"page_size": 8}, FP8, PREFIX, {"page_size": 8, **PREFIX}, {"page_size": 8, **FP8})
+EFFECTS = st.sampled_from([(1.2, 1.18, 1.22, AHEAD), (0.8, 0.78, 0.82, BEHIND), (1.01, 0.9, 1.1, OPEN)])
+
+
+@st.composite
+def measured_runs(draw: st.DrawFn) -> Run:
+    """A baseline and some of SETTINGS at two loads, a quality that may be known, effects in engine time of some."""
+    varied = draw(st.lists(st.sampled_from(range(len(SETTINGS))), min_size=1, unique=True))
+    cells = [cell(load=load) for load in (3, 24)]
+    for number in varied:
+        cells += [
+            cell(load=load, throughput=draw(RATES), ttft=draw(TIMES), **SETTINGS[number])
+            for load in draw(st.sampled_from([(3, 24), (24,), (3,)]))
+        ]
+    if draw(st.booleans()):
+        cells.append(cell("contiguous", throughput=draw(RATES), ttft=draw(TIMES)))
+    timed = draw(st.lists(st.tuples(st.sampled_from(cells[2:]), st.sampled_from(list(METRICS)), EFFECTS), max_size=4))
+    known = in_engine_time(*((one, metric, *effect) for one, metric, effect in timed)) if timed else None
+    kld = draw(st.sampled_from([None, 0.0001, 0.01]))
+    measured = run(*cells, engine_time=known, command=COMMAND)
+    return (
+        measured
+        if kld is None
+        else with_kld(measured, kld, *(one for one in cells if "kv_cache_dtype" in one.settings))
+    )
+
+
+@given(measured_runs())
+@settings(max_examples=60, deadline=None)
+def test_no_recommendation_loses_anywhere_or_is_of_doubtful_quality(measured: Run) -> None:
+    said, load = recommend(measured), decided_load(measured)
+    assert load is not None
+    chosen = measured.cell(said.configuration, load)
+    assert chosen is not None and said.settings == chosen.settings
+    if not chosen.is_baseline:
+        assert choice(measured, chosen, baseline(measured, load)).verdict in (PAYS, FASTER_P95)
+        everywhere = [one for one in measured.cells if one.name == chosen.name]
+        calls = {found.call for one in everywhere for metric in METRICS if (found := change(measured, one, metric))}
+        assert BEHIND not in calls and AHEAD in calls
+        if chosen.settings.get("kv_cache_dtype", "auto") != "auto":
+            assert measured.quality and measured.quality.configurations[chosen.config_id]["mean"] <= 0.002
+    assert headline(measured).startswith("Ship") == (not chosen.is_baseline)  # the report says the same
+    json.dumps(said.effects), lines(said)
+
+
+def test_settings_that_pay_alone_are_not_said_to_pay_together() -> None:
+    alone = [cell(), cell(page_size=8, throughput=FASTER), cell(throughput=FAST, **PREFIX)]
+    said = recommend(run(*alone, command=COMMAND))
+    assert said.changed == {"page_size": 16} and len(said.alone) == 1
+    assert said.together is not None and said.together.command.endswith("design=full")
+    both = cell(page_size=8, throughput=(250.0, 251.0, 252.0), **PREFIX)
+    known = recommend(run(*alone, both, command=COMMAND))
+    assert known.changed == {"page_size": 16, "enable_prefix_caching": False}
+    assert known.alone == () and known.together is None and len(known.rejected) == 2
+    worse = recommend(run(*alone, cell(page_size=8, throughput=SLOW, **PREFIX), command=COMMAND))
+    assert worse.changed == {"page_size": 16} and worse.alone == () and worse.together is None
+
+
+def test_another_value_of_the_same_setting_is_no_addition() -> None:
+    said = recommend(run(cell(), cell(page_size=8, throughput=FASTER), cell(page_size=4, throughput=FAST)))
+    assert said.alone == () and len(said.rejected) == 1
+
+
+def test_what_pays_at_one_load_only_is_said_with_its_load() -> None:
+    high, low = cell(page_size=8, throughput=FAST), cell(page_size=8, load=3, throughput=SLOW)
+    said = recommend(run(cell(), high, cell(load=3), low))
+    assert said.changed == {} and any(line.startswith("only at 24 at once") for line in said.evidence)
+    prefix = [cell(**PREFIX), cell(load=3, throughput=FAST, **PREFIX)]
+    page = [cell(page_size=8, throughput=FAST), cell(page_size=8, load=3)]
+    said = recommend(run(cell(), cell(load=3), *prefix, *page))
+    assert said.changed == {"page_size": 16}
+    assert any(line.startswith("at 3 at once rather prefix caching") for line in said.evidence)
+
+
+def test_the_effects_are_those_of_the_report_with_load_and_clock() -> None:
+    other = cell(page_size=8, throughput=FAST)
+    known = in_engine_time((other, THROUGHPUT, 1.17, 1.16, 1.18, AHEAD))
+    first = recommend(run(cell(), other, engine_time=known)).effects[0]
+    wanted = {
+        "load": "24 at once",
+        "metric": THROUGHPUT,
+        "clock": ENGINE_TIME,
+        "ratio": 1.17,
+        "low": 1.16,
+        "high": 1.18,
+    }
+    assert first == {**wanted, "call": AHEAD}
+
+
+def test_the_fallback_is_the_baseline_with_what_it_served() -> None:
+    base = cell(throughput=(99.0, 100.0, 101.0), ttft=(490.0, 500.0, 510.0))
+    other = cell(throughput=FAST, server={"prefix_cache_hits_total": 25, "prefix_cache_queries_total": 100}, **PREFIX)
+    how = {"command": [*COMMAND, "-o", "load.repeats=3"], "workload_file": COMMAND[2]}
+    said = recommend(run(base, other, **how))
+    assert said.fallback[0].startswith("paged (page 16) (enable_prefix_caching: false)")
+    assert all(part in said.fallback[1] for part in ("100", "500 ms", "20.0 ms", "load.repeats=3", "--url URL"))
+    assert "25 %" in said.fallback[2]
+    assert len(recommend(run(base, cell(page_size=8))).fallback) == 1
+
+
+def test_where_paging_costs_latency_contiguous_is_a_fallback_with_its_numbers() -> None:
+    paged = cell(throughput=FAST, tpot=(40.0, 41.0, 42.0))
+    (line,) = recommend(run(paged, cell("contiguous"))).fallback
+    assert line.startswith("contiguous where p95 ITL") and "41.0 ms" in line and "20.0 ms" in line
+    better = recommend(run(paged, cell("contiguous"), cell(page_size=8, throughput=FASTER, tpot=(40.0, 41.0, 42.0))))
+    assert better.changed == {"page_size": 16} and line in better.fallback[-1]
+    assert not any("contiguous" in line for line in recommend(run(cell(throughput=FAST), cell("contiguous"))).fallback)
+
+
+@pytest.mark.parametrize(
+    ("paged", "contiguous", "advice"),
+    [
+        ({}, {}, "contiguous is as good"),
+        ({"throughput": FAST}, {}, "page"),
+        ({}, {"throughput": FAST}, "do not page"),
+        ({"throughput": WIDE}, {}, "not decided whether paging pays"),
+        ({"throughput": FAST, "ttft": LATE}, {}, "page, unless p95 TTFT counts more than output tokens/s"),
+        ({"ttft": LATE, "tpot": (10.0, 10.1, 10.2)}, {}, "page, unless p95 TTFT counts more than p95 ITL"),
+        ({"ttft": LATE}, {}, "do not page"),
+    ],
+)
+def test_when_not_to_page_follows_from_the_pair_at_each_load(paged: Any, contiguous: Any, advice: str) -> None:
+    low = cell(load=3), cell("contiguous", load=3, throughput=SLOW)
+    said = recommend(run(cell(**paged, baseline=True), cell("contiguous", **contiguous), *low))
+    at = {line.split(":")[0]: line.split(":")[1].strip() for line in said.paging if line.startswith("at ")}
+    assert at == {"at 3 at once": "page", "at 24 at once": advice}
+
+
+def test_without_a_pair_it_says_how_to_measure_one() -> None:
+    said = recommend(run(cell(), cell(page_size=8), command=COMMAND))
+    assert len(said.paging) == 1 and "sweep.layout=[contiguous, paged]" in said.paging[0]
+    foreign = recommend(run(cell(), cell(page_size=32), command=COMMAND, backend="vllm"))
+    assert "vLLM" in foreign.paging[0] and "sweep.layout" not in foreign.paging[0]
+
+
+def test_what_is_open_is_named_with_the_command_that_decides_it() -> None:
+    one = run(cell(throughput=(100.0,)), cell(page_size=8, throughput=(150.0,)), command=COMMAND, gpus=[])
+    steps = recommend(one).unmeasured
+    assert steps[0].command.endswith("--repeats 3") and any("GPU" in step.why for step in steps)
+    assert any("24 at once" in step.why for step in steps)  # the only load
+
+
+def test_doubts_about_the_run_come_first() -> None:
+    fine = run(cell(), cell(page_size=8, throughput=FAST))
+    assert recommend(fine).doubts == ()
+    bad = run(cell(), cell(page_size=8, throughput=FAST), cell(page_size=4, reasons=("it lagged",)), command=COMMAND)
+    said = recommend(bad)
+    assert "it lagged" in lines(said)[0] and said.doubts[0].command.startswith("kvbench sweep --resume ")
+    assert "not measured" in lines(recommend(replace(fine, missing=("paged-p4-c24",))))[0]
+    disturbed = replace(cell(), invalid_repeats={"2": ["lag"]})
+    assert len(recommend(run(disturbed, cell(page_size=8))).doubts) == 1
+    served = recommend(run(refused(), cell("contiguous", baseline=False)))
+    assert served.configuration.endswith("(refused)") and len(served.doubts) == 1
+
+
+def test_nothing_is_recommended_without_a_baseline_or_a_load() -> None:
+    for measured in (run(), run(cell(page_size=8))):
+        said = recommend(measured)
+        assert (said.configuration, said.settings, said.effects) == ("", {}, ()) and said.verdict in text(said)
+
+
+def test_the_engine_section_can_be_pasted_into_the_workload() -> None:
+    measured = read_run(REFERENCE / "mixed-cpu")
+    said = recommend(measured)
+    pasted = yaml.safe_load("engine:" + text(said).partition("\nengine:")[2].partition("\n\n")[0])["engine"]
+    assert pasted == said.settings
+    again = resolve({**measured.spec, "engine": pasted, "sweep": {}}, profile="cpu", source=None)
+    assert again.engine == next(one.settings for one in measured.cells if one.name == said.configuration)
+
+
+@pytest.mark.parametrize("name", ["vllm-cpu/sweep", "llamacpp-cpu/vllm", "llamacpp-cpu/llamacpp"])
+def test_flags_are_those_that_the_engine_was_launched_with(name: str) -> None:
+    measured = read_run(REFERENCE / name)
+    said = recommend(measured)
+    config = next(one.config_id for one in measured.cells if one.marked_name == said.configuration)
+    launched = measured.manifest["servers"][config]["server"]["command"]
+    flags = said.flags.split()
+    assert len(flags) > 8 and set(flags) <= set(launched)
+
+
+def test_the_reference_run_recommends_what_its_readme_says() -> None:
+    said = recommend(read_run(REFERENCE / "mixed-cpu"))
+    assert said.changed == {"enable_prefix_caching": False} and said.doubts == ()
+    gain = next(row for row in said.effects if row["metric"] == THROUGHPUT and row["load"] == "32 at once")
+    assert gain["clock"] == ENGINE_TIME and 1.16 <= gain["low"] <= gain["ratio"] <= gain["high"] <= 1.18
+    assert len(said.alone) == 3 and said.together is not None
