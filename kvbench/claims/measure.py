@@ -1,0 +1,181 @@
+"""Measures the workloads of the claims in engine time, and answers what their judges ask.
+
+    <run>/measured/<measurement>/lockstep/     launches of one workload (kvbench/lockstep/sitting.py)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvbench.common.errors import MeasurementError
+from kvbench.common.files import read_json
+from kvbench.lockstep.intervals import Effect, LaunchRatio, effect, effect_of_values, pooled_effects
+from kvbench.lockstep.sitting import Sitting, throughput_ratios
+from kvbench.metrics.latency import QUANTILES, inter_token_latencies, request_latencies
+from kvbench.runs.folder import RunFolder
+from kvbench.targets.builtin import check_configuration
+from kvbench.workload.design import Configuration, Design, capacities, design_of
+from kvbench.workload.file import Workload, load_workload
+from kvbench.workload.settings import effective
+
+FEWEST_LAUNCHES = 3  # of a timed measurement
+NARROW = 0.03  # half width of an interval beyond which more launches are not worth their time
+_OPEN_LIMIT_S = 120.0
+_PERCENTILES = {"ttft": lambda rows: request_latencies(rows)["ttft_ms"].to_numpy(), "itl": inter_token_latencies}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One workload to measure.
+
+    name: of the measurement; overrides: ``key=value`` over the file's values; workload: the file, if not called as it.
+    exact: only what is counted matters, which one launch tells.
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    workload: str = ""
+    exact: bool = False
+
+    def load(self, folder: Path, profile: str | None, overrides: Sequence[str]) -> Workload:
+        """Raises UsageError."""
+        file = folder / f"{self.workload or self.name}.yaml"
+        return load_workload(file, profile=profile, overrides=(*self.overrides, *overrides))
+
+
+@dataclass
+class Measured:
+    """What is known of one workload after ``launches`` launches. Its load is closed loop, of one concurrency.
+
+    A configuration is named by the settings in which it differs from the baseline; none: the baseline.
+    """
+
+    design: Design
+    capacity: Mapping[str, Mapping[str, Any]]
+    sitting: Sitting
+    launches: int = 0
+    _ratios: dict[tuple[str, str], list[LaunchRatio]] = field(default_factory=dict)
+
+    def find(self, **settings: Any) -> Configuration:
+        """The configuration with these settings, and the baseline's otherwise."""
+        wanted = {**self.design.configurations[0].settings, **settings}
+        return next(
+            each
+            for each in self.design.configurations
+            if all(effective(each.settings, key) == value for key, value in wanted.items())
+        )
+
+    def loads(self, configuration: Configuration) -> list[Path]:
+        """The folders of its loads, one a launch. Raises MeasurementError where it took no part to the end."""
+        cell = next(each for each in self.design.cells if each.configuration is configuration)
+        found = self.sitting.loads_of(cell.cell_id, self.launches)
+        if not all((each / "done.json").is_file() for each in found):
+            reasons = [note for note in self.sitting.notes if note.startswith(configuration.label)]
+            raise MeasurementError(reasons[0] if reasons else f"{configuration.label} was not measured")
+        return found
+
+    def launch_ratios(self, to: Mapping[str, Any], of: Mapping[str, Any] | None = None) -> list[LaunchRatio]:
+        """Output tokens/s of ``to`` over those of ``of`` (None: the baseline) in each launch."""
+        base, other = self.find(**(of or {})), self.find(**to)
+        key = (base.config_id, other.config_id)
+        if len(self._ratios.get(key, ())) != self.launches:
+            self._ratios[key] = throughput_ratios(self.loads(base), self.loads(other))
+        return self._ratios[key]
+
+    def speed(self, of: Mapping[str, Any] | None = None, **to: Any) -> Effect:
+        """The ratio of output tokens/s, with an interval from all of its kind where there are several."""
+        alone = effect(self.launch_ratios(to, of))
+        if of or self.launches < 2:
+            return alone
+        kin = {each.config_id: self.launch_ratios(each.varied) for each in self.design.configurations[1:]}
+        y = {name: [each.log_ratio for each in ratios] for name, ratios in kin.items()}
+        return pooled_effects({name: effect(ratios) for name, ratios in kin.items()}, y)[self.find(**to).config_id]
+
+    def interaction(self, one: tuple[Mapping[str, Any], ...], other: tuple[Mapping[str, Any], ...]) -> Effect:
+        """Ratio of two ratios: what ``one[1]`` brings over ``one[0]``, beside what ``other[1]`` brings over [0]."""
+        pairs = zip(self.launch_ratios(one[1], one[0]), self.launch_ratios(other[1], other[0]), strict=True)
+        return effect(
+            [
+                LaunchRatio(a.log_ratio - b.log_ratio, math.hypot(a.error, b.error), min(a.shares, b.shares))
+                for a, b in pairs
+            ]
+        )
+
+    def p95s(self, metric: str, cls: str | None = None, **settings: Any) -> list[float]:
+        """p95 of ``ttft`` or ``itl`` [ms] in each launch, of one class of requests or of all."""
+        found = []
+        for load in self.loads(self.find(**settings)):
+            rows = pd.read_parquet(load / "requests.parquet")
+            rows = rows if cls is None else rows[rows["class"] == cls]
+            found.append(float(np.quantile(_PERCENTILES[metric](rows), QUANTILES["p95"])))
+        return found
+
+    def p95(self, metric: str, **to: Any) -> Effect:
+        """The ratio of a p95 to the baseline's."""
+        return effect_of_values(self.p95s(metric), self.p95s(metric, **to))
+
+    def counters(self, **settings: Any) -> Mapping[str, float]:
+        """What the engine counted, the same in every launch."""
+        return read_json(self.loads(self.find(**settings))[0] / "counters.json")
+
+    def slots(self, **settings: Any) -> Mapping[str, float]:
+        """Slots by what they held (tokens, waste, cached, free, fragmented, pinned), summed over the steps."""
+        prefix = "kv_slot_steps_total_"
+        return {k.removeprefix(prefix): v for k, v in self.counters(**settings).items() if k.startswith(prefix)}
+
+    def at_once(self, **settings: Any) -> float:
+        """Requests between their first and last token at once, the mean over the time of the load."""
+        rows = pd.read_parquet(self.loads(self.find(**settings))[0] / "requests.parquet")
+        return float((rows["last"] - rows["first"]).sum() / rows["last"].max())
+
+    def tokens_held(self, **settings: Any) -> int:
+        """Tokens that its KV budget holds."""
+        return int(self.capacity[self.find(**settings).config_id]["capacity_tokens"])
+
+
+def is_narrow(found: Effect) -> bool:
+    """Whether its interval is known and narrow enough."""
+    return not math.isnan(found.half_width) and found.half_width <= max(NARROW, abs(found.ratio - 1) / 5)
+
+
+def measure(
+    measurement: Measurement,
+    workload: Workload,
+    folder: Path,
+    *,
+    limit_s: float,
+    is_enough: Callable[[Measured], bool],
+    show: Callable[[Any], None],
+    check: Callable[[], None],
+) -> Measured:
+    """Launches until ``is_enough`` (asked from the third on; of exact counts one launch is) or the time is over.
+
+    Raises MeasurementError, UsageError.
+    """
+    design = design_of(workload)
+    capacity = capacities(design, check_configuration)
+    sitting = Sitting(RunFolder(folder), workload, design, capacity, limit_s, _OPEN_LIMIT_S, show, check)
+    found = Measured(design, capacity, sitting)
+
+    def enough(launches: int) -> bool:
+        found.launches = launches
+        return measurement.exact or (launches >= FEWEST_LAUNCHES and is_enough(found))
+
+    sitting.is_enough = enough
+    if reason := sitting.why_not():
+        raise MeasurementError(f"{measurement.name}: {reason}")
+    found.launches = sitting.execute()["launches"]
+    return found
+
+
+def all_narrow(found: Measured) -> bool:
+    """Whether every configuration's speed is known well enough."""
+    return all(is_narrow(found.speed(**each.varied)) for each in found.design.configurations[1:])
+
