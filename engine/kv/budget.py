@@ -18,7 +18,10 @@ PAGE_TABLE_ENTRY_BYTES = 8  # one int64 slot number
 
 @dataclass(frozen=True)
 class LayerKV:
-    """K and V of one layer: ``[slots, kv_heads, head_dim]`` and ``[slots, kv_heads, value_dim]``."""
+    """K and V of one layer: ``[slots, kv_heads, head_dim]`` and ``[slots, kv_heads, value_dim]``.
+
+    ``value_dim`` 0: no V of its own, as where an engine caches the latent row of MLA.
+    """
 
     kv_heads: int
     head_dim: int
@@ -43,7 +46,8 @@ class KVShape:
         if kv_format is None:
             return self.bytes_per_slot
         row = kv_format.row_bytes
-        return sum(layer.kv_heads * (row(layer.head_dim) + row(layer.value_dim)) for layer in self.layers)
+        rows = ((layer.kv_heads, dim) for layer in self.layers for dim in (layer.head_dim, layer.value_dim) if dim)
+        return sum(heads * row(dim) for heads, dim in rows)
 
     def slot_scale_bytes(self, kv_cache_dtype: str) -> int:
         """Bytes of the scales among them: one for K and one for V per KV head."""

@@ -49,7 +49,8 @@ class ModelSpec:
 
     @property
     def default_dtype(self) -> str:
-        name = self.text_config.get("dtype") or self.text_config.get("torch_dtype") or "float32"
+        stated = (part.get(key) for part in (self.text_config, self.config) for key in ("dtype", "torch_dtype"))
+        name = next((each for each in stated if each), "float32")
         return name if name in DTYPE_BYTES else "float32"
 
     def kv_shape(self, dtype: str) -> KVShape:

@@ -1,34 +1,112 @@
-"""``kvbench plan``."""
+"""``kvbench plan``: what memory holds, of a workload's configurations or of a model on GPUs."""
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import click
 
-from kvbench.cli.options import ANSWER_OPTIONS, OVERRIDES, PROFILE, add_options, workload_of
+from kvbench.cli.options import ANSWER_OPTIONS, OVERRIDES, PROFILE, FiniteRange, add_options, workload_of
+from kvbench.common.errors import UsageError
+from kvbench.common.option_rules import flag
+
+
+class Tokens(click.ParamType):
+    """A number of tokens: 8192, or 8k for 8 x 1024."""
+
+    name = "N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d{1,9})(k?)", str(value).strip().replace(",", ""), re.IGNORECASE)
+        if not match or int(match[1]) < 1:
+            self.fail(f"{value!r} is not a number of tokens such as 8192 or 8k.", param, ctx)
+        return int(match[1]) * (1024 if match[2] else 1)
+
+
+_MODEL_OPTIONS = (
+    click.option("--gpu", metavar="[Nx]NAME", help="With a MODEL: these GPUs, as 4xA100-80GB or L4."),
+    click.option("--context", type=Tokens(), metavar="N", help="Tokens of a sequence, 8192 or 8k (default: 4096)."),
+    click.option("--kv-cache-dtype", metavar="DTYPE",
+                 help="auto (the model's own), fp8, fp8_e5m2, int8_per_token_head, int4_per_token_head."),
+    click.option("--quantization", metavar="NAME",
+                 help="Of the weights, if not the checkpoint's own: fp8, awq, gptq or mxfp4."),
+    click.option("--pick", is_flag=True,
+                 help="Name the cheapest GPUs that hold it by --price; without prices the fewest and smallest."),
+    click.option("--price", metavar="GPU=P[,GPU=P]", help="Price of one GPU an hour, as L4=0.8,H100-80GB=2.9."),
+    click.option("--max-model-len", type=Tokens(), metavar="N",
+                 help="What a contiguous cache reserves a sequence (default: the model's limit)."),
+    click.option("--page-size", type=click.IntRange(1), metavar="N", help="Tokens a page (default: 16)."),
+    click.option("--gpu-memory-utilization", type=FiniteRange(0, 1, min_open=True), metavar="SHARE",
+                 help="Of a GPU's memory that the engine takes (default: 0.9)."),
+    click.option("--max-num-batched-tokens", type=click.IntRange(1), metavar="N",
+                 help="Of the engine (default: vLLM's for the GPU)."),
+    click.option("--max-num-seqs", type=click.IntRange(1), metavar="N",
+                 help="Of the engine (default: vLLM's for the GPU)."),
+    click.option("--json", "as_json", is_flag=True, help="With a MODEL: the figures as JSON."),
+)  # fmt: skip
+_MODEL_NAMES = (
+    "gpu", "context", "kv_cache_dtype", "quantization", "pick", "price", "max_model_len", "page_size",
+    "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "as_json",
+)  # fmt: skip
 
 
 @click.command()
-@click.argument("workload", required=False, type=click.Path())
+@click.argument("what", metavar="WORKLOAD|MODEL", required=False, type=click.Path())
 @add_options(*ANSWER_OPTIONS)
 @PROFILE
 @OVERRIDES
-def plan(workload: str | None, profile: str | None, overrides: tuple[str, ...], **answers: Any) -> int:
-    """Show what each configuration of WORKLOAD gets for its KV budget, and whether its loads fit into that.
+@add_options(*_MODEL_OPTIONS)
+def plan(what: str | None, profile: str | None, overrides: tuple[str, ...], **options: Any) -> int:
+    """Show what memory holds: of a WORKLOAD's configurations, or of a MODEL on GPUs.
 
-    Arithmetic only, nothing is launched. Bytes a token (scales of a quantised KV among them), pages or reservations,
-    tokens, page-table bytes, how many sequences of max_model_len tokens fit at once, and what the swap space holds;
-    then, for each load, whether memory limits it.
+    Arithmetic only, nothing is launched. What ends in .yaml, or is a file that is no config.json, is a workload. All
+    else is a model: a folder, a config.json, or the name of one whose dimensions ship, such as Qwen/Qwen3-32B.
+
+    Of a WORKLOAD, what each configuration gets for its KV budget: bytes a token (scales of a quantised KV among them),
+    pages or reservations, tokens, page-table bytes, how many sequences of max_model_len tokens fit at once, and what
+    the swap space holds; then, for each load, whether memory limits it.
+
+    Of a MODEL: bytes a token, a sequence of --context, --concurrency of them; the weights; which GPUs hold that under
+    vLLM; and with --gpu or --pick what is left for KV on them, and the largest concurrency by length.
 
     \b
     Examples:
       kvbench plan workloads/mixed.yaml
       kvbench plan workloads/mixed.yaml -o engine.kv_budget=1GiB
       kvbench plan --input-len 600 --output-len 150 --concurrency 20 --vary kv_cache_dtype=auto,fp8
+      kvbench plan Qwen3-32B --context 8k --concurrency 40 --kv-cache-dtype fp8 --pick
+      kvbench plan llama-3.1-70b --gpu 4xA100-80GB --concurrency 256
     \b
-    Exit codes: 0 printed, 2 a configuration is impossible. No files are written.
+    Exit codes: 0 printed, 2 a configuration is impossible, or a model or GPU is not known. No files are written.
     """
+    model_options = {name: options.pop(name) for name in _MODEL_NAMES}
+    given = [name for name, value in model_options.items() if value]
+    if what is None or _is_workload(what):
+        if given:
+            missing = "leave it out, or name a model such as Qwen3-32B" if what else "name one, such as Qwen3-32B"
+            raise UsageError(f"{flag(given[0].removeprefix('as_'))} is for the plan of a model: {missing}")
+        return _plan_workload(what, options, profile=profile, overrides=overrides)
+    others = [name for name, value in options.items() if value and name != "concurrency"]
+    others += [name for name, value in (("profile", profile), ("override", overrides)) if value]
+    if others:
+        raise UsageError(
+            f"{flag(others[0])} is for the plan of a workload, and {what!r} is a model: leave it out, or name a "
+            "workload file that ends in .yaml"
+        )
+    return _plan_model(what, options.get("concurrency") or (1,), model_options)
+
+
+def _is_workload(what: str) -> bool:
+    path = Path(what)
+    return path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".json")
+
+
+def _plan_workload(workload: str | None, answers: dict[str, Any], **how: Any) -> int:
     from rich.console import Console
 
     from kvbench.common.console import print_table
@@ -37,7 +115,7 @@ def plan(workload: str | None, profile: str | None, overrides: tuple[str, ...], 
     from kvbench.targets.builtin import check_configuration
     from kvbench.workload.design import plan_sweep
 
-    loaded = workload_of(workload, answers, profile=profile, overrides=overrides)
+    loaded = workload_of(workload, answers, **how)
     design, _ = plan_sweep(loaded, (), check_configuration)
     known = preflight(loaded, design, check_configuration)
     table, notes = capacity_table(f"{loaded.name}, {loaded.profile} profile", design, known.capacity)
@@ -47,3 +125,63 @@ def plan(workload: str | None, profile: str | None, overrides: tuple[str, ...], 
     for note in (*notes, *memory_notes(design, known.capacity, known.lengths)):
         console.print(note, highlight=False, markup=False)
     return 0
+
+
+def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]) -> int:
+    from rich.console import Console
+
+    from kvbench.capacity import answer as shown
+    from kvbench.capacity.gpus import parse_gpus, parse_prices
+    from kvbench.capacity.model import plan_model
+    from kvbench.capacity.weights import QUANTIZATIONS
+    from kvbench.common.console import print_table
+
+    if len(concurrency) > 1:
+        raise UsageError("--concurrency has several numbers, and a model is planned for one: give one")
+    if options["gpu"] and options["pick"]:
+        raise UsageError("--gpu names the GPUs and --pick chooses them: give one of the two")
+    if (quantization := options["quantization"]) and quantization not in QUANTIZATIONS:
+        raise UsageError(f"--quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}: give one of these")
+    found = shown.answer(
+        plan_model(name),
+        _settings(options),
+        context=options["context"],
+        concurrency=concurrency[0],
+        max_model_len=options["max_model_len"],
+        gpus=parse_gpus(options["gpu"]) if options["gpu"] else None,
+        prices=parse_prices(options["price"]) if options["price"] else None,
+        quantization=quantization,
+        choose=options["pick"],
+    )
+    if options["as_json"]:
+        click.echo(json.dumps(shown.as_dict(found), indent=2))
+        return 0
+    console = Console()
+    for sentence in shown.sentences(found):
+        console.print(sentence, highlight=False, markup=False)
+    tables = [shown.model_table(found)]
+    if found.memory is not None:
+        tables += [shown.memory_table(found), shown.concurrency_table(found)]
+    for table in tables:
+        print_table(console, table)
+    if found.found:
+        print_table(console, shown.gpus_table(found), drop_first=shown.DROP_FIRST)
+    console.print(shown.footnote(found), highlight=False, markup=False)
+    return 0
+
+
+def _settings(options: dict[str, Any]) -> Any:
+    """The engine's settings among the options. Raises UsageError for an unknown KV dtype."""
+    from engine.config import KV_CACHE_DTYPE_ALIASES
+    from kernels.kv_formats import find_format
+    from kvbench.capacity.fit import Settings
+
+    names = ("kv_cache_dtype", "page_size", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")
+    given = {name: options[name] for name in names if options[name]}
+    if dtype := given.get("kv_cache_dtype"):
+        given["kv_cache_dtype"] = KV_CACHE_DTYPE_ALIASES.get(dtype, dtype)
+        try:
+            find_format(given["kv_cache_dtype"])
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    return Settings(**given)

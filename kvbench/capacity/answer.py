@@ -1,0 +1,256 @@
+"""The answer of ``kvbench plan MODEL``: its figures, its first sentence and its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from kvbench.capacity.fit import GIB, Load, Memory, Settings, fits, memory_of, pick, smallest_fits, tokens_per_s
+from kvbench.capacity.gpus import GPU, known_gpus
+from kvbench.capacity.model import PlannedModel
+from kvbench.capacity.weights import Weights, weights_of
+from kvbench.common.console import make_table
+from kvbench.common.errors import UsageError
+from kvbench.common.text import count, decimal, listing, plural
+
+_LENGTHS = (1024, 4096, 8192, 32768, 131072)
+_DEFAULT_CONTEXT = 4096
+DROP_FIRST = ("at best\ntokens/s", "memory\nGiB")  # of the table of GPUs, on a narrow terminal
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``memory``: of the GPUs that were asked for or picked; None without.
+
+    ``found``: by kind of GPU the fewest that hold the load. ``prices``: of one GPU, by name.
+    """
+
+    model: PlannedModel
+    weights: Weights
+    settings: Settings
+    load: Load
+    found: Sequence[Memory]
+    prices: Mapping[str, float]
+    memory: Memory | None
+    picked: bool
+
+
+def answer(
+    model: PlannedModel,
+    settings: Settings,
+    *,
+    context: int | None = None,
+    concurrency: int = 1,
+    max_model_len: int | None = None,
+    gpus: tuple[int, GPU] | None = None,
+    prices: Mapping[str, float] | None = None,
+    quantization: str | None = None,
+    choose: bool = False,
+) -> Answer:
+    """Raises UsageError for a context beyond the model's limit, or GPUs that cannot split the model."""
+    limit = max_model_len or model.spec.max_positions or max(context or 0, _DEFAULT_CONTEXT)
+    context = context or min(_DEFAULT_CONTEXT, limit)
+    if context > limit:
+        whose = "--max-model-len" if max_model_len else f"the limit of {model.name}"
+        raise UsageError(f"--context {context} is more than {limit}, {whose}: give a shorter one, or --max-model-len")
+    load, weights = Load(context, concurrency, limit), weights_of(model, quantization)
+    prices = prices or {}
+    found = smallest_fits(model, weights, known_gpus(), settings, load)
+    found.sort(
+        key=lambda m: (m.gpu.name not in prices, m.count * prices.get(m.gpu.name, 0), m.count * m.gpu.memory_bytes)
+    )
+    memory = pick(found, prices) if choose else None
+    if gpus is not None:
+        memory = memory_of(model, weights, gpus[1], gpus[0], settings, concurrency)
+    return Answer(model, weights, settings, load, found, prices, memory, choose and memory is not None)
+
+
+def sentences(a: Answer) -> list[str]:
+    """First whether it fits, then what there is to know about it."""
+    load = f"{plural(a.load.concurrency, 'sequence')} of {count(a.load.context)} tokens"
+    needed = f"{_gib(a.weights.total_bytes)} of weights and {_gib(_kv_of_load(a))} of KV"
+    lines = [_first(a, load, needed)]
+    if a.memory is not None and a.memory.kv > 0:
+        one = a.memory.at_once(a.model, a.settings, a.load.max_model_len)
+        if one == 0:
+            lines.append(
+                f"vLLM starts only with room for one sequence of its max_model_len ({count(a.load.max_model_len)}): "
+                f"start it with --max-model-len {a.load.context} or a little more."
+            )
+    if a.memory is not None and not a.memory.gpu.bfloat16 and a.model.spec.default_dtype == "bfloat16":
+        lines.append(f"{a.memory.gpu.name} has no bfloat16: start the engine with --dtype half.")
+    return lines
+
+
+def _first(a: Answer, load: str, needed: str) -> str:
+    if a.memory is None:
+        if not a.found:
+            return (
+                f"No: {a.model.name} with {load} needs {needed}, and neither 1, 2, 4 nor 8 of any GPU that kvbench "
+                "knows hold that."
+            )
+        if a.prices and not any(memory.gpu.name in a.prices for memory in a.found):
+            return f"None of the GPUs with a price holds {a.model.name} with {load}: it needs {needed}."
+        return f"{a.model.name} with {load} needs {needed}; the table has the GPUs that hold it."
+    gpus = f"{a.memory.count} x {a.memory.gpu.name}"
+    if a.memory.kv <= 0:
+        return f"No: {gpus} have no room for KV beside the weights of {a.model.name}, {_gib(a.memory.weights)} a GPU."
+    held = a.memory.at_once(a.model, a.settings, a.load.context)
+    room = f"{_gib(a.memory.kv)} a GPU are left for KV, enough for {count(held)} at once"
+    if not fits(a.memory, a.model, a.settings, a.load):
+        return f"No: {gpus} do not hold {a.model.name} with {load}, which needs {needed}; {room}."
+    if a.picked:
+        cost = a.prices.get(a.memory.gpu.name)
+        why = f"the cheapest at {a.memory.count * cost:.2f} an hour" if cost else "the fewest and smallest GPUs"
+        return f"Take {gpus}, {why} to hold {a.model.name} with {load}: {needed}; {room}."
+    return f"Yes: {gpus} hold {a.model.name} with {load}: {needed}; {room}."
+
+
+def model_table(a: Answer) -> Table:
+    """What the model takes, whatever the GPU."""
+    dtype, window = a.settings.kv_cache_dtype, a.model.window_token_bytes(a.settings.kv_cache_dtype)
+    windows = sorted({group.window for group in a.model.layers if group.window is not None})
+    one = a.model.token_bytes(dtype)
+    rows = [("KV of a token", f"{count(one)} bytes", _attention_words(a, windows, window))]
+    sequence = a.model.sequence_bytes(a.load.context, dtype, page_size=a.settings.page_size)
+    rows.append((f"a sequence of {count(a.load.context)}", _gib(sequence), f"pages of {a.settings.page_size}"))
+    rows.append((f"{count(a.load.concurrency)} of them", _gib(_kv_of_load(a)), ""))
+    parameters = f"{a.weights.parameters.total / 1e9:.2f} billion parameters; {a.weights.source}"
+    rows.append(("weights", _gib(a.weights.total_bytes), parameters))
+    return _with_notes(make_table(["", a.model.name, "counted as"], rows))
+
+
+def _attention_words(a: Answer, windows: Sequence[int | None], window_bytes: int) -> str:
+    dtype = a.settings.kv_cache_dtype
+    kind = "latent (MLA): one row a layer, whole on each GPU" if a.model.layers[0].latent else "K and V of all KV heads"
+    words = [kind, f"in {a.model.spec.default_dtype if dtype == 'auto' else dtype}"]
+    if windows:
+        sizes = listing([count(each) for each in windows])
+        words.append(f"{count(window_bytes)} of it in layers that keep the last {sizes} tokens only")
+    return ", ".join(words)
+
+
+def memory_table(a: Answer) -> Table:
+    """Where the memory of each GPU goes; needs ``a.memory``."""
+    m = a.memory
+    assert m is not None
+    step = f"a step of {count(m.step.tokens)} tokens and {count(m.step.sequences)} sequences, as vLLM tries at start"
+    talk = " and of talking to the others" if m.count > 1 else ""
+    rows = [
+        ("memory", m.gpu.memory_bytes, "as the driver tells it"),
+        ("taken", m.taken, f"gpu_memory_utilization {a.settings.gpu_memory_utilization:g}"),
+        ("- weights", m.weights, f"split over {m.count}" if m.count > 1 else ""),
+        ("- activations", m.activations, step),
+        ("- context", m.context, f"of CUDA{talk}; graphs are not counted"),
+        ("left for KV", m.kv, ""),
+    ]
+    entries = [(name, f"{size / GIB:.2f}", note) for name, size, note in rows]
+    return _with_notes(make_table([f"{m.count} x {m.gpu.name}", "GiB a GPU", ""], entries))
+
+
+def _with_notes(table: Table) -> Table:
+    """The last column has words, which fold."""
+    table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
+    return table
+
+
+def concurrency_table(a: Answer) -> Table:
+    """The most sequences at once by length, paged beside contiguous; needs ``a.memory``."""
+    heads = ["sequences of", "paged", f"contiguous, reserving {count(a.load.max_model_len)}"]
+    rows = [(count(row["tokens"]), count(row["paged"]), count(row["contiguous"])) for row in _by_length(a)]
+    return make_table(heads, rows, title="How many sequences are in memory at once, at most")
+
+
+def gpus_table(a: Answer) -> Table:
+    """The GPUs that hold the load, of each kind the fewest of 1, 2, 4 and 8."""
+    heads = ["GPUs", "left for KV,\nGiB a GPU", "sequences\nat once", "memory\nGiB", "at best\ntokens/s"]
+    rows = []
+    for row in _found_rows(a):
+        entries = [f"{row['count']} x {row['gpu']}", f"{row['kv_gib']:.1f}", count(row["at_once"])]
+        entries += [decimal(row["memory_gib"]), count(row["tokens_per_s_at_best"])]
+        if a.prices:
+            entries.insert(1, "–" if row["price"] is None else f"{row['price']:.2f}")
+        rows.append(entries)
+    if a.prices:
+        heads.insert(1, "price\nan hour")
+    title = f"GPUs that hold {count(a.load.concurrency)} x {count(a.load.context)} tokens"
+    return make_table(heads, rows, title=title)
+
+
+def footnote(a: Answer) -> str:
+    """What the arithmetic stands for."""
+    engine = (
+        "For vLLM with its defaults"
+        if a.settings.kv_cache_dtype in ("auto", "fp8_e4m3", "fp8_e5m2")
+        else f"For vLLM's memory with the built-in engine's {a.settings.kv_cache_dtype}, its scales counted"
+    )
+    return (
+        f"{engine}, tensor parallel over 1, 2, 4 or 8 GPUs. At best: weights and KV read once a decode step, at the "
+        "data sheet's bandwidth; no engine reaches it. How it is counted: docs/commands.md."
+    )
+
+
+def as_dict(a: Answer) -> dict[str, Any]:
+    """The same figures for scripts; sizes in bytes but for those named gib."""
+    dtype, m = a.settings.kv_cache_dtype, a.memory
+    known: dict[str, Any] = {
+        "model": a.model.name,
+        "answer": sentences(a)[0],
+        "kv_cache_dtype": dtype,
+        "context": a.load.context,
+        "concurrency": a.load.concurrency,
+        "max_model_len": a.load.max_model_len,
+        "bytes_per_token": a.model.token_bytes(dtype),
+        "sequence_bytes": a.model.sequence_bytes(a.load.context, dtype, page_size=a.settings.page_size),
+        "kv_bytes": _kv_of_load(a),
+        "parameters": a.weights.parameters.total,
+        "weight_bytes": a.weights.total_bytes,
+        "gpus": _found_rows(a),
+        "memory": None,
+    }
+    if m is not None:
+        known["memory"] = {
+            "gpu": m.gpu.name, "count": m.count, "fits": fits(m, a.model, a.settings, a.load), "picked": a.picked,
+            "memory_bytes": m.gpu.memory_bytes, "taken_bytes": m.taken, "weight_bytes": m.weights,
+            "activation_bytes": m.activations, "context_bytes": m.context, "kv_bytes": m.kv,
+            "max_num_batched_tokens": m.step.tokens, "max_num_seqs": m.step.sequences, "at_once": _by_length(a),
+        }  # fmt: skip
+    return known
+
+
+def _by_length(a: Answer) -> list[dict[str, int]]:
+    m, limit = a.memory, a.load.max_model_len
+    assert m is not None
+    lengths = sorted({length for length in (*_LENGTHS, a.load.context, limit) if length <= limit})
+    contiguous = m.at_once(a.model, a.settings, limit, contiguous=True)
+    return [
+        {"tokens": length, "paged": m.at_once(a.model, a.settings, length), "contiguous": contiguous}
+        for length in lengths
+    ]
+
+
+def _found_rows(a: Answer) -> list[dict[str, Any]]:
+    return [
+        {
+            "gpu": m.gpu.name,
+            "count": m.count,
+            "memory_gib": m.count * m.gpu.memory_bytes / GIB,
+            "kv_gib": m.kv / GIB,
+            "at_once": m.at_once(a.model, a.settings, a.load.context),
+            "tokens_per_s_at_best": tokens_per_s(m, a.model, a.weights, a.settings, a.load),
+            "price": m.count * a.prices[m.gpu.name] if m.gpu.name in a.prices else None,
+        }
+        for m in a.found
+    ]
+
+
+def _kv_of_load(a: Answer) -> int:
+    one = a.model.sequence_bytes(a.load.context, a.settings.kv_cache_dtype, page_size=a.settings.page_size)
+    return a.load.concurrency * one
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:,.1f} MiB"

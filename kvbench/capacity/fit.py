@@ -1,0 +1,162 @@
+"""What of a GPU's memory is left for KV, and which GPUs hold a load. The engine in mind is vLLM with its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvbench.capacity.gpus import GPU
+from kvbench.capacity.model import PlannedModel
+from kvbench.capacity.weights import Weights
+from kvbench.common.errors import UsageError
+
+GIB = 2**30
+GPU_COUNTS = (1, 2, 4, 8)
+
+# What vLLM takes before it shares out the rest as KV. It runs one step of max_num_batched_tokens tokens and
+# max_num_seqs sequences and keeps the peak, which in most models is in sampling: logits, their sorted copy, indices,
+# work space.
+# Measured on H100, vLLM 0.11, five models: 38 bytes a logit; on an RTX 4090, vLLM 0.19: about 32.
+SAMPLING_BYTES_PER_LOGIT = 35
+CONTEXT_BYTES = round(0.13 * GIB)  # CUDA context and kernels, as measured on one H100
+COMMUNICATION_BYTES = round(0.42 * GIB)  # more, where several GPUs talk to each other: 0.55 measured on two
+_ACTIVATION_BYTES = 2  # bfloat16 or float16
+_LARGE_GPU = 70 * GIB  # from here on, but for the A100, vLLM has larger steps
+
+
+@dataclass(frozen=True)
+class Step:
+    """The largest step that the engine is built for: vLLM's ``max_num_batched_tokens`` and ``max_num_seqs``."""
+
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """``concurrency`` sequences of ``context`` tokens at once; a contiguous cache reserves ``max_model_len`` each."""
+
+    context: int
+    concurrency: int
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the engine; None of ``max_num_batched_tokens`` and ``max_num_seqs``: vLLM's default for the GPU."""
+
+    kv_cache_dtype: str = "auto"
+    page_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+
+    def step_on(self, gpu: GPU, concurrency: int = 1) -> Step:
+        """The engine's largest step on ``gpu``; it takes all sequences of the load."""
+        large = gpu.memory_bytes >= _LARGE_GPU and not gpu.name.startswith("A100")
+        tokens, sequences = (8192, 1024) if large else (2048, 256)
+        return Step(self.max_num_batched_tokens or tokens, self.max_num_seqs or max(sequences, concurrency))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each of ``count`` GPUs: the share that the engine takes, and what it goes to."""
+
+    gpu: GPU
+    count: int
+    step: Step
+    taken: int
+    weights: int
+    activations: int
+    context: int
+
+    @property
+    def kv(self) -> int:
+        """What is left for KV; below 0 the weights do not even fit."""
+        return self.taken - self.weights - self.activations - self.context
+
+    def tokens(self, model: PlannedModel, settings: Settings) -> int:
+        """Slots of KV, in whole pages, where no layer has a window."""
+        page = settings.page_size * model.token_bytes(settings.kv_cache_dtype, gpus=self.count)
+        return max(0, self.kv) // page * settings.page_size
+
+    def at_once(self, model: PlannedModel, settings: Settings, tokens: int, *, contiguous: bool = False) -> int:
+        """Sequences of ``tokens`` tokens that fit; ``contiguous``: each in one piece, without pages."""
+        page = 1 if contiguous else settings.page_size
+        return max(0, self.kv) // model.sequence_bytes(tokens, settings.kv_cache_dtype, gpus=self.count, page_size=page)
+
+
+def memory_of(
+    model: PlannedModel, weights: Weights, gpu: GPU, count: int, settings: Settings, concurrency: int = 1
+) -> Memory:
+    """Raises UsageError where the model cannot be split over ``count`` GPUs."""
+    model.check_split(count)
+    step = settings.step_on(gpu, concurrency)
+    return Memory(
+        gpu=gpu,
+        count=count,
+        step=step,
+        taken=int(gpu.memory_bytes * settings.gpu_memory_utilization),
+        weights=-(-weights.total_bytes // count),
+        activations=activation_bytes(model, step, count),
+        context=CONTEXT_BYTES + (COMMUNICATION_BYTES if count > 1 else 0),
+    )
+
+
+def activation_bytes(model: PlannedModel, step: Step, gpus: int) -> int:
+    """The peak of one step on each GPU: that of sampling, or of an MLP whose inner dimension is large.
+
+    Sampling holds hidden states and residual of all tokens, and the logits of all sequences, on every GPU. An MLP holds
+    in place of the logits the two projections and their product, split over the GPUs, of a sparse one for each expert
+    of a token.
+    """
+    text = model.spec.text_config
+    hidden, vocab = text["hidden_size"], text["vocab_size"]
+    inner = text.get("intermediate_size") or text["ffn_dim"]
+    if experts := text.get("num_experts_per_tok"):
+        inner = max(inner, experts * (text.get("moe_intermediate_size") or inner))
+    states = 2 * step.tokens * hidden * _ACTIVATION_BYTES
+    return states + max(
+        step.sequences * vocab * SAMPLING_BYTES_PER_LOGIT, 3 * step.tokens * inner * _ACTIVATION_BYTES // gpus
+    )
+
+
+def fits(memory: Memory, model: PlannedModel, settings: Settings, load: Load) -> bool:
+    """Whether all sequences of the load are in memory at once."""
+    return memory.at_once(model, settings, load.context) >= load.concurrency
+
+
+def tokens_per_s(memory: Memory, model: PlannedModel, weights: Weights, settings: Settings, load: Load) -> float:
+    """At best: a decode step reads the weights and all KV once, at the bandwidth of the data sheet."""
+    kv = load.concurrency * model.sequence_bytes(load.context, settings.kv_cache_dtype, gpus=memory.count)
+    return load.concurrency * memory.gpu.bytes_per_s / (weights.read_bytes / memory.count + kv)
+
+
+def usable(gpu: GPU, model: PlannedModel, settings: Settings) -> bool:
+    """Whether an engine takes this model's dtype and KV dtype on ``gpu``."""
+    return gpu.bfloat16 or (model.spec.default_dtype != "bfloat16" and not settings.kv_cache_dtype.startswith("fp8"))
+
+
+def smallest_fits(
+    model: PlannedModel, weights: Weights, gpus: Sequence[GPU], settings: Settings, load: Load
+) -> list[Memory]:
+    """Of each kind the fewest of 1, 2, 4 and 8 GPUs that hold the load; kinds that do not are left out."""
+    found = []
+    for gpu in gpus:
+        for count in GPU_COUNTS if usable(gpu, model, settings) else ():
+            try:
+                memory = memory_of(model, weights, gpu, count, settings, load.concurrency)
+            except UsageError:  # cannot be split so
+                continue
+            if fits(memory, model, settings, load):
+                found.append(memory)
+                break
+    return found
+
+
+def pick(found: Sequence[Memory], prices: Mapping[str, float]) -> Memory | None:
+    """The cheapest of those with a price; without any prices the fewest GPUs, of them the smallest."""
+    if prices:
+        priced = [memory for memory in found if memory.gpu.name in prices]
+        return min(priced, key=lambda m: (m.count * prices[m.gpu.name], m.count), default=None)
+    return min(found, key=lambda memory: (memory.count, memory.gpu.memory_bytes), default=None)

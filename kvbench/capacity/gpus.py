@@ -1,0 +1,88 @@
+"""GPUs and what they hold: gpus.json, ``4xA100-80GB`` on the command line, prices that the user gives."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from kvbench.common.errors import UsageError
+
+_SHIPPED = Path(__file__).parent / "gpus.json"
+_SEVERAL = re.compile(r"(?:(\d+)\s*[x*×]\s*)?(\S.*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One kind of GPU.
+
+    ``memory_bytes``: the device's total as CUDA or ROCm tells it, less than on the label.
+    ``bytes_per_s``: memory bandwidth of the data sheet.
+    ``bfloat16``: False before Ampere, where engines refuse bfloat16 and an fp8 KV.
+    """
+
+    name: str
+    memory_bytes: int
+    bytes_per_s: float
+    bfloat16: bool
+
+
+def known_gpus() -> list[GPU]:
+    """All GPUs of gpus.json."""
+    return list(_shipped()[0].values())
+
+
+def parse_gpus(text: str) -> tuple[int, GPU]:
+    """``4xA100-80GB`` or ``L4``. Raises UsageError, for an unknown GPU with the nearest names."""
+    match = _SEVERAL.fullmatch(text.strip())
+    count = int(match[1] or 1) if match else 0
+    if not match or count < 1:
+        raise UsageError(f"{text!r} is not a number of GPUs: write for example 4xA100-80GB")
+    return count, find_gpu(match[2])
+
+
+def find_gpu(name: str) -> GPU:
+    """Raises UsageError with the nearest names."""
+    gpus, names = _shipped()
+    plain = _plain(name)
+    if plain not in names:
+        near = difflib.get_close_matches(plain, names, n=4, cutoff=0.4)
+        known = dict.fromkeys([names[each] for each in near] or gpus)
+        asked = "did you mean" if near else "known are"
+        raise UsageError(f"{name!r} is not a GPU that kvbench knows: {asked} {', '.join(known)}")
+    return gpus[names[plain]]
+
+
+def parse_prices(text: str) -> Mapping[str, float]:
+    """``L4=0.8,H100-80GB=2.9`` as the price of one GPU by name. Raises UsageError."""
+    prices = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        try:
+            price = float(number)
+        except ValueError:
+            price = math.nan
+        if not (price > 0 and math.isfinite(price)):
+            raise UsageError(f"--price {part.strip()!r} is no price of a GPU: write for example L4=0.8,H100-80GB=2.9")
+        prices[find_gpu(name).name] = price
+    return prices
+
+
+@cache
+def _shipped() -> tuple[dict[str, GPU], dict[str, str]]:
+    """GPUs by name, and their names by each plain name or alias."""
+    gpus, names = {}, {}
+    for name, entry in json.loads(_SHIPPED.read_text(encoding="utf-8")).items():
+        memory, speed = round(entry["memory_gib"] * 2**30), entry["bandwidth_gb_s"] * 1e9
+        gpus[name] = GPU(name, memory, speed, entry.get("bfloat16", True))
+        names.update({_plain(each): name for each in (name, *entry.get("aliases", ()))})
+    return gpus, names
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]+|^nvidia|^amd", "", name.strip().lower())

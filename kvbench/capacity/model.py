@@ -1,0 +1,178 @@
+"""A model whose memory is planned: its name, its config.json, and what its layers cache of a token."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from engine.kv.budget import KVShape, LayerKV
+from engine.model.spec import DTYPE_BYTES, ModelSpec, find_model, shipped_models
+from kvbench.common.errors import UsageError
+
+_SHIPPED = Path(__file__).parent / "models.json"
+_SAME_DIMENSIONS = re.compile(r"^meta-|-(instruct|base|it|chat|hf)$")
+_CACHED = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class CachedLayers:
+    """Layers that cache alike.
+
+    ``count``: layers.
+    ``kv``: K and V of one token in one of them. Latent attention (MLA) has one row, which is K and V at once.
+    ``window``: tokens that a layer with a sliding window holds; None: all.
+    ``latent``: MLA; its row is one KV head, which every GPU needs as a whole.
+    """
+
+    count: int
+    kv: LayerKV
+    window: int | None = None
+    latent: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model's config and what its layers cache; ``other_parameters``: those beside the decoder (a vision tower)."""
+
+    spec: ModelSpec
+    layers: tuple[CachedLayers, ...]
+    other_parameters: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def query_heads(self) -> int:
+        return int(self.spec.text_config["num_attention_heads"])
+
+    def sequence_bytes(self, tokens: int, kv_cache_dtype: str = "auto", *, gpus: int = 1, page_size: int = 1) -> int:
+        """Bytes of the KV of one sequence on each of ``gpus``, in whole pages; a window holds no more than itself."""
+        total = 0
+        for group in self.layers:
+            held = tokens if group.window is None else min(tokens, group.window)
+            slots = -(-held // page_size) * page_size
+            total += slots * self._slot_bytes(group, kv_cache_dtype, gpus)
+        return total
+
+    def token_bytes(self, kv_cache_dtype: str = "auto", *, gpus: int = 1) -> int:
+        """Bytes of one token's KV in all layers on each of ``gpus``, the layers with a window among them."""
+        return self.sequence_bytes(1, kv_cache_dtype, gpus=gpus)
+
+    def window_token_bytes(self, kv_cache_dtype: str = "auto") -> int:
+        """Those of ``token_bytes`` that are in layers with a sliding window."""
+        return sum(self._slot_bytes(group, kv_cache_dtype, 1) for group in self.layers if group.window is not None)
+
+    def _slot_bytes(self, group: CachedLayers, kv_cache_dtype: str, gpus: int) -> int:
+        heads = max(1, group.kv.kv_heads // gpus)  # a latent row is one head: every GPU has it
+        layer = LayerKV(heads, group.kv.head_dim, group.kv.value_dim)
+        return KVShape((layer,) * group.count, DTYPE_BYTES[self.spec.default_dtype]).slot_bytes(kv_cache_dtype)
+
+    def check_split(self, gpus: int) -> None:
+        """Raises UsageError where tensor parallelism cannot split the heads over ``gpus``."""
+        if self.query_heads % gpus:
+            raise UsageError(
+                f"{gpus} GPUs do not divide the {self.query_heads} query heads of {self.name}: give a number that does"
+            )
+        kv_heads = self.layers[0].kv.kv_heads
+        if max(kv_heads, gpus) % min(kv_heads, gpus):
+            raise UsageError(
+                f"{gpus} GPUs can neither split nor repeat the {kv_heads} KV heads of {self.name}: give a number that "
+                "divides them or is a multiple of them"
+            )
+
+
+def plan_model(model: str) -> PlannedModel:
+    """The model of a local folder, of a config.json, or of the dimensions that ship (case, organisation and
+    "-Instruct" do not matter).
+
+    Raises:
+        UsageError: there is none (the nearest names are told), or what it caches is not known.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir() or path.suffix == ".json":
+        try:
+            return _planned(find_model(model, "dummy"))
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    shipped, name = _shipped(), _plain(model)
+    if name not in shipped:
+        known = [each.name for each in shipped.values()]
+        near = difflib.get_close_matches(name, shipped, n=3, cutoff=0.5)
+        said = (
+            f"did you mean {', '.join(shipped[each].name for each in near)}?" if near else f"known: {', '.join(known)}."
+        )
+        raise UsageError(
+            f"{model!r} is neither a model that kvbench knows nor a file or folder: {said} Another model is given by "
+            "its folder or config.json, a workload by a file that ends in .yaml"
+        )
+    return shipped[name]
+
+
+def known_models() -> list[PlannedModel]:
+    """All models whose dimensions ship."""
+    return list(_shipped().values())
+
+
+@cache
+def _shipped() -> dict[str, PlannedModel]:
+    """By plain name: the configs of the built-in engine, and those in models.json."""
+    found = {_plain(name): _planned(find_model(name)) for name in shipped_models()}
+    for name, entry in json.loads(_SHIPPED.read_text(encoding="utf-8")).items():
+        config = found[_plain(entry["same_as"])].spec.config if "same_as" in entry else entry["config"]
+        found[_plain(name)] = _planned(ModelSpec(name, config, _SHIPPED, None), entry.get("other_parameters", 0))
+    return found
+
+
+def _plain(model: str) -> str:
+    name = model.rsplit("/", 1)[-1].lower()
+    while (shorter := _SAME_DIMENSIONS.sub("", name)) != name:
+        name = shorter
+    return name
+
+
+def _planned(spec: ModelSpec, other_parameters: int = 0) -> PlannedModel:
+    """Raises ValueError for a config that does not say what its layers cache, or layers that cache something else."""
+    text = spec.text_config
+    heads = [text.get(key) for key in ("num_attention_heads", "num_key_value_heads") if key in text]
+    if not heads or not all(isinstance(each, int) for each in heads):
+        raise UsageError(
+            f"the config of model {spec.name!r} has num_attention_heads or num_key_value_heads that are missing or no "
+            "whole number: its KV cannot be planned"
+        )
+    cached = spec.kv_shape("float32").layers
+    if rank := text.get("kv_lora_rank"):
+        row = LayerKV(1, rank + text["qk_rope_head_dim"], 0)
+        return PlannedModel(spec, (CachedLayers(len(cached), row, latent=True),), other_parameters)
+    groups = Counter(zip(cached, _windows(spec, len(cached)), strict=True))
+    layers = tuple(CachedLayers(count, kv, window) for (kv, window), count in groups.items())
+    return PlannedModel(spec, layers, other_parameters)
+
+
+def _windows(spec: ModelSpec, layers: int) -> list[int | None]:
+    """The sliding window of each layer; None: the layer holds all tokens."""
+    text = spec.text_config
+    kinds, window = text.get("layer_types"), text.get("sliding_window")
+    others = set(kinds or ()) - set(_CACHED)
+    if others or any(key.startswith(("mamba_", "ssm_", "linear_")) for key in text):
+        what = ", ".join(sorted(others)) or text.get("model_type")
+        raise UsageError(
+            f"model {spec.name!r} has layers ({what}) that cache something else than K and V of its tokens: kvbench "
+            "cannot plan their memory"
+        )
+    if kinds:
+        return [window if kind == "sliding_attention" else None for kind in kinds]
+    if not window or text.get("use_sliding_window") is False:
+        return [None] * layers
+    pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern")
+    if pattern is None and str(text.get("model_type")).startswith("gemma"):
+        pattern = 2 if text["model_type"] == "gemma2" else 6
+    if pattern:  # the last layer of each group sees everything
+        return [None if (layer + 1) % pattern == 0 else window for layer in range(layers)]
+    first = text.get("max_window_layers", 0) if text.get("use_sliding_window") else 0
+    return [window if layer >= first else None for layer in range(layers)]

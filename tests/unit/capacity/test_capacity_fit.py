@@ -1,0 +1,140 @@
+"""What is left for KV: against vLLM's own logs, and by hand arithmetic."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvbench.capacity.answer import answer, as_dict
+from kvbench.capacity.fit import GIB, Load, Settings, fits, memory_of, pick, smallest_fits, tokens_per_s
+from kvbench.capacity.gpus import find_gpu, known_gpus, parse_gpus, parse_prices
+from kvbench.capacity.model import plan_model
+from kvbench.capacity.weights import weights_of
+from kvbench.common.errors import UsageError
+
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "gpu_measured"
+MEASURED = Path(os.environ.get("KVBENCH_GPU_MEASURED", SHARED))
+
+
+def memory(name, gpu, count=1, quantization=None, **settings):
+    model = plan_model(name)
+    return memory_of(model, weights_of(model, quantization), find_gpu(gpu), count, Settings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "quantization", "gib", "within"),
+    [  # vLLM 0.11 at --gpu-memory-utilization 0.9 on H100, logs in the documentation of llm-d's capacity planner
+        ("Llama-3.1-8B", 1, None, 51.38, 0.03),
+        ("Qwen3-0.6B", 1, None, 64.45, 0.03),
+        ("Llama-3.3-70B", 2, "fp8", 32.00, 0.03),
+        ("Qwen3-32B", 2, None, 34.49, 0.03),
+        ("gpt-oss-20b", 1, None, 50.28, 0.03),
+        ("Qwen3-32B", 1, None, 4.45, 0.11),  # so little is left that 0.4 GiB are a tenth of it
+    ],
+)
+def test_kv_of_an_h100_is_what_vllm_logged(name, count, quantization, gib, within):
+    assert memory(name, "H100-80GB", count, quantization).kv / GIB == pytest.approx(gib, rel=within)
+
+
+def test_gpt_oss_120b_needs_more_than_the_default_share_of_an_h100():
+    """The same logs: 3.33 GiB at 0.95, where weights, activations and context are 71.89 of 71.26 GiB at 0.9."""
+    assert memory("gpt-oss-120b", "H100-80GB").kv < 0
+    assert memory("gpt-oss-120b", "H100-80GB", gpu_memory_utilization=0.95).kv / GIB == pytest.approx(3.33, abs=0.5)
+
+
+def test_pages_of_an_rtx_4090_are_those_of_a_measured_vllm_run():
+    found = memory("Llama-3.1-8B", "RTX-4090")
+    assert (found.step.tokens, found.step.sequences) == (2048, 256)
+    assert found.tokens(plan_model("Llama-3.1-8B"), Settings()) // 16 == pytest.approx(2588, rel=0.02)
+
+
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured runs are not in ../shared/gpu_measured")
+def test_the_measured_run_has_the_pages_the_step_and_the_memory_that_are_planned_with():
+    meta = json.loads((MEASURED / "runs/RTX4090/Llama-3.1-8B/meta.json").read_text())
+    found = memory("Llama-3.1-8B", "RTX-4090")
+    assert found.gpu.memory_bytes == pytest.approx(meta["hardware"]["device_total_memory_bytes"], rel=0.001)
+    arguments = meta["engine_kwargs"]
+    assert (found.step.tokens, found.step.sequences) == (arguments["max_num_batched_tokens"], arguments["max_num_seqs"])
+    pages = found.tokens(plan_model("Llama-3.1-8B"), Settings()) // meta["kv_cache"]["block_size"]
+    assert pages == pytest.approx(meta["kv_cache"]["num_gpu_blocks"], rel=0.02)
+
+
+def test_the_question_of_the_guide_by_hand():
+    """Which GPU for Qwen3-32B, 40 users, 8k context, FP8 KV?"""
+    model, settings, load = plan_model("Qwen/Qwen3-32B"), Settings(kv_cache_dtype="fp8_e4m3"), Load(8192, 40, 40_960)
+    kv = 40 * 8192 * 64 * 8 * (128 + 128)  # users x tokens x layers x KV heads x (K + V) x 1 byte
+    assert kv == 40 * 2**30
+    weights = 32_762_123_264 * 2
+    sampling, states = 1024 * 151_936 * 35, 2 * 8192 * 5120 * 2
+    left_h200 = 0.9 * 139.8 * 2**30 - weights - sampling - states - 0.13 * 2**30
+    found = smallest_fits(model, weights_of(model), known_gpus(), settings, load)
+    chosen = pick(found, {})
+    assert (chosen.gpu.name, chosen.count) == ("H200", 1)
+    assert chosen.kv == pytest.approx(left_h200, abs=4) and left_h200 > kv
+    one_h100 = 0.9 * 79.18 * 2**30 - weights - sampling - states - 0.13 * 2**30
+    two_h100 = 2 * (0.9 * 79.18 * 2**30 - weights / 2 - sampling - states - 0.55 * 2**30)
+    assert one_h100 < kv < two_h100
+    counts = {m.gpu.name: m.count for m in found}
+    assert counts["H100-80GB"] == 2 and "T4" not in counts
+    step_bytes = weights - 151_936 * 5120 * 2 + kv  # the rows of the embedding are not read
+    best = tokens_per_s(chosen, model, weights_of(model), settings, load)
+    assert best == pytest.approx(40 * 4.8e12 / step_bytes, rel=1e-6)
+
+
+def test_cheapest_by_price_else_fewest():
+    model = plan_model("Qwen3-32B")
+    found = smallest_fits(model, weights_of(model), known_gpus(), Settings(), Load(4096, 20, 40_960))
+    assert pick(found, {"H200": 4.0, "A100-80GB": 1.5}).gpu.name == "A100-80GB"  # 2 x 1.5 < 4.0
+    assert pick(found, {"H200": 2.9, "A100-80GB": 1.5}).gpu.name == "H200"
+    assert pick(found, {"T4": 0.2}) is None and pick([], {}) is None
+    assert pick(found, {}).count == 1
+
+
+def test_all_users_fit_or_not_at_the_very_last_page():
+    model, settings = plan_model("llama-3.1-8b"), Settings()
+    found = memory("llama-3.1-8b", "L40S")
+    most = found.at_once(model, settings, 1000)
+    assert most == found.kv // (63 * 16 * 131_072)  # 1,000 tokens take 63 pages
+    assert fits(found, model, settings, Load(1000, most, 8192)) and not fits(
+        found, model, settings, Load(1000, most + 1, 8192)
+    )
+    assert found.at_once(model, settings, 8192, contiguous=True) == found.kv // (8192 * 131_072)
+
+
+def test_a_contiguous_cache_holds_as_many_whatever_the_length():
+    shown = as_dict(answer(plan_model("llama-3.1-8b"), Settings(), max_model_len=8192, gpus=parse_gpus("H100")))
+    rows = shown["memory"]["at_once"]
+    assert [row["tokens"] for row in rows] == [1024, 4096, 8192]
+    assert len({row["contiguous"] for row in rows}) == 1 and rows[0]["paged"] == pytest.approx(
+        8 * rows[2]["paged"], abs=8
+    )
+    assert rows[-1]["paged"] == rows[-1]["contiguous"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"),
+    [("4xA100-80GB", 4, "A100-80GB"), ("4 x a100-80gb", 4, "A100-80GB"), ("L4", 1, "L4"), ("2xH100", 2, "H100-80GB"),
+     ("NVIDIA RTX 4090", 1, "RTX-4090")],
+)  # fmt: skip
+def test_gpus_as_they_are_written(text, count, name):
+    found = parse_gpus(text)
+    assert (found[0], found[1].name) == (count, name)
+
+
+@pytest.mark.parametrize(("text", "near"), [("4xA101-80GB", "A100-80GB"), ("0xL4", "4xA100"), ("H10O", "H100-80GB")])
+def test_unknown_gpus_are_told_the_nearest(text, near):
+    with pytest.raises(UsageError, match=near):
+        parse_gpus(text)
+
+
+@pytest.mark.parametrize("text", ["L4", "L4=free", "L4=-1", "L4=inf", "Q9=1"])
+def test_prices_that_are_none_are_refused(text):
+    with pytest.raises(UsageError):
+        parse_prices(text)
+
+
+def test_a_context_beyond_the_limit_is_refused():
+    with pytest.raises(UsageError, match="40960"):
+        answer(plan_model("Qwen3-32B"), Settings(), context=50_000)
+    assert answer(plan_model("Qwen3-32B"), Settings(), context=50_000, max_model_len=65_536).load.context == 50_000

@@ -1,0 +1,84 @@
+"""``kvbench plan MODEL``: told apart from a workload, answered in one command."""
+
+import json
+
+import pytest
+
+from kvbench.cli.main import main
+
+
+@pytest.fixture
+def plan(capsys, tmp_path, monkeypatch):
+    """(exit code, stdout, stderr) of ``kvbench plan arguments`` in an empty folder."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+
+    def command(line):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *line.split()])
+        return ended.value.code, *capsys.readouterr()
+
+    return command
+
+
+QUESTION = "Qwen3-32B --context 8k --concurrency 40 --kv-cache-dtype fp8 --pick"
+
+
+def test_one_command_answers_which_gpu(plan):
+    code, out, _ = plan(QUESTION)
+    assert code == 0 and out.startswith("Take 1 x H200") and "40.00 GiB" in out
+    code, out, _ = plan(f"{QUESTION} --json")
+    told = json.loads(out)
+    assert code == 0 and told["memory"]["gpu"] == "H200" and told["memory"]["picked"] and told["memory"]["fits"]
+    assert (told["bytes_per_token"], told["sequence_bytes"], told["kv_bytes"]) == (131_072, 2**30, 40 * 2**30)
+
+
+def test_prices_decide_what_is_picked(plan):
+    told = json.loads(plan(f"{QUESTION} --json --price H200=5,A100=1.5,L4=0.7")[1])
+    assert (told["memory"]["gpu"], told["memory"]["count"]) == ("A100-80GB", 2)
+    assert [row["gpu"] for row in told["gpus"]][:3] == ["A100-80GB", "H200", "L4"]
+    code, out, _ = plan(f"{QUESTION} --price T4=0.1")
+    assert code == 0 and out.startswith("None")
+
+
+def test_named_gpus_say_no_with_the_numbers(plan):
+    code, out, _ = plan("llama-3.1-70b --gpu 4xA100-80GB --concurrency 256")
+    assert code == 0 and out.startswith("No") and "320.00 GiB" in out and "131,072" in out
+    assert plan("llama-3.1-70b --gpu L4")[1].startswith("No")
+    assert plan("Llama-3.1-405B --concurrency 100000")[1].startswith("No")
+    assert plan("llama-3.1-8b --gpu H100")[1].startswith("Yes")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("qwen3-33b", "Qwen3-32B"),
+        ("qwen3-8b --gpu A101", "A100-80GB"),
+        ("qwen3-8b --gpu 3xL4", "3"),
+        ("qwen3-8b --gpu L4 --pick", "--pick"),
+        ("qwen3-8b --kv-cache-dtype fp7", "fp7"),
+        ("qwen3-8b --quantization fp7", "fp7"),
+        ("qwen3-8b --price L4", "L4"),
+        ("qwen3-8b --concurrency 1,2", "--concurrency"),
+        ("qwen3-8b --context 100k", "40960"),
+        ("qwen3-8b --context many", "many"),
+        ("qwen3-8b --input-len 600", "--input-len"),
+        ("qwen3-8b -o engine.page_size=8", "--override"),
+        ("tiny.yaml --gpu L4", "--gpu"),
+        ("--input-len 8 --output-len 8 --concurrency 1 --json", "--json"),
+        ("missing/config.json", "missing"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(plan, line, words):
+    code, out, err = plan(line)
+    assert code == 2 and not out and words in err
+
+
+def test_a_config_is_a_model_and_a_yaml_a_workload(plan, tmp_path):
+    config = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
+              "num_attention_heads": 8, "vocab_size": 1000, "max_position_embeddings": 2048}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert json.loads(plan("config.json --json")[1])["bytes_per_token"] == 4 * 8 * 256 * 4
+    assert json.loads(plan(". --json")[1])["max_model_len"] == 2048
+    code, _, err = plan("mine.yaml")
+    assert code == 2 and "mine.yaml" in err
