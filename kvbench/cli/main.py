@@ -9,6 +9,7 @@ import click
 from kvbench import __version__
 from kvbench.cli.cache_sim import cache_sim
 from kvbench.cli.calibrate_client import calibrate_client
+from kvbench.cli.claims import claims
 from kvbench.cli.compare import calibrate, compare
 from kvbench.cli.doctor import doctor
 from kvbench.cli.engine import bench_engine, serve
@@ -31,7 +32,7 @@ from kvbench.cli.view import view
 from kvbench.common.packages import check_packages
 
 _COMMANDS = (
-    init, plan, sweep, report, recommend, load, compare, gate, accept, calibrate, history, view, quality, serve,
+    init, plan, sweep, report, recommend, claims, load, compare, gate, accept, calibrate, history, view, quality, serve,
     bench_engine, tune, trace, cache_sim, mock_server, calibrate_client, doctor, help_command,
 )  # fmt: skip
 
@@ -49,6 +50,7 @@ def cli() -> None:
       kvbench sweep workloads/mixed.yaml --dry-run    what would run, in which order, for how long
       kvbench report results/mixed/<run>              the report again from stored results
       kvbench recommend results/mixed/<run>           the settings it supports, and when not to page
+      kvbench claims                                  what is said of paged KV caches, measured here
       kvbench view results/                           all runs in a browser, any cells side by side
       kvbench load workloads/mixed.yaml --url URL     one load on a server that runs already
       kvbench gate counters                           has the engine's bookkeeping changed?

@@ -1,0 +1,337 @@
+"""Whether a claim held, from what was measured: pure functions, one a claim, each with the rule in its docstring.
+
+``found``: measurement -> ``Measured``, or for ``served`` its facts. A verdict rests on a 95 % interval that lies wholly
+on one side of the rule's limit, or on exact counts. An interval that straddles a limit leaves the claim undecided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.claims.measure import Measured
+from kvbench.common.text import data_size, listing, plural
+from kvbench.lockstep.intervals import Effect, effect_of_values
+from kvbench.report.changes import amount
+from kvbench.runs.engine_time import LEVEL_WITHIN
+
+HELD, DID_NOT_HOLD, DEPENDS, UNDECIDED = "held", "did not hold", "depends", "undecided"
+VERDICTS = (HELD, DID_NOT_HOLD, DEPENDS, UNDECIDED)
+LITTLE = 0.05  # a change of at most so much is "nothing" or "little"
+Found = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``word``: one of the four; ``evidence``: the numbers it rests on; ``reason``: why undecided, or of what it depends."""
+
+    word: str
+    evidence: str
+    reason: str = ""
+
+
+def words(effect: Effect) -> str:
+    """+65 % (59 to 66): a ratio with its interval."""
+    if math.isnan(effect.low):
+        return amount(effect.ratio)
+    times = effect.ratio >= 2
+    low, high = (f"{x:.2f}" if times else f"{100 * (x - 1):+.1f}" for x in (effect.low, effect.high))
+    return f"{amount(effect.ratio)} ({low} to {high})"
+
+
+def compare(effect: Effect, limit: float) -> int:
+    """1 if the interval lies above ``limit``, -1 if below, 0 if it straddles it or is not known."""
+    if effect.low > limit:
+        return 1
+    return -1 if effect.high < limit else 0
+
+
+def _too_wide(effect: Effect, limit: str) -> str:
+    return f"the interval {words(effect)} holds {limit}: more launches would tell (--minutes)"
+
+
+def is_little(effect: Effect, little: float = LITTLE) -> int:
+    """1 if the change is surely at most ``little`` either way, -1 if surely more, 0 if that is open."""
+    if effect.low > 1 - little and effect.high < 1 + little:
+        return 1
+    return -1 if effect.low > 1 + little or effect.high < 1 - little else 0
+
+
+# --- memory, counted exactly ---
+
+
+def reservation(found: Found) -> Verdict:
+    """Held if contiguous wastes at least 90 % of what it reserved, and pages at most 4 %."""
+    measured = found["reservation"]
+    wasted = {layout: _waste(measured.slots(layout=layout)) for layout in ("contiguous", "paged")}
+    held = {layout: measured.tokens_held(layout=layout) // 300 for layout in wasted}
+    at_once = held["paged"], measured.tokens_held() // measured.capacity["contiguous"]["max_model_len"]
+    evidence = (
+        f"{wasted['contiguous']:.1%} of the reserved slots held no token, over all steps of the chats ({1 - 300 / 4096:.1%}"
+        f" at their end); in pages of 16 {wasted['paged']:.1%}. The same bytes hold {at_once[1]} chats or {at_once[0]}"
+    )
+    return Verdict(HELD if wasted["contiguous"] >= 0.9 and wasted["paged"] <= 0.04 else DID_NOT_HOLD, evidence)
+
+
+def _waste(slots: Mapping[str, float]) -> float:
+    return slots["waste"] / (slots["waste"] + slots["tokens"])
+
+
+def useful_memory(found: Found) -> Verdict:
+    """Held if pages use at least 90 % of the KV memory, every reservation at most half, in the paper's order."""
+    measured = found["useful-memory"]
+    kinds = {"max": {}, "pow2": {"reservation": "pow2"}, "oracle": {"reservation": "oracle"}, "pages": {"layout": "paged"}}
+    useful = {}
+    for kind, settings in kinds.items():
+        slots = measured.slots(**settings)
+        useful[kind] = slots["tokens"] / (slots["tokens"] + slots["waste"] + slots["fragmented"])
+    evidence = (
+        f"useful: {useful['max']:.1%} (max), {useful['pow2']:.1%} (pow2), {useful['oracle']:.1%} (oracle), "
+        f"{useful['pages']:.1%} (pages); published 20.4, 26.8, 38.2 and 96.3 %"
+    )
+    if useful["pages"] < 0.9 or useful["max"] > 0.5 or list(useful.values()) != sorted(useful.values()):
+        return Verdict(DID_NOT_HOLD, evidence)
+    if useful["oracle"] <= 0.5:
+        return Verdict(HELD, evidence)
+    return Verdict(DEPENDS, evidence, "on the reservation: of the maximum it held, of better guesses it did not")
+
+
+def sharing(kind: str, low: float, high: float, found: Found) -> Verdict:
+    """Held if 2, 4 and 6 answers all save at least nine tenths of the published least, more with more answers."""
+    saved, speeds = [], []
+    for width in (2, 4, 6):
+        measured = found[f"sharing-{kind}-{width}"]
+        counted = measured.counters()
+        pages = [counted[f"kv_page_steps_total_{which}"] for which in ("physical", "logical")]
+        saved.append(1 - pages[0] / pages[1])
+    evidence = f"2, 4 and 6: {', '.join(f'{each:.1%}' for each in saved)} of the pages saved; published {low} to {high} %"
+    held = saved[0] >= 0.9 * low / 100 and saved == sorted(saved)
+    return Verdict(HELD if held else DID_NOT_HOLD, evidence)
+
+
+# --- engine time ---
+
+
+def mixed_lengths(found: Found) -> Verdict:
+    """Held if the throughput is surely twice or more, did not hold if surely less than twice."""
+    measured = found["mixed-lengths"]
+    gain = measured.speed(layout="paged")
+    evidence = (
+        f"{words(gain)} output tokens/s; {measured.at_once():.1f} requests ran at once in reservations and "
+        f"{measured.at_once(layout='paged'):.1f} in pages"
+    )
+    side = compare(gain, 2.0)
+    return _by_side(side, evidence, _too_wide(gain, "2.0x"))
+
+
+def _by_side(side: int, evidence: str, open_reason: str) -> Verdict:
+    return Verdict({1: HELD, -1: DID_NOT_HOLD}[side], evidence) if side else Verdict(UNDECIDED, evidence, open_reason)
+
+
+def brings_nothing(name: str, found: Found) -> Verdict:
+    """Held if the throughput surely changes by at most 5 %."""
+    gain = found[name].speed(layout="paged")
+    return _by_side(is_little(gain), f"{words(gain)} output tokens/s", _too_wide(gain, "a change of 5 %"))
+
+
+def sweet_spot(found: Found) -> Verdict:
+    """Held if no other page size is surely faster than 16; depends if each that is has a surely worse p95 TTFT."""
+    measured, sizes = found["page-size"], _page_sizes(found["page-size"])
+    speeds = {size: measured.speed(page_size=size) for size in sizes}
+    faster = [size for size, each in speeds.items() if compare(each, 1.0) > 0]
+    evidence = "beside 16: " + ", ".join(f"{size} {words(each)}" for size, each in speeds.items())
+    if not faster:
+        wide = [size for size, each in speeds.items() if compare(each, 1 + LEVEL_WITHIN) >= 0]
+        reason = f"pages of {listing(list(map(str, wide)))} may be more than 2 % faster: more launches would tell (--minutes)"
+        return Verdict(UNDECIDED, evidence, reason) if wide else Verdict(HELD, evidence)
+    later = {size: measured.p95("ttft", page_size=size) for size in faster}
+    evidence += "; p95 TTFT " + ", ".join(f"{size} {words(each)}" for size, each in later.items())
+    if all(compare(each, 1.0) > 0 for each in later.values()):
+        return Verdict(DEPENDS, evidence, "on what counts: larger pages compute faster, and first tokens come later")
+    return Verdict(DID_NOT_HOLD, evidence)
+
+
+def _page_sizes(measured: Measured) -> list[int]:
+    return sorted(each.varied["page_size"] for each in measured.design.configurations[1:])
+
+
+def small_pages(found: Found) -> Verdict:
+    """Held if the page table takes 1 % of the budget or more at 4 or 8, or either is surely more than 2 % slower than 16."""
+    measured = found["page-size"]
+    parts, speeds = [], {}
+    for size in (1, 4, 8):
+        known = measured.capacity[measured.find(page_size=size).config_id]
+        speeds[size] = measured.speed(page_size=size)
+        parts.append((size, known["page_table_bytes"] / known["kv_budget_bytes"]))
+    evidence = "; ".join(f"page {size}: {share:.2%} of the budget, {words(speeds[size])} tokens/s" for size, share in parts)
+    sides = [compare(speeds[size], 1 - LEVEL_WITHIN) for size in (4, 8)]
+    if -1 in sides or any(share >= 0.01 for size, share in parts if size > 1):
+        return Verdict(HELD, evidence)
+    return Verdict(UNDECIDED, evidence, "an interval holds -2 %: more launches would tell (--minutes)") if 0 in sides else Verdict(DID_NOT_HOLD, evidence)
+
+
+def paging_cost(found: Found) -> Verdict:
+    """Held if the cost in tokens/s surely is 3 % or more, did not hold if surely less."""
+    speed = found["paging-cost"].speed(layout="paged")
+    return _by_side(-compare(speed, 1 - 0.03), f"pages against reservations: {words(speed)} output tokens/s", _too_wide(speed, "-3 %"))
+
+
+def prefix_unshared(found: Found) -> Verdict:
+    """Held if prefix caching surely makes prompts that share nothing slower."""
+    speed = found["prefix-unshared"].speed(enable_prefix_caching=True)
+    evidence = f"{words(speed)} output tokens/s with prefix caching where nothing is shared"
+    if compare(speed, 1.0) < 0:
+        return Verdict(HELD, evidence)
+    if compare(speed, 1 - LEVEL_WITHIN) > 0:
+        return Verdict(DID_NOT_HOLD, evidence)
+    return Verdict(UNDECIDED, evidence, _too_wide(speed, "0 and -2 %"))
+
+
+def prefix_shared(found: Found) -> Verdict:
+    """Held if half of the prompts' tokens shared bring 1.5x or more with short and long answers; depends if with one."""
+    gains = {kind: found[f"prefix-shared-{kind}"].speed(enable_prefix_caching=True) for kind in ("short", "long")}
+    evidence = f"answers of 8 tokens: {words(gains['short'])}, of 64: {words(gains['long'])}; vLLM published 1.70x"
+    sides = [compare(each, 1.5) for each in gains.values()]
+    if 0 in sides:
+        wide = gains["short" if not sides[0] else "long"]
+        return Verdict(UNDECIDED, evidence, _too_wide(wide, "1.5x"))
+    if sides == [1, 1]:
+        return Verdict(HELD, evidence)
+    if sides == [-1, -1]:
+        return Verdict(DID_NOT_HOLD, evidence)
+    return Verdict(DEPENDS, evidence, "on how much of the time goes into prompts: longer answers gain less")
+
+
+_QUANTISED = {"FP8": "fp8_e4m3", "INT8": "int8_per_token_head", "INT4": "int4_per_token_head"}
+
+
+def quantised_kv(found: Found) -> Verdict:
+    """Held if FP8, INT8 and INT4 all are surely faster where memory is scarce; depends if some are."""
+    measured, sides, parts = found["quantised-kv"], [], []
+    for name, dtype in _QUANTISED.items():
+        speed = measured.speed(kv_cache_dtype=dtype)
+        more = measured.tokens_held(kv_cache_dtype=dtype) / measured.tokens_held()
+        sides.append(compare(speed, 1.0))
+        parts.append(f"{name} holds {more:.2f}x the tokens, {words(speed)} tokens/s")
+    evidence = "; ".join(parts)
+    if 0 in sides and sides.count(1) < 3:
+        return Verdict(UNDECIDED, evidence, "an interval holds 0: more launches would tell (--minutes)")
+    word = HELD if sides == [1, 1, 1] else DEPENDS if 1 in sides else DID_NOT_HOLD
+    return Verdict(word, evidence, "on the format" if word == DEPENDS else "")
+
+
+def scales_and_pages(found: Found) -> Verdict:
+    """Held if INT4 surely gains over 2 % less in pages of 4 than in pages of 16, did not hold if surely not so."""
+    measured = found["quantised-kv"]
+    small, large = ({"page_size": size} for size in (4, 16))
+    int4 = {"kv_cache_dtype": _QUANTISED["INT4"]}
+    effect = measured.interaction((small, small | int4), (large, large | int4))
+    bytes_of = [measured.capacity[measured.find(page_size=size, **int4).config_id] for size in (4, 16)]
+    scales = " and ".join(f"{each['scale_bytes_per_token']:.0f} of {each['bytes_per_token']:.0f}" for each in bytes_of)
+    evidence = (
+        f"bytes of scales a token in pages of 4 and 16: {scales}; what INT4 brings in pages of 4 over what it "
+        f"brings in pages of 16: {words(effect)}"
+    )
+    return _by_side(-compare(effect, 1 - LEVEL_WITHIN), evidence, _too_wide(effect, "-2 %"))
+
+
+def swap_by_page(found: Found) -> Verdict:
+    """Held if swap against recompute surely brings more with pages of 16 than with a page a sequence."""
+    measured = found["swap"]
+    pages, whole = ({"page_size": size} for size in (16, 256))
+    brings = {
+        size: measured.speed(of={"page_size": size, "preemption_mode": "recompute"}, page_size=size, preemption_mode="swap")
+        for size in (16, 256)
+    }
+    effect = measured.interaction(
+        tuple(whole | {"preemption_mode": mode} for mode in ("recompute", "swap")),
+        tuple(pages | {"preemption_mode": mode} for mode in ("recompute", "swap")),
+    )
+    moved = {size: measured.counters(page_size=size, preemption_mode="swap") for size in (16, 256)}
+    counted = [f"{c['swapped_out_slots_total']:,.0f} slots out in {c['num_preemptions_total']:,.0f} preemptions" for c in moved.values()]
+    evidence = (
+        f"swap against recompute: {words(brings[16])} in pages of 16 ({counted[0]}), {words(brings[256])} with a page a "
+        f"sequence ({counted[1]}); ratio whole/pages {words(effect)}"
+    )
+    if is_little(effect, LEVEL_WITHIN) > 0:
+        return Verdict(DID_NOT_HOLD, evidence)
+    return _by_side(-compare(effect, 1.0), evidence, _too_wide(effect, "0"))
+
+
+def batch_limit(name: str, setting: str, low: int, high: int, found: Found) -> Verdict:
+    """Held if the low value surely is slower, and the high one surely worsens throughput or p95 TTFT or ITL; depends if one."""
+    measured = found[name]
+    speeds = {value: measured.speed(**{setting: value}) for value in (low, high)}
+    p95s = {metric: measured.p95(metric, **{setting: high}) for metric in ("ttft", "itl")}
+    evidence = (
+        f"{low}: {words(speeds[low])} tokens/s; {high}: {words(speeds[high])} tokens/s, p95 TTFT {words(p95s['ttft'])}, "
+        f"p95 ITL {words(p95s['itl'])}"
+    )
+    too_low = compare(speeds[low], 1.0) < 0
+    too_high = compare(speeds[high], 1.0) < 0 or any(compare(each, 1.0) > 0 for each in p95s.values())
+    if too_low and too_high:
+        return Verdict(HELD, evidence)
+    if not (too_low or too_high):
+        return Verdict(DID_NOT_HOLD, evidence)
+    return Verdict(DEPENDS, evidence, "on the side: only " + ("too low" if too_low else "too high") + " costs here")
+
+
+def long_contexts(found: Found) -> Verdict:
+    """Held if the chats' p95 ITL surely is 1.5 times or more beside long contexts, at the larger token budget."""
+    beside, alone = found["long-contexts"], found["long-contexts-none"]
+    ratios = {}
+    for tokens in (1024, 128):
+        settings = {"max_num_batched_tokens": tokens}
+        n = min(beside.launches, alone.launches)
+        pairs = (each.p95s("itl", "chat", **settings)[:n] for each in (alone, beside))
+        ratios[tokens] = effect_of_values(*pairs)
+    evidence = (
+        f"the chats' p95 ITL beside them: {words(ratios[1024])} with 1,024 tokens a step, {words(ratios[128])} with 128"
+    )
+    return _by_side(compare(ratios[1024], 1.5), evidence, _too_wide(ratios[1024], "1.5x"))
+
+
+KINDS = ("easy", "average", "long", "production")
+
+
+def kinds_of_prompts(found: Found) -> Verdict:
+    """Held if what pages bring to easy, long and production-like prompts surely is within 10 % of the average prompts'."""
+    gains = {kind: found[f"prompts-{kind}"].speed(layout="paged") for kind in KINDS}
+    evidence = "pages bring: " + ", ".join(f"{kind} {words(each)}" for kind, each in gains.items())
+    base = gains["average"]
+    ratios = [(each.low / base.high, each.high / base.low) for kind, each in gains.items() if kind != "average"]
+    if any(low > 1.1 or high < 1 / 1.1 for low, high in ratios):
+        return Verdict(DID_NOT_HOLD, evidence)
+    if all(low > 1 / 1.1 and high < 1.1 for low, high in ratios):
+        return Verdict(HELD, evidence)
+    return Verdict(UNDECIDED, evidence, "an interval holds a difference of 10 %: more launches would tell (--minutes)")
+
+
+# --- a server ---
+
+
+def abandoned(found: Found) -> Verdict:
+    """Held if any page is still owned 2 s after the clients left, or the next request had to wait for one."""
+    facts = found["served"]["abandoned"]
+    parts = [
+        f"{name}: {plural(each['streams'], 'stream')} left, {each['owned_before']:.0f} pages owned, 0 after "
+        f"{1000 * each['freed_after_s']:.0f} ms"
+        for name, each in facts.items()
+        if each["freed_after_s"] is not None
+    ]
+    kept = [name for name, each in facts.items() if each["freed_after_s"] is None or not each["next_served"]]
+    evidence = "; ".join(parts) + "; then a request for the whole memory was served" * (not kept)
+    return Verdict(HELD if kept else DID_NOT_HOLD, evidence)
+
+
+def malformed(found: Found) -> Verdict:
+    """Held if a good request failed or got other tokens, or a malformed one was not refused with its reason."""
+    facts = found["served"]["malformed"]
+    evidence = (
+        f"{facts['refused']} of {facts['sent']} malformed requests were refused with a reason; {facts['same_tokens']} of "
+        f"{facts['good']} good streams beside them had the same tokens as without"
+    )
+    harmless = facts["refused"] == facts["sent"] and facts["same_tokens"] == facts["good"]
+    return Verdict(DID_NOT_HOLD if harmless else HELD, evidence)

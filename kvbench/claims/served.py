@@ -1,0 +1,145 @@
+"""The two claims that need a server: clients that leave, and malformed requests among good ones."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvbench.common.errors import MeasurementError
+from kvbench.targets.builtin import BuiltinTarget
+
+STREAMS = 6
+_TIMEOUT_S = 60.0
+_FREED_WITHIN_S = 2.0
+_LENGTH, _PROMPT = 1024, 160  # tokens: max_model_len, and of each abandoned prompt
+_SETTINGS = {
+    "model": "llama-32m",
+    "load_format": "dummy",
+    "dtype": "float32",
+    "device": "cpu",
+    "kv_budget": "17MiB",  # one sequence of 1,024 tokens, or the abandoned prompts
+    "max_model_len": _LENGTH,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 512,
+}
+_LAYOUTS = {
+    "pages": {"page_size": 16, "enable_prefix_caching": False},
+    "pages with prefix caching": {"page_size": 16, "enable_prefix_caching": True},
+}
+
+
+def measure_served(folder: Path, say: Callable[[str], None], check: Callable[[], None]) -> dict[str, Any]:
+    """Facts of both claims. Raises MeasurementError."""
+    found: dict[str, Any] = {"abandoned": {}}
+    for name, settings in _LAYOUTS.items():
+        check()
+        say(f"a server with {name}")
+        with _server(settings, folder / f"{name.replace(' ', '-')}.log") as target:
+            found["abandoned"][name] = _abandon(target)
+            if "malformed" not in found:
+                found["malformed"] = _send_malformed(target)
+    return found
+
+
+@contextmanager
+def _server(settings: Mapping[str, Any], log: Path) -> Iterator[BuiltinTarget]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    target = BuiltinTarget()
+    try:
+        target.start({**_SETTINGS, **settings}, log)
+        yield target
+    finally:
+        target.stop()
+
+
+def _abandon(target: BuiltinTarget) -> dict[str, Any]:
+    """Leaves streams after their first token; when their pages came back, and whether a large request then fits."""
+    url = f"{target.http.base_url}/v1/completions"
+    lines = []  # kept, since a stream is closed once nobody can read it
+    with ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(timeout=_TIMEOUT_S, trust_env=False))
+        for number in range(STREAMS):
+            body = _body(target, [16 + number] * _PROMPT, _LENGTH - _PROMPT)
+            response = stack.enter_context(client.stream("POST", url, json=body | {"stream": True}))
+            lines.append(response.iter_lines())
+            next(lines[-1])  # the first token
+        before = _owned(target)
+    left, freed = time.monotonic(), None
+    while freed is None and time.monotonic() < left + _FREED_WITHIN_S:
+        if _owned(target) == 0:
+            freed = time.monotonic() - left
+    answer = target.http.call(
+        "POST", "/v1/completions", body=_body(target, [20] * (_LENGTH - 8), 8), timeout_s=_TIMEOUT_S
+    )
+    return {"streams": STREAMS, "owned_before": before, "freed_after_s": freed, "next_served": answer.status == 200}
+
+
+def _send_malformed(target: BuiltinTarget) -> dict[str, Any]:
+    """Good requests with malformed ones among them, beside the same good ones alone."""
+    good = [_body(target, [30 + number] * 40, 48) for number in range(STREAMS)]
+    name = target.model.name
+    bad: list[Any] = [
+        _body(target, [], 8),
+        _body(target, [20] * (2 * _LENGTH), 8),
+        _body(target, [10**7], 8),
+        _body(target, [20], -1),
+        {"model": name, "prompt": {"text": 1}, "max_tokens": 8},
+        {"model": "another-model", "prompt": [20], "max_tokens": 8},
+        b'{"model": ',
+        b"\xff\xfe not JSON",
+    ]
+    alone = [_tokens(_post(target, body)) for body in good]
+    with ThreadPoolExecutor(len(good)) as threads:
+        running = [threads.submit(_post, target, body) for body in good]
+        refused = [_post(target, body) for body in bad]
+        beside = [_tokens(each.result()) for each in running]
+    return {
+        "good": len(good),
+        "same_tokens": sum(a is not None and a == b for a, b in zip(alone, beside, strict=True)),
+        "sent": len(bad),
+        "refused": sum(400 <= answer.status_code < 500 and _reason(answer) for answer in refused),
+    }
+
+
+def _post(target: BuiltinTarget, body: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    try:
+        with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+            return client.post(f"{target.http.base_url}/v1/completions", content=content, headers=headers)
+    except httpx.HTTPError as error:
+        raise MeasurementError(f"the server did not answer ({error or type(error).__name__})") from None
+
+
+def _tokens(answer: httpx.Response) -> list[int] | None:
+    return answer.json()["choices"][0]["token_ids"] if answer.status_code == 200 else None
+
+
+def _reason(answer: httpx.Response) -> bool:
+    try:
+        return bool(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _body(target: BuiltinTarget, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": target.model.name,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+def _owned(target: BuiltinTarget) -> float | None:
+    sample = target.metrics()
+    return None if sample is None else sample.owned_pages

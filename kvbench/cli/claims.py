@@ -1,0 +1,70 @@
+"""``kvbench claims``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvbench.cli.options import PROFILE, FiniteRange
+
+
+@click.command()
+@click.option("--only", multiple=True, metavar="NAME", help="Measure this claim only; repeatable.")
+@click.option("--list", "list_only", is_flag=True, help="Print the claims and measure nothing.")
+@click.option("--minutes", type=FiniteRange(min=0, min_open=True), default=24, show_default=True,
+              help="For all together; what is undecided then says so.")  # fmt: skip
+@PROFILE
+@click.option("--output-dir", type=click.Path(path_type=Path), default="results", show_default=True,
+              help="Where runs go.")  # fmt: skip
+def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str | None, output_dir: Path) -> int:
+    """Measure what is said of paged KV caches on this machine, with a verdict for each claim.
+
+    Each claim has a small workload (workloads/claims), which `kvbench sweep` runs, too. What takes time is measured in
+    engine time: engines take turns step by step. Launches go on until the claim is decided: held, did not hold, or it
+    depends, and on what. A claim that stays undecided says why.
+
+    \b
+    Examples:
+      kvbench claims
+      kvbench claims --list
+      kvbench claims --only page-16 --only small-pages
+    \b
+    Files written, in results/claims/<UTC time>-<git sha>/:
+      claims.json                 the verdicts and what they were measured on
+      report.html, report.md      the same to read
+      measured/                   every launch and request
+    Exit codes: 0 every claim is decided, 2 bad input, 3 a claim is undecided, 130 interrupted (claims.json has those
+    that were measured).
+    """
+    from rich.console import Console
+
+    from kvbench.claims.judges import UNDECIDED
+    from kvbench.claims.page import markdown, page
+    from kvbench.claims.run import ClaimsRun, chosen, summary
+    from kvbench.common.console import make_table, print_plain, print_table
+    from kvbench.common.files import write_text
+    from kvbench.common.git import git_state
+    from kvbench.runs.folder import create_run
+
+    console, found = Console(), chosen(only)
+    if list_only:
+        print_table(console, make_table(("claim", "what it says"), [(each.name, each.says) for each in found]))
+        return 0
+    folder = create_run(output_dir, "claims", git_state()["short_sha"] or "nogit").path
+    print_plain(console, f"results: {folder}")
+    with console.status("starting") as status:
+        result = ClaimsRun(
+            folder,
+            found,
+            minutes,
+            profile,
+            show=lambda text: status.update(text() if callable(text) else text),
+            say=lambda text: print_plain(console, text),
+            check=lambda: None,
+        ).execute()
+    write_text(folder / "report.md", markdown(result))
+    write_text(folder / "report.html", page(result))
+    print_plain(console, summary(result))
+    print_plain(console, f"report: {folder / 'report.html'}")
+    return 3 if any(each["verdict"] == UNDECIDED for each in result["claims"]) else 0
