@@ -22,6 +22,13 @@ plus the wait for the step's tokens, and sample the time to queue the sampler. W
 step is planned, prepared and queued before the wait, so a short wait means that the host is the bottleneck.
 """
 
+PAGES = ("physical", "logical")
+"""physical: pages that sequences own. logical: those that they would own if nothing were shared.
+
+Summed over the steps, 1 - physical / logical is the KV memory that forks and the prefix cache save by sharing (Kwon et
+al., Efficient Memory Management for Large Language Model Serving with PagedAttention, SOSP 2023, section 6.3).
+"""
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -64,6 +71,7 @@ class EngineStats:
     forks: int = 0
     swap_seconds: float = 0.0  # moving pages: copies on write and swaps
     slot_steps: dict[str, int] = field(default_factory=dict)  # LEDGER -> slots, summed over the steps
+    page_steps: dict[str, int] = field(default_factory=dict)  # PAGES -> pages, summed over the steps
     finished: dict[str, int] = field(default_factory=dict)  # finish_reason -> sequences
     phase_seconds: dict[str, float] = field(default_factory=dict)  # phase -> seconds, keys PHASES
 
@@ -103,6 +111,7 @@ class EngineCounters:
         self.phases = dict.fromkeys(PHASES, 0.0)
         self._clock = clock
         self._slot_steps = dict.fromkeys(LEDGER, 0)
+        self._page_steps = dict.fromkeys(PAGES, 0)
         self._known_hits = 0
 
     def count(self, plan: StepPlan) -> Work:
@@ -130,10 +139,12 @@ class EngineCounters:
         counts["recomputed_tokens"] += recomputed
         return Work(counts["steps"], prefill, decode, recomputed)
 
-    def add_slots(self, kv: KVStats) -> None:
-        """Add the slots by state at the end of a step, after finished sequences have freed theirs."""
+    def add_memory(self, kv: KVStats) -> None:
+        """Add slots and pages at the end of a step, after finished sequences have freed theirs."""
         for state, slots in kv.ledger().items():
             self._slot_steps[state] += slots
+        self._page_steps["physical"] += kv.pages_owned
+        self._page_steps["logical"] += kv.pages_logical
 
     def record(self, plan: StepPlan, work: Work, kv: KVManager, at_end: KVStats, scheduler: Scheduler) -> StepRecord:
         """The record of one step; ``prefix_hits`` are those since the last record."""
@@ -181,6 +192,7 @@ class EngineCounters:
             forks=counts["forks"],
             swap_seconds=executor_seconds.get("move", 0.0),
             slot_steps=dict(self._slot_steps),
+            page_steps=dict(self._page_steps),
             finished=dict(self.finished),
             phase_seconds=phases,
         )

@@ -221,7 +221,7 @@ class Engine:
         self._counters.counts["generation_tokens"] += generated
         self._in_flight.popleft()
         kv = self.kv.stats()
-        self._counters.add_slots(kv)
+        self._counters.add_memory(kv)
         if self.on_step is not None:
             self.on_step(self._counters.record(step.plan, step.work, self.kv, kv, self.scheduler))
         self._counters.phases["output"] += time.perf_counter() - started

@@ -1,25 +1,30 @@
 """Engines that compute a step when a controller tells them to: ``python -m engine.lockstep``.
 
 Commands come on stdin and answers go to stdout, one JSON object a line; the process ends with its stdin. Its first line
-is ``{"protocol": 2}``. A command that cannot be done is answered with ``{"error": sentence}``.
+is ``{"protocol": 2, "options": [...]}``: the options that a request may have. A command that cannot be done is answered
+with ``{"error": sentence}``.
 
     {"do": "open", "name", "settings"}
         Builds an engine. Engines of this process that need the same weights share them.
         -> describe_engine()
-    {"do": "load", "name", "requests": [[prompt ids, max_tokens, arrival_s or null, priority], ...],
+    {"do": "load", "name", "requests": [[prompt ids, max_tokens, arrival_s or null, priority, options], ...],
      "concurrency": users or null, "temperature", "ignore_eos", "keep_cache"}
-        Gives an idle engine its next requests, by which its clock starts at 0. -> {"metrics": Prometheus text}
+        Gives an idle engine its next requests, by which its clock starts at 0. ``options``: a mapping such as
+        {"n": 4}, left out where a request has none. -> {"metrics": Prometheus text}
     {"do": "turn", "name", "steps": most steps}
         -> {"steps": [[seconds, prefill tokens, decode tokens, output tokens], ...], "clock": seconds,
             "ended": whether all is done}
     {"do": "result", "name"}
-        -> {"requests": [[t0, ts, token times, tokens at each, cached tokens, finish reason, token ids], ...],
-            "metrics": Prometheus text}
+        -> {"requests": [[t0, ts, token times, tokens at each, cached tokens, finish reason, token ids, sequences],
+            ...], "metrics": Prometheus text}
+        ``sequences``: of a request with options, which sequence each of the token times belongs to. The token ids are
+        those of sequence 0, then of sequence 1 and so on.
 
 All times are the engine's own [s]: its clock is the sum of its steps' durations, and of its waits for the next arrival.
-With ``concurrency`` N, N users send one request at a time, each the next of the list; without, a request is sent at its
-``arrival_s``. A step's duration includes adding the requests that are due. On CUDA a turn ends when the device is done,
-and with asynchronous scheduling a step's tokens are those of the step before it.
+With ``concurrency`` N, N users send one request at a time, each the next of the list when all sequences of its last one
+have ended; without, a request is sent at its ``arrival_s``. A step's duration includes adding the requests that are
+due. On CUDA a turn ends when the device is done, and with asynchronous scheduling a step's tokens are those of the
+step before it.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.config import EngineConfig
@@ -42,7 +48,45 @@ if TYPE_CHECKING:
     from engine.sequence import TokenOutput
 
 PROTOCOL = 2
+OPTIONS = ("n", "best_of", "beam_width")
+"""Of a request: those of ``SamplingParams`` that say how many sequences it draws and returns."""
 _OF_THE_WEIGHTS = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "torch_compile")
+
+
+@dataclass
+class _Sent:
+    """A request that was sent: when it was due and when it was sent [s], and what has come back.
+
+    ``outputs``: engine time [s] of each, with its tokens. ``ends``: the last output of each sequence that has ended.
+    """
+
+    due: float
+    at: float
+    n: int = 1
+    outputs: list[tuple[float, TokenOutput]] = field(default_factory=list)
+    ends: dict[int, TokenOutput] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        return len(self.ends) == self.n
+
+    def times(self, sequence: int) -> list[float]:
+        """When the tokens of one sequence came [s]."""
+        return [at for at, output in self.outputs if output.index == sequence]
+
+    def row(self) -> list[Any]:
+        """Its row of a result, without ``sequences``."""
+        reasons = [str(end.finish_reason) for end in self.ends.values()]  # in order: abort, error, length, stop
+        by_sequence = sorted(self.outputs, key=lambda entry: entry[1].index)
+        return [
+            self.due,
+            self.at,
+            [at for at, _ in self.outputs],
+            [len(output.token_ids) for _, output in self.outputs],
+            max((end.num_cached_tokens for end in self.ends.values()), default=0),
+            min(reasons) if self.ended else None,
+            [token for _, output in by_sequence for token in output.token_ids],
+        ]
 
 
 class SteppedEngine:
@@ -72,16 +116,16 @@ class SteppedEngine:
         """Starts a load. Raises ValueError if the last one has not ended."""
         if self.engine.has_work():
             raise ValueError("the engine still computes its last load: let it end first")
+        for *_, options in (request for request in requests if len(request) > 4):
+            if unknown := set(options) - set(OPTIONS):
+                raise ValueError(f"a request has the options {sorted(unknown)}: this engine knows {', '.join(OPTIONS)}")
         if not keep_cache:
             self.engine.reset_prefix_cache()
         self.clock = 0.0
         self._requests, self._sampling = requests, {"temperature": temperature, "ignore_eos": ignore_eos}
         self._next = 0
         self._free_users = concurrency
-        self._sent: list[float] = []
-        self._due: list[float] = []
-        self._outputs: list[list[tuple[float, tuple[int, ...]]]] = [[] for _ in requests]
-        self._ends: list[TokenOutput | None] = [None] * len(requests)
+        self._sent: list[_Sent] = []
         return {"metrics": self._exposition()}
 
     @property
@@ -111,7 +155,7 @@ class SteppedEngine:
         from engine.sequence import Request, SamplingParams
 
         while self._next < len(self._requests):
-            prompt, max_tokens, arrival, priority = self._requests[self._next]
+            prompt, max_tokens, arrival, priority, *options = self._requests[self._next]
             if self._free_users is None:
                 if arrival > self.clock:
                     return
@@ -119,29 +163,29 @@ class SteppedEngine:
                 return
             else:
                 self._free_users -= 1
-            params = SamplingParams(max_tokens=max_tokens, **self._sampling)
+            params = SamplingParams(max_tokens=max_tokens, **self._sampling, **(options[0] if options else {}))
             self.engine.add_request(Request(str(self._next), tuple(prompt), params, self.clock, priority))
-            self._due.append(self.clock if self._free_users is not None else arrival)
-            self._sent.append(self.clock)
+            due = self.clock if self._free_users is not None else arrival
+            self._sent.append(_Sent(due, self.clock, params.n))
             self._next += 1
 
     def _take(self, outputs: Sequence[TokenOutput]) -> int:
         """Notes new tokens as of now; returns how many there are."""
         for output in outputs:
-            index = int(output.request_id)
-            self._outputs[index].append((self.clock, output.token_ids))
+            request = self._sent[int(output.request_id)]
+            request.outputs.append((self.clock, output))
             if output.finish_reason is not None:
-                self._ends[index] = output
-                self._observe(index)
+                request.ends[output.index] = output
+                self._observe(request, output.index)
                 if self._free_users is not None:
-                    self._free_users += 1
+                    self._free_users += request.ended
         return sum(len(output.token_ids) for output in outputs)
 
-    def _observe(self, index: int) -> None:
-        """Counts a finished request in the metrics, as the server does."""
-        times = [at for at, _ in self._outputs[index]]
-        self.metrics.ttft.observe(times[0] - self._due[index])
-        self.metrics.e2e.observe(times[-1] - self._due[index])
+    def _observe(self, request: _Sent, sequence: int) -> None:
+        """Counts a finished sequence in the metrics, as the server does."""
+        times = request.times(sequence)
+        self.metrics.ttft.observe(times[0] - request.due)
+        self.metrics.e2e.observe(times[-1] - request.due)
         for before, after in itertools.pairwise(times):
             self.metrics.itl.observe(after - before)
 
@@ -157,19 +201,10 @@ class SteppedEngine:
 
     def result(self) -> dict[str, Any]:
         """Every request that was sent, in the order of the load."""
-        rows = []
-        for due, sent, outputs, end in zip(self._due, self._sent, self._outputs, self._ends, strict=False):
-            rows.append(
-                (
-                    due,
-                    sent,
-                    [at for at, _ in outputs],
-                    [len(ids) for _, ids in outputs],
-                    end.num_cached_tokens if end else 0,
-                    end.finish_reason if end else None,
-                    [token for _, ids in outputs for token in ids],
-                )
-            )
+        rows = [request.row() for request in self._sent]
+        for row, request, (*_, last) in zip(rows, self._sent, self._requests, strict=False):
+            if isinstance(last, Mapping):
+                row.append([output.index for _, output in request.outputs])
         return {"requests": rows, "metrics": self._exposition()}
 
 
@@ -239,7 +274,7 @@ def serve(commands: TextIO, answers: TextIO) -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
-    write({"protocol": PROTOCOL})
+    write({"protocol": PROTOCOL, "options": OPTIONS})
     done = Commands()
     for line in commands:
         try:

@@ -224,6 +224,7 @@ class ContiguousKVManager(KVManager):
             pages_total=self.capacity.num_pages,
             pages_free=slab.free // self.capacity.page_size,
             pages_owned=owned,
+            pages_logical=owned,
             pages_cached=0,
             pages_pinned=0,
             slots_total=slab.size,

@@ -53,6 +53,7 @@ class KVStats:
     pages_total: int  # contiguous: reservations of max_model_len that the slab would hold
     pages_free: int  # hold nothing; without the cached pages
     pages_owned: int  # in at least one page table
+    pages_logical: int  # entries of all page tables: a page counts once for each sequence that shares it
     pages_cached: int  # owned by no sequence, kept for the prefix cache, evictable
     pages_pinned: int  # owned by no sequence, kept until they are copied: none between two steps
     slots_total: int

@@ -72,6 +72,7 @@ class PagePool:
             raise ValueError(f"a pool of {num_pages} pages holds nothing: raise kv_budget or lower page_size")
         self.num_pages = num_pages
         self.ref_count = [0] * num_pages
+        self.num_references = 0  # the sum of ref_count
         self._cached = bytearray(num_pages)  # 1: the prefix cache names this page
         self._pins: dict[int, int] = {}
         self._num_cached_free = 0
@@ -108,6 +109,7 @@ class PagePool:
                 for orphan in self._on_evict(page):
                     self.drop_cached(orphan)
         self.ref_count[page] = 1
+        self.num_references += 1
         return page
 
     def share(self, page: int) -> None:
@@ -120,11 +122,13 @@ class PagePool:
                 self._free.remove(page)
                 self._num_cached_free -= 1
         self.ref_count[page] += 1
+        self.num_references += 1
 
     def release(self, page: int) -> None:
         """One page-table entry fewer names ``page``; after the last one it is free."""
         assert self.ref_count[page] > 0, f"page {page} released more often than it was taken"
         self.ref_count[page] -= 1
+        self.num_references -= 1
         if self.ref_count[page] == 0:
             if page in self._pins:
                 self._num_pinned_unowned += 1
@@ -176,6 +180,7 @@ class PagePool:
             for page in table:
                 named[page] += 1
         assert named == self.ref_count, "ref_count differs from the page-table entries that name the page"
+        assert sum(named) == self.num_references
         queued = list(self._free)
         assert len(queued) == len(set(queued)) == len(self._free)
         for page in range(self.num_pages):

@@ -266,6 +266,7 @@ class PagedKVManager(KVManager):
             pages_total=pool.num_pages,
             pages_free=pool.num_available - pool.num_cached,
             pages_owned=pool.num_owned,
+            pages_logical=pool.num_references,
             pages_cached=pool.num_cached,
             pages_pinned=pool.num_pinned,
             slots_total=self.capacity.num_slots,

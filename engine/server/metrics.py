@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from engine.config import EngineConfig
-from engine.counters import PHASES, EngineStats
+from engine.counters import PAGES, PHASES, EngineStats
 from engine.kv.budget import KVCapacity
 from engine.kv.manager import LEDGER
 
@@ -37,6 +37,7 @@ _GAUGES: tuple[_Row, ...] = (
     ("kv_pages_total", "KV pages; contiguous layout: reservations.", lambda s: s.kv.pages_total),
     ("kv_pages_free", "Pages that hold nothing.", lambda s: s.kv.pages_free),
     ("kv_pages_owned", "Pages that at least one request uses.", lambda s: s.kv.pages_owned),
+    ("kv_pages_logical", "Pages that requests would use without sharing.", lambda s: s.kv.pages_logical),
     ("kv_pages_cached", "Pages that no request uses, kept for the prefix cache.", lambda s: s.kv.pages_cached),
     ("kv_pages_pinned", "Pages that no request uses, kept until copied.", lambda s: s.kv.pages_pinned),
     ("kv_slots_total", "Token slots of all pages.", lambda s: s.kv.slots_total),
@@ -102,6 +103,8 @@ class EngineCollector(Collector):
         yield _labelled("scheduled_tokens", "Tokens computed, by kind.", "kind", kinds)
         slots = {state: stats.slot_steps.get(state, 0) for state in LEDGER}
         yield _labelled("kv_slot_steps", "KV slots by state, summed over the steps.", "place", slots)
+        pages = {kind: stats.page_steps.get(kind, 0) for kind in PAGES}
+        yield _labelled("kv_page_steps", "Pages owned, and without sharing, summed over the steps.", "pages", pages)
         yield InfoMetricFamily(PREFIX + "cache_config", "How the KV memory is set up.", value=self._info)
 
 

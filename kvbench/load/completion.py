@@ -33,6 +33,7 @@ class Completion:
     http_status: int | None = None
     chunk_times: list[float] = field(default_factory=list)
     chunk_tokens: list[int] | None = field(default_factory=list)
+    chunk_choices: list[int] | None = None
     sent_times: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     text: str = ""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvbench.metrics.sequences import gaps_within
+
 if TYPE_CHECKING:
     from kvbench.load.http import Dialect
     from kvbench.load.samples import Sample
@@ -111,7 +113,7 @@ def client_report(
     chunks = sum(len(s.completion.chunk_times) for s in samples)
     coalesced = sum(s.completion.coalesced for s in samples)
     sent = [s for s in samples if s.sent] if mode == "open" else []
-    gaps = [np.diff(s.completion.chunk_times) for s in samples if s.completion.ok]
+    gaps = [gaps_within(s.completion.chunk_times, s.completion.chunk_choices) for s in samples if s.completion.ok]
     itl = np.concatenate(gaps) if gaps else np.empty(0)
     waits, wait_share = turnarounds(samples) if mode == "closed" else ([], None)
     errors = stamp_errors(samples)
@@ -170,7 +172,7 @@ def other_prompts(samples: Sequence[Sample], dialect: Dialect) -> list[str]:
 def short_outputs(samples: Sequence[Sample], ignore_eos: bool) -> tuple[int, list[str]]:
     """Outputs that ended before the length that ``ignore_eos`` asked for, and the reason when they are too many."""
     done = [s for s in samples if s.completion.ok] if ignore_eos else []
-    short = sum((s.completion.output_tokens or 0) < s.request.max_tokens for s in done)
+    short = sum((s.completion.output_tokens or 0) < s.request.n * s.request.max_tokens for s in done)
     if short <= MAX_SHORT_SHARE * len(done):
         return short, []
     return short, [

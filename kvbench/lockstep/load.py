@@ -85,7 +85,10 @@ def begin(
     ``until``: as for ``take_turns``.
     """
     sampling = {"temperature": load.temperature, "ignore_eos": load.ignore_eos}
-    rows = [[r.prompt_token_ids, r.max_tokens, r.arrival_s, r.priority] for r in requests]
+    rows = [
+        [r.prompt_token_ids, r.max_tokens, r.arrival_s, r.priority, *([r.answers] if r.answers else [])]
+        for r in requests
+    ]
     keep = load.cache_state == "steady"
     if load.cache_state == "primed" and (prefixes := distinct_prefixes(requests)):
         for seat in seats:
@@ -194,11 +197,13 @@ def _row(
     cached: int,
     finish_reason: str | None,
     token_ids: Sequence[int],
+    sequences: Sequence[int] | None = None,
 ) -> Mapping[str, Any]:
     """A row of requests.parquet."""
     done = Completion(
         chunk_times=list(times),
         chunk_tokens=list(tokens),
+        chunk_choices=list(sequences) if sequences is not None and spec.n > 1 else None,
         token_ids=list(token_ids),
         first=times[0] if times else None,
         finish_reason=finish_reason,

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.text import listing
 
 PROTOCOL = 2
 LOCKSTEP_COMMAND = (sys.executable, "-m", "engine.lockstep")
@@ -56,6 +57,7 @@ class EngineProcess:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._log, self._check, self._buffer = log, check, b""
+        self.options: frozenset[str] = frozenset()  # that its engines let a request have, once it has greeted
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             self._process = processes.launch(
@@ -81,8 +83,10 @@ class EngineProcess:
 
     def greet(self) -> None:
         """Waits for its first line. Raises EngineFailedError if it speaks another protocol."""
-        if (found := self.receive(_SAYS_PROTOCOL_S).get("protocol")) != PROTOCOL:
+        said = self.receive(_SAYS_PROTOCOL_S)
+        if (found := said.get("protocol")) != PROTOCOL:
             raise EngineFailedError(f"it speaks lockstep protocol {found!r}, and this kvbench {PROTOCOL}", self)
+        self.options = frozenset(said.get("options", ()))
 
     def stay_on(self, cores: Collection[int]) -> None:
         """Keeps all its threads on ``cores``."""
@@ -164,11 +168,21 @@ def open_all(
     return found
 
 
-def why_not_stepped(command: Sequence[str], log: Path, env: Mapping[str, str | None] | None = None) -> str | None:
-    """Why this kvbench cannot step the engine of ``command``, None if it can; starts it for a moment."""
+def why_not_stepped(
+    command: Sequence[str],
+    log: Path,
+    env: Mapping[str, str | None] | None = None,
+    options: Collection[str] = (),
+) -> str | None:
+    """Why this kvbench cannot step the engine of ``command``, None if it can; starts it for a moment.
+
+    ``options``: those that requests will have.
+    """
     try:
         with EngineProcess(command, log, env=env) as process:
             process.greet()
     except MeasurementError as error:
         return str(error)
+    if unknown := sorted(set(options) - process.options):
+        return f"it is of an older kvbench, whose requests cannot have {listing(unknown)}"
     return None

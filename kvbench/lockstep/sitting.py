@@ -46,7 +46,7 @@ from kvbench.lockstep.intervals import (
 )
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, share_done, take_turns, warm_up
-from kvbench.metrics.latency import QUANTILES, request_latencies
+from kvbench.metrics.latency import QUANTILES, request_gaps, request_latencies
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
 from kvbench.runs.folder import DONE, RunFolder
@@ -228,7 +228,7 @@ class Sitting:
     def _measure(self, launch: int, point: LoadPoint, seats: list[Seat], order: random.Random, until: float) -> None:
         requests, started_at, cost = self._requests(point), utc_now(), None
         doing = f"engine time, launch {launch}: {point.load_id}, {len(seats)} engines"
-        engines, tokens = tuple(seats), sum(each.max_tokens for each in requests)
+        engines, tokens = tuple(seats), sum(each.n * each.max_tokens for each in requests)
         self.show(doing)
         try:
             if point.load_id not in self._turns:
@@ -332,8 +332,8 @@ def _ttfts(load: Path) -> list[np.ndarray]:
 
 
 def _gaps(load: Path) -> list[np.ndarray]:
-    """[requests] of float64 [tokens - 1]"""
-    return [np.diff(times) for times in pd.read_parquet(load / "requests.parquet")["chunk_times"]]
+    """[requests] of float64 [gaps]"""
+    return request_gaps(pd.read_parquet(load / "requests.parquet"))
 
 
 _PERCENTILES = {"p95_ttft_ms": _ttfts, "p95_itl_ms": _gaps}

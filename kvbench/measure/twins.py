@@ -260,6 +260,7 @@ def _sample(row: Any, requests: Sequence[Any]) -> Sample:
     """A row of requests.parquet, as far as ``client_report`` looks at it."""
     completion = Completion(
         chunk_times=list(row.chunk_times),
+        chunk_choices=None if row.chunk_choices is None else list(row.chunk_choices),
         sent_times=[] if row.sent_times is None else list(row.sent_times),
         coalesced=int(row.coalesced),
         prompt_tokens=None if row.prompt_tokens is None else int(row.prompt_tokens),

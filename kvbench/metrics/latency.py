@@ -6,12 +6,19 @@ The definitions, as in docs/measuring.md (measured by the client, in ms):
 - ``ttft_send`` the same from the send
 - ``e2el``      last chunk - t0
 - ``tpot``      (last - first token's chunk) / (output_tokens - 1), output_tokens from the server's usage;
-                undefined (left out, not 0) for one token. A server that holds text back (half a character) sends its
-                first token before its first text: ttft + tpot x (output_tokens - 1) is then more than e2el
+                undefined (left out, not 0) for one token, or all tokens in one chunk. A server that holds text back
+                (half a character) sends its first token before its first text: ttft + tpot x (output_tokens - 1) is
+                then more than e2el
 - ``itl``       every gap between chunks that carry tokens, pooled over requests
 - ``client_queue`` the part of ttft for which a request waited in the client for a place under max_concurrency
 - throughput    over the whole run and over the steady window (``steady_window.py``), of successful requests only
 - ``goodput``   requests per second that met every SLO, of the whole run and of the steady window
+
+A request may return several sequences (n > 1, beams). Its ttft is the first content of any of them and its e2el the
+last chunk of all. tpot and itl are of each sequence by itself, with its own tokens; an SLO's limit is for the slowest.
+``sequence_ttft`` is the first chunk with a token of each sequence - t0, where there are several. Sequences that are
+chosen at the end (best_of, beams) come in one chunk each: they have no tpot and no itl, and ttft is the whole time.
+Only tokens that are returned are output.
 
 Other tools differ: vLLM's ``tpot`` divides by the tokenizer's own count, GuideLLM's includes TTFT, and AIPerf's
 ITL is a mean per request. Percentiles interpolate linearly between order statistics (Hyndman and Fan 1996,
@@ -28,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvbench.metrics.sequences import Choices, by_sequence, gaps_within
 from kvbench.metrics.steady_window import Plateau, comes_at, steady_state
 
 if TYPE_CHECKING:
@@ -94,31 +102,66 @@ def _chunk_tokens(requests: pd.DataFrame) -> list[np.ndarray | None]:
     ]
 
 
+def _chunk_choices(requests: pd.DataFrame) -> list[Choices]:
+    """Which sequence each chunk belongs to; None for requests of one sequence. [requests]"""
+    if "chunk_choices" not in requests:
+        return [None] * len(requests)
+    return [None if choices is None or np.ndim(choices) == 0 else choices for choices in requests["chunk_choices"]]
+
+
+def _sequence_tpots(requests: pd.DataFrame) -> list[np.ndarray]:
+    """The time per output token [s] of each sequence of each request (NaN: undefined). [requests] of [sequences]
+
+    Where the tokens of its sequences are not known, a request's output tokens are shared out evenly over its chunks.
+    """
+    columns = (_chunk_times(requests), _chunk_tokens(requests), _chunk_choices(requests), requests["output_tokens"])
+    found = []
+    for times, tokens, choices, total in zip(*columns, strict=True):
+        if choices is None or tokens is None:
+            tokens = np.full(len(times), float(total) / max(len(times), 1))
+        further = np.array([own.sum() - 1 for own in by_sequence(tokens, choices)])
+        spans = np.array([own[-1] - own[0] if len(own) > 1 else np.nan for own in by_sequence(times, choices)])
+        found.append(np.divide(spans, further, out=np.full(len(spans), np.nan), where=further > 0))
+    return found
+
+
 def request_latencies(requests: pd.DataFrame) -> pd.DataFrame:
-    """ttft_ms, ttft_send_ms, tpot_ms and e2el_ms of each row (NaN: undefined)."""
+    """ttft_ms, ttft_send_ms, tpot_ms and e2el_ms of each row (NaN: undefined); tpot_ms is of its slowest sequence."""
     import pandas as pd
 
-    begin = np.array([t[0] if len(t) else np.nan for t in _chunk_times(requests)], dtype=float)
-    first, last, t0, ts, tokens = (
-        requests[name].to_numpy(dtype=float) for name in ("first", "last", "t0", "ts", "output_tokens")
-    )
-    with np.errstate(divide="ignore", invalid="ignore"):
-        tpot = np.where(tokens > 1, (last - begin) / (tokens - 1), np.nan)
+    first, last, t0, ts = (requests[name].to_numpy(dtype=float) for name in ("first", "last", "t0", "ts"))
     return pd.DataFrame(
         {
             "ttft_ms": (first - t0) * MS,
             "ttft_send_ms": (first - ts) * MS,
-            "tpot_ms": tpot * MS,
+            "tpot_ms": np.array([np.fmax.reduce(own) for own in _sequence_tpots(requests)], dtype=float) * MS,
             "e2el_ms": (last - t0) * MS,
         },
         index=requests.index,
     )
 
 
+def times_per_output_token(requests: pd.DataFrame) -> np.ndarray:
+    """tpot [ms] of every sequence that has one, of all rows together. float64 [sequences]"""
+    tpots = np.concatenate([np.empty(0), *_sequence_tpots(requests)])
+    return tpots[~np.isnan(tpots)] * MS
+
+
+def sequence_ttfts(requests: pd.DataFrame) -> np.ndarray:
+    """From t0 to the first chunk of each sequence [ms], of the rows with several sequences. float64 [sequences]"""
+    rows = zip(_chunk_times(requests), _chunk_choices(requests), requests["t0"], strict=True)
+    firsts = [own[0] - t0 for times, choices, t0 in rows if choices is not None for own in by_sequence(times, choices)]
+    return np.array(firsts, dtype=float) * MS
+
+
+def request_gaps(requests: pd.DataFrame) -> list[np.ndarray]:
+    """The gaps [s] between chunks with tokens of each row, within its sequences. [requests] of float64 [gaps]"""
+    return [gaps_within(*of) for of in zip(_chunk_times(requests), _chunk_choices(requests), strict=True)]
+
+
 def inter_token_latencies(requests: pd.DataFrame) -> np.ndarray:
     """All gaps [ms] between chunks with tokens, of all rows together. float64 [gaps]"""
-    gaps = [np.diff(t) for t in _chunk_times(requests) if len(t) > 1]
-    return np.concatenate(gaps) * MS if gaps else np.empty(0)
+    return np.concatenate([np.empty(0), *request_gaps(requests)]) * MS
 
 
 def chunk_weights(requests: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
@@ -201,13 +244,13 @@ def throughput(requests: pd.DataFrame, window: Window) -> dict[str, float | None
 def _over_slo(good: pd.DataFrame, slo: Slo) -> dict[str, np.ndarray]:
     """By limit of ``slo`` [ms], which successful requests are over it. Bool [requests] each.
 
-    ``itl_ms`` limits a request's longest gap between chunks. A request of one token has no tpot and one of one chunk no
+    ``itl_ms`` limits a request's longest gap between chunks. A request of one token or one chunk has no tpot and no
     gap; such a limit does not count against it.
     """
     limits = {k: v for k, v in (slo or {}).items() if v is not None}
     if not limits:
         return {}
-    longest = [np.diff(t).max() if len(t) > 1 else np.nan for t in _chunk_times(good)]
+    longest = [gaps.max() if len(gaps) else np.nan for gaps in request_gaps(good)]
     values = request_latencies(good).assign(itl_ms=np.asarray(longest, dtype=float) * MS)
     columns = {name: values[name].to_numpy() for name in limits}
     return {
@@ -236,11 +279,18 @@ def _in_window(requests: pd.DataFrame, window: Window, slo: Slo) -> dict[str, fl
 
 
 def _latencies(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """The distribution of each latency; of ``client_queue_ms`` only where a request waited under max_concurrency."""
+    """The distribution of each latency.
+
+    Of ``client_queue_ms`` only where a request waited under max_concurrency, and of ``sequence_ttft_ms`` only where a
+    request has several sequences.
+    """
     values = request_latencies(rows)
     out = {name: distribution(values[name].dropna().to_numpy()) for name in values}
+    out["tpot_ms"] = distribution(times_per_output_token(rows))
     out["itl_ms"] = distribution(inter_token_latencies(rows))
     out = {name: out[name] for name in LATENCIES}
+    if len(firsts := sequence_ttfts(rows)):
+        out["sequence_ttft_ms"] = distribution(firsts)
     if "queued_s" in rows and (rows["queued_s"] > 0).any():
         out["client_queue_ms"] = distribution(rows["queued_s"].to_numpy(dtype=float) * MS)
     return out

@@ -116,7 +116,7 @@ def draw_requests(
             drawn.append(
                 RequestSpec(
                     len(drawn), item.name, prefix + body, None, int(output_len),
-                    prefix_tokens=len(prefix), priority=item.priority,
+                    prefix_tokens=len(prefix), priority=item.priority, **item.answers,
                 )
             )  # fmt: skip
     requests = [dataclasses.replace(drawn[j], index=i) for i, j in enumerate(rng.permutation(len(drawn)))]
@@ -198,6 +198,7 @@ def _of_class(
                 RequestSpec(
                     0, item.name, ids, None, output, prefix_tokens=len(prefix), priority=item.priority, turn=turn,
                     think_s=float(next(thinks)) if turn else 0.0, new_tokens=new if turn and actual else 0,
+                    **item.answers,
                 )
             )  # fmt: skip
             ids += random_tokens(output, vocab_size, rng)

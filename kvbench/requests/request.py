@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _MOST_SHARED = 1 << 20  # no vocabulary is larger
+ANSWERS = ("n", "best_of", "beam_width")
+"""The fields of a request that say how many answers are drawn, and how many of them returned."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class RequestSpec:
     when the previous answer has been parsed, if that is later (by milliseconds).
     ``new_tokens``: of a turn whose history is to hold the server's own answers: how many of its last ids are new (the
     ids before them hold answers drawn beforehand, for a server that does not tell its token ids); else 0.
+    ``n``: answers that are returned; ``best_of``: of so many that are drawn (None: n); ``beam_width``: of a beam search
+    with so many beams (None: no search). ``max_tokens`` is of each answer.
     """
 
     index: int
@@ -39,6 +43,24 @@ class RequestSpec:
     turn: int = 0
     think_s: float = 0.0
     new_tokens: int = 0
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Sequences that run side by side."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def chooses(self) -> bool:
+        """Whether only the best of its sequences are returned, at the end."""
+        return self.beam_width is not None or self.width > self.n
+
+    @property
+    def answers(self) -> dict[str, int]:
+        """Those of n, best_of and beam_width that are set: {} for one answer, drawn once."""
+        return {key: value for key in ANSWERS if (value := getattr(self, key)) != _LEFT_OUT[key]}
 
     def to_row(self) -> dict[str, Any]:
         """The JSONL row."""
@@ -60,7 +82,7 @@ class RequestSpec:
         if ids is None and text is None:
             raise KeyError("prompt_token_ids or prompt")
         numbers = {"arrival_s": float, "prefix_tokens": int, "priority": int, "session": int, "turn": int}
-        numbers |= {"think_s": float, "new_tokens": int}
+        numbers |= {"think_s": float, "new_tokens": int, **dict.fromkeys(ANSWERS, int)}
         return cls(
             index=int(row["index"]),
             cls=str(row.get("class", "default")),
@@ -73,6 +95,7 @@ class RequestSpec:
 
 # Keys that a row leaves out where they are this.
 _LEFT_OUT = {"priority": 0, "session": None, "turn": 0, "think_s": 0.0, "new_tokens": 0}
+_LEFT_OUT |= {"n": 1, "best_of": None, "beam_width": None}
 
 
 def compact(ids: Sequence[int]) -> tuple[int, ...]:

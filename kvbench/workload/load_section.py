@@ -189,6 +189,7 @@ class LoadConfig(StrictModel):
                 yield f"{key} {list(values)} lists a value twice; remove one."
         yield from self._mistakes_of_arrivals()
         yield from self._mistakes_of_counts()
+        yield from self._mistakes_of_answers()
 
     def _mistakes_of_arrivals(self) -> Iterator[str]:
         if self.arrivals == "trace" and not isinstance(self.prompts, TracePrompts):
@@ -234,6 +235,21 @@ class LoadConfig(StrictModel):
         for users, count in zip(self.concurrency or (), self._counts(), strict=False):
             if count is not None and count < users:
                 yield f"{name} {count} never reaches concurrency {users}; send at least as many as there are users."
+
+    def _mistakes_of_answers(self) -> Iterator[str]:
+        """Several answers to a prompt must differ, and a conversation can go on from one only."""
+        for each in self.prompts.classes if isinstance(self.prompts, SyntheticPrompts) else ():
+            drawn = 1 if each.beam_width is not None else each.best_of or each.n
+            if drawn > 1 and self.temperature == 0:
+                yield (
+                    f"class {each.name!r} draws {drawn} answers to a prompt, which are all the same at temperature 0; "
+                    "set temperature: 1.0, or beam_width for a beam search."
+                )
+            if each.n > 1 and self.sessions is not None:
+                yield (
+                    f"class {each.name!r} has n {each.n} answers to each turn, and a conversation goes on from one; "
+                    "remove n, or sessions."
+                )
 
     @property
     def counted_by_time(self) -> bool:

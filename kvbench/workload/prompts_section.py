@@ -160,6 +160,31 @@ class PromptClass(StrictModel):
     """how many are generated"""
     priority: int = Field(default=0, ge=0, le=2**63 - 1)  # what a server and a Parquet column hold
     """lower is more urgent; not sent to a server that is known to work first come, first served"""
+    n: int = Field(default=1, ge=1)
+    """answers to a prompt, drawn side by side (parallel sampling); needs a `temperature` above 0"""
+    best_of: int | None = Field(default=None, ge=1)
+    """so many are drawn, and the `n` most probable ones are returned, at the end"""
+    beam_width: int | None = Field(default=None, ge=1)
+    """beam search with so many beams, of which the `n` best are returned at the end; it samples nothing"""
+
+    @model_validator(mode="after")
+    def _answers(self) -> PromptClass:
+        if self.best_of is not None and self.beam_width is not None:
+            raise ValueError(
+                f"class {self.name!r} has best_of {self.best_of} and beam_width {self.beam_width}; a beam search keeps "
+                "the best by itself, so remove best_of."
+            )
+        for name, width in (("best_of", self.best_of), ("beam_width", self.beam_width)):
+            if width is not None and width < self.n:
+                raise ValueError(
+                    f"class {self.name!r} wants n {self.n} answers of {name} {width}; raise {name} or lower n."
+                )
+        return self
+
+    @property
+    def answers(self) -> dict[str, int | None]:
+        """How many are drawn and returned, as the fields of a ``RequestSpec``."""
+        return {"n": self.n, "best_of": self.best_of, "beam_width": self.beam_width}
 
 
 def _positive(value: float | str) -> float | str:

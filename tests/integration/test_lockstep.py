@@ -22,6 +22,7 @@ from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import Seat, take_turns
 from kvbench.workload.design import load_point
 from kvbench.workload.file import load_workload
+from kvbench.workload.load_section import LoadConfig
 from tests.support.sweep_parts import ROOT
 
 TINY = {
@@ -99,6 +100,52 @@ def test_engines_that_share_weights_and_take_turns_generate_what_each_generates_
         assert metrics["output_throughput"] == pytest.approx(wanted / steps["seconds"].sum())
         assert steps["output_tokens"].sum() == wanted
     assert tables["prefix"]["cached_tokens"].sum() > 0 == tables["base"]["cached_tokens"].sum()
+
+
+SHARING = [
+    {"name": "samples", "share": 0.5, "prompt_tokens": 40, "output_tokens": 12, "n": 3},
+    {"name": "beams", "share": 0.5, "prompt_tokens": 20, "output_tokens": 8, "n": 2, "beam_width": 3},
+]
+
+
+def test_requests_of_several_sequences_are_what_each_engine_generates_alone(workload_file, tmp_path):
+    workload = load_workload(workload_file, profile="cpu")
+    load = LoadConfig.model_validate(
+        LOAD | {"temperature": 1.0, "concurrency": [1], "prompts": {"kind": "synthetic", "classes": SHARING}}
+    )
+    point = load_point("closed", concurrency=1, rate=None, num_requests=6)
+    settings = {"paged": dict(workload.engine), "contiguous": {**workload.engine, "layout": "contiguous"}}
+    requests = loads.requests_of(load, point, vocab_size=300, max_model_len=128, seed=0, repeat=1)
+    saved = {}
+    with EngineProcess(LOCKSTEP_COMMAND, tmp_path / "log") as process:
+        process.greet()
+        open_all([(process, name, each) for name, each in settings.items()])
+        seats = [Seat(process, name) for name in settings]
+        before = loads.begin(seats, load, point, requests, math.inf)
+        take_turns(seats, random.Random(3), 2, math.inf)
+        for seat, metrics in zip(seats, before, strict=True):
+            (out := tmp_path / seat.name).mkdir()
+            done = loads.store(out, [loads.computed(seat)], load, point, requests, metrics)
+            assert done["valid"], done["invalid_reasons"]
+            assert done["metrics"]["total_output_tokens"] == seat.output_tokens == 3 * 3 * 12 + 3 * 2 * 8
+            assert done["metrics"]["per_class"]["samples"]["tpot_ms"]["n"] == 9
+            assert done["metrics"]["per_class"]["beams"]["itl_ms"]["n"] == 0
+            table = pd.read_parquet(out / "requests.parquet")
+            engine = build_engine(EngineConfig.from_mapping(settings[seat.name]))
+            for spec, ids in zip(requests, table["output_token_ids"], strict=True):
+                params = SamplingParams(spec.max_tokens, 1.0, ignore_eos=True, n=spec.n, beam_width=spec.beam_width)
+                engine.add_request(Request(str(spec.index), spec.prompt_token_ids, params))
+                found = {index: [] for index in range(spec.n)}
+                while engine.has_work():
+                    for output in engine.step():
+                        found[output.index] += output.token_ids
+                assert list(ids) == [token for index in range(spec.n) for token in found[index]], spec.cls
+                assert spec.cls == "beams" or len({tuple(each) for each in found.values()}) == 3
+            counters = json.loads((out / "counters.json").read_text())
+            logical, owned = (counters[f"kv_page_steps_total_{kind}"] for kind in ("logical", "physical"))
+            saved[seat.name] = 1 - owned / logical
+            assert counters["copied_pages_total"] > 0 and counters["forks_total"] >= 3 * 2
+    assert saved["contiguous"] == 0 < 0.3 < saved["paged"] < 0.7
 
 
 @pytest.fixture

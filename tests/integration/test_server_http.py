@@ -184,7 +184,8 @@ swap_space_bytes kv_bytes_per_slot kv_scale_bytes_per_slot forks_total copied_sl
 swapped_in_slots_total swap_lost_slots_total swap_seconds_total prefix_cache_evictions_total allocated_pages_total
 freed_pages_total refused_fragmented_total kv_slot_steps_total{place=tokens} kv_slot_steps_total{place=waste}
 kv_slot_steps_total{place=cached} kv_slot_steps_total{place=pinned} kv_slot_steps_total{place=free}
-kv_slot_steps_total{place=fragmented} request_failure_total{kind=queue_full}
+kv_slot_steps_total{place=fragmented} request_failure_total{kind=queue_full} kv_pages_logical
+kv_page_steps_total{pages=physical} kv_page_steps_total{pages=logical}
 """
 PLACES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
 
@@ -208,6 +209,7 @@ def test_metrics_names_and_the_slots_of_a_running_request(layout: str) -> None:
         slots = busy["kv_slots_reserved"] + busy["kv_slots_cached"] + busy["kv_slots_pinned"] + busy["kv_slots_free"]
         assert slots == busy["kv_slots_total"]
         assert busy["kv_bytes_per_slot"] == 64
+        assert busy["kv_pages_logical"] - busy["kv_pages_owned"] == (0 if layout == "contiguous" else 2)
         if layout == "contiguous":
             assert (busy["kv_pages_owned"], busy["kv_slots_reserved"], busy["kv_slots_shared"]) == (2, 2048, 0)
         else:

@@ -70,14 +70,16 @@ def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | No
             opened = each.sides[side]
             if (command := lockstep_command(opened)) is None:
                 return f"{opened.name} is not kvbench's own engine, which alone can be told when to compute a step"
-            workload = opened.choice.workload
+            workload, options = opened.choice.workload, set[str]()
             for cell in each.matches[0].cells(side):
-                if reason := loads.why_not(workload.load, _requests(each, side, cell, 1, 1)):
+                requests = _requests(each, side, cell, 1, 1)
+                if reason := loads.why_not(workload.load, requests):
                     return f"{each.name}: {reason}"
+                options.update(*(request.answers for request in requests))
             settings = [match.of(side).settings for match in each.matches]
             if gpus() and any(of.get("device") != "cpu" and of.get("kv_budget") is None for of in settings):
                 return "two engines on one GPU need a kv_budget: each would take most of the memory that is free"
-            if why := why_not_stepped(command[0], log, command[1]):
+            if why := why_not_stepped(command[0], log, command[1], options):
                 return f"the engine of {opened.name} cannot be stepped ({why})"
     return None
 

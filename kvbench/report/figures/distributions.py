@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.metrics.latency import inter_token_latencies, request_latencies
+from kvbench.metrics.latency import inter_token_latencies, request_latencies, times_per_output_token
 from kvbench.report.figures.axes import compact, ecdf, legend_outside, log_axis, under
 from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
 from kvbench.report.tables import UNCERTAIN
@@ -60,10 +60,8 @@ def _groups(requests: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 def _samples(requests: pd.DataFrame) -> dict[str, np.ndarray]:
     """The samples [ms] of each of LATENCIES. float64 [samples]"""
     known = request_latencies(requests)
-    return {
-        metric: inter_token_latencies(requests) if metric == "itl_ms" else known[metric].dropna().to_numpy()
-        for metric in LATENCIES
-    }
+    pooled = {"tpot_ms": times_per_output_token(requests), "itl_ms": inter_token_latencies(requests)}
+    return {metric: pooled[metric] if metric in pooled else known[metric].dropna().to_numpy() for metric in LATENCIES}
 
 
 def distributions_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:

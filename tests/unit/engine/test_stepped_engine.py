@@ -9,8 +9,12 @@ import json
 import pytest
 
 from engine import lockstep
+from engine.engine import Engine
+from engine.execution.null_executor import ReplayExecutor
+from engine.kv.layouts import make_kv_manager
 from engine.lockstep import SteppedEngine
-from tests.support.engine_parts import small_engine
+from engine.sequence import Request, SamplingParams
+from tests.support.engine_parts import capacity, drain, small_config, small_engine
 
 STEP_S = 0.25
 
@@ -111,6 +115,81 @@ def test_a_load_during_a_load_is_refused(even):
         load(even, [], 1)
 
 
+@pytest.fixture
+def uneven(monkeypatch):
+    """Makes engines whose sequences end after different numbers of tokens; every step takes STEP_S."""
+
+    def make():
+        config = small_config(page_size=4, max_num_seqs=8)
+        kv = make_kv_manager(config, capacity(config, 512))
+        engine = Engine(config, ReplayExecutor(seed=1, vocab_size=6), kv)
+        monkeypatch.setattr(engine, "step", timed(engine.step, itertools.repeat(STEP_S), monkeypatch))
+        return SteppedEngine(engine)
+
+    return make
+
+
+def answers_of(row):
+    """Tokens and times of each sequence, from a row of a result."""
+    _, _, times, counts, _, _, ids, sequences = row
+    found = {}
+    for sequence in sorted(set(sequences)):
+        of = [(at, count) for at, count, own in zip(times, counts, sequences, strict=True) if own == sequence]
+        number = sum(count for _, count in of)
+        found[sequence], ids = (ids[:number], [at for at, _ in of]), ids[number:]
+    assert not ids
+    return found
+
+
+def test_a_request_of_several_sequences_ends_with_its_last_one(uneven):
+    stepped, users = uneven(), 2
+    rows = [[[i] * 5, 20, None, 0, {"n": 3}] for i in range(6)]
+    stepped.load(rows, users, temperature=1.0, ignore_eos=False, keep_cache=False)
+    to_end(stepped)
+    spans = []
+    for index, row in enumerate(rows_of(stepped)):
+        answers = answers_of(row)
+        alone = uneven().engine
+        params = SamplingParams(max_tokens=20, n=3)
+        alone.add_request(Request(str(index), tuple(rows[index][0]), params))
+        assert {i: tokens for i, (tokens, _) in answers.items()} == by_index(drain(alone), str(index))
+        ends = [times[-1] for _, times in answers.values()]
+        assert row[1] + STEP_S == min(times[0] for _, times in answers.values())
+        spans.append((row[1], max(ends), min(ends)))
+    assert any(first < last for _, last, first in spans)  # else it tells nothing
+    starts, ends = sorted(start for start, *_ in spans), sorted(end for _, end, _ in spans)
+    assert starts == [0.0] * users + ends[:-users]
+
+
+def by_index(tokens, name):
+    return {int(key.removeprefix(name).removeprefix("/") or 0): ids for key, ids in tokens.items()}
+
+
+@pytest.mark.parametrize("options", [{"best_of": 4, "n": 2}, {"beam_width": 4, "n": 2}])
+def test_sequences_that_are_chosen_at_the_end_come_in_its_step(even, options):
+    load(even, [[[1, 2, 3], 4, None, 0, options], [[3, 2, 1], 4, None, 0]], 1)
+    steps = to_end(even)
+    chosen, plain = rows_of(even)
+    assert len(plain) == 7 and plain[2][-1] - plain[1] == 4 * STEP_S
+    assert chosen[2] == [4 * STEP_S] * 2 and chosen[7] == [0, 1]
+    assert chosen[3] == [4, 4] and len(chosen[6]) == 8 and chosen[5] == "length"
+    assert [step[3] for step in steps[:4]] == [0, 0, 0, 8]  # what is thrown away is no output
+
+
+def test_the_metrics_count_gaps_within_sequences(even):
+    load(even, [[[1, 2, 3], 4, None, 0, {"n": 3}]], 1)
+    to_end(even)
+    lines = dict(line.rsplit(" ", 1) for line in even.result()["metrics"].splitlines() if not line.startswith("#"))
+    assert float(lines["kvbench:time_to_first_token_seconds_count"]) == 3
+    assert float(lines["kvbench:inter_token_latency_seconds_sum"]) == 3 * 3 * STEP_S
+
+
+def test_an_option_that_the_engine_does_not_know_is_refused(stepped):
+    with pytest.raises(ValueError, match="top_k"):
+        load(stepped, [[[1, 2, 3], 4, None, 0, {"top_k": 3}]], 1)
+    load(stepped, [[[1, 2, 3], 4, None, 0]], 1)  # and leaves it idle
+
+
 def test_metrics_count_latencies_in_engine_time(even):
     load(even, [[[1, 2, 3], 4, None, 0]], 1)
     to_end(even)
@@ -129,6 +208,6 @@ def test_the_process_speaks_its_protocol_first_and_answers_every_line():
     ]
     lockstep.serve(io.StringIO("\n".join(lines)), said)
     first, *answers = map(json.loads, said.getvalue().splitlines())
-    assert first == {"protocol": lockstep.PROTOCOL}
+    assert first["protocol"] == lockstep.PROTOCOL and "n" in first["options"]
     assert len(answers) == 3 and all(set(answer) == {"error"} for answer in answers)
     assert "page_size" in answers[1]["error"]

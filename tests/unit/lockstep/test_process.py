@@ -31,6 +31,16 @@ def test_answers_come_in_order_and_the_end_stops_the_process(tmp_path):
     assert not psutil.pid_exists(pid)
 
 
+def test_an_engine_of_a_version_that_knows_no_options_says_so_beforehand(tmp_path):
+    def why(body, options):
+        return why_not_stepped((sys.executable, "-c", HELLO + body), tmp_path / "log", options=options)
+
+    assert why("say(protocol=2)", ()) is None
+    assert why("say(protocol=2, options=['n'])", {"n"}) is None
+    assert "n" in why("say(protocol=2)", {"n"}).split()
+    assert "beam_width" in why("say(protocol=2, options=['n'])", {"n", "beam_width"})
+
+
 @pytest.mark.parametrize(
     ("body", "word"),
     [

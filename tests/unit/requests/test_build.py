@@ -107,6 +107,19 @@ def test_priorities_follow_the_class_and_change_nothing_else(load: dict, at: dic
     assert stored(urgent, tmp_path) == urgent
 
 
+def test_answers_follow_the_class_and_change_nothing_else(tmp_path: Path) -> None:
+    answers = [{"n": 4}, {"n": 2, "best_of": 3}, {"n": 2, "beam_width": 4}]
+    classes = [item | own for item, own in zip(CLASSES, answers, strict=True)]
+    wide, plain = (build(mix(None, of, temperature=1.0)) for of in (classes, CLASSES))
+    assert {r.cls: r.answers for r in wide} == dict(zip([c["name"] for c in CLASSES], answers, strict=True))
+    assert {r.cls: (r.width, r.chooses) for r in wide} == {
+        "chat": (4, False), "question": (3, True), "document": (4, True)
+    }  # fmt: skip
+    assert [dataclasses.replace(r, n=1, best_of=None, beam_width=None) for r in wide] == plain
+    assert stored(wide, tmp_path) == wide
+    assert not {"n", "best_of", "beam_width"} & {key for r in plain for key in r.to_row()}
+
+
 def test_largest_remainder_matches_a_hand_count() -> None:
     assert largest_remainder([0.5, 0.35, 0.15], 7) == [4, 2, 1]  # 3.5, 2.45, 1.05: the first has the largest rest
     assert largest_remainder([1 / 3] * 3, 10) == [4, 3, 3]

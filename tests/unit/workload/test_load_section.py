@@ -24,6 +24,7 @@ BASE: dict[str, Any] = {
     },
     "slo": {"ttft_ms": 1000},
 }
+A_CLASS = BASE["prompts"]["classes"][0]
 TRACE = {"kind": "trace", "path": "t.csv"}
 OPEN: dict[str, Any] = {"mode": "open", "num_requests": 50, "prompts": BASE["prompts"]}
 RAMP = {"arrivals": "ramp", "ramp_up_strategy": "linear", "ramp_up_start_rps": 1, "ramp_up_end_rps": 8}
@@ -131,6 +132,12 @@ def test_sessions_are_counted_instead_of_requests_and_a_dump_loads_again() -> No
         ("prompts.shared_prefix", {"tokens": 8, "share": 1.5}, ["shared_prefix.0.share", "1.5", "equal to 1"]),
         ("prompts.shared_prefix", [{"tokens": 4, "share": 0.6}] * 2, ["load.prompts.shared_prefix", "1.2"]),
         ("prompts.shared_prefix", [{"tokens": 4, "shar": 0.6}], ["load.prompts.shared_prefix.0", "`share`?"]),
+        ("prompts.classes.0.n", 0, ["load.prompts.classes.0.n", "0", "equal to 1"]),
+        ("prompts.classes.0.n", 4, ["'a'", "4 answers", "temperature: 1.0"]),
+        ("prompts.classes.0.best_of", 4, ["'a'", "4 answers", "temperature: 1.0"]),
+        ("prompts.classes.0", A_CLASS | {"n": 3, "best_of": 2}, ["n 3", "best_of 2", "lower n"]),
+        ("prompts.classes.0", A_CLASS | {"n": 3, "beam_width": 2}, ["n 3", "beam_width 2", "lower n"]),
+        ("prompts.classes.0", A_CLASS | {"best_of": 2, "beam_width": 2}, ["beam_width 2", "remove best_of"]),
         ("arrivals", "trace", ["arrivals: trace", "mode: open"]),
         ("arrivals", "ramp", ["arrivals: ramp", "mode: open"]),
         ("slo", {}, ["load.slo", "ttft_ms"]),
@@ -144,6 +151,21 @@ def test_sessions_are_counted_instead_of_requests_and_a_dump_loads_again() -> No
 def test_refusals_of_closed_loop(path: str, value: Any, words: list[str]) -> None:
     said = refusal(changed(path, value))
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("answers", [{"n": 4}, {"n": 2, "best_of": 4}, {"n": 2, "beam_width": 4}, {"beam_width": 4}])
+def test_a_class_may_have_several_answers_and_a_dump_loads_again(answers: dict[str, int]) -> None:
+    classes = [A_CLASS | answers]
+    load = LoadConfig.model_validate(changed("prompts.classes", classes) | {"temperature": 1.0})
+    assert LoadConfig.model_validate(json.loads(json.dumps(load.model_dump(mode="json")))) == load
+    talk = changed("prompts.classes", classes) | {"temperature": 1.0, "sessions": {"turns": 2, "num_sessions": 60}}
+    talk.pop("num_requests")
+    if "n" in answers:
+        assert "goes on from one" in refusal(talk)
+    else:
+        assert LoadConfig.model_validate(talk)
+    if "beam_width" in answers:  # samples nothing
+        assert LoadConfig.model_validate(changed("prompts.classes", classes))
 
 
 @pytest.mark.parametrize(

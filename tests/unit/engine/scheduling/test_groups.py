@@ -17,7 +17,7 @@ def test_siblings_share_the_prompt_and_copy_only_the_last_page_when_they_write_i
     assert [seq.index for seq in running] == [0, 1, 2]
     assert running[0].pages == running[1].pages == running[2].pages
     kv = engine.stats().kv
-    assert (kv.pages_owned, kv.slots_used, kv.slots_shared) == (4, 14, 28)
+    assert (kv.pages_owned, kv.pages_logical, kv.slots_used, kv.slots_shared) == (4, 12, 14, 28)
     engine.step()
     pages = [seq.pages for seq in running]
     assert pages[0][:3] == pages[1][:3] == pages[2][:3]
@@ -25,6 +25,7 @@ def test_siblings_share_the_prompt_and_copy_only_the_last_page_when_they_write_i
     stats = engine.stats()
     assert (stats.counters.copied_pages, stats.counters.copied_slots) == (2, 4), "the last one keeps the original"
     assert (stats.kv.slots_used, stats.kv.slots_shared) == (12 + 3 * 3, 24)
+    assert stats.page_steps == {"physical": 4 + 6, "logical": 12 + 12}
     assert stats.forks == 2
 
 

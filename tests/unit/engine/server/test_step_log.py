@@ -60,6 +60,9 @@ def test_lines_add_up_to_what_the_engine_counted(tmp_path: Path, layout: str, re
         assert (getattr(stats.counters, name) > 0) == (layout == "paged"), name  # a reservation is never taken back
     for place in LEDGER:
         assert sum(line[f"ledger_{place}"] for line in lines) == stats.slot_steps[place]
+    for pages, column in (("physical", "kv_pages_owned"), ("logical", "kv_pages_logical")):
+        assert sum(line[column] for line in lines) == stats.page_steps[pages]
+    assert (stats.page_steps["physical"] < stats.page_steps["logical"]) == (layout == "paged")
     for line in lines:
         assert sum(line[f"ledger_{place}"] for place in LEDGER) == line["kv_slots_total"]
     assert [line["time_s"] for line in lines] == sorted(line["time_s"] for line in lines)
