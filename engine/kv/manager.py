@@ -98,6 +98,7 @@ class KVCounters:
     copied_slots: int = 0  # slots with a token; the kernels move whole pages, here as in swaps
     swapped_out_slots: int = 0
     swapped_in_slots: int = 0
+    swap_kept_slots: int = 0  # swapped out without a move: the host still had them
     swap_lost_slots: int = 0  # found no room on the host, or lost it: computed again
     refused_fragmented: int = 0  # contiguous: sequences that waited although enough slots were free
 

@@ -196,6 +196,7 @@ class PagedKVManager(KVManager):
         twin = self.swap.twin_on_host(page)
         if twin is not None:
             self.swap.pool.share(twin)
+            self.counters.swap_kept_slots += filled
             return twin
         host_page = self.swap.allocate()
         if host_page is not None:

@@ -179,7 +179,7 @@ CLAIMS = (
     ),
     Claim(
         "swap-by-page",
-        "Swapping page by page beats swapping whole sequences.",
+        "Swapping page by page moves less than swapping whole sequences.",
         _FOLKLORE,
         ("swap",),
         judges.swap_by_page,
@@ -189,14 +189,14 @@ CLAIMS = (
         "A max_num_seqs that is too low wastes throughput, one that is too high preempts and delays.",
         _FOLKLORE,
         ("max-num-seqs",),
-        partial(judges.batch_limit, "max-num-seqs", "max_num_seqs", 2, 64),
+        partial(judges.batch_limit, "max-num-seqs", "max_num_seqs", 4, 64),
     ),
     Claim(
         "max-num-batched-tokens",
         "A max_num_batched_tokens that is too low wastes throughput, one that is too high holds up running streams.",
         "vLLM, optimization and tuning guide",
         ("max-num-batched-tokens",),
-        partial(judges.batch_limit, "max-num-batched-tokens", "max_num_batched_tokens", 16, 1024),
+        partial(judges.batch_limit, "max-num-batched-tokens", "max_num_batched_tokens", 32, 1024),
     ),
     Claim(
         "long-contexts",
@@ -212,9 +212,7 @@ CLAIMS = (
         tuple(f"prompts-{kind}" for kind in judges.KINDS),
         judges.kinds_of_prompts,
     ),
-    Claim(
-        "abandoned", "Conversations whose users leave keep their memory.", _FOLKLORE, (SERVED,), judges.abandoned
-    ),
+    Claim("abandoned", "Conversations whose users leave keep their memory.", _FOLKLORE, (SERVED,), judges.abandoned),
     Claim(
         "malformed",
         "Malformed prompts disturb the requests beside them.",

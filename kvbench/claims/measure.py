@@ -1,6 +1,6 @@
 """Measures the workloads of the claims in engine time, and answers what their judges ask.
 
-    <run>/measured/<measurement>/lockstep/     launches of one workload (kvbench/lockstep/sitting.py)
+<run>/measured/<measurement>/lockstep/     launches of one workload (kvbench/lockstep/sitting.py)
 """
 
 from __future__ import annotations
@@ -178,4 +178,3 @@ def measure(
 def all_narrow(found: Measured) -> bool:
     """Whether every configuration's speed is known well enough."""
     return all(is_narrow(found.speed(**each.varied)) for each in found.design.configurations[1:])
-
