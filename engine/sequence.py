@@ -65,7 +65,7 @@ class SamplingParams:
 
     @property
     def chooses(self) -> bool:
-        """Whether only the best of several sequences are returned, so that nothing can be streamed."""
+        """Whether only the best of several sequences are returned, at the end."""
         return self.beam_width is not None or self.width > self.n
 
 

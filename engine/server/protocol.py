@@ -71,8 +71,8 @@ class GenerationBody(_Body):
 
     ``n`` choices come back. ``best_of``: so many are generated and the n with the best mean log probability a token
     come back, best first; all of them count in the usage. ``use_beam_search``: ``best_of`` beams (left out: n),
-    searched as transformers does, of which the n best come back and count. Neither can be streamed or go with stop
-    strings, because candidates are compared by all their tokens.
+    searched as transformers does, of which the n best come back and count. Candidates are compared by all their
+    tokens, so neither can go with stop strings, and a stream has an event for each choice at the end.
     ``priority``: 0 goes first, under the priority policy. ``cache_salt``: cached prefixes are shared only between
     requests of the same salt. The names are vLLM's.
     """
@@ -125,7 +125,7 @@ class GenerationBody(_Body):
 
     @property
     def chooses(self) -> bool:
-        """Whether only the best of several sequences are returned, so that nothing can be streamed."""
+        """Whether only the best of several sequences are returned, at the end."""
         return bool(self.use_beam_search) or self.width > self.choices_per_prompt
 
     @property
@@ -156,10 +156,6 @@ class GenerationBody(_Body):
         if self.best_of is not None and self.best_of < n:
             raise invalid(f"best_of {self.best_of} is less than n {n}: raise best_of or lower n", "best_of", _BAD)
         name = "beam search" if self.use_beam_search else f"best_of {self.best_of} with n {n}"
-        if self.chooses and self.stream:
-            raise invalid(
-                f"{name} cannot be streamed: the choice is made at the end; set stream to false", "stream", _BAD
-            )
         if self.chooses and self.stops:
             sentence = f"{name} compares candidates by their tokens and knows no stop strings"
             raise unprocessable(f"{sentence}: use stop_token_ids, or cut the text yourself", "stop", "unsupported")

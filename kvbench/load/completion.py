@@ -25,9 +25,11 @@ class Completion:
 
     ``chunk_times``/``chunk_tokens``: chunks that carried a token (text, or token ids with text still held
     back); ``chunk_tokens`` is None where the server sent no token ids. ``first``: first non-empty text, or the
-    first token if no token had text. ``coalesced``: token chunks that arrived in one read with the one before
-    although the server sent them apart. ``sent_times``: the server's own send stamps [s, monotonic clock] of the same
-    chunks, empty where it gives none or those of another machine's clock.
+    first token if no token had text. ``coalesced``: token chunks that arrived in one read with the one before of their
+    sequence although the server sent them apart. ``chunk_choices``: which sequence each chunk belongs to; None for a
+    request of one. ``token_ids`` and ``text``: those of sequence 0, then of sequence 1 and so on, a line break between
+    two texts. ``output_tokens``: of the sequences that were returned. ``sent_times``: the server's own send stamps [s,
+    monotonic clock] of the same chunks, empty where it gives none or those of another machine's clock.
     """
 
     http_status: int | None = None
@@ -64,6 +66,20 @@ class Completion:
             self.finish_reason = without_key(self.finish_reason, variable)
 
 
+@dataclass
+class _Sequence:
+    """What has come of one of a request's sequences.
+
+    ``read``, ``sent``: the piece that brought its newest chunk, and the server's send stamp of it [s].
+    """
+
+    text: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    read: int = -1
+    sent: float | None = None
+
+
 def judge(
     times: Sequence[float],
     chunks: Sequence[bytes],
@@ -72,14 +88,18 @@ def judge(
     error: str | None = None,
     pause: Callable[[], None] = lambda: None,
     dialect: Dialect = OPENAI,
+    n: int = 1,
+    best_of: int | None = None,
 ) -> Completion:
     """Parses a stream. It succeeded only with a finish_reason, a [DONE] and a usage that matches.
 
     ``times[i]`` is the arrival of ``chunks[i]``; ``error_kind``: how the transport failed, if it did; ``pause`` is
     called between slices of work, so that the event loop can read other streams; ``dialect``: which of the three the
-    server does not send.
+    server does not send; ``n``: sequences that were asked for, each of which must have its finish_reason; ``best_of``:
+    of so many, all of which the usage counts.
     """
-    out, response = Completion(), Response(chunks)
+    out, response = Completion(chunk_choices=[] if n > 1 else None), Response(chunks)
+    sequences = [_Sequence() for _ in range(n)]
     if error_kind is not None:
         problem = response.problem if error_kind == "malformed" else None  # the same, with a quotation
         out.fail(error_kind, problem or error or error_kind)
@@ -92,18 +112,25 @@ def judge(
         out.fail("http_error", f"HTTP {response.status}: {_error_text(response.body)}")
     else:
         try:
-            _read_events(out, response, times, pause)
+            _read_events(out, sequences, response, times, pause)
         except MalformedStream as problem:
             out.fail("malformed", str(problem))
-        _check(out, max_tokens, dialect)
+        _join(out, sequences, dialect)
+        _check(out, max_tokens, dialect, n, best_of)
     _close(out)
     return out
 
 
-def _read_events(out: Completion, response: Response, times: Sequence[float], pause: Callable[[], None]) -> None:
+def _read_events(
+    out: Completion,
+    sequences: Sequence[_Sequence],
+    response: Response,
+    times: Sequence[float],
+    pause: Callable[[], None],
+) -> None:
     pause()
     found, rest = events(response.body)
-    last_read, one_clock = -1, response.boot is not None and response.boot == boot_id()
+    one_clock = response.boot is not None and response.boot == boot_id()
     for number, (data, position) in enumerate(found):
         if number % _SLICE == _SLICE - 1:
             pause()
@@ -113,9 +140,7 @@ def _read_events(out: Completion, response: Response, times: Sequence[float], pa
         if out.done:
             raise MalformedStream("{} came after [DONE]", data)
         read = bisect_right(response.ends, position - 1)  # the piece that brought the event's last byte
-        if _take(out, data, times[read], one_clock):
-            out.coalesced += read == last_read and not _sent_together(out)
-            last_read = read
+        _take(out, sequences, data, times[read], read, one_clock)
     if not (response.complete or response.until_close):
         out.fail("truncated", "the response's last chunk is missing")
     if rest.strip():
@@ -123,8 +148,10 @@ def _read_events(out: Completion, response: Response, times: Sequence[float], pa
         out.fail("truncated" if not out.done else "malformed", str(inside))
 
 
-def _take(out: Completion, data: bytes, when: float, one_clock: bool) -> bool:
-    """Adds one event; True when it carried a token. ``one_clock``: the server's stamps are of this machine's clock."""
+def _take(
+    out: Completion, sequences: Sequence[_Sequence], data: bytes, when: float, read: int, one_clock: bool
+) -> None:
+    """Adds one event. ``one_clock``: the server's stamps are of this machine's clock."""
     try:
         event = json.loads(data.decode())  # of bytes, json would first guess the encoding
     except (ValueError, RecursionError):
@@ -133,47 +160,64 @@ def _take(out: Completion, data: bytes, when: float, one_clock: bool) -> bool:
         raise MalformedStream("{} is not an object", data)
     if event.get("error"):
         out.fail("server_error", _error_text(data))
-        return False
+        return
     if event.get("usage"):
         _take_usage(out, event["usage"])
     choices = event.get("choices")
     if not choices:
-        return False
+        return
+    stamp = event.get("kvbench") if one_clock else None  # the built-in server's send time; any other value is ignored
+    sent = stamp["sent"] if isinstance(stamp, dict) and isinstance(stamp.get("sent"), float) else None
     try:
-        choice = choices[0]
-        text = choice.get("text")
-        if text is None:
-            text = (choice.get("delta") or {}).get("content")
-        ids, reason = choice.get("token_ids"), choice.get("finish_reason")
+        for choice in choices:
+            text = choice.get("text")
+            if text is None:
+                text = (choice.get("delta") or {}).get("content")
+            ids, reason, number = choice.get("token_ids"), choice.get("finish_reason"), choice.get("index") or 0
+            if not (isinstance(text, _TEXT) and isinstance(ids, _IDS) and isinstance(reason, _TEXT)):
+                raise MalformedStream("a choice of {} has a field of another type than the API's", data)
+            if not (isinstance(number, int) and 0 <= number < len(sequences)):
+                raise MalformedStream(f"a choice of {{}} has an index beyond the {len(sequences)} asked for", data)
+            sequence = sequences[number]
+            sequence.finish_reason = reason or sequence.finish_reason
+            if text or ids:
+                _add_chunk(out, sequence, text or "", ids, when, read, sent)
+                if out.chunk_choices is not None:
+                    out.chunk_choices.append(number)
     except (AttributeError, KeyError, TypeError):
         raise MalformedStream("{} has no readable choice", data) from None
-    if not (isinstance(text, _TEXT) and isinstance(ids, _IDS) and isinstance(reason, _TEXT)):
-        raise MalformedStream("a choice of {} has a field of another type than the API's", data)
-    out.finish_reason = reason or out.finish_reason
-    if not text and not ids:
-        return False
+
+
+def _add_chunk(
+    out: Completion, sequence: _Sequence, text: str, ids: list[int] | None, when: float, read: int, sent: float | None
+) -> None:
+    """Adds a chunk with tokens. ``sent``: the server's stamp; what it sent together may share a read."""
+    together = sent is not None and sequence.sent is not None and sent - sequence.sent < SENT_TOGETHER_S
+    out.coalesced += read == sequence.read and not together
+    sequence.read, sequence.sent = read, sent
     out.chunk_times.append(when)
-    if one_clock:
-        stamp = event.get("kvbench")  # the built-in server's send time of this chunk; any other value is ignored
-        if isinstance(stamp, dict) and isinstance(stamp.get("sent"), float):
-            out.sent_times.append(stamp["sent"])
+    if sent is not None:
+        out.sent_times.append(sent)
     if text:
-        out.text += text
+        sequence.text.append(text)
         if out.first is None:
             out.first = when
     if ids is None:
         out.chunk_tokens = None
     elif out.chunk_tokens is not None:
         out.chunk_tokens.append(len(ids))
-        out.token_ids.extend(ids)
-    return True
+        sequence.ids.extend(ids)
 
 
-def _sent_together(out: Completion) -> bool:
-    """Whether the server itself sent the newest two chunks as one: then sharing a read is no fault of the client."""
-    if len(out.sent_times) != len(out.chunk_times) or len(out.sent_times) < 2:
-        return False
-    return out.sent_times[-1] - out.sent_times[-2] < SENT_TOGETHER_S
+def _join(out: Completion, sequences: Sequence[_Sequence], dialect: Dialect) -> None:
+    """Text, ids and finish_reason of all sequences; the reason of one that did not come to its end, if there is one."""
+    out.text = "\n".join("".join(sequence.text) for sequence in sequences)
+    out.token_ids = [token for sequence in sequences for token in sequence.ids]
+    reasons = [sequence.finish_reason for sequence in sequences if sequence.finish_reason is not None]
+    if lost := [reason for reason in reasons if reason not in dialect.finish_reasons]:
+        out.finish_reason = lost[0]
+    elif len(reasons) == len(sequences):
+        out.finish_reason = min(reasons)
 
 
 def _take_usage(out: Completion, usage: Any) -> None:
@@ -190,10 +234,11 @@ def _take_usage(out: Completion, usage: Any) -> None:
         raise MalformedStream(lacks, str(usage)) from None
 
 
-def _check(out: Completion, max_tokens: int, dialect: Dialect) -> None:
+def _check(out: Completion, max_tokens: int, dialect: Dialect, n: int, best_of: int | None) -> None:
     """The definition of success. Each failure's sentence says what was missing."""
     if out.finish_reason is None:
-        out.fail("no_finish_reason", "the stream ended without a finish_reason")
+        of = f" of each of the {n} choices" if n > 1 else ""
+        out.fail("no_finish_reason", f"the stream ended without a finish_reason{of}")
     elif out.finish_reason not in dialect.finish_reasons:
         out.fail("not_finished", f"the server gave up: finish_reason {out.finish_reason[:40]!r}")
     if not out.done and dialect.done_marker:
@@ -206,8 +251,11 @@ def _check(out: Completion, max_tokens: int, dialect: Dialect) -> None:
     chunks, reported = len(out.chunk_times), out.output_tokens
     if (out.cached_tokens or 0) > (out.prompt_tokens or 0):
         out.fail("usage_mismatch", f"usage says {out.cached_tokens} of {out.prompt_tokens} prompt tokens were cached")
-    if reported > max_tokens:
-        out.fail("usage_mismatch", f"usage says {reported} tokens, but max_tokens was {max_tokens}")
+    most, of = (best_of or n) * max_tokens, f" of each of {best_of or n} sequences" if (best_of or n) > 1 else ""
+    if reported > most:
+        out.fail("usage_mismatch", f"usage says {reported} tokens, but max_tokens{of} was {max_tokens}")
+    elif best_of is not None and best_of > n:
+        _leave_out_candidates(out, n * max_tokens)
     elif out.chunk_tokens is not None and chunks:
         if sum(out.chunk_tokens) != reported:
             out.fail("usage_mismatch", f"usage says {reported} tokens, {sum(out.chunk_tokens)} ids were streamed")
@@ -215,6 +263,16 @@ def _check(out: Completion, max_tokens: int, dialect: Dialect) -> None:
         out.fail("usage_mismatch", f"usage says {reported} tokens, but {chunks} chunks had content")
     elif chunks == 0 and reported > 0:
         out.fail("usage_mismatch", f"usage says {reported} tokens, but no chunk had content")
+
+
+def _leave_out_candidates(out: Completion, most: int) -> None:
+    """The usage counts all candidates of ``best_of``, as OpenAI does; only those that are returned are output."""
+    reported, returned = out.output_tokens or 0, sum(out.chunk_tokens or ())
+    if out.chunk_tokens is None:
+        out.fail("usage_mismatch", "which tokens were returned is not known: with best_of, token ids must be told")
+    elif not 0 < returned <= min(reported, most):
+        out.fail("usage_mismatch", f"usage says {reported} tokens of all candidates, {returned} ids were returned")
+    out.output_tokens = returned
 
 
 def _close(out: Completion) -> None:

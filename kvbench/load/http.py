@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -20,7 +20,7 @@ from pydantic import Field, field_validator
 from kvbench.common.machine import BOOT_HEADER
 from kvbench.common.schema import StrictModel
 from kvbench.common.secrets import api_key
-from kvbench.requests.request import RequestSpec
+from kvbench.requests.request import ANSWERS, RequestSpec
 
 if TYPE_CHECKING:
     from kvbench.load.spec import LoadSpec
@@ -73,6 +73,8 @@ class Dialect(StrictModel):
     content). ``token_id_prompts``: a prompt may be a list of token ids (else its text is sent). ``ignore_eos``: the
     field of that name is understood and sent. ``return_token_ids``: likewise. ``extra_body``: merged into
     each request's JSON. ``endpoint``: path of the completions.
+    ``answers``: those of n, best_of and beam_width that a request may have. ``returns_all_beams``: n must be that
+    width.
     ``keep_alive``: a connection may carry several requests; False for a server that closes it without saying so.
     ``finish_reasons``: those of a stream that came to its end; any other (abort, error, timeout) is a failure.
     """
@@ -83,10 +85,22 @@ class Dialect(StrictModel):
     token_id_prompts: bool = True
     ignore_eos: bool = True
     return_token_ids: bool = True
+    answers: list[str] = Field(default_factory=lambda: [*ANSWERS])
+    returns_all_beams: bool = False
     keep_alive: bool = True
     finish_reasons: list[str] = Field(default_factory=lambda: [*_FINISHED])
     extra_body: dict[str, Any] = Field(default_factory=dict)
     endpoint: str = "/v1/completions"
+
+    def refusal(self, answers: Mapping[str, int | None]) -> str | None:
+        """Why the server cannot be asked for ``answers`` (n, best_of and beam_width); None if it can."""
+        wanted = {name: value for name, value in answers.items() if value and (value > 1 or name == "beam_width")}
+        if unknown := [name for name in wanted if name not in self.answers]:
+            return f"it has no {' and no '.join(unknown)}"
+        beams = wanted.get("beam_width", 1)
+        if self.returns_all_beams and beams > wanted.get("n", 1):
+            return f"it returns all {beams} beams, so n must be {beams}"
+        return None
 
     @field_validator("endpoint")
     @classmethod
@@ -119,6 +133,7 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
         "max_tokens": request.max_tokens,
         "temperature": spec.temperature,
         "stream": True,
+        **_answers(request),
     }
     if dialect.ignore_eos:
         body["ignore_eos"] = spec.ignore_eos
@@ -140,6 +155,16 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
         f"Content-Length: {len(payload)}",
     ]
     return "\r\n".join(head).encode() + b"\r\n\r\n" + payload
+
+
+def _answers(request: RequestSpec) -> dict[str, Any]:
+    """How many sequences are drawn and returned, in vLLM's names: ``best_of`` is also how many beams there are."""
+    fields: dict[str, Any] = {"n": request.n} if request.n > 1 else {}
+    if request.beam_width is not None:
+        fields |= {"use_beam_search": True, "temperature": 0.0}  # which samples nothing
+    if request.width > request.n:
+        fields["best_of"] = request.width
+    return fields
 
 
 def _prompt(spec: LoadSpec, request: RequestSpec) -> str | list[int]:

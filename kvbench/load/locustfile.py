@@ -35,6 +35,7 @@ from kvbench.load.samples import Sample
 from kvbench.load.session import LoadSession
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
 from kvbench.loadtest.locust_job import LocustJob, add_arguments, job_of
+from kvbench.metrics.sequences import gaps_within, times_per_output_token
 
 _SHARD, _BEGUN, _ENDED = "kvbench_shard", "kvbench_begun", "kvbench_ended"
 _MISTAKES = (ValueError, OSError, MeasurementError)
@@ -219,9 +220,9 @@ def _add_rows(stats: RequestStats, sample: Sample) -> None:
     done, times, cls = sample.completion, sample.completion.chunk_times, sample.request.cls
     if not done.ok or done.first is None:
         return
-    rows = [("TTFT", done.first - sample.t0), *(("ITL", gap) for gap in np.diff(times).tolist())]
-    if (done.output_tokens or 0) > 1:
-        rows.append(("TPOT", (times[-1] - times[0]) / (done.output_tokens - 1)))
+    tpots = times_per_output_token(times, done.chunk_choices, done.chunk_tokens, done.output_tokens or 0)
+    rows = [("TTFT", done.first - sample.t0), *(("TPOT", tpot) for tpot in tpots[~np.isnan(tpots)].tolist())]
+    rows += [("ITL", gap) for gap in gaps_within(times, done.chunk_choices).tolist()]
     for kind, seconds in rows:
         stats.get(cls, kind).log(seconds * 1000.0, 0)
 

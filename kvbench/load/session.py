@@ -217,7 +217,7 @@ class LoadSession:
         self.health.begin(client)
         interrupted: gevent.GreenletExit | None = None
         try:
-            raw = client.exchange(body, _MOST_BYTES + _MOST_BYTES_PER_TOKEN * request.max_tokens)
+            raw = client.exchange(body, _MOST_BYTES + _MOST_BYTES_PER_TOKEN * request.n * request.max_tokens)
         except gevent.GreenletExit as stop:
             raw, interrupted = client.last_raw, stop
         except Exception as error:  # a bug here must end this request, not the load: Locust would go on for ever
@@ -254,9 +254,10 @@ class LoadSession:
 
     def _parse(self, item: Returned, pause: Callable[[], None]) -> Sample:
         raw = item.raw
-        failure, limit = (raw.error_kind, raw.error), item.request.max_tokens
+        failure, request = (raw.error_kind, raw.error), item.request
+        asked = {"n": request.n, "best_of": request.best_of}
         try:
-            outcome = judge(raw.times, raw.chunks, limit, *failure, pause, self.spec.dialect)
+            outcome = judge(raw.times, raw.chunks, request.max_tokens, *failure, pause, self.spec.dialect, **asked)
         except Exception as error:  # as above: one answer that the parser did not foresee is one failed request
             outcome = Completion(error_kind="client_error", error=repr(error))
         outcome.hide_key(self.spec.api_key_env, self.spec.dialect)

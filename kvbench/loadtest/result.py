@@ -18,6 +18,7 @@ _ROWS = (
     ("ttft_ms", "TTFT"),
     ("steady", "  in the steady window"),
     ("client_queue_ms", "  queued in the client"),
+    ("sequence_ttft_ms", "  of each sequence"),
     ("tpot_ms", "TPOT"),
     ("itl_ms", "ITL"),
     ("e2el_ms", "E2EL"),

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvbench.metrics import sequences
 from kvbench.metrics.sequences import Choices, by_sequence, gaps_within
 from kvbench.metrics.steady_window import Plateau, comes_at, steady_state
 
@@ -102,27 +103,27 @@ def _chunk_tokens(requests: pd.DataFrame) -> list[np.ndarray | None]:
     ]
 
 
+def _choices(stored: Any) -> Choices:
+    """``chunk_choices`` of a row; missing where rows of older files are beside it."""
+    return None if stored is None or np.ndim(stored) == 0 else stored
+
+
 def _chunk_choices(requests: pd.DataFrame) -> list[Choices]:
     """Which sequence each chunk belongs to; None for requests of one sequence. [requests]"""
-    if "chunk_choices" not in requests:
-        return [None] * len(requests)
-    return [None if choices is None or np.ndim(choices) == 0 else choices for choices in requests["chunk_choices"]]
+    return [_choices(stored) for stored in requests.get("chunk_choices", [None] * len(requests))]
+
+
+def times_to_end(request: Mapping[str, Any]) -> np.ndarray:
+    """When the chunks of a row's sequence that ended last arrived [s]. float64 [chunks of it]"""
+    times = request["chunk_times"]
+    return sequences.last_to_end(() if times is None else times, _choices(request.get("chunk_choices")))
 
 
 def _sequence_tpots(requests: pd.DataFrame) -> list[np.ndarray]:
-    """The time per output token [s] of each sequence of each request (NaN: undefined). [requests] of [sequences]
-
-    Where the tokens of its sequences are not known, a request's output tokens are shared out evenly over its chunks.
-    """
-    columns = (_chunk_times(requests), _chunk_tokens(requests), _chunk_choices(requests), requests["output_tokens"])
-    found = []
-    for times, tokens, choices, total in zip(*columns, strict=True):
-        if choices is None or tokens is None:
-            tokens = np.full(len(times), float(total) / max(len(times), 1))
-        further = np.array([own.sum() - 1 for own in by_sequence(tokens, choices)])
-        spans = np.array([own[-1] - own[0] if len(own) > 1 else np.nan for own in by_sequence(times, choices)])
-        found.append(np.divide(spans, further, out=np.full(len(spans), np.nan), where=further > 0))
-    return found
+    """The time per output token [s] of each sequence of each request (NaN: undefined). [requests] of [sequences]"""
+    totals = requests["output_tokens"].to_numpy(dtype=float)
+    columns = (_chunk_times(requests), _chunk_choices(requests), _chunk_tokens(requests), totals)
+    return [sequences.times_per_output_token(*of) for of in zip(*columns, strict=True)]
 
 
 def request_latencies(requests: pd.DataFrame) -> pd.DataFrame:

@@ -261,6 +261,8 @@ def _simulate(source: _Source) -> _Simulated | str:
         return "the stored prompts cannot be read"
     if any(r.prompt is not None or r.prompt_token_ids is None for r in requests):
         return "prompts were sent as text, so their token ids are not known"
+    if any(r.width > 1 for r in requests):
+        return "requests of several sequences are not simulated"
     served = served_requests(requests, _rows(source), source.step_tokens)
     primed = distinct_prefixes(requests) if source.primed else []
     found = _Simulated(

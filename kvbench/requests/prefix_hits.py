@@ -173,5 +173,7 @@ def common_beginning(first: Ids, second: Ids, known: int = 0) -> int:
 
 
 def _pages_written(requests: Iterable[RequestSpec], prefixes: Iterable[tuple[int, ...]], page_size: int) -> int:
+    requests = list(requests)
     lengths = [len(r.prompt_token_ids or ()) + r.max_tokens for r in requests] + [len(p) + 1 for p in prefixes]
-    return sum(-(-length // page_size) for length in lengths)
+    forks = sum((r.width - 1) * (-(-r.max_tokens // page_size) + 1) for r in requests)  # 1: a copy of the prompt's last
+    return sum(-(-length // page_size) for length in lengths) + forks

@@ -85,19 +85,22 @@ _MAKE_ROOM = {"kv_cache_dtype": "a smaller KV dtype", "page_size": "another page
 class Lengths:
     """Tokens of a load's requests: ``prompts``, ``outputs`` and, of the prompts, the ``prefixes`` that others share.
 
-    ``distinct``: of all shared prefixes, each once.
+    ``distinct``: of all shared prefixes, each once. ``widths``: sequences that a request runs side by side; each has an
+    output of its own, and in pages they share the prompt.
     """
 
     prompts: np.ndarray
     outputs: np.ndarray
     prefixes: np.ndarray
     distinct: int
+    widths: np.ndarray | int = 1
 
 
 def lengths_of(requests: Sequence[RequestSpec]) -> Lengths:
     """The lengths of a load's requests."""
-    rows = [(len(r.prompt_token_ids or ()), r.max_tokens, r.prefix_tokens) for r in requests]
-    return Lengths(*np.array(rows).T, sum(map(len, distinct_prefixes(requests))))
+    rows = [(len(r.prompt_token_ids or ()), r.max_tokens, r.prefix_tokens, r.width) for r in requests]
+    prompts, outputs, prefixes, widths = np.array(rows).T
+    return Lengths(prompts, outputs, prefixes, sum(map(len, distinct_prefixes(requests))), widths)
 
 
 def memory_notes(
@@ -115,7 +118,7 @@ def memory_notes(
 def _memory_note(
     sized: Sequence[Configuration], capacity: Mapping[str, Mapping[str, Any]], load: LoadPoint, lengths: Lengths
 ) -> str:
-    totals = lengths.prompts + lengths.outputs
+    totals = lengths.prompts + lengths.widths * lengths.outputs
     mean = f"{totals.mean():,.0f}" + ("" if totals.min() == totals.max() else f" (mean; {totals.max():,} at most)")
     held = {c.config_id: at_once(c, capacity[c.config_id], lengths) for c in sized}
     counts = {config_id: f"{config_id} (about {count(np.floor(n))} at once)" for config_id, (n, _) in held.items()}
@@ -124,7 +127,9 @@ def _memory_note(
         return f"{load.load_id}: a request needs {mean} tokens; {more}: {and_more(list(counts.values()), 6)}"
     users = load.concurrency or len(totals)
     needed = f"{load.load_id}: {users} x {mean} = {users * totals.mean():,.0f} tokens"
-    most = {c.config_id: min(users, int(effective(c.settings, "max_num_seqs") or users)) for c in sized}
+    widest = int(np.max(lengths.widths))
+    seqs = {c.config_id: int(effective(c.settings, "max_num_seqs") or users * widest) for c in sized}
+    most = {config_id: min(users, number // widest) for config_id, number in seqs.items()}
     full = [config_id for config_id, (_, share) in held.items() if share(most[config_id]) > 1]
     parts = [_limits(full, held, most, counts)] if full else [_no_limits(sized, capacity)]
     if capped := [f"{config_id} ({n})" for config_id, n in most.items() if n < users]:
@@ -158,14 +163,16 @@ def at_once(
 
     With prefix caching a shared prefix is there once.
     """
-    room, sizes = float(known["capacity_tokens"]), lengths.prompts + lengths.outputs
+    room, prompts, widths = float(known["capacity_tokens"]), lengths.prompts, lengths.widths
+    sizes = widths * (prompts + lengths.outputs)
     if configuration.settings.get("layout") != "contiguous":
         if effective(configuration.settings, "enable_prefix_caching"):
-            room, sizes = room - lengths.distinct, sizes - lengths.prefixes
-        room, sizes = room // known["page_size"], -(-sizes // known["page_size"])
+            room, prompts = room - lengths.distinct, prompts - lengths.prefixes
+        pages = -(-(prompts + lengths.outputs) // known["page_size"])
+        room, sizes = room // known["page_size"], pages + (widths - 1) * (pages - prompts // known["page_size"])
     elif (kind := _reserved_by_length(configuration)) is None:
-        room, sizes = float(known["num_pages"]), np.ones(len(sizes))
+        room, sizes = float(known["num_pages"]), widths * np.ones(len(sizes))
     elif kind == "pow2":
-        sizes = np.minimum(lengths.prompts + 2 ** np.ceil(np.log2(lengths.outputs)), known["max_model_len"])
+        sizes = widths * np.minimum(prompts + 2 ** np.ceil(np.log2(lengths.outputs)), known["max_model_len"])
     room, largest = max(room, 1.0), np.sort(sizes)[::-1]
     return room / sizes.mean(), lambda n: float(largest[:n].sum()) / room

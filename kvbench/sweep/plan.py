@@ -54,7 +54,7 @@ def preflight(workload: Workload, design: Design, check: Check) -> Preflight:
                 )
             except (ValueError, OSError) as error:
                 raise UsageError(f"{cell.cell_id}: {error}") from None
-        work = sum(r.max_tokens for r in requests) / (rate * min(1.0, (cell.load.concurrency or 8) / 4))
+        work = sum(r.width * r.max_tokens for r in requests) / (rate * min(1.0, (cell.load.concurrency or 8) / 4))
         arrivals = max((r.arrival_s or 0.0 for r in requests), default=0.0)
         guesses[cell.load.load_id] = max(work, arrivals) + 3.0
         lengths[cell.load.load_id] = lengths_of(requests)

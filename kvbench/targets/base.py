@@ -201,7 +201,13 @@ class Target:
         return {**({"dialect": quirks} if quirks else {}), **self.http.access.fields()}
 
     def as_sent(self, requests: list[RequestSpec]) -> list[RequestSpec]:
-        """The requests as this server takes them. MeasurementError when there is no tokenizer to make texts with."""
+        """The requests as this server takes them.
+
+        MeasurementError when it cannot be asked for them, or there is no tokenizer to make texts with.
+        """
+        for request in requests:
+            if request.answers and (why := self.dialect.refusal(request.answers)):
+                raise MeasurementError(f"{self.preset.title} cannot serve class {request.cls!r}: {why}")
         if self.dialect.token_id_prompts or all(r.prompt is not None for r in requests):
             return requests
         return with_texts(requests, self._make_text)

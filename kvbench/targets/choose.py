@@ -25,6 +25,8 @@ from kvbench.targets.presets import GENERIC, PRESETS
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.design import Block, Design, plan_sweep
 from kvbench.workload.file import Workload
+from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.prompts_section import SyntheticPrompts
 
 BUILTIN = "the built-in server, or a command in its place"
 RUNNING = "a server that runs already (--target URL)"
@@ -102,6 +104,7 @@ def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, 
     kind = kind_of(target, serve_cmd)
     preset = PRESETS[target] if kind == PRESET else preset_named(options["preset"])
     check_target_options([kind], options)
+    check_answers(workload.load, preset)
     if kind == RUNNING:
         return _running(workload, options, preset)
     if options["port"]:
@@ -109,6 +112,13 @@ def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, 
     if kind == BUILTIN:
         return _builtin(workload, options)
     return _launched(workload, options, preset, CommandTemplate.parse(serve_cmd) if kind == TEMPLATE else None)
+
+
+def check_answers(load: LoadConfig, preset: Preset) -> None:
+    """Raises UsageError where a class wants answers that servers of this kind cannot give."""
+    for each in load.prompts.classes if isinstance(load.prompts, SyntheticPrompts) else ():
+        if why := preset.dialect.refusal(each.answers):
+            raise UsageError(f"{preset.title} cannot serve class {each.name!r}: {why}")
 
 
 def kind_of(target: str | None, serve_cmd: str | None) -> str:

@@ -28,7 +28,7 @@ from kvbench.targets.preset import (
 from kvbench.targets.prometheus import OURS, MetricNames
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
-_NO_IDS_BACK = OPENAI.model_copy(update={"return_token_ids": False})
+_NO_IDS_BACK = OPENAI.model_copy(update={"return_token_ids": False, "answers": []})
 _TEXT_ONLY = "prompts are sent as text, since it takes no token ids"
 _EOS_TAKEN_OUT = "the model folder has no end-of-sequence token where the load ignores it, since requests cannot say so"
 
@@ -144,6 +144,7 @@ VLLM = Preset(
     ),
     reset_path="/reset_prefix_cache",
     version_path="/version",
+    dialect=Dialect(answers=["n", "beam_width"], returns_all_beams=True),
     grace_s=15.0,
     start_guess_s=100.0,  # imports, and the compilation of a first start
     device_pattern=r"device_config=(\w+)",
@@ -217,7 +218,7 @@ SGLANG = Preset(
     reset_path="/flush_cache",
     reset_busy=400,
     version_path="/server_info",
-    dialect=_NO_IDS_BACK,
+    dialect=_NO_IDS_BACK.model_copy(update={"answers": ["n"]}),
     grace_s=15.0,
     quirks=(
         "the KV budget becomes --max-total-tokens, by kvbench's arithmetic of bytes a token",
@@ -283,7 +284,7 @@ TGI = Preset(
         },
     ),
     version_path="/info",
-    dialect=Dialect(token_id_prompts=False, ignore_eos=False, return_token_ids=False),
+    dialect=Dialect(token_id_prompts=False, ignore_eos=False, return_token_ids=False, answers=[]),
     grace_s=20.0,
     quirks=(
         _TEXT_ONLY,
@@ -415,7 +416,12 @@ TRANSFORMERS = Preset(
     models_path=None,  # it lists Hugging Face's cache, not what it serves
     start_guess_s=20.0,
     dialect=Dialect(
-        done_marker=False, stream_options=False, token_id_prompts=False, ignore_eos=False, return_token_ids=False
+        done_marker=False,
+        stream_options=False,
+        token_id_prompts=False,
+        ignore_eos=False,
+        return_token_ids=False,
+        answers=[],
     ),
     quirks=(
         "streams end without [DONE], with usage in the last chunk",

@@ -104,6 +104,24 @@ def test_best_of_returns_the_most_likely_and_charges_for_all(server: RunningServ
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "fields", [{"n": 2, "best_of": 4}, {"use_beam_search": True, "n": 2, "best_of": 3}], ids=["best_of", "beams"]
+)
+def test_what_is_chosen_at_the_end_is_streamed_then_a_choice_an_event(
+    server: RunningServer, path: str, fields: dict[str, Any]
+) -> None:
+    whole = ask(server, path, **fields)
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": [5, 6, 7]}
+    streamed = {"max_tokens": 3, "return_token_ids": True, "stream": True, "stream_options": {"include_usage": True}}
+    *events, last = server.post(path, {**prompt, **streamed, **fields}).events
+    choices = [choice for event in events for choice in event["choices"]]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    assert [choice["token_ids"] for choice in choices] == ids(whole)
+    assert [choice["finish_reason"] for choice in choices] == ["length", "length"]
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_beams_come_best_first(server: RunningServer, path: str) -> None:
     """The k-th best continuation of every beam has a log probability of -(k + 1): sums give the order."""
     answer = ask(server, path, use_beam_search=True, n=2, best_of=3, max_tokens=1)

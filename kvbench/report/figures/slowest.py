@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from kvbench.common import text as words
-from kvbench.metrics.latency import MS, inter_token_latencies
+from kvbench.metrics.latency import MS, inter_token_latencies, times_to_end
 from kvbench.report.comparisons import baseline, best
 from kvbench.report.figures.axes import compact, label_above, legend_outside, room_for_labels
 from kvbench.report.style import Drawing, finish
@@ -62,9 +62,11 @@ def slowest(requests: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parts(request: pd.Series, limit: float) -> list[tuple[str, float, float]]:
-    """(part, start, length) [ms] in order, neighbours of the same part as one; ``limit`` [ms]: longer gaps are GAP."""
-    chunks = request["chunk_times"]
-    times = (np.asarray(chunks if chunks is not None else [], dtype=float) - request["t0"]) * MS  # [chunks]
+    """(part, start, length) [ms] in order, neighbours of the same part as one; ``limit`` [ms]: longer gaps are GAP.
+
+    Of several sequences, those of the one that ended last.
+    """
+    times = (times_to_end(request) - request["t0"]) * MS  # [chunks]
     times = times if len(times) else np.array([(request["last"] - request["t0"]) * MS])
     queued = min(float(np.nan_to_num(request.get("queued_s", 0.0))) * MS, float(times[0]))
     edges = [(CLIENT, 0.0, queued), (FIRST, queued, float(times[0]))]

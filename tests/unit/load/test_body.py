@@ -9,11 +9,12 @@ import pytest
 
 from kvbench.load.completion import Completion
 from kvbench.load.connection import Address
-from kvbench.load.http import http_request
+from kvbench.load.http import Dialect, http_request
 from kvbench.load.launch import takes_priority
 from kvbench.load.samples import Sample, with_history
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestSpec
+from kvbench.targets.presets import PRESETS
 
 
 def parts(request: RequestSpec, **fields: Any) -> tuple[bytes, dict[str, Any]]:
@@ -39,6 +40,45 @@ def test_the_request_speaks_the_servers_dialect() -> None:
     with pytest.raises(ValueError, match="request 0 is a prompt of token ids, which this server does not take"):
         parts(request, dialect={"token_id_prompts": False})
     assert parts(RequestSpec(0, "a", (5,), "five", 3), dialect={"token_id_prompts": False})[1]["prompt"] == "five"
+
+
+@pytest.mark.parametrize(
+    ("answers", "sent"),
+    [
+        ({}, {"temperature": 0.7}),
+        ({"n": 4}, {"n": 4, "temperature": 0.7}),
+        ({"n": 2, "best_of": 2}, {"n": 2, "temperature": 0.7}),
+        ({"best_of": 3}, {"best_of": 3, "temperature": 0.7}),
+        ({"n": 2, "beam_width": 2}, {"n": 2, "use_beam_search": True, "temperature": 0.0}),
+        ({"beam_width": 4}, {"best_of": 4, "use_beam_search": True, "temperature": 0.0}),
+    ],
+)
+def test_the_body_asks_for_several_answers_in_vllms_names(answers: dict[str, int], sent: dict[str, Any]) -> None:
+    _, body = parts(RequestSpec(0, "a", (5, 6), None, 3, **answers), temperature=0.7)
+    names = ("n", "best_of", "use_beam_search", "temperature")
+    assert {name: body[name] for name in names if name in body} == sent
+
+
+@pytest.mark.parametrize(
+    ("preset", "answers", "word"),
+    [
+        ("vllm", {"n": 4}, None),
+        ("vllm", {"n": 4, "beam_width": 4}, None),
+        ("vllm", {"n": 2, "beam_width": 4}, "n must be 4"),
+        ("vllm", {"n": 2, "best_of": 4}, "best_of"),
+        ("sglang", {"n": 4}, None),
+        ("sglang", {"beam_width": 4}, "beam_width"),
+        ("llamacpp", {"n": 2}, "no n"),
+        ("tgi", {"n": 1, "best_of": None, "beam_width": None}, None),
+        ("transformers", {"n": 2, "best_of": 4}, "no n and no best_of"),
+    ],
+)
+def test_a_preset_says_which_answers_its_server_cannot_give(
+    preset: str, answers: dict[str, int], word: str | None
+) -> None:
+    why = PRESETS[preset].dialect.refusal(answers)
+    assert why is None if word is None else word in why
+    assert Dialect().refusal(answers) is None
 
 
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,10 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def token(text: str, ids: list[int] | None = None, finish: str | None = None, **more: object) -> bytes:
-    choice: dict = {"index": 0, "text": text, "finish_reason": finish}
+def token(
+    text: str, ids: list[int] | None = None, finish: str | None = None, index: object = 0, **more: object
+) -> bytes:
+    choice: dict = {"index": index, "text": text, "finish_reason": finish}
     if ids is not None:
         choice["token_ids"] = ids
     return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
@@ -33,9 +35,9 @@ def ending(tokens: int) -> bytes:
     return chunk(b"data: " + json.dumps(usage).encode() + b"\n\n" + b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
-def judged(*reads: bytes, max_tokens: int = 8, dialect: Dialect = OPENAI) -> Completion:
+def judged(*reads: bytes, max_tokens: int = 8, dialect: Dialect = OPENAI, **answers: int) -> Completion:
     """The outcome when read k arrived at time k."""
-    return judge([float(k) for k in range(len(reads))], list(reads), max_tokens, dialect=dialect)
+    return judge([float(k) for k in range(len(reads))], list(reads), max_tokens, dialect=dialect, **answers)
 
 
 def test_a_token_is_stamped_by_the_read_that_completed_it() -> None:
@@ -223,3 +225,74 @@ def test_a_dialect_that_cannot_be_meant(fields: dict, sentence: str) -> None:
     with pytest.raises(ValidationError) as error:
         Dialect.model_validate(fields)
     assert sentence in " ".join(explain(error.value, "dialect"))
+
+
+# Two sequences of three tokens each, one event a read.
+TWO = [
+    token("a", [1], index=0), token("x", [7], index=1), token("y", [8], index=1), token("b", [2], index=0),
+    token("z", [9], "length", index=1), token("c", [3], "stop", index=0),
+]  # fmt: skip
+
+
+def several(events_: list[bytes], told: int, **answers: int) -> Completion:
+    return judged(HEAD, *map(chunk, events_), ending(told), max_tokens=3, **answers)
+
+
+def test_each_chunk_belongs_to_its_choice() -> None:
+    out = several(TWO, 6, n=2)
+    assert out.ok, out.error
+    assert out.chunk_times == [1, 2, 3, 4, 5, 6] and out.chunk_choices == [0, 1, 1, 0, 1, 0]
+    assert out.token_ids == [1, 2, 3, 7, 8, 9] and out.text == "abc\nxyz" and out.chunk_tokens == [1] * 6
+    assert (out.output_tokens, out.finish_reason, out.first) == (6, "length", 1.0)
+    assert several([token("a", [1], "stop")], 1).chunk_choices is None
+
+
+@pytest.mark.parametrize(
+    ("events_", "told", "n", "kind"),
+    [
+        (TWO[:4] + TWO[5:], 5, 2, "no_finish_reason"),  # of sequence 1
+        ([], 0, 2, "no_finish_reason"),
+        (TWO, 6, 3, "no_finish_reason"),  # a server that ignores n, or gives fewer
+        (TWO, 6, 1, "malformed"),  # more than were asked for
+        (TWO, 5, 2, "usage_mismatch"),
+        (TWO, 7, 2, "usage_mismatch"),
+        ([*TWO[:5], token("c", [3], "abort")], 6, 2, "not_finished"),
+        ([token("a", [1], "stop", index=-1)], 1, 2, "malformed"),
+        ([token("a", [1], "stop", index="1")], 1, 2, "malformed"),
+    ],
+)
+def test_every_choice_must_end_well(events_: list[bytes], told: int, n: int, kind: str) -> None:
+    assert several(events_, told, n=n).error_kind == kind
+
+
+def test_one_event_may_carry_all_choices_and_their_usage() -> None:
+    """As vLLM answers a beam search that was to be streamed: the whole response as one event."""
+    choices = [{"index": i, "text": t, "token_ids": [i, 9], "finish_reason": "length"} for i, t in enumerate("ab")]
+    whole = {"choices": choices, "usage": {"prompt_tokens": 4, "completion_tokens": 4}}
+    body = chunk(b"data: " + json.dumps(whole).encode() + b"\n\ndata: [DONE]\n\n")
+    out = judged(HEAD, body, b"0\r\n\r\n", n=2)
+    assert out.ok and out.coalesced == 0, out.error
+    assert (out.chunk_times, out.chunk_choices, out.chunk_tokens) == ([1.0, 1.0], [0, 1], [2, 2])
+    assert out.token_ids == [0, 9, 1, 9]
+
+
+@pytest.mark.parametrize(
+    ("told", "best_of", "kind"),
+    [(12, 4, None), (6, 2, None), (13, 4, "usage_mismatch"), (5, 4, "usage_mismatch"), (9, 3, None)],
+)
+def test_of_best_of_the_usage_counts_all_and_the_output_what_is_returned(
+    told: int, best_of: int, kind: str | None
+) -> None:
+    out = several(TWO, told, n=2, best_of=best_of)
+    assert out.error_kind == kind
+    assert out.ok is False or out.output_tokens == 6
+
+
+def test_what_best_of_returned_must_be_known() -> None:
+    unknown = [token("a", None, "length", index=i) for i in (0, 1)]
+    assert several(unknown, 12, n=2, best_of=4).error_kind == "usage_mismatch"
+
+
+def test_only_chunks_of_the_same_sequence_are_coalesced_in_a_read() -> None:
+    assert judged(HEAD, chunk(TWO[0] + TWO[1]), *map(chunk, TWO[2:]), ending(6), n=2).coalesced == 0
+    assert judged(HEAD, chunk(TWO[0] + TWO[1] + TWO[2]), *map(chunk, TWO[3:]), ending(6), n=2).coalesced == 1

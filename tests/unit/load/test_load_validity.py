@@ -154,6 +154,19 @@ def test_outputs_shorter_than_ignore_eos_asked_for_are_counted(lengths, obeyed, 
     assert count == short and "".join(why).startswith(said) and bool(why) == bool(said)
 
 
+def test_each_sequence_of_a_request_must_have_its_length():
+    request = RequestSpec(0, "chat", (1, 2, 3), None, 10, n=3)
+    samples = [Sample(request, 0, 0.0, 0.0, 1.0, Completion(output_tokens=n)) for n in (30, 30, 29, 10)]
+    assert short_outputs(samples, True)[0] == 2
+
+
+def test_the_clients_median_gap_is_within_sequences():
+    request = RequestSpec(0, "chat", (1, 2, 3), None, 2, n=2)
+    done = Completion(chunk_times=[1.0, 1.001, 2.0, 2.001], chunk_choices=[0, 1, 0, 1], output_tokens=4)
+    report = client_report([Sample(request, 0, 0.0, 0.0, 2.1, done)], [], 0.1, 1.0, "closed")
+    assert report["itl_p50_ms"] == pytest.approx(1000)
+
+
 def prompts(*told: int | None, text: str | None = None, new_tokens: int = 0, ok: bool = True) -> list[Sample]:
     """Prompts of 50 tokens, of which the server says that they have ``told``."""
     request = RequestSpec(0, "c", tuple(range(50)), text, 2, new_tokens=new_tokens)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import yaml
 
 from kvbench.cli.main import cli
+from kvbench.sweep.capacity import Lengths, at_once
 from kvbench.targets.builtin import check_configuration
 
 ENGINE = {
@@ -123,3 +127,19 @@ def test_prefix_caching_holds_a_shared_prefix_once(capsys):
     words = ("--input-len", "500", "--output-len", "100", "--prefix-len", "2000", "--concurrency", "20")
     said = plan(capsys, *words, "--vary", "enable_prefix_caching=false,true")
     assert "memory limits paged-p16 (about 6 at once); paged-p16-prefix: room for all" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "prefix", "held"),
+    [
+        ({"layout": "paged"}, 0, 1000 / (47 + 3 * 10)),  # 37 of 47 pages are full of the prompt and shared by all four
+        ({"layout": "paged", "enable_prefix_caching": True}, 320, (16_000 - 320) // 16 / (27 + 3 * 10)),
+        ({"layout": "contiguous"}, 0, 40 / 4),
+        ({"layout": "contiguous", "reservation": "oracle"}, 0, 16_000 / (4 * 750)),
+        ({"layout": "contiguous", "reservation": "pow2"}, 0, 16_000 / (4 * (600 + 256))),
+    ],
+)
+def test_sequences_of_a_request_share_its_prompt_in_pages_only(settings, prefix, held):
+    known = {"capacity_tokens": 16_000, "page_size": 16, "num_pages": 40, "max_model_len": 1024}
+    sizes = Lengths(np.array([600]), np.array([150]), np.array([prefix]), prefix, widths=np.array([4]))
+    assert at_once(SimpleNamespace(settings=settings), known, sizes)[0] == pytest.approx(held)

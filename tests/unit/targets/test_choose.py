@@ -55,6 +55,20 @@ def workload(tmp_path):
     return make
 
 
+def test_answers_that_a_server_cannot_give_are_refused_before_its_launch(workload):
+    one = TINY["load"]["prompts"]["classes"][0]
+
+    def load(**answers):
+        return {"temperature": 1.0, "prompts": {"kind": "synthetic", "classes": [one | answers]}}
+
+    assert chosen(workload(load=load(n=2, best_of=4))).workload  # the built-in engine has all of them
+    assert chosen(workload(load=load(n=2)), **VLLM_HERE).workload
+    with pytest.raises(UsageError, match="best_of"):
+        chosen(workload(load=load(n=2, best_of=4)), **VLLM_HERE)
+    with pytest.raises(UsageError, match="n"):
+        chosen(workload(load=load(n=2)), **URL, preset="llamacpp")
+
+
 def chosen(workload, stored=None, **options):
     return choose(workload, NOTHING | options, stored or {})
 

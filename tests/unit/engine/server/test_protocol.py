@@ -54,8 +54,6 @@ def test_stop_is_a_text_or_a_list(stop: Any, stops: tuple[str, ...]) -> None:
         ({"prompt": "a", "top_k": -2}, "top_k"),
         ({"prompt": "a", "n": 0}, "n"),
         ({"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
-        ({"prompt": "a", "best_of": 2, "stream": True}, "stream"),
-        ({"prompt": "a", "use_beam_search": True, "stream": True}, "stream"),
         ({"prompt": "a", "use_beam_search": "yes"}, "use_beam_search"),
         ({"prompt": "a", "use_beam_search": True, "length_penalty": "long"}, "length_penalty"),
         ({"prompt": "a", "use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
