@@ -73,15 +73,36 @@ def sentences(a: Answer) -> list[str]:
     load = f"{plural(a.load.concurrency, 'sequence')} of {count(a.load.context)} tokens"
     needed = f"{_gib(a.weights.total_bytes)} of weights and {_gib(_kv_of_load(a))} of KV"
     lines = [_first(a, load, needed)]
-    if a.memory is not None and a.memory.kv > 0:
-        one = a.memory.at_once(a.model, a.settings, a.load.max_model_len)
-        if one == 0:
-            lines.append(
-                f"vLLM starts only with room for one sequence of its max_model_len ({count(a.load.max_model_len)}): "
-                f"start it with --max-model-len {a.load.context} or a little more."
-            )
-    if a.memory is not None and not a.memory.gpu.bfloat16 and a.model.spec.default_dtype == "bfloat16":
-        lines.append(f"{a.memory.gpu.name} has no bfloat16: start the engine with --dtype half.")
+    if a.memory is not None:
+        lines += [*_about_room(a, a.memory), *_about_dtypes(a, a.memory.gpu)]
+    return lines
+
+
+def _about_room(a: Answer, memory: Memory) -> list[str]:
+    lines = []
+    if memory.kv <= 0:
+        if memory.weights < memory.taken:
+            lines.append("A larger --gpu-memory-utilization or a smaller --max-num-seqs can make room.")
+        return lines
+    if memory.at_once(a.model, a.settings, a.load.max_model_len) == 0:
+        lines.append(
+            f"vLLM starts only with room for one sequence of its max_model_len ({count(a.load.max_model_len)}): "
+            f"start it with --max-model-len {a.load.context} or a little more."
+        )
+    if memory.at_once(a.model, a.settings, a.load.context) > memory.step.sequences:
+        lines.append(
+            f"Of these, vLLM runs {count(memory.step.sequences)} at once, its max_num_seqs here; a larger "
+            "--max-num-seqs takes memory for activations."
+        )
+    return lines
+
+
+def _about_dtypes(a: Answer, gpu: GPU) -> list[str]:
+    lines = []
+    if not gpu.bfloat16 and a.model.spec.default_dtype == "bfloat16":
+        lines.append(f"{gpu.name} has no bfloat16: start the engine with --dtype half.")
+    if not gpu.fp8 and a.settings.kv_cache_dtype.startswith("fp8"):
+        lines.append(f"{gpu.name} has no FP8 in hardware: not every engine keeps an FP8 KV on it.")
     return lines
 
 
@@ -96,17 +117,23 @@ def _first(a: Answer, load: str, needed: str) -> str:
             return f"None of the GPUs with a price holds {a.model.name} with {load}: it needs {needed}."
         return f"{a.model.name} with {load} needs {needed}; the table has the GPUs that hold it."
     gpus = f"{a.memory.count} x {a.memory.gpu.name}"
+    one = a.memory.count == 1
     if a.memory.kv <= 0:
-        return f"No: {gpus} have no room for KV beside the weights of {a.model.name}, {_gib(a.memory.weights)} a GPU."
+        return (
+            f"No: {gpus} {'has' if one else 'have'} no room for KV: weights ({_gib(a.memory.weights)}), activations "
+            f"and context of {a.model.name} take {_gib(a.memory.taken - a.memory.kv)} a GPU, and the engine may take "
+            f"{_gib(a.memory.taken)}."
+        )
     held = a.memory.at_once(a.model, a.settings, a.load.context)
-    room = f"{_gib(a.memory.kv)} a GPU are left for KV, enough for {count(held)} at once"
+    room = f"{_gib(a.memory.kv)} a GPU is left for KV, enough for {count(held)} at once"
     if not fits(a.memory, a.model, a.settings, a.load):
-        return f"No: {gpus} do not hold {a.model.name} with {load}, which needs {needed}; {room}."
+        verb = "does" if one else "do"
+        return f"No: {gpus} {verb} not hold {a.model.name} with {load}, which needs {needed}; {room}."
     if a.picked:
         cost = a.prices.get(a.memory.gpu.name)
         why = f"the cheapest at {a.memory.count * cost:.2f} an hour" if cost else "the fewest and smallest GPUs"
         return f"Take {gpus}, {why} to hold {a.model.name} with {load}: {needed}; {room}."
-    return f"Yes: {gpus} hold {a.model.name} with {load}: {needed}; {room}."
+    return f"Yes: {gpus} {'holds' if one else 'hold'} {a.model.name} with {load}: {needed}; {room}."
 
 
 def model_table(a: Answer) -> Table:
@@ -116,7 +143,7 @@ def model_table(a: Answer) -> Table:
     one = a.model.token_bytes(dtype)
     rows = [("KV of a token", f"{count(one)} bytes", _attention_words(a, windows, window))]
     sequence = a.model.sequence_bytes(a.load.context, dtype, page_size=a.settings.page_size)
-    rows.append((f"a sequence of {count(a.load.context)}", _gib(sequence), f"pages of {a.settings.page_size}"))
+    rows.append((f"a sequence of {count(a.load.context)} tokens", _gib(sequence), f"pages of {a.settings.page_size}"))
     rows.append((f"{count(a.load.concurrency)} of them", _gib(_kv_of_load(a)), ""))
     parameters = f"{a.weights.parameters.total / 1e9:.2f} billion parameters; {a.weights.source}"
     rows.append(("weights", _gib(a.weights.total_bytes), parameters))
@@ -129,7 +156,7 @@ def _attention_words(a: Answer, windows: Sequence[int | None], window_bytes: int
     words = [kind, f"in {a.model.spec.default_dtype if dtype == 'auto' else dtype}"]
     if windows:
         sizes = listing([count(each) for each in windows])
-        words.append(f"{count(window_bytes)} of it in layers that keep the last {sizes} tokens only")
+        words.append(f"{count(window_bytes)} bytes of it in layers that keep only the last {sizes} tokens")
     return ", ".join(words)
 
 
@@ -189,7 +216,7 @@ def footnote(a: Answer) -> str:
     )
     return (
         f"{engine}, tensor parallel over 1, 2, 4 or 8 GPUs. At best: weights and KV read once a decode step, at the "
-        "data sheet's bandwidth; no engine reaches it. How it is counted: docs/commands.md."
+        "memory's full bandwidth; no engine reaches it. How it is counted: docs/commands.md."
     )
 
 

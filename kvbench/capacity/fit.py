@@ -16,10 +16,12 @@ GPU_COUNTS = (1, 2, 4, 8)
 # What vLLM takes before it shares out the rest as KV. It runs one step of max_num_batched_tokens tokens and
 # max_num_seqs sequences and keeps the peak, which in most models is in sampling: logits, their sorted copy, indices,
 # work space.
-# Measured on H100, vLLM 0.11, five models: 38 bytes a logit; on an RTX 4090, vLLM 0.19: about 32.
+# From vLLM's logs: 38 bytes a logit for five models on H100 (llm-d/llm-d-benchmark,
+# config_explorer/empirical-vllm-memory-results.md), about 32 for one on an RTX 4090 (vLLM 0.19,
+# casys-kaist/LLMServingSim, bench/results/llama-3.1-8b-rtx4090/meta.json).
 SAMPLING_BYTES_PER_LOGIT = 35
-CONTEXT_BYTES = round(0.13 * GIB)  # CUDA context and kernels, as measured on one H100
-COMMUNICATION_BYTES = round(0.42 * GIB)  # more, where several GPUs talk to each other: 0.55 measured on two
+CONTEXT_BYTES = round(0.13 * GIB)  # CUDA context and kernels, as those logs have it for one H100
+COMMUNICATION_BYTES = round(0.42 * GIB)  # more, where several GPUs talk to each other: 0.55 in those logs on two
 _ACTIVATION_BYTES = 2  # bfloat16 or float16
 _LARGE_GPU = 70 * GIB  # from here on, but for the A100, vLLM has larger steps
 
@@ -127,7 +129,7 @@ def fits(memory: Memory, model: PlannedModel, settings: Settings, load: Load) ->
 
 
 def tokens_per_s(memory: Memory, model: PlannedModel, weights: Weights, settings: Settings, load: Load) -> float:
-    """At best: a decode step reads the weights and all KV once, at the bandwidth of the data sheet."""
+    """At best: a decode step reads the weights and all KV once, at the memory's full bandwidth."""
     kv = load.concurrency * model.sequence_bytes(load.context, settings.kv_cache_dtype, gpus=memory.count)
     return load.concurrency * memory.gpu.bytes_per_s / (weights.read_bytes / memory.count + kv)
 

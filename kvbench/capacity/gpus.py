@@ -22,14 +22,16 @@ class GPU:
     """One kind of GPU.
 
     ``memory_bytes``: the device's total as CUDA or ROCm tells it, less than on the label.
-    ``bytes_per_s``: memory bandwidth of the data sheet.
+    ``bytes_per_s``: full memory bandwidth, mostly as the data sheet has it.
     ``bfloat16``: False before Ampere, where engines refuse bfloat16 and an fp8 KV.
+    ``fp8``: False before Ada and Hopper: the hardware does not compute in FP8.
     """
 
     name: str
     memory_bytes: int
     bytes_per_s: float
     bfloat16: bool
+    fp8: bool
 
 
 def known_gpus() -> list[GPU]:
@@ -79,7 +81,7 @@ def _shipped() -> tuple[dict[str, GPU], dict[str, str]]:
     gpus, names = {}, {}
     for name, entry in json.loads(_SHIPPED.read_text(encoding="utf-8")).items():
         memory, speed = round(entry["memory_gib"] * 2**30), entry["bandwidth_gb_s"] * 1e9
-        gpus[name] = GPU(name, memory, speed, entry.get("bfloat16", True))
+        gpus[name] = GPU(name, memory, speed, entry.get("bfloat16", True), entry.get("fp8", True))
         names.update({_plain(each): name for each in (name, *entry.get("aliases", ()))})
     return gpus, names
 

@@ -75,7 +75,9 @@ def weights_of(model: PlannedModel, quantization: str | None = None) -> Weights:
         return int(kept * of_dtype + parameters.linear * linear + expert * experts)
 
     rows = parameters.embedding if not parameters.head else 0  # a tied embedding is read as the head
-    source = f"its parameters in {stored or model.spec.default_dtype}"
+    rest = model.spec.default_dtype
+    quantised = "experts" if stored == "mxfp4" else "attention and MLP"
+    source = f"{quantised} in {stored}, the rest in {rest}" if stored else f"in {rest}"
     if text.get("model_type") not in _COUNTED:
         source += f", counted as a Llama's, since model_type {text.get('model_type')} is not known"
     total, read = size_of(parameters.embedding, parameters.experts), size_of(rows, parameters.used_experts)

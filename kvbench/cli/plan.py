@@ -161,7 +161,9 @@ def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]
         console.print(sentence, highlight=False, markup=False)
     tables = [shown.model_table(found)]
     if found.memory is not None:
-        tables += [shown.memory_table(found), shown.concurrency_table(found)]
+        tables.append(shown.memory_table(found))
+        if found.memory.kv > 0:
+            tables.append(shown.concurrency_table(found))
     for table in tables:
         print_table(console, table)
     if found.found:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.capacity.answer import answer, as_dict
+from kvbench.capacity.answer import answer, as_dict, sentences
 from kvbench.capacity.fit import GIB, Load, Settings, fits, memory_of, pick, smallest_fits, tokens_per_s
 from kvbench.capacity.gpus import find_gpu, known_gpus, parse_gpus, parse_prices
 from kvbench.capacity.model import plan_model
@@ -24,7 +24,8 @@ def memory(name, gpu, count=1, quantization=None, **settings):
 
 @pytest.mark.parametrize(
     ("name", "count", "quantization", "gib", "within"),
-    [  # vLLM 0.11 at --gpu-memory-utilization 0.9 on H100, logs in the documentation of llm-d's capacity planner
+    [  # logs of vLLM at --gpu-memory-utilization 0.9 on H100: github.com/llm-d/llm-d-benchmark,
+        # config_explorer/empirical-vllm-memory-results.md
         ("Llama-3.1-8B", 1, None, 51.38, 0.03),
         ("Qwen3-0.6B", 1, None, 64.45, 0.03),
         ("Llama-3.3-70B", 2, "fp8", 32.00, 0.03),
@@ -38,8 +39,9 @@ def test_kv_of_an_h100_is_what_vllm_logged(name, count, quantization, gib, withi
 
 
 def test_gpt_oss_120b_needs_more_than_the_default_share_of_an_h100():
-    """The same logs: 3.33 GiB at 0.95, where weights, activations and context are 71.89 of 71.26 GiB at 0.9."""
+    """The same logs say 3.33 GiB at 0.9; their weights, activations and context, 71.89 GiB, leave that at 0.95."""
     assert memory("gpt-oss-120b", "H100-80GB").kv < 0
+    assert memory("gpt-oss-120b", "H100-80GB", max_num_seqs=256).kv > 0  # the second way out that the answer names
     assert memory("gpt-oss-120b", "H100-80GB", gpu_memory_utilization=0.95).kv / GIB == pytest.approx(3.33, abs=0.5)
 
 
@@ -132,6 +134,25 @@ def test_unknown_gpus_are_told_the_nearest(text, near):
 def test_prices_that_are_none_are_refused(text):
     with pytest.raises(UsageError):
         parse_prices(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "settings", "said"),
+    [
+        ("OPT-13B", "4xT4", {}, []),
+        ("OPT-13B", "4xT4", {"kv_cache_dtype": "fp8_e4m3"}, ["FP8"]),
+        ("Qwen2.5-7B", "2xV100", {"kv_cache_dtype": "fp8_e4m3"}, ["bfloat16", "FP8"]),
+        ("OPT-13B", "2xL4", {"kv_cache_dtype": "fp8_e4m3"}, []),
+        ("llama-3.1-8b", "4xA100", {}, ["256"]),  # more are in memory than run at once
+        ("llama-3.1-8b", "4xA100", {"max_num_seqs": 1024}, []),
+        ("gpt-oss-120b", "H100", {}, ["--gpu-memory-utilization"]),
+        ("llama-3.1-70b", "H100", {}, []),  # the weights alone are too large
+        ("Qwen3-32B", "H100", {}, ["--max-model-len"]),
+    ],
+)
+def test_what_else_there_is_to_know_about_named_gpus(name, gpus, settings, said):
+    told = sentences(answer(plan_model(name), Settings(**settings), gpus=parse_gpus(gpus)))
+    assert len(told) == 1 + len(said) and all(word in line for word, line in zip(said, told[1:], strict=True))
 
 
 def test_a_context_beyond_the_limit_is_refused():

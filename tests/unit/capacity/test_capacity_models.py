@@ -1,7 +1,9 @@
 import json
+from pathlib import Path
 
 import pytest
 
+from kvbench.capacity import weights
 from kvbench.capacity.model import known_models, plan_model
 from kvbench.capacity.weights import count_parameters, weights_of
 from kvbench.common.errors import UsageError
@@ -109,7 +111,7 @@ def test_weights_of_quantised_checkpoints():
     v3 = weights_of(plan_model("DeepSeek-V3"))
     assert v3.total_bytes / 671_026_419_200 == pytest.approx(1.0, abs=0.01)
     oss = weights_of(plan_model("gpt-oss-120b"))
-    assert oss.total_bytes / 2**30 == pytest.approx(64.38, rel=0.005)  # as vLLM 0.11 loads it on an H100
+    assert oss.total_bytes / 2**30 == pytest.approx(64.38, rel=0.005)  # as vLLM loads it on H100 (llm-d-benchmark)
     awq = weights_of(plan_model("Qwen2.5-72B"), "awq")
     assert awq.total_bytes / 1e9 == pytest.approx(41.6, rel=0.01)  # Qwen/Qwen2.5-72B-Instruct-AWQ on Hugging Face
     with pytest.raises(UsageError, match="mxfp4"):
@@ -123,6 +125,14 @@ def test_weights_of_quantised_checkpoints():
 )  # fmt: skip
 def test_names_forgive_case_organisation_and_instruct(asked, found):
     assert plan_model(asked).name == found
+
+
+def test_the_limit_is_that_of_the_chat_model_and_every_figure_has_a_source():
+    assert plan_model("Qwen/Qwen2.5-7B-Instruct").spec.max_positions == 32_768
+    assert plan_model("Qwen3-32B").spec.max_positions == 40_960
+    for file in ("models.json", "gpus.json"):
+        entries = json.loads((Path(weights.__file__).parent / file).read_text())
+        assert all(len(entry["source"]) > 20 for entry in entries.values())
 
 
 def test_an_unknown_model_is_told_the_nearest_names():
