@@ -7,12 +7,12 @@ on one side of the rule's limit, or on exact counts. An interval that straddles 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvbench.claims.measure import Measured
-from kvbench.common.text import data_size, listing, plural
+from kvbench.common.text import listing, plural
 from kvbench.lockstep.intervals import Effect, effect_of_values
 from kvbench.report.changes import amount
 from kvbench.runs.engine_time import LEVEL_WITHIN
@@ -21,11 +21,12 @@ HELD, DID_NOT_HOLD, DEPENDS, UNDECIDED = "held", "did not hold", "depends", "und
 VERDICTS = (HELD, DID_NOT_HOLD, DEPENDS, UNDECIDED)
 LITTLE = 0.05  # a change of at most so much is "nothing" or "little"
 Found = Mapping[str, Any]
+_MORE = "more launches would tell (--minutes)"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``word``: one of the four; ``evidence``: the numbers it rests on; ``reason``: why undecided, or of what it depends."""
+    """``word``: one of the four; ``evidence``: its numbers; ``reason``: why it is undecided, or on what it depends."""
 
     word: str
     evidence: str
@@ -49,7 +50,7 @@ def compare(effect: Effect, limit: float) -> int:
 
 
 def _too_wide(effect: Effect, limit: str) -> str:
-    return f"the interval {words(effect)} holds {limit}: more launches would tell (--minutes)"
+    return f"the interval {words(effect)} holds {limit}: {_MORE}"
 
 
 def is_little(effect: Effect, little: float = LITTLE) -> int:
@@ -69,8 +70,9 @@ def reservation(found: Found) -> Verdict:
     held = {layout: measured.tokens_held(layout=layout) // 300 for layout in wasted}
     at_once = held["paged"], measured.tokens_held() // measured.capacity["contiguous"]["max_model_len"]
     evidence = (
-        f"{wasted['contiguous']:.1%} of the reserved slots held no token, over all steps of the chats ({1 - 300 / 4096:.1%}"
-        f" at their end); in pages of 16 {wasted['paged']:.1%}. The same bytes hold {at_once[1]} chats or {at_once[0]}"
+        f"{wasted['contiguous']:.1%} of the reserved slots held no token, over all steps of the chats "
+        f"({1 - 300 / 4096:.1%} at their end); in pages of 16 {wasted['paged']:.1%}. "
+        f"The same bytes hold {at_once[1]} chats or {at_once[0]}"
     )
     return Verdict(HELD if wasted["contiguous"] >= 0.9 and wasted["paged"] <= 0.04 else DID_NOT_HOLD, evidence)
 
@@ -155,7 +157,7 @@ def sweet_spot(found: Found) -> Verdict:
     evidence = "beside 16: " + ", ".join(f"{size} {words(each)}" for size, each in speeds.items())
     if not faster:
         wide = [size for size, each in speeds.items() if compare(each, 1 + LEVEL_WITHIN) >= 0]
-        reason = f"pages of {listing(list(map(str, wide)))} may be more than 2 % faster: more launches would tell (--minutes)"
+        reason = f"pages of {listing(list(map(str, wide)))} may be more than 2 % faster: {_MORE}"
         return Verdict(UNDECIDED, evidence, reason) if wide else Verdict(HELD, evidence)
     later = {size: measured.p95("ttft", page_size=size) for size in faster}
     evidence += "; p95 TTFT " + ", ".join(f"{size} {words(each)}" for size, each in later.items())
@@ -169,7 +171,7 @@ def _page_sizes(measured: Measured) -> list[int]:
 
 
 def small_pages(found: Found) -> Verdict:
-    """Held if the page table takes 1 % of the budget or more at 4 or 8, or either is surely more than 2 % slower than 16."""
+    """Held if at 4 or 8 the page table takes 1 % of the budget, or the speed surely is over 2 % below that of 16."""
     measured = found["page-size"]
     parts, speeds = [], {}
     for size in (1, 4, 8):
@@ -183,7 +185,7 @@ def small_pages(found: Found) -> Verdict:
     if -1 in sides or any(share >= 0.01 for size, share in parts if size > 1):
         return Verdict(HELD, evidence)
     return (
-        Verdict(UNDECIDED, evidence, "an interval holds -2 %: more launches would tell (--minutes)")
+        Verdict(UNDECIDED, evidence, f"an interval holds -2 %: {_MORE}")
         if 0 in sides
         else Verdict(DID_NOT_HOLD, evidence)
     )
@@ -211,7 +213,7 @@ def prefix_unshared(found: Found) -> Verdict:
 
 
 def prefix_shared(found: Found) -> Verdict:
-    """Held if half of the prompts' tokens shared bring 1.5x or more with short and long answers; depends if with one."""
+    """Held if 1.5x or more with short and long answers, where half of each prompt is shared; depends if with one."""
     gains = {kind: found[f"prefix-shared-{kind}"].speed(enable_prefix_caching=True) for kind in ("short", "long")}
     evidence = f"answers of 8 tokens: {words(gains['short'])}, of 64: {words(gains['long'])}; vLLM published 1.70x"
     sides = [compare(each, 1.5) for each in gains.values()]
@@ -238,7 +240,7 @@ def quantised_kv(found: Found) -> Verdict:
         parts.append(f"{name} holds {more:.2f}x the tokens, {words(speed)} tokens/s")
     evidence = "; ".join(parts)
     if 0 in sides and sides.count(1) < 3:
-        return Verdict(UNDECIDED, evidence, "an interval holds 0: more launches would tell (--minutes)")
+        return Verdict(UNDECIDED, evidence, f"an interval holds 0: {_MORE}")
     word = HELD if sides == [1, 1, 1] else DEPENDS if 1 in sides else DID_NOT_HOLD
     return Verdict(word, evidence, "on the format" if word == DEPENDS else "")
 
@@ -267,20 +269,21 @@ def swap_by_page(found: Found) -> Verdict:
     if not preemptions:
         return Verdict(UNDECIDED, "", "memory never ran out, so nothing was swapped")
     evidence = (
-        f"{plural(round(preemptions), 'preemption')} moved {moved:,.0f} slots to the host, {moved / (moved + kept):.0%} of "
-        f"the {moved + kept:,.0f} of whole sequences; recompute instead of swap: {words(speed)} tokens/s"
+        f"{plural(round(preemptions), 'preemption')} moved {moved:,.0f} slots to the host, "
+        f"{moved / (moved + kept):.0%} of the {moved + kept:,.0f} of whole sequences; "
+        f"recompute instead of swap: {words(speed)} tokens/s"
     )
     return Verdict(HELD if moved <= 0.9 * (moved + kept) else DID_NOT_HOLD, evidence)
 
 
 def batch_limit(name: str, setting: str, low: int, high: int, found: Found) -> Verdict:
-    """Held if the low value surely is slower, and the high one surely worsens throughput or p95 TTFT or ITL; depends if one."""
+    """Held if the low value is surely slower, and the high one or its p95 TTFT or ITL worse; depends if one is."""
     measured = found[name]
     speeds = {value: measured.speed(**{setting: value}) for value in (low, high)}
     p95s = {metric: measured.p95(metric, **{setting: high}) for metric in ("ttft", "itl")}
     evidence = (
-        f"{low}: {words(speeds[low])} tokens/s; {high}: {words(speeds[high])} tokens/s, p95 TTFT {words(p95s['ttft'])}, "
-        f"p95 ITL {words(p95s['itl'])}"
+        f"{low}: {words(speeds[low])} tokens/s; {high}: {words(speeds[high])} tokens/s, "
+        f"p95 TTFT {words(p95s['ttft'])}, p95 ITL {words(p95s['itl'])}"
     )
     too_low = compare(speeds[low], 1.0) < 0
     too_high = compare(speeds[high], 1.0) < 0 or any(compare(each, 1.0) > 0 for each in p95s.values())
@@ -292,25 +295,27 @@ def batch_limit(name: str, setting: str, low: int, high: int, found: Found) -> V
 
 
 def long_contexts(found: Found) -> Verdict:
-    """Held if the chats' p95 ITL surely is 1.5 times or more beside long contexts, at the larger token budget."""
+    """Held if the p95 of the chats' TPOT surely is 1.5 times or more beside long contexts, with 1,024 tokens a step."""
     beside, alone = found["long-contexts"], found["long-contexts-none"]
-    ratios = {}
-    for tokens in (1024, 128):
+    n = min(beside.launches, alone.launches)
+
+    def ratio(metric: str, tokens: int) -> Effect:
         settings = {"max_num_batched_tokens": tokens}
-        n = min(beside.launches, alone.launches)
-        pairs = (each.p95s("itl", "chat", **settings)[:n] for each in (alone, beside))
-        ratios[tokens] = effect_of_values(*pairs)
+        return effect_of_values(*(each.p95s(metric, "chat", **settings)[:n] for each in (alone, beside)))
+
+    slower = ratio("tpot", 1024)
     evidence = (
-        f"the chats' p95 ITL beside them: {words(ratios[1024])} with 1,024 tokens a step, {words(ratios[128])} with 128"
+        f"the chats beside them: p95 TPOT {words(slower)} with 1,024 tokens a step, {words(ratio('tpot', 128))} with "
+        f"128; p95 ITL {words(ratio('itl', 1024))} and {words(ratio('itl', 128))}"
     )
-    return _by_side(compare(ratios[1024], 1.5), evidence, _too_wide(ratios[1024], "1.5x"))
+    return _by_side(compare(slower, 1.5), evidence, _too_wide(slower, "1.5x"))
 
 
 KINDS = ("easy", "average", "long", "production")
 
 
 def kinds_of_prompts(found: Found) -> Verdict:
-    """Held if what pages bring to easy, long and production-like prompts surely is within 10 % of the average prompts'."""
+    """Held if what pages bring to each other kind of prompts surely is within 10 % of what the average ones gain."""
     gains = {kind: found[f"prompts-{kind}"].speed(layout="paged") for kind in KINDS}
     evidence = "pages bring: " + ", ".join(f"{kind} {words(each)}" for kind, each in gains.items())
     base = gains["average"]
@@ -319,7 +324,7 @@ def kinds_of_prompts(found: Found) -> Verdict:
         return Verdict(DID_NOT_HOLD, evidence)
     if all(low > 1 / 1.1 and high < 1.1 for low, high in ratios):
         return Verdict(HELD, evidence)
-    return Verdict(UNDECIDED, evidence, "an interval holds a difference of 10 %: more launches would tell (--minutes)")
+    return Verdict(UNDECIDED, evidence, f"an interval holds a difference of 10 %: {_MORE}")
 
 
 # --- a server ---
@@ -343,8 +348,8 @@ def malformed(found: Found) -> Verdict:
     """Held if a good request failed or got other tokens, or a malformed one was not refused with its reason."""
     facts = found["served"]["malformed"]
     evidence = (
-        f"{facts['refused']} of {facts['sent']} malformed requests were refused with a reason; {facts['same_tokens']} of "
-        f"{facts['good']} good streams beside them had the same tokens as without"
+        f"{facts['refused']} of {facts['sent']} malformed requests were refused with a reason; "
+        f"{facts['same_tokens']} of {facts['good']} good streams beside them had the same tokens as without"
     )
     harmless = facts["refused"] == facts["sent"] and facts["same_tokens"] == facts["good"]
     return Verdict(DID_NOT_HOLD if harmless else HELD, evidence)

@@ -28,7 +28,6 @@ from kvbench.workload.settings import effective
 FEWEST_LAUNCHES = 3  # of a timed measurement
 NARROW = 0.03  # half width of an interval beyond which more launches are not worth their time
 _OPEN_LIMIT_S = 120.0
-_PERCENTILES = {"ttft": lambda rows: request_latencies(rows)["ttft_ms"].to_numpy(), "itl": inter_token_latencies}
 
 
 @dataclass(frozen=True)
@@ -109,12 +108,13 @@ class Measured:
         )
 
     def p95s(self, metric: str, cls: str | None = None, **settings: Any) -> list[float]:
-        """p95 of ``ttft`` or ``itl`` [ms] in each launch, of one class of requests or of all."""
+        """p95 of ``ttft``, ``tpot`` or ``itl`` [ms] in each launch, of one class of requests or of all."""
         found = []
         for load in self.loads(self.find(**settings)):
             rows = pd.read_parquet(load / "requests.parquet")
             rows = rows if cls is None else rows[rows["class"] == cls]
-            found.append(float(np.quantile(_PERCENTILES[metric](rows), QUANTILES["p95"])))
+            values = inter_token_latencies(rows) if metric == "itl" else request_latencies(rows)[f"{metric}_ms"]
+            found.append(float(np.nanquantile(values, QUANTILES["p95"])))
         return found
 
     def p95(self, metric: str, **to: Any) -> Effect:
