@@ -41,6 +41,15 @@ def test_a_gap_counts_from_five_times_the_median() -> None:
         assert found.loc[found["index"] == 0, "part"].tolist() == parts
 
 
+def test_of_several_sequences_the_one_that_ended_last_is_shown() -> None:
+    """Sequence 1 stalls for a second, in which sequence 0 goes on."""
+    times = [1.5, 1.5, 1.6, 1.6, *(1.7 + 0.1 * i for i in range(9)), 2.6, 2.7]
+    several = row(chunk_times=times, chunk_choices=[0, 1, 0, 1, *[0] * 9, 1, 1], output_tokens=len(times))
+    found = slowest(frame(several, row(index=1, chunk_times=STEADY)).assign(repeat=1))
+    assert found.loc[found["index"] == 0, "part"].tolist() == [FIRST, DECODE, GAP, DECODE]
+    assert found.loc[found["index"] == 0, "ms"].to_numpy() == pytest.approx([500, 100, 1000, 100])
+
+
 def test_requests_of_one_chunk_or_none_are_one_wait() -> None:
     rows = frame(row(chunk_times=[2.0]), row(index=1, chunk_times=[], first=1.7, last=1.7)).assign(repeat=1)
     assert slowest(rows)[["part", "ms"]].to_numpy().tolist() == [[FIRST, 1000.0], [FIRST, pytest.approx(700.0)]]
