@@ -46,7 +46,7 @@ _CLASSES = {
     "production": "[{name: production, prompt_tokens: {percentiles: {min: 8, p50: 64, p90: 256, p99: 700, max: 800}}, "
     "output_tokens: {percentiles: {min: 4, p50: 32, p90: 96, max: 200}}}]",
 }
-_NUMBERS = {"easy": 96, "average": 48, "long": 24, "production": 48}  # of requests
+_NUMBERS = {"easy": 96, "average": 32, "long": 16, "production": 40}  # of requests
 
 MEASUREMENTS = {
     each.name: each

@@ -26,7 +26,7 @@ from kvbench.workload.file import Workload, load_workload
 from kvbench.workload.settings import effective
 
 FEWEST_LAUNCHES = 3  # of a timed measurement
-NARROW = 0.03  # half width of an interval beyond which more launches are not worth their time
+NARROW = 0.05  # half width of an interval beyond which more launches are not worth their time
 _OPEN_LIMIT_S = 120.0
 
 

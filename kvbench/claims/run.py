@@ -53,21 +53,22 @@ class ClaimsRun:
     _found: dict[str, Any] = field(default_factory=dict)  # measurement -> Measured, or of SERVED its facts
     _failed: dict[str, str] = field(default_factory=dict)  # measurement -> why
     _verdicts: dict[str, Verdict] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=lambda: {"claims": []})  # of claims.json
 
     def execute(self) -> dict[str, Any]:
         """Returns the content of claims.json, which is there after each claim."""
         began, started = time.monotonic(), utc_now()
         names = list(dict.fromkeys(name for claim in self.claims for name in claim.measurements))
         workloads = {n: MEASUREMENTS[n].load(WORKLOADS, self.profile, ()) for n in names if n != SERVED}
-        result: dict[str, Any] = {"format": FORMAT, "finished": False, "started": started, **environment()}
-        result["profile"] = next((w.profile for w in workloads.values()), self.profile)
+        profile = next((each.profile for each in workloads.values()), self.profile)
+        self.result |= {"format": FORMAT, "finished": False, "started": started, "profile": profile, **environment()}
         for number, name in enumerate(names, 1):
             left_s = 60 * self.minutes - (time.monotonic() - began)
             limit_s = max(1.0, 2 * left_s / (len(names) - number + 2))
             self._measure(name, workloads.get(name), f"{number} of {len(names)}: {name}", limit_s)
             self._judge(name)
-            self._store(result, time.monotonic() - began, finished=number == len(names))
-        return result
+            self._store(time.monotonic() - began, finished=number == len(names))
+        return self.result
 
     def _measure(self, name: str, workload: Any, title: str, limit_s: float) -> None:
         self.show(title)
@@ -109,9 +110,9 @@ class ClaimsRun:
                 reason = f" ({verdict.reason})" if verdict.reason else ""
                 self.say(f"{claim.name}: {verdict.word}{reason}. {verdict.evidence}")
 
-    def _store(self, result: dict[str, Any], seconds: float, finished: bool) -> None:
-        result |= {"finished": finished, "seconds": seconds, "ended": utc_now()}
-        result["claims"] = [
+    def _store(self, seconds: float, finished: bool) -> None:
+        self.result |= {"finished": finished, "seconds": seconds, "ended": utc_now()}
+        self.result["claims"] = [
             {
                 "name": claim.name,
                 "says": claim.says,
@@ -124,7 +125,7 @@ class ClaimsRun:
             for claim in self.claims
             if (verdict := self._verdicts.get(claim.name)) is not None
         ]
-        write_json(self.folder / FILE, result)
+        write_json(self.folder / FILE, self.result)
 
     def _launches(self, name: str) -> int | None:
         found = self._found.get(name)

@@ -34,8 +34,8 @@ def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str 
       claims.json                 the verdicts and what they were measured on
       report.html, report.md      the same to read
       measured/                   every launch and request
-    Exit codes: 0 every claim is decided, 2 bad input, 3 a claim is undecided, 130 interrupted (claims.json has those
-    that were measured).
+    Exit codes: 0 every claim is decided, 2 bad input, 3 a claim is undecided, 130 interrupted: claims.json and the
+    report have what was measured.
     """
     from rich.console import Console
 
@@ -44,7 +44,9 @@ def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str 
     from kvbench.claims.run import ClaimsRun, chosen, summary
     from kvbench.common.console import make_table, print_plain, print_table
     from kvbench.common.files import write_text
+    from kvbench.common.foreign_cpu import busy_notice
     from kvbench.common.git import git_state
+    from kvbench.common.signals import Interruption
     from kvbench.runs.folder import create_run
 
     console, found = Console(), chosen(only)
@@ -53,18 +55,24 @@ def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str 
         return 0
     folder = create_run(output_dir, "claims", git_state()["short_sha"] or "nogit").path
     print_plain(console, f"results: {folder}")
-    with console.status("starting") as status:
-        result = ClaimsRun(
+    if notice := busy_notice():
+        print_plain(console, notice)
+    with Interruption() as interruption, console.status("starting") as status:
+        run = ClaimsRun(
             folder,
             found,
             minutes,
             profile,
             show=lambda text: status.update(text() if callable(text) else text),
             say=lambda text: print_plain(console, text),
-            check=lambda: None,
-        ).execute()
-    write_text(folder / "report.md", markdown(result))
-    write_text(folder / "report.html", page(result))
+            check=interruption.check,
+        )
+        try:
+            result = run.execute()
+        finally:
+            if run.result["claims"]:
+                write_text(folder / "report.md", markdown(run.result))
+                write_text(folder / "report.html", page(run.result))
+                print_plain(console, f"report: {folder / 'report.html'}")
     print_plain(console, summary(result))
-    print_plain(console, f"report: {folder / 'report.html'}")
     return 3 if any(each["verdict"] == UNDECIDED for each in result["claims"]) else 0

@@ -1,0 +1,63 @@
+"""Every claim can be measured: its workloads load, fit their budgets on a CPU and a GPU, and can be stepped."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbench.claims.catalogue import CLAIMS, MEASUREMENTS, SERVED
+from kvbench.claims.page import markdown, page
+from kvbench.claims.run import WORKLOADS, chosen, read_claims
+from kvbench.common.errors import UsageError
+from kvbench.common.packages import REPOSITORY
+from kvbench.lockstep import load as loads
+from kvbench.targets.builtin import check_configuration
+from kvbench.workload.design import capacities, design_of
+
+COMMITTED = REPOSITORY / "results" / "reference" / "claims-cpu"
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_a_workload_fits_and_can_be_measured_in_engine_time(name, profile):
+    workload = MEASUREMENTS[name].load(WORKLOADS, profile, ())
+    design = design_of(workload)
+    capacity = capacities(design, check_configuration)
+    (point,) = workload.load_points
+    limits = {key: min(int(known[key]) for known in capacity.values()) for key in ("vocab_size", "max_model_len")}
+    requests = loads.requests_of(workload.load, point, seed=workload.seed, repeat=1, **limits)
+    assert len(design.configurations) > 1
+    assert point.mode == "closed"
+    assert loads.why_not(workload.load, requests) is None
+
+
+def test_claims_and_measurements_belong_together():
+    used = {name for claim in CLAIMS for name in claim.measurements}
+    assert used == {*MEASUREMENTS, SERVED}
+    assert {each.workload or each.name for each in MEASUREMENTS.values()} == {p.stem for p in WORKLOADS.glob("*.yaml")}
+    assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
+
+
+def test_a_claim_that_is_not_known_is_refused():
+    assert [each.name for each in chosen(("page-16",))] == ["page-16"]
+    assert chosen(()) == CLAIMS
+    with pytest.raises(UsageError, match="page-17"):
+        chosen(("page-16", "page-17"))
+
+
+def test_the_table_in_docs_is_that_of_the_committed_results():
+    result = read_claims(COMMITTED)
+    assert [each["name"] for each in result["claims"]] == [claim.name for claim in CLAIMS]
+    assert (REPOSITORY / "docs" / "claims.md").read_text(encoding="utf-8") == markdown(result)
+
+
+def test_the_page_escapes_and_shows_every_claim():
+    result = read_claims(COMMITTED)
+    result["claims"][0]["evidence"] = "<script>alert(1)</script>"
+    text = page(result)
+    assert "<script>alert(1)" not in text
+    assert all(f'id="{claim.name}"' in text for claim in CLAIMS)
+
+
+def test_a_folder_without_claims_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"claims\.json"):
+        read_claims(tmp_path)
