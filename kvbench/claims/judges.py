@@ -67,12 +67,12 @@ def reservation(found: Found) -> Verdict:
     """Held if contiguous wastes at least 90 % of what it reserved, and pages at most 4 %."""
     measured = found["reservation"]
     wasted = {layout: _waste(measured.slots(layout=layout)) for layout in ("contiguous", "paged")}
-    held = {layout: measured.tokens_held(layout=layout) // 300 for layout in wasted}
-    at_once = held["paged"], measured.tokens_held() // measured.capacity["contiguous"]["max_model_len"]
+    length = measured.capacity["contiguous"]["max_model_len"]
+    at_once = measured.tokens_held() // length, int(measured.tokens_held(layout="paged") / (length * 300 / 4096))
     evidence = (
         f"{wasted['contiguous']:.1%} of the reserved slots held no token, over all steps of the chats "
         f"({1 - 300 / 4096:.1%} at their end); in pages of 16 {wasted['paged']:.1%}. "
-        f"The same bytes hold {at_once[1]} chats or {at_once[0]}"
+        f"The same bytes hold {at_once[0]} chats or {at_once[1]}"
     )
     return Verdict(HELD if wasted["contiguous"] >= 0.9 and wasted["paged"] <= 0.04 else DID_NOT_HOLD, evidence)
 
@@ -215,7 +215,7 @@ def prefix_unshared(found: Found) -> Verdict:
 def prefix_shared(found: Found) -> Verdict:
     """Held if 1.5x or more with short and long answers, where half of each prompt is shared; depends if with one."""
     gains = {kind: found[f"prefix-shared-{kind}"].speed(enable_prefix_caching=True) for kind in ("short", "long")}
-    evidence = f"answers of 8 tokens: {words(gains['short'])}, of 64: {words(gains['long'])}; vLLM published 1.70x"
+    evidence = f"short answers: {words(gains['short'])}, 8 times as long: {words(gains['long'])}; vLLM published 1.70x"
     sides = [compare(each, 1.5) for each in gains.values()]
     if 0 in sides:
         wide = gains["short" if not sides[0] else "long"]
@@ -276,9 +276,11 @@ def swap_by_page(found: Found) -> Verdict:
     return Verdict(HELD if moved <= 0.9 * (moved + kept) else DID_NOT_HOLD, evidence)
 
 
-def batch_limit(name: str, setting: str, low: int, high: int, found: Found) -> Verdict:
+def batch_limit(name: str, setting: str, found: Found) -> Verdict:
     """Held if the low value is surely slower, and the high one or its p95 TTFT or ITL worse; depends if one is."""
     measured = found[name]
+    values = sorted(each.settings[setting] for each in measured.design.configurations)
+    low, high = values[0], values[-1]
     speeds = {value: measured.speed(**{setting: value}) for value in (low, high)}
     p95s = {metric: measured.p95(metric, **{setting: high}) for metric in ("ttft", "itl")}
     evidence = (
@@ -295,18 +297,21 @@ def batch_limit(name: str, setting: str, low: int, high: int, found: Found) -> V
 
 
 def long_contexts(found: Found) -> Verdict:
-    """Held if the p95 of the chats' TPOT surely is 1.5 times or more beside long contexts, with 1,024 tokens a step."""
+    """Held if beside long contexts the p95 of the chats' TPOT surely is 1.5 times or more, at the larger token budget."""
     beside, alone = found["long-contexts"], found["long-contexts-none"]
     n = min(beside.launches, alone.launches)
+
+    large, small = (each.settings["max_num_batched_tokens"] for each in beside.design.configurations)
 
     def ratio(metric: str, tokens: int) -> Effect:
         settings = {"max_num_batched_tokens": tokens}
         return effect_of_values(*(each.p95s(metric, "chat", **settings)[:n] for each in (alone, beside)))
 
-    slower = ratio("tpot", 1024)
+    slower = ratio("tpot", large)
     evidence = (
-        f"the chats beside them: p95 TPOT {words(slower)} with 1,024 tokens a step, {words(ratio('tpot', 128))} with "
-        f"128; p95 ITL {words(ratio('itl', 1024))} and {words(ratio('itl', 128))}"
+        f"the chats beside them: p95 TPOT {words(slower)} with {large:,} tokens a step, "
+        f"{words(ratio('tpot', small))} with {small:,}; p95 ITL {words(ratio('itl', large))} and "
+        f"{words(ratio('itl', small))}"
     )
     return _by_side(compare(slower, 1.5), evidence, _too_wide(slower, "1.5x"))
 

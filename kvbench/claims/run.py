@@ -25,6 +25,7 @@ from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.machine import environment
 from kvbench.common.packages import REPOSITORY
 from kvbench.common.text import clock
+from kvbench.workload.file import default_profile
 
 WORKLOADS = REPOSITORY / "workloads" / "claims"
 FILE, FORMAT = "claims.json", 1
@@ -60,7 +61,7 @@ class ClaimsRun:
         began, started = time.monotonic(), utc_now()
         names = list(dict.fromkeys(name for claim in self.claims for name in claim.measurements))
         workloads = {n: MEASUREMENTS[n].load(WORKLOADS, self.profile, ()) for n in names if n != SERVED}
-        profile = next((each.profile for each in workloads.values()), self.profile)
+        profile = self.profile or default_profile()
         self.result |= {"format": FORMAT, "finished": False, "started": started, "profile": profile, **environment()}
         for number, name in enumerate(names, 1):
             left_s = 60 * self.minutes - (time.monotonic() - began)
@@ -75,7 +76,10 @@ class ClaimsRun:
         folder = self.folder / "measured" / name
         try:
             if workload is None:
-                self._found[name] = measure_served(folder, lambda text: self.show(f"{title}: {text}"), self.check)
+                on_cpu = self.result["profile"] == "cpu"
+                self._found[name] = measure_served(
+                    folder, on_cpu, lambda text: self.show(f"{title}: {text}"), self.check
+                )
                 return
             self._found[name] = measure(
                 MEASUREMENTS[name],

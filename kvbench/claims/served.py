@@ -23,7 +23,6 @@ _SETTINGS = {
     "model": "llama-32m",
     "load_format": "dummy",
     "dtype": "float32",
-    "device": "cpu",
     "kv_budget": "17MiB",  # one sequence of 1,024 tokens, or the abandoned prompts
     "max_model_len": _LENGTH,
     "max_num_seqs": 16,
@@ -35,13 +34,14 @@ _LAYOUTS = {
 }
 
 
-def measure_served(folder: Path, say: Callable[[str], None], check: Callable[[], None]) -> dict[str, Any]:
+def measure_served(folder: Path, on_cpu: bool, say: Callable[[str], None], check: Callable[[], None]) -> dict[str, Any]:
     """Facts of both claims. Raises MeasurementError."""
+    device = {"device": "cpu" if on_cpu else "cuda"}
     found: dict[str, Any] = {"abandoned": {}}
     for name, settings in _LAYOUTS.items():
         check()
         say(f"a server with {name}")
-        with _server(settings, folder / f"{name.replace(' ', '-')}.log") as target:
+        with _server(settings | device, folder / f"{name.replace(' ', '-')}.log") as target:
             found["abandoned"][name] = _abandon(target)
             if "malformed" not in found:
                 found["malformed"] = _send_malformed(target)

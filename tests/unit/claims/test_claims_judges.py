@@ -12,6 +12,7 @@ from kvbench.claims.catalogue import CLAIMS
 from kvbench.claims.judges import DEPENDS, DID_NOT_HOLD, HELD, UNDECIDED
 from kvbench.lockstep.intervals import Effect
 
+SIZES = (1, 2, 4, 8, 32, 64)  # beside 16
 JUDGES = {claim.name: claim.judge for claim in CLAIMS}
 
 
@@ -22,7 +23,7 @@ def effect(low: float, high: float) -> Effect:
 class Known:
     """A ``Measured`` with given answers. ``speeds``: by the values of the settings that differ from the baseline."""
 
-    def __init__(self, speeds=None, p95=None, p95s=None, counters=None, slots=None, crossed=None):
+    def __init__(self, speeds=None, p95=None, p95s=None, counters=None, slots=None, crossed=None, varied=None):
         self.launches, self._slots = 3, slots or {}
         self._speeds, self._p95, self._p95s = speeds or {}, p95 or {}, p95s or {}
         self._counters, self._crossed = counters or {}, crossed
@@ -31,8 +32,8 @@ class Known:
             "scale_bytes_per_token": 256, "capacity_tokens": 8192,
         }  # fmt: skip
         self.capacity = {"contiguous": capacity, "other": capacity}
-        changed = [{}, *({"page_size": size} for size in (1, 2, 4, 8, 32, 64))]
-        self.design = SimpleNamespace(configurations=[SimpleNamespace(varied=each) for each in changed])
+        changed = varied or [{}, *({"page_size": size} for size in SIZES)]
+        self.design = SimpleNamespace(configurations=[SimpleNamespace(varied=x, settings=x) for x in changed])
 
     def find(self, **settings):
         return SimpleNamespace(config_id="other")
@@ -114,7 +115,6 @@ def test_prefix_caching_with_half_of_each_prompt_shared(short, long, word):
     assert JUDGES["prefix-shared"](found).word == word
 
 
-SIZES = (1, 2, 4, 8, 32, 64)
 LEVEL = dict.fromkeys(SIZES, effect(0.995, 1.004))
 
 
@@ -186,18 +186,21 @@ def test_swap_by_page_moves_less_than_whole_sequences():
     ],
 )
 def test_a_batch_limit_has_two_sides(low, high, itl, word):
-    known = Known({4: effect(*low), 64: effect(*high)}, {"ttft": effect(0.8, 0.9), "itl": effect(*itl)})
+    limits = [{"max_num_seqs": value} for value in (16, 4, 64)]
+    p95 = {"ttft": effect(0.8, 0.9), "itl": effect(*itl)}
+    known = Known({4: effect(*low), 64: effect(*high)}, p95, varied=limits)
     assert JUDGES["max-num-seqs"]({"max-num-seqs": known}).word == word
 
 
 def test_long_contexts_slow_the_chats_beside_them():
+    budgets = [{"max_num_batched_tokens": value} for value in (1024, 128)]
     alone = Known(p95s={"tpot": [10.0, 10.1, 9.9], "itl": [10.0, 10.1, 9.9]})
     for values, word in (
         ([30.0, 31.0, 29.5], HELD),
         ([10.3, 10.2, 10.1], DID_NOT_HOLD),
         ([9.0, 16.0, 25.0], UNDECIDED),
     ):
-        beside = Known(p95s={"tpot": values, "itl": values})
+        beside = Known(p95s={"tpot": values, "itl": values}, varied=budgets)
         assert JUDGES["long-contexts"]({"long-contexts": beside, "long-contexts-none": alone}).word == word
 
 

@@ -1,0 +1,40 @@
+"""``kvbench claims`` for real: a claim is measured and judged, and one without time says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvbench.cli import main as cli
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["claims", *map(str, arguments)])
+    return ended.value.code
+
+
+def test_a_claim_is_measured_and_shown(tmp_path):
+    assert run("--only", "reservation", "--output-dir", tmp_path) == 0
+    (folder,) = (tmp_path / "claims").iterdir()
+    found = json.loads((folder / "claims.json").read_text())
+    (claim,) = found["claims"]
+    assert (claim["name"], claim["verdict"], claim["measured"]) == ("reservation", "held", {"reservation": 1})
+    assert found["finished"]
+    assert claim["evidence"] in (folder / "report.md").read_text()
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_claim_without_time_is_undecided_and_says_why(tmp_path):
+    assert run("--only", "single-user", "--minutes", "0.01", "--output-dir", tmp_path) == 3
+    (folder,) = (tmp_path / "claims").iterdir()
+    (claim,) = json.loads((folder / "claims.json").read_text())["claims"]
+    assert claim["verdict"] == "undecided"
+    assert claim["reason"]
+
+
+def test_a_claim_that_is_not_known_exits_2(tmp_path, capsys):
+    assert run("--only", "page-17", "--output-dir", tmp_path) == 2
+    assert "page-16" in capsys.readouterr().err
+    assert not (tmp_path / "claims").exists()
