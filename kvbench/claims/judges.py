@@ -297,7 +297,7 @@ def batch_limit(name: str, setting: str, found: Found) -> Verdict:
 
 
 def long_contexts(found: Found) -> Verdict:
-    """Held if beside long contexts the p95 of the chats' TPOT surely is 1.5 times or more, at the larger token budget."""
+    """Held if beside long contexts the p95 of the chats' TPOT is surely 1.5 times or more, at the larger budget."""
     beside, alone = found["long-contexts"], found["long-contexts-none"]
     n = min(beside.launches, alone.launches)
 
