@@ -202,14 +202,10 @@ def paging_cost(found: Found) -> Verdict:
 
 
 def prefix_unshared(found: Found) -> Verdict:
-    """Held if prefix caching surely makes prompts that share nothing slower."""
+    """Held if prefix caching surely makes prompts that share nothing over 2 % slower, did not hold if surely not."""
     speed = found["prefix-unshared"].speed(enable_prefix_caching=True)
     evidence = f"{words(speed)} output tokens/s with prefix caching where nothing is shared"
-    if compare(speed, 1.0) < 0:
-        return Verdict(HELD, evidence)
-    if compare(speed, 1 - LEVEL_WITHIN) > 0:
-        return Verdict(DID_NOT_HOLD, evidence)
-    return Verdict(UNDECIDED, evidence, _too_wide(speed, "0 and -2 %"))
+    return _by_side(-compare(speed, 1 - LEVEL_WITHIN), evidence, _too_wide(speed, "-2 %"))
 
 
 def prefix_shared(found: Found) -> Verdict:

@@ -95,7 +95,7 @@ def test_paging_costs_3_percent_or_not(low, high, word):
 
 @pytest.mark.parametrize(
     ("low", "high", "word"),
-    [(0.97, 0.99, HELD), (0.99, 1.01, DID_NOT_HOLD), (1.1, 1.2, DID_NOT_HOLD), (0.97, 1.01, UNDECIDED)],
+    [(0.9, 0.97, HELD), (0.985, 0.995, DID_NOT_HOLD), (1.1, 1.2, DID_NOT_HOLD), (0.97, 1.01, UNDECIDED)],
 )
 def test_prefix_caching_without_shared_prompts(low, high, word):
     assert JUDGES["prefix-unshared"]({"prefix-unshared": Known({True: effect(low, high)})}).word == word
