@@ -16,10 +16,17 @@ import pandas as pd
 
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import read_json
-from kvbench.lockstep.intervals import Effect, LaunchRatio, effect, effect_of_values, pooled_effects
-from kvbench.lockstep.sitting import Sitting, throughput_ratios
-from kvbench.metrics.latency import QUANTILES, inter_token_latencies, request_latencies
-from kvbench.runs.folder import RunFolder
+from kvbench.lockstep.intervals import (
+    Effect,
+    LaunchRatio,
+    effect,
+    effect_of_values,
+    for_other_requests,
+    pooled_effects,
+)
+from kvbench.lockstep.sitting import VALUES_OF_REQUESTS, Sitting, throughput_ratios
+from kvbench.metrics.latency import QUANTILES, request_latencies
+from kvbench.runs.folder import DONE, RunFolder
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import Configuration, Design, capacities, design_of
 from kvbench.workload.file import Workload, load_workload
@@ -34,7 +41,7 @@ _OPEN_LIMIT_S = 120.0
 class Measurement:
     """One workload to measure.
 
-    name: of the measurement; overrides: ``key=value`` over the file's values; workload: the file, if not called as it.
+    workload: its file, where that has another name; overrides: ``key=value`` over the file's values.
     exact: only what is counted matters, which one launch tells.
     """
 
@@ -71,11 +78,22 @@ class Measured:
             if all(effective(each.settings, key) == value for key, value in wanted.items())
         )
 
+    def _folders(self, configuration: Configuration) -> list[Path]:
+        cell = next(each for each in self.design.cells if each.configuration is configuration)
+        return self.sitting.loads_of(cell.cell_id, self.launches)
+
+    def took_part(self) -> list[Configuration]:
+        """Those beside the baseline that have a load of every launch."""
+        return [each for each in self.design.configurations[1:] if self._took_part(each)]
+
+    def _took_part(self, configuration: Configuration) -> bool:
+        """Whether it has a load of every launch."""
+        return all((each / DONE).is_file() for each in self._folders(configuration))
+
     def loads(self, configuration: Configuration) -> list[Path]:
         """The folders of its loads, one a launch. Raises MeasurementError where it took no part to the end."""
-        cell = next(each for each in self.design.cells if each.configuration is configuration)
-        found = self.sitting.loads_of(cell.cell_id, self.launches)
-        if not all((each / "done.json").is_file() for each in found):
+        found = self._folders(configuration)
+        if not self._took_part(configuration):
             reasons = [note for note in self.sitting.notes if note.startswith(configuration.label)]
             raise MeasurementError(reasons[0] if reasons else f"{configuration.label} was not measured")
         return found
@@ -88,12 +106,12 @@ class Measured:
             self._ratios[key] = throughput_ratios(self.loads(base), self.loads(other))
         return self._ratios[key]
 
-    def speed(self, of: Mapping[str, Any] | None = None, **to: Any) -> Effect:
-        """The ratio of output tokens/s, with an interval from all of its kind where there are several."""
-        alone = effect(self.launch_ratios(to, of))
-        if of or self.launches < 2:
+    def speed(self, **to: Any) -> Effect:
+        """The ratio of output tokens/s to the baseline's, with the noise that all configurations have in common."""
+        alone = effect(self.launch_ratios(to))
+        if self.launches < 2:
             return alone
-        kin = {each.config_id: self.launch_ratios(each.varied) for each in self.design.configurations[1:]}
+        kin = {each.config_id: self.launch_ratios(each.varied) for each in self.took_part()}
         y = {name: [each.log_ratio for each in ratios] for name, ratios in kin.items()}
         return pooled_effects({name: effect(ratios) for name, ratios in kin.items()}, y)[self.find(**to).config_id]
 
@@ -107,19 +125,18 @@ class Measured:
             ]
         )
 
-    def p95s(self, metric: str, cls: str | None = None, **settings: Any) -> list[float]:
-        """p95 of ``ttft``, ``tpot`` or ``itl`` [ms] in each launch, of one class of requests or of all."""
-        found = []
-        for load in self.loads(self.find(**settings)):
-            rows = pd.read_parquet(load / "requests.parquet")
-            rows = rows if cls is None else rows[rows["class"] == cls]
-            values = inter_token_latencies(rows) if metric == "itl" else request_latencies(rows)[f"{metric}_ms"]
-            found.append(float(np.nanquantile(values, QUANTILES["p95"])))
-        return found
+    def tpots(self, cls: str, quantile: float, **settings: Any) -> list[float]:
+        """A quantile of the TPOT [ms] of one class of requests in each launch."""
+        tables = [pd.read_parquet(load / "requests.parquet") for load in self.loads(self.find(**settings))]
+        return [float(request_latencies(rows[rows["class"] == cls])["tpot_ms"].quantile(quantile)) for rows in tables]
 
     def p95(self, metric: str, **to: Any) -> Effect:
-        """The ratio of a p95 to the baseline's."""
-        return effect_of_values(self.p95s(metric), self.p95s(metric, **to))
+        """The ratio of a p95 (``ttft`` or ``itl``) to the baseline's, for other requests of the same kind, too."""
+        values_of, quantile = VALUES_OF_REQUESTS[f"p95_{metric}_ms"], QUANTILES["p95"]
+        values = [[values_of(load) for load in self.loads(each)] for each in (self.find(), self.find(**to))]
+        p95s = [[float(np.quantile(np.concatenate(of), quantile)) for of in launches] for launches in values]
+        found = effect_of_values(*p95s)
+        return for_other_requests(found, values[0][0], values[1][0], quantile) if self.launches > 1 else found
 
     def counters(self, **settings: Any) -> Mapping[str, float]:
         """What the engine counted, the same in every launch."""
@@ -130,10 +147,10 @@ class Measured:
         prefix = "kv_slot_steps_total_"
         return {k.removeprefix(prefix): v for k, v in self.counters(**settings).items() if k.startswith(prefix)}
 
-    def at_once(self, **settings: Any) -> float:
-        """Requests between their first and last token at once, the mean over the time of the load."""
-        rows = pd.read_parquet(self.loads(self.find(**settings))[0] / "requests.parquet")
-        return float((rows["last"] - rows["first"]).sum() / rows["last"].max())
+    def steps(self, **settings: Any) -> tuple[int, float]:
+        """How many steps the load took, and of how many sequences they computed the next token, on average."""
+        rows = pd.read_parquet(self.loads(self.find(**settings))[0] / "steps.parquet")
+        return len(rows), float(rows["output_tokens"].mean())
 
     def tokens_held(self, **settings: Any) -> int:
         """Tokens that its KV budget holds."""
@@ -142,7 +159,7 @@ class Measured:
 
 def is_narrow(found: Effect) -> bool:
     """Whether its interval is known and narrow enough."""
-    return not math.isnan(found.half_width) and found.half_width <= max(NARROW, abs(found.ratio - 1) / 5)
+    return not math.isnan(found.half_width) and found.half_width <= NARROW
 
 
 def measure(
@@ -161,7 +178,9 @@ def measure(
     """
     design = design_of(workload)
     capacity = capacities(design, check_configuration)
-    sitting = Sitting(RunFolder(folder), workload, design, capacity, limit_s, _OPEN_LIMIT_S, show, check)
+    sitting = Sitting(
+        RunFolder(folder), workload, design, capacity, limit_s, _OPEN_LIMIT_S, show, check, option="--minutes"
+    )
     found = Measured(design, capacity, sitting)
 
     def enough(launches: int) -> bool:
@@ -177,4 +196,4 @@ def measure(
 
 def all_narrow(found: Measured) -> bool:
     """Whether every configuration's speed is known well enough."""
-    return all(is_narrow(found.speed(**each.varied)) for each in found.design.configurations[1:])
+    return all(is_narrow(found.speed(**each.varied)) for each in found.took_part())

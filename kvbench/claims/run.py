@@ -25,10 +25,11 @@ from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.machine import environment
 from kvbench.common.packages import REPOSITORY
 from kvbench.common.text import clock
-from kvbench.workload.file import default_profile
+from kvbench.workload.file import Workload, default_profile
 
 WORKLOADS = REPOSITORY / "workloads" / "claims"
 FILE, FORMAT = "claims.json", 1
+_LEAST_S = 10.0  # of time left, for one more measurement
 
 
 def chosen(names: Sequence[str]) -> tuple[Claim, ...]:
@@ -40,12 +41,22 @@ def chosen(names: Sequence[str]) -> tuple[Claim, ...]:
     return tuple(claim for claim in CLAIMS if not names or claim.name in names)
 
 
+def workloads_of(claims: Sequence[Claim], profile: str | None) -> dict[str, Workload]:
+    """Measurement -> its workload. Raises UsageError."""
+    names = (name for claim in claims for name in claim.measurements if name != SERVED)
+    return {name: MEASUREMENTS[name].load(WORKLOADS, profile, ()) for name in dict.fromkeys(names)}
+
+
 @dataclass
 class ClaimsRun:
-    """``folder``: of the results. ``minutes``: for all; ``show``: replaces the status line; ``say``: prints a line."""
+    """``folder``: of the results; ``workloads``: as ``workloads_of`` returns them; ``minutes``: for all claims.
+
+    ``show``: replaces the status line; ``say``: prints a line; ``check``: called twice a second, may raise.
+    """
 
     folder: Path
     claims: Sequence[Claim]
+    workloads: Mapping[str, Workload]
     minutes: float
     profile: str | None
     show: Callable[[Any], None]
@@ -60,18 +71,20 @@ class ClaimsRun:
         """Returns the content of claims.json, which is there after each claim."""
         began, started = time.monotonic(), utc_now()
         names = list(dict.fromkeys(name for claim in self.claims for name in claim.measurements))
-        workloads = {n: MEASUREMENTS[n].load(WORKLOADS, self.profile, ()) for n in names if n != SERVED}
         profile = self.profile or default_profile()
         self.result |= {"format": FORMAT, "finished": False, "started": started, "profile": profile, **environment()}
         for number, name in enumerate(names, 1):
             left_s = 60 * self.minutes - (time.monotonic() - began)
-            limit_s = max(1.0, 2 * left_s / (len(names) - number + 2))
-            self._measure(name, workloads.get(name), f"{number} of {len(names)}: {name}", limit_s)
+            if left_s > _LEAST_S:  # the first launches may take three times the limit
+                limit_s = min(2 * left_s / (len(names) - number + 2), left_s / 3)
+                self._measure(name, self.workloads.get(name), f"{number} of {len(names)}: {name}", limit_s)
+            else:
+                self._failed[name] = f"the {self.minutes:g} minutes were over before it was measured (--minutes)"
             self._judge(name)
             self._store(time.monotonic() - began, finished=number == len(names))
         return self.result
 
-    def _measure(self, name: str, workload: Any, title: str, limit_s: float) -> None:
+    def _measure(self, name: str, workload: Workload | None, title: str, limit_s: float) -> None:
         self.show(title)
         folder = self.folder / "measured" / name
         try:
@@ -90,14 +103,14 @@ class ClaimsRun:
                 show=lambda text: self.show(text if callable(text) else f"{title}: {text}"),
                 check=self.check,
             )
-        except MeasurementError as error:
+        except (MeasurementError, UsageError) as error:
             self._failed[name] = str(error)
 
     def _is_enough(self, name: str, measured: Measured) -> bool:
-        """Whether no claim on this measurement is undecided; of one that needs more measurements, if all is narrow."""
+        """Whether no claim on this measurement alone is undecided, and for one on several, all intervals are narrow."""
         found = {**self._found, name: measured}
         for claim in (claim for claim in self.claims if name in claim.measurements):
-            if any(other not in found for other in claim.measurements):
+            if len(claim.measurements) > 1:
                 if not all_narrow(measured):
                     return False
             elif _verdict(claim, found).word == UNDECIDED:
@@ -121,6 +134,7 @@ class ClaimsRun:
                 "name": claim.name,
                 "says": claim.says,
                 "source": claim.source,
+                "rule": claim.rule,
                 "verdict": verdict.word,
                 "evidence": verdict.evidence,
                 "reason": verdict.reason,

@@ -70,7 +70,8 @@ def _abandon(target: BuiltinTarget) -> dict[str, Any]:
             response = stack.enter_context(client.stream("POST", url, json=body | {"stream": True}))
             lines.append(response.iter_lines())
             next(lines[-1])  # the first token
-        before = _owned(target)
+        if not (before := _owned(target)):
+            raise MeasurementError("the server owned no page while its streams ran")
     left, freed = time.monotonic(), None
     while freed is None and time.monotonic() < left + _FREED_WITHIN_S:
         if _owned(target) == 0:
@@ -95,8 +96,8 @@ def _send_malformed(target: BuiltinTarget) -> dict[str, Any]:
         b'{"model": ',
         b"\xff\xfe not JSON",
     ]
-    alone = [_tokens(_post(target, body)) for body in good]
     with ThreadPoolExecutor(len(good)) as threads:
+        alone = [_tokens(each) for each in threads.map(lambda body: _post(target, body), good)]
         running = [threads.submit(_post, target, body) for body in good]
         refused = [_post(target, body) for body in bad]
         beside = [_tokens(each.result()) for each in running]

@@ -41,10 +41,9 @@ def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str 
 
     from kvbench.claims.judges import UNDECIDED
     from kvbench.claims.page import markdown, page
-    from kvbench.claims.run import ClaimsRun, chosen, summary
+    from kvbench.claims.run import ClaimsRun, chosen, summary, workloads_of
     from kvbench.common.console import make_table, print_plain, print_table
     from kvbench.common.files import write_text
-    from kvbench.common.foreign_cpu import busy_notice
     from kvbench.common.git import git_state
     from kvbench.common.signals import Interruption
     from kvbench.runs.folder import create_run
@@ -53,14 +52,14 @@ def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str 
     if list_only:
         print_table(console, make_table(("claim", "what it says"), [(each.name, each.says) for each in found]))
         return 0
+    workloads = workloads_of(found, profile)
     folder = create_run(output_dir, "claims", git_state()["short_sha"] or "nogit").path
     print_plain(console, f"results: {folder}")
-    if notice := busy_notice():
-        print_plain(console, notice)
     with Interruption() as interruption, console.status("starting") as status:
         run = ClaimsRun(
             folder,
             found,
+            workloads,
             minutes,
             profile,
             show=lambda text: status.update(text() if callable(text) else text),

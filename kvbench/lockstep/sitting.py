@@ -70,7 +70,8 @@ class Sitting:
 
     ``limit_s``: no launch is begun that would not end by then, or by ``_LONGER`` times that while there are too few;
     ``open_limit_s``: until one engine is there. ``check``: called twice a second, may raise. ``is_enough``: whether so
-    many launches answer the question, if that is another one than every effect on throughput.
+    many launches answer the question, if that is another one than every effect on throughput. ``option``: of the
+    command, which allows more time.
     """
 
     run: RunFolder
@@ -82,6 +83,7 @@ class Sitting:
     show: Show
     check: Callable[[], None]
     is_enough: Callable[[int], bool] | None = None
+    option: str = "--lockstep-minutes"
     notes: list[str] = field(default_factory=list)
     _others: list[Configuration] = field(default_factory=list)  # than the baseline, that take part
     _order_seed: int = field(default_factory=lambda: random.randrange(2**32))  # another in each sitting
@@ -140,7 +142,7 @@ class Sitting:
                 break
         if launch == 1 and self.is_enough is None:
             minutes = math.ceil(fewest_launches(len(self._others)) * elapsed / 60)
-            self.notes.append(f"one launch decides nothing: about {minutes} minutes would do (--lockstep-minutes)")
+            self.notes.append(f"one launch decides nothing: about {minutes} minutes would do ({self.option})")
         return self.effects(launch, points, time.monotonic() - began, done=True)
 
     def _launch(self, launch: int, points: Sequence[LoadPoint], began: float) -> list[LoadPoint]:
@@ -212,7 +214,7 @@ class Sitting:
             return True
         self.notes.append(
             f"{point.load_id} was not measured in engine time: {self.limit_s / 60:g} minutes hold too few launches of "
-            f"it; about {fewest * (elapsed + max(took) * left) / 60:.0f} would do (--lockstep-minutes)"
+            f"it; about {fewest * (elapsed + max(took) * left) / 60:.0f} would do ({self.option})"
         )
         return False
 
@@ -245,7 +247,7 @@ class Sitting:
                 raise
             raise MeasurementError(
                 f"{point.load_id} did not end within {_LONGER[1]} times the {self.limit_s / 60:g} minutes of "
-                "--lockstep-minutes: shorten it, or allow more"
+                f"{self.option}: shorten it, or allow more"
             ) from None
         if cost is not None:  # the load's own steps are longer where they hold prompts, and not by more when cold
             cost = cost * decode_step / mean_step(seats)
@@ -299,8 +301,8 @@ class Sitting:
                 y = {c: np.log(np.divide(of_metric[c], of_metric[base])).tolist() for c in known}
                 alone = {cell: effect_of_values(of_metric[base], of_metric[cell]) for cell in known}
             for cell, found in pooled_effects(alone, y).items():
-                if metric in _PERCENTILES:
-                    of_requests = (_PERCENTILES[metric](stored[each][0]) for each in (base, cell))
+                if metric in VALUES_OF_REQUESTS:
+                    of_requests = (VALUES_OF_REQUESTS[metric](stored[each][0]) for each in (base, cell))
                     found = for_other_requests(found, *of_requests, QUANTILES["p95"])
                 rows.append(
                     {
@@ -336,7 +338,8 @@ def _gaps(load: Path) -> list[np.ndarray]:
     return request_gaps(pd.read_parquet(load / "requests.parquet"))
 
 
-_PERCENTILES = {"p95_ttft_ms": _ttfts, "p95_itl_ms": _gaps}
+# metric -> what each request of a load has of it
+VALUES_OF_REQUESTS = {"p95_ttft_ms": _ttfts, "p95_itl_ms": _gaps}
 
 
 def _values(load: Any) -> dict[str, float | None]:
