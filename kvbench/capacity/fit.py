@@ -77,11 +77,6 @@ class Memory:
         """What is left for KV; below 0 the weights do not even fit."""
         return self.taken - self.weights - self.activations - self.context
 
-    def tokens(self, model: PlannedModel, settings: Settings) -> int:
-        """Slots of KV, in whole pages, where no layer has a window."""
-        page = settings.page_size * model.token_bytes(settings.kv_cache_dtype, gpus=self.count)
-        return max(0, self.kv) // page * settings.page_size
-
     def at_once(self, model: PlannedModel, settings: Settings, tokens: int, *, contiguous: bool = False) -> int:
         """Sequences of ``tokens`` tokens that fit; ``contiguous``: each in one piece, without pages."""
         page = 1 if contiguous else settings.page_size

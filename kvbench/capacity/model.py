@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine.kv.budget import KVShape, LayerKV
 from engine.model.spec import DTYPE_BYTES, ModelSpec, find_model, shipped_models
+from kvbench.capacity.config import check_config
 from kvbench.common.errors import UsageError
 
 _SHIPPED = Path(__file__).parent / "models.json"
@@ -137,14 +138,9 @@ def _plain(model: str) -> str:
 
 
 def _planned(spec: ModelSpec, other_parameters: int = 0) -> PlannedModel:
-    """Raises ValueError for a config that does not say what its layers cache, or layers that cache something else."""
+    """Raises UsageError for a config that does not say what its layers cache, or layers that cache something else."""
+    check_config(spec)
     text = spec.text_config
-    heads = [text.get(key) for key in ("num_attention_heads", "num_key_value_heads") if key in text]
-    if not heads or not all(isinstance(each, int) for each in heads):
-        raise UsageError(
-            f"the config of model {spec.name!r} has num_attention_heads or num_key_value_heads that are missing or no "
-            "whole number: its KV cannot be planned"
-        )
     cached = spec.kv_shape("float32").layers
     if rank := text.get("kv_lora_rank"):
         row = LayerKV(1, rank + text["qk_rope_head_dim"], 0)
@@ -174,5 +170,5 @@ def _windows(spec: ModelSpec, layers: int) -> list[int | None]:
         pattern = 2 if text["model_type"] == "gemma2" else 6
     if pattern:  # the last layer of each group sees everything
         return [None if (layer + 1) % pattern == 0 else window for layer in range(layers)]
-    first = text.get("max_window_layers", 0) if text.get("use_sliding_window") else 0
+    first = (text.get("max_window_layers") or 0) if text.get("use_sliding_window") else 0
     return [window if layer >= first else None for layer in range(layers)]

@@ -85,17 +85,7 @@ def weights_of(model: PlannedModel, quantization: str | None = None) -> Weights:
 
 
 def count_parameters(model: PlannedModel) -> Parameters:
-    """Counted from the config's dimensions, by the rules of its model_type. Raises UsageError where one is missing."""
-    try:
-        return _count(model)
-    except KeyError as missing:
-        raise UsageError(
-            f"the config of model {model.name!r} has no {missing}, so its weights cannot be counted: add it, or name "
-            "a model whose dimensions ship"
-        ) from None
-
-
-def _count(model: PlannedModel) -> Parameters:
+    """Counted from the config's dimensions, by the rules of its model_type."""
     text = model.spec.text_config
     hidden, vocab, layers = text["hidden_size"], text["vocab_size"], text["num_hidden_layers"]
     usual = str(text.get("model_type")).startswith(("gemma", "opt"))  # what transformers takes where none is stated
@@ -143,7 +133,7 @@ def _sparse_layers(text: dict[str, Any]) -> int:
     """Layers with experts."""
     if not _number_of_experts(text):
         return 0
-    return text["num_hidden_layers"] - text.get("first_k_dense_replace", 0) - len(text.get("mlp_only_layers") or ())
+    return text["num_hidden_layers"] - (text.get("first_k_dense_replace") or 0) - len(text.get("mlp_only_layers") or ())
 
 
 def _number_of_experts(text: dict[str, Any]) -> int:

@@ -22,7 +22,7 @@ from kvbench.common.secrets import api_key, without_key
 from kvbench.load.http import Dialect, tls_context
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.preset import Preset
-from kvbench.targets.presets import GENERIC, METRIC_KINDS
+from kvbench.targets.presets import BUILT_IN, METRIC_KINDS
 from kvbench.targets.prometheus import MetricsSample, parse_metrics
 from kvbench.targets.prompt_texts import TextOfIds, with_texts
 from kvbench.workload.settings import effective
@@ -162,7 +162,7 @@ class Target:
     ``model``: known after ``start``.
     """
 
-    preset: Preset = GENERIC
+    preset: Preset = BUILT_IN
     starts_cold: bool = False
     model: ModelFacts
 
@@ -170,7 +170,7 @@ class Target:
         self,
         base_url: str,
         *,
-        preset: Preset = GENERIC,
+        preset: Preset = BUILT_IN,
         access: Access = PLAIN_ACCESS,
         text_of_ids: TextOfIds | None = None,
     ) -> None:
@@ -206,8 +206,8 @@ class Target:
         MeasurementError when it cannot be asked for them, or there is no tokenizer to make texts with.
         """
         for request in requests:
-            if request.answers and (why := self.dialect.refusal(request.answers)):
-                raise MeasurementError(f"{self.preset.title} cannot serve class {request.cls!r}: {why}")
+            if request.answers and (why := self.preset.refuses_answers(request.cls, request.answers)):
+                raise MeasurementError(why)
         if self.dialect.token_id_prompts or all(r.prompt is not None for r in requests):
             return requests
         return with_texts(requests, self._make_text)

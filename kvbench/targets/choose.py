@@ -21,7 +21,7 @@ from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template, 
 from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.model_export import ModelFolders, text_tokenizer
 from kvbench.targets.preset import Preset
-from kvbench.targets.presets import GENERIC, PRESETS
+from kvbench.targets.presets import BUILT_IN, GENERIC, PRESETS
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.design import Block, Design, plan_sweep
 from kvbench.workload.file import Workload
@@ -104,7 +104,7 @@ def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, 
     kind = kind_of(target, serve_cmd)
     preset = PRESETS[target] if kind == PRESET else preset_named(options["preset"])
     check_target_options([kind], options)
-    check_answers(workload.load, preset)
+    check_answers(workload.load, BUILT_IN if kind == BUILTIN else preset)
     if kind == RUNNING:
         return _running(workload, options, preset)
     if options["port"]:
@@ -117,8 +117,8 @@ def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, 
 def check_answers(load: LoadConfig, preset: Preset) -> None:
     """Raises UsageError where a class wants answers that servers of this kind cannot give."""
     for each in load.prompts.classes if isinstance(load.prompts, SyntheticPrompts) else ():
-        if why := preset.dialect.refusal(each.answers):
-            raise UsageError(f"{preset.title} cannot serve class {each.name!r}: {why}")
+        if why := preset.refuses_answers(each.name, each.answers):
+            raise UsageError(why)
 
 
 def kind_of(target: str | None, serve_cmd: str | None) -> str:

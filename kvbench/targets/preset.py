@@ -194,6 +194,13 @@ class Preset:
         setting = self.settings.get(name)
         return setting is not None and setting.values is not None and tuple(setting.values) == (value,)
 
+    def refuses_answers(self, cls: str | None, answers: Mapping[str, int | None]) -> str | None:
+        """Why requests of class ``cls`` cannot have ``answers`` (n, best_of, beam_width); None when they can."""
+        if (why := self.dialect.refusal(answers)) is None:
+            return None
+        way_out = "" if self.command else ", as far as is known: name its kind with --preset, or ask for n only"
+        return f"{self.title} cannot serve class {cls!r}: {why}{way_out}"
+
     def _refusal(self, name: str, value: Any, context: Context) -> str | None:
         setting = self.settings.get(name) or MODEL_SETTINGS.get(name)
         if value is None:

@@ -6,6 +6,7 @@ accelerate). SGLang and TGI follow their documentation, since they need a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -433,7 +434,8 @@ TRANSFORMERS = Preset(
 )
 
 PRESETS: Mapping[str, Preset] = {each.name: each for each in (VLLM, SGLANG, TGI, LLAMACPP, TRANSFORMERS)}
-GENERIC = Preset(  # the built-in server, and what is assumed of one that nobody has named
-    name="openai", title="the server", reset_path="/reset_prefix_cache"
-)
+BUILT_IN = Preset(name="openai", title="the server", reset_path="/reset_prefix_cache")
+# What is assumed of a server that nobody has named. Many ignore fields that they do not know, use_beam_search and
+# best_of among them, and would be measured as if they searched; of n, the client counts the sequences that end.
+GENERIC = dataclasses.replace(BUILT_IN, dialect=Dialect(answers=["n"]))
 METRIC_KINDS = (VLLM.metrics, SGLANG.metrics, TGI.metrics, LLAMACPP.metrics, OURS)

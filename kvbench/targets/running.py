@@ -9,7 +9,7 @@ from typing import Any
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.targets.base import PLAIN_ACCESS, Access, ModelFacts, Target
 from kvbench.targets.preset import Preset
-from kvbench.targets.presets import GENERIC
+from kvbench.targets.presets import BUILT_IN, GENERIC
 from kvbench.targets.prompt_texts import TokenizerWords
 
 
@@ -43,6 +43,8 @@ class OpenAITarget(Target):
             row = self._row_of(name)
         except MeasurementError as error:
             raise UsageError(str(error)) from None
+        if self.preset is GENERIC and row.get("owned_by") == "kvbench":  # as the built-in server names itself
+            self.preset = BUILT_IN
         own_vocab = ((self.server_info() or {}).get("model") or {}).get("vocab_size")
         length = self._size("--max-model-len", max_model_len, row.get("max_model_len"))
         vocab = self._size("--vocab-size", vocab_size, own_vocab)
@@ -76,7 +78,7 @@ class OpenAITarget(Target):
 
     def server_info(self) -> dict[str, Any] | None:
         """As ``Target``; of a server of a known kind what its preset and its version tell."""
-        if self.preset is GENERIC:
+        if self.preset in (GENERIC, BUILT_IN):
             return super().server_info()
         version = self.version()
         return {

@@ -221,7 +221,7 @@ class Connection(asyncio.Protocol):
         if method == b"POST" and path.endswith("/completions"):
             self._complete(head, body, received)
             return
-        model = {"id": "mock", "object": "model", "owned_by": "kvbench", "max_model_len": settings.max_model_len}
+        model = {"id": "mock", "object": "model", "owned_by": "kvbench-mock", "max_model_len": settings.max_model_len}
         answers = {
             "/health": dict,
             "/v1/models": lambda: {"object": "list", "data": [model]},

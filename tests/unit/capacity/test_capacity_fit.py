@@ -48,7 +48,8 @@ def test_gpt_oss_120b_needs_more_than_the_default_share_of_an_h100():
 def test_pages_of_an_rtx_4090_are_those_of_a_measured_vllm_run():
     found = memory("Llama-3.1-8B", "RTX-4090")
     assert (found.step.tokens, found.step.sequences) == (2048, 256)
-    assert found.tokens(plan_model("Llama-3.1-8B"), Settings()) // 16 == pytest.approx(2588, rel=0.02)
+    pages = found.at_once(plan_model("Llama-3.1-8B"), Settings(), 16)
+    assert pages == pytest.approx(2588, rel=0.02)
 
 
 @pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured runs are not in ../shared/gpu_measured")
@@ -58,7 +59,7 @@ def test_the_measured_run_has_the_pages_the_step_and_the_memory_that_are_planned
     assert found.gpu.memory_bytes == pytest.approx(meta["hardware"]["device_total_memory_bytes"], rel=0.001)
     arguments = meta["engine_kwargs"]
     assert (found.step.tokens, found.step.sequences) == (arguments["max_num_batched_tokens"], arguments["max_num_seqs"])
-    pages = found.tokens(plan_model("Llama-3.1-8B"), Settings()) // meta["kv_cache"]["block_size"]
+    pages = found.at_once(plan_model("Llama-3.1-8B"), Settings(), meta["kv_cache"]["block_size"])
     assert pages == pytest.approx(meta["kv_cache"]["num_gpu_blocks"], rel=0.02)
 
 

@@ -154,14 +154,54 @@ def test_a_folder_gives_dimensions_and_the_size_of_its_safetensors(tmp_path):
     assert weights_of(plan_model(str(tmp_path)), "fp8").total_bytes > 4321
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"layer_types": ["linear_attention", "full_attention"]}, {"num_key_value_heads": [2, 4]}, {"vocab_size": None}],
-)
-def test_a_config_that_cannot_be_planned_is_refused(tmp_path, change):
+MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+GROUPS = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": "int4"}}}
+
+
+def planned(tmp_path, **change):
+    """A small Llama with fields changed, or left out by None."""
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
               "num_attention_heads": 4, "vocab_size": 100, **change}  # fmt: skip
     path = tmp_path / "config.json"
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    with pytest.raises(UsageError):
-        weights_of(plan_model(str(path)))
+    return plan_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": "full_attention"}, "layer_types"),
+        ({"sliding_window": "4096"}, "sliding_window"),
+        ({"sliding_window": 32, "sliding_window_pattern": "LG"}, "sliding_window_pattern"),
+        ({"num_key_value_heads": [2, 4]}, "num_key_value_heads"),
+        ({"num_attention_heads": None}, "num_attention_heads"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"intermediate_size": [128, 128]}, "intermediate_size"),
+        ({"intermediate_size": None}, "intermediate_size"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"model_type": "opt", "max_position_embeddings": 64}, "ffn_dim"),
+        *((MLA | {name: None}, name) for name in MLA if name != "kv_lora_rank"),
+        ({"num_experts": 4}, "num_experts_per_tok"),
+        ({"quantization_config": "fp8"}, "quantization_config"),
+        ({"quantization_config": GROUPS}, "weights"),
+        ({"text_config": "llama"}, "text_config"),
+        ({"torch_dtype": ["bfloat16"]}, "torch_dtype"),
+    ],
+)
+def test_a_config_that_cannot_be_planned_is_refused_with_the_field(tmp_path, change, named):
+    with pytest.raises(UsageError, match=named):
+        weights_of(planned(tmp_path, **change))
+
+
+def test_a_pattern_in_letters_does_not_matter_beside_layer_types(tmp_path):
+    kinds = ["sliding_attention", "full_attention"]
+    model = planned(tmp_path, sliding_window=32, sliding_window_pattern="LG", layer_types=kinds)
+    assert [group.window for group in model.layers] == [32, None]
+
+
+def test_a_latent_row_is_planned_from_a_config(tmp_path):
+    assert planned(tmp_path, **MLA).token_bytes() == 2 * (16 + 8) * 4

@@ -275,7 +275,7 @@ def test_each_servers_version_is_read_where_it_has_it(preset, answers, version):
 def test_the_load_client_gets_dialect_key_and_tls_and_nothing_else(monkeypatch):
     monkeypatch.setenv("KEY_OF_THE_TEST", "secret")
     with started({}) as (plain, _):
-        assert plain.client_fields() == {}
+        assert plain.client_fields() == {"dialect": {"answers": ["n"]}}  # all else is the default
     access = Access("KEY_OF_THE_TEST", tls_verify=False, tls_ca_file="ca.pem")
     with started(HEALTH, "transformers", model="m", access=Access("KEY_OF_THE_TEST")) as (target, server):
         fields = target.client_fields() | access.fields()
@@ -384,3 +384,12 @@ def test_the_built_in_engine_is_what_its_arithmetic_says(layout, page_size):
     known = check_configuration(settings)
     info = {"engine": settings, "capacity": {key: known[key] for key in ("page_size", "capacity_tokens")}}
     assert contradiction(settings, known, info) is None
+
+
+def test_a_server_that_nobody_has_named_is_not_asked_for_beams():
+    beams = [RequestSpec(0, "a", (5, 6), None, 3, n=2, beam_width=2)]
+    with started({}) as (unnamed, _), pytest.raises(MeasurementError, match="--preset"):
+        unnamed.as_sent(beams)
+    own = {"/v1/models": (200, {"data": [{"id": "m", "owned_by": "kvbench"}]})}
+    with started(own) as (target, _):
+        assert target.as_sent(beams) is beams

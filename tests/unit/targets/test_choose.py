@@ -67,6 +67,12 @@ def test_answers_that_a_server_cannot_give_are_refused_before_its_launch(workloa
         chosen(workload(load=load(n=2, best_of=4)), **VLLM_HERE)
     with pytest.raises(UsageError, match="n"):
         chosen(workload(load=load(n=2)), **URL, preset="llamacpp")
+    for unnamed in (URL, served_by("")):  # it may ignore what it does not know
+        assert chosen(workload(load=load(n=2)), **unnamed).workload
+        for answers in ({"n": 2, "beam_width": 2}, {"best_of": 4}):
+            with pytest.raises(UsageError, match="--preset"):
+                chosen(workload(load=load(**answers)), **unnamed)
+    assert chosen(workload(load=load(n=2, beam_width=2)), **URL, preset="vllm").workload
 
 
 def chosen(workload, stored=None, **options):
