@@ -7,7 +7,7 @@ on one side of the rule's limit, or on exact counts. An interval that straddles 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,13 @@ def _by_side(side: int, evidence: str, open_reason: str) -> Verdict:
     return Verdict({1: HELD, -1: DID_NOT_HOLD}[side], evidence) if side else Verdict(UNDECIDED, evidence, open_reason)
 
 
+def _by_sides(sides: Sequence[int], evidence: str, open_reason: str, depends: str) -> Verdict:
+    """Undecided while one side is open; held or not where all sides are the same; else it depends."""
+    if 0 in sides or len(set(sides)) == 1:
+        return _by_side(0 if 0 in sides else sides[0], evidence, open_reason)
+    return Verdict(DEPENDS, evidence, depends)
+
+
 def brings_little(name: str, found: Found) -> Verdict:
     """Held if the throughput surely rises by less than 5 %, did not hold if surely by more."""
     measured = found[name]
@@ -179,11 +186,7 @@ def small_pages(found: Found) -> Verdict:
     sides = [compare(speeds[size], 1 - LEVEL_WITHIN) for size in (4, 8)]
     if -1 in sides or any(share >= 0.01 for size, share in parts if size > 1):
         return Verdict(HELD, evidence)
-    return (
-        Verdict(UNDECIDED, evidence, f"an interval holds -2 %: {_MORE}")
-        if 0 in sides
-        else Verdict(DID_NOT_HOLD, evidence)
-    )
+    return _by_side(0 if 0 in sides else -1, evidence, f"an interval holds -2 %: {_MORE}")
 
 
 def paging_cost(found: Found) -> Verdict:
@@ -208,14 +211,8 @@ def prefix_shared(found: Found) -> Verdict:
     gains = {kind: found[f"prefix-shared-{kind}"].speed(enable_prefix_caching=True) for kind in ("short", "long")}
     evidence = f"short answers: {words(gains['short'])}, 8 times as long: {words(gains['long'])}; published 1.67x"
     sides = [compare(each, 1.5) for each in gains.values()]
-    if 0 in sides:
-        wide = gains["short" if not sides[0] else "long"]
-        return Verdict(UNDECIDED, evidence, _too_wide(wide, "1.5x"))
-    if sides == [1, 1]:
-        return Verdict(HELD, evidence)
-    if sides == [-1, -1]:
-        return Verdict(DID_NOT_HOLD, evidence)
-    return Verdict(DEPENDS, evidence, "on how much of the time goes into prompts")
+    wide = gains["long" if sides[0] else "short"]
+    return _by_sides(sides, evidence, _too_wide(wide, "1.5x"), "on how much of the time goes into prompts")
 
 
 _QUANTISED = {"FP8": "fp8_e4m3", "INT8": "int8_per_token_head", "INT4": "int4_per_token_head"}
@@ -231,10 +228,7 @@ def quantised_kv(found: Found) -> Verdict:
         parts.append(f"{name} holds {more:.2f}x the tokens, {words(speed)} tokens/s")
     before = measured.capacity[measured.find().config_id]["dtype"]
     evidence = f"against KV in {before}: {'; '.join(parts)}"
-    if 0 in sides:
-        return Verdict(UNDECIDED, evidence, f"an interval holds 0: {_MORE}")
-    word = HELD if sides == [1, 1, 1] else DEPENDS if 1 in sides else DID_NOT_HOLD
-    return Verdict(word, evidence, "on the format" if word == DEPENDS else "")
+    return _by_sides(sides, evidence, f"an interval holds 0: {_MORE}", "on the format")
 
 
 def scales_and_pages(found: Found) -> Verdict:
@@ -283,11 +277,12 @@ def batch_limit(name: str, setting: str, found: Found) -> Verdict:
     too_low = -compare(speeds[low], 1 - LEVEL_WITHIN)
     worse = [-compare(speeds[high], 1 - LEVEL_WITHIN), *(compare(each, 1 + LEVEL_WITHIN) for each in p95s.values())]
     too_high = max(worse) if max(worse) > 0 else 0 if 0 in worse else -1
-    if 0 in (too_low, too_high):
-        return Verdict(UNDECIDED, evidence, f"an interval of {low if not too_low else high} holds 2 %: {_MORE}")
-    if too_low == too_high:
-        return Verdict(HELD if too_low > 0 else DID_NOT_HOLD, evidence)
-    return Verdict(DEPENDS, evidence, f"on the side: only too {'low' if too_low > 0 else 'high'} costs here")
+    return _by_sides(
+        (too_low, too_high),
+        evidence,
+        f"an interval of {high if too_low else low} holds 2 %: {_MORE}",
+        f"on the side: only too {'low' if too_low > 0 else 'high'} costs here",
+    )
 
 
 def long_contexts(found: Found) -> Verdict:
@@ -306,8 +301,8 @@ def long_contexts(found: Found) -> Verdict:
     slower = ratio(0.5, large)
     evidence = (
         f"the chats' median TPOT beside them: {words(slower)} with {large:,} tokens a step, "
-        f"{words(ratio(0.5, small))} with "
-        f"{small:,}; their p95 TPOT: {words(ratio(0.95, large))} and {words(ratio(0.95, small))}"
+        f"{words(ratio(0.5, small))} with {small:,}; "
+        f"their p95 TPOT: {words(ratio(0.95, large))} and {words(ratio(0.95, small))}"
     )
     return _by_side(compare(slower, 1.5), evidence, _too_wide(slower, "1.5x"))
 

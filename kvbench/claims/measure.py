@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,10 @@ class Measurement:
     workload: str = ""
     exact: bool = False
 
-    def load(self, folder: Path, profile: str | None, overrides: Sequence[str]) -> Workload:
+    def load(self, folder: Path, profile: str | None) -> Workload:
         """Raises UsageError."""
         file = folder / f"{self.workload or self.name}.yaml"
-        return load_workload(file, profile=profile, overrides=(*self.overrides, *overrides))
+        return load_workload(file, profile=profile, overrides=self.overrides)
 
 
 @dataclass
@@ -108,9 +108,9 @@ class Measured:
 
     def speed(self, **to: Any) -> Effect:
         """The ratio of output tokens/s to the baseline's, with the noise that all configurations have in common."""
-        alone = effect(self.launch_ratios(to))
         if self.launches < 2:
-            return alone
+            return effect(self.launch_ratios(to))
+        self.loads(self.find(**to))  # raises where it took no part
         kin = {each.config_id: self.launch_ratios(each.varied) for each in self.took_part()}
         y = {name: [each.log_ratio for each in ratios] for name, ratios in kin.items()}
         return pooled_effects({name: effect(ratios) for name, ratios in kin.items()}, y)[self.find(**to).config_id]

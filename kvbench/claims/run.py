@@ -44,7 +44,7 @@ def chosen(names: Sequence[str]) -> tuple[Claim, ...]:
 def workloads_of(claims: Sequence[Claim], profile: str | None) -> dict[str, Workload]:
     """Measurement -> its workload. Raises UsageError."""
     names = (name for claim in claims for name in claim.measurements if name != SERVED)
-    return {name: MEASUREMENTS[name].load(WORKLOADS, profile, ()) for name in dict.fromkeys(names)}
+    return {name: MEASUREMENTS[name].load(WORKLOADS, profile) for name in dict.fromkeys(names)}
 
 
 @dataclass

@@ -53,7 +53,7 @@ def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str 
         print_table(console, make_table(("claim", "what it says"), [(each.name, each.says) for each in found]))
         return 0
     workloads = workloads_of(found, profile)
-    folder = create_run(output_dir, "claims", git_state()["short_sha"] or "nogit").path
+    folder = create_run(output_dir, "claims", git_state()["short_sha"]).path
     print_plain(console, f"results: {folder}")
     with Interruption() as interruption, console.status("starting") as status:
         run = ClaimsRun(

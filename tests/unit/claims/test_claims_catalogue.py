@@ -19,7 +19,7 @@ COMMITTED = REPOSITORY / "results" / "reference" / "claims-cpu"
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
 @pytest.mark.parametrize("name", MEASUREMENTS)
 def test_a_workload_fits_and_can_be_measured_in_engine_time(name, profile):
-    workload = MEASUREMENTS[name].load(WORKLOADS, profile, ())
+    workload = MEASUREMENTS[name].load(WORKLOADS, profile)
     design = design_of(workload)
     capacity = capacities(design, check_configuration)
     (point,) = workload.load_points
