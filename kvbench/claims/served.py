@@ -50,11 +50,14 @@ def measure_served(folder: Path, on_cpu: bool, say: Callable[[str], None], check
 
 @contextmanager
 def _server(settings: Mapping[str, Any], log: Path) -> Iterator[BuiltinTarget]:
+    """A server, stopped in the end. Raises MeasurementError, also where a request got no answer."""
     log.parent.mkdir(parents=True, exist_ok=True)
     target = BuiltinTarget()
     try:
         target.start({**_SETTINGS, **settings}, log)
         yield target
+    except httpx.HTTPError as error:
+        raise MeasurementError(f"the server did not answer ({str(error) or type(error).__name__})") from None
     finally:
         target.stop()
 
@@ -112,11 +115,8 @@ def _send_malformed(target: BuiltinTarget) -> dict[str, Any]:
 def _post(target: BuiltinTarget, body: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    try:
-        with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
-            return client.post(f"{target.http.base_url}/v1/completions", content=content, headers=headers)
-    except httpx.HTTPError as error:
-        raise MeasurementError(f"the server did not answer ({error or type(error).__name__})") from None
+    with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+        return client.post(f"{target.http.base_url}/v1/completions", content=content, headers=headers)
 
 
 def _tokens(answer: httpx.Response) -> list[int] | None:
