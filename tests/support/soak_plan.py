@@ -74,9 +74,9 @@ def _good(rng: random.Random, kind: str, prefixes: list[list[int]]) -> Ask:
     body |= {"ignore_eos": rng.random() < 0.5, "seed": rng.randrange(2**32), "priority": rng.randrange(3)}
     if rng.random() < 0.1:
         body["cache_salt"] = rng.choice("xy")
-    if not stream and rng.random() < 0.12:
+    if rng.random() < 0.12:
         body |= {"use_beam_search": True, "best_of": rng.randint(n, 4), "length_penalty": rng.choice((0.0, 1.0, 2.0))}
-    elif not stream and rng.random() < 0.1:
+    elif rng.random() < 0.1:
         body["best_of"] = rng.randint(n, 6)
     elif rng.random() < 0.15:
         body["stop"] = STOPS
@@ -96,7 +96,7 @@ def _bad(rng: random.Random) -> Ask:
         (400, {"prompt": prompt * 20}),
         (400, {"prompt": prompt, "max_tokens": MAX_MODEL_LEN}),
         (400, {"prompt": prompt, "temperature": -1}),
-        (400, {"prompt": prompt, "best_of": 3, "stream": True}),
+        (400, {"prompt": prompt, "n": 3, "best_of": 2}),
         (404, {"prompt": prompt, "model": "another"}),
         (422, {"prompt": prompt, "n": MAX_NUM_SEQS + 1}),
         (422, {"prompt": prompt, "priority": -1}),
