@@ -97,6 +97,7 @@ class KVCounters:
     copied_pages: int = 0  # copy-on-write; contiguous: forks copied whole
     copied_slots: int = 0  # slots with a token; the kernels move whole pages, here as in swaps
     swapped_out_slots: int = 0
+    swapped_out_pages: int = 0  # of them, in whole pages, as they are moved; contiguous: none
     swapped_in_slots: int = 0
     swap_kept_slots: int = 0  # swapped out without a move: the host still had them
     swap_lost_slots: int = 0  # found no room on the host, or lost it: computed again

@@ -204,6 +204,7 @@ class PagedKVManager(KVManager):
             if filled == self.page_size:
                 self.swap.make_twins(page, host_page)
             self.counters.swapped_out_slots += filled
+            self.counters.swapped_out_pages += 1
         return host_page
 
     def free(self, seq: Sequence) -> None:

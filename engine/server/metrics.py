@@ -73,6 +73,7 @@ _COUNTERS: tuple[_Row, ...] = (
     ("copied_pages", "Pages copied on write.", lambda s: s.counters.copied_pages),
     ("copied_slots", "Token slots copied on write.", lambda s: s.counters.copied_slots),
     ("swapped_out_slots", "Token slots swapped out to the host.", lambda s: s.counters.swapped_out_slots),
+    ("swapped_out_pages", "Pages swapped out, moved whole.", lambda s: s.counters.swapped_out_pages),
     ("swapped_in_slots", "Token slots swapped in again.", lambda s: s.counters.swapped_in_slots),
     ("swap_kept_slots", "Token slots swapped out that the host still had.", lambda s: s.counters.swap_kept_slots),
     ("swap_lost_slots", "Token slots that did not fit into the swap space.", lambda s: s.counters.swap_lost_slots),

@@ -7,23 +7,31 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvbench.claims import judges
-from kvbench.claims.judges import Found, Verdict
+from kvbench.claims.judges import SHARING_WIDTHS, Found, Verdict
+from kvbench.claims.kernel_cost import measure_kernel_cost
 from kvbench.claims.measure import Measurement
+from kvbench.claims.served import measure_served
 
 SERVED = "served"  # the one measurement over HTTP
+OTHERS = {SERVED: measure_served, judges.KERNEL_COST: measure_kernel_cost}
+"""Measurements without a workload: functions of (folder, on_cpu, say, check) that return facts."""
 _KWON = "Kwon et al., PagedAttention, SOSP 2023"
 _FOLKLORE = "folklore"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """``says``: the claim as it circulates; ``measurements``: names of what ``judge`` looks at."""
+    """``says``: the claim as it circulates; ``measurements``: names of what ``judge`` looks at.
+
+    counted: it rests on exact counts alone, which one launch tells.
+    """
 
     name: str
     says: str
     source: str
     measurements: tuple[str, ...]
     judge: Callable[[Found], Verdict]
+    counted: bool = False
 
     @property
     def rule(self) -> str:
@@ -31,16 +39,16 @@ class Claim:
         return getattr(self.judge, "func", self.judge).__doc__ or ""
 
 
-def _sharing(kind: str, option: str) -> list[Measurement]:
+def _sharing(workload: str, kind: str, option: str) -> list[Measurement]:
+    """Each width alone, on pages alone: reservations share nothing."""
     one = "load.prompts.classes.0"
     return [
         Measurement(
-            f"sharing-{kind}-{width}",
-            (f"{one}.n={width if option == 'n' else 1}", *([f"{one}.{option}={width}"] if option != "n" else [])),
-            workload="sharing",
-            exact=True,
+            f"{workload}-{kind}-{width}",
+            ("sweep={}", f"{one}.n={width if option == 'n' else 1}", f"{one}.{option}={width}"),
+            workload=workload,
         )
-        for width in (2, 4, 6)
+        for width in SHARING_WIDTHS
     ]
 
 
@@ -51,23 +59,27 @@ _CLASSES = {
     "production": "[{name: production, prompt_tokens: {percentiles: {min: 8, p50: 64, p90: 256, p99: 700, max: 800}}, "
     "output_tokens: {percentiles: {min: 4, p50: 32, p90: 96, max: 200}}}]",
 }
+FIVE_SHOT = 341  # tokens of the prefix with five examples; the workload's own has one
 _NUMBERS = {"easy": 96, "average": 32, "long": 16, "production": 40}  # of requests
 
 MEASUREMENTS = {
     each.name: each
     for each in (
-        Measurement("reservation", exact=True),
-        Measurement("useful-memory", exact=True),
+        Measurement("reservation"),
+        Measurement("useful-memory"),
         Measurement("mixed-lengths"),
         Measurement("uniform-lengths"),
         Measurement("single-user"),
         Measurement("page-size"),
-        *_sharing("parallel", "n"),
-        *_sharing("beam", "beam_width"),
-        Measurement("paging-cost"),
+        *(
+            each
+            for workload in ("sharing", "sharing-long")
+            for kind, option in (("parallel", "n"), ("beam", "beam_width"))
+            for each in _sharing(workload, kind, option)
+        ),
         Measurement("prefix-unshared"),
-        Measurement("prefix-shared-short", workload="prefix-shared"),
-        Measurement("prefix-shared-long", ("load.prompts.classes.0.output_tokens=64",), workload="prefix-shared"),
+        Measurement("prefix-one-shot", workload="prefix-shared"),
+        Measurement("prefix-five-shot", (f"load.prompts.shared_prefix.tokens={FIVE_SHOT}",), workload="prefix-shared"),
         Measurement("quantised-kv"),
         Measurement("swap"),
         Measurement("max-num-seqs"),
@@ -96,6 +108,7 @@ CLAIMS = (
         _FOLKLORE,
         ("reservation",),
         judges.reservation,
+        counted=True,
     ),
     Claim(
         "useful-memory",
@@ -103,6 +116,22 @@ CLAIMS = (
         f"{_KWON}, figure 2",
         ("useful-memory",),
         judges.useful_memory,
+        counted=True,
+    ),
+    Claim(
+        "batched-at-once",
+        "Pages batch 30 requests at once where contiguous caches batch 7 to 14.",
+        f"{_KWON}, figure 13",
+        ("useful-memory",),
+        judges.batched_at_once,
+        counted=True,
+    ),
+    Claim(
+        "sustainable-rate",
+        "Pages sustain 1.7 to 2.7 times the request rate of exact reservations, 2.7 to 8 times that of the longest.",
+        f"{_KWON}, 6.2",
+        ("useful-memory",),
+        judges.sustainable_rate,
     ),
     Claim(
         "mixed-lengths",
@@ -137,21 +166,39 @@ CLAIMS = (
         "sharing-parallel",
         "Copy-on-write saves about 6 to 10 % of the memory of 2 to 6 answers to one short prompt.",
         f"{_KWON}, 6.3, Alpaca",
-        tuple(f"sharing-parallel-{width}" for width in (2, 4, 6)),
-        partial(judges.sharing, "parallel", 6.1, 9.8),
+        tuple(f"sharing-parallel-{width}" for width in SHARING_WIDTHS),
+        partial(judges.sharing, "sharing-parallel", 6.1, 9.8),
+        counted=True,
     ),
     Claim(
         "sharing-beam",
         "Copy-on-write saves about 38 to 55 % of the memory of beam search.",
         f"{_KWON}, 6.3, Alpaca",
-        tuple(f"sharing-beam-{width}" for width in (2, 4, 6)),
-        partial(judges.sharing, "beam", 37.6, 55.2),
+        tuple(f"sharing-beam-{width}" for width in SHARING_WIDTHS),
+        partial(judges.sharing, "sharing-beam", 37.6, 55.2),
+        counted=True,
+    ),
+    Claim(
+        "sharing-parallel-long",
+        "Copy-on-write saves about 16 to 31 % of the memory of 2 to 6 answers to one longer prompt.",
+        f"{_KWON}, 6.3, ShareGPT",
+        tuple(f"sharing-long-parallel-{width}" for width in SHARING_WIDTHS),
+        partial(judges.sharing, "sharing-long-parallel", 16.2, 30.5),
+        counted=True,
+    ),
+    Claim(
+        "sharing-beam-long",
+        "Copy-on-write saves about 44 to 66 % of the memory of beam search on longer prompts.",
+        f"{_KWON}, 6.3, ShareGPT",
+        tuple(f"sharing-long-beam-{width}" for width in SHARING_WIDTHS),
+        partial(judges.sharing, "sharing-long-beam", 44.3, 66.3),
+        counted=True,
     ),
     Claim(
         "paging-cost",
         "Reading KV through a page table costs 3 to 5 %.",
         _FOLKLORE,
-        ("paging-cost",),
+        (judges.KERNEL_COST,),
         judges.paging_cost,
     ),
     Claim(
@@ -163,10 +210,18 @@ CLAIMS = (
     ),
     Claim(
         "prefix-shared",
-        "A shared prefix gives about 1.67 times the throughput.",
-        f"{_KWON}, 6.4 (one-shot prefix, translation)",
-        ("prefix-shared-short", "prefix-shared-long"),
+        "A shared prefix gives 1.67 times the throughput with one example in it, 3.58 times with five.",
+        f"{_KWON}, 6.4, translation",
+        ("prefix-one-shot", "prefix-five-shot"),
         judges.prefix_shared,
+    ),
+    Claim(
+        "shared-tokens",
+        "40 to 60 % of the tokens of a batch of chats are shared.",
+        _FOLKLORE,
+        ("prefix-one-shot", "prefix-five-shot", "prefix-unshared"),
+        judges.shared_tokens,
+        counted=True,
     ),
     Claim(
         "quantised-kv",
@@ -177,10 +232,11 @@ CLAIMS = (
     ),
     Claim(
         "scales-and-pages",
-        "Scales weigh more when pages shrink: INT4 gains less in small pages.",
+        "Scales weigh more when the data of a page shrinks: with fewer bits, and in smaller pages.",
         _FOLKLORE,
         ("quantised-kv",),
         judges.scales_and_pages,
+        counted=True,
     ),
     Claim(
         "swap-by-page",

@@ -17,23 +17,26 @@ import pandas as pd
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import read_json
 from kvbench.lockstep.intervals import (
+    FEWEST_LAUNCHES,
+    FEWEST_POOLED,
     Effect,
     LaunchRatio,
     effect,
     effect_of_values,
     for_other_requests,
     pooled_effects,
+    with_confidence,
 )
 from kvbench.lockstep.sitting import VALUES_OF_REQUESTS, Sitting, throughput_ratios
 from kvbench.metrics.latency import QUANTILES, request_latencies
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.targets.builtin import check_configuration
-from kvbench.workload.design import Configuration, Design, capacities, design_of
+from kvbench.workload.design import Configuration, Design, capacities, normalise, plan_sweep
 from kvbench.workload.file import Workload, load_workload
 from kvbench.workload.settings import effective
 
-FEWEST_LAUNCHES = 3  # of a timed measurement
-NARROW = 0.05  # half width of an interval beyond which more launches are not worth their time
+EARLY_CONFIDENCE = 0.99  # of the intervals that end a measurement before its fewest launches
+NARROW = 0.08  # half width of an interval beyond which more launches are not worth their time
 _OPEN_LIMIT_S = 120.0
 
 
@@ -42,13 +45,11 @@ class Measurement:
     """One workload to measure.
 
     workload: its file, where that has another name; overrides: ``key=value`` over the file's values.
-    exact: only what is counted matters, which one launch tells.
     """
 
     name: str
     overrides: tuple[str, ...] = ()
     workload: str = ""
-    exact: bool = False
 
     def load(self, folder: Path, profile: str | None) -> Workload:
         """Raises UsageError."""
@@ -61,17 +62,19 @@ class Measured:
     """What is known of one workload after ``launches`` launches. Its load is closed loop, of one concurrency.
 
     A configuration is named by the settings in which it differs from the baseline; none: the baseline.
+    early: whether intervals are of ``EARLY_CONFIDENCE`` where launches are too few to stop at 95 %.
     """
 
     design: Design
     capacity: Mapping[str, Mapping[str, Any]]
     sitting: Sitting
     launches: int = 0
+    early: bool = False
     _ratios: dict[tuple[str, str], list[LaunchRatio]] = field(default_factory=dict)
 
     def find(self, **settings: Any) -> Configuration:
         """The configuration with these settings, and the baseline's otherwise."""
-        wanted = {**self.design.configurations[0].settings, **settings}
+        wanted = normalise({**self.design.configurations[0].settings, **settings})
         return next(
             each
             for each in self.design.configurations
@@ -109,21 +112,20 @@ class Measured:
     def speed(self, **to: Any) -> Effect:
         """The ratio of output tokens/s to the baseline's, with the noise that all configurations have in common."""
         if self.launches < 2:
-            return effect(self.launch_ratios(to))
+            return self.ratio(to)
         self.loads(self.find(**to))  # raises where it took no part
         kin = {each.config_id: self.launch_ratios(each.varied) for each in self.took_part()}
         y = {name: [each.log_ratio for each in ratios] for name, ratios in kin.items()}
-        return pooled_effects({name: effect(ratios) for name, ratios in kin.items()}, y)[self.find(**to).config_id]
+        found = pooled_effects({name: effect(ratios) for name, ratios in kin.items()}, y)
+        return self._careful(found[self.find(**to).config_id])
 
-    def interaction(self, one: tuple[Mapping[str, Any], ...], other: tuple[Mapping[str, Any], ...]) -> Effect:
-        """Ratio of two ratios: what ``one[1]`` brings over ``one[0]``, beside what ``other[1]`` brings over [0]."""
-        pairs = zip(self.launch_ratios(one[1], one[0]), self.launch_ratios(other[1], other[0]), strict=True)
-        return effect(
-            [
-                LaunchRatio(a.log_ratio - b.log_ratio, math.hypot(a.error, b.error), min(a.shares, b.shares))
-                for a, b in pairs
-            ]
-        )
+    def ratio(self, to: Mapping[str, Any], of: Mapping[str, Any] | None = None) -> Effect:
+        """The ratio of output tokens/s of ``to`` to those of ``of`` (None: the baseline), from its own noise alone."""
+        return self._careful(effect(self.launch_ratios(to, of)))
+
+    def _careful(self, found: Effect) -> Effect:
+        fewest = FEWEST_POOLED if found.pooled else FEWEST_LAUNCHES + (len(self.design.configurations) == 2)
+        return with_confidence(found, EARLY_CONFIDENCE) if self.early and self.launches < fewest else found
 
     def tpots(self, cls: str, quantile: float, **settings: Any) -> list[float]:
         """A quantile of the TPOT [ms] of one class of requests in each launch."""
@@ -136,7 +138,9 @@ class Measured:
         values = [[values_of(load) for load in self.loads(each)] for each in (self.find(), self.find(**to))]
         p95s = [[float(np.quantile(np.concatenate(of), quantile)) for of in launches] for launches in values]
         found = effect_of_values(*p95s)
-        return for_other_requests(found, values[0][0], values[1][0], quantile) if self.launches > 1 else found
+        if self.launches < 2:
+            return found
+        return for_other_requests(self._careful(found), values[0][0], values[1][0], quantile)
 
     def counters(self, **settings: Any) -> Mapping[str, float]:
         """What the engine counted, the same in every launch."""
@@ -151,6 +155,18 @@ class Measured:
         """How many steps the load took, and of how many sequences they computed the next token, on average."""
         rows = pd.read_parquet(self.loads(self.find(**settings))[0] / "steps.parquet")
         return len(rows), float(rows["output_tokens"].mean())
+
+    def shared(self, **settings: Any) -> float:
+        """The share of the pages of all sequences, over all steps, that need no memory since they are shared."""
+        counted = self.counters(**settings)
+        return 1 - counted["kv_page_steps_total_physical"] / counted["kv_page_steps_total_logical"]
+
+    def batched(self, **settings: Any) -> float:
+        """How many sequences decode in a step, on average until no request waits for its first token any more."""
+        load = self.loads(self.find(**settings))[0]
+        steps, requests = (pd.read_parquet(load / f"{name}.parquet") for name in ("steps", "requests"))
+        last = float(requests["first"].max())
+        return float(steps["decode_tokens"][steps["seconds"].cumsum() <= last].mean())
 
     def tokens_held(self, **settings: Any) -> int:
         """Tokens that its KV budget holds."""
@@ -168,15 +184,19 @@ def measure(
     folder: Path,
     *,
     limit_s: float,
+    exact: bool,
     is_enough: Callable[[Measured], bool],
     show: Callable[[Any], None],
     check: Callable[[], None],
 ) -> Measured:
-    """Launches until ``is_enough`` (asked from the third on; of exact counts one launch is) or the time is over.
+    """Launches until ``is_enough`` (asked from the third on) or the time is over.
 
+    exact: only what is counted matters, which one launch tells. While there are fewer launches than intervals.py asks
+    for, intervals of ``EARLY_CONFIDENCE`` have to be enough: a few launches that happen to agree would stop too soon (a
+    group-sequential test with strict early looks, after Haybittle 1971 and Peto et al. 1976).
     Raises MeasurementError, UsageError.
     """
-    design = design_of(workload)
+    design, _ = plan_sweep(workload, check=check_configuration)
     capacity = capacities(design, check_configuration)
     sitting = Sitting(
         RunFolder(folder), workload, design, capacity, limit_s, _OPEN_LIMIT_S, show, check, option="--minutes"
@@ -184,8 +204,10 @@ def measure(
     found = Measured(design, capacity, sitting)
 
     def enough(launches: int) -> bool:
-        found.launches = launches
-        return measurement.exact or (launches >= FEWEST_LAUNCHES and is_enough(found))
+        found.launches, found.early = launches, True
+        decided = exact or (launches >= FEWEST_POOLED and is_enough(found))
+        found.early = False
+        return decided
 
     sitting.is_enough = enough
     if reason := sitting.why_not():

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench.claims.catalogue import CLAIMS, MEASUREMENTS, SERVED, Claim
+from kvbench.claims.catalogue import CLAIMS, MEASUREMENTS, OTHERS, Claim
 from kvbench.claims.judges import UNDECIDED, VERDICTS, Verdict
 from kvbench.claims.measure import Measured, all_narrow, measure
-from kvbench.claims.served import measure_served
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.machine import environment
@@ -43,7 +42,7 @@ def chosen(names: Sequence[str]) -> tuple[Claim, ...]:
 
 def workloads_of(claims: Sequence[Claim], profile: str | None) -> dict[str, Workload]:
     """Measurement -> its workload. Raises UsageError."""
-    names = (name for claim in claims for name in claim.measurements if name != SERVED)
+    names = (name for claim in claims for name in claim.measurements if name not in OTHERS)
     return {name: MEASUREMENTS[name].load(WORKLOADS, profile) for name in dict.fromkeys(names)}
 
 
@@ -62,7 +61,7 @@ class ClaimsRun:
     show: Callable[[Any], None]
     say: Callable[[str], None]
     check: Callable[[], None]
-    _found: dict[str, Any] = field(default_factory=dict)  # measurement -> Measured, or of SERVED its facts
+    _found: dict[str, Any] = field(default_factory=dict)  # measurement -> Measured, or of OTHERS its facts
     _failed: dict[str, str] = field(default_factory=dict)  # measurement -> why
     _verdicts: dict[str, Verdict] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=lambda: {"claims": []})  # of claims.json
@@ -90,15 +89,14 @@ class ClaimsRun:
         try:
             if workload is None:
                 on_cpu = self.result["profile"] == "cpu"
-                self._found[name] = measure_served(
-                    folder, on_cpu, lambda text: self.show(f"{title}: {text}"), self.check
-                )
+                self._found[name] = OTHERS[name](folder, on_cpu, lambda text: self.show(f"{title}: {text}"), self.check)
                 return
             self._found[name] = measure(
                 MEASUREMENTS[name],
                 workload,
                 folder,
                 limit_s=limit_s,
+                exact=all(claim.counted for claim in self._claims_on(name)),
                 is_enough=lambda measured: self._is_enough(name, measured),
                 show=lambda text: self.show(text if callable(text) else f"{title}: {text}"),
                 check=self.check,
@@ -109,7 +107,9 @@ class ClaimsRun:
     def _is_enough(self, name: str, measured: Measured) -> bool:
         """Whether no claim on this measurement alone is undecided, and for one on several, all intervals are narrow."""
         found = {**self._found, name: measured}
-        for claim in (claim for claim in self.claims if name in claim.measurements):
+        for claim in self._claims_on(name):
+            if claim.counted:
+                continue
             if len(claim.measurements) > 1:
                 if not all_narrow(measured):
                     return False
@@ -117,10 +117,13 @@ class ClaimsRun:
                 return False
         return True
 
+    def _claims_on(self, name: str) -> list[Claim]:
+        return [claim for claim in self.claims if name in claim.measurements]
+
     def _judge(self, name: str) -> None:
         """The claims whose last measurement was ``name``."""
-        for claim in self.claims:
-            if name in claim.measurements and all(n in self._found or n in self._failed for n in claim.measurements):
+        for claim in self._claims_on(name):
+            if all(n in self._found or n in self._failed for n in claim.measurements):
                 failed = [self._failed[n] for n in claim.measurements if n in self._failed]
                 verdict = Verdict(UNDECIDED, "", failed[0]) if failed else _verdict(claim, self._found)
                 self._verdicts[claim.name] = verdict

@@ -338,6 +338,15 @@ def _quantile(freedom: int) -> float:
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
 
+def with_confidence(found: Effect, confidence: float) -> Effect:
+    """The effect with an interval of another confidence than 95 %, where its noise is known from its own launches."""
+    if not found.launches > 1 or math.isnan(found.low):
+        return found
+    wider = float(stats.t.ppf((1 + confidence) / 2, found.launches - 1)) / _quantile(found.launches - 1)
+    low, high = (found.ratio * (end / found.ratio) ** wider for end in (found.low, found.high))
+    return dataclasses.replace(found, low=low, high=high)
+
+
 def fewest_launches(configurations: int) -> int:
     """The fewest that may decide the effects of so many configurations; one more where there is one alone."""
     if configurations * (FEWEST_POOLED - 1) >= POOLED_FREEDOM:

@@ -70,7 +70,8 @@ class Sitting:
 
     ``limit_s``: no launch is begun that would not end by then, or by ``_LONGER`` times that while there are too few;
     ``open_limit_s``: until one engine is there. ``check``: called twice a second, may raise. ``is_enough``: whether so
-    many launches answer the question, if that is another one than every effect on throughput. ``option``: of the
+    many launches answer the question, if that is another one than every effect on throughput (then one configuration
+    may be alone). ``option``: of the
     command, which allows more time.
     """
 
@@ -104,7 +105,8 @@ class Sitting:
 
     def why_not(self) -> str | None:
         """Why these configurations cannot be compared in engine time, None if they can."""
-        if self.baseline is None or len(self.design.configurations) < 2:
+        alone = len(self.design.configurations) < 2 and self.is_enough is None
+        if self.baseline is None or alone:
             return "there is no second configuration to compare the baseline with"
         for point in self.points:
             if reason := loads.why_not(self.workload.load, self._requests(point)):
