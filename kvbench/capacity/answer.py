@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.table import Table
@@ -19,6 +20,7 @@ from kvbench.common.text import count, data_size, decimal, listing, plural
 _LENGTHS = (1024, 4096, 8192, 32768, 131072)
 _DEFAULT_CONTEXT = 4096
 _CONVERTS = "has no FP8 in hardware: the kernel has to convert the KV, which not every engine does"
+_size = partial(data_size, decimals=2)  # so that products can be checked by hand
 DROP_FIRST = ("at best\ntokens/s", "memory\nGiB")  # of the table of GPUs, on a narrow terminal
 
 
@@ -75,7 +77,7 @@ def answer(
 def sentences(a: Answer) -> list[str]:
     """First whether it fits, then what there is to know about it."""
     load = f"{plural(a.load.concurrency, 'sequence')} of {count(a.load.context)} tokens"
-    needed = f"{data_size(a.weights.total_bytes)} of weights and {data_size(_kv_of_load(a))} of KV"
+    needed = f"{_size(a.weights.total_bytes)} of weights and {_size(_kv_of_load(a))} of KV"
     lines = [_first(a, load, needed)]
     if a.memory is not None:
         lines += [*_about_room(a, a.memory), *_about_dtypes(a, a.memory.gpu)]
@@ -129,12 +131,12 @@ def _first(a: Answer, load: str, needed: str) -> str:
     one = a.memory.count == 1
     if a.memory.kv <= 0:
         return (
-            f"No: {gpus} {'has' if one else 'have'} no room for KV: weights ({data_size(a.memory.weights)}), "
-            f"activations and context of {a.model.name} take {data_size(a.memory.taken - a.memory.kv)} a GPU, and the "
-            f"engine may take {data_size(a.memory.taken)}."
+            f"No: {gpus} {'has' if one else 'have'} no room for KV: weights ({_size(a.memory.weights)}), "
+            f"activations and context of {a.model.name} take {_size(a.memory.taken - a.memory.kv)} a GPU, and the "
+            f"engine may take {_size(a.memory.taken)}."
         )
     held = a.memory.at_once(a.model, a.settings, a.load.context)
-    room = f"{data_size(a.memory.kv)} a GPU is left for KV, enough for {count(held)} at once"
+    room = f"{_size(a.memory.kv)} a GPU is left for KV, enough for {count(held)} at once"
     if not fits(a.memory, a.model, a.settings, a.load):
         verb = "does" if one else "do"
         return f"No: {gpus} {verb} not hold {a.model.name} with {load}, which needs {needed}; {room}."
@@ -152,13 +154,11 @@ def model_table(a: Answer) -> Table:
     one = a.model.token_bytes(dtype)
     rows = [("KV of a token", f"{count(one)} bytes", _attention_words(a, windows, window))]
     sequence = a.model.sequence_bytes(a.load.context, dtype, page_size=a.settings.page_size)
-    rows.append(
-        (f"a sequence of {count(a.load.context)} tokens", data_size(sequence), f"pages of {a.settings.page_size}")
-    )
+    rows.append((f"a sequence of {count(a.load.context)} tokens", _size(sequence), f"pages of {a.settings.page_size}"))
     if a.load.concurrency > 1:
-        rows.append((f"{count(a.load.concurrency)} of them", data_size(_kv_of_load(a)), ""))
+        rows.append((f"{count(a.load.concurrency)} of them", _size(_kv_of_load(a)), ""))
     parameters = f"{a.weights.parameters.total / 1e9:.2f} billion parameters; {a.weights.source}"
-    rows.append(("weights", data_size(a.weights.total_bytes), parameters))
+    rows.append(("weights", _size(a.weights.total_bytes), parameters))
     return _with_notes(make_table(["", a.model.name, "counted as"], rows))
 
 
@@ -204,10 +204,11 @@ def concurrency_table(a: Answer) -> Table:
 
 
 def gpus_table(a: Answer) -> Table:
-    """The GPUs that hold the load, of each kind the fewest of 1, 2, 4 and 8."""
+    """The GPUs that hold the load, of each kind the fewest of 1, 2, 4 and 8; with prices only those that have one."""
     heads = ["GPUs", "left for KV,\nGiB a GPU", "sequences\nat once", "memory\nGiB", "at best\ntokens/s"]
     rows = []
-    for row in _found_rows(a):
+    found = _found_rows(a)
+    for row in [each for each in found if each["price"]] or found:
         name = f"{row['count']} x {row['gpu']}{'*' if row['converts_fp8'] else ''}"
         entries = [name, f"{row['kv_gib']:.1f}", count(row["at_once"])]
         entries += [decimal(row["memory_gib"]), count(row["tokens_per_s_at_best"])]

@@ -37,8 +37,10 @@ def test_prices_decide_what_is_picked(plan):
     told = json.loads(plan(f"{QUESTION} --json --price H200=5,A100=1.5,L4=0.7")[1])
     assert (told["memory"]["gpu"], told["memory"]["count"]) == ("A100-80GB", 2)
     assert [row["gpu"] for row in told["gpus"]][:3] == ["A100-80GB", "H200", "L4"]
+    priced = plan(f"{QUESTION} --price H200=5,A100=1.5")[1]
+    assert "2 x A100-80GB*" in priced and "1 x H200" in priced and "L4" not in priced
     code, out, _ = plan(f"{QUESTION} --price T4=0.1")
-    assert code == 0 and out.startswith("None")
+    assert code == 0 and out.startswith("None") and "1 x H200" in out
 
 
 def test_named_gpus_say_no_with_the_numbers(plan):

@@ -256,6 +256,7 @@ def test_the_text_begins_with_what_to_set_and_only_its_commands_are_wider_than_t
     assert said.together is not None
     commands = [each.command for each in (said.together, *said.unmeasured) if each.command]
     assert len(commands) == 2 and all(any(line.strip() == command for line in shown) for command in commands)
+    assert any("`kvbench load workloads/mixed.yaml --profile cpu --at c32 --url URL`" in line for line in shown)
     wide = [line for line in shown if len(line) > 80]
     assert all("kvbench " in line for line in wide)
     whole = " ".join(" ".join(shown).split())
