@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.table import Table
@@ -14,10 +15,12 @@ from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import Weights, weights_of
 from kvbench.common.console import make_table
 from kvbench.common.errors import UsageError
-from kvbench.common.text import count, decimal, listing, plural
+from kvbench.common.text import count, data_size, decimal, listing, plural
 
 _LENGTHS = (1024, 4096, 8192, 32768, 131072)
 _DEFAULT_CONTEXT = 4096
+_CONVERTS = "has no FP8 in hardware: the kernel has to convert the KV, which not every engine does"
+_size = partial(data_size, decimals=2)  # so that products can be checked by hand
 DROP_FIRST = ("at best\ntokens/s", "memory\nGiB")  # of the table of GPUs, on a narrow terminal
 
 
@@ -54,8 +57,11 @@ def answer(
     limit = max_model_len or model.spec.max_positions or max(context or 0, _DEFAULT_CONTEXT)
     context = context or min(_DEFAULT_CONTEXT, limit)
     if context > limit:
-        whose = "--max-model-len" if max_model_len else f"the limit of {model.name}"
-        raise UsageError(f"--context {context} is more than {limit}, {whose}: give a shorter one, or --max-model-len")
+        larger, whose = ("a larger ", "") if max_model_len else ("", f", the limit of {model.name}")
+        limited = f"--max-model-len {limit}" if max_model_len else str(limit)
+        raise UsageError(
+            f"--context {context} is more than {limited}{whose}: give a shorter one, or {larger}--max-model-len"
+        )
     load, weights = Load(context, concurrency, limit), weights_of(model, quantization)
     prices = prices or {}
     found = smallest_fits(model, weights, known_gpus(), settings, load)
@@ -71,7 +77,7 @@ def answer(
 def sentences(a: Answer) -> list[str]:
     """First whether it fits, then what there is to know about it."""
     load = f"{plural(a.load.concurrency, 'sequence')} of {count(a.load.context)} tokens"
-    needed = f"{_gib(a.weights.total_bytes)} of weights and {_gib(_kv_of_load(a))} of KV"
+    needed = f"{_size(a.weights.total_bytes)} of weights and {_size(_kv_of_load(a))} of KV"
     lines = [_first(a, load, needed)]
     if a.memory is not None:
         lines += [*_about_room(a, a.memory), *_about_dtypes(a, a.memory.gpu)]
@@ -101,9 +107,14 @@ def _about_dtypes(a: Answer, gpu: GPU) -> list[str]:
     lines = []
     if not gpu.bfloat16 and a.model.spec.default_dtype == "bfloat16":
         lines.append(f"{gpu.name} has no bfloat16: start the engine with --dtype half.")
-    if not gpu.fp8 and a.settings.kv_cache_dtype.startswith("fp8"):
-        lines.append(f"{gpu.name} has no FP8 in hardware: not every engine keeps an FP8 KV on it.")
+    if _converts(a, gpu):
+        lines.append(f"{gpu.name} {_CONVERTS}.")
     return lines
+
+
+def _converts(a: Answer, gpu: GPU) -> bool:
+    """Whether the KV is FP8 and ``gpu`` does not compute in it."""
+    return a.settings.kv_cache_dtype.startswith("fp8") and not gpu.fp8
 
 
 def _first(a: Answer, load: str, needed: str) -> str:
@@ -120,12 +131,12 @@ def _first(a: Answer, load: str, needed: str) -> str:
     one = a.memory.count == 1
     if a.memory.kv <= 0:
         return (
-            f"No: {gpus} {'has' if one else 'have'} no room for KV: weights ({_gib(a.memory.weights)}), activations "
-            f"and context of {a.model.name} take {_gib(a.memory.taken - a.memory.kv)} a GPU, and the engine may take "
-            f"{_gib(a.memory.taken)}."
+            f"No: {gpus} {'has' if one else 'have'} no room for KV: weights ({_size(a.memory.weights)}), "
+            f"activations and context of {a.model.name} take {_size(a.memory.taken - a.memory.kv)} a GPU, and the "
+            f"engine may take {_size(a.memory.taken)}."
         )
     held = a.memory.at_once(a.model, a.settings, a.load.context)
-    room = f"{_gib(a.memory.kv)} a GPU is left for KV, enough for {count(held)} at once"
+    room = f"{_size(a.memory.kv)} a GPU is left for KV, enough for {count(held)} at once"
     if not fits(a.memory, a.model, a.settings, a.load):
         verb = "does" if one else "do"
         return f"No: {gpus} {verb} not hold {a.model.name} with {load}, which needs {needed}; {room}."
@@ -143,10 +154,11 @@ def model_table(a: Answer) -> Table:
     one = a.model.token_bytes(dtype)
     rows = [("KV of a token", f"{count(one)} bytes", _attention_words(a, windows, window))]
     sequence = a.model.sequence_bytes(a.load.context, dtype, page_size=a.settings.page_size)
-    rows.append((f"a sequence of {count(a.load.context)} tokens", _gib(sequence), f"pages of {a.settings.page_size}"))
-    rows.append((f"{count(a.load.concurrency)} of them", _gib(_kv_of_load(a)), ""))
+    rows.append((f"a sequence of {count(a.load.context)} tokens", _size(sequence), f"pages of {a.settings.page_size}"))
+    if a.load.concurrency > 1:
+        rows.append((f"{count(a.load.concurrency)} of them", _size(_kv_of_load(a)), ""))
     parameters = f"{a.weights.parameters.total / 1e9:.2f} billion parameters; {a.weights.source}"
-    rows.append(("weights", _gib(a.weights.total_bytes), parameters))
+    rows.append(("weights", _size(a.weights.total_bytes), parameters))
     return _with_notes(make_table(["", a.model.name, "counted as"], rows))
 
 
@@ -192,11 +204,13 @@ def concurrency_table(a: Answer) -> Table:
 
 
 def gpus_table(a: Answer) -> Table:
-    """The GPUs that hold the load, of each kind the fewest of 1, 2, 4 and 8."""
+    """The GPUs that hold the load, of each kind the fewest of 1, 2, 4 and 8; with prices only those that have one."""
     heads = ["GPUs", "left for KV,\nGiB a GPU", "sequences\nat once", "memory\nGiB", "at best\ntokens/s"]
     rows = []
-    for row in _found_rows(a):
-        entries = [f"{row['count']} x {row['gpu']}", f"{row['kv_gib']:.1f}", count(row["at_once"])]
+    found = _found_rows(a)
+    for row in [each for each in found if each["price"]] or found:
+        name = f"{row['count']} x {row['gpu']}{'*' if row['converts_fp8'] else ''}"
+        entries = [name, f"{row['kv_gib']:.1f}", count(row["at_once"])]
         entries += [decimal(row["memory_gib"]), count(row["tokens_per_s_at_best"])]
         if a.prices:
             entries.insert(1, "–" if row["price"] is None else f"{row['price']:.2f}")
@@ -207,17 +221,26 @@ def gpus_table(a: Answer) -> Table:
     return make_table(heads, rows, title=title)
 
 
+def shows_gpus(a: Answer) -> bool:
+    """Whether the table of GPUs helps: not where named ones hold the load."""
+    named = a.memory is not None and not a.picked
+    return bool(a.found) and not (named and fits(a.memory, a.model, a.settings, a.load))
+
+
 def footnote(a: Answer) -> str:
-    """What the arithmetic stands for."""
+    """What the arithmetic stands for, and the words of the table of GPUs."""
+    notes = []
+    if shows_gpus(a):
+        notes += [f"* {_CONVERTS}."] if any(_converts(a, memory.gpu) for memory in a.found) else []
+        notes.append(
+            "At best: weights and KV read once a decode step, at the memory's full bandwidth; no engine reaches it."
+        )
     engine = (
         "For vLLM with its defaults"
         if a.settings.kv_cache_dtype in ("auto", "fp8_e4m3", "fp8_e5m2")
         else f"For vLLM's memory with the built-in engine's {a.settings.kv_cache_dtype}, its scales counted"
     )
-    return (
-        f"{engine}, tensor parallel over 1, 2, 4 or 8 GPUs. At best: weights and KV read once a decode step, at the "
-        "memory's full bandwidth; no engine reaches it. How it is counted: docs/commands.md."
-    )
+    return "\n".join([*notes, f"{engine}, tensor parallel. How it is counted: docs/commands.md."])
 
 
 def as_dict(a: Answer) -> dict[str, Any]:
@@ -269,6 +292,7 @@ def _found_rows(a: Answer) -> list[dict[str, Any]]:
             "at_once": m.at_once(a.model, a.settings, a.load.context),
             "tokens_per_s_at_best": tokens_per_s(m, a.model, a.weights, a.settings, a.load),
             "price": m.count * a.prices[m.gpu.name] if m.gpu.name in a.prices else None,
+            "converts_fp8": _converts(a, m.gpu),
         }
         for m in a.found
     ]
@@ -277,7 +301,3 @@ def _found_rows(a: Answer) -> list[dict[str, Any]]:
 def _kv_of_load(a: Answer) -> int:
     one = a.model.sequence_bytes(a.load.context, a.settings.kv_cache_dtype, page_size=a.settings.page_size)
     return a.load.concurrency * one
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:,.1f} MiB"

@@ -109,6 +109,8 @@ class _Decoder(_Config):
         for name in needed:
             if getattr(self, name) is None:
                 raise ValueError(f"{name} is missing; add it")
+        if "sliding_attention" in (self.layer_types or ()) and not self.sliding_window:
+            raise ValueError("layer_types has sliding_attention, and sliding_window is missing; add it")
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} num_hidden_layers; give "

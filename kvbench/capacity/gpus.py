@@ -56,13 +56,13 @@ def find_gpu(name: str) -> GPU:
         near = difflib.get_close_matches(plain, names, n=4, cutoff=0.4)
         known = dict.fromkeys([names[each] for each in near] or gpus)
         asked = "did you mean" if near else "known are"
-        raise UsageError(f"{name!r} is not a GPU that kvbench knows: {asked} {', '.join(known)}")
+        raise UsageError(f"{name!r} is not a GPU that kvbench knows: {asked} {', '.join(known)} (several: 4xA100-80GB)")
     return gpus[names[plain]]
 
 
 def parse_prices(text: str) -> Mapping[str, float]:
     """``L4=0.8,H100-80GB=2.9`` as the price of one GPU by name. Raises UsageError."""
-    prices = {}
+    prices: dict[str, float] = {}
     for part in text.split(","):
         name, _, number = part.partition("=")
         try:
@@ -71,7 +71,10 @@ def parse_prices(text: str) -> Mapping[str, float]:
             price = math.nan
         if not (price > 0 and math.isfinite(price)):
             raise UsageError(f"--price {part.strip()!r} is no price of a GPU: write for example L4=0.8,H100-80GB=2.9")
-        prices[find_gpu(name).name] = price
+        gpu = find_gpu(name).name
+        if gpu in prices:
+            raise UsageError(f"--price has two prices of {gpu}: give one")
+        prices[gpu] = price
     return prices
 
 

@@ -16,7 +16,8 @@ from kvbench.capacity.config import check_config
 from kvbench.common.errors import UsageError
 
 _SHIPPED = Path(__file__).parent / "models.json"
-_SAME_DIMENSIONS = re.compile(r"^meta-|-(instruct|base|it|chat|hf)$")
+_SAME_DIMENSIONS = re.compile(r"^meta-|-(instruct|base|it|chat|hf)(?=-|$)")
+_QUANTISED = re.compile(r"(.+)-(fp8|awq|gptq)(-int4|-dynamic)?")
 _CACHED = ("full_attention", "sliding_attention")
 
 
@@ -89,8 +90,9 @@ class PlannedModel:
 
 
 def plan_model(model: str) -> PlannedModel:
-    """The model of a local folder, of a config.json, or of the dimensions that ship (case, organisation and
-    "-Instruct" do not matter).
+    """The model of a local folder, of a config.json, or of the dimensions that ship.
+
+    Of a name, case, organisation and "-Instruct" do not matter.
 
     Raises:
         UsageError: there is none (the nearest names are told), or what it caches is not known.
@@ -101,40 +103,49 @@ def plan_model(model: str) -> PlannedModel:
             return _planned(find_model(model, "dummy"))
         except ValueError as error:
             raise UsageError(str(error)) from None
-    shipped, name = _shipped(), _plain(model)
-    if name not in shipped:
-        known = [each.name for each in shipped.values()]
-        near = difflib.get_close_matches(name, shipped, n=3, cutoff=0.5)
-        said = (
-            f"did you mean {', '.join(shipped[each].name for each in near)}?" if near else f"known: {', '.join(known)}."
-        )
+    found = _by_name(model)
+    if found is None:
         raise UsageError(
-            f"{model!r} is neither a model that kvbench knows nor a file or folder: {said} Another model is given by "
-            "its folder or config.json, a workload by a file that ends in .yaml"
+            f"{model!r} is neither a model that kvbench knows nor a file or folder: {_known_instead(model)}"
         )
-    return shipped[name]
+    return found
 
 
 def known_models() -> list[PlannedModel]:
     """All models whose dimensions ship."""
-    return list(_shipped().values())
+    return list({each.name: each for each in _shipped().values()}.values())
+
+
+def _by_name(model: str) -> PlannedModel | None:
+    """The shipped model of this very name, else of the name without the words that leave the dimensions as they are."""
+    name = model.rsplit("/", 1)[-1].lower()
+    return _shipped().get(name) or _shipped().get(_SAME_DIMENSIONS.sub("", name))
+
+
+def _known_instead(model: str) -> str:
+    """What to give instead of an unknown name: an unquantised model's dimensions, or the nearest names."""
+    name = model.rsplit("/", 1)[-1].lower()
+    quantised = _QUANTISED.fullmatch(name)
+    if quantised and (plain := _by_name(quantised[1])):
+        return f"give its folder, or {plain.name} with --quantization {quantised[2]}"
+    near = difflib.get_close_matches(_SAME_DIMENSIONS.sub("", name), _shipped(), n=3, cutoff=0.5)
+    known = [each.name for each in known_models()]
+    said = (
+        f"did you mean {', '.join(_shipped()[each].name for each in near)}?" if near else f"known: {', '.join(known)}."
+    )
+    return f"{said} Another model is given by its folder or config.json, a workload by a file that ends in .yaml"
 
 
 @cache
 def _shipped() -> dict[str, PlannedModel]:
-    """By plain name: the configs of the built-in engine, and those in models.json."""
-    found = {_plain(name): _planned(find_model(name)) for name in shipped_models()}
+    """By lower-case name and alias: the configs of the built-in engine, and those in models.json."""
+    found = {name.lower(): _planned(find_model(name)) for name in shipped_models()}
     for name, entry in json.loads(_SHIPPED.read_text(encoding="utf-8")).items():
-        config = found[_plain(entry["same_as"])].spec.config if "same_as" in entry else entry["config"]
-        found[_plain(name)] = _planned(ModelSpec(name, config, _SHIPPED, None), entry.get("other_parameters", 0))
+        same = found[entry["same_as"].lower()].spec.config if "same_as" in entry else {}
+        spec = ModelSpec(name, {**same, **entry.get("config", {})}, _SHIPPED, None)
+        planned = _planned(spec, entry.get("other_parameters", 0))
+        found.update({each.lower(): planned for each in (name, *entry.get("aliases", ()))})
     return found
-
-
-def _plain(model: str) -> str:
-    name = model.rsplit("/", 1)[-1].lower()
-    while (shorter := _SAME_DIMENSIONS.sub("", name)) != name:
-        name = shorter
-    return name
 
 
 def _planned(spec: ModelSpec, other_parameters: int = 0) -> PlannedModel:

@@ -85,7 +85,12 @@ def plan(what: str | None, profile: str | None, overrides: tuple[str, ...], **op
     Exit codes: 0 printed, 2 a configuration is impossible, or a model or GPU is not known. No files are written.
     """
     model_options = {name: options.pop(name) for name in _MODEL_NAMES}
-    given = [name for name, value in model_options.items() if value]
+    given = [name for name, value in model_options.items() if value not in (None, False)]
+    if what is None and not given and not any(options.values()):
+        raise UsageError(
+            "nothing to plan: give a model such as Qwen3-32B, a workload such as workloads/mixed.yaml, or "
+            "--input-len 600 --output-len 150 --concurrency 20"
+        )
     if what is None or _is_workload(what):
         if given:
             missing = "leave it out, or name a model such as Qwen3-32B" if what else "name one, such as Qwen3-32B"
@@ -138,7 +143,7 @@ def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]
 
     if len(concurrency) > 1:
         raise UsageError("--concurrency has several numbers, and a model is planned for one: give one")
-    if options["gpu"] and options["pick"]:
+    if options["gpu"] is not None and options["pick"]:
         raise UsageError("--gpu names the GPUs and --pick chooses them: give one of the two")
     if (quantization := options["quantization"]) and quantization not in QUANTIZATIONS:
         raise UsageError(f"--quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}: give one of these")
@@ -148,8 +153,8 @@ def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]
         context=options["context"],
         concurrency=concurrency[0],
         max_model_len=options["max_model_len"],
-        gpus=parse_gpus(options["gpu"]) if options["gpu"] else None,
-        prices=parse_prices(options["price"]) if options["price"] else None,
+        gpus=parse_gpus(options["gpu"]) if options["gpu"] is not None else None,
+        prices=parse_prices(options["price"]) if options["price"] is not None else None,
         quantization=quantization,
         choose=options["pick"],
     )
@@ -166,7 +171,7 @@ def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]
             tables.append(shown.concurrency_table(found))
     for table in tables:
         print_table(console, table)
-    if found.found:
+    if shown.shows_gpus(found):
         print_table(console, shown.gpus_table(found), drop_first=shown.DROP_FIRST)
     console.print(shown.footnote(found), highlight=False, markup=False)
     return 0

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING
 import click
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK, UsageError, say
+from kvbench.common.text import and_more
 
 if TYPE_CHECKING:
     from kvbench.history.runs import StoredRun
+
+_WIDEST = 110  # columns of text
+_MOST_NAMED = 6  # runs to choose from
 
 
 @click.command()
@@ -19,9 +23,10 @@ if TYPE_CHECKING:
 def recommend(results: Path, as_json: bool) -> int:
     """Say which settings a measured sweep supports, with the evidence, the fallback, and when not to page at all.
 
-    RESULTS is the folder of a run, or one that holds runs: then the newest complete run is taken, and named. The rules
-    are the report's: a setting is recommended where it is decided to be better, at no load worse, and where a quantised
-    KV lost no quality; what pays alone is not said to pay together. Else the baseline is.
+    RESULTS is the folder of a run, or one that holds runs: then the newest complete run is taken, and named; of several
+    workloads or engines you are asked to name one. The rules are the report's: a setting is recommended where it is
+    decided to be better, at no load worse, and where a quantised KV lost no quality; what pays alone is not said to pay
+    together. Else the baseline is.
 
     \b
     Examples:
@@ -54,16 +59,19 @@ def recommend(results: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps(dataclasses.asdict(said), indent=2, default=str))
     else:
-        for line in lines(said):
+        for line in lines(said, min(console.width, _WIDEST)):
             print_plain(console, line)
     if not any(cell.valid for cell in run.cells):
-        say(f"no load of {folder} is valid: {'only engine time counts' if said.effects else 'measure it again'}")
+        say(f"no load of {folder} is valid: {'only its engine time counts' if run.engine_time else 'measure it again'}")
         return EXIT_INVALID
     return EXIT_OK
 
 
 def _chosen(results: Path) -> Path:
-    """The run itself, or the newest complete one with a valid load in the folder. UsageError where there is none."""
+    """The run itself, or the newest complete one with a valid load in the folder.
+
+    Raises UsageError where there is none, or where they are of several workloads, engines or folders.
+    """
     from kvbench.history.runs import find_runs, own_runs, read_runs
 
     found = find_runs([results])
@@ -75,9 +83,24 @@ def _chosen(results: Path) -> Path:
     if not complete:
         newest = f"; the newest, {_shown(own[-1], results)}, is none: name it to see what it has" if own else ""
         raise UsageError(f"{results} holds no complete run of `kvbench sweep` with a valid load{newest}")
+    newest = {(run.folder.parent, run.workload, _engine(run)): run for run in complete}
+    if len(newest) > 1:
+        named = [f"{_shown(run, results)} ({run.workload}, {_engine(run)})" for run in reversed(newest.values())]
+        raise UsageError(
+            f"{results} holds runs of several workloads, engines or folders, and a recommendation is of one run: name "
+            f"one, such as {and_more(named, _MOST_NAMED)}"
+        )
     chosen = _shown(complete[-1], results)
-    say(f"{chosen}: the newest of {len(complete)} complete runs in {results}")
+    which = f"the newest of {len(complete)} complete runs" if len(complete) > 1 else "the only complete run"
+    say(f"{chosen}: {which} in {results}")
     return chosen
+
+
+def _engine(run: StoredRun) -> str:
+    from kvbench.targets.presets import PRESETS
+
+    name = dict(run.place).get("backend", "")
+    return PRESETS[name].title if name in PRESETS else name or "built-in engine"
 
 
 def _shown(run: StoredRun, results: Path) -> Path:

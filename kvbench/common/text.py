@@ -65,8 +65,8 @@ def significant(value: float | None, figures: int = 3) -> str:
     return f"{value:.{decimals}f}"
 
 
-def data_size(value: float | None) -> str:
-    """Bytes in the largest binary unit that keeps at least one whole."""
+def data_size(value: float | None, decimals: int = 1) -> str:
+    """Bytes in the largest binary unit that keeps at least one whole; no decimals from 100 on."""
     if value is None:
         return "–"
     unit = "B"
@@ -74,7 +74,7 @@ def data_size(value: float | None) -> str:
         if abs(value) < 1024:
             break
         value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if value == int(value) or value >= 100 else f"{value:.1f} {unit}"
+    return f"{value:.0f} {unit}" if value == int(value) or value >= 100 else f"{value:.{decimals}f} {unit}"
 
 
 def upper_first(text: str) -> str:

@@ -6,7 +6,9 @@ at no risk at any load, and the quality of its KV is not in doubt; else the base
 
 from __future__ import annotations
 
+import re
 import shlex
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -52,6 +54,7 @@ from kvbench.targets.presets import PRESETS
 from kvbench.workload.file import MODEL_SECTION
 from kvbench.workload.settings import effective
 
+_UNBROKEN = "\0"  # in place of a space where a line must not end
 _UNIFORM = "uniform"  # workloads/uniform.yaml: all lengths equal and near the limit
 _PAGING = {
     PAYS: "page",
@@ -70,6 +73,7 @@ class Recommendation:
     ``doubts``: what is wrong with the run, to be said first
     ``verdict``: the report's first sentence
     ``configuration``: its name; empty where there is none, since no load or no baseline was measured
+    ``in_doubt``: why its own measurement does not count; empty where it does
     ``settings``: its ``engine:`` section; ``changed``: those that differ from the baseline -> the baseline's value
     ``flags``: of the command of another engine; empty for the built-in one
     ``baseline``: what the evidence is against, and in which clock
@@ -77,15 +81,16 @@ class Recommendation:
     ``evidence``: of the configuration, a sentence a load, then what holds at one load only
     ``alone``: what pays too, and was not measured together with it; ``together``: how to measure that
     ``rejected``: the other configurations that are decided, with their verdicts
-    ``fallback``: the settings to go back to, and when
+    ``fallback``: the settings to go back to, and when; empty where these are the baseline's
     ``unmeasured``: what would change the answer, with a command where there is one
-    ``paging``: paged against contiguous, a sentence a load
+    ``paging``: paged against contiguous, a sentence a load; ``pair``: the names of both
     """
 
     run: str
     doubts: tuple[NextStep, ...]
     verdict: str
     configuration: str = ""
+    in_doubt: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     changed: Mapping[str, Any] = field(default_factory=dict)
     flags: str = ""
@@ -98,6 +103,7 @@ class Recommendation:
     fallback: tuple[str, ...] = ()
     unmeasured: tuple[NextStep, ...] = ()
     paging: tuple[str, ...] = ()
+    pair: tuple[str, ...] = ()
 
 
 def recommend(run: Run) -> Recommendation:
@@ -114,6 +120,7 @@ def recommend(run: Run) -> Recommendation:
     return replace(
         said,
         configuration=chosen.marked_name,
+        in_doubt=chosen.doubt or "",
         settings=_engine_section(chosen),
         changed={name: effective(base.settings, name) for name in sorted(differing(chosen, base))},
         flags=_flags(run, chosen),
@@ -126,6 +133,7 @@ def recommend(run: Run) -> Recommendation:
         fallback=tuple(_fallback(run, base, found, best)),
         unmeasured=tuple(_unmeasured(run, base, found, best)),
         paging=tuple(_paging(run, base)),
+        pair=paging_pair(run) or (),
     )
 
 
@@ -253,18 +261,14 @@ def _rejected(run: Run, found: Sequence[Choice], best: Choice | None, alone: Seq
 def _fallback(run: Run, base: MeasuredCell, found: Sequence[Choice], best: Choice | None) -> Iterator[str]:
     """The baseline, or of a quantised KV the best in the model's own dtype; then the numbers that say when."""
     contiguous = _back_to_contiguous(run, base.load, (best.cell if best else base).is_paged)
-    if best is None and contiguous:
-        yield contiguous
-        return
     if best is None:
-        doubt = f"none was measured: the baseline is in doubt itself ({base.doubt})"
-        yield doubt if base.doubt else "none is needed: these are the baseline's settings"
+        yield from [contiguous] if contiguous else ()
         return
     quality = quality_of(run, best.cell)
     plain = [each for each in wins(found) if quality and quality_of(run, each.cell) is None]
     back = plain[0].cell if plain else base
     changes = [f"{name}: {_yaml(effective(back.settings, name))}" for name in sorted(differing(best.cell, back))]
-    yield f"{back.name} ({', '.join(changes)}). Go back when"
+    yield f"{back.name} ({', '.join(changes)})"
     if told := _as_served(back):
         yield f"{told} {back.load.where}, what {back.name} served here{_how(run, back)}"
     if best.cell.hit_rate and effective(best.cell.settings, "enable_prefix_caching"):
@@ -360,7 +364,6 @@ def _paging(run: Run, base: MeasuredCell) -> Iterator[str]:
     if pair is None:
         yield _no_pair(run, base)
         return
-    yield f"{pair[0]} against {pair[1]}:"
     last = None
     for load in run.loads:
         paged, contiguous = (run.cell(name, load) for name in pair)
@@ -413,40 +416,53 @@ def _no_pair(run: Run, base: MeasuredCell) -> str:
 # --- For a terminal ---
 
 
-def lines(said: Recommendation) -> list[str]:
-    """The recommendation as lines of text."""
-    found = [*(_step(each) for each in said.doubts), said.verdict]
+def lines(said: Recommendation, width: int = 100) -> list[str]:
+    """The recommendation as lines of text: what to set, why, when to go back, what is open; all settings last.
+
+    Wrapped at ``width`` columns, but for commands, which stay whole so that they can be copied.
+    """
+    found = [line for each in said.doubts for line in _step(each, width)] + _wrapped(said.verdict, width)
     if not said.configuration:
         return found
-    what = (
-        said.configuration
-        if said.changed
-        else f"{said.configuration}, the baseline: nothing else is decided to be better"
+    found += ["", *_what_to_set(said, width)]
+    evidence = [*said.evidence, *([f"not taken: {', '.join(said.rejected)}"] if said.rejected else [])]
+    if evidence:
+        found += ["", f"Why (against {said.baseline}):", *_items(evidence, width)]
+    if said.fallback:
+        back, *when = said.fallback
+        found += [
+            "",
+            *_wrapped(f"Go back to {back} when" if when else f"Fallback: {back}", width),
+            *_items(when, width),
+        ]
+    pair = f" ({' against '.join(said.pair)})" if said.pair else ""
+    found += ["", f"When not to page{pair}:", *_items(said.paging, width)]
+    if said.alone or said.unmeasured:
+        found += ["", "Open, and may change this:", *_open(said, width)]
+    settings = yaml.safe_dump(
+        {"engine": dict(said.settings)}, default_flow_style=None, sort_keys=False, width=width - 20
     )
-    found += ["", f"Run with {what}", *(_block(said) if said.settings else ())]
-    found += [f"as flags: {said.flags}"] if said.flags else []
-    if said.evidence:
-        found += ["", f"Evidence (against {said.baseline}):", *_indented(said.evidence)]
+    found += ["", f"All settings of {said.configuration}:", *settings.splitlines()] if said.settings else []
+    return [*found, *([f"as flags: {said.flags}"] if said.flags else [])]
+
+
+def _what_to_set(said: Recommendation, width: int) -> list[str]:
+    if said.in_doubt:
+        return _wrapped(f"Set nothing by this run: {said.configuration} is the baseline, in doubt itself", width)
+    if not said.changed:
+        return _wrapped(f"Keep {said.configuration}, the baseline: nothing else is decided to be better", width)
+    changes = [f"{name}: {_yaml(said.settings[name])} (baseline: {_yaml(was)})" for name, was in said.changed.items()]
+    return ["Set, and leave all else as the baseline has it:", *_items(changes, width)]
+
+
+def _open(said: Recommendation, width: int) -> Iterator[str]:
+    """What pays alone with the command that measures it together, then what was not measured."""
     if said.alone:
-        found += ["Each alone pays too, not measured together with it:", *_indented(said.alone)]
-        found += (
-            _indented([f"measure them together: {said.together.command}"])
-            if said.together and said.together.command
-            else []
-        )
-    found += [f"Not taken: {', '.join(said.rejected)}"] if said.rejected else []
-    found += ["", f"Fallback: {said.fallback[0]}", *_indented(said.fallback[1:])]
-    if said.unmeasured:
-        found += ["", "Not measured, and may change this:", *_indented([_step(each) for each in said.unmeasured])]
-    return [*found, "", "When not to page:", *_indented(said.paging)]
-
-
-def _block(said: Recommendation) -> Iterator[str]:
-    """The ``engine:`` section of a workload file; a changed setting says what it was."""
-    yield "engine:"
-    for name, value in said.settings.items():
-        before = f"  # baseline: {_yaml(said.changed[name])}" if name in said.changed else ""
-        yield f"  {name}: {_yaml(value)}{before}"
+        yield from _items([f"pays alone, not measured together with it: {'; '.join(said.alone)}"], width)
+    if said.together and said.together.command:
+        yield from _step(NextStep("measure them together", said.together.command), width, "  - ")
+    for each in said.unmeasured:
+        yield from _step(each, width, "  - ")
 
 
 def _yaml(value: Any) -> str:
@@ -454,9 +470,21 @@ def _yaml(value: Any) -> str:
     return yaml.safe_dump({"": value}, width=10_000).partition(": ")[2].rstrip()
 
 
-def _step(each: NextStep) -> str:
-    return f"{each.why}: {each.command}" if each.command else each.why
+def _step(each: NextStep, width: int, first: str = "") -> list[str]:
+    """Its reason, and the command on a line of its own."""
+    command = [f"{' ' * len(first)}  {each.command}"] if each.command else []
+    return _wrapped(f"{each.why}{':' if command else ''}", width, first) + command
 
 
-def _indented(sentences: Sequence[str]) -> list[str]:
-    return [f"  {each}" for each in sentences]
+def _items(sentences: Sequence[str], width: int) -> list[str]:
+    return [line for each in sentences for line in _wrapped(each, width, "  - ")]
+
+
+def _wrapped(sentence: str, width: int, first: str = "") -> list[str]:
+    """Lines of at most ``width`` columns after ``first``; what is in backticks is never broken."""
+    whole = re.sub("`[^`]*`", lambda command: command[0].replace(" ", _UNBROKEN), sentence)
+    found = textwrap.wrap(
+        whole, width, initial_indent=first, subsequent_indent=" " * len(first),
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return [line.replace(_UNBROKEN, " ") for line in found]

@@ -29,6 +29,17 @@ def test_parameters_are_those_of_the_published_checkpoint(name):
     assert count_parameters(plan_model(name)).total == PUBLISHED[name]
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen3-30B-A3B-Instruct-2507", "Mistral-7B-Instruct-v0.2", "Qwen3-Coder-30B-A3B-Instruct", "gemma-3-27b-it-qat",
+     "Qwen2.5-72B-Instruct-GPTQ-Int8"],
+)  # fmt: skip
+def test_a_name_with_another_word_is_another_model(name):
+    """Of these the limit, the window, the dimensions or the weights differ."""
+    with pytest.raises(UsageError, match="did you mean"):
+        plan_model(name)
+
+
 @pytest.mark.parametrize("model", known_models(), ids=lambda m: m.name)
 def test_parameters_are_those_that_transformers_builds(model):
     """The oracle is the model itself, built on the meta device, where it takes no memory."""
@@ -121,7 +132,9 @@ def test_weights_of_quantised_checkpoints():
 @pytest.mark.parametrize(
     ("asked", "found"),
     [("Qwen/Qwen3-32B", "Qwen3-32B"), ("qwen3-32b", "Qwen3-32B"), ("Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
-     ("google/gemma-3-27b-it", "Gemma-3-27B"), ("deepseek-ai/DeepSeek-R1", "DeepSeek-R1")],
+     ("google/gemma-3-27b-it", "Gemma-3-27B"), ("deepseek-ai/DeepSeek-R1", "DeepSeek-R1"),
+     ("mistralai/Mistral-7B-Instruct-v0.3", "Mistral-7B-v0.3"), ("Mixtral-8x7B-Instruct-v0.1", "Mixtral-8x7B"),
+     ("Mistral-Small-24B-Instruct-2501", "Mistral-Small-24B"), ("Qwen/Qwen3-8B-Base", "Qwen3-8B-Base")],
 )  # fmt: skip
 def test_names_forgive_case_organisation_and_instruct(asked, found):
     assert plan_model(asked).name == found
@@ -130,6 +143,8 @@ def test_names_forgive_case_organisation_and_instruct(asked, found):
 def test_the_limit_is_that_of_the_chat_model_and_every_figure_has_a_source():
     assert plan_model("Qwen/Qwen2.5-7B-Instruct").spec.max_positions == 32_768
     assert plan_model("Qwen3-32B").spec.max_positions == 40_960
+    assert plan_model("Qwen/Qwen3-8B").spec.max_positions == 40_960
+    assert plan_model("Qwen/Qwen3-8B-Base").spec.max_positions == 32_768
     for file in ("models.json", "gpus.json"):
         entries = json.loads((Path(weights.__file__).parent / file).read_text())
         assert all(len(entry["source"]) > 20 for entry in entries.values())
@@ -171,6 +186,8 @@ def planned(tmp_path, **change):
     ("change", "named"),
     [
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window"),
+        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 0}, "sliding_window"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"layer_types": "full_attention"}, "layer_types"),
         ({"sliding_window": "4096"}, "sliding_window"),

@@ -26,7 +26,7 @@ QUESTION = "Qwen3-32B --context 8k --concurrency 40 --kv-cache-dtype fp8 --pick"
 
 def test_one_command_answers_which_gpu(plan):
     code, out, _ = plan(QUESTION)
-    assert code == 0 and out.startswith("Take 1 x H200") and "40.00 GiB" in out
+    assert code == 0 and out.startswith("Take 1 x H200") and "40 GiB" in out
     code, out, _ = plan(f"{QUESTION} --json")
     told = json.loads(out)
     assert code == 0 and told["memory"]["gpu"] == "H200" and told["memory"]["picked"] and told["memory"]["fits"]
@@ -37,28 +37,49 @@ def test_prices_decide_what_is_picked(plan):
     told = json.loads(plan(f"{QUESTION} --json --price H200=5,A100=1.5,L4=0.7")[1])
     assert (told["memory"]["gpu"], told["memory"]["count"]) == ("A100-80GB", 2)
     assert [row["gpu"] for row in told["gpus"]][:3] == ["A100-80GB", "H200", "L4"]
+    priced = plan(f"{QUESTION} --price H200=5,A100=1.5")[1]
+    assert "2 x A100-80GB*" in priced and "1 x H200" in priced and "L4" not in priced
     code, out, _ = plan(f"{QUESTION} --price T4=0.1")
-    assert code == 0 and out.startswith("None")
+    assert code == 0 and out.startswith("None") and "1 x H200" in out
 
 
 def test_named_gpus_say_no_with_the_numbers(plan):
     code, out, _ = plan("llama-3.1-70b --gpu 4xA100-80GB --concurrency 256")
-    assert code == 0 and out.startswith("No") and "320.00 GiB" in out and "131,072" in out
+    assert code == 0 and out.startswith("No") and "320 GiB" in out and "131,072" in out
+    assert "8 x A100-80GB" in out  # what does hold it
     assert plan("llama-3.1-70b --gpu L4")[1].startswith("No")
     assert plan("Llama-3.1-405B --concurrency 100000")[1].startswith("No")
-    assert plan("llama-3.1-8b --gpu H100")[1].startswith("Yes")
+    code, out, _ = plan("llama-3.1-8b --gpu H100")
+    assert code == 0 and out.startswith("Yes") and "H200" not in out  # nobody asked for others
+
+
+def test_gpus_without_fp8_in_hardware_are_marked_where_the_kv_is_in_it(plan):
+    line = "Qwen3-32B --concurrency 40"
+    marked = plan(f"{line} --kv-cache-dtype fp8")[1]
+    assert "A100-80GB*" in marked and "H100-80GB*" not in marked and "\n* has no FP8" in marked
+    assert "*" not in plan(line)[1]
+    rows = json.loads(plan(f"{line} --kv-cache-dtype fp8 --json")[1])["gpus"]
+    assert {row["gpu"] for row in rows if row["converts_fp8"]} >= {"A100-80GB", "RTX-3090"}
+    assert not any(row["converts_fp8"] for row in rows if row["gpu"] in ("L4", "H200", "MI300X"))
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        ("", "Qwen3-32B"),
         ("qwen3-33b", "Qwen3-32B"),
+        ("Qwen/Qwen3-8B-FP8", "--quantization fp8"),
+        ("Qwen3-8B-Base --context 40k", "32768"),
         ("qwen3-8b --gpu A101", "A100-80GB"),
         ("qwen3-8b --gpu 3xL4", "3"),
         ("qwen3-8b --gpu L4 --pick", "--pick"),
         ("qwen3-8b --kv-cache-dtype fp7", "fp7"),
         ("qwen3-8b --quantization fp7", "fp7"),
         ("qwen3-8b --price L4", "L4"),
+        ("qwen3-8b --price A100=1,A100-80GB=2", "A100-80GB"),
+        ("qwen3-8b --gpu=", "4xA100-80GB"),
+        ("qwen3-8b --gpu A100x4", "4xA100-80GB"),
+        ("qwen3-8b --max-model-len 16k --context 32k", "--max-model-len 16384"),
         ("qwen3-8b --concurrency 1,2", "--concurrency"),
         ("qwen3-8b --context 100k", "40960"),
         ("qwen3-8b --context many", "many"),

@@ -37,7 +37,7 @@ def with_kld(measured: Run, kld: float, *of: MeasuredCell, note: str = "") -> Ru
 
 
 def text(said: Recommendation) -> str:
-    return "\n".join(lines(said))
+    return "\n".join(lines(said, width=500))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_the_fallback_is_the_baseline_with_what_it_served() -> None:
     assert said.fallback[0].startswith("paged (page 16) (enable_prefix_caching: false)")
     assert all(part in said.fallback[1] for part in ("100", "500 ms", "20.0 ms", "load.repeats=3", "--url URL"))
     assert "25 %" in said.fallback[2]
-    assert len(recommend(run(base, cell(page_size=8))).fallback) == 1
+    assert recommend(run(base, cell(page_size=8))).fallback == ()  # it is the baseline itself
 
 
 def test_where_paging_costs_latency_contiguous_is_a_fallback_with_its_numbers() -> None:
@@ -239,12 +239,29 @@ def test_doubts_about_the_run_come_first() -> None:
     assert len(recommend(run(disturbed, cell(page_size=8))).doubts) == 1
     served = recommend(run(refused(), cell("contiguous", baseline=False)))
     assert served.configuration.endswith("(refused)") and len(served.doubts) == 1
+    assert served.in_doubt and "\nKeep " not in text(served)  # what refuses requests is not advised
+    assert not recommend(fine).in_doubt
 
 
 def test_nothing_is_recommended_without_a_baseline_or_a_load() -> None:
     for measured in (run(), run(cell(page_size=8))):
         said = recommend(measured)
         assert (said.configuration, said.settings, said.effects) == ("", {}, ()) and said.verdict in text(said)
+
+
+def test_the_text_begins_with_what_to_set_and_only_its_commands_are_wider_than_the_terminal() -> None:
+    said = recommend(read_run(REFERENCE / "mixed-cpu"))
+    shown = lines(said, width=80)
+    assert any("enable_prefix_caching: true" in line for line in shown[:6]) and len(shown) < 60
+    assert said.together is not None
+    commands = [each.command for each in (said.together, *said.unmeasured) if each.command]
+    assert len(commands) == 2 and all(any(line.strip() == command for line in shown) for command in commands)
+    assert any("`kvbench load workloads/mixed.yaml --profile cpu --at c32 --url URL`" in line for line in shown)
+    wide = [line for line in shown if len(line) > 80]
+    assert all("kvbench " in line for line in wide)
+    whole = " ".join(" ".join(shown).split())
+    assert all(sentence in whole for sentence in (*said.evidence, *said.alone, *said.fallback, *said.paging))
+    assert all(each.why in whole for each in said.unmeasured)
 
 
 def test_the_engine_section_can_be_pasted_into_the_workload() -> None:
