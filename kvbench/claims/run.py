@@ -50,7 +50,8 @@ def workloads_of(claims: Sequence[Claim], profile: str | None) -> dict[str, Work
 class ClaimsRun:
     """``folder``: of the results; ``workloads``: as ``workloads_of`` returns them; ``minutes``: for all claims.
 
-    ``show``: replaces the status line; ``say``: prints a line; ``check``: called twice a second, may raise.
+    ``show``: replaces the status line, by a text or by what a function returns whenever it is shown; ``say``: prints a
+    line; ``check``: called twice a second, may raise.
     """
 
     folder: Path
@@ -84,12 +85,15 @@ class ClaimsRun:
         return self.result
 
     def _measure(self, name: str, workload: Workload | None, title: str, limit_s: float) -> None:
+        def show(text: str | Callable[[], str]) -> None:
+            self.show(f"{title}: {text}" if isinstance(text, str) else lambda: f"{title}: {text()}")
+
         self.show(title)
         folder = self.folder / "measured" / name
         try:
             if workload is None:
                 on_cpu = self.result["profile"] == "cpu"
-                self._found[name] = OTHERS[name](folder, on_cpu, lambda text: self.show(f"{title}: {text}"), self.check)
+                self._found[name] = OTHERS[name](folder, on_cpu, show, self.check)
                 return
             self._found[name] = measure(
                 MEASUREMENTS[name],
@@ -98,7 +102,7 @@ class ClaimsRun:
                 limit_s=limit_s,
                 exact=all(claim.counted for claim in self._claims_on(name)),
                 is_enough=lambda measured: self._is_enough(name, measured),
-                show=lambda text: self.show(text if callable(text) else f"{title}: {text}"),
+                show=show,
                 check=self.check,
             )
         except (MeasurementError, UsageError) as error:

@@ -42,7 +42,7 @@ def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str 
     from kvbench.claims.judges import UNDECIDED
     from kvbench.claims.page import markdown, page
     from kvbench.claims.run import ClaimsRun, chosen, summary, workloads_of
-    from kvbench.common.console import make_table, print_plain, print_table
+    from kvbench.common.console import make_table, print_plain, print_table, status_line
     from kvbench.common.files import write_text
     from kvbench.common.git import git_state
     from kvbench.common.signals import Interruption
@@ -55,14 +55,14 @@ def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str 
     workloads = workloads_of(found, profile)
     folder = create_run(output_dir, "claims", git_state()["short_sha"]).path
     print_plain(console, f"results: {folder}")
-    with Interruption() as interruption, console.status("starting") as status:
+    with Interruption() as interruption, status_line(console, "starting") as show:
         run = ClaimsRun(
             folder,
             found,
             workloads,
             minutes,
             profile,
-            show=lambda text: status.update(text() if callable(text) else text),
+            show=show,
             say=lambda text: print_plain(console, text),
             check=interruption.check,
         )

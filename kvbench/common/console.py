@@ -84,14 +84,20 @@ class LiveText:
 @contextmanager
 def status_line(
     console: Console, text: str, quiet_s: float = QUIET_S, more: Rows = lambda width: ()
-) -> Iterator[Callable[[str], None]]:
-    """``LiveText`` of ``text`` and the rows ``more``; calling what it yields replaces the text."""
-    shown = [text]
+) -> Iterator[Callable[[str | Callable[[], str]], None]]:
+    """``LiveText`` of ``text`` and the rows ``more``.
 
-    def update(other: str) -> None:
+    Calling what it yields replaces the text, by another or by a function that is asked whenever the text is shown.
+    """
+    shown: list[str | Callable[[], str]] = [text]
+
+    def update(other: str | Callable[[], str]) -> None:
         shown[0] = other
 
-    with LiveText(console, lambda width: (shown[0], *more(width)), quiet_s):
+    def rows(width: int) -> Sequence[str]:
+        return (shown[0] if isinstance(shown[0], str) else shown[0](), *more(width))
+
+    with LiveText(console, rows, quiet_s):
         yield update
 
 
