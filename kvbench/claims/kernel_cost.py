@@ -79,7 +79,7 @@ def time_kernels(device: str, shape: dict[str, Any]) -> dict[str, Any]:
         steps = {}
         for name in seconds:
             size = context if name == RESERVED else PAGE_SIZE
-            order = torch.arange if name == IN_ORDER else torch.randperm
+            order = torch.randperm if name == SCATTERED else torch.arange
             starts = order(batch * context // size).view(batch, -1) * size  # [batch, pages]
             where = (starts.to(device), lengths, size)
             plan = backend.plan_decode(*where, max_tokens=context)

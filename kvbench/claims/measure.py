@@ -90,7 +90,6 @@ class Measured:
         return [each for each in self.design.configurations[1:] if self._took_part(each)]
 
     def _took_part(self, configuration: Configuration) -> bool:
-        """Whether it has a load of every launch."""
         return all((each / DONE).is_file() for each in self._folders(configuration))
 
     def loads(self, configuration: Configuration) -> list[Path]:
@@ -140,7 +139,7 @@ class Measured:
         found = effect_of_values(*p95s)
         if self.launches < 2:
             return found
-        return for_other_requests(self._careful(found), values[0][0], values[1][0], quantile)
+        return self._careful(for_other_requests(found, values[0][0], values[1][0], quantile))
 
     def counters(self, **settings: Any) -> Mapping[str, float]:
         """What the engine counted, the same in every launch."""
@@ -151,10 +150,10 @@ class Measured:
         prefix = "kv_slot_steps_total_"
         return {k.removeprefix(prefix): v for k, v in self.counters(**settings).items() if k.startswith(prefix)}
 
-    def steps(self, **settings: Any) -> tuple[int, float]:
-        """How many steps the load took, and of how many sequences they computed the next token, on average."""
+    def steps(self, **settings: Any) -> tuple[int, float, float]:
+        """How many steps the load took, and their mean output tokens and milliseconds."""
         rows = pd.read_parquet(self.loads(self.find(**settings))[0] / "steps.parquet")
-        return len(rows), float(rows["output_tokens"].mean())
+        return len(rows), float(rows["output_tokens"].mean()), 1000 * float(rows["seconds"].mean())
 
     def shared(self, **settings: Any) -> float:
         """The share of the pages of all sequences, over all steps, that need no memory since they are shared."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvbench.claims.judges import VERDICTS
 from kvbench.claims.run import summary
-from kvbench.common.text import markdown_table, upper_first
+from kvbench.common.text import listing, markdown_table, upper_first
 from kvbench.report.page import render
 
 HEADS = ("claim", "verdict", "measured", "source")
@@ -29,12 +29,16 @@ def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
 def about(result: Mapping[str, Any]) -> list[str]:
     """On what, when and with what it was measured."""
     cpu, git = result.get("cpu") or {}, result.get("git") or {}
+    engines = {name: listing(values) for name, values in result["engines"].items() if values}
+    weights = "random weights" if engines.get("load_format") == "dummy" else "its own weights"
+    threads = f", {engines['num_threads']} thread an engine" if "num_threads" in engines else ""
     return [
         f"{summary(result)} on {cpu.get('model', 'an unknown processor')}, {result['profile']} profile, commit "
         f"{git.get('short_sha') or 'unknown'}, {result['started']}.",
+        f"Model {engines.get('model', 'unknown')} with {weights}, in {engines.get('dtype', 'its own dtype')}{threads}.",
         "Speeds are in engine time: engines take turns step by step, without HTTP. In brackets 95 % intervals. A "
-        "verdict rests on an interval on one side of its rule's limit, or on exact counts. The verdicts are of this "
-        "machine, this model and these loads.",
+        "verdict rests on an interval on one side of its rule's limit, or on exact counts. Loads are short, from "
+        "an empty engine to an empty engine. The verdicts are of this machine, this model and these loads.",
     ]
 
 

@@ -72,6 +72,11 @@ class ClaimsRun:
         began, started = time.monotonic(), utc_now()
         names = list(dict.fromkeys(name for claim in self.claims for name in claim.measurements))
         profile = self.profile or default_profile()
+        engines = [each.engine for each in self.workloads.values()]
+        self.result["engines"] = {
+            name: sorted({str(engine[name]) for engine in engines if engine.get(name) is not None})
+            for name in ("model", "load_format", "dtype", "num_threads")
+        }
         self.result |= {"format": FORMAT, "finished": False, "started": started, "profile": profile, **environment()}
         for number, name in enumerate(names, 1):
             left_s = 60 * self.minutes - (time.monotonic() - began)
@@ -109,15 +114,15 @@ class ClaimsRun:
             self._failed[name] = str(error)
 
     def _is_enough(self, name: str, measured: Measured) -> bool:
-        """Whether no claim on this measurement alone is undecided, and for one on several, all intervals are narrow."""
+        """Whether no claim is undecided that needs nothing else, and for the others all intervals are narrow."""
         found = {**self._found, name: measured}
         for claim in self._claims_on(name):
             if claim.counted:
                 continue
-            if len(claim.measurements) > 1:
-                if not all_narrow(measured):
+            if all(each in found for each in claim.measurements):
+                if _verdict(claim, found).word == UNDECIDED:
                     return False
-            elif _verdict(claim, found).word == UNDECIDED:
+            elif not all_narrow(measured):
                 return False
         return True
 

@@ -28,7 +28,7 @@ _SETTINGS = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
 }
-_LAYOUTS = {
+_VARIANTS = {
     "pages": {"page_size": 16, "enable_prefix_caching": False},
     "pages with prefix caching": {"page_size": 16, "enable_prefix_caching": True},
 }
@@ -38,7 +38,7 @@ def measure_served(folder: Path, on_cpu: bool, say: Callable[[str], None], check
     """Facts of both claims. Raises MeasurementError."""
     device = {"device": "cpu" if on_cpu else "cuda"}
     found: dict[str, Any] = {"abandoned": {}}
-    for name, settings in _LAYOUTS.items():
+    for name, settings in _VARIANTS.items():
         check()
         say(f"a server with {name}")
         with _server(settings | device, folder / f"{name.replace(' ', '-')}.log") as target:
@@ -86,7 +86,7 @@ def _abandon(target: BuiltinTarget) -> dict[str, Any]:
 
 
 def _send_malformed(target: BuiltinTarget) -> dict[str, Any]:
-    """Good requests with malformed ones among them, beside the same good ones alone."""
+    """Good requests with malformed ones among them, beside the same good ones alone. Raises MeasurementError."""
     good = [_body(target, [30 + number] * 40, 48) for number in range(STREAMS)]
     name = target.model.name
     bad: list[Any] = [
@@ -100,13 +100,23 @@ def _send_malformed(target: BuiltinTarget) -> dict[str, Any]:
         b"\xff\xfe not JSON",
     ]
     with ThreadPoolExecutor(len(good)) as threads:
+        started = time.monotonic()
         alone = [_tokens(each) for each in threads.map(lambda body: _post(target, body), good)]
-        running = [threads.submit(_post, target, body) for body in good]
+        between = time.monotonic()
+        sent = [threads.submit(_post, target, body) for body in good]
         refused = [_post(target, body) for body in bad]
-        beside = [_tokens(each.result()) for each in running]
+        running = sum(not each.done() for each in sent)
+        beside = [_tokens(each.result()) for each in sent]
+        ended = time.monotonic()
+    if None in alone:
+        raise MeasurementError("a good request failed without malformed ones beside it")
+    if not running:
+        raise MeasurementError("the good requests had ended before the malformed ones were refused")
     return {
+        "running": running,
+        "seconds": {"alone": between - started, "beside": ended - between},
         "good": len(good),
-        "same_tokens": sum(a is not None and a == b for a, b in zip(alone, beside, strict=True)),
+        "same_tokens": sum(a == b for a, b in zip(alone, beside, strict=True)),
         "sent": len(bad),
         "refused": sum(400 <= answer.status_code < 500 and _reason(answer) for answer in refused),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from kvbench.claims import judges
 from kvbench.claims.catalogue import CLAIMS
 from kvbench.claims.judges import DEPENDS, DID_NOT_HOLD, HELD, UNDECIDED
+from kvbench.claims.kernel_cost import IN_ORDER, RESERVED, SCATTERED
 from kvbench.lockstep.intervals import Effect
 
 SIZES = (1, 2, 4, 8, 32, 64)  # beside 16
@@ -23,10 +25,10 @@ def effect(low: float, high: float) -> Effect:
 class Known:
     """A ``Measured`` with given answers. ``speeds``: by the values of the settings that differ from the baseline."""
 
-    def __init__(self, speeds=None, p95=None, tpots=None, counters=None, slots=None, crossed=None, varied=None):
+    def __init__(self, speeds=None, p95=None, tpots=None, counters=None, slots=None, varied=None, ratios=None):
         self.launches, self._slots = 3, slots or {}
-        self._speeds, self._p95, self._tpots = speeds or {}, p95 or {}, tpots or []
-        self._counters, self._crossed = counters or {}, crossed
+        self._speeds, self._p95, self._tpots = speeds or {}, p95 or {}, tpots or {}
+        self._counters, self._ratios = counters or {}, ratios
         capacity = {
             "page_table_bytes": 50, "kv_budget_bytes": 10_000, "max_model_len": 4096, "bytes_per_token": 2304,
             "scale_bytes_per_token": 256, "capacity_tokens": 8192, "dtype": "float32",
@@ -36,7 +38,7 @@ class Known:
         self.design = SimpleNamespace(configurations=[SimpleNamespace(varied=x, settings=x) for x in changed])
 
     def find(self, **settings):
-        return SimpleNamespace(config_id="other")
+        return SimpleNamespace(config_id="other", settings={"page_size": 16})
 
     def speed(self, **to):
         return self._speeds[next(iter(to.values()))]
@@ -45,10 +47,16 @@ class Known:
         return self._p95[metric]
 
     def tpots(self, cls, quantile, **settings):
-        return self._tpots
+        return self._tpots[quantile]
 
-    def interaction(self, one, other):
-        return self._crossed
+    def ratio(self, to, of=None):
+        return self._ratios(to, of or {})
+
+    def shared(self, **settings):
+        return self._counters["shared"]
+
+    def batched(self, **settings):
+        return self._counters[next(iter(settings.values()), "max")]
 
     def counters(self, **settings):
         return {"num_preemptions_total": 0.0, **self._counters}
@@ -57,7 +65,7 @@ class Known:
         return self._slots[next(iter(settings.values()), "max")]
 
     def steps(self, **settings):
-        return 87, 19.3
+        return 87, 19.3, 60.0
 
     def tokens_held(self, **settings):
         return 8192
@@ -77,6 +85,15 @@ def test_mixed_lengths_asks_for_twice_the_throughput(low, high, word):
     assert JUDGES["mixed-lengths"]({"mixed-lengths": Known({"paged": effect(low, high)})}).word == word
 
 
+def test_one_launch_decides_nothing():
+    one = dataclasses.replace(effect(2.5, 2.9), within_launch=True)
+    verdict = JUDGES["mixed-lengths"]({"mixed-lengths": Known({"paged": one})})
+    assert verdict.word == UNDECIDED
+    assert "one launch" in verdict.reason
+    kinds = {f"prompts-{kind}": Known({"paged": one}) for kind in judges.KINDS}
+    assert JUDGES["kinds-of-prompts"](kinds).word == UNDECIDED
+
+
 @pytest.mark.parametrize("name", ["uniform-lengths", "single-user"])
 @pytest.mark.parametrize(
     ("low", "high", "word"),
@@ -89,10 +106,20 @@ def test_little_is_a_gain_of_at_most_5_percent(name, low, high, word):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "word"), [(0.94, 0.96, HELD), (0.98, 1.0, DID_NOT_HOLD), (0.95, 1.0, UNDECIDED)]
+    ("in_order", "scattered", "word"),
+    [
+        ([1.04, 1.041, 1.04], [1.04, 1.041, 1.039], HELD),
+        ([1.0, 1.001, 0.999], [1.001, 1.0, 1.002], DID_NOT_HOLD),
+        ([1.2, 1.21, 1.22], [1.2, 1.21, 1.22], DID_NOT_HOLD),
+        ([1.0, 1.001, 0.999], [1.2, 1.3, 1.25], DEPENDS),
+        ([1.04, 1.041, 1.04], [1.2, 1.3, 1.25], DEPENDS),
+        ([1.0, 1.001, 0.999], [1.0, 1.06, 1.12], UNDECIDED),
+    ],
 )
-def test_paging_costs_3_percent_or_not(low, high, word):
-    assert JUDGES["paging-cost"]({"paging-cost": Known({"paged": effect(low, high)})}).word == word
+def test_paging_costs_3_percent_or_not(in_order, scattered, word):
+    seconds = {RESERVED: [2.0, 2.0, 2.0], IN_ORDER: [2 * x for x in in_order], SCATTERED: [2 * x for x in scattered]}
+    facts = {"batch": 32, "context": 1024, "page_size": 16, "seconds": seconds}
+    assert JUDGES["paging-cost"]({"paging-cost": facts}).word == word
 
 
 @pytest.mark.parametrize(
@@ -104,17 +131,55 @@ def test_prefix_caching_without_shared_prompts(low, high, word):
 
 
 @pytest.mark.parametrize(
-    ("short", "long", "word"),
+    ("one", "five", "word"),
     [
-        ((1.6, 1.8), (1.6, 1.7), HELD),
-        ((1.6, 1.8), (1.2, 1.3), DEPENDS),
-        ((1.1, 1.2), (1.1, 1.2), DID_NOT_HOLD),
-        ((1.4, 1.6), (1.1, 1.2), UNDECIDED),
+        ((1.5, 1.8), (3.0, 3.5), HELD),
+        ((1.5, 1.8), (2.0, 2.5), DEPENDS),
+        ((1.1, 1.2), (2.0, 2.5), DID_NOT_HOLD),
+        ((1.2, 1.5), (2.0, 2.5), UNDECIDED),
+        ((1.1, 1.2), (2.5, 3.5), UNDECIDED),
     ],
 )
-def test_prefix_caching_with_half_of_each_prompt_shared(short, long, word):
-    found = {"prefix-shared-short": Known({True: effect(*short)}), "prefix-shared-long": Known({True: effect(*long)})}
+def test_a_shared_prefix_against_exact_reservations(one, five, word):
+    found = {
+        f"prefix-{kind}": Known(ratios=lambda to, of, gain=gain: effect(1.0, 1.1) if of else effect(*gain))
+        for kind, gain in (("one-shot", one), ("five-shot", five))
+    }
     assert JUDGES["prefix-shared"](found).word == word
+
+
+@pytest.mark.parametrize(
+    ("shared", "word"),
+    [((0.45, 0.58, 0.4), HELD), ((0.45, 0.7, 0.0), DEPENDS), ((0.3, 0.7, 0.0), DID_NOT_HOLD)],
+)
+def test_how_much_of_a_batch_is_shared(shared, word):
+    names = ("prefix-one-shot", "prefix-five-shot", "prefix-unshared")
+    found = {name: Known(counters={"shared": share}) for name, share in zip(names, shared, strict=True)}
+    assert JUDGES["shared-tokens"](found).word == word
+
+
+@pytest.mark.parametrize(
+    ("batched", "word"),
+    [((7, 9.8, 13.6, 30.4), HELD), ((7, 15, 14, 30), DEPENDS), ((15, 15, 20, 30), DID_NOT_HOLD)],
+)
+def test_how_many_requests_are_batched_at_once(batched, word):
+    counters = dict(zip(("max", "pow2", "oracle", "paged"), batched, strict=True))
+    assert JUDGES["batched-at-once"]({"useful-memory": Known(counters=counters)}).word == word
+
+
+@pytest.mark.parametrize(
+    ("oracle", "longest", "word"),
+    [
+        ((1.8, 2.5), (3.0, 4.0), HELD),
+        ((1.0, 1.2), (3.0, 4.0), DEPENDS),
+        ((1.0, 1.2), (1.4, 1.5), DID_NOT_HOLD),
+        ((1.6, 1.8), (1.4, 1.5), UNDECIDED),
+        ((1.0, 1.2), (2.5, 3.0), UNDECIDED),
+    ],
+)
+def test_what_rate_pages_sustain(oracle, longest, word):
+    known = Known(ratios=lambda to, of: effect(*(oracle if of else longest)))
+    assert JUDGES["sustainable-rate"]({"useful-memory": known}).word == word
 
 
 LEVEL = dict.fromkeys(SIZES, effect(0.995, 1.004))
@@ -138,76 +203,110 @@ def test_16_is_best_if_the_others_are_slower_and_ties_are_named():
 
 def test_small_pages_are_wasteful_by_their_table_or_their_speed():
     assert JUDGES["small-pages"](page_sizes()).word == DID_NOT_HOLD
-    assert JUDGES["small-pages"](page_sizes(_4=(0.9, 0.95))).word == HELD
+    assert JUDGES["small-pages"](page_sizes(_4=(0.9, 0.95))).word == DEPENDS
     assert JUDGES["small-pages"](page_sizes(_8=(0.97, 1.01))).word == UNDECIDED
-    large_table = page_sizes()
-    large_table["page-size"].capacity["other"]["page_table_bytes"] = 120
-    assert JUDGES["small-pages"](large_table).word == HELD
+    for speeds, word in (({}, DEPENDS), ({"_8": (0.9, 0.95)}, HELD), ({"_8": (0.97, 1.01)}, UNDECIDED)):
+        large_table = page_sizes(**speeds)
+        large_table["page-size"].capacity["other"]["page_table_bytes"] = 120
+        assert JUDGES["small-pages"](large_table).word == word
 
 
 @pytest.mark.parametrize(
-    ("fp8", "int8", "int4", "word"),
+    ("int8", "int4_in_small_pages", "others", "word"),
     [
         ((1.1, 1.2), (1.1, 1.2), (1.1, 1.2), HELD),
+        ((0.8, 0.9), (1.1, 1.2), (1.1, 1.2), DEPENDS),
         ((1.1, 1.2), (0.8, 0.9), (1.1, 1.2), DEPENDS),
         ((0.8, 0.9), (0.8, 0.9), (0.8, 0.9), DID_NOT_HOLD),
+        ((0.9, 1.1), (1.1, 1.2), (1.1, 1.2), UNDECIDED),
         ((1.1, 1.2), (0.9, 1.1), (1.1, 1.2), UNDECIDED),
     ],
 )
-def test_quantised_kv_is_faster(fp8, int8, int4, word):
-    speeds = {"fp8_e4m3": effect(*fp8), "int8_per_token_head": effect(*int8), "int4_per_token_head": effect(*int4)}
-    assert JUDGES["quantised-kv"]({"quantised-kv": Known(speeds)}).word == word
+def test_quantised_kv_is_faster(int8, int4_in_small_pages, others, word):
+    def ratios(to, of):
+        assert to["page_size"] == of["page_size"]  # each against the plain KV in pages of the same size
+        small = to["page_size"] == 4 and to["kv_cache_dtype"].startswith("int4")
+        return effect(*(int4_in_small_pages if small else int8 if to["kv_cache_dtype"].startswith("int8") else others))
+
+    assert JUDGES["quantised-kv"]({"quantised-kv": Known(ratios=ratios)}).word == word
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "word"), [(0.9, 0.94, HELD), (0.97, 1.02, DID_NOT_HOLD), (0.93, 0.99, UNDECIDED)]
+    ("int8", "int4", "int4_in_small_pages", "word"),
+    [(5, 10, 20, HELD), (5, 10, 10, DEPENDS), (10, 10, 20, DEPENDS), (10, 10, 10, DID_NOT_HOLD)],
 )
-def test_scales_weigh_more_in_small_pages(low, high, word):
-    assert JUDGES["scales-and-pages"]({"quantised-kv": Known(crossed=effect(low, high))}).word == word
+def test_scales_weigh_more_where_data_shrinks(int8, int4, int4_in_small_pages, word):
+    shares = {
+        (name, size): share for name, share in (("fp8_e4m3", 0), ("int8_per_token_head", int8)) for size in (4, 16)
+    }
+    shares |= {("int4_per_token_head", 16): int4, ("int4_per_token_head", 4): int4_in_small_pages}
+    known = Known()
+    known.find = lambda **settings: SimpleNamespace(config_id=tuple(settings.values()))
+    known.capacity = {k: {"scale_bytes_per_token": share, "bytes_per_token": 100} for k, share in shares.items()}
+    assert JUDGES["scales-and-pages"]({"quantised-kv": known}).word == word
 
 
 def test_swap_by_page_moves_less_than_whole_sequences():
-    def verdict(moved, kept, preemptions=9.0):
+    def verdict(pages, moved, kept, preemptions=9.0):
         counters = {
+            "swapped_out_pages_total": pages,
             "swapped_out_slots_total": moved,
             "swap_kept_slots_total": kept,
             "num_preemptions_total": preemptions,
         }
         return JUDGES["swap-by-page"]({"swap": Known({"recompute": effect(0.9, 0.95)}, counters=counters)}).word
 
-    assert verdict(80.0, 20.0) == HELD
-    assert verdict(95.0, 5.0) == DID_NOT_HOLD
-    assert verdict(0.0, 0.0, preemptions=0.0) == UNDECIDED
+    assert verdict(5.0, 80.0, 20.0) == HELD  # 80 slots of 100
+    assert verdict(6.0, 80.0, 20.0) == DID_NOT_HOLD  # 96: pages are moved whole
+    assert verdict(0.0, 0.0, 0.0, preemptions=0.0) == UNDECIDED
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "itl", "word"),
+    ("low", "itl", "word"),
     [
-        ((0.6, 0.7), (0.99, 1.01), (1.2, 1.5), HELD),
-        ((0.6, 0.7), (0.8, 0.9), (0.9, 1.01), HELD),
-        ((0.6, 0.7), (0.99, 1.01), (0.9, 1.01), DEPENDS),
-        ((0.99, 1.01), (0.99, 1.01), (1.2, 1.5), DEPENDS),
-        ((0.99, 1.01), (0.99, 1.01), (0.9, 0.95), DID_NOT_HOLD),
-        ((0.6, 0.7), (0.99, 1.01), (0.9, 1.3), UNDECIDED),
-        ((0.95, 1.01), (0.8, 0.9), (1.2, 1.5), UNDECIDED),
+        ((0.6, 0.7), (1.2, 1.5), HELD),
+        ((0.6, 0.7), (0.9, 1.01), DEPENDS),
+        ((0.99, 1.01), (1.2, 1.5), DEPENDS),
+        ((0.99, 1.01), (0.9, 0.95), DID_NOT_HOLD),
+        ((0.6, 0.7), (0.9, 1.3), UNDECIDED),
+        ((0.95, 1.01), (1.2, 1.5), UNDECIDED),
     ],
 )
-def test_a_batch_limit_has_two_sides(low, high, itl, word):
-    limits = [{"max_num_seqs": value} for value in (16, 4, 64)]
+@pytest.mark.parametrize("name", ["max-num-seqs", "max-num-batched-tokens"])
+def test_a_batch_limit_has_two_sides(name, low, itl, word):
+    limits = [{name.replace("-", "_"): value} for value in (16, 4, 64)]
     p95 = {"ttft": effect(0.8, 0.9), "itl": effect(*itl)}
-    known = Known({4: effect(*low), 64: effect(*high)}, p95, varied=limits)
-    assert JUDGES["max-num-seqs"]({"max-num-seqs": known}).word == word
+    known = Known(
+        {4: effect(*low), 64: effect(0.99, 1.01)}, p95, counters={"num_preemptions_total": 3.0}, varied=limits
+    )
+    assert JUDGES[name]({name: known}).word == word
+
+
+def test_too_many_sequences_do_harm_only_if_they_preempt_and_too_many_tokens_only_to_running_streams():
+    late = {"ttft": effect(1.2, 1.5), "itl": effect(0.9, 1.01)}
+    for name, preempted, word in (
+        ("max-num-seqs", 0.0, DEPENDS),
+        ("max-num-seqs", 3.0, HELD),
+        ("max-num-batched-tokens", 3.0, DEPENDS),
+    ):
+        limits = [{name.replace("-", "_"): value} for value in (16, 4, 64)]
+        speeds = {4: effect(0.6, 0.7), 64: effect(0.99, 1.01)}
+        known = Known(speeds, late, counters={"num_preemptions_total": preempted}, varied=limits)
+        assert JUDGES[name]({name: known}).word == word
 
 
 def test_long_contexts_slow_the_chats_beside_them():
     budgets = [{"max_num_batched_tokens": value} for value in (1024, 128)]
-    alone = Known(tpots=[10.0, 10.1, 9.9])
-    for values, word in (
-        ([30.0, 31.0, 29.5], HELD),
-        ([10.3, 10.2, 10.1], DID_NOT_HOLD),
-        ([9.0, 16.0, 25.0], UNDECIDED),
+    much, little, unknown = [30.0, 31.0, 29.5], [10.3, 10.2, 10.1], [9.0, 16.0, 25.0]
+    alone = Known(tpots={0.5: [10.0, 10.1, 9.9], 0.95: [10.0, 10.1, 9.9]})
+    for median, p95, word in (
+        (much, much, HELD),
+        (little, little, DID_NOT_HOLD),
+        (little, much, DEPENDS),
+        (little, unknown, UNDECIDED),
+        (unknown, much, UNDECIDED),
     ):
-        beside = Known(tpots=values, varied=budgets)
+        beside = Known(tpots={0.5: median, 0.95: p95}, varied=budgets)
         assert JUDGES["long-contexts"]({"long-contexts": beside, "long-contexts-none": alone}).word == word
 
 
@@ -222,10 +321,10 @@ def test_average_prompts_stand_for_others_if_all_gain_alike():
     assert verdict((1.55, 1.7)) == UNDECIDED
 
 
-def test_sharing_is_one_less_physical_over_logical_pages():
+def test_sharing_is_within_reach_of_what_was_published():
     def verdict(*saved):
-        pages = [{"kv_page_steps_total_physical": 1000 * (1 - s), "kv_page_steps_total_logical": 1000.0} for s in saved]
-        found = {f"sharing-beam-{width}": Known(counters=each) for width, each in zip((2, 4, 6), pages, strict=True)}
+        pairs = zip((2, 4, 6), saved, strict=True)
+        found = {f"sharing-beam-{width}": Known(counters={"shared": share}) for width, share in pairs}
         return JUDGES["sharing-beam"](found)
 
     held = verdict(0.37, 0.5, 0.6)
@@ -263,7 +362,8 @@ def test_a_server_keeps_no_memory_of_clients_that_left_and_refuses_malformed_req
     assert kept(0.02, False) == HELD
 
     def disturbed(same, refused):
-        facts = {"good": 6, "same_tokens": same, "sent": 8, "refused": refused}
+        facts = {"good": 6, "same_tokens": same, "sent": 8, "refused": refused, "running": 6}
+        facts["seconds"] = {"alone": 1.0, "beside": 1.1}
         return JUDGES["malformed"]({"served": {"malformed": facts}}).word
 
     assert disturbed(6, 8) == DID_NOT_HOLD

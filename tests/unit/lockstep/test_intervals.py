@@ -27,6 +27,7 @@ from kvbench.lockstep.intervals import (
     pooled_effects,
     ratio_of_totals,
     share_ends,
+    with_confidence,
 )
 
 
@@ -120,6 +121,15 @@ def test_the_interval_is_the_t_interval_over_launches():
     assert found.ratio == pytest.approx(math.exp(np.mean(y))) and not found.within_launch
     values = effect_of_values([10.0] * 5, 10 * np.exp(y))  # such as p95 TTFT
     assert (values.ratio, values.low, values.high) == pytest.approx((found.ratio, found.low, found.high))
+
+
+def test_another_confidence_is_that_of_the_t_interval():
+    y = [0.01, 0.03, 0.02]
+    expected = stats.ttest_1samp(y, 0).confidence_interval(0.99)
+    found = with_confidence(effect(launches_of(*y)), 0.99)
+    assert (found.low, found.high) == pytest.approx(tuple(np.exp(expected)))
+    unknown = with_confidence(effect_of_values([10.0], [11.0]), 0.99)
+    assert math.isnan(unknown.low)
 
 
 def test_launches_that_agree_by_chance_are_known_no_better_than_their_steps_say():

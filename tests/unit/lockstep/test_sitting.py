@@ -43,12 +43,14 @@ def sit(tmp_path, monkeypatch):
     monkeypatch.setattr(sitting, "LOCKSTEP_COMMAND", command)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def make(limit_s, **sweep):
+    def make(limit_s, is_enough=None, **sweep):
         workload = resolve(json.loads(json.dumps(DATA)), profile="cpu", source=None)
         design = make_design(workload.engine, sweep, workload.load_points, "one_at_a_time")
         capacity = {each.config_id: LIMITS for each in design.configurations}
-        done = Sitting(RunFolder(tmp_path), workload, design, capacity, limit_s, 60, lambda _: None, lambda: None)
-        assert done.why_not() is None
+        done = Sitting(
+            RunFolder(tmp_path), workload, design, capacity, limit_s, 60, lambda _: None, lambda: None, is_enough
+        )
+        assert (done.why_not() is None) == bool(sweep or is_enough)
         return done
 
     return make
@@ -66,6 +68,15 @@ def test_effects_are_those_of_the_engines_and_the_sitting_stops_when_all_are_dec
     assert found["launches"] < sitting.MOST_LAUNCHES and found["seconds"] < 300
     latency = next(e for e in stored.effects if e.metric == "p95_itl_ms" and "48" in e.cell)
     assert latency.ratio == pytest.approx(1.2, abs=0.03) and latency.call == "behind"
+
+
+def test_one_configuration_alone_is_measured_only_for_a_question_of_its_own(sit):
+    alone = sit(300, is_enough=lambda launches: launches == 2)
+    found = alone.execute()
+    assert (found["launches"], found["effects"]) == (2, [])
+    (cell,) = {each.cell_id for each in alone.design.cells if each.load.concurrency == 2}
+    assert all((load / "steps.parquet").is_file() for load in alone.loads_of(cell, 2))
+    assert sit(300).why_not()
 
 
 def test_the_status_line_follows_a_load_to_its_end(sit, monkeypatch):
