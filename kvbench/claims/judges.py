@@ -481,8 +481,8 @@ def malformed(found: Found) -> Verdict:
     evidence = (
         f"{facts['refused']} of {facts['sent']} malformed requests were refused with a reason, while "
         f"{facts['running']} of {facts['good']} good requests ran; {facts['same_tokens']} of these had the same tokens "
-        f"as without, in "
-        f"{1000 * facts['seconds']['beside']:.0f} ms and not {1000 * facts['seconds']['alone']:.0f}"
+        f"as without, after {1000 * facts['seconds']['beside']:.0f} ms, without after "
+        f"{1000 * facts['seconds']['alone']:.0f} (one round each)"
     )
     harmless = facts["refused"] == facts["sent"] and facts["same_tokens"] == facts["good"]
     return Verdict(DID_NOT_HOLD if harmless else HELD, evidence)
