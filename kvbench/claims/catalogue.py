@@ -59,7 +59,7 @@ _CLASSES = {
     "output_tokens: {percentiles: {min: 4, p50: 32, p90: 96, max: 200}}}]",
 }
 FIVE_SHOT = 341  # tokens of the prefix with five examples; the workload's own has one
-_NUMBERS = {"easy": 96, "average": 32, "long": 16, "production": 36}  # of requests
+_NUMBERS = {"easy": 72, "average": 24, "long": 12, "production": 30}  # of requests
 
 MEASUREMENTS = {
     each.name: each
