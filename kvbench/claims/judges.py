@@ -61,6 +61,23 @@ def _too_wide(effect: Effect, limit: str) -> str:
     return f"the interval {words(effect)} holds {limit}: {_MORE}"
 
 
+def _by_side(side: int, evidence: str, open_reason: str) -> Verdict:
+    return Verdict({1: HELD, -1: DID_NOT_HOLD}[side], evidence) if side else Verdict(UNDECIDED, evidence, open_reason)
+
+
+def _by_sides(sides: Sequence[int], evidence: str, open_reason: str, depends: str) -> Verdict:
+    """Undecided while one side is open; held or not where all sides are the same; else it depends."""
+    if 0 in sides or len(set(sides)) == 1:
+        return _by_side(0 if 0 in sides else sides[0], evidence, open_reason)
+    return Verdict(DEPENDS, evidence, depends)
+
+
+def _by_counts(so: Mapping[str, bool], evidence: str, depends: str) -> Verdict:
+    """Held if all are so, did not hold if none is; else it ``depends``, with the names of those that are."""
+    names = [name for name, each in so.items() if each]
+    return _by_sides([1 if each else -1 for each in so.values()], evidence, "", depends.format(listing(names)))
+
+
 # --- memory, counted exactly ---
 
 
@@ -103,12 +120,10 @@ def useful_memory(found: Found) -> Verdict:
         f"{', '.join(f'{share:.1%} ({kind})' for kind, share in useful.items())} of the slots that are reserved or in "
         "holes hold a token; published 20.4, 26.8, 38.2 and 96.3 %"
     )
-    wasteful = [kind for kind, share in useful.items() if kind != "pages" and share <= 0.45]
-    if useful["pages"] < 0.9 or not wasteful:
+    if useful.pop("pages") < 0.9:
         return Verdict(DID_NOT_HOLD, evidence)
-    if len(wasteful) == len(useful) - 1:
-        return Verdict(HELD, evidence)
-    return Verdict(DEPENDS, evidence, f"on the reservation: {listing(wasteful)} use less than 45 %")
+    wasteful = {kind: share <= 0.45 for kind, share in useful.items()}
+    return _by_counts(wasteful, evidence, "on the reservation: {} use less than 45 %")
 
 
 _PUBLISHED = {"max": 30.42 / 7.00, "pow2": 30.42 / 9.81, "oracle": 30.42 / 13.62}
@@ -121,10 +136,8 @@ def batched_at_once(found: Found) -> Verdict:
         f"{', '.join(f'{each:.1f} ({kind})' for kind, each in batched.items())} sequences decoded in a step while "
         "requests waited; published 7.0, 9.8, 13.6 and 30.4"
     )
-    held = [kind for kind, most in _PUBLISHED.items() if batched["pages"] / batched[kind] >= 0.8 * most]
-    if not held or len(held) == len(_PUBLISHED):
-        return Verdict(HELD if held else DID_NOT_HOLD, evidence)
-    return Verdict(DEPENDS, evidence, f"on the reservation: as published over {listing(held)} only")
+    reached = {kind: batched["pages"] / batched[kind] >= 0.8 * ratio for kind, ratio in _PUBLISHED.items()}
+    return _by_counts(reached, evidence, "on the reservation: as published over {} only")
 
 
 SHARING_WIDTHS = (2, 4, 6)
@@ -146,10 +159,8 @@ def shared_tokens(found: Found) -> Verdict:
         "without a common prefix": found["prefix-unshared"].shared(enable_prefix_caching=True),
     }
     evidence = ", ".join(f"{each:.0%} {load}" for load, each in shared.items()) + "; of the pages of running requests"
-    held = [load for load, each in shared.items() if 0.4 <= each <= 0.6]
-    if not held or len(held) == len(shared):
-        return Verdict(HELD if held else DID_NOT_HOLD, evidence)
-    return Verdict(DEPENDS, evidence, "on how much of its requests a load has in common")
+    so_much = {load: 0.4 <= each <= 0.6 for load, each in shared.items()}
+    return _by_counts(so_much, evidence, "on how much of its requests a load has in common: only {}")
 
 
 _CACHING = {"layout": "paged", "enable_prefix_caching": True}
@@ -183,17 +194,6 @@ def sustainable_rate(found: Found) -> Verdict:
     sides = [compare(gains["oracle"], 1.7), compare(gains["max"], 2.7)]
     wide = _too_wide(gains["max"], "2.7x") if sides[0] else _too_wide(gains["oracle"], "1.7x")
     return _by_sides(sides, evidence, wide, "on the reservation")
-
-
-def _by_side(side: int, evidence: str, open_reason: str) -> Verdict:
-    return Verdict({1: HELD, -1: DID_NOT_HOLD}[side], evidence) if side else Verdict(UNDECIDED, evidence, open_reason)
-
-
-def _by_sides(sides: Sequence[int], evidence: str, open_reason: str, depends: str) -> Verdict:
-    """Undecided while one side is open; held or not where all sides are the same; else it depends."""
-    if 0 in sides or len(set(sides)) == 1:
-        return _by_side(0 if 0 in sides else sides[0], evidence, open_reason)
-    return Verdict(DEPENDS, evidence, depends)
 
 
 def brings_little(name: str, found: Found) -> Verdict:
@@ -341,10 +341,7 @@ def scales_and_pages(found: Found) -> Verdict:
         "fewer bits": shares["INT4"][0] > shares["INT8"][0],
         "smaller pages": shares["INT4"][1] > shares["INT4"][0],
     }
-    weigh_more = [how for how, grown in grows.items() if grown]
-    if len(weigh_more) == 1:
-        return Verdict(DEPENDS, evidence, f"on what shrinks: scales weigh more with {weigh_more[0]} only")
-    return Verdict(HELD if weigh_more else DID_NOT_HOLD, evidence)
+    return _by_counts(grows, evidence, "on what shrinks: scales weigh more with {} only")
 
 
 def swap_by_page(found: Found) -> Verdict:
