@@ -118,7 +118,7 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
         (("load", "tiny.yaml", "--url", "nope"), ["--url 'nope' is not a URL"]),
         (("load", "tiny.yaml"), ["--url is missing"]),
         (("load", *NOBODY), ["workload is missing", "--input-len"]),
-        (("plan",), ["workload is missing", "--input-len"]),
+        (("plan",), ["a model", "a workload", "--input-len"]),
         (("sweep", "--resume", "run", "--vary", "page_size=1,2"), ["--vary", "begun"]),
         (("load", *NOBODY, "--input-len", "5"), ["--output-len is missing"]),
         ((*LOAD, "--input-len", "5"), ["--input-len"]),
