@@ -58,7 +58,7 @@ _CLASSES = {
     "production": "[{name: production, prompt_tokens: {percentiles: {min: 8, p50: 64, p90: 256, p99: 700, max: 800}}, "
     "output_tokens: {percentiles: {min: 4, p50: 32, p90: 96, max: 200}}}]",
 }
-FIVE_SHOT = 341  # tokens of the prefix with five examples; the workload's own has one
+_FIVE_SHOT = 341  # tokens of the prefix with five examples; the workload's own has one
 _NUMBERS = {"easy": 72, "average": 24, "long": 12, "production": 30}  # of requests
 
 MEASUREMENTS = {
@@ -78,7 +78,7 @@ MEASUREMENTS = {
         ),
         Measurement("prefix-unshared"),
         Measurement("prefix-one-shot", workload="prefix-shared"),
-        Measurement("prefix-five-shot", (f"load.prompts.shared_prefix.tokens={FIVE_SHOT}",), workload="prefix-shared"),
+        Measurement("prefix-five-shot", (f"load.prompts.shared_prefix.tokens={_FIVE_SHOT}",), workload="prefix-shared"),
         Measurement("quantised-kv"),
         Measurement("swap"),
         Measurement("max-num-seqs"),
@@ -99,6 +99,13 @@ MEASUREMENTS = {
         ),
     )
 }
+
+
+def _sharing_claim(name: str, says: str, lengths: str, published: tuple[str, float, float]) -> Claim:
+    """``lengths``: the data set whose they are; ``published``: what was measured, and the least and most saved [%]."""
+    measured = tuple(f"{published[0]}-{width}" for width in SHARING_WIDTHS)
+    return Claim(name, says, f"{_KWON}, 6.3, {lengths}", measured, partial(judges.sharing, *published), counted=True)
+
 
 CLAIMS = (
     Claim(
@@ -161,37 +168,29 @@ CLAIMS = (
         ("page-size",),
         judges.small_pages,
     ),
-    Claim(
+    _sharing_claim(
         "sharing-parallel",
         "Copy-on-write saves about 6 to 10 % of the memory of 2 to 6 answers to one short prompt.",
-        f"{_KWON}, 6.3, Alpaca",
-        tuple(f"sharing-parallel-{width}" for width in SHARING_WIDTHS),
-        partial(judges.sharing, "sharing-parallel", 6.1, 9.8),
-        counted=True,
+        "Alpaca",
+        ("sharing-parallel", 6.1, 9.8),
     ),
-    Claim(
+    _sharing_claim(
         "sharing-beam",
         "Copy-on-write saves about 38 to 55 % of the memory of beam search.",
-        f"{_KWON}, 6.3, Alpaca",
-        tuple(f"sharing-beam-{width}" for width in SHARING_WIDTHS),
-        partial(judges.sharing, "sharing-beam", 37.6, 55.2),
-        counted=True,
+        "Alpaca",
+        ("sharing-beam", 37.6, 55.2),
     ),
-    Claim(
+    _sharing_claim(
         "sharing-parallel-long",
         "Copy-on-write saves about 16 to 31 % of the memory of 2 to 6 answers to one longer prompt.",
-        f"{_KWON}, 6.3, ShareGPT",
-        tuple(f"sharing-long-parallel-{width}" for width in SHARING_WIDTHS),
-        partial(judges.sharing, "sharing-long-parallel", 16.2, 30.5),
-        counted=True,
+        "ShareGPT",
+        ("sharing-long-parallel", 16.2, 30.5),
     ),
-    Claim(
+    _sharing_claim(
         "sharing-beam-long",
         "Copy-on-write saves about 44 to 66 % of the memory of beam search on longer prompts.",
-        f"{_KWON}, 6.3, ShareGPT",
-        tuple(f"sharing-long-beam-{width}" for width in SHARING_WIDTHS),
-        partial(judges.sharing, "sharing-long-beam", 44.3, 66.3),
-        counted=True,
+        "ShareGPT",
+        ("sharing-long-beam", 44.3, 66.3),
     ),
     Claim(
         "paging-cost",

@@ -72,6 +72,11 @@ def _by_sides(sides: Sequence[int], evidence: str, open_reason: str, depends: st
     return Verdict(DEPENDS, evidence, depends)
 
 
+def _any_of(sides: Sequence[int]) -> int:
+    """1 if one side is, 0 while one is open, else -1."""
+    return 1 if 1 in sides else min(sides, key=abs)
+
+
 def _by_counts(so: Mapping[str, bool], evidence: str, depends: str) -> Verdict:
     """Held if all are so, did not hold if none is; else it ``depends``, with the names of those that are."""
     names = [name for name, each in so.items() if each]
@@ -151,6 +156,9 @@ def sharing(kind: str, low: float, high: float, found: Found) -> Verdict:
     return Verdict(HELD if held else DID_NOT_HOLD, evidence)
 
 
+_CACHING = {"layout": "paged", "enable_prefix_caching": True}
+
+
 def shared_tokens(found: Found) -> Verdict:
     """Depends on the load by its nature, unless 40 to 60 % are shared behind a short, a long and no common prefix."""
     shared = {
@@ -161,9 +169,6 @@ def shared_tokens(found: Found) -> Verdict:
     evidence = ", ".join(f"{each:.0%} {load}" for load, each in shared.items()) + "; of the pages of running requests"
     so_much = {load: 0.4 <= each <= 0.6 for load, each in shared.items()}
     return _by_counts(so_much, evidence, "on how much of its requests a load has in common: only {}")
-
-
-_CACHING = {"layout": "paged", "enable_prefix_caching": True}
 
 
 # --- engine time ---
@@ -244,8 +249,7 @@ def small_pages(found: Found) -> Verdict:
     evidence = "; ".join(
         f"page {size}: page table {share:.2%} of the budget, {words(speeds[size])} tokens/s" for size, share in parts
     )
-    slower = [-compare(speeds[size], 1 - LEVEL_WITHIN) for size in (4, 8)]
-    time = 1 if 1 in slower else min(slower, key=abs)
+    time = _any_of([-compare(speeds[size], 1 - LEVEL_WITHIN) for size in (4, 8)])
     memory = 1 if any(share >= 0.01 for size, share in parts if size > 1) else -1
     waste = "memory" if memory > 0 else "time"
     return _by_sides((memory, time), evidence, f"an interval holds -2 %: {_MORE}", f"on what: only {waste} is wasted")
@@ -283,22 +287,22 @@ def prefix_unshared(found: Found) -> Verdict:
     return _by_side(-compare(speed, 1 - LEVEL_WITHIN), evidence, _too_wide(speed, "-2 %"))
 
 
+_PREFIXES = {"one-shot": 1.67, "five-shot": 3.58}  # published throughput against exact reservations
+
+
 def prefix_shared(found: Found) -> Verdict:
     """Held if both prefixes surely give at least 0.8 times the published throughput, depends if one does."""
     sides, parts, wide = [], [], ""
-    for kind, published in PREFIXES.items():
+    for kind, published in _PREFIXES.items():
         measured = found[f"prefix-{kind}"]
         gain, least = measured.ratio(_CACHING), 0.8 * published
         sides.append(compare(gain, least))
         wide = _too_wide(gain, f"{least:.2f}x") if not sides[-1] else wide
         alone = measured.ratio(_CACHING, {"layout": "paged"})
         parts.append(f"{kind}: {words(gain)} against exact reservations, {words(alone)} against pages alone")
-    published = listing([f"{each}x" for each in PREFIXES.values()])
+    published = listing([f"{each}x" for each in _PREFIXES.values()])
     evidence = f"memory for {measured.tokens_held():,} tokens; {'; '.join(parts)}; published {published}"
     return _by_sides(sides, evidence, wide, "on how long the prefix is")
-
-
-PREFIXES = {"one-shot": 1.67, "five-shot": 3.58}  # published throughput against exact reservations
 
 
 _QUANTISED = {"FP8": "fp8_e4m3", "INT8": "int8_per_token_head", "INT4": "int4_per_token_head"}
@@ -397,8 +401,7 @@ def _batch_limit(
         f"{words(p95s['ttft'])}, p95 ITL {words(p95s['itl'])}{counted}"
     )
     too_low = -compare(speeds[low], 1 - LEVEL_WITHIN)
-    worse = [compare(p95s[metric], 1 + LEVEL_WITHIN) for metric in metrics]
-    too_high = -1 if harmless else 1 if 1 in worse else min(worse, key=abs)
+    too_high = -1 if harmless else _any_of([compare(p95s[metric], 1 + LEVEL_WITHIN) for metric in metrics])
     return _by_sides(
         (too_low, too_high),
         evidence,
@@ -424,8 +427,7 @@ def long_contexts(found: Found) -> Verdict:
     median, p95 = ratio(0.5, large), ratio(0.95, large)
     evidence = (
         f"one request in ten is long; the chats' median TPOT beside them: {words(median)} with {large:,} tokens a "
-        f"step, "
-        f"{words(ratio(0.5, small))} with {small:,}; their p95 TPOT: {words(p95)} and {words(ratio(0.95, small))}"
+        f"step, {words(ratio(0.5, small))} with {small:,}; their p95 TPOT: {words(p95)} and {words(ratio(0.95, small))}"
     )
     sides = [compare(median, 1.5), compare(p95, 1.5)]
     wide = _too_wide(p95 if sides[0] else median, "1.5x")
