@@ -17,6 +17,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+SONNETS = Path(__file__).resolve().parents[2] / "workloads" / "text" / "sonnets.txt"
 VOCAB_SIZE = 8192
 SPECIAL_TOKENS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"]
 CHAT_TEMPLATE = (
@@ -46,15 +47,19 @@ def stdlib_docstrings() -> Iterator[str]:
                     yield text + "\n"
 
 
-def training_text() -> Iterator[str]:
-    """The whole corpus, in a fixed order."""
+def reference_topics() -> Iterator[str]:
+    """The language reference of the Python installation, topic by topic in sorted order."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
         yield topics[name]
-    sonnets = Path(__file__).resolve().parents[2] / "workloads" / "text" / "sonnets.txt"
+
+
+def training_text() -> Iterator[str]:
+    """The whole corpus, in a fixed order."""
+    yield from reference_topics()
     for _ in range(8):  # the sonnets are short beside the rest; repeated, their words earn merges
-        yield sonnets.read_text(encoding="utf-8")
+        yield SONNETS.read_text(encoding="utf-8")
     yield from stdlib_docstrings()
 
 
