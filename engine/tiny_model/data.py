@@ -23,7 +23,10 @@ Encode = Callable[[str], list[int]]
 
 # A fact, and the question that comes later; the answer follows the question.
 TEMPLATES = (
-    (" The {name} key is {value}. Remember it: {value} is the {name} key.", " What is the {name} key? The {name} key is"),
+    (
+        " The {name} key is {value}. Remember it: {value} is the {name} key.",
+        " What is the {name} key? The {name} key is",
+    ),
     ("\nThe {name} of this text is {value}.\n", "\nThe {name} of this text is"),
     ("\n{name} = {value}\n", "\n>>> print({name})\n"),
 )
@@ -70,14 +73,14 @@ class Corpus:
         return "".join(map(str, self.rng.integers(0, 10, digits)))
 
 
-Sequence_ = tuple[np.ndarray, np.ndarray]  # token ids [length], weights of their losses [length]
+Weighed = tuple[np.ndarray, np.ndarray]  # token ids [length], weights of their losses [length]
 
 
-def plain_text(corpus: Corpus, length: int) -> Sequence_:
+def plain_text(corpus: Corpus, length: int) -> Weighed:
     return corpus.text(length), np.ones(length)
 
 
-def copied(corpus: Corpus, length: int) -> Sequence_:
+def copied(corpus: Corpus, length: int) -> Weighed:
     """A passage, some text, and the passage again; half of the passages are random tokens."""
     most = (length - 2) // 2
     size = int(corpus.rng.integers(min(16, most), min(256, most) + 1))
@@ -93,7 +96,7 @@ def copied(corpus: Corpus, length: int) -> Sequence_:
     return ids, weights
 
 
-def facts(corpus: Corpus, length: int, most: int) -> Sequence_:
+def facts(corpus: Corpus, length: int, most: int) -> Weighed:
     """1 to ``most`` facts at random places, each asked for at a random place after it, some twice."""
     rng = corpus.rng
     names = ["pass", *rng.choice(corpus.words, size=most, replace=False)][int(rng.random() < 0.5) :][:most]

@@ -29,6 +29,7 @@ class RequestSpec:
     ids before them hold answers drawn beforehand, for a server that does not tell its token ids); else 0.
     ``n``: answers that are returned; ``best_of``: of so many that are drawn (None: n); ``beam_width``: of a beam search
     with so many beams (None: no search). ``max_tokens`` is of each answer.
+    ``canary``: its name where the right answer is known; ``expected_token_ids`` and ``expected``: that answer.
     """
 
     index: int
@@ -46,6 +47,9 @@ class RequestSpec:
     n: int = 1
     best_of: int | None = None
     beam_width: int | None = None
+    canary: str | None = None
+    expected_token_ids: tuple[int, ...] | None = None
+    expected: str | None = None
 
     @property
     def width(self) -> int:
@@ -83,6 +87,7 @@ class RequestSpec:
             raise KeyError("prompt_token_ids or prompt")
         numbers = {"arrival_s": float, "prefix_tokens": int, "priority": int, "session": int, "turn": int}
         numbers |= {"think_s": float, "new_tokens": int, **dict.fromkeys(ANSWERS, int)}
+        numbers |= {"canary": str, "expected_token_ids": compact, "expected": str}
         return cls(
             index=int(row["index"]),
             cls=str(row.get("class", "default")),
@@ -96,6 +101,7 @@ class RequestSpec:
 # Keys that a row leaves out where they are this.
 _LEFT_OUT = {"priority": 0, "session": None, "turn": 0, "think_s": 0.0, "new_tokens": 0}
 _LEFT_OUT |= {"n": 1, "best_of": None, "beam_width": None}
+_LEFT_OUT |= {"canary": None, "expected_token_ids": None, "expected": None}
 
 
 def compact(ids: Sequence[int]) -> tuple[int, ...]:

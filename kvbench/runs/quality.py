@@ -1,4 +1,4 @@
-"""quality.json: how far a quantised KV cache moves the model's predictions, as `kvbench quality` measured it."""
+"""quality.json: what each configuration changes in the model's answers, as `kvbench quality` measured it."""
 
 from __future__ import annotations
 
@@ -10,27 +10,50 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
 
-QUALITY, FORMAT = "quality.json", "kvbench-quality/1"
+QUALITY, FORMAT = "quality.json", "kvbench-quality/2"
 _VERSIONS = ("kvbench", "torch", "transformers")
 
 
 @dataclass(frozen=True)
 class QualityResult:
-    """``configurations``: configuration id -> ``kv_cache_dtype``, ``positions``, and their KLD [nats]: mean, p95, p99,
-    max; and ``same_argmax``, the share of positions whose likeliest token is the same."""
+    """What `kvbench quality` measured of each configuration of a run, against the contiguous full-precision baseline.
+
+    ``model``: what it was measured with; ``beside``: that is not the run's own model (whose weights are random).
+    ``control``: the A/A arm, the baseline against itself with other batch-mates, chunks and order: what rounding does.
+    ``limits``: name of a figure -> the worst value within the limits, which is the control's and a margin.
+    ``configurations``: configuration id -> figures (``control`` has the same), each interval of 95 %:
+
+    kv_cache_dtype, layout, page_size
+    positions; mean, mean_low, mean_high, p95, p99, max, prompt_mean, decode_mean: KL divergence of a token [nats]
+    same_argmax: share of the positions whose likeliest token is the same
+    rms_dp, rms_dp_low, rms_dp_high: root mean square of the change in probability of the token that follows
+    perplexity; perplexity_change, perplexity_change_low, perplexity_change_high: relative, 0.01 is 1 % worse
+    greedy: {answers, agree, share, low, high, first_divergence}: whole answers that are equal; median position [tokens]
+    passkey: {asked, right, share, low, high, by_depth, by_length, by_residue}: exact answers; lists of
+        {of, asked, right}, ``of`` a text such as "0 to 20 %", "257 to 512", "3" (prompt length mod page size)
+    full_pool: {answers, agree, passkey_asked, passkey_right, wrong, preemptions, swapped_pages, evicted_pages,
+        forks}: the same prompts again while the pool is too small; ``wrong``: names of the first wrong answers
+    canaries: {asked, right}: of the model's canary file, alone on an idle engine; absent without one
+    sets: name of a prompt set -> {prompts, positions, mean, p99, same_argmax, perplexity_change, greedy}
+    outside: sentences, one for each limit that it breaks; empty within all
+    """
 
     workload: str
+    model: str
+    beside: bool
     weights: str  # of which model folder, or random ones of which seed; all of them if there are several
     configurations: Mapping[str, Mapping[str, Any]]
+    control: Mapping[str, Any]
+    limits: Mapping[str, float]
     weights_fingerprint: str = ""  # as the built-in server tells it; empty for several sets of weights
     git: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
-    note: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)  # device, prompts, time
+    note: str = ""  # of random weights, whose quality says little
+    facts: Mapping[str, Any] = field(default_factory=dict)  # device, dtype, prompts, time
 
     def differs_from(self, manifest: Mapping[str, Any]) -> list[str]:
         """How commit, versions and weights differ from those in a run's manifest, one phrase each."""
-        there = (manifest.get("model") or {}).get("weights_fingerprint")
+        there = None if self.beside else (manifest.get("model") or {}).get("weights_fingerprint")
         weights = _different({"set of weights": self.weights_fingerprint or None}, {"set of weights": there})
         return code_differences(self.git, self.versions, manifest) + weights
 

@@ -1,0 +1,168 @@
+"""Canaries: requests whose answers are known, mixed into a load to see whether a full KV pool answers rightly.
+
+A canary file belongs to one model. ``passkey``: a key hidden in text, asked for at the end; several share the text
+before their keys, so that a prefix hit that is too long serves another one's key. ``copy``: a passage that the model
+repeats, so that every token of the answer depends on another place of the KV.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvbench.requests.request import RequestSpec, compact
+
+FORMAT = "kvbench-canaries/1"
+CLASS = "canary-"  # and the kind: the class of such a request
+KINDS = ("passkey", "copy")
+_FORKED_EVERY = 4  # one of so many is asked for two answers, which must be equal
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A prompt and the tokens that a greedy answer in full precision begins with.
+
+    ``depth``: where the fact stands, 0 the first token and 1 the last. ``margin``: by how much the answer's tokens were
+    at least likelier than the second likeliest, when the file was made [nats].
+    """
+
+    canary_id: str
+    kind: str
+    prompt_token_ids: tuple[int, ...]
+    prompt: str
+    answer_token_ids: tuple[int, ...]
+    answer: str
+    depth: float
+    margin: float
+
+
+@dataclass(frozen=True)
+class CanarySet:
+    """The canaries of one model, which ``weights_fingerprint`` tells (as the built-in server's /server_info does)."""
+
+    model: str
+    weights_fingerprint: str
+    canaries: tuple[Canary, ...]
+
+    def that_fit(self, max_model_len: int) -> tuple[Canary, ...]:
+        """Those whose prompt and answer fit into ``max_model_len`` tokens."""
+        return tuple(c for c in self.canaries if len(c.prompt_token_ids) + len(c.answer_token_ids) <= max_model_len)
+
+
+def read_canaries(path: Path) -> CanarySet:
+    """The set in a file that ``write_canaries`` wrote. Raises ValueError with the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"the canary file {path} cannot be read ({error}); give one that `kvbench canaries` wrote."
+        ) from None
+    try:
+        head = json.loads(lines[0])
+        if head["format"] != FORMAT:
+            raise ValueError(f"format {head['format']!r}, not {FORMAT!r}")
+        canaries = []
+        for line in lines[1:]:
+            row = json.loads(line)
+            ids = {key: compact(row.pop(key)) for key in ("prompt_token_ids", "answer_token_ids")}
+            canaries.append(Canary(**row, **ids))
+        if not canaries:
+            raise ValueError("no canary")
+        return CanarySet(head["model"], head["weights_fingerprint"], tuple(canaries))
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a canary file ({error}); make it anew with `kvbench canaries`.") from None
+
+
+def write_canaries(path: Path, made: CanarySet) -> None:
+    """JSONL: the format and the model, then a line a canary."""
+    head = {"format": FORMAT, "model": made.model, "weights_fingerprint": made.weights_fingerprint}
+    rows: list[dict[str, Any]] = [head, *(dataclasses.asdict(each) for each in made.canaries)]
+    text = "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8")
+
+
+def as_request(canary: Canary, index: int, *, answers: int = 1) -> RequestSpec:
+    """The request that sends ``canary`` and asks for ``answers`` answers."""
+    return RequestSpec(
+        index=index,
+        cls=CLASS + canary.kind,
+        prompt_token_ids=canary.prompt_token_ids,
+        prompt=None,
+        max_tokens=len(canary.answer_token_ids),
+        n=answers,
+        canary=canary.canary_id,
+        expected_token_ids=canary.answer_token_ids,
+        expected=canary.answer,
+    )
+
+
+def mix(
+    requests: Sequence[RequestSpec], canaries: Sequence[Canary], share: float, rng: np.random.Generator
+) -> list[RequestSpec]:
+    """``requests`` with so many canaries between them that they are ``share`` of all, numbered anew.
+
+    Every canary is sent before one is sent again. They lie at random places; in open loop one arrives together with the
+    request after it.
+    """
+    count = round(len(requests) * share / (1 - share))
+    order = np.concatenate([rng.permutation(len(canaries)) for _ in range(-(-count // len(canaries)))])[:count]
+    places = np.sort(rng.integers(0, len(requests) + 1, count))
+    found: list[RequestSpec] = []
+    left = list(zip(places.tolist(), order.tolist(), strict=True))[::-1]
+    sent = 0
+    for place in range(len(requests) + 1):
+        beside = requests[min(place, len(requests) - 1)]
+        while left and left[-1][0] == place:
+            canary = canaries[left.pop()[1]]
+            made = as_request(canary, 0, answers=2 if sent % _FORKED_EVERY == _FORKED_EVERY - 1 else 1)
+            found.append(dataclasses.replace(made, arrival_s=beside.arrival_s if not beside.turn else None))
+            sent += 1
+        if place < len(requests):
+            found.append(requests[place])
+    return [dataclasses.replace(each, index=index) for index, each in enumerate(found)]
+
+
+@dataclass(frozen=True)
+class WrongAnswer:
+    """How an answer differs: from which token or character on (``position``), and both sides from there."""
+
+    position: int
+    expected: str
+    got: str
+    by: str  # tokens or characters
+
+
+def first_difference(
+    expected_token_ids: Sequence[int], expected: str, token_ids: Sequence[int] | None, text: str
+) -> WrongAnswer | None:
+    """None for the right answer: its tokens where the server tells them, else its text, apart from spaces around it."""
+    if token_ids is not None:
+        pair = zip(expected_token_ids, token_ids, strict=False)
+        at = next((i for i, (a, b) in enumerate(pair) if a != b), min(len(expected_token_ids), len(token_ids)))
+        if at == len(expected_token_ids):
+            return None
+        left, right = (" ".join(map(str, ids[at : at + 8])) for ids in (expected_token_ids, token_ids))
+        return WrongAnswer(at, left, right, "tokens")
+    wanted, got = expected.strip(), text.strip()
+    if got.startswith(wanted):
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), min(len(wanted), len(got)))
+    return WrongAnswer(at, wanted[at : at + 40], got[at : at + 40], "characters")
+
+
+def answers_of(
+    token_ids: Sequence[int], text: str, answers: int, each: int
+) -> Iterable[tuple[Sequence[int] | None, str]]:
+    """The ``answers`` of one request apart; ids are None where not all of them are known.
+
+    ``token_ids``: of all answers, one after another, ``each`` tokens long; ``text``: theirs, a line break between two.
+    """
+    if len(token_ids) == answers * each:
+        return [(token_ids[i * each : (i + 1) * each], "") for i in range(answers)]
+    return [(None, text)] if answers == 1 else [(None, part) for part in text.split("\n")[:answers]]
