@@ -53,7 +53,7 @@ class Phase:
     steps: int
 
 
-PHASES = (Phase(256, 16, 3000), Phase(512, 8, 700), Phase(1024, 4, 500), Phase(2048, 2, 1300))
+PHASES = (Phase(256, 16, 800), Phase(512, 8, 400), Phase(1024, 4, 300), Phase(2048, 2, 900))
 
 
 def train_tokenizer(texts: list[str]) -> Any:
@@ -189,7 +189,7 @@ def train(folder: Path, seed: int, minutes: float, peak: float) -> None:
                 model.train()
                 rows.append(row)
                 print(row, flush=True)
-                if step % 500 == 499 or step == phase.steps - 1:
+                if step % 300 == 299 or step == phase.steps - 1:
                     model.save_pretrained(folder / "checkpoint")
     model.to(torch.bfloat16).save_pretrained(folder)
     with (folder / "curve.csv").open("w", newline="") as file:
