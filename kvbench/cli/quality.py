@@ -2,116 +2,152 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvbench.cli.options import OVERRIDES, PROFILE, OutputFile
 from kvbench.common.errors import UsageError, say
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvbench.runs.quality import QualityResult
+    from kvbench.workload.file import Workload
+
 
 @click.command()
 @click.argument("workload_or_run", metavar="WORKLOAD|RUN", type=click.Path(path_type=Path))
 @PROFILE
 @OVERRIDES
-@click.option("--prompts", type=click.IntRange(1, 10_000), default=16, show_default=True, help="How many are fed.")
 @click.option(
-    "--output-tokens", type=click.IntRange(1, 100_000), default=64, show_default=True,
-    help="Greedy tokens after each prompt, at most; no more than the workload asks for.",
-)  # fmt: skip
+    "--model",
+    metavar="PATH",
+    help="What answers: a model folder, or the name of one that ships (default: the workload's own where its weights "
+    "are real, else kvbench-tiny).",
+)
 @click.option("--output", type=OutputFile(), metavar="FILE", help="Where the result goes (default: RUN/quality.json).")
 def quality(
-    workload_or_run: Path,
-    profile: str | None,
-    overrides: tuple[str, ...],
-    prompts: int,
-    output_tokens: int,
-    output: Path | None,
+    workload_or_run: Path, profile: str | None, overrides: tuple[str, ...], model: str | None, output: Path | None
 ) -> int:
-    """Measure how far a quantised KV cache moves what the model predicts.
+    """Measure what each configuration changes in the model's answers.
 
-    For every configuration whose kv_cache_dtype is quantised, the built-in engine computes the same tokens twice, with
-    that KV and with KV in the model's own dtype: the workload's prompts, and the greedy continuation of the latter, so
-    that KV written by decodes is read as well. Reported is KL(reference || quantised) over the vocabulary, position by
-    position, in nats, and how often the likeliest token is the same. `kld:` limits of `kvbench gate` hold it.
+    Each is compared with contiguous KV in the model's own dtype, on the same prompts (workloads/quality, passkeys of
+    every length, and of a model of its own the workload's first prompts): KL divergence, perplexity, equal greedy
+    answers, passkeys, and the same answers while the KV pool is too small. A control (A/A), the baseline with other
+    batch-mates, chunks and order, shows what rounding alone does; a limit is the control and a margin.
 
-    It takes minutes on a CPU, 1 to 4 for workloads/mixed.yaml on 2 cores; fewer --prompts take less. Measure with
-    the commit and the versions that the run was measured with: `kvbench gate` takes others only with --force.
+    A workload with random weights (load_format: dummy) is measured with kvbench-tiny, a small trained model: its
+    configurations with that model's answers.
 
-    With random weights (load_format: dummy) the KLD is much smaller than a trained model's, and the result says so.
+    It takes 10 to 15 s for each configuration with kvbench-tiny on 2 cores. Measure with the commit and the versions
+    that the run was measured with: `kvbench gate` takes others only with --force.
 
     \b
     Examples:
       kvbench quality results/mixed/20260101T120000Z-1a2b3c4
       kvbench quality workloads/mixed.yaml -o model.path=models/Llama-3.1-8B --output quality.json
+
     \b
     Files written: quality.json in RUN, or --output's; of a workload none without --output.
-    Exit codes: 0 measured, 2 bad input, such as no quantised KV in it.
+    Exit codes: 0 measured, whatever the limits say (kvbench gate holds them), 2 bad input.
     """
     from rich.console import Console
 
-    from kvbench.common.console import print_plain, print_table
+    from kvbench.common.console import print_plain, print_table, status_line
     from kvbench.common.files import write_json
-    from kvbench.common.git import git_state
-    from kvbench.common.machine import versions
     from kvbench.common.text import plural
-    from kvbench.quality.measure import measure, quantised
-    from kvbench.runs.folder import open_run
-    from kvbench.runs.quality import QUALITY, code_differences
-    from kvbench.runs.resume import stored_workload
+    from kvbench.quality.measure import measure
+    from kvbench.runs.quality import QUALITY
+    from kvbench.targets.builtin import check_configuration
+    from kvbench.workload.design import plan_sweep
     from kvbench.workload.file import load_workload
 
     only: tuple[str, ...] = ()
     if workload_or_run.is_dir():
         if profile or overrides:
             raise UsageError("a run that was measured cannot be changed: omit --profile and -o, or name the workload")
-        manifest = open_run(workload_or_run).manifest()
-        backend = manifest.get("backend") or "kvbench"
-        if backend != "kvbench" or manifest.get("target"):
-            raise UsageError(
-                f"{workload_or_run} was measured on {manifest.get('target') or backend}, and only the built-in engine "
-                "shows its logits: remove kld from the policy of this run"
-            )
-        if different := code_differences(git_state(), versions(), manifest):  # before the minutes that it takes
-            say(f"warning: {'; '.join(different)}: `kvbench gate` takes this KLD only with --force")
-        workload = stored_workload(manifest)
-        only, output = tuple(manifest.get("only") or ()), output or workload_or_run / QUALITY
+        workload, only = _of_run(workload_or_run)
+        output = output or workload_or_run / QUALITY
     else:
         workload = load_workload(workload_or_run, profile=profile, overrides=overrides)
     console = Console()
-    configurations = quantised(workload, only)
-    console.print(
-        f"{plural(len(configurations), 'configuration')} with a quantised KV, at most {plural(prompts, 'prompt')} each"
-    )
-    with console.status("loading") as status:
-        result = measure(workload, configurations, prompts=prompts, output_tokens=output_tokens, say=status.update)
-    print_table(console, _table(result))
-    lines = [f"weights: {result.weights}", result.note]
+    configurations = plan_sweep(workload, only, check_configuration)[0].configurations
+    print_plain(console, f"{plural(len(configurations), 'configuration')} of {workload.name}")
+    with status_line(console, "loading") as status:
+        result = measure(workload, configurations, model=model, say=status)
+    print_table(console, _table(result), drop_first=("RMS Δp", "KLD p99"))
+    for line in _sentences(result, output):
+        print_plain(console, line)
     if output is not None:
         write_json(output, result.to_json())
-        lines.append(f"written: {output}")
-    for line in filter(None, lines):
-        print_plain(console, line)
     return 0
 
 
-def _table(result: Any) -> Any:
+def _of_run(folder: Path) -> tuple[Workload, tuple[str, ...]]:
+    """The workload of a run, and the globs of its cells. Raises UsageError for a run of another engine."""
+    from kvbench.common.git import git_state
+    from kvbench.common.machine import versions
+    from kvbench.runs.folder import open_run
+    from kvbench.runs.quality import code_differences
+    from kvbench.runs.resume import stored_workload
+
+    manifest = open_run(folder).manifest()
+    backend = manifest.get("backend") or "kvbench"
+    if backend != "kvbench" or manifest.get("target"):
+        raise UsageError(
+            f"{folder} was measured on {manifest.get('target') or backend}, and only the built-in engine is measured "
+            "here: take the sentences on quality out of the policy of this run"
+        )
+    if different := code_differences(git_state(), versions(), manifest):  # before the minutes that it takes
+        say(f"warning: {'; '.join(different)}: `kvbench gate` takes these figures only with --force")
+    return stored_workload(manifest), tuple(manifest.get("only") or ())
+
+
+def _sentences(result: QualityResult, output: Path | None) -> Iterator[str]:
+    """What each configuration breaks, what answered, what was left out, and where the file is."""
+    for config_id, figures in result.configurations.items():
+        for sentence in figures["outside"]:
+            yield f"{config_id}: {sentence}"
+    facts = result.facts
+    of_whom = f"measured with {result.model}, beside the workload" if result.beside else "measured with its own model"
+    yield f"{of_whom}: weights {result.weights}; {facts['seconds']:.0f} s"
+    if facts["left_out"]:
+        yield f"{facts['left_out']} of {facts['prompts'] + facts['left_out']} prompts are longer than the context"
+    if result.note:
+        yield result.note
+    if output is not None:
+        yield f"written: {output}"
+
+
+def _table(result: QualityResult) -> Table:
     from kvbench.common.console import make_table
 
-    facts, parts = result.facts, ("mean", "p95", "p99", "max", "prompt_mean", "decode_mean")
-    heads = ("configuration", "positions", "mean", "p95", "p99", "max", "prompts", "decodes", "same token")
-    rows = [
-        (
-            config_id,
-            f"{figures['positions']:,}",
-            *(f"{figures[part]:.2e}" for part in parts),
-            f"{figures['same_argmax']:.2%}",
-        )
-        for config_id, figures in result.configurations.items()
-    ]
-    title = (
-        f"{result.workload}: KL divergence of a quantised KV in nats, {facts['prompts']} prompts, {facts['dtype']} on "
-        f"{facts['device']}"
-    )
+    heads = (
+        "configuration", "KLD mean", "KLD p99", "RMS Δp", "perplexity", "equal answers", "passkeys", "full pool",
+        "limits",
+    )  # fmt: skip
+    rows = [("control (A/A)", *_cells(result.control), "")]
+    for config_id, figures in result.configurations.items():
+        rows.append((config_id, *_cells(figures), "outside" if figures["outside"] else "within"))
+    facts = result.facts
+    what = f"{result.model} in {facts['dtype']} on {facts['device']}"
+    title = f"{result.workload}, {what}: against contiguous KV in that dtype"
     return make_table(heads, rows, title=title)
+
+
+def _cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
+    """0.0012 (0.0010 to 0.0014), ..., +0.12 %, 45 of 46, 63 of 64, 90 of 91"""
+    greedy, passkey, pool = figures["greedy"], figures["passkey"], figures.get("full_pool")
+    more = figures.get("perplexity_change")
+    return (
+        f"{figures['mean']:.2g} ({figures['mean_low']:.2g} to {figures['mean_high']:.2g})",
+        f"{figures['p99']:.2g}",
+        f"{figures['rms_dp']:.2%}",
+        "–" if more is None else f"{more:+.2%}",
+        f"{greedy['agree']} of {greedy['answers']}",
+        f"{passkey['right']} of {passkey['asked']}",
+        f"{pool['agree']} of {pool['answers']}" if pool else "–",
+    )

@@ -1,153 +1,476 @@
-"""`kvbench quality`: the KL divergence of each quantised KV cache of a workload, measured by the built-in engine."""
+"""`kvbench quality`: what each configuration of a workload changes in the model's answers, by the built-in engine.
+
+Configurations that differ in nothing that could change an answer share a measurement. Imports the engine, and torch
+with it, only when it measures.
+"""
 
 from __future__ import annotations
 
-import statistics
+import contextlib
+import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.git import git_state
 from kvbench.common.machine import versions
+from kvbench.common.packages import REPOSITORY
 from kvbench.load.launch import make_requests
-from kvbench.runs.quality import QualityResult
-from kvbench.targets.builtin import check_configuration
-from kvbench.workload.design import Configuration, plan_sweep
+from kvbench.quality.figures import Measured, figures, full_pool_figures
+from kvbench.quality.passkeys import FILLER, make_passkeys
+from kvbench.quality.prompts import FOLDER, SETS, Prompt, in_tokens, read_set
+from kvbench.requests.canaries import Canary, read_canaries
+from kvbench.requests.request import RequestSpec
+from kvbench.runs.quality import QualityResult, limits_of, outside_of
+from kvbench.workload.design import Configuration
 from kvbench.workload.file import Workload
-from kvbench.workload.settings import effective
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
+    from engine.engine import Engine
     from engine.model.loader import LoadedModel
-    from engine.teacher_forcing import Divergence
+    from engine.server.tokenizer import ServerTokenizer
+    from kvbench.quality.free import Answers
+    from kvbench.quality.statistics import Positions
 
-_QUANTILES = {"p95": 0.95, "p99": 0.99}
+CANARIES = REPOSITORY / "workloads" / "canaries"
+BESIDE = "kvbench-tiny"  # measures for models of random weights, whose answers mean nothing
+Say = Callable[[str], None]
 # Settings that decide which weights are loaded, and how.
-_LOADED_BY = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "kv_cache_dtype", "torch_compile")
+_WEIGHTS = ("model", "load_format", "seed", "dtype", "device", "torch_compile")
+# Settings that change no answer: how much fits, how many at once and in which order. The measurement sets its own.
+_WITHOUT_EFFECT = (
+    "kv_budget", "swap_space", "max_model_len", "max_num_seqs", "max_num_waiting", "scheduling_policy", "num_threads",
+    "tokenizer",
+)  # fmt: skip
+# Settings of the scheduler, which teacher forcing does not use.
+_SCHEDULING = (
+    "enable_prefix_caching", "preemption_mode", "async_scheduling", "max_num_partial_prefills",
+    "enable_chunked_prefill", "reservation",
+)  # fmt: skip
+_ROWS = 16  # sequences side by side, free running
+_ROWS_OF_CONTROL = 5
+_CHUNK_OF_CONTROL = 3 / 7  # of the baseline's
+_FORKED_EVERY = 3  # at a full pool, one of so many requests is asked for two answers
+_LONGEST_AT_FULL_POOL = 1024  # tokens: the pool holds the longest, and should be small
+_WORKLOAD_PROMPTS, _WORKLOAD_TOKENS = 16, 64  # of the workload's own prompts, and the most tokens after each
+_RANDOM_NOTE = (
+    "The weights are random: such a model's predictions are nearly even and hardly moved by its KV, and it finds no "
+    "passkey. These figures show that KV is read and written right, and are much better than a trained model's."
+)
 
 
-def quantised(workload: Workload, only: Sequence[str] = ()) -> tuple[Configuration, ...]:
-    """The configurations with a quantised KV. Raises UsageError when there is none."""
-    design, _ = plan_sweep(workload, only, check_configuration)
-    found = tuple(c for c in design.configurations if effective(c.settings, "kv_cache_dtype") != "auto")
-    if not found:
-        raise UsageError(
-            f"no configuration of {workload.name} has a quantised KV, so there is nothing to compare: set one with "
-            "-o engine.kv_cache_dtype=int8_per_token_head"
-        )
-    return found
+@dataclass(frozen=True)
+class Material:
+    """What one model is asked. ``left_out``: prompts that do not fit its context."""
+
+    forced: tuple[Prompt, ...]
+    passkeys: tuple[Prompt, ...]
+    canaries: tuple[Canary, ...]
+    left_out: int
+
+    @property
+    def asked(self) -> tuple[Prompt, ...]:
+        return self.forced + self.passkeys
+
+    @property
+    def longest(self) -> int:
+        return max(each.longest for each in (*self.asked, *map(_as_prompt, self.canaries)))
 
 
 def measure(
     workload: Workload,
     configurations: Sequence[Configuration],
     *,
-    prompts: int,
-    output_tokens: int,
-    say: Callable[[str], None] = lambda text: None,
+    model: str | None = None,
+    threads: int | None = None,
+    say: Say = lambda text: None,
 ) -> QualityResult:
-    """Each configuration against the same engine with its KV in the model's dtype, on the same tokens.
+    """Every configuration against contiguous full-precision KV, on the same prompts.
 
-    ``prompts``: how many of the workload's first load; ``output_tokens``: at most so many after each. Raises
-    UsageError for an impossible configuration and for prompts without token ids.
+    ``model``: what answers; None: the workload's own where its weights are real, else ``BESIDE``. ``threads``: of the
+    arithmetic on a CPU; None: all cores. Raises UsageError for what cannot be measured.
     """
+    import torch
+
+    from engine.build import cpu_threads
     from engine.config import EngineConfig
-    from engine.model.loader import load_model
-    from engine.model.spec import find_model, uses_random_weights
-    from engine.teacher_forcing import measure_divergence
 
     began = time.monotonic()
-    results: dict[str, Mapping[str, Any]] = {}
-    # As sets that keep their order: a sweep may have several models.
-    fingerprints, dtypes, weights = {}, {}, {}
-    loaded: LoadedModel | None = None
-    key: tuple[Any, ...] = ()
-    for configuration in configurations:
-        say(f"{configuration.config_id}: loading")
-        try:
-            config = EngineConfig.from_mapping(configuration.settings)
-            wanted = tuple(getattr(config, name) for name in _LOADED_BY)
-            if loaded is None or wanted != key:
-                loaded, key = None, wanted  # before the next one: two large models may not fit
-                loaded = load_model(config)
-            token_ids, max_tokens = draw_prompts(workload, config, loaded, prompts, output_tokens)
-            say(f"{configuration.config_id}: {sum(map(len, token_ids)):,} prompt tokens")
-            divergence = measure_divergence(config, loaded, token_ids, max_tokens)
-            random = uses_random_weights(find_model(config.model, config.load_format), config.load_format)
-        except UsageError:
-            raise
-        except ValueError as error:
-            raise UsageError(f"configuration {configuration.config_id}: {error}") from None
-        facts = {"kv_cache_dtype": config.kv_cache_dtype, "reference": "auto"}
-        results[configuration.config_id] = facts | figures(divergence)
-        fingerprints[loaded.info.weights_fingerprint] = None
-        dtypes[str(loaded.dtype).removeprefix("torch.")] = None
-        of_whom = f"random (seed {config.seed}) in the shape of" if random else "those of"
-        weights[f"{of_whom} {config.model}"] = random
-    assert loaded is not None
+    torch.set_num_threads(threads or cpu_threads(EngineConfig()))
+    groups: dict[tuple[Any, ...], dict[str, Chosen]] = {}
+    for each in configurations:
+        with _named(each.config_id):
+            chosen = Chosen.of(each.settings, model)
+        key = tuple(getattr(chosen.config, name) for name in _WEIGHTS)
+        groups.setdefault(key, {})[each.config_id] = chosen
+    done = [_measure_group(workload, members, say) for members in groups.values()]
+    found = {config_id: known for group in done for config_id, known in group.configurations.items()}
+    fingerprints, names, dtypes = (
+        list(dict.fromkeys(getattr(group, of) for group in done)) for of in ("fingerprint", "model", "dtype")
+    )
+    chosen_ones = [each for members in groups.values() for each in members.values()]
     return QualityResult(
         workload=workload.name,
-        weights="; ".join(weights),
-        configurations=results,
-        weights_fingerprint="".join(fingerprints) if len(fingerprints) == 1 else "",
+        model=", ".join(names),
+        beside=any(each.beside for each in chosen_ones),
+        weights="; ".join(dict.fromkeys(each.weights for each in chosen_ones)),
+        configurations={each.config_id: found[each.config_id] for each in configurations},
+        control=done[0].control,
+        limits=limits_of(done[0].control),
+        weights_fingerprint=fingerprints[0] if len(fingerprints) == 1 else "",
         git=git_state(),
         versions=versions(),
-        note=_RANDOM_NOTE if any(weights.values()) else "",
-        facts={
-            "device": str(loaded.device),
-            "dtype": ", ".join(dtypes),
-            "kernel_backend": loaded.backend.name,
-            "prompts": len(token_ids),
-            "prompt_tokens": sum(map(len, token_ids)),
-            "output_tokens": sum(max_tokens),
-            "seed": workload.seed,
-            "seconds": round(time.monotonic() - began, 3),
-        },
+        note=_RANDOM_NOTE if any(each.random for each in chosen_ones) else "",
+        facts={**done[0].facts, "dtype": ", ".join(dtypes), "seconds": round(time.monotonic() - began, 3)},
     )
 
 
-_RANDOM_NOTE = (
-    "The weights are random, and such a model's predictions are nearly even and hardly moved by its KV: this KLD shows "
-    "that the quantised KV is read and written right, and is much smaller than a trained model's."
-)
+@contextlib.contextmanager
+def _named(config_id: str) -> Iterator[None]:
+    """Says which configuration a ValueError is about."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(f"configuration {config_id}: {error}") from None
 
 
-def draw_prompts(
-    workload: Workload, config: EngineConfig, loaded: LoadedModel, count: int, output_tokens: int
-) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Token ids and output lengths of the first requests of the workload's first load. Raises UsageError."""
-    length = config.max_model_len or loaded.info.max_model_len
-    if length is None:
-        raise UsageError(f"model {config.model!r} states no maximum length: set engine.max_model_len")
+@dataclass(frozen=True)
+class Chosen:
+    """What measures a configuration: its settings with the weights that answer.
+
+    ``beside``: those are not its own; ``random``: nobody trained them.
+    """
+
+    config: EngineConfig
+    beside: bool
+    random: bool
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], model: str | None) -> Chosen:
+        """Raises ValueError for impossible settings and a model that is not there."""
+        from engine.config import EngineConfig
+        from engine.model.spec import find_model, uses_random_weights
+
+        own = EngineConfig.from_mapping(settings)
+        random = uses_random_weights(find_model(own.model, own.load_format), own.load_format)
+        other = model or (BESIDE if random else own.model)
+        if other == own.model:
+            return cls(own, False, random)
+        other_one = {"model": other, "load_format": "auto", "tokenizer": None, "max_model_len": None}
+        config = dataclasses.replace(own, **other_one)
+        return cls(config, True, uses_random_weights(find_model(other), "auto"))
+
+    @property
+    def weights(self) -> str:
+        which = f"random (seed {self.config.seed}) in the shape of" if self.random else "those of"
+        return f"{which} {self.config.model}"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What was measured of configurations that share their weights."""
+
+    configurations: Mapping[str, Mapping[str, Any]]
+    control: Mapping[str, Any]
+    model: str
+    fingerprint: str
+    dtype: str
+    facts: Mapping[str, Any]
+
+
+class _Models:
+    """One model's weights, loaded once for each backend of kernels."""
+
+    def __init__(self) -> None:
+        self._loaded: list[LoadedModel] = []
+
+    def get(self, config: EngineConfig) -> LoadedModel:
+        """Raises ValueError where the kernels do not serve it."""
+        from engine.model.loader import load_model, serve_another
+
+        for each in self._loaded:
+            if shared := serve_another(each, config):
+                return shared
+        self._loaded.append(load_model(config))
+        return self._loaded[-1]
+
+
+def _measure_group(workload: Workload, members: Mapping[str, Chosen], say: Say) -> _Group:
+    from kvbench.quality.free import answer_all
+
+    models, first = _Models(), next(iter(members.values()))
+    base = _baseline(first.config)
+    with _named(next(iter(members))):
+        loaded = models.get(base)
+        tokenizer = _tokenizer(first.config, loaded)
+        material = _gather(workload, first, _context(members, loaded), loaded, tokenizer)
+    say(f"baseline: {len(material.asked)} prompts")
+    expected = answer_all(_engine(base, loaded, material), material.asked)
+    distinct = {_key(each.config): each.config for each in members.values()}
+    with _named(", ".join(members)):
+        forced = _compare_forced(base, distinct.values(), models, material, expected, say)
+    page_size = base.page_size
+    say("control: the baseline with other batch-mates, chunks and order")
+    other = _control(base)
+    engine = _engine(other, loaded, material, _ROWS_OF_CONTROL)
+    answers = answer_all(engine, material.asked[::-1])
+    observed = Measured(forced[_CONTROL], answers)
+    control = figures(material.forced, material.passkeys, observed, expected, tokenizer.decode, page_size)
+    limits, measured = limits_of(control), {}
+    for key, config in distinct.items():
+        names = [config_id for config_id, each in members.items() if _key(each.config) == key]
+        say(f"{names[0]}: answers")
+        with _named(names[0]):
+            parts = (models.get(config), material, expected, tokenizer)
+            known = _measure_one(config, *parts, forced[_forced_key(config)])
+        for config_id in names:
+            measured[config_id] = known | {"outside": outside_of(known, limits)}
+    facts = {
+        "device": str(loaded.device),
+        "kernel_backend": loaded.backend.name,
+        "prompts": len(material.forced),
+        "passkeys": len(material.passkeys),
+        "left_out": material.left_out,
+        "tokens": sum(each.length for each in material.asked),
+        "measurements": len(distinct),
+    }
+    info = loaded.info
+    return _Group(
+        measured, control, info.name, info.weights_fingerprint, str(loaded.dtype).removeprefix("torch."), facts
+    )
+
+
+def _measure_one(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    material: Material,
+    expected: Answers,
+    tokenizer: ServerTokenizer,
+    positions: Sequence[Positions],
+) -> dict[str, Any]:
+    """Answers with room and at a full pool, beside what it predicted."""
+    from kvbench.quality.free import answer_all
+    from kvbench.quality.pressure import run_canaries
+
+    engine = _engine(config, loaded, material)
+    canaries = [_as_prompt(each) for each in material.canaries]
+    answers = answer_all(engine, [*material.asked, *canaries])
+    del engine  # its KV, before the next one's
+    observed = Measured(positions, answers)
+    found = figures(material.forced, material.passkeys, observed, expected, tokenizer.decode, config.page_size)
+    requests = _pressed_requests(material, expected)
+    slots, at_once = _small_pool(config, requests), min(config.max_num_seqs, _ROWS)
+    pressing = dataclasses.replace(config, max_num_seqs=at_once, swap_space=None)
+    pressed = run_canaries(pressing, loaded, requests, seed=0, slots=slots)
+    by_name = {each.prompt_id: each for each in material.asked}
+    wrong, right = [], []
+    for answer in pressed.answers:
+        request = requests[answer.request]
+        prompt = by_name[str(request.canary)]
+        if tuple(answer.token_ids) != request.expected_token_ids:
+            wrong.append(prompt.prompt_id)
+        if prompt.depth is not None:
+            right.append(prompt.is_right(tokenizer.decode(answer.token_ids)))
+    return {
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "layout": config.layout,
+        "page_size": config.page_size,
+        **found,
+        "full_pool": full_pool_figures(len(pressed.answers), wrong, right, pressed.counters),
+        **_canary_figures(material.canaries, answers),
+    }
+
+
+def _canary_figures(canaries: Sequence[Canary], answers: Answers) -> dict[str, Any]:
+    if not canaries:
+        return {}
+    right = sum(answers[each.canary_id][0] == tuple(each.answer_token_ids) for each in canaries)
+    return {"canaries": {"asked": len(canaries), "right": right}}
+
+
+# --- The engines ---
+
+
+def _baseline(config: EngineConfig) -> EngineConfig:
+    """What everybody had before: contiguous KV in the model's own dtype."""
+    plain: dict[str, Any] = {
+        "layout": "contiguous",
+        "reservation": "max",
+        "kv_cache_dtype": "auto",
+        "enable_prefix_caching": False,
+    }
+    return dataclasses.replace(
+        config, **plain, preemption_mode="recompute", swap_space=None, max_num_partial_prefills=1
+    )
+
+
+def _control(base: EngineConfig) -> EngineConfig:
+    chunk = max(_ROWS_OF_CONTROL, int(base.max_num_batched_tokens * _CHUNK_OF_CONTROL))
+    chunked = {"max_num_batched_tokens": chunk, "enable_chunked_prefill": True, "max_num_partial_prefills": 2}
+    return dataclasses.replace(base, max_num_seqs=_ROWS_OF_CONTROL, **chunked)
+
+
+def _engine(config: EngineConfig, loaded: LoadedModel, material: Material, rows: int = _ROWS) -> Engine:
+    """An engine with room for all that runs at once."""
+    from engine.build import assemble_engine
+    from engine.teacher_forcing import with_room
+
+    free = dataclasses.replace(config, swap_space=None, max_num_waiting=None)
+    return assemble_engine(with_room(free, loaded, min(rows, config.max_num_seqs), material.longest), loaded)
+
+
+def _key(config: EngineConfig, without: Sequence[str] = _WITHOUT_EFFECT) -> tuple[Any, ...]:
+    """Equal for configurations that answer alike."""
+    known = dataclasses.asdict(config)
+    if config.layout == "contiguous":
+        known["page_size"] = None
+    return tuple(value for name, value in known.items() if name not in without)
+
+
+def _forced_key(config: EngineConfig) -> tuple[Any, ...]:
+    """Equal for configurations that predict alike."""
+    return _key(config, (*_WITHOUT_EFFECT, *_SCHEDULING))
+
+
+_CONTROL = ("control",)  # beside the keys of configurations
+
+
+def _compare_forced(
+    base: EngineConfig,
+    configs: Iterable[EngineConfig],
+    models: _Models,
+    material: Material,
+    expected: Answers,
+    say: Say,
+) -> dict[tuple[Any, ...], list[Positions]]:
+    """What the baseline's own tokens tell of each engine and of the control."""
+    from engine.teacher_forcing import TeacherForced
+    from kvbench.quality import forced
+
+    longest = max(each.longest for each in material.forced)
+
+    def arm(config: EngineConfig) -> forced.Arm:
+        engine = TeacherForced(config, models.get(config), forced.ROWS, longest)
+        return forced.Arm(engine, config.max_num_batched_tokens)
+
+    baseline = arm(base)
+    other = forced.Arm(baseline.engine, _control(base).max_num_batched_tokens, forced.otherwise)
+    arms = {_forced_key(config): arm(config) for config in {_forced_key(each): each for each in configs}.values()}
+    conversations = [forced.Conversation.of(each, expected[each.prompt_id]) for each in material.forced]
+    say(f"teacher forcing: {sum(each.fed for each in conversations):,} tokens for {len(arms) + 2} engines")
+    vocab = models.get(base).info.vocab_size
+    return forced.compare_arms(baseline, {_CONTROL: other, **arms}, conversations, vocab)
+
+
+# --- The prompts ---
+
+
+def _tokenizer(config: EngineConfig, loaded: LoadedModel) -> ServerTokenizer:
+    from engine.server.tokenizer import load_tokenizer
+
+    found = load_tokenizer(dataclasses.replace(config, max_model_len=None), loaded.info)
+    if found.text_refusal is not None:
+        raise UsageError(f"{found.text_refusal}; or measure with another model (--model)")
+    return found
+
+
+def _context(members: Mapping[str, Chosen], loaded: LoadedModel) -> int:
+    """Tokens that every configuration serves, and computes in one step where it may not cut prompts."""
+    limits = [loaded.info.max_model_len]
+    for each in members.values():
+        limits.append(each.config.max_model_len)
+        limits.append(None if each.config.enable_chunked_prefill else each.config.max_num_batched_tokens)
+    if not (known := [limit for limit in limits if limit is not None]):
+        raise UsageError(f"model {loaded.info.name!r} states no maximum length: set engine.max_model_len")
+    return min(known)
+
+
+def _gather(
+    workload: Workload, chosen: Chosen, context: int, loaded: LoadedModel, tokenizer: ServerTokenizer
+) -> Material:
+    """The prompt sets, passkeys and canaries that fit; of its own model the workload's first prompts as well."""
+    begin = tuple(tokenizer.encode(""))  # what every prompt of this model starts with
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    prompts = [each for name in SETS for each in in_tokens(read_set(FOLDER / f"{name}.jsonl"), name, encode, begin)]
+    if not chosen.beside:
+        prompts += _workload_prompts(workload, loaded, context)
+    fitting = tuple(each for each in prompts if each.longest <= context)
+    if not fitting:
+        raise UsageError(f"no prompt fits {context} tokens of prompt and answer: raise max_model_len")
+    passkeys = make_passkeys(encode, encode(FILLER.read_text(encoding="utf-8")), context, begin)
+    canaries = tuple(
+        each for each in _canaries(loaded) if len(each.prompt_token_ids + each.answer_token_ids) <= context
+    )
+    return Material(fitting, tuple(passkeys), canaries, len(prompts) - len(fitting))
+
+
+def _workload_prompts(workload: Workload, loaded: LoadedModel, context: int) -> list[Prompt]:
+    """The first prompts of the workload's first load that have token ids."""
     requests = make_requests(
         workload.load,
         workload.load_points[0],
         vocab_size=loaded.info.vocab_size,
-        max_model_len=length,
+        max_model_len=context,
         seed=workload.seed,
         repeat=1,
-    )[:count]
-    if any(request.prompt_token_ids is None for request in requests):
-        raise UsageError(f"the prompts of {workload.name} are texts without token ids: give it load.prompts.tokenizer")
-    return [tuple(r.prompt_token_ids) for r in requests], [min(r.max_tokens, output_tokens) for r in requests]
+    )
+    found = []
+    for each in requests:
+        if each.prompt_token_ids and each.canary is None and len(found) < _WORKLOAD_PROMPTS:
+            ids, tokens = tuple(each.prompt_token_ids), min(each.max_tokens, _WORKLOAD_TOKENS)
+            found.append(Prompt(f"workload/{each.index}", "workload", (ids,), tokens))
+    return found
 
 
-def figures(divergence: Divergence) -> dict[str, Any]:
-    """KLD [nats]: mean, p95, p99 (linear interpolation) and max.
+def _canaries(loaded: LoadedModel) -> Sequence[Canary]:
+    """Those of exactly these weights that ship with kvbench."""
+    path = CANARIES / f"{loaded.info.name}.jsonl"
+    found = read_canaries(path) if path.is_file() else None
+    return found.canaries if found and found.weights_fingerprint == loaded.info.weights_fingerprint else ()
 
-    ``same_argmax``: share of the positions whose likeliest token is the same. ``prompt_mean``, ``decode_mean``: of
-    positions computed in a chunk of the prompt, and of those computed one by one.
+
+def _as_prompt(canary: Canary) -> Prompt:
+    ids = tuple(canary.prompt_token_ids)
+    return Prompt(canary.canary_id, "canary", (ids,), len(canary.answer_token_ids), canary.answer, canary.depth)
+
+
+def _pressed_requests(material: Material, expected: Answers) -> list[RequestSpec]:
+    """The last turn of each prompt that is not too long, after the baseline's answers to those before it."""
+    found: list[RequestSpec] = []
+    for each in material.asked:
+        if each.longest > _LONGEST_AT_FULL_POOL:
+            continue
+        answers = expected[each.prompt_id]
+        parts = [part for pair in zip(each.turns, answers, strict=True) for part in pair][:-1]
+        request = RequestSpec(
+            index=len(found),
+            cls=each.set_name,
+            prompt_token_ids=tuple(token for part in parts for token in part),
+            prompt=None,
+            max_tokens=each.max_tokens,
+            n=2 if len(found) % _FORKED_EVERY == 0 else 1,
+            canary=each.prompt_id,
+            expected_token_ids=answers[-1],
+        )
+        found.append(request)
+    return found
+
+
+def _small_pool(config: EngineConfig, requests: Sequence[RequestSpec]) -> int:
+    """Slots of a pool that some of the requests fill, in whole pages: the longest one and four mean ones.
+
+    A contiguous slab reserves the longest for each: three of those.
     """
-    import numpy as np
-
-    kld, decoded = divergence.kld, divergence.decoded
-    return {
-        "positions": len(kld),
-        "mean": float(kld.mean()),
-        **{name: float(np.quantile(kld, q)) for name, q in _QUANTILES.items()},
-        "max": float(kld.max()),
-        "same_argmax": float(divergence.same.mean()),
-        "prompt_mean": statistics.fmean(kld[~decoded]),
-        "decode_mean": statistics.fmean(kld[decoded]),
-    }
+    lengths = [len(each.prompt_token_ids or ()) + each.max_tokens for each in requests]
+    if config.layout == "contiguous":
+        return 3 * max(lengths)
+    pages = [-(-length // config.page_size) for length in lengths]
+    return (max(pages) + 4 * sum(pages) // len(pages)) * config.page_size

@@ -13,6 +13,31 @@ from kvbench.common.files import read_json
 QUALITY, FORMAT = "quality.json", "kvbench-quality/2"
 _VERSIONS = ("kvbench", "torch", "transformers")
 
+MARGINS = {
+    # llama.cpp's table of quantised weights of Llama 3 8B (tools/perplexity/README.md) has q8_0, which passes for free
+    # of loss, at a KLD of 0.0014 and an RMS change of 1.2 %, and q6_K at 0.0057 and 2.3 %: the margins lie between.
+    "mean": 0.002,
+    "rms_dp": 0.015,
+    # Ten times the mean's: beyond it with a mean within, few positions are wrong and not all of them a little.
+    "p99": 0.02,
+    # q6_K of the same table costs 0.5 %, q5_K_S 1.8 %.
+    "perplexity_change": 0.01,
+    # One near tie decides the rest of an answer. kvbench-tiny in bfloat16 gives 73 % of float32's answers to these
+    # prompts, and nobody calls bfloat16 a loss.
+    "greedy.share": -0.25,
+    # Answers of a few tokens, each clear of a tie where the model knows them: about one of 64 more may be wrong.
+    "passkey.share": -0.02,
+}
+"""By how much a figure may be worse than the control's worse end: what rounding alone does, and as much as is cheap."""
+_WORSE_END = {"greedy.share": "greedy.low", "passkey.share": "passkey.low", "p99": "p99"}  # else <name>_high
+_NAMES = {
+    "mean": ("mean KLD", "nats"), "p99": ("p99 of the KLD", "nats"), "rms_dp": ("RMS change in probability", "%"),
+    "perplexity_change": ("change of the perplexity", "%"), "greedy.share": ("share of equal greedy answers", "%"),
+    "passkey.share": ("share of right passkeys", "%"),
+}  # fmt: skip
+# The same limit at a full pool: figure -> its count and the count of all.
+_AT_FULL_POOL = {"greedy.share": ("agree", "answers"), "passkey.share": ("passkey_right", "passkey_asked")}
+
 
 @dataclass(frozen=True)
 class QualityResult:
@@ -64,6 +89,37 @@ class QualityResult:
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **self.__dict__}
+
+
+def figure(figures: Mapping[str, Any], name: str) -> float | None:
+    """One of a configuration's figures, such as ``mean`` or ``passkey.share``; None where it was not measured."""
+    outer, _, inner = name.partition(".")
+    value = figures.get(outer)
+    value = value.get(inner) if inner and isinstance(value, Mapping) else value
+    return float(value) if isinstance(value, int | float) else None
+
+
+def limits_of(control: Mapping[str, Any]) -> dict[str, float]:
+    """Of each figure the worst value within the limits, by the A/A arm's figures."""
+    ends = {name: figure(control, _WORSE_END.get(name, f"{name}_high")) for name in MARGINS}
+    return {name: end + MARGINS[name] for name, end in ends.items() if end is not None}
+
+
+def outside_of(figures: Mapping[str, Any], limits: Mapping[str, float]) -> list[str]:
+    """A sentence for each limit that the figures of a configuration break."""
+    found = []
+    for name, limit in limits.items():
+        at_full_pool = figures.get("full_pool") or {}
+        right, asked = (at_full_pool.get(key) for key in _AT_FULL_POOL.get(name, ("", "")))
+        pool = right / asked if asked else None
+        for value, where in ((figure(figures, name), ""), (pool, " at a full pool")):
+            if value is not None and (value < limit if MARGINS[name] < 0 else value > limit):
+                what, unit = _NAMES[name]
+                value, bound = (
+                    f"{100 * each:.3g} %" if unit == "%" else f"{each:.3g} {unit}" for each in (value, limit)
+                )
+                found.append(f"its {what}{where} is {value}, the limit is {bound}")
+    return found
 
 
 def code_differences(git: Mapping[str, Any], versions: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,178 @@
+"""`kvbench canaries`: prompts whose greedy answers one model surely knows, for loads that check answers.
+
+A canary is kept if contiguous full-precision KV answers it rightly and no token of the answer is near a tie, so that
+rounding cannot change it: what changes it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvbench.quality.passkeys import FILLER, PasskeyParts, random_value, spread_lengths
+from kvbench.quality.prompts import Prompt
+from kvbench.requests.canaries import Canary, CanarySet
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.model.loader import LoadedModel
+    from engine.server.tokenizer import ServerTokenizer
+
+MIN_MARGIN = 0.5  # nats between an answer's token and the second likeliest: far beyond rounding, also in bfloat16
+_SHORTEST, _LONGEST = 60, 1600  # tokens of a prompt
+_ROUNDS = 12  # draws of a group, until all of it is kept
+_GROUPS = (2, 3)  # passkeys that share the text before their keys, by turns
+_PASSAGE = (24, 32)  # tokens of a copy
+_BEGUN = 8  # of its tokens, which the prompt repeats
+_LEAST = 8  # tokens of a copy's answer, which ends before the first token that is near a tie
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """``right``: the tokens of the right answer; ``least``: so many of its first have to be sure."""
+
+    prompt: Prompt
+    right: tuple[int, ...]
+    least: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """``dropped``: kind -> candidates that were answered wrongly or near a tie."""
+
+    canaries: CanarySet
+    dropped: dict[str, int]
+
+
+def make_canaries(
+    config: EngineConfig, *, passkeys: int = 64, copies: int = 32, seed: int = 0, say: Callable[[str], None] = print
+) -> Made:
+    """The canaries of ``config.model``. Raises ValueError for a model that cannot answer, or a short context."""
+    from engine.model.loader import load_model
+    from engine.server.tokenizer import load_tokenizer
+
+    loaded = load_model(config)
+    tokenizer = load_tokenizer(config, loaded.info)
+    if tokenizer.text_refusal is not None:
+        raise ValueError(tokenizer.text_refusal)
+    rng = np.random.default_rng(seed)
+    drawer = _Drawer(tokenizer, rng)
+    longest = min(_LONGEST, loaded.info.max_model_len or _LONGEST) - _PASSAGE[1]
+    kept: list[Canary] = []
+    dropped = {}
+    for kind, count in (("passkey", passkeys), ("copy", copies)):
+        lengths = spread_lengths(_SHORTEST, longest, count, rng)
+        if len(lengths) < count:
+            raise ValueError(f"{loaded.info.max_model_len} tokens of context are too few for canaries")
+        draw, sizes = (drawer.passkeys, _GROUPS) if kind == "passkey" else (drawer.copy, (1,))
+        left, dropped[kind] = list(_grouped(lengths, sizes)), 0
+        for tries in range(_ROUNDS):
+            if not left:
+                break
+            say(f"{kind}: {sum(map(len, left))} to find")
+            made = [draw(group) for group in left]
+            found = iter(_sure_ones(config, loaded, tokenizer, kind, [each for group in made for each in group]))
+            again = []
+            for group in left:
+                canaries = [next(found) for _ in group]
+                good = [each for each in canaries if each is not None]
+                dropped[kind] += len(group) - len(good)
+                if len(good) < len(group) and tries < _ROUNDS - 1:
+                    again.append(group)
+                else:
+                    kept += [replace(each, canary_id=f"{kind}-{len(kept) + i}") for i, each in enumerate(good)]
+            left = again
+    return Made(CanarySet(loaded.info.name, loaded.info.weights_fingerprint, tuple(kept)), dropped)
+
+
+def _grouped(lengths: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The lengths in groups of ``sizes``, by turns."""
+    start = turn = 0
+    while start < len(lengths):
+        yield lengths[start : start + sizes[turn % len(sizes)]]
+        start, turn = start + sizes[turn % len(sizes)], turn + 1
+
+
+class _Drawer:
+    """Draws candidates in one model's tokens."""
+
+    def __init__(self, tokenizer: ServerTokenizer, rng: np.random.Generator):
+        self._tokenizer, self._rng = tokenizer, rng
+        self._begin = tuple(tokenizer.encode(""))
+        self._filler = self._encode(FILLER.read_text(encoding="utf-8"))
+        self._count = 0
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _text(self, length: int) -> list[int]:
+        """Filler from a random place."""
+        start = int(self._rng.integers(0, len(self._filler)))
+        return np.take(self._filler, np.arange(start, start + length), mode="wrap").tolist()
+
+    def _candidate(self, ids: Sequence[int], right: Sequence[int], answer: str, before: int, least: int) -> _Candidate:
+        self._count += 1
+        ids = (*self._begin, *ids)
+        depth = round((len(self._begin) + before) / len(ids), 4)
+        return _Candidate(Prompt(str(self._count), "", (ids,), len(right), answer, depth), tuple(right), least)
+
+    def passkeys(self, lengths: Sequence[int]) -> list[_Candidate]:
+        """One of each length, with the same text before their keys, which stand at one place."""
+        parts = [PasskeyParts.of(random_value(self._rng), self._encode) for _ in lengths]
+        own = [length - len(self._begin) for length in lengths]
+        text = self._text(max(own))
+        most = min(size - len(each.fact) - len(each.question) for size, each in zip(own, parts, strict=True))
+        before = int(self._rng.integers(0, most + 1))
+        return [
+            self._candidate(each.prompt(text, size, before), each.answer, each.value, before, len(each.answer))
+            for size, each in zip(own, parts, strict=True)
+        ]
+
+    def copy(self, lengths: Sequence[int]) -> list[_Candidate]:
+        """A passage of random tokens in the first half of the prompt, and its beginning at the end.
+
+        Random, since what comes next in a text has a say in what a model expects.
+        """
+        (length,) = lengths
+        size = int(self._rng.integers(_PASSAGE[0], _PASSAGE[1] + 1))
+        room = length - len(self._begin) - size - _BEGUN
+        before = int(self._rng.integers(0, room // 2 + 1))
+        passage = self._rng.choice(np.unique(self._filler), size).tolist()
+        ids = [*self._text(before), *passage, *self._text(room - before), *passage[:_BEGUN]]
+        return [self._candidate(ids, passage[_BEGUN:], "", before, _LEAST)]
+
+
+def _sure_ones(
+    config: EngineConfig, loaded: LoadedModel, tokenizer: ServerTokenizer, kind: str, candidates: Sequence[_Candidate]
+) -> Iterator[Canary | None]:
+    """The canary of each candidate, with the answer's first tokens that are sure; None for too few of them.
+
+    Sure: likelier than any other by the margin. Each token is judged after the right ones before it, so the greedy
+    answer is the right one as far as all tokens are sure.
+    """
+    import torch
+
+    from engine.teacher_forcing import TeacherForced
+    from kvbench.quality import forced
+
+    talks = [forced.Conversation.of(each.prompt, [each.right]) for each in candidates]
+    engine = TeacherForced(config, loaded, forced.ROWS, max(each.prompt.longest for each in candidates))
+    for picked in forced.batches(talks, loaded.info.vocab_size):
+        rows = [talks[i] for i in picked]
+        steps = forced.in_order(rows, config.max_num_batched_tokens)
+        for i, row, logits in zip(picked, rows, forced.logits_of(engine, rows, steps), strict=True):
+            judged = logits[torch.from_numpy(row.answered[1:]).to(logits.device)].double()
+            right = torch.tensor(candidates[i].right, device=logits.device)[:, None]
+            others = judged.scatter(1, right, -torch.inf).max(-1).values
+            margins = (judged.gather(1, right)[:, 0] - others).tolist()
+            sure = next((at for at, margin in enumerate(margins) if margin < MIN_MARGIN), len(margins))
+            prompt, answer = candidates[i].prompt, candidates[i].right[:sure]
+            ids, said = prompt.turns[0], prompt.answer or tokenizer.decode(answer)
+            if sure < candidates[i].least or prompt.depth is None:
+                yield None
+            else:
+                least = round(min(margins[:sure]), 3)
+                yield Canary("", kind, ids, tokenizer.decode(ids), answer, said, prompt.depth, least)
