@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvbench.load.canaries import KV_FACTS, wrong_answers, wrong_words, write_wrong_answers
+from kvbench.load.canaries import KV_FACTS, write_wrong_answers, wrong_answers, wrong_words
 from kvbench.load.completion import Completion, judge
 from kvbench.load.multi.clock import ClockMap, Reading
 from kvbench.load.multi.merge import samples_from_bytes, samples_to_bytes

@@ -1,4 +1,4 @@
-"""How many canaries were answered wrongly, and what that says of a quantised KV; scipy's test of tables as the oracle."""
+"""How many canaries were answered wrongly, and what it says of a quantised KV; scipy's test of tables as the oracle."""
 
 from __future__ import annotations
 
