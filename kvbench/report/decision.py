@@ -35,7 +35,7 @@ from kvbench.report.changes import (
 )
 from kvbench.report.comparisons import baseline, differing, median, paging_pair, spread
 from kvbench.report.tables import UNCERTAIN
-from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.model import WRONG, MeasuredCell, MeasuredLoad, Run
 from kvbench.runs.ratios import FEWEST
 from kvbench.workload.settings import effective, setting_title, value_words
 
@@ -378,6 +378,8 @@ def _doubt(run: Run, cell: MeasuredCell) -> str:
     if cell.doubt == "refused":
         sent = cell.count("completed") + cell.count("failed")
         return f"{cell.name} refused {cell.count('failed')} of {sent} requests {cell.load.where}"
+    if cell.doubt == WRONG:
+        return f"{cell.name} answered {cell.canaries['wrong']} of {cell.canaries['answered']} canaries wrongly"
     if not cell.doubt:
         return f"{cell.name} has no throughput {cell.load.where}"
     why = re.sub(r"^repeat \d+: ", "", (cell.invalid_reasons or ("no reason recorded",))[0])

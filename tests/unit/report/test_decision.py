@@ -28,7 +28,7 @@ from kvbench.report.decision import (
 )
 from kvbench.runs.model import Run
 from kvbench.runs.quality import QualityResult
-from tests.support.report_cells import cell, in_engine_time, refused, run
+from tests.support.report_cells import cell, in_engine_time, refused, run, wrong
 
 FAST, SLOW, WIDE = (150.0, 151.0, 152.0), (50.0, 51.0, 49.0), (50.0, 100.0, 250.0)
 LATE = (900.0, 910.0, 905.0)  # p95 TTFT, where others have 500
@@ -95,6 +95,9 @@ def test_the_verdict_weighs_throughput_and_both_p95s(figures: dict[str, Any], ve
         pytest.param(
             [cell(reasons=("repeat 1: it lagged; do this",)), cell(page_size=8, throughput=FAST)], "Cannot tell",
             ["1 of 2 cells are invalid (it lagged)"], id="invalid baseline",
+        ),
+        pytest.param(
+            [wrong(), cell("contiguous", baseline=False)], "Cannot tell", ["2 of 40 canaries"], id="wrong answers"
         ),
         pytest.param(
             [refused(), cell("contiguous", baseline=False)], "Cannot tell", ["refused 28 of 48"], id="refused"

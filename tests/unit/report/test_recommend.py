@@ -20,7 +20,7 @@ from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.quality import QualityResult
 from kvbench.runs.read import read_run
 from kvbench.workload.file import resolve
-from tests.support.report_cells import cell, in_engine_time, refused, run
+from tests.support.report_cells import cell, in_engine_time, refused, run, wrong
 
 FAST, FASTER, SLOW = (150.0, 151.0, 152.0), (200.0, 201.0, 202.0), (50.0, 51.0, 49.0)
 WIDE = (50.0, 100.0, 250.0)
@@ -237,6 +237,8 @@ def test_doubts_about_the_run_come_first() -> None:
     assert "not measured" in lines(recommend(replace(fine, missing=("paged-p4-c24",))))[0]
     disturbed = replace(cell(), invalid_repeats={"2": ["lag"]})
     assert len(recommend(run(disturbed, cell(page_size=8))).doubts) == 1
+    fast = wrong(page_size=8, throughput=(900.0, 900.0, 900.0))
+    assert "page 8" not in recommend(run(cell(), fast)).configuration
     served = recommend(run(refused(), cell("contiguous", baseline=False)))
     assert served.configuration.endswith("(refused)") and len(served.doubts) == 1
     assert served.in_doubt and "\nKeep " not in text(served)  # what refuses requests is not advised
