@@ -62,7 +62,7 @@ class EngineConfig:
     as ``kv_budget``.
     """
 
-    model: str = "llama-32m"  # a local folder, a config JSON, or the name of a config that ships with the engine
+    model: str = "llama-32m"  # a local folder, a config JSON, or the name of a model or config that ships
     load_format: str = "auto"  # auto: safetensors of the folder; dummy: seeded random weights
     seed: int = 0  # of the random weights, and of requests that bring no seed of their own
     dtype: str = "auto"  # auto: float32 on CPU, the config's dtype on CUDA

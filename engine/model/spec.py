@@ -10,6 +10,7 @@ from typing import Any
 from engine.kv.budget import KVShape, LayerKV
 
 CONFIG_DIR = Path(__file__).parent.parent / "model_configs"
+MODEL_DIR = Path(__file__).parent.parent / "models"  # whole models: config, weights and tokenizer
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -87,18 +88,27 @@ class ModelSpec:
 
 
 def shipped_models() -> list[str]:
-    return sorted(path.stem for path in CONFIG_DIR.glob("*.json"))
+    """Names of the configs and of the whole models that ship."""
+    whole = (path.parent.name for path in MODEL_DIR.glob("*/config.json"))
+    return sorted({*whole, *(path.stem for path in CONFIG_DIR.glob("*.json"))})
+
+
+def model_folder(model: str) -> Path | None:
+    """The folder that ``model`` names: its path, or the name of a whole model that ships; None where it is neither."""
+    path = Path(model).expanduser()
+    shipped = MODEL_DIR / model
+    return path if path.is_dir() else shipped if (shipped / "config.json").is_file() else None
 
 
 def find_model(model: str, load_format: str = "auto") -> ModelSpec:
-    """The spec of a folder, a config JSON, or a config that ships.
+    """The spec of a folder, a config JSON, or a model or config that ships.
 
     Raises:
         ValueError: nothing is there, it cannot be read, or ``load_format`` asks for weights that are not there.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
-        spec = ModelSpec(path.resolve().name, _read(path / "config.json"), path / "config.json", path)
+    if folder := model_folder(model):
+        spec = ModelSpec(folder.resolve().name, _read(folder / "config.json"), folder / "config.json", folder)
     elif path.suffix == ".json":
         spec = ModelSpec(path.stem, _read(path), path, None)
     elif (CONFIG_DIR / f"{model}.json").is_file():
@@ -106,7 +116,7 @@ def find_model(model: str, load_format: str = "auto") -> ModelSpec:
         spec = ModelSpec(model, _read(path), path, None)
     else:
         raise ValueError(
-            f"model {model!r} is neither a folder, nor a config JSON, nor one of the configs that ship "
+            f"model {model!r} is neither a folder, nor a config JSON, nor one of those that ship "
             f"({', '.join(shipped_models())}): check the path"
         )
     if load_format == "auto" and spec.weights is not None and not any(spec.weights.glob("*.safetensors")):

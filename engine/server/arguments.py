@@ -12,8 +12,8 @@ from engine.config import EngineConfig
 DEFAULT_PORT = 8000
 
 HELP = {
-    "model": "what to serve: a local folder with config.json and *.safetensors, a config JSON, or the name of a config "
-    "that ships with the engine. Nothing is ever downloaded.",
+    "model": "what to serve: a local folder with config.json and *.safetensors, a config JSON, or the name of a model "
+    "or config that ships with the engine. Nothing is ever downloaded.",
     "load_format": "auto reads the folder's safetensors; dummy takes seeded random weights: a config is enough.",
     "seed": "seed of the random weights, and of requests that bring no seed of their own.",
     "dtype": "of weights and activations. auto: float32 on a CPU, the config's own on a GPU.",

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
-from engine.model.spec import ModelInfo
+from engine.model.spec import ModelInfo, model_folder
 from engine.server.detokenizer import ByteVocabulary, SilentDecoder, TextDecoder, WindowDecoder, is_byte_level
 from engine.server.errors import invalid, unprocessable
 
@@ -93,8 +93,8 @@ def load_tokenizer(config: EngineConfig, model: ModelInfo) -> ServerTokenizer:
     if config.tokenizer is not None:
         check_tokenizer_folder(config)
         return _load(Path(config.tokenizer).expanduser(), model, config.max_model_len)
-    folder = Path(config.model).expanduser()
-    if any((folder / name).is_file() for name in _FILES):
+    folder = model_folder(config.model)
+    if folder is not None and any((folder / name).is_file() for name in _FILES):
         return _load(folder, model, config.max_model_len)
     return _load(SHIPPED, model, config.max_model_len)
 

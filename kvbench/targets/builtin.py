@@ -103,7 +103,7 @@ def engine_settings_schema() -> dict[str, dict[str, Any]]:
 
 
 def shipped_models() -> list[str]:
-    """Names of the model configs that ship with the built-in engine, each a value of the setting ``model``."""
+    """Names of the models and configs that ship with the built-in engine, each a value of the setting ``model``."""
     from engine.model.spec import shipped_models
 
     return shipped_models()

@@ -70,8 +70,12 @@ class ModelFolders:
             UsageError: there is no such model, or not in the server's format.
             MeasurementError: it could not be written.
         """
-        source = Path(str(settings.get("model", ""))).expanduser()
-        random = settings.get("load_format") == "dummy" or not source.is_dir()
+        from engine.model.spec import model_folder
+
+        named = str(settings.get("model", ""))
+        found = model_folder(named)
+        source = found or Path(named).expanduser()
+        random = settings.get("load_format") == "dummy" or found is None
         if model_format == "gguf" and (source.suffix == ".gguf" or not random):
             return _gguf(source)
         drop = drop_eos and self._ignore_eos

@@ -26,6 +26,7 @@ from kvbench.workload.settings import canonical
 PROFILES = ("cpu", "gpu")
 MODEL_SECTION = frozenset({"model", "load_format", "seed", "dtype", "tokenizer"})  # engine settings below ``model:``
 _PROMPT_PATHS = ("file", "path", "tokenizer")
+_SHIPPED_MODELS = REPOSITORY / "engine" / "models"
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -153,7 +154,7 @@ class ModelSection(StrictModel):
     config: str | None = None
     """name of a config that ships (llama-32m, llama-3.1-8b, ...) or a config JSON: random weights"""
     path: str | None = None
-    """a folder with config.json and safetensors, instead of `config`"""
+    """a folder with config.json and safetensors, or kvbench-tiny, which ships, instead of `config`"""
     load_format: Literal["auto", "dummy"] | None = None
     """auto: weights of the folder; dummy: random ones"""
     seed: int = 0
@@ -370,11 +371,12 @@ def _engine_settings(file: WorkloadFile, folder: Path, where: str) -> dict[str, 
     model = file.model
     settings: dict[str, Any] = {"layout": "paged", "seed": model.seed}
     if model.path is not None:
-        found = _find_path(model.path, folder)
+        found = _find_path(model.path, folder) or _find_path(model.path, _SHIPPED_MODELS)
         if found is None:
+            shipped = ", ".join(sorted(path.name for path in _SHIPPED_MODELS.iterdir()))
             raise UsageError(
-                f"{where}: the model folder {model.path!r} does not exist: give the folder that holds config.json, "
-                "or use `config:` with random weights"
+                f"{where}: the model folder {model.path!r} does not exist: give the folder that holds config.json or "
+                f"the name of a model that ships ({shipped}), or use `config:` with random weights"
             )
         settings |= {"model": str(found), "load_format": model.load_format or "auto"}
     else:

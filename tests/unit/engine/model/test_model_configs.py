@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.model.spec import CONFIG_DIR, find_model, shipped_models
+from engine.model.spec import find_model, shipped_models
 
 # Parameters as counted in the published checkpoints (tied embeddings once); KV bytes a token at 2 bytes a value,
 # worked out from layers x KV heads x (128 + 128) x 2; positions the model was trained for.
@@ -22,7 +22,7 @@ PUBLISHED = {
 
 
 def test_every_large_config_that_ships_is_checked_here():
-    assert set(shipped_models()) - set(PUBLISHED) == {"llama-32m"}
+    assert set(shipped_models()) - set(PUBLISHED) == {"llama-32m", "kvbench-tiny"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -50,6 +50,6 @@ def test_parameters_and_kv_bytes_are_the_published_ones(name):
 @pytest.mark.parametrize("name", shipped_models())
 def test_no_key_of_a_config_is_one_that_transformers_does_not_know(name):
     """A misspelt key would be carried along in silence, and the default used in its place."""
-    text = json.loads((CONFIG_DIR / f"{name}.json").read_text(encoding="utf-8"))
+    text = json.loads(find_model(name, "dummy").config_path.read_text(encoding="utf-8"))
     known = set(AutoConfig.for_model(text["model_type"]).to_dict()) | {"dtype"}
     assert set(text) <= known
