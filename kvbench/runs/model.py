@@ -107,6 +107,7 @@ class MeasuredCell:
     notes: Mapping[str, Any] = field(default_factory=dict)  # how the requests were made: trace, scales, source
     invalid_repeats: Mapping[str, Sequence[str]] = field(default_factory=dict)  # disturbed, not in ``repeats``: why
     refused: tuple[str, ...] = ()  # how much of each repeat the server served, where it refused too much
+    canaries: Mapping[str, Any] = field(default_factory=dict)  # over all repeats, as ``counted``; empty without any
 
     @property
     def doubt(self) -> str:
