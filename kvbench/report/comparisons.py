@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.model import DOUBTS, MeasuredCell, MeasuredLoad, Run
 from kvbench.runs.ratios import HIGHER, LOWER, SAME, UNCLEAR, Ratio, RepeatSpread, contradicts, paired_ratio
 from kvbench.workload.settings import applies, effective, setting_title
 
@@ -63,8 +63,8 @@ class PairedComparison:
 
     @property
     def doubt(self) -> str:
-        """Of the two cells', as ``MeasuredCell.doubt``; "invalid" outranks "refused"."""
-        return min(filter(None, (self.a.doubt, self.b.doubt)), default="")
+        """The worse of the two cells', as ``MeasuredCell.doubt``."""
+        return min(filter(None, (self.a.doubt, self.b.doubt)), key=DOUBTS.index, default="")
 
 
 def compare(a: MeasuredCell, b: MeasuredCell) -> PairedComparison:

@@ -36,7 +36,7 @@ from kvbench.report.changes import (
 from kvbench.report.comparisons import baseline, differing, median, paging_pair, spread, tokens_held
 from kvbench.report.quality import is_quantised, quality_of
 from kvbench.report.tables import UNCERTAIN
-from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.model import WRONG, MeasuredCell, MeasuredLoad, Run
 from kvbench.runs.ratios import FEWEST
 from kvbench.workload.settings import effective, setting_title, value_words
 
@@ -244,11 +244,13 @@ def _ship(run: Run, load: MeasuredLoad, ahead: Sequence[Choice]) -> list[str]:
     beside = _ttft(best) if best.verdict == PAYS else f"tokens/s {_call(best.throughput)}"
     if safe:
         return [f"Ship {best.brief}: {size}", beside, quality.brief if is_quantised(best.cell) else "", _holds(best)]
+    if quality.outside:
+        if quality.wrong:
+            return [f"Do not ship {best.brief}: {size}, but it gave wrong answers under load"]
+        return [f"Do not ship {best.brief}: {size}, but its answers are outside the limits", quality.brief]
     if not quality.figures:
         return [f"Measure quality before you ship {best.brief}: {size}", beside]
-    if quality.doubt:
-        return [f"Do not ship {best.brief} yet: {size}, but its quality is known of {quality.doubt} only"]
-    return [f"Do not ship {best.brief}: {size}, but its answers are outside the limits", quality.brief]
+    return [f"Do not ship {best.brief} yet: {size}, but its quality is known of {quality.doubt} only"]
 
 
 def _risk(load: MeasuredLoad, best: Choice) -> list[str]:
@@ -346,6 +348,8 @@ def _doubt(run: Run, cell: MeasuredCell) -> str:
     if cell.doubt == "refused":
         sent = cell.count("completed") + cell.count("failed")
         return f"{cell.name} refused {cell.count('failed')} of {sent} requests {cell.load.where}"
+    if cell.doubt == WRONG:
+        return f"{cell.name} answered {cell.canaries['wrong']} of {cell.canaries['answered']} canaries wrongly"
     if not cell.doubt:
         return f"{cell.name} has no throughput {cell.load.where}"
     why = re.sub(r"^repeat \d+: ", "", (cell.invalid_reasons or ("no reason recorded",))[0])

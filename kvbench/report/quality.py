@@ -35,22 +35,24 @@ class Quality:
     ``model``: which one answered, where it is not the run's own.
     ``doubt``: why the figures do not count for this run, such as "random weights"; empty where they do.
     ``canaries``: how many were answered under its loads, if all of them rightly and with a KV in full precision.
+    ``wrong``: a sentence for each load under which more were answered wrongly than its KV dtype explains.
     """
 
     figures: Mapping[str, Any] = field(default_factory=dict)
     model: str = ""
     doubt: str = ""
     canaries: int = 0
+    wrong: tuple[str, ...] = ()
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """A sentence for each limit that it breaks."""
-        return () if self.doubt else tuple(self.figures.get("outside") or ())
+        """A sentence for each limit that it breaks, and for each load with wrong answers."""
+        return (*(() if self.doubt else self.figures.get("outside") or ()), *self.wrong)
 
     @property
     def safe(self) -> bool:
         """Whether its answers were measured and lie within the limits, or all its canaries were right."""
-        return not (self.outside or self.doubt) if self.figures else self.canaries > 0
+        return not (self.outside or self.doubt) and (bool(self.figures) or self.canaries > 0)
 
     @property
     def open(self) -> bool:
@@ -64,7 +66,9 @@ class Quality:
 
     @property
     def brief(self) -> str:
-        """KLD 0.0009; KLD 0.0009 of random weights; quality not measured; all 24 canaries right"""
+        """KLD 0.0009; KLD 0.0009 of random weights; quality not measured; all 24 canaries right; wrong answers"""
+        if self.wrong:
+            return "wrong answers under load"
         if not self.figures:
             return f"all {self.canaries} canaries right" if self.canaries else "quality not measured"
         return f"KLD {kld_text(figure(self.figures, 'mean'))}{f' of {self.doubt}' if self.doubt else ''}"
@@ -90,19 +94,16 @@ def is_quantised(cell: MeasuredCell) -> bool:
 
 def quality_of(run: Run, cell: MeasuredCell) -> Quality:
     """Of the cell's configuration."""
-    result = run.quality
+    result, loads = run.quality, [each for each in run.cells if each.config_id == cell.config_id]
+    wrong = tuple(why for each in loads for why in each.wrong_answers)
     known = result.configurations.get(cell.config_id) if result else None
     if result is None or not known:
-        return Quality(canaries=0 if is_quantised(cell) else _right_canaries(run, cell))
+        counted = [each.canaries for each in loads if each.canaries and not is_quantised(cell)]
+        right = 0 if any(each["wrong"] for each in counted) else sum(each["answered"] for each in counted)
+        return Quality(canaries=right, wrong=wrong)
     doubt = "random weights" if result.random_weights else ""
     doubt = doubt or ("other code or weights" if result.differs_from(run.manifest) else "")
-    return Quality(known, result.model if result.beside else "", doubt)
-
-
-def _right_canaries(run: Run, cell: MeasuredCell) -> int:
-    """How many canaries were sent with the loads of a configuration; 0 if one of them was answered wrongly."""
-    known = [each.canaries for each in run.cells if each.config_id == cell.config_id and each.canaries]
-    return 0 if any(each["wrong"] for each in known) else sum(each["answered"] for each in known)
+    return Quality(known, result.model if result.beside else "", doubt, wrong=wrong)
 
 
 # --- The chapter ---

@@ -29,7 +29,7 @@ from kvbench.report.decision import (
 from kvbench.runs.model import MeasuredCell
 from tests.support.quality_results import figures, outside, with_quality
 from tests.support.quality_results import measured_run as run
-from tests.support.report_cells import cell, in_engine_time, refused
+from tests.support.report_cells import cell, in_engine_time, refused, wrong
 from tests.support.report_cells import run as run_without_quality
 
 FAST, SLOW, WIDE = (150.0, 151.0, 152.0), (50.0, 51.0, 49.0), (50.0, 100.0, 250.0)
@@ -94,6 +94,9 @@ def test_the_verdict_weighs_throughput_and_both_p95s(figures: dict[str, Any], ve
             ["1 of 2 cells are invalid (it lagged)"], id="invalid baseline",
         ),
         pytest.param(
+            [wrong(), cell("contiguous", baseline=False)], "Cannot tell", ["2 of 40 canaries"], id="wrong answers"
+        ),
+        pytest.param(
             [refused(), cell("contiguous", baseline=False)], "Cannot tell", ["refused 28 of 48"], id="refused"
         ),
         pytest.param([cell()], "Paged (page 16): 100 output tokens/s", ["nothing to compare"], id="alone"),
@@ -135,6 +138,14 @@ def test_canaries_under_load_speak_for_full_precision_alone() -> None:
     assert headline(run_without_quality(cell(), sent(0, **FP8))).startswith("Measure quality")
     low = replace(sent(1, page_size=8), load=cell(load=3).load)  # of the same configuration
     assert headline(run_without_quality(cell(), sent(0, page_size=8), low)).startswith("Measure quality")
+
+
+def test_wrong_answers_under_load_count_whatever_was_measured_without_load() -> None:
+    """Engine time decides without the load that was answered wrongly."""
+    other = wrong(page_size=8)
+    known = in_engine_time((other, THROUGHPUT, 1.2, 1.18, 1.22, AHEAD))
+    text = headline(with_quality(run_without_quality(cell(), other, engine_time=known)))
+    assert text.startswith("Do not ship page 8: +20 %") and "wrong answers" in text
 
 
 def test_a_quality_of_another_commit_is_not_this_runs() -> None:

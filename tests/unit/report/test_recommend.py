@@ -21,7 +21,7 @@ from kvbench.runs.read import read_run
 from kvbench.workload.file import resolve
 from tests.support.quality_results import KLD_OUTSIDE, figures, outside, with_quality
 from tests.support.quality_results import measured_run as run
-from tests.support.report_cells import cell, in_engine_time, refused
+from tests.support.report_cells import cell, in_engine_time, refused, wrong
 from tests.support.report_cells import run as run_without_quality
 
 FAST, FASTER, SLOW = (150.0, 151.0, 152.0), (200.0, 201.0, 202.0), (50.0, 51.0, 49.0)
@@ -267,6 +267,8 @@ def test_doubts_about_the_run_come_first() -> None:
     assert "not measured" in lines(recommend(replace(fine, missing=("paged-p4-c24",))))[0]
     disturbed = replace(cell(), invalid_repeats={"2": ["lag"]})
     assert len(recommend(run(disturbed, cell(page_size=8))).doubts) == 1
+    fast = wrong(page_size=8, throughput=(900.0, 900.0, 900.0))
+    assert "page 8" not in recommend(run(cell(), fast)).configuration
     served = recommend(run(refused(), cell("contiguous", baseline=False)))
     assert served.configuration.endswith("(refused)") and len(served.doubts) == 1
     assert served.in_doubt and "\nKeep " not in text(served)  # what refuses requests is not advised
