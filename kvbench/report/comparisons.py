@@ -181,6 +181,12 @@ def _leaders(
     return {top.name: SAME} | {name: verdict for name, verdict in verdicts.items() if verdict != worse}
 
 
+def tokens_held(cell: MeasuredCell, base: MeasuredCell) -> float | None:
+    """How many times as many tokens as ``base`` a configuration holds in the same memory; None where not known."""
+    held, before = (one.capacity.get("capacity_tokens") for one in (cell, base))
+    return held / before if held and before else None
+
+
 def scatters(cell: MeasuredCell) -> RepeatSpread | None:
     """The spread of a cell's throughput where its repeats scatter by more than SCATTER; None where they do not."""
     s = spread(cell.throughput())

@@ -161,10 +161,14 @@ def reproduce(run: Run) -> str:
 
 def brief(run: Run) -> list[str]:
     """When, which server, which model, on what: the line under the headline."""
-    model = run.manifest.get("model") or _workload_model(run)
-    model = model.get("name") or model.get("config") or model.get("path")
     started = re.sub(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d).*\+00:00$", r"\1 \2 UTC", run.manifest.get("started") or "")
-    return [str(fact) for fact in (started, target(run), model, run.manifest.get("device")) if fact]
+    return [str(fact) for fact in (started, target(run), model_name(run), run.manifest.get("device")) if fact]
+
+
+def model_name(run: Run) -> str:
+    """Of the model that was served; empty where nobody told."""
+    model = run.manifest.get("model") or _workload_model(run)
+    return str(model.get("name") or model.get("config") or model.get("path") or "")
 
 
 def target(run: Run) -> str:

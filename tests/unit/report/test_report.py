@@ -70,7 +70,7 @@ def test_every_variant_builds_one_page_that_loads_nothing(
     assert title == f"# {run.workload}" and verdict.startswith(f"**{headline(run)}**".replace("_", r"\_")[:40])
     assert not run.cells or len(pd.read_csv(folder / "summary.csv")) == len(run.cells)
     assert {path.name for path in folder.iterdir()} <= {
-        "cells", "manifest.json", "report.html", "report.md", "summary.csv",
+        "cells", "manifest.json", "quality.json", "report.html", "report.md", "summary.csv",
     }  # fmt: skip
 
 
