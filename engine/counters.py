@@ -121,7 +121,7 @@ class EngineCounters:
             computed, ever = seq.num_computed, seq.num_ever_computed
             end = computed + num_tokens
             if seq.first_scheduled is None:
-                seq.first_scheduled = self._clock()
+                seq.first_scheduled, seq.first_step = self._clock(), self.counts["steps"] + 1
                 self.counts["prompt_tokens"] += seq.num_prompt
             length = len(seq.token_ids)
             if length - computed == 1 and length > seq.num_prompt:
@@ -129,7 +129,9 @@ class EngineCounters:
             else:
                 prefill += num_tokens
             if ever > computed:
-                recomputed += min(end, ever) - computed
+                again = min(end, ever) - computed
+                recomputed += again
+                seq.num_recomputed += again
             if end > ever:
                 seq.num_ever_computed = end
         counts = self.counts

@@ -81,6 +81,7 @@ class Engine:
         self._clock = clock
         self._groups: dict[str, Group] = {}
         self._in_flight: deque[_Step] = deque()  # at most one between two steps, none if not pipelined
+        self._step_read = 0  # number of the step whose tokens were read last
         self._eos = frozenset(self.model_info.eos_token_ids)
         self._check = os.environ.get("KVBENCH_CHECK") == "1"
         self._counters = EngineCounters(clock)
@@ -215,6 +216,7 @@ class Engine:
         started = time.perf_counter()
         outputs: list[TokenOutput] = []
         generated, finished = 0, Status.FINISHED
+        self._step_read = step.work.step
         for (seq, _), tokens in zip(step.plan.scheduled, drawn, strict=True):
             if tokens is not None and seq.status is not finished:  # else it has ended meanwhile
                 generated += self._advance(seq, tokens, outputs)
@@ -259,9 +261,10 @@ class Engine:
                 outputs.append(TokenOutput(seq.request_id, (token,), None, seq.num_cached, index=seq.index))
             return
         seq.drop_pending()
+        facts = seq.kv_facts(self._step_read, self.capacity.page_size)
         self.scheduler.finish(seq)
         group = self._groups[seq.request_id]
-        output = TokenOutput(seq.request_id, (token,), reason, seq.num_cached, index=seq.index)
+        output = TokenOutput(seq.request_id, (token,), reason, seq.num_cached, index=seq.index, kv_facts=facts)
         self._return(group, group.ended(seq, output), outputs)
 
     def _advance_beam(self, seq: Sequence, drawn: Drawn, outputs: list[TokenOutput]) -> int:

@@ -75,6 +75,7 @@ class Request:
 
     ``priority``: lower goes first, under the priority policy. ``cache_salt``: prefix-cache pages are shared only
     between requests of the same salt, so that one client cannot learn from its TTFT what another has sent.
+    ``kv_facts``: the last output of each sequence tells where its KV was.
     """
 
     request_id: str
@@ -83,6 +84,7 @@ class Request:
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
+    kv_facts: bool = False
 
     def __post_init__(self) -> None:
         if self.priority < 0:
@@ -97,6 +99,25 @@ class Drawn(NamedTuple):
     logprobs: tuple[float, ...] = ()
 
 
+class KVFacts(NamedTuple):
+    """Where the KV of a sequence was, to find out why its tokens are wrong. Steps are numbered from 1.
+
+    ``pages``: physical pages in their order when it ended, empty if it had left the device by then; contiguous: the
+    first slot of its reservation. ``page_size``: tokens; contiguous: of a reservation of max_model_len.
+    ``swapped_pages``: that were moved to the host or were there already. ``forked``: it has siblings.
+    """
+
+    first_step: int
+    last_step: int
+    pages: tuple[int, ...]
+    page_size: int
+    cached_tokens: int
+    preemptions: int
+    recomputed_tokens: int
+    swapped_pages: int
+    forked: bool
+
+
 class TokenOutput(NamedTuple):
     """New tokens of one of a request's ``n`` sequences. ``finish_reason`` is None until the last output."""
 
@@ -107,6 +128,7 @@ class TokenOutput(NamedTuple):
     error: str | None = None
     index: int = 0  # 0 .. n-1
     num_discarded: int = 0  # best_of: tokens of all candidates that are not returned, in the output of index 0
+    kv_facts: KVFacts | None = None  # in the last output, where the request asks for it
 
 
 class Status(enum.Enum):
@@ -139,6 +161,9 @@ class Sequence:
     num_cached: int = 0
     num_preemptions: int = 0
     num_ever_computed: int = 0  # highest num_computed so far: below it, tokens are recomputed
+    num_recomputed: int = 0  # tokens
+    num_swapped_pages: int = 0  # to the host, over all preemptions; contiguous: reservations
+    first_step: int = 0  # number of the step that computed its first tokens; 0: none has
     pending_forks: int = 0  # siblings to come once the prompt is computed
     num_candidates: int = 0  # beam: continuations wanted from each step; 0: not a beam
     silent: bool = False  # its tokens are not returned before the request's end
@@ -178,6 +203,7 @@ class Sequence:
             page_hashes=list(self.page_hashes),
             prefix_node=self.prefix_node,
             prefix_depth=self.prefix_depth,
+            first_step=self.first_step,
             first_scheduled=self.first_scheduled,
             first_token=self.first_token,
         )
@@ -207,6 +233,14 @@ class Sequence:
     def ending(self) -> bool:
         """Whether its last token is being drawn; nothing more is computed."""
         return self.blocked and not self.num_candidates
+
+    def kv_facts(self, last_step: int, page_size: int) -> KVFacts | None:
+        """Where its KV is, for a request that asks for it; call before it is freed."""
+        if not self.request.kv_facts:
+            return None
+        counts = (self.num_cached, self.num_preemptions, self.num_recomputed, self.num_swapped_pages)
+        forked = self.request.params.width > 1
+        return KVFacts(self.first_step, last_step, tuple(self.pages), page_size, *counts, forked)
 
     def expect_token(self) -> None:
         """A token is being drawn: append it as pending, or block the sequence if it is the last one."""

@@ -184,6 +184,7 @@ class ContiguousKVManager(KVManager):
             self._moves.append(Move(MoveKind.SWAP_OUT, seq.pages[0], base, tokens))
             self.counters.swapped_out_slots += tokens
             seq.host_pages = [base]
+            seq.num_swapped_pages += 1
             self._swapped[id(seq)] = seq
         self._leave_device(seq)
 

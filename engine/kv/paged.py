@@ -189,6 +189,7 @@ class PagedKVManager(KVManager):
             if filled <= 0 or (host_page := self._swap_out_page(page, filled)) is None:
                 break
             seq.host_pages.append(host_page)
+        seq.num_swapped_pages += len(seq.host_pages)
         self.swap.enter(seq)
         self._leave_device(seq)
 

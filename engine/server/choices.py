@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.async_engine import Delivery
 from engine.sequence import SamplingParams
@@ -34,7 +34,7 @@ class Choice:
 
     __slots__ = (
         "_arrival", "_decoder", "_first_at", "_last_at", "_metrics", "_scheduled_at", "_stop_ids", "_stops",
-        "finish_reason", "index", "num_cached", "num_discarded", "num_tokens", "stop_reason",
+        "finish_reason", "index", "kv_facts", "num_cached", "num_discarded", "num_tokens", "stop_reason",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +51,7 @@ class Choice:
         self.num_cached = 0
         self.num_discarded = 0  # tokens of candidates that were not chosen
         self.finish_reason: str | None = None
+        self.kv_facts: dict[str, Any] | None = None  # in its last event, where the request asks for it
         self.stop_reason: str | int | None = None  # the stop string, or the id among stop_token_ids, that ended it
         self._decoder = decoder
         self._stops = StopStrings(stops) if stops else None
@@ -85,6 +86,8 @@ class Choice:
             text = self._decoder.push(shown) + self._decoder.flush()
             if reason == "stop" and tokens and tokens[-1] in self._stop_ids:
                 self.stop_reason = tokens[-1]
+            if output.kv_facts is not None:
+                self.kv_facts = {"request_id": output.request_id, **output.kv_facts._asdict()}
         if self._stops is not None:
             text = self._stops.push(text, final=reason is not None)
             if self._stops.matched is not None:

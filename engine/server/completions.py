@@ -24,6 +24,8 @@ LONG_TEXT = 20_000  # characters: tokenising more than this would hold up the ot
 async def completions(state: ServerState, request: Request, raw: bytes) -> Response:
     """Answer one completion request whose body is ``raw``."""
     body = parse(CompletionBody, raw)
+    if request.headers.get("x-kvbench-kv-facts") == "1":  # other servers ignore a header, and some refuse a field
+        body.kvbench_kv_facts = True
     state.check_model(body.model)
     body.refuse_unsupported()
     check_stops(state, body)
@@ -124,6 +126,7 @@ def choice_fields(choice: Choice) -> dict[str, Any]:
         "logprobs": None,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
+        **({} if choice.kv_facts is None else {"kv_facts": choice.kv_facts}),
     }
 
 

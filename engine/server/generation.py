@@ -85,7 +85,15 @@ class Generation:
             params = sampling_params(state, body, prompt, default_max_tokens)
             request_id = uuid.uuid4().hex
             requests.append(
-                Request(request_id, tuple(prompt), params, arrival, body.priority or 0, cache_salt=body.cache_salt)
+                Request(
+                    request_id,
+                    tuple(prompt),
+                    params,
+                    arrival,
+                    body.priority or 0,
+                    cache_salt=body.cache_salt,
+                    kv_facts=bool(body.kvbench_kv_facts),
+                )
             )
             for _ in range(params.n):
                 decoder = state.tokenizer.decoder(skip_special)

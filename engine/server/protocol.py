@@ -98,6 +98,7 @@ class GenerationBody(_Body):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     kvbench_stamp: bool | None = None
+    kvbench_kv_facts: bool | None = None
 
     @field_validator("stop")
     @classmethod

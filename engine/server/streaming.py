@@ -68,6 +68,8 @@ class EventFormat:
             parts.append(self._going_on)
         else:
             parts += [self._after, quote(piece.finish_reason), ',"stop_reason":', json.dumps(choice.stop_reason)]
+            if choice.kv_facts is not None:
+                parts += [',"kv_facts":', _compact(choice.kv_facts)]
         if self._token_ids:
             parts += [',"token_ids":[', ",".join(map(str, piece.token_ids)), "]"]
         parts.append("}]")

@@ -56,6 +56,9 @@ _LOAD_OPTIONS = (
     click.option("--num-warmups", type=click.IntRange(0, 1000), default=4, show_default=True, metavar="N",
                  help="Warm-up requests, never measured."),
     click.option("--goodput", multiple=True, metavar="NAME:MS", help="An SLO such as 'ttft:200 tpot:50'. Repeatable."),
+    click.option("--canaries", metavar="SHARE[:FILE]",
+                 help="Mix in requests whose right answers are known: 0.1 is one in ten. FILE: of `kvbench canaries`, "
+                 "or a set's name (default: the set that has the model's name)."),
     click.option("--output-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
                  help="Keep manifest, raw samples and metrics there; it must be new or empty (default: keep nothing)."),
     click.option("--resume", is_flag=True,
@@ -120,6 +123,7 @@ def load(**options: Any) -> int:
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --request-rate 4 --num-prompts 200
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --goodput 'ttft:200 tpot:50' --output-dir out
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --find-max-rate 'p95_ttft<=500ms'
+      kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --canaries 0.1
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --processes 4
       kvbench load workloads/mixed.yaml --url http://10.0.0.1:8000 --master --expect-workers 2 --bind-host 10.0.0.2
       kvbench load --worker --master-host 10.0.0.2
@@ -129,6 +133,7 @@ def load(**options: Any) -> int:
       manifest.json       what was measured, with what, on what; "status": complete or incomplete
       metrics.json        the result, in vllm bench serve's field names and kvbench's own
       requests.parquet    one row a request: its times, each chunk's, its tokens, its failure
+      wrong_answers.jsonl one line a canary's wrong answer: what it is, what it should be, where its KV was
       load.json           the client's own figures; spec.json: its settings; client.log: its errors, if any
       counters.json       what the server's /metrics counted; server.parquet: each reading of them
       requests-*.jsonl    what was sent; .notes.json: how it was drawn
@@ -138,6 +143,7 @@ def load(**options: Any) -> int:
     \b
     Exit codes:
       0    measured; that the server refused requests by errors of its own is a finding, and said
+      1    canaries were answered wrongly (--find-max-rate: that is a rate which is missed)
       2    usage or bad input; nothing was sent
       3    --find-max-rate ended before its interval was within the tolerance (--max-runs, --max-minutes), its runs were
            too short to tell, or the client was the limit before the server

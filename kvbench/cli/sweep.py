@@ -102,6 +102,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     \b
     Exit codes:
       0    every cell was validly measured; a server that refused requests by errors of its own is a finding, and said
+      1    canaries (load.canaries) were answered wrongly
       2    usage or bad input, or another workload, code or machine at --resume
       4    a cell has no valid load, or a server failed; the results are kept
       130  interrupted; go on with the printed --resume command

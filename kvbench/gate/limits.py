@@ -19,12 +19,13 @@ from pathlib import Path
 
 from kvbench.common.errors import UsageError
 from kvbench.common.text import and_more, plural
+from kvbench.gate.canaries import judge_canaries
 from kvbench.gate.policy import Limit, Policy, matches
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
 from kvbench.report.comparisons import paging_pair
 from kvbench.runs import metric_names
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import WRONG, MeasuredCell, Run
 from kvbench.runs.quality import QualityResult, read_quality
 from kvbench.runs.read import read_run
 from kvbench.workload.settings import effective
@@ -36,25 +37,30 @@ _MOST_NAMED = 5  # cells in one sentence
 
 
 def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdict:
-    """The verdict of the policy's limits on a sweep's folder, ``empty`` without a limit or a cell.
+    """The verdict of the policy's limits, and of canaries, on a sweep's folder; ``empty`` without any, or a cell.
 
-    ``force``: accept a KLD that was measured with other code, versions or weights than the run. Raises UsageError where
-    ``results`` is not the folder of a sweep.
+    ``force``: accept a quality that was measured with other code, versions or weights than the run. Raises UsageError
+    where ``results`` is not the folder of a sweep, or there is neither a policy nor a canary.
     """
-    if policy.source is None:
-        raise UsageError(f"{results} is the run of a sweep, which only limits can judge: give --policy ci/gates.yaml")
     try:
         run = read_run(results)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    has_canaries = any(cell.canaries for cell in run.cells)
+    if policy.source is None and not has_canaries:
+        raise UsageError(f"{results} is the run of a sweep, which only limits can judge: give --policy ci/gates.yaml")
     quality, notes = read_quality(results), []
-    if not policy.limits:
+    if not policy.limits and not has_canaries:
         return _verdict(run, policy, EMPTY, f"nothing was compared: {policy.source} has no limits", ())
     if not run.cells:
         why = f"nothing was compared: {run.folder} has no finished cell; go on with `{_resume(run)}`"
         return _verdict(run, policy, EMPTY, why, ())
     doubt = None if quality is None or force else _code_difference(run, quality)
-    findings = (*_judge_completeness(run), *judge_limits(run, policy.limits, quality, doubt))
+    findings = (
+        *_judge_completeness(run),
+        *judge_canaries(run, quality, doubt),
+        *judge_limits(run, policy.limits, quality, doubt),
+    )
     outcome = worst([finding.outcome for finding in findings])
     limits, wrong = plural(len(findings), "limit"), [f for f in findings if f.outcome == outcome]
     if outcome == PASS:
@@ -68,7 +74,8 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
     judged = " ".join(finding.id for finding in findings)
     if unjudged := [cell.cell_id for cell in run.cells if not cell.valid and f"/{cell.cell_id}" not in judged]:
         notes.append(
-            f"these cells are invalid or were refused, and no limit is about them: {and_more(unjudged, _MOST_NAMED)}"
+            "these cells are invalid, were refused or answered wrongly, and no limit is about them: "
+            f"{and_more(unjudged, _MOST_NAMED)}"
         )
     return _verdict(run, policy, outcome, sentence, findings, notes)
 
@@ -271,6 +278,8 @@ def _unmeasured(cell: MeasuredCell, what: str) -> str:
 
 
 def _reasons(cell: MeasuredCell) -> str:
+    if cell.doubt == WRONG:
+        return f"this cell answered canaries wrongly ({and_more(cell.wrong_answers, between='; ')})"
     if cell.doubt == "refused":
         return f"the server refused requests of this cell, so it did less work ({and_more(cell.refused, between='; ')})"
     why = and_more([each.rstrip(".") for each in cell.invalid_reasons], between="; ") or "no reason was stored"

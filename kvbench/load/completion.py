@@ -29,7 +29,8 @@ class Completion:
     sequence although the server sent them apart. ``chunk_choices``: which sequence each chunk belongs to; None for a
     request of one. ``token_ids`` and ``text``: those of sequence 0, then of sequence 1 and so on, a line break between
     two texts. ``output_tokens``: of the sequences that were returned. ``sent_times``: the server's own send stamps [s,
-    monotonic clock] of the same chunks, empty where it gives none or those of another machine's clock.
+    monotonic clock] of the same chunks, empty where it gives none or those of another machine's clock. ``kv_facts``:
+    which sequence, and as JSON where its KV was: what the built-in server says of canaries at their ends.
     """
 
     http_status: int | None = None
@@ -45,6 +46,7 @@ class Completion:
     output_tokens: int | None = None
     cached_tokens: int | None = None
     coalesced: int = 0
+    kv_facts: list[tuple[int, str]] = field(default_factory=list)
     done: bool = False
     error_kind: str | None = None
     error: str | None = None
@@ -180,6 +182,8 @@ def _take(
                 raise MalformedStream(f"a choice of {{}} has an index beyond the {len(sequences)} asked for", data)
             sequence = sequences[number]
             sequence.finish_reason = reason or sequence.finish_reason
+            if isinstance(facts := choice.get("kv_facts"), dict):
+                out.kv_facts.append((number, json.dumps(facts)))
             if text or ids:
                 _add_chunk(out, sequence, text or "", ids, when, read, sent)
                 if out.chunk_choices is not None:

@@ -126,17 +126,17 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
 
     ValueError for a prompt that the server cannot be sent, or a key that is not where the spec says.
     """
-    dialect = spec.dialect
+    dialect, known = spec.dialect, request.canary is not None  # what a greedy answer of that length is
     body: dict[str, Any] = {
         "model": spec.model,
         "prompt": _prompt(spec, request),
         "max_tokens": request.max_tokens,
-        "temperature": spec.temperature,
+        "temperature": 0.0 if known else spec.temperature,
         "stream": True,
         **_answers(request),
     }
     if dialect.ignore_eos:
-        body["ignore_eos"] = spec.ignore_eos
+        body["ignore_eos"] = spec.ignore_eos or known
     if dialect.stream_options:
         body["stream_options"] = {"include_usage": True}
     if dialect.return_token_ids:
@@ -150,6 +150,7 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
         "Content-Type: application/json",
         "Accept: text/event-stream",
         "x-kvbench-stamp: 1",  # the built-in server then says when it sent each chunk; others ignore it
+        *(["x-kvbench-kv-facts: 1"] if known else []),  # and where the answer's KV was
         *([] if dialect.keep_alive else ["Connection: close"]),
         *([f"Authorization: Bearer {api_key(spec.api_key_env)}"] if spec.api_key_env else []),
         f"Content-Length: {len(payload)}",

@@ -21,6 +21,7 @@ from kvbench.common.files import write_json
 from kvbench.common.text import plural
 from kvbench.load.spec import ARRIVE_S
 from kvbench.requests.build import build_requests
+from kvbench.requests.canaries import CanarySet
 from kvbench.requests.request import conversations, notes_path, write_requests
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
@@ -45,11 +46,20 @@ Phase = Callable[[str, int], None]  # "begin" or "measured", the client's pid
 
 
 def make_requests(
-    load: LoadConfig, point: LoadPoint, *, vocab_size: int, max_model_len: int, seed: int, repeat: int
+    load: LoadConfig,
+    point: LoadPoint,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    seed: int,
+    repeat: int,
+    canaries: CanarySet | None = None,
 ) -> list[Any]:
-    """The requests of one load; the same for every configuration. Raises ValueError (a sentence)."""
+    """The requests of one load, ``canaries`` among them; the same for every configuration. ValueError (a sentence)."""
     at = {"concurrency": point.concurrency} if point.mode == "closed" else {"rate": point.request_rate}
-    return build_requests(load, vocab_size=vocab_size, max_model_len=max_model_len, seed=seed, repeat=repeat, **at)
+    return build_requests(
+        load, vocab_size=vocab_size, max_model_len=max_model_len, seed=seed, repeat=repeat, canaries=canaries, **at
+    )
 
 
 def store_requests(requests: list[Any], folder: Path, name: str) -> tuple[Path, str]:

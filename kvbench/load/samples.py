@@ -15,8 +15,10 @@ import pyarrow.parquet as pq
 
 from kvbench.common.errors import storage_sentence
 from kvbench.common.files import write_atomically, write_json
+from kvbench.load.canaries import write_wrong_answers, wrong_words
 from kvbench.load.completion import Completion
 from kvbench.load.validity import client_report, invalid_reasons, other_prompts, percentile_ms, short_outputs
+from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.metrics.steady_window import steady_state
 from kvbench.requests.request import RequestList, RequestSpec, continued
@@ -58,6 +60,8 @@ SCHEMA = pa.schema(
         ("error", pa.string()),
         ("finish_reason", pa.string()),
         ("http_status", pa.int64()),
+        ("canary", pa.string()),
+        ("canary_wrong", pa.string()),
         ("text", pa.string()),
     ]
 )
@@ -122,6 +126,8 @@ class Sample:
             "error": done.error,
             "finish_reason": done.finish_reason,
             "http_status": done.http_status,
+            "canary": request.canary,
+            "canary_wrong": wrong_words(self),
             "text": done.text,
         }
 
@@ -277,6 +283,7 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
     for folder in folders:
         try:
             write_samples(folder / "requests.parquet", samples, zero)
+            write_wrong_answers(folder / WRONG_ANSWERS, samples, requests.notes)
             write_json(folder / "load.json", load)
             break
         except OSError as error:

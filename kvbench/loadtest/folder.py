@@ -23,6 +23,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.machine import environment
 from kvbench.common.text import and_more
+from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.runs.folder import MANIFEST
 from kvbench.runs.resume import environment_differences
 from kvbench.workload.design import LoadPoint
@@ -34,7 +35,8 @@ COMPLETE, INCOMPLETE = "complete", "incomplete"
 _LOCK = ".lock"
 INVALID = "invalid"  # why a run of a search tells nothing: it was disturbed
 _FILES_OF_A_LOAD = (  # what a load that is begun anew removes; whatever else lies in the folder stays
-    "requests*", "server.parquet", "load.json", "counters.json", METRICS, "spec.json", "client.log", "search.json", RUNS
+    "requests*", "server.parquet", "load.json", "counters.json", METRICS, WRONG_ANSWERS, "spec.json", "client.log",
+    "search.json", RUNS,
 )  # fmt: skip
 _SAME = ("workload", "load", "target", "search", "sharing")  # what a resumed folder must agree in
 
@@ -126,7 +128,8 @@ def _resumed(path: Path, manifest: dict[str, Any]) -> LoadFolder:
             "new --output-dir"
         )
     folder = LoadFolder(path, stored)
-    again = stored.get("valid") is False and not stored.get("refused")  # a server that refused does so again
+    found = stored.get("refused") or stored.get("wrong_answers")  # a finding, and no fault of the measurement
+    again = stored.get("valid") is False and not found
     if stored.get("status") == COMPLETE and (not again or stored.get("search")):
         folder.finished = True
     elif not any((kept.get("trial") or {}).get("cause") != INVALID for _, kept in folder.finished_runs()):

@@ -47,7 +47,7 @@ class LocustJob:
     point: LoadPoint
 
     def requests(self, host: str, options: Any, users: int, test: int) -> tuple[LoadSpec, RequestList]:
-        """The spec and requests of the whole test, which ``users`` share.
+        """The spec and requests of the whole test, which ``users`` share; without canaries, which nobody judges there.
 
         ``test``: how many tests this process has started; a workload's drawn prompts differ from test to test. Asks the
         server for its model. ValueError, UsageError or MeasurementError.

@@ -65,6 +65,7 @@ class LoadOptions:
     max_concurrency: int | None = None
     num_prompts: int | None = None
     goodput: tuple[str, ...] = ()
+    canaries: str | None = None
 
 
 def workload_source(
@@ -129,6 +130,8 @@ def _changes(workload: Workload, point: LoadPoint, chosen: LoadOptions) -> dict[
         changes["duration_s"] = None
     if chosen.goodput:
         changes["slo"] = parse_goodput(chosen.goodput)
+    if chosen.canaries is not None:
+        changes["canaries"] = parse_canaries(chosen.canaries)
     if point.mode == "closed" and chosen.request_rate is None:
         if burstiness is not None:
             raise UsageError(f"--burstiness {burstiness:g} needs --request-rate: a closed loop draws no gaps")
@@ -172,6 +175,15 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
     if not limits:
         raise UsageError("--goodput is empty: write for example --goodput 'ttft:200 tpot:50'")
     return limits
+
+
+def parse_canaries(text: str) -> dict[str, Any]:
+    """``0.1`` or ``0.1:FILE`` as ``load.canaries`` has it. Raises UsageError."""
+    share, _, file = text.partition(":")
+    try:
+        return {"share": float(share), "file": str(Path(file).resolve()) if Path(file).is_file() else file or None}
+    except ValueError:
+        raise UsageError(f"--canaries {text!r} is not SHARE or SHARE:FILE: write for example --canaries 0.1") from None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.text import calibration_words, failure_words, slo_words
+from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.latency import goodput_share
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row, vllm_fields
 from kvbench.workload.design import LoadPoint
@@ -64,6 +65,8 @@ def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
         print_plain(console, line)
     if kept.get("refused"):
         print_plain(console, f"REFUSED: the server {kept['refused']}; do not compare it with loads that were served")
+    if kept.get("wrong_answers"):
+        print_plain(console, f"WRONG ANSWERS: {kept['wrong_answers']}; all of them are in {WRONG_ANSWERS}")
     for reason in kept["invalid_reasons"]:
         print_plain(console, f"INVALID: {reason}")
 
@@ -77,7 +80,8 @@ def _percentile(values: Mapping[str, Any], which: str) -> str:
 def lines(kept: Mapping[str, Any]) -> list[str]:
     """What is not in the table, one sentence each."""
     metrics = kept["metrics"]
-    found = [_warm_up(kept), _lengths(kept), _throughput(metrics), _goodput(kept), *_requests(metrics), _cache(kept)]
+    found = [_warm_up(kept), _lengths(kept), _throughput(metrics), _goodput(kept), *_requests(metrics)]
+    found += [_canaries(metrics), _cache(kept)]
     if any(plateau.get("steady_start_s") is None for plateau in metrics.get("plateaus") or ()):
         found.append(
             "a plateau without figures had no steady part: the server did not keep up with its rate, or it was short"
@@ -167,6 +171,14 @@ def _requests(metrics: Mapping[str, Any]) -> list[str]:
         f"most frequent failures: {most}" if most else "",
         f"the first failure: {first}" if first else "",
     ]
+
+
+def _canaries(metrics: Mapping[str, Any]) -> str:
+    found = metrics.get("canaries")
+    if not found:
+        return ""
+    text = f"canaries: {found['sent']} sent, {found['answered']} answered, {found['wrong']} wrongly"
+    return text + (f"; the first: {found['first_wrong']}" if found["wrong"] else "")
 
 
 def _cache(kept: Mapping[str, Any]) -> str:

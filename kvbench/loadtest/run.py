@@ -16,7 +16,15 @@ from rich.console import Console
 
 from kvbench.calibration.cache import Calibrator
 from kvbench.common.console import print_plain, status_line
-from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_OK, MeasurementError, RefusedError, UsageError
+from kvbench.common.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_INVALID,
+    EXIT_OK,
+    EXIT_REGRESSION,
+    MeasurementError,
+    RefusedError,
+    UsageError,
+)
 from kvbench.common.files import check_output_dir, read_json, write_json
 from kvbench.load import launch
 from kvbench.loadtest.folder import METRICS, LoadFolder, describe, open_folder
@@ -160,7 +168,7 @@ class LoadRunner:
             result = read_json(metrics_file)
         else:
             result = self.measure(self.setup, self.point, _RUN, self.folder.path, self.requests)
-            outcome = {name: result[name] for name in ("valid", "refused")}
+            outcome = {name: result[name] for name in ("valid", "refused", "wrong_answers")}
             try:
                 write_json(metrics_file, result)
                 self.folder.finish(**outcome, calibration=self.calibrator.facts())
@@ -168,6 +176,8 @@ class LoadRunner:
                 show(self.console, self.point.load_id, result)
                 raise
         show(self.console, self.point.load_id, result)
+        if result.get("wrong_answers"):
+            return EXIT_REGRESSION
         if not result["invalid_reasons"]:
             return EXIT_OK
         if too_many_failed(result["metrics"]):

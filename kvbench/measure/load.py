@@ -27,6 +27,8 @@ from kvbench.common.text import failure_words
 from kvbench.load import launch
 from kvbench.load.validity import UNKNOWN_STREAMS, client_reasons
 from kvbench.measure import server_state
+from kvbench.measure.canaries import as_taken, canaries_for, fails_by_one
+from kvbench.metrics.canaries import wrong_words
 from kvbench.metrics.latency import is_refusal, summarise, too_many_failed
 from kvbench.targets.base import Target
 from kvbench.targets.prometheus import (
@@ -73,15 +75,17 @@ class LoadSetup:
 
 
 def requests_for(load: LoadConfig, point: LoadPoint, target: Target, seed: int, repeat: int) -> list[Any]:
-    """The requests of one load, as ``target`` takes them. Raises MeasurementError when none can be made for it."""
-    facts = target.model
+    """The requests of one load, as ``target`` takes them. Raises MeasurementError when none can be made for it.
+
+    UsageError for canaries that are not of the model that it serves.
+    """
+    facts, canaries = target.model, canaries_for(load, target)
+    sizes = {"vocab_size": facts.vocab_size, "max_model_len": facts.max_model_len}
     try:
-        made = launch.make_requests(
-            load, point, vocab_size=facts.vocab_size, max_model_len=facts.max_model_len, seed=seed, repeat=repeat
-        )
+        made = launch.make_requests(load, point, **sizes, seed=seed, repeat=repeat, canaries=canaries)
     except ValueError as error:
         raise MeasurementError(f"no requests can be made: {error}") from None
-    return target.as_sent(made)
+    return target.as_sent(made if canaries is None else as_taken(made, canaries, target))
 
 
 def measure_load(
@@ -102,8 +106,10 @@ def measure_load(
     while the load runs. ``failures_invalidate`` False: failed requests, and
     /metrics that do not answer, are a result (an overloaded server) and no fault of the measurement.
     Returns ``valid`` (comparable with other loads), ``invalid_reasons``, ``refused`` (what the server refused by errors
-    of its own, None where it did not: a finding, after which the load is not comparable), ``server_faults`` (those of
-    both that are the server's own doing, not the client's or the machine's), ``disturbances`` (those that the machine
+    of its own, None where it did not: a finding, after which the load is not comparable), ``wrong_answers`` (how many
+    canaries a server with a KV in full precision answered wrongly, None where all are right: a finding too),
+    ``server_faults`` (those of the three that are the server's own doing, not the client's or the machine's),
+    ``disturbances`` (those that the machine
     or the client's lateness made, and that may be gone when the load is measured again), ``calibration``, ``metrics``,
     ``machine``, ``prefix_cache`` and ``prefix_cache_bounds`` [tokens], ``started_at``, ``ended_at`` and ``wall_s``.
 
@@ -241,6 +247,7 @@ class PreparedLoad:
         refused = _refusal(metrics) if failures_invalidate else None
         if failures_invalidate and not refused:
             faults += _failure_reasons(metrics)
+        wrong = _wrong_answers(metrics) if fails_by_one(setup.settings, setup.info) else None
         disturbed = contention_reasons(report)
         reasons = [
             *(calibration.reasons if calibration else ()),
@@ -254,10 +261,11 @@ class PreparedLoad:
         if unread and failures_invalidate:
             reasons.append(unread)
         result = {
-            "valid": not (reasons or refused),
+            "valid": not (reasons or refused or wrong),
             "invalid_reasons": reasons,
             "refused": refused,
-            "server_faults": [*faults, *([refused] if refused else [])],
+            "wrong_answers": wrong,
+            "server_faults": [*faults, *(each for each in (refused, wrong) if each)],
             "disturbances": _disturbed_calibration(calibration) + client_reasons(outcome) + disturbed,
             "calibration": calibration.to_json() if calibration else None,
             "metrics": metrics,
@@ -307,6 +315,11 @@ def _refusal(metrics: Mapping[str, Any]) -> str | None:
     completed, failed = metrics["completed"], metrics["failed"]
     messages = failure_words(metrics["failure_messages"], failed=failed)
     return f"served {completed} of {completed + failed} requests; {messages}"
+
+
+def _wrong_answers(metrics: Mapping[str, Any]) -> str | None:
+    canaries = metrics.get("canaries") or {}
+    return wrong_words(canaries) if canaries.get("wrong") else None
 
 
 def _client_load(setup: LoadSetup, streams: int, events_per_s: float | None = None) -> ClientLoad:

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvbench.metrics import sequences
+from kvbench.metrics.canaries import counted
 from kvbench.metrics.sequences import Choices, by_sequence, gaps_within
 from kvbench.metrics.steady_window import Plateau, comes_at, steady_state
 
@@ -333,7 +334,7 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
     Times [s since load start], results in ms and per second; see the module's docstring for definitions. ``failed``
     counts requests that were sent; ``not_sent`` the turns of a conversation after one of its turns had failed.
     ``failure_messages``: by kind; ``refused_by_server``: those of ``failed`` that the server answered with an error of
-    its own. ``slo_misses``: successful requests over each limit of the SLO, by its name.
+    its own. ``slo_misses``: successful requests over each limit of the SLO, by its name. ``canaries``: as ``counted``.
     """
     good = _successful(requests)
     unsent = requests["error_kind"] == SESSION_BROKEN
@@ -368,6 +369,7 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
         "goodput": goodput(requests, slo, duration),
         "slo_misses": {name: int(over.sum()) for name, over in _over_slo(good, slo).items()},
         "client": dict(load.get("client") or {}),
+        **({} if (canaries := counted(requests)) is None else {"canaries": canaries}),
     }
 
 

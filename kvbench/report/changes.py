@@ -71,7 +71,7 @@ def amount(ratio: float) -> str:
     if ratio >= 2:
         return f"{_number(ratio, times=True)}x"
     number = _number(ratio, times=False)
-    return f"{number if number[0] in '−0' else f'+{number}'} %"
+    return f"{number if number == '0' or number[0] == '−' else f'+{number}'} %"
 
 
 def _number(ratio: float, times: bool) -> str:

@@ -89,7 +89,7 @@ def _machine(key: str, title: str, render: Render) -> Column:
 def _valid(cell: MeasuredCell) -> Value:
     if cell.doubt == "invalid":
         return Value("no", 0, words.plural(len(cell.invalid_reasons), "reason"), "worse")
-    return Value("yes", 1, "requests refused" if cell.refused else "")
+    return Value("yes", 1, "wrong answers" if cell.wrong_answers else "requests refused" if cell.refused else "")
 
 
 def _lag(cell: MeasuredCell) -> Value:

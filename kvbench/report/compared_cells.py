@@ -21,7 +21,7 @@ from kvbench.common.stats import welch_interval
 from kvbench.report.comparisons import median
 from kvbench.report.provenance import target
 from kvbench.report.wording import marked
-from kvbench.runs.model import NOT_OF_REQUESTS, MeasuredCell, Run
+from kvbench.runs.model import NOT_OF_REQUESTS, WRONG, MeasuredCell, Run
 from kvbench.runs.ratios import FEWEST, HIGHER, LEVEL, LOWER, SAME, UNCLEAR, paired_ratio
 from kvbench.workload.settings import applies, effective, setting_title, value_words
 
@@ -243,6 +243,8 @@ def obstacles(first: Side, other: Side) -> list[str]:
         if side.cell.doubt == "invalid":
             reason = (side.cell.invalid_reasons or ("no reason recorded",))[0]
             found.append(f"{side.letter} is an invalid measurement ({reason.rstrip('.')})")
+        elif side.cell.doubt == WRONG:
+            found.append(f"{side.letter} answered canaries wrongly ({side.cell.wrong_answers[0]})")
         elif side.cell.doubt == "refused":
             found.append(f"the server of {side.letter} refused requests, so it did less work")
     a, b = facts(first), facts(other)

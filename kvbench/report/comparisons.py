@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.model import DOUBTS, MeasuredCell, MeasuredLoad, Run
 from kvbench.runs.ratios import HIGHER, LOWER, SAME, UNCLEAR, Ratio, RepeatSpread, contradicts, paired_ratio
 from kvbench.workload.settings import applies, effective, setting_title
 
@@ -63,8 +63,8 @@ class PairedComparison:
 
     @property
     def doubt(self) -> str:
-        """Of the two cells', as ``MeasuredCell.doubt``; "invalid" outranks "refused"."""
-        return min(filter(None, (self.a.doubt, self.b.doubt)), default="")
+        """The worse of the two cells', as ``MeasuredCell.doubt``."""
+        return min(filter(None, (self.a.doubt, self.b.doubt)), key=DOUBTS.index, default="")
 
 
 def compare(a: MeasuredCell, b: MeasuredCell) -> PairedComparison:
@@ -179,6 +179,12 @@ def _leaders(
     if worse not in verdicts.values() or better in verdicts.values():  # better: paired ratios contradict the medians
         return {}
     return {top.name: SAME} | {name: verdict for name, verdict in verdicts.items() if verdict != worse}
+
+
+def tokens_held(cell: MeasuredCell, base: MeasuredCell) -> float | None:
+    """How many times as many tokens as ``base`` a configuration holds in the same memory; None where not known."""
+    held, before = (one.capacity.get("capacity_tokens") for one in (cell, base))
+    return held / before if held and before else None
 
 
 def scatters(cell: MeasuredCell) -> RepeatSpread | None:

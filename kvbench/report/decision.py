@@ -2,8 +2,8 @@
 
 A configuration pays where its throughput is ahead and neither p95 TTFT nor p95 ITL is behind. It is a risk where a p95
 is behind, or anything at another load or in the other clock. Where throughput is level, or set by the arrivals of an
-open loop, a p95 ahead is better. A quantised KV is not advised before its quality was measured (``kvbench quality``)
-and found small.
+open loop, a p95 ahead is better. Nothing is advised before the quality of its answers was measured (``quality.py``)
+and found within the limits; the baseline may be kept.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from kvbench.report.changes import (
     served,
     short_name,
 )
-from kvbench.report.comparisons import baseline, differing, median, paging_pair, spread
+from kvbench.report.comparisons import baseline, differing, median, paging_pair, spread, tokens_held
+from kvbench.report.quality import is_quantised, quality_of
 from kvbench.report.tables import UNCERTAIN
-from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.model import WRONG, MeasuredCell, MeasuredLoad, Run
 from kvbench.runs.ratios import FEWEST
 from kvbench.workload.settings import effective, setting_title, value_words
 
 MOST_WORDS = 25  # of the first sentence
-KLD_SMALL = 0.002  # nats, mean: up to here a quantised KV counts as safe
 PAYS, RISK, COSTS, NO_CHANGE, UNDECIDED = "Pays", "Pays, at a risk", "Costs", "No change", "Not decided"
 PAYS_LITTLE = "Pays little"
 FASTER_P95, SLOWER_P95, TRADES_P95 = "Better p95", "Worse p95", "One p95 better, one worse"
@@ -113,40 +113,6 @@ class Choice:
         return Choice(self.base, self.cell, throughput, p95, tuple(each.inverse() for each in self.elsewhere))
 
 
-@dataclass(frozen=True)
-class Quality:
-    """What is known of a quantised KV: mean ``kld`` [nats], None where not measured.
-
-    ``random``: of random weights; ``other``: of another commit, version or set of weights than the run's.
-    """
-
-    kld: float | None
-    random: bool
-    other: bool
-
-    @property
-    def safe(self) -> bool:
-        return self.kld is not None and self.kld <= KLD_SMALL and not (self.random or self.other)
-
-    def __str__(self) -> str:
-        if self.kld is None:
-            return "quality not measured"
-        of = " of other code or weights" if self.other else ""
-        return f"KLD {self.kld:.2g}{of}{' on random weights, which says little' if self.random else ''}"
-
-
-def quality_of(run: Run, cell: MeasuredCell) -> Quality | None:
-    """None where the KV is in the model's own dtype."""
-    if effective(cell.settings, "kv_cache_dtype") == "auto":
-        return None
-    known = (run.quality.configurations if run.quality else {}).get(cell.config_id) or {}
-    kld = known.get("mean")
-    if kld is None or run.quality is None:
-        return Quality(None, random=False, other=False)
-    other = bool(run.quality.differs_from(run.manifest))
-    return Quality(float(kld), run.quality.random_weights, other)
-
-
 def choice(run: Run, cell: MeasuredCell, base: MeasuredCell) -> Choice:
     """What is known of one configuration against the baseline at its load."""
     known = {metric: found for metric in METRICS if (found := change(run, cell, metric))}
@@ -212,8 +178,13 @@ def wins(found: Sequence[Choice]) -> list[Choice]:
 
 
 def safe_ones(run: Run, found: Sequence[Choice]) -> list[Choice]:
-    """Those whose quality is not in doubt: KV in the model's own dtype, or measured and found good."""
-    return [each for each in found if (known := quality_of(run, each.cell)) is None or known.safe]
+    """Those whose answers were measured and found within the limits."""
+    return [each for each in found if quality_of(run, each.cell).safe]
+
+
+def open_ones(run: Run, found: Sequence[Choice]) -> list[Choice]:
+    """Those that a measurement of their answers may yet find safe."""
+    return [each for each in found if quality_of(run, each.cell).open]
 
 
 def _without_loads(run: Run) -> list[str]:
@@ -261,26 +232,25 @@ def _ttft(each: Choice) -> str:
 
 def _holds(each: Choice) -> str:
     """4.0x the tokens: how many times as many tokens fit into the same bytes, from a tenth more on."""
-    held, before = (cell.capacity.get("capacity_tokens") for cell in (each.cell, each.base))
-    more = held / before if held and before else 1.0
+    more = tokens_held(each.cell, each.base) or 1.0
     return f"{words.significant(more, 2)}x the tokens" if more >= 1.1 else ""
 
 
 def _ship(run: Run, load: MeasuredLoad, ahead: Sequence[Choice]) -> list[str]:
-    """The best configuration whose quality is not in doubt; where all are in doubt, the fastest and the doubt."""
+    """The best configuration whose answers are safe; else what its quality leaves open, or why it is not advised."""
     safe = safe_ones(run, ahead)
-    best = (safe or ahead)[0]
+    best = (safe or open_ones(run, ahead) or ahead)[0]
     quality, size = quality_of(run, best.cell), gain(best_of(best), load)
     beside = _ttft(best) if best.verdict == PAYS else f"tokens/s {_call(best.throughput)}"
     if safe:
-        return [f"Ship {best.brief}: {size}", beside, str(quality or ""), _holds(best)]
-    assert quality is not None
-    if quality.kld is None:
+        return [f"Ship {best.brief}: {size}", beside, quality.brief if is_quantised(best.cell) else "", _holds(best)]
+    if quality.outside:
+        if quality.wrong:
+            return [f"Do not ship {best.brief}: {size}, but it gave wrong answers under load"]
+        return [f"Do not ship {best.brief}: {size}, but its answers are outside the limits", quality.brief]
+    if not quality.figures:
         return [f"Measure quality before you ship {best.brief}: {size}", beside]
-    why = f"its {quality} is above {KLD_SMALL:g}"
-    if quality.random or quality.other:
-        why = f"its quality is known of {'random' if quality.random else 'other code or'} weights only"
-    return [f"Do not ship {best.brief} yet: {size}, but {why}"]
+    return [f"Do not ship {best.brief} yet: {size}, but its quality is known of {quality.doubt} only"]
 
 
 def _risk(load: MeasuredLoad, best: Choice) -> list[str]:
@@ -378,6 +348,8 @@ def _doubt(run: Run, cell: MeasuredCell) -> str:
     if cell.doubt == "refused":
         sent = cell.count("completed") + cell.count("failed")
         return f"{cell.name} refused {cell.count('failed')} of {sent} requests {cell.load.where}"
+    if cell.doubt == WRONG:
+        return f"{cell.name} answered {cell.canaries['wrong']} of {cell.canaries['answered']} canaries wrongly"
     if not cell.doubt:
         return f"{cell.name} has no throughput {cell.load.where}"
     why = re.sub(r"^repeat \d+: ", "", (cell.invalid_reasons or ("no reason recorded",))[0])
@@ -423,7 +395,7 @@ def answers(run: Run) -> list[Answer]:
 
 def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
     """Paged against contiguous: the verdict of the highest load that has one, and the numbers of each load."""
-    said, verdict, reported = [], "", decided_load(run)
+    said, decided, reported = [], None, decided_load(run)
     for load in reversed(run.loads):
         paged, contiguous = (run.cell(name, load) for name in pair)
         if paged is None or contiguous is None:
@@ -434,14 +406,15 @@ def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
         if each.verdict == UNDECIDED and where:
             said.append(f"{paged.doubt or contiguous.doubt or UNDECIDED.lower()}{where}")
             continue
-        if verdict in ("", UNDECIDED):
-            verdict = everywhere.verdict
+        if decided is None or decided.verdict == UNDECIDED:
+            decided = everywhere
         ran, against = (words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous))
         beside = f", {ran} sequences at once as served, against {against}" if "–" not in (ran, against) else ""
         slo = [words.percent(cell.share_within_slo) for cell in (paged, contiguous)]
         met = f", {slo[0]} within the SLO as served, against {slo[1]}" if "–" not in slo else ""
         said.append(f"{numbers(run, each)}{where}{beside}{met}")
-    return Answer("Paging", verdict or UNDECIDED, "; ".join(said), _MARKS.get(verdict, ""))
+    verdict, mark = _with_quality(run, decided, decided.verdict) if decided else (UNDECIDED, "")
+    return Answer("Paging", verdict, "; ".join(said), mark)
 
 
 def paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> Choice:
@@ -455,15 +428,20 @@ def paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> Ch
 
 
 def _page_size_answer(run: Run, found: Sequence[Choice], base: MeasuredCell) -> Answer:
-    """The page size that pays most, else the baseline's."""
+    """The page size that pays most among those whose answers are safe, else the baseline's."""
     ahead = wins(found)
-    best = (ahead[0].cell if ahead else base).settings.get("page_size")
+    best = next(iter(safe_ones(run, ahead) or open_ones(run, ahead)), None)
     said = [
-        f"{each.cell.settings.get('page_size')}: {each.verdict_words.lower()}, {numbers(run, each)}" for each in found
+        f"{each.cell.settings.get('page_size')}: {_with_quality(run, each, each.verdict_words)[0].lower()}, "
+        f"{numbers(run, each)}"
+        for each in found
     ]
-    unknown = all(each.verdict == UNDECIDED for each in found)
-    verdict = f"{'Use' if ahead else 'Keep'} {best}{', others not decided' if unknown else ''}"
-    return Answer("Page size", verdict, "; ".join(said), _MARKS.get(ahead[0].verdict_words, "") if ahead else "")
+    unknown = ", others not decided" if all(each.verdict == UNDECIDED for each in found) else ""
+    verdict, mark = f"Keep {base.settings.get('page_size')}{unknown}", ""
+    if best is not None:
+        size, (said_of_it, mark) = best.cell.settings.get("page_size"), _with_quality(run, best, best.verdict_words)
+        verdict = f"Use {size}" if quality_of(run, best.cell).safe else f"{size} {said_of_it.lower()}"
+    return Answer("Page size", verdict, "; ".join(said), mark)
 
 
 def _subject(name: str, cell: MeasuredCell) -> str:
@@ -472,15 +450,28 @@ def _subject(name: str, cell: MeasuredCell) -> str:
 
 
 def answer(run: Run, each: Choice, subject: str) -> Answer:
-    """One configuration; a quantised KV has its quality in the verdict, since speed alone does not make it safe."""
-    quality, verdict = quality_of(run, each.cell), each.verdict_words
-    mark = _MARKS.get(verdict, "")
-    if quality and not quality.safe and verdict != COSTS:
-        known = quality.kld is not None and not (quality.random or quality.other)
-        verdict, mark = f"{verdict}; {'not safe' if known else 'safety not known'}", "worse" if known else ""
+    """One configuration, with its quality in the verdict: speed alone does not make it safe."""
+    quality = quality_of(run, each.cell)
+    verdict, mark = _with_quality(run, each, each.verdict_words)
     hits = each.cell.hit_rate if effective(each.cell.settings, "enable_prefix_caching") else None
-    extra = [_holds(each), str(quality or ""), f"hit rate {words.percent(hits)} as served" if hits is not None else ""]
+    extra = [
+        _holds(each),
+        str(quality) if is_quantised(each.cell) or quality.outside else "",
+        f"hit rate {words.percent(hits)} as served" if hits is not None else "",
+    ]
     return Answer(words.upper_first(subject), verdict, ", ".join(filter(None, [numbers(run, each), *extra])), mark)
+
+
+def _with_quality(run: Run, each: Choice, verdict: str) -> tuple[str, str]:
+    """A verdict with what is wrong with the answers behind it, and its mark.
+
+    That they were not measured is said of what one would set, and of a quantised KV.
+    """
+    quality, mark = quality_of(run, each.cell), _MARKS.get(verdict, "")
+    said = each in wins([each]) or each.verdict == RISK or (is_quantised(each.cell) and each.verdict != COSTS)
+    if quality.safe or not (quality.outside or (said and not each.cell.is_baseline)):
+        return verdict, mark
+    return f"{verdict}; {quality.verdict}", "worse" if quality.outside else ""
 
 
 def numbers(run: Run, each: Choice) -> str:

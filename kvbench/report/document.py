@@ -32,6 +32,7 @@ from kvbench.runs.ratios import FEWEST
 
 _BANNERS = {
     "valid": "Valid",
+    "wrong": "Wrong answers",
     "invalid": "Invalid, in part or whole",
     "incomplete": "Incomplete",
     "empty": "No load was measured",

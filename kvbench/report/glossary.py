@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvbench.report.comparisons import SCATTER
-from kvbench.report.decision import KLD_SMALL
 from kvbench.report.provenance import code_paths, repeats_are
 from kvbench.report.wording import NOT_TOLD
 from kvbench.runs.model import Run
@@ -23,7 +22,11 @@ def glossary(run: Run) -> list[tuple[str, str]]:
             "not decided",
             "The interval holds both a gain and a loss: the run shows neither a difference nor that there is none.",
         ),
-        ("safe", f"A quantised KV: a mean KL divergence of at most {KLD_SMALL:g} nats on weights that are not random."),
+        (
+            "safe",
+            "`kvbench quality` found the answers within the limits, each the noise of two equal runs and a margin; or, "
+            "in full precision, all canaries under load were answered rightly. Not safe: outside a limit.",
+        ),
         (
             "engine time",
             "The engine's own time, without HTTP and load client, of configurations in turns step by step. "

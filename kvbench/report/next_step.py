@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from kvbench.common import text as words
 from kvbench.report.changes import ENGINE_TIME, decided_load
 from kvbench.report.comparisons import baseline, differing
-from kvbench.report.decision import PAYS, UNDECIDED, Choice, choices, quality_of
+from kvbench.report.decision import PAYS, UNDECIDED, Choice, choices, open_ones, wins
 from kvbench.report.limits import NOTHING, limit_of
-from kvbench.report.provenance import random_weights, validity
+from kvbench.report.provenance import validity
+from kvbench.report.quality import is_quantised
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 from kvbench.workload.settings import DEFAULTS, effective
 
@@ -48,15 +49,17 @@ def again(run: Run) -> Iterator[NextStep]:
 
 
 def quality_step(run: Run, found: Sequence[Choice]) -> Iterator[NextStep]:
-    """A quantised KV that may be shipped needs its quality; another engine does not show its logits."""
-    open_ = [each for each in found if (known := quality_of(run, each.cell)) and known.kld is None]
-    if open_ and run.is_built_in and not run.manifest.get("target"):
-        names = words.and_more([each.name for each in open_])
-        if random_weights(run):
-            why = f"measure the quality of {names} on your own weights: random ones say little"
-            yield NextStep(why, sweep_command(run, ["-o", "model.path=YOUR-MODEL"]))
-            return
+    """What may be set needs its answers measured; a quantised KV too, since its price is always asked for."""
+    ahead = wins(found)
+    open_ = [each for each in open_ones(run, found) if each in ahead or is_quantised(each.cell)]
+    if not open_:
+        return
+    names = words.and_more([each.name for each in open_])
+    if run.is_built_in and not run.manifest.get("target"):
         yield NextStep(f"measure the quality of {names}", f"kvbench quality {shlex.quote(str(run.folder))}")
+    elif any(not is_quantised(each.cell) for each in open_):
+        command = sweep_command(run, ["-o", "load.canaries={share: 0.1}"])
+        yield NextStep(f"see with canaries whether the answers of {names} are right", command)
 
 
 def combine(run: Run, base: MeasuredCell, found: Sequence[Choice]) -> Iterator[NextStep]:

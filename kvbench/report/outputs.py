@@ -105,6 +105,11 @@ def _caption(table: Table, run: Run) -> Text | None:
     }
     lines = [Text(words) for mark, words in known.items() if mark in entries]
     doubts = [
+        f"! WRONG ANSWERS: {cell.name} at {cell.load.short}, {cell.wrong_answers[0]}"
+        for cell in run.by_load
+        if cell.wrong_answers
+    ]
+    doubts += [
         f"! {cell.name} at {cell.load.short} {served_words(cell)}" for cell in run.by_load if cell.doubt == "refused"
     ]
     doubts += ["! invalid measurement"] if any(cell.doubt == "invalid" for cell in run.cells) else []

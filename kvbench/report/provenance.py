@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common import text as words
+from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.report.comparisons import SCATTER, scatters
 from kvbench.runs.model import MeasuredCell, Run, number
 from kvbench.runs.resume import resumed_differences
@@ -39,14 +40,20 @@ _SKIPPED = "skipped "  # how the note on a configuration that was not run begins
 
 @dataclass(frozen=True)
 class Validity:
-    """``status``: valid | invalid | incomplete | empty."""
+    """``status``: valid | wrong | invalid | incomplete | empty."""
 
     status: str
     reasons: tuple[str, ...]
 
 
 def validity(run: Run) -> Validity:
-    """Invalid cells outrank an incomplete run; failed requests are named in either case."""
+    """Wrong answers outrank invalid cells, and these an incomplete run; failed requests are named in any case."""
+    wrong = [
+        f"WRONG ANSWERS in {c.name} at {c.load.short}: {words.and_more(c.wrong_answers, 1, '; ')}, all of them in "
+        f"cells/{c.cell_id}/{WRONG_ANSWERS}"
+        for c in run.cells
+        if c.wrong_answers
+    ]
     invalid = _grouped_reasons(run.cells)
     failed = [
         f"{c.count('failed')} of {c.count('failed') + c.count('completed')} requests failed in {c.name} "
@@ -56,10 +63,10 @@ def validity(run: Run) -> Validity:
     ]
     incomplete = [f"planned but not measured: {', '.join(run.missing)}"] if run.missing else []
     incomplete += [*run.short, *run.problems]
-    if run.cells and not (invalid or incomplete) and run.status != "complete":
+    if run.cells and not (wrong or invalid or incomplete) and run.status != "complete":
         incomplete = [f"the run's status is {run.status!r}"]
-    status = "invalid" if invalid else "incomplete" if incomplete else "valid"
-    return Validity(status if run.cells else "empty", tuple(invalid + incomplete + failed))
+    status = "wrong" if wrong else "invalid" if invalid else "incomplete" if incomplete else "valid"
+    return Validity(status if run.cells else "empty", tuple(wrong + invalid + incomplete + failed))
 
 
 def _failures(cell: MeasuredCell) -> str:
@@ -154,10 +161,14 @@ def reproduce(run: Run) -> str:
 
 def brief(run: Run) -> list[str]:
     """When, which server, which model, on what: the line under the headline."""
-    model = run.manifest.get("model") or _workload_model(run)
-    model = model.get("name") or model.get("config") or model.get("path")
     started = re.sub(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d).*\+00:00$", r"\1 \2 UTC", run.manifest.get("started") or "")
-    return [str(fact) for fact in (started, target(run), model, run.manifest.get("device")) if fact]
+    return [str(fact) for fact in (started, target(run), model_name(run), run.manifest.get("device")) if fact]
+
+
+def model_name(run: Run) -> str:
+    """Of the model that was served; empty where nobody told."""
+    model = run.manifest.get("model") or _workload_model(run)
+    return str(model.get("name") or model.get("config") or model.get("path") or "")
 
 
 def target(run: Run) -> str:

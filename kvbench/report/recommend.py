@@ -1,7 +1,7 @@
 """What to run with after a sweep: settings with their evidence, the fallback, what is open, when not to page. Pure.
 
 The rules are the report's. A configuration is recommended where ``decision.py`` says that it pays, or has a better p95,
-at no risk at any load, and the quality of its KV is not in doubt; else the baseline is.
+at no risk at any load, and its answers were measured and lie within the limits; else the baseline is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from kvbench.report.comparisons import baseline, compare, differing, median, not
 from kvbench.report.decision import (
     COSTS,
     FASTER_P95,
-    KLD_SMALL,
     NO_CHANGE,
     PAYS,
     RISK,
@@ -39,15 +38,17 @@ from kvbench.report.decision import (
     gain,
     headline,
     numbers,
+    open_ones,
     paged_against,
-    quality_of,
     safe_ones,
     wins,
 )
 from kvbench.report.next_step import NextStep, again, combine, decide, quality_step, sweep_command
 from kvbench.report.provenance import random_weights, validity
+from kvbench.report.quality import is_quantised, quality_of
 from kvbench.report.wording import reservation
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.quality import figure
 from kvbench.runs.ratios import FEWEST
 from kvbench.targets.preset import Context
 from kvbench.targets.presets import PRESETS
@@ -79,8 +80,10 @@ class Recommendation:
     ``baseline``: what the evidence is against, and in which clock
     ``effects``: of the configuration, a row a metric and load
     ``evidence``: of the configuration, a sentence a load, then what holds at one load only
+    ``answers``: what is known of the configuration's answers; ``quality``: the same in numbers
+    ``held_back``: what would be set, had its answers been measured
     ``alone``: what pays too, and was not measured together with it; ``together``: how to measure that
-    ``rejected``: the other configurations that are decided, with their verdicts
+    ``rejected``: the other configurations that are decided, with their verdicts and which limits they break
     ``fallback``: the settings to go back to, and when; empty where these are the baseline's
     ``unmeasured``: what would change the answer, with a command where there is one
     ``paging``: paged against contiguous, a sentence a load; ``pair``: the names of both
@@ -97,6 +100,9 @@ class Recommendation:
     baseline: str = ""
     effects: tuple[Mapping[str, Any], ...] = ()
     evidence: tuple[str, ...] = ()
+    answers: str = ""
+    quality: Mapping[str, Any] = field(default_factory=dict)
+    held_back: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     together: NextStep | None = None
     rejected: tuple[str, ...] = ()
@@ -127,6 +133,9 @@ def recommend(run: Run) -> Recommendation:
         baseline=f"{base.name}, {answers_clock(run)} unless it says another",
         effects=tuple(_effects(run, chosen)),
         evidence=(*_evidence(run, found, best), *_by_load(run, best)),
+        answers=_answers(run, chosen),
+        quality=_quality(run, chosen),
+        held_back=() if best else tuple(_briefly(run, each) for each in open_ones(run, wins(found))),
         alone=tuple(_briefly(run, each) for each in alone),
         together=next(combine(run, base, found), None) if alone else None,
         rejected=tuple(_rejected(run, found, best, alone)),
@@ -141,7 +150,10 @@ def recommend(run: Run) -> Recommendation:
 
 
 def _doubts(run: Run) -> Iterator[NextStep]:
-    """Invalid and missing cells with the command that measures them, failed requests, then signs of other work."""
+    """Invalid and missing cells with the command that measures them, failed requests, then signs of other work.
+
+    Last whether the baseline, which is kept where nothing is better, gives answers outside the limits itself.
+    """
     state = validity(run)
     if state.reasons or state.status != "valid":
         resume = next(again(run), None)
@@ -154,6 +166,10 @@ def _doubts(run: Run) -> Iterator[NextStep]:
         yield NextStep(f"The repeats of {words.and_more(scattered)} scatter: other work on the machine?", "")
     if run.engine_time and not run.engine_time.finished:
         yield NextStep("Engine time was interrupted: its intervals are wider than they had to be", "")
+    base = next((cell for cell in run.cells if cell.is_baseline), None)
+    if base and (outside := quality_of(run, base).outside):
+        why = words.and_more([each.rstrip(".") for each in outside], 2, "; ")
+        yield NextStep(f"The answers of the baseline itself are outside the limits: {why}", "")
 
 
 # --- Settings and evidence ---
@@ -189,8 +205,9 @@ def _effects(run: Run, cell: MeasuredCell) -> Iterator[dict[str, Any]]:
 def _evidence(run: Run, found: Sequence[Choice], best: Choice | None) -> Iterator[str]:
     """What the best does at each load, the reported one first; where the baseline stays, why not the others."""
     if best is None:
-        pair = paging_pair(run) or ()
-        known = [each for each in found if each.verdict != UNDECIDED and not _quality_open(run, each)]
+        pair, open_ = paging_pair(run) or (), open_ones(run, wins(found))
+        known = [each for each in found if each.verdict != UNDECIDED and each not in open_]
+        known = [each for each in known if not quality_of(run, each.cell).outside]
         yield from (_line(run, each) for each in known if each.cell.name not in pair)
         return
     for load in sorted(run.loads, key=lambda each: (each != best.cell.load, each)):
@@ -207,11 +224,29 @@ def _line(run: Run, each: Choice, name: bool = True) -> str:
     return f"{each.name + ' ' if name else ''}{told.verdict.lower()}, {told.evidence}"
 
 
+def _answers(run: Run, cell: MeasuredCell) -> str:
+    """its answers: KLD 0.0009, perplexity +0.2 %, passkeys 98 %, within the limits; measured with kvbench-tiny"""
+    known = quality_of(run, cell)
+    if not known.figures:
+        return f"its answers: {known.brief}"
+    of = f"; measured with {known.model}" if known.model else ""
+    return f"its answers: {known}, {known.verdict or 'within the limits'}{of}"
+
+
+def _quality(run: Run, cell: MeasuredCell) -> dict[str, Any]:
+    """For a program; ``model``: which answered; figures that were not measured are None."""
+    known = quality_of(run, cell)
+    names = {"kld": "mean", "perplexity_change": "perplexity_change", "passkeys": "passkey.share"}
+    numbers_ = {name: figure(known.figures, of) for name, of in names.items()}
+    model = run.quality.model if known.figures and run.quality else ""
+    return {"model": model, "safe": known.safe, **numbers_, "canaries_right": known.canaries, "outside": known.outside}
+
+
 def _briefly(run: Run, each: Choice) -> str:
     """INT8 KV: +13 % tokens/s (13 to 14), quality not measured"""
-    return ", ".join(
-        filter(None, [f"{each.name}: {gain(best_of(each), each.cell.load)}", str(quality_of(run, each.cell) or "")])
-    )
+    known = quality_of(run, each.cell)
+    size = f"{each.name}: {gain(best_of(each), each.cell.load)}"
+    return f"{size}, {known.brief}" if is_quantised(each.cell) or not known.safe else size
 
 
 def _by_load(run: Run, best: Choice | None) -> Iterator[str]:
@@ -233,7 +268,7 @@ def _alone(run: Run, found: Sequence[Choice], best: Choice | None) -> list[Choic
         return []
     changed = differing(best.cell, best.base)
     ahead = wins(found)
-    rest = safe_ones(run, ahead) + [each for each in ahead if _quality_open(run, each)]
+    rest = safe_ones(run, ahead) + open_ones(run, ahead)
     return [
         each
         for each in rest
@@ -248,25 +283,30 @@ def _measured(found: Sequence[Choice], *parts: Choice) -> bool:
 
 
 def _rejected(run: Run, found: Sequence[Choice], best: Choice | None, alone: Sequence[Choice]) -> Iterator[str]:
-    """page 64 (worse p95), INT8 KV (pays; not safe); the open ones are among what was not measured."""
+    """page 64 (worse p95), INT4 KV (pays; not safe: its KLD ...); the open ones are among what was not measured.
+
+    Without a best, only what breaks a limit: the others are the evidence for the baseline.
+    """
     pair = paging_pair(run) or ()
-    for each in found if best else ():
-        if each not in (best, *alone) and each.verdict != UNDECIDED and each.cell.name not in pair:
-            yield f"{each.name} ({answer(run, each, each.name).verdict.lower()})"
+    for each in found:
+        outside = words.and_more([why.rstrip(".") for why in quality_of(run, each.cell).outside], 2, "; ")
+        known = best and each not in (best, *alone) and each.verdict != UNDECIDED and each.cell.name not in pair
+        if outside or known:
+            why = f": {outside}" if outside else ""
+            yield f"{each.name} ({answer(run, each, each.name).verdict.lower()}{why})"
 
 
 # --- The fallback ---
 
 
 def _fallback(run: Run, base: MeasuredCell, found: Sequence[Choice], best: Choice | None) -> Iterator[str]:
-    """The baseline, or of a quantised KV the best in the model's own dtype; then the numbers that say when."""
+    """The baseline, or of a quantised KV the best safe one in the model's own dtype; then the numbers that say when."""
     contiguous = _back_to_contiguous(run, base.load, (best.cell if best else base).is_paged)
     if best is None:
         yield from [contiguous] if contiguous else ()
         return
-    quality = quality_of(run, best.cell)
-    plain = [each for each in wins(found) if quality and quality_of(run, each.cell) is None]
-    back = plain[0].cell if plain else base
+    plain = [each for each in safe_ones(run, wins(found)) if not is_quantised(each.cell)]
+    back = plain[0].cell if plain and is_quantised(best.cell) else base
     changes = [f"{name}: {_yaml(effective(back.settings, name))}" for name in sorted(differing(best.cell, back))]
     yield f"{back.name} ({', '.join(changes)})"
     if told := _as_served(back):
@@ -276,8 +316,8 @@ def _fallback(run: Run, base: MeasuredCell, found: Sequence[Choice], best: Choic
             f"prefix_cache_hits_total / prefix_cache_queries_total in /metrics is far under "
             f"{words.percent(best.cell.hit_rate)}, the hit rate that this gain comes from"
         )
-    if quality:
-        yield f"`kvbench quality` on your own prompts finds a mean KLD above {KLD_SMALL:g}"
+    if is_quantised(best.cell):
+        yield "`kvbench quality` with your own model and prompts finds its answers outside the limits"
     if contiguous:
         yield f"or to {contiguous}"
 
@@ -321,7 +361,7 @@ def _how(run: Run, cell: MeasuredCell) -> str:
 
 def _unmeasured(run: Run, base: MeasuredCell, found: Sequence[Choice], best: Choice | None) -> Iterator[NextStep]:
     """The most decisive first."""
-    if unknown := [each for each in wins(found) if _quality_open(run, each)]:
+    if unknown := open_ones(run, wins(found)):
         names = [each.name if best else _line(run, each) for each in unknown]
         step = next(quality_step(run, found), None)
         yield NextStep(f"the quality of {words.listing(names)}", step.command if step else "")
@@ -347,12 +387,6 @@ def _unmeasured(run: Run, base: MeasuredCell, found: Sequence[Choice], best: Cho
         yield NextStep("a GPU: this was measured on a CPU", "")
     if random_weights(run):
         yield NextStep("trained weights: random ones have the speed, not the text", "")
-
-
-def _quality_open(run: Run, each: Choice) -> bool:
-    """Whether its KV is quantised, and its quality not known of these weights and this code."""
-    known = quality_of(run, each.cell)
-    return known is not None and (known.kld is None or known.random or known.other)
 
 
 # --- Paging ---
@@ -425,7 +459,7 @@ def lines(said: Recommendation, width: int = 100) -> list[str]:
     if not said.configuration:
         return found
     found += ["", *_what_to_set(said, width)]
-    evidence = [*said.evidence, *([f"not taken: {', '.join(said.rejected)}"] if said.rejected else [])]
+    evidence = [*said.evidence, said.answers, *([f"not taken: {', '.join(said.rejected)}"] if said.rejected else [])]
     if evidence:
         found += ["", f"Why (against {said.baseline}):", *_items(evidence, width)]
     if said.fallback:
@@ -449,6 +483,9 @@ def lines(said: Recommendation, width: int = 100) -> list[str]:
 def _what_to_set(said: Recommendation, width: int) -> list[str]:
     if said.in_doubt:
         return _wrapped(f"Set nothing by this run: {said.configuration} is the baseline, in doubt itself", width)
+    if not said.changed and said.held_back:
+        why = "for now: the answers of what would be better are not known"
+        return _wrapped(f"Keep {said.configuration}, the baseline, {why}", width)
     if not said.changed:
         return _wrapped(f"Keep {said.configuration}, the baseline: nothing else is decided to be better", width)
     changes = [f"{name}: {_yaml(said.settings[name])} (baseline: {_yaml(was)})" for name, was in said.changed.items()]

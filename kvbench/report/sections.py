@@ -10,10 +10,20 @@ from kvbench.common import text as words
 from kvbench.report.client_quality import QUALITY_NOTE, quality_sentences, quality_table
 from kvbench.report.comparisons import effects, paging
 from kvbench.report.engine_time import engine_time_note, engine_time_table
-from kvbench.report.figures import distributions, frontier, heat_map, hits, kv_timeline, slowest, step_time
+from kvbench.report.figures import (
+    answer_quality,
+    distributions,
+    frontier,
+    heat_map,
+    hits,
+    kv_timeline,
+    slowest,
+    step_time,
+)
 from kvbench.report.hits import hit_sentences, hit_table
 from kvbench.report.kv import ledger_figure, ledger_note, ledger_table, memory_table
 from kvbench.report.limits import limits
+from kvbench.report.quality import ANSWERS_NOTE, answer_quality_table, answer_sentences, passkey_table
 from kvbench.report.samples import OutputSamples
 from kvbench.report.style import Drawing
 from kvbench.report.tables import (
@@ -71,6 +81,14 @@ def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | No
     kv = tuple(filter(None, (ledger_sentence(run), *(reservation(pair) for pair in paging(run)[-1:]))))
     timelines = (kv_timeline.drawing(run, load) for load in reversed(run.loads))
     every = [
+        Chapter(
+            "Quality of the answers",
+            (
+                Section("answer-quality", "By configuration", answer_quality_table(run), ANSWERS_NOTE, folded=False),
+                Section("passkeys", "Passkeys by depth and length", passkey_table(run)),
+            ),
+            _drawn(answer_quality.drawing(run), answer_quality.passkeys_drawing(run)), tuple(answer_sentences(run)),
+        ),
         Chapter(
             "Where the KV bytes went",
             (

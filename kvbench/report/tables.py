@@ -138,6 +138,7 @@ def main_table(run: Run) -> Table:
         ),
         *_server_columns(run),
         Column("failed", "failed", "failed requests, all repeats", _failed),
+        Column("canaries_wrong", "canaries wrong", "requests with known answers, all repeats", _canaries),
     ]
     every = [column for column in every if column.key != "ratio" or len(run.configs) > 1]
     return cell_table(every, run.by_load, {"configuration", "load", "output_tokens_per_s", "failed"})
@@ -184,6 +185,8 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
             "valid": cell.valid,
             "invalid_reasons": "; ".join(cell.invalid_reasons),
             "refused": "; ".join(cell.refused),
+            "wrong_answers": "; ".join(cell.wrong_answers),
+            **{f"canaries_{name}": cell.canaries.get(name) for name in ("sent", "answered", "wrong")},
             "repeats": len(cell.repeats),
             "invalid_repeats": len(cell.invalid_repeats),
             "completed": cell.count("completed"),
@@ -289,6 +292,13 @@ def _hits(cell: MeasuredCell) -> Value:
     notes = [] if possible is None else [f"of {words.percent(possible[0])[:-2]}–{words.percent(possible[1])}"]
     notes += ["not verified"] if any(r.cache.get("unverified") for r in cell.repeats) else []
     return Value(words.percent(cell.hit_rate), cell.hit_rate, "\n".join(notes))
+
+
+def _canaries(cell: MeasuredCell) -> Value:
+    wrong, answered = cell.canaries.get("wrong"), cell.canaries.get("answered")
+    if not cell.canaries:
+        return Value("–")
+    return Value(f"{wrong} of {answered}", wrong, cell.canaries.get("first_wrong", ""), "worse" if wrong else "")
 
 
 def _failed(cell: MeasuredCell) -> Value:

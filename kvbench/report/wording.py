@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvbench.common import text as words
 from kvbench.report.comparisons import PairedComparison, baseline, best, paging, ratio_to_reference
 from kvbench.runs.kv_ledger import ledger
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import WRONG, MeasuredCell, Run
 from kvbench.runs.ratios import FEWEST, SAME, UNCLEAR, Ratio
 from kvbench.workload.settings import effective
 
@@ -18,6 +18,7 @@ _DOUBT = {
     "": "",
     "invalid": " Invalid measurement, not to be relied on.",
     "refused": " The server refused requests, so it did less work: not to be compared.",
+    WRONG: " Canaries were answered wrongly: not to be relied on.",
 }
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from kvbench.requests.arrivals import draw_times, notes_of, recorded_times
+from kvbench.requests.canaries import CanarySet, fitting, mix
 from kvbench.requests.draw import draw_conversations, draw_lengths, draw_requests
 from kvbench.requests.from_trace import draw_trace
 from kvbench.requests.request import RequestList, RequestSpec
@@ -23,7 +24,7 @@ from kvbench.traces.tokenizer import find_file, load_tokenizer
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.prompts_section import SyntheticPrompts, TextPrompts
 
-_ARRIVALS = 1  # arrivals have a stream of random numbers of their own
+_ARRIVALS, _CANARIES = 1, 2  # these have streams of random numbers of their own
 
 
 def build_requests(
@@ -35,10 +36,12 @@ def build_requests(
     repeat: int = 0,
     concurrency: int | None = None,
     rate: float | None = None,
+    canaries: CanarySet | None = None,
 ) -> RequestList:
     """The requests of one load; ``.notes`` holds what the report should say (scale, source).
 
-    Token ids lie in [16, vocab_size). ValueError when a request cannot fit max_model_len or a file is missing.
+    Token ids lie in [16, vocab_size). ``canaries``: what is mixed in between the load's own requests, which are the
+    same with and without them. ValueError when a request cannot fit max_model_len or a file is missing.
     """
     is_open = load.mode == "open"
     value = rate if is_open else concurrency
@@ -75,6 +78,10 @@ def build_requests(
     ]
     _check_fit(requests, max_model_len)
     _check_primed(load, requests)
+    if canaries is not None and load.canaries is not None:
+        found = fitting(canaries, vocab_size, max_model_len)
+        requests = mix(requests, found, load.canaries.share, np.random.default_rng([*key, _CANARIES]))
+        notes["canaries"] = {"of": canaries.model, "seed": seed, "repeat": repeat}
     return RequestList(requests, notes)
 
 

@@ -16,8 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from kvbench.common.packages import REPOSITORY
 from kvbench.requests.request import RequestSpec, compact
+from kvbench.workload.load_section import LoadConfig
 
+SHIPPED = REPOSITORY / "workloads" / "canaries"  # <name of the model>.jsonl
 FORMAT = "kvbench-canaries/1"
 CLASS = "canary-"  # and the kind: the class of such a request
 KINDS = ("passkey", "copy")
@@ -79,6 +82,41 @@ def read_canaries(path: Path) -> CanarySet:
         raise ValueError(f"{path} is not a canary file ({error}); make it anew with `kvbench canaries`.") from None
 
 
+def canaries_of(load: LoadConfig, model: str) -> CanarySet | None:
+    """The set that ``load`` mixes in; None where it mixes in none.
+
+    ``model``: the name or folder of the model that is served, whose own set is taken if the load names none. Raises
+    ValueError for a set that is not there or cannot be read.
+    """
+    if load.canaries is None:
+        return None
+    file, name = load.canaries.file, Path(model).name.removesuffix(".json")
+    given = [Path(file).expanduser()] if file else []
+    if (path := next((each for each in (*given, SHIPPED / f"{file or name}.jsonl") if each.is_file()), None)) is None:
+        what = f"the canary file {file} is not there" if file else f"no canaries ship for the model {name!r}"
+        raise ValueError(f"{what}; give a file that `kvbench canaries` wrote in load.canaries.file.")
+    return read_canaries(path)
+
+
+def fitting(made: CanarySet, vocab_size: int, max_model_len: int) -> tuple[Canary, ...]:
+    """The canaries that can be sent to the model that is served. Raises ValueError where none fits, or it is another.
+
+    ``vocab_size``: the model's; ``max_model_len``: tokens of prompt and output that it is served with.
+    """
+    if (largest := max(max(each.prompt_token_ids + each.answer_token_ids) for each in made.canaries)) >= vocab_size:
+        raise ValueError(
+            f"the canaries are of {made.model} and hold the token id {largest}, and the model that is served has "
+            f"{vocab_size} tokens, so it is another; name its own in load.canaries.file."
+        )
+    if not (found := made.that_fit(max_model_len)):
+        shortest = min(len(each.prompt_token_ids) + len(each.answer_token_ids) for each in made.canaries)
+        raise ValueError(
+            f"no canary of {made.model} fits max_model_len {max_model_len}: the shortest has {shortest} tokens with "
+            "its answer; raise max_model_len, or leave load.canaries out."
+        )
+    return found
+
+
 def write_canaries(path: Path, made: CanarySet) -> None:
     """JSONL: the format and the model, then a line a canary."""
     head = {"format": FORMAT, "model": made.model, "weights_fingerprint": made.weights_fingerprint}
@@ -107,35 +145,48 @@ def mix(
 ) -> list[RequestSpec]:
     """``requests`` with so many canaries between them that they are ``share`` of all, numbered anew.
 
-    Every canary is sent before one is sent again. They lie at random places; in open loop one arrives together with the
-    request after it.
+    There is at least one, and every canary is sent before one is sent again. They lie at random places; in open loop
+    one arrives together with the next request whose arrival is known.
     """
-    count = round(len(requests) * share / (1 - share))
+    count = max(1, round(len(requests) * share / (1 - share)))
     order = np.concatenate([rng.permutation(len(canaries)) for _ in range(-(-count // len(canaries)))])[:count]
     places = np.sort(rng.integers(0, len(requests) + 1, count))
     found: list[RequestSpec] = []
     left = list(zip(places.tolist(), order.tolist(), strict=True))[::-1]
-    sent = 0
+    sent, arrivals = 0, _arrivals(requests)
     for place in range(len(requests) + 1):
-        beside = requests[min(place, len(requests) - 1)]
         while left and left[-1][0] == place:
             canary = canaries[left.pop()[1]]
             made = as_request(canary, 0, answers=2 if sent % _FORKED_EVERY == _FORKED_EVERY - 1 else 1)
-            found.append(dataclasses.replace(made, arrival_s=beside.arrival_s if not beside.turn else None))
+            found.append(dataclasses.replace(made, arrival_s=arrivals[place]))
             sent += 1
         if place < len(requests):
             found.append(requests[place])
     return [dataclasses.replace(each, index=index) for index, each in enumerate(found)]
 
 
+def _arrivals(requests: Sequence[RequestSpec]) -> list[float | None]:
+    """At each place the arrival of the next request that has one, at the end the last; None in closed loop."""
+    found = [max((r.arrival_s for r in requests if r.arrival_s is not None), default=None)]
+    for request in reversed(requests):
+        found.append(found[-1] if request.arrival_s is None else request.arrival_s)
+    return found[::-1]
+
+
 @dataclass(frozen=True)
 class WrongAnswer:
     """How an answer differs: from which token or character on (``position``), and both sides from there."""
 
-    position: int
+    position: int  # 0 is the first
     expected: str
     got: str
     by: str  # tokens or characters
+
+    @property
+    def words(self) -> str:
+        """from token 3 on: 17 4, not 12 9"""
+        sides = [side.strip() or "nothing" for side in (self.got, self.expected)]
+        return f"from {self.by.removesuffix('s')} {self.position} on: {sides[0]}, not {sides[1]}"
 
 
 def first_difference(

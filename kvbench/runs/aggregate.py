@@ -19,6 +19,7 @@ import pandas as pd
 
 from kvbench.common import text as words
 from kvbench.common.files import read_json, write_atomically, write_json, write_text
+from kvbench.metrics.canaries import WRONG_ANSWERS, counted
 from kvbench.metrics.latency import in_steady
 from kvbench.metrics.latency import pooled as pool_samples
 from kvbench.runs.folder import DONE, RunFolder
@@ -26,7 +27,11 @@ from kvbench.runs.repeats import is_disturbed
 from kvbench.workload.design import Cell, LoadPoint
 
 _SAMPLES = 8
-_SAMPLE_COLUMNS = ("index", "class", "prompt_tokens", "output_tokens", "finish_reason", "ok", "text")
+_OF_CANARIES = ("canary", "canary_wrong")
+_SAMPLE_COLUMNS = (
+    "index", "class", "prompt_tokens", "output_tokens", "finish_reason", "ok", *_OF_CANARIES, "text",
+)  # fmt: skip
+_OF_ONE_LOAD = "canaries"  # a note that only says which draw a load's canaries are of
 _TOTALS = ("completed", "failed", "total_input_tokens", "total_output_tokens")
 _RATES = ("request_throughput", "output_throughput", "total_token_throughput")
 _VLLM_STATISTICS = (("mean", "mean"), ("median", "p50"), ("std", "std"), ("p99", "p99"))  # vLLM's name, ours
@@ -85,6 +90,9 @@ def aggregate_cell(run: RunFolder, cell: Cell, facts: Mapping[str, Any]) -> dict
     ]
     write_text(folder / "server.log", "\n".join(logs))
     _write_samples(folder / "samples.jsonl", requests)
+    found = [path / WRONG_ANSWERS for path in loads.values()]
+    if wrong := "".join(path.read_text(encoding="utf-8") for path in found if path.is_file()):
+        write_text(folder / WRONG_ANSWERS, wrong)
     counters = {r: read_json(path / "counters.json") for r, path in loads.items()}
     summary = _summary(cell, loads, {r: done[r] for r in loads}, counters, requests, facts)
     summary["invalid_repeats"] = {str(repeat): reasons for repeat, reasons in invalid.items()}
@@ -125,7 +133,7 @@ def _write_samples(path: Path, requests: pd.DataFrame) -> None:
     if "text" in requests:
         first = requests[requests["repeat"] == requests["repeat"].min()]
         shown = first.iloc[:: max(1, len(first) // _SAMPLES)].head(_SAMPLES)
-        shown = shown[[c for c in _SAMPLE_COLUMNS if c in shown]]
+        shown = shown[[c for c in _SAMPLE_COLUMNS if c in shown and not (c in _OF_CANARIES and shown[c].isna().all())]]
         rows = json.loads(shown.to_json(orient="records"))
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_text(path, text)
@@ -155,7 +163,7 @@ def _notes(loads: Mapping[int, Path]) -> dict[str, Any]:
     stored = [read_json(path / "load.json") for path in loads.values() if (path / "load.json").is_file()]
     every = [load.get("notes") or {} for load in stored]
     found: dict[str, Any] = {}
-    for name in dict.fromkeys(name for notes in every for name in notes):
+    for name in dict.fromkeys(name for notes in every for name in notes if name != _OF_ONE_LOAD):
         values = [notes[name] for notes in every if name in notes]
         found[name] = values[0] if all(v == values[0] for v in values) else values
     return found
@@ -180,7 +188,9 @@ def _summary(
     flat = [flatten({**d["metrics"], "server": counters[r]}) for r, d in done.items()]
     names = sorted({name for values in flat for name in values})
     reasons = [f"repeat {r}: {reason}" for r, d in done.items() for reason in d["invalid_reasons"]]
-    refused = [f"repeat {r}: {d['refused']}" for r, d in done.items() if d.get("refused")]
+    refused, wrong = (
+        [f"repeat {r}: {d[why]}" for r, d in done.items() if d.get(why)] for why in ("refused", "wrong_answers")
+    )
     return {
         "cell_id": cell.cell_id,
         "config_id": configuration.config_id,
@@ -211,9 +221,11 @@ def _summary(
         ],
         "aggregate": {name: spread([v[name] for v in flat if name in v]) for name in names},
         "pooled": pooled_latencies(requests, {r: d["metrics"] for r, d in done.items()}),
-        "valid": not (reasons or refused),
+        "valid": not (reasons or refused or wrong),
         "invalid_reasons": reasons,
         "refused": refused,
+        "wrong_answers": wrong,
+        **({} if (canaries := counted(requests)) is None else {"canaries": canaries}),
     }
 
 

@@ -22,6 +22,8 @@ from kvbench.runs.repeats import repeat_notes
 # Keys of a workload's load that are in each cell's own definition, or that do not change the requests.
 NOT_OF_REQUESTS = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
 _THROUGHPUT = "steady_output_throughput"
+WRONG = "wrong answers"
+DOUBTS = (WRONG, "invalid", "refused")  # the worst first
 _GAUGES = (
     "t", "repeat", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_slots_total",
     "kv_slots_reserved", "kv_slots_used", "kv_waste_slots", "page_table_bytes",
@@ -107,11 +109,15 @@ class MeasuredCell:
     notes: Mapping[str, Any] = field(default_factory=dict)  # how the requests were made: trace, scales, source
     invalid_repeats: Mapping[str, Sequence[str]] = field(default_factory=dict)  # disturbed, not in ``repeats``: why
     refused: tuple[str, ...] = ()  # how much of each repeat the server served, where it refused too much
+    wrong_answers: tuple[str, ...] = ()  # how many canaries of each repeat were answered wrongly, where that fails it
+    canaries: Mapping[str, Any] = field(default_factory=dict)  # over all repeats, as ``counted``; empty without any
 
     @property
     def doubt(self) -> str:
-        """Why its figures are compared with no others: "invalid" or "refused"; empty where they are."""
-        return "" if self.valid else "refused" if self.refused and not self.invalid_reasons else "invalid"
+        """Why its figures are compared with no others: one of ``DOUBTS``; empty where they are."""
+        if self.valid:
+            return ""
+        return WRONG if self.wrong_answers else "refused" if self.refused and not self.invalid_reasons else "invalid"
 
     @property
     def marked_name(self) -> str:

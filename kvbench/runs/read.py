@@ -117,6 +117,8 @@ def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str], ses
         notes=summary.get("notes") or {},
         invalid_repeats=summary.get("invalid_repeats") or {},
         refused=tuple(map(str, summary.get("refused") or ())),
+        wrong_answers=tuple(map(str, summary.get("wrong_answers") or ())),
+        canaries=summary.get("canaries") or {},
     )
 
 

@@ -83,7 +83,12 @@ class Measured:
 
 
 def measures_again(done: Mapping[str, Any], attempts: int) -> bool:
-    """Whether a finished load is measured again: if it was disturbed, or is invalid from before a --resume."""
+    """Whether a finished load is measured again: if it was disturbed, or is invalid from before a --resume.
+
+    Never one with wrong answers: they may not come again, and are what was to be found.
+    """
+    if done.get("wrong_answers"):
+        return False
     return bool(done["invalid_reasons"]) and (attempts == 0 or (attempts < ATTEMPTS and is_disturbed(done)))
 
 

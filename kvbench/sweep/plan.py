@@ -14,6 +14,7 @@ from kvbench.common.console import print_plain
 from kvbench.common.errors import UsageError
 from kvbench.common.text import clock, plural
 from kvbench.load import launch
+from kvbench.requests.canaries import CanarySet, canaries_of
 from kvbench.sweep.capacity import Lengths, lengths_of
 from kvbench.workload.design import Block, Check, Design, capacities, plan_sweep
 from kvbench.workload.file import Workload
@@ -50,8 +51,9 @@ def preflight(workload: Workload, design: Design, check: Check) -> Preflight:
         for repeat in range(1, workload.load.repeats + 1):
             try:
                 requests = launch.make_requests(
-                    workload.load, cell.load, vocab_size=vocab, max_model_len=limit, seed=workload.seed, repeat=repeat
-                )
+                    workload.load, cell.load, vocab_size=vocab, max_model_len=limit, seed=workload.seed, repeat=repeat,
+                    canaries=_canaries(workload, cell.configuration.settings),
+                )  # fmt: skip
             except (ValueError, OSError) as error:
                 raise UsageError(f"{cell.cell_id}: {error}") from None
         work = sum(r.width * r.max_tokens for r in requests) / (rate * min(1.0, (cell.load.concurrency or 8) / 4))
@@ -59,6 +61,13 @@ def preflight(workload: Workload, design: Design, check: Check) -> Preflight:
         guesses[cell.load.load_id] = max(work, arrivals) + 3.0
         lengths[cell.load.load_id] = lengths_of(requests)
     return Preflight(capacity, guesses, lengths)
+
+
+def _canaries(workload: Workload, settings: Mapping[str, Any]) -> CanarySet | None:
+    """The canaries of the model in ``settings``; None where the load has none, or only the server tells its model."""
+    if "model" not in settings and (workload.load.canaries is None or workload.load.canaries.file is None):
+        return None
+    return canaries_of(workload.load, str(settings.get("model", "")))
 
 
 def describe_plan(

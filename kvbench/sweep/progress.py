@@ -157,6 +157,8 @@ class SweepProgress:
             text += f"  invalid: {'; '.join(done['invalid_reasons'])}"
         if done.get("refused"):
             text += f"  REFUSED: {done['refused']}"
+        if done.get("wrong_answers"):
+            text += f"  WRONG ANSWERS: {done['wrong_answers']}"
         self._finish(cell, repeat, text)
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:

@@ -20,6 +20,7 @@ from kvbench.common.errors import (
     EXIT_INTERRUPTED,
     EXIT_INVALID,
     EXIT_OK,
+    EXIT_REGRESSION,
     MeasurementError,
     UsageError,
     log_traceback,
@@ -29,6 +30,7 @@ from kvbench.common.git import git_state
 from kvbench.common.text import and_more, clock, plural
 from kvbench.lockstep.process import OPEN_LIMIT_S
 from kvbench.lockstep.sitting import Show, Sitting, begin_anew
+from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.engine_time import read_engine_time
 from kvbench.runs.folder import DONE, RunFolder, create_run
@@ -445,8 +447,16 @@ class Sweep:
             self._note(note)
         if complete and manifest["left_out"]:
             self._say(f"measure the repeats that are left out with:\n  {resume} --max-minutes <more>")
-        refused = [f"{each['cell_id']}: {why}" for each in self.summaries for why in each["refused"]
-                   if each["cell_id"] in chosen]  # fmt: skip
+        refused, wrong = (
+            [f"{each['cell_id']}: {why}" for each in self.summaries if each["cell_id"] in chosen for why in each[key]]
+            for key in ("refused", "wrong_answers")
+        )
+        if wrong:
+            head = (
+                "WRONG ANSWERS: the server answered canaries wrongly (exit code 1); these cells are compared with "
+                f"none, and what is needed to find out why is in their {WRONG_ANSWERS}:\n"
+            )
+            self._say(head + "  - " + and_more(wrong, 4, between="\n  - "))
         if refused:
             head = "REFUSED: the server answered requests with errors of its own; these cells are compared with none:\n"
             self._say(head + "  - " + and_more(refused, 4, between="\n  - "))
@@ -457,7 +467,7 @@ class Sweep:
                 self._say("The changes in engine time stay valid: other programs only widen their intervals.")
         if self.failures or (problems and complete):
             self._say(f"run the failed and invalid loads again with:\n  {resume}")
-        return EXIT_INVALID if problems else EXIT_OK
+        return EXIT_REGRESSION if wrong else EXIT_INVALID if problems else EXIT_OK
 
 
 def _loads(blocks: Sequence[Block]) -> list[LoadKey]:

@@ -159,6 +159,7 @@ class Preset:
     ``version_path``: answers JSON with the version at ``version_key``; None: the version of ``module`` is the server's.
     ``grace_s``: between TERM and KILL.
     ``start_guess_s``: a launch of a small model on a small machine, until one is measured.
+    ``greedy_forks``: it returns several answers to a prompt at temperature 0 too, which are the same.
     ``device_pattern``: finds the device in its /server_info.
     ``quirks``: what a reader of the numbers should know.
     """
@@ -181,6 +182,7 @@ class Preset:
     model_format: str = "safetensors"
     grace_s: float = 10.0
     start_guess_s: float = 60.0
+    greedy_forks: bool = False
     device_pattern: str | None = None
     quirks: tuple[str, ...] = ()
 

@@ -434,8 +434,8 @@ TRANSFORMERS = Preset(
 )
 
 PRESETS: Mapping[str, Preset] = {each.name: each for each in (VLLM, SGLANG, TGI, LLAMACPP, TRANSFORMERS)}
-BUILT_IN = Preset(name="openai", title="the server", reset_path="/reset_prefix_cache")
+BUILT_IN = Preset(name="openai", title="the server", reset_path="/reset_prefix_cache", greedy_forks=True)
 # What is assumed of a server that nobody has named. Many ignore fields that they do not know, use_beam_search and
 # best_of among them, and would be measured as if they searched; of n, the client counts the sequences that end.
-GENERIC = dataclasses.replace(BUILT_IN, dialect=Dialect(answers=["n"]))
+GENERIC = dataclasses.replace(BUILT_IN, dialect=Dialect(answers=["n"]), greedy_forks=False)
 METRIC_KINDS = (VLLM.metrics, SGLANG.metrics, TGI.metrics, LLAMACPP.metrics, OURS)

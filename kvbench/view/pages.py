@@ -25,7 +25,7 @@ from kvbench.runs.model import Run
 from kvbench.view.capacity import Form
 from kvbench.view.workspace import DAMAGED, STATES, RunRow, Workspace
 
-_STATE_WORDS = {"empty": "without a measurement"}
+_STATE_WORDS = {"empty": "without a measurement", "wrong": "with wrong answers"}
 _FIGURES = re.compile(r'(<script type="application/json" id="figures">)(.*?)(</script>)', re.DOTALL)
 _UNPACK = """(async () => {
   const figures = document.getElementById("figures");

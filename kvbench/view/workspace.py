@@ -30,7 +30,7 @@ from kvbench.runs.read import read_run
 from kvbench.workload.settings import slug
 
 DAMAGED = "damaged"
-STATES = ("valid", "invalid", "incomplete", "empty", DAMAGED)
+STATES = ("valid", "wrong", "invalid", "incomplete", "empty", DAMAGED)
 _READ_FILES = (MANIFEST, QUALITY, "cells/*/summary.json", "lockstep/effects.json")  # what the row of a run is made of
 _LONGEST_SLUG, _LONGEST_REASON = 100, 400  # characters
 _TIME = "%Y-%m-%d %H:%M"

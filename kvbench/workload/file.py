@@ -25,7 +25,7 @@ from kvbench.workload.settings import canonical
 
 PROFILES = ("cpu", "gpu")
 MODEL_SECTION = frozenset({"model", "load_format", "seed", "dtype", "tokenizer"})  # engine settings below ``model:``
-_PROMPT_PATHS = ("file", "path", "tokenizer")
+_PATHS = ("file", "path", "tokenizer")
 _SHIPPED_MODELS = REPOSITORY / "engine" / "models"
 
 
@@ -358,12 +358,12 @@ def portable(path: Path) -> str:
 
 
 def _change_paths(load: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """A copy of the load section with each file of its prompts changed."""
-    prompts = load.get("prompts")
-    if not isinstance(prompts, dict):
-        return dict(load)
-    changed = {k: change(v) if k in _PROMPT_PATHS and isinstance(v, str) else v for k, v in prompts.items()}
-    return {**load, "prompts": changed}
+    """A copy of the load section with each file of its prompts and canaries changed."""
+    changed = dict(load)
+    for name in ("prompts", "canaries"):
+        if isinstance(part := load.get(name), dict):
+            changed[name] = {k: change(v) if k in _PATHS and isinstance(v, str) else v for k, v in part.items()}
+    return changed
 
 
 def _engine_settings(file: WorkloadFile, folder: Path, where: str) -> dict[str, Any]:

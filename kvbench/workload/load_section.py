@@ -97,6 +97,16 @@ class Step(StrictModel):
     """how long"""
 
 
+class Canaries(StrictModel):
+    """Requests whose right answers are known, mixed into the load: a wrong answer fails the cell."""
+
+    share: float = Field(gt=0, le=0.5)
+    """of all requests that are sent; the load's own stay as they are, and canaries come between them"""
+    file: str | None = None
+    """a file that `kvbench canaries` wrote, or the name of a set in workloads/canaries; left out: the set that has the
+    name of the model that is served"""
+
+
 class LoadConfig(StrictModel):
     """What is sent: how many users or requests a second, which prompts, how often."""
 
@@ -124,6 +134,8 @@ class LoadConfig(StrictModel):
     """limits for goodput"""
     sessions: Sessions | None = None
     """conversations of several turns (prompts of kind synthetic)"""
+    canaries: Canaries | None = None
+    """requests whose right answers are known: {share: 0.1}"""
     arrivals: Literal["poisson", "constant", "gamma", "ramp", "step", "trace"] = "poisson"
     """open: poisson, constant and gamma at `request_rate`; ramp: from `ramp_up_start_rps` to `ramp_up_end_rps`; step:
     the `steps` one after another; trace: as recorded"""

@@ -70,6 +70,7 @@ def workload_reference(engine: Mapping[str, Any]) -> str:
         ("load.prompts: of kind text", known["TextPrompts"]),
         ("load.prompts: of kind trace", known["TracePrompts"]),
         ("load.sessions:", known["Sessions"]),
+        ("load.canaries:", known["Canaries"]),
         ("load.slo: in milliseconds", known["Slo"]),
         ("load.steps:", known["Step"]),
     ]

@@ -92,6 +92,13 @@ def refused(served: int = 20, message: str = "Context size has been exceeded.", 
     return replace(one, valid=False, refused=(told,))
 
 
+def wrong(**how: Any) -> MeasuredCell:
+    """A cell that answered 2 of 40 canaries wrongly."""
+    counts = {"sent": 41, "answered": 40, "wrong": 2, "distinct": 20, "first_wrong": "passkey-7 (request 12), differs"}
+    told = ("repeat 1: 2 of 40 canaries were answered wrongly, first passkey-7 (request 12), differs",)
+    return replace(cell(**how), valid=False, wrong_answers=told, canaries=counts)
+
+
 def _measured(throughput: float, tpot: float, ttft: float) -> dict[str, Any]:
     times = {"tpot_ms": {"p50": tpot}, "ttft_ms": {"p95": ttft}, "itl_ms": {"p95": tpot}}
     return {"steady_output_throughput": throughput, **times}

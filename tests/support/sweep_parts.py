@@ -142,7 +142,7 @@ def undisturbed(*arguments: Any, **options: Any) -> dict[str, Any]:
     """``measure_load`` as on a machine where nothing else runs."""
     found = measure_load(*arguments, **options)
     reasons = [reason for reason in found["invalid_reasons"] if not any(words in reason for words in BUSY_MACHINE)]
-    valid = not (reasons or found["refused"])
+    valid = not (reasons or found["refused"] or found["wrong_answers"])
     return found | {"valid": valid, "invalid_reasons": reasons, "disturbances": []}
 
 

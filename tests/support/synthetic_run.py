@@ -13,10 +13,14 @@ from kvbench.common.files import write_json
 from kvbench.metrics.latency import summarise
 from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.folder import DONE, RunFolder
+from kvbench.runs.quality import QUALITY, QualityResult
 from kvbench.workload.design import Cell, Configuration, LoadPoint
+from tests.support.quality_results import figures, outside, result
 from tests.support.toy_engine import (
     BYTES_PER_TOKEN,
     CONFIGS,
+    INT4,
+    INT8,
     MAX_MODEL_LEN,
     PAGE_TABLE_BYTES,
     Config,
@@ -55,6 +59,8 @@ def make_run(folder: Path, scenario: Scenario | None = None) -> Path:
         "plan": plan,
     }
     write_json(run.manifest_path, manifest)
+    if sc.quality:
+        write_json(folder / QUALITY, _quality(sc).to_json())
     for config in sc.configs:
         if config.config_id not in sc.missing:
             for load in loads:
@@ -92,8 +98,17 @@ def _write_cell(run: RunFolder, config: Config, load: LoadPoint, sc: Scenario) -
     aggregate_cell(run, cell, {"capacity": {config.config_id: capacity}})
 
 
+def _quality(sc: Scenario) -> QualityResult:
+    """Every configuration within the limits but INT4, which has lost some passkeys."""
+    known = {INT8: figures(0.0004, more=0.0006, greedy=44), INT4: outside()}
+    of = {c.config_id: known.get(c.kv_cache_dtype, figures()) for c in sc.configs}
+    beside = sc.quality == "beside"
+    return result(of, beside=beside, model="kvbench-tiny" if beside else "llama-32m", git={"sha": "0123456789abcdef"})
+
+
 BASELINE, CONTIGUOUS = CONFIGS[0], CONFIGS[1]
 PAIR = (BASELINE, CONTIGUOUS)
+WITH_INT4 = (*PAIR, *CONFIGS[4:6], Config("kv_cache_dtype-int4", kv_cache_dtype=INT4, varied={"kv_cache_dtype": INT4}))
 VARIANTS: dict[str, Scenario] = {
     "normal": Scenario(repeats=2),
     "failures": Scenario(configs=PAIR, repeats=1, failures={"baseline": 3}),
@@ -104,5 +119,6 @@ VARIANTS: dict[str, Scenario] = {
     "no_contiguous": Scenario(configs=(BASELINE, *CONFIGS[2:4]), repeats=1),
     "one_cell": Scenario(configs=(BASELINE,), concurrencies=(24,)),
     "foreign": Scenario(configs=(replace(BASELINE, config_id="vllm"),), repeats=1, server_metrics=False),
+    "quality": Scenario(configs=WITH_INT4, concurrencies=(24,), quality="beside"),
     "nothing": Scenario(missing=tuple(c.config_id for c in CONFIGS)),
 }

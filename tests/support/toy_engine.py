@@ -20,7 +20,8 @@ CLASSES = (
 BYTES_PER_TOKEN = 16_384
 MAX_MODEL_LEN = 1024
 PAGE_TABLE_BYTES = 65_536  # on top of the slots, as the budget has it
-INT8 = "int8_per_token_head"
+INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
+CODES_A_FLOAT = {INT8: 4, INT4: 8}
 PLACES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
 
 
@@ -52,12 +53,12 @@ class Config:
 
     @property
     def bytes_per_slot(self) -> int:
-        """int8 takes a quarter of float32, and a scale of 4 bytes for every 64 codes of it."""
-        return BYTES_PER_TOKEN // 4 + self.scale_bytes if self.kv_cache_dtype == INT8 else BYTES_PER_TOKEN
+        """int8 takes a quarter of float32, int4 an eighth, and a scale of 4 bytes for every 64 codes of them."""
+        return BYTES_PER_TOKEN // CODES_A_FLOAT.get(self.kv_cache_dtype, 1) + self.scale_bytes
 
     @property
     def scale_bytes(self) -> int:
-        return BYTES_PER_TOKEN // 64 if self.kv_cache_dtype == INT8 else 0
+        return BYTES_PER_TOKEN // 64 if self.kv_cache_dtype in CODES_A_FLOAT else 0
 
 
 CONFIGS = (
@@ -89,6 +90,7 @@ class Scenario:
     missing: tuple[str, ...] = ()  # config_ids planned but never finished
     server_metrics: bool = True  # False: a foreign server without our /metrics
     workload_name: str = "mixed"
+    quality: str = ""  # "own" or "beside": which model its quality.json is of
     text: str = "A page table maps what a sequence wrote to where it was put."
 
 

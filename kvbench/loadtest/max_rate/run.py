@@ -141,18 +141,20 @@ class RateSearch:
         growth, seconds = queue_growth(starts, ends), None
         met, cause, reasons, missed = None, None, list(kept["invalid_reasons"]), []
         if kept["valid"]:
-            missed = misses(self.conditions, metrics, growth, self.bounds.overload)
-            met, reasons = not missed, [miss.text for miss in missed]
+            found = misses(self.conditions, metrics, growth, self.bounds.overload)
+            met, reasons, missed = not found, [miss.text for miss in found], [miss.cause for miss in found]
             if met and growth is None:  # all was over before a queue could have grown
                 met, cause, seconds = None, TOO_SHORT, _RUN_OVER_FILLING * filling_s(starts, ends)
                 reasons = [f"too short to tell whether the server keeps up: {seconds:.0f} s of arrivals are needed"]
+        elif not reasons and kept.get("wrong_answers"):
+            met, reasons, missed = False, [kept["wrong_answers"]], ["wrong answers"]
         else:
             cause = CLIENT_LIMIT if client_alone(kept, run) else INVALID
         return {
             "met": met,
             "cause": cause,
             "reasons": reasons,
-            "missed": [miss.cause for miss in missed],
+            "missed": missed,
             "values": {c.text: c.value(metrics) for c in self.conditions},
             "backlog": None if growth is None else {"early": growth.early, "late": growth.late},
             "seconds": seconds,

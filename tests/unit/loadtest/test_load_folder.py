@@ -75,6 +75,14 @@ def test_a_load_that_is_begun_anew_removes_only_its_own_files(out):
     assert left == {"manifest.json", "notes.txt", "invalid-1", "elsewhere"}
 
 
+@pytest.mark.parametrize("found", ["refused", "wrong_answers", None])
+def test_a_finding_is_not_measured_away(out, found):
+    with opened(out) as folder:
+        folder.finish(valid=False, **{found: "said"} if found else {})
+    with opened(out) as folder:
+        assert folder.finished == bool(found)
+
+
 def test_runs_are_read_in_the_order_of_their_numbers(out):
     names = ["02-r1", "11-r4", "100-r2"]
     for name in names:

@@ -16,7 +16,14 @@ from kvbench.cli.main import cli
 from kvbench.common.errors import UsageError
 from kvbench.common.text import slo_words
 from kvbench.load.spec import parse
-from kvbench.loadtest.options import LoadOptions, become_worker, choose_load, client_processes, parse_goodput
+from kvbench.loadtest.options import (
+    LoadOptions,
+    become_worker,
+    choose_load,
+    client_processes,
+    parse_canaries,
+    parse_goodput,
+)
 from tests.support.loads import free_port
 
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]
@@ -191,6 +198,24 @@ def test_goodput_is_read_as_vllm_writes_it(choose):
 def test_a_goodput_that_is_none_is_refused(words):
     with pytest.raises(UsageError, match="--goodput"):
         parse_goodput((words,))
+
+
+def test_canaries_are_a_share_and_a_file_or_a_name(choose, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.jsonl").write_text("")
+    assert parse_canaries("0.1") == {"share": 0.1, "file": None}
+    assert parse_canaries("0.25:tiny") == {"share": 0.25, "file": "tiny"}
+    assert parse_canaries("0.25:mine.jsonl") == {"share": 0.25, "file": str(tmp_path / "mine.jsonl")}
+    loaded, point = choose(TALK, canaries="0.2")
+    assert loaded.load.canaries.share == 0.2 and loaded.load.sessions and point.concurrency == 2
+    assert choose(CLOSED, ("load.canaries.share=0.3",))[0].load.canaries.share == 0.3
+    assert choose(CLOSED)[0].load.canaries is None
+
+
+@pytest.mark.parametrize("words", ["", "x", ":tiny", "0.6", "0", "0.1,0.2"])
+def test_canaries_that_are_none_are_refused(choose, words):
+    with pytest.raises(UsageError, match="canaries"):
+        choose(CLOSED, canaries=words)
 
 
 def parsed(*words):

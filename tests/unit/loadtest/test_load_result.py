@@ -144,6 +144,17 @@ def test_the_client_queue_has_a_row_where_requests_waited_and_reasons_are_last()
     assert "REFUSED: the server served 1 of 3 requests; 'full' x 2" in refused and "INVALID" not in refused
 
 
+def test_canaries_are_counted_and_a_wrong_one_is_said_with_the_first():
+    counts = {"sent": 9, "answered": 8, "wrong": 0, "distinct": 5}
+    right = result([0.3], wrong_answers=None)
+    right["metrics"]["canaries"] = counts
+    assert "canaries: 9 sent, 8 answered, 0 wrongly" in shown(right) and "WRONG" not in shown(right)
+    assert "canaries" not in shown(result([0.3]))
+    wrong = result([0.3], wrong_answers="1 of 8 canaries was answered wrongly, first a", valid=False)
+    wrong["metrics"]["canaries"] = counts | {"wrong": 1, "first_wrong": "a (request 3), differs"}
+    assert "WRONG ANSWERS: 1 of 8" in shown(wrong) and "INVALID" not in shown(wrong)
+
+
 def test_each_plateau_of_the_rate_has_a_row():
     measured = result([0.1, 0.2])
     assert "each plateau" not in shown(measured)

@@ -102,6 +102,18 @@ def new(tmp_path):
     return make
 
 
+def test_a_rate_at_which_answers_are_wrong_is_missed(new):
+    class Forgetful(Queue):
+        def measure(self, rate, count, number, out):
+            wrong = "1 of 9 canaries was answered wrongly" if rate > 2.5 else None
+            return super().measure(rate, count, number, out) | {"valid": not wrong, "wrong_answers": wrong}
+
+    search = new(Forgetful())
+    assert search.run() == EXIT_OK
+    assert 2.5 / 1.1 < answer(search)["max_rate"] < 2.5 * 1.1
+    assert "missed: wrong answers" in search.printed.getvalue()
+
+
 def test_the_capacity_of_a_queue_is_found_and_a_stopped_search_goes_on_from_its_runs(new):
     capacity = md1_capacity(0.95, 0.5)
     assert capacity < 0.8 / SERVICE_S  # well under saturation: the SLO binds, not the growth of the queue

@@ -26,18 +26,15 @@ from kvbench.report.decision import (
     count_words,
     headline,
 )
-from kvbench.runs.model import Run
-from kvbench.runs.quality import QualityResult
-from tests.support.report_cells import cell, in_engine_time, refused, run
+from kvbench.runs.model import MeasuredCell
+from tests.support.quality_results import figures, outside, with_quality
+from tests.support.quality_results import measured_run as run
+from tests.support.report_cells import cell, in_engine_time, refused, wrong
+from tests.support.report_cells import run as run_without_quality
 
 FAST, SLOW, WIDE = (150.0, 151.0, 152.0), (50.0, 51.0, 49.0), (50.0, 100.0, 250.0)
 LATE = (900.0, 910.0, 905.0)  # p95 TTFT, where others have 500
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
-
-
-def with_kld(measured: Run, config_id: str, kld: float, note: str = "") -> Run:
-    known = QualityResult("w", "those of m", {config_id: {"mean": kld}}, note=note)
-    return replace(measured, quality=known)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +94,9 @@ def test_the_verdict_weighs_throughput_and_both_p95s(figures: dict[str, Any], ve
             ["1 of 2 cells are invalid (it lagged)"], id="invalid baseline",
         ),
         pytest.param(
+            [wrong(), cell("contiguous", baseline=False)], "Cannot tell", ["2 of 40 canaries"], id="wrong answers"
+        ),
+        pytest.param(
             [refused(), cell("contiguous", baseline=False)], "Cannot tell", ["refused 28 of 48"], id="refused"
         ),
         pytest.param([cell()], "Paged (page 16): 100 output tokens/s", ["nothing to compare"], id="alone"),
@@ -109,22 +109,50 @@ def test_the_first_sentence(cells: list, begins: str, has: list[str]) -> None:
     assert count_words(text) <= MOST_WORDS
 
 
-def test_a_quantised_kv_is_not_advised_before_its_quality_is_known() -> None:
-    other = cell(throughput=FAST, **FP8)
-    measured = run(cell(), other)
-    assert headline(measured).startswith("Measure quality before you ship FP8 KV (e4m3)")
-    assert headline(with_kld(measured, other.config_id, 0.0009)).startswith("Ship FP8 KV (e4m3)")
-    assert "KLD 0.0009" in headline(with_kld(measured, other.config_id, 0.0009))
-    assert headline(with_kld(measured, other.config_id, 0.03)).startswith("Do not ship FP8 KV (e4m3) yet")
-    random = with_kld(measured, other.config_id, 0.0001, "random")
-    assert headline(random).startswith("Do not ship") and "random" in headline(random)
+def test_nothing_is_advised_before_its_answers_are_known() -> None:
+    for name, how in (("FP8 KV (e4m3)", FP8), ("page 8", {"page_size": 8})):
+        other = cell(throughput=FAST, **how)
+        measured = run_without_quality(cell(), other)
+        assert headline(measured).startswith(f"Measure quality before you ship {name}: +51 %")
+        assert headline(with_quality(measured)).startswith(f"Ship {name}")
+        assert headline(with_quality(measured, {other.config_id: None})).startswith("Measure quality before")
+        bad = headline(with_quality(measured, {other.config_id: outside()}))
+        assert bad.startswith(f"Do not ship {name}: +51 %") and "outside" in bad and "KLD 0.03" in bad
+        random = headline(with_quality(measured, note="random"))
+        assert random.startswith(f"Do not ship {name} yet") and "random" in random
+    assert headline(run_without_quality(cell(), cell("contiguous", throughput=SLOW))).startswith("Keep paged")
 
 
-def test_a_kld_of_another_commit_is_not_this_runs_quality() -> None:
+def test_the_price_of_a_quantised_kv_is_in_the_sentence() -> None:
     other = cell(throughput=FAST, **FP8)
-    measured = run(cell(), other, git={"sha": "aaa"})
-    known = QualityResult("w", "m", {other.config_id: {"mean": 0.0001}}, git={"sha": "bbb"})
-    assert headline(replace(measured, quality=known)).startswith("Do not ship FP8 KV (e4m3) yet")
+    text = headline(with_quality(run(cell(), other), {other.config_id: figures(0.0009)}, beside=True))
+    assert text.startswith("Ship FP8 KV (e4m3)") and "KLD 0.0009" in text
+
+
+def test_canaries_under_load_speak_for_full_precision_alone() -> None:
+    def sent(wrong: int, **how: Any) -> MeasuredCell:
+        return replace(cell(throughput=FAST, **how), canaries={"sent": 24, "answered": 24, "wrong": wrong})
+
+    assert headline(run_without_quality(cell(), sent(0, page_size=8))).startswith("Ship page 8")
+    assert headline(run_without_quality(cell(), sent(1, page_size=8))).startswith("Measure quality")
+    assert headline(run_without_quality(cell(), sent(0, **FP8))).startswith("Measure quality")
+    low = replace(sent(1, page_size=8), load=cell(load=3).load)  # of the same configuration
+    assert headline(run_without_quality(cell(), sent(0, page_size=8), low)).startswith("Measure quality")
+
+
+def test_wrong_answers_under_load_count_whatever_was_measured_without_load() -> None:
+    """Engine time decides without the load that was answered wrongly."""
+    other = wrong(page_size=8)
+    known = in_engine_time((other, THROUGHPUT, 1.2, 1.18, 1.22, AHEAD))
+    text = headline(with_quality(run_without_quality(cell(), other, engine_time=known)))
+    assert text.startswith("Do not ship page 8: +20 %") and "wrong answers" in text
+
+
+def test_a_quality_of_another_commit_is_not_this_runs() -> None:
+    other = cell(throughput=FAST, **FP8)
+    measured = run_without_quality(cell(), other, git={"sha": "aaa"})
+    assert headline(with_quality(measured, git={"sha": "bbb"})).startswith("Do not ship FP8 KV (e4m3) yet")
+    assert headline(with_quality(measured, git={"sha": "aaa"})).startswith("Ship FP8 KV")
 
 
 def test_the_longest_risk_keeps_its_loss() -> None:
@@ -210,8 +238,13 @@ RATIOS = st.floats(0.01, 99.0)
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(RATIOS, CALLS, RATIOS, CALLS), min_size=1, max_size=5), st.booleans(), st.booleans())
-def test_no_run_gets_more_than_25_words_and_none_ships_what_is_behind(rows, quantised: bool, incomplete: bool) -> None:
+@given(
+    st.lists(st.tuples(RATIOS, CALLS, RATIOS, CALLS), min_size=1, max_size=5),
+    st.booleans(),
+    st.sampled_from([figures(), outside(), None]),
+    st.booleans(),
+)
+def test_no_run_gets_more_than_25_words_and_none_ships_what_is_behind(rows, quantised, quality, incomplete) -> None:
     long = {"scheduling_policy": "priority", "enable_prefix_caching": True}
     cells, effects = [], []
     for i, (ratio, call, ttft, ttft_call) in enumerate(rows):
@@ -221,13 +254,14 @@ def test_no_run_gets_more_than_25_words_and_none_ships_what_is_behind(rows, quan
         effects += [(each, TTFT, ttft, 0.9 * ttft, 1.1 * ttft, ttft_call)]
     missing = ("x",) if incomplete else ()
     base = cell(throughput=(100.0,))  # one repeat: engine time alone decides
-    text = headline(run(base, *cells, missing=missing, engine_time=in_engine_time(*effects)))
+    measured = run(base, *cells, missing=missing, engine_time=in_engine_time(*effects))
+    text = headline(with_quality(measured, {each.config_id: quality for each in cells}))
     assert count_words(text) <= MOST_WORDS, text
     pays = any(
         (call == AHEAD and ttft_call != BEHIND) or (call == IS_LEVEL and ttft_call == AHEAD)
         for _, call, _, ttft_call in rows
     )
-    assert ("Ship " in text) == (pays and not quantised), text
+    assert ("Ship " in text) == (pays and quality is not None and not quality["outside"]), text
 
 
 def test_the_answers_begin_with_paging_and_tell_what_is_not_known() -> None:
@@ -275,12 +309,21 @@ def test_what_was_served_stands_beside_engine_time_only_with_an_interval() -> No
     assert "worse p95 TTFT +50 %" in evidence(80.0)
 
 
-def test_a_measured_quality_makes_a_quantised_kv_safe_or_not() -> None:
-    other = cell(throughput=FAST, **FP8)
-    measured = run(cell(), other)
-    (safe,) = answers(with_kld(measured, other.config_id, 0.0009))
-    (bad,) = answers(with_kld(measured, other.config_id, 0.03))
-    assert (safe.verdict, safe.mark) == (PAYS, "better") and (bad.verdict, bad.mark) == ("Pays; not safe", "worse")
+def test_the_answers_say_what_is_safe() -> None:
+    other, page = cell(throughput=FAST, **FP8), cell(page_size=8, throughput=FAST)
+    for but, fp8, size in (
+        ({}, (PAYS, "better"), ("Use 8", "better")),
+        ({other.config_id: outside(), page.config_id: outside()}, ("Pays; not safe", "worse"), ("Keep 16", "")),
+        (
+            {other.config_id: None, page.config_id: None},
+            ("Pays; safety not known", ""),
+            ("8 pays; safety not known", ""),
+        ),
+    ):
+        found = {
+            each.subject: (each.verdict, each.mark) for each in answers(with_quality(run(cell(), other, page), but))
+        }
+        assert found == {"FP8 KV (e4m3)": fp8, "Page size": size}
 
 
 def test_combinations_of_settings_are_answered_by_their_own_name() -> None:

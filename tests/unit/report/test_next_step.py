@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 
 import yaml
 
 from kvbench.report.changes import AHEAD, OPEN, THROUGHPUT
 from kvbench.report.next_step import next_steps
-from kvbench.runs.quality import QualityResult
-from tests.support.report_cells import cell, in_engine_time, run
+from tests.support.quality_results import measured_run as run
+from tests.support.quality_results import with_quality
+from tests.support.report_cells import cell, in_engine_time
+from tests.support.report_cells import run as run_without_quality
 
 COMMAND = ["kvbench", "sweep", "workloads/mixed.yaml"]
 FAST = (150.0, 151.0, 152.0)
@@ -21,21 +22,16 @@ def test_an_invalid_run_is_measured_again_first() -> None:
     assert steps[0].command.startswith("kvbench sweep --resume ")
 
 
-def test_a_quantised_kv_asks_for_its_quality_until_it_is_measured() -> None:
-    other = cell(kv_cache_dtype="fp8_e4m3", throughput=FAST)
-    measured = run(cell(), other, command=COMMAND)
-    assert any(step.command.startswith("kvbench quality ") for step in next_steps(measured))
-    known = replace(measured, quality=QualityResult("w", "m", {other.config_id: {"mean": 0.001}}))
-    assert not any("quality" in step.command for step in next_steps(known))
-    vllm = run(cell(), other, command=COMMAND, target="vllm", backend="vllm")  # shows no logits
-    assert not any("quality" in step.command for step in next_steps(vllm))
-
-
-def test_the_quality_of_random_weights_is_not_worth_measuring() -> None:
-    random = {"model": {"config": "llama-32m", "load_format": "dummy"}}
-    measured = run(cell(), cell(kv_cache_dtype="fp8_e4m3", throughput=FAST), command=COMMAND, workload=random)
-    (step,) = (step for step in next_steps(measured) if "quality" in step.why)
-    assert step.command.endswith("-o model.path=YOUR-MODEL")
+def test_what_pays_asks_for_its_quality_until_it_is_measured() -> None:
+    for how in ({"kv_cache_dtype": "fp8_e4m3"}, {"page_size": 8}):
+        measured = run_without_quality(cell(), cell(throughput=FAST, **how), command=COMMAND)
+        assert any(step.command.startswith("kvbench quality ") for step in next_steps(measured))
+        assert not any("quality" in step.command for step in next_steps(with_quality(measured)))
+    assert not next_steps(run_without_quality(cell(), cell(page_size=8), command=COMMAND))  # nobody would set it
+    other = run_without_quality(cell(), cell(page_size=8, throughput=FAST), command=COMMAND, backend="vllm")
+    assert any("load.canaries=" in step.command for step in next_steps(other))
+    quantised = cell(kv_cache_dtype="fp8_e4m3", throughput=FAST)  # where canaries do not speak for it
+    assert not next_steps(run_without_quality(cell(), quantised, command=COMMAND, backend="vllm"))
 
 
 def test_settings_that_pay_alone_are_to_be_measured_together() -> None:

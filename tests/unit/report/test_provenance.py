@@ -19,7 +19,7 @@ from kvbench.report.provenance import (
     validity,
     warnings,
 )
-from tests.support.report_cells import cell, refused, run
+from tests.support.report_cells import cell, refused, run, wrong
 
 LAG = tuple(f"repeat {i}: the client lagged: p99 {i}.5 ms, the limit is 1 ms." for i in (1, 2, 3))
 
@@ -37,6 +37,8 @@ LAG = tuple(f"repeat {i}: the client lagged: p99 {i}.5 ms, the limit is 1 ms." f
         (run(refused()), "valid", "'Context size has been exceeded.' x 28"),
         (run(refused(), missing=("x",)), "incomplete", "x"),
         (run(dataclasses.replace(refused(), invalid_reasons=("lag",))), "invalid", "lag"),
+        (run(wrong(), missing=("x",)), "wrong", "passkey-7"),
+        (run(dataclasses.replace(wrong(), invalid_reasons=("lag",)), cell(reasons=("lag",))), "wrong", "passkey-7"),
     ],
 )
 def test_validity(shown: Any, status: str, reason: str) -> None:

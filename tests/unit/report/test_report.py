@@ -27,7 +27,7 @@ from kvbench.report.page import PLOTLY_JS, page, template_file
 from kvbench.report.style import looks
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.read import read_run
-from tests.support.report_cells import cell, refused
+from tests.support.report_cells import cell, refused, wrong
 from tests.support.report_cells import run as run_of_cells
 from tests.support.synthetic_run import VARIANTS
 
@@ -70,7 +70,7 @@ def test_every_variant_builds_one_page_that_loads_nothing(
     assert title == f"# {run.workload}" and verdict.startswith(f"**{headline(run)}**".replace("_", r"\_")[:40])
     assert not run.cells or len(pd.read_csv(folder / "summary.csv")) == len(run.cells)
     assert {path.name for path in folder.iterdir()} <= {
-        "cells", "manifest.json", "report.html", "report.md", "summary.csv",
+        "cells", "manifest.json", "quality.json", "report.html", "report.md", "summary.csv",
     }  # fmt: skip
 
 
@@ -254,6 +254,15 @@ def test_the_console_table_and_the_page_say_what_a_server_refused() -> None:
     assert "refused 28 of 48" in report.verdict and "0 of 2" not in report.counted
     (failures,) = (s for chapter in report.chapters for s in chapter.sections if s.key == "failures")
     assert any("Context size has been exceeded." in value.text for row in failures.table.rows for value in row.values)
+
+
+def test_wrong_answers_are_said_first_in_console_page_and_markdown() -> None:
+    shown, out = run_of_cells(wrong(), cell("contiguous")), io.StringIO()
+    print_table(rich.console.Console(file=out, width=200), console_table(shown))
+    assert "! WRONG ANSWERS: paged (page 16) at 24 at once" in out.getvalue() and "invalid meas" not in out.getvalue()
+    report = document(shown)
+    assert report.status == "wrong" and "passkey-7" in report.details[0]
+    assert "WRONG ANSWERS" in markdown(report) and "WRONG ANSWERS" in page(shown, report)
 
 
 @pytest.mark.parametrize("fault", ["samples gone", "samples cut", "cell gone", "manifest gone"])

@@ -21,7 +21,7 @@ from kvbench.report.changes import BEHIND, OPEN, THROUGHPUT
 from kvbench.report.compared_cells import MOST_SIDES, Group, differences, groups_of, obstacles, one_group, ratios
 from kvbench.report.side_by_side import drawings, engine_time, markdown, page
 from kvbench.runs.model import MeasuredCell, Run
-from tests.support.report_cells import cell, in_engine_time, refused, run
+from tests.support.report_cells import cell, in_engine_time, refused, run, wrong
 from tests.support.synthetic_run import PAIR, make_run
 from tests.support.toy_engine import Scenario
 
@@ -114,6 +114,7 @@ PROMPTS = {"workload": {"name": "mixed", "load": {"prompts": {"tokens": 9}, "rep
         (more_requests(), {}, "requests a repeat"),
         (cell(page_size=32, reasons=("repeat 1: it lagged",)), {}, "it lagged"),
         (refused(page_size=32), {}, "refused"),
+        (wrong(page_size=32), {}, "passkey-7"),
     ],
 )
 def test_what_must_not_be_compared_has_a_reason_and_no_ratio_anywhere(
@@ -144,9 +145,9 @@ def test_other_code_versions_settings_and_targets_are_compared_and_shown_first()
 def test_a_group_has_two_to_six_different_cells() -> None:
     cells = [cell(load=load) for load in range(1, MOST_SIDES + 2)]
     one = of(*cells)
-    for wrong in ([], cells[:1], cells, [cells[0], cells[0]]):
+    for chosen in ([], cells[:1], cells, [cells[0], cells[0]]):
         with pytest.raises(UsageError):
-            one_group([(one, each) for each in wrong])
+            one_group([(one, each) for each in chosen])
     assert [side.letter for side in one_group([(one, each) for each in cells[:6]])[0]] == list("ABCDEF")
 
 

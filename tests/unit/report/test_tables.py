@@ -12,7 +12,7 @@ from kvbench.report.client_quality import quality_sentences, quality_table
 from kvbench.report.sections import Section, chapters, class_table, effect_table, plateau_table, turn_table
 from kvbench.report.tables import Table, Value, flat_rows, main_table
 from kvbench.runs.model import MeasuredCell, Run
-from tests.support.report_cells import cell, refused, run
+from tests.support.report_cells import cell, refused, run, wrong
 
 
 def changed(one: MeasuredCell, metrics: dict[str, Any] | None = None, cache: Any = (), **pooled: Any) -> MeasuredCell:
@@ -122,6 +122,19 @@ def test_the_csv_says_of_which_window_its_throughput_is() -> None:
     one, other = cell(), changed(cell("contiguous"), {"steady_output_throughput": None, "output_throughput": 9.0})
     found = {row["cell_id"]: row["output_tokens_per_s_window"] for row in flat_rows(run(one, other))}
     assert found == {one.cell_id: "steady window", other.cell_id: "whole run"}
+
+
+def test_a_cell_with_wrong_answers_is_marked_and_counts_its_canaries() -> None:
+    right = dataclasses.replace(cell("contiguous"), canaries={"sent": 9, "answered": 9, "wrong": 0, "distinct": 9})
+    shown = run(wrong(), right)
+    found, other = entries(main_table(shown)), entries(main_table(shown), "contiguous")
+    assert found["configuration"].note == "baseline, wrong answers" and found["configuration"].mark == "worse"
+    assert (found["canaries_wrong"].text, other["canaries_wrong"].text) == ("2 of 40", "0 of 9")
+    flat = next(each for each in flat_rows(shown) if each["cell_id"] == shown.cells[0].cell_id)
+    assert flat["valid"] is False and "passkey-7" in flat["wrong_answers"]
+    assert (flat["canaries_sent"], flat["canaries_answered"], flat["canaries_wrong"]) == (41, 40, 2)
+    assert "canaries_wrong" not in entries(main_table(run(cell())))
+    assert entries(quality_table(shown))["valid"].note == "wrong answers"
 
 
 def test_a_refused_cell_is_marked_and_has_its_servers_message() -> None:

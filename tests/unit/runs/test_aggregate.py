@@ -53,7 +53,7 @@ def aggregated(
         write_json(run.manifest_path, {"workload": {"load": section}, "plan": []})
     for repeat, frame in enumerate(repeats, start=1):
         where = run.load(cell.cell_id, repeat)
-        where.mkdir(parents=True)
+        where.mkdir(parents=True, exist_ok=True)
         frame.to_parquet(where / "requests.parquet")
         metrics = summarise(frame, {"mode": load.mode, "concurrency": load.concurrency})
         write_json(where / "counters.json", {})
@@ -135,6 +135,26 @@ def test_a_refused_load_makes_its_cell_refused_and_not_invalid(tmp_path: Path) -
     assert not summary["valid"] and summary["invalid_reasons"] == []
     assert summary["refused"] == ["repeat 2: served 20 of 52 requests; 'full' x 32"]
     assert summary["invalid_repeats"] == {"3": ["busy"]}
+
+
+def test_wrong_answers_fail_their_cell_also_where_that_load_was_disturbed(tmp_path: Path) -> None:
+    known = FRAME.assign(text="", canary=["a", None], canary_wrong=["from token 0 on: 1, not 2", None])
+    wrong, kept = {"wrong_answers": "1 of 1 canaries was answered wrongly"}, {"notes": {"canaries": {"repeat": 1}}}
+    for repeat in (1, 2):
+        where = tmp_path / "cells" / "paged-c2" / "loads" / str(repeat)
+        where.mkdir(parents=True)
+        (where / "wrong_answers.jsonl").write_text(f'{{"repeat": {repeat}}}\n')
+    right = known.assign(canary_wrong=None)
+    each = [GOOD, BUSY | wrong, GOOD]
+    summary = aggregated(tmp_path, CLOSED, [right, known, right], each=each, notes=[kept["notes"]] * 3)
+    assert not summary["valid"] and summary["wrong_answers"] == [f"repeat 2: {wrong['wrong_answers']}"]
+    assert summary["invalid_repeats"] == {} and summary["notes"] == {}
+    counts = {name: summary["canaries"][name] for name in ("sent", "answered", "wrong", "distinct")}
+    assert counts == {"sent": 3, "answered": 3, "wrong": 1, "distinct": 1}
+    lines = (tmp_path / "cells" / "paged-c2" / "wrong_answers.jsonl").read_text().splitlines()
+    assert [json.loads(line)["repeat"] for line in lines] == [1, 2]
+    samples = (tmp_path / "cells" / "paged-c2" / "samples.jsonl").read_text().splitlines()
+    assert "canary" in json.loads(samples[0]) and "canary_wrong" not in json.loads(samples[0])
 
 
 GAMMA = {"burstiness": 0.25, "max_concurrency": 7}

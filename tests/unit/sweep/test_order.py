@@ -81,6 +81,15 @@ def test_a_load_that_the_server_refused_is_measured_and_in_no_comparison() -> No
     assert keys(blocks_left(BLOCKS, measured)) == [first]  # what was disturbed as well is
 
 
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_wrong_answers_are_never_measured_away(disturbed: bool) -> None:
+    measured, (first, *_) = taken(6), keys(BLOCKS)
+    measured.done[first] = load(disturbed=disturbed) | {"wrong_answers": "1 of 9 canaries was answered wrongly"}
+    assert blocks_left(BLOCKS, measured) == [] == blocks_left(BLOCKS, Measured(measured.done))  # of a resume, too
+    assert BLOCKS[0].repeat not in measured.valid(BLOCKS[0].cells[0])
+    assert measured.disturbed_in_a_row(BLOCKS[0], 0) == 0
+
+
 @pytest.mark.parametrize("passed", [False, True])
 def test_a_load_whose_client_passes_later_what_it_had_failed_is_measured_again(tmp_path: Path, passed: bool) -> None:
     run, (first, *_), settings = RunFolder(tmp_path), keys(BLOCKS), settings_for(ClientLoad(4))

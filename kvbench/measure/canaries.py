@@ -1,0 +1,64 @@
+"""The canaries of a load: of the model that is served, and as its server takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvbench.common.errors import UsageError
+from kvbench.requests.canaries import CanarySet, canaries_of, fitting
+from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.targets.base import Target
+from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.settings import effective
+
+
+def canaries_for(load: LoadConfig, target: Target) -> CanarySet | None:
+    """The set that ``load`` mixes in; None where it mixes in none. A target that tells no fingerprint is believed.
+
+    Raises UsageError where there is no set, none of it fits, or the target serves other weights.
+    """
+    if load.canaries is None:
+        return None
+    told: Mapping[str, Any] = (target.server_info() or {}).get("model") or {}
+    try:
+        made = canaries_of(load, str(told.get("name") or target.model.name))
+        fitting(made, target.model.vocab_size, target.model.max_model_len)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if (served := told.get("weights_fingerprint") or made.weights_fingerprint) != made.weights_fingerprint:
+        raise UsageError(
+            f"the canaries are of {made.model} with the weights {made.weights_fingerprint}, and the server has the "
+            f"weights {served} (another model, or the same in another dtype), whose right answers they do not know: "
+            "name the canaries of those in load.canaries.file, or leave load.canaries out"
+        )
+    return made
+
+
+def as_taken(requests: RequestList, made: CanarySet, target: Target) -> RequestList:
+    """``requests`` with the canaries as ``target`` takes them.
+
+    Where it takes no token ids they are sent as their own texts, and not as words that stand for the ids. Where it
+    refuses several greedy answers, or has no room for them side by side, each is asked for one.
+    """
+    texts = {each.canary_id: each.prompt for each in made.canaries} if not target.dialect.token_id_prompts else {}
+    engine = (target.server_info() or {}).get("engine") or {}
+    forks = target.preset.greedy_forks and engine.get("max_num_seqs") != 1
+
+    def taken(request: RequestSpec) -> RequestSpec:
+        if request.canary is None:
+            return request
+        return dataclasses.replace(request, prompt=texts.get(request.canary), n=request.n if forks else 1)
+
+    return RequestList(map(taken, requests), requests.notes)
+
+
+def fails_by_one(settings: Mapping[str, Any], info: Mapping[str, Any] | None) -> bool:
+    """Whether one wrong canary fails a load: its server's KV is in the model's own precision, or does not tell.
+
+    A quantised KV answers some wrongly also on an idle engine, and the gate compares with how many that are.
+    ``settings``: the configuration under test; ``info``: /server_info.
+    """
+    told = ((info or {}).get("engine") or {}).get("kv_cache_dtype")
+    return (told or effective(settings, "kv_cache_dtype")) == "auto"

@@ -1,0 +1,57 @@
+"""How many canaries of a load were answered wrongly, and whether those are more than its KV dtype explains. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+WRONG_ANSWERS = "wrong_answers.jsonl"  # beside requests.parquet, where there are any
+ALPHA = 0.001  # of cells that answer as well as offline, those that fail
+
+
+def counted(requests: pd.DataFrame) -> dict[str, Any] | None:
+    """The canaries among the rows of requests.parquet, of one load or several; None without any.
+
+    sent; answered, one that failed is neither right nor wrong; wrong: requests with a wrong answer; distinct: different
+    canaries that were answered; first_wrong: the one of these that was due first, and how it differs, in words
+    """
+    if "canary" not in requests or not len(rows := requests[requests["canary"].notna()]):
+        return None
+    answered = rows[rows["ok"].astype(bool)]
+    wrong = answered[answered["canary_wrong"].notna()].sort_values("t0", kind="stable")
+    found = {
+        "sent": len(rows),
+        "answered": len(answered),
+        "wrong": len(wrong),
+        "distinct": answered["canary"].nunique(),
+    }
+    if not len(wrong):
+        return found
+    first = wrong.iloc[0]
+    return found | {"first_wrong": f"{first['canary']} (request {first['index']}), {first['canary_wrong']}"}
+
+
+def wrong_words(canaries: Mapping[str, Any]) -> str:
+    """2 of 40 canaries were answered wrongly, first passkey-7 (request 12), from token 3 on: 17 4, not 12 9"""
+    was = "was" if canaries["wrong"] == 1 else "were"
+    count = f"{canaries['wrong']} of {canaries['answered']} canaries {was} answered wrongly"
+    return f"{count}, first {canaries['first_wrong']}"
+
+
+def chance_of_so_many(wrong: int, answered: int, distinct: int, offline_wrong: int, offline_asked: int) -> float:
+    """The probability of so many wrong answers in a load, or more, if it answers as well as the idle engine offline.
+
+    One-sided exact test of two proportions (Fisher, Journal of the Royal Statistical Society 98, 1935): given how many
+    are wrong on both sides together, how likely are so many of them in the load? The answers to one canary are no
+    independent ones, so a load that asks ``distinct`` canaries several times counts as that many, with its own share of
+    wrong ones.
+    """
+    if not wrong:
+        return 1.0
+    from scipy.stats import hypergeom  # slow to import
+
+    so_many = max(1, wrong * distinct // answered)
+    return float(hypergeom.sf(so_many - 1, offline_asked + distinct, offline_wrong + so_many, distinct))

@@ -1,0 +1,351 @@
+"""What each configuration changes in the model's answers: from quality.json, else from canaries under load. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbench.common import text as words
+from kvbench.report.changes import THROUGHPUT, amount, change, decided_load, short_name
+from kvbench.report.comparisons import baseline, spread, tokens_held
+from kvbench.report.provenance import model_name, random_weights
+from kvbench.report.tables import Column, Row, Table, Value
+from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.quality import MARGINS, QualityResult, figure
+from kvbench.workload.settings import effective
+
+CONTROL = "control: the same twice (A/A)"
+ANSWERS_NOTE = (
+    "Each configuration against the contiguous full-precision engine on the same prompts; small: 95 % intervals. "
+    "Control (A/A): that engine twice, with other batch-mates, chunks and order, which is what rounding alone does; a "
+    "limit is the control and a margin. KLD (nats a token) and RMS change in probability: how far predictions move. "
+    "Equal answers: whole greedy answers that are the same. Passkeys: a fact hidden in the prompt, told exactly. Full "
+    "pool: the same prompts again while the KV is too small for them."
+)
+_NONE = Value("–")
+_MOST_REASONS = 3
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What is known of one configuration's answers.
+
+    ``figures``: as quality.json has them; empty where it was not measured.
+    ``model``: which one answered, where it is not the run's own.
+    ``doubt``: why the figures do not count for this run, such as "random weights"; empty where they do.
+    ``canaries``: how many were answered under its loads, if all of them rightly and with a KV in full precision.
+    ``wrong``: a sentence for each load under which more were answered wrongly than its KV dtype explains.
+    """
+
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    model: str = ""
+    doubt: str = ""
+    canaries: int = 0
+    wrong: tuple[str, ...] = ()
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """A sentence for each limit that it breaks, and for each load with wrong answers."""
+        return (*(() if self.doubt else self.figures.get("outside") or ()), *self.wrong)
+
+    @property
+    def safe(self) -> bool:
+        """Whether its answers were measured and lie within the limits, or all its canaries were right."""
+        return not (self.outside or self.doubt) and (bool(self.figures) or self.canaries > 0)
+
+    @property
+    def open(self) -> bool:
+        """Whether a measurement may yet find it safe."""
+        return not (self.safe or self.outside)
+
+    @property
+    def verdict(self) -> str:
+        """For the end of the verdict on its speed; empty where it is safe."""
+        return "" if self.safe else "not safe" if self.outside else "safety not known"
+
+    @property
+    def brief(self) -> str:
+        """KLD 0.0009; KLD 0.0009 of random weights; quality not measured; all 24 canaries right; wrong answers"""
+        if self.wrong:
+            return "wrong answers under load"
+        if not self.figures:
+            return f"all {self.canaries} canaries right" if self.canaries else "quality not measured"
+        return f"KLD {kld_text(figure(self.figures, 'mean'))}{f' of {self.doubt}' if self.doubt else ''}"
+
+    def __str__(self) -> str:
+        """KLD 0.0009, perplexity +0.2 %, passkeys 98 %"""
+        return ", ".join(filter(None, [self.brief, *_costs(self.figures)]))
+
+
+def _costs(figures: Mapping[str, Any]) -> Iterator[str]:
+    """perplexity +4.0 %; passkeys 91 %: what was measured of both"""
+    more, passkeys = (figure(figures, name) for name in ("perplexity_change", "passkey.share"))
+    if more is not None:
+        yield f"perplexity {amount(1 + more)}"
+    if passkeys is not None:
+        yield f"passkeys {words.percent(passkeys)}"
+
+
+def is_quantised(cell: MeasuredCell) -> bool:
+    """Whether its KV is not in the model's own dtype."""
+    return effective(cell.settings, "kv_cache_dtype") != "auto"
+
+
+def quality_of(run: Run, cell: MeasuredCell) -> Quality:
+    """Of the cell's configuration."""
+    result, loads = run.quality, [each for each in run.cells if each.config_id == cell.config_id]
+    wrong = tuple(why for each in loads for why in each.wrong_answers)
+    known = result.configurations.get(cell.config_id) if result else None
+    if result is None or not known:
+        counted = [each.canaries for each in loads if each.canaries and not is_quantised(cell)]
+        right = 0 if any(each["wrong"] for each in counted) else sum(each["answered"] for each in counted)
+        return Quality(canaries=right, wrong=wrong)
+    doubt = "random weights" if result.random_weights else ""
+    doubt = doubt or ("other code or weights" if result.differs_from(run.manifest) else "")
+    return Quality(known, result.model if result.beside else "", doubt, wrong=wrong)
+
+
+# --- The chapter ---
+
+
+def answer_sentences(run: Run) -> Iterator[str]:
+    """How many are within the limits, with which model, and what each quantised KV costs for the room that it makes."""
+    result = run.quality
+    if result is None:
+        return
+    first = {cell.config_id: short_name(cell, baseline(run, cell.load)) for cell in run.cells}
+    outside = [first.get(each, each) for each, known in result.configurations.items() if known.get("outside")]
+    whole = words.plural(len(result.configurations), "configuration")
+    yield (
+        f"{len(outside)} of {whole} outside the limits: {words.and_more(outside)}."
+        if outside
+        else f"{whole}, each within the limits."
+    )
+    if result.note:
+        yield result.note
+    elif result.beside:
+        own = model_name(run) or "the run's own model"
+        why = ", whose weights are random and can give no wrong answer" if random_weights(run) else ""
+        yield (
+            f"Measured with {result.model}, not with {own}{why}. It shows what this engine and these settings do to "
+            "answers; what a quantised KV costs another model, only that model tells."
+        )
+    if different := result.differs_from(run.manifest):
+        yield f"Measured with other code, versions or weights than the run ({'; '.join(different)}): it does not count."
+    yield from prices(run)
+
+
+def prices(run: Run) -> Iterator[str]:
+    """INT4 KV: KLD 0.03, perplexity +4.0 %, passkeys 91 %, for 3.8x the tokens in the same memory: outside the limits.
+
+    One for each quantised KV that was measured.
+    """
+    load = decided_load(run)
+    base = baseline(run, load) if load else None
+    for cell in run.at(load) if load else ():
+        known = quality_of(run, cell)
+        if not (is_quantised(cell) and known.figures):
+            continue
+        more = tokens_held(cell, base) if base else None
+        room = f", for {words.significant(more, 2)}x the tokens in the same memory" if more and more >= 1.1 else ""
+        yield f"{short_name(cell, base)}: {known}{room}{': outside the limits' if known.outside else ''}."
+
+
+def _names(run: Run) -> dict[str, str]:
+    return {cell.config_id: cell.name for cell in run.cells}
+
+
+def _number(name: str, render: Callable[[float], str]) -> Callable[[Mapping[str, Any]], Value]:
+    """A figure with its interval, whose ends are named as the figure is with ``_low`` and ``_high``."""
+
+    def value(figures: Mapping[str, Any]) -> Value:
+        known, low, high = (figure(figures, name + end) for end in ("", "_low", "_high"))
+        if known is None:
+            return _NONE
+        note = f"{render(low)} to {render(high)}" if low is not None and high is not None else ""
+        return Value(render(known), known, note)
+
+    return value
+
+
+def _share(name: str, agreeing: str, of: str) -> Callable[[Mapping[str, Any]], Value]:
+    """A share with its interval and its counts: ``agreeing`` of ``of``; for greedy answers where they part."""
+
+    def value(figures: Mapping[str, Any]) -> Value:
+        share, low, high, some, every, first = (
+            figure(figures, f"{name}.{part}") for part in ("share", "low", "high", agreeing, of, "first_divergence")
+        )
+        if share is None:
+            return _NONE
+        notes = [
+            f"{words.percent(low)[:-2]} to {words.percent(high)}" if low is not None and high is not None else "",
+            f"{some:.0f} of {every:.0f}" if some is not None and every is not None else "",
+            f"parts at token {first:.0f}" if first is not None else "",
+        ]
+        return Value(words.percent(share), share, "\n".join(filter(None, notes)))
+
+    return value
+
+
+def _full_pool(figures: Mapping[str, Any]) -> Value:
+    """Wrong passkeys of all, other answers that are not equal, and what the pool went through."""
+    asked, right = (figure(figures, f"full_pool.passkey_{of}") for of in ("asked", "right"))
+    if asked is None or right is None:
+        return _NONE
+    known = {name: value for name, value in figures["full_pool"].items() if isinstance(value, int | float)}
+    pages = [f"{known[f'{what}_pages']:,} {what}" for what in ("swapped", "evicted") if known.get(f"{what}_pages")]
+    notes = [
+        f"{known['agree']} of {known['answers']} equal" if known.get("answers") else "",
+        words.plural(known["preemptions"], "preemption") if known.get("preemptions") else "",
+        f"pages: {', '.join(pages)}" if pages else "",
+    ]
+    notes = [note for note in notes if note]
+    return Value(f"{asked - right:.0f} of {asked:.0f}", asked - right, "\n".join(notes))
+
+
+def kld_text(value: float | None) -> str:
+    """0.0009, 3e-11: two figures."""
+    return "–" if value is None else f"{value:.2g}"
+
+
+def fine_percent(value: float) -> str:
+    """0.0123 -> 1.2 %; 1e-6 -> 0.0001 %"""
+    return f"{100 * value:.2g} %"
+
+
+def signed_percent(value: float) -> str:
+    """+4.00 %, −0.02 %"""
+    return f"{100 * value:+.2f} %".replace("-", "−")
+
+
+_COLUMNS: tuple[tuple[str, str, str, Callable[[Mapping[str, Any]], Value]], ...] = (
+    ("mean", "KLD", "mean over positions, nats", _number("mean", kld_text)),
+    ("p99", "KLD p99", "nats", _number("p99", kld_text)),
+    ("perplexity_change", "perplexity", "its change; of held-out text", _number("perplexity_change", signed_percent)),
+    ("rms_dp", "RMS Δp", "change in probability of the token that follows", _number("rms_dp", fine_percent)),
+    ("greedy.share", "equal answers", "whole greedy answers", _share("greedy", "agree", "answers")),
+    ("passkey.share", "passkeys", "exact answers", _share("passkey", "right", "asked")),
+    (
+        "full_pool",
+        "wrong, full pool",
+        "passkeys told wrongly while the KV is too small; small: answers equal to those of the baseline",
+        _full_pool,
+    ),
+)
+_LIMITS: dict[str, Callable[[float], str]] = {
+    "perplexity_change": signed_percent, "rms_dp": fine_percent, "greedy.share": words.percent,
+    "passkey.share": words.percent,
+}  # fmt: skip
+
+
+def answer_quality_table(run: Run) -> Table:
+    """The control, a row a configuration in the order of the run, and the limits; no rows without a measurement."""
+    result, load = run.quality, decided_load(run)
+    if result is None:
+        return Table((), ())
+    cells = {cell.config_id: cell for cell in (run.at(load) if load else ())}
+    names = _names(run)
+    ids = [*names, *(each for each in result.configurations if each not in names)]
+    rows = [Row(None, (Value(CONTROL), _NONE, *_figures(result.control, {}), _NONE, _NONE), "control")]
+    for config_id in ids:
+        known, cell = result.configurations.get(config_id) or {}, cells.get(config_id)
+        named = Value(names.get(config_id, config_id), names.get(config_id, config_id))
+        shown = (named, _within(known), *_figures(known, result.limits), *_speed_and_room(run, cell))
+        rows.append(Row(cell, shown, "configurations"))
+    rows.append(Row(None, (Value("limit"), _NONE, *_limits(result), _NONE, _NONE), "limit"))
+    at = f", {load.short}" if load else ""
+    heads = [("configuration", "configuration", ""), ("within", "limits", "within or outside, and why")]
+    heads += [(key, title, hint) for key, title, hint, _ in _COLUMNS]
+    heads += [("tokens_per_s", f"output tok/s{at}", "served; small: the change against the run's baseline")]
+    heads += [("capacity", "tokens held", "in the same memory; small: against the run's baseline")]
+    return Table(tuple(Column(*head) for head in heads), tuple(rows))
+
+
+def _within(known: Mapping[str, Any]) -> Value:
+    if not known:
+        return Value("not measured")
+    outside = known.get("outside") or ()
+    return Value("outside", 1, words.and_more(outside, _MOST_REASONS, "\n"), "worse") if outside else Value("within", 0)
+
+
+def _figures(known: Mapping[str, Any], limits: Mapping[str, float]) -> Iterator[Value]:
+    """An entry a column, marked where it is beyond its limit."""
+    for key, *_, value in _COLUMNS:
+        found, limit = value(known), limits.get(key)
+        at_least = MARGINS.get(key, 0.0) < 0
+        beyond = (
+            limit is not None
+            and isinstance(found.sort, float)
+            and (found.sort < limit if at_least else found.sort > limit)
+        )
+        yield Value(found.text, found.sort, found.note, "worse") if beyond else found
+
+
+def _limits(result: QualityResult) -> Iterator[Value]:
+    for key, *_ in _COLUMNS:
+        limit = result.limits.get(key)
+        if limit is None:
+            yield _NONE
+        else:
+            yield Value(f"{'≥' if MARGINS.get(key, 0.0) < 0 else '≤'} {_LIMITS.get(key, kld_text)(limit)}")
+
+
+def _speed_and_room(run: Run, cell: MeasuredCell | None) -> tuple[Value, Value]:
+    """Output tokens/s with their change, and the tokens that the memory holds; of a cell at the reported load."""
+    if cell is None:
+        return _NONE, _NONE
+    base, rates = baseline(run, cell.load), spread(cell.throughput())
+    more = change(run, cell, THROUGHPUT)
+    speed = (
+        Value(words.tokens_per_s(rates.median), rates.median, f"{more} {more.clock}" if more else "")
+        if rates
+        else (_NONE)
+    )
+    held, times = cell.capacity.get("capacity_tokens"), tokens_held(cell, base) if base else None
+    room = Value(words.count(held), held, f"{words.significant(times, 2)}x" if times and abs(times - 1) > 0.05 else "")
+    return speed, room if held else _NONE
+
+
+_BINS = (("by_depth", "depth of the fact"), ("by_length", "prompt length"), ("by_residue", "length mod page size"))
+
+
+def passkey_table(run: Run) -> Table:
+    """Right passkeys by where the fact stands and by how long the prompt is: a row a bin, a column a configuration.
+
+    Lengths mod page size are many: those of which every configuration has all right share a row.
+    """
+    result = run.quality
+    if result is None:
+        return Table((), ())
+    names, rows = _names(run), []
+    columns = {CONTROL: result.control} | {names.get(i, i): known for i, known in result.configurations.items()}
+    for key, title in _BINS:
+        found = [{str(each["of"]): each for each in bins(known, key)} for known in columns.values()]
+        every = list(dict.fromkeys(of for each in found for of in each))
+        wrong = [of for of in every if any(of in each and each[of]["right"] < each[of]["asked"] for each in found)]
+        listed = every if key != "by_residue" else wrong
+        parts = {of: [each.get(of) for each in found] for of in listed}
+        if left := [of for of in every if of not in listed]:
+            parts["all others" if wrong else "all"] = [_sum([each[of] for of in left if of in each]) for each in found]
+        rows += [
+            Row(None, (Value(title, title), Value(of), *map(_right, each)), key) for of, each in parts.items()
+        ]  # fmt: skip
+    heads = ("by", "of", *columns)
+    return Table(tuple(Column(head, head) for head in heads), tuple(rows))
+
+
+def _sum(parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {name: sum(each[name] for each in parts) for name in ("asked", "right")}
+
+
+def bins(known: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """The passkeys of a configuration in parts: ``of``, ``asked``, ``right`` of each."""
+    return list((known.get("passkey") or {}).get(key) or ())
+
+
+def _right(part: Mapping[str, Any] | None) -> Value:
+    if not part or not part["asked"]:
+        return _NONE
+    share = part["right"] / part["asked"]
+    return Value(f"{part['right']} of {part['asked']}", share, "", "worse" if share < 1 else "")

@@ -1,0 +1,140 @@
+"""The chapter on answers: a row a configuration beside its speed and room, the control, the limits, and the price."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvbench.cli.main import cli
+from kvbench.report.document import document
+from kvbench.report.figures.answer_quality import drawing, passkey_frame, passkeys_drawing, price_frame
+from kvbench.report.markdown import markdown
+from kvbench.report.quality import answer_quality_table, answer_sentences, passkey_table
+from kvbench.runs.model import Run
+from kvbench.runs.quality import QUALITY
+from kvbench.runs.read import read_run
+from tests.support.quality_results import KLD_OUTSIDE, figures, measured_run, outside, with_quality
+from tests.support.report_cells import cell
+from tests.support.report_cells import run as run_without_quality
+
+INT4: dict[str, Any] = {"kv_cache_dtype": "int4_per_token_head"}
+CHAPTER = "Quality of the answers"
+
+
+def priced(**how: Any) -> Run:
+    """A baseline within the limits and a faster INT4 outside, which holds 3.8 times the tokens."""
+    base = cell(capacity={"capacity_tokens": 1000})
+    int4 = cell(throughput=(150.0, 151.0, 152.0), capacity={"capacity_tokens": 3800}, **INT4)
+    return with_quality(measured_run(base, int4), {int4.config_id: outside()}, **how)
+
+
+def rows(run: Run) -> dict[str, dict[str, Any]]:
+    table = answer_quality_table(run)
+    keys = [column.key for column in table.columns]
+    return {row.values[0].text: dict(zip(keys, row.values, strict=True)) for row in table.rows}
+
+
+def test_each_configuration_stands_beside_the_control_its_limits_its_speed_and_its_room() -> None:
+    control, base, int4, limit = rows(priced()).values()
+    assert [each["within"].text for each in (control, base, int4, limit)] == ["–", "within", "outside", "–"]
+    assert int4["within"].note == KLD_OUTSIDE and int4["within"].mark == "worse"
+    assert (int4["mean"].text, int4["mean"].note) == ("0.03", "0.024 to 0.037")
+    assert int4["perplexity_change"].text == "+4.00 %" and int4["perplexity_change"].note == "+3.90 % to +4.10 %"
+    assert int4["passkey.share"].text == "91 %" and "58 of 64" in int4["passkey.share"].note
+    assert int4["greedy.share"].text == "65 %" and "token 23" in int4["greedy.share"].note
+    assert int4["full_pool"].text == "0 of 64" and "37 preemptions" in int4["full_pool"].note
+    assert int4["tokens_per_s"].text == "151" and "+51 %" in int4["tokens_per_s"].note
+    assert (int4["capacity"].text, int4["capacity"].note) == ("3,800", "3.8x")
+    assert limit["mean"].text == "≤ 0.002" and limit["passkey.share"].text == "≥ 95 %"
+    broken = ("mean", "p99", "rms_dp", "perplexity_change", "greedy.share", "passkey.share")
+    assert all(int4[key].mark == "worse" and not base[key].mark for key in broken)
+
+
+def test_a_configuration_that_was_not_measured_says_so() -> None:
+    found = rows(measured_run(cell(), cell(**INT4)))
+    (int4,) = (each for name, each in found.items() if "int4" in name)
+    assert int4["within"].text == "not measured" and int4["mean"].text == "–"
+    lost = replace(priced(), cells=priced().cells[:1])  # measured, and not served
+    assert [each["tokens_per_s"].text for each in rows(lost).values()] == ["–", "100", "–", "–"]
+
+
+def test_the_price_of_a_quantised_kv_is_one_sentence() -> None:
+    text = " ".join(answer_sentences(priced()))
+    price = "KLD 0.03, perplexity +4.0 %, passkeys 91 %, for 3.8x the tokens in the same memory: outside the limits."
+    assert f"INT4 KV: {price}" in text and "1 of 2 configurations outside" in text
+    assert "each within the limits" in " ".join(answer_sentences(measured_run(cell(), cell(page_size=8))))
+
+
+def test_another_model_than_the_runs_is_named_with_what_that_means() -> None:
+    random = {"model": {"config": "llama-32m", "load_format": "dummy"}}
+    measured = with_quality(run_without_quality(cell(), workload=random), beside=True, model="kvbench-tiny")
+    text = " ".join(answer_sentences(measured))
+    assert "kvbench-tiny, not with llama-32m" in text and "random" in text
+    assert "not with" not in " ".join(answer_sentences(with_quality(run_without_quality(cell()))))
+    assert "Of random weights." in list(answer_sentences(with_quality(measured, note="Of random weights.")))
+    other = with_quality(run_without_quality(cell(), git={"sha": "a" * 40}), git={"sha": "b" * 40})
+    assert "does not count" in " ".join(answer_sentences(other))
+
+
+def test_the_figure_has_every_measured_configuration_the_noise_and_the_limit() -> None:
+    measured = priced()
+    frame = price_frame(measured).set_index("configuration")
+    assert list(frame["kld"]) == [2e-12, 0.03] and list(frame["change"].round()) == [0, 51]
+    assert list(frame["outside"]) == [False, True] and list(frame["label"]) == ["", "INT4 KV"]
+    made = drawing(measured)
+    assert made is not None and "INT4 KV" in made.title
+    noise, limit = (shape for shape in made.figure.layout.shapes if shape.yref == "y")
+    assert noise.y1 == measured.quality.control["mean_high"] and limit.y0 == 0.002  # type: ignore[union-attr]
+    low, high = (10**end for end in made.figure.layout.yaxis.range)
+    assert made.figure.layout.yaxis.type == "log" and low < 2e-12 and high > 0.03
+    assert drawing(run_without_quality(cell(), cell(page_size=8))) is None
+
+
+def test_an_exact_zero_has_a_place_on_the_logarithmic_axis() -> None:
+    made = drawing(with_quality(run_without_quality(cell()), {cell().config_id: figures(0.0)}))
+    assert made is not None and made.figure.data[0].y[0] > 0 and "KLD 0 (" in made.figure.data[0].hovertext[0]
+
+
+def test_passkeys_are_drawn_only_where_some_are_wrong_and_listed_by_part() -> None:
+    frame = passkey_frame(priced())
+    wrong = frame[frame["share"] < 100]
+    assert set(wrong["by"]) == {"by_depth", "by_residue"} and set(frame["configuration"]) >= set(wrong["configuration"])
+    assert passkeys_drawing(priced()) is not None
+    fine = measured_run(cell(), cell(page_size=8))
+    assert passkeys_drawing(fine) is None
+    for measured, residues in ((priced(), ["0", "all others"]), (fine, ["all"])):
+        table = passkey_table(measured)
+        assert [row.values[1].text for row in table.rows if row.group == "by_residue"] == residues
+        assert len([row for row in table.rows if row.group == "by_depth"]) == 5
+    assert [value.text for value in passkey_table(priced()).rows[0].values[2:]] == ["12 of 12", "12 of 12", "6 of 12"]
+
+
+def test_page_and_markdown_have_the_chapter_and_a_run_without_has_none(
+    run_of: Callable[[str], Run], page_of: Callable[[str], str]
+) -> None:
+    text, source = markdown(document(run_of("quality"))), page_of("quality")
+    assert f"## {CHAPTER}" in text and f"<h2>{CHAPTER}</h2>" in source
+    for part in ("INT4 KV: KLD 0.03", "kvbench-tiny, not with llama-32m", "A/A"):
+        assert part in text and part in source
+    assert source.count('<figure id="quality">') == source.count('<figure id="passkeys">') == 1
+    assert CHAPTER not in markdown(document(run_of("normal"))) and CHAPTER not in page_of("normal")
+
+
+def test_a_file_of_another_format_asks_for_a_new_measurement(make: Callable[..., Run], capsys: Any) -> None:
+    folder: Path = make(repeats=1, concurrencies=(3,)).folder
+    (folder / QUALITY).write_text('{"format": "kvbench-quality/1"}')
+    again = f"kvbench quality {folder}"
+    assert any(again in reason for reason in document(read_run(folder)).details)
+    assert cli.main(["recommend", str(folder), "--json"], standalone_mode=False) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert again in said["doubts"][0]["why"] and said["quality"]["safe"] is False
+
+
+def test_the_page_reads_on_a_laptop_and_a_phone(run_folder: Callable[[str], Path], page_of, browser) -> None:
+    page_of("quality")
+    for width, scheme in ((1300, "dark"), (400, "light")):
+        with browser.open(run_folder("quality") / "report.html", width=width, scheme=scheme) as page:
+            assert [each for each in page.problems() if "figure effects" not in each] == []
