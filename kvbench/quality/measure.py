@@ -85,21 +85,20 @@ def measure(
     configurations: Sequence[Configuration],
     *,
     model: str | None = None,
-    threads: int | None = None,
     say: Say = lambda text: None,
 ) -> QualityResult:
     """Every configuration against contiguous full-precision KV, on the same prompts.
 
-    ``model``: what answers; None: the workload's own where its weights are real, else ``BESIDE``. ``threads``: of the
-    arithmetic on a CPU; None: all cores. Raises UsageError for what cannot be measured.
+    ``model``: what answers; None: the workload's own where its weights are real, else ``BESIDE``. On a CPU with all its
+    cores. Raises UsageError for what cannot be measured.
     """
+    from engine.startup import set_spin_count
+
+    set_spin_count()
     import torch
 
-    from engine.build import cpu_threads
-    from engine.config import EngineConfig
-
     began = time.monotonic()
-    torch.set_num_threads(threads or cpu_threads(EngineConfig()))
+    torch.set_num_threads(cpus())
     groups: dict[tuple[Any, ...], dict[str, Chosen]] = {}
     for each in configurations:
         with _named(each.config_id):
@@ -126,6 +125,13 @@ def measure(
         note=_RANDOM_NOTE if any(each.random for each in chosen_ones) else "",
         facts={**done[0].facts, "dtype": ", ".join(dtypes), "seconds": round(time.monotonic() - began, 3)},
     )
+
+
+def cpus() -> int:
+    """Cores of this process: also for a workload that has only some of them compute."""
+    from engine.execution.executor import available_cpus
+
+    return available_cpus()
 
 
 @contextlib.contextmanager

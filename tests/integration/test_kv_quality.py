@@ -1,4 +1,4 @@
-"""The KLD of a quantised KV in the engine: the logits against transformers' own, the divergence against scipy's."""
+"""Teacher forcing in the engine: logits as transformers has them, and whether a planted error is told from rounding."""
 
 from __future__ import annotations
 
@@ -8,17 +8,28 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from scipy.special import log_softmax, rel_entr
 
-from engine import teacher_forcing
+from engine.build import assemble_engine
 from engine.config import EngineConfig
-from engine.teacher_forcing import TeacherForced, divergence, measure_divergence
+from engine.teacher_forcing import TeacherForced, with_room
+from kvbench.quality import forced
+from kvbench.quality.free import answer_all
+from kvbench.quality.prompts import Prompt
 from tests.support.hf_parts import VOCAB, greedy_outputs, loaded, model_folder, one_thread, oracle
 
 QUANTISED = ("int8_per_token_head", "fp8_e4m3", "fp8_e5m2", "int4_per_token_head")  # the more exact first
 _RNG = random.Random(5)
-PROMPTS = [[_RNG.randrange(2, VOCAB) for _ in range(length)] for length in (21, 5, 34)]
-CONTINUED = [6, 9, 3]
+
+
+def ids_of(length: int) -> tuple[int, ...]:
+    return tuple(_RNG.randrange(2, VOCAB) for _ in range(length))
+
+
+PROMPTS = [
+    Prompt("one", "average", (ids_of(21),), 6),
+    Prompt("two", "easy", (ids_of(5),), 9),
+    Prompt("turns", "average", (ids_of(17), ids_of(8)), 4),
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,78 +43,120 @@ def config(folder: str, kv_cache_dtype: str = "auto", **settings: object) -> Eng
     return EngineConfig(model=folder, device="cpu", kv_cache_dtype=kv_cache_dtype, **{**sized, **settings})
 
 
+def engine_of(folder: str, dtype: str = "auto", **settings: object) -> TeacherForced:
+    return TeacherForced(config(folder, dtype, **settings), loaded(folder), 3, 48)
+
+
 @pytest.mark.parametrize("layout", [{}, {"layout": "contiguous"}])
 def test_the_logits_are_those_of_transformers(folder, layout):
-    """Two sequences side by side: chunks, then tokens one by one, out of step with each other."""
-    rows = [PROMPTS[0] + PROMPTS[1], PROMPTS[2]]
+    """Two sequences side by side: chunks, then tokens one by one, out of step with each other; after a reset again."""
+    rows = [list(ids_of(26)), list(ids_of(34))]
     engine = TeacherForced(config(folder, **layout), loaded(folder), len(rows), 40)
-    got: list[list[torch.Tensor]] = [[], []]
-    for step in ({1: rows[1][:9], 0: rows[0][:20]}, {0: rows[0][20:21], 1: rows[1][9:33]}, {1: rows[1][33:]}):
-        logits = engine.feed(step)
-        order = sorted(step, key=lambda row: len(step[row]) > 1)
-        for row, part in zip(order, logits.split([len(step[row]) for row in order]), strict=True):
-            got[row].append(part.clone())
-    for ids in rows[0][21:]:
-        got[0].append(engine.feed({0: [ids]}).clone())
-    for ids, parts in zip(rows, got, strict=True):
-        expected = oracle(folder)(torch.tensor([ids])).logits[0]
-        torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-3, atol=1e-3)
+    for _ in range(2):
+        engine.reset()
+        got: list[list[torch.Tensor]] = [[], []]
+        for step in ({1: rows[1][:9], 0: rows[0][:20]}, {0: rows[0][20:21], 1: rows[1][9:33]}, {1: rows[1][33:]}):
+            for row, part in engine.feed(step).items():
+                got[row].append(part.clone())
+        for token in rows[0][21:]:
+            got[0].append(engine.feed({0: [token]})[0].clone())
+        for ids, parts in zip(rows, got, strict=True):
+            expected = oracle(folder)(torch.tensor([ids])).logits[0]
+            torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_the_divergence_is_scipys():
-    generator = torch.Generator().manual_seed(0)
-    expected, got = (torch.randn(150, 97, generator=generator) * scale for scale in (3, 5))
-    expected[3, 7], got[4, 8] = 900.0, -900.0  # a certain token; one that is nearly ruled out
-    found = divergence(expected, got, decoded=True)
-    log_p, log_q = (log_softmax(x.double().numpy(), axis=-1) for x in (expected, got))
-    with np.errstate(divide="ignore"):
-        oracle_kld = rel_entr(np.exp(log_p), np.exp(log_q)).sum(-1)
-    finite = np.isfinite(oracle_kld)
-    assert finite.sum() >= 148
-    np.testing.assert_allclose(found.kld[finite], oracle_kld[finite], rtol=1e-9)
-    theirs = torch.nn.functional.kl_div(
-        got.double().log_softmax(-1), expected.double().log_softmax(-1), log_target=True, reduction="none"
-    )
-    np.testing.assert_allclose(found.kld, theirs.sum(-1).numpy(), rtol=1e-9)
-    assert (found.same == (expected.argmax(-1) == got.argmax(-1)).numpy()).all() and 0 < found.same.sum() < 150
-    assert found.decoded.all() and not divergence(expected, got, decoded=False).decoded.any()
+@pytest.fixture(scope="module")
+def answers(folder):
+    base = config(folder, layout="contiguous")
+    return answer_all(assemble_engine(with_room(base, loaded(folder), 2, 48), loaded(folder)), PROMPTS)
 
 
-def measured(folder: str, dtype: str, **settings: object) -> teacher_forcing.Divergence:
-    return measure_divergence(config(folder, dtype, **settings), loaded(folder), PROMPTS, CONTINUED)
+def test_answers_are_the_models_own_greedy_ones_turn_by_turn(folder, answers):
+    first, second = answers["turns"]
+    history = (*PROMPTS[2].turns[0], *first, *PROMPTS[2].turns[1])
+    wanted = {"one": PROMPTS[0].turns[0], "two": PROMPTS[1].turns[0], "turns": PROMPTS[2].turns[0]}
+    assert answers["one"] == (tuple(greedy_outputs(folder, wanted, 6)["one"]),)
+    assert answers["two"] == (tuple(greedy_outputs(folder, wanted, 9)["two"]),)
+    assert first == tuple(greedy_outputs(folder, wanted, 4)["turns"])
+    assert second == tuple(greedy_outputs(folder, {"later": history}, 4)["later"])
 
 
-def test_fewer_bits_diverge_more_and_none_at_all_where_nothing_is_quantised(folder):
-    assert not measured(folder, "auto").kld.any()
-    found = [measured(folder, dtype) for dtype in QUANTISED]
-    means = [each.kld.mean() for each in found]
-    assert means[0] > 0 and means == sorted(means) and means[-1] > 10 * means[0]
-    for each in found:
-        assert len(each.kld) == sum(map(len, PROMPTS)) + sum(CONTINUED)
-        assert each.decoded.sum() == sum(CONTINUED) and (each.kld[each.decoded] > 0).all()
+@pytest.fixture(scope="module")
+def talks(answers):
+    return [forced.Conversation.of(each, answers[each.prompt_id]) for each in PROMPTS]
 
 
-def test_neither_chunks_nor_layout_nor_batch_change_the_divergence(folder):
-    """Rounding of another batch may move a value over the border of two codes, and so a KLD a little."""
-    whole = measured(folder, "int4_per_token_head", max_num_batched_tokens=64).kld
-    for settings in ({"max_num_batched_tokens": 4}, {"layout": "contiguous"}, {"page_size": 16}):
-        np.testing.assert_allclose(measured(folder, "int4_per_token_head", **settings).kld, whole, rtol=0.05, atol=1e-6)
+def test_both_orders_feed_every_token_once_and_in_its_place(talks):
+    assert [talk.fed for talk in talks] == [26, 13, 32]
+    for order in (forced.in_order, forced.otherwise):
+        fed = [0, 0, 0]
+        for step in order(talks, 8):
+            assert step and all(step.values())
+            for row, count in step.items():
+                alone = bool(talks[row].answered[fed[row]])
+                assert count == 1 if alone else not talks[row].answered[fed[row] : fed[row] + count].any()
+                fed[row] += count
+            assert sum(step.values()) <= 8
+        assert fed == [26, 13, 32]
 
 
-def test_the_continuation_is_the_references_own_greedy_one(folder, monkeypatch):
-    fed: list[dict[int, list[int]]] = []
-    real = TeacherForced.feed
+def compared(folder: str, talks, **arms: forced.Arm):
+    baseline = forced.Arm(engine_of(folder, layout="contiguous"), 16)
+    control = forced.Arm(baseline.engine, 7, forced.otherwise)
+    return forced.compare_arms(baseline, {"control": control, **arms}, talks, VOCAB)
+
+
+def pooled(positions, name: str = "kld") -> np.ndarray:
+    return np.concatenate([getattr(each, name) for each in positions])
+
+
+def test_fewer_bits_diverge_more_and_pages_and_chunks_no_more_than_the_control(folder, talks):
+    plain = {"paged": engine_of(folder), "pages of 16": engine_of(folder, page_size=16)}
+    arms = {name: forced.Arm(engine, 5) for name, engine in plain.items()}
+    arms |= {dtype: forced.Arm(engine_of(folder, dtype), 16) for dtype in QUANTISED}
+    found = compared(folder, talks, **arms)
+    means = {name: pooled(each).mean() for name, each in found.items()}
+    assert max(means["control"], means["paged"], means["pages of 16"]) < 1e-9
+    bits = [means[dtype] for dtype in QUANTISED]
+    assert bits[0] > 1e-7 and bits == sorted(bits) and bits[-1] > 10 * bits[0]
+    for each in found.values():
+        assert len(pooled(each)) == 26 + 13 + 32 and pooled(each, "decoded").sum() == 5 + 8 + 4 + 3
+        assert pooled(each, "own").sum() == 20 + 4 + 16 + 8
+
+
+class PageOfAnother(TeacherForced):
+    """Once answers begin, the first page of row 0 is row 2's, as a wrong page table would have it, and the reverse."""
 
     def feed(self, tokens):
-        fed.append({row: list(ids) for row, ids in tokens.items()})
-        return real(self, tokens)
+        if len(tokens) > 1:
+            self._page_table[[0, 2], 0] = sorted(self._page_table[[0, 2], 0].tolist())
+        return super().feed(tokens)
 
-    monkeypatch.setattr(TeacherForced, "feed", feed)
-    measured(folder, "int4_per_token_head")
-    assert fed[::2] == fed[1::2]  # both sides get the same tokens
-    rows: dict[int, list[int]] = {}
-    for step in fed[::2]:
-        for row, ids in step.items():
-            rows[row] = rows.get(row, []) + ids
-    for row, (prompt, count) in enumerate(zip(PROMPTS, CONTINUED, strict=True)):
-        assert rows[row] == prompt + greedy_outputs(folder, {"it": prompt}, count)["it"]
+
+def test_a_page_of_another_sequence_is_seen_where_it_is_read_and_nowhere_else(folder, talks):
+    broken = PageOfAnother(config(folder), loaded(folder), 3, 48)
+    broken._page_table[[0, 2], 0] = sorted(broken._page_table[[0, 2], 0].tolist(), reverse=True)
+    found = compared(folder, talks, broken=forced.Arm(broken, 16))
+    one, two, turns = (each.kld for each in found["broken"])
+    first_answer = len(PROMPTS[2].turns[0])
+    assert one[:21].max() < 1e-9 < one[21:].min() and two.max() < 1e-9
+    assert turns[:first_answer].max() < 1e-9 < turns[first_answer:].min()
+    assert pooled(found["control"]).max() < 1e-9
+
+
+class ScalesOfOne(TeacherForced):
+    """What was written keeps its codes and loses its scales."""
+
+    def feed(self, tokens):
+        found = super().feed(tokens)
+        for tensor in self._forward.host.raw_tensors():
+            if tensor.dtype == torch.float32:
+                tensor.fill_(1.0)
+        return found
+
+
+def test_scales_that_are_all_one_are_seen(folder, talks):
+    broken = ScalesOfOne(config(folder, "int8_per_token_head"), loaded(folder), 3, 48)
+    good = engine_of(folder, "int8_per_token_head")
+    found = compared(folder, talks, good=forced.Arm(good, 16), broken=forced.Arm(broken, 16))
+    assert pooled(found["broken"]).mean() > 100 * pooled(found["good"]).mean() > 0

@@ -1,4 +1,4 @@
-"""The model that ships with its weights: found by its name from anywhere, and read alike by transformers and our engine.
+"""The model that ships with its weights: found by its name, and read alike by transformers and our engine.
 
 Nothing here depends on how good its answers are.
 """
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from engine.config import EngineConfig
@@ -62,21 +61,18 @@ def test_the_name_loads_the_weights_that_ship_from_any_folder(tmp_path, monkeypa
     assert load_tokenizer(EngineConfig(model=NAME), found.info).name == NAME
 
 
-def workload(folder: Path, path: str) -> Workload:
-    data = yaml.safe_load((ROOT / "workloads" / "mixed.yaml").read_text(encoding="utf-8"))
-    data = {key: value for key, value in data.items() if key != "profiles"} | data["profiles"]["cpu"]
-    (folder / "w.yaml").write_text(yaml.safe_dump({**data, "model": {"path": path}}))
-    return load_workload(folder / "w.yaml", profile="cpu")
+def workload(path: str) -> Workload:
+    return load_workload(ROOT / "workloads" / "mixed.yaml", profile="cpu", overrides=[f"model.path={path}"])
 
 
 def test_a_workload_names_it_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    named = workload(tmp_path, NAME)
+    named = workload(NAME)
     assert (named.engine["model"], named.engine["load_format"]) == (str(FOLDER), "auto")
-    assert named.resolved["model"] == {"path": f"engine/models/{NAME}", "seed": 0}  # no path of this machine
+    assert named.resolved["model"]["path"] == f"engine/models/{NAME}"  # no path of this machine
     assert check_configuration({**named.engine, "max_model_len": 256})["vocab_size"] == 2048
     with pytest.raises(UsageError, match=rf"'kvbench-tyny' does not exist: .*{NAME}"):
-        workload(tmp_path, "kvbench-tyny")
+        workload("kvbench-tyny")
 
 
 def test_other_servers_get_the_folder_itself(tmp_path, monkeypatch):
@@ -118,6 +114,10 @@ def test_any_text_comes_back_from_the_tokenizer(tokenizer, text):
 def test_a_digit_is_a_token(tokenizer):
     assert len(tokenizer) == 2048
     assert tokenizer.convert_ids_to_tokens(tokenizer("x7092581").input_ids)[-7:] == list("7092581")
-    assert tokenizer.eos_token_id == 0 and "<|user|>Hi<|assistant|>" == tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    assert (
+        tokenizer.eos_token_id == 0
+        and tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+        )
+        == "<|user|>Hi<|assistant|>"
     )

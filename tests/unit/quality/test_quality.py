@@ -1,56 +1,78 @@
-"""`kvbench quality`: what it measures, what it says of it, and the file that it leaves in a run."""
+"""`kvbench quality` and `kvbench canaries`: what they measure and write, what they share, and what they refuse."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from scipy import special
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.teacher_forcing import Divergence, divergence
+from kvbench.cli.canaries import canaries
 from kvbench.cli.quality import quality
 from kvbench.cli.run_guarded import guarded
 from kvbench.common.errors import UsageError
 from kvbench.common.git import git_state
-from kvbench.quality.measure import figures
+from kvbench.quality import measure, passkeys
+from kvbench.quality.prompts import SETS, PromptText
+from kvbench.requests.canaries import CanarySet, read_canaries, write_canaries
 from kvbench.runs.quality import FORMAT, QUALITY, code_differences, read_quality
 from kvbench.workload.file import load_workload
-from tests.support.hf_parts import model_folder, one_thread
+from tests.support.hf_parts import COMMON, model_folder, one_thread
+
+VOCAB = 8192  # of the tokenizer that ships, which reads the prompts of a model without one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Iterator[str]:
-    with one_thread():
-        yield model_folder(str(tmp_path_factory.mktemp("models")))
+def folder(tmp_path_factory) -> str:
+    """A model with weights, though nobody trained them."""
+    torch.manual_seed(3)
+    config = AutoConfig.for_model("llama", **{**COMMON, "vocab_size": VOCAB, "hidden_size": 32, "head_dim": 16})
+    path = tmp_path_factory.mktemp("models") / "small"
+    AutoModelForCausalLM.from_config(config, attn_implementation="eager").save_pretrained(path)
+    return str(path)
 
 
-def test_the_figures_are_those_of_float64_kl_by_scipy():
-    generator = torch.Generator().manual_seed(3)
-    expected, got = (torch.randn(300, 61, generator=generator) for _ in range(2))
-    parts = [
-        divergence(expected[rows], got[rows], decoded=decoded)
-        for rows, decoded in ((slice(200), False), (slice(200, 300), True))
-    ]
-    found = figures(Divergence.of(parts))
-    theirs, ours = (special.softmax(logits.double().numpy(), axis=-1) for logits in (expected, got))
-    kld = special.rel_entr(theirs, ours).sum(axis=-1)
-    assert found == pytest.approx({
-        "positions": 300, "mean": kld.mean(), "p95": np.percentile(kld, 95), "p99": np.percentile(kld, 99),
-        "max": kld.max(), "same_argmax": np.mean(theirs.argmax(-1) == ours.argmax(-1)),
-        "prompt_mean": kld[:200].mean(), "decode_mean": kld[200:].mean(),
-    }, rel=1e-6)  # fmt: skip
+PROMPTS = {
+    "easy": [PromptText("a", ("The key is 12. What is it?",), 4, "12", 0.2)],
+    "average": [PromptText("b", ("Some text that goes on",), 6), PromptText("c", ("And some other text",), 6)],
+    "long-context": [PromptText("d", ("much too long " * 200,), 4, "1", 0.5)],
+    "malformed": [PromptText("e", ("\n\n\x00",), 4)],
+    "production-like": [PromptText("f", ("The key is 31.", "And now?", "The key is"), 4, "31", 0.5)],
+}
+
+
+@pytest.fixture(autouse=True)
+def few_prompts(tmp_path, monkeypatch) -> None:
+    """What is measured in seconds: seven prompts and passkeys of eight lengths."""
+    for name in SETS:
+        (tmp_path / f"{name}.jsonl").write_text("".join(each.row for each in PROMPTS[name]))
+    monkeypatch.setattr(measure, "FOLDER", tmp_path)
+    monkeypatch.setattr(measure, "cpus", lambda: 1)
+    monkeypatch.setattr(passkeys, "RESIDUES", 8)
 
 
 WORKLOAD = """
 name: tiny
 seed: 3
 model: {{path: {folder}}}
-engine: {{device: cpu, kv_budget: 1MiB, max_model_len: 64, max_num_seqs: 4, max_num_batched_tokens: 16}}
-sweep: {{kv_cache_dtype: [auto, int8_per_token_head, int4_per_token_head]}}
+engine: {{device: cpu, kv_budget: 1MiB, max_model_len: 128, max_num_seqs: 4, max_num_batched_tokens: 32}}
+sweep:
+  layout: [contiguous]
+  kv_cache_dtype: [auto, int8_per_token_head, int4_per_token_head]
+  enable_prefix_caching: [true]
+  preemption_mode: [swap]
+  max_num_seqs: [8]
 load:
   concurrency: [2]
   num_requests: [5]
@@ -79,56 +101,84 @@ def command(*words: object) -> int:
 
 def test_the_command_on_a_run(workload, capsys):
     run = run_folder(workload, model={"weights_fingerprint": "of other weights"})
-    assert command(run, "--prompts", 3, "--output-tokens", 5) == 0
+    assert command(run) == 0
     result = read_quality(run)
-    int8, int4 = result.configurations.values()
-    assert [int8["kv_cache_dtype"], int4["kv_cache_dtype"]] == ["int8_per_token_head", "int4_per_token_head"]
-    assert int8["positions"] == int4["positions"] == 3 * (12 + 5)
+    assert len(result.configurations) == 7 and not result.beside and result.note == ""
+    by_dtype = {each["kv_cache_dtype"]: each for each in result.configurations.values()}
+    int8, int4 = by_dtype["int8_per_token_head"], by_dtype["int4_per_token_head"]
+    for figures in (result.control, *result.configurations.values()):
+        assert set(figures["sets"]) == {"easy", "average", "malformed", "production-like", "workload"}
+        assert figures["sets"]["workload"]["prompts"] == 5 and figures["greedy"]["answers"] == 10
+        assert figures["passkey"]["asked"] == 2 + 8 and figures["perplexity"] > 1000
+    for figures in result.configurations.values():
+        plain = figures["kv_cache_dtype"] == "auto"
+        assert (figures["mean"] < 1e-9) == plain and figures["mean_low"] <= figures["mean"] <= figures["mean_high"]
+        pool = figures["full_pool"]
+        assert (not pool["wrong"] and pool["agree"] == pool["answers"]) or not plain
+        assert pool["answers"] > 18 and pool["passkey_asked"] > 10 and pool["forks"] > 0
+        assert not plain or figures["outside"] == []
     assert 0 < int8["mean"] < int4["mean"] <= int4["p99"] <= int4["max"]
-    assert (
-        min(int4["prompt_mean"], int4["decode_mean"]) <= int4["mean"] <= max(int4["prompt_mean"], int4["decode_mean"])
-    )
-    assert result.note == "" and "those of" in result.weights  # a folder's weights are somebody's
+    assert max(each["full_pool"]["preemptions"] for each in result.configurations.values()) > 0
+    assert result.facts["left_out"] == 1 and result.facts["measurements"] == 6  # max_num_seqs changes no answer
     (different,) = result.differs_from(json.loads((run / "manifest.json").read_text()))
     assert different.startswith("set of weights ")
     out, err = capsys.readouterr()
     assert "warning" not in err
-    assert "same token" in out and all(config_id in out for config_id in result.configurations)
+    assert "control" in out and all(config_id in out for config_id in result.configurations)
+
+
+FEW = ("-o", "sweep={kv_cache_dtype: [int8_per_token_head]}")
+
+
+def test_random_weights_are_measured_with_a_trained_model_beside_them(workload, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "BESIDE", folder)
+    file = tmp_path / "out.json"
+    dummy = ("-o", "model={config: llama-32m, load_format: dummy}", *FEW, "--profile", "cpu", "--output", file)
+    assert command(workload, *dummy) == 0
+    result = json.loads(file.read_text())
+    assert result["beside"] and result["model"] == "small" and result["weights"] == f"those of {folder}"
+    assert result["note"] == "" and "workload" not in result["control"]["sets"]
+    assert command(workload, *dummy, "--model", f"{folder}/config.json") == 0
+    result = json.loads(file.read_text())
+    assert "random (seed 0)" in result["weights"] and "random" in result["note"]
+
+
+def test_several_sets_of_weights_are_all_named(workload, tmp_path):
+    file = tmp_path / "out.json"
+    dtypes = ("-o", "model.dtype=float32", "-o", "sweep={dtype: [bfloat16]}")
+    assert command(workload, "--profile", "cpu", *dtypes, "--output", file) == 0
+    result = json.loads(file.read_text())
+    assert len(result["configurations"]) == 2 and result["facts"]["dtype"] == "float32, bfloat16"
+    assert all(each["mean"] < 1e-3 for each in result["configurations"].values())  # each beside its own dtype
+    assert result["weights_fingerprint"] == ""
 
 
 def test_other_code_than_the_run_is_said_before_it_is_measured(workload, capsys, monkeypatch):
     run = run_folder(workload, git={"sha": "0123456789abcdef"})
 
-    def measure(*_, **__):
+    def refuse(*_, **__):
         raise UsageError("measured")
 
-    monkeypatch.setattr("kvbench.quality.measure.measure", measure)
+    monkeypatch.setattr("kvbench.quality.measure.measure", refuse)
     assert command(run) == 2
     warning, said = capsys.readouterr().err.splitlines()
     assert "of the run 0123456789ab" in warning and "only with --force" in warning and said == "error: measured"
 
 
-def test_several_sets_of_weights_are_all_named_and_random_ones_noted(workload, capsys):
-    file = workload.parent / "out.json"
-    sweep = "sweep={load_format: [auto, dummy], kv_cache_dtype: [auto, int4_per_token_head]}"
-    words = ("-o", sweep, "-o", "design=full", "--prompts", 1, "--output-tokens", 1, "--output", file)
-    assert command(workload, "--profile", "cpu", *words) == 0
-    result = json.loads(file.read_text())
-    assert len(result["configurations"]) == 2 and result["weights_fingerprint"] == ""
-    assert [part.split(" ")[0] for part in result["weights"].split("; ")] == ["those", "random"]
-    assert "random (seed 0)" in result["weights"] and "random" in result["note"]
-    assert result["note"] in capsys.readouterr().out
-
-
-def test_what_cannot_be_measured_is_refused(workload, capsys):
+def test_what_cannot_be_measured_is_refused(workload, folder, capsys, tmp_path):
     def refused(words: str, *arguments: object) -> bool:
         return command(*arguments) == 2 and words in capsys.readouterr().err
 
     run = run_folder(workload, backend="vllm")
-    assert refused("only the built-in engine shows its logits", run)
+    assert refused("only the built-in engine", run)
     assert refused("-o", run, "-o", "seed=4")
-    assert refused("has a quantised KV", workload, "--profile", "cpu", "-o", "sweep={}")
     assert refused("there is no workload file", workload.parent / "none.yaml")
+    cpu = (workload, "--profile", "cpu", *FEW)
+    assert refused("neither a folder", *cpu, "--model", tmp_path / "nothing")
+    assert refused("measure with another model", *cpu, "--model", model_folder(str(tmp_path)))  # reads no text
+    for name in SETS:
+        (tmp_path / f"{name}.jsonl").write_text(PROMPTS["long-context"][0].row)
+    assert refused("no prompt fits 256 tokens", *cpu, "--model", f"{folder}/")
 
 
 def test_a_result_names_what_differs_from_the_run():
@@ -145,3 +195,38 @@ def test_a_file_that_is_not_its_own_is_refused_and_none_is_nothing_measured(tmp_
     (tmp_path / QUALITY).write_text(text)
     with pytest.raises(UsageError, match=f"kvbench quality {tmp_path}"):
         read_quality(tmp_path)
+
+
+# --- Canaries ---
+
+
+def make(*words: object) -> int:
+    return guarded(lambda: canaries.main([str(word) for word in words], standalone_mode=False))
+
+
+def test_canaries_of_a_trained_model_are_right_and_asked_of_every_configuration(workload, tmp_path, monkeypatch):
+    model, file = passkeys.FILLER.parent, tmp_path / "kvbench-tiny.jsonl"
+    assert make(model, "--output", file, "--passkeys", 8, "--copies", 1) == 0
+    made = read_canaries(file)
+    keys = [each for each in made.canaries if each.kind == "passkey"]
+    assert len(keys) == 8 == len({len(each.prompt_token_ids) % 8 for each in keys})
+    assert all(each.answer in each.prompt and each.margin >= 0.5 for each in keys)
+    starts = [each.prompt_token_ids[: int(each.depth * len(each.prompt_token_ids)) - 1] for each in keys]
+    shared = [a == b[: len(a)] for a, b in itertools.pairwise(starts)]
+    assert sum(shared) >= 4  # groups of two and three
+    damaged = dataclasses.replace(made.canaries[0], canary_id="other", answer_token_ids=(5,) * 6)
+    write_canaries(file, CanarySet(made.model, made.weights_fingerprint, (*made.canaries, damaged)))
+    monkeypatch.setattr(measure, "CANARIES", tmp_path)
+    out = tmp_path / "out.json"
+    words = ("--profile", "cpu", "-o", "sweep={}", "-o", "engine.max_model_len=1700", "--model", model)
+    assert command(workload, *words, "--output", out) == 0
+    (figures,) = json.loads(out.read_text())["configurations"].values()
+    assert figures["canaries"] == {"asked": len(made.canaries) + 1, "right": len(made.canaries)}
+
+
+def test_a_model_that_knows_no_answer_makes_no_canaries(folder, tmp_path, capsys):
+    file = tmp_path / "none.jsonl"
+    assert make(folder, "--output", file, "--passkeys", 4, "--copies", 1) == 2
+    assert "too weak" in capsys.readouterr().err and not file.exists()
+    assert make("llama-32m", "--output", file) == 2
+    assert "no weights" in capsys.readouterr().err

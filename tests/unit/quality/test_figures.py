@@ -1,0 +1,145 @@
+"""The figures of quality.json from what engines predicted and answered, the limits and what breaks them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbench.quality.figures import Measured, figures, full_pool_figures
+from kvbench.quality.prompts import Prompt
+from kvbench.quality.statistics import Positions
+from kvbench.runs.quality import MARGINS, limits_of, outside_of
+
+RNG = np.random.default_rng(0)
+
+
+def prompt(name: str, set_name: str, turns: int = 1, answer: str | None = None, depth: float | None = None) -> Prompt:
+    return Prompt(name, set_name, ((5,) * 20,) * turns, 4, answer, depth)
+
+
+def positions(count: int, own: int) -> Positions:
+    """The last ``count - own`` are of answers."""
+    kld, change, before, after = (RNG.random(count) for _ in range(4))
+    flags = np.arange(count) < own
+    return Positions(kld, change, before, after, flags, ~flags, flags)
+
+
+FORCED = [
+    prompt("a", "average"),
+    prompt("b", "average", 2),
+    prompt("c", "malformed"),
+    prompt("d", "easy", 1, "17", 0.5),
+]
+POSITIONS = [positions(23, 19), positions(47, 38), positions(12, 10), positions(30, 25)]
+KEYS = [Prompt("k1", "passkey", ((5,) * 33,), 4, "17", 0.0), Prompt("k2", "passkey", ((5,) * 65,), 4, "18", 1.0)]
+BASELINE = {"a": ((1, 2, 3, 4),), "b": ((1, 2, 3, 4), (5, 6, 7, 8)), "c": ((1, 1, 1, 1),), "d": ((17,),)}
+BASELINE |= {"k1": ((17,),), "k2": ((18,),)}
+ANSWERS = BASELINE | {"b": ((1, 2, 3, 4), (5, 9, 7, 8)), "c": ((2, 1, 1, 1),), "k2": ((81,),)}
+
+
+def decode(ids):
+    return " " + " ".join(map(str, ids))
+
+
+def made(**changed):
+    return figures(FORCED, KEYS, Measured(POSITIONS, ANSWERS | changed), BASELINE, decode, 16)
+
+
+def test_every_position_counts_alike():
+    found = made()
+    kld, change = (np.concatenate([getattr(each, of) for each in POSITIONS]) for of in ("kld", "change"))
+    assert found["positions"] == len(kld) == 112
+    assert found["mean"] == pytest.approx(kld.mean()) and found["max"] == kld.max()
+    assert [found["p95"], found["p99"]] == pytest.approx(np.percentile(kld, [95, 99]))
+    assert found["rms_dp"] == pytest.approx(np.sqrt((change**2).mean()))
+    decoded = np.concatenate([each.decoded for each in POSITIONS])
+    assert found["prompt_mean"] == pytest.approx(kld[~decoded].mean())
+    assert found["decode_mean"] == pytest.approx(kld[decoded].mean())
+    for name in ("mean", "rms_dp", "perplexity_change"):
+        assert found[f"{name}_low"] < found[name] < found[f"{name}_high"]
+
+
+def test_the_perplexity_is_of_the_texts_own_tokens_alone():
+    before, after = (
+        np.concatenate([getattr(each, of)[each.own] for each in POSITIONS[:2]]) for of in ("expected_loss", "loss")
+    )
+    found = made()
+    assert found["perplexity"] == pytest.approx(np.exp(after.mean()))
+    assert found["perplexity_change"] == pytest.approx(np.exp(after.mean()) / np.exp(before.mean()) - 1)
+    assert "perplexity_change" not in found["sets"]["malformed"]
+
+
+def test_an_answer_agrees_as_a_whole_with_all_its_turns():
+    greedy = made()["greedy"]
+    assert (greedy["answers"], greedy["agree"]) == (4, 2)
+    assert greedy["first_divergence"] == 2.5  # of 5, in the second turn, and 0
+    assert made(b=BASELINE["b"], c=BASELINE["c"])["greedy"]["first_divergence"] is None
+    assert made()["sets"]["average"]["greedy"]["agree"] == 1
+
+
+def test_passkeys_are_counted_by_depth_length_and_place_in_a_page():
+    found = made()["passkey"]
+    assert (found["asked"], found["right"]) == (3, 2)
+    assert found["by_depth"] == [
+        {"of": "0 to 20 %", "asked": 1, "right": 1},
+        {"of": "40 to 60 %", "asked": 1, "right": 1},
+        {"of": "80 to 100 %", "asked": 1, "right": 0},
+    ]
+    assert [row["of"] for row in found["by_length"]] == ["17 to 32", "33 to 64", "65 to 128"]
+    assert found["by_residue"] == [
+        {"of": "1", "asked": 2, "right": 1},
+        {"of": "4", "asked": 1, "right": 1},
+    ]
+
+
+def test_without_texts_there_is_no_perplexity_to_tell():
+    found = figures(FORCED[2:3], [], Measured(POSITIONS[2:3], ANSWERS), BASELINE, decode, 16)
+    assert "perplexity" not in found and found["passkey"] == {
+        "asked": 0, "right": 0, "by_depth": [], "by_length": [], "by_residue": [],
+    }  # fmt: skip
+
+
+COUNTERS = {"preemptions": 3, "swapped_pages": 2, "evicted_pages": 1, "forks": 4, "steps": 9}
+CONTROL = {
+    "mean": 1e-5, "mean_high": 2e-5, "p99": 1e-4, "rms_dp": 0.001, "rms_dp_high": 0.002,
+    "perplexity_change": 0.0, "perplexity_change_high": 0.001,
+    "greedy": {"share": 0.9, "low": 0.8}, "passkey": {"share": 1.0, "low": 0.95},
+}  # fmt: skip
+
+
+def test_a_limit_is_the_controls_worse_end_and_a_margin():
+    limits = limits_of(CONTROL)
+    assert limits == pytest.approx({
+        "mean": 2e-5 + 0.002, "p99": 1e-4 + 0.02, "rms_dp": 0.017, "perplexity_change": 0.011,
+        "greedy.share": 0.8 + MARGINS["greedy.share"], "passkey.share": 0.93,
+    })  # fmt: skip
+    assert "perplexity_change" not in limits_of({"mean_high": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"mean": 0.0021}, "mean KLD"),
+        ({"p99": 0.03}, "p99"),
+        ({"rms_dp": 0.018}, "RMS"),
+        ({"perplexity_change": 0.012}, "perplexity"),
+        ({"greedy": {"share": 0.5}}, "greedy"),
+        ({"passkey": {"share": 0.92}}, "passkeys"),
+        ({"full_pool": full_pool_figures(40, ["a"] * 30, [True], COUNTERS)}, "greedy answers at a full pool"),
+        ({"full_pool": full_pool_figures(40, [], [True] * 10 + [False], COUNTERS)}, "passkeys at a full pool"),
+    ],
+)
+def test_what_breaks_a_limit_is_said_and_what_keeps_it_is_not(change, word):
+    limits = limits_of(CONTROL)
+    good = CONTROL | {"full_pool": full_pool_figures(40, ["a", "a"], [True] * 9, COUNTERS)}
+    assert outside_of(good, limits) == []
+    (sentence,) = outside_of(good | change, limits)
+    assert word in sentence
+
+
+def test_a_full_pool_is_told_by_answers_passkeys_and_events():
+    found = full_pool_figures(40, ["a", "b", "a"], [True, False], COUNTERS)
+    assert found == {
+        "answers": 40, "agree": 37, "passkey_asked": 2, "passkey_right": 1, "wrong": ["a", "b"],
+        "preemptions": 3, "swapped_pages": 2, "evicted_pages": 1, "forks": 4,
+    }  # fmt: skip
