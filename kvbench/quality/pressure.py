@@ -169,9 +169,7 @@ def run_alone(config: EngineConfig, loaded: LoadedModel, requests: Sequence[Requ
     return driver.result()
 
 
-def _pressed(
-    config: EngineConfig, shape: KVShape, requests: Sequence[RequestSpec], slots: int | None
-) -> EngineConfig:
+def _pressed(config: EngineConfig, shape: KVShape, requests: Sequence[RequestSpec], slots: int | None) -> EngineConfig:
     """``config`` with a pool of ``slots`` and the limits and the policy that put it under pressure."""
     from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
 
