@@ -125,6 +125,9 @@ class Sweep:
         if first_s:
             self._note(f"{self.lockstep_minutes:g} minutes of it are engine time, before the loads "
                        "(--lockstep-minutes); on a slow machine up to three times that")  # fmt: skip
+        if self._lacks_quality(self.resumed):
+            self._note(f"then the answers of {plural(len(design.configurations), 'configuration')} are measured, in 10 "
+                       "to 15 s each with kvbench-tiny on 2 cores (--no-quality)")  # fmt: skip
         if self._minutes(stored) is not None:
             self._note(f"within --max-minutes {self._minutes(stored):g}, as far as it can be guessed; which repeats "
                        "follow the first depends on what they decide")  # fmt: skip
@@ -273,11 +276,13 @@ class Sweep:
             f"{found['launches']} launch{'' if found['launches'] == 1 else 'es'} in {clock(found['seconds'])}"
         )
 
-    def _lacks_quality(self, run: RunFolder) -> bool:
+    def _lacks_quality(self, run: RunFolder | None) -> bool:
         """Whether the built-in engine's answers are still to be measured, with the code of this run."""
-        manifest = run.manifest()
+        manifest = run.manifest() if run else self.target.manifest
         if not self.quality or manifest.get("backend") != "kvbench" or manifest.get("serve_cmd"):
             return False
+        if run is None:
+            return True
         design = design_of(self.workload, manifest.get("only") or ())
         try:
             known = read_quality(run.path)

@@ -62,6 +62,8 @@ def test_it_is_measured_after_the_loads_and_is_in_the_report(bench, measured):
     done = sweep(bench)
     run = bench.only_run()
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "answers of 2 configurations" in sweep(bench, "--dry-run").stdout
+    assert "answers of" not in sweep(bench, "--dry-run", "--no-quality").stdout
     assert measured == [IDS] and list(read_quality(run).configurations) == IDS
     assert "kvbench-tiny" in (run / "report.md").read_text() and "kvbench-tiny" in done.stdout
     assert bench.kvbench("sweep", "--resume", str(run)).returncode == 0
