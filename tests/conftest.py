@@ -1,4 +1,4 @@
-"""The environment of all tests: no calibration of the load client, which has tests of its own, no terminal's width.
+"""The environment of all tests: no calibration and no quality, which have tests of their own, no terminal's width.
 
 ``browser``: headless Chromium, see tests/support/browser.py.
 """
@@ -11,6 +11,7 @@ import pytest
 from tests.support.browser import Browser, chromium
 
 os.environ.setdefault("KVBENCH_NO_CALIBRATION", "1")
+os.environ.setdefault("KVBENCH_NO_QUALITY", "1")
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it for its workers, and a table would be made to fit
 
 

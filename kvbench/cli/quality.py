@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from kvbench.cli.options import OVERRIDES, PROFILE, OutputFile
 from kvbench.common.errors import UsageError, say
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from kvbench.runs.quality import QualityResult
@@ -56,26 +57,36 @@ def quality(
     """
     from rich.console import Console
 
+    from kvbench.workload.file import load_workload
+
+    if workload_or_run.is_dir():
+        if profile or overrides:
+            raise UsageError("a run that was measured cannot be changed: omit --profile and -o, or name the workload")
+        measure_run(workload_or_run, Console(), model=model, output=output)
+    else:
+        workload = load_workload(workload_or_run, profile=profile, overrides=overrides)
+        _measure(workload, (), Console(), model, output)
+    return 0
+
+
+def measure_run(folder: Path, console: Console, *, model: str | None = None, output: Path | None = None) -> None:
+    """Measures the configurations of a run and writes its quality.json, or ``output``. Raises UsageError."""
+    from kvbench.runs.quality import QUALITY
+
+    _measure(*_of_run(folder), console, model, output or folder / QUALITY)
+
+
+def _measure(workload: Workload, only: Sequence[str], console: Console, model: str | None, output: Path | None) -> None:
+    """``only``: globs of cells; ``output``: None for none."""
     from kvbench.common.console import print_plain, print_table, status_line
     from kvbench.common.files import write_json
     from kvbench.common.text import plural
     from kvbench.quality.measure import measure
-    from kvbench.runs.quality import QUALITY
     from kvbench.targets.builtin import check_configuration
     from kvbench.workload.design import plan_sweep
-    from kvbench.workload.file import load_workload
 
-    only: tuple[str, ...] = ()
-    if workload_or_run.is_dir():
-        if profile or overrides:
-            raise UsageError("a run that was measured cannot be changed: omit --profile and -o, or name the workload")
-        workload, only = _of_run(workload_or_run)
-        output = output or workload_or_run / QUALITY
-    else:
-        workload = load_workload(workload_or_run, profile=profile, overrides=overrides)
-    console = Console()
     configurations = plan_sweep(workload, only, check_configuration)[0].configurations
-    print_plain(console, f"{plural(len(configurations), 'configuration')} of {workload.name}")
+    print_plain(console, f"quality: {plural(len(configurations), 'configuration')} of {workload.name}")
     with status_line(console, "loading") as status:
         result = measure(workload, configurations, model=model, say=status)
     print_table(console, _table(result), drop_first=("RMS Δp", "KLD p99"))
@@ -83,7 +94,6 @@ def quality(
         print_plain(console, line)
     if output is not None:
         write_json(output, result.to_json())
-    return 0
 
 
 def _of_run(folder: Path) -> tuple[Workload, tuple[str, ...]]:

@@ -60,6 +60,9 @@ if TYPE_CHECKING:
               help="With --resume: go on though code, versions or machine differ from the run's start.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Check everything, print cells left, order and time; launch nothing.")
 @NO_CALIBRATION
+@click.option("--no-quality", is_flag=True, envvar="KVBENCH_NO_QUALITY",
+              help="Do not measure at the end what the built-in engine's configurations change in answers; "
+                   "`kvbench quality` can follow later.")  # fmt: skip
 @click.option("--no-report", is_flag=True, help="Keep the raw results only; `kvbench report` can follow later.")
 @click.option("--output-dir", type=click.Path(path_type=Path), default="results", show_default=True,
               help="Where runs go.")  # fmt: skip
@@ -74,7 +77,8 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
 
     A cell is one engine configuration under one load. Each configuration is measured on a fresh server in every
     repeat, in random order, and its prefix cache is reset between loads. A load that other programs disturbed is
-    measured again at the end, up to twice. --resume of a finished run measures its invalid loads again.
+    measured again at the end, up to twice. --resume of a finished run measures its invalid loads again. Last, the
+    answers of the built-in engine's configurations are compared, in 10 to 15 s each (see `kvbench quality --help`).
 
     \b
     Examples:
@@ -96,6 +100,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
       manifest.json               what was measured, with what, on what
       cells/<cell>/summary.json   metrics per repeat, aggregated and pooled; requests.parquet: raw samples
       lockstep/effects.json       each configuration against the baseline in engine time
+      quality.json                what each configuration changes in the model's answers
       summary.csv                 one row a cell
       report.html, report.md      the report
 
@@ -109,6 +114,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     """
     from rich.console import Console
 
+    from kvbench.cli.quality import measure_run
     from kvbench.cli.report import show_report
     from kvbench.lockstep.process import OPEN_LIMIT_S
     from kvbench.runs.resume import planned_cells
@@ -135,6 +141,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             only,
             options["output_dir"],
             report=None if options["no_report"] else show_report,
+            quality=None if options["no_quality"] else measure_run,
             calibrate=not options["no_calibration"],
             resumed=run,
             lockstep_minutes=options["lockstep_minutes"],

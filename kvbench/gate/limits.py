@@ -2,7 +2,7 @@
 
 A limit applies to the median over the repeats, or with ``every: true`` to each repeat. A ratio is taken within each
 repeat, where both configurations had the same requests, so the median of the ratios is not the ratio of the medians.
-The KLD of a quantised KV belongs to a configuration and has no repeats (kvbench/quality/measure.py).
+The quality of answers belongs to a configuration and has no repeats (kvbench/quality/measure.py).
 
 Limits on an invalid cell, or on one whose server refused requests, are ``invalid``, except on failed requests and
 leaked pages, which are why it is so: beyond their limit they fail, and what was refused may be within its limit.
@@ -13,27 +13,30 @@ from __future__ import annotations
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.text import and_more, plural
 from kvbench.gate.canaries import judge_canaries
-from kvbench.gate.policy import Limit, Policy, matches
+from kvbench.gate.policy import WITHIN, Limit, Policy, matches
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
 from kvbench.report.comparisons import paging_pair
 from kvbench.runs import metric_names
 from kvbench.runs.model import WRONG, MeasuredCell, Run
-from kvbench.runs.quality import QualityResult, read_quality
+from kvbench.runs.quality import QualityResult, figure, read_quality
 from kvbench.runs.read import read_run
-from kvbench.workload.settings import effective
 
 SUITE = "limit"
 _CAUSE_INVALIDITY = ("failure_rate", "failed", "pages_owned_after")
 _NEED_SLO = ("goodput_share", "goodput", "steady_goodput")
 _MOST_NAMED = 5  # cells in one sentence
+_MOST_REASONS = 3  # limits of quality.json in one sentence
+_SHARES = ("same_argmax", "rms_dp", "greedy", "passkey", "perplexity_change")
+_PATHS = {"greedy": "greedy.share", "passkey": "passkey.share"}  # name in a policy -> in quality.json
 
 
 def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdict:
@@ -85,12 +88,12 @@ def judge_limits(
 ) -> tuple[Finding, ...]:
     """A finding for each cell, pair of cells or configuration that a limit names.
 
-    ``quality``: the KLD of this run; ``doubt``: why it does not belong to it.
+    ``quality``: of this run; ``doubt``: why it does not belong to it.
     """
     judges = {"metric": _judge_metric, "ratio": _judge_ratio}
     found, seen = [], Counter[str]()
     for limit in limits:
-        made = judges[limit.kind](run, limit) if limit.kind in judges else _judge_kld(run, limit, quality, doubt)
+        made = judges[limit.kind](run, limit) if limit.kind in judges else _judge_quality(run, limit, quality, doubt)
         for finding in made:
             seen[finding.id] += 1
             same = seen[finding.id]
@@ -188,23 +191,62 @@ def _judge_pair(run: Run, limit: Limit, a: MeasuredCell, b: MeasuredCell) -> Fin
     )
 
 
-def _judge_kld(run: Run, limit: Limit, quality: QualityResult | None, doubt: str | None) -> list[Finding]:
+def _judge_quality(run: Run, limit: Limit, quality: QualityResult | None, doubt: str | None) -> list[Finding]:
+    """A finding for each configuration with a cell that the limit names."""
     cells = [cell for cell in run.cells if matches(_name(run, cell), limit.cells)]
-    quantised = [cell.config_id for cell in cells if effective(cell.settings, "kv_cache_dtype") != "auto"]
     found = []
-    for config_id in dict.fromkeys(quantised):
+    for config_id in dict.fromkeys(cell.config_id for cell in cells):
         where = f"{run.workload}/{config_id}"
-        known = quality.configurations.get(config_id, {}) if quality is not None else {}
-        if (value := known.get(limit.what)) is None or doubt:
-            found.append(_invalid(limit, where, doubt if value is not None else _no_kld(run)))
-            continue
-        unit = "share" if limit.what == "same_argmax" else "nats"
-        details = [f"over {known['positions']:,} positions; weights: {quality.weights}"]
-        found.append(_hold(limit, where, [float(value)], unit, details))
-    return found or [_no_cell(run, limit, " with a quantised KV")]
+        known = quality.configurations.get(config_id) if quality is not None else None
+        value = _quality_figure(known, limit.what) if known else None
+        if quality is None or known is None or value is None:
+            found.append(_invalid(limit, where, _no_quality(run)))
+        elif doubt:
+            found.append(_invalid(limit, where, doubt))
+        elif limit.what == WITHIN and quality.random_weights:
+            found.append(_invalid(limit, where, quality.note))
+        else:
+            details = [f"over {known['positions']:,} positions; weights: {quality.weights}"]
+            if limit.what == WITHIN:
+                found.append(_within(limit, where, known["outside"], details))
+            else:
+                found.append(_hold(limit, where, [value], _quality_unit(limit), details))
+    return found or [_no_cell(run, limit)]
 
 
-def _no_kld(run: Run) -> str:
+def _quality_figure(known: Mapping[str, Any], what: str) -> float | None:
+    """The figure that a limit names; of WITHIN how many limits are broken."""
+    if what == WITHIN:
+        return float(len(known["outside"]))
+    if what == "full_pool_wrong":
+        asked, right = (figure(known, f"full_pool.passkey_{of}") for of in ("asked", "right"))
+        return None if asked is None or right is None else asked - right
+    return figure(known, _PATHS.get(what, what))
+
+
+def _quality_unit(limit: Limit) -> str:
+    return "share" if limit.what in _SHARES else "nats" if limit.kind == "kld" else ""
+
+
+def _within(limit: Limit, where: str, outside: Sequence[str], details: Sequence[str]) -> Finding:
+    """Whether a configuration breaks any of the limits in quality.json."""
+    about, broken = _about(limit, where), and_more([each.rstrip(".") for each in outside], _MOST_REASONS, "; ")
+    return Finding(
+        id=f"{SUITE}/{where}/{limit.label}",
+        suite=SUITE,
+        title=about,
+        outcome=FAIL if outside else PASS,
+        sentence=f"{about}: {broken or 'all figures are within the limits of quality.json'}",
+        metric=limit.what,
+        unit="count",
+        higher_is_better=False,
+        candidate=float(len(outside)),
+        figures={"max": 0.0},
+        details=(*outside, *details),
+    )
+
+
+def _no_quality(run: Run) -> str:
     git = run.manifest.get("git") or {}
     code = git.get("short_sha") or git.get("sha")
     which = f" with the code of the run (commit {code}; other code needs --force here)" if code else ""
@@ -212,7 +254,7 @@ def _no_kld(run: Run) -> str:
 
 
 def _code_difference(run: Run, quality: QualityResult) -> str | None:
-    """Why a KLD does not belong to the run: it was measured with other code, versions or weights."""
+    """Why a quality does not belong to the run: it was measured with other code, versions or weights."""
     different = quality.differs_from(run.manifest)
     if not different:
         return None
@@ -263,9 +305,9 @@ def _invalid(limit: Limit, where: str, why: str) -> Finding:
     return Finding(f"{SUITE}/{where}/{limit.label}", SUITE, about, INVALID, f"{about}: {why}", metric=limit.what)
 
 
-def _no_cell(run: Run, limit: Limit, kind: str = "") -> Finding:
+def _no_cell(run: Run, limit: Limit) -> Finding:
     globs, cells = ", ".join(limit.cells), ", ".join(cell.cell_id for cell in run.cells)
-    why = f"no cell{kind} of this run fits {globs}; correct the globs or remove the limit: it has {cells}"
+    why = f"no cell of this run fits {globs}; correct the globs or remove the limit: it has {cells}"
     return _invalid(limit, f"{run.workload} ({globs})", why)
 
 

@@ -38,8 +38,10 @@ from kvbench.workload.file import parse_yaml
 
 MAX_ALPHA = 0.05  # false alarms of all looks together: a gate that fails more often without a reason is ignored
 MAX_ALPHA_PASS = 0.05
-KINDS = ("metric", "slo", "ratio", "kld")  # as the file writes them; an slo is the metric goodput_share
+KINDS = ("metric", "slo", "ratio", "kld", "quality")  # as the file writes them; an slo is the metric goodput_share
 KLD_STATISTICS = ("mean", "p95", "p99", "max", "same_argmax")
+WITHIN = "within"
+QUALITY_FIGURES = (WITHIN, "perplexity_change", "rms_dp", "greedy", "passkey", "full_pool_wrong")
 _DIGEST_LENGTH = 12  # hexadecimal digits
 
 
@@ -47,12 +49,13 @@ _DIGEST_LENGTH = 12  # hexadecimal digits
 class Limit:
     """One entry of ``limits:``.
 
-    ``what``: a metric, or the statistic of a KLD. ``low``, ``high``: inclusive. ``cells``: globs, see ``matches``.
-    ``every``: hold each repeat instead of their median. ``of``, ``to``: globs of the configurations of a ratio; empty
-    for paged over contiguous, the two that differ least.
+    ``what``: a metric, the statistic of a KLD, or one of ``QUALITY_FIGURES``, of which WITHIN has no bounds.
+    ``low``, ``high``: inclusive. ``cells``: globs, see ``matches``. ``every``: hold each repeat instead of their
+    median. ``of``, ``to``: globs of the configurations of a ratio; empty for paged over contiguous, the two that differ
+    least.
     """
 
-    kind: Literal["metric", "ratio", "kld"]
+    kind: Literal["metric", "ratio", "kld", "quality"]
     what: str
     low: float | None = None
     high: float | None = None
@@ -65,8 +68,8 @@ class Limit:
     @property
     def label(self) -> str:
         """Its name in ids and titles."""
-        named = {"metric": self.what, "ratio": f"ratio of {self.what}", "kld": f"KLD {self.what}"}
-        return self.name or named[self.kind]
+        kinds = {"metric": "", "ratio": "ratio of ", "kld": "KLD ", "quality": "quality "}
+        return self.name or f"{kinds[self.kind]}{self.what}"
 
     def excess(self, value: float) -> float:
         """By how much ``value`` is beyond the limit; 0 or less within it."""
@@ -224,13 +227,14 @@ class _TimingSection(StrictModel):
 
 
 class _LimitEntry(StrictModel):
-    """One of ``metric``, ``slo``, ``ratio``, ``kld``, with ``max`` or ``min``."""
+    """One of ``KINDS``, with ``max`` or ``min``; ``slo`` and ``quality: within`` are the limit themselves."""
 
     name: str | None = Field(default=None, min_length=1)
     metric: str | None = None
     slo: Share | None = None
     ratio: str | None = None
     kld: Literal[KLD_STATISTICS] | None = None
+    quality: Literal[QUALITY_FIGURES] | None = None
     cells: Globs = Field(default=["*"])
     of: Globs | None = None
     to: Globs | None = None
@@ -254,7 +258,9 @@ class _LimitEntry(StrictModel):
         bounds = [bound for bound in (self.min, self.max) if bound is not None]
         if kinds == ["slo"] and bounds:
             raise ValueError(f"slo {self.slo:g} is the limit itself, the least share; remove max and min.")
-        if kinds != ["slo"] and not bounds:
+        if self.quality == WITHIN and bounds:
+            raise ValueError("quality: within holds the limits of quality.json; remove max and min, or name a figure.")
+        if kinds != ["slo"] and self.quality != WITHIN and not bounds:
             raise ValueError(f"the limit of {getattr(self, kinds[0])} is missing; give max or min.")
         if bounds != sorted(bounds):
             raise ValueError(f"min {self.min:g} is above max {self.max:g}, which nothing can meet; swap them.")

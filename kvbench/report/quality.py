@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.report.changes import THROUGHPUT, amount, change, decided_load, short_name
+from kvbench.report.changes import SERVED, THROUGHPUT, amount, change, decided_load, short_name
 from kvbench.report.comparisons import baseline, spread, tokens_held
 from kvbench.report.provenance import model_name, random_weights
 from kvbench.report.tables import Column, Row, Table, Value
@@ -25,6 +26,7 @@ ANSWERS_NOTE = (
 )
 _NONE = Value("–")
 _MOST_REASONS = 3
+_FEWEST_CANARIES = 30  # all right: then fewer than 10 % are wrong, at 95 % (3 / n)
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Quality:
     ``figures``: as quality.json has them; empty where it was not measured.
     ``model``: which one answered, where it is not the run's own.
     ``doubt``: why the figures do not count for this run, such as "random weights"; empty where they do.
-    ``canaries``: how many were answered under its loads, if all of them rightly and with a KV in full precision.
+    ``canaries``: how many were answered under its loads, if these are enough, all right, and its KV is in full
+    precision.
     ``wrong``: a sentence for each load under which more were answered wrongly than its KV dtype explains.
     """
 
@@ -100,7 +103,7 @@ def quality_of(run: Run, cell: MeasuredCell) -> Quality:
     if result is None or not known:
         counted = [each.canaries for each in loads if each.canaries and not is_quantised(cell)]
         right = 0 if any(each["wrong"] for each in counted) else sum(each["answered"] for each in counted)
-        return Quality(canaries=right, wrong=wrong)
+        return Quality(canaries=right if right >= _FEWEST_CANARIES else 0, wrong=wrong)
     doubt = "random weights" if result.random_weights else ""
     doubt = doubt or ("other code or weights" if result.differs_from(run.manifest) else "")
     return Quality(known, result.model if result.beside else "", doubt, wrong=wrong)
@@ -129,7 +132,8 @@ def answer_sentences(run: Run) -> Iterator[str]:
         why = ", whose weights are random and can give no wrong answer" if random_weights(run) else ""
         yield (
             f"Measured with {result.model}, not with {own}{why}. It shows what this engine and these settings do to "
-            "answers; what a quantised KV costs another model, only that model tells."
+            "answers; what a quantised KV costs your model, only your model tells: `kvbench quality "
+            f"{shlex.quote(str(run.folder))} --model PATH`."
         )
     if different := result.differs_from(run.manifest):
         yield f"Measured with other code, versions or weights than the run ({'; '.join(different)}): it does not count."
@@ -137,9 +141,10 @@ def answer_sentences(run: Run) -> Iterator[str]:
 
 
 def prices(run: Run) -> Iterator[str]:
-    """INT4 KV: KLD 0.03, perplexity +4.0 %, passkeys 91 %, for 3.8x the tokens in the same memory: outside the limits.
+    """INT4 KV: KLD 0.03, perplexity +4.0 %, passkeys 91 %, for 3.8x the tokens in the same memory at +59 % tokens/s
+    (55 to 62) served: outside the limits.
 
-    One for each quantised KV that was measured.
+    One for each quantised KV that was measured; tokens/s where their change is decided.
     """
     load = decided_load(run)
     base = baseline(run, load) if load else None
@@ -147,9 +152,14 @@ def prices(run: Run) -> Iterator[str]:
         known = quality_of(run, cell)
         if not (is_quantised(cell) and known.figures):
             continue
-        more = tokens_held(cell, base) if base else None
+        more, speed = tokens_held(cell, base) if base else None, change(run, cell, THROUGHPUT)
         room = f", for {words.significant(more, 2)}x the tokens in the same memory" if more and more >= 1.1 else ""
-        yield f"{short_name(cell, base)}: {known}{room}{': outside the limits' if known.outside else ''}."
+        rate = ""
+        if speed and speed.decided:
+            clock = SERVED if speed.clock == SERVED else f"in {speed.clock}"
+            rate = " ".join(filter(None, [" at", amount(speed.ratio), "tokens/s", speed.interval, clock]))
+        found = "outside the limits" if known.outside else known.verdict or "within the limits"
+        yield f"{short_name(cell, base)}: {known}{room}{rate}: {found}."
 
 
 def _names(run: Run) -> dict[str, str]:
@@ -221,10 +231,7 @@ def signed_percent(value: float) -> str:
 
 _COLUMNS: tuple[tuple[str, str, str, Callable[[Mapping[str, Any]], Value]], ...] = (
     ("mean", "KLD", "mean over positions, nats", _number("mean", kld_text)),
-    ("p99", "KLD p99", "nats", _number("p99", kld_text)),
     ("perplexity_change", "perplexity", "its change; of held-out text", _number("perplexity_change", signed_percent)),
-    ("rms_dp", "RMS Δp", "change in probability of the token that follows", _number("rms_dp", fine_percent)),
-    ("greedy.share", "equal answers", "whole greedy answers", _share("greedy", "agree", "answers")),
     ("passkey.share", "passkeys", "exact answers", _share("passkey", "right", "asked")),
     (
         "full_pool",
@@ -232,6 +239,9 @@ _COLUMNS: tuple[tuple[str, str, str, Callable[[Mapping[str, Any]], Value]], ...]
         "passkeys told wrongly while the KV is too small; small: answers equal to those of the baseline",
         _full_pool,
     ),
+    ("p99", "KLD p99", "nats", _number("p99", kld_text)),
+    ("rms_dp", "RMS Δp", "change in probability of the token that follows", _number("rms_dp", fine_percent)),
+    ("greedy.share", "equal answers", "whole greedy answers", _share("greedy", "agree", "answers")),
 )
 _LIMITS: dict[str, Callable[[float], str]] = {
     "perplexity_change": signed_percent, "rms_dp": fine_percent, "greedy.share": words.percent,
@@ -247,18 +257,18 @@ def answer_quality_table(run: Run) -> Table:
     cells = {cell.config_id: cell for cell in (run.at(load) if load else ())}
     names = _names(run)
     ids = [*names, *(each for each in result.configurations if each not in names)]
-    rows = [Row(None, (Value(CONTROL), _NONE, *_figures(result.control, {}), _NONE, _NONE), "control")]
+    rows = [Row(None, (Value(CONTROL), _NONE, _NONE, _NONE, *_figures(result.control, {})), "control")]
     for config_id in ids:
         known, cell = result.configurations.get(config_id) or {}, cells.get(config_id)
         named = Value(names.get(config_id, config_id), names.get(config_id, config_id))
-        shown = (named, _within(known), *_figures(known, result.limits), *_speed_and_room(run, cell))
+        shown = (named, _within(known), *_speed_and_room(run, cell), *_figures(known, result.limits))
         rows.append(Row(cell, shown, "configurations"))
-    rows.append(Row(None, (Value("limit"), _NONE, *_limits(result), _NONE, _NONE), "limit"))
+    rows.append(Row(None, (Value("limit"), _NONE, _NONE, _NONE, *_limits(result)), "limit"))
     at = f", {load.short}" if load else ""
     heads = [("configuration", "configuration", ""), ("within", "limits", "within or outside, and why")]
-    heads += [(key, title, hint) for key, title, hint, _ in _COLUMNS]
     heads += [("tokens_per_s", f"output tok/s{at}", "served; small: the change against the run's baseline")]
     heads += [("capacity", "tokens held", "in the same memory; small: against the run's baseline")]
+    heads += [(key, title, hint) for key, title, hint, _ in _COLUMNS]
     return Table(tuple(Column(*head) for head in heads), tuple(rows))
 
 
@@ -313,24 +323,25 @@ _BINS = (("by_depth", "depth of the fact"), ("by_length", "prompt length"), ("by
 def passkey_table(run: Run) -> Table:
     """Right passkeys by where the fact stands and by how long the prompt is: a row a bin, a column a configuration.
 
-    Lengths mod page size are many: those of which every configuration has all right share a row.
+    Of the control and the configurations with a wrong one; without any no rows, as there is nothing to look for.
+    Lengths mod page size are many: those of which all are right share a row.
     """
-    result = run.quality
-    if result is None:
+    result, names = run.quality, _names(run)
+    known = {names.get(each, each): figures for each, figures in (result.configurations if result else {}).items()}
+    shares = {name: figure(figures, "passkey.share") for name, figures in known.items()}
+    some = {name: known[name] for name, share in shares.items() if share is not None and share < 1}
+    if result is None or not some:
         return Table((), ())
-    names, rows = _names(run), []
-    columns = {CONTROL: result.control} | {names.get(i, i): known for i, known in result.configurations.items()}
+    columns, rows = {CONTROL: result.control} | some, []
     for key, title in _BINS:
-        found = [{str(each["of"]): each for each in bins(known, key)} for known in columns.values()]
+        found = [{str(each["of"]): each for each in _bins(figures, key)} for figures in columns.values()]
         every = list(dict.fromkeys(of for each in found for of in each))
         wrong = [of for of in every if any(of in each and each[of]["right"] < each[of]["asked"] for each in found)]
         listed = every if key != "by_residue" else wrong
         parts = {of: [each.get(of) for each in found] for of in listed}
         if left := [of for of in every if of not in listed]:
-            parts["all others" if wrong else "all"] = [_sum([each[of] for of in left if of in each]) for each in found]
-        rows += [
-            Row(None, (Value(title, title), Value(of), *map(_right, each)), key) for of, each in parts.items()
-        ]  # fmt: skip
+            parts["all others"] = [_sum([each[of] for of in left if of in each]) for each in found]
+        rows += [Row(None, (Value(title, title), Value(of), *map(_right, each)), key) for of, each in parts.items()]
     heads = ("by", "of", *columns)
     return Table(tuple(Column(head, head) for head in heads), tuple(rows))
 
@@ -339,7 +350,7 @@ def _sum(parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {name: sum(each[name] for each in parts) for name in ("asked", "right")}
 
 
-def bins(known: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+def _bins(known: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     """The passkeys of a configuration in parts: ``of``, ``asked``, ``right`` of each."""
     return list((known.get("passkey") or {}).get(key) or ())
 

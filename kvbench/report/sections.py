@@ -85,9 +85,9 @@ def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | No
             "Quality of the answers",
             (
                 Section("answer-quality", "By configuration", answer_quality_table(run), ANSWERS_NOTE, folded=False),
-                Section("passkeys", "Passkeys by depth and length", passkey_table(run)),
+                Section("passkeys", "Where passkeys go wrong", passkey_table(run)),
             ),
-            _drawn(answer_quality.drawing(run), answer_quality.passkeys_drawing(run)), tuple(answer_sentences(run)),
+            _drawn(answer_quality.drawing(run)), tuple(answer_sentences(run)),
         ),
         Chapter(
             "Where the KV bytes went",

@@ -35,6 +35,7 @@ from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.engine_time import read_engine_time
 from kvbench.runs.folder import DONE, RunFolder, create_run
 from kvbench.runs.manifest import add_server, build_manifest
+from kvbench.runs.quality import read_quality
 from kvbench.runs.repeats import is_disturbed, repeat_notes
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.work import Work, kept, work_in
@@ -58,7 +59,8 @@ DISTURBED_IN_A_ROW = 2  # loads: then a sweep waits for a quiet machine; as many
 class Sweep:
     """One execution of a sweep in one folder.
 
-    ``only``: patterns of cell ids; ``report``: writes and shows the report of a finished run; ``calibrate``: the load
+    ``only``: patterns of cell ids; ``report``: writes and shows the report of a finished run; ``quality``: measures
+    what its configurations change in answers, before the report, None: it is not measured; ``calibrate``: the load
     client, before its first load; ``resumed``: the folder of a run to go on with; ``force``: although something
     differs; ``max_minutes``: for repeats beyond the first, None: as the run was begun, or as the workload says;
     ``lockstep_minutes``: at most for engine time, which is measured before the loads (0: it is not), None: as the run
@@ -71,6 +73,7 @@ class Sweep:
     only: tuple[str, ...] = ()
     output_dir: Path = Path("results")
     report: Callable[[Path, Console], None] | None = None
+    quality: Callable[[Path, Console], None] | None = None
     calibrate: bool = True
     resumed: RunFolder | None = None
     force: bool = False
@@ -112,7 +115,8 @@ class Sweep:
             self._reopen(self.resumed, something_left=bool(left))
             self._say_what_is_finished(self.resumed, measured)
             if not left:
-                self._say("nothing is left to run")
+                what = "its quality, and nothing else," if self._lacks_quality(self.resumed) else "nothing"
+                self._say(f"{what} is left to run")
                 return EXIT_OK
         seconds = first_s + estimator.total_s(left)
         describe_plan(self.workload, design, left, seconds, self.console, self.target.start_guess_s)
@@ -121,6 +125,9 @@ class Sweep:
         if first_s:
             self._note(f"{self.lockstep_minutes:g} minutes of it are engine time, before the loads "
                        "(--lockstep-minutes); on a slow machine up to three times that")  # fmt: skip
+        if self._lacks_quality(self.resumed):
+            self._note(f"then the answers of {plural(len(design.configurations), 'configuration')} are measured, in 10 "
+                       "to 15 s each with kvbench-tiny on 2 cores (--no-quality)")  # fmt: skip
         if self._minutes(stored) is not None:
             self._note(f"within --max-minutes {self._minutes(stored):g}, as far as it can be guessed; which repeats "
                        "follow the first depends on what they decide")  # fmt: skip
@@ -140,6 +147,7 @@ class Sweep:
         try:
             with work_in(run.path, kept(resume), self._say) as work:
                 complete = self._measure(work, run, design, blocks, known)
+                self._measure_quality(work, run, resume)
                 return self._conclude(run, design, complete, resume)
         except UsageError:
             if not self.resumed and run.remove_unmeasured():
@@ -267,6 +275,38 @@ class Sweep:
             f"engine time: {plural(found['configurations'], 'configuration')} in turns, "
             f"{found['launches']} launch{'' if found['launches'] == 1 else 'es'} in {clock(found['seconds'])}"
         )
+
+    def _lacks_quality(self, run: RunFolder | None) -> bool:
+        """Whether the built-in engine's answers are still to be measured, with the code of this run."""
+        manifest = run.manifest() if run else self.target.manifest
+        if not self.quality or manifest.get("backend") != "kvbench" or manifest.get("serve_cmd"):
+            return False
+        if run is None:
+            return True
+        design = design_of(self.workload, manifest.get("only") or ())
+        try:
+            known = read_quality(run.path)
+        except UsageError:
+            return True
+        measured = known.configurations.keys() if known and not known.differs_from(manifest) else set()
+        return not {each.config_id for each in design.configurations} <= measured
+
+    def _measure_quality(self, work: Work, run: RunFolder, resume: str) -> None:
+        """A failure costs nothing that was measured."""
+        if self.quality is None or self.ended_early or not self.summaries or not self._lacks_quality(run):
+            return
+        before = work.next_step
+        report = shlex.join(["kvbench", "report", os.path.relpath(run.path)])
+        work.next_step = f"the loads are kept. Measure the quality with:\n  {resume}\nor report without it:\n  {report}"
+        try:
+            self.quality(run.path, self.console)
+        except Exception as error:
+            where = "" if isinstance(error, UsageError) else f" ({log_traceback(error)})"
+            self._note(
+                f"the quality of the answers is not measured: {error}{where}; try `kvbench quality "
+                f"{os.path.relpath(run.path)}`"
+            )
+        work.next_step = before
 
     def _calibrator(self, run: RunFolder, *say: Callable[[str], None]) -> Calibrator:
         return Calibrator(run.path, self.calibrate, *say)

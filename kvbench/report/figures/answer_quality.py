@@ -1,4 +1,4 @@
-"""What a configuration's answers cost beside what its speed gains; and where passkeys go wrong."""
+"""What a configuration's answers cost beside what its speed gains."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from collections.abc import Mapping
 
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.report.changes import THROUGHPUT, amount, change, decided_load, short_name
 from kvbench.report.comparisons import baseline
-from kvbench.report.quality import CONTROL, bins, is_quantised, kld_text, quality_of
+from kvbench.report.quality import is_quantised, kld_text, quality_of
 from kvbench.report.style import GREY, Drawing, LineStyle, finish, looks, safe
 from kvbench.runs.model import Run
 from kvbench.runs.quality import figure
 
 _LEAST_KLD = 1e-15  # nats: what is below, and 0, is drawn here: a log axis has no 0
 _MOST_TICKS = 6
-_PANELS = {"by_depth": "depth of the fact, %", "by_residue": "prompt length mod page size"}
 
 
 def price_frame(run: Run) -> pd.DataFrame:
@@ -129,65 +127,3 @@ def _title(frame: pd.DataFrame) -> str:
     if not outside:
         return "What speed costs in answers: nothing beyond the limits"
     return f"What speed costs in answers: {words.and_more(outside)} outside the limits"
-
-
-def passkey_frame(run: Run) -> pd.DataFrame:
-    """Passkeys in parts: configuration, by, of, share [%], asked, right; of the control and those with a wrong one.
-
-    Empty where every configuration has all right, which a figure would show as one line.
-    """
-    result = run.quality
-    if result is None:
-        return pd.DataFrame()
-    names = {cell.config_id: cell.name for cell in run.cells}
-    known = {names.get(config, config): figures for config, figures in result.configurations.items()}
-    some = {
-        name: figures for name, figures in known.items()
-        if (share := figure(figures, "passkey.share")) is not None and share < 1
-    }  # fmt: skip
-    rows = [
-        [name, by, _short(part["of"]), 100 * part["right"] / part["asked"], part["asked"], part["right"]]
-        for name, figures in ({CONTROL: result.control} | some).items()
-        for by in _PANELS
-        for part in (bins(figures, by) if some else ())
-        if part["asked"]
-    ]
-    return pd.DataFrame(rows, columns=["configuration", "by", "of", "share", "asked", "right"])
-
-
-def _short(of: object) -> str:
-    """0–20: for a tick."""
-    return str(of).removesuffix(" %").replace(" to ", "–")
-
-
-def passkeys_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:
-    """A panel by depth and one by length mod page size."""
-    panels = [by for by in _PANELS if (frame["by"] == by).any()]
-    made = make_subplots(rows=1, cols=len(panels), shared_yaxes=True, horizontal_spacing=0.05)
-    for column, by in enumerate(panels, start=1):
-        for name, part in frame[frame["by"] == by].groupby("configuration", sort=False):
-            drawn = look.get(str(name), LineStyle(GREY, "dot"))
-            made.add_trace(
-                go.Scatter(
-                    x=part["of"], y=part["share"], mode="lines+markers", name=safe(name), legendgroup=str(name),
-                    showlegend=column == 1, line={"color": drawn.colour, "dash": drawn.dash, "width": 1.8},
-                    hovertext=[
-                        f"<b>{safe(name)}</b><br>{_PANELS[by]} {safe(row.of)}: {row.right} of {row.asked}"
-                        for row in part.itertuples()
-                    ],
-                    hoverinfo="text",
-                ),
-                row=1, col=column,
-            )  # fmt: skip
-        made.update_xaxes(title_text=_PANELS[by], type="category", tickangle=0, row=1, col=column)
-    made.update_yaxes(range=[0, 104], ticksuffix=" %")
-    return finish(made, 300)
-
-
-def passkeys_drawing(run: Run) -> Drawing | None:
-    """None where every passkey was right, or none was asked in parts."""
-    frame = passkey_frame(run)
-    if frame.empty:
-        return None
-    caption = "Share of passkeys told exactly; configurations with all right are left out, as one line would hide them."
-    return Drawing("passkeys", "Where passkeys go wrong", caption, passkeys_figure(frame, looks(run)), 520)

@@ -15,6 +15,7 @@ from kvbench.gate.verdict.wording import number, percent
 from kvbench.report.comparisons import compare
 from kvbench.runs.metric_names import SHORT_NAMES, measured, unit_of
 from kvbench.runs.quality import QualityResult
+from tests.support.quality_results import KLD_OUTSIDE, figures, result
 from tests.support.report_cells import cell, run
 
 
@@ -234,8 +235,8 @@ def test_a_ratio_that_cannot_be_had_is_no_pass(other, said):
 INT8 = cell(kv_cache_dtype="int8_per_token_head")
 
 
-def quality(**figures: float) -> QualityResult:
-    return QualityResult("mixed", "random", {INT8.config_id: {"positions": 100, **figures}})
+def quality(*outside: str, note: str = "", **known: float) -> QualityResult:
+    return result({INT8.config_id: figures(0.01, 63, 0.004, 40, 2, *outside) | known}, note=note)
 
 
 @pytest.mark.parametrize(
@@ -246,14 +247,37 @@ def quality(**figures: float) -> QualityResult:
         (Limit("kld", "p99", high=0.02), FAIL),
         (Limit("kld", "same_argmax", low=0.98), PASS),
         (Limit("kld", "same_argmax", low=0.99), FAIL),
-        (Limit("kld", "max", high=1), INVALID),  # not among the figures
+        (Limit("kld", "p95", high=1), INVALID),  # not among the figures
+        (Limit("quality", "perplexity_change", high=0.004), PASS),
+        (Limit("quality", "perplexity_change", high=0.003), FAIL),
+        (Limit("quality", "rms_dp", high=0.09), FAIL),
+        (Limit("quality", "rms_dp", high=0.1), PASS),
+        (Limit("quality", "greedy", low=0.83), PASS),  # 40 of 48
+        (Limit("quality", "greedy", low=0.84), FAIL),
+        (Limit("quality", "passkey", low=0.98), PASS),  # 63 of 64
+        (Limit("quality", "passkey", low=0.99), FAIL),
+        (Limit("quality", "full_pool_wrong", high=2), PASS),
+        (Limit("quality", "full_pool_wrong", high=1), FAIL),
+        (Limit("quality", "within"), PASS),
     ],
 )
-def test_the_kld_of_a_quantised_kv(limit, outcome):
-    told = quality(mean=0.01, p99=0.03, same_argmax=0.98)
-    found = judge(limit, INT8, cell(kv_cache_dtype="int8_per_token_head", load=3), TTFT, quality=told)
-    assert [f.outcome for f in found] == [outcome]  # of the configuration, once, and not of the full-precision one
+def test_the_quality_of_a_configuration(limit, outcome):
+    told = quality(mean=0.01, p99=0.03, same_argmax=0.98, p95=None)
+    found = judge(limit, INT8, cell(kv_cache_dtype="int8_per_token_head", load=3), quality=told)
+    assert [f.outcome for f in found] == [outcome]  # of the configuration, once
     assert f"mixed/{INT8.config_id}" in found[0].id
+
+
+def test_within_holds_every_configuration_to_the_limits_of_the_measurement():
+    limit = Limit("quality", "within")
+    outside = only(limit, INT8, quality=quality(KLD_OUTSIDE, "more"))
+    assert (outside.outcome, outside.candidate) == (FAIL, 2) and KLD_OUTSIDE in outside.sentence
+    full_precision, int8 = judge(limit, TTFT, INT8, quality=quality())
+    assert (full_precision.outcome, int8.outcome) == (INVALID, PASS) and "kvbench quality" in full_precision.sentence
+    named = judge(dataclasses.replace(limit, cells=("*int8*",)), TTFT, INT8, quality=quality())
+    assert [finding.outcome for finding in named] == [PASS]
+    assert only(limit, INT8, quality=quality(note="Random weights.")).outcome == INVALID
+    assert only(limit, INT8, quality=quality(KLD_OUTSIDE), doubt="another commit").outcome == INVALID
 
 
 @pytest.mark.parametrize(
@@ -262,12 +286,13 @@ def test_the_kld_of_a_quantised_kv(limit, outcome):
         (INT8, {}, "kvbench quality"),
         (cell(kv_cache_dtype="fp8_e4m3"), {"quality": quality(mean=0.01)}, "kvbench quality"),  # of another
         (INT8, {"quality": quality(mean=0.01), "doubt": "another commit"}, "another commit"),
-        (TTFT, {"quality": quality(mean=0.01)}, "quantised"),
+        (TTFT, {"quality": quality(mean=0.01)}, "kvbench quality"),
     ],
 )
-def test_a_kld_that_was_not_measured_for_this_run_is_no_pass(of, told, said):
-    finding = only(Limit("kld", "mean", high=1), of, **told)
-    assert finding.outcome == INVALID and said in finding.sentence
+def test_a_quality_that_was_not_measured_for_this_run_is_no_pass(of, told, said):
+    for limit in (Limit("kld", "mean", high=1), Limit("quality", "passkey", low=0.1), Limit("quality", "within")):
+        finding = only(limit, of, **told)
+        assert finding.outcome == INVALID and said in finding.sentence
 
 
 def test_units():

@@ -30,7 +30,7 @@ def test_the_shipped_policy_writes_out_the_default_rules():
     assert (policy.timing, policy.source) == (DEFAULT_RULES, SHIPPED)
     assert DEFAULT_RULES.alpha + SERVED_RULES.alpha == pytest.approx(0.01)
     assert sum(look.alpha_pass for look in DEFAULT_RULES.looks) == pytest.approx(0.05)
-    assert {limit.kind for limit in policy.limits} == {"metric", "ratio", "kld"}
+    assert {limit.kind for limit in policy.limits} == {"metric", "ratio", "quality"}
 
 
 @pytest.mark.parametrize("text", ["", "timing:\nlimits:\n", "timing: {looks:}", None])
@@ -81,6 +81,8 @@ limits:
   - {slo: 95%, cells: ["a/*", "*-c3"]}
   - {ratio: output_throughput, of: "paged-p16", to: ["contiguous", "other"], min: 90%, max: 3}
   - {kld: p99, max: 0.01}
+  - {quality: passkey, min: 98%}
+  - {quality: within, cells: "*-c3"}
 """).limits
     assert limits == (
         Limit("metric", "p95_ttft_ms", None, 250.0, ("paged-*",)),
@@ -88,6 +90,8 @@ limits:
         Limit("metric", "goodput_share", 0.95, None, ("a/*", "*-c3")),
         Limit("ratio", "output_throughput", 0.9, 3.0, ("*",), False, ("paged-p16",), ("contiguous", "other")),
         Limit("kld", "p99", None, 0.01),
+        Limit("quality", "passkey", 0.98, None),
+        Limit("quality", "within", None, None, ("*-c3",)),
     )
 
 
@@ -121,7 +125,10 @@ REFUSED = {
     "limits: [{metric: failed, max: .nan}]": "finite",
     "limits: [{metric: failed, max: true}]": "True",
     "limits: [{metric: failed, max: 1, min: 2}]": "min 2 is above max 1",
-    "limits: [{max: 1}]": "metric, slo, ratio, kld",
+    "limits: [{quality: passkeys, min: 1}]": "'passkey'",
+    "limits: [{quality: passkey}]": "give max or min",
+    "limits: [{quality: within, max: 1}]": "remove max and min",
+    "limits: [{max: 1}]": "metric, slo, ratio, kld, quality",
     "limits: [{metric: failed, kld: mean, max: 1}]": "metric and kld",
     "limits: [{slo: 95%, min: 1}]": "slo 0.95",
     "limits: [{slo: 95}]": "less than 1",

@@ -13,9 +13,10 @@ from kvbench.cli.gate import gate
 from kvbench.cli.run_guarded import guarded
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.policy import load_policy
-from kvbench.runs.quality import QUALITY, QualityResult
+from kvbench.runs.quality import QUALITY
 from tests.support import verdicts
 from tests.support.compare_folders import noisy_pairs, stored_comparison
+from tests.support.quality_results import figures, outside, result
 from tests.support.synthetic_run import PAIR, make_run
 from tests.support.toy_engine import CONFIGS, Scenario
 
@@ -141,8 +142,8 @@ def test_no_limit_or_no_cell_at_all_is_exit_code_5(run, gated, text):
     assert (code, verdict.outcome, verdict.findings) == (5, "empty", ())
 
 
-MEASURED = QualityResult("mixed", "random", {INT8.config_id: {"positions": 9, "mean": 0.01}}, git=RUN, note="Random.")
-KLD = "limits: [{kld: mean, max: 0.02}]"
+MEASURED = result({INT8.config_id: figures(0.01)}, git=RUN, note="Random.")
+KLD = "limits: [{kld: mean, max: 0.02, cells: '*int8*'}]"
 
 
 def test_the_kld_of_the_run_and_of_other_code_which_needs_force(run, gated):
@@ -151,7 +152,7 @@ def test_the_kld_of_the_run_and_of_other_code_which_needs_force(run, gated):
     (run / QUALITY).write_text(json.dumps(MEASURED.to_json()))
     code, verdict = gated(run, KLD)
     assert code == 0 and "Random." in verdict.notes
-    assert gated(run, "limits: [{kld: mean, max: 0.009}]")[0] == 1
+    assert gated(run, KLD.replace("0.02", "0.009"))[0] == 1
     versions = {"torch": "1.0", "transformers": "not told by the run"}
     (run / QUALITY).write_text(
         json.dumps(dataclasses.replace(MEASURED, git={"sha": "fedcba"}, versions=versions).to_json())
@@ -160,6 +161,16 @@ def test_the_kld_of_the_run_and_of_other_code_which_needs_force(run, gated):
     ran = json.loads((run / "manifest.json").read_text())["versions"]["torch"]
     assert code == 4 and "fedcba" in verdict.sentence and f"torch 1.0, of the run {ran}" in verdict.sentence
     assert gated(run, KLD, "--force")[0] == 0
+
+
+def test_every_configuration_is_held_to_the_limits_of_its_quality(run, gated):
+    within = "limits: [{quality: within}]"
+    for int8, code in ((figures(0.0004), 0), (outside(), 1), (None, 4)):
+        known = dict.fromkeys((config.config_id for config in PAIR), figures())
+        known |= {INT8.config_id: int8} if int8 else {}
+        (run / QUALITY).write_text(json.dumps(result(known, git=RUN, beside=True, model="kvbench-tiny").to_json()))
+        assert gated(run, within)[0] == code
+        assert gated(run, "limits: [{quality: within, cells: 'baseline*'}]")[0] == 0
 
 
 @pytest.mark.parametrize("text", ["{}", '{"format": "kvbench-quality/1", "of": 3}', "{"])

@@ -10,9 +10,9 @@ from typing import Any
 
 from kvbench.cli.main import cli
 from kvbench.report.document import document
-from kvbench.report.figures.answer_quality import drawing, passkey_frame, passkeys_drawing, price_frame
+from kvbench.report.figures.answer_quality import drawing, price_frame
 from kvbench.report.markdown import markdown
-from kvbench.report.quality import answer_quality_table, answer_sentences, passkey_table
+from kvbench.report.quality import CONTROL, answer_quality_table, answer_sentences, passkey_table, prices
 from kvbench.runs.model import Run
 from kvbench.runs.quality import QUALITY
 from kvbench.runs.read import read_run
@@ -63,8 +63,12 @@ def test_a_configuration_that_was_not_measured_says_so() -> None:
 
 def test_the_price_of_a_quantised_kv_is_one_sentence() -> None:
     text = " ".join(answer_sentences(priced()))
-    price = "KLD 0.03, perplexity +4.0 %, passkeys 91 %, for 3.8x the tokens in the same memory: outside the limits."
+    price = "KLD 0.03, perplexity +4.0 %, passkeys 91 %, for 3.8x the tokens in the same memory at +51 % tokens/s"
     assert f"INT4 KV: {price}" in text and "1 of 2 configurations outside" in text
+    (price,) = prices(priced())
+    assert price.endswith("served: outside the limits.")
+    (price,) = prices(priced(note="Of random weights."))
+    assert price.endswith("safety not known.")
     assert "each within the limits" in " ".join(answer_sentences(measured_run(cell(), cell(page_size=8))))
 
 
@@ -98,18 +102,16 @@ def test_an_exact_zero_has_a_place_on_the_logarithmic_axis() -> None:
     assert made is not None and made.figure.data[0].y[0] > 0 and "KLD 0 (" in made.figure.data[0].hovertext[0]
 
 
-def test_passkeys_are_drawn_only_where_some_are_wrong_and_listed_by_part() -> None:
-    frame = passkey_frame(priced())
-    wrong = frame[frame["share"] < 100]
-    assert set(wrong["by"]) == {"by_depth", "by_residue"} and set(frame["configuration"]) >= set(wrong["configuration"])
-    assert passkeys_drawing(priced()) is not None
-    fine = measured_run(cell(), cell(page_size=8))
-    assert passkeys_drawing(fine) is None
-    for measured, residues in ((priced(), ["0", "all others"]), (fine, ["all"])):
-        table = passkey_table(measured)
-        assert [row.values[1].text for row in table.rows if row.group == "by_residue"] == residues
-        assert len([row for row in table.rows if row.group == "by_depth"]) == 5
-    assert [value.text for value in passkey_table(priced()).rows[0].values[2:]] == ["12 of 12", "12 of 12", "6 of 12"]
+def test_passkeys_are_listed_by_part_where_some_are_wrong_and_only_of_those_configurations() -> None:
+    table = passkey_table(priced())
+    assert [column.key for column in table.columns[2:]] == [CONTROL, cell(**INT4).name]
+    assert [row.values[1].text for row in table.rows if row.group == "by_residue"] == ["0", "all others"]
+    assert len([row for row in table.rows if row.group == "by_depth"]) == 5
+    assert [value.text for value in table.rows[0].values[2:]] == ["12 of 12", "6 of 12"]
+    none = with_quality(priced(), {cell(**INT4).config_id: figures(passkeys=0)})
+    assert [value.text for value in passkey_table(none).rows[0].values[3:]] == ["0 of 12"]
+    assert not passkey_table(measured_run(cell(), cell(page_size=8))).rows
+    assert not passkey_table(run_without_quality(cell())).rows
 
 
 def test_page_and_markdown_have_the_chapter_and_a_run_without_has_none(
@@ -119,7 +121,7 @@ def test_page_and_markdown_have_the_chapter_and_a_run_without_has_none(
     assert f"## {CHAPTER}" in text and f"<h2>{CHAPTER}</h2>" in source
     for part in ("INT4 KV: KLD 0.03", "kvbench-tiny, not with llama-32m", "A/A"):
         assert part in text and part in source
-    assert source.count('<figure id="quality">') == source.count('<figure id="passkeys">') == 1
+    assert source.count('<figure id="quality">') == 1
     assert CHAPTER not in markdown(document(run_of("normal"))) and CHAPTER not in page_of("normal")
 
 

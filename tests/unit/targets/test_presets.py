@@ -232,7 +232,12 @@ def test_the_first_command_a_user_types(preset):
     ("preset", "profile", "baseline", "others"),
     [
         ("vllm", "cpu", "paged-p32", "paged-p64 paged-p32-prefix paged-p32-fp8_e4m3"),
-        ("vllm", "gpu", "paged-p16", "paged-p64 paged-p16-prefix paged-p16-fp8_e4m3 paged-p16-int8_per_token_head"),
+        (
+            "vllm",
+            "gpu",
+            "paged-p16",
+            "paged-p64 paged-p16-prefix paged-p16-fp8_e4m3 paged-p16-int8_per_token_head paged-p16-int4_per_token_head",
+        ),
         ("sglang", "cpu", "paged-p16", "paged-p8 paged-p64 paged-p16-prefix paged-p16-fp8_e4m3"),
     ],
 )

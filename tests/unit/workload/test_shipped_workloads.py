@@ -100,9 +100,9 @@ def test_mixed_changes_one_variable_at_a_time_from_paged_16():
     configurations = {cell.configuration.config_id: cell.configuration for cell in found.values()}
     assert list(configurations) == [
         "paged-p16", "contiguous", "paged-p8", "paged-p64", "paged-p16-prefix", "paged-p16-fp8_e4m3",
-        "paged-p16-int8_per_token_head", "paged-p16-swap",
+        "paged-p16-int8_per_token_head", "paged-p16-int4_per_token_head", "paged-p16-swap",
     ]  # fmt: skip
-    assert [len(c.varied) for c in configurations.values()] == [0, 1, 1, 1, 1, 1, 1, 1]
+    assert [len(c.varied) for c in configurations.values()] == [0, *[1] * 8]
 
 
 @pytest.mark.parametrize("repeat", [1, 2, 3])

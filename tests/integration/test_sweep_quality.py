@@ -1,0 +1,109 @@
+"""A sweep that measures its quality at the end: servers and the measurement are fake, the command line is real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+
+import pytest
+
+from kvbench.common.errors import UsageError
+from kvbench.runs.quality import QUALITY, read_quality
+from kvbench.targets import choose
+from tests.support.loads import FAKE, ROOT
+from tests.support.quality_results import figures, result
+from tests.support.sweep_parts import Bench, finished, manifest
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    monkeypatch.setattr(choose, "BUILTIN_COMMAND", (sys.executable, str(FAKE)))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("KVBENCH_NO_QUALITY", raising=False)
+    return Bench(tmp_path)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The ids of the configurations of each measurement; ``measured.fails``: what it raises."""
+
+    class Calls(list):
+        fails: BaseException | None = None
+
+    calls = Calls()
+
+    def measure(workload, configurations, *, model=None, threads=None, say=lambda text: None):
+        say("measuring")
+        calls.append([each.config_id for each in configurations])
+        if isinstance(calls.fails, KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        elif calls.fails:
+            raise calls.fails
+        facts = {"seconds": 1.0, "left_out": 0, "prompts": 4, "dtype": "float32", "device": "cpu"}
+        found = dict.fromkeys(calls[-1], figures())
+        return result(found, beside=True, model="kvbench-tiny", facts=facts)
+
+    monkeypatch.setattr("kvbench.quality.measure.measure", measure)
+    return calls
+
+
+def sweep(bench, *words):
+    path = bench.write(load={"repeats": 1}, sweep={"page_size": [8]})
+    return bench.sweep(str(path), "--lockstep-minutes", "0", *words, fake=False)
+
+
+IDS = ["paged-p16", "paged-p8"]
+
+
+def test_it_is_measured_after_the_loads_and_is_in_the_report(bench, measured):
+    done = sweep(bench)
+    run = bench.only_run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "answers of 2 configurations" in sweep(bench, "--dry-run").stdout
+    assert "answers of" not in sweep(bench, "--dry-run", "--no-quality").stdout
+    assert measured == [IDS] and list(read_quality(run).configurations) == IDS
+    assert "kvbench-tiny" in (run / "report.md").read_text() and "kvbench-tiny" in done.stdout
+    assert bench.kvbench("sweep", "--resume", str(run)).returncode == 0
+    assert len(measured) == 1  # it is there
+    (run / QUALITY).write_text('{"format": "kvbench-quality/1"}')
+    assert "quality" in bench.kvbench("sweep", "--resume", str(run), "--dry-run").stdout
+    for stale in (None, {"paged-p16": figures()}, dict.fromkeys(IDS, figures())):
+        if stale:
+            other = replace(result(stale), git={"sha": "f" * 40} if len(stale) > 1 else {})
+            (run / QUALITY).write_text(json.dumps(other.to_json()))
+        stored = json.loads((run / "manifest.json").read_text())
+        (run / "manifest.json").write_text(json.dumps(stored | {"git": {"sha": "a" * 40}}))
+        before = len(measured)
+        assert bench.kvbench("sweep", "--resume", str(run), "--no-report", "--force").returncode == 0
+        assert len(measured) == before + 1  # of another format, of fewer configurations, of another commit
+    assert len(finished(run)) == 2
+
+
+def test_no_quality_and_another_server_measure_none(bench, measured):
+    assert sweep(bench, "--no-quality", "--no-report").returncode == 0
+    assert not measured and not (bench.only_run() / QUALITY).exists()
+    assert bench.sweep(str(bench.folder / "tiny.yaml"), "--no-report").returncode == 0  # by --serve-cmd
+    assert not measured
+
+
+@pytest.mark.parametrize("error", [UsageError("no tokenizer"), RuntimeError("out of memory")])
+def test_a_failure_costs_neither_the_run_nor_its_report(bench, measured, error):
+    measured.fails = error
+    done = sweep(bench)
+    run = bench.only_run()
+    assert done.returncode == 0 and manifest(run)["status"] == "complete" and (run / "report.html").is_file()
+    assert str(error) in done.stdout and "kvbench quality " in done.stdout and not (run / QUALITY).exists()
+
+
+def test_an_interrupt_keeps_the_run_and_a_resume_measures_it(bench, measured):
+    measured.fails = KeyboardInterrupt()
+    done = sweep(bench)
+    run = bench.only_run()
+    assert done.returncode == 130 and manifest(run)["status"] == "complete" and not (run / QUALITY).exists()
+    assert "--resume" in done.stdout and "kvbench report" in done.stdout
+    measured.fails = None
+    assert bench.kvbench("sweep", "--resume", str(run)).returncode == 0
+    assert (run / QUALITY).is_file() and (run / "report.html").is_file() and len(finished(run)) == 2
