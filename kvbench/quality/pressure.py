@@ -31,7 +31,7 @@ PASSKEY, COPY, ANSWER, FORKS, REPEAT, PAGES = "passkey", "copy", "answer", "fork
 CHECKS = (PASSKEY, COPY, ANSWER, FORKS, REPEAT, PAGES)
 """passkey, copy: the answer of such a canary is known, and is another one. answer: the same of other prompts.
 
-forks: the answers of one request, forks of one prompt, differ. repeat: a prompt that came before was answered
+forks: the answers of one such request, forks of its prompt, differ. repeat: such a prompt that came before was answered
 differently. pages: the pool's figures do not add up, or an idle engine owns something.
 """
 _FORKED_EVERY = 3  # one of so many requests is asked for two answers
@@ -91,7 +91,8 @@ class Finding:
 class CanaryRun:
     """All answers of a run in the order in which they began, and what the checks found, by step.
 
-    ``wrong``: of how many answers the tokens are not the expected ones; ``asked``: how many have expected ones.
+    ``wrong``: of how many answers the tokens are not the expected ones; ``asked``: how many have expected ones;
+    ``canaries``: whose they are.
     ``counters``: preemptions, recomputed_tokens, swapped_pages (contiguous: 0), swapped_slots, evicted_pages,
     copied_pages, prefix_hit_tokens, forks, steps, waiting_steps (after which a request waited), peak_usage (share of
     the slots that are owned).
@@ -102,6 +103,7 @@ class CanaryRun:
     findings: tuple[Finding, ...]
     asked: int
     wrong: int
+    canaries: frozenset[str]
     counters: Mapping[str, float]
 
     @property
@@ -268,6 +270,7 @@ class _Driver:
             tuple(sorted(found, key=lambda each: (each.place.step, CHECKS.index(each.check)))),
             asked=sum(self._requests[each.request].expected_token_ids is not None for each in answers),
             wrong=len(wrong),
+            canaries=frozenset(each.canary for each in self._requests if each.canary is not None),
             counters={
                 "preemptions": stats.num_preemptions,
                 "recomputed_tokens": stats.recomputed_tokens,
@@ -346,11 +349,16 @@ def wrong_answers(requests: Sequence[RequestSpec], answers: Sequence[Answer], se
 
 
 def unequal_answers(requests: Sequence[RequestSpec], answers: Sequence[Answer], seed: int) -> Iterator[Finding]:
-    """Forks that differ from the first of their request, and answers that differ from those of an earlier request."""
+    """Forks that differ from the first of their request, and answers that differ from those of an earlier request.
+
+    Only where the answer is known: the file has no canary that is decided by rounding, and others may be.
+    """
     first: dict[tuple[Any, ...], Answer] = {}
     for answer in answers:
         request = requests[answer.request]
-        earlier = first.setdefault((request.prompt_token_ids, request.max_tokens, request.width), answer)
+        if request.expected_token_ids is None:
+            continue
+        earlier = first.setdefault((request.prompt_token_ids, request.max_tokens), answer)
         same = first.setdefault((answer.request,), answer)
         if same is not answer:
             yield from _difference(FORKS, request, answer, same.token_ids, seed, same)

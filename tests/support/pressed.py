@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ import torch
 from engine.config import EngineConfig
 from engine.model.loader import LoadedModel, load_model
 from kvbench.metrics.canaries import ALPHA, chance_of_so_many
-from kvbench.quality.pressure import CanaryRun, pressed_requests, run_alone, run_canaries
-from kvbench.requests.canaries import Canary, read_canaries
+from kvbench.quality.pressure import PAGES, CanaryRun, pressed_requests, run_alone, run_canaries
+from kvbench.requests.canaries import Canary, as_request, read_canaries
 from tests.support.loads import ROOT
 
 NAME = "kvbench-tiny"
@@ -42,18 +43,26 @@ def pressed(seed: int, count: int = 40, longest: int = 700, **settings: Any) -> 
     return run_canaries(config, loaded(config.kv_cache_dtype), requests, seed=seed)
 
 
-@functools.cache
-def offline(kv_cache_dtype: str, count: int = 40, longest: int = 700) -> tuple[int, int]:
-    """How many canaries this KV dtype answers wrongly on an idle engine, of how many."""
-    config = configured(kv_cache_dtype=kv_cache_dtype)
-    requests = [r for r in pressed_requests(canaries(longest), count, 0) if r.canary is not None]
-    run = run_alone(config, loaded(kv_cache_dtype), list({r.canary: r for r in requests}.values()))
-    return run.wrong, run.asked
+_wrong_alone: dict[tuple[str, str], bool] = {}  # KV dtype, canary -> whether its answer is wrong on an idle engine
 
 
-def alarms(run: CanaryRun, kv_cache_dtype: str, count: int = 40, longest: int = 700) -> bool:
-    """Whether a gate would fail: any finding in full precision; else more wrong answers than the dtype explains."""
-    if kv_cache_dtype == "auto":
+def offline(kv_cache_dtype: str, names: Collection[str]) -> tuple[int, int]:
+    """How many of the canaries ``names`` this KV dtype answers wrongly on an idle engine, of how many."""
+    asked = [each for each in canaries(2048) if each.canary_id in names]
+    if missing := [each for each in asked if (kv_cache_dtype, each.canary_id) not in _wrong_alone]:
+        requests = [as_request(each, index) for index, each in enumerate(missing)]
+        run = run_alone(configured(kv_cache_dtype=kv_cache_dtype), loaded(kv_cache_dtype), requests)
+        wrong = {each.canary for each in run.findings}
+        _wrong_alone.update({(kv_cache_dtype, each.canary_id): each.canary_id in wrong for each in missing})
+    return sum(_wrong_alone[kv_cache_dtype, each.canary_id] for each in asked), len(asked)
+
+
+def alarms(run: CanaryRun, kv_cache_dtype: str) -> bool:
+    """Whether a gate would fail: any finding in full precision; else more wrong answers than the dtype explains.
+
+    Its own canaries are asked alone as well, so that both sides had the same questions.
+    """
+    if kv_cache_dtype == "auto" or PAGES in run.caught_by:
         return bool(run.findings)
-    distinct = len({each.request for each in run.answers})
-    return chance_of_so_many(run.wrong, run.asked, distinct, *offline(kv_cache_dtype, count, longest)) < ALPHA
+    wrong, asked = offline(kv_cache_dtype, run.canaries)
+    return chance_of_so_many(run.wrong, run.asked, len(run.canaries), wrong, asked) < ALPHA
