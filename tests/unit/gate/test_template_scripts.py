@@ -16,15 +16,14 @@ from tests.support.git_repo import git
 ROOT = Path(__file__).resolve().parents[3]
 HOSTILE = "main'; touch ${HOME}/stolen; $(touch stolen) `touch stolen` \"x"
 WORDS = ("PASS", "FAIL", "Nothing was measured", "INCONCLUSIVE", "INVALID", "Nothing was compared")  # by exit code
-# A stand-in for kvbench: notes its words, one a line, an empty line behind each call; `compare`, `sweep`, `quality` and
-# `gate` end as they are told, and `sweep` leaves a run.
+# A stand-in for kvbench: notes its words, one a line, an empty line behind each call; `compare`, `sweep` and `gate` end
+# as they are told, and `sweep` leaves a run.
 _STAND_IN = """#!/bin/sh
 for word in "$@"; do printf '%s\\n' "$word" >> "$CALLS"; done
 echo >> "$CALLS"
 case "$1" in
   compare) exit "$CODE" ;;
   sweep) mkdir -p "$4$RUN" && touch "$4$RUN/manifest.json" && exit "${SWEPT:-0}" ;;
-  quality) exit "${QUALITY:-0}" ;;
   gate) exit "${LIMIT:-0}" ;;
 esac
 """
@@ -123,7 +122,7 @@ def test_github_keeps_a_run_for_the_history(run):
 
 
 _SWEPT = ["sweep", "w.yaml", "--output-dir", "sweep"]
-_JUDGED = [["quality", "sweep/w/r"], ["gate", "sweep/w/r", "--policy", "l.yaml"]]
+_JUDGED = [["gate", "sweep/w/r", "--policy", "l.yaml"]]
 
 
 def test_github_holds_the_sweep_to_its_limits(run):
@@ -131,7 +130,6 @@ def test_github_holds_the_sweep_to_its_limits(run):
     env = {"SWEEP": "w.yaml", "LIMITS": "l.yaml", "RUN": "/w/r"}
     for codes, code in (
         ({}, 0),
-        ({"QUALITY": "2"}, 0),  # no quantised KV in it
         ({"LIMIT": "1"}, 1),
         ({"SWEPT": "4"}, 4),
         ({"SWEPT": "4", "LIMIT": "1"}, 1),
@@ -152,13 +150,13 @@ def test_github_holds_the_sweep_to_its_limits(run):
      (0, 4, 4, True), (1, 4, 1, True), (3, 1, 1, True), (3, 0, 3, True)],
 )  # fmt: skip
 def test_gitlab_keeps_a_run_of_a_tag_and_counts_its_limits(run, compared, limit, code, kept):
-    env = _gitlab_env(CI_COMMIT_TAG="v2", KVBENCH_BASE="v1", LIMIT=str(limit), QUALITY="2")
+    env = _gitlab_env(CI_COMMIT_TAG="v2", KVBENCH_BASE="v1", LIMIT=str(limit))
     done, calls, _ = run(_gitlab("kvbench-timing"), _SH, compared, **env)
     assert done.returncode == code
-    assert calls[1:4] == ([_SWEPT, *_JUDGED] if kept else [])
+    assert calls[1:3] == ([_SWEPT, *_JUDGED] if kept else [])
     if kept and limit == 0:
-        assert [call[:2] for call in calls[4:]] == [["history", "add"], ["history", "past"]]
-        assert calls[4][-2:] == ["--release", "v2"]
+        assert [call[:2] for call in calls[3:]] == [["history", "add"], ["history", "past"]]
+        assert calls[3][-2:] == ["--release", "v2"]
         done, calls, _ = run(_gitlab("kvbench-timing"), _SH, compared, **{**env, "KVBENCH_LIMITS": "", "LIMIT": "1"})
         assert done.returncode == compared and not [call for call in calls if call[0] == "gate"]
 
