@@ -15,6 +15,7 @@ from kvbench.quality.prompts import OF_TEXT, Prompt
 from kvbench.quality.statistics import Positions, counted, interval_of, share_of
 
 _DEPTH_PARTS = 5
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -135,15 +136,23 @@ def _length_label(prompt: Prompt) -> tuple[int, str]:
 
 
 def full_pool_figures(
-    asked: int, wrong: Sequence[str], passkeys: Sequence[bool], counters: Mapping[str, float]
+    asked: int,
+    wrong: Sequence[str],
+    passkeys: Sequence[bool],
+    counters: Mapping[str, float],
+    problems: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """``asked``: answers that are known; ``wrong``: names of those that differ; ``passkeys``: which are right."""
+    """``asked``: answers that are known; ``wrong``: names of those that differ; ``passkeys``: which are right.
+
+    ``problems``: what does not add up in the pool.
+    """
     events = ("preemptions", "swapped_pages", "evicted_pages", "forks")
     return {
         "answers": asked,
         "agree": asked - len(wrong),
         "passkey_asked": len(passkeys),
         "passkey_right": sum(passkeys),
-        "wrong": list(dict.fromkeys(wrong))[:5],
+        "wrong": list(dict.fromkeys(wrong))[:_MOST_NAMED],
         **{name: int(counters[name]) for name in events},
+        "problems": list(problems)[:_MOST_NAMED],
     }

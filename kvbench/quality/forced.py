@@ -125,7 +125,7 @@ def compare_arms(
         rows = [conversations[i] for i in picked]
         expected = logits_of(baseline.engine, rows, baseline.order(rows, baseline.chunk))
         for name, arm in arms.items():
-            got = logits_of(arm.engine, rows, arm.order(rows, arm.chunk))
+            got = expected if arm is baseline else logits_of(arm.engine, rows, arm.order(rows, arm.chunk))
             for row, one, other in zip(rows, expected, got, strict=True):
                 following = torch.from_numpy(row.tokens[1:]).to(one.device)
                 found[name].append(compare_logits(one, other, following, row.answered[:-1], ~row.answered[1:]))

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 from kvbench.common.errors import UsageError
 from kvbench.common.git import git_state
 from kvbench.common.machine import versions
-from kvbench.common.packages import REPOSITORY
 from kvbench.load.launch import make_requests
 from kvbench.quality.figures import Measured, figures, full_pool_figures
 from kvbench.quality.passkeys import FILLER, make_passkeys
 from kvbench.quality.prompts import FOLDER, SETS, Prompt, in_tokens, read_set
-from kvbench.requests.canaries import Canary, read_canaries
+from kvbench.requests.canaries import SHIPPED, Canary, read_canaries
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.quality import QualityResult, limits_of, outside_of
 from kvbench.workload.design import Configuration
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from kvbench.quality.free import Answers
     from kvbench.quality.statistics import Positions
 
-CANARIES = REPOSITORY / "workloads" / "canaries"
 BESIDE = "kvbench-tiny"  # measures for models of random weights, whose answers mean nothing
 Say = Callable[[str], None]
 # Settings that decide which weights are loaded, and how.
@@ -54,7 +52,7 @@ _ROWS = 16  # sequences side by side, free running
 _ROWS_OF_CONTROL = 5
 _CHUNK_OF_CONTROL = 3 / 7  # of the baseline's
 _FORKED_EVERY = 3  # at a full pool, one of so many requests is asked for two answers
-_LONGEST_AT_FULL_POOL = 1024  # tokens: the pool holds the longest, and should be small
+_LONGEST_AT_FULL_POOL = 768  # tokens: the pool holds the longest, and should be small
 _WORKLOAD_PROMPTS, _WORKLOAD_TOKENS = 16, 64  # of the workload's own prompts, and the most tokens after each
 _RANDOM_NOTE = (
     "The weights are random: such a model's predictions are nearly even and hardly moved by its KV, and it finds no "
@@ -76,8 +74,12 @@ class Material:
         return self.forced + self.passkeys
 
     @property
+    def everything(self) -> tuple[Prompt, ...]:
+        return self.asked + tuple(map(_as_prompt, self.canaries))
+
+    @property
     def longest(self) -> int:
-        return max(each.longest for each in (*self.asked, *map(_as_prompt, self.canaries)))
+        return max(each.longest for each in self.everything)
 
 
 def measure(
@@ -105,11 +107,18 @@ def measure(
             chosen = Chosen.of(each.settings, model)
         key = tuple(getattr(chosen.config, name) for name in _WEIGHTS)
         groups.setdefault(key, {})[each.config_id] = chosen
-    done = [_measure_group(workload, members, say) for members in groups.values()]
-    found = {config_id: known for group in done for config_id, known in group.configurations.items()}
-    fingerprints, names, dtypes = (
-        list(dict.fromkeys(getattr(group, of) for group in done)) for of in ("fingerprint", "model", "dtype")
-    )
+    found: dict[str, dict[str, Any]] = {}
+    control: dict[str, Any] | None = None
+    infos, facts = [], []
+    for members in groups.values():
+        group = _Group(workload, members, say)
+        measured, of_group = group.measure()
+        found |= measured
+        control = control or of_group  # with several sets of weights that of the first; each has the limits of its own
+        infos.append(group.loaded.info)
+        facts.append(group.facts)
+    assert control is not None
+    fingerprints, names = ({getattr(each, of): None for each in infos} for of in ("weights_fingerprint", "name"))
     chosen_ones = [each for members in groups.values() for each in members.values()]
     return QualityResult(
         workload=workload.name,
@@ -117,13 +126,18 @@ def measure(
         beside=any(each.beside for each in chosen_ones),
         weights="; ".join(dict.fromkeys(each.weights for each in chosen_ones)),
         configurations={each.config_id: found[each.config_id] for each in configurations},
-        control=done[0].control,
-        limits=limits_of(done[0].control),
-        weights_fingerprint=fingerprints[0] if len(fingerprints) == 1 else "",
+        control=control,
+        limits=limits_of(control),
+        weights_fingerprint="".join(fingerprints) if len(fingerprints) == 1 else "",
         git=git_state(),
         versions=versions(),
         note=_RANDOM_NOTE if any(each.random for each in chosen_ones) else "",
-        facts={**done[0].facts, "dtype": ", ".join(dtypes), "seconds": round(time.monotonic() - began, 3)},
+        facts={
+            **facts[0],
+            "dtype": ", ".join(dict.fromkeys(each["dtype"] for each in facts)),
+            "measurements": sum(each["measurements"] for each in facts),
+            "seconds": round(time.monotonic() - began, 3),
+        },
     )
 
 
@@ -177,18 +191,6 @@ class Chosen:
         return f"{which} {self.config.model}"
 
 
-@dataclass(frozen=True)
-class _Group:
-    """What was measured of configurations that share their weights."""
-
-    configurations: Mapping[str, Mapping[str, Any]]
-    control: Mapping[str, Any]
-    model: str
-    fingerprint: str
-    dtype: str
-    facts: Mapping[str, Any]
-
-
 class _Models:
     """One model's weights, loaded once for each backend of kernels."""
 
@@ -206,97 +208,95 @@ class _Models:
         return self._loaded[-1]
 
 
-def _measure_group(workload: Workload, members: Mapping[str, Chosen], say: Say) -> _Group:
-    from kvbench.quality.free import answer_all
+class _Group:
+    """Configurations that share their weights."""
 
-    models, first = _Models(), next(iter(members.values()))
-    base = _baseline(first.config)
-    with _named(next(iter(members))):
-        loaded = models.get(base)
-        tokenizer = _tokenizer(first.config, loaded)
-        material = _gather(workload, first, _context(members, loaded), loaded, tokenizer)
-    say(f"baseline: {len(material.asked)} prompts")
-    expected = answer_all(_engine(base, loaded, material), material.asked)
-    distinct = {_key(each.config): each.config for each in members.values()}
-    with _named(", ".join(members)):
-        forced = _compare_forced(base, distinct.values(), models, material, expected, say)
-    page_size = base.page_size
-    say("control: the baseline with other batch-mates, chunks and order")
-    other = _control(base)
-    engine = _engine(other, loaded, material, _ROWS_OF_CONTROL)
-    answers = answer_all(engine, material.asked[::-1])
-    observed = Measured(forced[_CONTROL], answers)
-    control = figures(material.forced, material.passkeys, observed, expected, tokenizer.decode, page_size)
-    limits, measured = limits_of(control), {}
-    for key, config in distinct.items():
-        names = [config_id for config_id, each in members.items() if _key(each.config) == key]
-        say(f"{names[0]}: answers")
-        with _named(names[0]):
-            parts = (models.get(config), material, expected, tokenizer)
-            known = _measure_one(config, *parts, forced[_forced_key(config)])
-        for config_id in names:
-            measured[config_id] = known | {"outside": outside_of(known, limits)}
-    facts = {
-        "device": str(loaded.device),
-        "kernel_backend": loaded.backend.name,
-        "prompts": len(material.forced),
-        "passkeys": len(material.passkeys),
-        "left_out": material.left_out,
-        "tokens": sum(each.length for each in material.asked),
-        "measurements": len(distinct),
-    }
-    info = loaded.info
-    return _Group(
-        measured, control, info.name, info.weights_fingerprint, str(loaded.dtype).removeprefix("torch."), facts
-    )
+    def __init__(self, workload: Workload, members: Mapping[str, Chosen], say: Say):
+        self.members, self.say = members, say
+        self.models = _Models()
+        config_id, first = next(iter(members.items()))
+        self.base = _baseline(first.config)
+        with _named(config_id):
+            self.loaded = self.models.get(self.base)
+            self.tokenizer = _tokenizer(first.config, self.loaded)
+            self.material = _gather(workload, first, _context(members, self.loaded), self.loaded, self.tokenizer)
+        self._answers: dict[tuple[Any, ...], Answers] = {}
 
+    def measure(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """The figures of each configuration, and of the control."""
+        distinct = {_key(each.config): each.config for each in self.members.values()}
+        self.say(f"baseline: {len(self.material.everything)} prompts")
+        expected = self.answers_of(self.base)
+        with _named(", ".join(self.members)):
+            forced = _compare_forced(self.base, distinct.values(), self.models, self.material, expected, self.say)
+        self.say("control: the baseline with other batch-mates, chunks and order")
+        control = self.figures_of(self.base, forced[_CONTROL], self.control_answers())
+        limits, measured = limits_of(control), {}
+        for key, config in distinct.items():
+            names = [config_id for config_id, each in self.members.items() if _key(each.config) == key]
+            self.say(f"{names[0]}: answers")
+            with _named(names[0]):
+                answers = self.answers_of(config)
+                known = self.figures_of(config, forced[_forced_key(config)], answers) | self.full_pool_of(config)
+            if canaries := self.material.canaries:
+                right = sum(answers[each.canary_id][0] == tuple(each.answer_token_ids) for each in canaries)
+                known["canaries"] = {"asked": len(canaries), "right": right}
+            measured |= dict.fromkeys(names, known | {"outside": outside_of(known, limits)})
+        return measured, control
 
-def _measure_one(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    material: Material,
-    expected: Answers,
-    tokenizer: ServerTokenizer,
-    positions: Sequence[Positions],
-) -> dict[str, Any]:
-    """Answers with room and at a full pool, beside what it predicted."""
-    from kvbench.quality.free import answer_all
-    from kvbench.quality.pressure import run_canaries
+    def answers_of(self, config: EngineConfig) -> Answers:
+        """All answers of a configuration with room, computed once for those that answer alike."""
+        from kvbench.quality.free import answer_all
 
-    engine = _engine(config, loaded, material)
-    canaries = [_as_prompt(each) for each in material.canaries]
-    answers = answer_all(engine, [*material.asked, *canaries])
-    del engine  # its KV, before the next one's
-    observed = Measured(positions, answers)
-    found = figures(material.forced, material.passkeys, observed, expected, tokenizer.decode, config.page_size)
-    requests = _pressed_requests(material, expected)
-    slots, at_once = _small_pool(config, requests), min(config.max_num_seqs, _ROWS)
-    pressing = dataclasses.replace(config, max_num_seqs=at_once, swap_space=None)
-    pressed = run_canaries(pressing, loaded, requests, seed=0, slots=slots)
-    by_name = {each.prompt_id: each for each in material.asked}
-    wrong, right = [], []
-    for answer in pressed.answers:
-        request = requests[answer.request]
-        prompt = by_name[str(request.canary)]
-        if tuple(answer.token_ids) != request.expected_token_ids:
-            wrong.append(prompt.prompt_id)
-        if prompt.depth is not None:
-            right.append(prompt.is_right(tokenizer.decode(answer.token_ids)))
-    return {
-        "kv_cache_dtype": config.kv_cache_dtype,
-        "layout": config.layout,
-        "page_size": config.page_size,
-        **found,
-        "full_pool": full_pool_figures(len(pressed.answers), wrong, right, pressed.counters),
-        **_canary_figures(material.canaries, answers),
-    }
+        if (key := _free_key(config)) not in self._answers:
+            engine = _engine(config, self.models.get(config), self.material)
+            self._answers[key] = answer_all(engine, self.material.everything)
+        return self._answers[key]
 
+    def control_answers(self) -> Answers:
+        from kvbench.quality.free import answer_all
 
-def _canary_figures(canaries: Sequence[Canary], answers: Answers) -> dict[str, Any]:
-    if not canaries:
-        return {}
-    right = sum(answers[each.canary_id][0] == tuple(each.answer_token_ids) for each in canaries)
-    return {"canaries": {"asked": len(canaries), "right": right}}
+        engine = _engine(_control(self.base), self.loaded, self.material, _ROWS_OF_CONTROL)
+        return answer_all(engine, self.material.asked[::-1])
+
+    def figures_of(self, config: EngineConfig, positions: Sequence[Positions], answers: Answers) -> dict[str, Any]:
+        known = {"kv_cache_dtype": config.kv_cache_dtype, "layout": config.layout, "page_size": config.page_size}
+        measured, baseline = Measured(positions, answers), self.answers_of(self.base)
+        keys, decode = self.material.passkeys, self.tokenizer.decode
+        return known | figures(self.material.forced, keys, measured, baseline, decode, config.page_size)
+
+    def full_pool_of(self, config: EngineConfig) -> dict[str, Any]:
+        """The answers while the pool is too small, beside the baseline's with room."""
+        from kvbench.quality.pressure import PAGES, run_canaries
+
+        requests = _pressed_requests(self.material, self.answers_of(self.base))
+        slots, at_once = _small_pool(config, requests), min(config.max_num_seqs, _ROWS)
+        pressing = dataclasses.replace(config, max_num_seqs=at_once, swap_space=None)
+        run = run_canaries(pressing, self.models.get(config), requests, seed=0, slots=slots)
+        by_name = {each.prompt_id: each for each in self.material.asked}
+        wrong, right = [], []
+        for answer in run.answers:
+            prompt = by_name[str(requests[answer.request].canary)]
+            if tuple(answer.token_ids) != requests[answer.request].expected_token_ids:
+                wrong.append(prompt.prompt_id)
+            if prompt.depth is not None:
+                right.append(prompt.is_right(self.tokenizer.decode(answer.token_ids)))
+        problems = [f"{each.got}, expected {each.expected}" for each in run.findings if each.check == PAGES]
+        return {"full_pool": full_pool_figures(len(run.answers), wrong, right, run.counters, problems)}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        material = self.material
+        return {
+            "device": str(self.loaded.device),
+            "kernel_backend": self.loaded.backend.name,
+            "dtype": str(self.loaded.dtype).removeprefix("torch."),
+            "prompts": len(material.forced),
+            "passkeys": len(material.passkeys),
+            "left_out": material.left_out,
+            "tokens": sum(each.length for each in material.everything),
+            "measurements": len({_key(each.config) for each in self.members.values()}),
+        }
 
 
 # --- The engines ---
@@ -338,6 +338,11 @@ def _key(config: EngineConfig, without: Sequence[str] = _WITHOUT_EFFECT) -> tupl
     return tuple(value for name, value in known.items() if name not in without)
 
 
+def _free_key(config: EngineConfig) -> tuple[Any, ...]:
+    """Equal for configurations that answer alike with room, where nothing is preempted."""
+    return _key(config, (*_WITHOUT_EFFECT, "preemption_mode"))
+
+
 def _forced_key(config: EngineConfig) -> tuple[Any, ...]:
     """Equal for configurations that predict alike."""
     return _key(config, (*_WITHOUT_EFFECT, *_SCHEDULING))
@@ -366,7 +371,8 @@ def _compare_forced(
 
     baseline = arm(base)
     other = forced.Arm(baseline.engine, _control(base).max_num_batched_tokens, forced.otherwise)
-    arms = {_forced_key(config): arm(config) for config in {_forced_key(each): each for each in configs}.values()}
+    distinct = {_forced_key(each): each for each in (base, *configs)}
+    arms = {key: baseline if config is base else arm(config) for key, config in distinct.items()}
     conversations = [forced.Conversation.of(each, expected[each.prompt_id]) for each in material.forced]
     say(f"teacher forcing: {sum(each.fed for each in conversations):,} tokens for {len(arms) + 2} engines")
     vocab = models.get(base).info.vocab_size
@@ -438,7 +444,7 @@ def _workload_prompts(workload: Workload, loaded: LoadedModel, context: int) -> 
 
 def _canaries(loaded: LoadedModel) -> Sequence[Canary]:
     """Those of exactly these weights that ship with kvbench."""
-    path = CANARIES / f"{loaded.info.name}.jsonl"
+    path = SHIPPED / f"{loaded.info.name}.jsonl"
     found = read_canaries(path) if path.is_file() else None
     return found.canaries if found and found.weights_fingerprint == loaded.info.weights_fingerprint else ()
 

@@ -57,7 +57,8 @@ class QualityResult:
     passkey: {asked, right, share, low, high, by_depth, by_length, by_residue}: exact answers; lists of
         {of, asked, right}, ``of`` a text such as "0 to 20 %", "257 to 512", "3" (prompt length mod page size)
     full_pool: {answers, agree, passkey_asked, passkey_right, wrong, preemptions, swapped_pages, evicted_pages,
-        forks}: the same prompts again while the pool is too small; ``wrong``: names of the first wrong answers
+        forks, problems}: the same prompts again while the pool is too small; ``wrong``: names of the first wrong
+        answers; ``problems``: what does not add up in the pool
     canaries: {asked, right}: of the model's canary file, alone on an idle engine; absent without one
     sets: name of a prompt set -> {prompts, positions, mean, p99, same_argmax, perplexity_change, greedy}
     outside: sentences, one for each limit that it breaks; empty within all
@@ -119,7 +120,8 @@ def outside_of(figures: Mapping[str, Any], limits: Mapping[str, float]) -> list[
                     f"{100 * each:.3g} %" if unit == "%" else f"{each:.3g} {unit}" for each in (value, limit)
                 )
                 found.append(f"its {what}{where} is {value}, the limit is {bound}")
-    return found
+    problems = (figures.get("full_pool") or {}).get("problems") or ()
+    return found + [f"its pool does not add up when it is full: {each}" for each in problems]
 
 
 def code_differences(git: Mapping[str, Any], versions: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:

@@ -127,6 +127,7 @@ def test_a_limit_is_the_controls_worse_end_and_a_margin():
         ({"passkey": {"share": 0.92}}, "passkeys"),
         ({"full_pool": full_pool_figures(40, ["a"] * 30, [True], COUNTERS)}, "greedy answers at a full pool"),
         ({"full_pool": full_pool_figures(40, [], [True] * 10 + [False], COUNTERS)}, "passkeys at a full pool"),
+        ({"full_pool": full_pool_figures(40, [], [True], COUNTERS, ["3 pages lost"])}, "3 pages lost"),
     ],
 )
 def test_what_breaks_a_limit_is_said_and_what_keeps_it_is_not(change, word):
@@ -141,5 +142,5 @@ def test_a_full_pool_is_told_by_answers_passkeys_and_events():
     found = full_pool_figures(40, ["a", "b", "a"], [True, False], COUNTERS)
     assert found == {
         "answers": 40, "agree": 37, "passkey_asked": 2, "passkey_right": 1, "wrong": ["a", "b"],
-        "preemptions": 3, "swapped_pages": 2, "evicted_pages": 1, "forks": 4,
+        "preemptions": 3, "swapped_pages": 2, "evicted_pages": 1, "forks": 4, "problems": [],
     }  # fmt: skip
