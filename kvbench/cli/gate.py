@@ -17,8 +17,9 @@ def gate() -> None:
 
     \b
     kvbench gate RESULTS [--policy FILE] [--output-dir DIR] [--force]
-      RESULTS is the folder of a sweep, held to the absolute limits of the policy, or that of a comparison, whose
-      stored pairs are judged again by its own rules, or by the policy's. More: kvbench gate results --help
+      RESULTS is the folder of a sweep, held to the absolute limits of the policy (and its canaries to their answers,
+      with or without a policy), or that of a comparison, whose stored pairs are judged again by its own rules, or by
+      the policy's. More: kvbench gate results --help
     kvbench gate counters [WORKLOAD]
       Replays fixed workloads by step, without arithmetic, and compares every counter with ci/counters.lock.json.
 
@@ -31,7 +32,7 @@ def gate() -> None:
     \b
     Exit codes:
       0  pass
-      1  a regression: a limit is broken, the candidate is slower, a counter differs
+      1  a regression: a limit is broken, the candidate is slower, a counter differs, a canary was answered wrongly
       2  usage or bad input, such as a mistake in the policy, or a comparison that is not finished
       3  inconclusive (comparisons): too few pairs to tell
       4  invalid: an invalid cell, an incomplete run, a metric that nobody measured
