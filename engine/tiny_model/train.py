@@ -26,7 +26,7 @@ from engine.tokenizer.train import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 VOCAB_SIZE = 2048
 # The pattern of Qwen2's tokenizer, one token a digit, so that other engines know how to split.
-_PATTERN = (
+PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 MODEL = {
@@ -63,7 +63,7 @@ def train_tokenizer(texts: list[str]) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated"),
+            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from kvbench.quality.statistics import Positions, compare_logits
 
 ROWS = 8  # sequences side by side
 _MOST_LOGITS = 2**28  # of one batch: 1 GiB in float32
+Key = TypeVar("Key")
 Steps = Iterator[dict[int, int]]
 """How many tokens each row is fed in a step."""
 
@@ -117,11 +119,16 @@ class Arm:
 
 
 def compare_arms(
-    baseline: Arm, arms: Mapping[str, Arm], conversations: Sequence[Conversation], vocab_size: int
-) -> dict[str, list[Positions]]:
-    """What each arm predicts beside ``baseline``, conversation by conversation."""
-    found: dict[str, list[Positions]] = {name: [] for name in arms}
+    baseline: Arm,
+    arms: Mapping[Key, Arm],
+    conversations: Sequence[Conversation],
+    vocab_size: int,
+    on_batch: Callable[[int], None] = lambda done: None,
+) -> dict[Key, list[Positions]]:
+    """What each arm predicts beside ``baseline``, conversation by conversation; ``done`` of them before each batch."""
+    found: dict[Key, list[Positions]] = {name: [] for name in arms}
     for picked in batches(conversations, vocab_size):
+        on_batch(picked.start)
         rows = [conversations[i] for i in picked]
         expected = logits_of(baseline.engine, rows, baseline.order(rows, baseline.chunk))
         for name, arm in arms.items():

@@ -371,12 +371,16 @@ def _compare_forced(
 
     baseline = arm(base)
     other = forced.Arm(baseline.engine, _control(base).max_num_batched_tokens, forced.otherwise)
-    distinct = {_forced_key(each): each for each in (base, *configs)}
+    distinct = {_forced_key(each): each for each in (*configs, base)}  # the baseline itself where one is like it
     arms = {key: baseline if config is base else arm(config) for key, config in distinct.items()}
     conversations = [forced.Conversation.of(each, expected[each.prompt_id]) for each in material.forced]
-    say(f"teacher forcing: {sum(each.fed for each in conversations):,} tokens for {len(arms) + 2} engines")
+    names = f"{len(arms) + 1} engines"
     vocab = models.get(base).info.vocab_size
-    return forced.compare_arms(baseline, {_CONTROL: other, **arms}, conversations, vocab)
+
+    def tell(done: int) -> None:
+        say(f"teacher forcing: {done} of {len(conversations)} prompts, {names}")
+
+    return forced.compare_arms(baseline, {_CONTROL: other, **arms}, conversations, vocab, tell)
 
 
 # --- The prompts ---

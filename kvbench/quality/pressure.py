@@ -35,6 +35,8 @@ forks: the answers of one request, forks of one prompt, differ. repeat: a prompt
 differently. pages: the pool's figures do not add up, or an idle engine owns something.
 """
 _FORKED_EVERY = 3  # one of so many requests is asked for two answers
+_GROUP = 3
+_SHORT, _LONG = 24, 96  # tokens of prompt and answer of a request that grows
 _MOST_GAP = 3  # steps between two arrivals
 _PRIORITIES = 3
 
@@ -109,13 +111,23 @@ class CanaryRun:
 
 
 def pressed_requests(canaries: Sequence[Canary], count: int, seed: int) -> list[RequestSpec]:
-    """``count`` requests: canaries drawn without replacement, about a third of them twice, every third forked."""
+    """``count`` canaries, drawn without replacement, about a third of them twice and every third forked; and growing.
+
+    A quarter as many requests beside them have a short prompt and a long answer that nobody knows: they grow after
+    canaries were admitted, and those are preempted for them.
+    """
     rng = np.random.default_rng(seed)
-    drawn = rng.permutation(len(canaries))[: max(1, count - count // 3)].tolist()
+    groups = rng.permutation(-(-len(canaries) // _GROUP)) * _GROUP  # those that follow one another share their text
+    inside = [at + i for at in groups.tolist() for i in range(_GROUP) if at + i < len(canaries)]
+    drawn = inside[: max(1, count - count // 3)]
     drawn += drawn[: count - len(drawn)]
-    return [
+    found = [
         as_request(canaries[at], index, answers=2 if index % _FORKED_EVERY == 0 else 1)
         for index, at in enumerate(rng.permutation(drawn).tolist())
+    ]
+    growing = [canaries[at].prompt_token_ids[:_SHORT] for at in rng.integers(0, len(canaries), count // 4).tolist()]
+    return found + [
+        RequestSpec(count + index, "growing", prompt, None, max_tokens=_LONG) for index, prompt in enumerate(growing)
     ]
 
 
@@ -142,7 +154,8 @@ def run_canaries(
     engine = assemble_engine(_pressed(config, loaded.kv_shape, requests, slots), loaded)
     order = rng.permutation(len(requests)).tolist()
     arrivals = np.cumsum(rng.integers(0, _MOST_GAP + 1, len(requests))).tolist()
-    priorities = rng.integers(0, _PRIORITIES, len(requests)).tolist()
+    canary = np.array([each.canary is not None for each in requests])
+    priorities = (canary * rng.integers(1, _PRIORITIES, len(requests))).tolist()
     driver = _Driver(engine, requests, seed)
     for at, index, priority in zip(arrivals, order, priorities, strict=True):
         while driver.step < at and engine.has_work():

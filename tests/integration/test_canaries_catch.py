@@ -1,0 +1,65 @@
+"""Canaries at a full pool catch errors of the KV cache that crash nothing, and stay quiet otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import KV_CACHE_DTYPES
+from kvbench.quality.pressure import COPY, FORKS, PASSKEY
+from tests.support.kv_mutants import MUTANTS
+from tests.support.pressed import alarms, pressed
+
+MODES = {
+    "contiguous": {"layout": "contiguous"},
+    "recompute": {"preemption_mode": "recompute"},
+    "swap and prefix caching": {"preemption_mode": "swap", "enable_prefix_caching": True},
+}
+SEED = 1
+# The checks of answers that must be among those that notice; fewer canaries would do for most.
+CAUGHT_BY = {
+    "page of another sequence": {PASSKEY, COPY},
+    "stale page after eviction": {PASSKEY, COPY},
+    "scales of 1.0, int8": {PASSKEY, COPY},
+    "scales of 1.0, int4": {PASSKEY, COPY},
+    "fork without copy": {PASSKEY, FORKS},
+    "wrong position after recompute": {PASSKEY},
+    "hash collision served": {PASSKEY},
+    "swap in out of order": {COPY},
+    "prefix hit one page too long": {PASSKEY},
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_an_error_of_the_kv_cache_is_caught_and_the_run_says_by_which_check(name):
+    plant, settings = MUTANTS[name]
+    with plant() as fired:
+        run = pressed(SEED, **settings)
+    assert fired.times
+    assert CAUGHT_BY[name] <= set(run.caught_by)
+    assert alarms(run, settings.get("kv_cache_dtype", "auto"))
+
+
+def test_a_wrong_answer_comes_with_what_replays_it():
+    plant, settings = MUTANTS["fork without copy"]
+    with plant():
+        first, again = (pressed(SEED, count=12, **settings) for _ in range(2))
+    assert first.findings == again.findings  # the seed is all that it takes
+    found = next(each for each in first.findings if each.check == PASSKEY)
+    assert found.seed == SEED and found.canary.startswith(PASSKEY) and found.expected != found.got
+    assert found.place.step > 0 and len(set(found.place.page_table)) == len(found.place.page_table) > 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
+def test_no_alarm_without_an_error(kv_cache_dtype, mode):
+    run = pressed(SEED, count=16, longest=300, kv_cache_dtype=kv_cache_dtype, **MODES[mode])
+    assert run.asked >= 16 and run.counters["waiting_steps"] > 0
+    assert not alarms(run, kv_cache_dtype, count=16, longest=300)
+
+
+def test_the_pool_is_full_and_everything_happens_that_moves_kv():
+    run = pressed(SEED, preemption_mode="swap", enable_prefix_caching=True)
+    moved = ("preemptions", "swapped_pages", "evicted_pages", "copied_pages", "prefix_hit_tokens", "forks")
+    assert all(run.counters[name] > 0 for name in moved), run.counters
+    assert run.counters["peak_usage"] > 0.9
+    assert pressed(SEED, preemption_mode="recompute").counters["recomputed_tokens"] > 0

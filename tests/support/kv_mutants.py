@@ -1,0 +1,248 @@
+"""Errors of a paged KV cache as engines have shipped them, planted into the built-in engine while a block runs.
+
+Each is a context manager that gives a ``Fired``, so that a test knows that the error really happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+from unittest import mock
+
+import torch
+
+from engine.execution.executor import TorchExecutor
+from engine.execution.step_inputs import InputBuffers
+from engine.kv.manager import Move, MoveKind
+from engine.kv.mover import KVMover
+from engine.kv.page_pool import PagePool
+from engine.kv.prefix_cache import PrefixCache
+
+_EVERY = 4  # launches from one swap of two pages to the next
+
+
+@dataclass
+class Fired:
+    """How often the error happened."""
+
+    times: int = 0
+
+
+def _patched(owner: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> Any:
+    """``owner.name`` replaced by ``make(the original)``."""
+    return mock.patch.object(owner, name, make(getattr(owner, name)))
+
+
+def _insert_unchecked(original: Any) -> Any:
+    """Without the check that no page is cached under two prefixes, which would end the run."""
+
+    def insert(self: PrefixCache, seq: Any, num_full: int, pool: PagePool) -> None:
+        known = self._known(seq, num_full)[1]
+        if all(page not in self._node_of for page in seq.pages[known:num_full]):
+            original(self, seq, num_full, pool)
+
+    return insert
+
+
+@contextmanager
+def page_of_another_sequence() -> Iterator[Fired]:
+    """Two sequences have one page of each other in their page tables, from time to time."""
+    fired, launches = Fired(), [0]
+
+    def make(original: Any) -> Any:
+        def launch(self: TorchExecutor, plan: Any) -> Any:
+            launches[0] += 1
+            rows = [seq.row for seq, _ in plan.scheduled if len(seq.pages) > 2]
+            if launches[0] % _EVERY == 0 and len(rows) > 1:
+                fired.times += 1
+                table = self._page_table
+                table[rows[:2], 1] = table[rows[1::-1], 1]
+            return original(self, plan)
+
+        return launch
+
+    with _patched(TorchExecutor, "launch", make):
+        yield fired
+
+
+@contextmanager
+def stale_page_after_eviction() -> Iterator[Fired]:
+    """An evicted page stays in the prefix cache, and is served with what another sequence wrote into it."""
+    fired = Fired()
+
+    def evict(original: Any) -> Any:
+        def keep(self: PrefixCache, page: int) -> list[int]:
+            top = self._node_of[page]
+            gone = original(self, page)
+            self._nodes[top.key] = top  # still found by its hash, and its tokens are the right ones
+            return gone
+
+        return keep
+
+    def share(original: Any) -> Any:
+        def take(self: PagePool, page: int) -> None:
+            if self._cached[page]:
+                return original(self, page)
+            fired.times += 1
+            if self.ref_count[page] == 0:  # without the check that it holds something
+                self._free.remove(page)
+            self.ref_count[page] += 1
+            self.num_references += 1
+
+        return take
+
+    with _patched(PrefixCache, "evict", evict), _patched(PagePool, "share", share):
+        yield fired
+
+
+@contextmanager
+def scales_of_one() -> Iterator[Fired]:
+    """Codes are read as if all their scales were 1.0."""
+    fired = Fired()
+
+    def make(original: Any) -> Any:
+        def launch(self: TorchExecutor, plan: Any) -> Any:
+            for cache in (*self.host.k_caches, *self.host.v_caches):
+                fired.times += 1
+                if cache.scales is not None:
+                    cache.scales.fill_(1.0)
+                else:
+                    cache.scale = 1.0
+            return original(self, plan)
+
+        return launch
+
+    with _patched(TorchExecutor, "launch", make):
+        yield fired
+
+
+@contextmanager
+def fork_without_copy() -> Iterator[Fired]:
+    """A fork gets a page of its own for the partly filled last one, and nothing is copied into it."""
+    fired = Fired()
+
+    def make(original: Any) -> Any:
+        def move(self: KVMover, moves: list[Move]) -> None:
+            kept = [each for each in moves if each.kind is not MoveKind.COPY]
+            fired.times += len(moves) - len(kept)
+            original(self, kept)
+
+        return move
+
+    with _patched(KVMover, "move", make):
+        yield fired
+
+
+@contextmanager
+def wrong_position_after_recompute() -> Iterator[Fired]:
+    """What is computed again after a preemption is counted from position 0 in every chunk."""
+    fired = Fired()
+
+    def make(original: Any) -> Any:
+        def inputs(self: InputBuffers, items: list[Any], *rest: Any) -> Any:
+            made = original(self, items, *rest)
+            behind = [
+                seq.num_computed if seq.num_preemptions and seq.num_computed < seq.num_ever_computed else 0
+                for seq, count in items
+                for _ in range(count)
+            ]
+            fired.times += any(behind)
+            return replace(made, positions=made.positions - torch.tensor(behind))
+
+        return inputs
+
+    with _patched(InputBuffers, "make", make):
+        yield fired
+
+
+@contextmanager
+def hash_collision_served() -> Iterator[Fired]:
+    """The hash is of the first half of a page only, and nobody compares the tokens."""
+    fired = Fired()
+
+    def hash_pages(original: Any) -> Any:
+        def half(self: PrefixCache, seq: Any, count: int) -> None:
+            keys, size = seq.page_hashes, self.page_size
+            for index in range(len(keys), count):
+                tokens = seq.token_ids[index * size : index * size + size // 2]
+                keys.append(blake2b(repr((keys[-1:], tokens)).encode(), digest_size=16).digest())
+
+        return half
+
+    def verified(original: Any) -> Any:
+        def believe(self: PrefixCache, node: Any, parent: Any, seq: Any, index: int) -> bool:
+            fired.times += node.parent is parent and not original(self, node, parent, seq, index)
+            return node.parent is parent
+
+        return believe
+
+    with (
+        _patched(PrefixCache, "_hash_pages", hash_pages),
+        _patched(PrefixCache, "_verified", verified),
+        _patched(PrefixCache, "insert", _insert_unchecked),
+    ):
+        yield fired
+
+
+@contextmanager
+def swap_in_out_of_order() -> Iterator[Fired]:
+    """A whole page and a partly filled one that come back from the host in a step change places.
+
+    Two whole pages of one sequence may change places unseen: keys carry their positions, and attention over all of them
+    does not depend on their order.
+    """
+    fired = Fired()
+
+    def make(original: Any) -> Any:
+        def move(self: KVMover, moves: list[Move]) -> None:
+            back = [each for each in moves if each.kind is MoveKind.SWAP_IN]
+            pair = (
+                [min(back, key=lambda each: each.num_slots), max(back, key=lambda each: each.num_slots)] if back else []
+            )
+            if pair and pair[0].num_slots < pair[1].num_slots:
+                fired.times += 1
+                other = {pair[0]: pair[1].target, pair[1]: pair[0].target}
+                moves = [each._replace(target=other.get(each, each.target)) for each in moves]
+            original(self, moves)
+
+        return move
+
+    with _patched(KVMover, "move", make):
+        yield fired
+
+
+@contextmanager
+def prefix_hit_one_page_too_long() -> Iterator[Fired]:
+    """After the last page that really matches comes one more, the next page of another prompt."""
+    fired = Fired()
+
+    def match(original: Any) -> Any:
+        def longer(self: PrefixCache, seq: Any) -> list[int]:
+            pages = original(self, seq)
+            node, limit = seq.prefix_node, (len(seq.token_ids) - 1) // self.page_size
+            if node is not None and node.children and len(pages) < limit:
+                fired.times += 1
+                pages.append(next(iter(node.children)).page)
+            return pages
+
+        return longer
+
+    with _patched(PrefixCache, "match", match), _patched(PrefixCache, "insert", _insert_unchecked):
+        yield fired
+
+
+MUTANTS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "page of another sequence": (page_of_another_sequence, {}),
+    "stale page after eviction": (stale_page_after_eviction, {"enable_prefix_caching": True}),
+    "scales of 1.0, int8": (scales_of_one, {"kv_cache_dtype": "int8_per_token_head"}),
+    "scales of 1.0, int4": (scales_of_one, {"kv_cache_dtype": "int4_per_token_head"}),
+    "fork without copy": (fork_without_copy, {}),
+    "wrong position after recompute": (wrong_position_after_recompute, {}),
+    "hash collision served": (hash_collision_served, {"enable_prefix_caching": True}),
+    "swap in out of order": (swap_in_out_of_order, {"preemption_mode": "swap"}),
+    "prefix hit one page too long": (prefix_hit_one_page_too_long, {"enable_prefix_caching": True}),
+}
+"""Name -> the error, and the settings under which it can happen."""
