@@ -26,7 +26,7 @@ ANSWERS_NOTE = (
 )
 _NONE = Value("–")
 _MOST_REASONS = 3
-_FEWEST_CANARIES = 30  # all right: then fewer than 10 % are wrong, at 95 % (3 / n)
+_FEWEST_CANARIES = 20  # all right: then fewer than 15 % are wrong, at 95 % (3 / n)
 
 
 @dataclass(frozen=True)
