@@ -68,8 +68,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="runs of each error")
     given = parser.parse_args()
     sys.stdout.write(
-        "# What canaries catch at a full KV pool\n\n`python -m tests.benchmarks.canary_runs`: kvbench-tiny on a CPU, 40 "
-        "canaries and 10 other requests a run, about 2 s each on one quiet core. The errors: "
+        "# What canaries catch at a full KV pool\n\n`python -m tests.benchmarks.canary_runs`: kvbench-tiny on a CPU, "
+        "40 canaries and 10 other requests a run, about 2 s each on one quiet core. The errors: "
         "`tests/support/kv_mutants.py`.\n\n## Planted errors\n\n"
     )
     for line in mutants(given.seeds):
