@@ -109,7 +109,7 @@ def _of_run(folder: Path) -> tuple[Workload, tuple[str, ...]]:
     if backend != "kvbench" or manifest.get("target"):
         raise UsageError(
             f"{folder} was measured on {manifest.get('target') or backend}, and only the built-in engine is measured "
-            "here: remove kld from the policy of this run"
+            "here: remove kld and quality from the policy of this run"
         )
     if different := code_differences(git_state(), versions(), manifest):  # before the minutes that it takes
         say(f"warning: {'; '.join(different)}: `kvbench gate` takes these figures only with --force")

@@ -25,8 +25,8 @@ def recommend(results: Path, as_json: bool) -> int:
 
     RESULTS is the folder of a run, or one that holds runs: then the newest complete run is taken, and named; of several
     workloads or engines you are asked to name one. The rules are the report's: a setting is recommended where it is
-    decided to be better, at no load worse, and where its answers were measured and lie within the limits; what pays
-    alone is not said to pay together. Else the baseline is.
+    decided to be better, at no load worse, and its answers were measured and lie within the limits; what pays alone is
+    not said to pay together. Else the baseline is kept.
 
     \b
     Examples:

@@ -25,7 +25,7 @@ def glossary(run: Run) -> list[tuple[str, str]]:
         (
             "safe",
             "`kvbench quality` found the answers within the limits, each the noise of two equal runs and a margin; or, "
-            "in full precision, all canaries under load were answered rightly. Not safe: outside a limit.",
+            "in full precision, all of 20 or more canaries under load were right. Not safe: outside a limit.",
         ),
         (
             "engine time",

@@ -58,7 +58,7 @@ def quality_step(run: Run, found: Sequence[Choice]) -> Iterator[NextStep]:
     if run.is_built_in and not run.manifest.get("target"):
         yield NextStep(f"measure the quality of {names}", f"kvbench quality {shlex.quote(str(run.folder))}")
     elif any(not is_quantised(each.cell) for each in open_):
-        command = sweep_command(run, ["-o", "load.canaries={share: 0.1}"])
+        command = sweep_command(run, ["-o", "load.canaries={share: 0.3}"])
         yield NextStep(f"see with canaries whether the answers of {names} are right", command)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +25,7 @@ ANSWERS_NOTE = (
 )
 _NONE = Value("–")
 _MOST_REASONS = 3
-_FEWEST_CANARIES = 30  # all right: then fewer than 10 % are wrong, at 95 % (3 / n)
+_FEWEST_CANARIES = 20  # all right: then fewer than 15 % are wrong, at 95 % (3 / n)
 
 
 @dataclass(frozen=True)
@@ -120,10 +119,11 @@ def answer_sentences(run: Run) -> Iterator[str]:
     first = {cell.config_id: short_name(cell, baseline(run, cell.load)) for cell in run.cells}
     outside = [first.get(each, each) for each, known in result.configurations.items() if known.get("outside")]
     whole = words.plural(len(result.configurations), "configuration")
+    within = f"{whole}, each within the limits"
+    missing = len(first.keys() - result.configurations.keys())
     yield (
-        f"{len(outside)} of {whole} outside the limits: {words.and_more(outside)}."
-        if outside
-        else f"{whole}, each within the limits."
+        f"{f'{len(outside)} of {whole} outside the limits: {words.and_more(outside)}' if outside else within}"
+        f"{f'; {missing} of the run not measured' if missing else ''}."
     )
     if result.note:
         yield result.note
@@ -132,8 +132,7 @@ def answer_sentences(run: Run) -> Iterator[str]:
         why = ", whose weights are random and can give no wrong answer" if random_weights(run) else ""
         yield (
             f"Measured with {result.model}, not with {own}{why}. It shows what this engine and these settings do to "
-            "answers; what a quantised KV costs your model, only your model tells: `kvbench quality "
-            f"{shlex.quote(str(run.folder))} --model PATH`."
+            "answers; what a quantised KV costs your model, only your model tells (kvbench quality RUN --model PATH)."
         )
     if different := result.differs_from(run.manifest):
         yield f"Measured with other code, versions or weights than the run ({'; '.join(different)}): it does not count."

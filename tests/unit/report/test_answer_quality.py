@@ -54,6 +54,7 @@ def test_each_configuration_stands_beside_the_control_its_limits_its_speed_and_i
 
 
 def test_a_configuration_that_was_not_measured_says_so() -> None:
+    assert "1 of the run not measured" in next(answer_sentences(measured_run(cell(), cell(**INT4))))
     found = rows(measured_run(cell(), cell(**INT4)))
     (int4,) = (each for name, each in found.items() if "int4" in name)
     assert int4["within"].text == "not measured" and int4["mean"].text == "–"
