@@ -29,6 +29,10 @@ class LoadedModel:
     dtype: torch.dtype
     query_heads: tuple[int, ...]
 
+    def fingerprints(self) -> tuple[str, ...]:
+        """Of the weights in each dtype that a server may load them in."""
+        return tuple(fingerprint(self.model, dtype=getattr(torch, name)) for name in DTYPE_BYTES)
+
 
 def load_model(config: EngineConfig) -> LoadedModel:
     """Load ``config.model``, measure its KV, and check that our attention gives the model's own logits.
@@ -183,15 +187,17 @@ def _describe(model: PreTrainedModel, spec: ModelSpec) -> ModelInfo:
     )
 
 
-def fingerprint(model: PreTrainedModel, sample: int = 4096) -> str:
+def fingerprint(model: PreTrainedModel, sample: int = 4096, dtype: torch.dtype | None = None) -> str:
     """blake2b-128 over name, shape, dtype and ``sample`` evenly spaced elements of every weight, in name order.
 
     Hashing all bytes of a 70B model takes minutes; a sample tells two checkpoints or two seeds apart at once.
+    ``dtype``: as if the weights were loaded in it; None: as they are.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        stored = dtype or tensor.dtype
+        digest.update(f"{name} {tuple(tensor.shape)} {stored}".encode())
         flat = tensor.reshape(-1)
-        picked = flat[:: max(1, flat.numel() // sample)].to(torch.float32).cpu().contiguous()
+        picked = flat[:: max(1, flat.numel() // sample)].to(stored).to(torch.float32).cpu().contiguous()
         digest.update(picked.numpy().tobytes())
     return digest.hexdigest()

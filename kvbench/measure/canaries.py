@@ -27,10 +27,11 @@ def canaries_for(load: LoadConfig, target: Target) -> CanarySet | None:
         fitting(made, target.model.vocab_size, target.model.max_model_len)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if (served := told.get("weights_fingerprint") or made.weights_fingerprint) != made.weights_fingerprint:
+    served = told.get("weights_fingerprint")
+    if served and served not in made.weights_fingerprints:
         raise UsageError(
-            f"the canaries are of {made.model} with the weights {made.weights_fingerprint}, and the server has the "
-            f"weights {served} (another model, or the same in another dtype), whose right answers they do not know: "
+            f"the canaries are of {made.model} with the weights {' or '.join(made.weights_fingerprints)}, and the "
+            f"server has the weights {served}, whose right answers they do not know: "
             "name the canaries of those in load.canaries.file, or leave load.canaries out"
         )
     return made

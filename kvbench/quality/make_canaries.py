@@ -85,7 +85,7 @@ def make_canaries(
                 else:
                     kept += [replace(each, canary_id=f"{kind}-{len(kept) + i}") for i, each in enumerate(good)]
             left = again
-    return Made(CanarySet(loaded.info.name, loaded.info.weights_fingerprint, tuple(kept)), dropped)
+    return Made(CanarySet(loaded.info.name, loaded.fingerprints(), tuple(kept)), dropped)
 
 
 def _grouped(lengths: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:

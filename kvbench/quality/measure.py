@@ -450,7 +450,7 @@ def _canaries(loaded: LoadedModel) -> Sequence[Canary]:
     """Those of exactly these weights that ship with kvbench."""
     path = SHIPPED / f"{loaded.info.name}.jsonl"
     found = read_canaries(path) if path.is_file() else None
-    return found.canaries if found and found.weights_fingerprint == loaded.info.weights_fingerprint else ()
+    return found.canaries if found and loaded.info.weights_fingerprint in found.weights_fingerprints else ()
 
 
 def _as_prompt(canary: Canary) -> Prompt:

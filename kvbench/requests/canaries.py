@@ -47,10 +47,10 @@ class Canary:
 
 @dataclass(frozen=True)
 class CanarySet:
-    """The canaries of one model, which ``weights_fingerprint`` tells (as the built-in server's /server_info does)."""
+    """The canaries of one model, told by ``weights_fingerprints`` in each dtype (as in /server_info)."""
 
     model: str
-    weights_fingerprint: str
+    weights_fingerprints: tuple[str, ...]
     canaries: tuple[Canary, ...]
 
     def that_fit(self, max_model_len: int) -> tuple[Canary, ...]:
@@ -77,7 +77,7 @@ def read_canaries(path: Path) -> CanarySet:
             canaries.append(Canary(**row, **ids))
         if not canaries:
             raise ValueError("no canary")
-        return CanarySet(head["model"], head["weights_fingerprint"], tuple(canaries))
+        return CanarySet(head["model"], tuple(head["weights_fingerprints"]), tuple(canaries))
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a canary file ({error}); make it anew with `kvbench canaries`.") from None
 
@@ -119,7 +119,7 @@ def fitting(made: CanarySet, vocab_size: int, max_model_len: int) -> tuple[Canar
 
 def write_canaries(path: Path, made: CanarySet) -> None:
     """JSONL: the format and the model, then a line a canary."""
-    head = {"format": FORMAT, "model": made.model, "weights_fingerprint": made.weights_fingerprint}
+    head = {"format": FORMAT, "model": made.model, "weights_fingerprints": list(made.weights_fingerprints)}
     rows: list[dict[str, Any]] = [head, *(dataclasses.asdict(each) for each in made.canaries)]
     text = "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows)
     path.write_text(text, encoding="utf-8")

@@ -100,7 +100,7 @@ def test_one_wrong_answer_is_found_and_fails_the_load(server, files, tmp_path, c
 def test_canaries_of_other_weights_are_refused_before_anything_is_sent(server, files, tmp_path):
     other = tmp_path / "other.jsonl"
     head, *lines = files[0].read_text().splitlines()
-    other.write_text("\n".join([json.dumps(json.loads(head) | {"weights_fingerprint": "0" * 32}), *lines]) + "\n")
+    other.write_text("\n".join([json.dumps(json.loads(head) | {"weights_fingerprints": ["0" * 32]}), *lines]) + "\n")
     code, out = load(server, tmp_path, "--canaries", f"0.5:{other}")
     assert code == 2 and not out.exists()
 

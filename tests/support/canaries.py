@@ -27,7 +27,7 @@ def tiny_set(folder: str) -> CanarySet:
     prompts = {f"passkey-{n}": shared[: n - 9] + [rng.randrange(2, VOCAB) for _ in range(9)] for n in LENGTHS}
     answers = greedy_outputs(folder, prompts, ANSWER)
     made = tuple(canary(name, prompt, answers[name]) for name, prompt in prompts.items())
-    return CanarySet("llama", loaded(folder).info.weights_fingerprint, made)
+    return CanarySet("llama", (loaded(folder).info.weights_fingerprint,), made)
 
 
 def store(made: CanarySet, path: Path, wrong: str | None = None, at: int = 0) -> Path:

@@ -13,7 +13,7 @@ from kvbench.targets.presets import BUILT_IN, GENERIC, PRESETS
 from kvbench.workload.load_section import LoadConfig
 from tests.support.canaries import canary
 
-SET = CanarySet("tiny", "f00d", (canary("a", (5, 6, 70), (8, 9)), canary("b", (5, 6), (7,))))
+SET = CanarySet("tiny", ("f00d", "cafe"), (canary("a", (5, 6, 70), (8, 9)), canary("b", (5, 6), (7,))))
 PROMPTS = {"kind": "synthetic", "classes": [{"name": "a", "prompt_tokens": 4, "output_tokens": 4}]}
 
 
@@ -31,7 +31,7 @@ def load(tmp_path):
     return LoadConfig.model_validate(section | {"canaries": {"share": 0.5, "file": str(tmp_path / "c.jsonl")}})
 
 
-@pytest.mark.parametrize("told", [{}, {"model": {}}, {"model": {"weights_fingerprint": "f00d"}}])
+@pytest.mark.parametrize("told", [{}, {"model": {}}, {"model": {"weights_fingerprint": "cafe"}}])
 def test_the_right_weights_and_a_server_that_does_not_tell_are_believed(load, told):
     assert canaries_for(load, target(**told)) == SET
     assert canaries_for(load.model_copy(update={"canaries": None}), target(**told)) is None

@@ -215,7 +215,7 @@ def test_canaries_of_a_trained_model_are_right_and_asked_of_every_configuration(
     shared = [a == b[: len(a)] for a, b in itertools.pairwise(starts)]
     assert sum(shared) >= 4  # groups of two and three
     damaged = dataclasses.replace(made.canaries[0], canary_id="other", answer_token_ids=(5,) * 6)
-    write_canaries(file, CanarySet(made.model, made.weights_fingerprint, (*made.canaries, damaged)))
+    write_canaries(file, CanarySet(made.model, made.weights_fingerprints, (*made.canaries, damaged)))
     monkeypatch.setattr(measure, "SHIPPED", tmp_path)
     out = tmp_path / "out.json"
     words = ("--profile", "cpu", "-o", "sweep={}", "-o", "engine.max_model_len=1700", "--model", model)

@@ -17,7 +17,7 @@ from kvbench.workload.load_section import LoadConfig
 from tests.support.canaries import canary
 
 BEGIN = tuple(range(20, 40))
-SET = CanarySet("tiny", "f00d", tuple(canary(f"c{i}", (*BEGIN, 50 + i), (60 + i, 7, 8)) for i in range(5)))
+SET = CanarySet("tiny", ("f00d",), tuple(canary(f"c{i}", (*BEGIN, 50 + i), (60 + i, 7, 8)) for i in range(5)))
 CLASSES = [{"name": "a", "prompt_tokens": [4, 60], "output_tokens": [3, 9]}]
 PROMPTS = {"kind": "synthetic", "classes": CLASSES, "shared_prefix": {"tokens": 16, "share": 0.5}}
 CLOSED = {"concurrency": [4], "num_requests": 36}
