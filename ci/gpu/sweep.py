@@ -21,11 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKLOAD = "workloads/mixed.yaml"
 QUICK = (
     "--repeats", "1", "--only", "paged-p16-c*", "--only", "contiguous-c*",
-    "-o", "load.concurrency=[64]", "-o", "load.num_requests=[128]",
+    "-o", "load.concurrency=[64]", "-o", "load.num_requests=[128]", "--no-quality",
 )  # fmt: skip
 TINY = (
     "--repeats", "1", "--only", "paged-p16-c*",
     "-o", "load.concurrency=[2]", "-o", "load.num_requests=[4]", "-o", "engine.kv_budget=40MiB",
+    "--no-quality",
 )  # fmt: skip
 END_GRACE_S = 20.0  # to stop servers and close the run
 REPORT_SECONDS = 30.0

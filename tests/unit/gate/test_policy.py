@@ -11,6 +11,8 @@ from kvbench.common.errors import UsageError
 from kvbench.gate.policy import Limit, Policy, load_policy, matches
 from kvbench.gate.timing.rules import DEFAULT_RULES
 from kvbench.gate.timing.served import SERVED_RULES
+from kvbench.workload.design import design_of
+from kvbench.workload.file import load_workload
 
 SHIPPED = Path(__file__).parents[3] / "ci" / "gates.yaml"
 
@@ -31,6 +33,13 @@ def test_the_shipped_policy_writes_out_the_default_rules():
     assert DEFAULT_RULES.alpha + SERVED_RULES.alpha == pytest.approx(0.01)
     assert sum(look.alpha_pass for look in DEFAULT_RULES.looks) == pytest.approx(0.05)
     assert {limit.kind for limit in policy.limits} == {"metric", "ratio", "quality"}
+
+
+def test_the_shipped_policy_holds_every_configuration_of_mixed_but_int4_to_the_limits_of_its_quality():
+    (within,) = (limit for limit in load_policy(SHIPPED).limits if limit.what == "within")
+    cells = design_of(load_workload(SHIPPED.parents[1] / "workloads" / "mixed.yaml", profile="cpu")).cells
+    left = [cell.cell_id for cell in cells if not matches(f"mixed/{cell.cell_id}", within.cells)]
+    assert left == [f"paged-p16-int4_per_token_head-c{users}" for users in (3, 32)]
 
 
 @pytest.mark.parametrize("text", ["", "timing:\nlimits:\n", "timing: {looks:}", None])
