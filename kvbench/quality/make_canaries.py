@@ -58,6 +58,7 @@ def make_canaries(
     tokenizer = load_tokenizer(config, loaded.info)
     if tokenizer.text_refusal is not None:
         raise ValueError(tokenizer.text_refusal)
+    fingerprints = loaded.fingerprints()  # before an engine packs the weights for its kernels
     rng = np.random.default_rng(seed)
     drawer = _Drawer(tokenizer, rng)
     longest = min(_LONGEST, loaded.info.max_model_len or _LONGEST) - _PASSAGE[1]
@@ -85,7 +86,7 @@ def make_canaries(
                 else:
                     kept += [replace(each, canary_id=f"{kind}-{len(kept) + i}") for i, each in enumerate(good)]
             left = again
-    return Made(CanarySet(loaded.info.name, loaded.fingerprints(), tuple(kept)), dropped)
+    return Made(CanarySet(loaded.info.name, fingerprints, tuple(kept)), dropped)
 
 
 def _grouped(lengths: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
