@@ -104,7 +104,7 @@ def stale_page_after_eviction() -> Iterator[Fired]:
 def scales_of_one() -> Iterator[Fired]:
     """What was stored with its scales is read as if all of them were 1.0.
 
-    fp8 that is stored with 1.0 as well loses next to nothing: K and V of kvbench-tiny lie well within its range.
+    What is stored with 1.0 as well is another error, and a small one where K and V lie within the range of fp8.
     """
     fired = Fired()
     ones: dict[int, torch.Tensor] = {}
