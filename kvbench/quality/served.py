@@ -176,22 +176,15 @@ class _Reference:
         begin = self.begin if tuple(ids[: len(self.begin)]) == self.begin else ()
         return (*begin, *self.tokenizer.encode(self.text_of(ids), add_special_tokens=False))
 
-    def material(self, manner: Manner) -> Material:
-        """All prompts; for a server that takes texts, in the tokens that their texts have."""
-        found = measure.gather(self.context, self.loaded, self.tokenizer)
-        if manner.token_ids:
-            return found
+    def as_texts(self, material: Material) -> Material:
+        """The prompts in the tokens that a server makes of their texts, and the canaries whose tokens stay the same."""
         forced, passkeys = (
-            tuple(
-                read
-                for each in prompts
-                if (read := dataclasses.replace(each, turns=tuple(map(self.reads, each.turns)))).longest <= self.context
-            )
-            for prompts in (found.forced, found.passkeys)
+            tuple(dataclasses.replace(each, turns=tuple(map(self.reads, each.turns))) for each in prompts)
+            for prompts in (material.forced, material.passkeys)
         )
-        canaries = tuple(c for c in found.canaries if self.reads(c.prompt_token_ids) == tuple(c.prompt_token_ids))
-        left = len(found.everything) - len(forced) - len(passkeys) - len(canaries)
-        return Material(forced, passkeys, canaries, found.left_out + left)
+        fitting = (tuple(each for each in prompts if each.longest <= self.context) for prompts in (forced, passkeys))
+        canaries = tuple(c for c in material.canaries if self.reads(c.prompt_token_ids) == tuple(c.prompt_token_ids))
+        return Material(*fitting, canaries, material.left_out)
 
     def answers(self, material: Material) -> Answers:
         from kvbench.quality.free import answer_all
@@ -309,8 +302,6 @@ def _measure(served: Served, model: str, max_model_len: int | None, page_size: i
     set_spin_count()
     import torch
 
-    from kvbench.quality.forced import Conversation
-
     began = time.monotonic()
     torch.set_num_threads(measure.cpus())
     reference = _Reference(model, served, max_model_len)
@@ -319,7 +310,8 @@ def _measure(served: Served, model: str, max_model_len: int | None, page_size: i
         manner = manner_of(served, probe, _PROBE)
     except MeasurementError as error:
         raise UsageError(str(error)) from None
-    material = reference.material(manner)
+    gathered = measure.gather(reference.context, reference.loaded, reference.tokenizer)
+    material = gathered if manner.token_ids else reference.as_texts(gathered)
     say(f"baseline: {len(material.everything)} prompts")
     expected = reference.answers(material)
     if not manner.token_ids:
@@ -327,13 +319,7 @@ def _measure(served: Served, model: str, max_model_len: int | None, page_size: i
     asked = _Asked(served, manner, reference, expected, say)
     answers = asked.answers(material.everything, _AT_ONCE, "the server's answers")
     again = asked.answers(material.asked[::-1], _AT_ONCE_OF_CONTROL, "control: the server's answers in other order")
-    positions, control_positions = [], []
-    if manner.logprobs:
-        talks = [Conversation.of(each, expected[each.prompt_id]) for each in material.forced]
-        own = reference.losses(talks)
-        first = asked.losses(talks, _AT_ONCE, "probabilities")
-        second = asked.losses(talks[::-1], _AT_ONCE_OF_CONTROL, "control: probabilities in other order")[::-1]
-        positions, control_positions = _positions(talks, own, first), _positions(talks, first, second)
+    positions, control_positions = _probabilities(asked, reference, material, expected) if manner.logprobs else ([], [])
 
     def of(positions: Sequence[Positions], given: Answers, beside: Answers) -> dict[str, Any]:
         measured = Measured(positions, given)
@@ -344,6 +330,7 @@ def _measure(served: Served, model: str, max_model_len: int | None, page_size: i
     control = of(control_positions, again, answers) | {"passkey": of([], expected, expected)["passkey"]}
     limits = limits_of(control)
     known = of(positions, answers, expected)
+    unread = len(gathered.everything) - len(material.everything)
     if material.canaries:
         right = sum(answers[each.canary_id][0] == tuple(each.answer_token_ids) for each in material.canaries)
         known["canaries"] = {"asked": len(material.canaries), "right": right}
@@ -360,20 +347,40 @@ def _measure(served: Served, model: str, max_model_len: int | None, page_size: i
         git=git_state(),
         versions=versions(),
         note=measure.RANDOM_NOTE if reference.chosen.random else "",
-        facts={
-            "device": str(reference.loaded.device),
-            "kernel_backend": reference.loaded.backend.name,
-            "dtype": str(reference.loaded.dtype).removeprefix("torch."),
-            "prompts": len(material.forced),
-            "passkeys": len(material.passkeys),
-            "left_out": material.left_out,
-            "tokens": sum(each.length for each in material.everything),
-            "asked_with": "token ids" if manner.token_ids else "texts",
-            "at_once": [_AT_ONCE, _AT_ONCE_OF_CONTROL],
-            "not_measured": [_NO_KLD, *([] if manner.logprobs else [_NO_LOGPROBS])],
-            "seconds": round(time.monotonic() - began, 3),
-        },
+        facts=_facts(reference, manner, gathered, material) | {"seconds": round(time.monotonic() - began, 3)},
     )
+
+
+def _facts(reference: _Reference, manner: Manner, gathered: Material, asked: Material) -> dict[str, Any]:
+    """``gathered``: all prompts that fit; ``asked``: those that the server could be asked."""
+    missing = [_NO_KLD, *([] if manner.logprobs else [_NO_LOGPROBS])]
+    if unread := len(gathered.everything) - len(asked.everything):
+        missing.append(f"{unread} prompts whose texts have other tokens than they have")
+    return {
+        "device": str(reference.loaded.device),
+        "kernel_backend": reference.loaded.backend.name,
+        "dtype": str(reference.loaded.dtype).removeprefix("torch."),
+        "prompts": len(asked.forced),
+        "passkeys": len(asked.passkeys),
+        "left_out": gathered.left_out,
+        "tokens": sum(each.length for each in asked.everything),
+        "asked_with": "token ids" if manner.token_ids else "texts",
+        "at_once": [_AT_ONCE, _AT_ONCE_OF_CONTROL],
+        "not_measured": missing,
+    }
+
+
+def _probabilities(
+    asked: _Asked, reference: _Reference, material: Material, expected: Answers
+) -> tuple[list[Positions], list[Positions]]:
+    """Of the prompts and the expected answers: the server beside the built-in engine, and beside itself."""
+    from kvbench.quality.forced import Conversation
+
+    talks = [Conversation.of(each, expected[each.prompt_id]) for each in material.forced]
+    own = reference.losses(talks)
+    first = asked.losses(talks, _AT_ONCE, "probabilities")
+    again = asked.losses(talks[::-1], _AT_ONCE_OF_CONTROL, "control: probabilities in other order")[::-1]
+    return _positions(talks, own, first), _positions(talks, first, again)
 
 
 def _without_merged(material: Material, expected: Answers, reference: _Reference) -> Material:
@@ -384,8 +391,7 @@ def _without_merged(material: Material, expected: Answers, reference: _Reference
         ids = tuple(token for part in parts for token in part)
         if reference.reads(ids) == ids:
             kept.append(each)
-    left_out = material.left_out + len(material.forced) - len(kept)
-    return dataclasses.replace(material, forced=tuple(kept), left_out=left_out)
+    return dataclasses.replace(material, forced=tuple(kept))
 
 
 def _positions(

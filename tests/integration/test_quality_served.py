@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,13 +31,14 @@ from tests.support.loads import free_port
 MODEL = "kvbench-tiny"
 FOLDER = Path(__file__).resolve().parents[2] / "engine" / "models" / MODEL
 EOS = 0
+PASSKEY = "The pass key is 52719. Remember it. What is the pass key? The pass key is"
 PROMPTS = {
-    "easy": [PromptText("a", ("The pass key is 52719. Remember it. What is the pass key? The pass key is",), 6, "52719", 0.1)],
-    "average": [PromptText("b", ("Shall I compare thee to a summer's day? Thou art",), 12), PromptText("c", ("It was",), 9)],
+    "easy": [PromptText("a", (PASSKEY,), 6, "52719", 0.1)],
+    "average": [PromptText("b", ("Shall I compare thee to a",), 12), PromptText("c", ("It was",), 9)],
     "long-context": [],
     "malformed": [PromptText("d", ("\n\n\x00 \ufffd",), 6), PromptText("e", ("one<|endoftext|>",), 6)],
     "production-like": [PromptText("f", ("<|user|>Hello there", " and what is", " then"), 5)],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,7 +117,7 @@ class Scripted:
     ``worse``: nats that it takes from the log probability of every token; ``fails_after``: answers before it fails.
     """
 
-    def __init__(self, tokenizer: ServerTokenizer, *, texts=False, worse: float | None = 0.0, fails_after=10**6):
+    def __init__(self, tokenizer: ServerTokenizer, *, texts=False, worse: float = 0.0, fails_after=10**6):
         self.tokenizer, self.texts, self.worse, self.left = tokenizer, texts, worse, fails_after
         self.extra_token = False
         self.lock = threading.Lock()
@@ -126,8 +128,6 @@ class Scripted:
         prompt = body["prompt"]
         if self.texts and (not isinstance(prompt, str) or set(body) - known):
             return None
-        if body.get("logprobs") and self.worse is None:
-            return None
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         with self.lock, torch.inference_mode():
             output = oracle(str(FOLDER)).generate(
@@ -135,14 +135,14 @@ class Scripted:
                 eos_token_id=10**6 if body.get("ignore_eos") else EOS, pad_token_id=EOS,
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long),
             )  # fmt: skip
-            told = oracle(str(FOLDER))(output).logits[0, :-1].double().log_softmax(-1)
-        following = told.gather(-1, output[0, 1:, None])[:, 0] - (self.worse or 0.0)
+            logits = oracle(str(FOLDER))(output).logits[0, :-1] if body.get("echo") else None
         new = output[0, len(ids) :].tolist()
         choice: dict[str, Any] = {"text": self.tokenizer.decode(new), "index": 0}
         choice["finish_reason"] = "length" if len(new) == body["max_tokens"] and new[-1] != EOS else "stop"
         if body.get("return_token_ids"):
             choice |= {"token_ids": new, "finish_reason": "length"}
-        if body.get("echo"):
+        if logits is not None:
+            following = logits.double().log_softmax(-1).gather(-1, output[0, 1:, None])[:, 0] - self.worse
             choice["logprobs"] = {"token_logprobs": [None, *following.tolist()]}
         return {"choices": [choice], "usage": {"prompt_tokens": len(ids) + self.extra_token}}
 
@@ -186,11 +186,10 @@ def test_log_probabilities_tell_the_perplexity(tokenizer, tmp_path, worse):
     with Scripted(tokenizer, worse=worse).serve() as url:
         result = measured(url, tmp_path)
     (figures,) = result["configurations"].values()
-    assert figures["greedy"]["agree"] == 6 and figures["perplexity_change"] == pytest.approx(
-        2.718281828**worse - 1, abs=1e-4
-    )
+    assert figures["greedy"]["agree"] == 6
+    assert figures["perplexity_change"] == pytest.approx(math.expm1(worse), abs=1e-4)
     assert (figures["rms_dp"] < 1e-4) == (not worse) and len(figures["outside"]) == (2 if worse else 0)
-    assert 1 < figures["perplexity"] < 200 and abs(result["control"]["perplexity_change"]) < 1e-6
+    assert 1 < figures["perplexity"] < 2000 and abs(result["control"]["perplexity_change"]) < 1e-6
     assert set(figures["sets"]["average"]) == {"prompts", "positions", "perplexity_change", "greedy"}
     assert "mean" not in figures and len(result["facts"]["not_measured"]) == 1
 
@@ -202,13 +201,6 @@ def test_a_server_that_takes_texts_and_stops_at_an_end_of_text(tokenizer, tmp_pa
     assert result["facts"]["asked_with"] == "texts" and "perplexity" not in figures
     assert figures["greedy"]["agree"] == figures["greedy"]["answers"] >= 5 and figures["outside"] == []
     assert figures["passkey"]["asked"] == 5
-
-
-def test_without_log_probabilities_the_rest_is_measured(tokenizer, tmp_path):
-    with Scripted(tokenizer, worse=None).serve() as url:
-        result = measured(url, tmp_path)
-    (figures,) = result["configurations"].values()
-    assert figures["greedy"]["agree"] == 6 and "rms_dp" not in figures and "rms_dp" not in result["limits"]
 
 
 def test_servers_that_cannot_be_measured(tokenizer, tmp_path, capsys):
