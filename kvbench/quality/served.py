@@ -330,7 +330,6 @@ def _measure(served: Served, model: str, max_model_len: int | None, page_size: i
     control = of(control_positions, again, answers) | {"passkey": of([], expected, expected)["passkey"]}
     limits = limits_of(control)
     known = of(positions, answers, expected)
-    unread = len(gathered.everything) - len(material.everything)
     if material.canaries:
         right = sum(answers[each.canary_id][0] == tuple(each.answer_token_ids) for each in material.canaries)
         known["canaries"] = {"asked": len(material.canaries), "right": right}
