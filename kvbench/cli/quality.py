@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from kvbench.runs.quality import QualityResult
     from kvbench.workload.file import Workload
 
+_NOT_MEASURED = "–"
+
 
 @click.command()
-@click.argument("workload_or_run", metavar="WORKLOAD|RUN", type=click.Path(path_type=Path))
+@click.argument("workload_or_run", metavar="WORKLOAD|RUN", type=click.Path(path_type=Path), required=False)
+@click.option("--url", metavar="URL", help="Measure the server there instead, which serves --model.")
 @PROFILE
 @OVERRIDES
 @click.option(
@@ -30,8 +33,23 @@ if TYPE_CHECKING:
     "are real, else kvbench-tiny).",
 )
 @click.option("--output", type=OutputFile(), metavar="FILE", help="Where the result goes (default: RUN/quality.json).")
+@click.option("--served-model", metavar="NAME", help="--url: its name at the server (default: the first it lists).")
+@click.option("--max-model-len", type=click.IntRange(1), metavar="N", help="--url: the most tokens that it serves.")
+@click.option(
+    "--page-size",
+    type=click.IntRange(1),
+    metavar="N",
+    help="--url: count the passkeys by their length mod N (default: 16).",
+)
+@click.option("--api-key-env", metavar="NAME", help="--url: the environment variable that holds the server's key.")
 def quality(
-    workload_or_run: Path, profile: str | None, overrides: tuple[str, ...], model: str | None, output: Path | None
+    workload_or_run: Path | None,
+    url: str | None,
+    profile: str | None,
+    overrides: tuple[str, ...],
+    model: str | None,
+    output: Path | None,
+    **of_server: Any,
 ) -> int:
     """Measure what each configuration changes in the model's answers.
 
@@ -46,19 +64,35 @@ def quality(
     It takes 10 to 15 s for each configuration with kvbench-tiny on 2 cores. Measure with the commit and the versions
     that the run was measured with: `kvbench gate` takes others only with --force.
 
+    With --url, an OpenAI-compatible server that serves --model's folder (default: kvbench-tiny) is compared with
+    the built-in engine's contiguous KV in this process: equal greedy answers, passkeys, canaries, and where the
+    server answers echo with logprobs perplexity and change in probability. Its control is the server itself, asked
+    in other order with fewer requests at once.
+
     \b
     Examples:
       kvbench quality results/mixed/20260101T120000Z-1a2b3c4
       kvbench quality workloads/mixed.yaml -o model.path=models/Llama-3.1-8B --output quality.json
+      kvbench quality --url http://127.0.0.1:8000 --model models/Llama-3.1-8B --output quality.json
 
     \b
-    Files written: quality.json in RUN, or --output's; of a workload none without --output.
-    Exit codes: 0 measured, whatever the limits say (kvbench gate holds them), 2 bad input.
+    Files written: quality.json in RUN, or --output's; of a workload or a server none without --output.
+    Exit codes: 0 measured, whatever the limits say (kvbench gate holds them), 2 bad input, 4 the server failed.
     """
     from rich.console import Console
 
     from kvbench.workload.file import load_workload
 
+    given = {name: value for name, value in of_server.items() if value is not None}
+    if (url is None) == (workload_or_run is None):
+        raise UsageError("name either a WORKLOAD or RUN, or the server to measure with --url")
+    if workload_or_run is None:
+        if profile or overrides:
+            raise UsageError("a server is measured as it is: omit --profile and -o")
+        _measure_server(str(url), Console(), model, output, given)
+        return 0
+    if given:
+        raise UsageError(f"--{min(given).replace('_', '-')} is about a server, and none is named with --url")
     if workload_or_run.is_dir():
         if profile or overrides:
             raise UsageError("a run that was measured cannot be changed: omit --profile and -o, or name the workload")
@@ -78,8 +112,7 @@ def measure_run(folder: Path, console: Console, *, model: str | None = None, out
 
 def _measure(workload: Workload, only: Sequence[str], console: Console, model: str | None, output: Path | None) -> None:
     """``only``: globs of cells; ``output``: None for none."""
-    from kvbench.common.console import print_plain, print_table, status_line
-    from kvbench.common.files import write_json
+    from kvbench.common.console import print_plain, status_line
     from kvbench.common.text import plural
     from kvbench.quality.measure import measure
     from kvbench.targets.builtin import check_configuration
@@ -89,6 +122,29 @@ def _measure(workload: Workload, only: Sequence[str], console: Console, model: s
     print_plain(console, f"quality: {plural(len(configurations), 'configuration')} of {workload.name}")
     with status_line(console, "loading") as status:
         result = measure(workload, configurations, model=model, say=status)
+    _show(result, console, output)
+
+
+def _measure_server(
+    url: str, console: Console, model: str | None, output: Path | None, options: Mapping[str, Any]
+) -> None:
+    """``options``: those about the server that were given."""
+    from kvbench.common.console import status_line
+    from kvbench.quality.measure import BESIDE
+    from kvbench.quality.served import measure_served
+    from kvbench.targets.base import Access
+
+    known = dict(options)
+    access = Access(api_key_env=known.pop("api_key_env", None))
+    with status_line(console, "loading") as status:
+        result = measure_served(url, model=model or BESIDE, access=access, say=status, **known)
+    _show(result, console, output)
+
+
+def _show(result: QualityResult, console: Console, output: Path | None) -> None:
+    from kvbench.common.console import print_plain, print_table
+    from kvbench.common.files import write_json
+
     print_table(console, _table(result), drop_first=("RMS Δp", "KLD p99"))
     for line in _sentences(result, output):
         print_plain(console, line)
@@ -126,6 +182,8 @@ def _sentences(result: QualityResult, output: Path | None) -> Iterator[str]:
     yield f"{of_whom}: weights {result.weights}; {facts['seconds']:.0f} s"
     if facts["left_out"]:
         yield f"{facts['left_out']} of {facts['prompts'] + facts['left_out']} prompts are longer than the context"
+    for each in facts.get("not_measured", ()):
+        yield f"not measured: {each}"
     if result.note:
         yield result.note
     if output is not None:
@@ -137,27 +195,33 @@ def _table(result: QualityResult) -> Table:
 
     heads = (
         "configuration", "KLD mean", "KLD p99", "RMS Δp", "perplexity", "equal answers", "passkeys", "full pool",
-        "limits",
+        "canaries", "limits",
     )  # fmt: skip
     rows = [("control (A/A)", *_cells(result.control), "")]
     for config_id, figures in result.configurations.items():
         rows.append((config_id, *_cells(figures), "outside" if figures["outside"] else "within"))
     facts = result.facts
     what = f"{result.model} in {facts['dtype']} on {facts['device']}"
+    shown = [i for i in range(len(heads)) if {row[i] for row in rows} != {_NOT_MEASURED}]
     title = f"{result.workload}, {what}: against contiguous KV in that dtype"
-    return make_table(heads, rows, title=title)
+    return make_table([heads[i] for i in shown], [[row[i] for i in shown] for row in rows], title=title)
 
 
 def _cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
-    """0.0012 (0.0010 to 0.0014), ..., +0.12 %, 45 of 46, 63 of 64, 90 of 91"""
-    greedy, passkey, pool = figures["greedy"], figures["passkey"], figures.get("full_pool")
-    more = figures.get("perplexity_change")
+    """0.0012 (0.0010 to 0.0014), ..., +0.12 %, 45 of 46, 63 of 64, 90 of 91, 86 of 86; what was not measured is –"""
+    greedy, passkey = figures["greedy"], figures["passkey"]
+    pool, canaries = figures.get("full_pool"), figures.get("canaries")
+    divergence = "mean" in figures
+    more, change = figures.get("perplexity_change"), figures.get("rms_dp")
     return (
-        f"{figures['mean']:.2g} ({figures['mean_low']:.2g} to {figures['mean_high']:.2g})",
-        f"{figures['p99']:.2g}",
-        f"{figures['rms_dp']:.2%}",
-        "–" if more is None else f"{more:+.2%}",
+        f"{figures['mean']:.2g} ({figures['mean_low']:.2g} to {figures['mean_high']:.2g})"
+        if divergence
+        else _NOT_MEASURED,
+        f"{figures['p99']:.2g}" if divergence else _NOT_MEASURED,
+        _NOT_MEASURED if change is None else f"{change:.2%}",
+        _NOT_MEASURED if more is None else f"{more:+.2%}",
         f"{greedy['agree']} of {greedy['answers']}",
         f"{passkey['right']} of {passkey['asked']}",
-        f"{pool['agree']} of {pool['answers']}" if pool else "–",
+        f"{pool['agree']} of {pool['answers']}" if pool else _NOT_MEASURED,
+        f"{canaries['right']} of {canaries['asked']}" if canaries else _NOT_MEASURED,
     )

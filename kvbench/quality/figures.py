@@ -20,7 +20,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """What one engine predicted and answered. ``positions``: of the forced prompts, in their order."""
+    """What one engine predicted and answered. ``positions``: of the forced prompts, in their order; empty: unknown."""
 
     positions: Sequence[Positions]
     answers: Answers
@@ -36,16 +36,22 @@ def figures(
 ) -> dict[str, Any]:
     """Of all prompts together and of each set. ``passkeys`` are asked for their answers alone."""
     by_set = {name: list(of) for name, of in itertools.groupby(range(len(forced)), lambda i: forced[i].set_name)}
+
+    def predictions(of: Sequence[int], brief: bool = False) -> dict[str, Any]:
+        if not measured.positions:
+            return {}
+        return _predictions([forced[i] for i in of], [measured.positions[i] for i in of], brief)
+
     sets = {
         name: {
             "prompts": len(of),
-            **_predictions([forced[i] for i in of], [measured.positions[i] for i in of], brief=True),
+            **predictions(of, brief=True),
             "greedy": _greedy([forced[i] for i in of], measured.answers, baseline),
         }
         for name, of in by_set.items()
     }
     return {
-        **_predictions(forced, measured.positions),
+        **predictions(range(len(forced))),
         "greedy": _greedy(forced, measured.answers, baseline),
         "passkey": _passkeys(
             [*(p for p in forced if p.depth is not None), *passkeys], measured.answers, decode, page_size
@@ -54,32 +60,42 @@ def figures(
     }
 
 
-def _predictions(prompts: Sequence[Prompt], positions: Sequence[Positions], brief: bool = False) -> dict[str, Any]:
+def _predictions(prompts: Sequence[Prompt], positions: Sequence[Positions], brief: bool) -> dict[str, Any]:
     """KLD and change in probability, all positions alike; the perplexity of the prompts that are texts."""
-    kld, decoded, same = (np.concatenate([getattr(p, of) for p in positions]) for of in ("kld", "decoded", "same"))
-    sums = np.array([[p.kld.sum(), np.square(p.change).sum(), len(p.kld)] for p in positions])
+    found: dict[str, Any] = {"positions": sum(len(each.loss) for each in positions)}
+    if len(positions[0].kld):
+        found |= _divergence(positions, brief)
     texts = [p for prompt, p in zip(prompts, positions, strict=True) if prompt.set_name in OF_TEXT and p.own.any()]
     losses = np.array([[p.loss[p.own].sum(), p.expected_loss[p.own].sum(), p.own.sum()] for p in texts])
-    found = {
-        "positions": len(kld),
-        "mean": float(kld.mean()),
-        "p99": float(np.quantile(kld, 0.99)),
-        "same_argmax": float(same.mean()),
-        **({"perplexity_change": float(_worse(losses.sum(axis=0)))} if texts else {}),
-    }
+    if texts:
+        found |= {"perplexity_change": float(_worse(losses.sum(axis=0)))}
     if brief:
         return found
     if texts:
         total = losses.sum(axis=0)
         found |= {"perplexity": float(np.exp(total[0] / total[2]))}
         found |= interval_of(losses, _worse).named("perplexity_change")
+    squares = np.array([[np.square(p.change).sum(), len(p.change)] for p in positions])
+    return found | interval_of(squares, lambda total: np.sqrt(total[..., 0] / total[..., 1])).named("rms_dp")
+
+
+def _divergence(positions: Sequence[Positions], brief: bool) -> dict[str, Any]:
+    """What the distributions over the whole vocabulary tell."""
+    kld, decoded, same = (np.concatenate([getattr(p, of) for p in positions]) for of in ("kld", "decoded", "same"))
+    found = {
+        "mean": float(kld.mean()),
+        "p99": float(np.quantile(kld, 0.99)),
+        "same_argmax": float(same.mean()),
+    }
+    if brief:
+        return found
+    sums = np.array([[p.kld.sum(), len(p.kld)] for p in positions])
     return found | {
-        **interval_of(sums, lambda total: total[..., 0] / total[..., 2]).named("mean"),
+        **interval_of(sums, lambda total: total[..., 0] / total[..., 1]).named("mean"),
         "p95": float(np.quantile(kld, 0.95)),
         "max": float(kld.max()),
         "prompt_mean": statistics.fmean(kld[~decoded]),
         "decode_mean": statistics.fmean(kld[decoded]) if decoded.any() else None,
-        **interval_of(sums, lambda total: np.sqrt(total[..., 1] / total[..., 2])).named("rms_dp"),
     }
 
 

@@ -54,7 +54,7 @@ _CHUNK_OF_CONTROL = 3 / 7  # of the baseline's
 _FORKED_EVERY = 3  # at a full pool, one of so many requests is asked for two answers
 _LONGEST_AT_FULL_POOL = 768  # tokens: the pool holds the longest, and should be small
 _WORKLOAD_PROMPTS, _WORKLOAD_TOKENS = 16, 64  # of the workload's own prompts, and the most tokens after each
-_RANDOM_NOTE = (
+RANDOM_NOTE = (
     "The weights are random: such a model's predictions are nearly even and hardly moved by its KV, and it finds no "
     "passkey. These figures show that KV is read and written right, and are much better than a trained model's."
 )
@@ -131,7 +131,7 @@ def measure(
         weights_fingerprint="".join(fingerprints) if len(fingerprints) == 1 else "",
         git=git_state(),
         versions=versions(),
-        note=_RANDOM_NOTE if any(each.random for each in chosen_ones) else "",
+        note=RANDOM_NOTE if any(each.random for each in chosen_ones) else "",
         facts={
             **facts[0],
             "dtype": ", ".join(dict.fromkeys(each["dtype"] for each in facts)),
@@ -215,11 +215,13 @@ class _Group:
         self.members, self.say = members, say
         self.models = _Models()
         config_id, first = next(iter(members.items()))
-        self.base = _baseline(first.config)
+        self.base = baseline_of(first.config)
         with _named(config_id):
             self.loaded = self.models.get(self.base)
-            self.tokenizer = _tokenizer(first.config, self.loaded)
-            self.material = _gather(workload, first, _context(members, self.loaded), self.loaded, self.tokenizer)
+            self.tokenizer = tokenizer_of(first.config, self.loaded)
+            self.material = gather(
+                _context(members, self.loaded), self.loaded, self.tokenizer, None if first.beside else workload
+            )
         self._answers: dict[tuple[Any, ...], Answers] = {}
 
     def measure(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
@@ -249,14 +251,14 @@ class _Group:
         from kvbench.quality.free import answer_all
 
         if (key := _free_key(config)) not in self._answers:
-            engine = _engine(config, self.models.get(config), self.material)
+            engine = engine_with_room(config, self.models.get(config), self.material)
             self._answers[key] = answer_all(engine, self.material.everything)
         return self._answers[key]
 
     def control_answers(self) -> Answers:
         from kvbench.quality.free import answer_all
 
-        engine = _engine(_control(self.base), self.loaded, self.material, _ROWS_OF_CONTROL)
+        engine = engine_with_room(_control(self.base), self.loaded, self.material, _ROWS_OF_CONTROL)
         return answer_all(engine, self.material.asked[::-1])
 
     def figures_of(self, config: EngineConfig, positions: Sequence[Positions], answers: Answers) -> dict[str, Any]:
@@ -302,7 +304,7 @@ class _Group:
 # --- The engines ---
 
 
-def _baseline(config: EngineConfig) -> EngineConfig:
+def baseline_of(config: EngineConfig) -> EngineConfig:
     """What everybody had before: contiguous KV in the model's own dtype."""
     plain: dict[str, Any] = {
         "layout": "contiguous",
@@ -321,7 +323,7 @@ def _control(base: EngineConfig) -> EngineConfig:
     return dataclasses.replace(base, max_num_seqs=_ROWS_OF_CONTROL, **chunked)
 
 
-def _engine(config: EngineConfig, loaded: LoadedModel, material: Material, rows: int = _ROWS) -> Engine:
+def engine_with_room(config: EngineConfig, loaded: LoadedModel, material: Material, rows: int = _ROWS) -> Engine:
     """An engine with room for all that runs at once."""
     from engine.build import assemble_engine
     from engine.teacher_forcing import with_room
@@ -366,7 +368,7 @@ def _compare_forced(
     longest = max(each.longest for each in material.forced)
 
     def arm(config: EngineConfig) -> forced.Arm:
-        engine = TeacherForced(config, models.get(config), forced.ROWS, longest)
+        engine = TeacherForced(config, models.get(config), forced._ROWS, longest)
         return forced.Arm(engine, config.max_num_batched_tokens)
 
     baseline = arm(base)
@@ -386,7 +388,7 @@ def _compare_forced(
 # --- The prompts ---
 
 
-def _tokenizer(config: EngineConfig, loaded: LoadedModel) -> ServerTokenizer:
+def tokenizer_of(config: EngineConfig, loaded: LoadedModel) -> ServerTokenizer:
     from engine.server.tokenizer import load_tokenizer
 
     found = load_tokenizer(dataclasses.replace(config, max_model_len=None), loaded.info)
@@ -406,17 +408,15 @@ def _context(members: Mapping[str, Chosen], loaded: LoadedModel) -> int:
     return min(known)
 
 
-def _gather(
-    workload: Workload, chosen: Chosen, context: int, loaded: LoadedModel, tokenizer: ServerTokenizer
-) -> Material:
-    """The prompt sets, passkeys and canaries that fit; of its own model the workload's first prompts as well."""
+def gather(context: int, loaded: LoadedModel, tokenizer: ServerTokenizer, workload: Workload | None = None) -> Material:
+    """The prompt sets, passkeys and canaries that fit; with ``workload`` its first prompts as well."""
     begin = tuple(tokenizer.encode(""))  # what every prompt of this model starts with
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
     prompts = [each for name in SETS for each in in_tokens(read_set(FOLDER / f"{name}.jsonl"), name, encode, begin)]
-    if not chosen.beside:
+    if workload is not None:
         prompts += _workload_prompts(workload, loaded, context)
     fitting = tuple(each for each in prompts if each.longest <= context)
     if not fitting:

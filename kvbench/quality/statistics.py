@@ -76,8 +76,9 @@ class Positions:
 
     ``kld``: KL(expected || got) [nats]; ``change``: of the probability of the token that follows;
     ``expected_loss`` and ``loss``: minus its log probability [nats], float64. ``same``: whether the likeliest token is
-    the same. ``decoded``: whether the position was computed alone, as decodes are, and not in a chunk of its prompt;
-    ``own``: whether the token that follows is the prompt's own and no answer.
+    the same; like ``kld`` empty where only the probability of the token that follows is known. ``decoded``: whether the
+    position was computed alone, as decodes are, and not in a chunk of its prompt; ``own``: whether the token that
+    follows is the prompt's own and no answer.
     """
 
     kld: np.ndarray

@@ -1,0 +1,404 @@
+"""`kvbench quality --url`: the answers of a server, beside those of the built-in engine with the same model's folder.
+
+The server is asked over OpenAI's completions for greedy answers and, where it answers ``echo`` with ``logprobs``, for
+the probability of every token of a prompt. The whole distribution over the vocabulary is not to be had: no KLD.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.git import git_state
+from kvbench.common.machine import versions
+from kvbench.quality import measure
+from kvbench.quality.figures import Measured, figures
+from kvbench.quality.measure import Material, Say
+from kvbench.quality.prompts import Prompt
+from kvbench.quality.statistics import Positions
+from kvbench.runs.quality import QualityResult, limits_of, outside_of
+from kvbench.targets.base import PLAIN_ACCESS, Access, HttpAnswer, HttpCalls
+
+if TYPE_CHECKING:
+    from kvbench.quality.forced import Conversation
+    from kvbench.quality.free import Answers
+
+CONFIG_ID = "server"
+_AT_ONCE, _AT_ONCE_OF_CONTROL = 8, 3
+_TIMEOUT_S = 300.0  # of one request
+_NO_TOKEN = -1  # where an answer has no token, or one that is not the expected answer's
+_FIELDS = {"ignore_eos": True, "return_token_ids": True}  # of vLLM and of the built-in server
+_NO_KLD = "KL divergence: a server tells the probability of the tokens that follow, not of the whole vocabulary"
+_NO_LOGPROBS = "perplexity and change in probability: the server does not answer echo with logprobs for token ids"
+_PROBE = "The pass key is 48213. Remember it: 48213 is the"
+_Of = TypeVar("_Of")
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a server can be asked, as it answered when it was asked once.
+
+    ``token_ids``: it takes prompts as token ids, else as texts; ``fields``: more fields that it takes; ``logprobs``: it
+    tells the log probability of each token of a prompt.
+    """
+
+    token_ids: bool
+    fields: dict[str, Any]
+    logprobs: bool
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server and what it serves. ``name``: of the model; None: it lists none. ``max_model_len``: None if not told."""
+
+    http: HttpCalls
+    name: str | None
+    max_model_len: int | None
+
+    @classmethod
+    def at(cls, url: str, name: str | None, access: Access) -> Served:
+        """Raises UsageError where nothing answers, or the model is not among those that it lists."""
+        http = HttpCalls(url.rstrip("/").removesuffix("/v1"), access, timeout_s=_TIMEOUT_S)
+        try:
+            answer = http.check_access(http.call("GET", "/v1/models"))
+        except MeasurementError as error:
+            http.close()
+            raise UsageError(str(error)) from None
+        told = answer.json() if answer.status == 200 else None
+        listed = told.get("data") if isinstance(told, dict) else None
+        rows = [row for row in listed or () if isinstance(row, dict) and "id" in row]
+        row = next((row for row in rows if name in (None, row["id"])), {})
+        longest = row.get("max_model_len")
+        return cls(http, name or row.get("id"), longest if isinstance(longest, int) else None)
+
+    def ask(self, prompt: str | Sequence[int], max_tokens: int, **fields: Any) -> HttpAnswer:
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, **fields}
+        body |= {} if self.name is None else {"model": self.name}
+        return self.http.check_access(self.http.call("POST", "/v1/completions", body=body))
+
+    def choice(self, answer: HttpAnswer, what: str) -> dict[str, Any]:
+        """The one answer. Raises MeasurementError, which says ``what`` was asked."""
+        found = _reply(answer)
+        if found is None:
+            raise self.http.error(
+                f"/v1/completions answered {answer.status} to {what}: {answer.text[:200]} (--max-model-len N leaves "
+                "out what is longer)"
+            )
+        return found["choices"][0]
+
+
+def _reply(answer: HttpAnswer) -> dict[str, Any] | None:
+    """The JSON of a completion; None for anything else."""
+    found = answer.json() if answer.status == 200 else None
+    choices = found.get("choices") if isinstance(found, dict) else None
+    good = isinstance(choices, list) and choices and isinstance(choices[0], dict)
+    return found if good and isinstance(choices[0].get("text"), str) else None
+
+
+def manner_of(served: Served, ids: Sequence[int], text: str) -> Manner:
+    """What the server understands, by asking. Raises UsageError where it does not answer, or counts other tokens."""
+    answer = None
+    for prompt in (list(ids), text):
+        for fields in (_FIELDS, {}):
+            answer = served.ask(prompt, 2, **fields)
+            if (found := _reply(answer)) is None:
+                continue
+            counted = (found.get("usage") or {}).get("prompt_tokens")
+            if counted not in (None, len(ids)):
+                raise UsageError(
+                    f"{served.http.base_url} counts {counted} tokens in a prompt that has {len(ids)} in the tokenizer "
+                    "of --model: it serves another model, or adds tokens of its own"
+                )
+            by_id = not isinstance(prompt, str)
+            return Manner(
+                by_id, fields, by_id and _log_probabilities(served.ask(ids, 1, **_ECHO), len(ids)) is not None
+            )
+    assert answer is not None
+    raise UsageError(
+        f"{served.http.base_url}/v1/completions answered a prompt of {len(ids)} tokens {answer.status}: "
+        f"{answer.text[:200]}"
+    )
+
+
+_ECHO = {"echo": True, "logprobs": 1}
+
+
+def _log_probabilities(answer: HttpAnswer, length: int) -> np.ndarray | None:
+    """Of all tokens of a prompt but the first; None where the answer does not tell them."""
+    found = _reply(answer)
+    told = (found["choices"][0].get("logprobs") or {}).get("token_logprobs") if found else None
+    if not isinstance(told, list) or len(told) < length:
+        return None
+    values = told[1:length]
+    return np.array(values, dtype=np.float64) if all(isinstance(each, int | float) for each in values) else None
+
+
+class _Reference:
+    """The built-in engine: contiguous full-precision KV, as `kvbench quality` has for its baseline."""
+
+    def __init__(self, model: str, served: Served, max_model_len: int | None):
+        from engine.model.loader import load_model
+
+        try:
+            self.chosen = measure.Chosen.of({"model": model}, model)
+            self.config = measure.baseline_of(self.chosen.config)
+            self.loaded = load_model(self.config)
+        except UsageError:
+            raise
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        self.tokenizer = measure.tokenizer_of(self.config, self.loaded)
+        self.begin = tuple(self.tokenizer.encode(""))
+        limits = [self.loaded.info.max_model_len, served.max_model_len, max_model_len]
+        if not (known := [limit for limit in limits if limit is not None]):
+            raise UsageError(f"model {model!r} states no maximum length: give --max-model-len N")
+        self.context = min(known) - 1  # a request for log probabilities asks for one token more
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """As servers write answers: without special tokens."""
+        return self.tokenizer.decode([token for token in ids if token != _NO_TOKEN])
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """As a prompt, to which a server adds what all prompts of this model start with."""
+        own = ids[len(self.begin) :] if tuple(ids[: len(self.begin)]) == self.begin else ids
+        return self.tokenizer.decode(own, skip_special_tokens=False)
+
+    def reads(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that a server makes of the text of ``ids``."""
+        begin = self.begin if tuple(ids[: len(self.begin)]) == self.begin else ()
+        return (*begin, *self.tokenizer.encode(self.text_of(ids), add_special_tokens=False))
+
+    def as_texts(self, material: Material) -> Material:
+        """The prompts in the tokens that a server makes of their texts, and the canaries whose tokens stay the same."""
+        forced, passkeys = (
+            tuple(dataclasses.replace(each, turns=tuple(map(self.reads, each.turns))) for each in prompts)
+            for prompts in (material.forced, material.passkeys)
+        )
+        fitting = (tuple(each for each in prompts if each.longest <= self.context) for prompts in (forced, passkeys))
+        canaries = tuple(c for c in material.canaries if self.reads(c.prompt_token_ids) == tuple(c.prompt_token_ids))
+        return Material(*fitting, canaries, material.left_out)
+
+    def answers(self, material: Material) -> Answers:
+        from kvbench.quality.free import answer_all
+
+        return answer_all(measure.engine_with_room(self.config, self.loaded, material), material.everything)
+
+    def losses(self, talks: Sequence[Conversation]) -> list[np.ndarray]:
+        """Minus the log probability of each token that follows another."""
+        import torch
+
+        from engine.teacher_forcing import TeacherForced
+        from kvbench.quality import forced
+
+        engine = TeacherForced(self.config, self.loaded, forced.ROWS, max(len(each.tokens) for each in talks))
+        found = []
+        for picked in forced.batches(talks, self.loaded.info.vocab_size):
+            rows = [talks[i] for i in picked]
+            steps = forced.in_order(rows, self.config.max_num_batched_tokens)
+            for row, logits in zip(rows, forced.logits_of(engine, rows, steps), strict=True):
+                following = torch.from_numpy(row.tokens[1:]).to(logits.device)[:, None]
+                found.append(-logits.double().log_softmax(-1).gather(1, following)[:, 0].cpu().numpy())
+        return found
+
+
+class _Asked:
+    """The server's answers to the prompts, several requests at once."""
+
+    def __init__(self, served: Served, manner: Manner, reference: _Reference, expected: Answers, say: Say):
+        self.served, self.manner, self.reference = served, manner, reference
+        self.expected, self.say = expected, say
+        self.ends = set(reference.loaded.info.eos_token_ids)
+
+    def answers(self, prompts: Sequence[Prompt], at_once: int, what: str) -> Answers:
+        given = self._all(self._converse, prompts, at_once, what)
+        return {prompt.prompt_id: answers for prompt, answers in zip(prompts, given, strict=True)}
+
+    def losses(self, talks: Sequence[Conversation], at_once: int, what: str) -> list[np.ndarray]:
+        return self._all(self._losses_of, talks, at_once, what)
+
+    def _all(self, ask: Callable[[_Of], _Found], of: Sequence[_Of], at_once: int, what: str) -> list[_Found]:
+        found = []
+        with ThreadPoolExecutor(at_once) as threads:
+            try:
+                for done, each in enumerate(threads.map(ask, of)):
+                    found.append(each)
+                    self.say(f"{what}: {done + 1} of {len(of)}")
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+        return found
+
+    def _converse(self, prompt: Prompt) -> tuple[tuple[int, ...], ...]:
+        """A later turn follows the server's own earlier answer."""
+        said: list[int] = []
+        given = []
+        for turn, right in zip(prompt.turns, self.expected[prompt.prompt_id], strict=True):
+            said += turn
+            given.append(self._answer(prompt, said, right))
+            said += [token for token in given[-1] if token != _NO_TOKEN]
+        return tuple(given)
+
+    def _answer(self, prompt: Prompt, said: Sequence[int], expected: tuple[int, ...]) -> tuple[int, ...]:
+        sent = list(said) if self.manner.token_ids else self.reference.text_of(said)
+        answer = self.served.ask(sent, len(expected), **self.manner.fields)
+        choice = self.served.choice(answer, f"the prompt {prompt.prompt_id}")
+        end = next((at for at, token in enumerate(expected) if token in self.ends), len(expected))
+        stopped = choice.get("finish_reason") == "stop"
+        right = expected[:end] if stopped else expected  # a server that knows no ignore_eos stops there
+        got = choice.get("token_ids")
+        if not isinstance(got, list):
+            same = choice["text"] == self.reference.decode(right)
+            got = right if same else self.reference.tokenizer.encode(choice["text"], add_special_tokens=False)
+        elif stopped and got and got[-1] in self.ends:
+            got = got[:-1]
+        if stopped and end < len(expected) and tuple(got) == right:
+            return expected
+        return (*got, *[_NO_TOKEN] * len(expected))[: len(expected)]
+
+    def _losses_of(self, talk: Conversation) -> np.ndarray:
+        ids = talk.tokens.tolist()
+        answer = self.served.ask(ids, 1, **_ECHO)
+        what = f"a prompt of {len(ids)} tokens with echo and logprobs"
+        self.served.choice(answer, what)
+        if (found := _log_probabilities(answer, len(ids))) is None:
+            raise self.served.http.error(f"/v1/completions did not tell all log probabilities of {what}")
+        return -found
+
+
+def measure_served(
+    url: str,
+    *,
+    model: str = measure.BESIDE,
+    served_model: str | None = None,
+    max_model_len: int | None = None,
+    page_size: int = 16,
+    access: Access = PLAIN_ACCESS,
+    say: Say = lambda text: None,
+) -> QualityResult:
+    """The server at ``url`` against the built-in engine, and against itself as the control.
+
+    ``model``: the folder that it serves, or the name of one that ships; ``served_model``: its name there, None: the
+    first that it lists; ``page_size``: by which the passkeys are counted. Raises UsageError for a server that does not
+    speak the model, MeasurementError for one that fails on the way.
+    """
+    served = Served.at(url, served_model, access)
+    try:
+        return _measure(served, model, max_model_len, page_size, say)
+    finally:
+        served.http.close()
+
+
+def _measure(served: Served, model: str, max_model_len: int | None, page_size: int, say: Say) -> QualityResult:
+    from engine.startup import set_spin_count
+
+    set_spin_count()
+    import torch
+
+    began = time.monotonic()
+    torch.set_num_threads(measure.cpus())
+    reference = _Reference(model, served, max_model_len)
+    probe = reference.tokenizer.encode(_PROBE)
+    try:
+        manner = manner_of(served, probe, _PROBE)
+    except MeasurementError as error:
+        raise UsageError(str(error)) from None
+    gathered = measure.gather(reference.context, reference.loaded, reference.tokenizer)
+    material = gathered if manner.token_ids else reference.as_texts(gathered)
+    say(f"baseline: {len(material.everything)} prompts")
+    expected = reference.answers(material)
+    if not manner.token_ids:
+        material = _without_merged(material, expected, reference)
+    asked = _Asked(served, manner, reference, expected, say)
+    answers = asked.answers(material.everything, _AT_ONCE, "the server's answers")
+    again = asked.answers(material.asked[::-1], _AT_ONCE_OF_CONTROL, "control: the server's answers in other order")
+    positions, control_positions = _probabilities(asked, reference, material, expected) if manner.logprobs else ([], [])
+
+    def of(positions: Sequence[Positions], given: Answers, beside: Answers) -> dict[str, Any]:
+        measured = Measured(positions, given)
+        found = figures(material.forced, material.passkeys, measured, beside, reference.decode, page_size)
+        return {"page_size": page_size, **found}
+
+    # A server that finds no passkey must not set its own limit: those of the control are the built-in engine's.
+    control = of(control_positions, again, answers) | {"passkey": of([], expected, expected)["passkey"]}
+    limits = limits_of(control)
+    known = of(positions, answers, expected)
+    if material.canaries:
+        right = sum(answers[each.canary_id][0] == tuple(each.answer_token_ids) for each in material.canaries)
+        known["canaries"] = {"asked": len(material.canaries), "right": right}
+    info = reference.loaded.info
+    return QualityResult(
+        workload=served.http.base_url,
+        model=info.name,
+        beside=False,
+        weights=reference.chosen.weights,
+        configurations={CONFIG_ID: known | {"outside": outside_of(known, limits)}},
+        control=control,
+        limits=limits,
+        weights_fingerprint=info.weights_fingerprint,
+        git=git_state(),
+        versions=versions(),
+        note=measure.RANDOM_NOTE if reference.chosen.random else "",
+        facts=_facts(reference, manner, gathered, material) | {"seconds": round(time.monotonic() - began, 3)},
+    )
+
+
+def _facts(reference: _Reference, manner: Manner, gathered: Material, asked: Material) -> dict[str, Any]:
+    """``gathered``: all prompts that fit; ``asked``: those that the server could be asked."""
+    missing = [_NO_KLD, *([] if manner.logprobs else [_NO_LOGPROBS])]
+    if unread := len(gathered.everything) - len(asked.everything):
+        missing.append(f"{unread} prompts whose texts have other tokens than they have")
+    return {
+        "device": str(reference.loaded.device),
+        "kernel_backend": reference.loaded.backend.name,
+        "dtype": str(reference.loaded.dtype).removeprefix("torch."),
+        "prompts": len(asked.forced),
+        "passkeys": len(asked.passkeys),
+        "left_out": gathered.left_out,
+        "tokens": sum(each.length for each in asked.everything),
+        "asked_with": "token ids" if manner.token_ids else "texts",
+        "at_once": [_AT_ONCE, _AT_ONCE_OF_CONTROL],
+        "not_measured": missing,
+    }
+
+
+def _probabilities(
+    asked: _Asked, reference: _Reference, material: Material, expected: Answers
+) -> tuple[list[Positions], list[Positions]]:
+    """Of the prompts and the expected answers: the server beside the built-in engine, and beside itself."""
+    from kvbench.quality.forced import Conversation
+
+    talks = [Conversation.of(each, expected[each.prompt_id]) for each in material.forced]
+    own = reference.losses(talks)
+    first = asked.losses(talks, _AT_ONCE, "probabilities")
+    again = asked.losses(talks[::-1], _AT_ONCE_OF_CONTROL, "control: probabilities in other order")[::-1]
+    return _positions(talks, own, first), _positions(talks, first, again)
+
+
+def _without_merged(material: Material, expected: Answers, reference: _Reference) -> Material:
+    """Without the conversations whose text, as a server reads it, has other tokens than its turns."""
+    kept = []
+    for each in material.forced:
+        parts = [part for pair in zip(each.turns, expected[each.prompt_id], strict=True) for part in pair][:-1]
+        ids = tuple(token for part in parts for token in part)
+        if reference.reads(ids) == ids:
+            kept.append(each)
+    return dataclasses.replace(material, forced=tuple(kept))
+
+
+def _positions(
+    talks: Sequence[Conversation], expected: Sequence[np.ndarray], got: Sequence[np.ndarray]
+) -> list[Positions]:
+    """From the losses of two engines on the same tokens."""
+    nothing = np.empty(0)
+    return [
+        Positions(nothing, np.exp(-new) - np.exp(-old), old, new, nothing, talk.answered[:-1], ~talk.answered[1:])
+        for talk, old, new in zip(talks, expected, got, strict=True)
+    ]
