@@ -63,7 +63,7 @@ def test_the_sentence_says_whether_memory_limits_the_load() -> None:
         ({"concurrency": "200000"}, "100,000"),
         ({"output_len": "9000"}, "more than max_model_len 8192"),
         ({"max_model_len": "999999"}, "max_model_len 999999"),
-        ({"model": "/etc/passwd"}, "model '/etc/passwd' is not one of llama"),
+        ({"model": "/etc/passwd"}, "model '/etc/passwd' is not one of kvbench-tiny"),
         ({"model": "../../model"}, "is not one of"),
         ({"dtype": "int2"}, "'int2'"),
         ({"kv_cache_dtype": "<b>"}, "'<b>'"),
