@@ -22,9 +22,9 @@ MARGINS = {
     "p99": 0.02,
     # q6_K of the same table costs 0.5 %, q5_K_S 1.8 %.
     "perplexity_change": 0.01,
-    # One near tie decides the rest of an answer. kvbench-tiny in bfloat16 gives 73 % of float32's answers to these
-    # prompts, and nobody calls bfloat16 a loss.
-    "greedy.share": -0.25,
+    # One near tie decides the rest of an answer. kvbench-tiny in bfloat16 gives 73 % (64 to 81) of float32's answers to
+    # these prompts, and nobody calls bfloat16 a loss. INT8 gives as many; a margin at that figure would be a coin toss.
+    "greedy.share": -0.3,
     # Answers of a few tokens, each clear of a tie where the model knows them: about one of 64 more may be wrong.
     "passkey.share": -0.02,
 }
