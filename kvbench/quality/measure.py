@@ -368,7 +368,7 @@ def _compare_forced(
     longest = max(each.longest for each in material.forced)
 
     def arm(config: EngineConfig) -> forced.Arm:
-        engine = TeacherForced(config, models.get(config), forced._ROWS, longest)
+        engine = TeacherForced(config, models.get(config), forced.ROWS, longest)
         return forced.Arm(engine, config.max_num_batched_tokens)
 
     baseline = arm(base)

@@ -62,6 +62,9 @@ class QualityResult:
     canaries: {asked, right}: of the model's canary file, alone on an idle engine; absent without one
     sets: name of a prompt set -> {prompts, positions, mean, p99, same_argmax, perplexity_change, greedy}
     outside: sentences, one for each limit that it breaks; empty within all
+
+    Of a running server (`kvbench quality --url`) ``workload`` is its URL and ``server`` the one configuration, without
+    kv_cache_dtype, layout, KLD and full_pool, and without perplexity and rms_dp where it tells no probabilities.
     """
 
     workload: str
