@@ -2,7 +2,7 @@
 
     python -m engine.tiny_model.evaluate FOLDER [--count 16] [--curve curve.svg]
 
-Prints Markdown tables. ``--curve`` also draws the learning curve of FOLDER/curve.csv.
+Prints a Markdown table. ``--curve`` also draws the learning curve of FOLDER/curve.csv.
 """
 
 from __future__ import annotations
@@ -47,19 +47,15 @@ def answered(model: Any, ids: list[int], answer: int) -> bool:
     return bool((best == tokens[:, -answer:]).all())
 
 
-def passkey_table(model: Any, encode: Encode, filler: Sequence[int], count: int, seed: int = 5) -> list[list[str]]:
-    """Of each depth and length, how many of ``count`` passkeys are answered exactly."""
+def print_passkey_table(model: Any, encode: Encode, filler: Sequence[int], count: int, seed: int = 5) -> None:
+    """Of each depth and length, how many of ``count`` passkeys are answered exactly: Markdown, row by row."""
     rng = np.random.default_rng(seed)
-    rows = [["depth", *map(str, LENGTHS)]]
+    print("| depth |", *(f"{length} |" for length in LENGTHS))
+    print("|---:|" + "---:|" * len(LENGTHS))
     for depth in DEPTHS:
         cells = [[passkey(rng, encode, filler, length, depth) for _ in range(count)] for length in LENGTHS]
-        rows.append([f"{depth:.0%}", *(f"{sum(answered(model, *each) for each in cell)}/{count}" for cell in cells)])
-    return rows
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---:|" * len(rows[0]), *lines[1:]])
+        right = (sum(answered(model, *each) for each in cell) for cell in cells)
+        print(f"| {depth:.0%} |", *(f"{number}/{count} |" for number in right), flush=True)
 
 
 def curve_svg(rows: Sequence[dict[str, str]]) -> str:
@@ -120,7 +116,7 @@ def main() -> None:
         ratios = outlier_ratios(model, first)
         print(f"largest over median key channel, {name}: {ratios.min():.1f} to {ratios.max():.1f}")
     scale_key_channels(model, FACTOR)
-    print(markdown(passkey_table(model, lambda part: tokenizer.encode(part).ids, ids.tolist(), given.count)))
+    print_passkey_table(model, lambda part: tokenizer.encode(part).ids, ids.tolist(), given.count)
 
 
 if __name__ == "__main__":
