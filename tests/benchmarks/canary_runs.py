@@ -1,6 +1,6 @@
 """How often canaries catch planted errors of the KV cache, and how often they alarm without one.
 
-python -m tests.benchmarks.canary_runs [--runs 50] [--seeds 5] > tests/benchmarks/canary_runs.md
+python -m tests.benchmarks.canary_runs [--runs 50] [--seeds 20] > tests/benchmarks/canary_runs.md
 """
 
 from __future__ import annotations
@@ -65,12 +65,14 @@ def clean(runs: int) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=50, help="without an error")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each error")
+    parser.add_argument("--seeds", type=int, default=20, help="runs of each error")
     given = parser.parse_args()
     sys.stdout.write(
         "# What canaries catch at a full KV pool\n\n`python -m tests.benchmarks.canary_runs`: kvbench-tiny on a CPU, "
         "40 canaries and 10 other requests a run, about 2 s each on one quiet core. The errors: "
-        "`tests/support/kv_mutants.py`.\n\n## Planted errors\n\n"
+        "`tests/support/kv_mutants.py`. Two pages that come back from the host in the wrong order break an answer only "
+        "if it needs what they lose, and smaller pages lose less: such an error needs several runs.\n\n"
+        "## Planted errors\n\n"
     )
     for line in mutants(given.seeds):
         print(line, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.config import KV_CACHE_DTYPES
-from kvbench.quality.pressure import COPY, FORKS, PASSKEY
+from kvbench.quality.pressure import COPY, FORKS, PAGES, PASSKEY, REPEAT
 from tests.support.kv_mutants import MUTANTS
 from tests.support.pressed import alarms, pressed
 
@@ -15,26 +15,28 @@ MODES = {
     "swap and prefix caching": {"preemption_mode": "swap", "enable_prefix_caching": True},
 }
 SEED = 1
-# The checks of answers that must be among those that notice; fewer canaries would do for most.
+FEW = {"count": 16, "longest": 300}
+# The checks that must be among those that notice; fewer canaries would do for most.
 CAUGHT_BY = {
-    "page of another sequence": {PASSKEY, COPY},
-    "stale page after eviction": {PASSKEY, COPY},
+    "page of another sequence": {PASSKEY, COPY, REPEAT},
+    "stale page after eviction": {PASSKEY, COPY, REPEAT, PAGES},
     "scales of 1.0, int8": {PASSKEY},
     "scales of 1.0, int4": {PASSKEY},
     "scales of 1.0, fp8_e4m3": {PASSKEY},
     "scales of 1.0, fp8_e5m2": {PASSKEY},
     "fork without copy": {PASSKEY, FORKS},
     "wrong position after recompute": {PASSKEY},
-    "hash collision served": {PASSKEY},
-    "swap in out of order": {PASSKEY, COPY},
-    "prefix hit one page too long": {PASSKEY},
+    "hash collision served": {PASSKEY, REPEAT},
+    "swap in out of order, pages of 64": {PASSKEY, COPY},
+    "swap in out of order, pages of 16": {COPY, FORKS},
+    "prefix hit one page too long": {PASSKEY, REPEAT},
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_an_error_of_the_kv_cache_is_caught_and_the_run_says_by_which_check(name):
     plant, settings = MUTANTS[name]
-    sizes = {"count": 12, "longest": 300} if "kv_cache_dtype" in settings else {}  # nothing is right then
+    sizes = FEW if "kv_cache_dtype" in settings else {}  # nothing is right then
     with plant() as fired:
         run = pressed(SEED, **sizes, **settings)
     assert fired.times
@@ -55,9 +57,25 @@ def test_a_wrong_answer_comes_with_what_replays_it():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kv_cache_dtype", KV_CACHE_DTYPES)
 def test_no_alarm_without_an_error(kv_cache_dtype, mode):
-    run = pressed(SEED, count=16, longest=300, kv_cache_dtype=kv_cache_dtype, **MODES[mode])
+    run = pressed(SEED, **FEW, kv_cache_dtype=kv_cache_dtype, **MODES[mode])
     assert run.asked >= 16 and run.counters["waiting_steps"] > 0
     assert not alarms(run, kv_cache_dtype)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"enable_prefix_caching": True},
+        {"preemption_mode": "swap", "page_size": 64},
+        {"preemption_mode": "swap", "page_size": 16},
+    ],
+    ids=str,
+)
+def test_the_runs_that_catch_find_nothing_without_the_error(settings):
+    """Those in full precision; of the others, the runs above are the same without the error."""
+    assert settings in [known for _, known in MUTANTS.values()]
+    assert not pressed(SEED, **settings).findings
 
 
 def test_the_pool_is_full_and_everything_happens_that_moves_kv():

@@ -253,7 +253,8 @@ MUTANTS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "fork without copy": (fork_without_copy, {}),
     "wrong position after recompute": (wrong_position_after_recompute, {}),
     "hash collision served": (hash_collision_served, {"enable_prefix_caching": True}),
-    "swap in out of order": (swap_in_out_of_order, {"preemption_mode": "swap", "page_size": 64}),
+    "swap in out of order, pages of 64": (swap_in_out_of_order, {"preemption_mode": "swap", "page_size": 64}),
+    "swap in out of order, pages of 16": (swap_in_out_of_order, {"preemption_mode": "swap", "page_size": 16}),
     "prefix hit one page too long": (prefix_hit_one_page_too_long, {"enable_prefix_caching": True}),
 }
 """Name -> the error, and the settings under which it can happen."""
