@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.config import KV_CACHE_DTYPES
+from engine.kv.page_pool import PagePool
 from kvbench.quality.pressure import COPY, FORKS, PAGES, PASSKEY, REPEAT
 from tests.support.kv_mutants import MUTANTS
 from tests.support.pressed import alarms, pressed
@@ -42,6 +43,20 @@ def test_an_error_of_the_kv_cache_is_caught_and_the_run_says_by_which_check(name
     assert fired.times
     assert CAUGHT_BY[name] <= set(run.caught_by)
     assert alarms(run, settings.get("kv_cache_dtype", "auto"))
+
+
+def test_a_page_that_is_never_given_back_is_told_though_every_answer_is_right(monkeypatch):
+    release, kept = PagePool.release, {}
+
+    def keep_one(pool: PagePool, page: int) -> None:  # of each pool: an engine that starts has one of its own
+        if pool in kept or pool.ref_count[page] > 1:
+            return release(pool, page)
+        kept[pool] = page
+
+    monkeypatch.setattr(PagePool, "release", keep_one)
+    run = pressed(SEED, count=4, longest=300)
+    assert kept and run.caught_by == (PAGES,) and not run.wrong
+    assert alarms(run, "auto") and alarms(run, "fp8_e4m3")
 
 
 def test_a_wrong_answer_comes_with_what_replays_it():
