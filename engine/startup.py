@@ -15,9 +15,9 @@ from collections.abc import Iterator
 SPIN_COUNT = "20000"
 
 
-def set_spin_count() -> None:
+def set_spin_count(count: str = SPIN_COUNT) -> None:
     """Call before torch is imported, which reads it once."""
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    os.environ.setdefault("GOMP_SPINCOUNT", count)
 
 
 @contextlib.contextmanager

@@ -53,6 +53,9 @@ _ROWS_OF_CONTROL = 5
 _CHUNK_OF_CONTROL = 3 / 7  # of the baseline's
 _FORKED_EVERY = 3  # at a full pool, one of so many requests is asked for two answers
 _LONGEST_AT_FULL_POOL = 768  # tokens: the pool holds the longest, and should be small
+# A minute or two of all cores, often on a machine that does other work too. One configuration with kvbench-tiny beside
+# programs that kept more than one of 2 cores busy: 48 s with 0, 62 s with 2000, over 180 s with the server's 20000.
+_SPIN_COUNT = "2000"
 _WORKLOAD_PROMPTS, _WORKLOAD_TOKENS = 16, 64  # of the workload's own prompts, and the most tokens after each
 RANDOM_NOTE = (
     "The weights are random: such a model's predictions are nearly even and hardly moved by its KV, and it finds no "
@@ -96,7 +99,7 @@ def measure(
     """
     from engine.startup import set_spin_count
 
-    set_spin_count()
+    set_spin_count(_SPIN_COUNT)
     import torch
 
     began = time.monotonic()
