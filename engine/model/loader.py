@@ -30,7 +30,7 @@ class LoadedModel:
     query_heads: tuple[int, ...]
 
     def fingerprints(self) -> tuple[str, ...]:
-        """Of the weights in each dtype that a server may load them in."""
+        """Of the weights in each dtype that a server may load them in; before an engine packs them for its kernels."""
         return tuple(fingerprint(self.model, dtype=getattr(torch, name)) for name in DTYPE_BYTES)
 
 

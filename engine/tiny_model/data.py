@@ -19,7 +19,7 @@ from engine.tokenizer.train import SONNETS, reference_topics, stdlib_docstrings
 HELD_OUT_EVERY = 40
 ANSWER_WEIGHT = 4.0
 _IGNORED = 0.0
-Encode = Callable[[str], list[int]]
+Encode = Callable[[str], Sequence[int]]
 
 # A fact, and the question that comes later; the answer follows the question.
 TEMPLATES = (
@@ -30,6 +30,20 @@ TEMPLATES = (
     ("\nThe {name} of this text is {value}.\n", "\nThe {name} of this text is"),
     ("\n{name} = {value}\n", "\n>>> print({name})\n"),
 )
+
+
+def fact_tokens(
+    template: tuple[str, str], name: str, value: str, encode: Encode
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """What states a fact, what asks for it, and the answer as it is tokenised after its question, with what ends it."""
+    fact, question = (part.format(name=name, value=value) for part in template)
+    lead, end = ("", "\n") if question.endswith("\n") else (" ", ".")
+    asked = encode(question)
+    return encode(fact), asked, encode(f"{question}{lead}{value}{end}")[len(asked) :]
+
+
+def random_digits(rng: np.random.Generator, count: int) -> str:
+    return "".join(map(str, rng.integers(0, 10, count)))
 
 
 def documents() -> tuple[list[str], list[str]]:
@@ -70,7 +84,7 @@ class Corpus:
     def value(self) -> str:
         """What a fact says: mostly five digits."""
         digits = 5 if self.rng.random() < 0.7 else int(self.rng.integers(2, 9))
-        return "".join(map(str, self.rng.integers(0, 10, digits)))
+        return random_digits(self.rng, digits)
 
 
 Weighed = tuple[np.ndarray, np.ndarray]  # token ids [length], weights of their losses [length]
@@ -100,17 +114,12 @@ def facts(corpus: Corpus, length: int, most: int) -> Weighed:
     """1 to ``most`` facts at random places, each asked for at a random place after it, some twice."""
     rng = corpus.rng
     names = ["pass", *rng.choice(corpus.words, size=most, replace=False)][int(rng.random() < 0.5) :][:most]
-    events: list[tuple[float, list[int], list[int]]] = []  # place, ids, answer
+    events: list[tuple[float, Sequence[int], Sequence[int]]] = []  # place, ids, answer
     used, count = 0, int(rng.integers(1, most + 1))
     for name in names[:count]:
-        fact, question = TEMPLATES[0 if name == "pass" else int(rng.integers(0, len(TEMPLATES)))]
+        template = TEMPLATES[0 if name == "pass" else int(rng.integers(0, len(TEMPLATES)))]
         value, place = corpus.value(), float(rng.random())
-        stated = corpus.encode(fact.format(name=name, value=value))
-        asked = corpus.encode(question.format(name=name))
-        # The answer as it is tokenised after its question, with what ends it.
-        end = "\n" if question.endswith("\n") else "."
-        lead = "" if question.endswith("\n") else " "
-        answer = corpus.encode(question.format(name=name) + lead + value + end)[len(asked) :]
+        stated, asked, answer = fact_tokens(template, name, value, corpus.encode)
         times = 1 + int(rng.random() < 0.3)
         if used + len(stated) + times * (len(asked) + len(answer)) > length:
             break

@@ -10,29 +10,26 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from engine.tiny_model.data import TEMPLATES
+from engine.tiny_model.data import TEMPLATES, Encode, fact_tokens, random_digits
 from engine.tiny_model.outliers import FACTOR, outlier_ratios, scale_key_channels
 from engine.tiny_model.train import held_out_loss
 
 LENGTHS = (256, 512, 1024, 1536, 2048)
 DEPTHS = tuple(i / 10 for i in range(11))
-Encode = Callable[[str], list[int]]
 
 
 def passkey(
     rng: np.random.Generator, encode: Encode, filler: Sequence[int], length: int, depth: float
 ) -> tuple[list[int], int]:
     """``length`` tokens that end with the answer to the passkey, and how many of them are the answer."""
-    value = "".join(map(str, rng.integers(0, 10, 5)))
-    fact, question = (encode(part.format(name="pass", value=value)) for part in TEMPLATES[0])
-    answer = encode(TEMPLATES[0][1].format(name="pass") + f" {value}.")[len(question) :]
+    fact, question, answer = fact_tokens(TEMPLATES[0], "pass", random_digits(rng, 5), encode)
     around = length - len(fact) - len(question) - len(answer)
     start, before = int(rng.integers(0, len(filler) - around)), round(depth * around)
     text = list(filler[start : start + around])

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from engine.tiny_model.data import Corpus, batches, documents
-from engine.tokenizer.train import CHAT_TEMPLATE, SPECIAL_TOKENS
+from engine.tiny_model.data import ANSWER_WEIGHT, Corpus, batches, documents, facts
+from engine.tokenizer.train import SPECIAL_TOKENS, save_tokenizer, train_bpe
 
 VOCAB_SIZE = 2048
 # The pattern of Qwen2's tokenizer, one token a digit, so that other engines know how to split.
@@ -58,39 +58,13 @@ PHASES = (Phase(256, 16, 800), Phase(512, 8, 400), Phase(1024, 4, 300), Phase(20
 
 def train_tokenizer(texts: list[str]) -> Any:
     """A byte-level BPE, one token a digit."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, pre_tokenizers
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": SPECIAL_TOKENS[0],
-        "eos_token": SPECIAL_TOKENS[0],
-        "pad_token": SPECIAL_TOKENS[0],
-        "additional_special_tokens": SPECIAL_TOKENS[1:],
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": MODEL["max_position_embeddings"],
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    split = [
+        pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+    return train_bpe(texts, pre_tokenizers.Sequence(split), VOCAB_SIZE)
 
 
 def make_optimizers(model: Any, rate: float) -> list[torch.optim.Optimizer]:
@@ -130,8 +104,6 @@ def held_out_loss(model: Any, ids: np.ndarray, length: int) -> float:
 @torch.inference_mode()
 def answers_right(model: Any, corpus: Corpus, length: int, count: int) -> float:
     """Share of the tokens of answers at the end of sequences of facts that are the likeliest ones."""
-    from engine.tiny_model.data import ANSWER_WEIGHT, facts
-
     right = total = 0
     for _ in range(count):
         ids, weights = facts(corpus, length, max(1, min(16, length // 64)))
@@ -149,7 +121,7 @@ def train(folder: Path, seed: int, minutes: float, peak: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     texts, held_out = documents()
     tokenizer = train_tokenizer(texts)
-    save_tokenizer(tokenizer, folder)
+    save_tokenizer(tokenizer, folder, MODEL["max_position_embeddings"], bos_token=SPECIAL_TOKENS[0])
     (folder / "heldout.txt").write_text("\n\n".join(held_out), encoding="utf-8")
     corpus = Corpus.of(texts, tokenizer, np.random.default_rng(seed))
     judge = Corpus.of(held_out, tokenizer, np.random.default_rng(seed + 1))

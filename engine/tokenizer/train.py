@@ -14,8 +14,13 @@ import ast
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import PreTokenizer
 
 SONNETS = Path(__file__).resolve().parents[2] / "workloads" / "text" / "sonnets.txt"
 VOCAB_SIZE = 8192
@@ -63,37 +68,51 @@ def training_text() -> Iterator[str]:
     yield from stdlib_docstrings()
 
 
-def train(out_dir: Path) -> int:
-    """Trains, writes tokenizer.json and tokenizer_config.json, and returns the vocabulary's size."""
+def train_bpe(texts: Iterable[str], pre_tokenizer: PreTokenizer, vocab_size: int, min_frequency: int = 0) -> Tokenizer:
+    """A byte-level BPE with SPECIAL_TOKENS; ``min_frequency``: of a pair that is merged."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        min_frequency=2,
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(training_text(), trainer)
-    if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise ValueError(
-            f"the text gave {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}; add text to training_text()."
-        )
-    out_dir.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(out_dir / "tokenizer.json"))
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, model_max_length: int, **more: str) -> None:
+    """Writes tokenizer.json and tokenizer_config.json; ``more``: further keys of the latter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
+        **more,
         "eos_token": SPECIAL_TOKENS[0],
         "pad_token": SPECIAL_TOKENS[0],
         "additional_special_tokens": SPECIAL_TOKENS[1:],
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 1_000_000,
+        "model_max_length": model_max_length,
         "chat_template": CHAT_TEMPLATE,
     }
-    (out_dir / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def train(out_dir: Path) -> int:
+    """Trains, writes tokenizer.json and tokenizer_config.json, and returns the vocabulary's size."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer = train_bpe(training_text(), pre_tokenizers.ByteLevel(add_prefix_space=False), VOCAB_SIZE, 2)
+    if tokenizer.get_vocab_size() != VOCAB_SIZE:
+        raise ValueError(
+            f"the text gave {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}; add text to training_text()."
+        )
+    save_tokenizer(tokenizer, out_dir, 1_000_000)
     return tokenizer.get_vocab_size()
 
 

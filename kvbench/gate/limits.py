@@ -20,7 +20,7 @@ from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.text import and_more, plural
-from kvbench.gate.canaries import judge_canaries
+from kvbench.gate.canaries import SUITE, judge_canaries
 from kvbench.gate.policy import WITHIN, Limit, Policy, matches
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
@@ -30,7 +30,6 @@ from kvbench.runs.model import WRONG, MeasuredCell, Run
 from kvbench.runs.quality import QualityResult, figure, read_quality
 from kvbench.runs.read import read_run
 
-SUITE = "limit"
 _CAUSE_INVALIDITY = ("failure_rate", "failed", "pages_owned_after")
 _NEED_SLO = ("goodput_share", "goodput", "steady_goodput")
 _MOST_NAMED = 5  # cells in one sentence

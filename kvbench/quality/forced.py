@@ -32,7 +32,7 @@ class Conversation:
 
     @classmethod
     def of(cls, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Conversation:
-        parts = [part for pair in zip(prompt.turns, answers, strict=True) for part in pair]
+        parts = prompt.conversation(answers)
         answered = np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts])
         return cls(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]), answered)
 
@@ -107,6 +107,15 @@ def logits_of(
             found[i][at[i] : at[i] + len(logits)] = logits
             at[i] += len(logits)
     return found
+
+
+def predictions(
+    engine: TeacherForced, conversations: Sequence[Conversation], vocab_size: int, chunk: int
+) -> Iterator[torch.Tensor]:
+    """``[fed, vocab]`` of each conversation, turn by turn in chunks of at most ``chunk`` tokens."""
+    for picked in batches(conversations, vocab_size):
+        rows = [conversations[i] for i in picked]
+        yield from logits_of(engine, rows, in_order(rows, chunk))
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def make_canaries(
     tokenizer = load_tokenizer(config, loaded.info)
     if tokenizer.text_refusal is not None:
         raise ValueError(tokenizer.text_refusal)
-    fingerprints = loaded.fingerprints()  # before an engine packs the weights for its kernels
+    fingerprints = loaded.fingerprints()
     rng = np.random.default_rng(seed)
     drawer = _Drawer(tokenizer, rng)
     longest = min(_LONGEST, loaded.info.max_model_len or _LONGEST) - _PASSAGE[1]
@@ -161,19 +161,17 @@ def _sure_ones(
 
     talks = [forced.Conversation.of(each.prompt, [each.right]) for each in candidates]
     engine = TeacherForced(config, loaded, forced.ROWS, max(each.prompt.longest for each in candidates))
-    for picked in forced.batches(talks, loaded.info.vocab_size):
-        rows = [talks[i] for i in picked]
-        steps = forced.in_order(rows, config.max_num_batched_tokens)
-        for i, row, logits in zip(picked, rows, forced.logits_of(engine, rows, steps), strict=True):
-            judged = logits[torch.from_numpy(row.answered[1:]).to(logits.device)].double()
-            right = torch.tensor(candidates[i].right, device=logits.device)[:, None]
-            others = judged.scatter(1, right, -torch.inf).max(-1).values
-            margins = (judged.gather(1, right)[:, 0] - others).tolist()
-            sure = next((at for at, margin in enumerate(margins) if margin < MIN_MARGIN), len(margins))
-            prompt, answer = candidates[i].prompt, candidates[i].right[:sure]
-            ids, said = prompt.turns[0], prompt.answer or tokenizer.decode(answer)
-            if sure < candidates[i].least or prompt.depth is None:
-                yield None
-            else:
-                least = round(min(margins[:sure]), 3)
-                yield Canary("", kind, ids, tokenizer.decode(ids), answer, said, prompt.depth, least)
+    told = forced.predictions(engine, talks, loaded.info.vocab_size, config.max_num_batched_tokens)
+    for each, talk, logits in zip(candidates, talks, told, strict=True):
+        judged = logits[torch.from_numpy(talk.answered[1:]).to(logits.device)].double()
+        right = torch.tensor(each.right, device=logits.device)[:, None]
+        others = judged.scatter(1, right, -torch.inf).max(-1).values
+        margins = (judged.gather(1, right)[:, 0] - others).tolist()
+        sure = next((at for at, margin in enumerate(margins) if margin < MIN_MARGIN), len(margins))
+        prompt, answer = each.prompt, each.right[:sure]
+        ids, said = prompt.turns[0], prompt.answer or tokenizer.decode(answer)
+        if sure < each.least or prompt.depth is None:
+            yield None
+        else:
+            least = round(min(margins[:sure]), 3)
+            yield Canary("", kind, ids, tokenizer.decode(ids), answer, said, prompt.depth, least)

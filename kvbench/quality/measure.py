@@ -84,6 +84,23 @@ class Material:
     def longest(self) -> int:
         return max(each.longest for each in self.everything)
 
+    def right_canaries(self, answers: Answers) -> dict[str, Any]:
+        """The figure ``canaries``; none without a canary."""
+        right = sum(answers[each.canary_id][0] == tuple(each.answer_token_ids) for each in self.canaries)
+        return {"canaries": {"asked": len(self.canaries), "right": right}} if self.canaries else {}
+
+    def facts(self, loaded: LoadedModel) -> dict[str, Any]:
+        """What was asked of which model, for quality.json."""
+        return {
+            "device": str(loaded.device),
+            "kernel_backend": loaded.backend.name,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "prompts": len(self.forced),
+            "passkeys": len(self.passkeys),
+            "left_out": self.left_out,
+            "tokens": sum(each.length for each in self.everything),
+        }
+
 
 def measure(
     workload: Workload,
@@ -243,10 +260,8 @@ class _Group:
             with _named(names[0]):
                 answers = self.answers_of(config)
                 known = self.figures_of(config, forced[_forced_key(config)], answers) | self.full_pool_of(config)
-            if canaries := self.material.canaries:
-                right = sum(answers[each.canary_id][0] == tuple(each.answer_token_ids) for each in canaries)
-                known["canaries"] = {"asked": len(canaries), "right": right}
-            measured |= dict.fromkeys(names, known | {"outside": outside_of(known, limits)})
+            known |= self.material.right_canaries(answers) | {"outside": outside_of(known, limits)}
+            measured |= dict.fromkeys(names, known)
         return measured, control
 
     def answers_of(self, config: EngineConfig) -> Answers:
@@ -291,17 +306,8 @@ class _Group:
 
     @property
     def facts(self) -> dict[str, Any]:
-        material = self.material
-        return {
-            "device": str(self.loaded.device),
-            "kernel_backend": self.loaded.backend.name,
-            "dtype": str(self.loaded.dtype).removeprefix("torch."),
-            "prompts": len(material.forced),
-            "passkeys": len(material.passkeys),
-            "left_out": material.left_out,
-            "tokens": sum(each.length for each in material.everything),
-            "measurements": len({_key(each.config) for each in self.members.values()}),
-        }
+        measurements = len({_key(each.config) for each in self.members.values()})
+        return self.material.facts(self.loaded) | {"measurements": measurements}
 
 
 # --- The engines ---
@@ -425,10 +431,7 @@ def gather(context: int, loaded: LoadedModel, tokenizer: ServerTokenizer, worklo
     if not fitting:
         raise UsageError(f"no prompt fits {context} tokens of prompt and answer: raise max_model_len")
     passkeys = make_passkeys(encode, encode(FILLER.read_text(encoding="utf-8")), context, begin)
-    canaries = tuple(
-        each for each in _canaries(loaded) if len(each.prompt_token_ids + each.answer_token_ids) <= context
-    )
-    return Material(fitting, tuple(passkeys), canaries, len(prompts) - len(fitting))
+    return Material(fitting, tuple(passkeys), _canaries(loaded, context), len(prompts) - len(fitting))
 
 
 def _workload_prompts(workload: Workload, loaded: LoadedModel, context: int) -> list[Prompt]:
@@ -449,11 +452,12 @@ def _workload_prompts(workload: Workload, loaded: LoadedModel, context: int) -> 
     return found
 
 
-def _canaries(loaded: LoadedModel) -> Sequence[Canary]:
-    """Those of exactly these weights that ship with kvbench."""
+def _canaries(loaded: LoadedModel, context: int) -> tuple[Canary, ...]:
+    """Those of exactly these weights that ship with kvbench and fit."""
     path = SHIPPED / f"{loaded.info.name}.jsonl"
     found = read_canaries(path) if path.is_file() else None
-    return found.canaries if found and loaded.info.weights_fingerprint in found.weights_fingerprints else ()
+    known = found is not None and loaded.info.weights_fingerprint in found.weights_fingerprints
+    return found.that_fit(context) if found and known else ()
 
 
 def _as_prompt(canary: Canary) -> Prompt:
@@ -468,11 +472,10 @@ def _pressed_requests(material: Material, expected: Answers) -> list[RequestSpec
         if each.longest > _LONGEST_AT_FULL_POOL:
             continue
         answers = expected[each.prompt_id]
-        parts = [part for pair in zip(each.turns, answers, strict=True) for part in pair][:-1]
         request = RequestSpec(
             index=len(found),
             cls=each.set_name,
-            prompt_token_ids=tuple(token for part in parts for token in part),
+            prompt_token_ids=each.last_prompt(answers),
             prompt=None,
             max_tokens=each.max_tokens,
             n=2 if len(found) % _FORKED_EVERY == 0 else 1,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.tiny_model.data import TEMPLATES
+from engine.tiny_model.data import TEMPLATES, fact_tokens, random_digits
 from kvbench.common.packages import REPOSITORY
 from kvbench.quality.prompts import Encode, Prompt
 
@@ -21,7 +21,6 @@ LONGEST = 2048  # tokens, whatever the model's context is: the time grows with i
 _SHORTEST = 100
 _SHARING = 4  # so many share the text before their keys, and prefix caching must tell them apart
 _DIGITS = 5
-_FACT, _QUESTION = (each.format(name="pass", value="{value}") for each in TEMPLATES[0])
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,8 @@ class PasskeyParts:
 
     @classmethod
     def of(cls, value: str, encode: Encode) -> PasskeyParts:
-        question = tuple(encode(_QUESTION))
-        # the answer as it is tokenised after its question, with what ends it
-        answer = tuple(encode(f"{_QUESTION} {value}."))[len(question) :]
-        return cls(tuple(encode(_FACT.format(value=value))), question, answer, value)
+        fact, question, answer = map(tuple, fact_tokens(TEMPLATES[0], "pass", value, encode))
+        return cls(fact, question, answer, value)
 
     def prompt(self, filler: Sequence[int], length: int, before: int) -> tuple[int, ...]:
         """``length`` tokens: ``before`` of the filler, the fact, more filler and the question."""
@@ -47,7 +44,7 @@ class PasskeyParts:
 
 
 def random_value(rng: np.random.Generator) -> str:
-    return "".join(map(str, rng.integers(0, 10, _DIGITS)))
+    return random_digits(rng, _DIGITS)
 
 
 def spread_lengths(shortest: int, longest: int, count: int, rng: np.random.Generator) -> list[int]:

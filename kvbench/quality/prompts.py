@@ -63,6 +63,14 @@ class Prompt:
         """Tokens with all answers."""
         return self.length + self.max_tokens
 
+    def conversation(self, answers: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Each turn, and after it the answer to it."""
+        return [part for pair in zip(self.turns, answers, strict=True) for part in pair]
+
+    def last_prompt(self, answers: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """The tokens before the last answer, with the answers to earlier turns."""
+        return tuple(token for part in self.conversation(answers)[:-1] for token in part)
+
     def is_right(self, text: str) -> bool:
         """Whether ``text``, the last answer, is the right one."""
         return self.answer is not None and text.strip().startswith(self.answer)

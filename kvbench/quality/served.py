@@ -199,13 +199,11 @@ class _Reference:
         from kvbench.quality import forced
 
         engine = TeacherForced(self.config, self.loaded, forced.ROWS, max(len(each.tokens) for each in talks))
+        told = forced.predictions(engine, talks, self.loaded.info.vocab_size, self.config.max_num_batched_tokens)
         found = []
-        for picked in forced.batches(talks, self.loaded.info.vocab_size):
-            rows = [talks[i] for i in picked]
-            steps = forced.in_order(rows, self.config.max_num_batched_tokens)
-            for row, logits in zip(rows, forced.logits_of(engine, rows, steps), strict=True):
-                following = torch.from_numpy(row.tokens[1:]).to(logits.device)[:, None]
-                found.append(-logits.double().log_softmax(-1).gather(1, following)[:, 0].cpu().numpy())
+        for talk, logits in zip(talks, told, strict=True):
+            following = torch.from_numpy(talk.tokens[1:]).to(logits.device)[:, None]
+            found.append(-logits.double().log_softmax(-1).gather(1, following)[:, 0].cpu().numpy())
         return found
 
 
@@ -329,10 +327,7 @@ def _measure(served: Served, model: str, max_model_len: int | None, page_size: i
     # A server that finds no passkey must not set its own limit: those of the control are the built-in engine's.
     control = of(control_positions, again, answers) | {"passkey": of([], expected, expected)["passkey"]}
     limits = limits_of(control)
-    known = of(positions, answers, expected)
-    if material.canaries:
-        right = sum(answers[each.canary_id][0] == tuple(each.answer_token_ids) for each in material.canaries)
-        known["canaries"] = {"asked": len(material.canaries), "right": right}
+    known = of(positions, answers, expected) | material.right_canaries(answers)
     info = reference.loaded.info
     return QualityResult(
         workload=served.http.base_url,
@@ -355,14 +350,8 @@ def _facts(reference: _Reference, manner: Manner, gathered: Material, asked: Mat
     missing = [_NO_KLD, *([] if manner.logprobs else [_NO_LOGPROBS])]
     if unread := len(gathered.everything) - len(asked.everything):
         missing.append(f"{unread} prompts whose texts have other tokens than they have")
-    return {
-        "device": str(reference.loaded.device),
-        "kernel_backend": reference.loaded.backend.name,
-        "dtype": str(reference.loaded.dtype).removeprefix("torch."),
-        "prompts": len(asked.forced),
-        "passkeys": len(asked.passkeys),
+    return asked.facts(reference.loaded) | {
         "left_out": gathered.left_out,
-        "tokens": sum(each.length for each in asked.everything),
         "asked_with": "token ids" if manner.token_ids else "texts",
         "at_once": [_AT_ONCE, _AT_ONCE_OF_CONTROL],
         "not_measured": missing,
@@ -386,8 +375,7 @@ def _without_merged(material: Material, expected: Answers, reference: _Reference
     """Without the conversations whose text, as a server reads it, has other tokens than its turns."""
     kept = []
     for each in material.forced:
-        parts = [part for pair in zip(each.turns, expected[each.prompt_id], strict=True) for part in pair][:-1]
-        ids = tuple(token for part in parts for token in part)
+        ids = each.last_prompt(expected[each.prompt_id])
         if reference.reads(ids) == ids:
             kept.append(each)
     return dataclasses.replace(material, forced=tuple(kept))

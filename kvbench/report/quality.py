@@ -12,7 +12,7 @@ from kvbench.report.comparisons import baseline, spread, tokens_held
 from kvbench.report.provenance import model_name, random_weights
 from kvbench.report.tables import Column, Row, Table, Value
 from kvbench.runs.model import MeasuredCell, Run
-from kvbench.runs.quality import MARGINS, QualityResult, figure
+from kvbench.runs.quality import MARGINS, QualityResult, figure, is_beyond
 from kvbench.workload.settings import effective
 
 CONTROL = "control: the same twice (A/A)"
@@ -282,12 +282,7 @@ def _figures(known: Mapping[str, Any], limits: Mapping[str, float]) -> Iterator[
     """An entry a column, marked where it is beyond its limit."""
     for key, *_, value in _COLUMNS:
         found, limit = value(known), limits.get(key)
-        at_least = MARGINS.get(key, 0.0) < 0
-        beyond = (
-            limit is not None
-            and isinstance(found.sort, float)
-            and (found.sort < limit if at_least else found.sort > limit)
-        )
+        beyond = limit is not None and isinstance(found.sort, float) and is_beyond(key, found.sort, limit)
         yield Value(found.text, found.sort, found.note, "worse") if beyond else found
 
 

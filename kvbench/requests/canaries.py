@@ -23,7 +23,6 @@ from kvbench.workload.load_section import LoadConfig
 SHIPPED = REPOSITORY / "workloads" / "canaries"  # <name of the model>.jsonl
 FORMAT = "kvbench-canaries/1"
 CLASS = "canary-"  # and the kind: the class of such a request
-KINDS = ("passkey", "copy")
 _FORKED_EVERY = 4  # one of so many is asked for two answers, which must be equal
 
 

@@ -109,6 +109,11 @@ def limits_of(control: Mapping[str, Any]) -> dict[str, float]:
     return {name: end + MARGINS[name] for name, end in ends.items() if end is not None}
 
 
+def is_beyond(name: str, value: float, limit: float) -> bool:
+    """Whether a figure breaks its limit, which is the least value of a share and the largest of all others."""
+    return value < limit if MARGINS[name] < 0 else value > limit
+
+
 def outside_of(figures: Mapping[str, Any], limits: Mapping[str, float]) -> list[str]:
     """A sentence for each limit that the figures of a configuration break."""
     found = []
@@ -117,7 +122,7 @@ def outside_of(figures: Mapping[str, Any], limits: Mapping[str, float]) -> list[
         right, asked = (at_full_pool.get(key) for key in _AT_FULL_POOL.get(name, ("", "")))
         pool = right / asked if asked else None
         for value, where in ((figure(figures, name), ""), (pool, " at a full pool")):
-            if value is not None and (value < limit if MARGINS[name] < 0 else value > limit):
+            if value is not None and is_beyond(name, value, limit):
                 what, unit = _NAMES[name]
                 value, bound = (
                     f"{100 * each:.3g} %" if unit == "%" else f"{each:.3g} {unit}" for each in (value, limit)

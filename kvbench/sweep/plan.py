@@ -48,14 +48,15 @@ def preflight(workload: Workload, design: Design, check: Check) -> Preflight:
         if (key := (cell.load.load_id, limit, vocab)) in drawn:
             continue
         drawn.add(key)
-        for repeat in range(1, workload.load.repeats + 1):
-            try:
+        try:
+            canaries = _canaries(workload, cell.configuration.settings)
+            for repeat in range(1, workload.load.repeats + 1):
                 requests = launch.make_requests(
                     workload.load, cell.load, vocab_size=vocab, max_model_len=limit, seed=workload.seed, repeat=repeat,
-                    canaries=_canaries(workload, cell.configuration.settings),
+                    canaries=canaries,
                 )  # fmt: skip
-            except (ValueError, OSError) as error:
-                raise UsageError(f"{cell.cell_id}: {error}") from None
+        except (ValueError, OSError) as error:
+            raise UsageError(f"{cell.cell_id}: {error}") from None
         work = sum(r.width * r.max_tokens for r in requests) / (rate * min(1.0, (cell.load.concurrency or 8) / 4))
         arrivals = max((r.arrival_s or 0.0 for r in requests), default=0.0)
         guesses[cell.load.load_id] = max(work, arrivals) + 3.0
