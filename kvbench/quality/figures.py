@@ -157,10 +157,11 @@ def full_pool_figures(
     passkeys: Sequence[bool],
     counters: Mapping[str, float],
     problems: Sequence[str] = (),
+    canaries: Sequence[tuple[str, bool]] = (),
 ) -> dict[str, Any]:
     """``asked``: answers that are known; ``wrong``: names of those that differ; ``passkeys``: which are right.
 
-    ``problems``: what does not add up in the pool.
+    ``problems``: what does not add up in the pool. ``canaries``: of each answer its canary and whether it is right.
     """
     events = ("preemptions", "swapped_pages", "evicted_pages", "forks")
     return {
@@ -171,4 +172,10 @@ def full_pool_figures(
         "wrong": list(dict.fromkeys(wrong))[:_MOST_NAMED],
         **{name: int(counters[name]) for name in events},
         "problems": list(problems)[:_MOST_NAMED],
+        "canaries": {
+            "answered": len(canaries),
+            "distinct": len({name for name, _ in canaries}),
+            "wrong": sum(not right for _, right in canaries),
+            "which": list(dict.fromkeys(name for name, right in canaries if not right))[:_MOST_NAMED],
+        },
     }

@@ -104,7 +104,7 @@ class _Drawer:
         self._tokenizer, self._rng = tokenizer, rng
         self._begin = tuple(tokenizer.encode(""))
         self._filler = self._encode(FILLER.read_text(encoding="utf-8"))
-        self._count = 0
+        self._count = self._places = 0
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -120,13 +120,22 @@ class _Drawer:
         depth = round((len(self._begin) + before) / len(ids), 4)
         return _Candidate(Prompt(str(self._count), "", (ids,), len(right), answer, depth), tuple(right), least)
 
+    def _place(self, most: int) -> int:
+        """How many tokens stand before a fact: none in one of four, ``most`` in one, else any number up to it.
+
+        Engines fill, share, copy and swap the first and the last page of a sequence unlike those between.
+        """
+        anywhere = int(self._rng.integers(0, most + 1))
+        self._places += 1
+        return (0, anywhere, most, anywhere)[self._places % 4]
+
     def passkeys(self, lengths: Sequence[int]) -> list[_Candidate]:
         """One of each length, with the same text before their keys, which stand at one place."""
         parts = [PasskeyParts.of(random_value(self._rng), self._encode) for _ in lengths]
         own = [length - len(self._begin) for length in lengths]
         text = self._text(max(own))
         most = min(size - len(each.fact) - len(each.question) for size, each in zip(own, parts, strict=True))
-        before = int(self._rng.integers(0, most + 1))
+        before = self._place(most)
         return [
             self._candidate(each.prompt(text, size, before), each.answer, each.value, before, len(each.answer))
             for size, each in zip(own, parts, strict=True)
@@ -140,7 +149,7 @@ class _Drawer:
         (length,) = lengths
         size = int(self._rng.integers(_PASSAGE[0], _PASSAGE[1] + 1))
         room = length - len(self._begin) - size - _BEGUN
-        before = int(self._rng.integers(0, room // 2 + 1))
+        before = self._place(room // 2)
         passage = self._rng.choice(np.unique(self._filler), size).tolist()
         ids = [*self._text(before), *passage, *self._text(room - before), *passage[:_BEGUN]]
         return [self._candidate(ids, passage[_BEGUN:], "", before, _LEAST)]

@@ -20,7 +20,7 @@ from kvbench.load.launch import make_requests
 from kvbench.quality.figures import Measured, figures, full_pool_figures
 from kvbench.quality.passkeys import FILLER, make_passkeys
 from kvbench.quality.prompts import FOLDER, SETS, Prompt, in_tokens, read_set
-from kvbench.requests.canaries import SHIPPED, Canary, read_canaries
+from kvbench.requests.canaries import SHIPPED, Canary, as_request, read_canaries
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.quality import QualityResult, limits_of, outside_of
 from kvbench.workload.design import Configuration
@@ -260,7 +260,8 @@ class _Group:
             with _named(names[0]):
                 answers = self.answers_of(config)
                 known = self.figures_of(config, forced[_forced_key(config)], answers) | self.full_pool_of(config)
-            known |= self.material.right_canaries(answers) | {"outside": outside_of(known, limits)}
+            known |= self.material.right_canaries(answers)
+            known["outside"] = outside_of(known, limits)
             measured |= dict.fromkeys(names, known)
         return measured, control
 
@@ -291,18 +292,24 @@ class _Group:
 
         requests = _pressed_requests(self.material, self.answers_of(self.base))
         slots, at_once = _small_pool(config, requests), min(config.max_num_seqs, _ROWS)
-        pressing = dataclasses.replace(config, max_num_seqs=at_once, swap_space=None)
+        pressing = dataclasses.replace(config, max_num_seqs=at_once)
         run = run_canaries(pressing, self.models.get(config), requests, seed=0, slots=slots)
         by_name = {each.prompt_id: each for each in self.material.asked}
-        wrong, right = [], []
+        wrong, right, canaries = [], [], []
         for answer in run.answers:
-            prompt = by_name[str(requests[answer.request].canary)]
-            if tuple(answer.token_ids) != requests[answer.request].expected_token_ids:
+            request = requests[answer.request]
+            equal = tuple(answer.token_ids) == request.expected_token_ids
+            prompt = by_name.get(str(request.canary))
+            if prompt is None:
+                canaries.append((str(request.canary), equal))
+                continue
+            if not equal:
                 wrong.append(prompt.prompt_id)
             if prompt.depth is not None:
                 right.append(prompt.is_right(self.tokenizer.decode(answer.token_ids)))
         problems = [f"{each.got}, expected {each.expected}" for each in run.findings if each.check == PAGES]
-        return {"full_pool": full_pool_figures(len(run.answers), wrong, right, run.counters, problems)}
+        asked = len(run.answers) - len(canaries)
+        return {"full_pool": full_pool_figures(asked, wrong, right, run.counters, problems, canaries)}
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -466,7 +473,7 @@ def _as_prompt(canary: Canary) -> Prompt:
 
 
 def _pressed_requests(material: Material, expected: Answers) -> list[RequestSpec]:
-    """The last turn of each prompt that is not too long, after the baseline's answers to those before it."""
+    """The last turn of each prompt that is not too long, after the baseline's answers to those before it; canaries."""
     found: list[RequestSpec] = []
     for each in material.asked:
         if each.longest > _LONGEST_AT_FULL_POOL:
@@ -483,6 +490,10 @@ def _pressed_requests(material: Material, expected: Answers) -> list[RequestSpec
             expected_token_ids=answers[-1],
         )
         found.append(request)
+    for canary in material.canaries:
+        if _as_prompt(canary).longest <= _LONGEST_AT_FULL_POOL:
+            forked = len(found) % _FORKED_EVERY == 0
+            found.append(as_request(canary, len(found), answers=2 if forked else 1))
     return found
 
 

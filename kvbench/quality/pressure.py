@@ -1,9 +1,9 @@
 """Canaries in this process while the KV pool is too small for them: which answers are wrong, where, and who noticed.
 
 The engine is the real one, stepped to its end. The pool holds the longest request and little more, requests arrive in a
-seeded order with seeded priorities, and some ask for two answers: sequences are preempted in their prompts and in
-their answers, pages are swapped or computed again, evicted, shared and copied. Nothing depends on the clock, so the
-same seed gives the same steps.
+seeded order, each more urgent than those before it, and some ask for two answers: sequences are preempted in their
+prompts and in their answers, pages are swapped or computed again, evicted, shared and copied. Nothing depends on the
+clock, so the same seed gives the same steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FORKED_EVERY = 3  # one of so many requests is asked for two answers
 _GROUP = 3
 _SHORT, _LONG = 24, 96  # tokens of prompt and answer of a request that grows
 _MOST_GAP = 3  # steps between two arrivals
-_PRIORITIES = 3
+_HOST_TIMES_POOL = 4  # room on the host for what is swapped out, so that little has to be computed again
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,12 @@ def run_canaries(
     engine = assemble_engine(_pressed(config, loaded.kv_shape, requests, slots), loaded)
     order = rng.permutation(len(requests)).tolist()
     arrivals = np.cumsum(rng.integers(0, _MOST_GAP + 1, len(requests))).tolist()
-    canary = np.array([each.canary is not None for each in requests])
-    priorities = (canary * rng.integers(1, _PRIORITIES, len(requests))).tolist()
     driver = _Driver(engine, requests, seed)
-    for at, index, priority in zip(arrivals, order, priorities, strict=True):
+    for position, (at, index) in enumerate(zip(arrivals, order, strict=True)):
         while driver.step < at and engine.has_work():
             driver.turn()
-        driver.send(index, priority)
+        # The lowest number is the most urgent: a request that grows, then the canary that came last.
+        driver.send(index, 0 if requests[index].canary is None else len(order) - position)
     driver.finish()
     return driver.result()
 
@@ -198,8 +197,10 @@ def _pressed(config: EngineConfig, shape: KVShape, requests: Sequence[RequestSpe
         "max_model_len": longest,
         "kv_budget": slots * shape.slot_bytes(config.kv_cache_dtype) + table,
         "max_num_waiting": None,
-        "scheduling_policy": "priority",  # so that a contiguous slab preempts, too
+        "scheduling_policy": "priority",  # so that arrivals preempt, in a contiguous slab too
     }
+    if config.preemption_mode == "swap":
+        changed["swap_space"] = _HOST_TIMES_POOL * changed["kv_budget"]
     return dataclasses.replace(config, **changed)
 
 

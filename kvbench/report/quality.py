@@ -204,8 +204,10 @@ def _full_pool(figures: Mapping[str, Any]) -> Value:
         return _NONE
     known = {name: value for name, value in figures["full_pool"].items() if isinstance(value, int | float)}
     pages = [f"{known[f'{what}_pages']:,} {what}" for what in ("swapped", "evicted") if known.get(f"{what}_pages")]
+    canaries = figures["full_pool"].get("canaries") or {}
     notes = [
         f"{known['agree']} of {known['answers']} equal" if known.get("answers") else "",
+        f"canaries: {canaries['wrong']} of {canaries['answered']}" if canaries.get("answered") else "",
         words.plural(known["preemptions"], "preemption") if known.get("preemptions") else "",
         f"pages: {', '.join(pages)}" if pages else "",
     ]

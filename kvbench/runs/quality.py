@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
+from kvbench.common.text import and_more
+from kvbench.metrics.canaries import ALPHA, chance_of_so_many
 
 QUALITY, FORMAT = "quality.json", "kvbench-quality/2"
 _VERSIONS = ("kvbench", "torch", "transformers")
@@ -57,8 +59,9 @@ class QualityResult:
     passkey: {asked, right, share, low, high, by_depth, by_length, by_residue}: exact answers; lists of
         {of, asked, right}, ``of`` a text such as "0 to 20 %", "257 to 512", "3" (prompt length mod page size)
     full_pool: {answers, agree, passkey_asked, passkey_right, wrong, preemptions, swapped_pages, evicted_pages,
-        forks, problems}: the same prompts again while the pool is too small; ``wrong``: names of the first wrong
-        answers; ``problems``: what does not add up in the pool
+        forks, problems, canaries}: the same prompts again while the pool is too small; ``wrong``: names of the first
+        wrong answers; ``problems``: what does not add up in the pool; ``canaries``: {answered, distinct, wrong, which},
+        of answers to the canary file's, which come on top of the prompts; ``which``: names of the first wrong ones
     canaries: {asked, right}: of the model's canary file, alone on an idle engine; absent without one
     sets: name of a prompt set -> {prompts, positions, mean, p99, same_argmax, perplexity_change, greedy}
     outside: sentences, one for each limit that it breaks; empty within all
@@ -129,7 +132,23 @@ def outside_of(figures: Mapping[str, Any], limits: Mapping[str, float]) -> list[
                 )
                 found.append(f"its {what}{where} is {value}, the limit is {bound}")
     problems = (figures.get("full_pool") or {}).get("problems") or ()
-    return found + [f"its pool does not add up when it is full: {each}" for each in problems]
+    found += [f"its pool does not add up when it is full: {each}" for each in problems]
+    return found + list(_wrong_canaries(figures))
+
+
+def _wrong_canaries(figures: Mapping[str, Any]) -> Iterator[str]:
+    """In full precision one is an error; a quantised KV may answer as many wrongly at a full pool as with room."""
+    alone = figures.get("canaries") or {"asked": 0, "right": 0}
+    full = (figures.get("full_pool") or {}).get("canaries") or {"answered": 0, "distinct": 0, "wrong": 0}
+    off, wrong = alone["asked"] - alone["right"], full["wrong"]
+    exact = figures.get("kv_cache_dtype") == "auto"
+    if exact and off:
+        yield f"{off} of {alone['asked']} canaries are answered wrongly, and none may be in full precision"
+    chance = chance_of_so_many(wrong, full["answered"], full["distinct"], off, alone["asked"])
+    if wrong and (exact or chance < ALPHA):
+        why = "none may be in full precision" if exact else f"with room {off} of {alone['asked']} (p = {chance:.2g})"
+        names = and_more(full["which"], 3)
+        yield f"{wrong} of {full['answered']} canaries are answered wrongly at a full pool ({names}), and {why}"
 
 
 def code_differences(git: Mapping[str, Any], versions: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:

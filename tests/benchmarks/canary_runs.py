@@ -25,6 +25,7 @@ MODES = (
     {"preemption_mode": "swap", "enable_prefix_caching": True},
 )
 PAGE_SIZES = (16, 4, 64, 8, 32)
+COUNT = 120  # canaries of a run, and a quarter as many other requests
 
 
 def mutants(seeds: int) -> Iterator[str]:
@@ -35,7 +36,7 @@ def mutants(seeds: int) -> Iterator[str]:
         caught, first, all_checks, steps = 0, Counter[str](), Counter[str](), []
         for seed in range(1, seeds + 1):
             with plant() as fired:
-                run = pressed(seed, **settings)
+                run = pressed(seed, COUNT, **settings)
             if fired.times and alarms(run, str(settings.get("kv_cache_dtype", "auto"))):
                 caught += 1
                 first[run.caught_by[0]] += 1
@@ -54,7 +55,7 @@ def clean(runs: int) -> Iterator[str]:
     found: dict[str, list[float]] = {}
     for number, (mode, dtype) in enumerate(setups):
         paged = {} if "layout" in mode else {"page_size": PAGE_SIZES[number // 5 % len(PAGE_SIZES)]}
-        run = pressed(100 + number, kv_cache_dtype=dtype, **mode, **paged)
+        run = pressed(100 + number, COUNT, kv_cache_dtype=dtype, **mode, **paged)
         counted = [run.counters[name] for name in ("preemptions", "swapped_pages", "evicted_pages")]
         row = [1, alarms(run, dtype), run.wrong, run.asked, *counted]
         found[dtype] = [a + b for a, b in zip(found.get(dtype, [0] * len(row)), row, strict=True)]
@@ -69,9 +70,8 @@ def main() -> None:
     given = parser.parse_args()
     sys.stdout.write(
         "# What canaries catch at a full KV pool\n\n`python -m tests.benchmarks.canary_runs`: kvbench-tiny on a CPU, "
-        "40 canaries and 10 other requests a run, about 2 s each on one quiet core. The errors: "
-        "`tests/support/kv_mutants.py`. Two pages that come back from the host in the wrong order break an answer only "
-        "if it needs what they lose, and smaller pages lose less: such an error needs several runs.\n\n"
+        f"{COUNT} canaries and {COUNT // 4} other requests a run, about 4 s each on one quiet core. The errors: "
+        "`tests/support/kv_mutants.py`.\n\n"
         "## Planted errors\n\n"
     )
     for line in mutants(given.seeds):

@@ -138,9 +138,33 @@ def test_what_breaks_a_limit_is_said_and_what_keeps_it_is_not(change, word):
     assert word in sentence
 
 
-def test_a_full_pool_is_told_by_answers_passkeys_and_events():
-    found = full_pool_figures(40, ["a", "b", "a"], [True, False], COUNTERS)
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "right_with_room", "wrong_at_full_pool", "outside"),
+    [
+        ("auto", 40, 0, 0),
+        ("auto", 40, 1, 1),
+        ("auto", 39, 0, 1),
+        ("int4_per_token_head", 30, 10, 0),  # a quarter on both sides
+        ("int4_per_token_head", 30, 30, 1),
+        ("fp8_e4m3", 40, 1, 0),
+        ("fp8_e4m3", 40, 15, 1),
+    ],
+)
+def test_one_wrong_canary_is_outside_in_full_precision_and_else_more_than_chance_explains(
+    kv_cache_dtype, right_with_room, wrong_at_full_pool, outside
+):
+    answers = [(f"canary-{index}", index >= wrong_at_full_pool) for index in range(40)]
+    pool = full_pool_figures(40, [], [True], COUNTERS, canaries=answers)
+    known = {"kv_cache_dtype": kv_cache_dtype, "canaries": {"asked": 40, "right": right_with_room}, "full_pool": pool}
+    found = outside_of(CONTROL | known, limits_of(CONTROL))
+    assert len(found) == outside and all("canaries" in each for each in found)
+
+
+def test_a_full_pool_is_told_by_answers_passkeys_canaries_and_events():
+    answers = [("k1", True), ("k1", False), ("k2", True)]
+    found = full_pool_figures(40, ["a", "b", "a"], [True, False], COUNTERS, canaries=answers)
     assert found == {
         "answers": 40, "agree": 37, "passkey_asked": 2, "passkey_right": 1, "wrong": ["a", "b"],
         "preemptions": 3, "swapped_pages": 2, "evicted_pages": 1, "forks": 4, "problems": [],
+        "canaries": {"answered": 3, "distinct": 2, "wrong": 1, "which": ["k1"]},
     }  # fmt: skip

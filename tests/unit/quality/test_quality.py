@@ -23,6 +23,7 @@ from kvbench.requests.canaries import CanarySet, read_canaries, write_canaries
 from kvbench.runs.quality import FORMAT, QUALITY, code_differences, read_quality
 from kvbench.workload.file import load_workload
 from tests.support.hf_parts import COMMON, model_folder, one_thread
+from tests.support.kv_mutants import swap_in_out_of_order
 
 VOCAB = 8192  # of the tokenizer that ships, which reads the prompts of a model without one
 
@@ -222,6 +223,18 @@ def test_canaries_of_a_trained_model_are_right_and_asked_of_every_configuration(
     assert command(workload, *words, "--output", out) == 0
     (figures,) = json.loads(out.read_text())["configurations"].values()
     assert figures["canaries"] == {"asked": len(made.canaries) + 1, "right": len(made.canaries)}
+
+
+def test_an_error_that_shows_only_at_a_full_pool_puts_a_configuration_outside(workload, tmp_path, monkeypatch):
+    model, out = passkeys.FILLER.parent, tmp_path / "out.json"
+    settings = ("-o", "sweep={preemption_mode: [swap]}", "-o", "engine.max_model_len=300")
+    with swap_in_out_of_order() as fired:
+        assert command(workload, "--profile", "cpu", *settings, "--model", model, "--output", out) == 0
+    assert fired.times
+    recompute, swap = json.loads(out.read_text())["configurations"].values()
+    assert recompute["outside"] == [] and not recompute["full_pool"]["canaries"]["wrong"]
+    assert swap["full_pool"]["canaries"]["wrong"] > 0 and any("canaries" in each for each in swap["outside"])
+    assert swap["canaries"]["asked"] == swap["canaries"]["right"] > 0
 
 
 def test_a_model_that_knows_no_answer_makes_no_canaries(folder, tmp_path, capsys):
