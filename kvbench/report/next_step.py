@@ -14,7 +14,7 @@ from kvbench.report.comparisons import baseline, differing
 from kvbench.report.decision import PAYS, UNDECIDED, Choice, choices, open_ones, wins
 from kvbench.report.limits import NOTHING, limit_of
 from kvbench.report.provenance import validity
-from kvbench.report.quality import is_quantised
+from kvbench.report.quality import is_quantised, quality_of
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 from kvbench.workload.settings import DEFAULTS, effective
 
@@ -63,11 +63,13 @@ def quality_step(run: Run, found: Sequence[Choice]) -> Iterator[NextStep]:
 
 
 def combine(run: Run, base: MeasuredCell, found: Sequence[Choice]) -> Iterator[NextStep]:
-    """Settings that pay alone may not pay together."""
+    """Settings that pay alone may not pay together; none whose answers lie outside the limits."""
     values: dict[str, MeasuredCell] = {}
     for each in found:
         changed = differing(each.cell, base)
-        if each.verdict == PAYS and len(changed) == 1 and changed != {"layout"}:
+        if quality_of(run, each.cell).outside or each.verdict != PAYS:
+            continue
+        if len(changed) == 1 and changed != {"layout"}:
             values.setdefault(next(iter(changed)), each.cell)
     together = any(
         all(effective(each.cell.settings, name) == effective(cell.settings, name) for name, cell in values.items())

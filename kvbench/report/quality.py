@@ -24,7 +24,7 @@ ANSWERS_NOTE = (
     "pool: the same prompts again while the KV is too small for them."
 )
 _NONE = Value("–")
-_MOST_REASONS = 3
+_MOST_REASONS = 2
 _FEWEST_CANARIES = 20  # all right: then fewer than 15 % are wrong, at 95 % (3 / n)
 
 
@@ -277,7 +277,7 @@ def _within(known: Mapping[str, Any]) -> Value:
     if not known:
         return Value("not measured")
     outside = known.get("outside") or ()
-    return Value("outside", 1, words.and_more(outside, _MOST_REASONS, "\n"), "worse") if outside else Value("within", 0)
+    return Value("outside", 1, words.and_more(outside, _MOST_REASONS, "; "), "worse") if outside else Value("within", 0)
 
 
 def _figures(known: Mapping[str, Any], limits: Mapping[str, float]) -> Iterator[Value]:

@@ -16,7 +16,7 @@ from kvbench.report.style import GREY, Drawing, LineStyle, finish, looks, safe
 from kvbench.runs.model import Run
 from kvbench.runs.quality import figure
 
-_LEAST_KLD = 1e-15  # nats: what is below, and 0, is drawn here: a log axis has no 0
+_LEAST_KLD = 1e-6  # nats, far below any limit: what is below, and 0, is drawn here: a log axis has no 0
 _MOST_TICKS = 6
 
 
@@ -67,7 +67,7 @@ def price_figure(
     made.add_vline(0, line_width=1, line_color=GREY, layer="below")
     decades = range(math.ceil(low), math.floor(high) + 1)
     ticks = [10.0**each for each in decades if each % max(1, math.ceil(len(decades) / _MOST_TICKS)) == 0]
-    names = [f"{tick:g}".replace("e-0", "e-") for tick in ticks]
+    names = [f"{'≤ ' * (tick <= _LEAST_KLD)}{tick:g}".replace("e-0", "e-") for tick in ticks]
     made.update_yaxes(type="log", range=[low, high], tickvals=ticks, ticktext=names, title_text="KLD, nats a token")
     made.update_xaxes(title_text="change of output tokens/s, %", nticks=7)
     finish(made, 380)

@@ -9,7 +9,7 @@ import yaml
 from kvbench.report.changes import AHEAD, OPEN, THROUGHPUT
 from kvbench.report.next_step import next_steps
 from tests.support.quality_results import measured_run as run
-from tests.support.quality_results import with_quality
+from tests.support.quality_results import outside, with_quality
 from tests.support.report_cells import cell, in_engine_time
 from tests.support.report_cells import run as run_without_quality
 
@@ -42,6 +42,9 @@ def test_settings_that_pay_alone_are_to_be_measured_together() -> None:
     assert yaml.safe_load(words[4].removeprefix("sweep=")) == {
         "page_size": [16, 8], "enable_prefix_caching": [False, True],
     }  # fmt: skip
+    fast = cell(kv_cache_dtype="int4_per_token_head", throughput=(160.0, 161.0, 162.0))
+    unsafe = with_quality(run(*alone, fast, command=COMMAND), {fast.config_id: outside()})
+    assert not any("int4" in step.command for step in next_steps(unsafe) if "together" in step.why)
     both = cell(page_size=8, enable_prefix_caching=True)
     assert not any("together" in step.why for step in next_steps(run(*alone, both, command=COMMAND)))
 
