@@ -47,6 +47,8 @@ def canaries(model: str, output: Path, passkeys: int, copies: int, seed: int, dt
     from kvbench.requests.canaries import write_canaries
 
     console = Console()
+    if not passkeys + copies:
+        raise UsageError("0 passkeys and 0 copies are no canaries: ask for at least one")
     try:
         config = EngineConfig(model=model, layout="contiguous", dtype=dtype, device=device)
         if uses_random_weights(find_model(model), "auto"):

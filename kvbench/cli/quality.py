@@ -165,7 +165,7 @@ def _of_run(folder: Path) -> tuple[Workload, tuple[str, ...]]:
     if backend != "kvbench" or manifest.get("target"):
         raise UsageError(
             f"{folder} was measured on {manifest.get('target') or backend}, and only the built-in engine is measured "
-            "here: remove kld and quality from the policy of this run"
+            "here: `kvbench quality --url` asks its server; take kld and quality out of the policy of this run"
         )
     if different := code_differences(git_state(), versions(), manifest):  # before the minutes that it takes
         say(f"warning: {'; '.join(different)}: `kvbench gate` takes these figures only with --force")
@@ -194,7 +194,7 @@ def _table(result: QualityResult) -> Table:
     from kvbench.common.console import make_table
 
     heads = (
-        "configuration", "KLD mean", "KLD p99", "RMS Δp", "perplexity", "equal answers", "passkeys", "full pool",
+        "configuration", "KLD mean", "KLD p99", "RMS Δp", "perplexity", "equal answers", "passkeys", "equal, full pool",
         "canaries", "limits",
     )  # fmt: skip
     rows = [("control (A/A)", *_cells(result.control), "")]

@@ -63,4 +63,8 @@ def _beside_offline(run: Run, cell: MeasuredCell, quality: QualityResult | None,
 
 
 def _unknown(run: Run, known: object, doubt: str | None) -> str:
-    return doubt if known and doubt else f"not measured: run `kvbench quality {run.folder}`"
+    if known and doubt:
+        return doubt
+    if not run.is_built_in:
+        return "not known of another engine: `kvbench quality --url` asks its server while it is idle"
+    return f"not measured: run `kvbench quality {run.folder}`"

@@ -70,7 +70,7 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
     else:
         how = "broken" if outcome == FAIL else "could not be judged"
         sentence = f"{len(wrong)} of {limits} of {run.workload} {how}: {wrong[0].sentence}"
-    if quality is not None:
+    if quality is not None and quality.note:
         notes.append(quality.note)
     notes += run.repeat_notes
     judged = " ".join(finding.id for finding in findings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,11 +158,14 @@ def full_pool_figures(
     counters: Mapping[str, float],
     problems: Sequence[str] = (),
     canaries: Sequence[tuple[str, bool]] = (),
+    wrong_with_room: Collection[str] = (),
 ) -> dict[str, Any]:
     """``asked``: answers that are known; ``wrong``: names of those that differ; ``passkeys``: which are right.
 
-    ``problems``: what does not add up in the pool. ``canaries``: of each answer its canary and whether it is right.
+    ``problems``: what does not add up in the pool. ``canaries``: of each answer its canary and whether it is right;
+    ``wrong_with_room``: those that are answered wrongly on an idle engine.
     """
+    names = {name for name, _ in canaries}
     events = ("preemptions", "swapped_pages", "evicted_pages", "forks")
     return {
         "answers": asked,
@@ -174,8 +177,9 @@ def full_pool_figures(
         "problems": list(problems)[:_MOST_NAMED],
         "canaries": {
             "answered": len(canaries),
-            "distinct": len({name for name, _ in canaries}),
+            "distinct": len(names),
             "wrong": sum(not right for _, right in canaries),
             "which": list(dict.fromkeys(name for name, right in canaries if not right))[:_MOST_NAMED],
+            "wrong_with_room": len(names & set(wrong_with_room)),
         },
     }

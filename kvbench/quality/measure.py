@@ -20,7 +20,7 @@ from kvbench.load.launch import make_requests
 from kvbench.quality.figures import Measured, figures, full_pool_figures
 from kvbench.quality.passkeys import FILLER, make_passkeys
 from kvbench.quality.prompts import FOLDER, SETS, Prompt, in_tokens, read_set
-from kvbench.requests.canaries import SHIPPED, Canary, as_request, read_canaries
+from kvbench.requests.canaries import SHIPPED, Canary, as_request, canaries_of, read_canaries
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.quality import QualityResult, limits_of, outside_of
 from kvbench.workload.design import Configuration
@@ -84,10 +84,14 @@ class Material:
     def longest(self) -> int:
         return max(each.longest for each in self.everything)
 
+    def wrong_canaries(self, answers: Answers) -> set[str]:
+        return {each.canary_id for each in self.canaries if answers[each.canary_id][0] != tuple(each.answer_token_ids)}
+
     def right_canaries(self, answers: Answers) -> dict[str, Any]:
         """The figure ``canaries``; none without a canary."""
-        right = sum(answers[each.canary_id][0] == tuple(each.answer_token_ids) for each in self.canaries)
-        return {"canaries": {"asked": len(self.canaries), "right": right}} if self.canaries else {}
+        asked = len(self.canaries)
+        right = asked - len(self.wrong_canaries(answers))
+        return {"canaries": {"asked": asked, "right": right}} if asked else {}
 
     def facts(self, loaded: LoadedModel) -> dict[str, Any]:
         """What was asked of which model, for quality.json."""
@@ -259,7 +263,8 @@ class _Group:
             self.say(f"{names[0]}: answers")
             with _named(names[0]):
                 answers = self.answers_of(config)
-                known = self.figures_of(config, forced[_forced_key(config)], answers) | self.full_pool_of(config)
+                known = self.figures_of(config, forced[_forced_key(config)], answers)
+                known |= self.full_pool_of(config, self.material.wrong_canaries(answers))
             known |= self.material.right_canaries(answers)
             known["outside"] = outside_of(known, limits)
             measured |= dict.fromkeys(names, known)
@@ -286,9 +291,9 @@ class _Group:
         keys, decode = self.material.passkeys, self.tokenizer.decode
         return known | figures(self.material.forced, keys, measured, baseline, decode, config.page_size)
 
-    def full_pool_of(self, config: EngineConfig) -> dict[str, Any]:
+    def full_pool_of(self, config: EngineConfig, wrong_with_room: set[str]) -> dict[str, Any]:
         """The answers while the pool is too small, beside the baseline's with room."""
-        from kvbench.quality.pressure import PAGES, run_canaries
+        from kvbench.quality.pressure import ACCOUNTS, run_canaries
 
         requests = _pressed_requests(self.material, self.answers_of(self.base))
         slots, at_once = _small_pool(config, requests), min(config.max_num_seqs, _ROWS)
@@ -307,9 +312,10 @@ class _Group:
                 wrong.append(prompt.prompt_id)
             if prompt.depth is not None:
                 right.append(prompt.is_right(self.tokenizer.decode(answer.token_ids)))
-        problems = [f"{each.got}, expected {each.expected}" for each in run.findings if each.check == PAGES]
+        problems = [f"{each.got}, expected {each.expected}" for each in run.findings if each.check in ACCOUNTS]
         asked = len(run.answers) - len(canaries)
-        return {"full_pool": full_pool_figures(asked, wrong, right, run.counters, problems, canaries)}
+        found = full_pool_figures(asked, wrong, right, run.counters, problems, canaries, wrong_with_room)
+        return {"full_pool": found}
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -438,7 +444,9 @@ def gather(context: int, loaded: LoadedModel, tokenizer: ServerTokenizer, worklo
     if not fitting:
         raise UsageError(f"no prompt fits {context} tokens of prompt and answer: raise max_model_len")
     passkeys = make_passkeys(encode, encode(FILLER.read_text(encoding="utf-8")), context, begin)
-    return Material(fitting, tuple(passkeys), _canaries(loaded, context), len(prompts) - len(fitting))
+    if not passkeys:
+        raise UsageError(f"no passkey fits {context} tokens of prompt and answer: raise max_model_len")
+    return Material(fitting, tuple(passkeys), _canaries(loaded, context, workload), len(prompts) - len(fitting))
 
 
 def _workload_prompts(workload: Workload, loaded: LoadedModel, context: int) -> list[Prompt]:
@@ -459,10 +467,12 @@ def _workload_prompts(workload: Workload, loaded: LoadedModel, context: int) -> 
     return found
 
 
-def _canaries(loaded: LoadedModel, context: int) -> tuple[Canary, ...]:
-    """Those of exactly these weights that ship with kvbench and fit."""
+def _canaries(loaded: LoadedModel, context: int, workload: Workload | None) -> tuple[Canary, ...]:
+    """Those of exactly these weights that fit: of the workload's load, else those that ship with kvbench."""
     path = SHIPPED / f"{loaded.info.name}.jsonl"
-    found = read_canaries(path) if path.is_file() else None
+    found = canaries_of(workload.load, loaded.info.name) if workload is not None else None
+    if found is None and path.is_file():
+        found = read_canaries(path)
     known = found is not None and loaded.info.weights_fingerprint in found.weights_fingerprints
     return found.that_fit(context) if found and known else ()
 

@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from engine.scheduling.step_plan import StepHandle, StepPlan
     from engine.sequence import Drawn, TokenOutput
 
-PASSKEY, COPY, ANSWER, FORKS, REPEAT, PAGES = "passkey", "copy", "answer", "forks", "repeat", "pages"
-CHECKS = (PASSKEY, COPY, ANSWER, FORKS, REPEAT, PAGES)
+PASSKEY, COPY, ANSWER, FORKS, REPEAT = "passkey", "copy", "answer", "forks", "repeat"
+ACCOUNTS = LOST, PAGES = "lost", "pages"  # what an engine owes whatever its KV dtype is
+CHECKS = (PASSKEY, COPY, ANSWER, FORKS, REPEAT, *ACCOUNTS)
 """passkey, copy: the answer of such a canary is known, and is another one. answer: the same of other prompts.
 
 forks: the answers of one such request, forks of its prompt, differ. repeat: such a prompt that came before was answered
-differently. pages: the pool's figures do not add up, or an idle engine owns something.
+differently. lost: an answer did not come, or has too few tokens. pages: the pool's figures do not add up, or an idle
+engine owns something.
 """
 _FORKED_EVERY = 3  # one of so many requests is asked for two answers
 _GROUP = 3
@@ -214,12 +216,14 @@ class _Driver:
         self._answers: dict[tuple[int, int], Answer] = {}
         self._pages: list[Finding] = []
         self._waiting_steps, self._peak, self._left = 0, 0.0, 0
+        self._sent: list[int] = []
         engine.on_step = self._note_step
 
     def send(self, index: int, priority: int) -> None:
         from engine.sequence import Request, SamplingParams
 
         each = self._requests[index]
+        self._sent.append(index)
         assert each.prompt_token_ids is not None
         params = SamplingParams(max_tokens=each.max_tokens, temperature=0.0, ignore_eos=True, **each.answers)
         self.engine.add_request(Request(str(index), each.prompt_token_ids, params, priority=priority))
@@ -260,11 +264,30 @@ class _Driver:
     def _add_pages(self, expected: str, got: str) -> None:
         self._pages.append(Finding(PAGES, self.seed, Place(self.step, (), 0, 0), expected=expected, got=got))
 
+    def _lost(self) -> Iterator[Finding]:
+        for index in self._sent:
+            request = self._requests[index]
+            for number in range(request.n):
+                answer = self._answers.get((index, number))
+                came = len(answer.token_ids) if answer else 0
+                if came < request.max_tokens:
+                    yield Finding(
+                        LOST,
+                        self.seed,
+                        Place(self.step, (), 0, 0),
+                        request.canary or str(index),
+                        index,
+                        number,
+                        came,
+                        f"{request.max_tokens} tokens",
+                        f"{came} of answer {number} to request {index}",
+                    )
+
     def result(self) -> CanaryRun:
         stats, counted = self.engine.stats(), self.engine.stats().counters
         answers = tuple(self._answers.values())
         wrong = list(wrong_answers(self._requests, answers, self.seed))
-        found = [*wrong, *unequal_answers(self._requests, answers, self.seed), *self._pages]
+        found = [*wrong, *unequal_answers(self._requests, answers, self.seed), *self._lost(), *self._pages]
         return CanaryRun(
             self.seed,
             answers,

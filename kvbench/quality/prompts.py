@@ -73,7 +73,8 @@ class Prompt:
 
     def is_right(self, text: str) -> bool:
         """Whether ``text``, the last answer, is the right one."""
-        return self.answer is not None and text.strip().startswith(self.answer)
+        told = text.strip()
+        return self.answer is not None and told.startswith(self.answer) and not told[len(self.answer) :][:1].isdigit()
 
 
 def read_set(path: Path) -> list[PromptText]:

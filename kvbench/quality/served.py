@@ -128,6 +128,19 @@ def manner_of(served: Served, ids: Sequence[int], text: str) -> Manner:
     )
 
 
+def _check_weights(served: Served, reference: _Reference) -> None:
+    """Raises UsageError where the server tells another set of weights; only the built-in one tells any."""
+    answer = served.http.call("GET", "/server_info")
+    told = answer.json() if answer.status == 200 else None
+    model = told.get("model") if isinstance(told, dict) else None
+    there = model.get("weights_fingerprint") if isinstance(model, dict) else None
+    if there and there not in reference.loaded.fingerprints():
+        raise UsageError(
+            f"{served.http.base_url} serves {model.get('name')} with the weights {there[:12]}, and --model is "
+            f"{reference.loaded.info.name} with other ones: name the model that is served"
+        )
+
+
 _ECHO = {"echo": True, "logprobs": 1}
 
 
@@ -303,6 +316,7 @@ def _measure(served: Served, model: str, max_model_len: int | None, page_size: i
     began = time.monotonic()
     torch.set_num_threads(measure.cpus())
     reference = _Reference(model, served, max_model_len)
+    _check_weights(served, reference)
     probe = reference.tokenizer.encode(_PROBE)
     try:
         manner = manner_of(served, probe, _PROBE)

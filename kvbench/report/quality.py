@@ -35,8 +35,8 @@ class Quality:
     ``figures``: as quality.json has them; empty where it was not measured.
     ``model``: which one answered, where it is not the run's own.
     ``doubt``: why the figures do not count for this run, such as "random weights"; empty where they do.
-    ``canaries``: how many were answered under its loads, if these are enough, all right, and its KV is in full
-    precision.
+    ``canaries``: how many different ones were answered under a load, if these are enough, all right, and its KV is in
+    full precision.
     ``wrong``: a sentence for each load under which more were answered wrongly than its KV dtype explains.
     """
 
@@ -101,7 +101,7 @@ def quality_of(run: Run, cell: MeasuredCell) -> Quality:
     known = result.configurations.get(cell.config_id) if result else None
     if result is None or not known:
         counted = [each.canaries for each in loads if each.canaries and not is_quantised(cell)]
-        right = 0 if any(each["wrong"] for each in counted) else sum(each["answered"] for each in counted)
+        right = 0 if any(each["wrong"] for each in counted) else max((each["distinct"] for each in counted), default=0)
         return Quality(canaries=right if right >= _FEWEST_CANARIES else 0, wrong=wrong)
     doubt = "random weights" if result.random_weights else ""
     doubt = doubt or ("other code or weights" if result.differs_from(run.manifest) else "")
@@ -285,6 +285,7 @@ def _figures(known: Mapping[str, Any], limits: Mapping[str, float]) -> Iterator[
     for key, *_, value in _COLUMNS:
         found, limit = value(known), limits.get(key)
         beyond = limit is not None and isinstance(found.sort, float) and is_beyond(key, found.sort, limit)
+        beyond |= key == "full_pool" and any("full pool" in each for each in known.get("outside") or ())
         yield Value(found.text, found.sort, found.note, "worse") if beyond else found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,8 +61,9 @@ class QualityResult:
         {of, asked, right}, ``of`` a text such as "0 to 20 %", "257 to 512", "3" (prompt length mod page size)
     full_pool: {answers, agree, passkey_asked, passkey_right, wrong, preemptions, swapped_pages, evicted_pages,
         forks, problems, canaries}: the same prompts again while the pool is too small; ``wrong``: names of the first
-        wrong answers; ``problems``: what does not add up in the pool; ``canaries``: {answered, distinct, wrong, which},
-        of answers to the canary file's, which come on top of the prompts; ``which``: names of the first wrong ones
+        wrong answers; ``problems``: what does not add up in the pool; ``canaries``: {answered, distinct, wrong, which,
+        wrong_with_room}, of answers to the canary file's, which come on top of the prompts; ``which``: names of the
+        first wrong ones; ``wrong_with_room``: how many of the distinct ones are wrong on an idle engine
     canaries: {asked, right}: of the model's canary file, alone on an idle engine; absent without one
     sets: name of a prompt set -> {prompts, positions, mean, p99, same_argmax, perplexity_change, greedy}
     outside: sentences, one for each limit that it breaks; empty within all
@@ -118,15 +120,19 @@ def is_beyond(name: str, value: float, limit: float) -> bool:
 
 
 def outside_of(figures: Mapping[str, Any], limits: Mapping[str, float]) -> list[str]:
-    """A sentence for each limit that the figures of a configuration break."""
+    """A sentence for each limit that the figures of a configuration break, or cannot be held to."""
     found = []
     for name, limit in limits.items():
+        what, unit = _NAMES[name]
+        measured = figure(figures, name)
+        if measured is None or not (math.isfinite(measured) and math.isfinite(limit)):
+            found.append(f"its {what} or the control's is not a number")
+            continue
         at_full_pool = figures.get("full_pool") or {}
         right, asked = (at_full_pool.get(key) for key in _AT_FULL_POOL.get(name, ("", "")))
         pool = right / asked if asked else None
-        for value, where in ((figure(figures, name), ""), (pool, " at a full pool")):
+        for value, where in ((measured, ""), (pool, " at a full pool")):
             if value is not None and is_beyond(name, value, limit):
-                what, unit = _NAMES[name]
                 value, bound = (
                     f"{100 * each:.3g} %" if unit == "%" else f"{each:.3g} {unit}" for each in (value, limit)
                 )
@@ -137,18 +143,21 @@ def outside_of(figures: Mapping[str, Any], limits: Mapping[str, float]) -> list[
 
 
 def _wrong_canaries(figures: Mapping[str, Any]) -> Iterator[str]:
-    """In full precision one is an error; a quantised KV may answer as many wrongly at a full pool as with room."""
-    alone = figures.get("canaries") or {"asked": 0, "right": 0}
-    full = (figures.get("full_pool") or {}).get("canaries") or {"answered": 0, "distinct": 0, "wrong": 0}
-    off, wrong = alone["asked"] - alone["right"], full["wrong"]
-    exact = figures.get("kv_cache_dtype") == "auto"
-    if exact and off:
-        yield f"{off} of {alone['asked']} canaries are answered wrongly, and none may be in full precision"
-    chance = chance_of_so_many(wrong, full["answered"], full["distinct"], off, alone["asked"])
-    if wrong and (exact or chance < ALPHA):
-        why = "none may be in full precision" if exact else f"with room {off} of {alone['asked']} (p = {chance:.2g})"
+    """In full precision one is an error; a quantised KV may answer as many wrongly at a full pool as with room.
+
+    A server whose KV dtype nobody told counts as one in full precision.
+    """
+    exact = figures.get("kv_cache_dtype", "auto") == "auto"
+    alone, full = figures.get("canaries"), (figures.get("full_pool") or {}).get("canaries")
+    if exact and alone and (off := alone["asked"] - alone["right"]):
+        yield f"{off} of its {alone['asked']} canaries are answered wrongly, and none may be in full precision"
+    if full and (wrong := full["wrong"]):
+        off, distinct = full["wrong_with_room"], full["distinct"]
+        chance = chance_of_so_many(wrong, full["answered"], distinct, off, distinct)
+        why = "none may be in full precision" if exact else f"with room {off} of {distinct} are (p = {chance:.2g})"
         names = and_more(full["which"], 3)
-        yield f"{wrong} of {full['answered']} canaries are answered wrongly at a full pool ({names}), and {why}"
+        if exact or chance < ALPHA:
+            yield f"{wrong} of its {full['answered']} canaries are answered wrongly at a full pool ({names}), and {why}"
 
 
 def code_differences(git: Mapping[str, Any], versions: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:

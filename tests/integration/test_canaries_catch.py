@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.config import KV_CACHE_DTYPES
+from engine.engine import Engine
 from engine.kv.page_pool import PagePool
-from kvbench.quality.pressure import COPY, FORKS, PAGES, PASSKEY, REPEAT
+from engine.sequence import TokenOutput
+from kvbench.quality.pressure import COPY, FORKS, LOST, PAGES, PASSKEY, REPEAT
 from tests.support.kv_mutants import MUTANTS
 from tests.support.pressed import alarms, pressed
 
@@ -57,6 +59,19 @@ def test_a_page_that_is_never_given_back_is_told_though_every_answer_is_right(mo
     run = pressed(SEED, count=4, longest=300)
     assert kept and run.caught_by == (PAGES,) and not run.wrong
     assert alarms(run, "auto") and alarms(run, "fp8_e4m3")
+
+
+def test_an_answer_that_does_not_come_is_told(monkeypatch):
+    step = Engine.step
+    lost = {("3", 0), ("0", 1)}  # an answer, and a fork's
+
+    def forgetful(engine: Engine) -> list[TokenOutput]:
+        return [each for each in step(engine) if (each.request_id, each.index) not in lost]
+
+    monkeypatch.setattr(Engine, "step", forgetful)
+    run = pressed(SEED, count=6, longest=300)
+    assert {(str(each.request), each.answer) for each in run.findings if each.check == LOST} == lost
+    assert not run.wrong and alarms(run, "auto") and alarms(run, "int4_per_token_head")
 
 
 def test_a_wrong_answer_comes_with_what_replays_it():

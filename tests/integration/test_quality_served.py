@@ -106,9 +106,17 @@ def test_a_server_of_other_weights_is_outside(tokenizer, tmp_path):
     with builtin(tokenizer, other) as server:
         result = measured(server.base_url, tmp_path)
     (figures,) = result["configurations"].values()
-    assert len(figures["outside"]) == 2  # equal answers and passkeys
+    assert len(figures["outside"]) == 3  # equal answers, passkeys and canaries
     assert figures["greedy"]["agree"] <= 1 and figures["greedy"]["first_divergence"] < 4
     assert figures["canaries"]["right"] == 0 and result["control"]["greedy"]["agree"] == 6
+
+
+def test_a_server_that_tells_another_set_of_weights_is_refused_before_it_is_asked(tokenizer, tmp_path, capsys):
+    model = loaded(MODEL)
+    other = dataclasses.replace(model, info=dataclasses.replace(model.info, weights_fingerprint="0123456789abcdef"))
+    with builtin(tokenizer, other) as server:
+        assert command("--url", server.base_url, "--output", tmp_path / "quality.json") == 2
+    assert "0123456789ab" in capsys.readouterr().err and not (tmp_path / "quality.json").exists()
 
 
 class Scripted:

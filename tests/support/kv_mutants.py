@@ -200,8 +200,8 @@ def hash_collision_served() -> Iterator[Fired]:
 def swap_in_out_of_order() -> Iterator[Fired]:
     """A whole page and a partly filled one that come back from the host in a step change places.
 
-    Two whole pages of one sequence may change places without harm: keys carry their positions, and attention over all of
-    them does not depend on their order. 102 such changes in 5 runs of 120 canaries changed no answer.
+    Two whole pages of one sequence may change places without harm: keys carry their positions, and attention over all
+    of them does not depend on their order. 102 such changes in 5 runs of 120 canaries changed no answer.
     """
     fired = Fired()
 

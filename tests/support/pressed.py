@@ -11,7 +11,7 @@ import torch
 from engine.config import EngineConfig
 from engine.model.loader import LoadedModel, load_model
 from kvbench.metrics.canaries import ALPHA, chance_of_so_many
-from kvbench.quality.pressure import PAGES, CanaryRun, pressed_requests, run_alone, run_canaries
+from kvbench.quality.pressure import ACCOUNTS, CanaryRun, pressed_requests, run_alone, run_canaries
 from kvbench.requests.canaries import Canary, as_request, read_canaries
 from tests.support.loads import ROOT
 
@@ -62,7 +62,7 @@ def alarms(run: CanaryRun, kv_cache_dtype: str) -> bool:
 
     Its own canaries are asked alone as well, so that both sides had the same questions.
     """
-    if kv_cache_dtype == "auto" or PAGES in run.caught_by:
+    if kv_cache_dtype == "auto" or set(ACCOUNTS) & set(run.caught_by):
         return bool(run.findings)
     wrong, asked = offline(kv_cache_dtype, run.canaries)
     return chance_of_so_many(run.wrong, run.asked, len(run.canaries), wrong, asked) < ALPHA

@@ -154,17 +154,26 @@ def test_one_wrong_canary_is_outside_in_full_precision_and_else_more_than_chance
     kv_cache_dtype, right_with_room, wrong_at_full_pool, outside
 ):
     answers = [(f"canary-{index}", index >= wrong_at_full_pool) for index in range(40)]
-    pool = full_pool_figures(40, [], [True], COUNTERS, canaries=answers)
+    off = [f"canary-{index}" for index in range(right_with_room, 40)]
+    pool = full_pool_figures(40, [], [True], COUNTERS, canaries=answers, wrong_with_room=off)
     known = {"kv_cache_dtype": kv_cache_dtype, "canaries": {"asked": 40, "right": right_with_room}, "full_pool": pool}
     found = outside_of(CONTROL | known, limits_of(CONTROL))
     assert len(found) == outside and all("canaries" in each for each in found)
 
 
+@pytest.mark.parametrize("name", ["mean", "p99", "rms_dp", "perplexity_change"])
+def test_what_is_no_number_is_outside(name):
+    limits = limits_of(CONTROL)
+    for value in (float("nan"), None):
+        assert len(outside_of(CONTROL | {name: value}, limits)) == 1
+    assert len(outside_of(CONTROL, limits | {name: float("nan")})) == 1
+
+
 def test_a_full_pool_is_told_by_answers_passkeys_canaries_and_events():
     answers = [("k1", True), ("k1", False), ("k2", True)]
-    found = full_pool_figures(40, ["a", "b", "a"], [True, False], COUNTERS, canaries=answers)
+    found = full_pool_figures(40, ["a", "b", "a"], [True, False], COUNTERS, (), answers, ["k1", "k3"])
     assert found == {
         "answers": 40, "agree": 37, "passkey_asked": 2, "passkey_right": 1, "wrong": ["a", "b"],
         "preemptions": 3, "swapped_pages": 2, "evicted_pages": 1, "forks": 4, "problems": [],
-        "canaries": {"answered": 3, "distinct": 2, "wrong": 1, "which": ["k1"]},
+        "canaries": {"answered": 3, "distinct": 2, "wrong": 1, "which": ["k1"], "wrong_with_room": 1},
     }  # fmt: skip

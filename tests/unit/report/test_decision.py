@@ -130,13 +130,16 @@ def test_the_price_of_a_quantised_kv_is_in_the_sentence() -> None:
 
 
 def test_canaries_under_load_speak_for_full_precision_alone() -> None:
-    def sent(wrong: int, answered: int = 40, **how: Any) -> MeasuredCell:
-        return replace(cell(throughput=FAST, **how), canaries={"sent": 40, "answered": answered, "wrong": wrong})
+    def sent(wrong: int, answered: int = 40, distinct: int = 40, **how: Any) -> MeasuredCell:
+        counts = {"sent": 40, "answered": answered, "wrong": wrong, "distinct": min(answered, distinct)}
+        return replace(cell(throughput=FAST, **how), canaries=counts)
 
     assert headline(run_without_quality(cell(), sent(0, page_size=8))).startswith("Ship page 8")
     assert headline(run_without_quality(cell(), sent(1, page_size=8))).startswith("Measure quality")
     assert headline(run_without_quality(cell(), sent(0, **FP8))).startswith("Measure quality")
     assert headline(run_without_quality(cell(), sent(0, 9, page_size=8))).startswith("Measure quality")  # too few
+    one = run_without_quality(cell(), sent(0, distinct=1, page_size=8))  # the same one 40 times
+    assert headline(one).startswith("Measure quality")
     low = replace(sent(1, page_size=8), load=cell(load=3).load)  # of the same configuration
     assert headline(run_without_quality(cell(), sent(0, page_size=8), low)).startswith("Measure quality")
 
