@@ -61,8 +61,8 @@ def quality(
     A workload with random weights (load_format: dummy) is measured with kvbench-tiny, a small trained model: its
     configurations with that model's answers.
 
-    It takes 10 to 15 s for each configuration with kvbench-tiny on 2 cores. Measure with the commit and the versions
-    that the run was measured with: `kvbench gate` takes others only with --force.
+    It takes half a minute and 10 to 15 s for each configuration with kvbench-tiny on 2 cores. Measure with the
+    commit and the versions that the run was measured with: `kvbench gate` takes others only with --force.
 
     With --url, an OpenAI-compatible server that serves --model's folder (default: kvbench-tiny) is compared with
     the built-in engine's contiguous KV in this process: equal greedy answers, passkeys, canaries, and where the

@@ -291,7 +291,7 @@ def _hold(
         outcome=FAIL if broken else PASS,
         sentence=f"{about}: {which}{quantity(judged, unit)}, {'but the' if broken else 'the'} limit is {bounds}",
         metric=limit.what,
-        unit=None if unit == "share" else unit or None,
+        unit=unit or None,
         higher_is_better=None if len(ends) == 2 else "min" in ends,
         candidate=judged,
         figures=ends,

@@ -89,7 +89,8 @@ def test_another_engine_is_asked_for_canaries() -> None:
     how = {"command": COMMAND, "backend": "vllm", "target": "vllm"}
     said = recommend(run_without_quality(cell(), cell(page_size=8, throughput=FAST), **how))
     assert said.changed == {} and "load.canaries=" in said.unmeasured[0].command
-    right = replace(cell(page_size=8, throughput=FAST), canaries={"sent": 40, "answered": 40, "wrong": 0})
+    counts = {"sent": 40, "answered": 40, "wrong": 0, "distinct": 40}
+    right = replace(cell(page_size=8, throughput=FAST), canaries=counts)
     assert recommend(run_without_quality(cell(), right, **how)).changed == {"page_size": 16}
 
 
