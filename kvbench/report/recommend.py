@@ -75,7 +75,8 @@ class Recommendation:
     ``verdict``: the report's first sentence
     ``configuration``: its name; empty where there is none, since no load or no baseline was measured
     ``in_doubt``: why its own measurement does not count; empty where it does
-    ``settings``: its ``engine:`` section; ``changed``: those that differ from the baseline -> the baseline's value
+    ``settings``: its ``engine:`` section, empty if its answers lie outside the limits
+    ``changed``: those that differ from the baseline -> the baseline's value
     ``flags``: of the command of another engine; empty for the built-in one
     ``baseline``: what the evidence is against, and in which clock
     ``effects``: of the configuration, a row a metric and load
@@ -123,13 +124,14 @@ def recommend(run: Run) -> Recommendation:
     best = next(iter(safe_ones(run, wins(found))), None)
     chosen = best.cell if best else base
     alone = _alone(run, found, best)
+    outside = bool(quality_of(run, chosen).outside)  # of a baseline: nothing to paste then
     return replace(
         said,
         configuration=chosen.marked_name,
         in_doubt=chosen.doubt or "",
-        settings=_engine_section(chosen),
+        settings={} if outside else _engine_section(chosen),
         changed={name: effective(base.settings, name) for name in sorted(differing(chosen, base))},
-        flags=_flags(run, chosen),
+        flags="" if outside else _flags(run, chosen),
         baseline=f"{base.name}, {answers_clock(run)} unless it says another",
         effects=tuple(_effects(run, chosen)),
         evidence=(*_evidence(run, found, best), *_by_load(run, best)),

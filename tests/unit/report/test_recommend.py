@@ -104,6 +104,13 @@ def test_the_quality_of_what_is_recommended_is_told_with_the_model_that_answered
     assert all(part in said.answers for part in ("KLD 0.0009", "+0.2 %", "98 %", "kvbench-tiny"))
 
 
+def test_a_baseline_outside_the_limits_has_no_settings_to_take() -> None:
+    base = cell()
+    said = recommend(with_quality(run(base, cell(page_size=8)), {base.config_id: outside()}))
+    assert not said.settings and not said.flags and not said.quality["safe"]
+    assert "All settings" not in text(said) and recommend(run(base, cell(page_size=8))).settings
+
+
 def test_what_is_outside_the_limits_is_rejected_with_its_reason() -> None:
     other = cell(throughput=FASTER, **FP8)
     for page in (cell(page_size=8, throughput=FAST), cell(page_size=8)):  # beside a best, and without one
@@ -151,7 +158,9 @@ def test_no_recommendation_loses_anywhere_or_is_of_doubtful_quality(measured: Ru
     said, load = recommend(measured), decided_load(measured)
     assert load is not None
     chosen = measured.cell(said.configuration, load)
-    assert chosen is not None and said.settings == chosen.settings
+    assert chosen is not None
+    known = measured.quality.configurations.get(chosen.config_id, {}) if measured.quality else {}
+    assert said.settings == ({} if known.get("outside") else chosen.settings)  # of a baseline outside, none
     if not chosen.is_baseline:
         assert choice(measured, chosen, baseline(measured, load)).verdict in (PAYS, FASTER_P95)
         everywhere = [one for one in measured.cells if one.name == chosen.name]
