@@ -216,14 +216,12 @@ class _Driver:
         self._answers: dict[tuple[int, int], Answer] = {}
         self._pages: list[Finding] = []
         self._waiting_steps, self._peak, self._left = 0, 0.0, 0
-        self._sent: list[int] = []
         engine.on_step = self._note_step
 
     def send(self, index: int, priority: int) -> None:
         from engine.sequence import Request, SamplingParams
 
         each = self._requests[index]
-        self._sent.append(index)
         assert each.prompt_token_ids is not None
         params = SamplingParams(max_tokens=each.max_tokens, temperature=0.0, ignore_eos=True, **each.answers)
         self.engine.add_request(Request(str(index), each.prompt_token_ids, params, priority=priority))
@@ -265,8 +263,7 @@ class _Driver:
         self._pages.append(Finding(PAGES, self.seed, Place(self.step, (), 0, 0), expected=expected, got=got))
 
     def _lost(self) -> Iterator[Finding]:
-        for index in self._sent:
-            request = self._requests[index]
+        for index, request in enumerate(self._requests):
             for number in range(request.n):
                 answer = self._answers.get((index, number))
                 came = len(answer.token_ids) if answer else 0

@@ -66,10 +66,8 @@ def combine(run: Run, base: MeasuredCell, found: Sequence[Choice]) -> Iterator[N
     """Settings that pay alone may not pay together; none whose answers lie outside the limits."""
     values: dict[str, MeasuredCell] = {}
     for each in found:
-        changed = differing(each.cell, base)
-        if quality_of(run, each.cell).outside or each.verdict != PAYS:
-            continue
-        if len(changed) == 1 and changed != {"layout"}:
+        changed, outside = differing(each.cell, base), quality_of(run, each.cell).outside
+        if each.verdict == PAYS and not outside and len(changed) == 1 and changed != {"layout"}:
             values.setdefault(next(iter(changed)), each.cell)
     together = any(
         all(effective(each.cell.settings, name) == effective(cell.settings, name) for name, cell in values.items())
