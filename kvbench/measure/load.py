@@ -353,8 +353,9 @@ def collect_metrics(
 
 
 def _during(outcome: Mapping[str, Any], metrics: Mapping[str, Any], poller: MetricsPoller) -> list[MetricsSample]:
-    """The readings of /metrics while the load ran."""
-    start = float(outcome["zero_perf_counter"])  # of a process on this machine, where all share this clock
+    """The readings of /metrics from the first request's start to the last one's end."""
+    zero = float(outcome["zero_perf_counter"])  # of a process on this machine, where all share this clock
+    start = zero + float(metrics.get("first_request_s") or 0.0)
     duration = float(metrics.get("duration_s") or outcome.get("duration_s") or 0.0)
     return [s for s in poller.samples if 0.0 <= s.at - start <= duration]
 

@@ -354,6 +354,7 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
         "refused_by_server": int(_refused(failed).sum()),
         "first_failure": _first_failure(failed),
         "incomplete": bool(load.get("incomplete", False)),
+        "first_request_s": begin,
         "duration_s": duration,
         **_bounds(steady.window),
         "steady_note": steady.why,
