@@ -182,17 +182,17 @@ class Engine:
 
     def _launch(self) -> bool:
         """Plan and launch a step; False if there is nothing to do."""
-        started = time.perf_counter()
+        started = self._clock()
         plan = self.scheduler.schedule()
         planned = bool(plan.scheduled or plan.moves or plan.preempted)
         if planned:
             self._in_flight.append(_Step(plan, self._counters.count(plan)))
-        self._counters.phases["schedule"] += time.perf_counter() - started
+        self._counters.phases["schedule"] += self._clock() - started
         if plan.scheduled or plan.moves:
             self._in_flight[-1].handle = self.executor.launch(plan)
-            started = time.perf_counter()
+            started = self._clock()
             self._commit(self._in_flight[-1])
-            self._counters.phases["output"] += time.perf_counter() - started
+            self._counters.phases["output"] += self._clock() - started
         return planned
 
     def _commit(self, step: _Step) -> None:
@@ -213,7 +213,7 @@ class Engine:
     def _read(self, step: _Step) -> list[TokenOutput]:
         """Wait for the tokens of the oldest step, append them to their sequences, and count them."""
         drawn = step.handle.tokens() if step.handle is not None else []
-        started = time.perf_counter()
+        started = self._clock()
         outputs: list[TokenOutput] = []
         generated, finished = 0, Status.FINISHED
         self._step_read = step.work.step
@@ -226,7 +226,7 @@ class Engine:
         self._counters.add_memory(kv)
         if self.on_step is not None:
             self.on_step(self._counters.record(step.plan, step.work, self.kv, kv, self.scheduler))
-        self._counters.phases["output"] += time.perf_counter() - started
+        self._counters.phases["output"] += self._clock() - started
         return outputs
 
     def _advance(self, seq: Sequence, drawn: Drawn, outputs: list[TokenOutput]) -> int:

@@ -1,0 +1,118 @@
+"""An executor that computes nothing and takes the time that a cost model says, on a clock that only it moves.
+
+Scheduler, pool, prefix cache and swap are the engine's own. Its tokens depend on the token before alone, so equal
+prompts get equal answers, as greedy ones do. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.counters import PHASES
+from engine.execution.null_executor import ReplayExecutor
+from engine.kv.manager import MoveKind
+from engine.scheduling.step_plan import Computed, StepPlan
+from engine.sequence import Drawn, Sequence
+
+
+class VirtualClock:
+    """Seconds that pass only when ``now`` is set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class StepWork(NamedTuple):
+    """What one step computes and moves.
+
+    prefills: of each chunk of a prompt its tokens, and the tokens before it whose KV it reads
+    decodes: sequences that compute one token
+    decode_context: tokens whose KV they read, summed over them; longest_decode: of the longest of them
+    drawn: sequences that draw a token
+    copied, swapped_out, swapped_in: slots
+    """
+
+    prefills: tuple[tuple[int, int], ...]
+    decodes: int
+    decode_context: int
+    longest_decode: int
+    drawn: int
+    copied: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the step computes."""
+        return self.decodes + sum(count for count, _ in self.prefills)
+
+
+def work_of(plan: StepPlan) -> StepWork:
+    """The work of a plan that is not committed yet."""
+    prefills: list[tuple[int, int]] = []
+    decodes = context = longest = drawn = 0
+    for seq, num_tokens in plan.scheduled:
+        computed = seq.num_computed
+        if computed + num_tokens == len(seq.token_ids):
+            drawn += 1
+        if num_tokens == 1:
+            decodes += 1
+            context += computed + 1
+            if computed >= longest:
+                longest = computed + 1
+        else:
+            prefills.append((num_tokens, computed))
+    if not plan.moves:
+        return StepWork(tuple(prefills), decodes, context, longest, drawn)
+    moved = dict.fromkeys(MoveKind, 0)
+    for move in plan.moves:
+        moved[move.kind] += move.num_slots
+    return StepWork(tuple(prefills), decodes, context, longest, drawn,
+                    moved[MoveKind.COPY], moved[MoveKind.SWAP_OUT], moved[MoveKind.SWAP_IN])  # fmt: skip
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step in the phases of ``engine.counters.PHASES`` and in ``move``; ``total``: of the whole step.
+
+    ``total`` is less than their sum where they overlap.
+    """
+
+    total: float
+    schedule: float = 0.0
+    prepare: float = 0.0
+    execute: float = 0.0
+    sample: float = 0.0
+    output: float = 0.0
+    move: float = 0.0
+
+
+class SimulatedExecutor(ReplayExecutor):
+    """``step_time``: the cost model; ``clock``: moved by each launch to the end of its step.
+
+    ``num_eos`` of ``ReplayExecutor`` is 0: an answer ends at its ``max_tokens``.
+    """
+
+    def __init__(self, vocab_size: int, step_time: Callable[[StepWork], StepTime], clock: VirtualClock):
+        super().__init__(0, vocab_size, num_eos=0)
+        self.phase_seconds = {"move": 0.0, **dict.fromkeys(PHASES, 0.0)}
+        self._step_time, self._clock, self._vocab_size = step_time, clock, vocab_size
+
+    def launch(self, plan: StepPlan) -> Computed:
+        taken = self._step_time(work_of(plan))
+        self._clock.now += taken.total
+        for phase, seconds in zip(StepTime._fields[1:], taken[1:], strict=True):
+            if seconds:
+                self.phase_seconds[phase] += seconds
+        return super().launch(plan)
+
+    def _draw(self, seq: Sequence) -> Drawn:
+        if seq.num_candidates or seq.pending_forks or seq.silent:
+            return super()._draw(seq)
+        return Drawn(((seq.token_ids[-1] + 1) % self._vocab_size,))
+
+    def _token(self, seq: Sequence, index: int) -> int:
+        return (seq.token_ids[-1] + 1 + index) % self._vocab_size

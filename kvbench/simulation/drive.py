@@ -1,0 +1,186 @@
+"""Sends the requests of one load to simulated replicas, in the order of their virtual clocks.
+
+    arrivals ──► due, by time ──► router ──► replica: queue, steps ──► finished requests
+                     ▲                                                      │
+                     └── the next turn of a conversation, the next of a user ◄┘
+
+The replica whose clock is least takes the next step, unless a request is due before: then the router chooses a replica
+for it. A router sees each replica as it is after its present step. Nothing is kept of a request once it has ended, so
+memory grows with the requests that run and wait, and not with the load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from engine.sequence import TokenOutput
+from kvbench.requests.request import RequestSpec, continued
+from kvbench.simulation.replica import Replica
+
+Router = Callable[[RequestSpec, Sequence[Replica]], Replica]
+"""Chooses a replica for a request."""
+
+
+@dataclass(slots=True)
+class Ended:
+    """A request that has ended.
+
+    due, sent: when it was to be sent, and when it was [s]
+    times: when its tokens came [s]; sequences: which of its sequences each belongs to; empty if it has one
+    cached: tokens of its prompt that the prefix cache served
+    reason: ``length``, or why it failed: ``refused`` with ``error``
+    """
+
+    spec: RequestSpec
+    due: float
+    sent: float
+    replica: int
+    times: list[float] = field(default_factory=list)
+    sequences: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    cached: int = 0
+    reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """Requests that follow one another; ``turn``: the next one's index; ``sent``: the prompt of the one before."""
+
+    turns: Sequence[RequestSpec]
+    turn: int = 0
+    prompt: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _InFlight:
+    ended: Ended
+    conversation: _Conversation
+    left: int  # of its sequences
+
+
+class Drive:
+    """One load on ``replicas``.
+
+    conversations: lists of requests that follow one another, in the order of their arrivals; read as needed
+    users: a closed loop of so many, each with one request at a time; None: requests are sent at their ``arrival_s``
+    most_in_flight: requests that the client has open at once in an open loop; None: no limit
+    on_end: gets each request that has ended
+    on_step: called after each step with its replica and the tokens that it gave
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        conversations: Iterable[Sequence[RequestSpec]],
+        on_end: Callable[[Ended], None],
+        *,
+        users: int | None = None,
+        most_in_flight: int | None = None,
+        router: Router = lambda spec, replicas: replicas[0],
+        on_step: Callable[[Replica, Sequence[TokenOutput]], None] | None = None,
+    ) -> None:
+        self._replicas, self._on_end, self._router, self._on_step = replicas, on_end, router, on_step
+        self._source: Iterator[Sequence[RequestSpec]] = iter(conversations)
+        self._users, self._most = users, most_in_flight
+        self._due: list[tuple[float, int, _Conversation]] = []  # a heap
+        self._held: deque[tuple[float, _Conversation]] = deque()  # due, but the client has too many open
+        self._in_flight: dict[str, _InFlight] = {}
+        self._number = 0
+
+    def run(self) -> None:
+        """Until every request has ended."""
+        if self._users is not None:
+            for _ in range(self._users):
+                self._next_of_user(0.0)
+        else:
+            self._next_arrival()
+        while True:
+            busy = [replica for replica in self._replicas if replica.busy]
+            first = min(busy, key=lambda replica: replica.clock.now, default=None)
+            if self._due and (first is None or self._due[0][0] <= first.clock.now):
+                due, _, conversation = heapq.heappop(self._due)
+                if self._users is None and conversation.turn == 0:
+                    self._next_arrival()
+                self._send_or_hold(due, conversation)
+            elif first is not None:
+                outputs = first.step()
+                if self._on_step is not None:
+                    self._on_step(first, outputs)
+                for output in outputs:
+                    self._take(first, output)
+            else:
+                return
+
+    def _plan(self, due: float, conversation: _Conversation) -> None:
+        self._number += 1  # of two that are due at once, the first planned goes first
+        heapq.heappush(self._due, (due, self._number, conversation))
+
+    def _next_of_user(self, now: float) -> None:
+        if (turns := next(self._source, None)) is not None:
+            self._plan(now, _Conversation(turns))
+
+    def _next_arrival(self) -> None:
+        if (turns := next(self._source, None)) is not None:
+            self._plan(turns[0].arrival_s or 0.0, _Conversation(turns))
+
+    def _send_or_hold(self, due: float, conversation: _Conversation) -> None:
+        if self._most is not None and len(self._in_flight) >= self._most:
+            self._held.append((due, conversation))
+        else:
+            self._send(due, due, conversation)
+
+    def _send(self, due: float, now: float, conversation: _Conversation) -> None:
+        spec = conversation.turns[conversation.turn]
+        replica = self._router(spec, self._replicas)
+        ended = Ended(spec, due, now, replica.number)
+        if spec.new_tokens:  # the conversation as it went
+            spec = dataclasses.replace(spec, prompt_token_ids=conversation.prompt)
+        self._number += 1
+        request_id = str(self._number)
+        try:
+            replica.add(request_id, spec, now)
+        except ValueError as error:
+            ended.reason, ended.error = "refused", str(error)
+            self._end(ended, conversation, now)
+            return
+        conversation.prompt = spec.prompt_token_ids or ()
+        self._in_flight[request_id] = _InFlight(ended, conversation, spec.n)
+
+    def _take(self, replica: Replica, output: TokenOutput) -> None:
+        request = self._in_flight[output.request_id]
+        ended, now = request.ended, replica.clock.now
+        for _ in output.token_ids:
+            ended.times.append(now)
+        if ended.spec.n > 1:
+            ended.sequences += [output.index] * len(output.token_ids)
+        if ended.spec.session is not None and output.index == 0:
+            ended.token_ids += output.token_ids
+        if output.finish_reason is None:
+            return
+        request.left -= 1
+        ended.cached = max(ended.cached, output.num_cached_tokens)
+        if not request.left:
+            ended.reason = output.finish_reason
+            del self._in_flight[output.request_id]
+            self._end(ended, request.conversation, now)
+
+    def _end(self, ended: Ended, conversation: _Conversation, now: float) -> None:
+        """Hands the request on, and plans what follows it: its next turn, a held request, its user's next one."""
+        self._on_end(ended)
+        conversation.turn += 1
+        if ended.error is None and conversation.turn < len(conversation.turns):
+            turn = conversation.turns[conversation.turn]
+            if turn.new_tokens:
+                answer = tuple(ended.token_ids)
+                conversation.prompt = continued(turn, ended.spec, conversation.prompt, answer)
+            self._plan(now + turn.think_s, conversation)
+        elif self._users is not None:
+            self._next_of_user(now)
+        if self._held and (self._most is None or len(self._in_flight) < self._most):
+            due, held = self._held.popleft()
+            self._send(due, now, held)

@@ -1,0 +1,56 @@
+"""One simulated engine: the built-in engine with a cost model in the place of tensors, on its own virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.execution.simulated_executor import SimulatedExecutor, StepTime, StepWork, VirtualClock
+from engine.kv.budget import KVCapacity
+from engine.kv.layouts import make_kv_manager
+from engine.sequence import Request, SamplingParams, TokenOutput
+from kvbench.requests.request import RequestSpec
+
+StepTimer = Callable[[StepWork], StepTime]
+"""A cost model: the time of a step from its work."""
+
+
+class Replica:
+    """``number``: among the replicas of a fleet; ``clock.now``: the end of its last step [s]."""
+
+    def __init__(
+        self, config: EngineConfig, capacity: KVCapacity, vocab_size: int, step_time: StepTimer, number: int = 0
+    ) -> None:
+        self.number = number
+        self.clock = VirtualClock()
+        executor = SimulatedExecutor(vocab_size, step_time, self.clock)
+        config = replace(config, async_scheduling=False)  # the cost model says what overlaps
+        self.engine = Engine(config, executor, make_kv_manager(config, capacity), self.clock)
+
+    @property
+    def busy(self) -> bool:
+        return self.engine.has_work()
+
+    def add(self, request_id: str, spec: RequestSpec, at: float) -> None:
+        """Queues a request that arrives at ``at`` [s]. Raises ValueError where it can never fit, or the queue is full.
+
+        An idle replica's clock goes on to ``at``; a busy one takes it when its present step ends.
+        """
+        if not self.busy:
+            self.clock.now = max(self.clock.now, at)
+        params = SamplingParams(spec.max_tokens, temperature=0.0, ignore_eos=True, **spec.answers)
+        ids = spec.prompt_token_ids
+        assert ids is not None, "a simulated engine knows tokens only"
+        self.engine.add_request(Request(request_id, ids, params, at, spec.priority))
+
+    def step(self) -> list[TokenOutput]:
+        """Computes one step; its tokens are there at ``clock.now``."""
+        return self.engine.step()
+
+    @property
+    def outstanding(self) -> int:
+        """Sequences that run or wait."""
+        scheduler = self.engine.scheduler
+        return len(scheduler.running) + scheduler.num_waiting + scheduler.num_parked
