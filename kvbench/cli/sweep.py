@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +21,8 @@ from kvbench.cli.options import (
     target_options,
     workload_of,
 )
-from kvbench.common.errors import UsageError
-from kvbench.common.option_rules import flag
+from kvbench.common.errors import UsageError, say
+from kvbench.common.option_rules import check_goes_with, flag
 
 if TYPE_CHECKING:
     from kvbench.runs.folder import RunFolder
@@ -71,6 +72,16 @@ if TYPE_CHECKING:
               help="Port of the launched server (default: a free one).")  # fmt: skip
 @click.option("--start-timeout", type=FiniteRange(min=1),
               help="Seconds to be ready (default: 180; 900 for other engines, which may compile first).")  # fmt: skip
+@click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
+              help="Where cells run: on this machine, or on those of a Ray cluster that have the device, one cell a "
+                   "device at a time.")  # fmt: skip
+@click.option("--ray-address", metavar="HOST:PORT",
+              help="--executor ray: the cluster's head (default: of the cluster that this machine is in).")  # fmt: skip
+@click.option("--device-resource", metavar="NAME",
+              help="--executor ray: only machines with this Ray resource, such as accelerator_type:H100 "
+                   "(default: GPUs where the workload runs on GPUs, else CPUs).")  # fmt: skip
+@click.option("--ray-wait", type=FiniteRange(min=0), default=60.0, show_default=True, metavar="S",
+              help="--executor ray: wait at most so long for a machine that has free what a cell needs.")  # fmt: skip
 def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options: Any) -> int:
     """Run every cell of WORKLOAD (a YAML file) and report what was found; without one, of the workload that
     --input-len, --output-len, --concurrency and --vary make.
@@ -91,6 +102,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
       kvbench sweep --resume results/mixed/20260101T120000Z-1a2b3c4
       kvbench sweep workloads/mixed.yaml --target http://127.0.0.1:8000
       kvbench sweep workloads/mixed.yaml --target vllm
+      kvbench sweep workloads/mixed.yaml --executor ray
       kvbench sweep W.yaml --preset vllm --serve-cmd 'vllm serve {model} --port {port} --dtype {dtype}
           --block-size {page_size} --kv-cache-memory-bytes {kv_budget}' -o 'sweep={page_size: [16, 32]}'
                   (a {placeholder} for each setting that is varied; -o 'sweep={}' measures the baseline alone)
@@ -118,10 +130,16 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     from kvbench.cli.report import show_report
     from kvbench.lockstep.process import OPEN_LIMIT_S
     from kvbench.runs.resume import planned_cells
+    from kvbench.sweep.ray_executor import ray_machines
     from kvbench.sweep.run import Sweep
     from kvbench.targets.choose import choose
 
     console = Console()
+    check_goes_with(
+        [name for name in ("ray_address", "device_resource") if options[name]],
+        dict.fromkeys(("ray_address", "device_resource"), ("--executor ray",)),
+        [f"--executor {options['executor']}"],
+    )
     if resume and workload is None and Path(resume).suffix in (".yaml", ".yml"):
         workload, resume = resume, "latest"  # `--resume WORKLOAD` reads as one would mean it
     loaded, run = workload_and_run(workload, resume, options)
@@ -134,7 +152,11 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
         only = planned_cells(stored, only) if only else tuple(stored.get("only") or ())
     if choice.runs_already:
         require_answer(choice)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(choice.close)
+        elsewhere = None
+        if options["executor"] == "ray":
+            elsewhere = stack.enter_context(ray_machines(choice, (loaded, options, stored), only, say))
         sweep = Sweep(
             choice,
             console,
@@ -149,10 +171,9 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             open_limit_s=options["start_timeout"] or OPEN_LIMIT_S,
             force=options["force"],
             max_minutes=options["max_minutes"],
+            elsewhere=elsewhere,
         )
         return sweep.describe() if dry_run else sweep.execute()
-    finally:
-        choice.close()
 
 
 def require_answer(choice: ChosenTarget) -> None:

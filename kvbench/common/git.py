@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 from pathlib import Path
@@ -60,6 +61,14 @@ def git_state(folder: Path | None = None) -> dict[str, Any]:
     if sha is None or changes is None:
         return {"sha": None, "short_sha": "nogit", "dirty": None}
     return {"sha": sha, "short_sha": sha[:7], "dirty": bool(changes)}
+
+
+def code_sha256() -> str:
+    """Hash of all Python files of kvbench, engine and kernels as they run here, uncommitted changes included."""
+    root, digest = Path(kvbench.__file__).resolve().parent.parent, hashlib.sha256()
+    for path in sorted(path for name in ("kvbench", "engine", "kernels") for path in (root / name).rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def _environment() -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 
 _SHORTEST_HIDDEN = 4  # characters; a shorter one is no secret, and is part of many words
 _FRAGMENT = 8  # characters of the key that are recognised without the rest
@@ -30,6 +31,12 @@ def api_key(variable: str) -> str:
             "character); export it anew"
         )
     return key
+
+
+def without_value(command: Sequence[str], option: str) -> list[str]:
+    """The words of a command line with ``...`` in the place of the option's value."""
+    found = [f"{option}=..." if word.startswith(f"{option}=") else word for word in command]
+    return ["..." if before == option else word for before, word in zip(["", *found], found, strict=False)]
 
 
 def without_key(text: str | None, variable: str | None) -> str | None:

@@ -51,18 +51,24 @@ def require_same_workload(run: RunFolder, workload: Workload) -> None:
 
 
 def reopen(
-    run: RunFolder, served: Mapping[str, Any], *, force: bool, something_left: bool
+    run: RunFolder,
+    served: Mapping[str, Any],
+    *,
+    force: bool,
+    something_left: bool,
+    now: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """The manifest of a run to resume, and remarks for the user.
 
-    ``served``: the manifest's entries for the target as it is now. A run with nothing left is opened even if something
+    ``served``: the manifest's entries for the target as it is now; ``now``: the environment of the machines that
+    measure, None: this one's. A run with nothing left is opened even if something
     has changed: nothing will be measured. Raises UsageError when something differs and ``force`` is not given.
     """
     manifest = run.manifest()
     opened = manifest | {"status": "incomplete", "failures": []}
     if not something_left:
         return opened, []
-    now = environment()
+    now = environment() if now is None else now
     differences, remarks = environment_differences(manifest, now)
     differences += _changed(*({key: facts.get(key) for key in _TARGET} for facts in (manifest, served)))
     options = [facts.get("target_options") or {} for facts in (manifest, served)]

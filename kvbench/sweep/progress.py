@@ -70,7 +70,8 @@ class Estimator:
 class SweepProgress:
     """The sweep's listener. ``blocks`` are those still to run, until ``expect`` tells others.
 
-    ``grows``: loads may come in or drop out for the time that there is, so their number is only about right.
+    ``grows``: loads may come in or drop out for the time that there is, so their number is only about right;
+    ``at_once``: blocks that run at the same time.
     """
 
     def __init__(
@@ -81,9 +82,11 @@ class SweepProgress:
         quiet_s: float = QUIET_S,
         *,
         grows: bool = False,
+        at_once: int = 1,
     ) -> None:
         self._console = console
         self._estimator = estimator
+        self._at_once = at_once
         self._about = "~" if grows else ""
         self._finished: set[tuple[str, int]] = set()
         self.expect(blocks)
@@ -122,7 +125,7 @@ class SweepProgress:
         seconds += self._estimator.start_s() * max(0, len(blocks) - 1 if self._current else len(blocks))
         if running := self._left.get(self._current):
             seconds -= min(time.monotonic() - self._load_began, 0.95 * self._estimator.load_s(running[1]))
-        return max(0.0, seconds)
+        return max(0.0, seconds) / self._at_once
 
     def status(self, text: str | Callable[[], str]) -> None:
         """What is being done; a function is asked whenever it is shown."""
@@ -144,7 +147,9 @@ class SweepProgress:
         self._requests = [(f": {done}/{total}", 1), (" requests", 5), (f", {failed} failed" if failed else "", 2)]
 
     def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:
-        self._estimator.observe(cell, time.monotonic() - self._load_began, done.get("server_start_s"))
+        here = self._started == (cell.cell_id, repeat)  # else it ran on another machine
+        seconds = time.monotonic() - self._load_began if here else done["wall_s"]
+        self._estimator.observe(cell, seconds, done.get("server_start_s"))
         metrics = done["metrics"]
         steady = metrics.get("steady_output_throughput")
         rate = steady or metrics.get("output_throughput") or 0.0

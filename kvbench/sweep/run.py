@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -27,6 +28,7 @@ from kvbench.common.errors import (
 )
 from kvbench.common.files import check_output_dir, read_json, utc_now, write_json
 from kvbench.common.git import git_state
+from kvbench.common.secrets import without_value
 from kvbench.common.text import and_more, clock, plural
 from kvbench.lockstep.process import OPEN_LIMIT_S
 from kvbench.lockstep.sitting import Show, Sitting, begin_anew
@@ -41,6 +43,7 @@ from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.work import Work, kept, work_in
 from kvbench.sweep.block import HTTP, BlockRunner, Driver, Failure
 from kvbench.sweep.capacity import memory_notes
+from kvbench.sweep.executor import BlockExecutor, Elsewhere, HereExecutor
 from kvbench.sweep.order import LoadKey, Measured, blocks_in_time, blocks_left
 from kvbench.sweep.plan import Preflight, describe_plan, planned_blocks, preflight
 from kvbench.sweep.progress import Estimator, SweepProgress
@@ -66,7 +69,7 @@ class Sweep:
     ``lockstep_minutes``: at most for engine time, which is measured before the loads (0: it is not), None: as the run
     was begun, or ``LOCKSTEP_MINUTES``; ``open_limit_s``: until an engine of it is there;
     ``wait_idle_minutes``: at most for other programs to leave the machine alone, once they disturb loads (0: never);
-    ``driver``: drives the loads of a server.
+    ``driver``: drives the loads of a server; ``elsewhere``: machines that run the blocks, None: this one does.
     """
 
     target: ChosenTarget
@@ -83,6 +86,7 @@ class Sweep:
     open_limit_s: float = OPEN_LIMIT_S
     wait_idle_minutes: float = WAIT_IDLE_MINUTES
     driver: Driver = HTTP
+    elsewhere: Elsewhere | None = None
     ended_early: str = dataclasses.field(default="", init=False)  # why
     failures: list[Failure] = dataclasses.field(default_factory=list, init=False)
     summaries: list[dict[str, Any]] = dataclasses.field(default_factory=list, init=False)
@@ -142,10 +146,13 @@ class Sweep:
             self._note(note)
         for note in memory_notes(design, known.capacity, known.lengths):
             self._say(f"memory: {note}")
-        if not self.resumed and self.driver.times_this_machine and (notice := foreign_cpu.busy_notice()):
+        for note in self.elsewhere.notes if self.elsewhere else ():
+            self._note(note)
+        if not self.resumed and self._times_this_machine() and (notice := foreign_cpu.busy_notice()):
             self._note(notice)
         run = self.resumed or create_run(self.output_dir, self.workload.name, git_state()["short_sha"])
-        resume = shlex.join(["kvbench", "sweep", "--resume", os.path.relpath(run.path)])
+        more = self.elsewhere.resume_options if self.elsewhere else ()
+        resume = shlex.join(["kvbench", "sweep", "--resume", os.path.relpath(run.path), *more])
         try:
             with work_in(run.path, kept(resume), self._say) as work:
                 complete = self._measure(work, run, design, blocks, known)
@@ -190,7 +197,8 @@ class Sweep:
         self._say(f"results: {run.path}")
         if self.resumed:
             self._say_what_is_finished(run, measured)
-        with SweepProgress(self.console, left, estimator, grows=minutes is not None) as listener:
+        at_once = self.elsewhere.at_once if self.elsewhere else 1
+        with SweepProgress(self.console, left, estimator, grows=minutes is not None, at_once=at_once) as listener:
             runner = BlockRunner(
                 self.workload,
                 run,
@@ -209,24 +217,31 @@ class Sweep:
                 listener.loads_begin_in(0.0)
                 left = still_left()  # it took time
             started = failed_starts = disturbed = 0
-            while left and not self.ended_early and (started or failed_starts < MAX_FAILED_STARTS):
-                listener.expect(left)
-                if self._would_be_disturbed_again(left[0], measured, work.check, listener.status):
-                    measured.again = False
-                    left = still_left()
-                    continue
-                manifest["measured_s"], block_began = time.monotonic() - began, time.monotonic()
-                self._set_aside(run, manifest, left[0], measured)
-                if runner.run_block(left[0]):
-                    started += 1
-                    estimator.observe_block(left[0], time.monotonic() - block_began)
-                else:
-                    failed_starts += 1
-                measured.take(run, left[0])
-                disturbed = measured.disturbed_in_a_row(left[0], disturbed)
-                if still_left():  # the time that max_minutes allows is for loads
-                    began += self._wait_or_end(disturbed, work.check, listener.status)
-                left = still_left()
+            with contextlib.closing(self._executor(runner, manifest)) as executor:
+                while not self.ended_early and (started or failed_starts < MAX_FAILED_STARTS):
+                    listener.expect(left)
+                    manifest["measured_s"] = time.monotonic() - began
+                    if executor.has_room() and (block := executor.begin(left)):
+                        if self._would_be_disturbed_again(block, measured, work.check, listener.status):
+                            measured.again = False
+                            left = still_left()
+                            continue
+                        self._set_aside(run, manifest, block, measured)
+                        executor.submit(block)
+                    elif finished := executor.next_finished():
+                        block = finished.block
+                        if finished.started:
+                            started += 1
+                            estimator.observe_block(block, finished.seconds)
+                        else:
+                            failed_starts += 1
+                        measured.take(run, block)
+                        disturbed = measured.disturbed_in_a_row(block, disturbed)
+                        if still_left():  # the time that max_minutes allows is for loads
+                            began += self._wait_or_end(disturbed, work.check, listener.status)
+                        left = still_left()
+                    else:
+                        break
         every = [(c.cell_id, b.repeat) for b in planned_blocks(self.workload, manifest) for c in b.cells]
         missing = [load for load in every if not run.is_done(*load)]
         given_up = {tuple(load) for load in stored.get("left_out") or ()} - measured.attempts.keys()
@@ -240,9 +255,14 @@ class Sweep:
             work.close, work.next_step = lambda: None, f"everything is measured. Write the report with:\n  {report}"
         return complete
 
+    def _executor(self, runner: BlockRunner, manifest: dict[str, Any]) -> BlockExecutor:
+        return self.elsewhere.executor(runner, manifest) if self.elsewhere else HereExecutor(runner)
+
     def _has_engine_time(self, design: Design, run: RunFolder | None) -> bool:
         """Whether the run still begins with a sitting in engine time."""
         facts = self.target.manifest
+        if self.elsewhere and not self.elsewhere.is_like_here:
+            return False
         if facts.get("backend") != "kvbench" or facts.get("serve_cmd") or len(design.configurations) < 2:
             return False
         known = read_engine_time(run.path) if run else None
@@ -282,6 +302,8 @@ class Sweep:
     def _lacks_quality(self, run: RunFolder | None) -> bool:
         """Whether the built-in engine's answers are still to be measured, with the code of this run."""
         manifest = run.manifest() if run else self.target.manifest
+        if self.elsewhere and not self.elsewhere.is_like_here:
+            return False
         if not self.quality or manifest.get("backend") != "kvbench" or manifest.get("serve_cmd"):
             return False
         if run is None:
@@ -315,7 +337,10 @@ class Sweep:
         return Calibrator(run.path, self.calibrate, *say)
 
     def _reopen(self, run: RunFolder, *, something_left: bool) -> dict[str, Any]:
-        manifest, remarks = reopen(run, self.target.manifest, force=self.force, something_left=something_left)
+        manifest, remarks = reopen(
+            run, self.target.manifest, force=self.force, something_left=something_left,
+            now=self.elsewhere.environment if self.elsewhere else None,
+        )  # fmt: skip
         for remark in remarks:
             self._note(remark)
         return manifest
@@ -347,7 +372,7 @@ class Sweep:
     ) -> list[Block]:
         if minutes is None:
             return blocks_left(blocks, measured)
-        time_left_s = minutes * 60 - spent_s
+        time_left_s = (minutes * 60 - spent_s) * (self.elsewhere.at_once if self.elsewhere else 1)
         return blocks_in_time(design, blocks, measured, time_left_s, lambda block: estimator.total_s([block]))
 
     def _waits_for_quiet(self, check: Callable[[], None], show: Callable[[str], None]) -> str:
@@ -391,7 +416,11 @@ class Sweep:
 
     def _may_wait(self) -> bool:
         """Not beside a server that runs already, which would be taken for another program."""
-        return self.wait_idle_minutes > 0 and self.driver.times_this_machine and not self.target.runs_already
+        return self.wait_idle_minutes > 0 and self._times_this_machine() and not self.target.runs_already
+
+    def _times_this_machine(self) -> bool:
+        """Whether other programs on this machine disturb the loads."""
+        return self.driver.times_this_machine and self.elsewhere is None
 
     def _set_aside(self, run: RunFolder, manifest: dict[str, Any], block: Block, measured: Measured) -> None:
         """Moves the invalid loads of ``block`` away, with the logs of their server, and lists them in the manifest."""
@@ -438,6 +467,8 @@ class Sweep:
             plan=plan,
             extra={"capacity": dict(capacity), "only": list(self.only), "notes": list(notes), **self.target.manifest},
         )
+        if self.elsewhere:
+            manifest |= self.elsewhere.environment | {"command": without_value(manifest["command"], "--ray-address")}
         return manifest | {"started": utc_now()}
 
     def _close(self, run: RunFolder, manifest: dict[str, Any], status: str) -> None:

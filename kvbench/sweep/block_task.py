@@ -1,0 +1,240 @@
+"""One block of a sweep on another machine: its server and loads run there, its results come back as they are made."""
+
+from __future__ import annotations
+
+import io
+import queue
+import tarfile
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvbench.calibration import cache
+from kvbench.calibration.cache import Calibrator
+from kvbench.common.errors import Interrupted, MeasurementError, UsageError, storage_sentence
+from kvbench.common.files import read_json, write_json
+from kvbench.requests.request import notes_path
+from kvbench.runs.folder import RunFolder
+from kvbench.sweep.block import BlockRunner, Failure
+from kvbench.targets.base import ModelFacts, Target
+from kvbench.targets.choose import choose
+from kvbench.workload.design import Block, Cell
+from kvbench.workload.file import Workload
+
+_LOOK_S = 0.2
+_END_S = 10.0  # a load that is told to stop has ended and stopped its server
+
+
+@dataclass(frozen=True)
+class BlockTask:
+    """What a machine needs to know to run ``block``.
+
+    ``workload``, ``options``, ``stored``: what ``choose`` makes the target of; ``served``: whether a server of this
+    sweep has started before; ``keeps_cache``: as in BlockRunner; ``calibrations``: rows of calibration.json of the
+    machine, None where the load client is not calibrated.
+    """
+
+    block: Block
+    workload: Workload
+    options: Mapping[str, Any]
+    stored: Mapping[str, Any]
+    capacity: Mapping[str, Mapping[str, Any]]
+    served: bool
+    keeps_cache: tuple[str, ...]
+    calibrations: Sequence[Mapping[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class Began:
+    """The task runs."""
+
+
+@dataclass(frozen=True)
+class Status:
+    text: str
+
+
+@dataclass(frozen=True)
+class ServerUp:
+    """``info``: its /server_info; ``model``: its facts of the model."""
+
+    info: Mapping[str, Any] | None
+    model: ModelFacts
+
+
+@dataclass(frozen=True)
+class LoadDone:
+    """``files``: a tar of the load's folder, with the requests that it sent. ``done``: its done.json."""
+
+    cell: Cell
+    done: Mapping[str, Any]
+    files: bytes
+
+
+@dataclass(frozen=True)
+class LoadFailed:
+    cell: Cell
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class BlockEnded:
+    """``started``: as ``run_block`` returns it; ``files``: a tar of logs and of failed loads.
+
+    ``refused``: the sentence of a UsageError; ``problem``: of a MeasurementError, or of a full disk.
+    """
+
+    started: bool
+    keeps_cache: tuple[str, ...]
+    calibrations: Sequence[Mapping[str, Any]]
+    files: bytes
+    refused: str | None = None
+    problem: str | None = None
+
+
+Event = Began | Status | ServerUp | LoadDone | LoadFailed | BlockEnded
+
+
+def run_block_task(task: BlockTask) -> Iterator[Event]:
+    """Runs the block in a temporary folder. When it is closed or interrupted, it ends the load and stops the server."""
+    with tempfile.TemporaryDirectory(prefix="kvbench-block-") as folder:
+        work = _Work(task, RunFolder(Path(folder)))
+        thread = threading.Thread(target=work.run, name="kvbench-block")
+        yield Began()
+        thread.start()
+        try:
+            while thread.is_alive() or not work.events.empty():
+                try:
+                    yield work.events.get(timeout=_LOOK_S)
+                except queue.Empty:
+                    continue
+            if work.error is not None:
+                raise work.error
+        finally:
+            work.stop.set()
+            thread.join(_END_S)
+            if thread.is_alive():  # such as a server that is being started
+                work.stop_servers()
+                thread.join(_END_S)
+
+
+@dataclass
+class _Work:
+    """The block's run in a thread; what it tells of itself goes into ``events``."""
+
+    task: BlockTask
+    run_folder: RunFolder
+    events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
+    stop: threading.Event = field(default_factory=threading.Event)
+    targets: list[Target] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # raised again where the events are read
+            self.error = error
+
+    def stop_servers(self) -> None:
+        for target in self.targets:
+            target.stop()
+
+    def _run(self) -> None:
+        task, keeps_cache, failures = self.task, list(self.task.keeps_cache), []
+        if task.calibrations:
+            write_json(self.run_folder.path / cache.FILE, list(task.calibrations))
+        started, refused, problem = False, None, None
+        try:
+            choice = choose(task.workload, task.options, task.stored)
+            try:
+                listener = _Listener(self.events.put, self.run_folder, failures)
+                runner = BlockRunner(
+                    choice.workload,
+                    self.run_folder,
+                    lambda: self._new_target(choice.new_target),
+                    listener,
+                    lambda block, info, target: self.events.put(ServerUp(info, target.model)),
+                    self._check,
+                    failures,
+                    ["an earlier block"] if task.served else [],
+                    calibrate=Calibrator(
+                        self.run_folder.path, task.calibrations is not None, listener.status, listener.status
+                    ),
+                    capacity=task.capacity,
+                    keeps_cache=keeps_cache,
+                )
+                started = runner.run_block(task.block)
+            finally:
+                choice.close()
+        except UsageError as error:
+            refused = str(error)
+        except MeasurementError as error:
+            problem = str(error)
+        except OSError as error:
+            if (problem := storage_sentence(error)) is None:
+                raise
+        known = self.run_folder.path / cache.FILE
+        rows = read_json(known) if known.is_file() else []
+        files = _tar(self.run_folder.path, [*self.run_folder.path.glob("logs/*"), *_failed(self.run_folder.path)])
+        self.events.put(BlockEnded(started, tuple(keeps_cache), rows, files, refused, problem))
+
+    def _check(self) -> None:
+        if self.stop.is_set():
+            raise Interrupted("SIGTERM")
+
+    def _new_target(self, make: Callable[[], Target]) -> Target:
+        self._check()
+        self.targets.append(make())
+        return self.targets[-1]
+
+
+@dataclass
+class _Listener:
+    """Passes on what the sweep's display and folder need."""
+
+    put: Callable[[Event], None]
+    run: RunFolder
+    failures: Sequence[Failure]
+
+    def load_started(self, cell: Cell, repeat: int, total: int) -> None:
+        self.status(f"{cell.cell_id} repeat {repeat}")
+
+    def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
+        pass
+
+    def server_read(self, sample: Any) -> None:
+        pass
+
+    def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:
+        folder = self.run.load(cell.cell_id, repeat)
+        requests = self.run.path / done["requests_file"]
+        paths = [folder, requests, notes_path(requests)] if folder.is_dir() else []  # none on a full disk
+        self.put(LoadDone(cell, dict(done), _tar(self.run.path, paths)))
+
+    def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
+        self.put(LoadFailed(cell, self.failures[-1]))
+
+    def status(self, text: str) -> None:
+        self.put(Status(text))
+
+
+def unpack(files: bytes, folder: Path) -> None:
+    """Puts the files of a ``LoadDone`` or a ``BlockEnded`` into ``folder``."""
+    with tarfile.open(fileobj=io.BytesIO(files)) as archive:
+        archive.extractall(folder, filter="data")
+
+
+def _tar(root: Path, paths: Sequence[Path]) -> bytes:
+    """The files and folders at ``paths``, named from ``root`` on; compressed, since raw samples shrink by far."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
+        for path in paths:
+            archive.add(path, str(path.relative_to(root)))
+    return buffer.getvalue()
+
+
+def _failed(run: Path) -> list[Path]:
+    return sorted(run.glob("cells/*/loads/failed-*"))

@@ -1,0 +1,469 @@
+"""Runs the blocks of a sweep on the machines of a Ray cluster: one block a device at a time, on a CPU one a machine.
+
+The sweep decides what is measured, here; a machine gets one block, and its loads come back one by one. The block of a
+machine or process that was lost runs again elsewhere. Blocks of one repeat run on one machine where that keeps no other
+waiting: the configurations are compared within a repeat, and so on the same machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from kvbench.calibration import cache
+from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.files import read_json, write_json
+from kvbench.common.git import code_sha256, git_state
+from kvbench.common.machine import environment
+from kvbench.common.ray_cluster import ENDS, Cluster, Lost, Node, Raised, Task, cluster_at, facts_of_machine
+from kvbench.common.text import and_more, plural
+from kvbench.runs.resume import environment_differences
+from kvbench.sweep.block import BlockRunner
+from kvbench.sweep.block_task import (
+    BlockEnded,
+    BlockTask,
+    Event,
+    LoadDone,
+    LoadFailed,
+    ServerUp,
+    Status,
+    run_block_task,
+    unpack,
+)
+from kvbench.sweep.executor import Finished
+from kvbench.targets.base import Target
+from kvbench.targets.choose import ChosenTarget
+from kvbench.workload.design import Block, Design
+from kvbench.workload.file import Workload
+
+MAX_LOST = 3  # machines or processes that one block may cost
+_NONE_LEFT = "no machine of the Ray cluster is left that can run the cells"
+_GONE = ("NodeDiedError", "TaskUnschedulableError", "LocalRayletDiedError")  # the machine, not the process alone
+_PARALLEL = re.compile(r"(?:--(?:tensor|pipeline)-parallel-size|--tp(?:-size)?|--pp(?:-size)?|-tp|-pp)[ =](\d+)")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one cell asks of a machine. ``gpus``: 0 for a cell on the CPU, which gets the machine for itself;
+    ``resource``: a Ray resource that the machine must have.
+    """
+
+    gpus: int
+    resource: str | None = None
+
+    def needs(self, node: Node) -> dict[str, float] | None:
+        """The resources of one cell on ``node``, None where it does not have them."""
+        have, needs = node.resources, {}
+        if self.resource:  # Ray gives every machine one accelerator_type:NAME, however many of them it has
+            needs[self.resource] = 0.001 if self.resource.startswith("accelerator_type:") else 1.0
+        if self.gpus and (not self.resource or have.get("GPU")):
+            needs["GPU"] = float(self.gpus)
+        if any(have.get(name, 0.0) < value for name, value in needs.items()):
+            return None
+        cores = int(have.get("CPU", 0.0))
+        if not needs and cores < 1:  # a head that runs nothing: ray start --num-cpus 0
+            return None
+        return needs | {"CPU": float(cores // self._cells(have, needs))}
+
+    def cells(self, node: Node) -> int:
+        """How many cells may run on ``node`` at once."""
+        needs = self.needs(node)
+        return 0 if needs is None else self._cells(node.resources, needs)
+
+    def _cells(self, have: Mapping[str, float], needs: Mapping[str, float]) -> int:
+        if not self.gpus:
+            return 1  # two on one machine disturb each other
+        return min(int(have[name] / value) for name, value in needs.items() if name != "CPU" and value >= 1)
+
+    def __str__(self) -> str:
+        parts = [*([self.resource] if self.resource else []), *([plural(self.gpus, "GPU")] if self.gpus else [])]
+        return " and ".join(parts) or "a CPU"
+
+
+def demand_of(workload: Workload, design: Design, options: Mapping[str, Any]) -> Demand:
+    """What the cells of ``design`` ask for, by the workload's profile or ``device`` and the flags of the server."""
+    devices = {each.settings.get("device", "auto") for each in design.configurations}
+    on_gpu = "cuda" in devices or (workload.profile == "gpu" and devices != {"cpu"})
+    gpus = 1
+    for count in _PARALLEL.findall(" ".join(filter(None, (options.get("serve_cmd"), options.get("target_args"))))):
+        gpus *= int(count)
+    return Demand(gpus if on_gpu else 0, options.get("device_resource"))
+
+
+@dataclass
+class RayMachines:
+    """The machines of a cluster that run the cells, which all are and run the same.
+
+    ``workload``, ``options``, ``stored``: as in BlockTask; ``facts``: of each machine, by node id; ``wait_s``: until a
+    machine has what a cell needs free.
+    """
+
+    cluster: Cluster
+    demand: Demand
+    workload: Workload
+    options: Mapping[str, Any]
+    stored: Mapping[str, Any]
+    nodes: Sequence[Node]
+    facts: Mapping[str, Mapping[str, Any]]
+    wait_s: float
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.environment = {**next(iter(self.facts.values()))["environment"], "git": git_state()}
+        differences, _ = environment_differences(self.environment, environment())
+        self.is_like_here = not differences
+        if differences:
+            self.notes.append(
+                "engine time and the quality of answers are measured on this machine, and it is not like those of the "
+                f"cluster ({and_more(differences, 2)}): they are left out; `kvbench quality` can follow on one of them"
+            )
+
+    @property
+    def at_once(self) -> int:
+        return sum(self.demand.cells(node) for node in self.nodes)
+
+    @property
+    def resume_options(self) -> list[str]:
+        given = [("--ray-address", self.options["ray_address"]), ("--device-resource", self.options["device_resource"])]
+        return ["--executor", "ray", *(word for pair in given if pair[1] for word in pair)]
+
+    def executor(self, runner: BlockRunner, manifest: dict[str, Any]) -> RayExecutor:
+        before = manifest.get("executor") or {}
+        manifest["executor"] = {
+            "kind": "ray",
+            "cells_need": str(self.demand),
+            "machines": before.get("machines", {}) | {node.name: self._entry(node) for node in self.nodes},
+            "loads": before.get("loads", {}),
+            "lost": before.get("lost", []),
+        }
+        return RayExecutor(self, runner, manifest)
+
+    def _entry(self, node: Node) -> dict[str, Any]:
+        facts = self.facts[node.node_id]
+        found = facts["environment"]
+        return {
+            "node_id": node.node_id,
+            "device": [gpu.get("name") for gpu in found["gpus"]] if self.demand.gpus else found["cpu"]["model"],
+            "git": found["git"],
+            "code_sha256": facts["code"],
+            "versions": found["versions"] | {"ray": facts["ray"]},
+        }
+
+
+@contextmanager
+def ray_machines(
+    choice: ChosenTarget,
+    parts: tuple[Workload, Mapping[str, Any], Mapping[str, Any]],
+    only: Sequence[str],
+    say: Callable[[str], None],
+) -> Iterator[RayMachines]:
+    """The machines of a cluster for the cells of a sweep. ``parts``: what ``choice`` was made of, as in BlockTask.
+
+    Raises UsageError where there is no cluster, or none of its machines can be used.
+    """
+    if choice.runs_already:
+        raise UsageError("--executor ray launches a server for each configuration, and --target URL is one that runs "
+                         "already: leave one of them out")  # fmt: skip
+    options = parts[1]
+    demand = demand_of(choice.workload, choice.plan(only)[0], options)
+    with cluster_at(options["ray_address"]) as cluster:
+        yield machines_for(cluster, demand, parts, options["ray_wait"], say)
+
+
+def machines_for(
+    cluster: Cluster,
+    demand: Demand,
+    parts: tuple[Workload, Mapping[str, Any], Mapping[str, Any]],
+    wait_s: float,
+    say: Callable[[str], None],
+) -> RayMachines:
+    """The machines that have what a cell needs and run this code. ``parts``: workload, options, stored of BlockTask.
+
+    Raises UsageError where there is none, or they are not alike.
+    """
+    nodes = _having(cluster, demand, wait_s, say)
+    answers = _facts(cluster, demand, nodes, wait_s)
+    code, refused, kept = code_sha256(), [], {}
+    for node in nodes:
+        found = answers[node.node_id]
+        if isinstance(found, str):
+            refused.append(f"machine {node.name} is left out: {found}")
+        elif found["code"] != code:
+            commits = [state["short_sha"] for state in (found["environment"]["git"], git_state())]
+            changed = "" if commits[0] != commits[1] else ", with other changes"
+            refused.append(
+                f"machine {node.name} is left out: it runs other code (commit {commits[0]}{changed}) than this machine "
+                f"({commits[1]}); check out the same on both"
+            )
+        else:
+            kept[node.node_id] = found
+    if not kept:
+        raise UsageError(f"no machine of the Ray cluster can run the cells: {and_more(refused, 3, between='; ')}")
+    _require_alike([(node, kept[node.node_id]["environment"]) for node in nodes if node.node_id in kept])
+    usable = [node for node in nodes if node.node_id in kept]
+    return RayMachines(cluster, demand, *parts, usable, kept, wait_s, refused)
+
+
+def _having(cluster: Cluster, demand: Demand, wait_s: float, say: Callable[[str], None]) -> list[Node]:
+    """The machines that have what a cell needs, as soon as there is one; UsageError after ``wait_s``."""
+    deadline, told = time.monotonic() + wait_s, False
+    while not (found := [node for node in cluster.nodes() if demand.cells(node)]):
+        if time.monotonic() > deadline:
+            have = [", ".join(f"{name} {n:g}" for name, n in node.resources.items()) for node in cluster.nodes()]
+            raise UsageError(
+                f"no machine of the Ray cluster has {demand} for a cell ({plural(len(have), 'machine')}: "
+                f"{and_more(have, 3, between='; ')}): start Ray there with --num-gpus or --resources, or name another "
+                "--device-resource"
+            )
+        if not told:
+            say(f"waiting for a machine of the Ray cluster that has {demand}, {wait_s:g} s at most (--ray-wait)")
+        told = True
+        time.sleep(min(0.5, wait_s))
+    return found
+
+
+def _facts(cluster: Cluster, demand: Demand, nodes: Sequence[Node], wait_s: float) -> dict[str, dict[str, Any] | str]:
+    """By node id what each machine says of itself, or why it cannot be used."""
+    tasks = [cluster.start(node, demand.needs(node) or {}, facts_of_machine) for node in nodes]
+    left, deadline, found = list(tasks), time.monotonic() + wait_s, {}
+    while left and time.monotonic() < deadline:
+        task, answer = cluster.next_of(left) or (None, None)
+        if task is None:
+            continue
+        if isinstance(answer, Raised):
+            answer = f"kvbench cannot run there ({str(answer.error).strip().splitlines()[-1]})"
+        elif isinstance(answer, Lost):
+            answer = f"it was lost ({answer.reason})"
+        if isinstance(answer, ENDS):
+            left.remove(task)
+        else:
+            found[task.node.node_id] = answer
+            if isinstance(answer, str):
+                left.remove(task)
+    cluster.cancel([task for task in left if not task.began])
+    return {
+        node.node_id: found.get(node.node_id, f"what a cell needs was not free within {wait_s:g} s") for node in nodes
+    }
+
+
+def _require_alike(found: Sequence[tuple[Node, Mapping[str, Any]]]) -> None:
+    """A table of loads of different machines would compare the machines."""
+    first, before = found[0]
+    for node, now in found[1:]:
+        differences, _ = environment_differences({**before, "git": {}}, now)
+        if differences:
+            words = and_more([each.replace(" then, ", f" on {first.name}, ").replace(" now)", f" on {node.name})")
+                              for each in differences], 3)  # fmt: skip
+            raise UsageError(
+                f"the machines of the Ray cluster are not alike, and a sweep on both would compare them: {words}; name "
+                "a resource that one kind alone has with --device-resource"
+            )
+
+
+@dataclass
+class _Run:
+    """A block that runs. ``doing``: for the display."""
+
+    block: Block
+    node: Node
+    began: float
+    doing: str = "waiting for the machine"
+    done: set[str] = field(default_factory=set)  # cell ids
+
+
+class RayExecutor:
+    """Runs the blocks of ``runner`` on ``machines``; keeps in ``manifest`` which ran which load, and what was lost."""
+
+    def __init__(self, machines: RayMachines, runner: BlockRunner, manifest: dict[str, Any]) -> None:
+        self.machines, self.runner, self.manifest = machines, runner, manifest
+        self._cluster, self._record = machines.cluster, manifest["executor"]
+        self._free = [node for node in machines.nodes for _ in range(machines.demand.cells(node))]
+        self._running: dict[Task, _Run] = {}
+        self._again: list[Block] = []
+        self._lost: Counter[str] = Counter()
+        self._home: dict[int, Node] = {}  # by repeat
+        self._calibrations: dict[str, list[Any]] = {}  # by node id
+        self._ended: list[Finished] = []
+
+    def has_room(self) -> bool:
+        return (bool(self._free) and not self._again) or not self._usable()
+
+    def begin(self, left: Sequence[Block]) -> Block | None:
+        """The first block whose repeat has run on a free machine, else of a repeat that has run nowhere, else any."""
+        taken = {
+            (cell.cell_id, block.repeat)
+            for block in [*(run.block for run in self._running.values()), *self._again]
+            for cell in block.cells
+        }
+        waiting = [b for b in left if not any((cell.cell_id, b.repeat) in taken for cell in b.cells)]
+        if waiting and not self._usable():
+            raise MeasurementError(_NONE_LEFT)
+        at_home = (block for block in waiting if self._home.get(block.repeat) in self._free)
+        new = (block for block in waiting if block.repeat not in self._home)
+        return next(at_home, None) or next(new, None) or next(iter(waiting), None)
+
+    def submit(self, block: Block) -> None:
+        home = self._home.get(block.repeat)
+        node = home if home in self._free else self._free[0]
+        self._free.remove(node)
+        self._home.setdefault(block.repeat, node)
+        runner, machines = self.runner, self.machines
+        calibrations = self._calibrations.get(node.node_id, []) if not machines.options["no_calibration"] else None
+        task = BlockTask(
+            block, machines.workload, machines.options, machines.stored, runner.capacity, bool(runner.served),
+            tuple(runner.keeps_cache), calibrations,
+        )  # fmt: skip
+        needs = machines.demand.needs(node) or {}
+        self._running[self._cluster.start(node, needs, run_block_task, task)] = _Run(block, node, time.monotonic())
+        self._show()
+
+    def next_finished(self) -> Finished | None:
+        while self._running or self._again:
+            self.runner.check_interrupt()
+            self._begin_again()
+            came = self._cluster.next_of(list(self._running))
+            if came is None:
+                self._give_up_waiting()
+            elif isinstance(came[1], ENDS):
+                self._ended_early(*came)
+            else:
+                self._take(came[0], came[1])
+            if self._ended:
+                return self._ended.pop(0)
+        return None
+
+    def close(self) -> None:
+        self._cluster.cancel(list(self._running))
+        self._running.clear()
+
+    def _begin_again(self) -> None:
+        while self._again and self._free:
+            self.submit(self._again.pop(0))
+        if not self._usable():
+            raise MeasurementError(_NONE_LEFT)
+
+    def _usable(self) -> bool:
+        """Whether any machine is left."""
+        return bool(self._free or self._running)
+
+    def _give_up_waiting(self) -> None:
+        """Leaves out machines on which what a cell needs is not free."""
+        now, wait_s = time.monotonic(), self.machines.wait_s
+        late = [task for task in self._running if not task.began and now - task.sent > wait_s]
+        if not late:
+            return
+        self._cluster.cancel(late)
+        for task in late:
+            run = self._running.pop(task)
+            self.runner.listener.status(f"{run.node.name} is left out: what a cell needs was not free for {wait_s:g} s")
+            self._leave_out(run.node)
+            self._again.append(run.block)
+
+    def _ended_early(self, task: Task, end: Any) -> None:
+        """The task has ended without the end of its block: its machine or process was lost, or it raised an error."""
+        if isinstance(end, Raised):
+            raise end.error
+        run = self._running.pop(task)
+        reason = end.reason if isinstance(end, Lost) else "it ended"
+        gone = reason in _GONE or not self._cluster.is_alive(run.node)
+        self._leave_out(run.node) if gone else self._free.append(run.node)
+        left = dataclasses.replace(run.block, cells=tuple(c for c in run.block.cells if c.cell_id not in run.done))
+        if not task.began:  # it costs nothing: the machine was gone before
+            self._again.append(left)
+            return
+        self._lost[run.block.block_id] += 1
+        entry = {"block_id": run.block.block_id, "machine": run.node.name, "reason": reason}
+        self._record["lost"].append(entry | {"loads_kept": len(run.done)})
+        write_json(self.runner.run.manifest_path, self.manifest)
+        if not left.cells:
+            self._finish(run, started=True)
+        elif self._lost[run.block.block_id] < MAX_LOST:
+            self._again.append(left)
+        else:
+            for cell in left.cells:
+                reason = f"the machine that ran it was lost {MAX_LOST} times (last {run.node.name}: {reason})"
+                self.runner.fail(cell, run.block.repeat, reason)
+            self._finish(run, started=True)
+
+    def _leave_out(self, node: Node) -> None:
+        self._free = [each for each in self._free if each != node]
+        self._home = {repeat: home for repeat, home in self._home.items() if home != node}
+
+    def _take(self, task: Task, event: Event) -> None:
+        run, runner = self._running[task], self.runner
+        match event:
+            case Status(text):
+                run.doing = text
+                self._show()
+            case ServerUp(info, model):
+                runner.served.append(run.block.block_id)
+                runner.on_server(run.block, info, cast(Target, SimpleNamespace(model=model)))
+            case LoadDone():
+                self._store(run, event)
+            case LoadFailed(cell, failure):
+                run.done.add(cell.cell_id)
+                runner.fail(
+                    cell, failure.repeat, f"{failure.reason} (on machine {run.node.name})", of_server=failure.of_server
+                )
+            case BlockEnded():
+                self._end(task, event)
+
+    def _store(self, run: _Run, load: LoadDone) -> None:
+        """Puts the load's files to where a sweep of one machine has them."""
+        folder, cell_id, repeat = self.runner.run, load.cell.cell_id, run.block.repeat
+        run.done.add(cell_id)
+        with tempfile.TemporaryDirectory(prefix=".incoming-", dir=folder.path) as scratch:
+            unpack(load.files, Path(scratch))
+            _move(Path(scratch) / "requests", folder.path / "requests")
+            with folder.scratch_load(cell_id, repeat) as out:
+                _move(Path(scratch) / folder.load(cell_id, repeat).relative_to(folder.path), out)
+        self._record["loads"].setdefault(cell_id, {})[str(repeat)] = run.node.name
+        write_json(folder.manifest_path, self.manifest)
+        self.runner.listener.load_finished(load.cell, repeat, load.done)
+
+    def _end(self, task: Task, event: BlockEnded) -> None:
+        run = self._running.pop(task)
+        self._free.append(run.node)
+        unpack(event.files, self.runner.run.path)
+        self._keep_calibrations(run.node, event.calibrations)
+        self.runner.keeps_cache.extend(each for each in event.keeps_cache if each not in self.runner.keeps_cache)
+        if event.refused is not None:
+            raise UsageError(event.refused)
+        if event.problem is not None:
+            raise MeasurementError(f"{run.node.name}: {event.problem}")
+        self._finish(run, event.started)
+
+    def _finish(self, run: _Run, started: bool) -> None:
+        self._ended.append(Finished(run.block, started, time.monotonic() - run.began))
+        self._show()
+
+    def _keep_calibrations(self, node: Node, rows: Sequence[Any]) -> None:
+        """For further blocks on the machine, and in the run's folder those of all machines."""
+        self._calibrations[node.node_id] = list(rows)
+        path = self.runner.run.path / cache.FILE
+        known = read_json(path) if path.is_file() else []
+        if new := [row for row in rows if row not in known]:
+            write_json(path, known + new)
+
+    def _show(self) -> None:
+        doing = [f"{run.node.name}: {run.doing}" for run in self._running.values()]
+        self.runner.listener.status("; ".join(doing) or "between loads")
+
+
+def _move(source: Path, folder: Path) -> None:
+    """Moves what ``source`` holds into ``folder``, unless it is there."""
+    if not source.is_dir():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if not (folder / path.name).exists():
+            path.rename(folder / path.name)
