@@ -178,17 +178,15 @@ def _reachable(address: str | None) -> str:
 
     if address and "://" in address:
         raise UsageError(f"--ray-address {address!r} is not HOST:PORT of the cluster's head, such as 10.0.0.1:6379")
+    found = ""
     try:
         found = canonicalize_bootstrap_address(address or "auto") or ""
         host, _, port = found.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
-    except ConnectionError as error:
-        way = START if address is None else "give HOST:PORT of its head, or " + START
-        raise UsageError(f"{_named(address)} does not answer ({_first_line(error)}): {way}") from None
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{_named(address)} does not answer ({_first_line(error)}): give HOST:PORT of its head"
-        ) from None
+        where = f" at {found}" if found and found != address else ""
+        way = START if address is None else f"give HOST:PORT of its head, or {START}"
+        raise UsageError(f"{_named(address)} does not answer{where} ({_first_line(error)}): {way}") from None
     return found
 
 
