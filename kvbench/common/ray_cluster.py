@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import UsageError
-from kvbench.common.git import code_sha256
+from kvbench.common.git import code_sha256, git_state
 from kvbench.common.machine import environment
+from kvbench.common.text import and_more, plural
 
 if TYPE_CHECKING:
     from ray import ObjectRefGenerator
@@ -153,6 +154,101 @@ def cluster_at(address: str | None) -> Iterator[Cluster]:
         ray.shutdown()
 
 
+@dataclass(frozen=True)
+class Usable:
+    """Machines that have what is needed and run the code of this one.
+
+    ``facts``: of each, by node id, as ``facts_of_machine`` yields them; ``left_out``: why others are not among them.
+    """
+
+    nodes: Sequence[Node]
+    facts: Mapping[str, Mapping[str, Any]]
+    left_out: Sequence[str]
+
+
+def usable_nodes(
+    cluster: Cluster,
+    needs: Callable[[Node], Mapping[str, float] | None],
+    what: str,
+    wait_s: float,
+    say: Callable[[str], None],
+) -> Usable:
+    """The machines for which ``needs`` tells what a task asks of them (None: they do not have it), ``what`` in words.
+
+    Raises UsageError where after ``wait_s`` there is none.
+    """
+    nodes = _having(cluster, needs, what, wait_s, say)
+    answers = _answers(cluster, needs, nodes, wait_s)
+    code, left_out, facts = code_sha256(), [], {}
+    for node in nodes:
+        found = answers[node.node_id]
+        if isinstance(found, str):
+            left_out.append(f"machine {node.name} of the Ray cluster is left out: {found}")
+        elif found["code"] != code:
+            there, here = found["environment"]["git"]["short_sha"], git_state()["short_sha"]
+            changed = "" if there != here else " with other changes"
+            left_out.append(
+                f"machine {node.name} of the Ray cluster is left out: it runs other code (commit {there}{changed}), "
+                f"this one {here}: check out the same on both"
+            )
+        else:
+            facts[node.node_id] = found
+    if not facts:
+        raise UsageError(f"no machine of the Ray cluster can be used: {and_more(left_out, 3, between='; ')}")
+    return Usable([node for node in nodes if node.node_id in facts], facts, left_out)
+
+
+def _having(
+    cluster: Cluster,
+    needs: Callable[[Node], Mapping[str, float] | None],
+    what: str,
+    wait_s: float,
+    say: Callable[[str], None],
+) -> list[Node]:
+    """The machines that have what is needed, as soon as there is one; UsageError after ``wait_s``."""
+    deadline, told = time.monotonic() + wait_s, False
+    while not (found := [node for node in cluster.nodes() if needs(node) is not None]):
+        if time.monotonic() > deadline:
+            have = [", ".join(f"{name} {n:g}" for name, n in node.resources.items()) for node in cluster.nodes()]
+            raise UsageError(
+                f"no machine of the Ray cluster has {what} ({plural(len(have), 'machine')}: "
+                f"{and_more(have, 3, between='; ')}): start Ray where it is with --num-cpus, --num-gpus or --resources"
+            )
+        if not told:
+            say(f"waiting for a machine of the Ray cluster that has {what}, {wait_s:g} s at most (--ray-wait)")
+        told = True
+        time.sleep(min(_LOOK_S, wait_s))
+    return found
+
+
+def _answers(
+    cluster: Cluster,
+    needs: Callable[[Node], Mapping[str, float] | None],
+    nodes: Sequence[Node],
+    wait_s: float,
+) -> dict[str, dict[str, Any] | str]:
+    """By node id what each machine says of itself, or why it cannot be used."""
+    left = [cluster.start(node, needs(node) or {}, facts_of_machine) for node in nodes]
+    deadline = time.monotonic() + wait_s
+    found: dict[str, dict[str, Any] | str] = {
+        node.node_id: f"what is needed was not free within {wait_s:g} s" for node in nodes
+    }
+    while left and time.monotonic() < deadline:
+        task, answer = cluster.next_of(left) or (None, None)
+        if task is None:
+            continue
+        if isinstance(answer, Raised):
+            answer = f"kvbench does not run there ({_last_line(answer.error)})"
+        elif isinstance(answer, Lost):
+            answer = f"it was lost ({answer.reason})"
+        if not isinstance(answer, Ended):
+            found[task.node.node_id] = answer
+        if not isinstance(answer, dict):
+            left.remove(task)
+    cluster.cancel([task for task in left if not task.began])
+    return found
+
+
 def ray_version() -> str:
     """The version of Ray here. Raises UsageError where it is not installed."""
     return _ray().__version__
@@ -196,6 +292,10 @@ def _named(address: str | None) -> str:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[-1] or type(error).__name__
 
 
 def _resources(given: Mapping[str, float]) -> dict[str, float]:

@@ -22,9 +22,9 @@ from typing import Any, cast
 from kvbench.calibration import cache
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import read_json, write_json
-from kvbench.common.git import code_sha256, git_state
+from kvbench.common.git import git_state
 from kvbench.common.machine import environment
-from kvbench.common.ray_cluster import ENDS, Cluster, Lost, Node, Raised, Task, cluster_at, facts_of_machine
+from kvbench.common.ray_cluster import ENDS, Cluster, Lost, Node, Raised, Task, cluster_at, usable_nodes
 from kvbench.common.text import and_more, plural
 from kvbench.runs.resume import environment_differences
 from kvbench.sweep.block import BlockRunner
@@ -190,69 +190,9 @@ def machines_for(
 
     Raises UsageError where there is none, or they are not alike.
     """
-    nodes = _having(cluster, demand, wait_s, say)
-    answers = _facts(cluster, demand, nodes, wait_s)
-    code, refused, kept = code_sha256(), [], {}
-    for node in nodes:
-        found = answers[node.node_id]
-        if isinstance(found, str):
-            refused.append(f"machine {node.name} is left out: {found}")
-        elif found["code"] != code:
-            commits = [state["short_sha"] for state in (found["environment"]["git"], git_state())]
-            changed = "" if commits[0] != commits[1] else ", with other changes"
-            refused.append(
-                f"machine {node.name} is left out: it runs other code (commit {commits[0]}{changed}) than this machine "
-                f"({commits[1]}); check out the same on both"
-            )
-        else:
-            kept[node.node_id] = found
-    if not kept:
-        raise UsageError(f"no machine of the Ray cluster can run the cells: {and_more(refused, 3, between='; ')}")
-    _require_alike([(node, kept[node.node_id]["environment"]) for node in nodes if node.node_id in kept])
-    usable = [node for node in nodes if node.node_id in kept]
-    return RayMachines(cluster, demand, *parts, usable, kept, wait_s, refused)
-
-
-def _having(cluster: Cluster, demand: Demand, wait_s: float, say: Callable[[str], None]) -> list[Node]:
-    """The machines that have what a cell needs, as soon as there is one; UsageError after ``wait_s``."""
-    deadline, told = time.monotonic() + wait_s, False
-    while not (found := [node for node in cluster.nodes() if demand.cells(node)]):
-        if time.monotonic() > deadline:
-            have = [", ".join(f"{name} {n:g}" for name, n in node.resources.items()) for node in cluster.nodes()]
-            raise UsageError(
-                f"no machine of the Ray cluster has {demand} for a cell ({plural(len(have), 'machine')}: "
-                f"{and_more(have, 3, between='; ')}): start Ray there with --num-gpus or --resources, or name another "
-                "--device-resource"
-            )
-        if not told:
-            say(f"waiting for a machine of the Ray cluster that has {demand}, {wait_s:g} s at most (--ray-wait)")
-        told = True
-        time.sleep(min(0.5, wait_s))
-    return found
-
-
-def _facts(cluster: Cluster, demand: Demand, nodes: Sequence[Node], wait_s: float) -> dict[str, dict[str, Any] | str]:
-    """By node id what each machine says of itself, or why it cannot be used."""
-    tasks = [cluster.start(node, demand.needs(node) or {}, facts_of_machine) for node in nodes]
-    left, deadline, found = list(tasks), time.monotonic() + wait_s, {}
-    while left and time.monotonic() < deadline:
-        task, answer = cluster.next_of(left) or (None, None)
-        if task is None:
-            continue
-        if isinstance(answer, Raised):
-            answer = f"kvbench cannot run there ({str(answer.error).strip().splitlines()[-1]})"
-        elif isinstance(answer, Lost):
-            answer = f"it was lost ({answer.reason})"
-        if isinstance(answer, ENDS):
-            left.remove(task)
-        else:
-            found[task.node.node_id] = answer
-            if isinstance(answer, str):
-                left.remove(task)
-    cluster.cancel([task for task in left if not task.began])
-    return {
-        node.node_id: found.get(node.node_id, f"what a cell needs was not free within {wait_s:g} s") for node in nodes
-    }
+    found = usable_nodes(cluster, demand.needs, f"{demand} for a cell", wait_s, say)
+    _require_alike([(node, found.facts[node.node_id]["environment"]) for node in found.nodes])
+    return RayMachines(cluster, demand, *parts, found.nodes, found.facts, wait_s, list(found.left_out))
 
 
 def _require_alike(found: Sequence[tuple[Node, Mapping[str, Any]]]) -> None:
