@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from engine.scheduling.scheduler import QueueFull
 from engine.sequence import TokenOutput
 from kvbench.requests.request import RequestSpec, continued
 from kvbench.simulation.replica import Replica
@@ -32,7 +33,7 @@ class Ended:
     due, sent: when it was to be sent, and when it was [s]
     times: when its tokens came [s]; sequences: which of its sequences each belongs to; empty if it has one
     cached: tokens of its prompt that the prefix cache served
-    reason: ``length``, or why it failed: ``refused`` with ``error``
+    reason: ``length``, or why it failed: ``refused`` with ``error`` and the ``status`` that a server answers it with
     """
 
     spec: RequestSpec
@@ -45,6 +46,7 @@ class Ended:
     cached: int = 0
     reason: str | None = None
     error: str | None = None
+    status: int = 200
 
 
 @dataclass(slots=True)
@@ -151,6 +153,7 @@ class Drive:
             replica.add(request_id, spec, now)
         except ValueError as error:
             ended.reason, ended.error = "refused", str(error)
+            ended.status = 429 if isinstance(error, QueueFull) else 400
             self._end(ended, conversation, now)
             return
         conversation.prompt = spec.prompt_token_ids or ()

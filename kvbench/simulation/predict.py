@@ -72,6 +72,8 @@ def unit_costs_of(run: Run) -> UnitCosts:
 
 def _loads_of(run: Run) -> list[_Load]:
     """Every load that can be replayed and whose files are there. Raises UsageError where there is none."""
+    if run.manifest.get("simulated"):
+        raise UsageError(f"{run.folder} is simulated itself: predict a run that was measured")
     if not run.is_built_in or run.manifest.get("serve_cmd"):
         raise UsageError(f"{run.folder} is of another engine, whose scheduler the simulator does not have")
     loads = []
