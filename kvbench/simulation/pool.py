@@ -6,12 +6,14 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.text import and_more
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 1.0  # a signal is seen after so long at the latest
@@ -38,7 +40,7 @@ def map_simulations(
     pool = ProcessPoolExecutor(most, multiprocessing.get_context("spawn"), _begin, (os.getpid(),))
     try:
         running = {pool.submit(function, job): name for name, job in jobs.items()}
-        _wait_for_all(running)
+        _wait_for_all(running, set(multiprocessing.active_children()) - others)
         return [future.result(timeout=0) for future in running]
     finally:
         children = set(multiprocessing.active_children()) - others
@@ -51,13 +53,26 @@ def map_simulations(
                 child.kill()
 
 
-def _wait_for_all(running: Mapping[Future[Result], str]) -> None:
-    """Until all have ended well. Raises what the first failed one raised."""
+def _wait_for_all(running: Mapping[Future[Result], str], children: Collection[BaseProcess]) -> None:
+    """Until all have ended well. Raises what the first failed one raised.
+
+    The pool may miss the death of a process that it started after its thread began to wait (Python 3.11), so the
+    ``children`` are looked at here too.
+    """
     left = set(running)
     while left:
-        done, left = wait(left, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
+        died = any(child.exitcode is not None for child in children)
+        done, left = wait(left, timeout=0 if died else _LOOK_S, return_when=FIRST_COMPLETED)
         for future in (each for each in running if each in done):
             _named(running[future], lambda future=future: future.result(timeout=0))
+        if died and left:
+            raise _died(and_more([running[future] for future in running if future in left]))
+
+
+def _died(names: str) -> MeasurementError:
+    return MeasurementError(
+        f"{names}: a process of the simulations died, perhaps for lack of memory: run fewer at once"
+    )
 
 
 def _named(name: str, run: Callable[[], Result]) -> Result:
@@ -67,9 +82,7 @@ def _named(name: str, run: Callable[[], Result]) -> Result:
     except UsageError as error:
         raise UsageError(f"{name}: {error}") from error
     except BrokenProcessPool:
-        raise MeasurementError(
-            f"{name}: a process of the simulations died, perhaps for lack of memory: run fewer at once"
-        ) from None
+        raise _died(name) from None
     except MeasurementError as error:
         raise MeasurementError(f"{name}: {error}") from error
     except Exception as error:

@@ -62,7 +62,7 @@ def test_no_process_outlives_an_interrupt(how: signal.Signals) -> None:
         time.sleep(0.3)  # the workers have begun
         parent.send_signal(how)
         parent.wait(10)
-        gone, alive = psutil.wait_procs(workers, 10)
+        _, alive = psutil.wait_procs(workers, 10)
         assert not alive
     finally:
         parent.kill()
