@@ -145,7 +145,7 @@ def store(
 ) -> dict[str, Any]:
     """Writes the load's files into ``out`` and returns what done.json says of the measurement."""
     kept = repetitions[0].rows if len(repetitions) == 1 else typical(repetitions)
-    rows = [_row(spec, *row) for spec, row in zip(requests, kept, strict=True)]
+    rows = [result_row(spec, *row) for spec, row in zip(requests, kept, strict=True)]
     with write_atomically(out / "requests.parquet") as scratch:
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
     steps = pd.concat([_steps(each, number) for number, each in enumerate(repetitions)])
@@ -188,7 +188,7 @@ def _steps(computed: Computed, number: int) -> pd.DataFrame:
     return pd.DataFrame(computed.steps, columns=STEP_COLUMNS).assign(turn=turn, repetition=number)
 
 
-def _row(
+def result_row(
     spec: RequestSpec,
     t0: float,
     ts: float,
@@ -199,7 +199,7 @@ def _row(
     token_ids: Sequence[int],
     sequences: Sequence[int] | None = None,
 ) -> Mapping[str, Any]:
-    """A row of requests.parquet."""
+    """A row of requests.parquet; the arguments as the engine's ``result`` has them (engine/lockstep.py). Times in s."""
     done = Completion(
         chunk_times=list(times),
         chunk_tokens=list(tokens),
