@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from kvbench.requests.arrivals import draw_times, recorded_times
 from kvbench.requests.build import build_requests, check_fits, random_streams
 from kvbench.requests.from_trace import TraceStream, stream_trace
-from kvbench.requests.request import RequestSpec, conversations
+from kvbench.requests.request import RequestSpec, conversations, distinct_prefixes
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.prompts_section import SyntheticPrompts, TracePrompts
 
@@ -32,11 +32,13 @@ class RequestStream:
     """``conversations``: lists of requests that follow one another, in the order of their arrivals; read once.
 
     ``requests``: how many there will be; None: not known before (turns of conversations).
+    ``prefixes``: those that requests share, each once, for a cache that is to be primed; not known of a trace.
     """
 
     conversations: Iterator[list[RequestSpec]]
     requests: int | None
     notes: dict[str, Any]
+    prefixes: list[tuple[int, ...]] = field(default_factory=list)
 
 
 def stream_requests(
@@ -45,14 +47,15 @@ def stream_requests(
     vocab_size: int,
     max_model_len: int,
     seed: int,
+    repeat: int = 0,
     concurrency: int | None = None,
     rate: float | None = None,
 ) -> RequestStream:
     """The load's requests, made as they are asked for. Arguments and errors are those of ``build_requests``."""
     how = {"vocab_size": vocab_size, "max_model_len": max_model_len, "seed": seed}
-    how |= {"concurrency": concurrency, "rate": rate}
+    how |= {"repeat": repeat, "concurrency": concurrency, "rate": rate}
     if isinstance(load.prompts, TracePrompts) and not load.counted_by_time:
-        rng, clock = random_streams(load, seed, 0, concurrency, rate)
+        rng, clock = random_streams(load, seed, repeat, concurrency, rate)
         count = load.count_for(rate if load.mode == "open" else concurrency)
         trace = stream_trace(load.prompts, count, vocab_size, max_model_len, rng)
         if trace is not None:
@@ -63,12 +66,12 @@ def stream_requests(
     piece = max(1, PIECE // turns)  # requests, or conversations
     if count is None or count <= piece or changing or not isinstance(load.prompts, SyntheticPrompts):
         requests = build_requests(load, **how)
-        return RequestStream(iter(conversations(requests)), len(requests), requests.notes)
+        return RequestStream(iter(conversations(requests)), len(requests), requests.notes, distinct_prefixes(requests))
     first = build_requests(_of_length(load, piece), **how)
     pieces = _pieces(load, count, piece, [*first], how)
     if load.sessions is None:
-        return RequestStream(pieces, count, first.notes)
-    return RequestStream(pieces, None, first.notes | {"sessions": count})
+        return RequestStream(pieces, count, first.notes, distinct_prefixes(first))
+    return RequestStream(pieces, None, first.notes | {"sessions": count}, distinct_prefixes(first))
 
 
 def _of_length(load: LoadConfig, count: int) -> LoadConfig:
