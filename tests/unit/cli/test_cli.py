@@ -25,7 +25,7 @@ from kvbench.workload.file import load_workload
 COMMANDS = (
     "sweep", "simulate", "load", "report", "recommend", "plan", "cache-sim", "tune", "doctor", "serve", "bench-engine",
     "mock-server", "calibrate-client", "trace", "compare", "calibrate", "claims", "gate", "accept", "history", "view",
-    "quality", "canaries", "init", "help",
+    "quality", "canaries", "init", "help", "predict",
 )  # fmt: skip
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 8}]
 WORKLOAD = {
@@ -68,7 +68,7 @@ def test_each_help_tells_purpose_files_and_exit_codes(run, name):
 
 
 def test_help_keeps_its_lines_and_comes_from_the_server_where_it_parses(run):
-    lines = [line.strip() for line in run("sweep", "simulate", "--help")[1].splitlines()]
+    lines = [line.strip() for line in run("sweep", "--help")[1].splitlines()]
     assert "kvbench sweep workloads/mixed.yaml --resume" in lines
     assert "130  interrupted; go on with the printed --resume command" in lines
     code, out, _ = run("serve", "--help")
@@ -83,7 +83,7 @@ def test_help_imports_nothing_heavy():
     assert "HEAVY []" in done.stdout
 
 
-SWEEP = ("sweep", "simulate", "tiny.yaml")
+SWEEP = ("sweep", "tiny.yaml")
 LOAD = ("load", "tiny.yaml", *NOBODY)
 
 
@@ -91,7 +91,7 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
     ("arguments", "named"),
     [
         (("sweep",), ["workload is missing", "--input-len"]),
-        (("sweep", "simulate", "nothing.yaml"), ["'nothing.yaml'"]),
+        (("sweep", "nothing.yaml"), ["'nothing.yaml'"]),
         ((*SWEEP, "--only", "pagd*"), ["'pagd*'", "paged-p16-c1, contiguous-c1"]),
         ((*SWEEP, "-o", "engine.page_size=0"), ["page_size", "0", "at least 1"]),
         ((*SWEEP, "-o", "engine.page_sizes=8"), ["'page_sizes'", "'page_size'"]),
@@ -108,8 +108,8 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
         ((*SWEEP, "--dry-run", "--output-dir", "tiny.yaml/results"), ["tiny.yaml", "--output-dir"]),
         ((*SWEEP, "--resume"), ["no incomplete run of 'tiny'"]),
         ((*SWEEP, "--resume", "nowhere"), ["'nowhere'"]),
-        (("sweep", "simulate", "--resume", "nowhere"), ["'nowhere'"]),
-        (("sweep", "simulate", "--resume"), ["workload is missing"]),
+        (("sweep", "--resume", "nowhere"), ["'nowhere'"]),
+        (("sweep", "--resume"), ["workload is missing"]),
         ((*SWEEP, "--force"), ["--force goes with --resume"]),
         ((*SWEEP, "--serve-cmd", "a 'b"), ["--serve-cmd", "quotes"]),
         ((*SWEEP, "--serve-cmd", " "), ["--serve-cmd"]),
@@ -119,7 +119,7 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
         (("load", "tiny.yaml"), ["--url is missing"]),
         (("load", *NOBODY), ["workload is missing", "--input-len"]),
         (("plan",), ["a model", "a workload", "--input-len"]),
-        (("sweep", "simulate", "--resume", "run", "--vary", "page_size=1,2"), ["--vary", "begun"]),
+        (("sweep", "--resume", "run", "--vary", "page_size=1,2"), ["--vary", "begun"]),
         (("load", *NOBODY, "--input-len", "5"), ["--output-len is missing"]),
         ((*LOAD, "--input-len", "5"), ["--input-len"]),
         ((*SWEEP, "--output-len", "5"), ["--output-len"]),
@@ -153,9 +153,9 @@ def test_init_writes_a_workload_that_sweep_and_plan_take(run, tmp_path):
     code, out, _ = run("init", "my.yaml", *ASKED, "--vary", "kv_cache_dtype=auto,fp8", "--profile", "cpu")
     text = (tmp_path / "my.yaml").read_text()
     assert code == 0 and "my.yaml" in out and len(text.splitlines()) < 25
-    code, out, _ = run("sweep", "simulate", "my.yaml", "--dry-run", "--profile", "cpu")
+    code, out, _ = run("sweep", "my.yaml", "--dry-run", "--profile", "cpu")
     assert code == 0 and "3 configurations, 3 cells" in out and "15,000 tokens" in out and "1 of 4" in out
-    code, out, _ = run("sweep", "simulate", *ASKED, "--design", "full", "--vary", "kv_cache_dtype=auto,fp8", "--dry-run")
+    code, out, _ = run("sweep", *ASKED, "--design", "full", "--vary", "kv_cache_dtype=auto,fp8", "--dry-run")
     assert code == 0 and "4 configurations, 4 cells" in out and not (tmp_path / "results").exists()
 
 
@@ -177,7 +177,7 @@ def test_help_knows_the_keys_of_a_workload_and_every_command(run):
 
 
 def test_dry_run_launches_and_writes_nothing(run, tmp_path):
-    code, out, _ = run("sweep", "simulate", "tiny.yaml", "--dry-run", "--profile", "cpu")
+    code, out, _ = run("sweep", "tiny.yaml", "--dry-run", "--profile", "cpu")
     assert code == 0 and "2 cells, 6 server launches, 6 loads" in out
     assert list(tmp_path.iterdir()) == [tmp_path / "tiny.yaml"]
 
@@ -195,12 +195,12 @@ def test_dry_run_of_a_resumed_run_shows_what_is_left_of_its_plan(run, tmp_path):
         done = {"invalid_reasons": [], "wall_s": 1.0, "server_start_s": 1.0}
         write_json(begun.load("paged-p16-c1", repeat) / DONE, done)
     before = sorted(tmp_path.rglob("*"))
-    code, out, _ = run("sweep", "simulate", "--resume", begun.path, "--dry-run")
+    code, out, _ = run("sweep", "--resume", begun.path, "--dry-run")
     assert code == 0 and "2 finished loads" in out and "1 cell, 1 server launch, 1 load," in out
     assert "repeat 2: paged-p16: c1" in out and "contiguous" not in out
-    assert run("sweep", "simulate", "--resume", begun.path, "--dry-run", "--only", "paged*")[1] == out
+    assert run("sweep", "--resume", begun.path, "--dry-run", "--only", "paged*")[1] == out
     for words in ((), ("--dry-run",)):
-        code, _, err = run("sweep", "simulate", "--resume", begun.path, "--only", "contiguous*", *words)
+        code, _, err = run("sweep", "--resume", begun.path, "--only", "contiguous*", *words)
         assert code == 2 and all(word in err for word in ("'contiguous*'", "paged-p16-c1"))
     assert sorted(tmp_path.rglob("*")) == before
 
