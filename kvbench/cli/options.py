@@ -87,6 +87,26 @@ def add_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return add
 
 
+def ray_options(what: str) -> Callable[[Any], Any]:
+    """A decorator that adds the options of ``--executor``; ``what``: its help."""
+    return add_options(
+        click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True, help=what),
+        click.option(
+            "--ray-address",
+            metavar="HOST:PORT",
+            help="--executor ray: the cluster's head (default: of the cluster that this machine is in).",
+        ),
+        click.option(
+            "--ray-wait",
+            type=FiniteRange(min=0),
+            default=60.0,
+            show_default=True,
+            metavar="S",
+            help="--executor ray: wait at most S seconds for a machine that has free what is needed.",
+        ),
+    )
+
+
 EXISTING = click.Path(exists=True, path_type=Path)
 PROFILE = click.option(
     "--profile", metavar="NAME", help="cpu or gpu: which of the file's profiles to use (default: gpu if there is one)."

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvbench.cli.options import OVERRIDES, PROMPT_OPTIONS, SEED, FiniteRange, NumberList, add_options
+from kvbench.cli.options import OVERRIDES, PROMPT_OPTIONS, SEED, FiniteRange, NumberList, add_options, ray_options
 
 _POSITIVE = FiniteRange(min=0, min_open=True)
 _MACHINE_OPTIONS = (
@@ -63,6 +63,7 @@ _SEARCH_OPTIONS = (
 @OVERRIDES
 @SEED
 @add_options(*_LOAD_OPTIONS, *_FLEET_OPTIONS, *_SEARCH_OPTIONS)
+@ray_options("Where several simulations run: in processes of this machine, or on all cores of a Ray cluster.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the tables.")
 @click.option("--output-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Keep figures and requests there; it must be new or empty (default: keep nothing).")  # fmt: skip

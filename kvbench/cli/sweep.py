@@ -18,11 +18,12 @@ from kvbench.cli.options import (
     SEED,
     FiniteRange,
     add_options,
+    ray_options,
     target_options,
     workload_of,
 )
 from kvbench.common.errors import UsageError, say
-from kvbench.common.option_rules import check_goes_with, flag
+from kvbench.common.option_rules import RAY_OPTIONS, check_goes_with, flag
 
 if TYPE_CHECKING:
     from kvbench.runs.folder import RunFolder
@@ -85,16 +86,10 @@ if TYPE_CHECKING:
               help="Port of the launched server (default: a free one).")  # fmt: skip
 @click.option("--start-timeout", type=FiniteRange(min=1),
               help="Seconds to be ready (default: 180; 900 for other engines, which may compile first).")  # fmt: skip
-@click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
-              help="Where cells run: on this machine, or on those of a Ray cluster that have the device, one cell a "
-                   "device at a time.")  # fmt: skip
-@click.option("--ray-address", metavar="HOST:PORT",
-              help="--executor ray: the cluster's head (default: of the cluster that this machine is in).")  # fmt: skip
+@ray_options("Where cells run: on this machine, or on the machines of a Ray cluster, one cell a device at a time.")
 @click.option("--device-resource", metavar="NAME",
               help="--executor ray: only machines with this Ray resource, such as accelerator_type:H100 "
                    "(default: GPUs where the workload runs on GPUs, else CPUs).")  # fmt: skip
-@click.option("--ray-wait", type=FiniteRange(min=0), default=60.0, show_default=True, metavar="S",
-              help="--executor ray: wait at most so long for a machine that has free what a cell needs.")  # fmt: skip
 def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options: Any) -> int:
     """Run every cell of WORKLOAD (a YAML file) and report what was found; without one, of the workload that
     --input-len, --output-len, --concurrency and --vary make.
@@ -149,11 +144,9 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     from kvbench.sweep.run import Sweep
 
     console = Console()
-    check_goes_with(
-        [name for name in ("ray_address", "device_resource") if options[name]],
-        dict.fromkeys(("ray_address", "device_resource"), ("--executor ray",)),
-        [f"--executor {options['executor']}"],
-    )
+    context = click.get_current_context()
+    given = [name for name in options if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+    check_goes_with(given, RAY_OPTIONS, [f"--executor {options['executor']}"])
     if resume and workload is None and Path(resume).suffix in (".yaml", ".yml"):
         workload, resume = resume, "latest"  # `--resume WORKLOAD` reads as one would mean it
     options["profile"] = options["profile"] or ("gpu" if options["simulate"] and workload else None)

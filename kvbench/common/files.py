@@ -1,12 +1,14 @@
-"""Atomic writes: a crash leaves the old file or the new one. JSON, and whether a folder can be written."""
+"""Atomic writes: a crash leaves the old file or the new one. JSON, tars, and whether a folder can be written."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,6 +83,21 @@ def read_json(path: Path) -> Any:
         raise UsageError(f"there is no {path}: give the folder of a run, such as results/mixed/<time>") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as JSON: {error}") from None
+
+
+def pack(root: Path, paths: Sequence[Path]) -> bytes:
+    """A compressed tar of the files and folders at ``paths``, with names from ``root`` on."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
+        for path in paths:
+            archive.add(path, str(path.relative_to(root)))
+    return buffer.getvalue()
+
+
+def unpack(files: bytes, folder: Path) -> None:
+    """Puts the files of ``pack`` into ``folder``, and nothing anywhere else."""
+    with tarfile.open(fileobj=io.BytesIO(files)) as archive:
+        archive.extractall(folder, filter="data")
 
 
 def _plain(value: Any) -> Any:

@@ -8,6 +8,8 @@ from kvbench.common.errors import UsageError
 
 _TLS = ("tls_ca_file", "no_tls_verify")
 
+RAY_OPTIONS = dict.fromkeys(("ray_address", "device_resource", "ray_wait"), ("--executor ray",))
+
 
 def flag(name: str) -> str:
     """``max_runs`` as it is typed."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 INSTALL = "install it here and on every machine of the cluster with: pip install 'kvbench[ray]'"
 START = "start one with `ray start --head`, and `ray start --address HOST:6379` on the other machines"
 _REACH_S = 5.0  # until the head's port answers
+MAX_LOST = 3  # processes or machines that one task may cost
+_GONE = ("NodeDiedError", "TaskUnschedulableError", "LocalRayletDiedError")  # the machine, not the process alone
 _LOOK_S = 0.5  # how long one wait for tasks lasts
 _CANCEL_S = 30.0  # a task stops its server within 13 s; after this its process is killed
 _KILL_S = 10.0
@@ -56,9 +58,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Lost:
-    """The end of a task whose process or machine died. ``reason``: Ray's word for it."""
+    """The end of a task whose process or machine died, or that could not begin. ``reason``: Ray's word for it."""
 
     reason: str
+    began: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,13 +99,13 @@ class Cluster:
         ray = _ray()
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        remote = ray.remote(num_returns="streaming", max_retries=0)(function).options(
+        remote = ray.remote(num_returns="streaming", max_retries=0)(_run_in).options(
             num_cpus=needs.get("CPU", 0),
             num_gpus=needs.get("GPU", 0),
             resources={name: value for name, value in needs.items() if name not in ("CPU", "GPU")},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
         )
-        return Task(node, remote.remote(*arguments), time.monotonic())
+        return Task(node, remote.remote(os.getcwd(), function, *arguments), time.monotonic())
 
     def next_of(self, tasks: Sequence[Task]) -> tuple[Task, Any] | None:
         """What one of the tasks has yielded, or one of ``ENDS``; None when nothing came for 0.5 s."""
@@ -118,7 +121,7 @@ class Cluster:
         except ray.exceptions.RayTaskError as error:
             return task, Raised(error.cause if isinstance(error.cause, Exception) else error)
         except ray.exceptions.RayError as error:
-            return task, Lost(type(error).__name__)
+            return task, Lost(type(error).__name__, task.began)
         task.began = True
         return task, found
 
@@ -133,6 +136,64 @@ class Cluster:
             while tasks and time.monotonic() < deadline:
                 task, found = self.next_of(tasks) or (None, None)
                 tasks = [each for each in tasks if each is not task or not isinstance(found, ENDS)]
+
+
+@dataclass
+class Places:
+    """Places for tasks on machines, and what runs there.
+
+    ``free``: the machine of each free place; ``needs``: what a task asks of a machine; ``wait_s``: until it has that
+    free. A machine that is gone, or has not free what a task needs, loses its places.
+    """
+
+    cluster: Cluster
+    free: list[Node]
+    needs: Callable[[Node], Mapping[str, float] | None]
+    wait_s: float
+    running: dict[Task, Any] = field(default_factory=dict)
+
+    @property
+    def left(self) -> bool:
+        """Whether there is any place."""
+        return bool(self.free or self.running)
+
+    @property
+    def nodes(self) -> set[Node]:
+        """The machines that have places."""
+        return {*self.free, *(task.node for task in self.running)}
+
+    def submit(self, what: Any, node: Node, function: Callable[..., Iterator[Any]], *arguments: Any) -> None:
+        """Begins ``function(*arguments)`` in a free place on ``node``; ``what`` stands for it in ``running``."""
+        self.free.remove(node)
+        self.running[self.cluster.start(node, self.needs(node) or {}, function, *arguments)] = what
+
+    def next(self) -> tuple[Any, Any] | None:
+        """``what`` runs, and what it has yielded or one of ``ENDS``; None when nothing came for 0.5 s.
+
+        A task that could not begin in time is ``Lost``.
+        """
+        if (came := self.cluster.next_of(list(self.running))) is None:
+            late = [t for t in self.running if not t.began and time.monotonic() - t.sent > self.wait_s]
+            if not late:
+                return None
+            self.cluster.cancel(late[:1])
+            came = late[0], Lost(f"what is needed was not free within {self.wait_s:g} s", began=False)
+        task, found = came
+        if not isinstance(found, ENDS):
+            return self.running[task], found
+        what = self.running.pop(task)
+        if isinstance(found, Lost) and (
+            not found.began or found.reason in _GONE or not self.cluster.is_alive(task.node)
+        ):
+            self.free = [node for node in self.free if node != task.node]
+        else:
+            self.free.append(task.node)
+        return what, found
+
+    def close(self) -> None:
+        """Ends what runs."""
+        self.cluster.cancel(list(self.running))
+        self.running.clear()
 
 
 @contextmanager
@@ -247,6 +308,13 @@ def _answers(
             left.remove(task)
     cluster.cancel([task for task in left if not task.began])
     return found
+
+
+def _run_in(folder: str, function: Callable[..., Iterator[Any]], *arguments: Any) -> Iterator[Any]:
+    """``function(*arguments)`` in ``folder`` where the machine has it: relative paths mean what they do here."""
+    with suppress(OSError):
+        os.chdir(folder)
+    yield from function(*arguments)
 
 
 def ray_version() -> str:

@@ -15,14 +15,14 @@ from rich.console import Console
 
 from kvbench.common.console import print_plain, status_line
 from kvbench.common.errors import UsageError, say
-from kvbench.common.files import check_output_dir
+from kvbench.common.files import check_output_dir, unpack
 from kvbench.common.git import git_state
-from kvbench.common.option_rules import check_goes_with
+from kvbench.common.option_rules import RAY_OPTIONS, check_goes_with
 from kvbench.common.text import plural
 from kvbench.loadtest.max_rate.search import Condition, parse_conditions
 from kvbench.loadtest.options import LoadOptions, check_named_load, choose_load, workload_source
 from kvbench.simulation.choose import machine_of, simulated_workload
-from kvbench.simulation.pool import map_simulations
+from kvbench.simulation.pool import RayOptions, map_simulations
 from kvbench.simulation.routing import ROUTERS
 from kvbench.simulation.run import (
     SimulationJob,
@@ -31,6 +31,7 @@ from kvbench.simulation.run import (
     reasons_missed,
     run_job,
     simulate,
+    simulate_and_pack,
     sustainable_rate,
 )
 from kvbench.simulation.show import search_table, show
@@ -44,6 +45,8 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     """The exit code. ``given``: which of the options stand on the command line. Raises UsageError."""
     needs = {name: ["--find-max-rate"] for name in ("run_seconds", "tolerance")}
     check_goes_with(given, needs, ["--find-max-rate"] if options["find_max_rate"] else [])
+    check_goes_with(given, RAY_OPTIONS, [f"--executor {options['executor']}"])
+    ray = RayOptions(options["ray_address"], options["ray_wait"]) if options["executor"] == "ray" else None
     if options["router"] and max(options["replicas"]) == 1:
         raise UsageError(
             "--router chooses among replicas, and there is one: give --replicas 2 or more, or leave it out"
@@ -69,9 +72,11 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
         if conditions:
             find = partial(find_rate, conditions=conditions, seconds=options["run_seconds"],
                            tolerance=options["tolerance"])  # fmt: skip
-            results = map_simulations(find, names, options["processes"])
-        else:
+            results = map_simulations(find, names, options["processes"], ray)
+        elif ray is None:
             results = map_simulations(simulate, names, options["processes"])
+        else:
+            results = _simulated_elsewhere(names, options["processes"], ray)
     if options["as_json"]:
         print_plain(console, json.dumps(results if len(results) > 1 else results[0], indent=1))
     elif conditions:
@@ -81,6 +86,16 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     if folder is not None:
         say(f"written to {folder}")
     return 0
+
+
+def _simulated_elsewhere(jobs: Mapping[str, SimulationJob], at_once: int | None, ray: RayOptions) -> list[Any]:
+    """What summary.json holds of each job; its files come back and are written here."""
+    found = map_simulations(simulate_and_pack, jobs, at_once, ray)
+    for job, (_, files) in zip(jobs.values(), found, strict=True):
+        if job.folder is not None and files is not None:
+            job.folder.mkdir(parents=True, exist_ok=True)
+            unpack(files, job.folder)
+    return [summary for summary, _ in found]
 
 
 def _conditions(slo: str | None) -> tuple[Condition, ...]:

@@ -1,4 +1,4 @@
-"""Runs simulations side by side in processes of this machine."""
+"""Runs simulations side by side: in processes of this machine, or on the machines of a Ray cluster, one a core."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
-from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.errors import MeasurementError, UsageError, say
+from kvbench.common.ray_cluster import MAX_LOST, Cluster, Ended, Lost, Node, Places, Raised, cluster_at, usable_nodes
 from kvbench.common.text import and_more
 
 _PR_SET_PDEATHSIG = 1
@@ -23,16 +26,33 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True)
+class RayOptions:
+    """``address``: HOST:PORT of the cluster's head, None: of the cluster that this machine is in; ``wait_s``: at most
+    for a machine that has a core free.
+    """
+
+    address: str | None
+    wait_s: float
+
+
 def map_simulations(
-    function: Callable[[Job], Result], jobs: Mapping[str, Job], processes: int | None = None
+    function: Callable[[Job], Result],
+    jobs: Mapping[str, Job],
+    processes: int | None = None,
+    ray: RayOptions | None = None,
 ) -> list[Result]:
     """``function(job)`` of each job, in the order of ``jobs``, which are picklable and have names for messages.
 
     processes: how many at once; None: one a core. A single one at a time runs in this process.
+    ray: the cluster that runs them; None: this machine. A job whose process there is lost runs again.
 
     The first job that fails ends the others. Raises its UsageError, or MeasurementError for any other failure and for
     a process that died, with the job's name in front. An interrupt ends all processes.
     """
+    if ray is not None:
+        with cluster_at(ray.address) as cluster:
+            return _on_cluster(cluster, function, jobs, processes, ray.wait_s)
     most = min(len(jobs), processes or len(os.sched_getaffinity(0)))
     if most <= 1:
         return [_named(name, lambda job=job: function(job)) for name, job in jobs.items()]
@@ -51,6 +71,53 @@ def map_simulations(
             child.join(_ENDED_S)
             if child.is_alive():
                 child.kill()
+
+
+def _on_cluster(
+    cluster: Cluster,
+    function: Callable[[Job], Result],
+    jobs: Mapping[str, Job],
+    at_once: int | None,
+    wait_s: float,
+) -> list[Result]:
+    found = usable_nodes(cluster, _one_core, "a core for a simulation", wait_s, say)
+    for note in found.left_out:
+        say(f"note: {note}")
+    free = [node for node in found.nodes for _ in range(int(node.resources["CPU"]))]
+    places = Places(cluster, free[: at_once or len(free)], _one_core, wait_s)
+    results: dict[str, Result] = {}
+    waiting, lost = list(jobs), Counter[str]()
+    try:
+        while waiting or places.running:
+            while waiting and places.free:
+                places.submit(name := waiting.pop(0), places.free[0], _yield_result, function, jobs[name])
+            if not places.left:
+                raise MeasurementError(f"no machine of the Ray cluster is left for {and_more(waiting)}")
+            name, came = places.next() or ("", Ended())
+            if isinstance(came, Raised):
+                _named(name, lambda error=came.error: _raise(error))
+            elif isinstance(came, Lost):
+                waiting.insert(0, name)
+                lost[name] += came.began
+                if lost[name] == MAX_LOST:
+                    raise _died(name)
+            elif not isinstance(came, Ended):
+                results[name] = came
+    finally:
+        places.close()
+    return [results[name] for name in jobs]
+
+
+def _yield_result(function: Callable[[Job], Result], job: Job) -> Iterator[Result]:
+    yield function(job)
+
+
+def _one_core(node: Node) -> dict[str, float] | None:
+    return {"CPU": 1.0} if node.resources.get("CPU", 0.0) >= 1 else None
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _wait_for_all(running: Mapping[Future[Result], str], children: Collection[BaseProcess]) -> None:

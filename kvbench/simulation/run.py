@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.common.errors import UsageError
-from kvbench.common.files import write_json
+from kvbench.common.files import pack, write_json
 from kvbench.loadtest.max_rate.plan import at_rate, mean_rate
 from kvbench.loadtest.max_rate.search import Condition, misses, queue_growth
 from kvbench.metrics.latency import goodput_share
@@ -67,6 +68,15 @@ def simulate(job: SimulationJob) -> dict[str, Any]:
     if job.folder is not None:
         write_json(job.folder / "summary.json", summary)
     return summary
+
+
+def simulate_and_pack(job: SimulationJob) -> tuple[dict[str, Any], bytes | None]:
+    """``simulate``, and a tar of the files for the job's folder, which is on another machine; None without a folder."""
+    if job.folder is None:
+        return simulate(job), None
+    with tempfile.TemporaryDirectory(prefix="kvbench-simulate-") as scratch:
+        folder = Path(scratch)
+        return simulate(replace(job, folder=folder)), pack(folder, sorted(folder.iterdir()))
 
 
 def run_job(job: SimulationJob) -> SimulationResult:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import queue
-import tarfile
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +13,7 @@ from typing import Any
 from kvbench.calibration import cache
 from kvbench.calibration.cache import Calibrator
 from kvbench.common.errors import Interrupted, MeasurementError, UsageError, storage_sentence
-from kvbench.common.files import read_json, write_json
+from kvbench.common.files import pack, read_json, write_json
 from kvbench.requests.request import notes_path
 from kvbench.runs.folder import RunFolder
 from kvbench.sweep.block import BlockRunner, Failure
@@ -178,7 +176,7 @@ class _Work:
                 raise
         known = self.run_folder.path / cache.FILE
         rows = read_json(known) if known.is_file() else []
-        files = _tar(self.run_folder.path, [*self.run_folder.path.glob("logs/*"), *_failed(self.run_folder.path)])
+        files = pack(self.run_folder.path, [*self.run_folder.path.glob("logs/*"), *_failed(self.run_folder.path)])
         self.events.put(BlockEnded(started, tuple(keeps_cache), rows, files, refused, problem))
 
     def _check(self) -> None:
@@ -212,28 +210,13 @@ class _Listener:
         folder = self.run.load(cell.cell_id, repeat)
         requests = self.run.path / done["requests_file"]
         paths = [folder, requests, notes_path(requests)] if folder.is_dir() else []  # none on a full disk
-        self.put(LoadDone(cell, dict(done), _tar(self.run.path, paths)))
+        self.put(LoadDone(cell, dict(done), pack(self.run.path, paths)))
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
         self.put(LoadFailed(cell, self.failures[-1]))
 
     def status(self, text: str) -> None:
         self.put(Status(text))
-
-
-def unpack(files: bytes, folder: Path) -> None:
-    """Puts the files of a ``LoadDone`` or a ``BlockEnded`` into ``folder``."""
-    with tarfile.open(fileobj=io.BytesIO(files)) as archive:
-        archive.extractall(folder, filter="data")
-
-
-def _tar(root: Path, paths: Sequence[Path]) -> bytes:
-    """The files and folders at ``paths``, named from ``root`` on; compressed, since raw samples shrink by far."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
-        for path in paths:
-            archive.add(path, str(path.relative_to(root)))
-    return buffer.getvalue()
 
 
 def _failed(run: Path) -> list[Path]:

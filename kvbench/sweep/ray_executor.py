@@ -21,10 +21,10 @@ from typing import Any, cast
 
 from kvbench.calibration import cache
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.files import read_json, write_json
+from kvbench.common.files import read_json, unpack, write_json
 from kvbench.common.git import git_state
 from kvbench.common.machine import environment
-from kvbench.common.ray_cluster import ENDS, Cluster, Lost, Node, Raised, Task, cluster_at, usable_nodes
+from kvbench.common.ray_cluster import MAX_LOST, Cluster, Ended, Lost, Node, Places, Raised, cluster_at, usable_nodes
 from kvbench.common.text import and_more, plural
 from kvbench.runs.resume import environment_differences
 from kvbench.sweep.block import BlockRunner
@@ -37,7 +37,6 @@ from kvbench.sweep.block_task import (
     ServerUp,
     Status,
     run_block_task,
-    unpack,
 )
 from kvbench.sweep.executor import Finished
 from kvbench.targets.base import Target
@@ -45,9 +44,7 @@ from kvbench.targets.choose import ChosenTarget
 from kvbench.workload.design import Block, Design
 from kvbench.workload.file import Workload
 
-MAX_LOST = 3  # machines or processes that one block may cost
 _NONE_LEFT = "no machine of the Ray cluster is left that can run the cells"
-_GONE = ("NodeDiedError", "TaskUnschedulableError", "LocalRayletDiedError")  # the machine, not the process alone
 _PARALLEL = re.compile(r"(?:--(?:tensor|pipeline)-parallel-size|--tp(?:-size)?|--pp(?:-size)?|-tp|-pp)[ =](\d+)")
 
 
@@ -211,13 +208,14 @@ def _require_alike(found: Sequence[tuple[Node, Mapping[str, Any]]]) -> None:
 
 @dataclass
 class _Run:
-    """A block that runs. ``doing``: for the display."""
+    """A block that runs. ``doing``: for the display; ``done``: cells that have an outcome; ``end``: the task's last word."""
 
     block: Block
     node: Node
     began: float
     doing: str = "waiting for the machine"
-    done: set[str] = field(default_factory=set)  # cell ids
+    done: set[str] = field(default_factory=set)
+    end: BlockEnded | None = None
 
 
 class RayExecutor:
@@ -225,177 +223,129 @@ class RayExecutor:
 
     def __init__(self, machines: RayMachines, runner: BlockRunner, manifest: dict[str, Any]) -> None:
         self.machines, self.runner, self.manifest = machines, runner, manifest
-        self._cluster, self._record = machines.cluster, manifest["executor"]
-        self._free = [node for node in machines.nodes for _ in range(machines.demand.cells(node))]
-        self._running: dict[Task, _Run] = {}
+        self._record = manifest["executor"]
+        free = [node for node in machines.nodes for _ in range(machines.demand.cells(node))]
+        self._places = Places(machines.cluster, free, machines.demand.needs, machines.wait_s)
         self._again: list[Block] = []
         self._lost: Counter[str] = Counter()
         self._home: dict[int, Node] = {}  # by repeat
-        self._calibrations: dict[str, list[Any]] = {}  # by node id
-        self._ended: list[Finished] = []
+        self._calibrations: dict[str, list[Any]] = {}  # by machine
 
     def has_room(self) -> bool:
-        return (bool(self._free) and not self._again) or not self._usable()
+        return (bool(self._places.free) and not self._again) or not self._places.left
 
     def begin(self, left: Sequence[Block]) -> Block | None:
         """The first block whose repeat has run on a free machine, else of a repeat that has run nowhere, else any."""
-        taken = {
-            (cell.cell_id, block.repeat)
-            for block in [*(run.block for run in self._running.values()), *self._again]
-            for cell in block.cells
-        }
+        begun = [*(run.block for run in self._places.running.values()), *self._again]
+        taken = {(cell.cell_id, block.repeat) for block in begun for cell in block.cells}
         waiting = [b for b in left if not any((cell.cell_id, b.repeat) in taken for cell in b.cells)]
-        if waiting and not self._usable():
+        if waiting and not self._places.left:
             raise MeasurementError(_NONE_LEFT)
-        at_home = (block for block in waiting if self._home.get(block.repeat) in self._free)
-        new = (block for block in waiting if block.repeat not in self._home)
+        at_home = (block for block in waiting if self._home.get(block.repeat) in self._places.free)
+        new = (block for block in waiting if self._home.get(block.repeat) not in self._places.nodes)
         return next(at_home, None) or next(new, None) or next(iter(waiting), None)
 
     def submit(self, block: Block) -> None:
         home = self._home.get(block.repeat)
-        node = home if home in self._free else self._free[0]
-        self._free.remove(node)
-        self._home.setdefault(block.repeat, node)
+        node = home if home in self._places.free else self._places.free[0]
+        self._home[block.repeat] = home if home in self._places.nodes else node
         runner, machines = self.runner, self.machines
-        calibrations = self._calibrations.get(node.node_id, []) if not machines.options["no_calibration"] else None
+        calibrations = None if machines.options["no_calibration"] else self._calibrations.get(node.name, [])
         task = BlockTask(
             block, machines.workload, machines.options, machines.stored, runner.capacity, bool(runner.served),
             tuple(runner.keeps_cache), calibrations,
         )  # fmt: skip
-        needs = machines.demand.needs(node) or {}
-        self._running[self._cluster.start(node, needs, run_block_task, task)] = _Run(block, node, time.monotonic())
+        self._places.submit(_Run(block, node, time.monotonic()), node, run_block_task, task)
         self._show()
 
     def next_finished(self) -> Finished | None:
-        while self._running or self._again:
+        while self._places.running or self._again:
             self.runner.check_interrupt()
-            self._begin_again()
-            came = self._cluster.next_of(list(self._running))
-            if came is None:
-                self._give_up_waiting()
-            elif isinstance(came[1], ENDS):
-                self._ended_early(*came)
-            else:
-                self._take(came[0], came[1])
-            if self._ended:
-                return self._ended.pop(0)
+            while self._again and self._places.free:
+                self.submit(self._again.pop(0))
+            if not self._places.left:
+                raise MeasurementError(_NONE_LEFT)
+            if (came := self._places.next()) is None:
+                continue
+            run, event = came
+            if isinstance(event, Raised):
+                raise event.error
+            if not isinstance(event, Ended | Lost):
+                self._take(run, event)
+            elif finished := self._end(run, run.end) if run.end else self._again_elsewhere(run, event):
+                self._show()
+                return finished
         return None
 
     def close(self) -> None:
-        self._cluster.cancel(list(self._running))
-        self._running.clear()
+        self._places.close()
 
-    def _begin_again(self) -> None:
-        while self._again and self._free:
-            self.submit(self._again.pop(0))
-        if not self._usable():
-            raise MeasurementError(_NONE_LEFT)
-
-    def _usable(self) -> bool:
-        """Whether any machine is left."""
-        return bool(self._free or self._running)
-
-    def _give_up_waiting(self) -> None:
-        """Leaves out machines on which what a cell needs is not free."""
-        now, wait_s = time.monotonic(), self.machines.wait_s
-        late = [task for task in self._running if not task.began and now - task.sent > wait_s]
-        if not late:
-            return
-        self._cluster.cancel(late)
-        for task in late:
-            run = self._running.pop(task)
-            self.runner.listener.status(f"{run.node.name} is left out: what a cell needs was not free for {wait_s:g} s")
-            self._leave_out(run.node)
-            self._again.append(run.block)
-
-    def _ended_early(self, task: Task, end: Any) -> None:
-        """The task has ended without the end of its block: its machine or process was lost, or it raised an error."""
-        if isinstance(end, Raised):
-            raise end.error
-        run = self._running.pop(task)
-        reason = end.reason if isinstance(end, Lost) else "it ended"
-        gone = reason in _GONE or not self._cluster.is_alive(run.node)
-        self._leave_out(run.node) if gone else self._free.append(run.node)
+    def _again_elsewhere(self, run: _Run, end: Ended | Lost) -> Finished | None:
+        """The task has ended before its block: what is left of it runs again, unless that was tried too often."""
         left = dataclasses.replace(run.block, cells=tuple(c for c in run.block.cells if c.cell_id not in run.done))
-        if not task.began:  # it costs nothing: the machine was gone before
-            self._again.append(left)
-            return
-        self._lost[run.block.block_id] += 1
+        reason = end.reason if isinstance(end, Lost) else "it ended"
         entry = {"block_id": run.block.block_id, "machine": run.node.name, "reason": reason}
         self._record["lost"].append(entry | {"loads_kept": len(run.done)})
         write_json(self.runner.run.manifest_path, self.manifest)
-        if not left.cells:
-            self._finish(run, started=True)
-        elif self._lost[run.block.block_id] < MAX_LOST:
+        self._lost[run.block.block_id] += not isinstance(end, Lost) or end.began
+        if left.cells and self._lost[run.block.block_id] < MAX_LOST:
             self._again.append(left)
-        else:
-            for cell in left.cells:
-                reason = f"the machine that ran it was lost {MAX_LOST} times (last {run.node.name}: {reason})"
-                self.runner.fail(cell, run.block.repeat, reason)
-            self._finish(run, started=True)
+            return None
+        for cell in left.cells:
+            words = f"the machine that ran it was lost {MAX_LOST} times (last {run.node.name}: {reason})"
+            self.runner.fail(cell, run.block.repeat, words)
+        return Finished(run.block, True, time.monotonic() - run.began)
 
-    def _leave_out(self, node: Node) -> None:
-        self._free = [each for each in self._free if each != node]
-        self._home = {repeat: home for repeat, home in self._home.items() if home != node}
-
-    def _take(self, task: Task, event: Event) -> None:
-        run, runner = self._running[task], self.runner
+    def _take(self, run: _Run, event: Event) -> None:
         match event:
             case Status(text):
                 run.doing = text
                 self._show()
             case ServerUp(info, model):
-                runner.served.append(run.block.block_id)
-                runner.on_server(run.block, info, cast(Target, SimpleNamespace(model=model)))
+                self.runner.served.append(run.block.block_id)
+                self.runner.on_server(run.block, info, cast(Target, SimpleNamespace(model=model)))
             case LoadDone():
                 self._store(run, event)
             case LoadFailed(cell, failure):
                 run.done.add(cell.cell_id)
-                runner.fail(
-                    cell, failure.repeat, f"{failure.reason} (on machine {run.node.name})", of_server=failure.of_server
-                )
+                reason = f"{failure.reason} (on machine {run.node.name})"
+                self.runner.fail(cell, failure.repeat, reason, of_server=failure.of_server)
             case BlockEnded():
-                self._end(task, event)
+                run.end = event
 
     def _store(self, run: _Run, load: LoadDone) -> None:
         """Puts the load's files to where a sweep of one machine has them."""
         folder, cell_id, repeat = self.runner.run, load.cell.cell_id, run.block.repeat
-        run.done.add(cell_id)
         with tempfile.TemporaryDirectory(prefix=".incoming-", dir=folder.path) as scratch:
             unpack(load.files, Path(scratch))
             _move(Path(scratch) / "requests", folder.path / "requests")
             with folder.scratch_load(cell_id, repeat) as out:
                 _move(Path(scratch) / folder.load(cell_id, repeat).relative_to(folder.path), out)
+        run.done.add(cell_id)
         self._record["loads"].setdefault(cell_id, {})[str(repeat)] = run.node.name
         write_json(folder.manifest_path, self.manifest)
         self.runner.listener.load_finished(load.cell, repeat, load.done)
 
-    def _end(self, task: Task, event: BlockEnded) -> None:
-        run = self._running.pop(task)
-        self._free.append(run.node)
-        unpack(event.files, self.runner.run.path)
-        self._keep_calibrations(run.node, event.calibrations)
-        self.runner.keeps_cache.extend(each for each in event.keeps_cache if each not in self.runner.keeps_cache)
-        if event.refused is not None:
-            raise UsageError(event.refused)
-        if event.problem is not None:
-            raise MeasurementError(f"{run.node.name}: {event.problem}")
-        self._finish(run, event.started)
-
-    def _finish(self, run: _Run, started: bool) -> None:
-        self._ended.append(Finished(run.block, started, time.monotonic() - run.began))
-        self._show()
+    def _end(self, run: _Run, end: BlockEnded) -> Finished:
+        unpack(end.files, self.runner.run.path)
+        self._keep_calibrations(run.node, end.calibrations)
+        self.runner.keeps_cache.extend(each for each in end.keeps_cache if each not in self.runner.keeps_cache)
+        if end.refused is not None:
+            raise UsageError(end.refused)
+        if end.problem is not None:
+            raise MeasurementError(f"machine {run.node.name}: {end.problem}")
+        return Finished(run.block, end.started, time.monotonic() - run.began)
 
     def _keep_calibrations(self, node: Node, rows: Sequence[Any]) -> None:
         """For further blocks on the machine, and in the run's folder those of all machines."""
-        self._calibrations[node.node_id] = list(rows)
+        self._calibrations[node.name] = list(rows)
         path = self.runner.run.path / cache.FILE
         known = read_json(path) if path.is_file() else []
         if new := [row for row in rows if row not in known]:
             write_json(path, known + new)
 
     def _show(self) -> None:
-        doing = [f"{run.node.name}: {run.doing}" for run in self._running.values()]
+        doing = [f"{run.node.name}: {run.doing}" for run in self._places.running.values()]
         self.runner.listener.status("; ".join(doing) or "between loads")
 
 

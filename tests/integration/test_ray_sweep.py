@@ -116,3 +116,17 @@ def test_the_cell_of_a_machine_that_is_lost_runs_again_on_another(machines, benc
         assert record["machines"][name]["versions"]["ray"] == ray.__version__ and record["machines"][name]["device"]
     assert "127.0.0.1" not in json.dumps(record)
     assert lost and not any(map(alive, machines.servers()))
+
+
+def test_simulations_of_a_cluster_have_the_figures_and_files_of_this_machine(machines, bench):
+    words = ["simulate", str(bench.write()), "--device", "L4", "--model", "llama-3.1-8b", "--max-concurrency", "2,4"]
+    words += ["-o", "engine.kv_budget=null", "--json", "--output-dir"]
+    here = bench.kvbench(*words, str(bench.folder / "here"), "--processes", "1")
+    there = bench.kvbench(*words, str(bench.folder / "there"), *machines.arguments[:4])
+    assert (here.returncode, there.returncode) == (0, 0), here.stderr + there.stderr
+    assert json.loads(here.stdout) == json.loads(there.stdout)
+    files = [
+        {p.relative_to(f): p.read_bytes() for p in f.rglob("*.*")}
+        for f in map(bench.folder.joinpath, ("here", "there"))
+    ]
+    assert files[0] == files[1] and len(files[0]) == 4
