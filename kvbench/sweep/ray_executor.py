@@ -12,7 +12,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,7 +208,7 @@ def _require_alike(found: Sequence[tuple[Node, Mapping[str, Any]]]) -> None:
 
 @dataclass
 class _Run:
-    """A block that runs. ``doing``: for the display; ``done``: cells that have an outcome; ``end``: the task's last word."""
+    """A block that runs. ``doing``: for the display; ``done``: cells that have an outcome; ``end``: comes last."""
 
     block: Block
     node: Node
@@ -226,7 +226,7 @@ class RayExecutor:
         self._record = manifest["executor"]
         free = [node for node in machines.nodes for _ in range(machines.demand.cells(node))]
         self._places = Places(machines.cluster, free, machines.demand.needs, machines.wait_s)
-        self._again: list[Block] = []
+        self._again: list[_Run] = []  # blocks that were lost
         self._lost: Counter[str] = Counter()
         self._home: dict[int, Node] = {}  # by repeat
         self._calibrations: dict[str, list[Any]] = {}  # by machine
@@ -236,8 +236,8 @@ class RayExecutor:
 
     def begin(self, left: Sequence[Block]) -> Block | None:
         """The first block whose repeat has run on a free machine, else of a repeat that has run nowhere, else any."""
-        begun = [*(run.block for run in self._places.running.values()), *self._again]
-        taken = {(cell.cell_id, block.repeat) for block in begun for cell in block.cells}
+        begun = [*self._places.running.values(), *self._again]
+        taken = {(cell.cell_id, run.block.repeat) for run in begun for cell in run.block.cells}
         waiting = [b for b in left if not any((cell.cell_id, b.repeat) in taken for cell in b.cells)]
         if waiting and not self._places.left:
             raise MeasurementError(_NONE_LEFT)
@@ -245,24 +245,27 @@ class RayExecutor:
         new = (block for block in waiting if self._home.get(block.repeat) not in self._places.nodes)
         return next(at_home, None) or next(new, None) or next(iter(waiting), None)
 
-    def submit(self, block: Block) -> None:
+    def submit(self, block: Block, done: Collection[str] = ()) -> None:
+        """``done``: ids of cells that have an outcome from a machine that was lost."""
         home = self._home.get(block.repeat)
         node = home if home in self._places.free else self._places.free[0]
         self._home[block.repeat] = home if home in self._places.nodes else node
         runner, machines = self.runner, self.machines
         calibrations = None if machines.options["no_calibration"] else self._calibrations.get(node.name, [])
+        left = dataclasses.replace(block, cells=tuple(c for c in block.cells if c.cell_id not in done))
         task = BlockTask(
-            block, machines.workload, machines.options, machines.stored, runner.capacity, bool(runner.served),
+            left, machines.workload, machines.options, machines.stored, runner.capacity, bool(runner.served),
             tuple(runner.keeps_cache), calibrations,
         )  # fmt: skip
-        self._places.submit(_Run(block, node, time.monotonic()), node, run_block_task, task)
+        self._places.submit(_Run(block, node, time.monotonic(), done={*done}), node, run_block_task, task)
         self._show()
 
     def next_finished(self) -> Finished | None:
         while self._places.running or self._again:
             self.runner.check_interrupt()
             while self._again and self._places.free:
-                self.submit(self._again.pop(0))
+                lost = self._again.pop(0)
+                self.submit(lost.block, lost.done)
             if not self._places.left:
                 raise MeasurementError(_NONE_LEFT)
             if (came := self._places.next()) is None:
@@ -282,18 +285,18 @@ class RayExecutor:
 
     def _again_elsewhere(self, run: _Run, end: Ended | Lost) -> Finished | None:
         """The task has ended before its block: what is left of it runs again, unless that was tried too often."""
-        left = dataclasses.replace(run.block, cells=tuple(c for c in run.block.cells if c.cell_id not in run.done))
+        left = [cell for cell in run.block.cells if cell.cell_id not in run.done]
         reason = end.reason if isinstance(end, Lost) else "it ended"
         entry = {"block_id": run.block.block_id, "machine": run.node.name, "reason": reason}
         self._record["lost"].append(entry | {"loads_kept": len(run.done)})
         write_json(self.runner.run.manifest_path, self.manifest)
         self._lost[run.block.block_id] += not isinstance(end, Lost) or end.began
-        if left.cells and self._lost[run.block.block_id] < MAX_LOST:
-            self._again.append(left)
+        if left and self._lost[run.block.block_id] < MAX_LOST:
+            self._again.append(run)
             return None
-        for cell in left.cells:
+        for cell in left:
             words = f"the machine that ran it was lost {MAX_LOST} times (last {run.node.name}: {reason})"
-            self.runner.fail(cell, run.block.repeat, words)
+            self.runner.fail(cell, run.block.repeat, words, of_server=False)
         return Finished(run.block, True, time.monotonic() - run.began)
 
     def _take(self, run: _Run, event: Event) -> None:
