@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 INSTALL = "install it here and on every machine of the cluster with: pip install 'kvbench[ray]'"
 START = "start one with `ray start --head`, and `ray start --address HOST:6379` on the other machines"
+_HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _REACH_S = 5.0  # until the head's port answers
 MAX_LOST = 3  # processes or machines that one task may cost
 _GONE = ("NodeDiedError", "TaskUnschedulableError", "LocalRayletDiedError")  # the machine, not the process alone
@@ -346,12 +347,22 @@ def _reachable(address: str | None) -> str:
     try:
         found = canonicalize_bootstrap_address(address or "auto") or ""
         host, _, port = found.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S) as connection:
+            _require_grpc(connection)
     except (OSError, ValueError) as error:
         where = f" at {found}" if found and found != address else ""
         way = START if address is None else f"give HOST:PORT of its head, or {START}"
         raise UsageError(f"{_named(address)} does not answer{where} ({_first_line(error)}): {way}") from None
     return found
+
+
+def _require_grpc(connection: socket.socket) -> None:
+    """Raises OSError where no gRPC server answers: its first frame of HTTP/2 would have the type 4 (settings)."""
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return
+    connection.sendall(_HTTP2_BEGIN)
+    if connection.recv(9)[3:4] != b"\x04":
+        raise ConnectionError("this is no Ray")
 
 
 def _named(address: str | None) -> str:
