@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ from tests.support.sweep_parts import Bench, alive, complaints, end, finished, m
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'kvbench[ray]'")
 
+CELLS = ("paged-p16-c2", "contiguous-c2")
 EITHER = (0, 4)  # cells that run side by side on this one machine disturb each other
 NOTICE = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
 
@@ -100,22 +102,29 @@ def test_the_cell_of_a_machine_that_is_lost_runs_again_on_another(machines, benc
 
     killer = threading.Thread(target=kill)
     killer.start()
-    done = bench.sweep(str(bench.write(load={"repeats": 3})), *machines.arguments, *serve(0.01))
+    done = bench.sweep(str(bench.write()), *machines.arguments, *serve(0.01))
     killer.join()
     assert done.returncode in EITHER, done.stdout + done.stderr
     run = bench.only_run()
-    assert set(finished(run)) == {(cell, str(n)) for cell in ("paged-p16-c2", "contiguous-c2") for n in (1, 2, 3)}
+    assert set(finished(run)) == {(cell, repeat) for cell in CELLS for repeat in ("1", "2")}
     assert complaints(run) == [] and (run / "report.html").exists()
     found = manifest(run)
     record = found["executor"]
     (entry,) = record["lost"]
     assert entry["machine"] == victim.node_id[:8] and found["status"] == "complete"
     ran_on = {name for loads in record["loads"].values() for name in loads.values()}
-    assert len(ran_on) == 2 and victim.node_id[:8] not in ran_on and ran_on < record["machines"].keys()
+    assert ran_on and victim.node_id[:8] not in ran_on and ran_on < record["machines"].keys()
     for name in ran_on:
         assert record["machines"][name]["versions"]["ray"] == ray.__version__ and record["machines"][name]["device"]
     assert "127.0.0.1" not in json.dumps(record)
     assert lost and not any(map(alive, machines.servers()))
+
+    shutil.rmtree(run / "cells" / CELLS[1] / "loads" / "2")
+    times = finished(run)
+    again = bench.sweep("--resume", str(run), *machines.arguments, fake=False)
+    assert again.returncode in EITHER, again.stdout + again.stderr
+    assert finished(run) == times | {(CELLS[1], "2"): finished(run)[CELLS[1], "2"]}
+    assert manifest(run)["executor"]["lost"] == [entry] and complaints(run) == []
 
 
 def test_simulations_of_a_cluster_have_the_figures_and_files_of_this_machine(machines, bench):

@@ -24,7 +24,7 @@ from kvbench.workload.design import load_point, make_design, plan_blocks
 from tests.support.fake_ray import FakeCluster, node
 
 LOADS = [load_point("closed", concurrency=c, rate=None, num_requests=8) for c in (1, 4)]
-DESIGN = make_design({"layout": "paged", "page_size": 16}, {"page_size": [8, 64]}, LOADS, "one_at_a_time")
+DESIGN = make_design({"layout": "paged", "page_size": 16}, {"page_size": [8]}, LOADS, "one_at_a_time")
 BLOCKS = plan_blocks(DESIGN, 3, 0)
 FACTS = {"code": code_sha256(), "environment": environment(), "ray": "2.60.0"}
 OPTIONS = {"no_calibration": True, "ray_address": None, "device_resource": None}
