@@ -126,10 +126,11 @@ def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | No
                 Section("limits", "What limited each cell", limit_table(run)),
                 Section("frontier", "Throughput against latency", frontier.frontier_table(run, price_per_hour)),
                 Section("engine_time", "Engine time", engine_time_table(run), engine_time_note(run)),
-                Section("effects", "Each setting changed alone, as served", effect_table(run), _effects_note(run)),
+                Section("effects", f"Each setting alone, as {run.clock}", effect_table(run), _effects_note(run)),
                 Section("plateaus", "Step by step of the rate", plateau_table(run), _PLATEAU_NOTE),
                 Section(
-                    "quality", "How good the measurement was", quality_table(run), QUALITY_NOTE,
+                    "quality", "How good the measurement was",
+                    Table((), ()) if run.simulated else quality_table(run), QUALITY_NOTE,
                     tuple(quality_sentences(run)),
                 ),
             ),
