@@ -107,6 +107,7 @@ class SimulatedExecutor(ReplayExecutor):
         for phase, seconds in zip(StepTime._fields[1:], taken[1:], strict=True):
             if seconds:
                 self.phase_seconds[phase] += seconds
+        self.phase_seconds["prepare"] += taken.move  # which counts it as well
         return super().launch(plan)
 
     def _draw(self, seq: Sequence) -> Drawn:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from kvbench.common import text as words
 from kvbench.report.style import Drawing
-from kvbench.runs.model import Run
+from kvbench.report.tables import Column, Table, cell_table, identity_columns, number_column
+from kvbench.runs.metric_names import SIMULATED_SECONDS
+from kvbench.runs.model import MeasuredCell, Run
 
 _NO_CLIENT = (
     "There is no client and no network: TTFT begins when a request reaches the engine, and no request times out."
@@ -19,6 +22,11 @@ CODE_PATHS = "The layouts differ besides the page table: paged admission keeps s
 REPEATS = (
     "One repeat is the same simulated engines anew under other requests, drawn from the seed, identical for all "
     "configurations; ratios are formed within a repeat. Nothing else varies between repeats."
+)
+TIME_NOTE = (
+    "Shares of the time of all steps. gemm: projections of attention and MLP; experts: routed experts; attention: with "
+    "the write of KV; elementwise: norms, rotary embedding, activation; all-reduce: between the GPUs of a model; head: "
+    "logits and sampling; move: swaps and copies of KV; host: what the CPU adds to a step."
 )
 MEANING = (
     "simulated",
@@ -62,6 +70,29 @@ def details(run: Run) -> list[str]:
         _NO_CLIENT,
         _NO_ANSWERS,
     ]
+
+
+def time_table(run: Run) -> Table:
+    """Of each cell the shares of the simulated time of its steps by what they compute; empty for a measured run."""
+    known = {cell.cell_id: _parts(cell) for cell in run.cells}
+    parts = dict.fromkeys(name for found in known.values() for name, seconds in found.items() if seconds)
+    cells = [cell for cell in run.by_load if sum(known[cell.cell_id].values())]
+    columns = [*identity_columns(), *(_share(name, known) for name in parts)]
+    return cell_table(columns, cells, {"configuration", "load"}) if cells else Table((), ())
+
+
+def _parts(cell: MeasuredCell) -> dict[str, float]:
+    """Seconds by part of a step, of all repeats."""
+    names = {name for repeat in cell.repeats for name in repeat.server if name.startswith(SIMULATED_SECONDS)}
+    return {name.removeprefix(SIMULATED_SECONDS): cell.counter(name) or 0.0 for name in sorted(names)}
+
+
+def _share(name: str, known: Mapping[str, Mapping[str, float]]) -> Column:
+    def of(cell: MeasuredCell) -> float | None:
+        total = sum(known[cell.cell_id].values())
+        return known[cell.cell_id].get(name, 0.0) / total if total else None
+
+    return number_column(name, name.replace("_", "-"), "share of the time of all steps", of, words.percent)
 
 
 def marked(run: Run, drawing: Drawing) -> Drawing:

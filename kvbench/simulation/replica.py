@@ -18,13 +18,17 @@ StepTimer = Callable[[StepWork], StepTime]
 
 
 class Replica:
-    """``number``: among the replicas of a fleet; ``clock.now``: the end of its last step [s]."""
+    """``number``: among the replicas of a fleet; ``clock.now``: the end of its last step [s].
+
+    ``step_time``: its cost model.
+    """
 
     def __init__(
         self, config: EngineConfig, capacity: KVCapacity, vocab_size: int, step_time: StepTimer, number: int = 0
     ) -> None:
         self.number = number
         self.clock = VirtualClock()
+        self.step_time = step_time
         executor = SimulatedExecutor(vocab_size, step_time, self.clock)
         config = replace(config, async_scheduling=False)  # the cost model says what overlaps
         self.engine = Engine(config, executor, make_kv_manager(config, capacity), self.clock)
