@@ -29,9 +29,14 @@ class Replica:
         self.number = number
         self.clock = VirtualClock()
         self.step_time = step_time
-        executor = SimulatedExecutor(vocab_size, step_time, self.clock)
+        self._executor = executor = SimulatedExecutor(vocab_size, step_time, self.clock)
         config = replace(config, async_scheduling=False)  # the cost model says what overlaps
         self.engine = Engine(config, executor, make_kv_manager(config, capacity), self.clock)
+
+    def rewind(self) -> None:
+        """Sets the clock of an idle engine back to 0; its prefix cache stays."""
+        assert not self.busy
+        self._executor.rewind()
 
     @property
     def busy(self) -> bool:
