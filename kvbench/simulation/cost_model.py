@@ -58,6 +58,10 @@ class Calibration:
     provenance: dict[str, Any] = field(default_factory=dict)
 
 
+TYPICAL = Calibration(prompt_layer_s=110e-6)
+"""Where nothing is measured: what the runs that docs/simulation.md names have in common."""
+
+
 @dataclass(frozen=True)
 class Moves:
     """How KV moves. ``slot_bytes``: one token's KV on one GPU; speeds in bytes/s."""
