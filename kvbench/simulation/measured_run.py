@@ -7,7 +7,6 @@ scheduled_ts and arrival_time [s] may be missing), and may have meta.json (model
 
 from __future__ import annotations
 
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from kvbench.simulation.machine import Machine
 from kvbench.simulation.replica import Replica
 
 _TAKEN = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_dtype")  # of vLLM's arguments
+_TOKEN_IDS = 1 << 13  # of made-up prompts; fewer than any vocabulary has
 _SERIES = ("t", "running", "kv_cache_pct")
 
 
@@ -139,12 +139,10 @@ def _arrivals(rows: Sequence[_Row]) -> list[float]:
 
 def _specs(rows: Sequence[_Row], arrivals: Sequence[float]) -> list[RequestSpec]:
     """With prompts that share nothing: their texts are not known."""
-    began, specs, next_id = min(arrivals, default=0.0), [], 0
+    began, specs = min(arrivals, default=0.0), []
     for index, (row, at) in enumerate(zip(rows, arrivals, strict=True)):
-        rng = np.random.default_rng(index)
-        ids = tuple(rng.integers(0, 1 << 14, row.input_toks).tolist())
+        ids = tuple(np.random.default_rng(index).integers(0, _TOKEN_IDS, row.input_toks).tolist())
         specs.append(RequestSpec(index, "measured", ids, None, row.output_toks, arrival_s=at - began))
-        next_id += row.input_toks
     return specs
 
 
@@ -286,5 +284,3 @@ def machine_for(run: MeasuredRun, device: str | None, model: str | None, gpus: i
         if not value:
             raise UsageError(f"{run.name} does not say on which {name} it ran: give --{name}")
     return str(device or run.device), str(model or run.model), gpus or run.gpus or 1
-
-
