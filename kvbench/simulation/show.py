@@ -167,7 +167,7 @@ def _spread(result: Mapping[str, Any]) -> str:
 def _machine_line(result: Mapping[str, Any]) -> str:
     fleet = f"{result['replica_count']} replicas of " if result["replica_count"] > 1 else ""
     return (
-        f"simulated, not measured: {fleet}{result['model']} on {result['machine']}; step times: {result['cost_model']}"
+        f"nothing is measured: {fleet}{result['model']} on {result['machine']}; step times: {result['cost_model']}"
     )
 
 
