@@ -64,14 +64,7 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     for note in notes:
         say(f"note: {note}")
     console = Console()
-    names = {job.name: job for job in jobs}
-    with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}"):
-        if conditions:
-            find = partial(find_rate, conditions=conditions, seconds=options["run_seconds"],
-                           tolerance=options["tolerance"])  # fmt: skip
-            results = map_simulations(find, names, options["processes"])
-        else:
-            results = map_simulations(simulate, names, options["processes"])
+    results = _results(jobs, conditions, options)
     if options["as_json"]:
         print_plain(console, json.dumps(results if len(results) > 1 else results[0], indent=1))
     elif conditions:
@@ -81,6 +74,24 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     if folder is not None:
         say(f"written to {folder}")
     return 0
+
+
+def _results(
+    jobs: Sequence[SimulationJob], conditions: Sequence[Condition], options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Of each job, in their order, while progress is told."""
+    names = {job.name: job for job in jobs}
+    with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}") as update:
+        if conditions:
+            how = {name: options[name] for name in ("run_seconds", "tolerance")}
+            return map_simulations(partial(find_rate, conditions=conditions, **how), names, options["processes"])
+        if len(jobs) > 1:
+            return map_simulations(simulate, names, options["processes"])
+
+        def on_progress(ended: int, requests: int | None) -> None:
+            update(f"simulating: {ended:,} {'requests' if requests is None else f'of {requests:,} requests'}")
+
+        return [simulate(jobs[0], on_progress)]
 
 
 def _conditions(slo: str | None) -> tuple[Condition, ...]:
@@ -162,14 +173,14 @@ def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int) -> Si
 
 
 def find_rate(
-    job: SimulationJob, *, conditions: Sequence[Condition], seconds: float, tolerance: float
+    job: SimulationJob, *, conditions: Sequence[Condition], run_seconds: float, tolerance: float
 ) -> dict[str, Any]:
     """The highest rate that meets ``conditions``, and each rate that was tried."""
     trials: list[dict[str, Any]] = []
     first = native_rate_of(job) if job.load.arrivals == "trace" else job.point.request_rate or _FIRST_RATE
 
     def meets(rate: float) -> bool:
-        tried = job_at_rate(job, rate, seconds, _LEAST_REQUESTS)
+        tried = job_at_rate(job, rate, run_seconds, _LEAST_REQUESTS)
         result = run_job(tried)
         missed = reasons_missed(result, conditions)
         trials.append({"rate": rate, "met": not missed, "missed": missed, "requests": result.figures["completed"]})

@@ -142,14 +142,19 @@ class Tally:
 
 
 class Recorder:
-    """The ``on_end`` and ``on_step`` of a ``Drive``. ``limits``: an SLO [ms]; ``writer``: gets each request's row."""
+    """The ``on_end`` and ``on_step`` of a ``Drive``.
+
+    limits: an SLO [ms]; writer: gets each request's row; ended: so many requests have
+    """
 
     def __init__(self, replicas: Sequence[Replica], limits: Mapping[str, float], writer: RowWriter | None) -> None:
         self._replicas, self._limits, self._writer = replicas, limits, writer
         self._tallies = [Tally() for _ in replicas]
+        self.ended = 0
         self._before = [engine_counters(replica) for replica in replicas]
 
     def on_end(self, ended: Ended) -> None:
+        self.ended += 1
         self._tallies[ended.replica].end(ended, self._limits)
         if self._writer is not None:
             self._writer.add(ended)

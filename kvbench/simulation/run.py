@@ -17,7 +17,7 @@ from kvbench.metrics.latency import goodput_share
 from kvbench.requests.request import RequestSpec
 from kvbench.requests.stream import RequestStream, stream_requests
 from kvbench.simulation.choose import machine_of
-from kvbench.simulation.drive import Drive
+from kvbench.simulation.drive import Drive, Ended
 from kvbench.simulation.recorder import Recorder, row_writer
 from kvbench.simulation.replica import Replica
 from kvbench.simulation.routing import ROUTERS
@@ -28,6 +28,10 @@ from kvbench.workload.load_section import LoadConfig
 _REPEAT = 1  # of a load that `kvbench load` sends: the same requests
 _OVERLOAD = 0.05  # a share by which more may come than is served, before a rate counts as missed
 _MOST_DOUBLINGS = 20
+_ENDED_A_REPORT = 100
+
+Progress = Callable[[int, int | None], None]
+"""Gets how many requests have ended, and of how many, where that is known."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,15 @@ class SimulationResult:
     ends: np.ndarray
 
 
-def simulate(job: SimulationJob) -> dict[str, Any]:
+def simulate(job: SimulationJob, on_progress: Progress | None = None) -> dict[str, Any]:
     """Runs the job; what summary.json holds. Raises UsageError for a load or settings that cannot be."""
-    summary = {"simulated": True, "name": job.name, **job.facts, **run_job(job).figures}
+    summary = {"simulated": True, "name": job.name, **job.facts, **run_job(job, on_progress).figures}
     if job.folder is not None:
         write_json(job.folder / "summary.json", summary)
     return summary
 
 
-def run_job(job: SimulationJob) -> SimulationResult:
+def run_job(job: SimulationJob, on_progress: Progress | None = None) -> SimulationResult:
     """The load to its end."""
     machine = machine_of(job.section, job.model)
     replicas = [machine.replica(job.settings, number) for number in range(job.replicas)]
@@ -79,10 +83,16 @@ def run_job(job: SimulationJob) -> SimulationResult:
     limits = {name: limit for name, limit in (job.load.slo.model_dump() if job.load.slo else {}).items() if limit}
     with row_writer(job.folder / "requests.parquet" if job.folder is not None else None) as writer:
         recorder = Recorder(replicas, limits, writer)
+
+        def on_end(ended: Ended) -> None:
+            recorder.on_end(ended)
+            if on_progress is not None and recorder.ended % _ENDED_A_REPORT == 0:
+                on_progress(recorder.ended, stream.requests)
+
         Drive(
             replicas,
             stream.conversations,
-            recorder.on_end,
+            on_end,
             users=job.point.concurrency if closed else None,
             most_in_flight=None if closed else job.load.max_concurrency,
             router=ROUTERS[job.router](),

@@ -106,6 +106,7 @@ def _lines(result: Mapping[str, Any]) -> list[str]:
         _goodput(result),
         _phases(result),
         _failures(result),
+        _lengths(result),
         _spread(result),
         _machine_line(result),
     ]
@@ -156,6 +157,16 @@ def _failures(result: Mapping[str, Any]) -> str:
     return f"{plural(result['failed'], 'request')} refused, the first because {result['first_failure']}"
 
 
+def _lengths(result: Mapping[str, Any]) -> str:
+    """What differs from the file's or the trace's lengths."""
+    notes, found = result["notes"], []
+    if (scale := notes.get("length_scale", 1.0)) != 1.0:
+        found.append(f"lengths x {scale:.4g} of those of the trace or the file")
+    if left_out := notes.get("trace_requests_too_long"):
+        found.append(f"{plural(left_out, 'request')} of the trace left out, longer than max_model_len")
+    return "; ".join(found)
+
+
 def _spread(result: Mapping[str, Any]) -> str:
     if not (over := result.get("imbalance")):
         return ""
@@ -166,9 +177,7 @@ def _spread(result: Mapping[str, Any]) -> str:
 
 def _machine_line(result: Mapping[str, Any]) -> str:
     fleet = f"{result['replica_count']} replicas of " if result["replica_count"] > 1 else ""
-    return (
-        f"nothing is measured: {fleet}{result['model']} on {result['machine']}; step times: {result['cost_model']}"
-    )
+    return f"nothing is measured: {fleet}{result['model']} on {result['machine']}; step times: {result['cost_model']}"
 
 
 def search_table(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
