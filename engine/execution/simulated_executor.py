@@ -101,12 +101,17 @@ class SimulatedExecutor(ReplayExecutor):
         self.phase_seconds = {"move": 0.0, **dict.fromkeys(PHASES, 0.0)}
         self._step_time, self._clock, self._vocab_size = step_time, clock, vocab_size
 
+    def rewind(self) -> None:
+        """Sets the clock back to 0 between two loads; nothing may be running."""
+        self._clock.now = 0.0
+
     def launch(self, plan: StepPlan) -> Computed:
         taken = self._step_time(work_of(plan))
         self._clock.now += taken.total
         for phase, seconds in zip(StepTime._fields[1:], taken[1:], strict=True):
             if seconds:
                 self.phase_seconds[phase] += seconds
+        self.phase_seconds["prepare"] += taken.move  # which counts it as well
         return super().launch(plan)
 
     def _draw(self, seq: Sequence) -> Drawn:

@@ -141,7 +141,7 @@ def prepare(target: SimulatedTarget, setup: LoadSetup, requests: Sequence[Reques
     if load.cache_state == "primed" or (load.cache_state == "steady" and first):
         prefixes = [RequestSpec(i, "prefix", ids, None, 1) for i, ids in enumerate(distinct_prefixes(requests))]
         Drive([target.replica], [[each] for each in prefixes], lambda ended: None, users=1).run()
-    target.replica.clock.now = 0.0
+    target.replica.rewind()
 
 
 def drive(

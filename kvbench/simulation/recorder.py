@@ -189,7 +189,7 @@ class Recorder:
 
 
 def engine_counters(replica: Replica) -> dict[str, float]:
-    """What the engine has counted so far; seconds of a phase have its name."""
+    """What the engine has counted so far, and the seconds of each phase; ``prepare`` counts ``move_seconds`` too."""
     stats = replica.engine.stats()
     return {
         "steps": stats.steps,
@@ -200,7 +200,7 @@ def engine_counters(replica: Replica) -> dict[str, float]:
         "prefix_cache_queries": stats.prefix_cache_queries,
         "prefix_cache_hits": stats.prefix_cache_hits,
         **stats.phase_seconds,
-        "move": replica.engine.executor.phase_seconds["move"],
+        "move_seconds": replica.engine.executor.phase_seconds["move"],
     }
 
 
@@ -252,7 +252,7 @@ def _engine_figures(tallies: Sequence[Tally], counters: Sequence[Mapping[str, fl
         mean = sum(level.integral for level in levels) / busy if busy else None
         figures[name] = {"peak": max(level.peak for level in levels), "mean": mean}
     totals = {name: sum(each[name] for each in counters) for name in counters[0]}
-    phases = {name: totals.pop(name) for name in (*PHASES, "move")}
+    phases = {name: totals.pop(name) for name in PHASES}
     return figures | totals | {"phase_seconds": phases}
 
 

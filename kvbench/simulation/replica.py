@@ -18,18 +18,27 @@ StepTimer = Callable[[StepWork], StepTime]
 
 
 class Replica:
-    """``number``: among the replicas of a fleet; ``clock.now``: the end of its last step, which began at
-    ``step_began`` [s]."""
+    """``number``: among the replicas of a fleet; ``clock.now``: the end of its last step, and ``step_began`` [s].
+
+    ``step_time``: its cost model.
+    """
 
     def __init__(
         self, config: EngineConfig, capacity: KVCapacity, vocab_size: int, step_time: StepTimer, number: int = 0
     ) -> None:
         self.number = number
         self.clock = VirtualClock()
+        self.step_time = step_time
         self.step_began = 0.0
-        executor = SimulatedExecutor(vocab_size, step_time, self.clock)
+        self._executor = executor = SimulatedExecutor(vocab_size, step_time, self.clock)
         config = replace(config, async_scheduling=False)  # the cost model says what overlaps
         self.engine = Engine(config, executor, make_kv_manager(config, capacity), self.clock)
+
+    def rewind(self) -> None:
+        """Sets the clock of an idle engine back to 0; its prefix cache stays."""
+        assert not self.busy
+        self._executor.rewind()
+        self.step_began = 0.0
 
     @property
     def busy(self) -> bool:
@@ -51,11 +60,6 @@ class Replica:
         """Computes one step; its tokens are there at ``clock.now``."""
         self.step_began = self.clock.now
         return self.engine.step()
-
-    def restart_clock(self) -> None:
-        """Sets the clock to 0; call it while the engine is idle."""
-        assert not self.busy
-        self.clock.now = self.step_began = 0.0
 
     @property
     def outstanding(self) -> int:

@@ -120,7 +120,7 @@ def prime(replicas: Sequence[Replica], load: LoadConfig, stream: RequestStream) 
     for replica in replicas:
         prefixes = [[RequestSpec(i, "prefix", ids, None, 1)] for i, ids in enumerate(stream.prefixes)]
         Drive([replica], prefixes, lambda ended: None, users=1).run()
-        replica.restart_clock()
+        replica.rewind()
 
 
 def sustainable_rate(run: Callable[[float], bool], first: float, tolerance: float = 0.02) -> float:

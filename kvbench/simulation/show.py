@@ -148,7 +148,8 @@ def _phases(result: Mapping[str, Any]) -> str:
         return ""
     text = listing([f"{name} {percent(share)}" for share, name in shares])
     overlap = " (some overlap)" if sum(share for share, _ in shares) > 1.0005 else ""
-    return f"where the steps' time goes: {text}{overlap}; {count(result['steps'])} steps"
+    moves = f", {percent(result['move_seconds'] / busy)} of it to move KV" if result["move_seconds"] else ""
+    return f"where the steps' time goes: {text}{overlap}{moves}; {count(result['steps'])} steps"
 
 
 def _failures(result: Mapping[str, Any]) -> str:
