@@ -34,6 +34,8 @@ from kvbench.simulation.run import (
     sustainable_rate,
 )
 from kvbench.simulation.show import search_table, show
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.file import Workload
 from kvbench.workload.settings import slug
 
 _LEAST_REQUESTS = 200  # of a run of a search: more than a p95 needs
@@ -103,48 +105,53 @@ def _conditions(slo: str | None) -> tuple[Condition, ...]:
 
 def _jobs(workload: str | None, options: Mapping[str, Any]) -> tuple[list[SimulationJob], Sequence[str]]:
     """A job for each rate or number of users, each number of replicas and each router; and notes. Raises UsageError."""
-    overrides = list(options["overrides"])
+    jobs: list[SimulationJob] = []
+    notes: Sequence[str] = ()
+    for rate, users in itertools.product(options["request_rate"] or (None,), options["max_concurrency"] or (None,)):
+        loaded, point, notes = _load(workload, rate, users, options)
+        assert loaded.simulate is not None
+        model = str(loaded.engine["model"])
+        machine_of(loaded.simulate, model).settle(loaded.engine)  # what cannot be is said before anything runs
+        load_name = point.load_id
+        if options["find_max_rate"]:
+            load_name = "trace" if loaded.load.arrivals == "trace" else "open loop"
+        elif users is not None and point.mode == "open":
+            load_name += f" at most {users} in flight"
+        for replicas, router in itertools.product(options["replicas"], _routers(options)):
+            name = load_name + (f", {plural(replicas, 'replica')}, {router}" if max(options["replicas"]) > 1 else "")
+            how = (loaded.engine, loaded.load, point, loaded.seed, replicas, router)
+            jobs.append(SimulationJob(name, loaded.simulate, model, *how))
+    return [_with_facts(job, options, len(jobs)) for job in jobs], notes
+
+
+def _load(
+    workload: str | None, rate: float | None, users: int | None, options: Mapping[str, Any]
+) -> tuple[Workload, LoadPoint, Sequence[str]]:
+    """The workload with one load, as it runs on the machine of the options, and notes on what differs."""
+    overrides, searching = list(options["overrides"]), bool(options["find_max_rate"])
     if workload is None:
         overrides.insert(0, "engine.kv_budget=null")  # what the device leaves
     if options["dataset_path"]:
         overrides.insert(0, "engine.max_model_len=null")  # the model's own: a trace has its lengths
     how = {"profile": options["profile"] or "gpu", "overrides": overrides, "seed": options["seed"]}
-    jobs, notes = [], ()
-    for rate, users in itertools.product(options["request_rate"] or (None,), options["max_concurrency"] or (None,)):
-        chosen = LoadOptions(options["at"], rate, options["burstiness"], users, options["num_prompts"],
-                             tuple(options["goodput"]))  # fmt: skip
-        path, text = workload_source(workload, {**options, **how}, chosen, searching=bool(options["find_max_rate"]))
-        check_named_load(path, chosen, {"text": text, **how}, searching=bool(options["find_max_rate"]))
-        loaded, point = choose_load(path, chosen, text=text, **how)
-        if loaded.load.canaries is not None:
-            raise UsageError(
-                "load.canaries: a simulated engine computes no answers: -o load.canaries=null leaves them out"
-            )
-        made, notes = simulated_workload(loaded, options, overrides)
-        assert made.simulate is not None
-        machine = machine_of(made.simulate, str(made.engine["model"]))
-        machine.settle(made.engine)  # what cannot be is said before anything runs
-        capped = users if point.mode == "open" else None
-        for replicas, router in itertools.product(options["replicas"], _routers(options)):
-            name = _name(point.load_id, capped, replicas, router, options)
-            jobs.append(
-                SimulationJob(
-                    name, made.simulate, str(made.engine["model"]), made.engine, made.load, point, made.seed,
-                    replicas, router,
-                )
-            )  # fmt: skip
-    return [_with_facts(job, options, len(jobs)) for job in jobs], notes
+    more = (options["burstiness"], users, options["num_prompts"], tuple(options["goodput"]))
+    chosen = LoadOptions(options["at"], rate, *more)
+    path, text = workload_source(workload, {**options, **how}, chosen, searching=searching)
+    check_named_load(path, chosen, {"text": text, **how}, searching=searching)
+    loaded, point = choose_load(path, chosen, text=text, **how)
+    if searching and loaded.load.arrivals in ("ramp", "step"):
+        raise UsageError(
+            f"--find-max-rate needs one rate a run, and this load's arrivals are a {loaded.load.arrivals}: use poisson "
+            "or a trace (-o load.arrivals=poisson)"
+        )
+    if searching and point.mode == "closed":
+        loaded, point = choose_load(path, replace(chosen, request_rate=_FIRST_RATE), text=text, **how)
+    made, notes = simulated_workload(loaded, options, overrides)
+    return made, point, notes
 
 
 def _routers(options: Mapping[str, Any]) -> Sequence[str]:
     return tuple(dict.fromkeys(options["router"])) or (next(iter(ROUTERS)),)
-
-
-def _name(load_id: str, capped: int | None, replicas: int, router: str, options: Mapping[str, Any]) -> str:
-    parts = [load_id if capped is None else f"{load_id} at most {capped} in flight"]
-    if max(options["replicas"]) > 1:
-        parts += [plural(replicas, "replica"), router]
-    return ", ".join(parts)
 
 
 def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int) -> SimulationJob:
