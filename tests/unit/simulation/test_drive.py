@@ -164,6 +164,15 @@ def test_prefix_aware_routing_leaves_a_replica_that_is_overloaded() -> None:
     assert [one.replica == holder for one in ended[1:]] == [True] * 65 + [False, True] * 17
 
 
+def test_of_two_replicas_that_hold_a_prefix_the_less_loaded_one_is_chosen() -> None:
+    every = shared(1, 8, gap=0.0)
+    specs = [
+        RequestSpec(r.index, "x", r.prompt_token_ids, None, 4, arrival_s=5.0 * (i > 1)) for i, r in enumerate(every)
+    ]
+    ended = run(specs, fleet(2, enable_prefix_caching=True), router=ROUTERS["prefix-aware"]())
+    assert [one.replica for one in ended] == [0, 1] * 4 and [one.cached for one in ended] == [0, 0] + [160] * 6
+
+
 def test_a_fleet_of_one_is_that_one() -> None:
     specs = [spec(i, 10 + i, 3 + i % 5, arrival=i * 0.03) for i in range(40)]
     alone = [(one.times, one.sent) for one in run(specs)]
