@@ -155,7 +155,8 @@ def _phases(result: Mapping[str, Any]) -> str:
 def _failures(result: Mapping[str, Any]) -> str:
     if not result["failed"]:
         return ""
-    return f"{plural(result['failed'], 'request')} refused, the first because {result['first_failure']}"
+    unsent = f", and {plural(result['not_sent'], 'later turn')} not sent" if result["not_sent"] else ""
+    return f"{plural(result['failed'], 'request')} refused{unsent}; the first: {result['first_failure']}"
 
 
 def _lengths(result: Mapping[str, Any]) -> str:
