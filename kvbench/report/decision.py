@@ -33,6 +33,7 @@ from kvbench.report.changes import (
     short_name,
 )
 from kvbench.report.comparisons import baseline, differing, median, paging_pair, spread, tokens_held
+from kvbench.report.load_growth import growth_brief
 from kvbench.report.quality import is_quantised, quality_of
 from kvbench.report.tables import UNCERTAIN
 from kvbench.runs.model import SERVED, SIMULATED, WRONG, MeasuredCell, MeasuredLoad, Run
@@ -244,7 +245,7 @@ def _ship(run: Run, load: MeasuredLoad, ahead: Sequence[Choice]) -> list[str]:
     quality, size = quality_of(run, best.cell), gain(best_of(best), load)
     beside = _ttft(best) if best.verdict == PAYS else f"tokens/s {_call(best.throughput)}"
     if run.simulated:  # no answers to judge
-        return [f"{words.upper_first(best.brief)} would bring {size}", beside, _holds(best)]
+        return [f"{words.upper_first(best.brief)} would bring {size}", beside, growth_brief(run), _holds(best)]
     if safe:
         return [f"Ship {best.brief}: {size}", beside, quality.brief if is_quantised(best.cell) else "", _holds(best)]
     if quality.outside:

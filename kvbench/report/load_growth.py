@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbench.common import text as words
-from kvbench.report.limits import limit_of
+from kvbench.report.limits import NOTHING, UNKNOWN, limit_of
 from kvbench.report.tables import Column, Row, Table, Value, percentile_value
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 
@@ -28,10 +28,11 @@ class Break:
     at: MeasuredCell | None
 
     def words(self, run: Run) -> str:
-        """at 3/s (KV memory); not up to 5/s"""
+        """at 3/s (KV memory); at 5/s where no limit was seen; not up to 5/s"""
         if self.at is None:
             return f"not up to {self.cells[-1].load.short}"
-        return f"{self.at.load.where} ({limit_of(run, self.at).limit})"
+        limit = limit_of(run, self.at).limit
+        return self.at.load.where + (f" ({limit})" if limit not in (NOTHING, UNKNOWN) else "")
 
 
 def breaks(run: Run) -> list[Break]:
@@ -66,14 +67,24 @@ def growth_table(run: Run) -> Table:
     return Table(tuple(Column(head, head) for head in heads), tuple(rows), numbers_from=1)
 
 
+def growth_brief(run: Run) -> str:
+    """contiguous breaks at 3/s, paged (page 16) at 4/s: the first to break, and the baseline; empty where none does."""
+    broken = [each for each in breaks(run) if each.at]
+    if not broken:
+        return ""
+    first = min(broken, key=lambda each: each.at.load if each.at else run.loads[-1])
+    base = [each for each in broken if each.cells[0].is_baseline and each is not first]
+    return ", ".join([f"{first.name} breaks {first.at.load.where}", *(f"{b.name} {b.at.load.where}" for b in base)])
+
+
 def growth_sentence(run: Run) -> str:
     """Which configurations break first; empty where none does."""
     found = breaks(run)
     if not any(each.at for each in found):
         return ""
-    lightest = found[0].cells[0].load
+    lightest = found[0].cells[0].load.where
     told = words.listing([f"{each.name} {each.words(run)}" for each in found])
-    return f"p95 TTFT is over twice that {lightest.where}: {told}."
+    return f"p95 TTFT is over twice its own {lightest}: {told}."
 
 
 def _distribution(cell: MeasuredCell) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -99,4 +100,5 @@ def marked(run: Run, drawing: Drawing) -> Drawing:
     """A figure whose caption says that it is simulated."""
     if not run.simulated:
         return drawing
-    return replace(drawing, caption=f"Simulated on {on_what(run)}. {words.upper_first(drawing.caption)}")
+    said = re.sub(r"^Simulated[.;] ", "", drawing.caption)
+    return replace(drawing, caption=f"Simulated on {on_what(run)}. {words.upper_first(said)}")

@@ -14,7 +14,9 @@ from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 from kvbench.common.text import data_size, listing
+from kvbench.simulation.calibration import read_calibration
 from kvbench.simulation.machine import Machine
+from kvbench.simulation.tables import find_tables, read_tables
 from kvbench.simulation.target import BACKEND, SimulatedTarget, checked
 from kvbench.targets.choose import STORED, ChosenTarget
 from kvbench.workload.file import SimulateSection, Workload, resolve
@@ -118,9 +120,16 @@ def _leave_out(data: dict[str, Any], *, keeps_budget: bool) -> list[str]:
 
 
 def machine_of(section: SimulateSection, model: str) -> Machine:
-    """Raises UsageError for an unknown device or model, with the nearest names, and for heads that do not divide."""
+    """With the operator times and the calibration that ``section`` names.
+
+    Raises UsageError for an unknown device or model, with the nearest names, for heads that do not divide, and for
+    files that are not what they should be.
+    """
     _, gpu = parse_gpus(section.device)
-    return Machine(plan_model(model), gpu, section.tensor_parallel)
+    planned, gpus = plan_model(model), section.tensor_parallel
+    tables = read_tables(find_tables(Path(section.ops), gpu.name, planned.name, gpus)) if section.ops else None
+    calibration = read_calibration(Path(section.calibration)) if section.calibration else None
+    return Machine(planned, gpu, gpus, tables, calibration)
 
 
 def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTarget:

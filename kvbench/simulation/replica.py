@@ -10,7 +10,7 @@ from engine.engine import Engine
 from engine.execution.simulated_executor import SimulatedExecutor, StepTime, StepWork, VirtualClock
 from engine.kv.budget import KVCapacity
 from engine.kv.layouts import make_kv_manager
-from engine.sequence import Request, SamplingParams, TokenOutput
+from engine.sequence import Request, SamplingParams, Sequence, TokenOutput
 from kvbench.requests.request import RequestSpec
 
 StepTimer = Callable[[StepWork], StepTime]
@@ -30,8 +30,9 @@ class Replica:
         self.clock = VirtualClock()
         self.step_time = step_time
         self.step_began = 0.0
-        self._executor = executor = SimulatedExecutor(vocab_size, step_time, self.clock)
-        config = replace(config, async_scheduling=False)  # the cost model says what overlaps
+        pipelined = bool(config.async_scheduling)
+        self._executor = executor = SimulatedExecutor(vocab_size, step_time, self.clock, pipelined=pipelined)
+        config = replace(config, async_scheduling=pipelined)
         self.engine = Engine(config, executor, make_kv_manager(config, capacity), self.clock)
 
     def rewind(self) -> None:
@@ -44,7 +45,7 @@ class Replica:
     def busy(self) -> bool:
         return self.engine.has_work()
 
-    def add(self, request_id: str, spec: RequestSpec, at: float) -> None:
+    def add(self, request_id: str, spec: RequestSpec, at: float) -> Sequence:
         """Queues a request that arrives at ``at`` [s]. Raises ValueError where it can never fit, or the queue is full.
 
         An idle replica's clock goes on to ``at``; a busy one takes it when its present step ends.
@@ -54,7 +55,7 @@ class Replica:
         params = SamplingParams(spec.max_tokens, temperature=0.0, ignore_eos=True, **spec.answers)
         ids = spec.prompt_token_ids
         assert ids is not None, "a simulated engine knows tokens only"
-        self.engine.add_request(Request(request_id, ids, params, at, spec.priority))
+        return self.engine.add_request(Request(request_id, ids, params, at, spec.priority))
 
     def step(self) -> list[TokenOutput]:
         """Computes one step; its tokens are there at ``clock.now``."""
