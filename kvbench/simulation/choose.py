@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +132,28 @@ def machine_of(section: SimulateSection, model: str) -> Machine:
     return Machine(planned, gpu, gpus, tables, calibration)
 
 
+def _digest(machine: Machine, section: SimulateSection) -> str | None:
+    """Of the bytes of the operator tables and the calibration; None where the data sheet alone counts."""
+    files = sorted(machine.tables.folder.glob("*.csv")) if machine.tables else []
+    files += [Path(section.calibration)] if section.calibration else []
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else None
+
+
+def _refusal(machine: Machine, settings: Mapping[str, Any]) -> str | None:
+    """Why a configuration is left out: the tables do not have its KV."""
+    config, _ = machine.settle(settings)
+    try:
+        machine.step_timer(config)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
 def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTarget:
     """Of a workload with a ``simulate`` section. Raises UsageError, also where the model does not fit."""
     assert workload.simulate is not None
     machine = machine_of(workload.simulate, str(workload.engine["model"]))
-    machine.settle(workload.engine)
+    machine.step_timer(machine.settle(workload.engine)[0])
     facts = {
         "device": machine.gpu.name,
         "tensor_parallel": machine.gpus,
@@ -144,13 +161,14 @@ def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTar
         "cost_model": machine.cost_model,
         "ops": workload.simulate.ops,
         "calibration": workload.simulate.calibration,
-        "kvbench": version("kvbench"),
+        "files_sha256": _digest(machine, workload.simulate),
     }
     return ChosenTarget(
         workload,
         lambda: SimulatedTarget(machine, facts),
         lambda settings: checked(machine, settings),
         {**dict.fromkeys(STORED), "backend": BACKEND, "shared_machine": False, "simulated": facts},
+        refuses=lambda settings: _refusal(machine, settings),
         notes=tuple(notes),
         start_guess_s=_START_GUESS_S,
     )
