@@ -132,7 +132,7 @@ def machine_of(section: SimulateSection, model: str) -> Machine:
     return Machine(planned, gpu, gpus, tables, calibration)
 
 
-def _digest(machine: Machine, section: SimulateSection) -> str | None:
+def files_digest(machine: Machine, section: SimulateSection) -> str | None:
     """Of the bytes of the operator tables and the calibration; None where the data sheet alone counts."""
     files = sorted(machine.tables.folder.glob("*.csv")) if machine.tables else []
     files += [Path(section.calibration)] if section.calibration else []
@@ -161,7 +161,7 @@ def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTar
         "cost_model": machine.cost_model,
         "ops": workload.simulate.ops,
         "calibration": workload.simulate.calibration,
-        "files_sha256": _digest(machine, workload.simulate),
+        "files_sha256": files_digest(machine, workload.simulate),
     }
     return ChosenTarget(
         workload,

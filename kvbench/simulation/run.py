@@ -16,6 +16,7 @@ from kvbench.loadtest.max_rate.search import Condition, misses, queue_growth
 from kvbench.metrics.latency import goodput_share
 from kvbench.requests.request import RequestSpec
 from kvbench.requests.stream import RequestStream, stream_requests
+from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import machine_of
 from kvbench.simulation.drive import Drive, Ended
 from kvbench.simulation.recorder import Recorder, row_writer
@@ -98,7 +99,13 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
             router=ROUTERS[job.router](),
             on_step=recorder.on_step,
         ).run()
-    return SimulationResult(recorder.summary() | {"notes": stream.notes}, *recorder.times())
+    notes = stream.notes | {COST_NOTES: _cost_notes(replicas)}
+    return SimulationResult(recorder.summary() | {"notes": notes}, *recorder.times())
+
+
+def _cost_notes(replicas: Sequence[Replica]) -> list[str]:
+    """What a reader must know of the step times, such as how far they lie beyond a measured table."""
+    return list(dict.fromkeys(note for each in replicas for note in getattr(each.step_time, "notes", list)()))
 
 
 def _stream(job: SimulationJob, replica: Replica) -> RequestStream:
