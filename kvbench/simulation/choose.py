@@ -58,7 +58,8 @@ def simulated_workload(
     ``overrides``: those of -o, which win over what a simulation would leave out. Raises UsageError.
     """
     data = copy.deepcopy(dict(workload.resolved))
-    given = {name: str(value) if isinstance(value, Path) else value for name in OPTIONS if (value := options.get(name))}
+    given = {name: options[name] for name in OPTIONS if options.get(name)}
+    given |= {name: str(value.resolve()) for name, value in given.items() if isinstance(value, Path)}
     section = {**(data.get("simulate") or {}), **given}
     if not section.get("device"):
         raise UsageError(
@@ -66,12 +67,12 @@ def simulated_workload(
             "a section `simulate: {device: H200}` in the workload"
         )
     count, gpu = parse_gpus(section["device"])
-    if count > 1 and section.get("tensor_parallel", count) != count:
+    if count > 1 and given.get("tensor_parallel", count) != count:
         raise UsageError(
-            f"--device {section['device']} is {count} GPUs, and --tensor-parallel {section['tensor_parallel']} is not: "
-            f"write --device {gpu.name}"
+            f"--device {section['device']} is {count} GPUs, and --tensor-parallel is {given['tensor_parallel']}: write "
+            f"--device {gpu.name}"
         )
-    section |= {"device": gpu.name, "tensor_parallel": section.get("tensor_parallel", count)}
+    section |= {"device": gpu.name, "tensor_parallel": count if count > 1 else section.get("tensor_parallel", 1)}
     notes = _notes_of_model(data, section, workload)
     keys = {each.partition("=")[0].strip() for each in overrides}
     keeps_budget = bool(keys & {"engine", "engine.kv_budget"}) or not given.keys() & _MACHINE

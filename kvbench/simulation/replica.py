@@ -18,17 +18,28 @@ StepTimer = Callable[[StepWork], StepTime]
 
 
 class Replica:
-    """``number``: among the replicas of a fleet; ``clock.now``: the end of its last step [s]."""
+    """``number``: among the replicas of a fleet; ``clock.now``: the end of its last step, and ``step_began`` [s].
+
+    ``step_time``: its cost model.
+    """
 
     def __init__(
         self, config: EngineConfig, capacity: KVCapacity, vocab_size: int, step_time: StepTimer, number: int = 0
     ) -> None:
         self.number = number
         self.clock = VirtualClock()
+        self.step_time = step_time
+        self.step_began = 0.0
         pipelined = bool(config.async_scheduling)
-        executor = SimulatedExecutor(vocab_size, step_time, self.clock, pipelined=pipelined)
+        self._executor = executor = SimulatedExecutor(vocab_size, step_time, self.clock, pipelined=pipelined)
         config = replace(config, async_scheduling=pipelined)
         self.engine = Engine(config, executor, make_kv_manager(config, capacity), self.clock)
+
+    def rewind(self) -> None:
+        """Sets the clock of an idle engine back to 0; its prefix cache stays."""
+        assert not self.busy
+        self._executor.rewind()
+        self.step_began = 0.0
 
     @property
     def busy(self) -> bool:
@@ -48,6 +59,7 @@ class Replica:
 
     def step(self) -> list[TokenOutput]:
         """Computes one step; its tokens are there at ``clock.now``."""
+        self.step_began = self.clock.now
         return self.engine.step()
 
     @property
