@@ -77,14 +77,18 @@ def fit(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> Calibration
     """The calibration of ``machine`` with which ``run`` comes out as measured; ``names``: of its fields.
 
     As many figures of the run are met as there are names: each figure is taken as linear in all of them, from
-    simulations along each one; of several names once more from what that gives.
+    simulations along each one; of several names once more, nearer to what that gave.
     """
     known = machine.calibration or Calibration()
     wanted = _figures(run, names, run)
-    for _ in names[:2]:
+    for round_number in range(min(2, len(names))):
         tried, found = [], []
         for name in names:
-            for value in np.linspace(*_FITTED[name][0], _POINTS):
+            low, high = _FITTED[name][0]
+            if round_number:
+                middle, reach = getattr(known, name), (high - low) / 4
+                low, high = max(low, middle - reach), max(low, middle - reach) + 2 * reach
+            for value in np.linspace(low, high, _POINTS):
                 other = dataclasses.replace(known, **{name: float(value)})
                 tried.append([getattr(other, each) for each in names] + [1.0])
                 found.append(_figures(run, names, predict(run, dataclasses.replace(machine, calibration=other))))

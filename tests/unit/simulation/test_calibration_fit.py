@@ -16,24 +16,24 @@ from kvbench.simulation.calibration import errors, fit, read_calibration, write_
 from kvbench.simulation.cost_model import Calibration
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.measured_run import predict, predicted_at, read_measured_run, series_errors
-from kvbench.simulation.step_log import fit_steps, read_step_log
+from kvbench.simulation.step_log import _work, fit_steps, read_step_log
 
 MACHINE = Machine(plan_model("Qwen3-32B"), find_gpu("H100"), 2, calibration=Calibration())
 SETTINGS = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "max_model_len": 4096}
 
 
-def written(folder, known, *, requests=40, stamps=True):
+def written(folder, known, *, requests=100, stamps=True):
     """A run folder as vLLM's engine would have stamped it, had it taken as long as ``known`` says."""
     rng = np.random.default_rng(1)
     arrivals = np.cumsum(rng.exponential(0.1, requests))
     lengths = [(int(rng.integers(50, 900)), int(rng.integers(5, 60))) for _ in range(requests)]
 
     def rows(first=1.0, last=2.0, scheduled=0.5):
-        return [
-            {"input_toks": i, "output_toks": o, "arrival_time": 1e9 + at, "queued_ts": 50.0,
-             "scheduled_ts": float(s), "first_token_ts": float(f), "last_token_ts": float(t)}
-            for (i, o), at, s, f, t in zip(lengths, arrivals, *(np.broadcast_to(x, requests) for x in (scheduled, first, last)), strict=True)
-        ]  # fmt: skip
+        stamps = [np.broadcast_to(each, requests).tolist() for each in (scheduled, first, last)]
+        names = ("input_toks", "output_toks", "arrival_time", "queued_ts", "scheduled_ts", "first_token_ts",
+                 "last_token_ts")  # fmt: skip
+        columns = zip(lengths, (1e9 + arrivals).tolist(), *stamps, strict=True)
+        return [dict(zip(names, (*both, at, 50.0, *rest), strict=True)) for both, at, *rest in columns]
 
     def save(content):
         (folder / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
@@ -56,12 +56,12 @@ def test_known_values_are_found_again_and_predict_the_run(tmp_path, stamps):
     known = Calibration(prompt_layer_s=120e-6, all_reduce_s=24e-6)
     run = written(tmp_path / "run", known, stamps=stamps)
     found = fit(run, MACHINE, ["prompt_layer_s", "all_reduce_s"])
-    assert found.prompt_layer_s == pytest.approx(known.prompt_layer_s, rel=0.25)
+    assert found.prompt_layer_s == pytest.approx(known.prompt_layer_s, rel=0.15)
     assert found.all_reduce_s == pytest.approx(known.all_reduce_s, rel=0.15)
     before = errors(run, predict(run, MACHINE))
     predicted = predict(run, dataclasses.replace(MACHINE, calibration=found))
     after = errors(run, predicted)
-    assert abs(before["tpot_mean"]) > 0.05 and all(abs(value) < 0.02 for value in after.values())
+    assert abs(before["tpot_mean"]) > 0.05 and all(abs(value) < 0.03 for value in after.values())
     near = series_errors(run, predicted)
     assert near["running"] < 0.5 and near["kv_cache_pct"] < 0.5
 
@@ -77,8 +77,6 @@ def test_predicted_values_are_those_after_the_last_step(tmp_path):
 def test_a_step_log_gives_the_host_time_and_launches_back(tmp_path):
     known = Calibration(host_s=2e-3, prompt_layer_s=150e-6)
     config, _ = MACHINE.settle(SETTINGS)
-    from kvbench.simulation.step_log import _work
-
     timer = dataclasses.replace(MACHINE, calibration=known).step_timer(config)
     rng, now, rows = np.random.default_rng(0), 5.0, []
     for step in range(120):

@@ -40,7 +40,7 @@ def test_every_promised_device_can_be_simulated(name):
 
 
 def test_a_device_of_unknown_speed_is_refused_with_those_that_are_known():
-    with pytest.raises(UsageError, match="T4.*H200"):
+    with pytest.raises(UsageError, match=r"T4.*H200"):
         Machine(plan_model("llama-3.1-8b"), find_gpu("T4"))
     assert sum(gpu.performance is not None for gpu in known_gpus()) >= len(NAMED)
 

@@ -1,4 +1,4 @@
-"""Measured operator times: interpolation against closed formulas, what is refused, and what is said of extrapolation."""
+"""Measured operator times: interpolation against closed formulas, what is refused, what is said of extrapolation."""
 
 from __future__ import annotations
 
@@ -137,14 +137,14 @@ def test_broken_tables_are_refused_with_what_is_wrong(folder, spoil, names):
 
 
 def test_tables_of_another_kind_of_model_are_refused(folder):
-    with pytest.raises(UsageError, match="moe.csv"):
+    with pytest.raises(UsageError, match=r"moe\.csv"):
         seconds_of(folder, StepWork((), 1, 1, 1, 1), model="Qwen3-30B-A3B")
     write(folder, "moe.csv", ("tokens", "activated_experts", "time_us"), [(1, 8, 50), (64, 8, 60), (64, 128, 800)])
-    with pytest.raises(UsageError, match="moe.csv"):
+    with pytest.raises(UsageError, match=r"moe\.csv"):
         seconds_of(folder, StepWork((), 1, 1, 1, 1))
     with pytest.raises(UsageError, match="kv_cache_dtype"):
         seconds_of(folder, StepWork((), 1, 1, 1, 1), model="Qwen3-30B-A3B", kv_cache_dtype="fp8")
-    seconds, timer = seconds_of(folder, StepWork((), 1, 1, 1, 1), model="Qwen3-30B-A3B")
+    _, timer = seconds_of(folder, StepWork((), 1, 1, 1, 1), model="Qwen3-30B-A3B")
     assert timer.seconds["experts"] == pytest.approx(48 * 50e-6)
 
 
