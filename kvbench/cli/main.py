@@ -9,6 +9,7 @@ import click
 from kvbench import __version__
 from kvbench.cli.cache_sim import cache_sim
 from kvbench.cli.calibrate_client import calibrate_client
+from kvbench.cli.calibrate_model import calibrate_model
 from kvbench.cli.canaries import canaries
 from kvbench.cli.claims import claims
 from kvbench.cli.compare import calibrate, compare
@@ -36,8 +37,8 @@ from kvbench.common.packages import check_packages
 
 _COMMANDS = (
     init, plan, sweep, simulate, report, recommend, predict, claims, load, compare, gate, accept, calibrate, history,
-    view, quality, canaries, serve, bench_engine, tune, trace, cache_sim, mock_server, calibrate_client, doctor,
-    help_command,
+    view, quality, canaries, serve, bench_engine, tune, trace, cache_sim, mock_server, calibrate_client,
+    calibrate_model, doctor, help_command,
 )  # fmt: skip
 
 

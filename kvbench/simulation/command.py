@@ -21,7 +21,7 @@ from kvbench.common.option_rules import RAY_OPTIONS, check_goes_with
 from kvbench.common.text import plural
 from kvbench.loadtest.max_rate.search import Condition, parse_conditions
 from kvbench.loadtest.options import LoadOptions, check_named_load, choose_load, workload_source
-from kvbench.simulation.choose import machine_of, simulated_workload
+from kvbench.simulation.choose import files_digest, machine_of, simulated_workload
 from kvbench.simulation.pool import RayOptions, map_simulations
 from kvbench.simulation.routing import ROUTERS
 from kvbench.simulation.run import (
@@ -35,6 +35,8 @@ from kvbench.simulation.run import (
     sustainable_rate,
 )
 from kvbench.simulation.show import search_table, show
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.file import Workload
 from kvbench.workload.settings import slug
 
 _LEAST_REQUESTS = 200  # of a run of a search: more than a p95 needs
@@ -46,7 +48,6 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     needs = {name: ["--find-max-rate"] for name in ("run_seconds", "tolerance")}
     check_goes_with(given, needs, ["--find-max-rate"] if options["find_max_rate"] else [])
     check_goes_with(given, RAY_OPTIONS, [f"--executor {options['executor']}"])
-    ray = RayOptions(options["ray_address"], options["ray_wait"]) if options["executor"] == "ray" else None
     if options["router"] and max(options["replicas"]) == 1:
         raise UsageError(
             "--router chooses among replicas, and there is one: give --replicas 2 or more, or leave it out"
@@ -67,16 +68,7 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     for note in notes:
         say(f"note: {note}")
     console = Console()
-    names = {job.name: job for job in jobs}
-    with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}"):
-        if conditions:
-            find = partial(find_rate, conditions=conditions, seconds=options["run_seconds"],
-                           tolerance=options["tolerance"])  # fmt: skip
-            results = map_simulations(find, names, options["processes"], ray)
-        elif ray is None:
-            results = map_simulations(simulate, names, options["processes"])
-        else:
-            results = _simulated_elsewhere(names, options["processes"], ray)
+    results = _results(jobs, conditions, options)
     if options["as_json"]:
         print_plain(console, json.dumps(results if len(results) > 1 else results[0], indent=1))
     elif conditions:
@@ -98,6 +90,27 @@ def _simulated_elsewhere(jobs: Mapping[str, SimulationJob], at_once: int | None,
     return [summary for summary, _ in found]
 
 
+def _results(
+    jobs: Sequence[SimulationJob], conditions: Sequence[Condition], options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Of each job, in their order, while progress is told."""
+    names = {job.name: job for job in jobs}
+    ray = RayOptions(options["ray_address"], options["ray_wait"]) if options["executor"] == "ray" else None
+    with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}") as update:
+        if conditions:
+            how = {name: options[name] for name in ("run_seconds", "tolerance")}
+            return map_simulations(partial(find_rate, conditions=conditions, **how), names, options["processes"], ray)
+        if ray is not None:
+            return _simulated_elsewhere(names, options["processes"], ray)
+        if len(jobs) > 1:
+            return map_simulations(simulate, names, options["processes"])
+
+        def on_progress(ended: int, requests: int | None) -> None:
+            update(f"simulating: {ended:,} {'requests' if requests is None else f'of {requests:,} requests'}")
+
+        return [simulate(jobs[0], on_progress)]
+
+
 def _conditions(slo: str | None) -> tuple[Condition, ...]:
     try:
         return parse_conditions(slo) if slo is not None else ()
@@ -107,48 +120,54 @@ def _conditions(slo: str | None) -> tuple[Condition, ...]:
 
 def _jobs(workload: str | None, options: Mapping[str, Any]) -> tuple[list[SimulationJob], Sequence[str]]:
     """A job for each rate or number of users, each number of replicas and each router; and notes. Raises UsageError."""
-    overrides = list(options["overrides"])
+    jobs: list[SimulationJob] = []
+    notes: Sequence[str] = ()
+    for rate, users in itertools.product(options["request_rate"] or (None,), options["max_concurrency"] or (None,)):
+        loaded, point, notes = _load(workload, rate, users, options)
+        assert loaded.simulate is not None
+        model = str(loaded.engine["model"])
+        machine = machine_of(loaded.simulate, model)
+        machine.step_timer(machine.settle(loaded.engine)[0])  # what cannot be is said before anything runs
+        load_name = point.load_id
+        if options["find_max_rate"]:
+            load_name = "trace" if loaded.load.arrivals == "trace" else "open loop"
+        elif users is not None and point.mode == "open":
+            load_name += f" at most {users} in flight"
+        for replicas, router in itertools.product(options["replicas"], _routers(options)):
+            name = load_name + (f", {plural(replicas, 'replica')}, {router}" if max(options["replicas"]) > 1 else "")
+            how = (loaded.engine, loaded.load, point, loaded.seed, replicas, router)
+            jobs.append(SimulationJob(name, loaded.simulate, model, *how))
+    return [_with_facts(job, options, len(jobs)) for job in jobs], notes
+
+
+def _load(
+    workload: str | None, rate: float | None, users: int | None, options: Mapping[str, Any]
+) -> tuple[Workload, LoadPoint, Sequence[str]]:
+    """The workload with one load, as it runs on the machine of the options, and notes on what differs."""
+    overrides, searching = list(options["overrides"]), bool(options["find_max_rate"])
     if workload is None:
         overrides.insert(0, "engine.kv_budget=null")  # what the device leaves
     if options["dataset_path"]:
         overrides.insert(0, "engine.max_model_len=null")  # the model's own: a trace has its lengths
     how = {"profile": options["profile"] or "gpu", "overrides": overrides, "seed": options["seed"]}
-    jobs, notes = [], ()
-    for rate, users in itertools.product(options["request_rate"] or (None,), options["max_concurrency"] or (None,)):
-        chosen = LoadOptions(options["at"], rate, options["burstiness"], users, options["num_prompts"],
-                             tuple(options["goodput"]))  # fmt: skip
-        path, text = workload_source(workload, {**options, **how}, chosen, searching=bool(options["find_max_rate"]))
-        check_named_load(path, chosen, {"text": text, **how}, searching=bool(options["find_max_rate"]))
-        loaded, point = choose_load(path, chosen, text=text, **how)
-        if loaded.load.canaries is not None:
-            raise UsageError(
-                "load.canaries: a simulated engine computes no answers: -o load.canaries=null leaves them out"
-            )
-        made, notes = simulated_workload(loaded, options, overrides)
-        assert made.simulate is not None
-        machine = machine_of(made.simulate, str(made.engine["model"]))
-        machine.settle(made.engine)  # what cannot be is said before anything runs
-        capped = users if point.mode == "open" else None
-        for replicas, router in itertools.product(options["replicas"], _routers(options)):
-            name = _name(point.load_id, capped, replicas, router, options)
-            jobs.append(
-                SimulationJob(
-                    name, made.simulate, str(made.engine["model"]), made.engine, made.load, point, made.seed,
-                    replicas, router,
-                )
-            )  # fmt: skip
-    return [_with_facts(job, options, len(jobs)) for job in jobs], notes
+    more = (options["burstiness"], users, options["num_prompts"], tuple(options["goodput"]))
+    chosen = LoadOptions(options["at"], rate, *more)
+    path, text = workload_source(workload, {**options, **how}, chosen, searching=searching)
+    check_named_load(path, chosen, {"text": text, **how}, searching=searching)
+    loaded, point = choose_load(path, chosen, text=text, **how)
+    if searching and loaded.load.arrivals in ("ramp", "step"):
+        raise UsageError(
+            f"--find-max-rate needs one rate a run, and this load's arrivals are a {loaded.load.arrivals}: use poisson "
+            "or a trace (-o load.arrivals=poisson)"
+        )
+    if searching and point.mode == "closed":
+        loaded, point = choose_load(path, replace(chosen, request_rate=_FIRST_RATE), text=text, **how)
+    made, notes = simulated_workload(loaded, options, overrides)
+    return made, point, notes
 
 
 def _routers(options: Mapping[str, Any]) -> Sequence[str]:
     return tuple(dict.fromkeys(options["router"])) or (next(iter(ROUTERS)),)
-
-
-def _name(load_id: str, capped: int | None, replicas: int, router: str, options: Mapping[str, Any]) -> str:
-    parts = [load_id if capped is None else f"{load_id} at most {capped} in flight"]
-    if max(options["replicas"]) > 1:
-        parts += [plural(replicas, "replica"), router]
-    return ", ".join(parts)
 
 
 def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int) -> SimulationJob:
@@ -160,6 +179,7 @@ def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int) -> Si
         "cost_model": machine.cost_model,
         "model": machine.model.name,
         **job.section.model_dump(include={"device", "tensor_parallel", "ops", "calibration"}),
+        "files_sha256": files_digest(machine, job.section),
         "replica_count": job.replicas,
         "router": job.router if job.replicas > 1 else None,
         "seed": job.seed,
@@ -177,14 +197,14 @@ def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int) -> Si
 
 
 def find_rate(
-    job: SimulationJob, *, conditions: Sequence[Condition], seconds: float, tolerance: float
+    job: SimulationJob, *, conditions: Sequence[Condition], run_seconds: float, tolerance: float
 ) -> dict[str, Any]:
     """The highest rate that meets ``conditions``, and each rate that was tried."""
     trials: list[dict[str, Any]] = []
     first = native_rate_of(job) if job.load.arrivals == "trace" else job.point.request_rate or _FIRST_RATE
 
     def meets(rate: float) -> bool:
-        tried = job_at_rate(job, rate, seconds, _LEAST_REQUESTS)
+        tried = job_at_rate(job, rate, run_seconds, _LEAST_REQUESTS)
         result = run_job(tried)
         missed = reasons_missed(result, conditions)
         trials.append({"rate": rate, "met": not missed, "missed": missed, "requests": result.figures["completed"]})

@@ -94,6 +94,7 @@ class Tally:
     cached_tokens: int = 0
     good: int = 0  # requests that met every limit
     failed: int = 0
+    not_sent: int = 0  # later turns of those that failed
     failure: str | None = None
     busy_s: float = 0.0
     running: Level = field(default_factory=Level)
@@ -105,6 +106,7 @@ class Tally:
         self.sent_first = min(self.sent_first, ended.sent)
         if ended.error is not None:
             self.failed += 1
+            self.not_sent += ended.unsent
             self.failure = self.failure or ended.error
             return
         times, tokens = np.array(ended.times), ended.output_tokens
@@ -122,7 +124,7 @@ class Tally:
         self.queued.append(ended.sent - ended.due)
         self.tpot.extend(tpots)
         self.gaps.add(gaps)
-        self.last = max(self.last, float(times[-1]))
+        self.last = float(times[-1])  # requests end in the order of the clock
         self.input_tokens += len(ended.spec.prompt_token_ids or ())
         self.output_tokens += tokens
         self.cached_tokens += ended.cached
@@ -142,14 +144,19 @@ class Tally:
 
 
 class Recorder:
-    """The ``on_end`` and ``on_step`` of a ``Drive``. ``limits``: an SLO [ms]; ``writer``: gets each request's row."""
+    """The ``on_end`` and ``on_step`` of a ``Drive``.
+
+    limits: an SLO [ms]; writer: gets each request's row; ended: so many requests have
+    """
 
     def __init__(self, replicas: Sequence[Replica], limits: Mapping[str, float], writer: RowWriter | None) -> None:
         self._replicas, self._limits, self._writer = replicas, limits, writer
         self._tallies = [Tally() for _ in replicas]
+        self.ended = 0
         self._before = [engine_counters(replica) for replica in replicas]
 
     def on_end(self, ended: Ended) -> None:
+        self.ended += 1
         self._tallies[ended.replica].end(ended, self._limits)
         if self._writer is not None:
             self._writer.add(ended)
@@ -184,7 +191,7 @@ class Recorder:
 
 
 def engine_counters(replica: Replica) -> dict[str, float]:
-    """What the engine has counted so far; seconds of a phase have its name."""
+    """What the engine has counted so far, and the seconds of each phase; ``prepare`` counts ``move_seconds`` too."""
     stats = replica.engine.stats()
     return {
         "steps": stats.steps,
@@ -195,7 +202,7 @@ def engine_counters(replica: Replica) -> dict[str, float]:
         "prefix_cache_queries": stats.prefix_cache_queries,
         "prefix_cache_hits": stats.prefix_cache_hits,
         **stats.phase_seconds,
-        "move": replica.engine.executor.phase_seconds["move"],
+        "move_seconds": replica.engine.executor.phase_seconds["move"],
     }
 
 
@@ -222,6 +229,7 @@ def _figures(
     return {
         "completed": completed,
         "failed": sum(tally.failed for tally in tallies),
+        "not_sent": sum(tally.not_sent for tally in tallies),
         "first_failure": next((tally.failure for tally in tallies if tally.failure), None),
         "duration_s": seconds,
         "request_throughput": rate(completed),
@@ -247,7 +255,7 @@ def _engine_figures(tallies: Sequence[Tally], counters: Sequence[Mapping[str, fl
         mean = sum(level.integral for level in levels) / busy if busy else None
         figures[name] = {"peak": max(level.peak for level in levels), "mean": mean}
     totals = {name: sum(each[name] for each in counters) for name in counters[0]}
-    phases = {name: totals.pop(name) for name in (*PHASES, "move")}
+    phases = {name: totals.pop(name) for name in PHASES}
     return figures | totals | {"phase_seconds": phases}
 
 

@@ -17,8 +17,9 @@ from kvbench.loadtest.max_rate.search import Condition, misses, queue_growth
 from kvbench.metrics.latency import goodput_share
 from kvbench.requests.request import RequestSpec
 from kvbench.requests.stream import RequestStream, stream_requests
+from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import machine_of
-from kvbench.simulation.drive import Drive
+from kvbench.simulation.drive import Drive, Ended
 from kvbench.simulation.recorder import Recorder, row_writer
 from kvbench.simulation.replica import Replica
 from kvbench.simulation.routing import ROUTERS
@@ -29,6 +30,10 @@ from kvbench.workload.load_section import LoadConfig
 _REPEAT = 1  # of a load that `kvbench load` sends: the same requests
 _OVERLOAD = 0.05  # a share by which more may come than is served, before a rate counts as missed
 _MOST_DOUBLINGS = 20
+_ENDED_A_REPORT = 100
+
+Progress = Callable[[int, int | None], None]
+"""Gets how many requests have ended, and of how many, where that is known."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,9 @@ class SimulationResult:
     ends: np.ndarray
 
 
-def simulate(job: SimulationJob) -> dict[str, Any]:
+def simulate(job: SimulationJob, on_progress: Progress | None = None) -> dict[str, Any]:
     """Runs the job; what summary.json holds. Raises UsageError for a load or settings that cannot be."""
-    summary = {"simulated": True, "name": job.name, **job.facts, **run_job(job).figures}
+    summary = {"simulated": True, "name": job.name, **job.facts, **run_job(job, on_progress).figures}
     if job.folder is not None:
         write_json(job.folder / "summary.json", summary)
     return summary
@@ -79,7 +84,7 @@ def simulate_and_pack(job: SimulationJob) -> tuple[dict[str, Any], bytes | None]
         return simulate(replace(job, folder=folder)), pack(folder, sorted(folder.iterdir()))
 
 
-def run_job(job: SimulationJob) -> SimulationResult:
+def run_job(job: SimulationJob, on_progress: Progress | None = None) -> SimulationResult:
     """The load to its end."""
     machine = machine_of(job.section, job.model)
     replicas = [machine.replica(job.settings, number) for number in range(job.replicas)]
@@ -89,16 +94,28 @@ def run_job(job: SimulationJob) -> SimulationResult:
     limits = {name: limit for name, limit in (job.load.slo.model_dump() if job.load.slo else {}).items() if limit}
     with row_writer(job.folder / "requests.parquet" if job.folder is not None else None) as writer:
         recorder = Recorder(replicas, limits, writer)
+
+        def on_end(ended: Ended) -> None:
+            recorder.on_end(ended)
+            if on_progress is not None and recorder.ended % _ENDED_A_REPORT == 0:
+                on_progress(recorder.ended, stream.requests)
+
         Drive(
             replicas,
             stream.conversations,
-            recorder.on_end,
+            on_end,
             users=job.point.concurrency if closed else None,
             most_in_flight=None if closed else job.load.max_concurrency,
             router=ROUTERS[job.router](),
             on_step=recorder.on_step,
         ).run()
-    return SimulationResult(recorder.summary() | {"notes": stream.notes}, *recorder.times())
+    notes = stream.notes | {COST_NOTES: _cost_notes(replicas)}
+    return SimulationResult(recorder.summary() | {"notes": notes}, *recorder.times())
+
+
+def _cost_notes(replicas: Sequence[Replica]) -> list[str]:
+    """What a reader must know of the step times, such as how far they lie beyond a measured table."""
+    return list(dict.fromkeys(note for each in replicas for note in getattr(each.step_time, "notes", list)()))
 
 
 def _stream(job: SimulationJob, replica: Replica) -> RequestStream:
@@ -120,7 +137,7 @@ def prime(replicas: Sequence[Replica], load: LoadConfig, stream: RequestStream) 
     for replica in replicas:
         prefixes = [[RequestSpec(i, "prefix", ids, None, 1)] for i, ids in enumerate(stream.prefixes)]
         Drive([replica], prefixes, lambda ended: None, users=1).run()
-        replica.restart_clock()
+        replica.rewind()
 
 
 def sustainable_rate(run: Callable[[float], bool], first: float, tolerance: float = 0.02) -> float:

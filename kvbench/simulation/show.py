@@ -9,6 +9,7 @@ from rich.console import Console
 
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.text import count, decimal, listing, milliseconds, percent, plural, significant, tokens_per_s
+from kvbench.runs.model import COST_NOTES
 
 _LATENCIES = {
     "ttft_ms": "TTFT",
@@ -25,8 +26,10 @@ def show(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
     if len(results) > 1:
         print_table(console, _comparison(results))
         print_plain(console, _machine_line(results[0]))
-        for name, failure in ((r["name"], _failures(r)) for r in results if r["failed"]):
-            print_plain(console, f"{name}: {failure}")
+        for result in results:
+            told = [_failures(result), *(f"of the step times: {note}" for note in result["notes"][COST_NOTES])]
+            for line in filter(None, told):
+                print_plain(console, f"{result['name']}: {line}")
         return
     (result,) = results
     rows = [
@@ -106,8 +109,10 @@ def _lines(result: Mapping[str, Any]) -> list[str]:
         _goodput(result),
         _phases(result),
         _failures(result),
+        _lengths(result),
         _spread(result),
         _machine_line(result),
+        *(f"of the step times: {note}" for note in result["notes"][COST_NOTES]),
     ]
     if any(values["uncertain"] for name in _LATENCIES if (values := result.get(name))):
         found.append("* too few samples for this percentile: p95 needs 130, p99 662")
@@ -147,13 +152,25 @@ def _phases(result: Mapping[str, Any]) -> str:
         return ""
     text = listing([f"{name} {percent(share)}" for share, name in shares])
     overlap = " (some overlap)" if sum(share for share, _ in shares) > 1.0005 else ""
-    return f"where the steps' time goes: {text}{overlap}; {count(result['steps'])} steps"
+    moves = f", {percent(result['move_seconds'] / busy)} of it to move KV" if result["move_seconds"] else ""
+    return f"where the steps' time goes: {text}{overlap}{moves}; {count(result['steps'])} steps"
 
 
 def _failures(result: Mapping[str, Any]) -> str:
     if not result["failed"]:
         return ""
-    return f"{plural(result['failed'], 'request')} refused, the first because {result['first_failure']}"
+    unsent = f", and {plural(result['not_sent'], 'later turn')} not sent" if result["not_sent"] else ""
+    return f"{plural(result['failed'], 'request')} refused{unsent}; the first: {result['first_failure']}"
+
+
+def _lengths(result: Mapping[str, Any]) -> str:
+    """What differs from the file's or the trace's lengths."""
+    notes, found = result["notes"], []
+    if (scale := notes.get("length_scale", 1.0)) != 1.0:
+        found.append(f"lengths x {scale:.4g} of those of the trace or the file")
+    if left_out := notes.get("trace_requests_too_long"):
+        found.append(f"{plural(left_out, 'request')} of the trace left out, longer than max_model_len")
+    return "; ".join(found)
 
 
 def _spread(result: Mapping[str, Any]) -> str:
@@ -166,9 +183,7 @@ def _spread(result: Mapping[str, Any]) -> str:
 
 def _machine_line(result: Mapping[str, Any]) -> str:
     fleet = f"{result['replica_count']} replicas of " if result["replica_count"] > 1 else ""
-    return (
-        f"simulated, not measured: {fleet}{result['model']} on {result['machine']}; step times: {result['cost_model']}"
-    )
+    return f"nothing is measured: {fleet}{result['model']} on {result['machine']}; step times: {result['cost_model']}"
 
 
 def search_table(console: Console, results: Sequence[Mapping[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.requests.request import RequestSpec
+from kvbench.runs.metric_names import SIMULATED_SECONDS as SECONDS
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.replica import Replica
 from kvbench.targets.base import ModelFacts, Target
@@ -30,10 +31,15 @@ class SimulatedTarget(Target):
         self.base_url = CLOCK
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
-        self.replica = self._machine.replica(settings)
+        self._settings = settings
+        self.restart()
         length = self.replica.engine.config.max_model_len
         assert length is not None
         self.model = ModelFacts(self._machine.model.name, self._machine.vocab_size, length)
+
+    def restart(self) -> None:
+        """A new engine in the place of the last one: nothing of an earlier load is in a figure of the next."""
+        self.replica = self._machine.replica(self._settings)
 
     def stop(self) -> None:
         """There is nothing to stop."""
@@ -64,7 +70,10 @@ class SimulatedTarget(Target):
         """The engine's state, at its own time."""
         from engine.server.metrics import readings
 
-        return MetricsSample(self.replica.clock.now, *readings(self.replica.engine.stats()))
+        gauges, counters = readings(self.replica.engine.stats())
+        parts: Mapping[str, float] = getattr(self.replica.step_time, "seconds", {})
+        counters |= {f"{SECONDS}{name}": seconds for name, seconds in parts.items()}
+        return MetricsSample(self.replica.clock.now, gauges, counters)
 
     def reset_prefix_cache(self) -> bool:
         return self.replica.engine.reset_prefix_cache()

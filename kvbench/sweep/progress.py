@@ -147,8 +147,9 @@ class SweepProgress:
         self._requests = [(f": {done}/{total}", 1), (" requests", 5), (f", {failed} failed" if failed else "", 2)]
 
     def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:
-        here = self._started == (cell.cell_id, repeat)  # else it ran on another machine
-        seconds = time.monotonic() - self._load_began if here else done["wall_s"]
+        seconds = time.monotonic() - self._load_began
+        if self._started != (cell.cell_id, repeat):  # it ran on another machine
+            seconds = done.get("wall_s", seconds)
         self._estimator.observe(cell, seconds, done.get("server_start_s"))
         metrics = done["metrics"]
         steady = metrics.get("steady_output_throughput")

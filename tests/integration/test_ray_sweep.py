@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -83,6 +84,17 @@ def test_ctrl_c_stops_the_servers_on_all_machines_and_the_run_can_go_on(machines
     assert code == 130 and "--executor ray" in output, output
     wait_until(lambda: not any(map(alive, machines.servers())), 10)
     assert manifest(bench.only_run())["status"] == "incomplete"
+
+
+@pytest.mark.parametrize("what", ["a closed port", "a port that says nothing"])
+def test_an_address_at_which_no_cluster_answers_is_said(machines, bench, what):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if what != "a closed port":
+            other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        done = bench.sweep(str(bench.write()), "--executor", "ray", "--ray-address", address)
+    assert done.returncode == 2 and address in done.stderr and not bench.results.exists()
 
 
 def test_a_resource_that_no_machine_has_is_said_within_the_time_to_wait(machines, bench):

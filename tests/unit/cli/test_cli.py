@@ -23,9 +23,9 @@ from kvbench.runs.manifest import build_manifest
 from kvbench.workload.file import load_workload
 
 COMMANDS = (
-    "sweep", "simulate", "load", "report", "recommend", "plan", "cache-sim", "tune", "doctor", "serve", "bench-engine",
-    "mock-server", "calibrate-client", "trace", "compare", "calibrate", "claims", "gate", "accept", "history", "view",
-    "quality", "canaries", "init", "help", "predict",
+    "sweep", "simulate", "load", "report", "recommend", "predict", "plan", "cache-sim", "tune", "doctor", "serve",
+    "bench-engine", "mock-server", "calibrate-client", "calibrate-model", "trace", "compare", "calibrate", "claims",
+    "gate", "accept", "history", "view", "quality", "canaries", "init", "help",
 )  # fmt: skip
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 8}]
 WORKLOAD = {
@@ -51,6 +51,16 @@ def run(capsys, tmp_path, monkeypatch):
         return ended.value.code, *capsys.readouterr()
 
     return command
+
+
+@pytest.mark.parametrize("command", [("sweep", "tiny.yaml"), ("simulate", "tiny.yaml", "--device", "L4")])
+def test_ray_that_is_not_installed_is_said_and_nothing_is_written(run, monkeypatch, tmp_path, command):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code, _, err = run(*command, "--executor", "ray")
+    assert code == 2 and "kvbench[ray]" in err
+    code, _, err = run(*command, "--ray-address", "10.0.0.1:6379")
+    assert code == 2 and "--executor ray" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
 def test_help_lists_every_command_and_the_exit_codes(run):
