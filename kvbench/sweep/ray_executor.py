@@ -118,6 +118,8 @@ class RayMachines:
         self.environment = {**next(iter(self.facts.values()))["environment"], "git": git_state()}
         differences, _ = environment_differences(self.environment, environment())
         self.is_like_here = not differences
+        machines = plural(len(self.nodes), "machine")
+        self.notes.insert(0, f"{machines} of a Ray cluster: up to {plural(self.at_once, 'cell')} at once")
         if differences:
             self.notes.append(
                 "engine time and the quality of answers are measured on this machine, and it is not like those of the "

@@ -124,10 +124,12 @@ class Sweep:
                 what = "its quality, and nothing else," if self._lacks_quality(self.resumed) else "nothing"
                 self._say(f"{what} is left to run")
                 return EXIT_OK
-        seconds = first_s + estimator.total_s(left)
+        seconds = first_s + estimator.total_s(left) / (self.elsewhere.at_once if self.elsewhere else 1)
         describe_plan(self.workload, design, left, seconds, self.console, self.target.start_guess_s)
         for note in memory_notes(design, known.capacity, known.lengths):
             self._say(f"memory: {note}")
+        for note in self._notes_elsewhere():
+            self._note(note)
         if first_s:
             self._note(f"{self.lockstep_minutes:g} minutes of it are engine time, before the loads "
                        "(--lockstep-minutes); on a slow machine up to three times that")  # fmt: skip
@@ -146,7 +148,7 @@ class Sweep:
             self._note(note)
         for note in memory_notes(design, known.capacity, known.lengths):
             self._say(f"memory: {note}")
-        for note in self.elsewhere.notes if self.elsewhere else ():
+        for note in self._notes_elsewhere():
             self._note(note)
         if not self.resumed and self._times_this_machine() and (notice := foreign_cpu.busy_notice()):
             self._note(notice)
@@ -185,7 +187,7 @@ class Sweep:
         if self.resumed:
             manifest = self._reopen(run, something_left=bool(left))
         else:
-            manifest = self._new_manifest(blocks, capacity, design.notes)
+            manifest = self._new_manifest(blocks, capacity, [*design.notes, *self._notes_elsewhere()])
         manifest |= {"max_minutes": minutes, "lockstep_minutes": self.lockstep_minutes}
         manifest |= {"set_aside": list(manifest.get("set_aside") or ())}
         write_json(run.manifest_path, manifest)
@@ -254,6 +256,9 @@ class Sweep:
             report = shlex.join(["kvbench", "report", os.path.relpath(run.path)])
             work.close, work.next_step = lambda: None, f"everything is measured. Write the report with:\n  {report}"
         return complete
+
+    def _notes_elsewhere(self) -> Sequence[str]:
+        return self.elsewhere.notes if self.elsewhere else ()
 
     def _executor(self, runner: BlockRunner, manifest: dict[str, Any]) -> BlockExecutor:
         return self.elsewhere.executor(runner, manifest) if self.elsewhere else HereExecutor(runner)
