@@ -96,12 +96,12 @@ def _on_cluster(
             name, came = places.next() or ("", Ended())
             if isinstance(came, Raised):
                 _named(name, lambda error=came.error: _raise(error))
-            elif isinstance(came, Lost):
+            elif isinstance(came, Lost) and name not in results:
                 waiting.insert(0, name)
                 lost[name] += came.began
                 if lost[name] == MAX_LOST:
                     raise _died(name)
-            elif not isinstance(came, Ended):
+            elif not isinstance(came, Ended | Lost):
                 results[name] = came
     finally:
         places.close()

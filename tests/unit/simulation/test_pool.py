@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import psutil
 import pytest
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.simulation.pool import map_simulations
+from kvbench.simulation import pool
+from kvbench.simulation.pool import RayOptions, map_simulations
+from tests.support.fake_ray import FakeCluster, node
 
 
 def work(job: float | str) -> float:
@@ -67,3 +70,34 @@ def test_no_process_outlives_an_interrupt(how: signal.Signals) -> None:
     finally:
         parent.kill()
         parent.wait(10)
+
+
+@pytest.fixture
+def on_cluster(monkeypatch):
+    """``map_simulations`` on machines with these names, of which some die after so many values of their tasks."""
+    monkeypatch.setattr("kvbench.common.ray_cluster.ray_version", lambda: "2.60.0")
+
+    def run(jobs, names, dies=None):
+        cluster = FakeCluster([node(name, CPU=2.0) for name in names], dies=dies or {})
+        monkeypatch.setattr(pool, "cluster_at", lambda address: nullcontext(cluster))
+        return map_simulations(work, jobs, ray=RayOptions(None, 1.0)), cluster.started
+
+    return run
+
+
+def test_a_cluster_gives_the_results_in_order_from_all_its_machines(on_cluster):
+    results, where = on_cluster({str(n): n / 1000 for n in range(6)}, ("aa", "bb"))
+    assert results == [n / 1000 for n in range(6)] and set(where) == {"aaaaaaaa", "bbbbbbbb"}
+
+
+def test_the_jobs_of_a_lost_machine_run_again_on_another(on_cluster):
+    results, where = on_cluster({str(n): n / 1000 for n in range(6)}, ("aa", "bb"), {"aaaaaaaa": 3})
+    assert results == [n / 1000 for n in range(6)] and where[-1] == "bbbbbbbb"
+    with pytest.raises(MeasurementError, match="no machine"):
+        on_cluster({"only": 0.0}, ("aa",), {"aaaaaaaa": 2})
+
+
+@pytest.mark.parametrize(("what", "kind"), [("unexpected", MeasurementError), ("bad input", UsageError)])
+def test_a_job_that_fails_on_a_cluster_is_named(on_cluster, what, kind):
+    with pytest.raises(kind, match=rf"second.*{what}"):
+        on_cluster({"first": 0.0, "second": what}, ("aa",))
