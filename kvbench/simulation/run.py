@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -100,7 +101,16 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
             on_step=recorder.on_step,
         ).run()
     notes = stream.notes | {COST_NOTES: _cost_notes(replicas)}
-    return SimulationResult(recorder.summary() | {"notes": notes}, *recorder.times())
+    figures = recorder.summary() | {"seconds_by_class": _seconds_by_class(replicas), "notes": notes}
+    return SimulationResult(figures, *recorder.times())
+
+
+def _seconds_by_class(replicas: Sequence[Replica]) -> dict[str, float]:
+    """Of all replicas' steps: seconds by class of operator, where the cost model knows them."""
+    total: Counter[str] = Counter()
+    for replica in replicas:
+        total.update(getattr(replica.step_time, "seconds", {}))
+    return {name: seconds for name, seconds in total.items() if seconds}
 
 
 def _cost_notes(replicas: Sequence[Replica]) -> list[str]:
