@@ -137,7 +137,10 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     console = Console()
     if resume and workload is None and Path(resume).suffix in (".yaml", ".yml"):
         workload, resume = resume, "latest"  # `--resume WORKLOAD` reads as one would mean it
-    options["profile"] = options["profile"] or ("gpu" if options["simulate"] and workload else None)
+    if options["simulate"] and workload:
+        from kvbench.simulation.choose import profile_of
+
+        options["profile"] = profile_of(options)
     loaded, run = workload_and_run(workload, resume, options)
     if options["force"] and run is None:
         raise UsageError("--force goes with --resume: a new run has nothing to differ from; leave it out")

@@ -23,7 +23,7 @@ from kvbench.metrics.latency import summarise
 from kvbench.requests.request import read_requests
 from kvbench.runs.folder import DONE
 from kvbench.runs.model import MeasuredCell, Run
-from kvbench.runs.predictions import METRICS, write_predictions
+from kvbench.runs.predictions import METRICS, Predicted, write_predictions
 from kvbench.simulation.replay import ReplayedLoad, measured_steps, replay, row_of
 from kvbench.simulation.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs
 
@@ -57,8 +57,7 @@ def predict_run(run: Run) -> Path:
             )
         costs, of_cell = fit_unit_costs(others), [load for load in loads if load.cell.cell_id == cell_id]
         predicted[cell_id] = _predicted(of_cell, costs)
-        if not costs.knows(dtype := of_cell[0].replayed.config.kv_cache_dtype):
-            notes.append(f"{cell_id}: no other cell has a KV in {dtype}, so its context is charged as that of auto")
+        notes += [f"{cell_id}: {note}" for note in costs.timer(of_cell[0].replayed.config.kv_cache_dtype).notes()]
     return write_predictions(run.folder, predicted, fit_unit_costs(steps for _, steps in measured), notes)
 
 
@@ -122,7 +121,14 @@ def _steps_of(load: _Load) -> MeasuredSteps:
     return measured_steps(load.replayed, load.rows["chunk_times"].tolist(), float(load.rows["t0"].min()))
 
 
-def _predicted(loads: Sequence[_Load], costs: UnitCosts) -> dict[str, dict[str, float]]:
+def predicted_cells(run: Run, costs: UnitCosts) -> dict[str, dict[str, Predicted]]:
+    """Each cell that can be replayed, with ``costs`` from elsewhere. Raises UsageError where there is none."""
+    loads = _loads_of(run)
+    cells = dict.fromkeys(load.cell.cell_id for load in loads)
+    return {cell: _predicted([load for load in loads if load.cell.cell_id == cell], costs) for cell in cells}
+
+
+def _predicted(loads: Sequence[_Load], costs: UnitCosts) -> dict[str, Predicted]:
     """By metric what was predicted and measured, each the mean over a cell's loads."""
     found: dict[str, list[tuple[float, float]]] = {}
     for load in loads:
@@ -132,7 +138,7 @@ def _predicted(loads: Sequence[_Load], costs: UnitCosts) -> dict[str, dict[str, 
             if predicted is not None and measured:
                 found.setdefault(name, []).append((predicted, measured))
     return {
-        name: {"predicted": float(np.mean([p for p, _ in pairs])), "measured": float(np.mean([m for _, m in pairs]))}
+        name: Predicted(float(np.mean([p for p, _ in pairs])), float(np.mean([m for _, m in pairs])))
         for name, pairs in found.items()
     }
 
