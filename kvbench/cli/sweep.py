@@ -20,7 +20,7 @@ from kvbench.cli.options import (
     target_options,
     workload_of,
 )
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, say
 from kvbench.common.option_rules import flag
 
 if TYPE_CHECKING:
@@ -184,6 +184,8 @@ def _target_and_driver(
         raise UsageError("--simulate cannot go on with a run that was measured: start a new run without --resume")
     check_options(options, simulates=simulates, begun=bool(stored) and not options["simulate"])
     if not simulates:
+        if loaded.simulate:
+            say(f"note: {loaded.name} is measured here; its section `simulate` counts with --simulate only")
         from kvbench.sweep.block import HTTP
         from kvbench.targets.choose import choose
 
