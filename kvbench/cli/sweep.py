@@ -137,7 +137,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     console = Console()
     if resume and workload is None and Path(resume).suffix in (".yaml", ".yml"):
         workload, resume = resume, "latest"  # `--resume WORKLOAD` reads as one would mean it
-    if options["simulate"] and workload:
+    if options["simulate"] and (workload or not resume):  # a stored workload has its profile
         from kvbench.simulation.choose import profile_of
 
         options["profile"] = profile_of(options)
