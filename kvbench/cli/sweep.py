@@ -21,7 +21,7 @@ from kvbench.cli.options import (
     target_options,
     workload_of,
 )
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, say
 from kvbench.common.option_rules import flag
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     console = Console()
     if resume and workload is None and Path(resume).suffix in (".yaml", ".yml"):
         workload, resume = resume, "latest"  # `--resume WORKLOAD` reads as one would mean it
-    if options["simulate"] and workload:
+    if options["simulate"] and (workload or not resume):  # a stored workload has its profile
         from kvbench.simulation.choose import profile_of
 
         options["profile"] = profile_of(options)
@@ -186,6 +186,8 @@ def _target_and_driver(
         raise UsageError("--simulate cannot go on with a run that was measured: start a new run without --resume")
     check_options(options, simulates=simulates, begun=bool(stored) and not options["simulate"])
     if not simulates:
+        if loaded.simulate:
+            say(f"note: {loaded.name} is measured here; its section `simulate` counts with --simulate only")
         from kvbench.sweep.block import HTTP
         from kvbench.targets.choose import choose
 
