@@ -100,7 +100,11 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
             on_step=recorder.on_step,
         ).run()
     notes = stream.notes | {COST_NOTES: _cost_notes(replicas)}
-    return SimulationResult(recorder.summary() | {"notes": notes}, *recorder.times())
+    load = {"mode": job.point.mode, "concurrency": job.point.concurrency, "max_concurrency": job.load.max_concurrency}
+    due = recorder.column("due")
+    return SimulationResult(
+        recorder.summary(load | {"notes": notes}) | {"notes": notes}, due, due + recorder.column("e2el")
+    )
 
 
 def _cost_notes(replicas: Sequence[Replica]) -> list[str]:
