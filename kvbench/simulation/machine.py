@@ -40,7 +40,7 @@ class Machine:
     def __post_init__(self) -> None:
         self.model.check_split(self.gpus)
         if self.gpu.performance is None:
-            known = listing([gpu.name for gpu in known_gpus() if gpu.performance], "and")
+            known = listing([gpu.name for gpu in known_gpus() if gpu.performance])
             raise UsageError(
                 f"{self.gpu.name} cannot be simulated: kvbench knows its memory, but not its speed. Those that can: "
                 f"{known}"
