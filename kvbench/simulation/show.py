@@ -111,6 +111,7 @@ def _lines(result: Mapping[str, Any]) -> list[str]:
         _hits(result),
         _goodput(result),
         _phases(result),
+        _classes(result),
         _failures(result),
         _lengths(result),
         _spread(result),
@@ -163,6 +164,13 @@ def _phases(result: Mapping[str, Any]) -> str:
         else ""
     )
     return f"where the steps' time goes: {text}{overlap}{moves}; {count(result['steps'])} steps"
+
+
+def _classes(result: Mapping[str, Any]) -> str:
+    """Shares of the steps' time by what is computed."""
+    classes = result.get("seconds_by_class") or {}
+    shares = sorted(((seconds / sum(classes.values()), name) for name, seconds in classes.items()), reverse=True)
+    return f"by what they do: {listing([f'{name} {percent(share)}' for share, name in shares])}" if shares else ""
 
 
 def _failures(result: Mapping[str, Any]) -> str:
