@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -52,7 +53,7 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
         )
     if workload is None and not options["model"]:
         raise UsageError("--model is missing: give for example --model llama-3.1-8b, or a workload file")
-    conditions = _conditions(options["find_max_rate"])
+    conditions = _conditions(options["find_max_rate"], options["request_rate"])
     folder: Path | None = options["output_dir"]
     if folder is not None:
         if conditions:
@@ -96,7 +97,10 @@ def _results(
         return [simulate(jobs[0], on_progress)]
 
 
-def _conditions(slo: str | None) -> tuple[Condition, ...]:
+def _conditions(slo: str | None, rates: Sequence[float] | None) -> tuple[Condition, ...]:
+    """Of a search, which begins at one of ``rates``; none without a search."""
+    if slo is not None and rates and (len(rates) > 1 or math.isinf(rates[0])):
+        raise UsageError("--find-max-rate begins at one finite --request-rate: give one, or leave it out")
     try:
         return parse_conditions(slo) if slo is not None else ()
     except ValueError as error:
@@ -116,7 +120,7 @@ def _jobs(workload: str | None, options: Mapping[str, Any]) -> tuple[list[Simula
         load_name = point.load_id
         if options["find_max_rate"]:
             load_name = "trace" if loaded.load.arrivals == "trace" else "open loop"
-        elif users is not None and point.mode == "open":
+        if users is not None and point.mode == "open":
             load_name += f" at most {users} in flight"
         for replicas, router in itertools.product(options["replicas"], _routers(options)):
             name = load_name + (f", {plural(replicas, 'replica')}, {router}" if max(options["replicas"]) > 1 else "")

@@ -153,6 +153,8 @@ def test_a_trace_is_played_at_its_times(tmp_path: Path, capsys: pytest.CaptureFi
         ([*MACHINE, *SHORT, "--router", "round-robin"], ["--replicas"]),
         (["--device", "H200", *SHORT], ["--model"]),
         ([*MACHINE, *SHORT, "--run-seconds", "3"], ["--find-max-rate"]),
+        ([*MACHINE, *SHORT[:4], "--request-rate", "2,4", "--find-max-rate", "p95_ttft<=1s"], ["--request-rate"]),
+        ([*MACHINE, *SHORT[:4], "--request-rate", "2", "--find-max-rate", "p95_ttft"], ["p95_ttft"]),
     ],
 )  # fmt: skip
 def test_bad_input_is_said_before_anything_runs(arguments: list[str], named: list[str]) -> None:
