@@ -126,7 +126,8 @@ def _jobs(workload: str | None, options: Mapping[str, Any]) -> tuple[list[Simula
             name = load_name + (f", {plural(replicas, 'replica')}, {router}" if max(options["replicas"]) > 1 else "")
             how = (loaded.engine, loaded.load, point, loaded.seed, replicas, router)
             jobs.append(SimulationJob(name, loaded.simulate, model, *how))
-    return [_with_facts(job, options, len(jobs)) for job in jobs], notes
+    code = git_state()
+    return [_with_facts(job, options, len(jobs), code) for job in jobs], notes
 
 
 def _load(
@@ -159,8 +160,8 @@ def _routers(options: Mapping[str, Any]) -> Sequence[str]:
     return tuple(dict.fromkeys(options["router"])) or (next(iter(ROUTERS)),)
 
 
-def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int) -> SimulationJob:
-    """With what summary.json holds beside the figures, and the folder of its files."""
+def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int, code: Mapping[str, Any]) -> SimulationJob:
+    """With what summary.json holds beside the figures, and the folder of its files. ``code``: kvbench's commit."""
     machine = machine_of(job.section, job.model)
     config, capacity = machine.settle(job.settings)
     facts = {
@@ -177,7 +178,7 @@ def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int) -> Si
         "load": job.load.model_dump(mode="json", exclude_none=True),
         "load_id": job.point.load_id,
         "kvbench": version("kvbench"),
-        "git": git_state(),
+        "git": code,
     }
     folder: Path | None = options["output_dir"]
     if folder is not None and jobs > 1:
