@@ -22,7 +22,7 @@ from kvbench.common.option_rules import check_goes_with
 from kvbench.common.text import plural
 from kvbench.loadtest.max_rate.search import Condition, parse_conditions
 from kvbench.loadtest.options import LoadOptions, check_named_load, choose_load, workload_source
-from kvbench.simulation.choose import files_digest, machine_of, simulated_workload
+from kvbench.simulation.choose import files_digest, machine_of, profile_of, simulated_workload
 from kvbench.simulation.pool import map_simulations
 from kvbench.simulation.routing import ROUTERS
 from kvbench.simulation.run import (
@@ -139,7 +139,7 @@ def _load(
         overrides.insert(0, "engine.kv_budget=null")  # what the device leaves
     if options["dataset_path"]:
         overrides.insert(0, "engine.max_model_len=null")  # the model's own: a trace has its lengths
-    how = {"profile": options["profile"] or "gpu", "overrides": overrides, "seed": options["seed"]}
+    how = {"profile": profile_of(options), "overrides": overrides, "seed": options["seed"]}
     more = (options["burstiness"], users, options["num_prompts"], tuple(options["goodput"]))
     chosen = LoadOptions(options["at"], rate, *more)
     path, text = workload_source(workload, {**options, **how}, chosen, searching=searching)

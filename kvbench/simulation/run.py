@@ -19,7 +19,7 @@ from kvbench.requests.request import RequestSpec
 from kvbench.requests.stream import RequestStream, stream_requests
 from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import machine_of
-from kvbench.simulation.drive import Drive, Ended
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended
 from kvbench.simulation.recorder import Recorder, row_writer
 from kvbench.simulation.replica import Replica
 from kvbench.simulation.routing import ROUTERS
@@ -98,6 +98,7 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
             on_end,
             users=job.point.concurrency if closed else None,
             most_in_flight=None if closed else job.load.max_concurrency,
+            turnaround_s=TURNAROUND_S,
             router=ROUTERS[job.router](),
             on_step=recorder.on_step,
         ).run()
