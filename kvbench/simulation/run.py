@@ -81,6 +81,7 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
     replicas = [machine.replica(job.settings, number) for number in range(job.replicas)]
     stream = _stream(job, replicas[0])
     prime(replicas, job.load, stream)
+    primed = _seconds_by_class(replicas)
     closed = job.point.mode == "closed"
     limits = {name: limit for name, limit in (job.load.slo.model_dump() if job.load.slo else {}).items() if limit}
     with row_writer(job.folder / "requests.parquet" if job.folder is not None else None) as writer:
@@ -102,16 +103,19 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
             on_step=recorder.on_step,
         ).run()
     notes = stream.notes | {COST_NOTES: _cost_notes(replicas)}
-    figures = recorder.summary() | {"seconds_by_class": _seconds_by_class(replicas), "notes": notes}
-    return SimulationResult(figures, *recorder.times())
+    load = {"mode": job.point.mode, "concurrency": job.point.concurrency, "max_concurrency": job.load.max_concurrency}
+    figures = recorder.summary(load | {"notes": notes})
+    due = recorder.column("due")
+    classes = dict(_seconds_by_class(replicas) - primed)
+    return SimulationResult(figures | {"seconds_by_class": classes, "notes": notes}, due, due + recorder.column("e2el"))
 
 
-def _seconds_by_class(replicas: Sequence[Replica]) -> dict[str, float]:
-    """Of all replicas' steps: seconds by class of operator, where the cost model knows them."""
+def _seconds_by_class(replicas: Sequence[Replica]) -> Counter[str]:
+    """Of all replicas' steps so far: seconds by class of operator, where the cost model knows them."""
     total: Counter[str] = Counter()
     for replica in replicas:
         total.update(getattr(replica.step_time, "seconds", {}))
-    return {name: seconds for name, seconds in total.items() if seconds}
+    return total
 
 
 def _cost_notes(replicas: Sequence[Replica]) -> list[str]:
