@@ -83,6 +83,29 @@ _COUNTERS: tuple[_Row, ...] = (
 )
 
 
+def readings(stats: EngineStats) -> tuple[dict[str, float], dict[str, float]]:
+    """The engine's gauges and counters by the names that a reader of /metrics has for them, less what the machine adds.
+
+    The resident memory and the seconds of hashing are left out: they are this process's, whatever clock the engine has.
+    """
+    counters = {f"{name}_total": float(value(stats)) for name, _, value in _COUNTERS if name != "hash_seconds"}
+    for name, _text, _label, values in _labelled_counters(stats):
+        counters |= {f"{name}_total_{key}": float(value) for key, value in values.items()}
+    return {name: float(value(stats)) for name, _, value in _GAUGES}, counters
+
+
+def _labelled_counters(stats: EngineStats) -> Iterator[tuple[str, str, str, dict[str, float]]]:
+    """Name, text, label, and the value of each of the label's values."""
+    phases = {phase: stats.phase_seconds.get(phase, 0.0) for phase in PHASES}
+    yield "step_time_seconds", "Seconds of the steps by phase.", "phase", phases
+    kinds = {"prefill": stats.prefill_tokens_scheduled, "decode": stats.decode_tokens_scheduled}
+    yield "scheduled_tokens", "Tokens computed, by kind.", "kind", kinds
+    slots = {state: stats.slot_steps.get(state, 0) for state in LEDGER}
+    yield "kv_slot_steps", "KV slots by state, summed over the steps.", "place", slots
+    pages = {kind: stats.page_steps.get(kind, 0) for kind in PAGES}
+    yield "kv_page_steps", "Pages owned, and without sharing, summed over the steps.", "pages", pages
+
+
 class EngineCollector(Collector):
     """Turns one ``EngineStats`` into metric families. ``stats`` is set right before each scrape."""
 
@@ -99,14 +122,8 @@ class EngineCollector(Collector):
         )
         for name, text, value in _COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, value=value(stats))
-        phases = {phase: stats.phase_seconds.get(phase, 0.0) for phase in PHASES}
-        yield _labelled("step_time_seconds", "Seconds of the steps by phase.", "phase", phases)
-        kinds = {"prefill": stats.prefill_tokens_scheduled, "decode": stats.decode_tokens_scheduled}
-        yield _labelled("scheduled_tokens", "Tokens computed, by kind.", "kind", kinds)
-        slots = {state: stats.slot_steps.get(state, 0) for state in LEDGER}
-        yield _labelled("kv_slot_steps", "KV slots by state, summed over the steps.", "place", slots)
-        pages = {kind: stats.page_steps.get(kind, 0) for kind in PAGES}
-        yield _labelled("kv_page_steps", "Pages owned, and without sharing, summed over the steps.", "pages", pages)
+        for name, text, label, values in _labelled_counters(stats):
+            yield _labelled(name, text, label, values)
         yield InfoMetricFamily(PREFIX + "cache_config", "How the KV memory is set up.", value=self._info)
 
 

@@ -22,6 +22,7 @@ from kvbench.cli.init import init
 from kvbench.cli.load import load
 from kvbench.cli.mock_server import mock_server
 from kvbench.cli.plan import plan
+from kvbench.cli.predict import predict
 from kvbench.cli.quality import quality
 from kvbench.cli.recommend import recommend
 from kvbench.cli.report import report
@@ -33,8 +34,8 @@ from kvbench.cli.view import view
 from kvbench.common.packages import check_packages
 
 _COMMANDS = (
-    init, plan, sweep, report, recommend, claims, load, compare, gate, accept, calibrate, history, view, quality,
-    canaries, serve, bench_engine, tune, trace, cache_sim, mock_server, calibrate_client, doctor, help_command,
+    init, plan, sweep, report, recommend, predict, claims, load, compare, gate, accept, calibrate, history, view,
+    quality, canaries, serve, bench_engine, tune, trace, cache_sim, mock_server, calibrate_client, doctor, help_command,
 )  # fmt: skip
 
 

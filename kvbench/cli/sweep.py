@@ -25,6 +25,7 @@ from kvbench.common.option_rules import flag
 
 if TYPE_CHECKING:
     from kvbench.runs.folder import RunFolder
+    from kvbench.sweep.block import Driver
     from kvbench.targets.choose import ChosenTarget
     from kvbench.workload.file import Workload
 
@@ -66,6 +67,18 @@ if TYPE_CHECKING:
 @click.option("--no-report", is_flag=True, help="Keep the raw results only; `kvbench report` can follow later.")
 @click.option("--output-dir", type=click.Path(path_type=Path), default="results", show_default=True,
               help="Where runs go.")  # fmt: skip
+@click.option("--simulate", is_flag=True,
+              help="Measure nothing: run the same engine on a virtual clock, on a machine that need not be here. The "
+                   "results are marked as simulated.")  # fmt: skip
+@click.option("--device", metavar="NAME",
+              help="With --simulate: the kind of GPU, as H200 (default: the workload's simulate.device). --model names "
+                   "the model that runs on it.")  # fmt: skip
+@click.option("--tensor-parallel", type=click.IntRange(1, 64), metavar="N",
+              help="With --simulate: so many of them share the model (default: 1).")  # fmt: skip
+@click.option("--ops", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="FOLDER",
+              help="With --simulate: measured times of operators, in place of the device's data sheet.")  # fmt: skip
+@click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+              help="With --simulate: what `kvbench calibrate-model` fitted.")  # fmt: skip
 @target_options
 @click.option("--port", type=click.IntRange(0, 65535), default=0,
               help="Port of the launched server (default: a free one).")  # fmt: skip
@@ -91,6 +104,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
       kvbench sweep --resume results/mixed/20260101T120000Z-1a2b3c4
       kvbench sweep workloads/mixed.yaml --target http://127.0.0.1:8000
       kvbench sweep workloads/mixed.yaml --target vllm
+      kvbench sweep workloads/mixed.yaml --simulate --device H200 --model llama-3.1-70b --tensor-parallel 4
       kvbench sweep W.yaml --preset vllm --serve-cmd 'vllm serve {model} --port {port} --dtype {dtype}
           --block-size {page_size} --kv-cache-memory-bytes {kv_budget}' -o 'sweep={page_size: [16, 32]}'
                   (a {placeholder} for each setting that is varied; -o 'sweep={}' measures the baseline alone)
@@ -119,16 +133,16 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     from kvbench.lockstep.process import OPEN_LIMIT_S
     from kvbench.runs.resume import planned_cells
     from kvbench.sweep.run import Sweep
-    from kvbench.targets.choose import choose
 
     console = Console()
     if resume and workload is None and Path(resume).suffix in (".yaml", ".yml"):
         workload, resume = resume, "latest"  # `--resume WORKLOAD` reads as one would mean it
+    options["profile"] = options["profile"] or ("gpu" if options["simulate"] and workload else None)
     loaded, run = workload_and_run(workload, resume, options)
     if options["force"] and run is None:
         raise UsageError("--force goes with --resume: a new run has nothing to differ from; leave it out")
     stored = run.manifest() if run else {}
-    choice = choose(loaded, options, stored)
+    choice, driver = _target_and_driver(loaded, options, stored, resume)
     only = tuple(options["only"])
     if run:
         only = planned_cells(stored, only) if only else tuple(stored.get("only") or ())
@@ -144,15 +158,39 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             quality=None if options["no_quality"] else measure_run,
             calibrate=not options["no_calibration"],
             resumed=run,
-            lockstep_minutes=options["lockstep_minutes"],
+            lockstep_minutes=0.0 if choice.manifest.get("simulated") else options["lockstep_minutes"],
             wait_idle_minutes=options["wait_idle_minutes"],
             open_limit_s=options["start_timeout"] or OPEN_LIMIT_S,
             force=options["force"],
             max_minutes=options["max_minutes"],
+            driver=driver,
         )
         return sweep.describe() if dry_run else sweep.execute()
     finally:
         choice.close()
+
+
+def _target_and_driver(
+    loaded: Workload, options: Mapping[str, Any], stored: Mapping[str, Any], resume: str | None
+) -> tuple[ChosenTarget, Driver]:
+    """What is measured, or simulated, and what drives its loads. Raises UsageError."""
+    from kvbench.simulation.choose import check_options
+
+    simulates = bool(options["simulate"] or stored.get("simulated"))
+    if options["simulate"] and stored and not stored.get("simulated"):
+        raise UsageError("--simulate cannot go on with a run that was measured: start a new run without --resume")
+    check_options(options, simulates=simulates, begun=bool(stored) and not options["simulate"])
+    if not simulates:
+        from kvbench.sweep.block import HTTP
+        from kvbench.targets.choose import choose
+
+        return choose(loaded, options, stored), HTTP
+    from kvbench.simulation.choose import simulated_target, simulated_workload
+    from kvbench.simulation.driver import SimulatedDriver
+
+    if not options["simulate"]:
+        return simulated_target(loaded), SimulatedDriver()
+    return simulated_target(*simulated_workload(loaded, options, options["overrides"])), SimulatedDriver()
 
 
 def require_answer(choice: ChosenTarget) -> None:

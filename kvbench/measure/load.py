@@ -244,9 +244,9 @@ class PreparedLoad:
         complete = int(metrics.get("completed") or 0) == len(self.requests)
         cache = server_state.cache_use(setup.load, self.requests, setup.info, before, after, complete=complete)
         faults = server_state.leak_reasons(after) + cache.reasons
-        refused = _refusal(metrics) if failures_invalidate else None
+        refused = refusal(metrics) if failures_invalidate else None
         if failures_invalidate and not refused:
-            faults += _failure_reasons(metrics)
+            faults += failure_reasons(metrics)
         wrong = _wrong_answers(metrics) if fails_by_one(setup.settings, setup.info) else None
         disturbed = contention_reasons(report)
         reasons = [
@@ -300,7 +300,7 @@ def _disturbed_calibration(calibration: Calibration | None) -> list[str]:
     return list(calibration.reasons)
 
 
-def _failure_reasons(metrics: Mapping[str, Any]) -> list[str]:
+def failure_reasons(metrics: Mapping[str, Any]) -> list[str]:
     """Why so many failed requests make a load invalid; empty when they do not."""
     if not too_many_failed(metrics):
         return []
@@ -308,7 +308,7 @@ def _failure_reasons(metrics: Mapping[str, Any]) -> list[str]:
     return [f"{failed} of {failed + completed} requests failed ({failure_words(metrics['failure_messages'], True)})"]
 
 
-def _refusal(metrics: Mapping[str, Any]) -> str | None:
+def refusal(metrics: Mapping[str, Any]) -> str | None:
     """How much of the load the server answered, and with which error it refused the rest; None where it did not."""
     if not is_refusal(metrics):
         return None

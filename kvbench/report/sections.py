@@ -23,6 +23,7 @@ from kvbench.report.figures import (
 from kvbench.report.hits import hit_sentences, hit_table
 from kvbench.report.kv import ledger_figure, ledger_note, ledger_table, memory_table
 from kvbench.report.limits import limits
+from kvbench.report.predictions import PREDICTIONS_NOTE, prediction_sentences, prediction_table
 from kvbench.report.quality import ANSWERS_NOTE, answer_quality_table, answer_sentences, passkey_table
 from kvbench.report.samples import OutputSamples
 from kvbench.report.style import Drawing
@@ -113,6 +114,11 @@ def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | No
         Chapter(
             "Inside the engine", (Section("steps", "Step time", step_time.step_time_table(run)),),
             _drawn(step_time.drawing(run), heat_map.drawing(run)),
+        ),
+        Chapter(
+            "Predicted by simulation",
+            (Section("predictions", "Cell by cell", prediction_table(run), PREDICTIONS_NOTE, folded=False),),
+            (), tuple(prediction_sentences(run)),
         ),
         Chapter(
             "Outputs side by side",

@@ -16,6 +16,7 @@ import pandas as pd
 
 from kvbench.metrics.latency import most_frequent_failures
 from kvbench.runs.engine_time import EngineTime
+from kvbench.runs.predictions import Predictions
 from kvbench.runs.quality import QualityResult
 from kvbench.runs.repeats import repeat_notes
 
@@ -244,6 +245,7 @@ class Run:
     damaged: tuple[str, ...]  # cells that are left out because a file is cut short, each with what to do
     engine_time: EngineTime | None = None
     quality: QualityResult | None = None
+    predictions: Predictions | None = None
 
     @property
     def problems(self) -> tuple[str, ...]:

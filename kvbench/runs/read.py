@@ -16,6 +16,7 @@ from kvbench.runs import kv_ledger
 from kvbench.runs.engine_time import read_engine_time
 from kvbench.runs.folder import DONE, RunFolder, damaged_file
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Repeat, Run, number, read_gauges
+from kvbench.runs.predictions import PREDICTIONS, read_predictions
 from kvbench.runs.quality import QUALITY, read_quality
 from kvbench.runs.repeats import left_out_repeats, planned_repeats
 from kvbench.workload.settings import IN_LAYOUT, effective, phrase
@@ -58,6 +59,10 @@ def read_run(folder: Path | str) -> Run:
         quality = read_quality(folder)
     except UsageError as error:
         quality, damaged[QUALITY] = None, str(error)
+    try:
+        predictions = read_predictions(folder)
+    except UsageError as error:
+        predictions, damaged[PREDICTIONS] = None, str(error)
     return Run(
         folder,
         manifest,
@@ -72,6 +77,7 @@ def read_run(folder: Path | str) -> Run:
         damaged=tuple(damaged.values()),
         engine_time=read_engine_time(folder),
         quality=quality,
+        predictions=predictions,
     )
 
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from engine.scheduling.scheduler import QueueFull
 from engine.sequence import TokenOutput
 from kvbench.requests.request import RequestSpec, continued
 from kvbench.simulation.replica import Replica
@@ -32,7 +33,7 @@ class Ended:
     due, sent: when it was to be sent, and when it was [s]
     times: when its tokens came [s]; sequences: which of its sequences each belongs to; empty if it has one
     cached: tokens of its prompt that the prefix cache served
-    reason: ``length``, or why it failed: ``refused`` with ``error``
+    reason: ``length``, or why it failed: ``refused`` with ``error`` and the ``status`` that a server answers it with
     """
 
     spec: RequestSpec
@@ -45,6 +46,7 @@ class Ended:
     cached: int = 0
     reason: str | None = None
     error: str | None = None
+    status: int = 200
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class Drive:
     users: a closed loop of so many, each with one request at a time; None: requests are sent at their ``arrival_s``
     most_in_flight: requests that the client has open at once in an open loop; None: no limit
     turnaround_s: from the end of a user's answer to its next request
+    began: when a closed loop's users send their first requests [s]
     on_end: gets each request that has ended
     on_step: called after each step with its replica and the tokens that it gave
     """
@@ -83,12 +86,14 @@ class Drive:
         users: int | None = None,
         most_in_flight: int | None = None,
         turnaround_s: float = 0.0,
+        began: float = 0.0,
         router: Router = lambda spec, replicas: replicas[0],
         on_step: Callable[[Replica, Sequence[TokenOutput]], None] | None = None,
     ) -> None:
         self._replicas, self._on_end, self._router, self._on_step = replicas, on_end, router, on_step
         self._source: Iterator[Sequence[RequestSpec]] = iter(conversations)
         self._users, self._most, self._turnaround_s = users, most_in_flight, turnaround_s
+        self._began = began
         self._due: list[tuple[float, int, _Conversation]] = []  # a heap
         self._held: deque[tuple[float, _Conversation]] = deque()  # due, but the client has too many open
         self._in_flight: dict[str, _InFlight] = {}
@@ -98,7 +103,7 @@ class Drive:
         """Until every request has ended."""
         if self._users is not None:
             for _ in range(self._users):
-                self._next_of_user(0.0)
+                self._next_of_user(self._began)
         else:
             self._next_arrival()
         while True:
@@ -148,6 +153,7 @@ class Drive:
             replica.add(request_id, spec, now)
         except ValueError as error:
             ended.reason, ended.error = "refused", str(error)
+            ended.status = 429 if isinstance(error, QueueFull) else 400
             self._end(ended, conversation, now)
             return
         conversation.prompt = spec.prompt_token_ids or ()

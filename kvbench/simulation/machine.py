@@ -27,6 +27,16 @@ class Machine:
     gpus: int = 1
 
     @property
+    def title(self) -> str:
+        """4xA100-80GB, simulated."""
+        return f"{self.gpus}x{self.gpu.name}, simulated" if self.gpus > 1 else f"{self.gpu.name}, simulated"
+
+    @property
+    def cost_model(self) -> str:
+        """Where step times come from, for people."""
+        return f"data sheet of {self.gpu.name}"
+
+    @property
     def vocab_size(self) -> int:
         return int(self.model.spec.text_config["vocab_size"])
 

@@ -16,12 +16,15 @@ from kvbench.common.files import write_json
 from kvbench.load import launch
 from kvbench.measure.load import LoadSetup, UnstoredError, measure_load
 from kvbench.measure.warm_up import warm_up
+from kvbench.requests.request import RequestSpec
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.targets.base import Target, contradiction, reason_of
 from kvbench.targets.builtin import ServerRefusedError
-from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsSample
-from kvbench.workload.design import Block, Cell
+from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsSample, OnReading
+from kvbench.workload.design import Block, Cell, LoadPoint
 from kvbench.workload.file import Workload
+
+_GUESS_TOKENS_PER_S = {"cpu": 400.0, "gpu": 4000.0}  # until the first load is measured
 
 
 class Listener(Protocol):
@@ -40,6 +43,56 @@ class Listener(Protocol):
     def status(self, text: str) -> None: ...
 
 
+class Driver(Protocol):
+    """What drives the loads of a block: over HTTP, or on a simulated engine."""
+
+    times_this_machine: bool
+    """whether a load's times depend on what else this machine does"""
+
+    def guess_s(self, point: LoadPoint, requests: Sequence[RequestSpec], profile: str) -> float:
+        """Seconds that a load of ``requests`` takes, until one is measured."""
+        ...
+
+    def warm_up(self, setup: LoadSetup, point: LoadPoint) -> Mapping[str, Any]:
+        """Before the first load on a server; what done.json says of it. Raises MeasurementError."""
+        ...
+
+    def measure(
+        self,
+        setup: LoadSetup,
+        point: LoadPoint,
+        requests: list[Any],
+        requests_file: Path,
+        out: Path,
+        *,
+        first: bool,
+        on_progress: launch.Progress,
+        on_reading: OnReading,
+    ) -> dict[str, Any]:
+        """As ``measure_load``: writes the load's files into ``out``; what done.json says of it."""
+        ...
+
+
+class HttpDriver:
+    """Sends the loads of a server in a client process, over HTTP."""
+
+    times_this_machine = True
+
+    def guess_s(self, point: LoadPoint, requests: Sequence[RequestSpec], profile: str) -> float:
+        rate = _GUESS_TOKENS_PER_S.get(profile, _GUESS_TOKENS_PER_S["cpu"])
+        work = sum(r.width * r.max_tokens for r in requests) / (rate * min(1.0, (point.concurrency or 8) / 4))
+        return max(work, max((r.arrival_s or 0.0 for r in requests), default=0.0)) + 3.0
+
+    def warm_up(self, setup: LoadSetup, point: LoadPoint) -> Mapping[str, Any]:
+        return warm_up(setup, point).to_json()
+
+    def measure(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return measure_load(*args, **options)
+
+
+HTTP = HttpDriver()
+
+
 @dataclass(frozen=True)
 class Failure:
     """A load without a result; --resume runs it again. ``of_server``: its server did not start, or died."""
@@ -55,7 +108,8 @@ class BlockRunner:
     """Runs blocks of one workload into one run folder.
 
     ``on_server``: called with the block, /server_info and target of each server that is up; may refuse it with a
-    UsageError. ``capacity``: known before a launch, by configuration; ``poll_s``: between two readings of /metrics.
+    UsageError. ``capacity``: known before a launch, by configuration; ``driver``: drives the loads; ``poll_s``: between
+    two readings of /metrics.
     Noted on the way: ``failures``; ``served``: blocks whose server was up; ``keeps_cache``: configurations whose prefix
     cache only a new server empties.
     """
@@ -70,6 +124,7 @@ class BlockRunner:
     served: list[str] = field(default_factory=list)
     calibrate: Callable[[ClientLoad, Calibration | None], Calibration | None] | None = None
     capacity: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    driver: Driver = HTTP
     poll_s: float = POLL_INTERVAL_S
     keeps_cache: list[str] = field(default_factory=list)
 
@@ -117,13 +172,13 @@ class BlockRunner:
             setup = self._start(target, block)
             start_s = time.monotonic() - started
             self.listener.status(f"warming up {block.configuration.label}")
-            warm = warm_up(setup, self.workload.load_points[0])
+            warm = self.driver.warm_up(setup, self.workload.load_points[0])
         except MeasurementError as error:
             reason = reason_of(target, error) if block.block_id in self.served else str(error)
             for cell in cells:
                 self.fail(cell, block.repeat, reason, of_server=True)
             return None
-        return setup, {"server_start_s": start_s, "warm_up": warm.to_json()}
+        return setup, {"server_start_s": start_s, "warm_up": dict(warm)}
 
     def _start(self, target: Target, block: Block) -> LoadSetup:
         """Starts the server. Where an earlier one has started, a UsageError fails this block only."""
@@ -174,7 +229,7 @@ class BlockRunner:
         done: dict[str, Any] = {}
         try:
             with self.run.scratch_load(cell.cell_id, repeat) as out:
-                measured = measure_load(
+                measured = self.driver.measure(
                     setup, cell.load, requests, path, out, first=first,
                     on_progress=self.listener.load_progress, on_reading=self.listener.server_read,
                 )  # fmt: skip

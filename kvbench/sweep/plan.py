@@ -15,11 +15,11 @@ from kvbench.common.errors import UsageError
 from kvbench.common.text import clock, plural
 from kvbench.load import launch
 from kvbench.requests.canaries import CanarySet, canaries_of
+from kvbench.sweep.block import HTTP, Driver
 from kvbench.sweep.capacity import Lengths, lengths_of
 from kvbench.workload.design import Block, Check, Design, capacities, plan_sweep
 from kvbench.workload.file import Workload
 
-_GUESS_TOKENS_PER_S = {"cpu": 400.0, "gpu": 4000.0}  # until the first load is measured
 _UNKNOWN = 2**20  # a limit that only the server knows is checked once it runs
 
 
@@ -34,10 +34,9 @@ class Preflight:
     lengths: dict[str, Lengths]
 
 
-def preflight(workload: Workload, design: Design, check: Check) -> Preflight:
+def preflight(workload: Workload, design: Design, check: Check, driver: Driver = HTTP) -> Preflight:
     """Everything that can be refused before a launch: each configuration, and the prompts of each load. UsageError."""
     capacity = capacities(design, check)
-    rate = _GUESS_TOKENS_PER_S.get(workload.profile, _GUESS_TOKENS_PER_S["cpu"])
     guesses: dict[str, float] = {}
     lengths: dict[str, Lengths] = {}
     drawn: set[tuple[Any, ...]] = set()
@@ -57,9 +56,7 @@ def preflight(workload: Workload, design: Design, check: Check) -> Preflight:
                 )  # fmt: skip
         except (ValueError, OSError) as error:
             raise UsageError(f"{cell.cell_id}: {error}") from None
-        work = sum(r.width * r.max_tokens for r in requests) / (rate * min(1.0, (cell.load.concurrency or 8) / 4))
-        arrivals = max((r.arrival_s or 0.0 for r in requests), default=0.0)
-        guesses[cell.load.load_id] = max(work, arrivals) + 3.0
+        guesses[cell.load.load_id] = driver.guess_s(cell.load, requests, workload.profile)
         lengths[cell.load.load_id] = lengths_of(requests)
     return Preflight(capacity, guesses, lengths)
 

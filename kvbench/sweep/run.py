@@ -39,7 +39,7 @@ from kvbench.runs.quality import read_quality
 from kvbench.runs.repeats import is_disturbed, repeat_notes
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.work import Work, kept, work_in
-from kvbench.sweep.block import BlockRunner, Failure
+from kvbench.sweep.block import HTTP, BlockRunner, Driver, Failure
 from kvbench.sweep.capacity import memory_notes
 from kvbench.sweep.order import LoadKey, Measured, blocks_in_time, blocks_left
 from kvbench.sweep.plan import Preflight, describe_plan, planned_blocks, preflight
@@ -65,7 +65,8 @@ class Sweep:
     differs; ``max_minutes``: for repeats beyond the first, None: as the run was begun, or as the workload says;
     ``lockstep_minutes``: at most for engine time, which is measured before the loads (0: it is not), None: as the run
     was begun, or ``LOCKSTEP_MINUTES``; ``open_limit_s``: until an engine of it is there;
-    ``wait_idle_minutes``: at most for other programs to leave the machine alone, once they disturb loads (0: never).
+    ``wait_idle_minutes``: at most for other programs to leave the machine alone, once they disturb loads (0: never);
+    ``driver``: drives the loads of a server.
     """
 
     target: ChosenTarget
@@ -81,6 +82,7 @@ class Sweep:
     lockstep_minutes: float | None = None
     open_limit_s: float = OPEN_LIMIT_S
     wait_idle_minutes: float = WAIT_IDLE_MINUTES
+    driver: Driver = HTTP
     ended_early: str = dataclasses.field(default="", init=False)  # why
     failures: list[Failure] = dataclasses.field(default_factory=list, init=False)
     summaries: list[dict[str, Any]] = dataclasses.field(default_factory=list, init=False)
@@ -101,7 +103,7 @@ class Sweep:
         if self.resumed:  # before its cells are looked for in a workload that may not have them
             require_same_workload(self.resumed, self.workload)
         design, blocks = self.target.plan(self.only)
-        return design, blocks, preflight(self.workload, design, self.target.check)
+        return design, blocks, preflight(self.workload, design, self.target.check, self.driver)
 
     def describe(self) -> int:
         """Prints what ``execute`` would run, after the same checks; writes and launches nothing. Raises UsageError."""
@@ -140,7 +142,7 @@ class Sweep:
             self._note(note)
         for note in memory_notes(design, known.capacity, known.lengths):
             self._say(f"memory: {note}")
-        if not self.resumed and (notice := foreign_cpu.busy_notice()):
+        if not self.resumed and self.driver.times_this_machine and (notice := foreign_cpu.busy_notice()):
             self._note(notice)
         run = self.resumed or create_run(self.output_dir, self.workload.name, git_state()["short_sha"])
         resume = shlex.join(["kvbench", "sweep", "--resume", os.path.relpath(run.path)])
@@ -199,6 +201,7 @@ class Sweep:
                 self.failures,
                 calibrate=self._calibrator(run, listener.status, self._say),
                 capacity=capacity,
+                driver=self.driver,
             )
             if left:
                 listener.loads_begin_in(60 * self.lockstep_minutes if self._has_engine_time(design, run) else 0.0)
@@ -388,7 +391,7 @@ class Sweep:
 
     def _may_wait(self) -> bool:
         """Not beside a server that runs already, which would be taken for another program."""
-        return self.wait_idle_minutes > 0 and not self.target.runs_already
+        return self.wait_idle_minutes > 0 and self.driver.times_this_machine and not self.target.runs_already
 
     def _set_aside(self, run: RunFolder, manifest: dict[str, Any], block: Block, measured: Measured) -> None:
         """Moves the invalid loads of ``block`` away, with the logs of their server, and lists them in the manifest."""

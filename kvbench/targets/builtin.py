@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
@@ -20,6 +20,9 @@ from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
 from kvbench.targets.launched import ProcessTarget
 from kvbench.workload.file import MODEL_SECTION, runs_on_cpu
+
+if TYPE_CHECKING:
+    from engine.kv.budget import KVCapacity
 
 BUILTIN_COMMAND = (sys.executable, "-m", "engine.server")
 _READY = re.compile(rb"^ready (http://\S+)\s*$", re.MULTILINE)
@@ -141,7 +144,12 @@ def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     if (capacity := plan.capacity) is None:
         return known
     assert plan.config.max_model_len is not None
-    return known | {
+    return known | capacity_facts(capacity, plan.config.max_model_len)
+
+
+def capacity_facts(capacity: KVCapacity, max_model_len: int) -> dict[str, Any]:
+    """The sizes among what ``check_configuration`` returns."""
+    return {
         "kv_budget_bytes": capacity.budget_bytes,
         "bytes_per_token": capacity.bytes_per_slot,
         "scale_bytes_per_token": capacity.scale_bytes_per_slot,
@@ -151,5 +159,5 @@ def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
         "page_table_bytes": capacity.page_table_bytes,
         "swap_space_bytes": capacity.swap_space_bytes,
         "swap_tokens": capacity.host_slots,
-        "max_concurrency_at_max_len": capacity.max_concurrency(plan.config.max_model_len),
+        "max_concurrency_at_max_len": capacity.max_concurrency(max_model_len),
     }

@@ -172,6 +172,21 @@ class ModelSection(StrictModel):
         return self
 
 
+class SimulateSection(StrictModel):
+    """The machine of `kvbench sweep --simulate`; the options of the same names win over it."""
+
+    device: str
+    """one kind of GPU: A100-80GB, H200, ... (`kvbench simulate --help` lists them)"""
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """how many of them share the model"""
+    model: str | None = None
+    """a model that `kvbench plan` knows, or its config.json, in place of the workload's"""
+    ops: str | None = None
+    """a folder of measured operator times; left out: from the device's data sheet"""
+    calibration: str | None = None
+    """a file that `kvbench calibrate-model` wrote"""
+
+
 class WorkloadFile(StrictModel):
     """The whole file once the profile is merged in."""
 
@@ -192,6 +207,8 @@ class WorkloadFile(StrictModel):
     combinations); full measures all 4. A combination that --only names is measured either way"""
     max_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """of a sweep: every cell once in any case, then repeats where they decide most; left out: all repeats"""
+    simulate: SimulateSection | None = None
+    """for `kvbench sweep --simulate`: {device: A100-80GB, tensor_parallel: 4}; without that option it is not read"""
     load: dict[str, Any]
     """what is sent"""
 
@@ -242,6 +259,7 @@ class Workload:
     load: LoadConfig
     resolved: Mapping[str, Any]
     max_minutes: float | None = None  # of a sweep, beyond every cell's first repeat
+    simulate: SimulateSection | None = None
 
     @property
     def load_points(self) -> tuple[LoadPoint, ...]:
@@ -313,8 +331,10 @@ def resolve(
         sweep={key: tuple(values) for key, values in file.sweep.items()},
         load=load,
         max_minutes=file.max_minutes,
+        simulate=file.simulate,
         resolved={
-            **file.model_dump(mode="json", exclude={"load", "model"}),
+            **file.model_dump(mode="json", exclude={"load", "model", "simulate"}),
+            **({"simulate": file.simulate.model_dump(exclude_none=True)} if file.simulate else {}),
             "model": stored | {key: portable(Path(path)) for key, path in found.items() if key in stored},
             "load": _change_paths(load_data, lambda text: portable(Path(text))),
         },

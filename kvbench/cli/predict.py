@@ -1,0 +1,48 @@
+"""``kvbench predict``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("results", type=click.Path(path_type=Path))
+@click.option("--no-report", is_flag=True, help="Write predictions.json only; `kvbench report` can follow later.")
+def predict(results: Path, no_report: bool) -> int:
+    """Predict every cell of RESULTS, a sweep of the built-in engine, by simulation, and show the errors.
+
+    The requests of each load go through the engine's own scheduler, page pool and prefix cache, without a model. The
+    time of each step is a sum of unit costs (a step, a token, a token of context ...), which are fitted to the measured
+    loads of all other cells. So an error says how far the simulator can be trusted on this machine, or that the machine
+    was disturbed during that load.
+
+    \b
+    Examples:
+      kvbench predict results/mixed/20260101T120000Z-1a2b3c4
+    \b
+    Writes predictions.json into RESULTS and its report anew.
+    \b
+    Exit codes: 0 predicted, 2 bad input.
+    """
+    from rich.console import Console
+
+    from kvbench.cli.report import show_report
+    from kvbench.common.console import print_plain
+    from kvbench.common.errors import UsageError
+    from kvbench.report.predictions import prediction_sentences
+    from kvbench.runs.read import read_run
+    from kvbench.simulation.predict import predict_run
+
+    console = Console()
+    try:
+        run = read_run(results)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    print_plain(console, f"predictions: {predict_run(run)}")
+    for sentence in prediction_sentences(read_run(results)):
+        print_plain(console, sentence)
+    if not no_report:
+        show_report(results, console)
+    return 0

@@ -1,0 +1,146 @@
+"""From a workload and a machine to what a simulated sweep runs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from kvbench.capacity.gpus import parse_gpus
+from kvbench.capacity.model import plan_model
+from kvbench.common.errors import UsageError
+from kvbench.common.option_rules import flag
+from kvbench.common.text import data_size, listing
+from kvbench.simulation.machine import Machine
+from kvbench.simulation.target import BACKEND, SimulatedTarget, checked
+from kvbench.targets.choose import STORED, ChosenTarget
+from kvbench.workload.file import SimulateSection, Workload, resolve
+
+OPTIONS = ("device", "model", "tensor_parallel", "ops", "calibration")
+"""Of the command line: those of a simulation, with the names of the workload's ``simulate`` section."""
+_MACHINE = frozenset({"device", "model", "tensor_parallel"})
+_OF_THE_HOST = ("device", "kernel_backend", "num_threads", "torch_compile", "cuda_graphs", "async_scheduling")
+"""Engine settings that say how this machine computes; a simulated engine has a cost model in their place."""
+_OTHERS_ONLY = (
+    "target", "serve_cmd", "preset", "exact", "target_python", "target_args", "vocab_size", "max_model_len",
+    "tokenizer", "api_key_env", "tls_ca_file", "no_tls_verify", "port", "start_timeout", "lockstep_minutes",
+)  # fmt: skip
+_START_GUESS_S = 0.1
+
+
+def check_options(options: Mapping[str, Any], *, simulates: bool, begun: bool) -> None:
+    """Raises UsageError for an option that means nothing here. ``begun``: a run that has begun goes on."""
+    if not simulates:
+        given = [name for name in OPTIONS if options.get(name) and name != "model"]
+        if given:
+            raise UsageError(f"{flag(given[0])} goes with --simulate only: add it, or leave {flag(given[0])} out")
+        return
+    if given := [name for name in _OTHERS_ONLY if options.get(name)]:
+        raise UsageError(
+            f"{flag(given[0])} goes with an engine that is measured: leave it out, or leave --simulate out"
+        )
+    if begun and (given := [name for name in OPTIONS if options.get(name)]):
+        raise UsageError(
+            f"{flag(given[0])} cannot change a run that has begun: leave it out, or start a new run without --resume"
+        )
+
+
+def simulated_workload(
+    workload: Workload, options: Mapping[str, Any], overrides: Sequence[str]
+) -> tuple[Workload, tuple[str, ...]]:
+    """``workload`` as it runs on the machine of its ``simulate`` section and ``options``, with notes on what differs.
+
+    ``overrides``: those of -o, which win over what a simulation would leave out. Raises UsageError.
+    """
+    data = copy.deepcopy(dict(workload.resolved))
+    given = {name: str(value) if isinstance(value, Path) else value for name in OPTIONS if (value := options.get(name))}
+    section = {**(data.get("simulate") or {}), **given}
+    if not section.get("device"):
+        raise UsageError(
+            "--simulate needs the device: give for example --device H200 (with --tensor-parallel 4: four of them), or "
+            "a section `simulate: {device: H200}` in the workload"
+        )
+    count, gpu = parse_gpus(section["device"])
+    if count > 1 and section.get("tensor_parallel", count) != count:
+        raise UsageError(
+            f"--device {section['device']} is {count} GPUs, and --tensor-parallel {section['tensor_parallel']} is not: "
+            f"write --device {gpu.name}"
+        )
+    section |= {"device": gpu.name, "tensor_parallel": section.get("tensor_parallel", count)}
+    notes = _notes_of_model(data, section, workload)
+    keys = {each.partition("=")[0].strip() for each in overrides}
+    keeps_budget = bool(keys & {"engine", "engine.kv_budget"}) or not given.keys() & _MACHINE
+    notes += _leave_out(data, keeps_budget=keeps_budget)
+    data |= {"simulate": section, "max_minutes": None}
+    made = resolve(data, profile=workload.profile, source=None, where=str(workload.source or workload.name))
+    return dataclasses.replace(made, source=workload.source), tuple(notes)
+
+
+def _notes_of_model(data: dict[str, Any], section: dict[str, Any], workload: Workload) -> list[str]:
+    """Puts the model of ``section`` in the place of the workload's, and settles its name."""
+    notes = []
+    if asked := section.pop("model", None):
+        data["model"] = {"config": plan_model(asked).name if not _is_path(asked) else str(Path(asked).resolve())}
+    dtype, model = workload.model.dtype, plan_model(str(asked or workload.engine["model"]))
+    if not asked and dtype not in (None, "auto", model.spec.default_dtype):
+        notes.append(f"weights and KV are counted in {model.spec.default_dtype}, the model's own dtype, not in {dtype}")
+        data["model"] = {key: value for key, value in data["model"].items() if key != "dtype"}
+    return notes
+
+
+def _is_path(model: str) -> bool:
+    return Path(model).suffix == ".json" or Path(model).is_dir()
+
+
+def _leave_out(data: dict[str, Any], *, keeps_budget: bool) -> list[str]:
+    """Takes what a simulated engine does not have out of ``data``; a sentence on each."""
+    engine, notes = data["engine"], []
+    if swept := [name for name in data["sweep"] if name in _OF_THE_HOST]:
+        raise UsageError(
+            f"sweep.{swept[0]} changes nothing in a simulation, whose step times come from a cost model: take it out "
+            "of the sweep"
+        )
+    if dropped := [name for name in _OF_THE_HOST if engine.pop(name, None) is not None]:
+        notes.append(f"a simulated engine has no {listing(dropped)}: left out")
+    if not keeps_budget and (budget := engine.pop("kv_budget", None)):
+        size = budget if isinstance(budget, str) else data_size(budget)
+        notes.append(
+            f"the workload's kv_budget of {size} is left out: KV has what the device leaves beside the weights "
+            "(-o engine.kv_budget=SIZE sets it)"
+        )
+    if data["load"].pop("canaries", None):
+        notes.append("canaries are left out: a simulated engine computes no answers")
+    return notes
+
+
+def machine_of(section: SimulateSection, model: str) -> Machine:
+    """Raises UsageError for an unknown device or model, with the nearest names, and for heads that do not divide."""
+    _, gpu = parse_gpus(section.device)
+    return Machine(plan_model(model), gpu, section.tensor_parallel)
+
+
+def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTarget:
+    """Of a workload with a ``simulate`` section. Raises UsageError, also where the model does not fit."""
+    assert workload.simulate is not None
+    machine = machine_of(workload.simulate, str(workload.engine["model"]))
+    machine.settle(workload.engine)
+    facts = {
+        "device": machine.gpu.name,
+        "tensor_parallel": machine.gpus,
+        "model": machine.model.name,
+        "cost_model": machine.cost_model,
+        "ops": workload.simulate.ops,
+        "calibration": workload.simulate.calibration,
+        "kvbench": version("kvbench"),
+    }
+    return ChosenTarget(
+        workload,
+        lambda: SimulatedTarget(machine, facts),
+        lambda settings: checked(machine, settings),
+        {**dict.fromkeys(STORED), "backend": BACKEND, "shared_machine": False, "simulated": facts},
+        notes=tuple(notes),
+        start_guess_s=_START_GUESS_S,
+    )

@@ -1,0 +1,221 @@
+"""Drives the loads of a sweep on a simulated engine, and leaves the files that a load over HTTP leaves.
+
+All times in them are of the engine's virtual clock, which ``clock: simulated`` in load.json and done.json says. The
+same load gives the same bytes of requests.parquet, server.parquet and counters.json on any machine. There is no client
+to be calibrated, no machine to be disturbed, and no time-out of a request: one that waits for an hour is answered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from engine.sequence import TokenOutput
+from kvbench.common.files import utc_now, write_atomically, write_json
+from kvbench.load.completion import Completion
+from kvbench.load.launch import Progress
+from kvbench.load.samples import SCHEMA, Sample, most_in_flight
+from kvbench.lockstep.load import result_row
+from kvbench.measure.load import LoadSetup, failure_reasons, refusal, store_server
+from kvbench.measure.server_state import cache_use, leak_reasons
+from kvbench.metrics.latency import SESSION_BROKEN, summarise
+from kvbench.requests.request import RequestList, RequestSpec, conversations, distinct_prefixes
+from kvbench.simulation.drive import Drive, Ended
+from kvbench.simulation.replica import Replica
+from kvbench.simulation.target import CLOCK, SimulatedTarget
+from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsPoller, MetricsSample, OnReading
+from kvbench.workload.design import LoadPoint
+
+_MOST_READINGS = 400  # of a load
+_A_MOMENT_S = 1e-6
+_STEPS_A_CHECK = 2000
+_ENDED_A_REPORT = 64
+_GUESS_TOKENS_PER_S = 60_000.0  # of answers, of real time on one core
+
+
+class Readings:
+    """The engine's gauges and counters over virtual time: at most ``_MOST_READINGS``, about evenly spaced.
+
+    They begin ``POLL_INTERVAL_S`` apart; where there are too many, every other one is dropped and the distance doubled.
+    An engine is read when it falls idle, too, and what was read then holds until its next step.
+    """
+
+    def __init__(self, target: SimulatedTarget) -> None:
+        self.samples: list[MetricsSample] = []
+        self._target, self._interval, self._due = target, POLL_INTERVAL_S, 0.0
+        self._idle: MetricsSample | None = None
+
+    def after_step(self) -> None:
+        """Call after each step."""
+        now, busy = self._target.replica.clock.now, self._target.replica.busy
+        if self._idle is not None and now > self._due:
+            self._keep(dataclasses.replace(self._idle, at=now - _A_MOMENT_S))
+        self._idle = None
+        if now >= self._due or not busy:
+            read = self._target.metrics()
+            self._keep(read)
+            self._idle = None if busy else read
+
+    def _keep(self, sample: MetricsSample) -> None:
+        self.samples.append(sample)
+        self._due = sample.at + self._interval
+        if len(self.samples) > _MOST_READINGS:
+            del self.samples[1::2]
+            self._interval *= 2
+
+
+class SimulatedDriver:
+    """``Driver`` of a sweep (kvbench/sweep/block.py) for a ``SimulatedTarget``."""
+
+    times_this_machine = False
+
+    def guess_s(self, point: LoadPoint, requests: Sequence[RequestSpec], profile: str) -> float:
+        return sum(r.width * r.max_tokens for r in requests) / _GUESS_TOKENS_PER_S + 0.1
+
+    def warm_up(self, setup: LoadSetup, point: LoadPoint) -> Mapping[str, Any]:
+        return {"requests": 0, "answered": 0, "failures": 0, "last": None}
+
+    def measure(
+        self,
+        setup: LoadSetup,
+        point: LoadPoint,
+        requests: list[Any],
+        requests_file: Path,
+        out: Path,
+        *,
+        first: bool,
+        on_progress: Progress,
+        on_reading: OnReading,
+    ) -> dict[str, Any]:
+        """Runs the load to its end and judges it; what done.json says of it. Raises what ``setup.check`` raises."""
+        started_at, began = utc_now(), time.monotonic()
+        target = setup.target
+        assert isinstance(target, SimulatedTarget)
+        prepare(target, setup, requests, first=first)
+        before = target.metrics()
+        ended, readings = drive(setup, target, point, requests, on_progress)
+        rows = [_row(each) for each in with_unsent(ended, requests)]
+        with write_atomically(out / "requests.parquet") as scratch:
+            pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
+        outcome = _outcome(point, requests, ended, setup)
+        write_json(out / "load.json", outcome)
+        metrics = summarise(pd.DataFrame(rows), outcome, setup.load.slo.model_dump() if setup.load.slo else None)
+        after = target.metrics()
+        poller = MetricsPoller(lambda: None, samples=readings)
+        store_server(out, outcome | {"zero_perf_counter": 0.0}, metrics, poller, before, after)
+        complete = metrics["completed"] == len(requests)
+        cache = cache_use(setup.load, requests, setup.info, before, after, complete=complete)
+        refused = refusal(metrics)
+        faults = [*leak_reasons(after), *cache.reasons, *(() if refused else failure_reasons(metrics))]
+        return {
+            "valid": not (faults or refused),
+            "invalid_reasons": faults,
+            "refused": refused,
+            "wrong_answers": None,
+            "server_faults": [*faults, *([refused] if refused else [])],
+            "disturbances": [],
+            "calibration": None,
+            "clock": CLOCK,
+            "metrics": metrics,
+            "machine": {},
+            "prefix_cache": cache.counts,
+            "prefix_cache_bounds": dataclasses.asdict(cache.bounds) if cache.bounds else None,
+            "started_at": started_at,
+            "ended_at": utc_now(),
+            "wall_s": time.monotonic() - began,
+        }
+
+
+def prepare(target: SimulatedTarget, setup: LoadSetup, requests: Sequence[RequestSpec], *, first: bool) -> None:
+    """Puts the prefix cache into the declared state, as a load over HTTP does, and sets the clock to 0."""
+    load = setup.load
+    if load.cache_state != "steady":
+        target.reset_prefix_cache()
+    if load.cache_state == "primed" or (load.cache_state == "steady" and first):
+        prefixes = [RequestSpec(i, "prefix", ids, None, 1) for i, ids in enumerate(distinct_prefixes(requests))]
+        Drive([target.replica], [[each] for each in prefixes], lambda ended: None, users=1).run()
+    target.replica.clock.now = 0.0
+
+
+def drive(
+    setup: LoadSetup, target: SimulatedTarget, point: LoadPoint, requests: Sequence[RequestSpec], on_progress: Progress
+) -> tuple[list[Ended], list[MetricsSample]]:
+    """Sends all requests; how they ended, and what was read of the engine meanwhile."""
+    ended: list[Ended] = []
+    readings, began = Readings(target), time.monotonic()
+    failed = steps = 0
+
+    def on_end(one: Ended) -> None:
+        nonlocal failed
+        ended.append(one)
+        failed += one.error is not None
+        if len(ended) % _ENDED_A_REPORT == 0:
+            on_progress(len(ended), len(requests), failed, time.monotonic() - began)
+
+    def on_step(replica: Replica, outputs: Sequence[TokenOutput]) -> None:
+        nonlocal steps
+        steps += 1
+        readings.after_step()
+        if steps % _STEPS_A_CHECK == 0:
+            setup.check()
+
+    closed = point.mode == "closed"
+    Drive(
+        [target.replica],
+        conversations(requests),
+        on_end,
+        users=point.concurrency if closed else None,
+        most_in_flight=None if closed else setup.load.max_concurrency,
+        on_step=on_step,
+    ).run()
+    return ended, readings.samples
+
+
+def with_unsent(ended: Sequence[Ended], requests: Sequence[RequestSpec]) -> list[Ended]:
+    """Every request in the order of the load; turns after a refused one were not sent."""
+    known = {one.spec.index: one for one in ended}
+    last = {one.spec.session: one.sent for one in ended}
+    unsent = (r for r in requests if r.index not in known)
+    known |= {r.index: Ended(r, last[r.session], last[r.session], 0, reason=SESSION_BROKEN) for r in unsent}
+    return [known[r.index] for r in requests]
+
+
+def _row(one: Ended) -> dict[str, Any]:
+    """A row of requests.parquet."""
+    if one.reason == SESSION_BROKEN or one.error is not None:
+        refused = one.error is not None
+        done = Completion(http_status=one.status if refused else None)
+        done.fail("http_error" if refused else SESSION_BROKEN, one.error or "an earlier turn was refused")
+        return Sample(one.spec, 0, one.due, one.sent, one.sent, done).to_row(0.0)
+    row = result_row(one.spec, one.due, one.sent, one.times, [1] * len(one.times), one.cached, one.reason, (),
+                     one.sequences or None)  # fmt: skip
+    return {**row, "queued_s": one.sent - one.due}
+
+
+def _outcome(
+    point: LoadPoint, requests: Sequence[RequestSpec], ended: Sequence[Ended], setup: LoadSetup
+) -> dict[str, Any]:
+    """load.json."""
+    samples = [Sample(one.spec, 0, one.due, one.sent, (one.times or [one.sent])[-1], Completion()) for one in ended]
+    return {
+        "clock": CLOCK,
+        "duration_s": max((sample.end for sample in samples), default=0.0),
+        "mode": point.mode,
+        "concurrency": point.concurrency,
+        "max_concurrency": setup.load.max_concurrency,
+        "request_rate": point.request_rate,
+        "num_requests": len(requests),
+        "completed": sum(one.error is None for one in ended),
+        "failed": sum(one.error is not None for one in ended),
+        "incomplete": False,
+        "max_in_flight": most_in_flight(samples),
+        "client": {},
+        "notes": requests.notes if isinstance(requests, RequestList) else {},
+    }

@@ -1,0 +1,109 @@
+"""A measured load again, on a simulated engine with the settings and the requests that it had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.execution.simulated_executor import StepTime, StepWork
+from engine.kv.budget import KVCapacity
+from kvbench.lockstep.load import result_row
+from kvbench.requests.request import RequestSpec, conversations, distinct_prefixes
+from kvbench.simulation.drive import Drive, Ended
+from kvbench.simulation.replica import Replica, StepTimer
+from kvbench.simulation.unit_costs import MeasuredSteps
+
+TURNAROUND_S = 1e-3  # from a user's last token to its next request at the engine: HTTP on one machine
+_EVEN_STEP_S = 0.02  # of a replay whose times do not matter; longer than the turnaround
+
+
+@dataclass(frozen=True)
+class ReplayedLoad:
+    """What is replayed.
+
+    users: of a closed loop; None: requests are sent at their arrivals, at most ``most_in_flight`` at a time
+    primed: the shared prefixes were sent once before the load
+    turnaround_s: 0 in engine time
+    """
+
+    config: EngineConfig
+    capacity: KVCapacity
+    vocab_size: int
+    requests: Sequence[RequestSpec]
+    users: int | None
+    most_in_flight: int | None = None
+    primed: bool = False
+    turnaround_s: float = TURNAROUND_S
+
+    @property
+    def repeats_its_steps(self) -> bool:
+        """Whether its steps are the same however fast they are computed."""
+        return self.users is not None and not any(request.turn for request in self.requests)
+
+
+def replay(
+    load: ReplayedLoad, step_time: StepTimer, on_step: Callable[[float], None] = lambda end: None
+) -> list[Ended]:
+    """What becomes of the requests, in the order of their indices. ``on_step``: gets the end of each step [s]."""
+    replica = Replica(load.config, load.capacity, load.vocab_size, step_time)
+    if load.primed:
+        primes = [RequestSpec(i, "prime", ids, None, 1) for i, ids in enumerate(distinct_prefixes(load.requests))]
+        Drive([replica], [[each] for each in primes], lambda ended: None, users=1).run()
+    turns = conversations(load.requests)
+    if load.users is None:
+        turns.sort(key=lambda each: each[0].arrival_s or 0.0)
+    ended: list[Ended] = []
+    Drive(
+        [replica],
+        turns,
+        ended.append,
+        users=load.users,
+        most_in_flight=load.most_in_flight,
+        turnaround_s=load.turnaround_s,
+        began=replica.clock.now,
+        on_step=lambda replica, outputs: on_step(replica.clock.now),
+    ).run()
+    return sorted(ended, key=lambda each: each.spec.index)
+
+
+def works_of(load: ReplayedLoad) -> tuple[list[StepWork], list[float], list[Ended]]:
+    """The work of each step of a load that repeats its steps, when each ended in a replay, and the requests of it."""
+    works: list[StepWork] = []
+    ends: list[float] = []
+
+    def even(work: StepWork) -> StepTime:
+        works.append(work)
+        return StepTime(_EVEN_STEP_S)
+
+    ended = replay(load, even, ends.append)
+    return works[len(works) - len(ends) :], ends, ended  # without the steps that primed the cache
+
+
+def measured_steps(load: ReplayedLoad, token_times: Sequence[Sequence[float]], began: float) -> MeasuredSteps:
+    """The steps of a load that repeats its steps, with the times at which their tokens came.
+
+    token_times: of each request in the order of the indices, when each token came [s]; a request with another number
+    of tokens than it was to have is left out. began: when the first request was sent [s].
+    """
+    works, ends, ended = works_of(load)
+    number = {end: index for index, end in enumerate(ends)}
+    came: list[list[float]] = [[] for _ in ends]
+    for request, times in zip(ended, token_times, strict=True):
+        if len(times) == len(request.times):
+            for simulated, measured in zip(request.times, times, strict=True):
+                came[number[simulated]].append(float(measured))
+    at = np.array([np.median(times) if times else np.nan for times in came])
+    return MeasuredSteps(load.config.kv_cache_dtype, works, at, began)
+
+
+def row_of(ended: Ended) -> Mapping[str, Any]:
+    """A row of requests.parquet of a simulated request."""
+    sequences = ended.sequences if ended.spec.n > 1 else None
+    tokens = [1] * len(ended.times)
+    return result_row(
+        ended.spec, ended.due, ended.sent, ended.times, tokens, ended.cached, ended.reason, ended.token_ids, sequences
+    )

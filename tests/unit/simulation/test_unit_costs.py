@@ -1,0 +1,87 @@
+"""Unit costs: what a load is made of with known ones must give them back, and predict it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.planning import plan_engine
+from kvbench.requests.request import RequestSpec
+from kvbench.simulation.predict import predicted_metrics
+from kvbench.simulation.replay import ReplayedLoad, measured_steps, replay
+from kvbench.simulation.unit_costs import UNITS, MeasuredSteps, UnitCosts, fit_unit_costs
+
+COSTS = {"step": 5e-3, "token": 2e-4, "token beyond 64": 1e-4, "prefill pair": 2e-7, "drawn token": 3e-5}
+KNOWN = UnitCosts({name: COSTS.get(name, 0.0) for name in UNITS}, {"auto": 1.5e-6, "int8_per_token_head": 6e-7})
+
+
+def load_of(seed: int, users: int, **settings: object) -> ReplayedLoad:
+    config = {"model": "llama-32m", "kv_budget": "48MiB", "max_model_len": 1024, "max_num_seqs": 32, **settings}
+    plan = plan_engine(EngineConfig.from_mapping(config), on_cpu=True)
+    assert plan.capacity is not None
+    rng = np.random.default_rng(seed)
+    lengths = zip(rng.integers(8, 600, 24).tolist(), rng.integers(4, 60, 24).tolist(), strict=True)
+    requests = [
+        RequestSpec(i, "any", tuple(rng.integers(0, 8192, long).tolist()), None, out)
+        for i, (long, out) in enumerate(lengths)
+    ]
+    return ReplayedLoad(plan.config, plan.capacity, 8192, requests, users)
+
+
+def measured(load: ReplayedLoad, noise: float = 0.0, seed: int = 0) -> MeasuredSteps:
+    """The load as an engine with the known costs computes it; ``noise``: standard deviation of a step's time."""
+    ended = replay(load, KNOWN.timer(load.config.kv_cache_dtype))
+    steps = measured_steps(load, [each.times for each in ended], 0.0)
+    rng = np.random.default_rng(seed)
+    taken = np.diff(steps.ends, prepend=0.0) * np.exp(rng.normal(0.0, noise, len(steps.ends)))
+    return MeasuredSteps(steps.kv_cache_dtype, steps.works, np.cumsum(taken), 0.0)
+
+
+@pytest.fixture(scope="module")
+def loads() -> list[ReplayedLoad]:
+    return [
+        load_of(1, 2), load_of(2, 24), load_of(3, 6),
+        load_of(4, 24, kv_cache_dtype="int8_per_token_head"), load_of(5, 3, kv_cache_dtype="int8_per_token_head"),
+    ]  # fmt: skip
+
+
+def test_known_costs_are_found_from_the_times_of_the_tokens_alone(loads: list[ReplayedLoad]) -> None:
+    found = fit_unit_costs(measured(load) for load in loads)
+    for name, seconds in COSTS.items():
+        assert found.units[name] == pytest.approx(seconds, rel=0.02), name
+    assert found.context == pytest.approx(KNOWN.context, rel=0.02)
+
+
+def test_a_load_with_memory_short_is_predicted_from_others_although_every_step_is_noisy(
+    loads: list[ReplayedLoad],
+) -> None:
+    found = fit_unit_costs(measured(load, noise=0.1, seed=i) for i, load in enumerate(loads))
+    other = load_of(9, 16, kv_budget="20MiB")
+    ours, real = predicted_metrics(other, found), predicted_metrics(other, KNOWN)
+    assert real["completed"] == 24
+    for metric, path in (("output_throughput", None), ("ttft_ms", "p95"), ("tpot_ms", "mean"), ("itl_ms", "p95")):
+        pair = [each[metric] if path is None else each[metric][path] for each in (ours, real)]
+        assert pair[0] == pytest.approx(pair[1], rel=0.04), metric
+
+
+def test_interrupted_steps_do_not_become_costs_of_the_others(loads: list[ReplayedLoad]) -> None:
+    disturbed = []
+    for load in loads:
+        steps = measured(load, noise=0.02)
+        taken = np.diff(steps.ends, prepend=0.0)
+        taken[::40] += 0.1  # another program had the core
+        disturbed.append(MeasuredSteps(steps.kv_cache_dtype, steps.works, np.cumsum(taken), 0.0))
+    total = sum(float(each.ends[-1]) for each in disturbed)
+    found = fit_unit_costs(disturbed)
+    again = sum(sum(found.timer(each.kv_cache_dtype)(work).total for work in each.works) for each in disturbed)
+    assert again == pytest.approx(total, rel=1e-6)  # the time is all there,
+    shares = [found.units[name] / COSTS[name] for name in ("token", "prefill pair")]
+    assert max(shares) / min(shares) == pytest.approx(1.0, abs=0.15)  # spread over all costs alike
+
+
+def test_a_kv_dtype_that_no_load_had_is_charged_as_auto_and_said(loads: list[ReplayedLoad]) -> None:
+    found = fit_unit_costs(measured(load) for load in loads[:3])
+    assert found.knows("auto") and not found.knows("int8_per_token_head")
+    works = measured(loads[3]).works
+    assert [found.timer("int8_per_token_head")(w).total for w in works] == [found.timer("auto")(w).total for w in works]
