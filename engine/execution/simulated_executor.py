@@ -12,7 +12,7 @@ from typing import NamedTuple
 from engine.counters import PHASES
 from engine.execution.null_executor import ReplayExecutor
 from engine.kv.manager import MoveKind
-from engine.scheduling.step_plan import Computed, StepPlan
+from engine.scheduling.step_plan import StepHandle, StepPlan
 from engine.sequence import Drawn, Sequence
 
 
@@ -91,28 +91,63 @@ class StepTime(NamedTuple):
 
 
 class SimulatedExecutor(ReplayExecutor):
-    """``step_time``: the cost model; ``clock``: moved by each launch to the end of its step.
+    """``step_time``: the cost model.
+
+    clock: a launch moves it to the end of its step. With ``pipelined``, which the engine's ``async_scheduling`` needs,
+    only reading a step's tokens does: the device begins a step when it has done the one before and the host has
+    planned this one, so that the host's phases cost time only where they are longer than a step of the device.
 
     ``num_eos`` of ``ReplayExecutor`` is 0: an answer ends at its ``max_tokens``.
     """
 
-    def __init__(self, vocab_size: int, step_time: Callable[[StepWork], StepTime], clock: VirtualClock):
+    def __init__(
+        self,
+        vocab_size: int,
+        step_time: Callable[[StepWork], StepTime],
+        clock: VirtualClock,
+        *,
+        pipelined: bool = False,
+    ):
         super().__init__(0, vocab_size, num_eos=0)
         self.phase_seconds = {"move": 0.0, **dict.fromkeys(PHASES, 0.0)}
         self._step_time, self._clock, self._vocab_size = step_time, clock, vocab_size
+        self._pipelined, self._device_free = pipelined, 0.0
 
-    def launch(self, plan: StepPlan) -> Computed:
+    def launch(self, plan: StepPlan) -> StepHandle:
         taken = self._step_time(work_of(plan))
-        self._clock.now += taken.total
         for phase, seconds in zip(StepTime._fields[1:], taken[1:], strict=True):
             if seconds:
                 self.phase_seconds[phase] += seconds
-        return super().launch(plan)
+        if not self._pipelined:
+            self._clock.now += taken.total
+            return super().launch(plan)
+        host = taken.schedule + taken.prepare + taken.output
+        self._clock.now += host
+        self._device_free = max(self._clock.now, self._device_free) + taken.total - host
+        if self.on_launch is not None:
+            self.on_launch(plan)
+        return _InFlight(self, [item.seq if item.samples else None for item in plan.scheduled], self._device_free)
+
+    def read(self, drawing: list[Sequence | None], ended: float) -> list[Drawn | None]:
+        """The tokens of a step that the device ends at ``ended`` [s]."""
+        self._clock.now = max(self._clock.now, ended)
+        return [None if seq is None else self._draw(seq) for seq in drawing]
 
     def _draw(self, seq: Sequence) -> Drawn:
         if seq.num_candidates or seq.pending_forks or seq.silent:
             return super()._draw(seq)
-        return Drawn(((seq.token_ids[-1] + 1) % self._vocab_size,))
+        return Drawn(((seq.token_ids[seq.num_known - 1] + 1) % self._vocab_size,))
 
     def _token(self, seq: Sequence, index: int) -> int:
-        return (seq.token_ids[-1] + 1 + index) % self._vocab_size
+        return (seq.token_ids[seq.num_known - 1] + 1 + index) % self._vocab_size
+
+
+class _InFlight(NamedTuple):
+    """A step that the device computes; ``drawing``: the sequences that draw a token."""
+
+    executor: SimulatedExecutor
+    drawing: list[Sequence | None]
+    ended: float
+
+    def tokens(self) -> list[Drawn | None]:
+        return self.executor.read(self.drawing, self.ended)

@@ -10,11 +10,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from kvbench.common.errors import UsageError
 
 _SHIPPED = Path(__file__).parent / "gpus.json"
 _SEVERAL = re.compile(r"(?:(\d+)\s*[x*×]\s*)?(\S.*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Performance:
+    """What a simulation needs of a GPU beside its memory; gpus.json has the source of each figure.
+
+    bf16_flops, fp8_flops: dense, with FP32 accumulation [1/s]; ``fp8_flops`` is ``bf16_flops`` without FP8 units
+    processors: streaming multiprocessors or compute units
+    all_reduce_bytes_per_s: bus bandwidth of large all-reduces: NVLink, Infinity Fabric or PCIe
+    host_link_bytes_per_s: between pinned host memory and the GPU
+    gemm, prefill: share of the flops that matrix products and attention over a prompt reach
+    memory, decode: share of the memory's bandwidth that small matrix products and decode attention reach
+    mixed_decode: how much longer decode attention takes in a step that has prompts too
+    """
+
+    bf16_flops: float
+    fp8_flops: float
+    processors: int
+    all_reduce_bytes_per_s: float
+    host_link_bytes_per_s: float
+    gemm: float
+    memory: float
+    decode: float
+    prefill: float
+    mixed_decode: float
 
 
 @dataclass(frozen=True)
@@ -25,6 +51,7 @@ class GPU:
     ``bytes_per_s``: full memory bandwidth, mostly as the data sheet has it.
     ``bfloat16``: False before Ampere, where engines refuse bfloat16 and an fp8 KV.
     ``fp8``: False before Ada and Hopper: the hardware does not compute in FP8.
+    ``performance``: None where it is not known; such a GPU is planned for and not simulated.
     """
 
     name: str
@@ -32,6 +59,7 @@ class GPU:
     bytes_per_s: float
     bfloat16: bool
     fp8: bool
+    performance: Performance | None = None
 
 
 def known_gpus() -> list[GPU]:
@@ -84,9 +112,24 @@ def _shipped() -> tuple[dict[str, GPU], dict[str, str]]:
     gpus, names = {}, {}
     for name, entry in json.loads(_SHIPPED.read_text(encoding="utf-8")).items():
         memory, speed = round(entry["memory_gib"] * 2**30), entry["bandwidth_gb_s"] * 1e9
-        gpus[name] = GPU(name, memory, speed, entry.get("bfloat16", True), entry.get("fp8", True))
+        gpus[name] = GPU(name, memory, speed, entry.get("bfloat16", True), entry.get("fp8", True),
+                          _performance(entry.get("performance")))  # fmt: skip
         names.update({_plain(each): name for each in (name, *entry.get("aliases", ()))})
     return gpus, names
+
+
+def _performance(entry: Mapping[str, Any] | None) -> Performance | None:
+    if entry is None:
+        return None
+    flops = entry["bf16_tflops"] * 1e12
+    return Performance(
+        bf16_flops=flops,
+        fp8_flops=entry["fp8_tflops"] * 1e12 if entry["fp8_tflops"] else flops,
+        processors=entry["processors"],
+        all_reduce_bytes_per_s=entry["all_reduce_gb_s"] * 1e9,
+        host_link_bytes_per_s=entry["host_link_gb_s"] * 1e9,
+        **{name: entry[name] for name in ("gemm", "memory", "decode", "prefill", "mixed_decode")},
+    )
 
 
 def _plain(name: str) -> str:

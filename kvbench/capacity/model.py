@@ -59,7 +59,7 @@ class PlannedModel:
         for group in self.layers:
             held = tokens if group.window is None else min(tokens, group.window)
             slots = -(-held // page_size) * page_size
-            total += slots * self._slot_bytes(group, kv_cache_dtype, gpus)
+            total += slots * self.group_bytes(group, kv_cache_dtype, gpus)
         return total
 
     def token_bytes(self, kv_cache_dtype: str = "auto", *, gpus: int = 1) -> int:
@@ -68,9 +68,10 @@ class PlannedModel:
 
     def window_token_bytes(self, kv_cache_dtype: str = "auto") -> int:
         """Those of ``token_bytes`` that are in layers with a sliding window."""
-        return sum(self._slot_bytes(group, kv_cache_dtype, 1) for group in self.layers if group.window is not None)
+        return sum(self.group_bytes(group, kv_cache_dtype, 1) for group in self.layers if group.window is not None)
 
-    def _slot_bytes(self, group: CachedLayers, kv_cache_dtype: str, gpus: int) -> int:
+    def group_bytes(self, group: CachedLayers, kv_cache_dtype: str = "auto", gpus: int = 1) -> int:
+        """Bytes of one token's KV in the layers of ``group`` on each of ``gpus``."""
         heads = max(1, group.kv.kv_heads // gpus)  # a latent row is one head: every GPU has it
         layer = LayerKV(heads, group.kv.head_dim, group.kv.value_dim)
         return KVShape((layer,) * group.count, DTYPE_BYTES[self.spec.default_dtype]).slot_bytes(kv_cache_dtype)

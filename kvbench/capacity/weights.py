@@ -108,6 +108,12 @@ def count_parameters(model: PlannedModel) -> Parameters:
     return Parameters(embedding, 0 if tied else embedding, linear, experts, other + model.other_parameters, used)
 
 
+def experts_of(model: PlannedModel) -> tuple[int, int] | None:
+    """Routed experts of a layer, and those that one token goes through; None: the model has none."""
+    count = _number_of_experts(model.spec.text_config)
+    return (count, model.spec.text_config["num_experts_per_tok"]) if count else None
+
+
 def _attention(text: dict[str, Any]) -> tuple[int, int]:
     """Of one layer: the numbers in matrices, and those in biases and norms."""
     hidden, heads, kind = text["hidden_size"], text["num_attention_heads"], text.get("model_type")

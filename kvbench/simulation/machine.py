@@ -10,21 +10,51 @@ from engine.config import EngineConfig
 from engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of, settle_length
 from engine.model.spec import DTYPE_BYTES
 from kvbench.capacity.fit import Settings, memory_of
-from kvbench.capacity.gpus import GPU
+from kvbench.capacity.gpus import GPU, known_gpus
 from kvbench.capacity.model import PlannedModel
-from kvbench.capacity.weights import weights_of
+from kvbench.capacity.weights import experts_of, weights_of
 from kvbench.common.errors import UsageError
-from kvbench.simulation.replica import Replica, StepTimer
+from kvbench.common.text import listing
+from kvbench.simulation.cost_model import TYPICAL, AllReduce, Calibration, CostModel, Moves, Surroundings
+from kvbench.simulation.replica import Replica
 from kvbench.simulation.roofline import Roofline
+from kvbench.simulation.tables import MeasuredOperators, Tables
 
 
 @dataclass(frozen=True)
 class Machine:
-    """``gpus`` of one kind that share a model by tensor parallelism."""
+    """``gpus`` of one kind that share a model by tensor parallelism.
+
+    tables: measured operator times in the place of the data sheet
+    calibration: None: nothing is known beside tables and data sheet
+
+    Raises UsageError for a GPU of unknown performance, and where the model cannot be split or is not the tables'.
+    """
 
     model: PlannedModel
     gpu: GPU
     gpus: int = 1
+    tables: Tables | None = None
+    calibration: Calibration | None = None
+
+    def __post_init__(self) -> None:
+        self.model.check_split(self.gpus)
+        if self.gpu.performance is None:
+            known = listing([gpu.name for gpu in known_gpus() if gpu.performance], "and")
+            raise UsageError(
+                f"{self.gpu.name} cannot be simulated: kvbench knows its memory, but not its speed. Those that can: "
+                f"{known}"
+            )
+        if self.tables is not None and self.tables.experts is not None and not experts_of(self.model):
+            raise UsageError(
+                f"{self.tables.folder} has times of experts (moe.csv), and {self.model.name} has none: give the "
+                "tables of this model"
+            )
+        if self.tables is not None and self.tables.experts is None and experts_of(self.model):
+            raise UsageError(
+                f"{self.tables.folder} has no moe.csv, and {self.model.name} has experts: measure them, or leave "
+                "--ops out for the data sheet"
+            )
 
     @property
     def title(self) -> str:
@@ -34,7 +64,8 @@ class Machine:
     @property
     def cost_model(self) -> str:
         """Where step times come from, for people."""
-        return f"data sheet of {self.gpu.name}"
+        source = f"operator times in {self.tables.folder}" if self.tables else f"data sheet of {self.gpu.name}"
+        return f"{source}, calibrated" if self.calibration else source
 
     @property
     def vocab_size(self) -> int:
@@ -47,6 +78,8 @@ class Machine:
         """
         try:
             config = EngineConfig.from_mapping({**settings, "model": self.model.name, "device": "auto"})
+            if config.async_scheduling is None:
+                config = replace(config, async_scheduling=True)  # as the engine does on a GPU
             if config.kv_budget is None:
                 config = replace(config, kv_budget=self._room(config))
             limit, shape = self.model.spec.max_positions, self._kv_shape()
@@ -81,9 +114,40 @@ class Machine:
             layers += [LayerKV(heads, group.kv.head_dim, group.kv.value_dim)] * group.count
         return KVShape(tuple(layers), DTYPE_BYTES[self.model.spec.default_dtype])
 
-    def step_timer(self, config: EngineConfig) -> StepTimer:
-        """The cost model for an engine of these settings."""
-        return Roofline(self.model, self.gpu, self.gpus, config.kv_cache_dtype)
+    def step_timer(self, config: EngineConfig) -> CostModel:
+        """The cost model for an engine of these settings. Raises UsageError where the tables are of another KV."""
+        around = self._surroundings(config)
+        if self.tables is None:
+            calibration = self.calibration or TYPICAL
+            return Roofline(self.model, self.gpu, self.gpus, config.kv_cache_dtype, calibration, around)
+        if config.kv_cache_dtype not in ("auto", self.model.spec.default_dtype):
+            raise UsageError(
+                f"{self.tables.folder} was measured with KV in the model's own dtype, and kv_cache_dtype is "
+                f"{config.kv_cache_dtype!r}: leave --ops out, and the data sheet is used"
+            )
+        return MeasuredOperators(self.tables, self.calibration or Calibration(), around)
+
+    def _surroundings(self, config: EngineConfig) -> Surroundings:
+        text, performance = self.model.spec.text_config, self.gpu.performance
+        assert performance is not None
+        layers = sum(group.count for group in self.model.layers)
+        slot_bytes = self.model.token_bytes(config.kv_cache_dtype, gpus=self.gpus)
+        all_reduce = None
+        if self.gpus > 1:
+            # A ring sends each byte 2 (n - 1) / n times over each link, which is how bus bandwidth is defined.
+            share = 2 * (self.gpus - 1) / self.gpus
+            token_bytes = text["hidden_size"] * DTYPE_BYTES[self.model.spec.default_dtype]
+            latency = (self.calibration or TYPICAL).all_reduce_s
+            all_reduce = AllReduce(2 * layers, share * token_bytes / performance.all_reduce_bytes_per_s, latency)
+        return Surroundings(
+            layers=layers,
+            heads=self.model.query_heads // self.gpus,
+            kv_heads=max(1, self.model.layers[0].kv.kv_heads // self.gpus),
+            processors=performance.processors,
+            experts=experts_of(self.model),
+            moves=Moves(slot_bytes, performance.host_link_bytes_per_s, self.gpu.bytes_per_s),
+            all_reduce=all_reduce,
+        )
 
     def replica(self, settings: Mapping[str, Any], number: int = 0) -> Replica:
         """An idle engine. Raises UsageError as ``settle`` does."""

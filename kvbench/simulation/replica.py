@@ -25,8 +25,9 @@ class Replica:
     ) -> None:
         self.number = number
         self.clock = VirtualClock()
-        executor = SimulatedExecutor(vocab_size, step_time, self.clock)
-        config = replace(config, async_scheduling=False)  # the cost model says what overlaps
+        pipelined = bool(config.async_scheduling)
+        executor = SimulatedExecutor(vocab_size, step_time, self.clock, pipelined=pipelined)
+        config = replace(config, async_scheduling=pipelined)
         self.engine = Engine(config, executor, make_kv_manager(config, capacity), self.clock)
 
     @property
