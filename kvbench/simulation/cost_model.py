@@ -1,8 +1,8 @@
 """What every cost model shares: the classes that a step's time is counted by, moves of KV, all-reduce and host time.
 
-    tables or roofline ──► kernels of a step ┐
-    calibration ──► host time, corrections   ├──► StepTime, and seconds by class for "where the time goes"
-    links ──► all-reduce, swap, copies       ┘
+tables or roofline ──► kernels of a step ┐
+calibration ──► host time, corrections   ├──► StepTime, and seconds by class for "where the time goes"
+links ──► all-reduce, swap, copies       ┘
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ from kvbench.simulation.replica import Replica
 
 LONGEST = 2048  # tokens of prompt + output that OPT and LLaMA take
 _PAGE_TABLE_BYTES = 256 * 128 * 8  # paid for beside the slots
-_COMMON = {"max_model_len": LONGEST, "max_num_seqs": 256, "max_num_batched_tokens": 2560}
+_COMMON = {
+    "max_model_len": LONGEST, "max_num_seqs": 256, "max_num_batched_tokens": 2560, "async_scheduling": False,
+}  # fmt: skip
 LIMIT_S = 0.5  # a token: the middle of the latency axis of the paper's Figures 12 and 16
 
 
@@ -147,7 +149,7 @@ def _bisect(low: float, high: float, too_much: Callable[[float], bool]) -> float
 SHAREGPT = Lengths(161.31, 337.99, 1.3, 0.85)
 ALPACA = Lengths(19.31, 58.45, 0.5, 1.1)
 """Figure 13b: 72.75 requests of Orca (Oracle) on 15.7K slots, in blocks of 216 on average; filled to 0.72, as blocks of
-evenly spread sizes are, they hold 19 + 58 (1 + cv^2) tokens for a cv of 1.1. Figure 11: short prompts, few long ones."""
+evenly spread sizes are, they will hold 19 + 58 (1 + cv^2) tokens for a cv of 1.1. Figure 11: no prompt is long."""
 TRANSLATION = {shots: Lengths(30, 40, 0.6, 0.6, shared) for shots, shared in ((1, 80), (5, 341))}
 """Sentences of WMT16 English-German (about 22 English words) as tokens of LLaMA; the prefixes as the paper has them."""
 
@@ -309,7 +311,7 @@ def _prompt(index: int, size: int, shared: int) -> tuple[int, ...]:
 def normalised_latency(
     testbed: Testbed, system: System, lengths: Lengths, rate: float, seconds: float, seed: int = 0
 ) -> float:
-    """The paper's metric [s a token]: the mean over requests of (end - arrival) / output; Poisson arrivals of ``rate``."""
+    """The paper's metric [s a token], with Poisson arrivals of ``rate``: the mean of (end - arrival) / output."""
     arrivals = _arrivals(max(round(rate * seconds), 1), rate, seed)
     latencies: list[float] = []
 
@@ -321,7 +323,10 @@ def normalised_latency(
 
 
 def sustained_rate(testbed: Testbed, system: System, lengths: Lengths, seconds: float, seed: int = 0) -> float:
-    """The largest rate [requests/s] whose normalised latency is at most ``LIMIT_S`` on a trace of ``seconds``, to 3 %."""
+    """The largest rate [requests/s], to 3 %, whose normalised latency is at most ``LIMIT_S``.
+
+    seconds: of arrivals
+    """
     per_s = observe(testbed, system, lengths, 1000, seed=seed).per_s  # under overload: near the rate searched
 
     def holds(rate: float) -> bool:
@@ -348,7 +353,7 @@ TESTBEDS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of the paper beside ours. ``paper``: a value, or the ends of a range. ``unit``: ``%``, ``x`` or none."""
+    """A figure of the paper beside ours. ``paper``: a value, or the ends of a range. ``unit``: ``%``, ``x`` or none."""
 
     what: str
     paper: tuple[float, ...]

@@ -275,9 +275,7 @@ class MeasuredOperators(CostModel):
         """
         tables, decodes, longest = self.tables, work.decodes, work.longest_decode
         if not work.prefills:
-            return max(
-                tables.decode(decodes, context), tables.decode(min(decodes, self._decode_wave), longest)
-            )
+            return max(tables.decode(decodes, context), tables.decode(min(decodes, self._decode_wave), longest))
         chunk, before = _as_one(work.prefills)
         alone = tables.prefill(chunk, before)
         prefill = alone if len(work.prefills) == 1 else self._several(work.prefills, chunk, before, alone)
