@@ -113,11 +113,16 @@ class SimulatedExecutor(ReplayExecutor):
         self._step_time, self._clock, self._vocab_size = step_time, clock, vocab_size
         self._pipelined, self._device_free = pipelined, 0.0
 
+    def rewind(self) -> None:
+        """Sets the clock back to 0 between two loads; nothing may be running."""
+        self._clock.now = self._device_free = 0.0
+
     def launch(self, plan: StepPlan) -> StepHandle:
         taken = self._step_time(work_of(plan))
         for phase, seconds in zip(StepTime._fields[1:], taken[1:], strict=True):
             if seconds:
                 self.phase_seconds[phase] += seconds
+        self.phase_seconds["prepare"] += taken.move  # which counts it as well
         if not self._pipelined:
             self._clock.now += taken.total
             return super().launch(plan)

@@ -9,6 +9,7 @@ import click
 from kvbench import __version__
 from kvbench.cli.cache_sim import cache_sim
 from kvbench.cli.calibrate_client import calibrate_client
+from kvbench.cli.calibrate_model import calibrate_model
 from kvbench.cli.canaries import canaries
 from kvbench.cli.claims import claims
 from kvbench.cli.compare import calibrate, compare
@@ -27,6 +28,7 @@ from kvbench.cli.quality import quality
 from kvbench.cli.recommend import recommend
 from kvbench.cli.report import report
 from kvbench.cli.run_guarded import guarded
+from kvbench.cli.simulate import simulate
 from kvbench.cli.sweep import sweep
 from kvbench.cli.trace import trace
 from kvbench.cli.tune import tune
@@ -34,8 +36,9 @@ from kvbench.cli.view import view
 from kvbench.common.packages import check_packages
 
 _COMMANDS = (
-    init, plan, sweep, report, recommend, predict, claims, load, compare, gate, accept, calibrate, history, view,
-    quality, canaries, serve, bench_engine, tune, trace, cache_sim, mock_server, calibrate_client, doctor, help_command,
+    init, plan, sweep, simulate, report, recommend, predict, claims, load, compare, gate, accept, calibrate, history,
+    view, quality, canaries, serve, bench_engine, tune, trace, cache_sim, mock_server, calibrate_client,
+    calibrate_model, doctor, help_command,
 )  # fmt: skip
 
 
@@ -55,6 +58,7 @@ def cli() -> None:
       kvbench claims                                  what is said of paged KV caches, measured here
       kvbench view results/                           all runs in a browser, any cells side by side
       kvbench load workloads/mixed.yaml --url URL     one load on a server that runs already
+      kvbench simulate FILE --device 4xA100-80GB      one load on GPUs that are not here
       kvbench gate counters                           has the engine's bookkeeping changed?
       kvbench compare main HEAD --workload FILE       is HEAD slower than main?
 

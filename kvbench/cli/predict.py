@@ -22,7 +22,7 @@ def predict(results: Path, no_report: bool) -> int:
     Examples:
       kvbench predict results/mixed/20260101T120000Z-1a2b3c4
     \b
-    Writes predictions.json into RESULTS and its report anew.
+    Files written, in RESULTS: predictions.json, and the report anew.
     \b
     Exit codes: 0 predicted, 2 bad input.
     """

@@ -161,6 +161,10 @@ def _of_run(folder: Path) -> tuple[Workload, tuple[str, ...]]:
     from kvbench.runs.resume import stored_workload
 
     manifest = open_run(folder).manifest()
+    if manifest.get("simulated"):
+        raise UsageError(
+            f"{folder} is simulated, so that nothing computed an answer: give the folder of a run that was measured"
+        )
     backend = manifest.get("backend") or "kvbench"
     if backend != "kvbench" or manifest.get("target"):
         raise UsageError(

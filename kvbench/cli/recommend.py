@@ -55,6 +55,8 @@ def recommend(results: Path, as_json: bool) -> int:
         run = read_run(folder)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if run.simulated:
+        say(f"note: {folder} is simulated, nothing in it was measured: measure what follows before you rely on it")
     said, console = recommendation(run), Console()
     if as_json:
         print(json.dumps(dataclasses.asdict(said), indent=2, default=str))

@@ -25,6 +25,7 @@ from kvbench.gate.policy import WITHIN, Limit, Policy, matches
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
 from kvbench.report.comparisons import paging_pair
+from kvbench.report.simulated import on_what, title
 from kvbench.runs import metric_names
 from kvbench.runs.model import WRONG, MeasuredCell, Run
 from kvbench.runs.quality import QualityResult, figure, read_quality
@@ -356,6 +357,9 @@ def _verdict(
         "measured_by": command,
         "policy": str(policy.source) if policy.source else None,
     }
+    if run.simulated:  # a reader of the verdict alone must not take it for one on a measurement
+        sentence = f"simulated: {sentence}"
+        facts |= {"workload": title(run), "simulated": on_what(run)}
     words = ["kvbench", "gate", str(run.folder), *(["--policy", str(policy.source)] if policy.source else [])]
     return Verdict(
         "limits",

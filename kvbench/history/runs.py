@@ -278,6 +278,11 @@ def _place(manifest: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     if isinstance(model, Mapping):
         model = next((model[key] for key in ("name", "config", "path") if model.get(key)), None)
     device, backend, profile = (manifest.get(key) for key in ("device", "backend", "profile"))
+    if simulated := manifest.get("simulated"):  # on any machine: what counts is what it is a simulation of
+        names = ("cost_model", "ops", "calibration")
+        known = {"device": device, "model": model, "profile": profile and f"profile {profile}"}
+        known |= {name: simulated.get(name) for name in names}
+        return tuple((name, str(value)) for name, value in known.items() if value)
     facts = {
         "cpu": cpu.get("model"),
         "cores": f"{cpu['cores']} cores" if cpu.get("cores") else None,

@@ -27,6 +27,7 @@ type 7; NumPy's default). ``samples_needed``: how many samples a percentile need
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -86,6 +87,27 @@ def distribution(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
         "max": float(data.max()),
         "n": int(data.size),
         "uncertain": [name for name, q in QUANTILES.items() if data.size < samples_needed(q)],
+    }
+
+
+def weighted_distribution(values: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
+    """``distribution`` of samples of which ``counts`` (int64) are equal to each of ``values`` (float64, ascending)."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    if total == 0:
+        return distribution([])
+    mean = float(np.dot(values, counts)) / total
+    at = np.array(list(QUANTILES.values())) * (total - 1)  # type 7: between these two of the sorted samples
+    low, high = (values[np.searchsorted(ends, np.floor(at) + step, side="right")] for step in (0, at % 1 > 0))
+    points = low + (high - low) * (at % 1)
+    return {
+        "mean": mean,
+        "std": math.sqrt(float(np.dot((values - mean) ** 2, counts)) / total),
+        **{name: float(x) for name, x in zip(QUANTILES, points, strict=True)},
+        "min": float(values[0]),
+        "max": float(values[-1]),
+        "n": total,
+        "uncertain": [name for name, q in QUANTILES.items() if total < samples_needed(q)],
     }
 
 

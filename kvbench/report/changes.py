@@ -1,7 +1,8 @@
 """What each configuration changes against the baseline: one answer a cell and metric, in one clock. Pure.
 
 Engine time answers where it decides, since small effects show there; else the ratios paired by repeat that were served
-over HTTP. The two clocks are never mixed in one figure, and each change says of which clock it is.
+over HTTP. The two clocks are never mixed in one figure, and each change says of which clock it is. All of a simulated
+run is of the clock ``SIMULATED``, which stands where ``SERVED`` stands elsewhere.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import pandas as pd
 from kvbench.common import text as words
 from kvbench.report.comparisons import baseline, compare, differing
 from kvbench.runs.engine_time import LEVEL_WITHIN
-from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.model import SERVED, SIMULATED, MeasuredCell, MeasuredLoad, Run
 from kvbench.runs.ratios import HIGHER, LEVEL, LOWER, SAME
 from kvbench.workload.settings import effective, phrase
 
 THROUGHPUT, TTFT, ITL = "output_throughput", "p95_ttft_ms", "p95_itl_ms"
 METRICS = {THROUGHPUT: "output tokens/s", TTFT: "p95 TTFT", ITL: "p95 ITL"}
 AHEAD, BEHIND, IS_LEVEL, OPEN = "ahead", "behind", "level", "open"
-ENGINE_TIME, SERVED = "engine time", "served"
-MARGINS = {ENGINE_TIME: LEVEL_WITHIN, SERVED: LEVEL}  # within which a change is called level
+ENGINE_TIME = "engine time"
+MARGINS = {ENGINE_TIME: LEVEL_WITHIN, SERVED: LEVEL, SIMULATED: LEVEL}  # within which a change is called level
 _WIDEST = 9.0  # high / low of an interval that still tells something
 
 
@@ -31,7 +32,8 @@ class Change:
     """One metric of ``cell`` as a ratio to the baseline's under the same load.
 
     ``low``, ``high``: its 95 % interval, None where the scatter is not known; ``call``: ahead, behind, level or open
-    (not decided); ``clock``: engine time or served; ``would_show``: the smallest relative change that would have shown.
+    (not decided); ``clock``: engine time, served or simulated; ``would_show``: the smallest relative change that would
+    have shown.
     """
 
     cell: MeasuredCell
@@ -144,7 +146,7 @@ def served(cell: MeasuredCell, other: MeasuredCell, metric: str) -> Change | Non
     good = HIGHER if metric == THROUGHPUT else LOWER
     calls = {SAME: IS_LEVEL, HIGHER: BEHIND, LOWER: BEHIND, good: AHEAD}
     call = calls.get(ratio.verdict, OPEN)
-    return Change(cell, metric, SERVED, ratio.median, low, high, call, ratio.detectable)
+    return Change(cell, metric, cell.clock, ratio.median, low, high, call, ratio.detectable)
 
 
 def changes(run: Run, load: MeasuredLoad) -> list[Change]:

@@ -158,26 +158,34 @@ def facts(side: Side, settings: Iterable[str] = ()) -> dict[str, str]:
 def run_facts(run: Run, server: Mapping[str, Any] | None = None) -> dict[str, str]:
     """What a run was measured with, as text by name. ``server``: what one of its servers reported."""
     manifest = run.manifest
-    cpu, git, gpus = (manifest.get(key) or {} for key in ("cpu", "git", "gpus"))
+    git = manifest.get("git") or {}
     versions = {**(manifest.get("versions") or {}), **((server or {}).get("versions") or {})}
     changes = " with uncommitted changes" if git.get("dirty") else ""
     return _known(
         {
             "workload": run.workload,
             "target": target(run) or "the built-in engine",
+            "times": f"{run.clock} ({run.simulated.get('cost_model')})" if run.simulated else run.clock,
             "model": _model(run),
             "weights": (manifest.get("model") or {}).get("weights_fingerprint"),
             "device": manifest.get("device"),
-            "processor": _processor(cpu) if cpu else None,
-            "memory": words.data_size(manifest.get("memory_bytes")),
-            "GPUs": " + ".join(str(gpu.get("name")) for gpu in gpus),
-            "GPU driver": ", ".join(sorted({str(gpu.get("driver_version")) for gpu in gpus})),
-            "operating system": manifest.get("os"),
+            **({} if run.simulated else _machine(manifest)),
             "profile": manifest.get("profile"),
             "commit": git.get("short_sha") and f"{git['short_sha']}{changes}",
             **{f"version of {name}": version for name, version in versions.items()},
         }
     )
+
+
+def _machine(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    cpu, gpus = manifest.get("cpu") or {}, manifest.get("gpus") or ()
+    return {
+        "processor": _processor(cpu) if cpu else None,
+        "memory": words.data_size(manifest.get("memory_bytes")),
+        "GPUs": " + ".join(str(gpu.get("name")) for gpu in gpus),
+        "GPU driver": ", ".join(sorted({str(gpu.get("driver_version")) for gpu in gpus})),
+        "operating system": manifest.get("os"),
+    }
 
 
 def _known(found: Mapping[str, Any]) -> dict[str, str]:
@@ -248,7 +256,12 @@ def obstacles(first: Side, other: Side) -> list[str]:
         elif side.cell.doubt == "refused":
             found.append(f"the server of {side.letter} refused requests, so it did less work")
     a, b = facts(first), facts(other)
-    for what, names in (("machine", ("processor", "GPUs")), ("device", ("device",)), ("model", ("model",))):
+    for what, *names in (
+        ("clock", "times"),
+        ("machine", "processor", "GPUs"),
+        ("device", "device"),
+        ("model", "model"),
+    ):
         if values := _differing(a, b, names):
             found.append(f"another {what}: {values}")
     if (first.cell.load, first.cell.load.label) != (other.cell.load, other.cell.load.label):
@@ -344,13 +357,13 @@ def headline(groups: Sequence[Group]) -> str:
         names = {HIGHER: "higher", LOWER: "lower", SAME: "level", UNCLEAR: "not told apart"}
         parts = [f"{name} in {count}" for verdict, name in names.items() if (count := verdicts.count(verdict))]
         parts += [f"no ratio in {len(left)}"] if left else []
-        return f"B against A, output tokens/s as served in {len(groups)} cells: {', '.join(parts)}."
+        return f"B against A, output tokens/s as {groups[0][0].cell.clock} in {len(groups)} cells: {', '.join(parts)}."
     known = [(side.letter, ratio) for side, ratio in found if ratio]
     parts = [f"{letter} {_ratio_words(ratio)}" for letter, ratio in known]
     parts += [f"no ratio of {words.listing(left)}"] if left else []
     bare = [letter for letter, ratio in known if ratio.interval is None]
     too_few = f" (of {words.listing(bare)} too few repeats for an interval)" if bare else ""
-    return f"Output tokens/s as served against A, {groups[0][0].title}: {', '.join(parts)}{too_few}."
+    return f"Output tokens/s as {groups[0][0].cell.clock} against A, {groups[0][0].title}: {', '.join(parts)}{too_few}."
 
 
 def _throughput(first: Side, side: Side) -> RatioToFirst | None:

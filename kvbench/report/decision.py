@@ -21,7 +21,6 @@ from kvbench.report.changes import (
     MARGINS,
     METRICS,
     OPEN,
-    SERVED,
     THROUGHPUT,
     TTFT,
     Change,
@@ -34,9 +33,10 @@ from kvbench.report.changes import (
     short_name,
 )
 from kvbench.report.comparisons import baseline, differing, median, paging_pair, spread, tokens_held
+from kvbench.report.load_growth import growth_brief
 from kvbench.report.quality import is_quantised, quality_of
 from kvbench.report.tables import UNCERTAIN
-from kvbench.runs.model import WRONG, MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.model import SERVED, SIMULATED, WRONG, MeasuredCell, MeasuredLoad, Run
 from kvbench.runs.ratios import FEWEST
 from kvbench.workload.settings import effective, setting_title, value_words
 
@@ -44,7 +44,7 @@ MOST_WORDS = 25  # of the first sentence
 PAYS, RISK, COSTS, NO_CHANGE, UNDECIDED = "Pays", "Pays, at a risk", "Costs", "No change", "Not decided"
 PAYS_LITTLE = "Pays little"
 FASTER_P95, SLOWER_P95, TRADES_P95 = "Better p95", "Worse p95", "One p95 better, one worse"
-_CLOCKS = {ENGINE_TIME: f"in {ENGINE_TIME}", SERVED: SERVED}
+_CLOCKS = {ENGINE_TIME: f"in {ENGINE_TIME}", SERVED: SERVED, SIMULATED: SIMULATED}
 _MARKS = {PAYS: "better", FASTER_P95: "better", RISK: "risk", TRADES_P95: "risk", COSTS: "worse", SLOWER_P95: "worse"}
 _LONGEST_NAME = 7  # words
 _MOST_COMBINED = 4  # answers on combinations of settings
@@ -136,7 +136,8 @@ def choices(run: Run, load: MeasuredLoad) -> list[Choice]:
 
 def headline(run: Run) -> str:
     """The decision in one sentence of at most 25 words; clauses that do not fit are among the answers."""
-    prefix = "Incomplete: " if run.cells and (run.missing or run.status != "complete") else ""
+    prefix = "Simulated: " if run.simulated else ""
+    prefix += "Incomplete: " if run.cells and (run.missing or run.status != "complete") else ""
     clauses = [clause for clause in _clauses(run) if clause]
     while len(clauses) > 1 and count_words(prefix + ", ".join(clauses)) > MOST_WORDS:
         clauses.pop()
@@ -199,7 +200,8 @@ def _without_loads(run: Run) -> list[str]:
 
 def gain(each: Change, load: MeasuredLoad) -> str:
     """+16 % tokens/s (13 to 20) in engine time at 32 at once"""
-    return f"{_amount(each)} {_CLOCKS[each.clock]} {load.where}"
+    clock = "" if each.cell.simulated else f" {_CLOCKS[each.clock]}"  # the sentence begins with it
+    return f"{_amount(each)}{clock} {load.where}"
 
 
 def _loss(each: Change, beside: Change) -> str:
@@ -242,6 +244,8 @@ def _ship(run: Run, load: MeasuredLoad, ahead: Sequence[Choice]) -> list[str]:
     best = (safe or open_ones(run, ahead) or ahead)[0]
     quality, size = quality_of(run, best.cell), gain(best_of(best), load)
     beside = _ttft(best) if best.verdict == PAYS else f"tokens/s {_call(best.throughput)}"
+    if run.simulated:  # no answers to judge
+        return [f"{words.upper_first(best.brief)} would bring {size}", beside, growth_brief(run), _holds(best)]
     if safe:
         return [f"Ship {best.brief}: {size}", beside, quality.brief if is_quantised(best.cell) else "", _holds(best)]
     if quality.outside:
@@ -304,7 +308,7 @@ def _only(load: MeasuredLoad, each: Choice) -> list[str]:
     if each.verdict == COSTS:
         assert each.throughput is not None
         return [f"Do not ship {each.brief}: {gain(each.throughput, load)}", _ttft(each)]
-    clock = f" {_CLOCKS[each.throughput.clock]}" if each.throughput else ""
+    clock = f" {_CLOCKS[each.throughput.clock]}" if each.throughput and not each.cell.simulated else ""
     call = f"tokens/s {_call(each.throughput)}{clock}"
     if each.verdict == TRADES_P95 and each.worst:
         better = best_p95(each)
@@ -323,7 +327,7 @@ def _alone(run: Run, cell: MeasuredCell) -> list[str]:
         return [f"Cannot tell: {_doubt(run, cell)}"]
     bounds = f" ({words.tokens_per_s(rates.low)}–{words.tokens_per_s(rates.high)})" if rates.n > 1 else ""
     ttft, few = cell.percentile("ttft_ms", "p95")
-    rate = f"{words.tokens_per_s(rates.median)} output tokens/s{bounds} {SERVED} {cell.load.where}"
+    rate = f"{words.tokens_per_s(rates.median)} output tokens/s{bounds} {cell.clock} {cell.load.where}"
     return [
         f"{words.upper_first(cell.name)}: {rate}",
         f"p95 TTFT {words.ms(ttft)}{UNCERTAIN * few}" if ttft else "",
@@ -409,9 +413,9 @@ def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
         if decided is None or decided.verdict == UNDECIDED:
             decided = everywhere
         ran, against = (words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous))
-        beside = f", {ran} sequences at once as served, against {against}" if "–" not in (ran, against) else ""
+        beside = f", {ran} sequences at once as {paged.clock}, against {against}" if "–" not in (ran, against) else ""
         slo = [words.percent(cell.share_within_slo) for cell in (paged, contiguous)]
-        met = f", {slo[0]} within the SLO as served, against {slo[1]}" if "–" not in slo else ""
+        met = f", {slo[0]} within the SLO as {paged.clock}, against {slo[1]}" if "–" not in slo else ""
         said.append(f"{numbers(run, each)}{where}{beside}{met}")
     verdict, mark = _with_quality(run, decided, decided.verdict) if decided else (UNDECIDED, "")
     return Answer("Paging", verdict, "; ".join(said), mark)
@@ -456,8 +460,8 @@ def answer(run: Run, each: Choice, subject: str) -> Answer:
     hits = each.cell.hit_rate if effective(each.cell.settings, "enable_prefix_caching") else None
     extra = [
         _holds(each),
-        str(quality) if is_quantised(each.cell) or quality.outside else "",
-        f"hit rate {words.percent(hits)} as served" if hits is not None else "",
+        str(quality) if not run.simulated and (is_quantised(each.cell) or quality.outside) else "",
+        f"hit rate {words.percent(hits)} as {each.cell.clock}" if hits is not None else "",
     ]
     return Answer(words.upper_first(subject), verdict, ", ".join(filter(None, [numbers(run, each), *extra])), mark)
 
@@ -468,6 +472,8 @@ def _with_quality(run: Run, each: Choice, verdict: str) -> tuple[str, str]:
     That they were not measured is said of what one would set, and of a quantised KV.
     """
     quality, mark = quality_of(run, each.cell), _MARKS.get(verdict, "")
+    if run.simulated:
+        return verdict, mark
     said = each in wins([each]) or each.verdict == RISK or (is_quantised(each.cell) and each.verdict != COSTS)
     if quality.safe or not (quality.outside or (said and not each.cell.is_baseline)):
         return verdict, mark
@@ -500,4 +506,4 @@ def answers_clock(run: Run) -> str:
     """The clock that the answers are in where they do not say another: that of the reported load's figure."""
     load = decided_load(run)
     found = changes(run, load) if load else []
-    return found[0].clock if found else SERVED
+    return found[0].clock if found else run.clock

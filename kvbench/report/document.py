@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvbench.common import text as words
+from kvbench.report import simulated
 from kvbench.report.changes import ENGINE_TIME, decided_load
 from kvbench.report.comparisons import baseline, not_varied
 from kvbench.report.decision import Answer, answers, answers_clock, headline
@@ -78,21 +79,24 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
     """The report of a run. ``price_per_hour``: of the machine, for the cost of a million tokens."""
     state, load = validity(run), decided_load(run)
     base = baseline(run, load) if load else None
-    samples = output_samples(run)
+    samples = None if run.simulated else output_samples(run)
     first = (effects.drawing(run), frontier.drawing(run, price_per_hour))
+    found = chapters(run, samples, price_per_hour)
     return Document(
-        title=run.workload,
+        title=simulated.title(run),
         verdict=headline(run),
         brief=tuple(filter(None, (run.folder.name, *brief(run), made_from(run)))),
         status=state.status,
-        banner=_BANNERS[state.status],
+        banner=f"Simulated: {_BANNERS[state.status].lower()}" if run.simulated else _BANNERS[state.status],
         counted=_counted(run, state),
-        details=(*state.reasons, *warnings(run)),
+        details=(*simulated.details(run), *state.reasons, *warnings(run)),
         baseline=f"{base.name} {base.load.where}, {_clock(run)}{_not_varied(run, base)}" if base else "",
         answers=tuple(answers(run)),
         limits=tuple(limit_lines(run)),
-        first=tuple(drawing for drawing in first if drawing),
-        chapters=tuple(chapters(run, samples, price_per_hour)),
+        first=tuple(simulated.marked(run, drawing) for drawing in first if drawing),
+        chapters=tuple(
+            replace(each, drawings=tuple(simulated.marked(run, drawing) for drawing in each.drawings)) for each in found
+        ),
         samples=samples,
         skipped=tuple(skipped_notes(run)),
         next_steps=tuple(next_steps(run)),
@@ -129,7 +133,7 @@ def _counted(run: Run, state: Validity) -> str:
     shared = f"client and engine shared {f'{cores} cores' if cores else 'the machine'}"
     parts = [
         f"{valid} of {len(run.cells) + len(run.missing)} cells valid, {_range(repeats)} each"
-        + (f", too few for a verdict on served figures ({FEWEST})" if repeats[-1] < FEWEST else ""),
+        + (f", too few for a verdict on {run.clock} figures ({FEWEST})" if repeats[-1] < FEWEST else ""),
         f"{words.plural(failed, 'request')} failed" if failed else "",
         shared if run.manifest.get("shared_machine") else "",
     ]

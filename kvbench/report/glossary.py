@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvbench.report.comparisons import SCATTER
 from kvbench.report.provenance import code_paths, repeats_are
+from kvbench.report.simulated import MEANING
 from kvbench.report.wording import NOT_TOLD
 from kvbench.runs.model import Run
 from kvbench.runs.ratios import LEVEL
@@ -27,7 +28,9 @@ def glossary(run: Run) -> list[tuple[str, str]]:
             "`kvbench quality` found the answers within the limits, each the noise of two equal runs and a margin; or, "
             "in full precision, all of 20 or more canaries under load were right. Not safe: outside a limit.",
         ),
-        (
+        MEANING
+        if run.simulated
+        else (
             "engine time",
             "The engine's own time, without HTTP and load client, of configurations in turns step by step. "
             "Served: as the load client saw it over HTTP.",
@@ -56,7 +59,7 @@ def glossary(run: Run) -> list[tuple[str, str]]:
         ),
         ("repeat", repeats_are(run)),
         (
-            "verdict, served",
+            f"verdict, {run.clock}",
             f"From 3 repeats on. Level: every repeat's ratio within {LEVEL * 100:g} % of 1. Ahead or behind: not "
             f"level, and the 95 % t interval of the mean log ratio excludes 1. All else is {NOT_TOLD}. Repeats scatter "
             f"when the largest throughput of a cell is over {SCATTER:g} times its smallest.",

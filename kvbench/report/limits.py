@@ -14,10 +14,10 @@ from typing import Any
 import pandas as pd
 
 from kvbench.common import text as words
-from kvbench.report.changes import AHEAD, SERVED, THROUGHPUT, Change, change_between, short_name
+from kvbench.report.changes import AHEAD, THROUGHPUT, Change, change_between, short_name
 from kvbench.report.comparisons import baseline, differing, median
 from kvbench.runs.kv_ledger import step_seconds
-from kvbench.runs.model import MeasuredCell, Run, number
+from kvbench.runs.model import SERVED, MeasuredCell, Run, number
 from kvbench.workload.settings import effective
 
 CLIENT, KV, SEATS, QUEUE, COMPUTE, NOTHING, UNKNOWN = (

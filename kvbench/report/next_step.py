@@ -50,6 +50,8 @@ def again(run: Run) -> Iterator[NextStep]:
 
 def quality_step(run: Run, found: Sequence[Choice]) -> Iterator[NextStep]:
     """What may be set needs its answers measured; a quantised KV too, since its price is always asked for."""
+    if run.simulated:
+        return
     ahead = wins(found)
     open_ = [each for each in open_ones(run, found) if each in ahead or is_quantised(each.cell)]
     if not open_:

@@ -16,6 +16,7 @@ from kvbench.report.comparisons import leaders
 from kvbench.report.document import Document
 from kvbench.report.markdown import markdown
 from kvbench.report.page import page
+from kvbench.report.simulated import on_what
 from kvbench.report.tables import MEDIANS, WHOLE_RUN, Value, flat_rows, main_table
 from kvbench.report.wording import NOT_TOLD, served_words
 from kvbench.runs.model import MeasuredCell, Run
@@ -67,7 +68,8 @@ def console_table(run: Run) -> Table:
     table = main_table(run)
     shown = [(i, column.key) for i, column in enumerate(table.columns) if column.key in _HEADS]
     heads = [_HEADS[key] for _, key in shown]
-    made = make_table(heads, title=f"{run.workload} · {run.folder.name} · latencies in ms", tight=True)
+    what = f"simulated on {on_what(run)} · " if run.simulated else ""
+    made = make_table(heads, title=f"{run.workload} · {what}{run.folder.name} · latencies in ms", tight=True)
     for column, head in zip(made.columns, heads, strict=True):
         column.min_width = 17 if column is made.columns[0] else len(head)
     best = {load: leaders(run, load) for load in run.loads}

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvbench.common import text as words
 from kvbench.metrics.canaries import WRONG_ANSWERS
+from kvbench.report import simulated
 from kvbench.report.comparisons import SCATTER, scatters
 from kvbench.runs.model import MeasuredCell, Run, number
 from kvbench.runs.resume import resumed_differences
@@ -35,6 +36,7 @@ _REPEATS = {  # whether the server ran before -> what one repeat is
 _SHOWN = (
     "started", "ended", "status", "model", "profile", "device", "cpu", "gpus", "dtype", "seeds", "git", "versions",
 )  # fmt: skip
+_OF_THIS_MACHINE = ("cpu", "gpus")  # of which nothing depends in a simulation
 _SKIPPED = "skipped "  # how the note on a configuration that was not run begins
 
 
@@ -131,7 +133,7 @@ def warnings(run: Run) -> list[str]:
 
 def random_weights(run: Run) -> bool:
     """Whether the workload asks for them; a model of which nothing is known counts as trained."""
-    return _workload_model(run).get("load_format") == "dummy"
+    return _workload_model(run).get("load_format") == "dummy" and not run.simulated
 
 
 def _notes(run: Run) -> list[str]:
@@ -146,12 +148,12 @@ def skipped_notes(run: Run) -> list[str]:
 def code_paths(run: Run) -> list[str]:
     """What besides the page table distinguishes the built-in engine's layouts, in a run of both."""
     both = any(cell.is_contiguous for cell in run.cells) and any(cell.is_paged for cell in run.cells)
-    return [CODE_PATHS] if both and run.is_built_in else []
+    return [simulated.CODE_PATHS if run.simulated else CODE_PATHS] if both and run.is_built_in else []
 
 
 def repeats_are(run: Run) -> str:
     """What one repeat is: a freshly launched server, or the one that ran before and throughout."""
-    return _REPEATS["://" in str(run.manifest.get("target"))]
+    return simulated.REPEATS if run.simulated else _REPEATS["://" in str(run.manifest.get("target"))]
 
 
 def reproduce(run: Run) -> str:
@@ -213,7 +215,8 @@ def environment(run: Run) -> list[tuple[str, str]]:
     quirks = [str(quirk) for info in _servers(run).values() for quirk in (info.get("server") or {}).get("quirks") or ()]
     found = [
         ("target", target(run)),
-        *((name, facts.get(name)) for name in _SHOWN),
+        *simulated.facts(run).items(),
+        *((name, facts.get(name)) for name in _SHOWN if not run.simulated or name not in _OF_THIS_MACHINE),
         ("KV budget", words.listing([words.data_size(b) for b in budgets])),
         ("KV capacity", "; ".join(dict.fromkeys(capacities))),
         *_launches(run),

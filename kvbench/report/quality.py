@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.report.changes import SERVED, THROUGHPUT, amount, change, decided_load, short_name
+from kvbench.report.changes import ENGINE_TIME, THROUGHPUT, amount, change, decided_load, short_name
 from kvbench.report.comparisons import baseline, spread, tokens_held
 from kvbench.report.provenance import model_name, random_weights
 from kvbench.report.tables import Column, Row, Table, Value
@@ -155,7 +155,7 @@ def prices(run: Run) -> Iterator[str]:
         room = f", for {words.significant(more, 2)}x the tokens in the same memory" if more and more >= 1.1 else ""
         rate = ""
         if speed and speed.decided:
-            clock = SERVED if speed.clock == SERVED else f"in {speed.clock}"
+            clock = f"in {speed.clock}" if speed.clock == ENGINE_TIME else speed.clock
             rate = " ".join(filter(None, [" at", amount(speed.ratio), "tokens/s", speed.interval, clock]))
         found = "outside the limits" if known.outside else known.verdict or "within the limits"
         yield f"{short_name(cell, base)}: {known}{room}{rate}: {found}."

@@ -385,7 +385,7 @@ def _unmeasured(run: Run, base: MeasuredCell, found: Sequence[Choice], best: Cho
     if len(run.loads) == 1:
         yield NextStep(f"any load but {run.loads[0].short}", "")
     gpus = run.manifest.get("gpus")
-    if base.settings.get("device") == "cpu" or (gpus is not None and not gpus):
+    if not run.simulated and (base.settings.get("device") == "cpu" or (gpus is not None and not gpus)):
         yield NextStep("a GPU: this was measured on a CPU", "")
     if random_weights(run):
         yield NextStep("trained weights: random ones have the speed, not the text", "")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.common import text as words
+from kvbench.report import simulated
 from kvbench.report.client_quality import QUALITY_NOTE, quality_sentences, quality_table
 from kvbench.report.comparisons import effects, paging
 from kvbench.report.engine_time import engine_time_note, engine_time_table
@@ -23,6 +24,8 @@ from kvbench.report.figures import (
 from kvbench.report.hits import hit_sentences, hit_table
 from kvbench.report.kv import ledger_figure, ledger_note, ledger_table, memory_table
 from kvbench.report.limits import limits
+from kvbench.report.load_growth import NOTE as GROWTH_NOTE
+from kvbench.report.load_growth import growth_sentence, growth_table
 from kvbench.report.predictions import PREDICTIONS_NOTE, prediction_sentences, prediction_table
 from kvbench.report.quality import ANSWERS_NOTE, answer_quality_table, answer_sentences, passkey_table
 from kvbench.report.samples import OutputSamples
@@ -83,6 +86,11 @@ def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | No
     timelines = (kv_timeline.drawing(run, load) for load in reversed(run.loads))
     every = [
         Chapter(
+            "As the load grows",
+            (Section("growth", "p95 TTFT by load", growth_table(run), GROWTH_NOTE, folded=False),),
+            sentences=tuple(filter(None, (growth_sentence(run),))),
+        ),
+        Chapter(
             "Quality of the answers",
             (
                 Section("answer-quality", "By configuration", answer_quality_table(run), ANSWERS_NOTE, folded=False),
@@ -112,7 +120,12 @@ def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | No
             _drawn(hits.drawing(run)), tuple(hit_sentences(run)),
         ),
         Chapter(
-            "Inside the engine", (Section("steps", "Step time", step_time.step_time_table(run)),),
+            "Inside the engine",
+            (
+                Section("simulated_time", "Where the simulated time goes", simulated.time_table(run),
+                        simulated.TIME_NOTE, folded=False),
+                Section("steps", "Step time", step_time.step_time_table(run)),
+            ),
             _drawn(step_time.drawing(run), heat_map.drawing(run)),
         ),
         Chapter(
@@ -132,10 +145,11 @@ def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | No
                 Section("limits", "What limited each cell", limit_table(run)),
                 Section("frontier", "Throughput against latency", frontier.frontier_table(run, price_per_hour)),
                 Section("engine_time", "Engine time", engine_time_table(run), engine_time_note(run)),
-                Section("effects", "Each setting changed alone, as served", effect_table(run), _effects_note(run)),
+                Section("effects", f"Each setting alone, as {run.clock}", effect_table(run), _effects_note(run)),
                 Section("plateaus", "Step by step of the rate", plateau_table(run), _PLATEAU_NOTE),
                 Section(
-                    "quality", "How good the measurement was", quality_table(run), QUALITY_NOTE,
+                    "quality", "How good the measurement was",
+                    Table((), ()) if run.simulated else quality_table(run), QUALITY_NOTE,
                     tuple(quality_sentences(run)),
                 ),
             ),

@@ -198,9 +198,7 @@ def markdown(groups: Sequence[Group]) -> str:
         lines += ["## Engine time", "", *(f"- {escape(text)}" for text in known), ""]
     found = (row for rows in _effect_rows(groups) for row in rows)
     rated = [[escape(f"{value.text} {value.note}".strip()) for value in row] for row in found]
-    return "\n".join(
-        [*lines, "## Effects, as served", "", *words.markdown_table(_EFFECT_HEADS, rated, 2), "", _RATIO_NOTE, ""]
-    )
+    return "\n".join([*lines, "## Effects", "", *words.markdown_table(_EFFECT_HEADS, rated, 2), "", _RATIO_NOTE, ""])
 
 
 def write_side_by_side(a: Run, b: Run, folder: Path) -> list[Path]:

@@ -180,6 +180,7 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
             "cell_id": cell.cell_id,
             "config_id": cell.config_id,
             "configuration": cell.name,
+            **({"clock": cell.clock} if cell.simulated else {}),
             "load_mode": cell.load.mode,
             "load": cell.load.value,
             "valid": cell.valid,

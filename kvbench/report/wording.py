@@ -45,7 +45,7 @@ def smallest_effects(ratios: Mapping[str, Sequence[Ratio | None]]) -> str:
             low, high = (words.percent(size) for size in (sizes[0], sizes[-1]))
             found.append(f"{low if low == high else f'{low} to {high}'} in {metric}")
     if not found:
-        return f"Fewer than {FEWEST} repeats have no interval, so no verdict on served figures."
+        return f"Fewer than {FEWEST} repeats have no interval, so no verdict on them."
     return f"Smallest effect that these repeats could show (80 % power at 95 %), by row: {', '.join(found)}."
 
 

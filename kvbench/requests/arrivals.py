@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvbench.requests.request import RequestSpec
 from kvbench.workload.load_section import LoadConfig
 
 Strategy = Literal["linear", "exponential"]
@@ -184,11 +183,14 @@ def notes_of(load: LoadConfig, rate: float | None, times: Sequence[float] | np.n
     return {"arrivals": load.arrivals, "plateaus": [list(p) for p in plateaus(profile, last)]}
 
 
-def recorded_times(load: LoadConfig, requests: Sequence[RequestSpec], rng: np.random.Generator) -> np.ndarray:
-    """The arrival times of a trace; its clock's ticks are spread where the workload asks for it. float64 [n]"""
-    if any(r.arrival_s is None for r in requests):
+def recorded_times(load: LoadConfig, recorded: Sequence[float | None], rng: np.random.Generator) -> np.ndarray:
+    """The arrival times of a trace; its clock's ticks are spread where the workload asks for it. float64 [n]
+
+    ``recorded``: of the requests that begin something: first turns, and requests without a session.
+    """
+    if any(time is None for time in recorded):
         raise ValueError("arrivals: trace, but the trace has no arrival times; use e.g. poisson and request_rate.")
-    times = np.array([float(r.arrival_s or 0.0) for r in requests if not r.turn])
+    times = np.array(recorded, dtype=float)
     if not load.spread_ticks:
         return times
     return spread_ticks(times, "uniform" if load.spread_ticks is True else load.spread_ticks, rng)

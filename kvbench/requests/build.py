@@ -24,7 +24,7 @@ from kvbench.traces.tokenizer import find_file, load_tokenizer
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.prompts_section import SyntheticPrompts, TextPrompts
 
-_ARRIVALS, _CANARIES = 1, 2  # these have streams of random numbers of their own
+_ARRIVALS, _CANARIES, _PIECES = 1, 2, 3  # these have streams of random numbers of their own
 
 
 def build_requests(
@@ -37,17 +37,20 @@ def build_requests(
     concurrency: int | None = None,
     rate: float | None = None,
     canaries: CanarySet | None = None,
+    piece: int = 0,
 ) -> RequestList:
     """The requests of one load; ``.notes`` holds what the report should say (scale, source).
 
     Token ids lie in [16, vocab_size). ``canaries``: what is mixed in between the load's own requests, which are the
-    same with and without them. ValueError when a request cannot fit max_model_len or a file is missing.
+    same with and without them. ``piece``: of a load that is drawn in pieces (``stream.py``): others than the first have
+    requests of their own, with the same shared prefixes. ValueError when a request cannot fit max_model_len or a file
+    is missing.
     """
     is_open = load.mode == "open"
-    value = rate if is_open else concurrency
-    count = load.count_for(value)
-    key = [seed, repeat, 0 if value in (None, math.inf) else round(value * 1_000_000), is_open]
-    rng, clock = np.random.default_rng(key), np.random.default_rng([*key, _ARRIVALS])
+    count = load.count_for(rate if is_open else concurrency)
+    key = _key(load, seed, repeat, concurrency, rate)
+    rng, clock = random_streams(load, seed, repeat, concurrency, rate, piece)
+    prefix_rng = np.random.default_rng(key) if piece else None  # those of the first piece
     times = None
     if load.counted_by_time:
         times = draw_times(load, rate, None, clock)
@@ -60,14 +63,17 @@ def build_requests(
             prompts, count, vocab_size, max_model_len, rng, count_sessions=load.counted_by_time
         )
     elif load.sessions is None:
-        requests, notes = draw_requests(prompts, count or 0, vocab_size, max_model_len, rng)
+        requests, notes = draw_requests(prompts, count or 0, vocab_size, max_model_len, rng, prefix_rng)
     else:
-        requests, notes = draw_conversations(prompts, load.sessions, count or 0, vocab_size, max_model_len, rng)
+        requests, notes = draw_conversations(
+            prompts, load.sessions, count or 0, vocab_size, max_model_len, rng, prefix_rng
+        )
     recorded = is_open and load.arrivals == "trace"
     if recorded:
-        times = recorded_times(load, requests, clock)
+        times = recorded_times(load, [r.arrival_s for r in requests if not r.turn], clock)
     elif is_open and times is None:
-        times = draw_times(load, rate, sum(not r.turn for r in requests), clock)
+        first = bool(piece)  # a further piece begins a gap after the last arrival of the one before
+        times = draw_times(load, rate, sum(not r.turn for r in requests) + first, clock)[first:]
     if times is not None:
         notes |= notes_of(load, rate, times)
     if not recorded and not any(r.think_s for r in requests):
@@ -76,13 +82,27 @@ def build_requests(
     requests = [
         dataclasses.replace(r, arrival_s=None if times is None or r.turn else float(next(left))) for r in requests
     ]
-    _check_fit(requests, max_model_len)
+    for request in requests:
+        check_fits(request, max_model_len)
     _check_primed(load, requests)
     if canaries is not None and load.canaries is not None:
         found = fitting(canaries, vocab_size, max_model_len)
         requests = mix(requests, found, load.canaries.share, np.random.default_rng([*key, _CANARIES]))
         notes["canaries"] = {"of": canaries.model, "seed": seed, "repeat": repeat}
     return RequestList(requests, notes)
+
+
+def random_streams(
+    load: LoadConfig, seed: int, repeat: int, concurrency: int | None, rate: float | None, piece: int = 0
+) -> tuple[np.random.Generator, np.random.Generator]:
+    """What the requests of a load are drawn from, and what their arrivals are drawn from."""
+    key = _key(load, seed, repeat, concurrency, rate) + ([_PIECES, piece] if piece else [])
+    return np.random.default_rng(key), np.random.default_rng([*key, _ARRIVALS])
+
+
+def _key(load: LoadConfig, seed: int, repeat: int, concurrency: int | None, rate: float | None) -> list[int]:
+    value = rate if load.mode == "open" else concurrency
+    return [seed, repeat, 0 if value in (None, math.inf) else round(value * 1_000_000), load.mode == "open"]
 
 
 def _text(
@@ -139,12 +159,12 @@ def _check_primed(load: LoadConfig, requests: list[RequestSpec]) -> None:
         )
 
 
-def _check_fit(requests: list[RequestSpec], max_model_len: int) -> None:
-    for request in requests:
-        prompt = len(request.prompt_token_ids or ())
-        if prompt + request.max_tokens > max_model_len:
-            raise ValueError(
-                f"a request of class {request.cls!r} needs {prompt} + {request.max_tokens} = "
-                f"{prompt + request.max_tokens} tokens, more than max_model_len {max_model_len}; shorten "
-                "prompt_tokens or output_tokens (a shared prefix counts too), or set length_scale: auto."
-            )
+def check_fits(request: RequestSpec, max_model_len: int) -> None:
+    """Raises ValueError for a request that is longer than ``max_model_len`` tokens."""
+    prompt = len(request.prompt_token_ids or ())
+    if prompt + request.max_tokens > max_model_len:
+        raise ValueError(
+            f"a request of class {request.cls!r} needs {prompt} + {request.max_tokens} = "
+            f"{prompt + request.max_tokens} tokens, more than max_model_len {max_model_len}; shorten "
+            "prompt_tokens or output_tokens (a shared prefix counts too), or set length_scale: auto."
+        )

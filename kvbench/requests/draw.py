@@ -56,14 +56,22 @@ def _shared_counts(shares: Sequence[float], counts: list[int]) -> list[list[int]
 
 
 def draw_prefixes(
-    families: Sequence[SharedPrefix], counts: list[int], vocab_size: int, rng: np.random.Generator
+    families: Sequence[SharedPrefix],
+    counts: list[int],
+    vocab_size: int,
+    rng: np.random.Generator,
+    contents: np.random.Generator | None = None,
 ) -> Callable[[int], list[tuple[int, ...]]]:
     """Draws the shared prefixes. Returns a function: index of a class -> a prefix for each of its prompts, () for none.
 
     Which prompts get one is random, and drawn when the function is called: once for each class. The prefixes of a
-    length take turns over all classes, so that they are used equally often.
+    length take turns over all classes, so that they are used equally often. ``contents``: what their tokens are drawn
+    from (None: ``rng``).
     """
-    turns = [itertools.cycle([random_tokens(f.tokens, vocab_size, rng) for _ in range(f.families)]) for f in families]
+    source = contents or rng
+    turns = [
+        itertools.cycle([random_tokens(f.tokens, vocab_size, source) for _ in range(f.families)]) for f in families
+    ]
     shared = _shared_counts([f.share for f in families], counts)
 
     def give(which: int) -> list[tuple[int, ...]]:
@@ -99,14 +107,22 @@ def random_tokens(count: int, vocab_size: int, rng: np.random.Generator) -> tupl
 
 
 def draw_requests(
-    prompts: SyntheticPrompts, count: int, vocab_size: int, max_model_len: int, rng: np.random.Generator
+    prompts: SyntheticPrompts,
+    count: int,
+    vocab_size: int,
+    max_model_len: int,
+    rng: np.random.Generator,
+    prefix_rng: np.random.Generator | None = None,
 ) -> tuple[list[RequestSpec], dict[str, Any]]:
-    """``count`` single requests, their classes in random order, and notes for the report."""
+    """``count`` single requests, their classes in random order, and notes for the report.
+
+    ``prefix_rng``: what the shared prefixes are drawn from (None: ``rng``).
+    """
     classes = prompts.classes
     longest = max(c.prompt_tokens.maximum + c.output_tokens.maximum for c in classes)
     scale = scale_of(prompts, longest, max_model_len)
     counts = largest_remainder([c.share for c in classes], count)
-    give = draw_prefixes(prompts.shared_prefix, counts, vocab_size, rng)
+    give = draw_prefixes(prompts.shared_prefix, counts, vocab_size, rng, prefix_rng)
     drawn: list[RequestSpec] = []
     for which, item in enumerate(classes):
         lengths = scale_lengths(draw_lengths(item.prompt_tokens, counts[which], rng), scale)
@@ -130,12 +146,13 @@ def draw_conversations(
     vocab_size: int,
     max_model_len: int,
     rng: np.random.Generator,
+    prefix_rng: np.random.Generator | None = None,
 ) -> tuple[list[RequestSpec], dict[str, Any]]:
     """``count`` conversations, their classes in random order, and notes for the report.
 
     Turn 1 is a shared prefix (in some) and a prompt of the class; turn k + 1 is the whole of turn k, its answer
     (``max_tokens`` random ids) and new tokens of the user. The classes have exactly their shares of the conversations;
-    lengths are even quantiles of their distributions over all turns of a class.
+    lengths are even quantiles of their distributions over all turns of a class. ``prefix_rng``: as in draw_requests.
     """
     classes, turns = prompts.classes, sessions.turns.high
     longest = max(
@@ -146,7 +163,7 @@ def draw_conversations(
     )
     scale = scale_of(prompts, longest, max_model_len)
     counts = largest_remainder([c.share for c in classes], count)
-    give = draw_prefixes(prompts.shared_prefix, counts, vocab_size, rng)
+    give = draw_prefixes(prompts.shared_prefix, counts, vocab_size, rng, prefix_rng)
     drawn: list[list[RequestSpec]] = []
     for which, item in enumerate(classes):
         drawn += _of_class(item, give(which), sessions, scale, vocab_size, rng)

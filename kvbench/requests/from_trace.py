@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from kvbench.requests.draw import draw_lengths, random_tokens
 from kvbench.requests.prefix_hits import shared_beginnings
 from kvbench.requests.request import RequestSpec, compact
-from kvbench.requests.shared_pages import page_prompts
+from kvbench.requests.shared_pages import page_prompts, shared_pages
 from kvbench.traces.model import UNKNOWN, Trace, file_names, known_times, select
 from kvbench.traces.read import read_trace
 from kvbench.traces.tokenizer import find_file, load_tokenizer, texts_sent, tokenised
@@ -40,6 +41,50 @@ def draw_trace(
     Raises:
         ValueError: a trace that cannot be read or that does not say what the workload needs.
     """
+    part, paths, in_sessions = _chosen(prompts, count, rng, count_sessions)
+    part, ids, outputs, notes = _contents(prompts, part, vocab_size, max_model_len, rng)
+    ids = list(ids)
+    owners = part.session.tolist() if in_sessions and part.session is not None else range(len(part))
+    if part.prompts is not None:  # what only turns of one session have is not shared
+        shared = shared_beginnings(ids, owners)
+    elif part.page_ids is not None:
+        shared = shared_pages(part, owners, notes["page_size_of_prompts"])
+    else:
+        shared = [0] * len(ids)
+    requests = _requests(prompts, part, ids, outputs, in_sessions)
+    requests = [dataclasses.replace(r, prefix_tokens=own) for r, own in zip(requests, shared, strict=True)]
+    return requests, _about(prompts, part, paths, in_sessions) | notes
+
+
+@dataclass(frozen=True)
+class TraceStream:
+    """A trace whose requests do not wait for one another. ``arrival_s``: of each [s]; None: it has no times.
+
+    ``requests`` makes each prompt when it is asked for; they are those of ``draw_trace``, without ``prefix_tokens``.
+    """
+
+    requests: Iterator[RequestSpec]
+    arrival_s: np.ndarray | None
+    notes: dict[str, Any]
+
+
+def stream_trace(
+    prompts: TracePrompts, count: int | None, vocab_size: int, max_model_len: int, rng: np.random.Generator
+) -> TraceStream | None:
+    """The trace as a stream; None where it is replayed in sessions. Raises ValueError as ``draw_trace`` does."""
+    part, paths, in_sessions = _chosen(prompts, count, rng, False)
+    if in_sessions:
+        return None
+    part, ids, outputs, notes = _contents(prompts, part, vocab_size, max_model_len, rng)
+    times = None if part.arrival_s is None else known_times(part)
+    requests = _requests(prompts, part, ids, outputs, in_sessions)
+    return TraceStream(requests, times, _about(prompts, part, paths, in_sessions) | notes)
+
+
+def _chosen(
+    prompts: TracePrompts, count: int | None, rng: np.random.Generator, count_sessions: bool
+) -> tuple[Trace, list[str], bool]:
+    """The part of the trace that is played, its files, and whether it is played in sessions."""
     paths = _paths(prompts.path)
     part = _read(tuple((p, Path(p).stat().st_mtime_ns) for p in paths), prompts.format, prompts.page_size)
     if prompts.turns == "first" and part.turn is not None:
@@ -60,32 +105,38 @@ def draw_trace(
     for key, what, there in (("send_text", "texts", part.prompts), ("page_size", "page ids", part.page_ids)):
         if getattr(prompts, key) and there is None:
             raise ValueError(f"{key} has no meaning: {paths[0]} (format {part.format}) has no {what}; remove it.")
+    return part, paths, in_sessions
+
+
+def _contents(
+    prompts: TracePrompts, part: Trace, vocab_size: int, max_model_len: int, rng: np.random.Generator
+) -> tuple[Trace, Iterable[Ids], np.ndarray, dict[str, Any]]:
+    """The requests that can be sent, their prompts' token ids in this order, their outputs, and notes."""
     if part.prompts is not None:
-        part, ids, outputs, notes = _of_texts(prompts, part, vocab_size, max_model_len, rng)
-        owners = part.session.tolist() if in_sessions and part.session is not None else range(len(part))
-        shared = shared_beginnings(ids, owners)  # what only turns of one session have is not shared
-    elif part.page_ids is not None:
-        ids, shared, outputs, notes = page_prompts(
-            part, prompts.length_scale, vocab_size, max_model_len, rng, by_session=in_sessions
-        )
-    else:
-        ids, outputs, notes = _of_lengths(prompts, part, vocab_size, max_model_len, rng)
-        shared = [0] * len(ids)
+        return _of_texts(prompts, part, vocab_size, max_model_len, rng)
+    if part.page_ids is not None:
+        return part, *page_prompts(part, prompts.length_scale, vocab_size, max_model_len, rng)
+    return part, *_of_lengths(prompts, part, vocab_size, max_model_len, rng)
+
+
+def _requests(
+    prompts: TracePrompts, part: Trace, ids: Iterable[Ids], outputs: np.ndarray, in_sessions: bool
+) -> Iterator[RequestSpec]:
     times = None if part.arrival_s is None else known_times(part)
-    requests = [
-        RequestSpec(
+    for i, own in enumerate(ids):
+        yield RequestSpec(
             i,
             "trace",
-            ids[i],
+            own,
             "".join(texts) if prompts.send_text and (texts := texts_sent(part, i)) else None,
             int(outputs[i]),
             arrival_s=None if times is None else float(times[i]),
-            prefix_tokens=shared[i],
             **_turn(part, i) if in_sessions else {},
         )
-        for i in range(len(part))
-    ]
-    about = {
+
+
+def _about(prompts: TracePrompts, part: Trace, paths: Sequence[str], in_sessions: bool) -> dict[str, Any]:
+    return {
         "trace": file_names(paths),
         "trace_format": part.format,
         "trace_requests": len(part),
@@ -94,7 +145,6 @@ def draw_trace(
         **({"trace_sessions": len(np.unique(part.session))} if in_sessions else {}),
         **({"trace_left_out": part.left_out} if part.left_out else {}),
     }
-    return requests, about | notes
 
 
 @functools.lru_cache(maxsize=1)
@@ -158,12 +208,12 @@ def _with_outputs(prompts: TracePrompts, trace: Trace, rng: np.random.Generator)
 
 def _of_lengths(
     prompts: TracePrompts, trace: Trace, vocab_size: int, max_model_len: int, rng: np.random.Generator
-) -> tuple[list[Ids], np.ndarray, dict[str, Any]]:
-    """Random token ids of the trace's lengths: nothing is shared."""
+) -> tuple[Iterator[Ids], np.ndarray, dict[str, Any]]:
+    """Random token ids of the trace's lengths, each drawn when it is asked for: nothing is shared."""
     longest = int((trace.prompt_tokens + trace.output_tokens).max())
     fixed = prompts.length_scale != "auto"
     scale = float(prompts.length_scale) if fixed else fit_scale(max(longest, 1), max_model_len)
-    ids = [random_tokens(int(n), vocab_size, rng) for n in scale_lengths(trace.prompt_tokens, scale)]
+    ids = (random_tokens(int(n), vocab_size, rng) for n in scale_lengths(trace.prompt_tokens, scale))
     notes = {"contents": "random tokens", "length_scale": scale, "longest_total_tokens_in_trace": longest}
     return ids, scale_lengths(trace.output_tokens, scale), notes
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,27 +14,19 @@ from kvbench.requests.prefix_hits import shared_beginnings
 from kvbench.traces.model import Trace
 
 Ids = tuple[int, ...]
+_KEPT_TOKENS = 4_000_000  # of pages that were made: 32 MB; others are made again
 
 
 def page_prompts(
-    trace: Trace,
-    length_scale: float | str,
-    vocab_size: int,
-    max_model_len: int,
-    rng: np.random.Generator,
-    *,
-    by_session: bool = False,
-) -> tuple[list[Ids], list[int], np.ndarray, dict[str, Any]]:
-    """Token ids of each request, how many leading ones others have too, output lengths, and notes for the report.
+    trace: Trace, length_scale: float | str, vocab_size: int, max_model_len: int, rng: np.random.Generator
+) -> tuple[Iterator[Ids], np.ndarray, dict[str, Any]]:
+    """Token ids of each request, made when they are asked for, output lengths, and notes for the report.
 
     A page id becomes a page of tokens that depends on the id and the seed only; pages of different ids differ in their
     first few tokens. Tokens beyond a request's last page id are its own. To shrink lengths, the page shrinks to a whole
     number of tokens, ``round(page_size x length_scale)`` (``auto``: the largest with which every request fits), and a
     partly filled last page in proportion. So every request has as many full pages as in the trace. Pages of one token
     cannot be filled in part: they are refused where the trace has partly filled pages.
-
-    Args:
-        by_session: leading pages that only requests of the same session have do not count as shared.
 
     Raises:
         ValueError: lengths that fit at no page size, or pages so short that there are not enough different ones.
@@ -42,14 +36,6 @@ def page_prompts(
     distinct = 1 + max((max(ids) for ids in trace.page_ids if ids), default=0)
     pages = _Pages(size, vocab_size, distinct + len(trace), int(rng.integers(2**63)))
     full, rest, outputs = _lengths(trace, size)
-    ids: list[Ids] = []
-    for row, numbers in enumerate(trace.page_ids):
-        count = int(full[row])
-        prompt = tuple(token for number in numbers[:count] for token in pages.of(number))
-        last = numbers[count] if len(numbers) > count else distinct + row  # its own number: nobody else's page
-        ids.append(prompt + pages.of(last)[: int(rest[row])])
-    owners = trace.session.tolist() if by_session and trace.session is not None else range(len(trace))
-    whole = [tuple(numbers[:count]) for numbers, count in zip(trace.page_ids, full.tolist(), strict=True)]
     notes = {
         "contents": "random tokens that share the pages of the trace's page ids",
         "length_scale": size / trace.page_size,
@@ -57,7 +43,25 @@ def page_prompts(
         "page_size_of_prompts": size,
         "longest_total_tokens_in_trace": int((trace.prompt_tokens + trace.output_tokens).max()),
     }
-    return ids, [size * shared for shared in shared_beginnings(whole, owners)], outputs, notes
+    return _prompts(trace.page_ids, pages, full, rest, distinct), outputs, notes
+
+
+def _prompts(
+    page_ids: Sequence[Sequence[int]], pages: _Pages, full: np.ndarray, rest: np.ndarray, distinct: int
+) -> Iterator[Ids]:
+    for row, numbers in enumerate(page_ids):
+        count = int(full[row])
+        prompt = tuple(token for number in numbers[:count] for token in pages.of(number))
+        last = numbers[count] if len(numbers) > count else distinct + row  # its own number: nobody else's page
+        yield prompt + pages.of(last)[: int(rest[row])]
+
+
+def shared_pages(trace: Trace, owners: Sequence[int], size: int) -> list[int]:
+    """How many leading tokens, in full pages of ``size``, each prompt shares with one of another owner. [requests]"""
+    assert trace.page_ids is not None
+    full, _, _ = _lengths(trace, size)
+    whole = [tuple(numbers[:count]) for numbers, count in zip(trace.page_ids, full.tolist(), strict=True)]
+    return [size * shared for shared in shared_beginnings(whole, owners)]
 
 
 def _lengths(trace: Trace, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -113,15 +117,13 @@ class _Pages:
         self._space = self._base**self._digits
         space = range(salt % self._space or 1, 2 * self._space + 2)
         self._factor = next(f for f in space if math.gcd(f, self._space) == 1)
-        self._made: dict[int, Ids] = {}
+        self.of = functools.lru_cache(max(1, _KEPT_TOKENS // size))(self._make)
 
-    def of(self, number: int) -> Ids:
+    def _make(self, number: int) -> Ids:
         """The page's tokens; the same for the same number and salt."""
-        if number not in self._made:
-            spelt, left = [], (number * self._factor + self._salt) % self._space
-            for _ in range(self._digits):
-                left, digit = divmod(left, self._base)
-                spelt.append(self._low + digit)
-            rng = np.random.default_rng([self._salt, number])
-            self._made[number] = (*spelt, *random_tokens(self._size - self._digits, self._vocab_size, rng))
-        return self._made[number]
+        spelt, left = [], (number * self._factor + self._salt) % self._space
+        for _ in range(self._digits):
+            left, digit = divmod(left, self._base)
+            spelt.append(self._low + digit)
+        rng = np.random.default_rng([self._salt, number])
+        return (*spelt, *random_tokens(self._size - self._digits, self._vocab_size, rng))

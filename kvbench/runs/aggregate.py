@@ -70,7 +70,7 @@ def aggregate_cell(run: RunFolder, cell: Cell, facts: Mapping[str, Any]) -> dict
 
     Disturbed loads are left out if others are valid: ``invalid_repeats`` has their reasons. A load that is invalid for
     another reason, or a cell without a valid load, makes the cell invalid; then all its loads are combined.
-    ``facts``: ``model``, ``backend`` and ``capacity`` by configuration id, for the summary.
+    ``facts``: ``model``, ``backend``, ``capacity`` by configuration id, and ``simulated`` for the summary.
     """
     loads = {repeat: run.load(cell.cell_id, repeat) for repeat in run.done_repeats(cell.cell_id)}
     if not loads:
@@ -192,6 +192,7 @@ def _summary(
         [f"repeat {r}: {d[why]}" for r, d in done.items() if d.get(why)] for why in ("refused", "wrong_answers")
     )
     return {
+        **({"simulated": facts["simulated"]} if facts.get("simulated") else {}),
         "cell_id": cell.cell_id,
         "config_id": configuration.config_id,
         "label": configuration.label,

@@ -19,6 +19,7 @@ LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el")
 _STATISTICS = {f"p{q}": f"p{q}" for q in (50, 90, 95, 99)} | {"median": "p50", "mean": "mean", "max": "max"}
 _PARTS_OF_A_CELL = ("pooled", "capacity")
 
+SIMULATED_SECONDS = "simulated_seconds_total_"  # before the part of a step, as gemm: counters of a simulated engine
 THROUGHPUT = "output_tokens_per_s"  # as in summary.csv: of the steady window, of the whole run where there is none
 _OF_WHOLE_RUN = ("output_throughput", "request_throughput", "total_token_throughput")  # vLLM's names and definition
 

@@ -90,6 +90,10 @@ class Repeat:
     requests_sha256: str = ""  # of the file of requests that was sent
 
 
+SERVED, SIMULATED = "served", "simulated"
+"""The times of a cell: as a client saw them over HTTP, or on the virtual clock of a simulation."""
+
+
 @dataclass(frozen=True)
 class MeasuredCell:
     """One configuration under one load, all its repeats."""
@@ -112,6 +116,12 @@ class MeasuredCell:
     refused: tuple[str, ...] = ()  # how much of each repeat the server served, where it refused too much
     wrong_answers: tuple[str, ...] = ()  # how many canaries of each repeat were answered wrongly, where that fails it
     canaries: Mapping[str, Any] = field(default_factory=dict)  # over all repeats, as ``counted``; empty without any
+    simulated: bool = False
+
+    @property
+    def clock(self) -> str:
+        """What its times are of: ``SERVED`` or ``SIMULATED``."""
+        return SIMULATED if self.simulated else SERVED
 
     @property
     def doubt(self) -> str:
@@ -263,7 +273,17 @@ class Run:
     @property
     def is_built_in(self) -> bool:
         """Whether the engine is the built-in one, whose defaults are known; a run that does not tell is of it."""
-        return self.manifest.get("backend") in (None, "kvbench")
+        return self.manifest.get("backend") in (None, "kvbench") or bool(self.simulated)
+
+    @property
+    def simulated(self) -> Mapping[str, Any]:
+        """On what a simulated run ran, and where its step times came from; empty for a measured run."""
+        return self.manifest.get("simulated") or {}
+
+    @property
+    def clock(self) -> str:
+        """What the times of its loads are of: ``SERVED`` or ``SIMULATED``."""
+        return SIMULATED if self.simulated else SERVED
 
     @property
     def spec(self) -> Mapping[str, Any]:

@@ -125,6 +125,7 @@ def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str], ses
         refused=tuple(map(str, summary.get("refused") or ())),
         wrong_answers=tuple(map(str, summary.get("wrong_answers") or ())),
         canaries=summary.get("canaries") or {},
+        simulated=bool(summary.get("simulated")),
     )
 
 

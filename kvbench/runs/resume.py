@@ -21,7 +21,7 @@ from kvbench.workload.file import Workload, differing_keys, resolve
 
 # Servers that agree in these settings must agree in their weights and in what they run on.
 _IDENTITY = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "num_threads")
-_TARGET = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
+_TARGET = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact", "simulated")
 _RUNNING_SERVER = ("model", "vocab_size", "max_model_len", "tokenizer")  # what was measured; not how it is reached
 _MIX = "or add --force to continue anyway: the manifest then records both, and the results mix them"
 

@@ -14,7 +14,9 @@ from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 from kvbench.common.text import data_size, listing
+from kvbench.simulation.calibration import read_calibration
 from kvbench.simulation.machine import Machine
+from kvbench.simulation.tables import find_tables, read_tables
 from kvbench.simulation.target import BACKEND, SimulatedTarget, checked
 from kvbench.targets.choose import STORED, ChosenTarget
 from kvbench.workload.file import SimulateSection, Workload, resolve
@@ -56,7 +58,8 @@ def simulated_workload(
     ``overrides``: those of -o, which win over what a simulation would leave out. Raises UsageError.
     """
     data = copy.deepcopy(dict(workload.resolved))
-    given = {name: str(value) if isinstance(value, Path) else value for name in OPTIONS if (value := options.get(name))}
+    given = {name: options[name] for name in OPTIONS if options.get(name)}
+    given |= {name: str(value.resolve()) for name, value in given.items() if isinstance(value, Path)}
     section = {**(data.get("simulate") or {}), **given}
     if not section.get("device"):
         raise UsageError(
@@ -64,12 +67,12 @@ def simulated_workload(
             "a section `simulate: {device: H200}` in the workload"
         )
     count, gpu = parse_gpus(section["device"])
-    if count > 1 and section.get("tensor_parallel", count) != count:
+    if count > 1 and given.get("tensor_parallel", count) != count:
         raise UsageError(
-            f"--device {section['device']} is {count} GPUs, and --tensor-parallel {section['tensor_parallel']} is not: "
-            f"write --device {gpu.name}"
+            f"--device {section['device']} is {count} GPUs, and --tensor-parallel is {given['tensor_parallel']}: write "
+            f"--device {gpu.name}"
         )
-    section |= {"device": gpu.name, "tensor_parallel": section.get("tensor_parallel", count)}
+    section |= {"device": gpu.name, "tensor_parallel": count if count > 1 else section.get("tensor_parallel", 1)}
     notes = _notes_of_model(data, section, workload)
     keys = {each.partition("=")[0].strip() for each in overrides}
     keeps_budget = bool(keys & {"engine", "engine.kv_budget"}) or not given.keys() & _MACHINE
@@ -117,9 +120,16 @@ def _leave_out(data: dict[str, Any], *, keeps_budget: bool) -> list[str]:
 
 
 def machine_of(section: SimulateSection, model: str) -> Machine:
-    """Raises UsageError for an unknown device or model, with the nearest names, and for heads that do not divide."""
+    """With the operator times and the calibration that ``section`` names.
+
+    Raises UsageError for an unknown device or model, with the nearest names, for heads that do not divide, and for
+    files that are not what they should be.
+    """
     _, gpu = parse_gpus(section.device)
-    return Machine(plan_model(model), gpu, section.tensor_parallel)
+    planned, gpus = plan_model(model), section.tensor_parallel
+    tables = read_tables(find_tables(Path(section.ops), gpu.name, planned.name, gpus)) if section.ops else None
+    calibration = read_calibration(Path(section.calibration)) if section.calibration else None
+    return Machine(planned, gpu, gpus, tables, calibration)
 
 
 def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTarget:

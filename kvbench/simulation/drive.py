@@ -31,7 +31,8 @@ class Ended:
     """A request that has ended.
 
     due, sent: when it was to be sent, and when it was [s]
-    times: when its tokens came [s]; sequences: which of its sequences each belongs to; empty if it has one
+    times: when its chunks came [s]; sequences: which of its sequences each belongs to; empty if it has one
+    tokens: of each chunk; empty if each has one, as all do that are not chosen at the request's end
     cached: tokens of its prompt that the prefix cache served
     reason: ``length``, or why it failed: ``refused`` with ``error`` and the ``status`` that a server answers it with
     """
@@ -42,11 +43,16 @@ class Ended:
     replica: int
     times: list[float] = field(default_factory=list)
     sequences: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     cached: int = 0
     reason: str | None = None
     error: str | None = None
     status: int = 200
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(self.tokens) if self.tokens else len(self.times)
 
 
 @dataclass(slots=True)
@@ -63,6 +69,7 @@ class _InFlight:
     ended: Ended
     conversation: _Conversation
     left: int  # of its sequences
+    plain: bool  # one sequence, whose tokens are not needed afterwards
 
 
 class Drive:
@@ -142,11 +149,11 @@ class Drive:
             self._send(due, due, conversation)
 
     def _send(self, due: float, now: float, conversation: _Conversation) -> None:
-        spec = conversation.turns[conversation.turn]
-        replica = self._router(spec, self._replicas)
-        ended = Ended(spec, due, now, replica.number)
+        spec = drawn = conversation.turns[conversation.turn]
         if spec.new_tokens:  # the conversation as it went
             spec = dataclasses.replace(spec, prompt_token_ids=conversation.prompt)
+        replica = self._router(spec, self._replicas)
+        ended = Ended(drawn, due, now, replica.number)
         self._number += 1
         request_id = str(self._number)
         try:
@@ -157,17 +164,20 @@ class Drive:
             self._end(ended, conversation, now)
             return
         conversation.prompt = spec.prompt_token_ids or ()
-        self._in_flight[request_id] = _InFlight(ended, conversation, spec.n)
+        plain = spec.n == 1 and spec.session is None and not spec.chooses
+        self._in_flight[request_id] = _InFlight(ended, conversation, spec.n, plain)
 
     def _take(self, replica: Replica, output: TokenOutput) -> None:
         request = self._in_flight[output.request_id]
         ended, now = request.ended, replica.clock.now
-        for _ in output.token_ids:
-            ended.times.append(now)
-        if ended.spec.n > 1:
-            ended.sequences += [output.index] * len(output.token_ids)
-        if ended.spec.session is not None and output.index == 0:
-            ended.token_ids += output.token_ids
+        ended.times.append(now)
+        if not request.plain:
+            if ended.spec.n > 1:
+                ended.sequences.append(output.index)
+            if ended.spec.chooses:
+                ended.tokens.append(len(output.token_ids))
+            if ended.spec.session is not None and output.index == 0:
+                ended.token_ids += output.token_ids
         if output.finish_reason is None:
             return
         request.left -= 1

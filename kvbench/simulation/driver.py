@@ -101,7 +101,7 @@ class SimulatedDriver:
         prepare(target, setup, requests, first=first)
         before = target.metrics()
         ended, readings = drive(setup, target, point, requests, on_progress)
-        rows = [_row(each) for each in with_unsent(ended, requests)]
+        rows = [row_of(each) for each in with_unsent(ended, requests)]
         with write_atomically(out / "requests.parquet") as scratch:
             pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
         outcome = _outcome(point, requests, ended, setup)
@@ -141,7 +141,7 @@ def prepare(target: SimulatedTarget, setup: LoadSetup, requests: Sequence[Reques
     if load.cache_state == "primed" or (load.cache_state == "steady" and first):
         prefixes = [RequestSpec(i, "prefix", ids, None, 1) for i, ids in enumerate(distinct_prefixes(requests))]
         Drive([target.replica], [[each] for each in prefixes], lambda ended: None, users=1).run()
-    target.replica.clock.now = 0.0
+    target.replica.rewind()
 
 
 def drive(
@@ -187,15 +187,16 @@ def with_unsent(ended: Sequence[Ended], requests: Sequence[RequestSpec]) -> list
     return [known[r.index] for r in requests]
 
 
-def _row(one: Ended) -> dict[str, Any]:
+def row_of(one: Ended) -> dict[str, Any]:
     """A row of requests.parquet."""
     if one.reason == SESSION_BROKEN or one.error is not None:
         refused = one.error is not None
         done = Completion(http_status=one.status if refused else None)
         done.fail("http_error" if refused else SESSION_BROKEN, one.error or "an earlier turn was refused")
         return Sample(one.spec, 0, one.due, one.sent, one.sent, done).to_row(0.0)
-    row = result_row(one.spec, one.due, one.sent, one.times, [1] * len(one.times), one.cached, one.reason, (),
-                     one.sequences or None)  # fmt: skip
+    tokens = one.tokens or [1] * len(one.times)
+    sequences = one.sequences or None
+    row = result_row(one.spec, one.due, one.sent, one.times, tokens, one.cached, one.reason, (), sequences)
     return {**row, "queued_s": one.sent - one.due}
 
 

@@ -82,7 +82,7 @@ class Machine:
                 config = replace(config, async_scheduling=True)  # as the engine does on a GPU
             if config.kv_budget is None:
                 config = replace(config, kv_budget=self._room(config))
-            limit, shape = self.model.spec.max_positions, self._kv_shape()
+            limit, shape = self.model.spec.max_positions, self.kv_shape()
             assert config.kv_budget is not None
             config = settle_length(config, limit, shape, config.kv_budget, may_lower=True)
             return config, capacity_of(config, shape, config.kv_budget)
@@ -106,7 +106,7 @@ class Machine:
             )
         return memory.kv * self.gpus
 
-    def _kv_shape(self) -> KVShape:
+    def kv_shape(self) -> KVShape:
         """Of all GPUs together: a KV head that several GPUs hold counts for each."""
         layers = []
         for group in self.model.layers:

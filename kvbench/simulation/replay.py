@@ -103,7 +103,7 @@ def measured_steps(load: ReplayedLoad, token_times: Sequence[Sequence[float]], b
 def row_of(ended: Ended) -> Mapping[str, Any]:
     """A row of requests.parquet of a simulated request."""
     sequences = ended.sequences if ended.spec.n > 1 else None
-    tokens = [1] * len(ended.times)
+    tokens = ended.tokens or [1] * len(ended.times)
     return result_row(
         ended.spec, ended.due, ended.sent, ended.times, tokens, ended.cached, ended.reason, ended.token_ids, sequences
     )

@@ -10,7 +10,7 @@ from engine.engine import Engine
 from engine.execution.simulated_executor import SimulatedExecutor, StepTime, StepWork, VirtualClock
 from engine.kv.budget import KVCapacity
 from engine.kv.layouts import make_kv_manager
-from engine.sequence import Request, SamplingParams, TokenOutput
+from engine.sequence import Request, SamplingParams, Sequence, TokenOutput
 from kvbench.requests.request import RequestSpec
 
 StepTimer = Callable[[StepWork], StepTime]
@@ -18,23 +18,34 @@ StepTimer = Callable[[StepWork], StepTime]
 
 
 class Replica:
-    """``number``: among the replicas of a fleet; ``clock.now``: the end of its last step [s]."""
+    """``number``: among the replicas of a fleet; ``clock.now``: the end of its last step, and ``step_began`` [s].
+
+    ``step_time``: its cost model.
+    """
 
     def __init__(
         self, config: EngineConfig, capacity: KVCapacity, vocab_size: int, step_time: StepTimer, number: int = 0
     ) -> None:
         self.number = number
         self.clock = VirtualClock()
+        self.step_time = step_time
+        self.step_began = 0.0
         pipelined = bool(config.async_scheduling)
-        executor = SimulatedExecutor(vocab_size, step_time, self.clock, pipelined=pipelined)
+        self._executor = executor = SimulatedExecutor(vocab_size, step_time, self.clock, pipelined=pipelined)
         config = replace(config, async_scheduling=pipelined)
         self.engine = Engine(config, executor, make_kv_manager(config, capacity), self.clock)
+
+    def rewind(self) -> None:
+        """Sets the clock of an idle engine back to 0; its prefix cache stays."""
+        assert not self.busy
+        self._executor.rewind()
+        self.step_began = 0.0
 
     @property
     def busy(self) -> bool:
         return self.engine.has_work()
 
-    def add(self, request_id: str, spec: RequestSpec, at: float) -> None:
+    def add(self, request_id: str, spec: RequestSpec, at: float) -> Sequence:
         """Queues a request that arrives at ``at`` [s]. Raises ValueError where it can never fit, or the queue is full.
 
         An idle replica's clock goes on to ``at``; a busy one takes it when its present step ends.
@@ -44,10 +55,11 @@ class Replica:
         params = SamplingParams(spec.max_tokens, temperature=0.0, ignore_eos=True, **spec.answers)
         ids = spec.prompt_token_ids
         assert ids is not None, "a simulated engine knows tokens only"
-        self.engine.add_request(Request(request_id, ids, params, at, spec.priority))
+        return self.engine.add_request(Request(request_id, ids, params, at, spec.priority))
 
     def step(self) -> list[TokenOutput]:
         """Computes one step; its tokens are there at ``clock.now``."""
+        self.step_began = self.clock.now
         return self.engine.step()
 
     @property

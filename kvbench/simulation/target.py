@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.requests.request import RequestSpec
+from kvbench.runs.metric_names import SIMULATED_SECONDS as SECONDS
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.replica import Replica
 from kvbench.targets.base import ModelFacts, Target
@@ -64,7 +65,10 @@ class SimulatedTarget(Target):
         """The engine's state, at its own time."""
         from engine.server.metrics import readings
 
-        return MetricsSample(self.replica.clock.now, *readings(self.replica.engine.stats()))
+        gauges, counters = readings(self.replica.engine.stats())
+        parts: Mapping[str, float] = getattr(self.replica.step_time, "seconds", {})
+        counters |= {f"{SECONDS}{name}": seconds for name, seconds in parts.items()}
+        return MetricsSample(self.replica.clock.now, gauges, counters)
 
     def reset_prefix_cache(self) -> bool:
         return self.replica.engine.reset_prefix_cache()

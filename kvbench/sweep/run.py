@@ -450,6 +450,7 @@ class Sweep:
             "capacity": manifest.get("capacity") or {},
             "backend": manifest.get("backend", "kvbench"),
             "model": (manifest.get("model") or {}).get("name"),
+            "simulated": manifest.get("simulated"),
         }
         found = [aggregate_cell(run, cell, facts) for cell in design.cells]
         self.summaries = [summary for summary in found if summary is not None]

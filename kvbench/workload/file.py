@@ -334,7 +334,7 @@ def resolve(
         simulate=file.simulate,
         resolved={
             **file.model_dump(mode="json", exclude={"load", "model", "simulate"}),
-            **({"simulate": file.simulate.model_dump(exclude_none=True)} if file.simulate else {}),
+            **({"simulate": file.simulate.model_dump(exclude_unset=True)} if file.simulate else {}),
             "model": stored | {key: portable(Path(path)) for key, path in found.items() if key in stored},
             "load": _change_paths(load_data, lambda text: portable(Path(text))),
         },

@@ -63,6 +63,7 @@ def workload_reference(engine: Mapping[str, Any]) -> str:
         ("The file", schema),
         ("model:", known["ModelSection"]),
         ("engine: and sweep:", {"description": _ENGINE, "properties": engine}),
+        ("simulate:", known["SimulateSection"]),
         ("load:", known["Load"]),
         ("load.prompts: of kind synthetic", known["SyntheticPrompts"]),
         ("load.prompts.classes:", known["PromptClass"]),

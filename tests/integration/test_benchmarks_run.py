@@ -23,6 +23,7 @@ FIGURES = {
     "test_hashing": ("ns_per_token",),
     "test_allocate_and_release": ("ns_per_page",),
     "test_server_start": ("start_s",),
+    "test_simulation": ("requests_per_minute",),
     "test_load_client": ("lag_p99_ms", "itl_error_p99_ms", "cpu_us_per_event"),
 }
 

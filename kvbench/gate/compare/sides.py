@@ -362,6 +362,7 @@ def _open_run(side: Side, workload: Workload) -> OpenSide:
     stored = stored_workload(manifest)
     facts = {**side.to_json(), "folder": str(run.path)}
     facts |= {key: manifest.get(key) for key in ("git", "versions", "command", "started", "ended", "target")}
+    facts |= {"simulated": simulated} if (simulated := manifest.get("simulated")) else {}
     choice = ChosenTarget(stored, _no_target, lambda settings: {}, {key: manifest.get(key) for key in STORED})
     return OpenSide(side, choice, facts, stored=run.path)
 
@@ -383,6 +384,8 @@ class PairedWorkload:
     def notes(self) -> list[str]:
         found = [f"{self.name}, {side}: {note}" for side in SIDES for note in self.sides[side].choice.notes]
         same = same_sides(*(self.sides[side] for side in SIDES))
+        simulated = all(self.sides[side].facts.get("simulated") for side in SIDES)
+        found += [f"{self.name}: both sides are simulated, nothing was measured"] if simulated else []
         return [*found, same] if same else found
 
     def compile(self, folder: Path, say: Callable[[str], None]) -> None:
@@ -423,6 +426,16 @@ def same_sides(base: OpenSide, candidate: OpenSide) -> str | None:
     return f"{what}: this is an A/A comparison, and any difference is noise" if same else None
 
 
+def require_same_clock(base: OpenSide, candidate: OpenSide) -> None:
+    """Raises UsageError where only one of two stored runs is simulated: a prediction is no baseline."""
+    simulated = [side.name for side in (base, candidate) if side.facts.get("simulated")]
+    if len(simulated) == 1:
+        raise UsageError(
+            f"{simulated[0]} is simulated and the other run was measured: compare two simulated runs or two measured "
+            "ones (`kvbench report A B` puts a prediction beside a measurement)"
+        )
+
+
 def open_workloads(
     sides: Mapping[str, Side],
     workloads: Sequence[Workload],
@@ -448,6 +461,7 @@ def open_workloads(
             own = dataclasses.replace(workload, resolved=copy.deepcopy(dict(workload.resolved)))
             opened[name] = open_side(sides[name], own, options, builds)
             held.callback(opened[name].choice.close)
+        require_same_clock(*(opened[name] for name in SIDES))
         for name, side in opened.items():
             designs[name], capacity[name] = _design(side, options["only"])
         matches = match_designs(workload.name, designs[BASE], designs[CANDIDATE])

@@ -137,7 +137,8 @@ def drawing(run: Run) -> Drawing | None:
         frame = distributions(cells)
         if len(frame):
             left = len(run.at(load)) - frame["configuration"].nunique()
-            caption = "Served. Further left is faster, steeper is steadier; log axes, raw samples of all repeats."
+            clock = words.upper_first(run.clock)
+            caption = f"{clock}. Further left is faster, steeper is steadier; log axes, raw samples of all repeats."
             if left:
                 caption += f" Left out: {words.plural(left, 'configuration')} invalid or without samples."
             figure = distributions_figure(frame, looks(run))

@@ -19,13 +19,12 @@ from kvbench.report.changes import (
     MARGINS,
     METRICS,
     OPEN,
-    SERVED,
     THROUGHPUT,
     amount,
     changes_frame,
 )
 from kvbench.report.style import CONTIGUOUS, GREY, PAGED, Drawing, finish, safe
-from kvbench.runs.model import Run
+from kvbench.runs.model import SERVED, SIMULATED, Run
 from kvbench.runs.ratios import SAME
 
 _LOOKS = {  # call -> colour, marker: never colour alone
@@ -35,7 +34,7 @@ _LOOKS = {  # call -> colour, marker: never colour alone
     OPEN: (GREY, "circle-open"),
 }
 _NAMES = {AHEAD: "better", BEHIND: "worse", IS_LEVEL: "level", OPEN: "not decided"}
-_LEVEL = {ENGINE_TIME: "the interval", SERVED: "every repeat"}  # what has to lie there
+_LEVEL = {ENGINE_TIME: "the interval", SERVED: "every repeat", SIMULATED: "every repeat"}  # what has to lie there
 _LEAST_RANGE = 12.0  # percent
 _ROW, _LINE = 13, 17  # px: of a row, and of each line of its name
 _LONGEST = 26  # characters of a line of a row's name

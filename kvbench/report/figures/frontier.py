@@ -220,5 +220,7 @@ def drawing(run: Run, price_per_hour: float | None = None) -> Drawing | None:
     )
     loads = " Larger: higher load." if len(run.loads) > 1 else ""
     better = "lower right is better" + (", of cost and energy lower left" if {"cost", "energy"} & set(axes) else "")
-    caption = f"Served; {better}.{loads} {'Stars: on the frontier for certain' if stars else none}."
+    caption = (
+        f"{words.upper_first(run.clock)}; {better}.{loads} {'Stars: on the frontier for certain' if stars else none}."
+    )
     return Drawing("frontier", "Throughput against latency", caption, frontier_figure(frame, looks(run)), 520)

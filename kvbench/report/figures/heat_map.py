@@ -17,7 +17,7 @@ from kvbench.report.comparisons import baseline, compare
 from kvbench.report.style import CONTIGUOUS, PAGED, Drawing, finish, safe
 from kvbench.report.wording import marked_ratio
 from kvbench.runs.engine_time import EngineTime
-from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.model import SERVED, SIMULATED, MeasuredCell, MeasuredLoad, Run
 from kvbench.runs.ratios import HIGHER, LOWER
 from kvbench.workload.settings import applies, effective, setting_title, value_words
 
@@ -40,7 +40,7 @@ def heat_map(run: Run, load: MeasuredLoad) -> pd.DataFrame:
     decided: whether it is told apart from 1
     text: the ratio with its mark, "baseline", or why there is none; empty where no such configuration can be
     interval: of the ratio; empty where it is not known
-    time: "engine time (whole run)" or "served"
+    time: "engine time (whole run)", "served" or "simulated"
     """
     cells, base = run.at(load), baseline(run, load)
     values = _values(run, cells)
@@ -56,7 +56,7 @@ def heat_map(run: Run, load: MeasuredLoad) -> pd.DataFrame:
         settings = {**base.settings, **{key: raw for key, (_, raw) in zip(values, combination, strict=True)}}
         possible = all(applies(key, settings) == (text != _NONE) for key, text in chosen.items())
         rows.append(chosen | _entry(cell, base, engine, possible))
-    return pd.DataFrame(rows).assign(time="served" if engine is None else engine.label)
+    return pd.DataFrame(rows).assign(time=run.clock if engine is None else engine.label)
 
 
 def _values(run: Run, cells: list[MeasuredCell]) -> dict[str, dict[str, Any]]:
@@ -201,8 +201,8 @@ def drawing(run: Run) -> Drawing | None:
             empty = " Without a colour: invalid, refused or missing." if frame["ratio"].isna().any() else ""
             caption = (
                 f"Output tokens/s relative to the baseline at {load.label}, {time}; below it the "
-                f"{'95 % interval' if time != 'served' else 'lowest and highest repeat'}. Grey: level (≈) or not told "
-                f"apart (?).{empty}"
+                f"{'lowest and highest repeat' if time in (SERVED, SIMULATED) else '95 % interval'}. Grey: level (≈) "
+                f"or not told apart (?).{empty}"
             )
             width = 130 + 90 * frame[_settings(frame)[-2]].nunique()
             return Drawing("heat-map", _title(frame), caption, heat_map_figure(frame), width)

@@ -123,7 +123,7 @@ def drawing(run: Run) -> Drawing | None:
     requests = cell.requests()
     frame = slowest(requests)
     caption = (
-        f"{cell.name} at {cell.load.label}, served, all repeats. Above each bar: class, prompt → output tokens, "
+        f"{cell.name} at {cell.load.label}, {cell.clock}, all repeats. Above each bar: class, prompt → output tokens, "
         "request and repeat; in a long gap it may have been preempted or have waited for others."
     )
     width = room_for_labels(_label(parts) for _, parts in frame.groupby("request"))

@@ -23,9 +23,9 @@ from kvbench.runs.manifest import build_manifest
 from kvbench.workload.file import load_workload
 
 COMMANDS = (
-    "sweep", "load", "report", "recommend", "plan", "cache-sim", "tune", "doctor", "serve", "bench-engine",
-    "mock-server", "calibrate-client", "trace", "compare", "calibrate", "claims", "gate", "accept", "history", "view",
-    "quality", "canaries", "init", "help",
+    "sweep", "simulate", "load", "report", "recommend", "predict", "plan", "cache-sim", "tune", "doctor", "serve",
+    "bench-engine", "mock-server", "calibrate-client", "calibrate-model", "trace", "compare", "calibrate", "claims",
+    "gate", "accept", "history", "view", "quality", "canaries", "init", "help",
 )  # fmt: skip
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 8}]
 WORKLOAD = {

@@ -1,0 +1,117 @@
+"""Fits what operator tables and data sheets lack to a measured run, and stores it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvbench.common.errors import UsageError
+from kvbench.common.files import read_json, write_json
+from kvbench.common.schema import explain
+from kvbench.simulation.cost_model import Calibration
+from kvbench.simulation.experts import EVENNESS
+from kvbench.simulation.machine import Machine
+from kvbench.simulation.measured_run import MeasuredRun, Predicted, predict
+
+FORMAT = 1
+
+# What is fitted: between which values, and to what of the run's requests, which depends on it most. Of the time from
+# scheduling to the first token the median: which prompts meet in a step is chance, and makes its tail.
+_FITTED: dict[str, tuple[tuple[float, float], str, Callable[[np.ndarray], float]]] = {
+    "prompt_layer_s": ((0.0, 300e-6), "prefill", np.median),
+    "host_s": ((0.0, 20e-3), "tpot", np.nanmean),
+    "all_reduce_s": ((0.0, 60e-6), "tpot", np.nanmean),
+    "kernels": ((0.85, 1.15), "tpot", np.nanmean),
+}
+NAMES = tuple(_FITTED)
+_POINTS = 4
+"""Simulations of a parameter. Under a queue a mean jumps a little from one value to the next, since other requests meet
+in a step; a line through several points is not misled by that."""
+
+
+class _File(BaseModel):
+    """A calibration as JSON. Fields as in ``Calibration``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    format: int = Field(ge=FORMAT, le=FORMAT)
+    host_s: float = Field(default=0.0, ge=0, le=1)
+    host_per_sequence_s: float = Field(default=0.0, ge=0, le=0.1)
+    prompt_layer_s: float = Field(default=0.0, ge=0, le=0.1)
+    kernels: float = Field(default=1.0, gt=0, le=100)
+    all_reduce_s: float = Field(default=Calibration.all_reduce_s, ge=0, le=0.1)
+    evenness: float = Field(default=EVENNESS, gt=0)
+    provenance: dict[str, Any] = Field(default_factory=dict)
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Raises UsageError for a file that is none."""
+    try:
+        found = _File.model_validate(read_json(path))
+    except ValidationError as error:
+        raise UsageError(f"{path} is no calibration of a cost model: {explain(error, '')[0]}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as a calibration: {error}") from None
+    return Calibration(**found.model_dump(exclude={"format"}))
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    write_json(path, {"format": FORMAT, **dataclasses.asdict(calibration)})
+
+
+def fitted_by_default(machine: Machine, run: MeasuredRun) -> list[str]:
+    """What a run can tell: launches, and the host's time where it does not overlap, or else the GPUs' exchange."""
+    names = ["prompt_layer_s"]
+    if machine.gpus > 1:
+        names.append("all_reduce_s")
+    elif run.settings.get("async_scheduling") is False:
+        names.append("host_s")
+    return names
+
+
+def fit(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> Calibration:
+    """The calibration of ``machine`` with which ``run`` comes out as measured; ``names``: of its fields.
+
+    Each is fitted to one figure of the run; of several, each is fitted anew with the others found before.
+    """
+    known = machine.calibration or Calibration()
+    for _ in range(1 if len(names) == 1 else 2):
+        for name in names:
+            (low, high), of, figure = _FITTED[name]
+            of = "ttft" if of == "prefill" and run.prefill is None else of
+            values, figures = np.linspace(low, high, _POINTS), []
+            for value in values:
+                tried = dataclasses.replace(known, **{name: float(value)})
+                figures.append(figure(getattr(predict(run, dataclasses.replace(machine, calibration=tried)), of)))
+            slope, start = np.polyfit(values, figures, 1)
+            best = (figure(getattr(run, of)) - start) / slope if slope > 0 else getattr(known, name)
+            known = dataclasses.replace(known, **{name: float(np.clip(best, low, 2 * high))})
+    return known
+
+
+def errors(run: MeasuredRun, predicted: Predicted) -> dict[str, float]:
+    """Predicted over measured - 1 of mean and 95th percentile of TTFT and TPOT."""
+    found = {}
+    for name in ("ttft", "tpot"):
+        simulated, measured = getattr(predicted, name), getattr(run, name)
+        found[f"{name}_mean"] = float(np.nanmean(simulated) / np.nanmean(measured) - 1)
+        found[f"{name}_p95"] = float(np.nanpercentile(simulated, 95) / np.nanpercentile(measured, 95) - 1)
+    return found
+
+
+def provenance_of(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> dict[str, Any]:
+    """What a calibration came from."""
+    return {
+        "fitted": list(names),
+        "run": run.name,
+        "requests": len(run.requests),
+        "engine": run.engine,
+        "device": machine.gpu.name,
+        "gpus": machine.gpus,
+        "model": machine.model.name,
+        "cost_model": dataclasses.replace(machine, calibration=None).cost_model,
+    }

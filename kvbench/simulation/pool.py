@@ -1,0 +1,98 @@
+"""Runs simulations side by side in processes of this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.process import BaseProcess
+from typing import TypeVar
+
+from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.text import and_more
+
+_PR_SET_PDEATHSIG = 1
+_LOOK_S = 1.0  # a signal is seen after so long at the latest
+_ENDED_S = 5.0  # a terminated process is gone by then, or killed
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+def map_simulations(
+    function: Callable[[Job], Result], jobs: Mapping[str, Job], processes: int | None = None
+) -> list[Result]:
+    """``function(job)`` of each job, in the order of ``jobs``, which are picklable and have names for messages.
+
+    processes: how many at once; None: one a core. A single one at a time runs in this process.
+
+    The first job that fails ends the others. Raises its UsageError, or MeasurementError for any other failure and for
+    a process that died, with the job's name in front. An interrupt ends all processes.
+    """
+    most = min(len(jobs), processes or len(os.sched_getaffinity(0)))
+    if most <= 1:
+        return [_named(name, lambda job=job: function(job)) for name, job in jobs.items()]
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(most, multiprocessing.get_context("spawn"), _begin, (os.getpid(),))
+    try:
+        running = {pool.submit(function, job): name for name, job in jobs.items()}
+        _wait_for_all(running, set(multiprocessing.active_children()) - others)
+        return [future.result(timeout=0) for future in running]
+    finally:
+        children = set(multiprocessing.active_children()) - others
+        for child in children:  # they have ended their jobs, or their jobs are not wanted any more
+            child.terminate()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in children:
+            child.join(_ENDED_S)
+            if child.is_alive():
+                child.kill()
+
+
+def _wait_for_all(running: Mapping[Future[Result], str], children: Collection[BaseProcess]) -> None:
+    """Until all have ended well. Raises what the first failed one raised.
+
+    The pool may miss the death of a process that it started after its thread began to wait (Python 3.11), so the
+    ``children`` are looked at here too.
+    """
+    left = set(running)
+    while left:
+        died = any(child.exitcode is not None for child in children)
+        done, left = wait(left, timeout=0 if died else _LOOK_S, return_when=FIRST_COMPLETED)
+        for future in (each for each in running if each in done):
+            _named(running[future], lambda future=future: future.result(timeout=0))
+        if died and left:
+            raise _died(and_more([running[future] for future in running if future in left]))
+
+
+def _died(names: str) -> MeasurementError:
+    return MeasurementError(
+        f"{names}: a process of the simulations died, perhaps for lack of memory: run fewer at once"
+    )
+
+
+def _named(name: str, run: Callable[[], Result]) -> Result:
+    """``run()``; its failure gets the job's name."""
+    try:
+        return run()
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from error
+    except BrokenProcessPool:
+        raise _died(name) from None
+    except MeasurementError as error:
+        raise MeasurementError(f"{name}: {error}") from error
+    except Exception as error:
+        raise MeasurementError(f"{name}: the simulation failed ({type(error).__name__}: {error})") from error
+
+
+def _begin(parent: int) -> None:
+    """In each process: Ctrl-C is left to the parent, which ends it; and it does not outlive a killed parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

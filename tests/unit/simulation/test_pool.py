@@ -1,0 +1,69 @@
+"""Simulations side by side in processes: order, failures, interrupts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.simulation.pool import map_simulations
+
+
+def work(job: float | str) -> float:
+    if isinstance(job, str):
+        if job == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise UsageError(job) if job == "bad input" else KeyError(job)
+    time.sleep(job)
+    return job
+
+
+def test_results_are_in_the_order_of_the_jobs() -> None:
+    assert map_simulations(work, {"slow": 0.2, "fast": 0.0, "other": 0.01}, processes=2) == [0.2, 0.0, 0.01]
+    assert map_simulations(work, {"slow": 0.01, "fast": 0.0}, processes=1) == [0.01, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("processes", "what", "kind"), [(1, "unexpected", MeasurementError), (2, "bad input", UsageError)]
+)
+def test_a_failed_job_is_named_and_keeps_its_kind(processes: int, what: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=rf"second.*{what}"):
+        map_simulations(work, {"first": 0.0, "second": what, "third": 0.0}, processes)
+
+
+def test_a_process_that_dies_ends_the_wait() -> None:
+    with pytest.raises(MeasurementError, match="died"):
+        map_simulations(work, {"first": 30.0, "second": "die"}, 2)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_an_interrupt(how: signal.Signals) -> None:
+    code = (
+        "from tests.unit.simulation.test_pool import work\n"
+        "from kvbench.simulation.pool import map_simulations\n"
+        "if __name__ == '__main__':\n"
+        "    map_simulations(work, {'a': 60.0, 'b': 60.0}, 2)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 20
+        workers: list[psutil.Process] = []
+        while len(workers) < 2 and time.monotonic() < end:
+            found = psutil.Process(parent.pid).children(recursive=True)
+            workers = [each for each in found if "spawn_main" in " ".join(each.cmdline())]
+            time.sleep(0.05)
+        assert len(workers) == 2
+        time.sleep(0.3)  # the workers have begun
+        parent.send_signal(how)
+        parent.wait(10)
+        _, alive = psutil.wait_procs(workers, 10)
+        assert not alive
+    finally:
+        parent.kill()
+        parent.wait(10)
