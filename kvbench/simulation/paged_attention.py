@@ -17,16 +17,19 @@ from __future__ import annotations
 import argparse
 import os
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from engine.execution.simulated_executor import StepTime, StepWork
+from engine.execution.null_executor import mixed
+from engine.execution.simulated_executor import SimulatedExecutor, StepTime, StepWork
 from engine.kv.contiguous import ContiguousKVManager, Slab
+from engine.sequence import Drawn, Sequence
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.requests.request import RequestSpec
@@ -154,13 +157,33 @@ TRANSLATION = {shots: Lengths(30, 40, 0.6, 0.6, shared) for shots, shared in ((1
 """Sentences of WMT16 English-German (about 22 English words) as tokens of LLaMA; the prefixes as the paper has them."""
 
 
+class SureBeams(SimulatedExecutor):
+    """Beams of a model that is sure of most tokens: at one in ``every`` it has continuations that are nearly as good.
+
+    At the others each beam continues with its best token. ``SimulatedExecutor`` has a choice at every token.
+    """
+
+    every = 1
+
+    def _continuations(self, seq: Sequence) -> Drawn:
+        drawn = super()._continuations(seq)
+        if mixed(seq.token_ids[-1], len(seq.token_ids)) % self.every == 0:
+            return drawn
+        return Drawn(drawn.token_ids, tuple(-8.0 * index for index in range(len(drawn.token_ids))))
+
+
 @dataclass(frozen=True, eq=False)
 class System:
-    """One of the paper's systems. ``buddy``: reservations are placed by a buddy allocator."""
+    """One of the paper's systems.
+
+    buddy: reservations are placed by a buddy allocator
+    choice_every: beams have a choice at one token in so many, see ``SureBeams``
+    """
 
     name: str
     settings: Mapping[str, Any]
     buddy: bool = False
+    choice_every: int = 1
 
 
 def _orca(reservation: str) -> System:
@@ -198,6 +221,10 @@ class Testbed:
             return timer(work)
 
         replica = Replica(config, capacity, self.machine.vocab_size, step_time)
+        if system.choice_every > 1:
+            executor = SureBeams(self.machine.vocab_size, step_time, replica.clock)
+            executor.every = system.choice_every
+            replica.engine.executor = executor
         if system.buddy:
             kv = replica.engine.kv
             assert isinstance(kv, ContiguousKVManager)
@@ -245,7 +272,7 @@ class _Observer:
         assert request.error is None, request.error
         self._ended += 1
 
-    def on_step(self, replica: Replica, outputs: Sequence[Any]) -> None:
+    def on_step(self, replica: Replica, outputs: Items[Any]) -> None:
         took, self._last = replica.clock.now - self._last, replica.clock.now
         scheduler, work = replica.engine.scheduler, self._work
         if self._ended < self._warm or not scheduler.running or (self._waiting and not scheduler.num_waiting):
@@ -260,6 +287,8 @@ class _Observer:
         self._seconds, self._last_ended = self._seconds + took, self._ended
 
     def result(self) -> Observed:
+        if not self._seconds:
+            raise ValueError("too few requests: none waits after the first fifth of them has ended; take more")
         useful, running, saved = (self._sums / self._seconds).tolist()
         per_s = (self._last_ended - self._first_ended) / self._seconds
         return Observed(useful, running, self._batched / self._iterations, saved, per_s)
@@ -292,7 +321,7 @@ def _arrivals(count: int, rate: float | None, seed: int) -> list[float]:
 
 
 def _requests(
-    lengths: Lengths, arrivals: Sequence[float], seed: int, answers: Mapping[str, int]
+    lengths: Lengths, arrivals: Items[float], seed: int, answers: Mapping[str, int]
 ) -> list[list[RequestSpec]]:
     """Prompts that begin with ``lengths.shared`` equal tokens and have nothing else in common."""
     prompts, outputs = lengths.draw(len(arrivals), np.random.default_rng(seed))
@@ -407,7 +436,7 @@ def first_fit_rows(count: int = 2000, seed: int = 0) -> list[Row]:
     return rows
 
 
-def rate_rows(model: str, seconds: float = 600.0, seed: int = 0) -> list[Row]:
+def rate_rows(model: str, seconds: float = 300.0, seed: int = 0) -> list[Row]:
     """Figure 12, ShareGPT."""
     rates = {each: sustained_rate(TESTBEDS[model], each, SHAREGPT, seconds, seed) for each in (MAX, ORACLE, PAGED)}
     pairs = ((ORACLE, (1.7, 2.7)), (MAX, (2.7, 8.0)))
@@ -417,22 +446,24 @@ def rate_rows(model: str, seconds: float = 600.0, seed: int = 0) -> list[Row]:
     ]
 
 
-def saving_rows(dataset: str, kind: str, count: int, seed: int = 0) -> list[Row]:
+def saving_rows(dataset: str, kind: str, count: int, choice_every: int = 1, seed: int = 0) -> list[Row]:
     """Figure 15, and what section 6.3 tells of ShareGPT: at half the rate that the memory bears.
 
     kind: ``n`` or ``beam_width``
     """
     rows, lengths, testbed = [], _DATASETS[dataset], TESTBEDS["OPT-13B"]
+    system = replace(SWAPPED, choice_every=choice_every)
     words = {"n": "parallel samples", "beam_width": "beams"}[kind]
+    words += f" that choose at 1 token in {choice_every}" if choice_every > 1 else ""
     for width, paper in zip((2, 4, 6), _SAVED[dataset, kind], strict=True):
         if paper is not None:
-            most = observe(testbed, SWAPPED, lengths, count, seed=seed, **{kind: width}).per_s
-            seen = observe(testbed, SWAPPED, lengths, count, most / 2, seed, **{kind: width})
+            most = observe(testbed, system, lengths, count, seed=seed, **{kind: width}).per_s
+            seen = observe(testbed, system, lengths, count, most / 2, seed, **{kind: width})
             rows.append(Row(f"memory saved by sharing, {dataset}, {width} {words}", (paper,), seen.saved, "%"))
     return rows
 
 
-def prefix_rows(shots: int, seconds: float = 120.0, seed: int = 0) -> list[Row]:
+def prefix_rows(shots: int, seconds: float = 60.0, seed: int = 0) -> list[Row]:
     """Figure 16. The paper's vLLM keeps the shared prefix; its Orca computes and stores it for each request."""
     lengths, testbed = TRANSLATION[shots], TESTBEDS["LLaMA-13B"]
     orca, shared = (sustained_rate(testbed, system, lengths, seconds, seed) for system in (ORACLE, SHARED))
@@ -446,15 +477,19 @@ def _parts() -> dict[str, list[tuple[Callable[..., list[Row]], tuple[Any, ...]]]
         "Memory and requests at once: OPT-13B, ShareGPT, A100-40GB": [(memory_rows, ())],
         "The same reservations placed by our first fit": [(first_fit_rows, ())],
         "Sustained rates, ShareGPT": [(rate_rows, (model,)) for model in ("OPT-13B", "OPT-66B", "OPT-175B")],
-        "Sharing: OPT-13B": [
-            *((saving_rows, (dataset, "n", count)) for dataset, count in (("Alpaca", 2000), ("ShareGPT", 400))),
-            *((saving_rows, (dataset, "beam_width", count)) for dataset, count in (("Alpaca", 600), ("ShareGPT", 150))),
+        "Sharing between samples: OPT-13B": [
+            (saving_rows, (dataset, "n", count)) for dataset, count in (("Alpaca", 1500), ("ShareGPT", 300))
+        ],
+        "Sharing between beams: OPT-13B": [
+            (saving_rows, (dataset, "beam_width", count, every))
+            for every in (1, 16)
+            for dataset, count in (("Alpaca", 400), ("ShareGPT", 60))
         ],
         "Shared prefix: LLaMA-13B, translation": [(prefix_rows, (1,)), (prefix_rows, (5,))],
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Items[str] | None = None) -> None:
     """Prints the tables as Markdown."""
     parser = argparse.ArgumentParser(prog="python -m kvbench.simulation.paged_attention", description=main.__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
