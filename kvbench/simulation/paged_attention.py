@@ -463,7 +463,7 @@ def saving_rows(dataset: str, kind: str, count: int, choice_every: int = 1, seed
     return rows
 
 
-def prefix_rows(shots: int, seconds: float = 60.0, seed: int = 0) -> list[Row]:
+def prefix_rows(shots: int, seconds: float = 120.0, seed: int = 0) -> list[Row]:
     """Figure 16. The paper's vLLM keeps the shared prefix; its Orca computes and stores it for each request."""
     lengths, testbed = TRANSLATION[shots], TESTBEDS["LLaMA-13B"]
     orca, shared = (sustained_rate(testbed, system, lengths, seconds, seed) for system in (ORACLE, SHARED))

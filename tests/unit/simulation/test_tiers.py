@@ -96,6 +96,15 @@ def test_each_page_is_found_in_the_tier_where_plain_dictionaries_have_it(prompts
     assert [cache.serve(ids) for ids in prompts] == plain_tiers(prompts, sizes, policy)
 
 
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_a_long_trace_too(policy):
+    rng = np.random.default_rng(0)
+    prompts = [[page, 100 + page % 3 * 7 + page] for page in (rng.zipf(1.3, 3000) % 40).tolist()]
+    sizes = [4, 5, 9]
+    cache = TieredCache(sizes, policy)
+    assert [cache.serve(ids) for ids in prompts] == plain_tiers(prompts, sizes, policy)
+
+
 @settings(max_examples=40, deadline=None)
 @given(requests(), st.integers(1, 6), st.integers(1, 6))
 def test_hits_never_fall_when_a_tier_grows(prompts, dram, more):
@@ -147,6 +156,22 @@ def test_a_page_is_computed_where_that_is_sooner_than_loading_it():
     slow, late = first_tokens(1e8), first_tokens(1e12, latency=1.0)
     for times in (slow, late):
         assert times.of(4000, [0, 1, 1]) == (pytest.approx(times.of(4000, [0])[0]), [])
+
+
+def test_the_later_pages_of_a_prompt_are_loaded_where_only_they_take_longer_to_compute():
+    times = first_tokens(1e12)
+    step, size = timer(times), times.step_tokens
+    first, second = (step((size, before), drawn=0) / size * PAGE for before in (0, size))
+    assert first < second  # attention sees more tokens
+    pages = size // PAGE
+    between = first_tokens(PAGE * 131_072 / ((first + second) / 2))
+    assert between.of(3 * size, [1] * 2 * pages)[1] == list(range(pages, 2 * pages))
+
+
+def test_a_tier_with_a_long_latency_does_not_spoil_the_one_above_it():
+    tiers = (Tier("hbm", 2**33, np.inf, 0.0), Tier("dram", 2**33, 1e12, 0.0), Tier("ssd", 2**33, 1e12, 0.01))
+    times = FirstTokens(MACHINE, PAGE, tiers)
+    assert times.of(4000, [1, 1, 2])[1] == [0, 1]
 
 
 def test_a_tier_saves_the_difference_that_it_makes():
