@@ -17,8 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 from bisect import insort
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import NormalDist
@@ -29,7 +28,8 @@ import numpy as np
 from engine.execution.null_executor import mixed
 from engine.execution.simulated_executor import SimulatedExecutor, StepTime, StepWork
 from engine.kv.contiguous import ContiguousKVManager, Slab
-from engine.sequence import Drawn, Sequence
+from engine.sequence import Drawn
+from engine.sequence import Sequence as EngineSequence
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.requests.request import RequestSpec
@@ -165,7 +165,7 @@ class SureBeams(SimulatedExecutor):
 
     every = 1
 
-    def _continuations(self, seq: Sequence) -> Drawn:
+    def _continuations(self, seq: EngineSequence) -> Drawn:
         drawn = super()._continuations(seq)
         if mixed(seq.token_ids[-1], len(seq.token_ids)) % self.every == 0:
             return drawn
@@ -272,7 +272,7 @@ class _Observer:
         assert request.error is None, request.error
         self._ended += 1
 
-    def on_step(self, replica: Replica, outputs: Items[Any]) -> None:
+    def on_step(self, replica: Replica, outputs: Sequence[Any]) -> None:
         took, self._last = replica.clock.now - self._last, replica.clock.now
         scheduler, work = replica.engine.scheduler, self._work
         if self._ended < self._warm or not scheduler.running or (self._waiting and not scheduler.num_waiting):
@@ -321,7 +321,7 @@ def _arrivals(count: int, rate: float | None, seed: int) -> list[float]:
 
 
 def _requests(
-    lengths: Lengths, arrivals: Items[float], seed: int, answers: Mapping[str, int]
+    lengths: Lengths, arrivals: Sequence[float], seed: int, answers: Mapping[str, int]
 ) -> list[list[RequestSpec]]:
     """Prompts that begin with ``lengths.shared`` equal tokens and have nothing else in common."""
     prompts, outputs = lengths.draw(len(arrivals), np.random.default_rng(seed))
@@ -489,7 +489,7 @@ def _parts() -> dict[str, list[tuple[Callable[..., list[Row]], tuple[Any, ...]]]
     }
 
 
-def main(argv: Items[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Prints the tables as Markdown."""
     parser = argparse.ArgumentParser(prog="python -m kvbench.simulation.paged_attention", description=main.__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")

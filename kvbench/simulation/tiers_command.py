@@ -73,12 +73,12 @@ def tiers_command(
 
 def table(result: TieredSimulation) -> tuple[list[str], list[list[str]]]:
     """Heads, and a row for no cache and for each tier added."""
-    heads = ["with", "pages", "hits, pages", "not computed", "mean TTFT", "p95 TTFT", "saves, mean", "p95", "a GiB"]
+    heads = ["with", "pages", "hits, pages", "loaded", "mean TTFT", "p95 TTFT", "saves, mean", "p95", "mean, a GiB"]
     rows = []
     for before, value in zip((None, *result.values), result.values, strict=False):
         row = [value.tier.name.upper() if value.tier else "no cache"]
         row += [f"{value.num_pages:,}", f"{value.hits / result.pages:.2%}"] if value.tier else ["", ""]
-        row += [f"{value.loaded / value.hits:.0%}" if value.hits else ""]
+        row += [f"{value.loaded / value.hits:.0%}" if value.hits and value is not result.values[1] else ""]
         row += [_time(value.mean_s), _time(value.p95_s)]
         if before is not None and value.tier is not None:
             row += [_time(before.mean_s - value.mean_s), _time(before.p95_s - value.p95_s), _a_gib(before, value)]
