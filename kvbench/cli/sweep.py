@@ -26,6 +26,8 @@ from kvbench.common.errors import UsageError, say
 from kvbench.common.option_rules import RAY_OPTIONS, check_goes_with, flag
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from kvbench.runs.folder import RunFolder
     from kvbench.sweep.block import Driver
     from kvbench.targets.choose import ChosenTarget
@@ -136,7 +138,6 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     from rich.console import Console
 
     from kvbench.cli.quality import measure_run
-    from kvbench.cli.report import show_report
     from kvbench.lockstep.process import OPEN_LIMIT_S
     from kvbench.runs.resume import planned_cells
     from kvbench.sweep.block import HTTP
@@ -149,7 +150,10 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     check_goes_with(given, RAY_OPTIONS, [f"--executor {options['executor']}"])
     if resume and workload is None and Path(resume).suffix in (".yaml", ".yml"):
         workload, resume = resume, "latest"  # `--resume WORKLOAD` reads as one would mean it
-    options["profile"] = options["profile"] or ("gpu" if options["simulate"] and workload else None)
+    if options["simulate"] and (workload or not resume):  # a stored workload has its profile
+        from kvbench.simulation.choose import profile_of
+
+        options["profile"] = profile_of(options)
     loaded, run = workload_and_run(workload, resume, options)
     if options["force"] and run is None:
         raise UsageError("--force goes with --resume: a new run has nothing to differ from; leave it out")
@@ -172,7 +176,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             console,
             only,
             options["output_dir"],
-            report=None if options["no_report"] else show_report,
+            report=None if options["no_report"] else _predict_and_show,
             quality=None if options["no_quality"] else measure_run,
             calibrate=not options["no_calibration"],
             resumed=run,
@@ -198,6 +202,8 @@ def _target_and_driver(
         raise UsageError("--simulate cannot go on with a run that was measured: start a new run without --resume")
     check_options(options, simulates=simulates, begun=bool(stored) and not options["simulate"])
     if not simulates:
+        if loaded.simulate:
+            say(f"note: {loaded.name} is measured here; its section `simulate` counts with --simulate only")
         from kvbench.sweep.block import HTTP
         from kvbench.targets.choose import choose
 
@@ -208,6 +214,17 @@ def _target_and_driver(
     if not options["simulate"]:
         return simulated_target(loaded), SimulatedDriver()
     return simulated_target(*simulated_workload(loaded, options, options["overrides"])), SimulatedDriver()
+
+
+def _predict_and_show(folder: Path, console: Console) -> None:
+    """The report, with a prediction beside each measured cell of the built-in engine where one can be made."""
+    from kvbench.cli.report import show_report
+    from kvbench.runs.read import read_run
+    from kvbench.simulation.predict import predict_run
+
+    with contextlib.suppress(UsageError, OSError):  # of another engine, or too few cells; a full disk: show the figures
+        predict_run(read_run(folder))
+    show_report(folder, console)
 
 
 def require_answer(choice: ChosenTarget) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+
 
 def gpu_energy_j() -> float | None:
-    """Joules since the driver was loaded, over all GPUs; None without NVML, a GPU, or the counter (before Volta)."""
+    """Joules since the driver was loaded, over all GPUs that we may use; None without NVML, a GPU, or the counter.
+
+    GPUs before Volta have no counter.
+    """
     import pynvml
 
     try:
@@ -12,10 +18,17 @@ def gpu_energy_j() -> float | None:
     except pynvml.NVMLError:
         return None
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in _usable(pynvml.nvmlDeviceGetCount())]
         used = [pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles]  # mJ
     except pynvml.NVMLError:
         return None
     finally:
         pynvml.nvmlShutdown()
     return sum(used) / 1000 if used else None
+
+
+def _usable(count: int) -> Iterable[int]:
+    """Those that CUDA_VISIBLE_DEVICES numbers: a cell of a Ray cluster has some of the machine's GPUs for itself."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    numbers = [int(name) for name in named if name.isdecimal() and int(name) < count]
+    return numbers if len(numbers) == len(named) else range(count)

@@ -17,11 +17,13 @@ from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
 from kvbench.simulation import step_log
+from kvbench.simulation.calibrate_sweep import calibrate_sweep, is_sweep
 from kvbench.simulation.calibration import (
     NAMES,
     errors,
     fit,
     fitted_by_default,
+    latencies,
     provenance_of,
     read_calibration,
     write_calibration,
@@ -51,6 +53,8 @@ class _Row:
         return {
             "run": self.run.name,
             "how": self.how,
+            "measured_s": latencies(self.run),
+            "predicted_s": latencies(self.predicted),
             "errors": errors(self.run, self.predicted),
             "mean_distance": series_errors(self.run, self.predicted),
             "preemptions": self.predicted.preemptions,
@@ -70,6 +74,8 @@ def calibrate_command(
     if run is None and not check:
         raise UsageError("--calibration alone says nothing new: add --check RUN")
     console = Console()
+    if run is not None and is_sweep(run):
+        return calibrate_sweep(run, check, output, as_json=options["as_json"])
     if run is not None and run.is_file():
         return _fit_log(run, check, output, console, options)
     rows: list[_Row] = []

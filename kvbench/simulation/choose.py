@@ -14,6 +14,7 @@ from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 from kvbench.common.text import data_size, listing
+from kvbench.simulation import this_cpu
 from kvbench.simulation.calibration import read_calibration
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.tables import find_tables, read_tables
@@ -31,6 +32,11 @@ _OTHERS_ONLY = (
     "tokenizer", "api_key_env", "tls_ca_file", "no_tls_verify", "port", "start_timeout", "lockstep_minutes",
 )  # fmt: skip
 _START_GUESS_S = 0.1
+
+
+def profile_of(options: Mapping[str, Any]) -> str:
+    """The workload's profile that is simulated: the one asked for, else the one for such a device."""
+    return options["profile"] or ("cpu" if options.get("device") == this_cpu.NAME else "gpu")
 
 
 def check_options(options: Mapping[str, Any], *, simulates: bool, begun: bool) -> None:
@@ -66,20 +72,29 @@ def simulated_workload(
             "--simulate needs the device: give for example --device H200 (with --tensor-parallel 4: four of them), or "
             "a section `simulate: {device: H200}` in the workload"
         )
-    count, gpu = parse_gpus(section["device"])
+    count, device = _devices(section["device"])
     if count > 1 and given.get("tensor_parallel", count) != count:
         raise UsageError(
             f"--device {section['device']} is {count} GPUs, and --tensor-parallel is {given['tensor_parallel']}: write "
-            f"--device {gpu.name}"
+            f"--device {device}"
         )
-    section |= {"device": gpu.name, "tensor_parallel": count if count > 1 else section.get("tensor_parallel", 1)}
+    section |= {"device": device, "tensor_parallel": count if count > 1 else section.get("tensor_parallel", 1)}
     notes = _notes_of_model(data, section, workload)
     keys = {each.partition("=")[0].strip() for each in overrides}
     keeps_budget = bool(keys & {"engine", "engine.kv_budget"}) or not given.keys() & _MACHINE
+    keeps_budget |= device == this_cpu.NAME  # where the workload's own budget for a CPU is meant
     notes += _leave_out(data, keeps_budget=keeps_budget)
     data |= {"simulate": section, "max_minutes": None}
     made = resolve(data, profile=workload.profile, source=None, where=str(workload.source or workload.name))
     return dataclasses.replace(made, source=workload.source), tuple(notes)
+
+
+def _devices(text: str) -> tuple[int, str]:
+    """How many of what."""
+    if text.strip().lower() == this_cpu.NAME:
+        return 1, this_cpu.NAME
+    count, gpu = parse_gpus(text)
+    return count, gpu.name
 
 
 def _notes_of_model(data: dict[str, Any], section: dict[str, Any], workload: Workload) -> list[str]:
@@ -125,10 +140,13 @@ def machine_of(section: SimulateSection, model: str) -> Machine:
     Raises UsageError for an unknown device or model, with the nearest names, for heads that do not divide, and for
     files that are not what they should be.
     """
+    calibrated = Path(section.calibration) if section.calibration else None
+    if section.device == this_cpu.NAME:
+        return this_cpu.this_cpu(model, calibrated)
     _, gpu = parse_gpus(section.device)
     planned, gpus = plan_model(model), section.tensor_parallel
     tables = read_tables(find_tables(Path(section.ops), gpu.name, planned.name, gpus)) if section.ops else None
-    calibration = read_calibration(Path(section.calibration)) if section.calibration else None
+    calibration = read_calibration(calibrated) if calibrated else None
     return Machine(planned, gpu, gpus, tables, calibration)
 
 

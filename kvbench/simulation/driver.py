@@ -28,48 +28,46 @@ from kvbench.measure.server_state import cache_use, leak_reasons
 from kvbench.metrics.latency import SESSION_BROKEN, summarise
 from kvbench.requests.request import RequestList, RequestSpec, conversations, distinct_prefixes
 from kvbench.runs.model import COST_NOTES
-from kvbench.simulation.drive import Drive, Ended
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended
 from kvbench.simulation.replica import Replica
 from kvbench.simulation.target import CLOCK, SimulatedTarget
-from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsPoller, MetricsSample, OnReading
+from kvbench.targets.prometheus import MetricsPoller, MetricsSample, OnReading
 from kvbench.workload.design import LoadPoint
 
 _MOST_READINGS = 400  # of a load
-_A_MOMENT_S = 1e-6
+_FIRST_INTERVAL_S = 1e-3  # about the shortest step
 _STEPS_A_CHECK = 2000
 _ENDED_A_REPORT = 64
 _GUESS_TOKENS_PER_S = 60_000.0  # of answers, of real time on one core
 
 
 class Readings:
-    """The engine's gauges and counters over virtual time: at most ``_MOST_READINGS``, about evenly spaced.
+    """The engine's gauges and counters at even distances of virtual time: at most ``_MOST_READINGS`` of a load.
 
-    They begin ``POLL_INTERVAL_S`` apart; where there are too many, every other one is dropped and the distance doubled.
-    An engine is read when it falls idle, too, and what was read then holds until its next step.
+    They begin ``_FIRST_INTERVAL_S`` apart; where there are too many, every other one is dropped and the distance
+    doubled. While the engine computes a step, a reading is of that step's end; while it is idle, of the step before.
     """
 
     def __init__(self, target: SimulatedTarget) -> None:
         self.samples: list[MetricsSample] = []
-        self._target, self._interval, self._due = target, POLL_INTERVAL_S, 0.0
+        self._target, self._interval, self._due = target, _FIRST_INTERVAL_S, 0.0
         self._idle: MetricsSample | None = None
 
     def after_step(self) -> None:
         """Call after each step."""
-        now, busy = self._target.replica.clock.now, self._target.replica.busy
-        if self._idle is not None and now > self._due:
-            self._keep(dataclasses.replace(self._idle, at=now - _A_MOMENT_S))
-        self._idle = None
-        if now >= self._due or not busy:
-            read = self._target.metrics()
-            self._keep(read)
-            self._idle = None if busy else read
+        now = self._target.replica.clock.now
+        if now >= self._due:
+            sample = self._idle or self._target.metrics()
+            while self._due <= now:
+                self._keep(sample)
+        self._idle = None if self._target.replica.busy else self._target.metrics()
 
     def _keep(self, sample: MetricsSample) -> None:
-        self.samples.append(sample)
-        self._due = sample.at + self._interval
+        self.samples.append(dataclasses.replace(sample, at=self._due))
         if len(self.samples) > _MOST_READINGS:
             del self.samples[1::2]
             self._interval *= 2
+        self._due = self.samples[-1].at + self._interval
 
 
 class SimulatedDriver:
@@ -177,6 +175,7 @@ def drive(
         on_end,
         users=point.concurrency if closed else None,
         most_in_flight=None if closed else setup.load.max_concurrency,
+        turnaround_s=TURNAROUND_S,
         on_step=on_step,
     ).run()
     return ended, readings.samples

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import queue
+import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from kvbench.targets.choose import choose
 from kvbench.workload.design import Block, Cell
 from kvbench.workload.file import Workload
 
+_PREFIX = "kvbench-block-"
+_NEW_S = 60.0  # a folder that is younger may not be locked yet
 _LOOK_S = 0.2
 _END_S = 10.0  # a load that is told to stop has ended and stopped its server
 
@@ -98,7 +103,8 @@ Event = Began | Status | ServerUp | LoadDone | LoadFailed | BlockEnded
 
 def run_block_task(task: BlockTask) -> Iterator[Event]:
     """Runs the block in a temporary folder. When it is closed or interrupted, it ends the load and stops the server."""
-    with tempfile.TemporaryDirectory(prefix="kvbench-block-") as folder:
+    _remove_left_behind()
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, RunFolder(Path(folder)).locked():
         work = _Work(task, RunFolder(Path(folder)))
         thread = threading.Thread(target=work.run, name="kvbench-block")
         yield Began()
@@ -117,6 +123,14 @@ def run_block_task(task: BlockTask) -> Iterator[Event]:
             if thread.is_alive():  # such as a server that is being started
                 work.stop_servers()
                 thread.join(_END_S)
+
+
+def _remove_left_behind() -> None:
+    """Removes the folders of blocks whose process was killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another task removes it
+            if time.time() - path.stat().st_mtime > _NEW_S and not RunFolder(path).is_locked():
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass

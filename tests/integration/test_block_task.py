@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -43,6 +44,9 @@ def servers(tmp_path: Any) -> list[int]:
 
 def test_each_load_comes_back_with_its_files_and_then_the_log(task, tmp_path):
     task = task()
+    killed = tmp_path / "kvbench-block-killed"  # of a task that could not remove it
+    killed.mkdir()
+    os.utime(killed, (1, 1))
     events = list(run_block_task(task))
     done, end, run = [each for each in events if isinstance(each, LoadDone)], events[-1], RunFolder(tmp_path / "run")
     assert [each.cell for each in done] == list(task.block.cells) and isinstance(end, BlockEnded) and end.started

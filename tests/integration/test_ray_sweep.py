@@ -36,7 +36,7 @@ class Machines:
 
     @property
     def settings(self) -> dict:
-        env = {"FAKE_LAUNCHES": str(self.launches_file)}
+        env = {"FAKE_LAUNCHES": str(self.launches_file), "TMPDIR": str(self.launches_file.parent)}
         return {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20, "env_vars": env}
 
     @property

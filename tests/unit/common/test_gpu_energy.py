@@ -39,6 +39,15 @@ def test_joules_are_summed_over_all_gpus(nvml):
     assert gpu_energy_j() == 4.0
 
 
+@pytest.mark.parametrize(
+    ("visible", "joules"), [("1", 2.5), ("1,0", 4.0), ("", 4.0), ("GPU-5f2e", 4.0), ("7", 4.0)]
+)  # fmt: skip
+def test_gpus_that_cuda_hides_are_not_counted(nvml, monkeypatch, visible, joules):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    nvml(1_000, 2_000)
+    assert gpu_energy_j() == joules
+
+
 def test_none_without_a_gpu_or_a_counter(nvml, monkeypatch):
     nvml()
     assert gpu_energy_j() is None
