@@ -9,6 +9,11 @@ import click
 
 from kvbench.cli.options import OutputFile
 
+_NOT_WITH_TIERS = {
+    "pages": "the sizes of the tiers say how many pages each holds",
+    "kv_bytes_per_token": "the model tells the bytes",
+}
+
 
 @click.command(name="cache-sim")
 @click.argument("trace", type=click.Path(path_type=Path), nargs=-1, required=True)
@@ -32,6 +37,16 @@ from kvbench.cli.options import OutputFile
 @click.option("--kv-bytes-per-token", type=click.IntRange(1), metavar="BYTES", help="Show capacities in bytes as well.")
 @click.option("--model", metavar="NAME", help="The same, from a model: a folder, a config JSON or a shipped config.")
 @click.option("--kv-cache-dtype", metavar="DTYPE", help="With --model: auto, fp8_e4m3, int8_per_token_head, ...")
+@click.option(
+    "--tiers", metavar="NAME=SIZE[,...]",
+    help="A cache of several tiers, such as hbm=40GiB,dram=40GiB@50GB/s,ssd=1TiB, and the TTFT that each saves; "
+    "@SPEED and @LATENCY of loading are the device's link and a usual SSD's where they are not given.",
+)  # fmt: skip
+@click.option("--device", metavar="[Nx]NAME", help="--tiers: the GPUs, whose speed is simulated: H100, 4xA100-80GB.")
+@click.option(
+    "--policy", type=click.Choice(("lru", "lfu")),
+    help="--tiers: what tiers below HBM evict: the page used longest ago, or by the fewest requests (default: lru).",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 @click.option("--html", type=OutputFile(), metavar="PATH", help="Write the curve as a page, too.")
 def cache_sim(**options: Any) -> int:
@@ -45,9 +60,22 @@ def cache_sim(**options: Any) -> int:
     Examples:
       kvbench cache-sim conversation_trace.jsonl
       kvbench cache-sim conversation_trace.jsonl --pages 1k,5k,20k --model llama-3.1-8b --html curve.html
+      kvbench cache-sim conversation_trace.jsonl --tiers dram=40GiB,ssd=1TiB --model llama-3.1-8b --device H100
     \b
     Exit codes: 0 shown, 2 bad input. No files are written but --html's.
     """
+    from kvbench.common.option_rules import check_exclusive, check_goes_with
+
+    given = [name for name, value in options.items() if value is not None and value != ()]
+    check_goes_with(given, dict.fromkeys(("policy", "device"), ("--tiers",)), ["--tiers"] if options["tiers"] else [])
+    check_exclusive(given, {("tiers", other): why for other, why in _NOT_WITH_TIERS.items()})
+    tiers = {name: options.pop(name) for name in ("tiers", "device", "policy")}
+    if tiers["tiers"] is not None:
+        from kvbench.simulation.tiers_command import tiers_command
+
+        for name in _NOT_WITH_TIERS:
+            del options[name]
+        return tiers_command(**options, **tiers)
     from kvbench.trace_analysis.commands import cache_sim_command
 
     return cache_sim_command(**options)

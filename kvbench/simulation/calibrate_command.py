@@ -23,6 +23,7 @@ from kvbench.simulation.calibration import (
     errors,
     fit,
     fitted_by_default,
+    latencies,
     provenance_of,
     read_calibration,
     write_calibration,
@@ -52,6 +53,8 @@ class _Row:
         return {
             "run": self.run.name,
             "how": self.how,
+            "measured_s": latencies(self.run),
+            "predicted_s": latencies(self.predicted),
             "errors": errors(self.run, self.predicted),
             "mean_distance": series_errors(self.run, self.predicted),
             "preemptions": self.predicted.preemptions,

@@ -112,14 +112,19 @@ def _figures(run: MeasuredRun, names: Sequence[str], of: MeasuredRun | Predicted
     return np.array(found)
 
 
-def errors(run: MeasuredRun, predicted: Predicted) -> dict[str, float]:
-    """Predicted over measured - 1 of mean and 95th percentile of TTFT and TPOT."""
+def latencies(of: MeasuredRun | Predicted) -> dict[str, float]:
+    """Mean and 95th percentile of TTFT and TPOT [s]."""
     found = {}
     for name in ("ttft", "tpot"):
-        simulated, measured = getattr(predicted, name), getattr(run, name)
-        found[f"{name}_mean"] = float(np.nanmean(simulated) / np.nanmean(measured) - 1)
-        found[f"{name}_p95"] = float(np.nanpercentile(simulated, 95) / np.nanpercentile(measured, 95) - 1)
+        found[f"{name}_mean"] = float(np.nanmean(getattr(of, name)))
+        found[f"{name}_p95"] = float(np.nanpercentile(getattr(of, name), 95))
     return found
+
+
+def errors(run: MeasuredRun, predicted: Predicted) -> dict[str, float]:
+    """Predicted over measured - 1 of each of ``latencies``."""
+    measured = latencies(run)
+    return {name: value / measured[name] - 1 for name, value in latencies(predicted).items()}
 
 
 def provenance_of(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> dict[str, Any]:

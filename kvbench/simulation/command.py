@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -52,7 +53,7 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
         )
     if workload is None and not options["model"]:
         raise UsageError("--model is missing: give for example --model llama-3.1-8b, or a workload file")
-    conditions = _conditions(options["find_max_rate"])
+    conditions = _conditions(options["find_max_rate"], options["request_rate"])
     folder: Path | None = options["output_dir"]
     if folder is not None:
         if conditions:
@@ -96,7 +97,10 @@ def _results(
         return [simulate(jobs[0], on_progress)]
 
 
-def _conditions(slo: str | None) -> tuple[Condition, ...]:
+def _conditions(slo: str | None, rates: Sequence[float] | None) -> tuple[Condition, ...]:
+    """Of a search, which begins at one of ``rates``; none without a search."""
+    if slo is not None and rates and (len(rates) > 1 or math.isinf(rates[0])):
+        raise UsageError("--find-max-rate begins at one finite --request-rate: give one, or leave it out")
     try:
         return parse_conditions(slo) if slo is not None else ()
     except ValueError as error:
@@ -116,13 +120,14 @@ def _jobs(workload: str | None, options: Mapping[str, Any]) -> tuple[list[Simula
         load_name = point.load_id
         if options["find_max_rate"]:
             load_name = "trace" if loaded.load.arrivals == "trace" else "open loop"
-        elif users is not None and point.mode == "open":
+        if users is not None and point.mode == "open":
             load_name += f" at most {users} in flight"
         for replicas, router in itertools.product(options["replicas"], _routers(options)):
             name = load_name + (f", {plural(replicas, 'replica')}, {router}" if max(options["replicas"]) > 1 else "")
             how = (loaded.engine, loaded.load, point, loaded.seed, replicas, router)
             jobs.append(SimulationJob(name, loaded.simulate, model, *how))
-    return [_with_facts(job, options, len(jobs)) for job in jobs], notes
+    code = git_state()
+    return [_with_facts(job, options, len(jobs), code) for job in jobs], notes
 
 
 def _load(
@@ -155,8 +160,8 @@ def _routers(options: Mapping[str, Any]) -> Sequence[str]:
     return tuple(dict.fromkeys(options["router"])) or (next(iter(ROUTERS)),)
 
 
-def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int) -> SimulationJob:
-    """With what summary.json holds beside the figures, and the folder of its files."""
+def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int, code: Mapping[str, Any]) -> SimulationJob:
+    """With what summary.json holds beside the figures, and the folder of its files. ``code``: kvbench's commit."""
     machine = machine_of(job.section, job.model)
     config, capacity = machine.settle(job.settings)
     facts = {
@@ -173,7 +178,7 @@ def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int) -> Si
         "load": job.load.model_dump(mode="json", exclude_none=True),
         "load_id": job.point.load_id,
         "kvbench": version("kvbench"),
-        "git": git_state(),
+        "git": code,
     }
     folder: Path | None = options["output_dir"]
     if folder is not None and jobs > 1:

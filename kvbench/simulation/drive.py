@@ -22,6 +22,10 @@ from engine.sequence import TokenOutput
 from kvbench.requests.request import RequestSpec, continued
 from kvbench.simulation.replica import Replica
 
+TURNAROUND_S = 1e-3
+"""From a user's last token to its next request at the engine, over HTTP on one machine. So the step after the one that
+ended an answer has begun when the next request comes, as in a real engine."""
+
 Router = Callable[[RequestSpec, Sequence[Replica]], Replica]
 """Chooses a replica for a request."""
 

@@ -28,7 +28,7 @@ from kvbench.measure.server_state import cache_use, leak_reasons
 from kvbench.metrics.latency import SESSION_BROKEN, summarise
 from kvbench.requests.request import RequestList, RequestSpec, conversations, distinct_prefixes
 from kvbench.runs.model import COST_NOTES
-from kvbench.simulation.drive import Drive, Ended
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended
 from kvbench.simulation.replica import Replica
 from kvbench.simulation.target import CLOCK, SimulatedTarget
 from kvbench.targets.prometheus import MetricsPoller, MetricsSample, OnReading
@@ -175,6 +175,7 @@ def drive(
         on_end,
         users=point.concurrency if closed else None,
         most_in_flight=None if closed else setup.load.max_concurrency,
+        turnaround_s=TURNAROUND_S,
         on_step=on_step,
     ).run()
     return ended, readings.samples

@@ -35,7 +35,8 @@ _SERIES = ("t", "running", "kv_cache_pct")
 class MeasuredRun:
     """``requests``: lengths and arrivals [s]. Of each in their order, in seconds:
 
-    ttft: from when the engine saw it to its first token; tpot: mean time between its tokens
+    ttft: from when the engine saw it, or with ``from_arrival`` from its arrival, to its first token
+    tpot: mean time between its tokens
     prefill: from when it was scheduled first to its first token; None: not known
     slots: tokens of KV that the engine had; None: what the device leaves
     series: columns t, running, kv_cache_pct; empty where it is not known
@@ -48,6 +49,7 @@ class MeasuredRun:
     requests: Sequence[RequestSpec]
     ttft: np.ndarray
     tpot: np.ndarray
+    from_arrival: bool = False
     prefill: np.ndarray | None = None
     slots: int | None = None
     series: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -200,6 +202,7 @@ def _read_own(folder: Path) -> MeasuredRun:
         requests=_specs(rows, [row.queued_ts for row in rows]),
         ttft=np.array([row.first_token_ts - row.queued_ts for row in rows]),
         tpot=_tpot([(row.first_token_ts, row.last_token_ts, row.output_toks) for row in rows]),
+        from_arrival=True,
     )
 
 
@@ -238,8 +241,9 @@ def predict(run: MeasuredRun, machine: Machine) -> Predicted:
         raise UsageError(f"{run.name} cannot be repeated on this machine: {refused[0]}")
     order = [spec.index for spec in run.requests]
     first = np.array([ended[i].times[0] for i in order])
+    began = [ended[i].due if run.from_arrival else replica.seen[i][0] for i in order]
     return Predicted(
-        ttft=first - np.array([replica.seen[i][0] for i in order]),
+        ttft=first - np.array(began),
         tpot=_tpot((ended[i].times[0], ended[i].times[-1], len(ended[i].times)) for i in order),
         prefill=first - np.array([replica.seen[i][1].first_scheduled for i in order]),
         series=pd.DataFrame(series, columns=list(_SERIES)),

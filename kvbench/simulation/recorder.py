@@ -1,11 +1,12 @@
 """Figures of a simulated load, gathered while it runs: exact ones, in memory that does not grow with its tokens.
 
-Kept of each request are five numbers of 8 bytes. The gaps between tokens are kept as different values with their
+Kept of each request are six numbers of 8 bytes. The gaps between tokens are kept as different values with their
 counts: all sequences of a step have the same gap, so there are about as many values as steps, 16 bytes each.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from kvbench.common.files import write_atomically
 from kvbench.load.samples import SCHEMA
 from kvbench.metrics.latency import MS, distribution, weighted_distribution
 from kvbench.metrics.sequences import gaps_within, times_per_output_token
+from kvbench.metrics.steady_window import comes_at, steady_state
 from kvbench.simulation.drive import Ended
 from kvbench.simulation.driver import row_of
 from kvbench.simulation.replica import Replica
@@ -79,12 +81,13 @@ def _numbers() -> array:
 
 @dataclass
 class Tally:
-    """What one replica did. Times in s; ``due``, ``ttft``, ``e2el``, ``queued``: of each request that was answered."""
+    """What one replica did. Times in s; ``due`` to ``session`` (NaN: none): of each request that was answered."""
 
     due: array = field(default_factory=_numbers)
     ttft: array = field(default_factory=_numbers)
     e2el: array = field(default_factory=_numbers)
     queued: array = field(default_factory=_numbers)
+    session: array = field(default_factory=_numbers)
     tpot: array = field(default_factory=_numbers)  # of each sequence that has one
     gaps: Gaps = field(default_factory=Gaps)
     sent_first: float = np.inf
@@ -122,6 +125,7 @@ class Tally:
         self.ttft.append(ttft)
         self.e2el.append(e2el)
         self.queued.append(ended.sent - ended.due)
+        self.session.append(math.nan if ended.spec.session is None else ended.spec.session)
         self.tpot.extend(tpots)
         self.gaps.add(gaps)
         self.last = float(times[-1])  # requests end in the order of the clock
@@ -164,30 +168,51 @@ class Recorder:
     def on_step(self, replica: Replica, outputs: Sequence[TokenOutput]) -> None:
         self._tallies[replica.number].step(replica, outputs)
 
-    def times(self) -> tuple[np.ndarray, np.ndarray]:
-        """When each answered request was due, and when it ended [s]."""
-        due = np.concatenate([np.frombuffer(tally.due) for tally in self._tallies])
-        return due, due + np.concatenate([np.frombuffer(tally.e2el) for tally in self._tallies])
+    def column(self, name: str) -> np.ndarray:
+        """A field of ``Tally`` of all answered requests, replica by replica."""
+        return _column(self._tallies, name)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, load: Mapping[str, Any]) -> dict[str, Any]:
         """Of all replicas together, with the names and definitions of ``metrics.latency.summarise``.
 
-        ``replicas``: of each the same; ``imbalance``: the busiest replica's output tokens and busy time over the mean.
+        ``load``: as in ``steady_state``. ``replicas``: of each the same figures, without those of the steady window.
+        ``imbalance``: the busiest replica's output tokens and busy time over the mean.
         """
         after = [engine_counters(replica) for replica in self._replicas]
         counters = [{name: each[name] - begun[name] for name in each}
                     for each, begun in zip(after, self._before, strict=True)]  # fmt: skip
+        whole = _figures(self._tallies, counters, self._limits) | self._steady(load)
+        if len(counters) == 1:
+            return whole
         every = [_figures([tally], [counted], self._limits)
                  for tally, counted in zip(self._tallies, counters, strict=True)]  # fmt: skip
-        whole = _figures(self._tallies, counters, self._limits)
-        if len(every) == 1:
-            return whole
         over_mean = {
             name: max(each[name] for each in every) * len(every) / sum(each[name] for each in every)
             for name in ("total_output_tokens", "busy_s")
             if sum(each[name] for each in every)
         }
         return whole | {"imbalance": over_mean, "replicas": every}
+
+    def _steady(self, load: Mapping[str, Any]) -> dict[str, Any]:
+        due, ttft, e2el, queued, sessions = map(self.column, ("due", "ttft", "e2el", "queued", "session"))
+        known = None if np.isnan(sessions).all() else sessions
+        steady = steady_state(due, due + queued, due + e2el, load, known)
+        begin, end = steady.window or (math.nan, math.nan)
+        moments = comes_at(due, due + queued, known)
+        inside = (moments >= begin) & (moments <= end)
+        return {
+            "steady_start_s": None if steady.window is None else begin,
+            "steady_end_s": None if steady.window is None else end,
+            "steady_note": steady.why,
+            "steady_latency": {
+                "ttft_ms": distribution(ttft[inside] * MS),
+                "e2el_ms": distribution(e2el[inside] * MS),
+            },
+        }
+
+
+def _column(tallies: Sequence[Tally], name: str) -> np.ndarray:
+    return np.concatenate([np.frombuffer(getattr(tally, name)) for tally in tallies])
 
 
 def engine_counters(replica: Replica) -> dict[str, float]:
@@ -210,7 +235,7 @@ def _figures(
     tallies: Sequence[Tally], counters: Sequence[Mapping[str, float]], limits: Mapping[str, float]
 ) -> dict[str, Any]:
     def latency(name: str) -> np.ndarray:
-        return np.concatenate([np.frombuffer(getattr(tally, name)) for tally in tallies]) * MS
+        return _column(tallies, name) * MS
 
     gaps = Gaps()
     for tally in tallies:

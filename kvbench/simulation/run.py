@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvbench.requests.request import RequestSpec
 from kvbench.requests.stream import RequestStream, stream_requests
 from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import machine_of
-from kvbench.simulation.drive import Drive, Ended
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended
 from kvbench.simulation.recorder import Recorder, row_writer
 from kvbench.simulation.replica import Replica
 from kvbench.simulation.routing import ROUTERS
@@ -80,6 +81,7 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
     replicas = [machine.replica(job.settings, number) for number in range(job.replicas)]
     stream = _stream(job, replicas[0])
     prime(replicas, job.load, stream)
+    primed = _seconds_by_class(replicas)
     closed = job.point.mode == "closed"
     limits = {name: limit for name, limit in (job.load.slo.model_dump() if job.load.slo else {}).items() if limit}
     with row_writer(job.folder / "requests.parquet" if job.folder is not None else None) as writer:
@@ -96,11 +98,24 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
             on_end,
             users=job.point.concurrency if closed else None,
             most_in_flight=None if closed else job.load.max_concurrency,
+            turnaround_s=TURNAROUND_S,
             router=ROUTERS[job.router](),
             on_step=recorder.on_step,
         ).run()
     notes = stream.notes | {COST_NOTES: _cost_notes(replicas)}
-    return SimulationResult(recorder.summary() | {"notes": notes}, *recorder.times())
+    load = {"mode": job.point.mode, "concurrency": job.point.concurrency, "max_concurrency": job.load.max_concurrency}
+    figures = recorder.summary(load | {"notes": notes})
+    due = recorder.column("due")
+    classes = dict(_seconds_by_class(replicas) - primed)
+    return SimulationResult(figures | {"seconds_by_class": classes, "notes": notes}, due, due + recorder.column("e2el"))
+
+
+def _seconds_by_class(replicas: Sequence[Replica]) -> Counter[str]:
+    """Of all replicas' steps so far: seconds by class of operator, where the cost model knows them."""
+    total: Counter[str] = Counter()
+    for replica in replicas:
+        total.update(getattr(replica.step_time, "seconds", {}))
+    return total
 
 
 def _cost_notes(replicas: Sequence[Replica]) -> list[str]:

@@ -18,6 +18,7 @@ _LATENCIES = {
     "e2el_ms": "E2EL",
     "client_queue_ms": "client queue",
 }
+_SHARE = 0.0005  # of the steps' time: less is not told
 _SHOWN = ("mean", "p50", "p95", "p99", "max")
 
 
@@ -32,10 +33,12 @@ def show(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
                 print_plain(console, f"{result['name']}: {line}")
         return
     (result,) = results
+    shown = {"TTFT": result["ttft_ms"], "  in the steady window": result["steady_latency"]["ttft_ms"]}
+    shown |= {title: result[name] for name, title in _LATENCIES.items() if name in result}
     rows = [
-        (title, *(_entry(result[name], which) for which in _SHOWN), count(result[name]["n"]))
-        for name, title in _LATENCIES.items()
-        if (result.get(name) or {}).get("n")
+        (title, *(_entry(values, which) for which in _SHOWN), count(values["n"]))
+        for title, values in shown.items()
+        if values["n"]
     ]
     title = f"load {result['name']} · ms, simulated"
     print_table(console, make_table(("", *_SHOWN, "samples"), rows, title=title))
@@ -108,6 +111,7 @@ def _lines(result: Mapping[str, Any]) -> list[str]:
         _hits(result),
         _goodput(result),
         _phases(result),
+        _classes(result),
         _failures(result),
         _lengths(result),
         _spread(result),
@@ -147,13 +151,26 @@ def _goodput(result: Mapping[str, Any]) -> str:
 def _phases(result: Mapping[str, Any]) -> str:
     """Shares of the steps' time; phases that overlap come to more than all of it."""
     busy = result["busy_s"]
-    shares = sorted(((s / busy, name) for name, s in result["phase_seconds"].items() if s and busy), reverse=True)
+    shares = sorted(
+        ((s / busy, name) for name, s in result["phase_seconds"].items() if busy and s / busy > _SHARE), reverse=True
+    )
     if not shares:
         return ""
     text = listing([f"{name} {percent(share)}" for share, name in shares])
     overlap = " (some overlap)" if sum(share for share, _ in shares) > 1.0005 else ""
-    moves = f", {percent(result['move_seconds'] / busy)} of it to move KV" if result["move_seconds"] else ""
+    moves = (
+        f", {percent(result['move_seconds'] / busy)} of it to move KV"
+        if busy and result["move_seconds"] / busy > _SHARE
+        else ""
+    )
     return f"where the steps' time goes: {text}{overlap}{moves}; {count(result['steps'])} steps"
+
+
+def _classes(result: Mapping[str, Any]) -> str:
+    """Shares of the steps' time by what is computed."""
+    classes = result.get("seconds_by_class") or {}
+    shares = sorted(((seconds / sum(classes.values()), name) for name, seconds in classes.items()), reverse=True)
+    return f"by what they do: {listing([f'{name} {percent(share)}' for share, name in shares])}" if shares else ""
 
 
 def _failures(result: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,8 @@ import numpy as np
 
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
-from engine.sequence import Request, Sequence
+from engine.sequence import Request
+from engine.sequence import Sequence as EngineSequence
 from kvbench.traces.model import Trace
 
 _END = 0  # the token that is never matched; any number will do
@@ -113,25 +114,52 @@ def simulate(
     )
 
 
+class PagedPrefixes:
+    """The engine's page pool and prefix cache, for requests one after another: ``match``, then ``fill``.
+
+    ``on_evict``: gets the physical pages whose content is dropped. ValueError for no pages.
+    """
+
+    def __init__(self, num_pages: int, on_evict: Callable[[list[int]], None] = lambda pages: None) -> None:
+        self.num_pages = num_pages
+        self.cache = PrefixCache(page_size=1)
+        self._pool = PagePool(num_pages, self._evict)
+        self._on_evict = on_evict
+
+    def _evict(self, page: int) -> list[int]:
+        lost = self.cache.evict(page)
+        self._on_evict([*lost, page])
+        return lost
+
+    def match(self, page_ids: Sequence[int]) -> EngineSequence:
+        """A sequence of these pages; its ``pages`` are the leading ones that are cached."""
+        seq = EngineSequence.of(Request("", (*page_ids, _END)))
+        seq.pages = self.cache.match(seq)
+        for page in seq.pages:  # all of them before any allocation, which might evict one
+            self._pool.share(page)
+        return seq
+
+    def fill(self, seq: EngineSequence) -> None:
+        """Gives it the rest of its pages, caches all and ends it: ``seq.pages`` are all of its pages then."""
+        count = seq.num_tokens - 1
+        seq.pages += [self._pool.allocate() for _ in range(count - len(seq.pages))]
+        self.cache.insert(seq, count, self._pool)
+        for page in reversed(seq.pages):
+            self._pool.release(page)
+
+
 def replay(trace: Trace, num_pages: int) -> Replay:
     """The trace through an empty ``PagePool`` of ``num_pages`` and its ``PrefixCache``. ValueError for no pages."""
-    cache = PrefixCache(page_size=1)
-    pool = PagePool(num_pages, cache.evict)
+    prefixes = PagedPrefixes(num_pages)
     hits = np.zeros(len(trace), dtype=np.int64)
     num_cut = 0
     for index, page_ids in enumerate(trace.page_ids):
         kept = page_ids[:num_pages]
         num_cut += len(kept) < len(page_ids)
-        seq = Sequence.of(Request("", (*kept, _END)))
-        found = cache.match(seq)
-        for page in found:  # all of them before any allocation, which might evict one
-            pool.share(page)
-        hits[index] = len(found)
-        seq.pages = [*found, *(pool.allocate() for _ in range(len(kept) - len(found)))]
-        cache.insert(seq, len(kept), pool)
-        for page in reversed(seq.pages):
-            pool.release(page)
-    return Replay(num_pages, hits, cache.evictions, num_cut)
+        seq = prefixes.match(kept)
+        hits[index] = len(seq.pages)
+        prefixes.fill(seq)
+    return Replay(num_pages, hits, prefixes.cache.evictions, num_cut)
 
 
 def working_set(trace: Trace) -> int:

@@ -31,5 +31,9 @@ def predicted_figure(measured: pd.DataFrame, predicted: pd.DataFrame, title: str
         figure.update_yaxes(title_text=_PANELS[name], rangemode="tozero", row=row, col=1)
     figure.update_xaxes(title_text="seconds since the first request", row=len(panels), col=1)
     finish(figure, 120 + 240 * len(panels))
-    figure.update_layout(title={"text": title, "font": {"size": 14}, "y": 0.99}, margin={"t": 84})
+    figure.update_layout(
+        title={"text": title, "font": {"size": 14}, "x": 0, "xref": "paper", "xanchor": "left", "y": 0.985},
+        legend={"y": 0.93},
+        margin={"t": 84},
+    )
     return figure

@@ -66,6 +66,25 @@ def test_known_values_are_found_again_and_predict_the_run(tmp_path, stamps):
     assert near["running"] < 0.5 and near["kv_cache_pct"] < 0.5
 
 
+def test_a_load_that_a_client_measured_gives_the_launches_back(tmp_path):
+    """Its TTFT counts from the arrival, with the wait for the step in which the engine sees the request."""
+    known = Calibration(prompt_layer_s=150e-6)
+    run = dataclasses.replace(written(tmp_path / "run", known), from_arrival=True)
+    made = predict(run, dataclasses.replace(MACHINE, calibration=known))
+    rows = [
+        {"t0": spec.arrival_s, "prompt_tokens": len(spec.prompt_token_ids), "output_tokens": spec.max_tokens,
+         "chunk_times": spec.arrival_s + first + gap * np.arange(spec.max_tokens)}
+        for spec, first, gap in zip(run.requests, made.ttft, made.tpot, strict=True)
+    ]  # fmt: skip
+    (tmp_path / "load").mkdir()
+    pd.DataFrame(rows).to_parquet(tmp_path / "load" / "requests.parquet")
+    load = read_measured_run(tmp_path / "load")
+    load = dataclasses.replace(load, settings=SETTINGS)
+    assert fit(load, MACHINE, ["prompt_layer_s"]).prompt_layer_s == pytest.approx(150e-6, rel=0.2)
+    exact = predict(load, dataclasses.replace(MACHINE, calibration=known))
+    assert exact.ttft == pytest.approx(load.ttft) and exact.tpot == pytest.approx(load.tpot)
+
+
 def test_predicted_values_are_those_after_the_last_step(tmp_path):
     run = written(tmp_path / "run", Calibration(), requests=10)
     predicted = predict(run, MACHINE)

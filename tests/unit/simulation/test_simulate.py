@@ -79,6 +79,17 @@ def test_figures_gathered_on_the_way_are_those_of_all_rows(folder: Path) -> None
             assert summary[name][which] == pytest.approx(expected[name][which], rel=1e-9, abs=1e-9), (name, which)
 
 
+def test_the_steady_window_is_that_of_all_rows(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    simulated("simulate", *MACHINE, "--input-len", "20:60", "--output-len", "2:20", "--concurrency", 6,
+              "--num-prompts", 60, "--output-dir", out)  # fmt: skip
+    summary = json.loads((out / "summary.json").read_text())
+    expected = summarise(pd.read_parquet(out / "requests.parquet"), {"mode": "closed", "concurrency": 6})
+    found, known = (each["steady_latency"]["e2el_ms"] for each in (summary, expected))
+    assert 30 < found["n"] == known["n"] and found["mean"] == pytest.approx(known["mean"])
+    assert summary["steady_end_s"] == pytest.approx(expected["steady_end_s"])
+
+
 def test_a_distribution_of_counted_values_is_that_of_all_values() -> None:
     rng = np.random.default_rng(3)
     for many in (1, 2, 3, 50, 1000):
@@ -142,6 +153,8 @@ def test_a_trace_is_played_at_its_times(tmp_path: Path, capsys: pytest.CaptureFi
         ([*MACHINE, *SHORT, "--router", "round-robin"], ["--replicas"]),
         (["--device", "H200", *SHORT], ["--model"]),
         ([*MACHINE, *SHORT, "--run-seconds", "3"], ["--find-max-rate"]),
+        ([*MACHINE, *SHORT[:4], "--request-rate", "2,4", "--find-max-rate", "p95_ttft<=1s"], ["--request-rate"]),
+        ([*MACHINE, *SHORT[:4], "--request-rate", "2", "--find-max-rate", "p95_ttft"], ["p95_ttft"]),
     ],
 )  # fmt: skip
 def test_bad_input_is_said_before_anything_runs(arguments: list[str], named: list[str]) -> None:

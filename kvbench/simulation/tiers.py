@@ -1,0 +1,348 @@
+"""A prefix cache of several tiers: pages that leave the GPU's memory go to host memory, and from there to disk.
+
+    HBM (the engine's pool and prefix cache) ──evicted──► DRAM ──evicted──► SSD ──evicted──► gone
+            ▲                                               │                │
+            └────────── loaded, or computed again ◄─────────┴────────────────┘
+
+A page is in one tier at a time. Requests go one after another, as in ``kvbench.trace_analysis.cache_sim``, so TTFT is
+that of a request alone: nothing waits in a queue. A page can be used if all pages before it are in some tier; of a hit
+below HBM the cheaper is done: loading it, or computing it again. Loads end before the computing begins.
+
+HBM evicts the least recently used page, as the engine does. The tiers below do so too, or evict the page that the
+fewest requests have used (``lfu``; of equals the least recently used one; a page that left all tiers counts anew).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.config import format_bytes
+from engine.execution.simulated_executor import StepWork
+from kvbench.capacity.fit import Settings, memory_of
+from kvbench.capacity.weights import weights_of
+from kvbench.common.errors import UsageError
+from kvbench.common.text import parse_bytes
+from kvbench.simulation.machine import Machine
+from kvbench.trace_analysis.cache_sim import PagedPrefixes, hit_rates
+from kvbench.traces.model import Trace
+
+POLICIES = ("lru", "lfu")
+NAMES = ("hbm", "dram", "ssd")
+_SSD_BYTES_PER_S = 6.5e9  # sequential reads of a data-centre drive on PCIe 4.0 x4: Samsung PM9A3, data sheet
+_LATENCY_S = {"hbm": 0.0, "dram": 20e-6, "ssd": 100e-6}  # of a request's load; a page of megabytes takes far longer
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_EXAMPLE = "write for example hbm=40GiB,dram=40GiB@50GB/s,ssd=1TiB@6.5GB/s@100us"
+
+
+@dataclass(frozen=True)
+class Tier:
+    """``bytes_per_s``, ``latency_s``: of loading from it into HBM; the latency once for each request that loads."""
+
+    name: str
+    num_bytes: int
+    bytes_per_s: float
+    latency_s: float
+
+
+def parse_tiers(text: str, machine: Machine, kv_cache_dtype: str = "auto") -> tuple[Tier, ...]:
+    """``hbm=40GiB,dram=40GiB@50GB/s,ssd=1TiB@6.5GB/s@100us``: from HBM down, whatever their order.
+
+    HBM that is left out is all that the GPUs have for KV. DRAM is read at the speed of the GPUs' links to the host,
+    each GPU its share. Raises UsageError.
+    """
+    room, found = _room(machine, kv_cache_dtype), {}
+    for part in text.split(","):
+        name, _, rest = part.strip().partition("=")
+        name = name.strip().lower()
+        if name not in NAMES:
+            raise UsageError(f"--tiers {part.strip()!r} names no tier: they are {', '.join(NAMES)}; {_EXAMPLE}")
+        if name in found:
+            raise UsageError(f"--tiers has two sizes of {name}: give one")
+        found[name] = _tier(name, rest.split("@"), machine)
+    hbm = found.setdefault("hbm", Tier("hbm", room, np.inf, 0.0))
+    if hbm.num_bytes > room:
+        raise UsageError(
+            f"--tiers hbm={format_bytes(hbm.num_bytes)} is more than the {format_bytes(room)} that {machine.gpus}x"
+            f"{machine.gpu.name} has for KV beside {machine.model.name}: lower it, or leave hbm out for all of it"
+        )
+    return tuple(found[name] for name in NAMES if name in found)
+
+
+def _room(machine: Machine, kv_cache_dtype: str) -> int:
+    """Bytes of KV of all GPUs. Raises UsageError where the model does not fit."""
+    weights = weights_of(machine.model)
+    memory = memory_of(machine.model, weights, machine.gpu, machine.gpus, Settings(kv_cache_dtype=kv_cache_dtype))
+    if memory.kv <= 0:
+        machine.settle({"kv_cache_dtype": kv_cache_dtype})  # says so, with the numbers
+    return max(0, memory.kv) * machine.gpus
+
+
+def _tier(name: str, words: Sequence[str], machine: Machine) -> Tier:
+    """From its size, and below HBM its speed and latency."""
+    performance = machine.gpu.performance
+    assert performance is not None
+    link = performance.host_link_bytes_per_s * machine.gpus
+    speed, latency = {"hbm": np.inf, "dram": link, "ssd": min(_SSD_BYTES_PER_S, link)}[name], _LATENCY_S[name]
+    size, *others = words
+    try:
+        num_bytes = parse_bytes(size.strip())
+        if name == "hbm" and others:
+            raise ValueError("hbm is where the GPU computes and has neither speed nor latency of loading")
+        for word in others:
+            if word.strip().lower().endswith("/s"):
+                speed = float(parse_bytes(word.strip()[:-2]))
+            else:
+                latency = _seconds(word.strip())
+    except ValueError as error:
+        raise UsageError(f"--tiers {name}={'@'.join(words)}: {error}; {_EXAMPLE}") from None
+    if num_bytes <= 0 or speed <= 0:
+        raise UsageError(f"--tiers {name}={'@'.join(words)}: sizes and speeds are more than 0; {_EXAMPLE}")
+    return Tier(name, num_bytes, speed, latency)
+
+
+def _seconds(text: str) -> float:
+    for unit, seconds in _SECONDS.items():
+        number = text.removesuffix(unit)
+        if number != text and number.strip().replace(".", "", 1).isdecimal():
+            return float(number) * seconds
+    raise ValueError(f"{text!r} is neither a speed such as 50GB/s nor a latency such as 100us")
+
+
+class Store:
+    """Pages of one tier below HBM. The page of the least rank leaves first. ``uses``: None: least recently used."""
+
+    def __init__(self, num_pages: int, uses: dict[int, int] | None = None) -> None:
+        self.num_pages, self._uses = num_pages, uses
+        self._rank: dict[int, tuple[int, int]] = {}
+        self._heap: list[tuple[tuple[int, int], int]] = []  # those of pages that have left stay until they are met
+        self._clock = itertools.count()
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._rank
+
+    def __len__(self) -> int:
+        return len(self._rank)
+
+    def add(self, page: int) -> int | None:
+        """Keeps ``page``, most recently used; the page that leaves for it, if one does."""
+        rank = self._rank[page] = (self._uses[page] if self._uses is not None else 0, next(self._clock))
+        heapq.heappush(self._heap, (rank, page))
+        if len(self._rank) <= self.num_pages:
+            return None
+        while True:
+            rank, least = heapq.heappop(self._heap)
+            if self._rank.get(least) == rank:
+                del self._rank[least]
+                return least
+
+    def remove(self, page: int) -> None:
+        del self._rank[page]
+        if len(self._heap) > 2 * len(self._rank) + 1024:
+            self._heap = [entry for entry in self._heap if self._rank.get(entry[1]) == entry[0]]
+            heapq.heapify(self._heap)
+
+
+class TieredCache:
+    """Where each page of a trace is. ``num_pages`` of each tier, HBM first.
+
+    A page is known by its node: its number among all distinct prefixes of whole pages.
+    """
+
+    def __init__(self, num_pages: Sequence[int], policy: str = "lru") -> None:
+        self._hbm = PagedPrefixes(num_pages[0], self._on_evict)
+        self._uses: dict[int, int] | None = {} if policy == "lfu" else None
+        self.stores = [Store(count, self._uses) for count in num_pages[1:]]
+        self._nodes: dict[tuple[int, int], int] = {}
+        self._node_in: dict[int, int] = {}  # physical page of HBM -> node
+
+    def serve(self, page_ids: Sequence[int]) -> list[int]:
+        """The tiers of a prompt's leading pages, 0 for HBM, up to the first that is in none. All are in HBM then.
+
+        Of a prompt of more pages than HBM the first of them are looked up and kept.
+        """
+        kept = page_ids[: self._hbm.num_pages]
+        nodes = list(self._walk(kept))
+        if self._uses is not None:
+            for node in nodes:
+                self._uses[node] = self._uses.get(node, 0) + 1
+        seq = self._hbm.match(kept)
+        tiers = [0] * len(seq.pages)
+        for node in nodes[len(tiers) :]:
+            tier = self._tier_of(node)
+            if tier is None:
+                break
+            tiers.append(tier)
+        for node in nodes[len(seq.pages) :]:  # before any allocation, whose evictions would push them out
+            if (tier := self._tier_of(node)) is not None:
+                self.stores[tier - 1].remove(node)
+        first = len(seq.pages)
+        self._hbm.fill(seq)
+        self._node_in.update(zip(seq.pages[first:], nodes[first:], strict=True))
+        return tiers
+
+    def _walk(self, page_ids: Sequence[int]) -> Iterator[int]:
+        node = 0
+        for page_id in page_ids:
+            node = self._nodes.setdefault((node, page_id), len(self._nodes) + 1)
+            yield node
+
+    def _tier_of(self, node: int) -> int | None:
+        return next((tier for tier, store in enumerate(self.stores, 1) if node in store), None)
+
+    def _on_evict(self, pages: list[int]) -> None:
+        for page in pages:
+            node: int | None = self._node_in.pop(page)
+            for store in self.stores:
+                node = store.add(node)
+                if node is None:
+                    break
+            if node is not None and self._uses is not None:
+                del self._uses[node]
+
+
+@dataclass
+class FirstTokens:
+    """TTFT of requests alone on ``machine``, by what of their prompts is where."""
+
+    machine: Machine
+    page_size: int
+    tiers: tuple[Tier, ...]
+    kv_cache_dtype: str = "auto"
+    step_tokens: int = field(init=False)
+    page_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.step_tokens = Settings().step_on(self.machine.gpu).tokens
+        config, capacity = self.machine.settle({
+            "kv_cache_dtype": self.kv_cache_dtype, "max_num_batched_tokens": self.step_tokens, "max_num_seqs": 1,
+        })  # fmt: skip
+        self._timer = self.machine.step_timer(config)
+        self.page_bytes = self.page_size * capacity.bytes_per_slot
+        self._page_s: dict[int, float] = {}
+        self._steps: dict[StepWork, float] = {}
+
+    def pages_of(self, tier: Tier) -> int:
+        """Raises UsageError for a tier that holds none."""
+        if tier.num_bytes < self.page_bytes:
+            raise UsageError(
+                f"--tiers {tier.name}={format_bytes(tier.num_bytes)} holds no page: one of {self.page_size} tokens "
+                f"takes {format_bytes(self.page_bytes)} of KV; make it larger, or leave it out"
+            )
+        return tier.num_bytes // self.page_bytes
+
+    def of(self, tokens: int, tiers: Sequence[int]) -> tuple[float, list[int]]:
+        """Seconds to the first token of a prompt of ``tokens``, and the positions of the pages that are loaded.
+
+        tiers: of each of its leading pages
+        """
+        in_hbm = sum(tier == 0 for tier in tiers)
+        loaded, load_s = [], 0.0
+        for number in sorted(set(tiers) - {0}):
+            tier = self.tiers[number]
+            each = self.page_bytes / tier.bytes_per_s
+            cheaper = [i for i, t in enumerate(tiers) if t == number and each < self._compute_page_s(i)]
+            gain = sum(self._compute_page_s(i) - each for i in cheaper)
+            if gain > tier.latency_s:
+                loaded += cheaper
+                load_s += tier.latency_s + each * len(cheaper)
+        without = self._compute_s(tokens, range(in_hbm))
+        if loaded:
+            seconds = load_s + self._compute_s(tokens, [*range(in_hbm), *sorted(loaded)])
+            if seconds < without:
+                return seconds, sorted(loaded)
+        return without, []
+
+    def _compute_page_s(self, position: int) -> float:
+        """Seconds that a page costs as a part of a full step of a long prompt."""
+        before = position * self.page_size // self.step_tokens * self.step_tokens
+        if before not in self._page_s:
+            self._page_s[before] = self._step_s(((self.step_tokens, before),), 0) / self.step_tokens
+        return self._page_s[before] * self.page_size
+
+    def _compute_s(self, tokens: int, held: Sequence[int]) -> float:
+        """Seconds to compute a prompt but for the pages at ``held`` positions; at least its last token."""
+        total, room, parts = 0.0, self.step_tokens, []
+        for start, end in self._gaps(tokens, held):
+            while start < end:
+                count = min(room, end - start)
+                parts.append((count, start))
+                start, room = start + count, room - count
+                if not room and not (end == tokens and start == end):
+                    total += self._step_s(tuple(parts), 0)
+                    room, parts = self.step_tokens, []
+        return total + self._step_s(tuple(parts), 1)
+
+    def _gaps(self, tokens: int, held: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Ranges of tokens that no held page has, the last token in any case."""
+        at = 0
+        for position in held:
+            if position * self.page_size > at:
+                yield at, position * self.page_size
+            at = (position + 1) * self.page_size
+        yield min(at, tokens - 1), tokens
+
+    def _step_s(self, prefills: tuple[tuple[int, int], ...], drawn: int) -> float:
+        work = StepWork(prefills, 0, 0, 0, drawn)
+        if work not in self._steps:
+            self._steps[work] = self._timer(work).total
+        return self._steps[work]
+
+
+@dataclass(frozen=True)
+class TierValue:
+    """What one tier gives beside those above it.
+
+    tier: None: no cache at all
+    num_pages: that it holds
+    hits, loaded: pages hit in it, and those of them that were not computed again
+    mean_s, p95_s: TTFT of all requests with this tier and those above
+    """
+
+    tier: Tier | None
+    num_pages: int
+    hits: int
+    loaded: int
+    mean_s: float
+    p95_s: float
+
+
+@dataclass(frozen=True)
+class TieredSimulation:
+    """``values``: without a cache, then with each tier added; ``pages``: of the requests that count."""
+
+    trace: Trace
+    policy: str
+    warm_up: int
+    times: FirstTokens
+    values: tuple[TierValue, ...]
+    pages: int
+    num_cut: int
+
+
+def simulate_tiers(trace: Trace, times: FirstTokens, policy: str = "lru", warm_up: int = 0) -> TieredSimulation:
+    """Replays ``trace`` without a cache, with HBM, and with one tier after another. ValueError as ``hit_rates``."""
+    hit_rates(trace, trace.pages * 0, warm_up)  # raises at once if no request is left to count
+    num_pages = [times.pages_of(tier) for tier in times.tiers]
+    nothing = [times.of(int(tokens), ())[0] for tokens in trace.prompt_tokens[warm_up:]]
+    values = [TierValue(None, 0, 0, 0, *_mean_and_p95(nothing))]
+    for last, tier in enumerate(times.tiers):
+        cache, seconds, hits, loaded = TieredCache(num_pages[: last + 1], policy), [], 0, 0
+        for index, (tokens, page_ids) in enumerate(zip(trace.prompt_tokens.tolist(), trace.page_ids, strict=True)):
+            tiers = cache.serve(page_ids)
+            if index >= warm_up:
+                took, fetched = times.of(tokens, tiers)
+                seconds.append(took)
+                hits += tiers.count(last)
+                loaded += tiers.count(0) if not last else sum(tiers[i] == last for i in fetched)
+        values.append(TierValue(tier, num_pages[last], hits, loaded, *_mean_and_p95(seconds)))
+    cut = int((trace.pages[warm_up:] > num_pages[0]).sum())
+    return TieredSimulation(trace, policy, warm_up, times, tuple(values), int(trace.pages[warm_up:].sum()), cut)
+
+
+def _mean_and_p95(seconds: Sequence[float]) -> tuple[float, float]:
+    return float(np.mean(seconds)), float(np.percentile(seconds, 95))
