@@ -172,10 +172,16 @@ def _clauses(run: Run) -> list[str]:
 
 
 def wins(found: Sequence[Choice]) -> list[Choice]:
-    """Those that pay, the fastest first; without any, those with a better p95, the best p95 first."""
+    """Those that pay, the fastest first; without any, those with a better p95, the best p95 first.
+
+    In open loop the best p95 comes first in any case: the arrivals set the throughput.
+    """
     pays = [each for each in found if each.verdict == PAYS]
     faster = [each for each in found if each.verdict == FASTER_P95]
-    return pays or sorted(faster, key=lambda each: best_p95(each).ratio)
+    if not pays or pays[0].cell.load.mode == "open":
+        ahead = {each.name: [one.ratio for one in each.p95.values() if one.call == AHEAD] for each in pays + faster}
+        return sorted(pays or faster, key=lambda each: min(ahead[each.name], default=1.0))
+    return pays
 
 
 def safe_ones(run: Run, found: Sequence[Choice]) -> list[Choice]:

@@ -8,12 +8,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
 
 from kvbench.cli.main import main
 from kvbench.history.runs import read_runs
+from kvbench.report.load_growth import breaks
+from kvbench.runs.read import read_run
 
 CHAT = {"name": "chat", "share": 1.0, "prompt_tokens": [16, 48], "output_tokens": [4, 12]}
 WORKLOAD: dict[str, Any] = {
@@ -205,3 +208,11 @@ def test_measured_operators_are_named_with_how_far_a_load_went_beyond_them(tmp_p
     assert manifest["simulated"]["ops"] == str(tables) and "tokens a step went up to" in report
     assert [path.name for path in (run / "cells").glob("*fp8*")] == []
     assert any(note.startswith("skipped paged-p16-fp8_e4m3") for note in manifest["notes"])
+
+
+def test_where_ttft_doubles_is_what_the_raw_samples_say(run: Path) -> None:
+    frames = [pd.read_parquet(path) for path in sorted(run.glob("cells/*/requests.parquet"))]
+    p95 = [np.percentile(frame["first"] - frame["t0"], 95) for frame in frames]
+    doubles = dict(zip(("contiguous", "paged"), (p95[1] > 2 * p95[0], p95[3] > 2 * p95[2]), strict=True))
+    found = {each.name.split()[0]: each.at and each.at.load.value for each in breaks(read_run(run))}
+    assert found == {name: 8.0 if broken else None for name, broken in doubles.items()} and doubles["contiguous"]
