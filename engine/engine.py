@@ -77,6 +77,7 @@ class Engine:
         self.kv = kv
         self.scheduler = Scheduler(config, kv)
         self.pipelined = bool(config.async_scheduling)
+        self._caches_prefixes = config.enable_prefix_caching
         self.on_step: Callable[[StepRecord], None] | None = None
         self._clock = clock
         self._groups: dict[str, Group] = {}
@@ -235,7 +236,12 @@ class Engine:
             seq.first_token = self._clock()
         if seq.num_candidates:
             return self._advance_beam(seq, drawn, outputs)
-        family = self._fork(seq) if seq.pending_forks else (seq,)
+        if not seq.pending_forks:
+            if drawn.logprobs:
+                seq.logprob += drawn.logprobs[0]
+            self._append(seq, drawn.token_ids[0], outputs)
+            return 1
+        family = self._fork(seq)
         for i, member in enumerate(family):
             if drawn.logprobs:
                 member.logprob += drawn.logprobs[i]
@@ -255,10 +261,10 @@ class Engine:
             seq.token_ids.append(token)
         reason = seq.finish_reason(self._eos)
         if reason is None:
-            if pending and self.config.enable_prefix_caching:
+            if pending and self._caches_prefixes:
                 self.kv.publish(seq)
             if not seq.silent:
-                outputs.append(TokenOutput(seq.request_id, (token,), None, seq.num_cached, index=seq.index))
+                outputs.append(TokenOutput(seq.request.request_id, (token,), None, seq.num_cached, None, seq.index))
             return
         seq.drop_pending()
         facts = seq.kv_facts(self._step_read, self.capacity.page_size)

@@ -141,7 +141,7 @@ class SimulatedExecutor(ReplayExecutor):
     def _draw(self, seq: Sequence) -> Drawn:
         if seq.num_candidates or seq.pending_forks or seq.silent:
             return super()._draw(seq)
-        return Drawn(((seq.token_ids[seq.num_known - 1] + 1) % self._vocab_size,))
+        return Drawn(((seq.token_ids[-1 - seq.num_pending] + 1) % self._vocab_size,))
 
     def _token(self, seq: Sequence, index: int) -> int:
         return (seq.token_ids[seq.num_known - 1] + 1 + index) % self._vocab_size

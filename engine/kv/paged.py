@@ -152,8 +152,8 @@ class PagedKVManager(KVManager):
 
     def publish(self, seq: Sequence) -> None:
         """Offer a page that was full before its last token was known."""
-        known = seq.num_known
-        if self.prefix_cache is not None and known % self.page_size == 0 and known <= seq.num_computed:
+        known = len(seq.token_ids) - seq.num_pending
+        if known % self.page_size == 0 and known <= seq.num_computed and self.prefix_cache is not None:
             self.prefix_cache.insert(seq, known // self.page_size, self.pool)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:

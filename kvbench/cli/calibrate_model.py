@@ -66,8 +66,12 @@ def calibrate_model(**options: Any) -> int:
     fitted are the launches of steps with prompts, the host's time where it does not overlap, and the exchange between
     GPUs that share a model.
 
+    RUN may also be the results of a sweep of the built-in engine on a CPU: fitted are unit costs of its steps, and with
+    them `--device this-cpu` simulates that machine; each RUN of --check is another sweep then.
+
     \b
     Examples:
+      kvbench calibrate-model results/mixed/<run> --check results/uniform/<run> --output this-cpu.json
       kvbench calibrate-model runs/RTX4090/Llama-3.1-8B --ops ops --check runs/RTXPRO6000/Llama-3.1-8B
       kvbench calibrate-model load/ --device H200 --model llama-3.1-8b --output h200.json
       kvbench calibrate-model steps.csv --device H200 --model llama-3.1-8b --output h200.json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,8 @@ from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from kvbench.runs.folder import RunFolder
     from kvbench.sweep.block import Driver
     from kvbench.targets.choose import ChosenTarget
@@ -129,7 +132,6 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     from rich.console import Console
 
     from kvbench.cli.quality import measure_run
-    from kvbench.cli.report import show_report
     from kvbench.lockstep.process import OPEN_LIMIT_S
     from kvbench.runs.resume import planned_cells
     from kvbench.sweep.run import Sweep
@@ -137,7 +139,10 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     console = Console()
     if resume and workload is None and Path(resume).suffix in (".yaml", ".yml"):
         workload, resume = resume, "latest"  # `--resume WORKLOAD` reads as one would mean it
-    options["profile"] = options["profile"] or ("gpu" if options["simulate"] and workload else None)
+    if options["simulate"] and workload:
+        from kvbench.simulation.choose import profile_of
+
+        options["profile"] = profile_of(options)
     loaded, run = workload_and_run(workload, resume, options)
     if options["force"] and run is None:
         raise UsageError("--force goes with --resume: a new run has nothing to differ from; leave it out")
@@ -154,7 +159,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             console,
             only,
             options["output_dir"],
-            report=None if options["no_report"] else show_report,
+            report=None if options["no_report"] else _predict_and_show,
             quality=None if options["no_quality"] else measure_run,
             calibrate=not options["no_calibration"],
             resumed=run,
@@ -191,6 +196,17 @@ def _target_and_driver(
     if not options["simulate"]:
         return simulated_target(loaded), SimulatedDriver()
     return simulated_target(*simulated_workload(loaded, options, options["overrides"])), SimulatedDriver()
+
+
+def _predict_and_show(folder: Path, console: Console) -> None:
+    """The report, with a prediction beside each measured cell of the built-in engine where one can be made."""
+    from kvbench.cli.report import show_report
+    from kvbench.runs.read import read_run
+    from kvbench.simulation.predict import predict_run
+
+    with contextlib.suppress(UsageError, OSError):  # of another engine, or too few cells; a full disk: show the figures
+        predict_run(read_run(folder))
+    show_report(folder, console)
 
 
 def require_answer(choice: ChosenTarget) -> None:

@@ -11,7 +11,7 @@ from kvbench.common import text as words
 from kvbench.report.style import Drawing
 from kvbench.report.tables import Column, Table, cell_table, identity_columns, number_column
 from kvbench.runs.metric_names import SIMULATED_SECONDS
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import COST_NOTES, MeasuredCell, Run
 
 _NO_CLIENT = (
     "There is no client and no network: TTFT begins when a request reaches the engine, and no request times out."
@@ -62,15 +62,24 @@ def details(run: Run) -> list[str]:
     if not run.simulated:
         return []
     calibrated = run.simulated.get("calibration")
-    source = f"{run.simulated.get('cost_model')}, " + (
-        f"calibrated by {calibrated}" if calibrated else "not calibrated"
-    )
+    source = f"{run.simulated.get('cost_model')}{f' by {calibrated}' if calibrated else ', not calibrated'}"
     return [
         f"Nothing was measured: kvbench's own scheduler, pages and prefix cache ran on a virtual clock as "
         f"{run.simulated.get('model')} on {on_what(run)}, with step times from a cost model ({source}).",
+        *(f"Of the step times: {note}." for note in _cost_notes(run)),
         _NO_CLIENT,
         _NO_ANSWERS,
     ]
+
+
+def _cost_notes(run: Run) -> list[str]:
+    """What was said of the step times: of sentences that differ in their numbers only the one of the highest load."""
+    found: dict[str, str] = {}
+    for cell in run.by_load:
+        told = cell.notes.get(COST_NOTES) or ()
+        for note in (each for part in told for each in (part if isinstance(part, list) else [part])):
+            found.setdefault(re.sub(r"[\d.,]+", "#", note), note)
+    return list(found.values())
 
 
 def time_table(run: Run) -> Table:

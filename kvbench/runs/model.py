@@ -90,6 +90,8 @@ class Repeat:
     requests_sha256: str = ""  # of the file of requests that was sent
 
 
+COST_NOTES = "cost_model"
+"""Of a cell's notes: sentences on the step times of a simulation."""
 SERVED, SIMULATED = "served", "simulated"
 """The times of a cell: as a client saw them over HTTP, or on the virtual clock of a simulation."""
 

@@ -51,11 +51,12 @@ class Predictions:
 
 
 def write_predictions(
-    folder: Path, cells: Mapping[str, Mapping[str, Mapping[str, float]]], costs: Any, notes: Sequence[str]
+    folder: Path, cells: Mapping[str, Mapping[str, Predicted]], costs: Any, notes: Sequence[str]
 ) -> Path:
     """The path of what was written. ``costs``: a dataclass."""
     path = folder / PREDICTIONS
-    stored = {"format": FORMAT, "cells": cells, "unit_costs_s": dataclasses.asdict(costs), "notes": list(notes)}
+    found = {cell: {name: dataclasses.asdict(each) for name, each in of.items()} for cell, of in cells.items()}
+    stored = {"format": FORMAT, "cells": found, "unit_costs_s": dataclasses.asdict(costs), "notes": list(notes)}
     write_json(path, stored)
     return path
 

@@ -17,6 +17,7 @@ from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
 from kvbench.simulation import step_log
+from kvbench.simulation.calibrate_sweep import calibrate_sweep, is_sweep
 from kvbench.simulation.calibration import (
     NAMES,
     errors,
@@ -70,6 +71,8 @@ def calibrate_command(
     if run is None and not check:
         raise UsageError("--calibration alone says nothing new: add --check RUN")
     console = Console()
+    if run is not None and is_sweep(run):
+        return calibrate_sweep(run, check, output, as_json=options["as_json"])
     if run is not None and run.is_file():
         return _fit_log(run, check, output, console, options)
     rows: list[_Row] = []

@@ -30,8 +30,8 @@ _FITTED: dict[str, tuple[tuple[float, float], str, Callable[[np.ndarray], float]
 }
 NAMES = tuple(_FITTED)
 _POINTS = 4
-"""Simulations of a parameter. Under a queue a mean jumps a little from one value to the next, since other requests meet
-in a step; a line through several points is not misled by that."""
+"""Simulations of a name. Under a queue a figure jumps a little from one value to the next, since other requests meet in
+a step; a line through several points is not misled by that."""
 
 
 class _File(BaseModel):
@@ -76,21 +76,40 @@ def fitted_by_default(machine: Machine, run: MeasuredRun) -> list[str]:
 def fit(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> Calibration:
     """The calibration of ``machine`` with which ``run`` comes out as measured; ``names``: of its fields.
 
-    Each is fitted to one figure of the run; of several, each is fitted anew with the others found before.
+    As many figures of the run are met as there are names: each figure is taken as linear in all of them, from
+    simulations along each one; of several names once more, nearer to what that gave.
     """
     known = machine.calibration or Calibration()
-    for _ in range(1 if len(names) == 1 else 2):
+    wanted = _figures(run, names, run)
+    for round_number in range(min(2, len(names))):
+        tried, found = [], []
         for name in names:
-            (low, high), of, figure = _FITTED[name]
-            of = "ttft" if of == "prefill" and run.prefill is None else of
-            values, figures = np.linspace(low, high, _POINTS), []
-            for value in values:
-                tried = dataclasses.replace(known, **{name: float(value)})
-                figures.append(figure(getattr(predict(run, dataclasses.replace(machine, calibration=tried)), of)))
-            slope, start = np.polyfit(values, figures, 1)
-            best = (figure(getattr(run, of)) - start) / slope if slope > 0 else getattr(known, name)
-            known = dataclasses.replace(known, **{name: float(np.clip(best, low, 2 * high))})
+            low, high = _FITTED[name][0]
+            if round_number:
+                middle, reach = getattr(known, name), (high - low) / 4
+                low, high = max(low, middle - reach), max(low, middle - reach) + 2 * reach
+            for value in np.linspace(low, high, _POINTS):
+                other = dataclasses.replace(known, **{name: float(value)})
+                tried.append([getattr(other, each) for each in names] + [1.0])
+                found.append(_figures(run, names, predict(run, dataclasses.replace(machine, calibration=other))))
+        plane, *_ = np.linalg.lstsq(np.array(tried), np.array(found), rcond=None)
+        best, *_ = np.linalg.lstsq(plane[:-1].T, wanted - plane[-1], rcond=None)
+        limits = [_FITTED[name][0] for name in names]
+        values = {
+            name: float(np.clip(value, low, 2 * high))
+            for name, value, (low, high) in zip(names, best, limits, strict=True)
+        }
+        known = dataclasses.replace(known, **values)
     return known
+
+
+def _figures(run: MeasuredRun, names: Sequence[str], of: MeasuredRun | Predicted) -> np.ndarray:
+    """What each of ``names`` is fitted to. Where ``run`` does not tell when requests were scheduled, TTFT stands in."""
+    found = []
+    for name in names:
+        _, samples, figure = _FITTED[name]
+        found.append(figure(getattr(of, "ttft" if samples == "prefill" and run.prefill is None else samples)))
+    return np.array(found)
 
 
 def errors(run: MeasuredRun, predicted: Predicted) -> dict[str, float]:

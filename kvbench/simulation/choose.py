@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 from kvbench.common.text import data_size, listing
+from kvbench.simulation import this_cpu
 from kvbench.simulation.calibration import read_calibration
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.tables import find_tables, read_tables
@@ -31,6 +32,11 @@ _OTHERS_ONLY = (
     "tokenizer", "api_key_env", "tls_ca_file", "no_tls_verify", "port", "start_timeout", "lockstep_minutes",
 )  # fmt: skip
 _START_GUESS_S = 0.1
+
+
+def profile_of(options: Mapping[str, Any]) -> str:
+    """The workload's profile that is simulated: the one asked for, else the one for such a device."""
+    return options["profile"] or ("cpu" if options.get("device") == this_cpu.NAME else "gpu")
 
 
 def check_options(options: Mapping[str, Any], *, simulates: bool, begun: bool) -> None:
@@ -66,20 +72,29 @@ def simulated_workload(
             "--simulate needs the device: give for example --device H200 (with --tensor-parallel 4: four of them), or "
             "a section `simulate: {device: H200}` in the workload"
         )
-    count, gpu = parse_gpus(section["device"])
+    count, device = _devices(section["device"])
     if count > 1 and given.get("tensor_parallel", count) != count:
         raise UsageError(
             f"--device {section['device']} is {count} GPUs, and --tensor-parallel is {given['tensor_parallel']}: write "
-            f"--device {gpu.name}"
+            f"--device {device}"
         )
-    section |= {"device": gpu.name, "tensor_parallel": count if count > 1 else section.get("tensor_parallel", 1)}
+    section |= {"device": device, "tensor_parallel": count if count > 1 else section.get("tensor_parallel", 1)}
     notes = _notes_of_model(data, section, workload)
     keys = {each.partition("=")[0].strip() for each in overrides}
     keeps_budget = bool(keys & {"engine", "engine.kv_budget"}) or not given.keys() & _MACHINE
+    keeps_budget |= device == this_cpu.NAME  # where the workload's own budget for a CPU is meant
     notes += _leave_out(data, keeps_budget=keeps_budget)
     data |= {"simulate": section, "max_minutes": None}
     made = resolve(data, profile=workload.profile, source=None, where=str(workload.source or workload.name))
     return dataclasses.replace(made, source=workload.source), tuple(notes)
+
+
+def _devices(text: str) -> tuple[int, str]:
+    """How many of what."""
+    if text.strip().lower() == this_cpu.NAME:
+        return 1, this_cpu.NAME
+    count, gpu = parse_gpus(text)
+    return count, gpu.name
 
 
 def _notes_of_model(data: dict[str, Any], section: dict[str, Any], workload: Workload) -> list[str]:
@@ -125,18 +140,38 @@ def machine_of(section: SimulateSection, model: str) -> Machine:
     Raises UsageError for an unknown device or model, with the nearest names, for heads that do not divide, and for
     files that are not what they should be.
     """
+    calibrated = Path(section.calibration) if section.calibration else None
+    if section.device == this_cpu.NAME:
+        return this_cpu.this_cpu(model, calibrated)
     _, gpu = parse_gpus(section.device)
     planned, gpus = plan_model(model), section.tensor_parallel
     tables = read_tables(find_tables(Path(section.ops), gpu.name, planned.name, gpus)) if section.ops else None
-    calibration = read_calibration(Path(section.calibration)) if section.calibration else None
+    calibration = read_calibration(calibrated) if calibrated else None
     return Machine(planned, gpu, gpus, tables, calibration)
+
+
+def files_digest(machine: Machine, section: SimulateSection) -> str | None:
+    """Of the bytes of the operator tables and the calibration; None where the data sheet alone counts."""
+    files = sorted(machine.tables.folder.glob("*.csv")) if machine.tables else []
+    files += [Path(section.calibration)] if section.calibration else []
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else None
+
+
+def _refusal(machine: Machine, settings: Mapping[str, Any]) -> str | None:
+    """Why a configuration is left out: the tables do not have its KV."""
+    config, _ = machine.settle(settings)
+    try:
+        machine.step_timer(config)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTarget:
     """Of a workload with a ``simulate`` section. Raises UsageError, also where the model does not fit."""
     assert workload.simulate is not None
     machine = machine_of(workload.simulate, str(workload.engine["model"]))
-    machine.settle(workload.engine)
+    machine.step_timer(machine.settle(workload.engine)[0])
     facts = {
         "device": machine.gpu.name,
         "tensor_parallel": machine.gpus,
@@ -144,13 +179,14 @@ def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTar
         "cost_model": machine.cost_model,
         "ops": workload.simulate.ops,
         "calibration": workload.simulate.calibration,
-        "kvbench": version("kvbench"),
+        "files_sha256": files_digest(machine, workload.simulate),
     }
     return ChosenTarget(
         workload,
         lambda: SimulatedTarget(machine, facts),
         lambda settings: checked(machine, settings),
         {**dict.fromkeys(STORED), "backend": BACKEND, "shared_machine": False, "simulated": facts},
+        refuses=lambda settings: _refusal(machine, settings),
         notes=tuple(notes),
         start_guess_s=_START_GUESS_S,
     )

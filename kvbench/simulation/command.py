@@ -21,7 +21,7 @@ from kvbench.common.option_rules import check_goes_with
 from kvbench.common.text import plural
 from kvbench.loadtest.max_rate.search import Condition, parse_conditions
 from kvbench.loadtest.options import LoadOptions, check_named_load, choose_load, workload_source
-from kvbench.simulation.choose import machine_of, simulated_workload
+from kvbench.simulation.choose import files_digest, machine_of, profile_of, simulated_workload
 from kvbench.simulation.pool import map_simulations
 from kvbench.simulation.routing import ROUTERS
 from kvbench.simulation.run import (
@@ -111,7 +111,8 @@ def _jobs(workload: str | None, options: Mapping[str, Any]) -> tuple[list[Simula
         loaded, point, notes = _load(workload, rate, users, options)
         assert loaded.simulate is not None
         model = str(loaded.engine["model"])
-        machine_of(loaded.simulate, model).settle(loaded.engine)  # what cannot be is said before anything runs
+        machine = machine_of(loaded.simulate, model)
+        machine.step_timer(machine.settle(loaded.engine)[0])  # what cannot be is said before anything runs
         load_name = point.load_id
         if options["find_max_rate"]:
             load_name = "trace" if loaded.load.arrivals == "trace" else "open loop"
@@ -133,7 +134,7 @@ def _load(
         overrides.insert(0, "engine.kv_budget=null")  # what the device leaves
     if options["dataset_path"]:
         overrides.insert(0, "engine.max_model_len=null")  # the model's own: a trace has its lengths
-    how = {"profile": options["profile"] or "gpu", "overrides": overrides, "seed": options["seed"]}
+    how = {"profile": profile_of(options), "overrides": overrides, "seed": options["seed"]}
     more = (options["burstiness"], users, options["num_prompts"], tuple(options["goodput"]))
     chosen = LoadOptions(options["at"], rate, *more)
     path, text = workload_source(workload, {**options, **how}, chosen, searching=searching)
@@ -163,6 +164,7 @@ def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int) -> Si
         "cost_model": machine.cost_model,
         "model": machine.model.name,
         **job.section.model_dump(include={"device", "tensor_parallel", "ops", "calibration"}),
+        "files_sha256": files_digest(machine, job.section),
         "replica_count": job.replicas,
         "router": job.router if job.replicas > 1 else None,
         "seed": job.seed,

@@ -22,6 +22,10 @@ from engine.sequence import TokenOutput
 from kvbench.requests.request import RequestSpec, continued
 from kvbench.simulation.replica import Replica
 
+TURNAROUND_S = 1e-3
+"""From a user's last token to its next request at the engine, over HTTP on one machine. So the step after the one that
+ended an answer has begun when the next request comes, as in a real engine."""
+
 Router = Callable[[RequestSpec, Sequence[Replica]], Replica]
 """Chooses a replica for a request."""
 
@@ -35,6 +39,7 @@ class Ended:
     tokens: of each chunk; empty if each has one, as all do that are not chosen at the request's end
     cached: tokens of its prompt that the prefix cache served
     reason: ``length``, or why it failed: ``refused`` with ``error`` and the ``status`` that a server answers it with
+    unsent: turns of its conversation that were not sent since it failed
     """
 
     spec: RequestSpec
@@ -49,6 +54,7 @@ class Ended:
     reason: str | None = None
     error: str | None = None
     status: int = 200
+    unsent: int = 0
 
     @property
     def output_tokens(self) -> int:
@@ -189,8 +195,10 @@ class Drive:
 
     def _end(self, ended: Ended, conversation: _Conversation, now: float) -> None:
         """Hands the request on, and plans what follows it: its next turn, a held request, its user's next one."""
-        self._on_end(ended)
         conversation.turn += 1
+        if ended.error is not None:
+            ended.unsent = len(conversation.turns) - conversation.turn
+        self._on_end(ended)
         if ended.error is None and conversation.turn < len(conversation.turns):
             turn = conversation.turns[conversation.turn]
             if turn.new_tokens:

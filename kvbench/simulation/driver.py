@@ -27,7 +27,8 @@ from kvbench.measure.load import LoadSetup, failure_reasons, refusal, store_serv
 from kvbench.measure.server_state import cache_use, leak_reasons
 from kvbench.metrics.latency import SESSION_BROKEN, summarise
 from kvbench.requests.request import RequestList, RequestSpec, conversations, distinct_prefixes
-from kvbench.simulation.drive import Drive, Ended
+from kvbench.runs.model import COST_NOTES
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended
 from kvbench.simulation.replica import Replica
 from kvbench.simulation.target import CLOCK, SimulatedTarget
 from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsPoller, MetricsSample, OnReading
@@ -134,10 +135,13 @@ class SimulatedDriver:
 
 
 def prepare(target: SimulatedTarget, setup: LoadSetup, requests: Sequence[RequestSpec], *, first: bool) -> None:
-    """Puts the prefix cache into the declared state, as a load over HTTP does, and sets the clock to 0."""
+    """Puts the prefix cache into the declared state, as a load over HTTP does, and sets the clock to 0.
+
+    Without a state to keep, the engine is made anew: the bytes of a load's files do not depend on loads before it.
+    """
     load = setup.load
     if load.cache_state != "steady":
-        target.reset_prefix_cache()
+        target.restart()
     if load.cache_state == "primed" or (load.cache_state == "steady" and first):
         prefixes = [RequestSpec(i, "prefix", ids, None, 1) for i, ids in enumerate(distinct_prefixes(requests))]
         Drive([target.replica], [[each] for each in prefixes], lambda ended: None, users=1).run()
@@ -173,6 +177,7 @@ def drive(
         on_end,
         users=point.concurrency if closed else None,
         most_in_flight=None if closed else setup.load.max_concurrency,
+        turnaround_s=TURNAROUND_S,
         on_step=on_step,
     ).run()
     return ended, readings.samples
@@ -218,5 +223,12 @@ def _outcome(
         "incomplete": False,
         "max_in_flight": most_in_flight(samples),
         "client": {},
-        "notes": requests.notes if isinstance(requests, RequestList) else {},
+        "notes": {**(requests.notes if isinstance(requests, RequestList) else {}), **_cost_notes(setup)},
     }
+
+
+def _cost_notes(setup: LoadSetup) -> dict[str, Any]:
+    """What a reader must know of the step times, such as how far they lie beyond a measured table."""
+    assert isinstance(setup.target, SimulatedTarget)
+    notes = getattr(setup.target.replica.step_time, "notes", list)()
+    return {COST_NOTES: notes} if notes else {}

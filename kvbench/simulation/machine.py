@@ -15,8 +15,8 @@ from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import experts_of, weights_of
 from kvbench.common.errors import UsageError
 from kvbench.common.text import listing
-from kvbench.simulation.cost_model import TYPICAL, AllReduce, Calibration, CostModel, Moves, Surroundings
-from kvbench.simulation.replica import Replica
+from kvbench.simulation.cost_model import TYPICAL, AllReduce, Calibration, Moves, Surroundings
+from kvbench.simulation.replica import Replica, StepTimer
 from kvbench.simulation.roofline import Roofline
 from kvbench.simulation.tables import MeasuredOperators, Tables
 
@@ -38,9 +38,13 @@ class Machine:
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raises UsageError where the GPU, the model and the tables do not go together."""
         self.model.check_split(self.gpus)
         if self.gpu.performance is None:
-            known = listing([gpu.name for gpu in known_gpus() if gpu.performance], "and")
+            known = listing([gpu.name for gpu in known_gpus() if gpu.performance])
             raise UsageError(
                 f"{self.gpu.name} cannot be simulated: kvbench knows its memory, but not its speed. Those that can: "
                 f"{known}"
@@ -114,7 +118,7 @@ class Machine:
             layers += [LayerKV(heads, group.kv.head_dim, group.kv.value_dim)] * group.count
         return KVShape(tuple(layers), DTYPE_BYTES[self.model.spec.default_dtype])
 
-    def step_timer(self, config: EngineConfig) -> CostModel:
+    def step_timer(self, config: EngineConfig) -> StepTimer:
         """The cost model for an engine of these settings. Raises UsageError where the tables are of another KV."""
         around = self._surroundings(config)
         if self.tables is None:

@@ -8,7 +8,7 @@ does not know, and how much faster or slower the machine was during that load.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from kvbench.metrics.latency import summarise
 from kvbench.requests.request import read_requests
 from kvbench.runs.folder import DONE
 from kvbench.runs.model import MeasuredCell, Run
-from kvbench.runs.predictions import METRICS, write_predictions
+from kvbench.runs.predictions import METRICS, Predicted, write_predictions
+from kvbench.runs.resume import stored_workload
 from kvbench.simulation.replay import ReplayedLoad, measured_steps, replay, row_of
 from kvbench.simulation.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs
+from kvbench.workload.load_section import LoadConfig
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,9 @@ def predict_run(run: Run) -> Path:
     loads = _loads_of(run)
     measured = [(load.cell.cell_id, _steps_of(load)) for load in loads if load.replayed.repeats_its_steps]
     known = {load.cell.cell_id for load in loads}
+    section = stored_workload(run.manifest).load
     predicted, notes = {}, [
-        f"{cell.cell_id} is not predicted: {_why_not(cell, run) or 'its raw samples are not there'}"
+        f"{cell.cell_id} is not predicted: {_why_not(cell, section) or 'its raw samples are not there'}"
         for cell in run.cells
         if cell.cell_id not in known
     ]  # fmt: skip
@@ -57,8 +60,7 @@ def predict_run(run: Run) -> Path:
             )
         costs, of_cell = fit_unit_costs(others), [load for load in loads if load.cell.cell_id == cell_id]
         predicted[cell_id] = _predicted(of_cell, costs)
-        if not costs.knows(dtype := of_cell[0].replayed.config.kv_cache_dtype):
-            notes.append(f"{cell_id}: no other cell has a KV in {dtype}, so its context is charged as that of auto")
+        notes += [f"{cell_id}: {note}" for note in costs.timer(of_cell[0].replayed.config.kv_cache_dtype).notes()]
     return write_predictions(run.folder, predicted, fit_unit_costs(steps for _, steps in measured), notes)
 
 
@@ -76,12 +78,12 @@ def _loads_of(run: Run) -> list[_Load]:
         raise UsageError(f"{run.folder} is simulated itself: predict a run that was measured")
     if not run.is_built_in or run.manifest.get("serve_cmd"):
         raise UsageError(f"{run.folder} is of another engine, whose scheduler the simulator does not have")
-    loads = []
+    loads, section = [], stored_workload(run.manifest).load
     for cell in run.cells:
-        for repeat in cell.repeats if _why_not(cell, run) is None else ():
+        for repeat in cell.repeats if _why_not(cell, section) is None else ():
             folder = cell.folder / "loads" / str(repeat.repeat)
             if (folder / DONE).is_file() and (folder / "requests.parquet").is_file():
-                replayed = _replayed(cell, run, run.folder / read_json(folder / DONE)["requests_file"])
+                replayed = _replayed(cell, run, section, run.folder / read_json(folder / DONE)["requests_file"])
                 rows = pd.read_parquet(folder / "requests.parquet").sort_values("index")
                 loads.append(_Load(cell, replayed, rows, repeat.metrics))
     if not loads:
@@ -89,17 +91,17 @@ def _loads_of(run: Run) -> list[_Load]:
     return loads
 
 
-def _why_not(cell: MeasuredCell, run: Run) -> str | None:
+def _why_not(cell: MeasuredCell, load: LoadConfig) -> str | None:
     if cell.doubt:
         return f"its measurement is {cell.doubt}"
-    if not run.load_section.get("ignore_eos"):
+    if not load.ignore_eos:
         return "its answers end where the model says so"
-    if run.load_section.get("cache_state") == "steady" and cell.settings.get("enable_prefix_caching"):
+    if load.cache_state == "steady" and cell.settings.get("enable_prefix_caching"):
         return "its prefix cache begins with what the load before it left"
     return None
 
 
-def _replayed(cell: MeasuredCell, run: Run, requests: Path) -> ReplayedLoad:
+def _replayed(cell: MeasuredCell, run: Run, load: LoadConfig, requests: Path) -> ReplayedLoad:
     """With the settings that the cell's server said it had. Raises UsageError."""
     stored = run.manifest["servers"][cell.config_id]["engine"]
     try:
@@ -108,13 +110,13 @@ def _replayed(cell: MeasuredCell, run: Run, requests: Path) -> ReplayedLoad:
         raise UsageError(f"{cell.cell_id} cannot be replayed: {error}") from None
     assert plan.capacity is not None, "a server states its budget"
     return ReplayedLoad(
-        plan.config,
+        replace(plan.config, async_scheduling=False),  # so that each step's tokens are there at its end
         plan.capacity,
         int(run.manifest["model"]["vocab_size"]),
         read_requests(requests),
         users=int(cell.load.value) if cell.load.mode == "closed" else None,
-        most_in_flight=run.load_section.get("max_concurrency"),
-        primed=run.load_section.get("cache_state") == "primed",
+        most_in_flight=load.max_concurrency,
+        primed=load.cache_state == "primed",
     )
 
 
@@ -122,7 +124,14 @@ def _steps_of(load: _Load) -> MeasuredSteps:
     return measured_steps(load.replayed, load.rows["chunk_times"].tolist(), float(load.rows["t0"].min()))
 
 
-def _predicted(loads: Sequence[_Load], costs: UnitCosts) -> dict[str, dict[str, float]]:
+def predicted_cells(run: Run, costs: UnitCosts) -> dict[str, dict[str, Predicted]]:
+    """Each cell that can be replayed, with ``costs`` from elsewhere. Raises UsageError where there is none."""
+    loads = _loads_of(run)
+    cells = dict.fromkeys(load.cell.cell_id for load in loads)
+    return {cell: _predicted([load for load in loads if load.cell.cell_id == cell], costs) for cell in cells}
+
+
+def _predicted(loads: Sequence[_Load], costs: UnitCosts) -> dict[str, Predicted]:
     """By metric what was predicted and measured, each the mean over a cell's loads."""
     found: dict[str, list[tuple[float, float]]] = {}
     for load in loads:
@@ -132,7 +141,7 @@ def _predicted(loads: Sequence[_Load], costs: UnitCosts) -> dict[str, dict[str, 
             if predicted is not None and measured:
                 found.setdefault(name, []).append((predicted, measured))
     return {
-        name: {"predicted": float(np.mean([p for p, _ in pairs])), "measured": float(np.mean([m for _, m in pairs]))}
+        name: Predicted(float(np.mean([p for p, _ in pairs])), float(np.mean([m for _, m in pairs])))
         for name, pairs in found.items()
     }
 

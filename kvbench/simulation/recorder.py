@@ -94,6 +94,7 @@ class Tally:
     cached_tokens: int = 0
     good: int = 0  # requests that met every limit
     failed: int = 0
+    not_sent: int = 0  # later turns of those that failed
     failure: str | None = None
     busy_s: float = 0.0
     running: Level = field(default_factory=Level)
@@ -105,6 +106,7 @@ class Tally:
         self.sent_first = min(self.sent_first, ended.sent)
         if ended.error is not None:
             self.failed += 1
+            self.not_sent += ended.unsent
             self.failure = self.failure or ended.error
             return
         times, tokens = np.array(ended.times), ended.output_tokens
@@ -227,6 +229,7 @@ def _figures(
     return {
         "completed": completed,
         "failed": sum(tally.failed for tally in tallies),
+        "not_sent": sum(tally.not_sent for tally in tallies),
         "first_failure": next((tally.failure for tally in tallies if tally.failure), None),
         "duration_s": seconds,
         "request_throughput": rate(completed),

@@ -13,11 +13,10 @@ from engine.execution.simulated_executor import StepTime, StepWork
 from engine.kv.budget import KVCapacity
 from kvbench.lockstep.load import result_row
 from kvbench.requests.request import RequestSpec, conversations, distinct_prefixes
-from kvbench.simulation.drive import Drive, Ended
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended
 from kvbench.simulation.replica import Replica, StepTimer
 from kvbench.simulation.unit_costs import MeasuredSteps
 
-TURNAROUND_S = 1e-3  # from a user's last token to its next request at the engine: HTTP on one machine
 _EVEN_STEP_S = 0.02  # of a replay whose times do not matter; longer than the turnaround
 
 

@@ -16,8 +16,9 @@ from kvbench.loadtest.max_rate.search import Condition, misses, queue_growth
 from kvbench.metrics.latency import goodput_share
 from kvbench.requests.request import RequestSpec
 from kvbench.requests.stream import RequestStream, stream_requests
+from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import machine_of
-from kvbench.simulation.drive import Drive, Ended
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended
 from kvbench.simulation.recorder import Recorder, row_writer
 from kvbench.simulation.replica import Replica
 from kvbench.simulation.routing import ROUTERS
@@ -95,10 +96,17 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
             on_end,
             users=job.point.concurrency if closed else None,
             most_in_flight=None if closed else job.load.max_concurrency,
+            turnaround_s=TURNAROUND_S,
             router=ROUTERS[job.router](),
             on_step=recorder.on_step,
         ).run()
-    return SimulationResult(recorder.summary() | {"notes": stream.notes}, *recorder.times())
+    notes = stream.notes | {COST_NOTES: _cost_notes(replicas)}
+    return SimulationResult(recorder.summary() | {"notes": notes}, *recorder.times())
+
+
+def _cost_notes(replicas: Sequence[Replica]) -> list[str]:
+    """What a reader must know of the step times, such as how far they lie beyond a measured table."""
+    return list(dict.fromkeys(note for each in replicas for note in getattr(each.step_time, "notes", list)()))
 
 
 def _stream(job: SimulationJob, replica: Replica) -> RequestStream:

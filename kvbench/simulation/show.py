@@ -9,6 +9,7 @@ from rich.console import Console
 
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.text import count, decimal, listing, milliseconds, percent, plural, significant, tokens_per_s
+from kvbench.runs.model import COST_NOTES
 
 _LATENCIES = {
     "ttft_ms": "TTFT",
@@ -25,8 +26,10 @@ def show(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
     if len(results) > 1:
         print_table(console, _comparison(results))
         print_plain(console, _machine_line(results[0]))
-        for name, failure in ((r["name"], _failures(r)) for r in results if r["failed"]):
-            print_plain(console, f"{name}: {failure}")
+        for result in results:
+            told = [_failures(result), *(f"of the step times: {note}" for note in result["notes"][COST_NOTES])]
+            for line in filter(None, told):
+                print_plain(console, f"{result['name']}: {line}")
         return
     (result,) = results
     rows = [
@@ -109,6 +112,7 @@ def _lines(result: Mapping[str, Any]) -> list[str]:
         _lengths(result),
         _spread(result),
         _machine_line(result),
+        *(f"of the step times: {note}" for note in result["notes"][COST_NOTES]),
     ]
     if any(values["uncertain"] for name in _LATENCIES if (values := result.get(name))):
         found.append("* too few samples for this percentile: p95 needs 130, p99 662")
@@ -155,7 +159,8 @@ def _phases(result: Mapping[str, Any]) -> str:
 def _failures(result: Mapping[str, Any]) -> str:
     if not result["failed"]:
         return ""
-    return f"{plural(result['failed'], 'request')} refused, the first because {result['first_failure']}"
+    unsent = f", and {plural(result['not_sent'], 'later turn')} not sent" if result["not_sent"] else ""
+    return f"{plural(result['failed'], 'request')} refused{unsent}; the first: {result['first_failure']}"
 
 
 def _lengths(result: Mapping[str, Any]) -> str:

@@ -31,10 +31,15 @@ class SimulatedTarget(Target):
         self.base_url = CLOCK
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
-        self.replica = self._machine.replica(settings)
+        self._settings = settings
+        self.restart()
         length = self.replica.engine.config.max_model_len
         assert length is not None
         self.model = ModelFacts(self._machine.model.name, self._machine.vocab_size, length)
+
+    def restart(self) -> None:
+        """A new engine in the place of the last one: nothing of an earlier load is in a figure of the next."""
+        self.replica = self._machine.replica(self._settings)
 
     def stop(self) -> None:
         """There is nothing to stop."""

@@ -15,7 +15,6 @@ import numpy as np
 from scipy.optimize import nnls
 
 from engine.execution.simulated_executor import StepTime, StepWork
-from kvbench.simulation.replica import StepTimer
 
 UNITS = ("step", "token", "token beyond 8", "token beyond 64", "prefill pair", "drawn token", "prompt", "moved slot")
 """What a step's time is made of, beside the context that its decodes read.
@@ -24,6 +23,10 @@ token, token beyond 8, token beyond 64: the linear layers, whose time a token ch
 prefill pair: a token of a prompt and a token that it attends to
 prompt: a chunk of one, whatever its length; moved slot: copied or swapped
 """
+_CLASSES = {
+    "step": "host", "token": "gemm", "token beyond 8": "gemm", "token beyond 64": "gemm", "prefill pair": "attention",
+    "drawn token": "head", "prompt": "launches", "moved slot": "move",
+}  # fmt: skip
 _ROUNDS = 10  # of reweighting; the weights settle in four or five
 _OUTLIER = 2.0  # a residual of so many typical ones counts half as much
 
@@ -43,23 +46,42 @@ class UnitCosts:
     units: Mapping[str, float]
     context: Mapping[str, float]
 
-    def timer(self, kv_cache_dtype: str) -> StepTimer:
-        """The cost model for an engine with such a KV; ``knows`` says whether its context's cost was measured."""
-        costs = [self.units[name] for name in UNITS]
-        context = self.context.get(kv_cache_dtype, self._of_another())
-
-        def step_time(work: StepWork) -> StepTime:
-            seconds = sum(map(float.__mul__, map(float, units_of(work)), costs)) + context * work.decode_context
-            return StepTime(seconds, execute=seconds)
-
-        return step_time
+    def timer(self, kv_cache_dtype: str) -> UnitCostModel:
+        """The cost model for an engine with such a KV."""
+        return UnitCostModel(self, kv_cache_dtype)
 
     def knows(self, kv_cache_dtype: str) -> bool:
         """Whether a load with such a KV was measured."""
         return kv_cache_dtype in self.context
 
-    def _of_another(self) -> float:
-        return self.context.get("auto", sum(self.context.values()) / max(1, len(self.context)))
+
+class UnitCostModel:
+    """A step's time from its work. ``seconds``: of all steps so far, by the classes of ``cost_model.CLASSES``."""
+
+    def __init__(self, costs: UnitCosts, kv_cache_dtype: str) -> None:
+        self.seconds = dict.fromkeys(_CLASSES.values(), 0.0)
+        self._costs = [(_CLASSES[name], costs.units[name]) for name in UNITS]
+        measured = costs.knows(kv_cache_dtype)
+        self._context = costs.context[kv_cache_dtype if measured else next(iter(costs.context))]
+        self._note = None if measured else (
+            f"no measured load had a KV in {kv_cache_dtype}, so reading it is charged as in {next(iter(costs.context))}"
+        )  # fmt: skip
+
+    def notes(self) -> list[str]:
+        """What a reader of the results must know of how they came about."""
+        return [self._note] if self._note else []
+
+    def __call__(self, work: StepWork) -> StepTime:
+        seconds = self.seconds
+        context = self._context * work.decode_context
+        seconds["attention"] += context
+        total = context
+        for (name, cost), count in zip(self._costs, units_of(work), strict=True):
+            if count:
+                part = cost * count
+                seconds[name] += part
+                total += part
+        return StepTime(total, execute=total)
 
 
 @dataclass(frozen=True)
@@ -96,10 +118,8 @@ def fit_unit_costs(loads: Iterable[MeasuredSteps]) -> UnitCosts:
                 last, pending = end, np.zeros_like(pending)
     if not rows:
         raise ValueError("no step of these loads has a measured end")
-    costs = _robust_nnls(np.array(rows), np.array(seconds))
-    return UnitCosts(
-        dict(zip(UNITS, costs.tolist(), strict=False)), dict(zip(dtypes, costs[len(UNITS) :].tolist(), strict=True))
-    )
+    costs = _robust_nnls(np.array(rows), np.array(seconds)).tolist()
+    return UnitCosts(dict(zip(UNITS, costs, strict=False)), dict(zip(dtypes, costs[len(UNITS) :], strict=True)))
 
 
 def _robust_nnls(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:

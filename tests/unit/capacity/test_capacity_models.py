@@ -31,7 +31,7 @@ def test_parameters_are_those_of_the_published_checkpoint(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["Qwen3-30B-A3B-Instruct-2507", "Mistral-7B-Instruct-v0.2", "Qwen3-Coder-30B-A3B-Instruct", "gemma-3-27b-it-qat",
+    ["Qwen3-4B-Instruct-2507", "Mistral-7B-Instruct-v0.2", "Qwen3-Coder-30B-A3B-Instruct", "gemma-3-27b-it-qat",
      "Qwen2.5-72B-Instruct-GPTQ-Int8"],
 )  # fmt: skip
 def test_a_name_with_another_word_is_another_model(name):

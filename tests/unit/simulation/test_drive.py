@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.execution.simulated_executor import StepTime, StepWork
+from engine.engine import Engine
+from engine.execution.null_executor import ReplayExecutor
+from engine.execution.simulated_executor import StepTime
 from engine.kv.budget import KVShape, LayerKV, capacity_of
+from engine.sequence import Request, SamplingParams
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation.drive import Drive, Ended
-from kvbench.simulation.replica import Replica
+from kvbench.simulation.replica import Replica, StepTimer
 from kvbench.simulation.routing import ROUTERS
 
 STEP = 0.1  # s
 VOCAB = 50_000
 
 
-def a_replica(step_time: Callable[[StepWork], StepTime] | None = None, number: int = 0, **settings: object) -> Replica:
+def a_replica(
+    step_time: StepTimer = lambda work: StepTime(STEP, execute=STEP),
+    number: int = 0,
+    budget: int = 64 * 2**20,
+    **settings: object,
+) -> Replica:
     config = EngineConfig(max_model_len=4096, **{"max_num_seqs": 64, "max_num_batched_tokens": 512, **settings})
-    capacity = capacity_of(config, KVShape((LayerKV(1, 16, 16),), 2), 64 * 2**20)
-    return Replica(config, capacity, VOCAB, step_time or (lambda work: StepTime(STEP, execute=STEP)), number)
+    capacity = capacity_of(config, KVShape((LayerKV(1, 16, 16),), 2), budget)
+    return Replica(config, capacity, VOCAB, step_time, number)
 
 
 def spec(index: int, prompt: int = 10, output: int = 5, arrival: float | None = None, **more: object) -> RequestSpec:
@@ -104,6 +110,7 @@ def test_what_can_never_run_is_refused_and_the_rest_goes_on() -> None:
     ended = run([spec(0), long, spec(3)], users=1)
     assert [one.spec.index for one in ended] == [0, 1, 3]  # nothing is sent after the turn that was refused
     assert ended[1].reason == "refused" and "4096" in (ended[1].error or "") and not ended[1].times
+    assert [one.unsent for one in ended] == [0, 1, 0]
     full = run([spec(i, arrival=0.0) for i in range(9)], [a_replica(max_num_waiting=3, max_num_seqs=2)])
     assert [one.status for one in full].count(429) == 9 - (3 + 2)
 
@@ -112,6 +119,25 @@ def test_each_sequence_of_a_request_and_each_chosen_one_has_its_chunks() -> None
     parallel, chosen = run([spec(0, 10, 4, n=3), spec(1, 10, 4, n=1, best_of=3)], users=1)
     assert sorted(parallel.sequences) == [0] * 4 + [1] * 4 + [2] * 4 and parallel.output_tokens == 12
     assert len(chosen.times) == 1 and chosen.tokens == [4] and chosen.output_tokens == 4
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_the_engine_does_what_it_does_without_a_clock(mode: str) -> None:
+    """Its counters are those of the same requests through the executor of the counter gate, stepped to the end."""
+    settings = {"enable_prefix_caching": True, "preemption_mode": mode, "swap_space": 2**20 if mode == "swap" else None}
+    specs = [*shared(3, 40, gap=0.0), *(spec(100 + i, 300, 60, arrival=0.0) for i in range(20))]
+    replica, other = (a_replica(budget=400_000, **settings) for _ in range(2))
+    run(specs, [replica])
+    bare = Engine(other.engine.config, ReplayExecutor(0, VOCAB, num_eos=0), other.engine.kv, lambda: 0.0)
+    for each in specs:
+        params = SamplingParams(each.max_tokens, temperature=0.0, ignore_eos=True)
+        bare.add_request(Request(str(each.index), each.prompt_token_ids or (), params))
+    while bare.has_work():
+        bare.step()
+    found, expected = ({k: v for k, v in vars(engine.stats()).items() if not k.endswith("seconds") and k != "counters"}
+                       for engine in (replica.engine, bare))  # fmt: skip
+    assert found == expected and found["num_preemptions"] > 0
+    assert replica.engine.stats().prefix_cache_hits == bare.stats().prefix_cache_hits > 0
 
 
 def fleet(count: int, **settings: object) -> list[Replica]:

@@ -159,11 +159,11 @@ def test_the_highest_rate_that_meets_a_limit(tmp_path: Path, capsys: pytest.Capt
 
     assert 13.7 / 1.01 <= sustainable_rate(meets, 1.0, 0.01) <= 13.7 and len(tried) == len(set(tried)) < 20
     assert sustainable_rate(lambda rate: False, 1.0) == 0.0
-    prompts = {"kind": "synthetic", "classes": [{"name": "a", "share": 1, "prompt_tokens": 2000, "output_tokens": 2}]}
+    prompts = {"kind": "synthetic", "classes": [{"name": "a", "share": 1, "prompt_tokens": 1000, "output_tokens": 2}]}
     closed = {"name": "closed", "model": {"config": "llama-3.1-8b"}, "load": {"concurrency": [2], "num_requests": [4]}}
     path = tmp_path / "closed.yaml"
     path.write_text(yaml.safe_dump(closed | {"load": closed["load"] | {"prompts": prompts}}))
-    simulated("simulate", path, "--device", "H200", "--find-max-rate", "p95_ttft<=2000ms", "--run-seconds", 3,
+    simulated("simulate", path, "--device", "L4", "--find-max-rate", "p95_ttft<=2000ms", "--run-seconds", 3,
               "--tolerance", 0.4, "--json")  # fmt: skip
     answer = json.loads(capsys.readouterr().out)
     missed = min(trial["rate"] for trial in answer["trials"] if not trial["met"])

@@ -37,10 +37,13 @@ class Known(SimulatedTarget):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(Machine(plan_model("llama-3.1-8b"), find_gpu("L4")), {})
-        config = EngineConfig.from_mapping({**SETTINGS, **settings, "kv_budget": 1 << 20})
-        capacity = capacity_of(config, KVShape((LayerKV(1, 4, 4),), 2), config.kv_budget or 0)
-        self.replica = Replica(config, capacity, 1000, self._time)
+        self._config = EngineConfig.from_mapping({**SETTINGS, **settings, "kv_budget": 1 << 20})
         self.model = ModelFacts("known", 1000, 512)
+        self.restart()
+
+    def restart(self) -> None:
+        capacity = capacity_of(self._config, KVShape((LayerKV(1, 4, 4),), 2), self._config.kv_budget or 0)
+        self.replica = Replica(self._config, capacity, 1000, self._time)
 
     def _time(self, work: StepWork) -> StepTime:
         return StepTime(STEP_S, execute=STEP_S)

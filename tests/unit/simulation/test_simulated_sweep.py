@@ -179,3 +179,29 @@ def test_a_kv_budget_is_that_of_the_machine_it_was_written_for(
     (capacity,) = manifest["capacity"].values()
     assert (capacity["kv_budget_bytes"] == 2**30) == kept
     assert any("kv_budget" in note for note in manifest["notes"]) != kept
+
+
+def write_tables(folder: Path) -> Path:
+    """Operator times of steps with up to 16 tokens and 4 sequences, a microsecond each."""
+    folder.mkdir()
+    layers = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "act_fn", "layernorm", "rotary_emb")
+    dense = [f"{layer},{tokens},{tokens}" for layer in layers for tokens in (1, 16)]
+    (folder / "dense.csv").write_text("\n".join(["layer,tokens,time_us", *dense]))
+    (folder / "per_sequence.csv").write_text("layer,sequences,time_us\nlm_head,1,1\nlm_head,4,4\n")
+    prefill = [f"{chunk},{before},0,0,{chunk}" for chunk in (1, 16) for before in (0, 16)]
+    decode = [f"0,0,{n},{kv},{n}" for n in (1, 4) for kv in (16, 64)]
+    mixed = [f"{c},{b},{n},{kv},{n}" for c in (1, 16) for b in (0, 16) for n in (1, 4) for kv in (16, 64)]
+    rows = ["prefill_chunk,kv_prefill,n_decode,kv_decode,time_us", *prefill, *decode, *mixed]
+    (folder / "attention.csv").write_text("\n".join(rows))
+    return folder
+
+
+def test_measured_operators_are_named_with_how_far_a_load_went_beyond_them(tmp_path: Path) -> None:
+    workload = write(tmp_path / "tiny.yaml", sweep={"kv_cache_dtype": ["fp8_e4m3"]})
+    tables = write_tables(tmp_path / "measured-operators")
+    assert kvbench("sweep", workload, "--simulate", "--ops", tables, "--output-dir", tmp_path / "out") == 0
+    run = next((tmp_path / "out" / "tiny").iterdir())
+    manifest, report = json.loads((run / "manifest.json").read_text()), (run / "report.md").read_text()
+    assert manifest["simulated"]["ops"] == str(tables) and "tokens a step went up to" in report
+    assert [path.name for path in (run / "cells").glob("*fp8*")] == []
+    assert any(note.startswith("skipped paged-p16-fp8_e4m3") for note in manifest["notes"])

@@ -82,6 +82,6 @@ def test_interrupted_steps_do_not_become_costs_of_the_others(loads: list[Replaye
 
 def test_a_kv_dtype_that_no_load_had_is_charged_as_auto_and_said(loads: list[ReplayedLoad]) -> None:
     found = fit_unit_costs(measured(load) for load in loads[:3])
-    assert found.knows("auto") and not found.knows("int8_per_token_head")
+    assert not found.timer("auto").notes() and found.timer("int8_per_token_head").notes()
     works = measured(loads[3]).works
     assert [found.timer("int8_per_token_head")(w).total for w in works] == [found.timer("auto")(w).total for w in works]

@@ -1,0 +1,107 @@
+"""`kvbench predict` and `calibrate-model` on a run whose step times are known: a simulated one, taken for measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvbench.cli.main import main
+from kvbench.runs.predictions import read_predictions
+from kvbench.simulation.unit_costs import UNITS
+
+COSTS = {"step": 5e-3, "token": 2e-4, "token beyond 64": 1e-4, "prefill pair": 2e-7, "drawn token": 3e-5}
+KNOWN = {
+    "format": "kvbench-unit-costs/1", "model": "llama-32m", "dtype": "float32", "cpu": "a CPU", "num_threads": 1,
+    "run": "none", "units": {name: COSTS.get(name, 0.0) for name in UNITS},
+    "context": {"auto": 1.5e-6, "int8_per_token_head": 6e-7},
+}  # fmt: skip
+WORKLOAD: dict[str, Any] = {
+    "name": "tiny",
+    "model": {"config": "llama-32m", "load_format": "dummy"},
+    "engine": {"page_size": 16, "max_num_seqs": 16, "max_model_len": 512, "kv_budget": "20MiB"},
+    "sweep": {"kv_cache_dtype": ["auto", "int8_per_token_head"]},
+    "load": {
+        "concurrency": [2, 12],
+        "num_requests": [8, 24],
+        "repeats": 1,
+        "prompts": {
+            "kind": "synthetic",
+            "classes": [{"name": "any", "share": 1.0, "prompt_tokens": [16, 300], "output_tokens": [8, 40]}],
+        },
+    },
+}
+
+
+def kvbench(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a sweep with the known costs, without the marks of a simulation."""
+    folder = tmp_path_factory.mktemp("predict")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(WORKLOAD))
+    (folder / "known.json").write_text(json.dumps(KNOWN))
+    how = ("--simulate", "--device", "this-cpu", "--calibration", folder / "known.json", "--no-report")
+    assert kvbench("sweep", folder / "tiny.yaml", *how, "--output-dir", folder) == 0
+    found = next((folder / "tiny").iterdir())
+    assert kvbench("predict", found) == 2  # it is simulated itself
+    manifest = json.loads((found / "manifest.json").read_text()) | {"backend": "kvbench", "num_threads": 1}
+    del manifest["simulated"]
+    (found / "manifest.json").write_text(json.dumps(manifest))
+    return found
+
+
+def test_every_cell_is_predicted_from_the_others_as_it_was(run: Path) -> None:
+    assert kvbench("predict", run) == 0
+    found = read_predictions(run)
+    assert found is not None and set(found.cells) == {
+        f"{configuration}-c{users}"
+        for configuration in ("paged-p16", "paged-p16-int8_per_token_head")
+        for users in (2, 12)
+    }
+    for cell, figures in found.cells.items():
+        for metric, figure in figures.items():
+            assert figure.error == pytest.approx(0.0, abs=0.02), (cell, metric)
+    assert "Predicted by simulation" in (run / "report.md").read_text()
+
+
+def test_the_costs_are_found_and_simulate_the_same_machine_again(run: Path, tmp_path: Path, capsys: Any) -> None:
+    assert kvbench("calibrate-model", run, "--check", run, "--output", tmp_path / "found.json") == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["context"] == pytest.approx(KNOWN["context"], rel=0.03)
+    assert {name: found["units"][name] for name in COSTS} == pytest.approx(COSTS, rel=0.03)
+    figures = {}
+    for path in (tmp_path / "found.json", run.parents[1] / "known.json"):
+        capsys.readouterr()
+        load = ("--input-len", 90, "--output-len", 30, "--concurrency", 6, "--num-prompts", 20)
+        assert kvbench("simulate", "--device", "this-cpu", "--model", "llama-32m", "--calibration", path, *load,
+                       "--json") == 0  # fmt: skip
+        figures[path.name] = json.loads(capsys.readouterr().out)
+    ours, real = (figures[name] for name in ("found.json", "known.json"))
+    assert ours["output_throughput"] == pytest.approx(real["output_throughput"], rel=0.02)
+
+
+@pytest.mark.parametrize("damage", ["none", "of another model", "without a unit", "not JSON"])
+def test_this_cpu_without_its_unit_costs_is_bad_input(run: Path, tmp_path: Path, damage: str) -> None:
+    path, known = tmp_path / "costs.json", json.loads(json.dumps(KNOWN))
+    if damage == "of another model":
+        known["model"] = "llama-3.1-8b"
+    if damage == "without a unit":
+        del known["units"]["step"]
+    path.write_text("{" if damage == "not JSON" else json.dumps(known))
+    given = () if damage == "none" else ("--calibration", path)
+    load = ("--input-len", 90, "--output-len", 30, "--concurrency", 6)
+    assert kvbench("simulate", "--device", "this-cpu", "--model", "llama-32m", *given, *load) == 2
+
+
+def test_what_cannot_be_predicted_is_bad_input(run: Path, tmp_path: Path) -> None:
+    assert kvbench("predict", tmp_path) == 2
+    assert kvbench("predict", "results/reference/vllm-cpu/sweep") == 2  # another engine
+    assert kvbench("predict", "results/reference/mixed-cpu") == 2  # raw samples of single loads are not kept
