@@ -496,7 +496,7 @@ def _parts() -> dict[str, list[tuple[Callable[..., list[Row]], tuple[Any, ...]]]
         "Sharing between beams: OPT-13B": [
             (saving_rows, (dataset, "beam_width", count, every))
             for every in (1, 16)
-            for dataset, count in (("Alpaca", 400), ("ShareGPT", 60))
+            for dataset, count in (("Alpaca", 400), ("ShareGPT", 150))
         ],
         "Shared prefix: LLaMA-13B, translation": [(prefix_rows, host) for host in ((), (0.012, 0.0), (0.0, 0.0004))],
     }

@@ -25,7 +25,8 @@ from kvbench.runs.folder import DONE
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.predictions import METRICS, Predicted, write_predictions
 from kvbench.runs.resume import stored_workload
-from kvbench.simulation.replay import ReplayedLoad, measured_steps, replay, row_of
+from kvbench.simulation.driver import row_of
+from kvbench.simulation.replay import ReplayedLoad, measured_steps, replay
 from kvbench.simulation.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs
 from kvbench.workload.load_section import LoadConfig
 

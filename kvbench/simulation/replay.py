@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from engine.config import EngineConfig
 from engine.execution.simulated_executor import StepTime, StepWork
 from engine.kv.budget import KVCapacity
-from kvbench.lockstep.load import result_row
 from kvbench.requests.request import RequestSpec, conversations, distinct_prefixes
 from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended
 from kvbench.simulation.replica import Replica, StepTimer
@@ -97,12 +95,3 @@ def measured_steps(load: ReplayedLoad, token_times: Sequence[Sequence[float]], b
                 came[number[simulated]].append(float(measured))
     at = np.array([np.median(times) if times else np.nan for times in came])
     return MeasuredSteps(load.config.kv_cache_dtype, works, at, began)
-
-
-def row_of(ended: Ended) -> Mapping[str, Any]:
-    """A row of requests.parquet of a simulated request."""
-    sequences = ended.sequences if ended.spec.n > 1 else None
-    tokens = ended.tokens or [1] * len(ended.times)
-    return result_row(
-        ended.spec, ended.due, ended.sent, ended.times, tokens, ended.cached, ended.reason, ended.token_ids, sequences
-    )
