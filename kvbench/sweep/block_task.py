@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -120,8 +122,8 @@ def run_block_task(task: BlockTask) -> Iterator[Event]:
         finally:
             work.stop.set()
             thread.join(_END_S)
-            if thread.is_alive():  # such as a server that is being started
-                work.stop_servers()
+            if thread.is_alive():  # it waits for a server that starts
+                work.kill_server()
                 thread.join(_END_S)
 
 
@@ -141,7 +143,7 @@ class _Work:
     run_folder: RunFolder
     events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
     stop: threading.Event = field(default_factory=threading.Event)
-    targets: list[Target] = field(default_factory=list)
+    target: Target | None = None
     error: BaseException | None = None
 
     def run(self) -> None:
@@ -150,9 +152,12 @@ class _Work:
         except BaseException as error:  # raised again where the events are read
             self.error = error
 
-    def stop_servers(self) -> None:
-        for target in self.targets:
-            target.stop()
+    def kill_server(self) -> None:
+        """Ends the wait for it; the thread then stops what it has started."""
+        pid = self.target.server().pid if self.target else None
+        if pid is not None:
+            with suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
 
     def _run(self) -> None:
         task, keeps_cache, failures = self.task, list(self.task.keeps_cache), []
@@ -199,8 +204,8 @@ class _Work:
 
     def _new_target(self, make: Callable[[], Target]) -> Target:
         self._check()
-        self.targets.append(make())
-        return self.targets[-1]
+        self.target = make()
+        return self.target
 
 
 @dataclass
