@@ -33,7 +33,7 @@ from kvbench.traces.model import Trace
 
 POLICIES = ("lru", "lfu")
 NAMES = ("hbm", "dram", "ssd")
-_SSD_BYTES_PER_S = 6.5e9  # sequential reads of a data-centre drive on PCIe 4.0 x4: Samsung PM9A3, data sheet
+_SSD_BYTES_PER_S = 6.5e9  # sequential reads of a data-centre drive on PCIe 4.0 x4: as announced of Samsung's PM9A3
 _LATENCY_S = {"hbm": 0.0, "dram": 20e-6, "ssd": 100e-6}  # of a request's load; a page of megabytes takes far longer
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _EXAMPLE = "write for example hbm=40GiB,dram=40GiB@50GB/s,ssd=1TiB@6.5GB/s@100us"
