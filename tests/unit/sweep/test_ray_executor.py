@@ -78,7 +78,11 @@ def every_load() -> set[tuple[str, int]]:
 
 
 def test_each_load_is_measured_once_and_a_repeat_keeps_to_one_machine(tmp_path, monkeypatch):
-    done = sweep(tmp_path, monkeypatch, FakeCluster([node(name) for name in ("aa", "bb", "cc")]))
+    class LastFirst(FakeCluster):  # machines that began last end first
+        def next_of(self, tasks):
+            return super().next_of(tasks[::-1])
+
+    done = sweep(tmp_path, monkeypatch, LastFirst([node(name) for name in ("aa", "bb", "cc")]))
     assert done.tried == Counter(dict.fromkeys(every_load(), 1))
     for cell_id, repeat in every_load():
         assert read_json(done.run.load(cell_id, repeat) / DONE)["cell_id"] == cell_id
