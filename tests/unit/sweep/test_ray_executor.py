@@ -78,11 +78,15 @@ def every_load() -> set[tuple[str, int]]:
 
 
 def test_each_load_is_measured_once_and_a_repeat_keeps_to_one_machine(tmp_path, monkeypatch):
-    class LastFirst(FakeCluster):  # machines that began last end first
-        def next_of(self, tasks):
-            return super().next_of(tasks[::-1])
+    turns: Counter = Counter()
 
-    done = sweep(tmp_path, monkeypatch, LastFirst([node(name) for name in ("aa", "bb", "cc")]))
+    class InTurns(FakeCluster):  # side by side; the machine that began last ends first
+        def next_of(self, tasks):
+            came = super().next_of(sorted(reversed(tasks), key=lambda task: turns[id(task)]))
+            turns[id(came[0])] += 1
+            return came
+
+    done = sweep(tmp_path, monkeypatch, InTurns([node(name) for name in ("aa", "bb", "cc")]))
     assert done.tried == Counter(dict.fromkeys(every_load(), 1))
     for cell_id, repeat in every_load():
         assert read_json(done.run.load(cell_id, repeat) / DONE)["cell_id"] == cell_id
