@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,12 +79,13 @@ def every_load() -> set[tuple[str, int]]:
 
 
 def test_each_load_is_measured_once_and_a_repeat_keeps_to_one_machine(tmp_path, monkeypatch):
-    turns: Counter = Counter()
+    turns, clock = {}, itertools.count()
 
-    class InTurns(FakeCluster):  # side by side; the machine that began last ends first
+    class InTurns(FakeCluster):  # side by side, the machine that began last first
         def next_of(self, tasks):
-            came = super().next_of(sorted(reversed(tasks), key=lambda task: turns[id(task)]))
-            turns[id(came[0])] += 1
+            latest_first = tasks[::-1]
+            came = super().next_of(sorted(latest_first, key=lambda task: turns.setdefault(task, next(clock))))
+            turns[came[0]] = next(clock)
             return came
 
     done = sweep(tmp_path, monkeypatch, InTurns([node(name) for name in ("aa", "bb", "cc")]))
