@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from kvbench.workload.file import Workload
 
 
+_MOST_PREDICTED_STEPS = 200_000  # of all loads: about a minute
+
+
 @click.command()
 @click.argument("workload", required=False, type=click.Path())
 @add_options(*ANSWER_OPTIONS)
@@ -219,11 +222,19 @@ def _target_and_driver(
 def _predict_and_show(folder: Path, console: Console) -> None:
     """The report, with a prediction beside each measured cell of the built-in engine where one can be made."""
     from kvbench.cli.report import show_report
+    from kvbench.common.console import print_plain
+    from kvbench.common.errors import log_traceback
     from kvbench.runs.read import read_run
     from kvbench.simulation.predict import predict_run
 
-    with contextlib.suppress(UsageError, OSError):  # of another engine, or too few cells; a full disk: show the figures
-        predict_run(read_run(folder))
+    run = read_run(folder)
+    if run.is_built_in:
+        try:
+            predict_run(run, _MOST_PREDICTED_STEPS)
+        except (UsageError, OSError) as error:
+            print_plain(console, f"note: no cell is predicted: {error}")
+        except Exception as error:  # whatever goes wrong here must not cost the report of a measured run
+            print_plain(console, f"note: no cell is predicted ({error!r}, {log_traceback(error)})")
     show_report(folder, console)
 
 

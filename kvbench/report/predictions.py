@@ -10,8 +10,9 @@ from kvbench.runs.predictions import METRICS, Predicted
 
 PREDICTIONS_NOTE = (
     "Predicted / measured, and the error relative to the measured figure; whole run, mean over the loads. Each cell is "
-    "predicted by the simulator with step times that were fitted to all other cells of this run. An error that cells "
-    "of equal work do not share is the machine's: it was faster or slower during that load."
+    "predicted by the simulator with unit costs that were fitted to the other cells of this run, some of which do the "
+    "same work. An error is what these costs do not know (layout, page size and hashing cost nothing of their own), or "
+    "the machine, which was faster or slower during that load."
 )
 _HEADLINE = ("output tok/s", "p95 TTFT")
 

@@ -7,8 +7,9 @@ does not know, and how much faster or slower the machine was during that load.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,82 +20,128 @@ from engine.config import EngineConfig
 from engine.planning import plan_engine
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
+from kvbench.common.text import listing
 from kvbench.metrics.latency import summarise
 from kvbench.requests.request import read_requests
 from kvbench.runs.folder import DONE
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import MeasuredCell, Run, number
 from kvbench.runs.predictions import METRICS, Predicted, write_predictions
 from kvbench.runs.resume import stored_workload
 from kvbench.simulation.driver import row_of
-from kvbench.simulation.replay import ReplayedLoad, measured_steps, replay
-from kvbench.simulation.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs
+from kvbench.simulation.replay import ReplayedLoad, replay, step_ends, works_of
+from kvbench.simulation.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs, measured
 from kvbench.workload.load_section import LoadConfig
+
+_HOST = ("dtype", "kernel_backend", "num_threads", "torch_compile")
+"""Settings of a server on which its unit costs depend; a cell is predicted from cells that agree in them."""
+_SAME_STEPS = 0.02  # by how much the steps of a replay may differ from those that the server counted
 
 
 @dataclass(frozen=True)
 class _Load:
-    """One measured load of a cell: what can be replayed, what became of its requests, and its metrics."""
+    """One measured load of a cell: what can be replayed, what became of its requests, and its metrics.
+
+    ``host``: its server's values of ``_HOST``; ``steps``: that the server counted, None where it did not.
+    """
 
     cell: MeasuredCell
     replayed: ReplayedLoad
     rows: pd.DataFrame
     metrics: Mapping[str, Any]
+    host: tuple[Any, ...]
+    steps: float | None
 
 
-def predict_run(run: Run) -> Path:
-    """Writes predictions.json into the run's folder. Raises UsageError where nothing can be predicted."""
+def predict_run(run: Run, most_steps: float = math.inf) -> Path:
+    """Writes predictions.json into the run's folder.
+
+    most_steps: of all loads together. Raises UsageError where there are more, or nothing can be predicted.
+    """
+    counted = sum(cell.counter("steps_total") or 0.0 for cell in run.cells)
+    if counted > most_steps:
+        raise UsageError(f"{counted:,.0f} steps take minutes to replay: `kvbench predict {run.folder}` does it")
     loads = _loads_of(run)
-    measured = [(load.cell.cell_id, _steps_of(load)) for load in loads if load.replayed.repeats_its_steps]
-    known = {load.cell.cell_id for load in loads}
-    section = stored_workload(run.manifest).load
-    predicted, notes = {}, [
-        f"{cell.cell_id} is not predicted: {_why_not(cell, section) or 'its raw samples are not there'}"
-        for cell in run.cells
-        if cell.cell_id not in known
-    ]  # fmt: skip
+    measured, notes = _measured(loads)
+    notes += _left_out(run, loads)
+    predicted = {}
     for cell_id in dict.fromkeys(load.cell.cell_id for load in loads):
-        others = [steps for of, steps in measured if of != cell_id]
+        of_cell = [load for load in loads if load.cell.cell_id == cell_id]
+        others = [s for load, s in measured if load.cell.cell_id != cell_id and load.host == of_cell[0].host]
         if not others:
-            raise UsageError(
-                f"{run.folder} has no other cell in a closed loop to calibrate the simulator on: predict a run with "
-                "two cells or more"
-            )
-        costs, of_cell = fit_unit_costs(others), [load for load in loads if load.cell.cell_id == cell_id]
+            notes.append(f"{cell_id} is not predicted: no other cell in a closed loop is like it in {listing(_HOST)}")
+            continue
+        costs = fit_unit_costs(others)
         predicted[cell_id] = _predicted(of_cell, costs)
         notes += [f"{cell_id}: {note}" for note in costs.timer(of_cell[0].replayed.config.kv_cache_dtype).notes()]
+    if not predicted:
+        raise UsageError(
+            f"{run.folder} has no other cell in a closed loop to calibrate the simulator on: predict a run with two "
+            "cells or more"
+        )
     return write_predictions(run.folder, predicted, fit_unit_costs(steps for _, steps in measured), notes)
 
 
 def unit_costs_of(run: Run) -> UnitCosts:
     """Fitted to every cell of a run whose steps are known. Raises UsageError where there is none."""
-    steps = [_steps_of(load) for load in _loads_of(run) if load.replayed.repeats_its_steps]
-    if not steps:
-        raise UsageError(f"{run.folder} has no cell in a closed loop to calibrate the simulator on")
-    return fit_unit_costs(steps)
+    measured, _ = _measured(_loads_of(run))
+    if len({load.host for load, _ in measured}) > 1:
+        raise UsageError(f"{run.folder} varies {' or '.join(_HOST)}, each of which has unit costs of its own")
+    return fit_unit_costs(steps for _, steps in measured)
+
+
+def _measured(loads: Sequence[_Load]) -> tuple[list[tuple[_Load, MeasuredSteps]], list[str]]:
+    """The loads that can be fitted to, with their steps, and notes on those whose replay went another way."""
+    found, notes = [], []
+    for load in loads:
+        if not load.replayed.repeats_its_steps:
+            continue
+        works, *replayed = works_of(load.replayed)
+        if load.steps and abs(len(works) / load.steps - 1.0) > _SAME_STEPS:
+            notes.append(
+                f"nothing is fitted to {load.cell.cell_id}: its replay took {len(works)} steps and its server "
+                f"{load.steps:.0f}"
+            )
+            continue
+        began = float(load.rows["t0"].min())
+        ends = step_ends(*replayed, load.rows["chunk_times"].tolist())
+        found.append((load, measured(load.replayed.config.kv_cache_dtype, works, ends, began)))
+    return found, notes
 
 
 def _loads_of(run: Run) -> list[_Load]:
     """Every load that can be replayed and whose files are there. Raises UsageError where there is none."""
-    if run.manifest.get("simulated"):
+    if run.simulated:
         raise UsageError(f"{run.folder} is simulated itself: predict a run that was measured")
     if not run.is_built_in or run.manifest.get("serve_cmd"):
         raise UsageError(f"{run.folder} is of another engine, whose scheduler the simulator does not have")
     loads, section = [], stored_workload(run.manifest).load
     for cell in run.cells:
-        for repeat in cell.repeats if _why_not(cell, section) is None else ():
+        for repeat in cell.repeats if _why_not(cell, run, section) is None else ():
             folder = cell.folder / "loads" / str(repeat.repeat)
             if (folder / DONE).is_file() and (folder / "requests.parquet").is_file():
                 replayed = _replayed(cell, run, section, run.folder / read_json(folder / DONE)["requests_file"])
                 rows = pd.read_parquet(folder / "requests.parquet").sort_values("index")
-                loads.append(_Load(cell, replayed, rows, repeat.metrics))
+                engine, steps = _engine(cell, run), number(repeat.server.get("steps_total"))
+                host = tuple(engine.get(name) for name in _HOST)
+                loads.append(_Load(cell, replayed, rows, repeat.metrics, host, steps))
     if not loads:
-        raise UsageError(f"{run.folder} keeps no load that can be predicted: it has no raw samples of single loads")
+        why = _left_out(run, loads)
+        raise UsageError(f"{run.folder} has no load that can be predicted{f': {why[0]}' if why else ''}")
     return loads
 
 
-def _why_not(cell: MeasuredCell, load: LoadConfig) -> str | None:
+def _engine(cell: MeasuredCell, run: Run) -> Mapping[str, Any]:
+    """The settings that the cell's server said it had; empty where it said none."""
+    return ((run.manifest.get("servers") or {}).get(cell.config_id) or {}).get("engine") or {}
+
+
+def _why_not(cell: MeasuredCell, run: Run, load: LoadConfig) -> str | None:
     if cell.doubt:
         return f"its measurement is {cell.doubt}"
+    if not (engine := _engine(cell, run)):
+        return "its server's settings are not known"
+    if engine.get("async_scheduling"):
+        return "its engine plans a step while it computes the one before, so that steps have no time of their own"
     if not load.ignore_eos:
         return "its answers end where the model says so"
     if load.cache_state == "steady" and cell.settings.get("enable_prefix_caching"):
@@ -102,16 +149,25 @@ def _why_not(cell: MeasuredCell, load: LoadConfig) -> str | None:
     return None
 
 
+def _left_out(run: Run, loads: Sequence[_Load]) -> list[str]:
+    known, section = {load.cell.cell_id for load in loads}, stored_workload(run.manifest).load
+    return [
+        f"{cell.cell_id} is not predicted: {_why_not(cell, run, section) or 'its raw samples are not there'}"
+        for cell in run.cells
+        if cell.cell_id not in known
+    ]
+
+
 def _replayed(cell: MeasuredCell, run: Run, load: LoadConfig, requests: Path) -> ReplayedLoad:
     """With the settings that the cell's server said it had. Raises UsageError."""
-    stored = run.manifest["servers"][cell.config_id]["engine"]
+    stored = _engine(cell, run)
     try:
         plan = plan_engine(EngineConfig.from_mapping(stored), on_cpu=stored.get("device") == "cpu")
     except ValueError as error:
         raise UsageError(f"{cell.cell_id} cannot be replayed: {error}") from None
     assert plan.capacity is not None, "a server states its budget"
     return ReplayedLoad(
-        replace(plan.config, async_scheduling=False),  # so that each step's tokens are there at its end
+        plan.config,
         plan.capacity,
         int(run.manifest["model"]["vocab_size"]),
         read_requests(requests),
@@ -119,10 +175,6 @@ def _replayed(cell: MeasuredCell, run: Run, load: LoadConfig, requests: Path) ->
         most_in_flight=load.max_concurrency,
         primed=load.cache_state == "primed",
     )
-
-
-def _steps_of(load: _Load) -> MeasuredSteps:
-    return measured_steps(load.replayed, load.rows["chunk_times"].tolist(), float(load.rows["t0"].min()))
 
 
 def predicted_cells(run: Run, costs: UnitCosts) -> dict[str, dict[str, Predicted]]:

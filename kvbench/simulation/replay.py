@@ -13,7 +13,6 @@ from engine.kv.budget import KVCapacity
 from kvbench.requests.request import RequestSpec, conversations, distinct_prefixes
 from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended
 from kvbench.simulation.replica import Replica, StepTimer
-from kvbench.simulation.unit_costs import MeasuredSteps
 
 _EVEN_STEP_S = 0.02  # of a replay whose times do not matter; longer than the turnaround
 
@@ -80,18 +79,17 @@ def works_of(load: ReplayedLoad) -> tuple[list[StepWork], list[float], list[Ende
     return works[len(works) - len(ends) :], ends, ended  # without the steps that primed the cache
 
 
-def measured_steps(load: ReplayedLoad, token_times: Sequence[Sequence[float]], began: float) -> MeasuredSteps:
-    """The steps of a load that repeats its steps, with the times at which their tokens came.
+def step_ends(ends: Sequence[float], ended: Sequence[Ended], token_times: Sequence[Sequence[float]]) -> np.ndarray:
+    """When each step of a measured load ended [s], NaN where no token came at its end.
 
+    ends, ended: of a replay, as ``works_of`` returns them
     token_times: of each request in the order of the indices, when each token came [s]; a request with another number
-    of tokens than it was to have is left out. began: when the first request was sent [s].
+        of tokens than in the replay is left out
     """
-    works, ends, ended = works_of(load)
     number = {end: index for index, end in enumerate(ends)}
     came: list[list[float]] = [[] for _ in ends]
     for request, times in zip(ended, token_times, strict=True):
         if len(times) == len(request.times):
-            for simulated, measured in zip(request.times, times, strict=True):
-                came[number[simulated]].append(float(measured))
-    at = np.array([np.median(times) if times else np.nan for times in came])
-    return MeasuredSteps(load.config.kv_cache_dtype, works, at, began)
+            for simulated, real in zip(request.times, times, strict=True):
+                came[number[simulated]].append(float(real))
+    return np.array([np.median(times) if times else np.nan for times in came])

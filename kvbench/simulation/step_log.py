@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import nnls
 
 from engine.execution.simulated_executor import StepWork
 from kvbench.common.errors import UsageError
 from kvbench.simulation.cost_model import Calibration, CostModel
 from kvbench.simulation.machine import Machine
+from kvbench.simulation.unit_costs import robust_nnls
 
 _COLUMNS = ("time_s", "prefill_tokens", "decode_tokens", "running", "waiting", "kv_slots_used")
 _HELD_OUT = 1 / 3  # of the steps, the last ones
-_ROUNDS, _OUTLIER = 10, 2.0  # of reweighting; a residual of so many typical ones counts half as much
 NAMES = ("host_s", "prompt_layer_s", "kernels")
 
 
@@ -76,7 +75,7 @@ def fit_steps(
     matrix = np.column_stack([columns[name] for name in names])
     seconds = log.seconds if "kernels" in names else np.maximum(log.seconds - kernels, 0.0)
     cut = round(len(kernels) * (1 - _HELD_OUT))
-    found = dict(zip(names, _fitted(matrix[:cut], seconds[:cut]).tolist(), strict=True))
+    found = dict(zip(names, robust_nnls(matrix[:cut], seconds[:cut]).tolist(), strict=True))
     fitted = dataclasses.replace(known, **found)
     timer = dataclasses.replace(machine, calibration=fitted).step_timer(config)
     return fitted, _errors(timer, log, cut)
@@ -84,17 +83,6 @@ def fit_steps(
 
 def layers_of(machine: Machine) -> int:
     return sum(group.count for group in machine.model.layers)
-
-
-def _fitted(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    scale = np.where(matrix.max(axis=0) > 0, matrix.max(axis=0), 1.0)
-    weights = np.ones(len(seconds))
-    for _ in range(_ROUNDS):
-        found, _ = nnls(matrix / scale * weights[:, None], seconds * weights)
-        residual = np.abs(seconds - matrix / scale @ found)
-        typical = max(float(np.median(residual)), 1e-12)
-        weights = np.sqrt(np.minimum(1.0, _OUTLIER * typical / np.maximum(residual, 1e-15)))
-    return found / scale
 
 
 def _errors(timer: CostModel, log: LoggedSteps, cut: int) -> dict[str, float]:

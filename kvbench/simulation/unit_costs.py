@@ -15,6 +15,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from engine.execution.simulated_executor import StepTime, StepWork
+from kvbench.common.errors import UsageError
 
 UNITS = ("step", "token", "token beyond 8", "token beyond 64", "prefill pair", "drawn token", "prompt", "moved slot")
 """What a step's time is made of, beside the context that its decodes read.
@@ -86,50 +87,66 @@ class UnitCostModel:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Measured steps of one load.
+    """Measured steps of one load with ``kv_cache_dtype``.
 
-    works: their work, in order; ends: when each ended [s], NaN where nothing arrived at its end; began: before the
-    first one [s].
+    amounts: float64 [steps, units + 1]: how many of each of ``UNITS``, and the context that its decodes read
+    seconds: float64 [steps]
     """
 
     kv_cache_dtype: str
-    works: Sequence[StepWork]
-    ends: np.ndarray
-    began: float
+    amounts: np.ndarray
+    seconds: np.ndarray
+
+
+def measured(kv_cache_dtype: str, works: Sequence[StepWork], ends: np.ndarray, began: float) -> MeasuredSteps:
+    """From the work of all steps in order and when each ended [s]; ``began``: before the first one [s].
+
+    Where nothing arrived at a step's end (NaN), its time is in that of the next step with an end.
+    """
+    amounts = np.array([(*units_of(work), work.decode_context) for work in works], dtype=float)
+    known = np.flatnonzero(np.isfinite(ends))
+    if not len(known):
+        return MeasuredSteps(kv_cache_dtype, amounts[:0], np.zeros(0))
+    sums = np.add.reduceat(amounts[: known[-1] + 1], np.append(0, known[:-1] + 1), axis=0)
+    return MeasuredSteps(kv_cache_dtype, sums, np.maximum(0.0, np.diff(ends[known], prepend=began)))
 
 
 def fit_unit_costs(loads: Iterable[MeasuredSteps]) -> UnitCosts:
     """The unit costs that explain the loads' step times best; disturbed steps count less.
 
-    Costs are scaled at the end so that the loads' total time is met: an interruption is a part of it. Raises ValueError
+    Costs are scaled at the end so that the loads' total time is met: an interruption is a part of it. Raises UsageError
     where there is no step to fit.
     """
-    loads = list(loads)
-    dtypes = sorted({load.kv_cache_dtype for load in loads})
-    rows, seconds = [], []
+    loads = [load for load in loads if len(load.seconds)]
+    if not loads:
+        raise UsageError("no step of these loads has a measured end, so the simulator cannot be calibrated on them")
+    dtypes, units = sorted({load.kv_cache_dtype for load in loads}), len(UNITS)
+    matrix = np.zeros((sum(len(load.seconds) for load in loads), units + len(dtypes)))
+    row = 0
     for load in loads:
-        last, pending = load.began, np.zeros(len(UNITS) + len(dtypes))
-        for work, end in zip(load.works, load.ends, strict=True):
-            pending[: len(UNITS)] += units_of(work)
-            pending[len(UNITS) + dtypes.index(load.kv_cache_dtype)] += work.decode_context
-            if np.isfinite(end):  # else its time is in that of the next step with an end
-                rows.append(pending)
-                seconds.append(max(0.0, end - last))
-                last, pending = end, np.zeros_like(pending)
-    if not rows:
-        raise ValueError("no step of these loads has a measured end")
-    costs = _robust_nnls(np.array(rows), np.array(seconds)).tolist()
-    return UnitCosts(dict(zip(UNITS, costs, strict=False)), dict(zip(dtypes, costs[len(UNITS) :], strict=True)))
+        rows = slice(row, row := row + len(load.seconds))
+        matrix[rows, :units] = load.amounts[:, :units]
+        matrix[rows, units + dtypes.index(load.kv_cache_dtype)] = load.amounts[:, units]
+    seconds = np.concatenate([load.seconds for load in loads])
+    costs = robust_nnls(matrix, seconds)
+    costs *= seconds.sum() / float((matrix @ costs).sum())
+    found = costs.tolist()
+    return UnitCosts(dict(zip(UNITS, found, strict=False)), dict(zip(dtypes, found[units:], strict=True)))
 
 
-def _robust_nnls(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Non-negative costs with Huber's weights (Huber, Robust Estimation of a Location Parameter, 1964)."""
-    scale = rows.max(axis=0)
+def robust_nnls(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Non-negative x with ``matrix`` @ x near ``values``, in which outliers count less.
+
+    Huber's weights (Huber, Robust Estimation of a Location Parameter, 1964). A least-squares problem is that of the
+    triangle of its QR decomposition, which is small however many rows there are.
+    """
+    scale = matrix.max(axis=0, initial=0.0)
     scale[scale == 0] = 1.0
-    weights = np.ones(len(seconds))
+    matrix, weights = matrix / scale, np.ones(len(values))
     for _ in range(_ROUNDS):
-        costs, _ = nnls(rows / scale * weights[:, None], seconds * weights)
-        residual = np.abs(seconds - rows / scale @ costs)
-        typical = max(float(np.median(residual)), 1e-9)
-        weights = np.sqrt(np.minimum(1.0, _OUTLIER * typical / np.maximum(residual, 1e-12)))
-    return costs / scale * (seconds.sum() / float((rows / scale @ costs).sum()))
+        triangle = np.linalg.qr(np.column_stack([matrix, values]) * weights[:, None], mode="r")
+        found, _ = nnls(triangle[:, :-1], triangle[:, -1])
+        residual = np.abs(values - matrix @ found)
+        typical = max(float(np.median(residual)), 1e-12)
+        weights = np.sqrt(np.minimum(1.0, _OUTLIER * typical / np.maximum(residual, 1e-15)))
+    return found / scale

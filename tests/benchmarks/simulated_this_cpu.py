@@ -29,7 +29,7 @@ from kvbench.lockstep.turns import Seat, take_turns, warm_up
 from kvbench.metrics.latency import summarise
 from kvbench.simulation.predict import predicted_metrics
 from kvbench.simulation.replay import ReplayedLoad, works_of
-from kvbench.simulation.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs
+from kvbench.simulation.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs, measured
 from kvbench.workload.design import LoadPoint, design_of
 from kvbench.workload.file import Workload, load_workload
 
@@ -96,7 +96,7 @@ def steps_of(cell: _Cell, repetitions: list[loads.Computed]) -> MeasuredSteps:
     typical = np.median(seconds, axis=0)
     ends = np.cumsum(typical) * (seconds.sum(axis=1).mean() / typical.sum())  # as ``loads.typical`` has it
     assert len(works) == len(ends), f"{cell.name}: the replay has {len(works)} steps and the engine {len(ends)}"
-    return MeasuredSteps(cell.replayed.config.kv_cache_dtype, works, ends, 0.0)
+    return measured(cell.replayed.config.kv_cache_dtype, works, ends, 0.0)
 
 
 def row(cell: _Cell, repetitions: list[loads.Computed], costs: UnitCosts) -> str:

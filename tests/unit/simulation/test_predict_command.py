@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from kvbench.cli.main import main
+from kvbench.cli.sweep import _predict_and_show
+from kvbench.common.errors import UsageError
 from kvbench.runs.predictions import read_predictions
 from kvbench.simulation.unit_costs import UNITS
 
@@ -105,3 +109,50 @@ def test_what_cannot_be_predicted_is_bad_input(run: Path, tmp_path: Path) -> Non
     assert kvbench("predict", tmp_path) == 2
     assert kvbench("predict", "results/reference/vllm-cpu/sweep") == 2  # another engine
     assert kvbench("predict", "results/reference/mixed-cpu") == 2  # raw samples of single loads are not kept
+
+
+def changed(run: Path, folder: Path, **engine: Any) -> Path:
+    """A copy of the run whose servers of INT8 said that they had other settings."""
+    shutil.copytree(run, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["servers"]["paged-p16-int8_per_token_head"]["engine"] |= engine
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_cells_are_predicted_only_from_cells_whose_steps_cost_the_same(run: Path, tmp_path: Path) -> None:
+    assert kvbench("predict", changed(run, tmp_path / "run", num_threads=7), "--no-report") == 0
+    found = read_predictions(tmp_path / "run")
+    assert found is not None and len(found.cells) == 4
+    assert kvbench("calibrate-model", tmp_path / "run") == 2  # there is no one cost of a step
+
+
+def test_steps_that_overlap_are_not_predicted(run: Path, tmp_path: Path) -> None:
+    assert kvbench("predict", changed(run, tmp_path / "run", async_scheduling=True), "--no-report") == 0
+    found = read_predictions(tmp_path / "run")
+    assert found is not None and set(found.cells) == {"paged-p16-c2", "paged-p16-c12"} and len(found.notes) == 2
+
+
+def test_nothing_is_fitted_to_a_load_whose_server_took_other_steps(run: Path, tmp_path: Path) -> None:
+    folder = changed(run, tmp_path / "run")
+    for summary in (folder / "cells").glob("*-c12/summary.json"):
+        stored = json.loads(summary.read_text())
+        for repeat in stored["repeats"]:
+            repeat["server"]["steps_total"] *= 2
+        summary.write_text(json.dumps(stored))
+    assert kvbench("predict", folder, "--no-report") == 0
+    found = read_predictions(folder)
+    assert found is not None and len([note for note in found.notes if note.startswith("nothing is fitted to")]) == 2
+
+
+@pytest.mark.parametrize("error", [UsageError("no other cell"), ValueError("a mistake"), OSError("no space left")])
+def test_a_prediction_that_fails_costs_a_sweep_no_report(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, error: Exception
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("kvbench.simulation.predict.predict_run", fail)
+    folder = changed(run, tmp_path / "run")
+    _predict_and_show(folder, Console())
+    assert str(error) in capsys.readouterr().out and (folder / "report.md").is_file()

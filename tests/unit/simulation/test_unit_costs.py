@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from engine.config import EngineConfig
 from engine.planning import plan_engine
+from kvbench.common.errors import UsageError
 from kvbench.requests.request import RequestSpec
+from kvbench.simulation import unit_costs
 from kvbench.simulation.predict import predicted_metrics
-from kvbench.simulation.replay import ReplayedLoad, measured_steps, replay
+from kvbench.simulation.replay import ReplayedLoad, replay, step_ends, works_of
 from kvbench.simulation.unit_costs import UNITS, MeasuredSteps, UnitCosts, fit_unit_costs
 
 COSTS = {"step": 5e-3, "token": 2e-4, "token beyond 64": 1e-4, "prefill pair": 2e-7, "drawn token": 3e-5}
@@ -31,11 +35,12 @@ def load_of(seed: int, users: int, **settings: object) -> ReplayedLoad:
 
 def measured(load: ReplayedLoad, noise: float = 0.0, seed: int = 0) -> MeasuredSteps:
     """The load as an engine with the known costs computes it; ``noise``: standard deviation of a step's time."""
-    ended = replay(load, KNOWN.timer(load.config.kv_cache_dtype))
-    steps = measured_steps(load, [each.times for each in ended], 0.0)
+    real = replay(load, KNOWN.timer(load.config.kv_cache_dtype))
+    works, ends, ended = works_of(load)
+    at = step_ends(ends, ended, [each.times for each in real])
+    steps = unit_costs.measured(load.config.kv_cache_dtype, works, at, 0.0)
     rng = np.random.default_rng(seed)
-    taken = np.diff(steps.ends, prepend=0.0) * np.exp(rng.normal(0.0, noise, len(steps.ends)))
-    return MeasuredSteps(steps.kv_cache_dtype, steps.works, np.cumsum(taken), 0.0)
+    return replace(steps, seconds=steps.seconds * np.exp(rng.normal(0.0, noise, len(steps.seconds))))
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +74,14 @@ def test_interrupted_steps_do_not_become_costs_of_the_others(loads: list[Replaye
     disturbed = []
     for load in loads:
         steps = measured(load, noise=0.02)
-        taken = np.diff(steps.ends, prepend=0.0)
-        taken[::40] += 0.1  # another program had the core
-        disturbed.append(MeasuredSteps(steps.kv_cache_dtype, steps.works, np.cumsum(taken), 0.0))
-    total = sum(float(each.ends[-1]) for each in disturbed)
+        steps.seconds[::40] += 0.1  # another program had the core
+        disturbed.append(steps)
     found = fit_unit_costs(disturbed)
-    again = sum(sum(found.timer(each.kv_cache_dtype)(work).total for work in each.works) for each in disturbed)
-    assert again == pytest.approx(total, rel=1e-6)  # the time is all there,
+    again = 0.0
+    for load in loads:
+        timer = found.timer(load.config.kv_cache_dtype)
+        again += sum(timer(work).total for work in works_of(load)[0])
+    assert again == pytest.approx(sum(each.seconds.sum() for each in disturbed), rel=1e-6)  # the time is all there,
     shares = [found.units[name] / COSTS[name] for name in ("token", "prefill pair")]
     assert max(shares) / min(shares) == pytest.approx(1.0, abs=0.15)  # spread over all costs alike
 
@@ -83,5 +89,10 @@ def test_interrupted_steps_do_not_become_costs_of_the_others(loads: list[Replaye
 def test_a_kv_dtype_that_no_load_had_is_charged_as_auto_and_said(loads: list[ReplayedLoad]) -> None:
     found = fit_unit_costs(measured(load) for load in loads[:3])
     assert not found.timer("auto").notes() and found.timer("int8_per_token_head").notes()
-    works = measured(loads[3]).works
+    works, _, _ = works_of(loads[3])
     assert [found.timer("int8_per_token_head")(w).total for w in works] == [found.timer("auto")(w).total for w in works]
+
+
+def test_loads_without_any_step_are_bad_input() -> None:
+    with pytest.raises(UsageError):
+        fit_unit_costs([])
