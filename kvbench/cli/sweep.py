@@ -212,7 +212,7 @@ def _target_and_driver(
 
         return choose(loaded, options, stored), HTTP
     from kvbench.simulation.choose import simulated_target, simulated_workload
-    from kvbench.simulation.driver import SimulatedDriver
+    from kvbench.simulation.sweep_driver import SimulatedDriver
 
     if not options["simulate"]:
         return simulated_target(loaded), SimulatedDriver()

@@ -28,7 +28,17 @@ def gpu_energy_j() -> float | None:
 
 
 def _usable(count: int) -> Iterable[int]:
-    """Those that CUDA_VISIBLE_DEVICES numbers: a cell of a Ray cluster has some of the machine's GPUs for itself."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    """Those that CUDA_VISIBLE_DEVICES numbers: a cell of a Ray cluster has some of the machine's GPUs for itself.
+
+    All, where CUDA may number them otherwise than NVML: it puts the fastest first, unless it is told not to.
+    """
+    ordered = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or _are_alike(count)
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if ordered else [""]
     numbers = [int(name) for name in named if name.isdecimal() and int(name) < count]
     return numbers if len(numbers) == len(named) else range(count)
+
+
+def _are_alike(count: int) -> bool:
+    import pynvml
+
+    return len({pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(count)}) < 2

@@ -140,8 +140,8 @@ class Cluster:
 
 
 @dataclass
-class Places:
-    """Places for tasks on machines, and what runs there.
+class TaskSlots:
+    """TaskSlots for tasks on machines, and what runs there.
 
     ``free``: the machine of each free place; ``needs``: what a task asks of a machine; ``wait_s``: until it has that
     free. A machine that is gone, or has not free what a task needs, loses its places.

@@ -49,9 +49,10 @@ def breaks(run: Run) -> list[Break]:
 
 def loads(run: Run) -> list[MeasuredLoad]:
     """Those of the most frequent kind (closed, or open at a rate), ascending."""
-    sized = [load for load in run.loads if load.value]
+    # In a closed loop more users always wait longer; measured, that says nothing of a break.
+    sized = [load for load in run.loads if load.value and (run.simulated or load.mode == "open")]
     modes = [load.mode for load in sized]
-    return [load for load in sized if load.mode == max(modes, key=modes.count)]
+    return [load for load in sized if load.mode == max(modes, key=modes.count, default="")]
 
 
 def growth_table(run: Run) -> Table:

@@ -32,7 +32,7 @@ from kvbench.simulation.cost_model import Calibration
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.measured_run import (
     MeasuredRun,
-    Predicted,
+    RunPrediction,
     machine_for,
     predict,
     read_measured_run,
@@ -47,7 +47,7 @@ _FIGURES = ("ttft_mean", "ttft_p95", "tpot_mean", "tpot_p95")
 class _Row:
     run: MeasuredRun
     how: str
-    predicted: Predicted
+    predicted: RunPrediction
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -125,7 +125,7 @@ def _checked(check: Sequence[Path], known: Calibration, options: Mapping[str, An
 
 
 def _rows(run: MeasuredRun, machine: Machine, known: Calibration, how: str) -> list[_Row]:
-    plain = predict(run, dataclasses.replace(machine, calibration=Calibration()))
+    plain = predict(run, dataclasses.replace(machine, calibration=None))
     return [
         _Row(run, "no calibration", plain),
         _Row(run, how, predict(run, dataclasses.replace(machine, calibration=known))),
@@ -176,6 +176,8 @@ def _finish(
     print_plain(console, f"calibration: {values}" + (f" -> {output}" if output else ""))
     if rows:
         print_table(console, _table(rows))
+    if rows and not held_out:
+        print_plain(console, "note: nothing was held out: --check RUN tells how well it predicts another run")
     for note in dict.fromkeys(note for row in rows for note in row.predicted.notes):
         print_plain(console, f"note: {note}")
 

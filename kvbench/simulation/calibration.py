@@ -16,7 +16,7 @@ from kvbench.common.schema import explain
 from kvbench.simulation.cost_model import Calibration
 from kvbench.simulation.experts import EVENNESS
 from kvbench.simulation.machine import Machine
-from kvbench.simulation.measured_run import MeasuredRun, Predicted, predict
+from kvbench.simulation.measured_run import MeasuredRun, RunPrediction, predict
 
 FORMAT = 1
 
@@ -79,7 +79,7 @@ def fit(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> Calibration
     As many figures of the run are met as there are names: each figure is taken as linear in all of them, from
     simulations along each one; of several names once more, nearer to what that gave.
     """
-    known = machine.calibration or Calibration()
+    known = machine.known
     wanted = _figures(run, names, run)
     for round_number in range(min(2, len(names))):
         tried, found = [], []
@@ -103,7 +103,7 @@ def fit(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> Calibration
     return known
 
 
-def _figures(run: MeasuredRun, names: Sequence[str], of: MeasuredRun | Predicted) -> np.ndarray:
+def _figures(run: MeasuredRun, names: Sequence[str], of: MeasuredRun | RunPrediction) -> np.ndarray:
     """What each of ``names`` is fitted to. Where ``run`` does not tell when requests were scheduled, TTFT stands in."""
     found = []
     for name in names:
@@ -112,7 +112,7 @@ def _figures(run: MeasuredRun, names: Sequence[str], of: MeasuredRun | Predicted
     return np.array(found)
 
 
-def latencies(of: MeasuredRun | Predicted) -> dict[str, float]:
+def latencies(of: MeasuredRun | RunPrediction) -> dict[str, float]:
     """Mean and 95th percentile of TTFT and TPOT [s]."""
     found = {}
     for name in ("ttft", "tpot"):
@@ -121,8 +121,8 @@ def latencies(of: MeasuredRun | Predicted) -> dict[str, float]:
     return found
 
 
-def errors(run: MeasuredRun, predicted: Predicted) -> dict[str, float]:
-    """Predicted over measured - 1 of each of ``latencies``."""
+def errors(run: MeasuredRun, predicted: RunPrediction) -> dict[str, float]:
+    """RunPrediction over measured - 1 of each of ``latencies``."""
     measured = latencies(run)
     return {name: value / measured[name] - 1 for name, value in latencies(predicted).items()}
 

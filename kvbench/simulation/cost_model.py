@@ -29,7 +29,7 @@ class Kernels(NamedTuple):
     head: float
 
 
-ALONE = 0.87
+LONGEST_SHARE = 0.87
 """Of the time that a decode attention in which all sequences were as long as the longest one would keep a GPU's
 processors busy once: what the longest sequence takes among shorter ones. From seconds of pure decode in the runs that
 docs/simulation.md names: 0.82 on an RTX 4090, 0.88 on an RTX PRO 6000."""
@@ -62,6 +62,11 @@ TYPICAL = Calibration(prompt_layer_s=110e-6)
 """Where nothing is measured: what the runs that docs/simulation.md names have in common."""
 
 
+SHORT_STEP_S = 3e-3
+"""Below it the host of an engine may take longer than the GPU: scheduling, inputs and outputs of a step take one to
+several milliseconds in Python."""
+
+
 @dataclass(frozen=True)
 class Moves:
     """How KV moves. ``slot_bytes``: one token's KV on one GPU; speeds in bytes/s."""
@@ -89,7 +94,7 @@ class AllReduce:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class GpuShare:
     """Of one GPU among those that share a model, what both sources of kernel times need.
 
     layers: of the model; heads, kv_heads: on this GPU; processors: streaming multiprocessors
@@ -109,10 +114,11 @@ class Surroundings:
 class CostModel:
     """A step's time from its work. ``seconds``: of all steps so far, by class of CLASSES."""
 
-    def __init__(self, calibration: Calibration, around: Surroundings) -> None:
+    def __init__(self, calibration: Calibration, around: GpuShare) -> None:
         self.calibration, self.moves, self.all_reduce = calibration, around.moves, around.all_reduce
         self.seconds = dict.fromkeys(CLASSES, 0.0)
         self._prompt_s = calibration.prompt_layer_s * around.layers
+        self._steps = 0
 
     def kernels(self, work: StepWork) -> Kernels:
         """Of a step that computes at least one token."""
@@ -120,10 +126,17 @@ class CostModel:
 
     def notes(self) -> list[str]:
         """What a reader of the results must know of how they came about, such as values beyond a table."""
-        return []
+        mean = sum(self.seconds.values()) / self._steps if self._steps else SHORT_STEP_S
+        if mean >= SHORT_STEP_S or self.calibration.host_s:
+            return []
+        return [
+            f"steps take {1e3 * mean:.2g} ms on average, in which an engine's host may not be ready: host_s of a "
+            "calibration says how long it takes, and is 0 here"
+        ]
 
     def __call__(self, work: StepWork) -> StepTime:
         known, seconds = self.calibration, self.seconds
+        self._steps += 1
         host = known.host_s + known.host_per_sequence_s * (work.decodes + len(work.prefills))
         move = execute = head = 0.0
         if work.copied or work.swapped_out or work.swapped_in:

@@ -15,7 +15,7 @@ from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import experts_of, weights_of
 from kvbench.common.errors import UsageError
 from kvbench.common.text import listing
-from kvbench.simulation.cost_model import TYPICAL, AllReduce, Calibration, Moves, Surroundings
+from kvbench.simulation.cost_model import TYPICAL, AllReduce, Calibration, GpuShare, Moves
 from kvbench.simulation.replica import Replica, StepTimer
 from kvbench.simulation.roofline import Roofline
 from kvbench.simulation.tables import MeasuredOperators, Tables
@@ -72,6 +72,11 @@ class Machine:
         return f"{source}, calibrated" if self.calibration else source
 
     @property
+    def known(self) -> Calibration:
+        """The calibration that counts: with a data sheet alone, what is typical takes the place of one."""
+        return self.calibration or (Calibration() if self.tables else TYPICAL)
+
+    @property
     def vocab_size(self) -> int:
         return int(self.model.spec.text_config["vocab_size"])
 
@@ -122,16 +127,15 @@ class Machine:
         """The cost model for an engine of these settings. Raises UsageError where the tables are of another KV."""
         around = self._surroundings(config)
         if self.tables is None:
-            calibration = self.calibration or TYPICAL
-            return Roofline(self.model, self.gpu, self.gpus, config.kv_cache_dtype, calibration, around)
+            return Roofline(self.model, self.gpu, self.gpus, config.kv_cache_dtype, self.known, around)
         if config.kv_cache_dtype not in ("auto", self.model.spec.default_dtype):
             raise UsageError(
                 f"{self.tables.folder} was measured with KV in the model's own dtype, and kv_cache_dtype is "
                 f"{config.kv_cache_dtype!r}: leave --ops out, and the data sheet is used"
             )
-        return MeasuredOperators(self.tables, self.calibration or Calibration(), around)
+        return MeasuredOperators(self.tables, self.known, around)
 
-    def _surroundings(self, config: EngineConfig) -> Surroundings:
+    def _surroundings(self, config: EngineConfig) -> GpuShare:
         text, performance = self.model.spec.text_config, self.gpu.performance
         assert performance is not None
         layers = sum(group.count for group in self.model.layers)
@@ -141,9 +145,9 @@ class Machine:
             # A ring sends each byte 2 (n - 1) / n times over each link, which is how bus bandwidth is defined.
             share = 2 * (self.gpus - 1) / self.gpus
             token_bytes = text["hidden_size"] * DTYPE_BYTES[self.model.spec.default_dtype]
-            latency = (self.calibration or TYPICAL).all_reduce_s
-            all_reduce = AllReduce(2 * layers, share * token_bytes / performance.all_reduce_bytes_per_s, latency)
-        return Surroundings(
+            token_s = share * token_bytes / performance.all_reduce_bytes_per_s
+            all_reduce = AllReduce(2 * layers, token_s, self.known.all_reduce_s)
+        return GpuShare(
             layers=layers,
             heads=self.model.query_heads // self.gpus,
             kv_heads=max(1, self.model.layers[0].kv.kv_heads // self.gpus),

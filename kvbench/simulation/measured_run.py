@@ -59,7 +59,7 @@ class MeasuredRun:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class RunPrediction:
     """Of each request in their order as in ``MeasuredRun``; ``series``: after each step, columns as there.
 
     seconds: GPU and host time by class; notes: what a reader must know
@@ -219,7 +219,7 @@ class _Observed(Replica):
         return sequence
 
 
-def predict(run: MeasuredRun, machine: Machine) -> Predicted:
+def predict(run: MeasuredRun, machine: Machine) -> RunPrediction:
     """The run again, simulated on ``machine``. Raises UsageError where it cannot be, or the model does not fit."""
     settings = dict(run.settings)
     if run.slots is not None:
@@ -242,7 +242,7 @@ def predict(run: MeasuredRun, machine: Machine) -> Predicted:
     order = [spec.index for spec in run.requests]
     first = np.array([ended[i].times[0] for i in order])
     began = [ended[i].due if run.from_arrival else replica.seen[i][0] for i in order]
-    return Predicted(
+    return RunPrediction(
         ttft=first - np.array(began),
         tpot=_tpot((ended[i].times[0], ended[i].times[-1], len(ended[i].times)) for i in order),
         prefill=first - np.array([replica.seen[i][1].first_scheduled for i in order]),
@@ -261,7 +261,7 @@ def _budget(run: MeasuredRun, machine: Machine) -> int:
     return run.slots * machine.kv_shape().slot_bytes(config.kv_cache_dtype) + table
 
 
-def series_errors(run: MeasuredRun, predicted: Predicted) -> dict[str, float]:
+def series_errors(run: MeasuredRun, predicted: RunPrediction) -> dict[str, float]:
     """Mean absolute distance of predicted and measured ``running`` and ``kv_cache_pct``, each over the measured times.
 
     A column that was not measured, or is 0 throughout, is left out.
@@ -274,7 +274,7 @@ def series_errors(run: MeasuredRun, predicted: Predicted) -> dict[str, float]:
     return found
 
 
-def predicted_at(predicted: Predicted, times: np.ndarray, column: str) -> np.ndarray:
+def predicted_at(predicted: RunPrediction, times: np.ndarray, column: str) -> np.ndarray:
     """The predicted ``running`` or ``kv_cache_pct`` at each of ``times`` [s since the first arrival]."""
     known = predicted.series
     index = np.searchsorted(known["t"].to_numpy(), times, side="right") - 1

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import NoReturn, TypeVar
 
 from kvbench.common.errors import MeasurementError, UsageError, say
-from kvbench.common.ray_cluster import MAX_LOST, Cluster, Ended, Lost, Node, Places, Raised, cluster_at, usable_nodes
+from kvbench.common.ray_cluster import MAX_LOST, Cluster, Ended, Lost, Node, Raised, TaskSlots, cluster_at, usable_nodes
 from kvbench.common.text import and_more
 
 _PR_SET_PDEATHSIG = 1
@@ -84,7 +84,7 @@ def _on_cluster(
     for note in found.left_out:
         say(f"note: {note}")
     free = [node for node in found.nodes for _ in range(int(node.resources["CPU"]))]
-    places = Places(cluster, free[: at_once or len(free)], _one_core, wait_s)
+    places = TaskSlots(cluster, free[: at_once or len(free)], _one_core, wait_s)
     results: dict[str, Result] = {}
     waiting, lost = list(jobs), Counter[str]()
     try:

@@ -7,7 +7,7 @@ from engine.model.spec import DTYPE_BYTES
 from kvbench.capacity.gpus import GPU
 from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import weights_of
-from kvbench.simulation.cost_model import ALONE, Calibration, CostModel, Kernels, Surroundings
+from kvbench.simulation.cost_model import LONGEST_SHARE, Calibration, CostModel, GpuShare, Kernels
 from kvbench.simulation.experts import active_experts
 
 # The least that a small operator takes, from the tables of two GPUs at one token: 1.9 to 2.7 us each of four
@@ -31,7 +31,7 @@ class Roofline(CostModel):
         gpus: int,
         kv_cache_dtype: str,
         calibration: Calibration,
-        around: Surroundings,
+        around: GpuShare,
     ) -> None:
         super().__init__(calibration, around)
         performance, text = gpu.performance, model.spec.text_config
@@ -56,15 +56,13 @@ class Roofline(CostModel):
         self._draw_s = text["vocab_size"] * _LOGIT_BYTES / self._bytes_per_s
         self._set_attention(model, gpu, gpus, kv_cache_dtype, around)
 
-    def _set_attention(
-        self, model: PlannedModel, gpu: GPU, gpus: int, kv_cache_dtype: str, around: Surroundings
-    ) -> None:
+    def _set_attention(self, model: PlannedModel, gpu: GPU, gpus: int, kv_cache_dtype: str, around: GpuShare) -> None:
         performance, text = gpu.performance, model.spec.text_config
         assert performance is not None
         kv_bytes_per_s = performance.decode * gpu.bytes_per_s
         self._write_token_s = model.token_bytes(kv_cache_dtype, gpus=gpus) / self._bytes_per_s
         self._mixed = performance.mixed_decode
-        self._wave = max(1.0, ALONE * around.processors / around.kv_heads)
+        self._wave = max(1.0, LONGEST_SHARE * around.processors / around.kv_heads)
         self._groups = []  # window, seconds to read a token's KV, seconds of a query token with one token that it sees
         for group in model.layers:
             key = group.kv.head_dim if not group.latent else text["qk_nope_head_dim"] + text["qk_rope_head_dim"]

@@ -65,7 +65,7 @@ def fit_steps(
     names: of NAMES. A step takes its kernels times ``kernels``, plus ``host_s``, plus in steps with prompts
     ``prompt_layer_s`` a layer: non-negative least squares, in which disturbed steps count less (Huber's weights).
     """
-    known = machine.calibration or Calibration()
+    known = machine.known
     bare = dataclasses.replace(known, **{name: 1.0 if name == "kernels" else 0.0 for name in names})
     config, _ = machine.settle(settings)
     model = dataclasses.replace(machine, calibration=bare).step_timer(config)

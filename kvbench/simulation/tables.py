@@ -29,7 +29,7 @@ import numpy as np
 
 from engine.execution.simulated_executor import StepWork
 from kvbench.common.errors import UsageError
-from kvbench.simulation.cost_model import ALONE, Calibration, CostModel, Kernels, Surroundings
+from kvbench.simulation.cost_model import LONGEST_SHARE, Calibration, CostModel, GpuShare, Kernels
 from kvbench.simulation.experts import active_experts
 
 _GEMMS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -168,7 +168,9 @@ def _plain(name: str) -> str:
 def read_tables(folder: Path) -> Tables:
     """Raises UsageError for a file, a column or an operator that is missing, and for what is no number."""
     rows = _rows(folder / "dense.csv", ("tokens", "time_us"), "layer")
-    experts = _rows(folder / "moe.csv", ("tokens", "activated_experts", "time_us")) if _has(folder / "moe.csv") else []
+    experts = (
+        _rows(folder / "moe.csv", ("tokens", "activated_experts", "time_us")) if (folder / "moe.csv").is_file() else []
+    )
     needed = _GEMMS[: 2 if experts else 4]
     if missing := [name for name in needed if name not in {row["layer"] for row in rows}]:
         raise UsageError(f"{folder / 'dense.csv'} has no times of {', '.join(missing)}: measure them, or use roofline")
@@ -206,10 +208,6 @@ def _attention(path: Path) -> dict[str, Grid | None]:
     return {"decode": grid_of(decode), "prefill": grid_of(prefill), "mixed": grid_of(mixed) if mixed else None}
 
 
-def _has(path: Path) -> bool:
-    return path.is_file()
-
-
 def _rows(path: Path, numbers: Sequence[str], text: str | None = None) -> list[dict[str, Any]]:
     """The rows of a CSV: of ``numbers`` finite and at least 0, with the column ``text`` as it is."""
     columns = (*numbers, text) if text else tuple(numbers)
@@ -238,21 +236,27 @@ def _rows(path: Path, numbers: Sequence[str], text: str | None = None) -> list[d
 class MeasuredOperators(CostModel):
     """The cost model of ``tables``."""
 
-    def __init__(self, tables: Tables, calibration: Calibration, around: Surroundings) -> None:
+    def __init__(self, tables: Tables, calibration: Calibration, around: GpuShare) -> None:
         super().__init__(calibration, around)
         self.tables, self._layer_s, self._experts = tables, around.layers * 1e-6, around.experts
         # Sequences that keep all processors busy once: a decode step has a block of threads for each KV head of a
         # sequence, a step with prompts for each query head.
-        self._decode_wave = ALONE * around.processors / around.kv_heads
-        self._mixed_wave = ALONE * around.processors / around.heads
-        self._last = (tables.gemm.last, tables.head.last, *(axis[-1] for axis in tables.decode.axes))
-        self._most = [0.0] * 4  # met so far of tokens, sequences drawn, sequences that decode, their mean context
+        self._decode_wave = LONGEST_SHARE * around.processors / around.kv_heads
+        self._mixed_wave = LONGEST_SHARE * around.processors / around.heads
+        of_prompts, of_decodes = [tables.prefill.axes], [tables.decode.axes]
+        if tables.mixed is not None:
+            of_prompts.append(tables.mixed.axes[:2])
+            of_decodes.append(tables.mixed.axes[2:])
+        ends = [min(axes[i][-1] for axes in grids) for grids in (of_decodes, of_prompts) for i in (0, 1)]
+        self._last = (tables.gemm.last, tables.head.last, *ends)
+        self._most = [0.0] * len(self._last)  # met so far, beyond the tables, of what ``notes`` names
 
     def kernels(self, work: StepWork) -> Kernels:
         tables, layer_s, tokens = self.tables, self._layer_s, work.tokens
         context = work.decode_context / work.decodes if work.decodes else 0.0
         most, last = self._most, self._last
-        for i, value in enumerate((tokens, work.drawn, work.decodes, context)):
+        chunk, before = _as_one(work.prefills) if work.prefills else (0, 0.0)
+        for i, value in enumerate((tokens, work.drawn, work.decodes, context, chunk, before)):
             if value > last[i] and value > most[i]:
                 most[i] = value
         experts = 0.0
@@ -262,13 +266,13 @@ class MeasuredOperators(CostModel):
         return Kernels(
             gemm=tables.gemm(tokens) * layer_s,
             experts=experts * layer_s,
-            attention=self._attention(work, context) * layer_s,
+            attention=self._attention(work, context, chunk, before) * layer_s,
             elementwise=tables.elementwise(tokens) * layer_s + tables.once(tokens) * 1e-6,
             head=tables.head(work.drawn) * 1e-6 if work.drawn else 0.0,
         )
 
-    def _attention(self, work: StepWork, context: float) -> float:
-        """Microseconds a layer.
+    def _attention(self, work: StepWork, context: float, chunk: float, before: float) -> float:
+        """Microseconds a layer. ``chunk``, ``before``: of all prompts as one.
 
         Decodes take as long as ones of their mean context, or as the longest sequence alone: no other can take over
         its work.
@@ -276,7 +280,6 @@ class MeasuredOperators(CostModel):
         tables, decodes, longest = self.tables, work.decodes, work.longest_decode
         if not work.prefills:
             return max(tables.decode(decodes, context), tables.decode(min(decodes, self._decode_wave), longest))
-        chunk, before = _as_one(work.prefills)
         alone = tables.prefill(chunk, before)
         prefill = alone if len(work.prefills) == 1 else self._several(work.prefills, chunk, before, alone)
         if not decodes:
@@ -284,7 +287,7 @@ class MeasuredOperators(CostModel):
         if tables.mixed is None:
             return prefill + tables.decode(decodes, context)
         mixed = tables.mixed(chunk, before, decodes, context)
-        if longest > 2 * context:
+        if longest > 2 * context:  # else the mean of all is within what the grid's steps of two tell
             mixed = max(mixed, tables.mixed(chunk, before, min(decodes, self._mixed_wave), longest))
         return mixed + prefill - alone
 
@@ -298,13 +301,15 @@ class MeasuredOperators(CostModel):
         return max(alone * share, max(self.tables.prefill(count, known) for count, known in prefills))
 
     def notes(self) -> list[str]:
-        names = ("tokens a step", "sequences that draw a token in a step", "decoding sequences", "tokens of context")
+        names = ("tokens a step", "sequences that draw a token in a step", "decoding sequences", "tokens of their "
+                 "context", "prompt tokens in a step", "tokens before those of a prompt")  # fmt: skip
+        of = "/".join(self.tables.folder.parts[-3:])
         return [
-            f"{name} went up to {met:,.0f} and the tables of {self.tables.folder.name} end at {last:,.0f} "
-            f"({met / last:.1f}x): continued from their last two points"
+            f"{name} went up to {met:,.0f} and the tables of {of} end at {last:,.0f} ({met / last:.1f}x): continued "
+            "from their last two points"
             for name, met, last in zip(names, self._most, self._last, strict=True)
             if met
-        ]
+        ] + super().notes()
 
 
 def _as_one(prefills: Sequence[tuple[int, int]]) -> tuple[int, float]:

@@ -24,7 +24,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import read_json, unpack, write_json
 from kvbench.common.git import git_state
 from kvbench.common.machine import environment
-from kvbench.common.ray_cluster import MAX_LOST, Cluster, Ended, Lost, Node, Places, Raised, cluster_at, usable_nodes
+from kvbench.common.ray_cluster import MAX_LOST, Cluster, Ended, Lost, Node, Raised, TaskSlots, cluster_at, usable_nodes
 from kvbench.common.text import and_more, plural
 from kvbench.runs.resume import environment_differences
 from kvbench.sweep.block import BlockRunner
@@ -49,7 +49,7 @@ _PARALLEL = re.compile(r"(?:--(?:tensor|pipeline)-parallel-size|--tp(?:-size)?|-
 
 
 @dataclass(frozen=True)
-class Demand:
+class CellNeeds:
     """What one cell asks of a machine. ``gpus``: 0 for a cell on the CPU, which gets the machine for itself;
     ``resource``: a Ray resource that the machine must have.
     """
@@ -86,14 +86,14 @@ class Demand:
         return " and ".join(parts) or "a CPU"
 
 
-def demand_of(workload: Workload, design: Design, options: Mapping[str, Any]) -> Demand:
+def needs_of(workload: Workload, design: Design, options: Mapping[str, Any]) -> CellNeeds:
     """What the cells of ``design`` ask for, by the workload's profile or ``device`` and the flags of the server."""
     devices = {each.settings.get("device", "auto") for each in design.configurations}
     on_gpu = "cuda" in devices or (workload.profile == "gpu" and devices != {"cpu"})
     gpus = 1
     for count in _PARALLEL.findall(" ".join(filter(None, (options.get("serve_cmd"), options.get("target_args"))))):
         gpus *= int(count)
-    return Demand(gpus if on_gpu else 0, options.get("device_resource"))
+    return CellNeeds(gpus if on_gpu else 0, options.get("device_resource"))
 
 
 @dataclass
@@ -105,7 +105,7 @@ class RayMachines:
     """
 
     cluster: Cluster
-    demand: Demand
+    cell_needs: CellNeeds
     workload: Workload
     options: Mapping[str, Any]
     stored: Mapping[str, Any]
@@ -128,7 +128,7 @@ class RayMachines:
 
     @property
     def at_once(self) -> int:
-        return sum(self.demand.cells(node) for node in self.nodes)
+        return sum(self.cell_needs.cells(node) for node in self.nodes)
 
     @property
     def resume_options(self) -> list[str]:
@@ -139,7 +139,7 @@ class RayMachines:
         before = manifest.get("executor") or {}
         manifest["executor"] = {
             "kind": "ray",
-            "cells_need": str(self.demand),
+            "cells_need": str(self.cell_needs),
             "machines": before.get("machines", {}) | {node.name: self._entry(node) for node in self.nodes},
             "loads": before.get("loads", {}),
             "lost": before.get("lost", []),
@@ -151,7 +151,7 @@ class RayMachines:
         found = facts["environment"]
         return {
             "node_id": node.node_id,
-            "device": [gpu.get("name") for gpu in found["gpus"]] if self.demand.gpus else found["cpu"]["model"],
+            "device": [gpu.get("name") for gpu in found["gpus"]] if self.cell_needs.gpus else found["cpu"]["model"],
             "git": found["git"],
             "code_sha256": facts["code"],
             "versions": found["versions"] | {"ray": facts["ray"]},
@@ -173,14 +173,14 @@ def ray_machines(
         raise UsageError("--executor ray launches a server for each configuration, and --target URL is one that runs "
                          "already: leave one of them out")  # fmt: skip
     options = parts[1]
-    demand = demand_of(choice.workload, choice.plan(only)[0], options)
+    cell_needs = needs_of(choice.workload, choice.plan(only)[0], options)
     with cluster_at(options["ray_address"]) as cluster:
-        yield machines_for(cluster, demand, parts, options["ray_wait"], say)
+        yield machines_for(cluster, cell_needs, parts, options["ray_wait"], say)
 
 
 def machines_for(
     cluster: Cluster,
-    demand: Demand,
+    cell_needs: CellNeeds,
     parts: tuple[Workload, Mapping[str, Any], Mapping[str, Any]],
     wait_s: float,
     say: Callable[[str], None],
@@ -189,9 +189,9 @@ def machines_for(
 
     Raises UsageError where there is none, or they are not alike.
     """
-    found = usable_nodes(cluster, demand.needs, f"{demand} for a cell", wait_s, say)
+    found = usable_nodes(cluster, cell_needs.needs, f"{cell_needs} for a cell", wait_s, say)
     _require_alike([(node, found.facts[node.node_id]["environment"]) for node in found.nodes])
-    return RayMachines(cluster, demand, *parts, found.nodes, found.facts, wait_s, list(found.left_out))
+    return RayMachines(cluster, cell_needs, *parts, found.nodes, found.facts, wait_s, list(found.left_out))
 
 
 def _require_alike(found: Sequence[tuple[Node, Mapping[str, Any]]]) -> None:
@@ -226,32 +226,32 @@ class RayExecutor:
     def __init__(self, machines: RayMachines, runner: BlockRunner, manifest: dict[str, Any]) -> None:
         self.machines, self.runner, self.manifest = machines, runner, manifest
         self._record = manifest["executor"]
-        free = [node for node in machines.nodes for _ in range(machines.demand.cells(node))]
-        self._places = Places(machines.cluster, free, machines.demand.needs, machines.wait_s)
+        free = [node for node in machines.nodes for _ in range(machines.cell_needs.cells(node))]
+        self._slots = TaskSlots(machines.cluster, free, machines.cell_needs.needs, machines.wait_s)
         self._again: list[_Run] = []  # blocks that were lost
         self._lost: Counter[str] = Counter()
         self._home: dict[int, Node] = {}  # by repeat
         self._calibrations: dict[str, list[Any]] = {}  # by machine
 
     def has_room(self) -> bool:
-        return (bool(self._places.free) and not self._again) or not self._places.left
+        return (bool(self._slots.free) and not self._again) or not self._slots.left
 
     def begin(self, left: Sequence[Block]) -> Block | None:
         """The first block whose repeat has run on a free machine, else of a repeat that has run nowhere, else any."""
-        begun = [*self._places.running.values(), *self._again]
+        begun = [*self._slots.running.values(), *self._again]
         taken = {(cell.cell_id, run.block.repeat) for run in begun for cell in run.block.cells}
         waiting = [b for b in left if not any((cell.cell_id, b.repeat) in taken for cell in b.cells)]
-        if waiting and not self._places.left:
+        if waiting and not self._slots.left:
             raise MeasurementError(_NONE_LEFT)
-        at_home = (block for block in waiting if self._home.get(block.repeat) in self._places.free)
-        new = (block for block in waiting if self._home.get(block.repeat) not in self._places.nodes)
+        at_home = (block for block in waiting if self._home.get(block.repeat) in self._slots.free)
+        new = (block for block in waiting if self._home.get(block.repeat) not in self._slots.nodes)
         return next(at_home, None) or next(new, None) or next(iter(waiting), None)
 
     def submit(self, block: Block, done: Collection[str] = ()) -> None:
         """``done``: ids of cells that have an outcome from a machine that was lost."""
         home = self._home.get(block.repeat)
-        node = home if home in self._places.free else self._places.free[0]
-        self._home[block.repeat] = home if home in self._places.nodes else node
+        node = home if home in self._slots.free else self._slots.free[0]
+        self._home[block.repeat] = home if home in self._slots.nodes else node
         runner, machines = self.runner, self.machines
         calibrations = None if machines.options["no_calibration"] else self._calibrations.get(node.name, [])
         left = dataclasses.replace(block, cells=tuple(c for c in block.cells if c.cell_id not in done))
@@ -259,18 +259,18 @@ class RayExecutor:
             left, machines.workload, machines.options, machines.stored, runner.capacity, bool(runner.served),
             tuple(runner.keeps_cache), calibrations,
         )  # fmt: skip
-        self._places.submit(_Run(block, node, time.monotonic(), done={*done}), node, run_block_task, task)
+        self._slots.submit(_Run(block, node, time.monotonic(), done={*done}), node, run_block_task, task)
         self._show()
 
     def next_finished(self) -> Finished | None:
-        while self._places.running or self._again:
+        while self._slots.running or self._again:
             self.runner.check_interrupt()
-            while self._again and self._places.free:
+            while self._again and self._slots.free:
                 lost = self._again.pop(0)
                 self.submit(lost.block, lost.done)
-            if not self._places.left:
+            if not self._slots.left:
                 raise MeasurementError(_NONE_LEFT)
-            if (came := self._places.next()) is None:
+            if (came := self._slots.next()) is None:
                 continue
             run, event = came
             if isinstance(event, Raised):
@@ -283,7 +283,7 @@ class RayExecutor:
         return None
 
     def close(self) -> None:
-        self._places.close()
+        self._slots.close()
 
     def _again_elsewhere(self, run: _Run, end: Ended | Lost) -> Finished | None:
         """The task has ended before its block: what is left of it runs again, unless that was tried too often."""
@@ -350,7 +350,7 @@ class RayExecutor:
             write_json(path, known + new)
 
     def _show(self) -> None:
-        doing = [f"{run.node.name}: {run.doing}" for run in self._places.running.values()]
+        doing = [f"{run.node.name}: {run.doing}" for run in self._slots.running.values()]
         self.runner.listener.status("; ".join(doing) or "between loads")
 
 

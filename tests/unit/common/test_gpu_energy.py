@@ -13,7 +13,7 @@ from kvbench.common.gpu_energy import gpu_energy_j
 def nvml(monkeypatch):
     """An NVML with these counters [mJ], one a GPU; each reading adds 500 mJ a GPU."""
 
-    def make(*counters: int, fails: bool = False) -> None:
+    def make(*counters: int, fails: bool = False, names: str = "same") -> None:
         used = list(counters)
 
         def read(index: int) -> int:
@@ -27,6 +27,7 @@ def nvml(monkeypatch):
             "nvmlShutdown": lambda: None,
             "nvmlDeviceGetCount": lambda: len(used),
             "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlDeviceGetName": lambda index: names if names == "same" else names[index],
             "nvmlDeviceGetTotalEnergyConsumption": read,
         }.items():
             monkeypatch.setattr(pynvml, name, does)
@@ -46,6 +47,14 @@ def test_gpus_that_cuda_hides_are_not_counted(nvml, monkeypatch, visible, joules
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     nvml(1_000, 2_000)
     assert gpu_energy_j() == joules
+
+
+def test_of_unlike_gpus_the_numbers_count_only_where_cuda_has_nvmls_order(nvml, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    nvml(1_000, 2_000, names="ab")
+    assert gpu_energy_j() == 4.0
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert gpu_energy_j() == 3.0  # the third reading of the second GPU
 
 
 def test_none_without_a_gpu_or_a_counter(nvml, monkeypatch):

@@ -87,6 +87,11 @@ def test_beyond_the_tables_is_continued_and_said(folder):
     assert len(timer.notes()) == 2 and "128" in notes and "64" in notes and "8,192" in notes and "4,096" in notes
 
 
+def test_a_prompt_beyond_the_tables_is_said(folder):
+    _, timer = seconds_of(folder, StepWork(((16, 100_000),), 0, 0, 0, 1))
+    assert any("100,000" in note for note in timer.notes())
+
+
 def test_prompts_side_by_side_take_less_than_one_of_all_their_tokens(folder):
     one, _ = seconds_of(folder, StepWork(((1024, 0),), 0, 0, 0, 1))
     four, _ = seconds_of(folder, StepWork(((256, 0),) * 4, 0, 0, 0, 1))

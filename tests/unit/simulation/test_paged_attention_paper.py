@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.simulation.paged_attention import (
+from tests.benchmarks.paged_attention import (
     ALPACA,
     MAX,
     ORACLE,

@@ -19,9 +19,9 @@ from kvbench.capacity.model import plan_model
 from kvbench.measure.load import LoadSetup
 from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.requests.request import RequestList, RequestSpec
-from kvbench.simulation.driver import SimulatedDriver
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.replica import Replica
+from kvbench.simulation.sweep_driver import SimulatedDriver
 from kvbench.simulation.target import SimulatedTarget
 from kvbench.targets.base import ModelFacts
 from kvbench.targets.prometheus import parse_metrics

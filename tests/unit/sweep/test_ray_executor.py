@@ -20,7 +20,7 @@ from kvbench.sweep import ray_executor
 from kvbench.sweep.block import BlockRunner
 from kvbench.sweep.block_task import BlockEnded, BlockTask, LoadDone, Status
 from kvbench.sweep.order import Measured, blocks_left
-from kvbench.sweep.ray_executor import Demand, RayExecutor, RayMachines, demand_of, machines_for
+from kvbench.sweep.ray_executor import CellNeeds, RayExecutor, RayMachines, machines_for, needs_of
 from kvbench.workload.design import load_point, make_design, plan_blocks
 from tests.support.fake_ray import FakeCluster, node
 
@@ -60,7 +60,7 @@ def sweep(tmp_path: Path, monkeypatch: Any, cluster: FakeCluster, **how: Any) ->
     run.path.mkdir()
     runner = BlockRunner(Silent(), run, None, Silent(), None, lambda: None, failures)  # type: ignore[arg-type]
     facts = {each.node_id: FACTS for each in cluster.members}
-    machines = RayMachines(cluster, Demand(0), Silent(), OPTIONS, {}, cluster.members, facts, how.pop("wait_s", 9.0))
+    machines = RayMachines(cluster, CellNeeds(0), Silent(), OPTIONS, {}, cluster.members, facts, how.pop("wait_s", 9.0))
     executor, measured = machines.executor(runner, manifest), Measured({})
     while True:
         left = blocks_left(BLOCKS, measured)
@@ -158,18 +158,18 @@ def test_settings_that_a_server_refuses_end_the_sweep(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("demand", "resources", "cells", "needs"),
     [
-        (Demand(0), {"CPU": 8.0, "GPU": 4.0}, 1, {"CPU": 8.0}),
-        (Demand(0), {"CPU": 0.0}, 0, None),
-        (Demand(0, "bench"), {"CPU": 8.0, "bench": 2.0}, 1, {"CPU": 8.0, "bench": 1.0}),
-        (Demand(0, "bench"), {"CPU": 8.0}, 0, None),
-        (Demand(1), {"CPU": 8.0, "GPU": 4.0}, 4, {"CPU": 2.0, "GPU": 1.0}),
-        (Demand(2), {"CPU": 8.0, "GPU": 5.0}, 2, {"CPU": 4.0, "GPU": 2.0}),
-        (Demand(2), {"CPU": 8.0, "GPU": 1.0}, 0, None),
-        (Demand(1), {"CPU": 8.0}, 0, None),
-        (Demand(1, "tpu"), {"CPU": 8.0, "tpu": 2.0}, 2, {"CPU": 4.0, "tpu": 1.0}),
-        (Demand(1, "accelerator_type:H100"), {"CPU": 8.0, "GPU": 2.0, "accelerator_type:H100": 1.0}, 2,
+        (CellNeeds(0), {"CPU": 8.0, "GPU": 4.0}, 1, {"CPU": 8.0}),
+        (CellNeeds(0), {"CPU": 0.0}, 0, None),
+        (CellNeeds(0, "bench"), {"CPU": 8.0, "bench": 2.0}, 1, {"CPU": 8.0, "bench": 1.0}),
+        (CellNeeds(0, "bench"), {"CPU": 8.0}, 0, None),
+        (CellNeeds(1), {"CPU": 8.0, "GPU": 4.0}, 4, {"CPU": 2.0, "GPU": 1.0}),
+        (CellNeeds(2), {"CPU": 8.0, "GPU": 5.0}, 2, {"CPU": 4.0, "GPU": 2.0}),
+        (CellNeeds(2), {"CPU": 8.0, "GPU": 1.0}, 0, None),
+        (CellNeeds(1), {"CPU": 8.0}, 0, None),
+        (CellNeeds(1, "tpu"), {"CPU": 8.0, "tpu": 2.0}, 2, {"CPU": 4.0, "tpu": 1.0}),
+        (CellNeeds(1, "accelerator_type:H100"), {"CPU": 8.0, "GPU": 2.0, "accelerator_type:H100": 1.0}, 2,
          {"CPU": 4.0, "GPU": 1.0, "accelerator_type:H100": 0.001}),
-        (Demand(1, "accelerator_type:H100"), {"CPU": 8.0, "GPU": 2.0, "accelerator_type:L4": 1.0}, 0, None),
+        (CellNeeds(1, "accelerator_type:H100"), {"CPU": 8.0, "GPU": 2.0, "accelerator_type:L4": 1.0}, 0, None),
     ],
 )  # fmt: skip
 def test_what_a_cell_takes_of_a_machine(demand, resources, cells, needs):
@@ -190,7 +190,7 @@ def test_what_a_cell_takes_of_a_machine(demand, resources, cells, needs):
 )
 def test_how_many_gpus_a_cell_asks_for(profile, device, options, gpus):
     design = SimpleNamespace(configurations=[SimpleNamespace(settings={"device": device})])
-    assert demand_of(SimpleNamespace(profile=profile), design, options).gpus == gpus
+    assert needs_of(SimpleNamespace(profile=profile), design, options).gpus == gpus
 
 
 def facts(**changes: Any) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def chosen(monkeypatch: Any, by_name: dict[str, Any], cluster: FakeCluster | Non
         return start(where, needs, say, *arguments)
 
     monkeypatch.setattr(cluster, "start", start_with_facts)
-    return machines_for(cluster, Demand(0), (Silent(), OPTIONS, {}), 0.2, lambda text: None)
+    return machines_for(cluster, CellNeeds(0), (Silent(), OPTIONS, {}), 0.2, lambda text: None)
 
 
 def test_machines_that_run_other_code_or_none_are_left_out_by_name(monkeypatch):

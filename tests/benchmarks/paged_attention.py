@@ -1,6 +1,6 @@
 """What the PagedAttention paper measured (Kwon et al., SOSP 2023, section 6), simulated with our own engine.
 
-    python -m kvbench.simulation.paged_attention        prints the tables of docs/simulation_results.md
+    python -m tests.benchmarks.paged_attention        prints the tables of docs/simulation_results.md
 
 Scheduler, pool, page sharing and reservations are the engine's own; the GPUs are a cost model. The paper's baselines
 place reservations with a buddy allocator (section 6.1), ours are first fit: ``BuddySlab`` is the paper's.
@@ -504,7 +504,7 @@ def _parts() -> dict[str, list[tuple[Callable[..., list[Row]], tuple[Any, ...]]]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the tables as Markdown."""
-    parser = argparse.ArgumentParser(prog="python -m kvbench.simulation.paged_attention", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.paged_attention", description=main.__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
     with ProcessPoolExecutor(parser.parse_args(argv).jobs) as pool:
         parts = {head: [pool.submit(make, *given) for make, given in tasks] for head, tasks in _parts().items()}
