@@ -176,7 +176,7 @@ class SimulateSection(StrictModel):
     """The machine of `kvbench sweep --simulate`; the options of the same names win over it."""
 
     device: str
-    """one kind of GPU: A100-80GB, H200, ... (`kvbench simulate --help` lists them)"""
+    """one kind of GPU: A100-80GB, H200, ... (docs/simulation.md lists those that can be simulated)"""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """how many of them share the model"""
     model: str | None = None

@@ -20,7 +20,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'kvbe
 
 CELLS = ("paged-p16-c2", "contiguous-c2")
 EITHER = (0, 4)  # cells that run side by side on this one machine disturb each other
-NOTICE = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+NOTICE = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 6}
 
 
 class Machines:
