@@ -80,9 +80,9 @@ def simulate(**options: Any) -> int:
     Examples:
       kvbench simulate --device H200 --model llama-3.1-8b --input-len 600 --output-len 150 --concurrency 64
       kvbench simulate --device 4xA100-80GB --model llama-3.1-70b --dataset-path conversation_trace.jsonl
-      kvbench simulate workloads/mixed.yaml --device L4 --at c32 -o engine.enable_prefix_caching=true
+      kvbench simulate workloads/mixed.yaml --device L4 --at c256 -o engine.enable_prefix_caching=true
       kvbench simulate workloads/mixed.yaml --device L4 --request-rate 2,4,8 --output-dir out
-      kvbench simulate workloads/chat.yaml --device H200 --model llama-3.1-8b --replicas 4
+      kvbench simulate workloads/conversations.yaml --device H200 --model llama-3.1-8b --replicas 4
           --router round-robin --router least-loaded --router prefix-aware
       kvbench simulate workloads/mixed.yaml --device L4 --replicas 1,2,4 --find-max-rate 'p95_ttft<=500ms'
     \b

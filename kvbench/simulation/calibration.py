@@ -51,11 +51,16 @@ class _File(BaseModel):
 def read_calibration(path: Path) -> Calibration:
     """Raises UsageError for a file that is none."""
     try:
-        found = _File.model_validate(read_json(path))
+        stored = read_json(path)
+        if isinstance(stored, dict) and isinstance(stored.get("format"), str):
+            raise UsageError(f"{path} has unit costs, which are for --device this-cpu: give a calibration of a GPU")
+        found = _File.model_validate(stored)
+    except UsageError:
+        raise
     except ValidationError as error:
         raise UsageError(f"{path} is no calibration of a cost model: {explain(error, '')[0]}") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read as a calibration: {error}") from None
+        raise UsageError(f"no calibration can be read: {error}") from None
     return Calibration(**found.model_dump(exclude={"format"}))
 
 

@@ -69,7 +69,7 @@ def simulated_workload(
     section = {**(data.get("simulate") or {}), **given}
     if not section.get("device"):
         raise UsageError(
-            "--simulate needs the device: give for example --device H200 (with --tensor-parallel 4: four of them), or "
+            "a simulation needs a device: give for example --device H200 (with --tensor-parallel 4: four of them), or "
             "a section `simulate: {device: H200}` in the workload"
         )
     count, device = _devices(section["device"])

@@ -66,6 +66,9 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
         if folder.is_dir() and any(folder.iterdir()):
             raise UsageError(f"--output-dir {folder} is not empty: give a new one")
     jobs, notes = _jobs(workload, options)
+    if any("goodput" in each.text for each in conditions) and any(job.load.slo is None for job in jobs):
+        raise UsageError("--find-max-rate with goodput needs to know which requests are good: give --goodput as well, "
+                         "such as 'ttft:500 tpot:50', or load.slo in the workload")  # fmt: skip
     for note in notes:
         say(f"note: {note}")
     console = Console()
@@ -151,8 +154,8 @@ def _load(
     """The workload with one load, as it runs on the machine of the options, and notes on what differs."""
     overrides, searching = list(options["overrides"]), bool(options["find_max_rate"])
     if workload is None:
-        overrides.insert(0, "engine.kv_budget=null")  # what the device leaves
-    if options["dataset_path"]:
+        overrides[:0] = ["engine.kv_budget=null", "engine.max_model_len=null"]  # what device and model have
+    elif options["dataset_path"]:
         overrides.insert(0, "engine.max_model_len=null")  # the model's own: a trace has its lengths
     how = {"profile": profile_of(options), "overrides": overrides, "seed": options["seed"]}
     more = (options["burstiness"], users, options["num_prompts"], tuple(options["goodput"]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, format_bytes
 from engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of, settle_length
 from engine.model.spec import DTYPE_BYTES
 from kvbench.capacity.fit import Settings, memory_of
@@ -49,6 +49,12 @@ class Machine:
                 f"{self.gpu.name} cannot be simulated: kvbench knows its memory, but not its speed. Those that can: "
                 f"{known}"
             )
+        fitted_on = self.calibration.provenance.get("device") if self.calibration else None
+        if self.calibration and self.calibration.kernels != 1.0 and fitted_on not in (None, self.gpu.name):
+            raise UsageError(
+                f"the calibration scales the kernels of {fitted_on}, which says nothing of {self.gpu.name}: fit one "
+                "there, or leave --fit kernels out"
+            )
         if self.tables is not None and self.tables.experts is not None and not experts_of(self.model):
             raise UsageError(
                 f"{self.tables.folder} has times of experts (moe.csv), and {self.model.name} has none: give the "
@@ -69,7 +75,11 @@ class Machine:
     def cost_model(self) -> str:
         """Where step times come from, for people."""
         source = f"operator times in {self.tables.folder}" if self.tables else f"data sheet of {self.gpu.name}"
-        return f"{source}, calibrated" if self.calibration else source
+        if self.calibration is None:
+            return source
+        of = self.calibration.provenance
+        run, device = of.get("run") or of.get("step_log"), of.get("device")
+        return f"{source}, calibrated" + (f" on {run}" if run else "") + (f" ({device})" if device else "")
 
     @property
     def known(self) -> Calibration:
@@ -91,12 +101,23 @@ class Machine:
                 config = replace(config, async_scheduling=True)  # as the engine does on a GPU
             if config.kv_budget is None:
                 config = replace(config, kv_budget=self._room(config))
+            self._check_budget(config)
             limit, shape = self.model.spec.max_positions, self.kv_shape()
             assert config.kv_budget is not None
             config = settle_length(config, limit, shape, config.kv_budget, may_lower=True)
             return config, capacity_of(config, shape, config.kv_budget)
         except ValueError as error:
             raise UsageError(str(error)) from None
+
+    def _check_budget(self, config: EngineConfig) -> None:
+        weights = weights_of(self.model).total_bytes
+        most = self.gpu.memory_bytes * self.gpus - weights
+        if config.kv_budget is not None and config.kv_budget > most:
+            raise UsageError(
+                f"kv_budget {config.kv_budget} ({format_bytes(config.kv_budget)}) is more than the "
+                f"{format_bytes(max(0, most))} that {self.gpus}x{self.gpu.name} has beside the weights: lower it, or "
+                "leave it out"
+            )
 
     def _room(self, config: EngineConfig) -> int:
         """Bytes that all GPUs have for KV beside the weights."""

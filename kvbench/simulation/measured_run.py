@@ -255,7 +255,7 @@ def predict(run: MeasuredRun, machine: Machine) -> RunPrediction:
 
 def _budget(run: MeasuredRun, machine: Machine) -> int:
     """Bytes that hold as many tokens as the measured engine did."""
-    config, _ = machine.settle({**run.settings, "kv_budget": 1 << 60})
+    config, _ = machine.settle(run.settings)
     assert config.max_model_len is not None and run.slots is not None
     table = config.max_num_seqs * -(-config.max_model_len // config.page_size) * PAGE_TABLE_ENTRY_BYTES
     return run.slots * machine.kv_shape().slot_bytes(config.kv_cache_dtype) + table
@@ -287,4 +287,12 @@ def machine_for(run: MeasuredRun, device: str | None, model: str | None, gpus: i
     for name, value in (("device", device or run.device), ("model", model or run.model)):
         if not value:
             raise UsageError(f"{run.name} does not say on which {name} it ran: give --{name}")
+    for name, given, stated in (("device", device, run.device), ("model", model, run.model)):
+        if given and stated and not _same_name(given, stated):
+            raise UsageError(f"{run.name} ran on the {name} {stated}, and --{name} is {given}: leave it out")
     return str(device or run.device), str(model or run.model), gpus or run.gpus or 1
+
+
+def _same_name(given: str, stated: str) -> bool:
+    plain = [name.rsplit("/", 1)[-1].lower().replace("-", "").replace(" ", "") for name in (given, stated)]
+    return plain[0] in plain[1] or plain[1] in plain[0]

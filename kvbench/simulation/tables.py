@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from engine.execution.simulated_executor import StepWork
 from kvbench.common.errors import UsageError
+from kvbench.common.text import listing
 from kvbench.simulation.cost_model import LONGEST_SHARE, Calibration, CostModel, GpuShare, Kernels
 from kvbench.simulation.experts import active_experts
 
@@ -138,6 +140,7 @@ class Tables:
     prefill: Grid
     mixed: Grid | None
     experts: Grid | None = None
+    absent: tuple[str, ...] = ()
 
 
 def find_tables(root: Path, gpu: str, model: str, gpus: int) -> Path:
@@ -148,6 +151,7 @@ def find_tables(root: Path, gpu: str, model: str, gpus: int) -> Path:
     if not root.is_dir():
         raise UsageError(f"{root} is no folder: give one with operator tables (dense.csv, attention.csv ...)")
     if (root / "dense.csv").is_file():
+        _require_same(root / "meta.yaml", gpu, model)
         return root
     found = sorted(path.parent for path in root.glob("*/*/tp*/dense.csv"))
     for folder in found:
@@ -157,8 +161,23 @@ def find_tables(root: Path, gpu: str, model: str, gpus: int) -> Path:
     known = ", ".join(str(folder.relative_to(root)) for folder in found) or "no operator tables"
     raise UsageError(
         f"{root} has no tables of {model} on {gpu} with tensor parallelism {gpus}: it has {known}. Measure them, or "
-        "leave --ops out for the roofline"
+        "leave --ops out for the data sheet"
     )
+
+
+def _require_same(meta: Path, gpu: str, model: str) -> None:
+    """Raises UsageError where the tables say that they are of another GPU or model; they need not say."""
+    try:
+        known = yaml.safe_load(meta.read_text(encoding="utf-8")) if meta.is_file() else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"{meta} cannot be read: {error}") from None
+    known = known if isinstance(known, dict) else {}
+    for what, wanted, found in (("GPU", gpu, known.get("hardware")), ("model", model, known.get("model"))):
+        if found and not _plain(str(found)).startswith(_plain(wanted)):
+            raise UsageError(
+                f"{meta.parent} has operator times of the {what} {found}, and {wanted} is to be simulated: give the "
+                "tables of that one, or leave --ops out for the data sheet"
+            )
 
 
 def _plain(name: str) -> str:
@@ -173,15 +192,22 @@ def read_tables(folder: Path) -> Tables:
     )
     needed = _GEMMS[: 2 if experts else 4]
     if missing := [name for name in needed if name not in {row["layer"] for row in rows}]:
-        raise UsageError(f"{folder / 'dense.csv'} has no times of {', '.join(missing)}: measure them, or use roofline")
+        raise UsageError(
+            f"{folder / 'dense.csv'} has no times of {', '.join(missing)}: measure them, or leave --ops out"
+        )
     curves: dict[str, dict[float, float]] = {name: defaultdict(float) for name in ("gemm", "elementwise", "once")}
     for row in rows:
         layer = row["layer"]
         target = "once" if layer in _ONCE_A_STEP else "gemm" if layer in _GEMMS else "elementwise"
         curves[target][row["tokens"]] += row["time_us"] * (2 if layer in _TWICE_A_LAYER else 1)
     head: dict[float, float] = defaultdict(float)
-    for row in _rows(folder / "per_sequence.csv", ("sequences", "time_us"), "layer"):
+    of_sequences = _rows(folder / "per_sequence.csv", ("sequences", "time_us"), "layer")
+    for row in of_sequences:
         head[row["sequences"]] += row["time_us"]
+    if len(curves["gemm"]) < 2:
+        raise UsageError(f"{folder / 'dense.csv'} has times of one number of tokens: at least two are needed")
+    named = {row["layer"] for row in rows} | {row["layer"] for row in of_sequences}
+    absent = [name for name in ("layernorm", "lm_head", "sampler") if name not in named]
     none = {1.0: 0.0}
     return Tables(
         folder=folder,
@@ -192,6 +218,7 @@ def read_tables(folder: Path) -> Tables:
         experts=grid_of({(row["tokens"], row["activated_experts"]): row["time_us"] for row in experts})
         if experts
         else None,
+        absent=tuple(absent),
         **_attention(folder / "attention.csv"),
     )
 
@@ -204,7 +231,7 @@ def _attention(path: Path) -> dict[str, Grid | None]:
     mixed = {where: time for where, time in at.items() if where[0] and where[2]}
     for points, what in ((decode, "decode alone (prefill_chunk 0)"), (prefill, "prefill alone (n_decode 0)")):
         if not points:
-            raise UsageError(f"{path} has no times of {what}: measure them, or use roofline")
+            raise UsageError(f"{path} has no times of {what}: measure them, or leave --ops out for the data sheet")
     return {"decode": grid_of(decode), "prefill": grid_of(prefill), "mixed": grid_of(mixed) if mixed else None}
 
 
@@ -304,12 +331,15 @@ class MeasuredOperators(CostModel):
         names = ("tokens a step", "sequences that draw a token in a step", "decoding sequences", "tokens of their "
                  "context", "prompt tokens in a step", "tokens before those of a prompt")  # fmt: skip
         of = "/".join(self.tables.folder.parts[-3:])
-        return [
+        absent = [*self.tables.absent, *(["steps with both prompts and decodes"] if self.tables.mixed is None else [])]
+        beyond = [
             f"{name} went up to {met:,.0f} and the tables of {of} end at {last:,.0f} ({met / last:.1f}x): continued "
             "from their last two points"
             for name, met, last in zip(names, self._most, self._last, strict=True)
             if met
-        ] + super().notes()
+        ]
+        lacking = [f"the tables of {of} have no times of {listing(absent)}"] if absent else []
+        return [*lacking, *beyond, *super().notes()]
 
 
 def _as_one(prefills: Sequence[tuple[int, int]]) -> tuple[int, float]:

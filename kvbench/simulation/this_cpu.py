@@ -88,11 +88,18 @@ def this_cpu(model: str, calibration: Path | None) -> ThisCPU:
             f"`kvbench calibrate-model RESULTS --output FILE`, and give --calibration FILE"
         )
     try:
-        found = _File.model_validate(read_json(calibration))
+        stored = read_json(calibration)
+        if isinstance(stored, dict) and stored.get("format") != FORMAT:
+            raise UsageError(
+                f"{calibration} has no unit costs of a CPU: fit them with `kvbench calibrate-model RESULTS`"
+            )
+        found = _File.model_validate(stored)
+    except UsageError:
+        raise
     except ValidationError as error:
         raise UsageError(f"{calibration} has no unit costs: {explain(error, '')[0]}") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{calibration} cannot be read as unit costs: {error}") from None
+        raise UsageError(f"no unit costs can be read: {error}") from None
     if missing := [name for name in UNITS if name not in found.units]:
         raise UsageError(f"{calibration} has no cost of a {missing[0]}: fit it again with `kvbench calibrate-model`")
     planned = plan_model(model)

@@ -214,7 +214,7 @@ def _load_lines(answers: Answers) -> list[Line]:
     counted = (f"  num_requests: {counts}", "of each load")
     if users:
         return [(f"  concurrency: {list(users)}", "users, each with one request at a time"), counted]
-    shown = ", ".join("inf" if rate == float("inf") else f"{rate:g}" for rate in rates)
+    shown = ", ".join("inf" if rate == float("inf") else f"{rate:.9f}".rstrip("0").rstrip(".") for rate in rates)
     return [("  mode: open", ""), (f"  request_rate: [{shown}]", "requests/s at random times"), counted]
 
 

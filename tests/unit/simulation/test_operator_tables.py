@@ -41,7 +41,7 @@ def folder(tmp_path):
         for tokens in (1, 64, 2048)
     ]
     write(tmp_path, "dense.csv", ("layer", "tokens", "time_us"), dense)
-    heads = [("lm_head", n, 500 + HEAD * n) for n in (1, 256)]
+    heads = [("lm_head", n, 400 + HEAD * n) for n in (1, 256)] + [("sampler", n, 100) for n in (1, 256)]
     write(tmp_path, "per_sequence.csv", ("layer", "sequences", "time_us"), heads)
     shapes = [(0, 0, n, kv) for n in BATCHES for kv in CONTEXTS]
     shapes += [(c, k, 0, 0) for c in SIZES for k in (0, *CONTEXTS)]
@@ -85,6 +85,18 @@ def test_beyond_the_tables_is_continued_and_said(folder):
     assert seconds == pytest.approx((32 * layer + once) * 1e-6, rel=1e-6)
     notes = " ".join(timer.notes())
     assert len(timer.notes()) == 2 and "128" in notes and "64" in notes and "8,192" in notes and "4,096" in notes
+
+
+def test_tables_of_another_gpu_or_model_are_refused_and_what_they_lack_is_said(folder):
+    for meta in ("hardware: RTX4090", "model: Qwen/Qwen3-32B"):
+        (folder / "meta.yaml").write_text(meta)
+        with pytest.raises(UsageError):
+            find_tables(folder, "H200", "Llama-3.1-8B", 1)
+    (folder / "meta.yaml").write_text("hardware: H200\nmodel: meta-llama/Llama-3.1-8B\n")
+    assert find_tables(folder, "H200", "llama-3.1-8b", 1) == folder
+    write(folder, "per_sequence.csv", ("layer", "sequences", "time_us"), [("lm_head", n, 500) for n in (1, 256)])
+    _, timer = seconds_of(folder, StepWork((), 20, 20 * 500, 500, 20))
+    assert any("sampler" in note for note in timer.notes())
 
 
 def test_a_prompt_beyond_the_tables_is_said(folder):
