@@ -126,4 +126,7 @@ def _larger_load(run: Run, load: MeasuredLoad) -> Iterator[NextStep]:
 def sweep_command(run: Run, options: Sequence[str]) -> str:
     """The command of the run with further options; empty where it is not known."""
     command = [str(part) for part in run.manifest.get("command") or ()]
+    while options[0] != "-o" and options[0] in command[:-1]:  # given before, with another value
+        at = command.index(options[0])
+        del command[at : at + 2]
     return shlex.join([*command, *options]) if "sweep" in command and "--resume" not in command else ""

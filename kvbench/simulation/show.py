@@ -208,7 +208,8 @@ def search_table(console: Console, results: Sequence[Mapping[str, Any]]) -> None
     rows = []
     for result in results:
         missed = min((t for t in result["trials"] if not t["met"]), key=lambda t: t["rate"], default=None)
-        rate = "all that were tried" if result["always_met"] else significant(result["max_rate"])
+        rate = "all that were tried" if result["always_met"] else significant(result["max_rate"] or 0.0)
+        rate = rate if result["max_rate"] != 0 else "none meets it"
         why = f"at {significant(missed['rate'])}/s: {'; '.join(missed['missed'])}" if missed else ""
         rows.append((result["name"], rate, count(len(result["trials"])), why))
     slo = " and ".join(results[0]["slo"])

@@ -64,12 +64,12 @@ def test_no_process_outlives_an_interrupt(how: signal.Signals) -> None:
         assert len(workers) == 2
         time.sleep(0.3)  # the workers have begun
         parent.send_signal(how)
-        parent.wait(10)
+        parent.wait(30)
         _, alive = psutil.wait_procs(workers, 10)
         assert not alive
     finally:
         parent.kill()
-        parent.wait(10)
+        parent.wait(30)
 
 
 @pytest.fixture
