@@ -48,6 +48,8 @@ def test_a_process_that_dies_ends_the_wait() -> None:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_an_interrupt(how: signal.Signals) -> None:
     code = (
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from tests.unit.simulation.test_pool import work\n"
         "from kvbench.simulation.pool import map_simulations\n"
         "if __name__ == '__main__':\n"
