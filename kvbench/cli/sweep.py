@@ -143,8 +143,6 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     from kvbench.cli.quality import measure_run
     from kvbench.lockstep.process import OPEN_LIMIT_S
     from kvbench.runs.resume import planned_cells
-    from kvbench.sweep.block import HTTP
-    from kvbench.sweep.ray_executor import ray_machines
     from kvbench.sweep.run import Sweep
 
     console = Console()
@@ -171,8 +169,10 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
         stack.callback(choice.close)
         elsewhere = None
         if options["executor"] == "ray":
-            if driver is not HTTP:
+            if not driver.times_this_machine:
                 raise UsageError("a simulated sweep runs on no device: leave --executor ray out")
+            from kvbench.sweep.ray_executor import ray_machines
+
             elsewhere = stack.enter_context(ray_machines(choice, (loaded, options, stored), only, say))
         sweep = Sweep(
             choice,

@@ -11,8 +11,6 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from kvbench.capacity.gpus import parse_gpus
-from kvbench.capacity.model import plan_model
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
@@ -28,6 +26,7 @@ from kvbench.simulation.calibration import (
     read_calibration,
     write_calibration,
 )
+from kvbench.simulation.choose import gpu_machine
 from kvbench.simulation.cost_model import Calibration
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.measured_run import (
@@ -38,7 +37,6 @@ from kvbench.simulation.measured_run import (
     read_measured_run,
     series_errors,
 )
-from kvbench.simulation.tables import find_tables, read_tables
 
 _FIGURES = ("ttft_mean", "ttft_p95", "tpot_mean", "tpot_p95")
 
@@ -102,7 +100,7 @@ def _fit_log(path: Path, check: Sequence[Path], output: Path | None, console: Co
     if not options["device"] or not options["model"]:
         raise UsageError(f"{path} does not say where it was written: give --device and --model")
     settings = _settings(options)
-    machine = _machine_of(options["device"], options["model"], options["tensor_parallel"], options["ops"])
+    machine = gpu_machine(options["device"], options["model"], options["tensor_parallel"], options["ops"])
     known, held_out = step_log.fit_steps(step_log.read_step_log(path), machine, settings, names)
     provenance = {"fitted": names, "step_log": path.name, "held_out_last_third": held_out}
     machine_facts = {"device": machine.gpu.name, "gpus": machine.gpus, "model": machine.model.name}
@@ -149,14 +147,7 @@ def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _machine(run: MeasuredRun, options: Mapping[str, Any]) -> Machine:
     device, model, gpus = machine_for(run, options["device"], options["model"], options["tensor_parallel"])
-    return _machine_of(device, model, gpus, options["ops"])
-
-
-def _machine_of(device: str, model: str, gpus: int | None, ops: Path | None) -> Machine:
-    count, gpu = parse_gpus(device)
-    planned, gpus = plan_model(model), gpus or count
-    tables = read_tables(find_tables(ops, gpu.name, planned.name, gpus)) if ops else None
-    return Machine(planned, gpu, gpus, tables)
+    return gpu_machine(device, model, gpus, options["ops"])
 
 
 def _finish(

@@ -16,6 +16,7 @@ from kvbench.common.option_rules import flag
 from kvbench.common.text import data_size, listing
 from kvbench.simulation import this_cpu
 from kvbench.simulation.calibration import read_calibration
+from kvbench.simulation.cost_model import Calibration
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.tables import find_tables, read_tables
 from kvbench.simulation.target import BACKEND, SimulatedTarget, checked
@@ -143,10 +144,18 @@ def machine_of(section: SimulateSection, model: str) -> Machine:
     calibrated = Path(section.calibration) if section.calibration else None
     if section.device == this_cpu.NAME:
         return this_cpu.this_cpu(model, calibrated)
-    _, gpu = parse_gpus(section.device)
-    planned, gpus = plan_model(model), section.tensor_parallel
-    tables = read_tables(find_tables(Path(section.ops), gpu.name, planned.name, gpus)) if section.ops else None
+    ops = Path(section.ops) if section.ops else None
     calibration = read_calibration(calibrated) if calibrated else None
+    return gpu_machine(section.device, model, section.tensor_parallel, ops, calibration)
+
+
+def gpu_machine(
+    device: str, model: str, gpus: int | None, ops: Path | None, calibration: Calibration | None = None
+) -> Machine:
+    """``gpus``: None: as many as ``device`` says, as 4xA100-80GB. Raises UsageError as ``machine_of``."""
+    count, gpu = parse_gpus(device)
+    planned, gpus = plan_model(model), gpus or count
+    tables = read_tables(find_tables(ops, gpu.name, planned.name, gpus)) if ops else None
     return Machine(planned, gpu, gpus, tables, calibration)
 
 

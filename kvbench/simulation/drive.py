@@ -78,6 +78,12 @@ class _InFlight:
     plain: bool  # one sequence, whose tokens are not needed afterwards
 
 
+def prime(replica: Replica, prefixes: Iterable[tuple[int, ...]]) -> None:
+    """Computes the prompts one after another, unmeasured, so that the prefix cache holds them."""
+    turns = [[RequestSpec(i, "prefix", ids, None, 1)] for i, ids in enumerate(prefixes)]
+    Drive([replica], turns, lambda ended: None, users=1).run()
+
+
 class Drive:
     """One load on ``replicas``.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.config import EngineConfig, format_bytes
 from engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of, settle_length
@@ -31,6 +31,9 @@ class Machine:
     Raises UsageError for a GPU of unknown performance, and where the model cannot be split or is not the tables'.
     """
 
+    device: ClassVar[str] = "auto"
+    overlaps: ClassVar[bool] = True
+    """whether the next step is planned while one is computed, as the engine does on a GPU"""
     model: PlannedModel
     gpu: GPU
     gpus: int = 1
@@ -96,9 +99,9 @@ class Machine:
         Raises UsageError for settings that cannot be, and for a model that does not fit, with the numbers.
         """
         try:
-            config = EngineConfig.from_mapping({**settings, "model": self.model.name, "device": "auto"})
-            if config.async_scheduling is None:
-                config = replace(config, async_scheduling=True)  # as the engine does on a GPU
+            config = EngineConfig.from_mapping({**settings, "model": self.model.name, "device": self.device})
+            if config.async_scheduling is None or not self.overlaps:
+                config = replace(config, async_scheduling=self.overlaps)
             if config.kv_budget is None:
                 config = replace(config, kv_budget=self._room(config))
             self._check_budget(config)

@@ -24,7 +24,7 @@ from kvbench.common.text import listing
 from kvbench.metrics.latency import summarise
 from kvbench.requests.request import read_requests
 from kvbench.runs.folder import DONE
-from kvbench.runs.model import MeasuredCell, Run, number
+from kvbench.runs.model import MeasuredCell, Repeat, Run, number
 from kvbench.runs.predictions import METRICS, Predicted, write_predictions
 from kvbench.runs.resume import stored_workload
 from kvbench.simulation.replay import ReplayedLoad, replay, step_ends, works_of
@@ -60,9 +60,9 @@ def predict_run(run: Run, most_steps: float = math.inf) -> Path:
     counted = sum(cell.counter("steps_total") or 0.0 for cell in run.cells)
     if counted > most_steps:
         raise UsageError(f"{counted:,.0f} steps take minutes to replay: `kvbench predict {run.folder}` does it")
-    loads = _loads_of(run)
+    loads, left_out = _loads_of(run)
     measured, notes = _measured(loads)
-    notes += _left_out(run, loads)
+    notes += left_out
     predicted = {}
     for cell_id in dict.fromkeys(load.cell.cell_id for load in loads):
         of_cell = [load for load in loads if load.cell.cell_id == cell_id]
@@ -83,7 +83,7 @@ def predict_run(run: Run, most_steps: float = math.inf) -> Path:
 
 def unit_costs_of(run: Run) -> UnitCosts:
     """Fitted to every cell of a run whose steps are known. Raises UsageError where there is none."""
-    measured, _ = _measured(_loads_of(run))
+    measured, _ = _measured(_loads_of(run)[0])
     if len({load.host for load, _ in measured}) > 1:
         raise UsageError(f"{run.folder} varies {' or '.join(_HOST)}, each of which has unit costs of its own")
     return fit_unit_costs(steps for _, steps in measured)
@@ -108,26 +108,34 @@ def _measured(loads: Sequence[_Load]) -> tuple[list[tuple[_Load, MeasuredSteps]]
     return found, notes
 
 
-def _loads_of(run: Run) -> list[_Load]:
-    """Every load that can be replayed and whose files are there. Raises UsageError where there is none."""
+def _loads_of(run: Run) -> tuple[list[_Load], list[str]]:
+    """Every load that can be replayed and whose files are there, and why cells are left out. UsageError without any."""
     if run.simulated:
         raise UsageError(f"{run.folder} is simulated itself: predict a run that was measured")
     if not run.is_built_in or run.manifest.get("serve_cmd"):
         raise UsageError(f"{run.folder} is of another engine, whose scheduler the simulator does not have")
-    loads, section = [], stored_workload(run.manifest).load
+    loads, left_out, section = [], [], stored_workload(run.manifest).load
     for cell in run.cells:
-        for repeat in cell.repeats if _why_not(cell, run, section) is None else ():
-            folder = cell.folder / "loads" / str(repeat.repeat)
-            if (folder / DONE).is_file() and (folder / "requests.parquet").is_file():
-                replayed = _replayed(cell, run, section, run.folder / read_json(folder / DONE)["requests_file"])
-                rows = pd.read_parquet(folder / "requests.parquet").sort_values("index")
-                engine, steps = _engine(cell, run), number(repeat.server.get("steps_total"))
-                host = tuple(engine.get(name) for name in _HOST)
-                loads.append(_Load(cell, replayed, rows, repeat.metrics, host, steps))
+        why = _why_not(cell, run, section)
+        found = [] if why else [load for each in cell.repeats if (load := _load(cell, each, run, section))]
+        loads += found
+        if not found:
+            left_out.append(f"{cell.cell_id} is not predicted: {why or 'its raw samples are not there'}")
     if not loads:
-        why = _left_out(run, loads)
-        raise UsageError(f"{run.folder} has no load that can be predicted{f': {why[0]}' if why else ''}")
-    return loads
+        why = f": {left_out[0]}" if left_out else ""
+        raise UsageError(f"{run.folder} has no load that can be predicted{why}")
+    return loads, left_out
+
+
+def _load(cell: MeasuredCell, repeat: Repeat, run: Run, section: LoadConfig) -> _Load | None:
+    """None where its files are not kept. Raises UsageError for one that cannot be replayed."""
+    folder = cell.folder / "loads" / str(repeat.repeat)
+    if not (folder / DONE).is_file() or not (folder / "requests.parquet").is_file():
+        return None
+    replayed = _replayed(cell, run, section, run.folder / read_json(folder / DONE)["requests_file"])
+    rows = pd.read_parquet(folder / "requests.parquet").sort_values("index")
+    host = tuple(_engine(cell, run).get(name) for name in _HOST)
+    return _Load(cell, replayed, rows, repeat.metrics, host, number(repeat.server.get("steps_total")))
 
 
 def _engine(cell: MeasuredCell, run: Run) -> Mapping[str, Any]:
@@ -147,15 +155,6 @@ def _why_not(cell: MeasuredCell, run: Run, load: LoadConfig) -> str | None:
     if load.cache_state == "steady" and cell.settings.get("enable_prefix_caching"):
         return "its prefix cache begins with what the load before it left"
     return None
-
-
-def _left_out(run: Run, loads: Sequence[_Load]) -> list[str]:
-    known, section = {load.cell.cell_id for load in loads}, stored_workload(run.manifest).load
-    return [
-        f"{cell.cell_id} is not predicted: {_why_not(cell, run, section) or 'its raw samples are not there'}"
-        for cell in run.cells
-        if cell.cell_id not in known
-    ]
 
 
 def _replayed(cell: MeasuredCell, run: Run, load: LoadConfig, requests: Path) -> ReplayedLoad:
@@ -179,7 +178,7 @@ def _replayed(cell: MeasuredCell, run: Run, load: LoadConfig, requests: Path) ->
 
 def predicted_cells(run: Run, costs: UnitCosts) -> dict[str, dict[str, Predicted]]:
     """Each cell that can be replayed, with ``costs`` from elsewhere. Raises UsageError where there is none."""
-    loads = _loads_of(run)
+    loads, _ = _loads_of(run)
     cells = dict.fromkeys(load.cell.cell_id for load in loads)
     return {cell: _predicted([load for load in loads if load.cell.cell_id == cell], costs) for cell in cells}
 

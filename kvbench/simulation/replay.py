@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.execution.simulated_executor import StepTime, StepWork
 from engine.kv.budget import KVCapacity
 from kvbench.requests.request import RequestSpec, conversations, distinct_prefixes
-from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, prime
 from kvbench.simulation.replica import Replica, StepTimer
 
 _EVEN_STEP_S = 0.02  # of a replay whose times do not matter; longer than the turnaround
@@ -47,8 +47,7 @@ def replay(
     """What becomes of the requests, in the order of their indices. ``on_step``: gets the end of each step [s]."""
     replica = Replica(load.config, load.capacity, load.vocab_size, step_time)
     if load.primed:
-        primes = [RequestSpec(i, "prime", ids, None, 1) for i, ids in enumerate(distinct_prefixes(load.requests))]
-        Drive([replica], [[each] for each in primes], lambda ended: None, users=1).run()
+        prime(replica, distinct_prefixes(load.requests))
     turns = conversations(load.requests)
     if load.users is None:
         turns.sort(key=lambda each: each[0].arrival_s or 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from engine.config import EngineConfig
@@ -61,6 +61,16 @@ class Replica:
         """Computes one step; its tokens are there at ``clock.now``."""
         self.step_began = self.clock.now
         return self.engine.step()
+
+    @property
+    def seconds_by_class(self) -> Mapping[str, float]:
+        """Of all steps so far: seconds by class of operator, where the cost model tells them."""
+        return getattr(self.step_time, "seconds", {})
+
+    @property
+    def cost_notes(self) -> list[str]:
+        """What a reader must know of the step times, such as how far they lie beyond a measured table."""
+        return getattr(self.step_time, "notes", list)()
 
     @property
     def outstanding(self) -> int:

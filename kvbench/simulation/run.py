@@ -16,11 +16,10 @@ from kvbench.common.files import pack, write_json
 from kvbench.loadtest.max_rate.plan import at_rate, mean_rate
 from kvbench.loadtest.max_rate.search import Condition, misses, queue_growth
 from kvbench.metrics.latency import goodput_share
-from kvbench.requests.request import RequestSpec
 from kvbench.requests.stream import RequestStream, stream_requests
 from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import machine_of
-from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, prime
 from kvbench.simulation.recorder import Recorder, row_writer
 from kvbench.simulation.replica import Replica
 from kvbench.simulation.routing import ROUTERS
@@ -90,7 +89,7 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
     machine = machine_of(job.section, job.model)
     replicas = [machine.replica(job.settings, number) for number in range(job.replicas)]
     stream = _stream(job, replicas[0])
-    prime(replicas, job.load, stream)
+    prime_all(replicas, job.load, stream)
     primed = _seconds_by_class(replicas)
     closed = job.point.mode == "closed"
     limits = {name: limit for name, limit in (job.load.slo.model_dump() if job.load.slo else {}).items() if limit}
@@ -112,7 +111,7 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
             router=ROUTERS[job.router](),
             on_step=recorder.on_step,
         ).run()
-    notes = stream.notes | {COST_NOTES: _cost_notes(replicas)}
+    notes = stream.notes | {COST_NOTES: list(dict.fromkeys(note for each in replicas for note in each.cost_notes))}
     load = {"mode": job.point.mode, "concurrency": job.point.concurrency, "max_concurrency": job.load.max_concurrency}
     figures = recorder.summary(load | {"notes": notes})
     due = recorder.column("due")
@@ -124,13 +123,8 @@ def _seconds_by_class(replicas: Sequence[Replica]) -> Counter[str]:
     """Of all replicas' steps so far: seconds by class of operator, where the cost model knows them."""
     total: Counter[str] = Counter()
     for replica in replicas:
-        total.update(getattr(replica.step_time, "seconds", {}))
+        total.update(replica.seconds_by_class)
     return total
-
-
-def _cost_notes(replicas: Sequence[Replica]) -> list[str]:
-    """What a reader must know of the step times, such as how far they lie beyond a measured table."""
-    return list(dict.fromkeys(note for each in replicas for note in getattr(each.step_time, "notes", list)()))
 
 
 def _stream(job: SimulationJob, replica: Replica) -> RequestStream:
@@ -145,13 +139,12 @@ def _stream(job: SimulationJob, replica: Replica) -> RequestStream:
         raise UsageError(str(error)) from None
 
 
-def prime(replicas: Sequence[Replica], load: LoadConfig, stream: RequestStream) -> None:
+def prime_all(replicas: Sequence[Replica], load: LoadConfig, stream: RequestStream) -> None:
     """Puts each replica's prefix cache into the declared state, and its clock to 0."""
     if load.cache_state == "cold" or not stream.prefixes:
         return
     for replica in replicas:
-        prefixes = [[RequestSpec(i, "prefix", ids, None, 1)] for i, ids in enumerate(stream.prefixes)]
-        Drive([replica], prefixes, lambda ended: None, users=1).run()
+        prime(replica, stream.prefixes)
         replica.rewind()
 
 

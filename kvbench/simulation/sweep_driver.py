@@ -28,7 +28,7 @@ from kvbench.measure.server_state import cache_use, leak_reasons
 from kvbench.metrics.latency import SESSION_BROKEN, summarise
 from kvbench.requests.request import RequestList, RequestSpec, conversations, distinct_prefixes
 from kvbench.runs.model import COST_NOTES
-from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, prime
 from kvbench.simulation.replica import Replica
 from kvbench.simulation.target import CLOCK, SimulatedTarget
 from kvbench.targets.prometheus import MetricsPoller, MetricsSample, OnReading
@@ -141,8 +141,7 @@ def prepare(target: SimulatedTarget, setup: LoadSetup, requests: Sequence[Reques
     if load.cache_state != "steady":
         target.restart()
     if load.cache_state == "primed" or (load.cache_state == "steady" and first):
-        prefixes = [RequestSpec(i, "prefix", ids, None, 1) for i, ids in enumerate(distinct_prefixes(requests))]
-        Drive([target.replica], [[each] for each in prefixes], lambda ended: None, users=1).run()
+        prime(target.replica, distinct_prefixes(requests))
     target.replica.rewind()
 
 
@@ -207,6 +206,9 @@ def _outcome(
     point: LoadPoint, requests: Sequence[RequestSpec], ended: Sequence[Ended], setup: LoadSetup
 ) -> dict[str, Any]:
     """load.json."""
+    assert isinstance(setup.target, SimulatedTarget)
+    notes = setup.target.replica.cost_notes
+    cost_notes = {COST_NOTES: notes} if notes else {}
     samples = [Sample(one.spec, 0, one.due, one.sent, (one.times or [one.sent])[-1], Completion()) for one in ended]
     return {
         "clock": CLOCK,
@@ -221,12 +223,5 @@ def _outcome(
         "incomplete": False,
         "max_in_flight": most_in_flight(samples),
         "client": {},
-        "notes": {**(requests.notes if isinstance(requests, RequestList) else {}), **_cost_notes(setup)},
+        "notes": {**(requests.notes if isinstance(requests, RequestList) else {}), **cost_notes},
     }
-
-
-def _cost_notes(setup: LoadSetup) -> dict[str, Any]:
-    """What a reader must know of the step times, such as how far they lie beyond a measured table."""
-    assert isinstance(setup.target, SimulatedTarget)
-    notes = getattr(setup.target.replica.step_time, "notes", list)()
-    return {COST_NOTES: notes} if notes else {}

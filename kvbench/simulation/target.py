@@ -10,14 +10,14 @@ from typing import Any
 
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.metric_names import SIMULATED_SECONDS as SECONDS
+from kvbench.runs.model import SIMULATED
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.replica import Replica
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.builtin import capacity_facts
 from kvbench.targets.prometheus import MetricsSample
 
-BACKEND = "simulated"
-CLOCK = "simulated"
+BACKEND = CLOCK = SIMULATED
 
 
 class SimulatedTarget(Target):
@@ -71,8 +71,7 @@ class SimulatedTarget(Target):
         from engine.server.metrics import readings
 
         gauges, counters = readings(self.replica.engine.stats())
-        parts: Mapping[str, float] = getattr(self.replica.step_time, "seconds", {})
-        counters |= {f"{SECONDS}{name}": seconds for name, seconds in parts.items()}
+        counters |= {f"{SECONDS}{name}": seconds for name, seconds in self.replica.seconds_by_class.items()}
         return MetricsSample(self.replica.clock.now, gauges, counters)
 
     def reset_prefix_cache(self) -> bool:

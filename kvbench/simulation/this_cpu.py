@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.config import DEFAULT_CPU_BUDGET, EngineConfig
-from engine.kv.budget import KVCapacity, KVShape, capacity_of, settle_length
+from engine.kv.budget import KVShape
 from kvbench.capacity.gpus import GPU
 from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
@@ -42,6 +41,8 @@ class _File(BaseModel):
 class ThisCPU(Machine):
     """``costs``: of a step of ``model`` in ``dtype``; ``measured``: on what, by which run."""
 
+    device: ClassVar[str] = "cpu"
+    overlaps: ClassVar[bool] = False
     costs: UnitCosts = field(default_factory=lambda: UnitCosts({}, {}))
     dtype: str = "float32"
     measured: str = ""
@@ -53,17 +54,11 @@ class ThisCPU(Machine):
     def cost_model(self) -> str:
         return f"unit costs fitted to {self.measured}"
 
-    def settle(self, settings: Mapping[str, Any]) -> tuple[EngineConfig, KVCapacity]:
-        try:
-            config = EngineConfig.from_mapping({**settings, "model": self.model.name, "device": "cpu"})
-            config = replace(config, async_scheduling=False, kv_budget=config.kv_budget or DEFAULT_CPU_BUDGET)
-            assert config.kv_budget is not None
-            config = settle_length(
-                config, self.model.spec.max_positions, self.kv_shape(), config.kv_budget, may_lower=True
-            )
-            return config, capacity_of(config, self.kv_shape(), config.kv_budget)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+    def _room(self, config: EngineConfig) -> int:
+        return DEFAULT_CPU_BUDGET
+
+    def _check_budget(self, config: EngineConfig) -> None:
+        """Host memory is not looked at."""
 
     def kv_shape(self) -> KVShape:
         return self.model.spec.kv_shape(self.dtype)
