@@ -23,7 +23,10 @@ from kernels.triton_prefill import prefill_constants, prefill_kernel
 from kernels.triton_sample import BLOCK, NUM_WARPS, gumbel_argmax_kernel
 
 ATTENTION = ("triton_checks.py",)
-OTHERS = ("triton_bugs.py", "triton_write_checks.py", "triton_move_checks.py", "triton_sample_checks.py")
+OTHERS = (
+    "triton_bugs.py", "triton_write_checks.py", "triton_layer_checks.py", "triton_move_checks.py",
+    "triton_sample_checks.py",
+)  # fmt: skip
 WITHOUT_A_GPU = ("tune_device_checks.py",)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CACHES = {"k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"}
