@@ -188,6 +188,7 @@ def _say_lowered(config: EngineConfig, length: int | None) -> None:
 def run(args: argparse.Namespace, load: Callable[[EngineConfig], tuple[Engine, ServerTokenizer]] = load) -> int:
     """The command with its arguments parsed (by ``add_arguments``); the exit code."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("engine.model").setLevel(logging.INFO)  # which of its layers run on fewer kernels
     try:
         config, options = options_of(args)
         with reserve_socket(options.host, options.port) as sock, step_log(options) as log:
