@@ -1,10 +1,11 @@
-"""Right arithmetic of bfloat16 in Triton's interpreter."""
+"""Triton's interpreter with the right arithmetic of bfloat16, and without what makes it slow."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
@@ -29,6 +30,29 @@ def right_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
     for name in ("create_fp_ext", "create_fp_trunc"):
         monkeypatch.setattr(InterpreterBuilder, name, lambda self, src, dst_type: self.cast_impl(src, dst_type))
+
+
+class _Kept:
+    def restore(self) -> None:
+        """Nothing: see ``patch_once``."""
+
+
+def patch_once() -> None:
+    """Replace the functions of triton.language once in this process.
+
+    The interpreter does it at each call of a function from a kernel and takes it back only at the kernel's end, so
+    that every such call costs more than its arithmetic.
+    """
+    patch, done = interpreter._patch_lang, set()
+
+    def patch_new(fn):
+        found = {value for value in fn.__globals__.values() if value in (tl, tl.core)}
+        if found - done:
+            patch(fn)
+            done.update(found)
+        return _Kept()
+
+    interpreter._patch_lang = patch_new
 
 
 def _widen(bits: np.ndarray) -> np.ndarray:
