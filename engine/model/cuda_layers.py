@@ -1,9 +1,10 @@
 """Fewer kernels a decoder layer on a GPU, with the arithmetic of transformers' own modules.
 
-RMSNorms, attention modules, gated MLPs and whole layers get another ``forward``, made of matrix products and the kernels
-of kernels.triton_layers. Each is tried out first, on small and large numbers, attention at the first and the last
-positions, and keeps its own forward unless both give the same within the rounding of its dtype; at the end the logits
-of the whole model are compared. Weights that are read together are joined in memory, the originals are views of them.
+RMSNorms, attention modules, gated MLPs and whole layers get another ``forward``, made of matrix products and the
+kernels of kernels.triton_layers. Each is tried out first, on small and large numbers, attention at the first and the
+last positions, and keeps its own forward unless both give the same within the rounding of its dtype; at the end the
+logits of the whole model are compared. Weights that are read together are joined in memory, the originals are views of
+them.
 
     layer   norm │ attention │ residual sum + norm │ MLP, its last product added to the residual
     attention    Q, K, V product │ norm + rotation + KV write │ attention (1 or 2) │ output product
@@ -212,9 +213,7 @@ class FusedAttention(_Fused):
         host, layer = getattr(self.module, HOST), self.module.layer_idx
         cos, sin = position_embeddings
         rows = self._joint(hidden_states[0])
-        q = rotate_and_write(
-            rows, (cos[0], sin[0]), self._heads, self.rotation, self._norms, *host.destination(layer)
-        )
+        q = rotate_and_write(rows, (cos[0], sin[0]), self._heads, self.rotation, self._norms, *host.destination(layer))
         out = host.attend(layer, q, self._options)
         return F.linear(out.view(len(rows), -1), self._out.weight, self._out.bias)[None], None
 

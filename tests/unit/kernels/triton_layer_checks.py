@@ -100,6 +100,9 @@ CASES: list[Any] = [
 ]
 
 
+EVERY = [(case, dtype) for case in CASES for dtype in ROUNDING if dtype == torch.bfloat16 or case in CASES[:2]]
+
+
 def problem(heads: Heads, width: int, with_norms: bool, dtype: torch.dtype) -> dict[str, Any]:
     tokens = 3
     norms = Norm(draw(heads.dim, seed=4, dtype=dtype), 1e-2, 0.0), Norm(draw(heads.dim, seed=5, dtype=dtype), 1e-3, 1.0)
@@ -121,8 +124,7 @@ def parts(qkv: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, ...]:
     )  # fmt: skip
 
 
-@dtypes
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), EVERY, ids=str)
 def test_q_and_k_are_normed_and_rotated_and_kv_is_written(case, dtype):
     heads, (rotation, width), with_norms = case
     given = problem(heads, width, with_norms, dtype)
@@ -140,7 +142,7 @@ def test_q_and_k_are_normed_and_rotated_and_kv_is_written(case, dtype):
 
 
 @pytest.mark.parametrize("kind", KV_FORMATS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [CASES[1], CASES[5]], ids=str)
 def test_what_is_quantised_is_what_the_model_s_dtype_keeps(case, kind):
     """Codes and scales are those of K and V as an unquantised cache would hold them, bit for bit."""
     heads, (rotation, width), with_norms = case

@@ -39,7 +39,9 @@ def test_in_the_interpreter():
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:timeout", "-o", "addopts="]
     command += [str(here / "fused_layer_checks.py")]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, cwd=here.parents[3], timeout=590, check=False)
+    run = subprocess.run(
+        command, env=env, capture_output=True, text=True, cwd=here.parents[3], timeout=590, check=False
+    )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
 
 
