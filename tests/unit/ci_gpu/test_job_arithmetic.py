@@ -1,4 +1,4 @@
-"""The estimate of nano-vllm's job: every term counts, once, and the launches that it assumes are those that are counted."""
+"""The estimate of nano-vllm's job: every term counts, and once."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def test_terms_of_a_small_job():
     nodes = Machine("", 1e12, 1e12, 0.5, 0.0)
     assert job_seconds(JOB, COST, nodes, 7) == pytest.approx(4 * 7 * 0.5)
     host = Machine("", 1e12, 1e12, 0.0, 0.25)
-    assert job_seconds(JOB, COST, host, 7) == pytest.approx(7 * 0.25), (
-        "graphs need the host once a step, prompts do not"
-    )
+    assert job_seconds(JOB, COST, host, 7) == pytest.approx(7 * 0.25), "graphs do not wait for the host"
     assert job_seconds(JOB, COST, host, 7, batched_tokens=3) == pytest.approx(3 * 7 * 0.25)
 
 

@@ -87,8 +87,8 @@ def eager_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids[None], use_cache=False).logits[0].float()
 
 
-# Launches of a layer, attention included, and of a step beside its layers: as transformers has it, and fused.
-# A layer's attention over one long sequence is split and so two kernels; over short ones it is one, and a layer one less.
+# Launches of a layer, attention included, and of a step beside its layers: as transformers has it, and fused. Attention
+# over a few long sequences is split and so two kernels; over many or short ones it is one, and a layer one less.
 LOCKED = {
     "llama": ((40, 10), (15, 12)),
     "qwen2": ((40, 10), (15, 12)),
@@ -235,7 +235,7 @@ def test_a_module_that_computes_something_else_stays():
 
 @torch.no_grad()
 def test_a_model_whose_logits_change_is_given_back(monkeypatch):
-    """What no try-out of a single module sees: the second layer reads what the first was given, not what it returned."""
+    """The last check, of what no try-out of a single module sees."""
     model = make_model("llama")
     monkeypatch.setattr(cuda_layers, "logits_differ", lambda expected, got, dtype: "by 1 of their spread")
     before = paged_logits(model, BACKEND, measure_kv(model, 4)[0])
