@@ -18,7 +18,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -338,16 +338,22 @@ class _Fuser:
         )
         return calls if calls and fits else None
 
-    def _try(self, kind: str, fused: _Fused, calls: list[Call], layer: int = -1) -> bool:
-        """Use ``fused`` if it gives what the module's own forward gives."""
+    def _try(
+        self, kind: str, fused: _Fused, calls: list[Call], layer: int = -1, *, children_fused: bool = False
+    ) -> bool:
+        """Use ``fused`` if it gives what the module's own forward gives, which may call fused children."""
 
         def ours(*args: Any, **kwargs: Any) -> Any:
             with self.fusion.turned_on():
                 return fused.forward(*args, **kwargs)
 
+        def own(*args: Any, **kwargs: Any) -> Any:
+            with self.fusion.turned_on() if children_fused else nullcontext():
+                return fused.own(*args, **kwargs)
+
         try:
             same = all(
-                same_call(fused.own, ours, call, size, self._host, layer)
+                same_call(own, ours, call, size, self._host, layer)
                 for call in calls
                 for size in PROBE_SIZES[self._dtype]
             )
@@ -459,7 +465,10 @@ class _Fuser:
             norms = tuple(name and self.norms.get(getattr(module, name)) for name in forms[0])
             if any(name and norm is None for name, norm in zip(forms[0], norms, strict=True)):
                 self._leave("layers", "norms that are not fused")
-            elif not self._try("layers", FusedLayer(module, self.fusion, norms), calls, module.self_attn.layer_idx):
+                continue
+            fused = FusedLayer(module, self.fusion, norms)
+            # Fused children round differently already: what is tried out here is how they are put together.
+            if not self._try("layers", fused, calls, module.self_attn.layer_idx, children_fused=True):
                 self._leave("layers", "other numbers")
 
 

@@ -36,7 +36,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     right_bfloat16(monkeypatch)
     for module in (try_out, cuda_layers):  # probes of few tokens: the interpreter is slow
         monkeypatch.setattr(module, "PROBE_TOKENS", 2)
-    monkeypatch.setattr(support_check, "_PROBE_TOKENS", 6)
+    monkeypatch.setattr(support_check, "_PROBE_TOKENS", 7)
     monkeypatch.setattr(support_check, "_PROBE_STEPS", [[(0, 0, 3)], [(1, 0, 1), (0, 3, 6)], [(1, 1, 2)], [(1, 2, 6)]])
     monkeypatch.setattr(support_check, "_PROBE_PARTS", [(0, 0, 3), (0, 3, 6), (1, 0, 2), (1, 2, 6)])
     before = torch.get_num_threads()
@@ -126,8 +126,9 @@ def launches(model: PreTrainedModel, host: AttentionHost, patch: pytest.MonkeyPa
         layer.register_forward_pre_hook(lambda *_: marks.append(counter.counts.total())),
         layer.register_forward_hook(lambda *_: marks.append(counter.counts.total())),
     ]
+    ids, positions, step, _ = decodes(2, longest)
     with counter.triton(patch):
-        forward._all_tokens(*decodes(2, longest)[:3])
+        forward._all_tokens(ids, positions, step)
     for hook in hooks:
         hook.remove()
     assert not {"_local_scalar_dense", "nonzero", "equal", "masked_select"} & set(counter.counts), counter.counts

@@ -47,8 +47,8 @@ def test_in_the_interpreter():
 
 @compiles
 def test_one_kernel_serves_every_batch(monkeypatch):
-    """Batches of 1 to 300 tokens are the same to Triton, whatever it distinguishes launches by, and so are slices of the
-    slots that begin anywhere."""
+    """Whatever Triton distinguishes launches by, batches of 1 to 300 tokens are one to it, and so are slots that begin
+    anywhere in memory."""
     found: dict[str, set[str]] = {}
     backend = make_backend(GPUTarget("cuda", 80, 32))
 
