@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.kv.budget import KVShape
 from engine.model.attention import FUSION, HOST, NAME, install
@@ -82,11 +82,17 @@ class Fusion:
     ``fused``: kind -> modules; ``left``: (kind, why) -> modules.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config = config
         self.on = False
         self.fused: Counter[str] = Counter()
         self.left: Counter[tuple[str, str]] = Counter()
         self.modules: dict[nn.Module, _Fused] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether fused forwards serve: never while the model has attention of transformers' own."""
+        return self.on and self._config._attn_implementation == NAME
 
     @contextmanager
     def turned_on(self) -> Iterator[None]:
@@ -117,7 +123,7 @@ class Fusion:
 
 
 class _Fused:
-    """A module's forward of fewer kernels. ``own`` is the one that it replaces, and calls when ``switch`` is off."""
+    """A module's forward of fewer kernels. ``own``: the one that it replaces, and calls while ``switch`` is not active."""
 
     def __init__(self, module: nn.Module, switch: Fusion):
         self.module, self.switch, self.own = module, switch, module.forward
@@ -134,7 +140,7 @@ class FusedNorm(_Fused):
         self.norm = norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.switch.on or x.dtype != self.norm.weight.dtype:
+        if not self.switch.active or x.dtype != self.norm.weight.dtype:
             return self.own(x)
         return add_norm(x.reshape(-1, x.shape[-1]), self.norm)[1].view(x.shape)
 
@@ -151,7 +157,7 @@ class FusedMLP(_Fused):
         self._joint.adopt()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.switch.on:
+        if not self.switch.active:
             return self.own(x)
         product = self._product(x.reshape(-1, x.shape[-1]))
         return F.linear(product, self._down.weight, self._down.bias).view(*x.shape[:-1], -1)
@@ -201,7 +207,7 @@ class FusedAttention(_Fused):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``hidden_states [1, T, C]`` -> ``[1, T, C]``, as the module's own."""
-        ours = self.switch.on and self.module.config._attn_implementation == NAME and len(hidden_states) == 1
+        ours = self.switch.active and len(hidden_states) == 1
         if not ours or past_key_values is not None or attention_mask is not None or position_embeddings is None:
             return self.own(
                 hidden_states=hidden_states,
@@ -232,7 +238,7 @@ class FusedLayer(_Fused):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``[1, T, C]`` -> ``[1, T, C]``. The input is not changed."""
-        if not self.switch.on or args or len(hidden_states) != 1 or hidden_states.dim() != 3:
+        if not self.switch.active or args or len(hidden_states) != 1 or hidden_states.dim() != 3:
             return self.own(hidden_states, *args, **kwargs)
         before, after, before_mlp, after_mlp = self._norms
         rows = hidden_states[0]
@@ -310,7 +316,7 @@ class _Fuser:
 
     def __init__(self, model: PreTrainedModel, kv_shape: KVShape, query_heads: tuple[int, ...]):
         self.model = model
-        self.fusion = Fusion()
+        self.fusion = Fusion(model.config)
         self.norms: dict[nn.Module, Norm] = {}
         self._heads = [
             Heads(query, layer.kv_heads, layer.head_dim, layer.value_dim)
