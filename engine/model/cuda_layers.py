@@ -123,7 +123,7 @@ class Fusion:
 
 
 class _Fused:
-    """A module's forward of fewer kernels. ``own``: the one that it replaces, and calls while ``switch`` is not active."""
+    """A module's forward of fewer kernels. ``own``: what it replaces, and calls while ``switch`` is not active."""
 
     def __init__(self, module: nn.Module, switch: Fusion):
         self.module, self.switch, self.own = module, switch, module.forward
