@@ -33,7 +33,7 @@ class Launches:
 
 
 OUTSIDE_MODEL = 20  # copies into a graph's buffers and out of them, the draw of the tokens
-AS_TRANSFORMERS = Launches(55, 15)
+AS_TRANSFORMERS = Launches(55, 19)
 FUSED = Launches(9, 12)
 
 
