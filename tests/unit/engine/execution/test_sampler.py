@@ -3,7 +3,8 @@ import pytest
 import torch
 from scipy import stats
 
-from engine.execution.sampler import keep_top_k, keep_top_p, sample
+from engine.execution.gumbel import allowed_tokens
+from engine.execution.sampler import sample
 from engine.sequence import Request, SamplingParams, Sequence
 
 
@@ -27,12 +28,9 @@ def draws(logits: torch.Tensor, count: int, **params) -> np.ndarray:
 
 
 def kept(probabilities: list[float], top_k: int | None = None, top_p: float = 1.0) -> list[int]:
-    logits = torch.log(torch.tensor([probabilities]))
-    k = torch.tensor([top_k or len(probabilities)])
-    by_sort = keep_top_p(logits, k, torch.tensor([top_p], dtype=torch.float64))
-    if top_p == 1.0:
-        assert torch.equal(by_sort, keep_top_k(logits, k, int(k))), "both ways keep the same"
-    return torch.isfinite(by_sort[0]).nonzero()[:, 0].tolist()
+    logits = np.log(np.array(probabilities, dtype=np.float32))
+    top_k = top_k or len(probabilities)
+    return allowed_tokens(logits - logits.max(), np.float32(1), top_k, np.float32(top_p)).tolist()
 
 
 def test_top_k_and_top_p_allow_exactly_the_right_tokens():
