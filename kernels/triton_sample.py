@@ -86,16 +86,17 @@ def noise_kernel(
 ):
     draw = tl.program_id(0)
     piece = tl.program_id(1)
-    token = piece * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(rows_ptr + draw)
-    logits = load_logits(logits_ptr + row * stride, token, vocab)
-    largest = tl.load(largest_ptr + row).to(tl.float32)
-    inverse = LOG2E / tl.load(temperature_ptr + draw)
-    score = noisy_score(logits, largest, inverse, tl.load(keys_ptr + draw), token)
-    best, at = tl.max(score, 0, return_indices=True)
     place = draw.to(tl.int64) * tl.num_programs(1) + piece
-    tl.store(score_ptr + place, best)
-    tl.store(token_ptr + place, piece * BLOCK + at)
+    row = tl.load(rows_ptr + draw)
+    largest = tl.load(largest_ptr + row).to(tl.float32)
+    if tl.abs(largest) < float("inf"):  # not so of NaN, which is the largest where there is one
+        token = piece * BLOCK + tl.arange(0, BLOCK)
+        logits = load_logits(logits_ptr + row * stride, token, vocab)
+        inverse = LOG2E / tl.load(temperature_ptr + draw)
+        score = noisy_score(logits, largest, inverse, tl.load(keys_ptr + draw), token)
+        best, at = tl.max(score, 0, return_indices=True)
+        tl.store(score_ptr + place, best)
+        tl.store(token_ptr + place, piece * BLOCK + at)
 
 
 @triton.jit
@@ -213,16 +214,17 @@ def settle_kernel(
     BLOCK: tl.constexpr,
 ):
     draw = tl.program_id(0)
-    piece = tl.arange(0, PIECES_PAD)
-    first = draw.to(tl.int64) * pieces
-    best = tl.argmax(tl.load(score_ptr + first + piece, mask=piece < pieces, other=float("-inf")), 0)
-    token = tl.load(token_ptr + first + tl.minimum(best, pieces - 1))
     row = tl.load(rows_ptr + draw)
     largest = tl.load(largest_ptr + row).to(tl.float32)
     top_k = tl.load(top_k_ptr + draw).to(tl.int32)
     top_p = tl.load(top_p_ptr + draw)
-    finite = tl.abs(largest) < float("inf")  # not so of NaN, which is the largest where there is one
-    token = tl.where(finite, token, 0)
+    token = tl.zeros((), tl.int32)
+    finite = tl.abs(largest) < float("inf")
+    if finite:
+        piece = tl.arange(0, PIECES_PAD)
+        first = draw.to(tl.int64) * pieces
+        best = tl.argmax(tl.load(score_ptr + first + piece, mask=piece < pieces, other=float("-inf")), 0)
+        token = tl.load(token_ptr + first + best)
     if finite & ((top_k < vocab) | (top_p < 1)):
         row_ptr = logits_ptr + row * stride
         inverse = LOG2E / tl.load(temperature_ptr + draw)
@@ -242,6 +244,16 @@ def settle_kernel(
             else:
                 token = best_before(row_ptr, token, value, largest, inverse, key, vocab, BLOCK)
     tl.store(out_ptr + tl.load(at_ptr + draw), token.to(tl.int64))
+
+
+def noise_constants() -> dict[str, int]:
+    """The compile-time arguments of ``noise_kernel`` with num_warps."""
+    return {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
+
+
+def settle_constants(vocab: int) -> dict[str, int]:
+    """The compile-time arguments of ``settle_kernel`` with num_warps, for logits of ``vocab`` tokens."""
+    return {"PIECES_PAD": next_power_of_two(cdiv(vocab, BLOCK)), "BLOCK": BLOCK, "num_warps": NUM_WARPS}
 
 
 def draw_into(
@@ -266,11 +278,9 @@ def draw_into(
     tokens = torch.empty(count, pieces, dtype=torch.int32, device=logits.device)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     noise_kernel[(count, pieces)](
-        logits, rows, largest, temperature, keys, scores, tokens, vocab, logits.stride(0),
-        BLOCK=BLOCK, num_warps=NUM_WARPS,
+        logits, rows, largest, temperature, keys, scores, tokens, vocab, logits.stride(0), **noise_constants()
     )  # fmt: skip
     settle_kernel[(count,)](
         out, at, logits, rows, largest, temperature, keys, top_k, top_p, scores, tokens,
-        vocab, logits.stride(0), pieces,
-        PIECES_PAD=next_power_of_two(pieces), BLOCK=BLOCK, num_warps=NUM_WARPS,
+        vocab, logits.stride(0), pieces, **settle_constants(vocab),
     )  # fmt: skip

@@ -101,11 +101,11 @@ def draw_into(
         scores.sub_(largest[rows[part], None]).div_(temperature[part, None])
         tokens[part] = torch.argmax(add_gumbel_(scores, keys[part]), dim=-1)
     for i in np.flatnonzero(finite & limited).tolist():
-        row = rows[i]
-        scores, heat = (logits[row].float() - largest[row]).numpy(), temperature[i].numpy()
-        allowed = torch.from_numpy(allowed_tokens(scores, heat, int(top_k[i].numpy()), top_p[i].numpy()))
-        noisy = add_gumbel_(torch.from_numpy(scores)[None, allowed] / temperature[i], keys[i, None], allowed)
-        tokens[i] = allowed[noisy.argmax()]
+        row, heat = int(rows[i]), temperature[i].numpy()
+        below = logits[row].float().sub(largest[row]).numpy()
+        allowed = allowed_tokens(below, heat, int(top_k[i]), top_p[i].numpy())
+        noisy = add_gumbel_(torch.from_numpy(below[allowed] / heat)[None], keys[i, None], torch.from_numpy(allowed))
+        tokens[i] = int(allowed[int(noisy.argmax())])
     out.index_copy_(0, at, tokens)
 
 
@@ -118,7 +118,7 @@ def allowed_tokens(logits: np.ndarray, temperature: np.float32, top_k: int, top_
     vocab = len(logits)
     reach = logits >= np.partition(logits, vocab - top_k)[vocab - top_k] if top_k < vocab else None
     if top_p >= 1:
-        return np.flatnonzero(reach)
+        return np.arange(vocab) if reach is None else np.flatnonzero(reach)
     with np.errstate(over="ignore"):  # of a low temperature: -inf weighs nothing, as it should
         scores = logits / temperature
     weights = np.exp(scores)
