@@ -20,8 +20,8 @@ from triton import knobs
 
 from kernels.launch import cdiv, next_power_of_two
 
-BLOCK = 2048  # token ids of a program: 8 a thread, so that the int64 noise stays in registers
-NUM_WARPS = 8
+NOISE_BLOCK, NOISE_WARPS = 2048, 8  # token ids of a program: 8 a thread, so that the int64 noise stays in registers
+SETTLE_BLOCK, SETTLE_WARPS = 8192, 16  # token ids at a time: one program reads a row, two 16-byte loads a thread
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -150,26 +150,23 @@ def kth_largest(row_ptr, largest, top_k, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def weigh_before(row_ptr, token, value, floor, largest, inverse, vocab, BLOCK: tl.constexpr):
-    """Of the tokens before ``token``, whose logit is ``value``: how many have a larger logit, how many an equal one,
-    and their weight; and the weight of all tokens. Those whose logits do not reach ``floor`` weigh nothing.
+    """How many tokens have a larger logit than ``token``, whose logit is ``value``; the weight of the tokens before it;
+    and the weight of all tokens. Those whose logits do not reach ``floor`` weigh nothing.
 
     Larger logits come first, of equal ones the lower id. The weights are summed in one order, whatever the token: the
-    weight before it cannot but grow along the order.
+    weight before it cannot but grow along the order. Before the first one there is none.
     """
     larger = tl.zeros((BLOCK,), tl.int32)
-    equal = tl.zeros((BLOCK,), tl.int32)
     before = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         logits = load_logits(row_ptr, ids, vocab)
         weight = tl.where(ordered(logits) >= floor, tl.exp2((logits - largest) * inverse), 0.0)
-        is_equal = (logits == value) & (ids < token)
         larger += (logits > value).to(tl.int32)
-        equal += is_equal.to(tl.int32)
-        before += tl.where((logits > value) | is_equal, weight, 0.0)
+        before += tl.where((logits > value) | ((logits == value) & (ids < token)), weight, 0.0)
         total += weight
-    return tl.sum(larger), tl.sum(equal), tl.sum(before), tl.sum(total)
+    return tl.sum(larger), tl.sum(before), tl.sum(total)
 
 
 @triton.jit
@@ -235,11 +232,8 @@ def settle_kernel(
         searching = 1
         while searching == 1:
             value = tl.load(row_ptr + token).to(tl.float32)
-            larger, equal, before, total = weigh_before(
-                row_ptr, token, value, floor, largest, inverse, vocab, BLOCK
-            )  # fmt: skip
-            allowed = (larger < top_k) & ((top_p == 1) | (before / total < top_p))
-            if allowed | (larger + equal == 0):
+            larger, before, total = weigh_before(row_ptr, token, value, floor, largest, inverse, vocab, BLOCK)
+            if (larger < top_k) & ((top_p == 1) | (before / total < top_p)):  # so it is with the first of all
                 searching = 0
             else:
                 token = best_before(row_ptr, token, value, largest, inverse, key, vocab, BLOCK)
@@ -248,12 +242,13 @@ def settle_kernel(
 
 def noise_constants() -> dict[str, int]:
     """The compile-time arguments of ``noise_kernel`` with num_warps."""
-    return {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
+    return {"BLOCK": NOISE_BLOCK, "num_warps": NOISE_WARPS}
 
 
 def settle_constants(vocab: int) -> dict[str, int]:
     """The compile-time arguments of ``settle_kernel`` with num_warps, for logits of ``vocab`` tokens."""
-    return {"PIECES_PAD": next_power_of_two(cdiv(vocab, BLOCK)), "BLOCK": BLOCK, "num_warps": NUM_WARPS}
+    pieces = next_power_of_two(cdiv(vocab, NOISE_BLOCK))
+    return {"PIECES_PAD": pieces, "BLOCK": SETTLE_BLOCK, "num_warps": SETTLE_WARPS}
 
 
 def draw_into(
@@ -273,7 +268,7 @@ def draw_into(
     ``temperature [S]`` float32; ``keys [S]`` int64; ``top_k [S]`` int64; ``top_p [S]`` float32.
     """
     count, vocab = len(rows), logits.shape[1]
-    pieces = cdiv(vocab, BLOCK)
+    pieces = cdiv(vocab, NOISE_BLOCK)
     scores = torch.empty(count, pieces, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(count, pieces, dtype=torch.int32, device=logits.device)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()

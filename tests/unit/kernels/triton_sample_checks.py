@@ -23,7 +23,7 @@ from kernels import triton_sample
 from kernels.triton_sample import gumbel_bits, noisy_score
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-COUNT = 12 if DEVICE == "cpu" else 400
+COUNT = 8 if DEVICE == "cpu" else 400
 
 
 def keys_of(count: int, seed: int = 0) -> torch.Tensor:
