@@ -20,7 +20,7 @@ from triton import knobs
 
 from kernels.launch import cdiv, next_power_of_two
 
-NOISE_BLOCK, NOISE_WARPS = 2048, 8  # token ids of a program: 8 a thread, so that the int64 noise stays in registers
+NOISE_BLOCK, NOISE_WARPS = 4096, 8  # token ids of a program: 16 a thread, whose int64 noise stays in registers
 SETTLE_BLOCK, SETTLE_WARPS = 8192, 16  # token ids at a time: one program reads a row, two 16-byte loads a thread
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)

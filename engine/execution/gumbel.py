@@ -101,11 +101,11 @@ def draw_into(
         scores.sub_(largest[rows[part], None]).div_(temperature[part, None])
         tokens[part] = torch.argmax(add_gumbel_(scores, keys[part]), dim=-1)
     for i in np.flatnonzero(finite & limited).tolist():
-        row, heat = int(rows[i]), temperature[i].numpy()
-        below = logits[row].float().sub(largest[row]).numpy()
-        allowed = allowed_tokens(below, heat, int(top_k[i]), top_p[i].numpy())
-        noisy = add_gumbel_(torch.from_numpy(below[allowed] / heat)[None], keys[i, None], torch.from_numpy(allowed))
-        tokens[i] = int(allowed[int(noisy.argmax())])
+        row = int(rows[i])
+        below = logits[row].float().sub(largest[row])
+        allowed = allowed_tokens(below.numpy(), temperature[i].numpy(), int(top_k[i]), top_p[i].numpy())
+        ids = torch.from_numpy(allowed)  # the noise is made for these alone
+        tokens[i] = ids[add_gumbel_(below[ids].div_(temperature[i])[None], keys[i, None], ids).argmax()]
     out.index_copy_(0, at, tokens)
 
 

@@ -23,7 +23,7 @@ from kernels import triton_sample
 from kernels.triton_sample import gumbel_bits, noisy_score
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-COUNT = 8 if DEVICE == "cpu" else 400
+COUNT = 4 if DEVICE == "cpu" else 400
 
 
 def keys_of(count: int, seed: int = 0) -> torch.Tensor:
@@ -101,7 +101,7 @@ def check_draws(draws: Draws) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocab", "dtype"), [(1, torch.float32), (2049, torch.float32), (2048, torch.bfloat16), (3000, torch.float16)]
+    ("vocab", "dtype"), [(1, torch.float32), (4097, torch.float32), (4096, torch.bfloat16), (9000, torch.float16)]
 )
 def test_draws_are_those_of_torch(vocab, dtype):
     """Some logits -inf, rows of a wider tensor; hot, cold and freezing; with every kind of limit."""
@@ -149,7 +149,7 @@ def test_a_row_that_cannot_be_drawn_from_gives_a_token_of_the_vocabulary(bad):
 
 
 SETTINGS = [{}, {"temperature": 0.6}, {"top_k": 20}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.9}]
-SETTINGS += [{"n": 3}, {"seed": 5}, {"temperature": 0.0}]
+SETTINGS += [{"n": 3, "seed": 5}, {"temperature": 0.0}]
 
 
 class Allocations(TorchDispatchMode):
@@ -171,7 +171,7 @@ class Allocations(TorchDispatchMode):
 
 
 def test_the_sampler_with_the_kernels_draws_what_it_draws_on_a_cpu_and_copies_no_logits(monkeypatch):
-    logits = torch.randn(len(SETTINGS), 2100, generator=torch.Generator().manual_seed(0)) * 3
+    logits = torch.randn(len(SETTINGS), 4200, generator=torch.Generator().manual_seed(0)) * 3
     sequences = [
         Sequence.of(Request(f"r{i}", tuple(range(3 + i)), SamplingParams(**params)))
         for i, params in enumerate(SETTINGS)
