@@ -52,14 +52,28 @@ def write_noise(keys_ptr, out_ptr, BLOCK: tl.constexpr):
     tl.store(out_ptr + draw * BLOCK + token, score)
 
 
-def test_the_noise_is_gumbel():
+@triton.jit
+def worst_log2(x):
+    """log2 with the largest error that a GPU's may have, up or down by the last bit of x."""
+    up = (x.to(tl.int32, bitcast=True) & 1) * 2 - 1
+    exact = tl.log2(x)
+    return exact + up * 2.384185791015625e-07 * tl.where((x >= 0.5) & (x <= 2), 1.0, tl.abs(exact))
+
+
+@pytest.mark.parametrize(
+    "worst", [False, pytest.param(True, marks=pytest.mark.skipif(DEVICE == "cuda", reason="real"))]
+)
+def test_the_noise_is_gumbel(worst, monkeypatch):
     """In units of log 2 and shifted by a constant: scipy's distribution of all of it, and torch's values one by one."""
+    if worst:
+        monkeypatch.setattr(triton_sample, "hardware_log2", worst_log2)
     keys = keys_of(64)
     out = torch.empty(len(keys), 1024, device=DEVICE)
     write_noise[(len(keys),)](keys, out, BLOCK=1024)
     noise = out.cpu() * np.log(2) + np.log(np.log2(np.e))
     expected = gumbel.add_gumbel_(torch.zeros(len(keys), 1024), keys.cpu())
     assert float((noise - expected).abs().max()) < 2e-5
+    assert torch.equal(noise.argmax(1), expected.argmax(1))
     assert stats.kstest(noise.flatten().numpy(), "gumbel_r").pvalue > 1e-4
     counts = np.bincount(noise.argmax(1).numpy() // 256, minlength=4)
     assert stats.chisquare(counts).pvalue > 1e-4, "each token wins as often"
@@ -171,7 +185,7 @@ class Allocations(TorchDispatchMode):
 
 
 def test_the_sampler_with_the_kernels_draws_what_it_draws_on_a_cpu_and_copies_no_logits(monkeypatch):
-    logits = torch.randn(len(SETTINGS), 4200, generator=torch.Generator().manual_seed(0)) * 3
+    logits = torch.randn(len(SETTINGS), 2100, generator=torch.Generator().manual_seed(0)) * 3
     sequences = [
         Sequence.of(Request(f"r{i}", tuple(range(3 + i)), SamplingParams(**params)))
         for i, params in enumerate(SETTINGS)
