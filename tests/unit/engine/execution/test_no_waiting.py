@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.execution.sampler import sample
+from engine.execution import sampler
 from engine.model.attention import ShapeRecorder, install
 from engine.sequence import Request, SamplingParams, Sequence
 from tests.support.hf_parts import FAMILIES, VOCAB, loaded, model_folder, one_thread
@@ -85,13 +85,15 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), list(KINDS)], ids="+".join)
-def test_sampling_waits_only_when_it_is_read(kinds: list[str]) -> None:
+def test_sampling_waits_only_when_it_is_read(kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the draws themselves, which are kernels on a GPU (tests/unit/kernels/triton_sample_checks.py)."""
+    monkeypatch.setattr(sampler, "draw_into", lambda out, at, *rest: out.index_fill_(0, at, 3))
     sequences = [Sequence.of(Request(kind, (1, 2, 3), SamplingParams(**KINDS[kind]))) for kind in kinds for _ in "ab"]
     for seq in sequences:
         seq.num_candidates = 2 * (seq.request.params.beam_width or 0)
     logits = torch.randn(len(sequences), VOCAB)
     with Watch() as watch:
-        sampled = sample(logits, sequences, 0)
+        sampled = sampler.sample(logits, sequences, 0)
         assert sampled.tokens.shape == (len(sequences),)
     assert watch.seen and not watch.waited, watch.waited
     assert [drawn.token_ids[0] for drawn in sampled.read()] == sampled.tokens.tolist()
