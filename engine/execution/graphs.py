@@ -242,7 +242,7 @@ class StepGraphs:
     ) -> torch.Tensor | None:
         """Logits ``[N, vocab]`` of the ``last_tokens [N]``, valid until the next call; None if no graph fits."""
         fit = self.sizes.fit(step.num_decodes, len(step.prefill_seq_lens), len(ids)) if self._replays else None
-        if fit is None:
+        if fit is None or len(last_tokens) > self.sizes.rows:
             return None
         count, padded, static = len(ids), fit.size, self._step
         self._ids[:count].copy_(ids, non_blocking=True)

@@ -228,7 +228,12 @@ def test_logits_are_those_of_the_tokens_that_draw(model: LoadedModel, rows: list
         everything = forward(ids, positions, step, last).clone()
         for drawing in ([0], [1], [len(last) - 1], []):
             assert torch.equal(forward(ids, positions, step, last[drawing]), everything[drawing])
-    assert capture.replayed == 5
+        assert capture.replayed == 5
+        every = torch.arange(len(ids))
+        assert forward(ids, positions, step, every).shape == (len(ids), VOCAB)
+        many = every.repeat(MAX_SEQS)[: MAX_SEQS + 1]
+        assert forward(ids, positions, step, many).shape == (MAX_SEQS + 1, VOCAB)
+    assert capture.replayed == 6, "more wanted logits than rows"
 
 
 def test_a_number_that_python_made_of_a_tensor_shows(model: LoadedModel, monkeypatch: pytest.MonkeyPatch):
