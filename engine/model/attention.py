@@ -156,7 +156,7 @@ class AttentionHost:
                 plan=self._decode_plan,
             )
             if overlap:  # each part is 0 where the other one computes
-                out[first:split] += decoded[first:]
+                out[first:split].add_(decoded[first:])
         return out
 
 

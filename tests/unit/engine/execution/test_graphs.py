@@ -6,8 +6,10 @@ it captured is CUDA's part.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +17,15 @@ import torch
 import torch._dynamo
 from transformers import AttentionInterface
 
+from engine.config import EngineConfig
 from engine.execution.forward import ModelForward
 from engine.execution.graphs import LARGEST_BATCH, LARGEST_MIXED, GraphSizes, decode_sizes, mixed_sizes
 from engine.model.attention import NAME, AttentionHost, StepTensors
 from engine.model.attention import forward as attention_forward
 from engine.model.compiler import compile_model
-from engine.model.loader import LoadedModel
+from engine.model.loader import LoadedModel, load_model
 from tests.support.fake_capture import FakeCapture
-from tests.support.hf_parts import VOCAB, loaded, model_folder, one_thread
+from tests.support.hf_parts import COMMON, VOCAB, loaded, model_folder, one_thread
 
 MAX_SEQS, MAX_LEN, MAX_TOKENS = 11, 40, 40
 UNUSED = 5  # slots that nobody owns
@@ -277,24 +280,31 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(
     assert capture.replayed == 0
 
 
-def test_a_compiled_model_gives_the_same_logits(tmp_path_factory: pytest.TempPathFactory):
+MOST_COMPILED = 16  # parts between one attention and the next, for several tokens and for one; twelve layers share them
+
+
+def test_a_compiled_model_gives_the_same_logits_and_its_layers_share_what_is_compiled(tmp_path: Path):
     """dynamo's part, without a code generator: what is traced, what stays outside, and any number of tokens."""
-    model = loaded(model_folder(str(tmp_path_factory.mktemp("compiled"))))
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 12}
+    path.write_text(json.dumps({**COMMON, **sizes, "model_type": "llama"}))
+    model = load_model(EngineConfig(model=str(path), device="cpu"))
     batch = Batch(model, 16)
     plain = ModelForward(model.model, batch.host)
     compiled = ModelForward(model.model, batch.host, lambda inner: compile_model(inner, backend="eager"))
     counters = torch._dynamo.utils.counters
     counters.clear()
     graphs = []
+    steps = [([0, 1, 2], {}), ([4], {}), (list(range(MAX_SEQS)), {}), ([0, 1], {9: 9, 10: 3}), ([], {3: 20})]
     try:
-        with torch.inference_mode():
-            for rows in ([0, 1, 2], [4], list(range(MAX_SEQS))):
-                expected = plain(*batch.step(rows)).clone()
+        with torch.inference_mode(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for rows, chunks in steps:
+                expected = plain(*batch.step(rows, chunks)).clone()
                 batch.restore()
-                torch.testing.assert_close(compiled(*batch.step(rows)), expected, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(compiled(*batch.step(rows, chunks)), expected, rtol=1e-4, atol=1e-4)
                 batch.restore()
                 graphs.append(counters["stats"]["unique_graphs"])
     finally:
         AttentionInterface.register(NAME, attention_forward)
         torch._dynamo.reset()
-    assert 0 < graphs[0] <= graphs[1] == graphs[2], "compiled, and again for a single token at most"
+    assert 0 < graphs[0] <= graphs[1] == graphs[-1] <= MOST_COMPILED, graphs
