@@ -7,7 +7,7 @@ it captured is CUDA's part.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -278,6 +278,31 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(
         batch.restore()
         assert torch.equal(forward(*batch.step([1, 2])), expected)
     assert capture.replayed == 0
+
+
+def test_decodes_are_replayed_where_mixed_steps_cannot_be_captured(
+    model: LoadedModel, caplog: pytest.LogCaptureFixture
+):
+    batch = Batch(model, 16)
+    forward, capture = ModelForward(model.model, batch.host), FakeCapture(batch.host)
+    bodies = []
+
+    def short_of_memory(body: Callable[[], None]) -> Callable[[], None]:
+        bodies.append(body)
+        if len(bodies) == 2:
+            raise RuntimeError("out of memory")
+        return capture(body)
+
+    with caplog.at_level("WARNING"):
+        assert forward.capture_graphs(SIZES, batch.pages, MAX_LEN, short_of_memory)
+    (record,) = caplog.records
+    assert record.message.startswith("steps with prompts run without CUDA graphs") and "out of memory" in record.message
+    assert forward.graph_sizes == replace(SIZES, mixed=())
+    with torch.inference_mode():
+        forward(*batch.step([0, 1], {9: 9}))
+        assert capture.replayed == 0
+        forward(*batch.step([0, 1]))
+    assert capture.replayed == 1
 
 
 MOST_COMPILED = 16  # parts between one attention and the next, for several tokens and for one; twelve layers share them
