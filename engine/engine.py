@@ -320,4 +320,5 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters and gauges."""
-        return self._counters.stats(self.kv, self.scheduler, self.executor.phase_seconds)
+        replayed = getattr(self.executor, "replayed_steps", 0)  # of an executor that has graphs
+        return self._counters.stats(self.kv, self.scheduler, self.executor.phase_seconds, replayed)

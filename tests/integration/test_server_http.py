@@ -185,7 +185,7 @@ swapped_in_slots_total swap_lost_slots_total swap_seconds_total prefix_cache_evi
 freed_pages_total refused_fragmented_total kv_slot_steps_total{place=tokens} kv_slot_steps_total{place=waste}
 kv_slot_steps_total{place=cached} kv_slot_steps_total{place=pinned} kv_slot_steps_total{place=free}
 kv_slot_steps_total{place=fragmented} request_failure_total{kind=queue_full} kv_pages_logical
-kv_page_steps_total{pages=physical} kv_page_steps_total{pages=logical}
+kv_page_steps_total{pages=physical} kv_page_steps_total{pages=logical} replayed_steps_total
 """
 PLACES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
 
