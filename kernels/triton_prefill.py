@@ -1,9 +1,9 @@
 """Paged causal prefill in Triton for packed sequences of any lengths, with earlier context.
 
 One program serves a block of query tokens of one sequence under one KV head; its rows are token x query head of the
-group, so K and V are read once for the whole group; the KV heads of a block run side by side, as in decode. Where there are fewer blocks than the GPU can run at a time (a few
-sequences, of which each has a few new tokens after a long context), each block's keys are split among programs, and
-the reduction of decode adds them up.
+group, so K and V are read once for the whole group. The KV heads of a block run side by side, as in decode. Where there
+are fewer blocks than the GPU can run at a time (a few sequences, of which each has a few new tokens after a long
+context), each block's keys are split among programs, and the reduction of decode adds them up.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ fixed buffers:
     seq_lens     the step's         0: attention reads nothing and returns zeros
     page_starts  the step's         unused
 
-so padding neither reads nor writes KV. Attention is planned for the longest possible sequence, because the number of
-KV splits is part of the graph. All graphs share one memory pool and one buffer for the logits.
+so padding neither reads nor writes KV. Attention has room for the longest possible sequence, because the number of
+programs is part of the graph; what each of them does is planned in the graph, from the lengths at its replay. All
+graphs share one memory pool and one buffer for the logits.
 """
 
 from __future__ import annotations

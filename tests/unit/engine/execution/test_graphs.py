@@ -129,7 +129,7 @@ def test_every_batch_size_gives_the_logits_and_the_kv_of_the_step_alone(model: L
             got = graphed(*batch.step(rows)).clone()
         padded = seen[-1]
         assert padded.slots[count:].eq(-1).all() and padded.decode_seq_lens[count:].eq(0).all(), "padding is at rest"
-        assert padded.max_decode_tokens == MAX_LEN, "the number of splits is part of the graph"
+        assert padded.max_decode_tokens == MAX_LEN, "the number of programs is part of the graph"
         assert torch.isfinite(expected).all()
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
         assert torch.equal(got.argmax(-1), expected.argmax(-1))
