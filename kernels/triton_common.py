@@ -271,10 +271,10 @@ def reduce_kernel(
     dv = tl.arange(0, DV_PAD)
     ok = (heads < HEADS)[:, None] & (dv < DV)[None, :]
     if LISTED:
-        if place >= tl.load(work_ptr + 1):
-            return
-        place_at = work_ptr + (1 + rows + place) * 4
+        num_cut, place_at = tl.load(work_ptr + 1), work_ptr + (1 + rows + place) * 4
         token, first, count = tl.load(place_at).to(tl.int64), tl.load(place_at + 1).to(tl.int64), tl.load(place_at + 2)
+        if place >= num_cut:
+            return
     else:
         token, first, count = place.to(tl.int64), place.to(tl.int64) * rows, rows
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)

@@ -27,7 +27,7 @@ def decode_kernel(
     k_ptr, v_ptr,  # [slots, Hkv, D] and [slots, Hkv, Dv], or the codes of a quantised cache
     k_scales_ptr, v_scales_ptr,  # float32 [slots, Hkv], read if KIND has a scale per token and head
     pages_ptr,  # [B, max_pages] int64, first slot of each page
-    lens_ptr,  # [B]
+    lens_ptr,  # [B], read if not SPLIT
     sinks_ptr,  # [H], read if HAS_SINKS
     out_ptr,  # [B, H, Dv]: of whole sequences
     work_ptr,  # the table of kernels.triton_plan, read if SPLIT
@@ -45,16 +45,18 @@ def decode_kernel(
     kv_head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
     if SPLIT:
-        if item >= tl.load(work_ptr):
+        # All loads at once: the table has room for every item that a program may ask for.
+        num_items, item_at = tl.load(work_ptr), work_ptr + (1 + item) * 4
+        b, piece = tl.load(item_at).to(tl.int64), tl.load(item_at + 1)
+        pieces, seq_len = tl.load(item_at + 2), tl.load(item_at + 3)
+        if item >= num_items:
             return
-        item_at = work_ptr + (1 + item) * 4
-        b, piece, pieces = tl.load(item_at).to(tl.int64), tl.load(item_at + 1), tl.load(item_at + 2)
     else:
         b, piece, pieces = item.to(tl.int64), 0, 1
+        seq_len = tl.load(lens_ptr + b).to(tl.int32)
     rows = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP + rows
     row_ok = rows < GROUP
-    seq_len = tl.load(lens_ptr + b).to(tl.int32)
     begin = tl.maximum(seq_len - WINDOW, 0) if WINDOW > 0 else 0
 
     value, value_ok = columns(D, D_PAD, KIND)

@@ -1,14 +1,14 @@
 """How a step's decode is shared among programs: a list that the device makes from the lengths of the sequences.
 
 A program of decode attends to one **item** under one KV head: a whole sequence, or one of the equal pieces that a long
-sequence is cut into. One launch of ``plan_kernel`` a step (and distinct window) chooses how long a piece may
-be and lists the items, the longest first. It reads the lengths on the device, so that a CUDA graph plans anew at
-each replay; every size that the host needs follows from the batch size, the chip and a bound on the lengths.
+sequence is cut into. One launch of ``plan_kernel`` a step (and distinct window) chooses how long a piece may be and
+lists the items, the longest first. It reads the lengths on the device, so that a CUDA graph plans anew at each replay;
+every size that the host needs follows from the batch size, the chip and a bound on the lengths.
 
 The table, int32 [1 + items + cut sequences, 4]:
 
     row 0                number of items, number of sequences that are cut, -, -
-    from row 1           of an item: its sequence, which of the sequence's pieces, how many pieces, -
+    from row 1           of an item: its sequence, which of its pieces, how many pieces, tokens of the sequence
     from row 1 + items   of a sequence that is cut: the sequence, its first item, how many pieces, -
 """
 
@@ -106,11 +106,11 @@ def plan_kernel(
     first = tl.zeros([ROWS], tl.int32)  # items before
     place = tl.zeros([ROWS], tl.int32)  # sequences before that are cut
     num_cut = 0
-    for start in range(0, batch, BLOCK):
-        others, there = load_spans(lens_ptr, start, batch, window, UNIT, BLOCK)
+    for offset in range(0, batch, BLOCK):
+        others, there = load_spans(lens_ptr, offset, batch, window, UNIT, BLOCK)
         their_pieces = tl.where(there, count_pieces(others, chunk), 0)
         their_size = tl.cdiv(others, tl.maximum(their_pieces, 1))
-        earlier = (start + tl.arange(0, BLOCK))[None, :] < b[:, None]
+        earlier = (offset + tl.arange(0, BLOCK))[None, :] < b[:, None]
         before = (their_size[None, :] > size[:, None]) | ((their_size[None, :] == size[:, None]) & earlier)
         first += tl.sum(tl.where(before, their_pieces[None, :], 0), 1)
         cut = (their_pieces > 1).to(tl.int32)
@@ -124,6 +124,7 @@ def plan_kernel(
     tl.store(at, b, mask=is_cut)
     tl.store(at + 1, first, mask=is_cut)
     tl.store(at + 2, pieces, mask=is_cut)
+    lens = tl.load(lens_ptr + b, mask=exists, other=0).to(tl.int32)
     for begin in range(0, tl.max(pieces, 0), 16):
         piece = begin + tl.arange(0, 16)
         ok = exists[:, None] & (piece[None, :] < pieces[:, None])
@@ -131,6 +132,7 @@ def plan_kernel(
         tl.store(at, tl.broadcast_to(b[:, None], [ROWS, 16]), mask=ok)
         tl.store(at + 1, tl.broadcast_to(piece[None, :], [ROWS, 16]), mask=ok)
         tl.store(at + 2, tl.broadcast_to(pieces[:, None], [ROWS, 16]), mask=ok)
+        tl.store(at + 3, tl.broadcast_to(lens[:, None], [ROWS, 16]), mask=ok)
 
 
 class Work(NamedTuple):

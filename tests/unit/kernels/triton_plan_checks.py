@@ -37,6 +37,7 @@ def check_list(lens: Sequence[int], window: int | None, kv_heads: int, sms: int,
         return len(lens)
     items, cut = expected_list(lens, window, kv_heads, sms, work.most_items)
     table = [tuple(row) for row in work.table[:, :3].tolist()]
+    assert work.table[1 : 1 + len(items), 3].tolist() == [lens[b] for b, _, _ in items]
     assert table[0][:2] == (len(items), len(cut))
     assert table[1 : 1 + len(items)] == items
     assert table[1 + work.most_items :][: len(cut)] == cut
