@@ -119,11 +119,11 @@ def plan_kernel(
     if tl.program_id(0) == 0:
         tl.store(table_ptr, items)
         tl.store(table_ptr + 1, num_cut)
-    at = table_ptr + (1 + most_items + place) * 4
+    cut_at = table_ptr + (1 + most_items + place) * 4
     is_cut = exists & (pieces > 1)
-    tl.store(at, b, mask=is_cut)
-    tl.store(at + 1, first, mask=is_cut)
-    tl.store(at + 2, pieces, mask=is_cut)
+    tl.store(cut_at, b, mask=is_cut)
+    tl.store(cut_at + 1, first, mask=is_cut)
+    tl.store(cut_at + 2, pieces, mask=is_cut)
     lens = tl.load(lens_ptr + b, mask=exists, other=0).to(tl.int32)
     for begin in range(0, tl.max(pieces, 0), 16):
         piece = begin + tl.arange(0, 16)

@@ -18,8 +18,6 @@ from triton_checks import QUIET
 
 import kernels.triton_launch
 import kernels.triton_plan
-from engine.execution.graphs import DecodeGraphs
-from engine.model.attention import StepTensors
 from kernels import get_backend
 from kernels.api import AttentionOptions
 from kernels.triton_plan import make_work
@@ -147,41 +145,27 @@ def test_the_heads_of_a_sequence_run_side_by_side(monkeypatch, bound):
 
 
 def test_a_captured_step_plans_anew_when_it_is_replayed(monkeypatch):
-    """A replay launches the same kernels on the same tensors, and no Python runs: the lengths alone have changed."""
-    p = replace(BASE, lens=(1200, 1200, 1200, 1200), new=(0,) * 4)
+    """A replay launches the same kernels on the same tensors, and no Python runs: the lengths alone have changed.
+
+    As engine.execution.graphs has it: captured with lengths of 0 and room for the longest; padding has length 0.
+    """
+    p = replace(BASE, lens=(1200,) * 4, new=(0,) * 4)
     backend, cache, launches = backend_on(20), build_cache(p), Launches(monkeypatch)
-    q, outs = p.random(4, 4, 16), []
-
-    def forward(ids: torch.Tensor, positions: torch.Tensor, step: StepTensors) -> torch.Tensor:
-        where = (step.decode_page_starts, step.decode_seq_lens, cache.page_size)
-        plan = backend.plan_decode(*where, max_tokens=step.max_decode_tokens)
-        outs.append(backend.decode_attention(q[: len(ids)], cache.k, cache.v, *where, PLAIN, plan=plan))
-        return outs[-1].flatten(1)
-
-    def capture(body: Callable[[], None]) -> Callable[[], None]:
-        body()
-        calls, out = launches.calls.copy(), outs[-1]
-        launches.calls.clear()
-
-        def replay() -> None:
-            out.fill_(float("nan"))
-            for call in calls:
-                call()
-            replayed.append(out)
-
-        return replay
-
-    replayed: list[torch.Tensor] = []
-    graphs = DecodeGraphs(forward, (4, cache.page_starts.shape[1]), 1200, torch.device(DEVICE), capture)
-    assert graphs.capture()
+    q, lens = p.random(4, 4, 16), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    where = (cache.page_starts, lens, cache.page_size)
+    plan = backend.plan_decode(*where, max_tokens=1200)
+    layers = [
+        backend.decode_attention(q, cache.k, cache.v, *where, AttentionOptions(0.25, window), plan=plan)
+        for window in (None, 500, None)
+    ]
+    captured = launches.calls.copy()
     truth, exact = get_backend("torch"), (as_float64(cache.k), as_float64(cache.v))
-    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    for lens in ((1200, 3, 40), (1, 2, 900), (30, 30, 30), (1200, 1200, 1200), (7,)):
-        count, seq_lens = len(lens), torch.tensor(lens, device=DEVICE)
-        tables, slots = cache.page_starts[:count], torch.full((count,), -1, device=DEVICE)
-        step = StepTensors(count, slots, tables, seq_lens, tables[:0], none, none, max(lens), 0, 0)
-        graphs.run(slots, slots, step)
-        got = replayed[-1]
-        expected = truth.decode_attention(q[:count].double(), *exact, tables, seq_lens, cache.page_size, PLAIN)
-        torch.testing.assert_close(got[:count].double(), expected, atol=2e-5, rtol=2e-5)
-        assert got[count:].eq(0).all(), "padding has no tokens, and gets zeros"
+    for values in ((1200, 3, 40, 0), (1, 2, 900, 1200), (30, 30, 30, 30), (1200, 1200, 1200, 1200), (7, 0, 0, 0)):
+        lens.copy_(torch.tensor(values))
+        for out in layers:
+            out.fill_(float("nan"))
+        for launch in captured:
+            launch()
+        for out, window in zip(layers, (None, 500, None), strict=True):
+            expected = truth.decode_attention(q.double(), *exact, *where, AttentionOptions(0.25, window))
+            torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
