@@ -207,7 +207,7 @@ def most_decode_items(batch: int, kv_heads: int, max_tokens: int, num_sms: int) 
 
 
 def num_kv_splits(programs: int, max_tokens: int, num_sms: int) -> int:
-    """How many pieces each of ``programs`` (sequences or query blocks x KV heads) cuts its keys into.
+    """How many pieces each of ``programs`` of prefill (query blocks x KV heads) cuts its keys into.
 
     One where the programs alone fill the GPU several times, or nothing is long enough to share. Else the fewest whose
     last wave is filled almost as well as that of the best number: every split more costs a part in the reduction.

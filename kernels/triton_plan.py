@@ -57,7 +57,7 @@ def choose_chunk(
     all take at most the sum over x = 0, 1, 2 ... of the waves of programs longer than x. LEVELS values of x stand for
     all. A program costs PROGRAM units beside its own.
     """
-    BLOCK: tl.constexpr = 8
+    BLOCK: tl.constexpr = 16
     longest = 0
     for start in range(0, batch, 256):
         spans, _ = load_spans(lens_ptr, start, batch, window, UNIT, 256)
