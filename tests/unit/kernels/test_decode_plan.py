@@ -36,7 +36,7 @@ def test_lengths_of_all_sizes(low, kv_heads, sms):
     for batch in BATCHES[1:]:
         lens = np.exp(draw.uniform(np.log(low), np.log(32768), batch)).astype(int).tolist()
         took = planned_time(lens, kv_heads, sms)
-        assert took <= 1.35 * ideal_time(lens, kv_heads, sms), batch
+        assert took <= 1.4 * ideal_time(lens, kv_heads, sms), batch
         assert took <= evenly_split_time(lens, kv_heads, sms), batch
 
 
