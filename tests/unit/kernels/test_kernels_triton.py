@@ -115,6 +115,14 @@ def test_every_option_compiles(name):
 
 
 @compiles
+def test_what_a_program_of_decode_does_follows_from_its_number_alone():
+    """So what the first programs do in a small grid (triton_plan_checks.py), all do in a large one: heads are the
+    fastest axis."""
+    ttir = compiled("decode", 90, "auto", "bf16").asm["ttir"]
+    assert set(re.findall(r"tt\.get_program_id (\w)", ttir)) == {"x"} and "get_num_programs" not in ttir
+
+
+@compiles
 def test_fp8_is_converted_by_the_chip_where_it_can():
     convert = "cvt.rn.f16x2.e4m3x2"
     assert convert in compiled("decode", 90, "fp8_e4m3").asm["ptx"]
