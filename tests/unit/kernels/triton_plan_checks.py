@@ -76,10 +76,10 @@ def test_skewed_batches_agree_with_float64(lens, options, kind):
     check_decode(backend_on(8, hardware=True), p, TOLERANCE[p.dtype], kind, every_form=False)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 17, 40])
+@pytest.mark.parametrize("batch", [1, 17, 40])
 def test_batches_of_every_size(batch):
-    """Every fifth sequence is long."""
-    lens = tuple(1 + 37 * i % 50 if i % 5 else 600 + i for i in range(batch))
+    """Every tenth sequence is long."""
+    lens = tuple(1 + 37 * i % 50 if i % 10 else 600 + i for i in range(batch))
     p = replace(BASE, lens=lens, new=(0,) * batch, shape=(1, 16, 16), kv_heads=1, page_size=7)
     check_decode(backend_on(6), p, TOLERANCE[p.dtype], every_form=False)
 
@@ -118,6 +118,7 @@ def test_a_step_plans_once_for_each_window_and_launches_no_more(monkeypatch):
     """Three layers of each of two windows, and of one that is too short for a sequence to be cut."""
     p = replace(BASE, lens=(900, 5, 300), new=(0, 0, 0))
     backend, cache, launches = backend_on(4), build_cache(p), Launches(monkeypatch)
+    launches.most_programs = 1  # the launches count, not what they do
     lens, q = torch.tensor(p.lens, device=DEVICE), p.random(3, 4, 16)
     plan = backend.plan_decode(cache.page_starts, lens, cache.page_size, max_tokens=max(p.lens))
     for _, window in itertools.product(range(3), (None, 400, 100)):
@@ -151,9 +152,9 @@ def test_a_captured_step_plans_anew_when_it_is_replayed(monkeypatch):
 
     As engine.execution.graphs has it: captured with lengths of 0 and room for the longest; padding has length 0.
     """
-    p = replace(BASE, lens=(700,) * 4, new=(0,) * 4)
+    p = replace(BASE, lens=(700,) * 4, new=(0,) * 4, kv_heads=1)
     backend, cache, launches = backend_on(8), build_cache(p), Launches(monkeypatch)
-    q, lens = p.random(4, 4, 16), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    q, lens = p.random(4, 2, 16), torch.zeros(4, dtype=torch.int64, device=DEVICE)
     where = (cache.page_starts, lens, cache.page_size)
     plan = backend.plan_decode(*where, max_tokens=700)
     layers = [
@@ -162,7 +163,7 @@ def test_a_captured_step_plans_anew_when_it_is_replayed(monkeypatch):
     ]
     captured = launches.calls.copy()
     truth, exact = get_backend("torch"), (as_float64(cache.k), as_float64(cache.v))
-    for values in ((700, 3, 40, 0), (1, 2, 600, 700), (30, 30, 30, 30), (7, 0, 0, 0)):
+    for values in ((700, 3, 40, 0), (1, 2, 600, 700), (7, 0, 0, 0)):
         lens.copy_(torch.tensor(values))
         for out in layers:
             out.fill_(float("nan"))
