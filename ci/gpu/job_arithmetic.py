@@ -33,8 +33,8 @@ class Launches:
 
 
 OUTSIDE_MODEL = 20  # copies into a graph's buffers and out of them, the draw of the tokens
-AS_TRANSFORMERS = Launches(55, 19)
-FUSED = Launches(9, 12)
+AS_TRANSFORMERS = Launches(55, 21)
+FUSED = Launches(9, 14)
 
 
 @dataclass(frozen=True)

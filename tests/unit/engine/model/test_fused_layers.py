@@ -8,24 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from engine.build import assemble_engine
 from engine.config import EngineConfig
 from kernels.compile_ahead import compile_for, read_resources
-from kernels.triton_layers import (
-    Heads,
-    Norm,
-    Rotation,
-    act_mul,
-    add_norm,
-    rotate_and_write,
-    rotate_constants,
-    rotate_write_kernel,
-)
+from kernels.triton_layers import Heads, Rotation, rotate_constants, rotate_write_kernel
 from tests.support.hf_parts import loaded, model_folder
 
 compiles = pytest.mark.skipif(
@@ -43,34 +30,6 @@ def test_in_the_interpreter():
         command, env=env, capture_output=True, text=True, cwd=here.parents[3], timeout=590, check=False
     )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-
-
-@compiles
-def test_one_kernel_serves_every_batch(monkeypatch):
-    """Whatever Triton distinguishes launches by, batches of 1 to 300 tokens are one to it, and so are slots that begin
-    anywhere in memory."""
-    found: dict[str, set[str]] = {}
-    backend = make_backend(GPUTarget("cuda", 80, 32))
-
-    def run(self, *args, grid, warmup, **kwargs):
-        binder = create_function_from_signature(self.signature, self.params, backend)
-        _, specialised, options = binder(*args, **kwargs)
-        found.setdefault(self.fn.__name__, set()).add(f"{specialised} {options}")
-
-    monkeypatch.setattr(JITFunction, "run", run)
-    norm = Norm(torch.ones(64), 1e-6, 0.0)
-    heads, slots = Heads(4, 2, 16, 16), torch.zeros(302, dtype=torch.int64)
-    caches = [torch.zeros(8, 2, 16) for _ in "kv"]
-    for tokens in range(1, 301):
-        x = torch.zeros(tokens, 64)
-        add_norm(x, norm, x)
-        angles = (torch.zeros(tokens, 16), torch.zeros(tokens, 16))
-        rows = torch.zeros(tokens, 8 * 16)
-        rotate_and_write(rows, angles, heads, Rotation(16), None, *caches, slots[tokens % 2 :][:tokens])
-        act_mul(torch.zeros(tokens, 96), "silu")
-    assert {name: len(kinds) for name, kinds in found.items()} == {
-        "add_norm_kernel": 1, "rotate_write_kernel": 1, "act_mul_kernel": 1,
-    }  # fmt: skip
 
 
 @compiles
