@@ -43,7 +43,7 @@ class Backend(TorchBackend):
 
 
 class CASES(check_kernels.KernelChecks):
-    """Four kernels and what comes last; the report also says which process a case ran in."""
+    """Five kernels and what comes last; the report also says which process a case ran in."""
 
     def __init__(self, args: Any):
         super().__init__(args)
@@ -51,7 +51,7 @@ class CASES(check_kernels.KernelChecks):
 
     def plan(self) -> list[Planned]:
         whole = super().plan()
-        return [*whole[:4], whole[-1]]
+        return [*whole[:5], whole[-1]]
 
     def run(self, name: str, report: Report) -> None:
         report.put(**{f"process of {name}": os.getpid()})

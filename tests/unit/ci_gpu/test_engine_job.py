@@ -88,16 +88,16 @@ def test_variants_have_the_same_prompts_short_outputs_and_a_process_each(tmp_pat
 def test_a_variant_is_measured_with_its_setting_and_told_beside_the_first(tmp_path, monkeypatch):
     monkeypatch.setitem(VARIANTS, "unheard of", {"no_such_setting": True})
     job, report = job_of(tmp_path, "--variants"), PartReport(tmp_path / "part.json", 60.0)
-    for name in ("as it is", "FP8 KV", "unheard of"):
+    for name in ("as it is", "CUDA graphs off", "unheard of"):
         job.run(name, report)
-    assert [row["variant"] for row in report.data["rows"]] == ["as it is", "FP8 KV"]
-    assert job.engine.config.kv_cache_dtype == "fp8_e4m3"
+    assert [row["variant"] for row in report.data["rows"]] == ["as it is", "CUDA graphs off"]
+    assert job.engine.config.cuda_graphs is False
     assert report.data["skipped"] == [{"what": "unheard of", "reason": "this engine has no setting no_such_setting"}]
     tables.engine(report, Namespace(tiny=True))
     (table,) = report.data["tables"]
     first, second = (row["output_tokens_per_s"] for row in report.data["rows"])
     assert [row[:3] for row in table["rows"]] == [
-        ["as it is", f"{first:,.0f}", "1.00"], ["FP8 KV", f"{second:,.0f}", f"{second / first:.2f}"]
+        ["as it is", f"{first:,.0f}", "1.00"], ["CUDA graphs off", f"{second:,.0f}", f"{second / first:.2f}"]
     ]  # fmt: skip
 
 

@@ -42,10 +42,10 @@ def test_a_lost_device_costs_the_case_that_lost_it_and_no_other(run):
     assert "TORCH_USE_CUDA_DSA" in failure["reason"] and "in access\n" in failure["traceback"]
     process = {key.removeprefix("process of "): pid for key, pid in report.data.items() if "process of" in key}
     passed = [row["case"] for row in report.data["rows"] if row["status"] == "passed"]
-    assert [*passed[:1], lost_device.LOST_IN, *passed[1:]] == list(process) and len(passed) == 4
-    before, lost, after, last, far = process.values()
-    assert before == lost != after == last  # new after the loss
-    assert far not in (before, after) and "slots from" in passed[-1]  # far offsets: alone
+    assert [*passed[:2], lost_device.LOST_IN, *passed[2:]] == list(process) and len(passed) == 5
+    first, second, lost, after, last, far = process.values()
+    assert first == second == lost != after == last  # new after the loss
+    assert far not in (first, after) and "slots from" in passed[-1]  # far offsets: alone
     assert not any(map(alive, process.values()))
 
 

@@ -40,7 +40,9 @@ def test_a_quick_run_fits_its_limit_and_saved_time_goes_to_later_parts():
     assert plan_seconds(parts, True, 10.0) < 0
 
 
-WHEELS = {"yaml": "pyyaml", "prometheus_client": "prometheus-client"}  # import name -> name of its wheel
+WHEELS = {  # import name -> the wheel that is it or brings it
+    "yaml": "pyyaml", "prometheus_client": "prometheus-client", "gevent": "locust"
+}  # fmt: skip
 
 
 def test_what_parts_need_is_there_or_among_the_wheels_and_their_modules_exist():
