@@ -104,7 +104,7 @@ def make_problem(folder: str) -> dict[Tokens, list[int]]:
     return answers
 
 
-def make_engine(loaded: LoadedModel, folder: str, way: Way, pool_slots: int = POOL_SLOTS) -> Engine:
+def make_engine(loaded: LoadedModel, folder: str, way: Way, pool_slots: int) -> Engine:
     """An engine with ``pool_slots`` slots of KV."""
     slot_bytes = loaded.kv_shape.slot_bytes("auto")
     table_bytes = MAX_NUM_SEQS * -(-MAX_MODEL_LEN // PAGE_SIZE) * PAGE_TABLE_ENTRY_BYTES
@@ -189,7 +189,7 @@ class TokenChecks:
         folder, way = str(self._folder), self._ways[name]
         if self._loaded is None:
             self._loaded = load_model(EngineConfig(model=folder, dtype="float32", device=self.device))
-        check_way(report, make_engine(self._loaded, folder, way), way, answers)
+        check_way(report, make_engine(self._loaded, folder, way, POOL_SLOTS), way, answers)
 
 
 CASES = TokenChecks
