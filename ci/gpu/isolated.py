@@ -27,7 +27,8 @@ from ci.gpu import tables
 from ci.gpu.part import PartReport, Planned, part_parser
 from ci.gpu.worker import MARK
 
-PLAN_SECONDS = 120.0  # for imports from a cold disk, and what a plan prepares
+START_SECONDS = 120.0  # for imports from a cold disk
+PLAN_SECONDS = 60.0  # for what a plan prepares
 OVERTIME_S = 10.0  # that a case may go on after the part's time; the runner stops the part a little later
 STOP_SECONDS = 10.0  # compute-sanitizer writes its summary then
 TOOL_FOLDERS = ("/usr/local/cuda/bin",)  # searched after PATH
@@ -72,25 +73,32 @@ class Worker:
         lines = [line for line in self._tail if line]
         return " / ".join(lines[-3:])[:600] or "it printed nothing"
 
-    def ask(self, request: dict[str, Any], seconds: float) -> Iterator[dict[str, Any]]:
+    def ask(self, request: dict[str, Any], seconds: float, latest: float) -> Iterator[dict[str, Any]]:
         """Answers up to the last one, which has ``plan`` or ``done``.
 
+        ``seconds``: for the request, once the process has begun with it; ``latest``: when all of it must be over, by
+        time.monotonic.
+
         Raises:
-            ProcessEnded: there was none in ``seconds``, or the process ended.
+            ProcessEnded: there was none in time, or the process ended.
         """
         with contextlib.suppress(OSError):
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-        ends = time.monotonic() + seconds
+        asked = time.monotonic()
+        ends = min(asked + START_SECONDS, latest)
         while True:
             try:
                 answer = self._answers.get(timeout=max(0.0, ends - time.monotonic()))
             except queue.Empty:
-                raise ProcessEnded(f"stopped after {seconds:.0f} s") from None
+                raise ProcessEnded(f"stopped after {time.monotonic() - asked:.0f} s") from None
             if answer is None:
                 code = self.stop()
                 how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
                 raise ProcessEnded(f"its process ended with {how}: {self.last_words}")
+            if "begin" in answer:
+                ends = min(time.monotonic() + seconds, latest)
+                continue
             yield answer
             if "plan" in answer or "done" in answer:
                 return
@@ -122,7 +130,7 @@ class Crew:
         """All cases of the plan that the first process tells. ``in_one_group``: whatever groups they have."""
         first = self._start()
         try:
-            (told,) = first.ask({}, min(PLAN_SECONDS, self._report.time_left + OVERTIME_S))
+            (told,) = first.ask({}, PLAN_SECONDS, self._latest())
         except ProcessEnded as ended:
             self._report.fail("the list of cases", str(ended))
             first.stop(ask=False)
@@ -142,6 +150,10 @@ class Crew:
                 self._left.clear()
             for worker in list(self._alive):
                 worker.stop(ask=False)
+
+    def _latest(self) -> float:
+        """When the last case must be over, by time.monotonic."""
+        return time.monotonic() + self._report.time_left + OVERTIME_S
 
     def _start(self) -> Worker:
         worker = Worker(self._command)
@@ -184,10 +196,9 @@ class Crew:
 
     def _run_case(self, worker: Worker, case: Planned) -> bool:
         """Whether the process is good for more."""
-        left = self._report.time_left
-        seconds = min(case.seconds, left + OVERTIME_S)
+        request = {"case": case.name, "ends": self._latest() - OVERTIME_S}
         try:
-            for answer in worker.ask({"case": case.name, "ends": time.monotonic() + left}, seconds):
+            for answer in worker.ask(request, case.seconds, self._latest()):
                 if "add" in answer:
                     self._add(answer["add"], answer["value"])
         except ProcessEnded as ended:

@@ -80,6 +80,7 @@ def main() -> None:
     cases = importlib.import_module(args.module).CASES(args)
     for line in sys.stdin:
         request = json.loads(line)
+        send({"begin": request.get("case")})
         if "case" not in request:
             send({"plan": [asdict(case) for case in cases.plan()], "workers": cases.workers})
             continue

@@ -37,7 +37,7 @@ def checked(problem):
     loaded = load_model(EngineConfig(model=folder, dtype="float32", device="cpu"))
 
     def of(way: Way, pool: int = POOL, claimed: Way | None = None, spoilt: bool = False) -> Report:
-        report = Report(60.0)
+        report = Report(600.0)
         engine = make_engine(loaded, folder, way, pool)
         if spoilt:
             with torch.no_grad():
@@ -93,7 +93,7 @@ def test_each_way_has_a_process_of_its_own_and_reads_the_answers_that_the_plan_w
     assert {case.group for case in plan} == {None}
     told = json.loads((tmp_path / "tokens-model" / "answers.json").read_text())
     assert {tuple(prompt): tokens for prompt, tokens in told} == answers
-    good = PartReport(tmp_path / "part.json", 60.0)
+    good = PartReport(tmp_path / "part.json", 600.0)
     other.run(plan[0].name, good)
     good.put(cases=len(plan))
     tables.tokens(good, None)
@@ -101,6 +101,6 @@ def test_each_way_has_a_process_of_its_own_and_reads_the_answers_that_the_plan_w
     assert good.data["tables"][0]["rows"][0][:2] == [plan[0].name, "passed"]
     told[0][1][-1] += 1
     (tmp_path / "tokens-model" / "answers.json").write_text(json.dumps(told))
-    report = Report(60.0)
+    report = Report(600.0)
     other.run(plan[0].name, report)
     assert "differs from generate" in report.data["failures"][0]["reason"]

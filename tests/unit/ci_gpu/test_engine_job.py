@@ -87,7 +87,7 @@ def test_variants_have_the_same_prompts_short_outputs_and_a_process_each(tmp_pat
 
 def test_a_variant_is_measured_with_its_setting_and_told_beside_the_first(tmp_path, monkeypatch):
     monkeypatch.setitem(VARIANTS, "unheard of", {"no_such_setting": True})
-    job, report = job_of(tmp_path, "--variants"), PartReport(tmp_path / "part.json", 60.0)
+    job, report = job_of(tmp_path, "--variants"), PartReport(tmp_path / "part.json", 600.0)
     for name in ("as it is", "CUDA graphs off", "unheard of"):
         job.run(name, report)
     assert [row["variant"] for row in report.data["rows"]] == ["as it is", "CUDA graphs off"]
@@ -102,7 +102,7 @@ def test_a_variant_is_measured_with_its_setting_and_told_beside_the_first(tmp_pa
 
 
 def test_the_largest_kernels_are_shown_with_their_share(tmp_path):
-    report = PartReport(tmp_path / "part.json", 60.0)
+    report = PartReport(tmp_path / "part.json", 600.0)
     kernels = [{"name": f"kernel {us}", "count": 2.0, "us": float(us)} for us in range(30, 0, -1)]
     report.put(kernels_of_a_decode_step=kernels, other_kernels_us=535.0, kernels_a_decode_step=71.0, profiled="m")
     tables.engine(report, Namespace(tiny=False))
@@ -112,7 +112,7 @@ def test_the_largest_kernels_are_shown_with_their_share(tmp_path):
 
 
 def test_a_warning_of_the_engine_fails_the_case_that_runs(tmp_path):
-    job, reports = job_of(tmp_path), [Report(60.0), Report(60.0)]
+    job, reports = job_of(tmp_path), [Report(600.0), Report(600.0)]
     for report in reports:
         job.run("run 0", report)
     engine_job.logging.getLogger("engine.x").warning("no graphs")

@@ -23,8 +23,8 @@ TROUBLED = "tests.support.troubled_cases"
 def run(tmp_path):
     """The report on a module's cases."""
 
-    def of(module: str, *own: str, seconds: float = 60.0) -> PartReport:
-        report = PartReport(tmp_path / "part.json", seconds)
+    def of(module: str, *own: str, seconds: float = 600.0, kind: type[PartReport] = PartReport) -> PartReport:
+        report = kind(tmp_path / "part.json", seconds)
         command = [sys.executable, "-m", "ci.gpu.worker", module, "--out", str(tmp_path / "part.json")]
         options = ["--device", "cpu", "--seconds", "60", "--scratch", str(tmp_path), "--tiny"]
         Crew([*command, *options, *own], report).run()
@@ -76,16 +76,28 @@ def test_cases_of_their_own_share_no_process(run):
     assert len({row["process"] for row in rows}) == 4
 
 
+class NoTime(PartReport):
+    """There is none once the plan is there."""
+
+    time_left = property(lambda self: 0.0 if "cases" in self.data else 600.0)
+
+
+class RunsOut(PartReport):
+    """Little is left once the plan is there, and nothing once a case has told something."""
+
+    time_left = property(lambda self: 0.0 if self.data["rows"] else 0.5 if "cases" in self.data else 600.0)
+
+
 def test_what_cannot_begin_or_has_no_time_says_so(run):
     (failure,) = run(TROUBLED, "no start").data["failures"]
     assert "cannot begin here" in failure["reason"]
-    report = run(TROUBLED, "well", seconds=0.0)
+    report = run(TROUBLED, "well", kind=NoTime)
     assert report.data["skipped"] == [{"what": "well", "reason": "no time left"}] and not report.data["failures"]
 
 
 def test_a_case_that_is_cut_off_by_the_end_of_the_time_is_skipped(run, monkeypatch):
-    monkeypatch.setattr("ci.gpu.isolated.OVERTIME_S", 0.2)
-    report = run(TROUBLED, "hangs", "well", seconds=0.5)
+    monkeypatch.setattr("ci.gpu.isolated.OVERTIME_S", 0.3)
+    report = run(TROUBLED, "hangs", "well", kind=RunsOut)
     assert [trouble["what"] for trouble in report.data["skipped"]] == ["hangs", "well"]
     assert not report.data["failures"]
 
@@ -107,9 +119,9 @@ def test_the_wrapper_runs_the_processes_where_it_is_there(tmp_path, errors):
         (tmp_path / "fake-sanitizer").chmod(0o755)
     out = tmp_path / "part.json"
     command = [sys.executable, "-m", "ci.gpu.isolated", TROUBLED, "--wrapper", "fake-sanitizer --tool x --"]
-    options = ["--out", str(out), "--device", "cpu", "--seconds", "60", "--scratch", str(tmp_path), "well", "last"]
+    options = ["--out", str(out), "--device", "cpu", "--seconds", "600", "--scratch", str(tmp_path), "well", "last"]
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "ERRORS": str(errors)}
-    done = subprocess.run([*command, *options], cwd=ROOT, env=env, timeout=60, capture_output=True, text=True)
+    done = subprocess.run([*command, *options], cwd=ROOT, env=env, timeout=200, capture_output=True, text=True)
     told = json.loads(out.read_text())
     assert done.returncode == (1 if errors else 0), done.stdout + done.stderr
     if errors is None:

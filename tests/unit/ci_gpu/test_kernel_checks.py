@@ -131,7 +131,7 @@ def test_a_check_of_the_plan_is_put_down_with_what_is_wrong(monkeypatch):
     monkeypatch.setattr(check_kernels, "get_backend", lambda name: Faulty("writes a neighbour"))
     monkeypatch.setattr(check_moves, "KVMover", SkipsOneMove)
     for name in (part.plan()[0].name, "moves, paged"):
-        report = Report(60.0)
+        report = Report(600.0)
         part.run(name, report)
         assert [row["status"] for row in report.data["rows"]] == ["failed"]
         assert [failure["what"] for failure in report.data["failures"]] == [name]

@@ -141,7 +141,7 @@ ERROR tests/unit/a.py::test_three - RuntimeError: CUDA error: an illegal memory 
 
 
 def test_the_tests_of_a_file_are_put_down_with_what_pytest_says_of_them():
-    report = Report(60.0)
+    report = Report(600.0)
     put_down(report, "tests/unit/a.py", 1, PYTEST)
     assert [row["status"] for row in report.data["rows"]] == ["passed", "failed", "failed", "skipped"]
     told = {failure["what"].rpartition("::")[2]: failure["reason"] for failure in report.data["failures"]}
@@ -161,7 +161,7 @@ def test_the_tests_of_a_file_are_put_down_with_what_pytest_says_of_them():
     ],
 )
 def test_a_file_of_tests_that_does_not_end_well(code, text, wrong, skipped):
-    report = Report(60.0)
+    report = Report(600.0)
     put_down(report, "tests/a.py", code, text)
     assert [failure["what"] for failure in report.data["failures"]] == wrong
     assert all(text in failure["reason"] for failure in report.data["failures"])
