@@ -185,12 +185,9 @@ class Crew:
                 worker = None
             if worker is None:
                 worker = self._start()
-            worker.group = case.group or case.name
+            worker.group = case.group or case.name  # nobody else's
             if not self._run_case(worker, case):
                 self._end(worker, ask=False)
-                worker = None
-            elif case.group is None:
-                self._end(worker, ask=True)
                 worker = None
         self._end(worker, ask=True)
 
