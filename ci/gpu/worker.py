@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TextIO
 
 from ci.gpu.part import PartCases, Report, part_parser, plain, sentence
 
@@ -46,8 +46,9 @@ def run_case(cases: PartCases, name: str, report: Report, device: str) -> str | 
 
 def _device_error(name: str, report: Report) -> str | None:
     """What the device answers with after a case: an error of a kernel may show only at the next call."""
-    import torch
-
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None  # the case did not use it in this process
     try:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -58,27 +59,29 @@ def _device_error(name: str, report: Report) -> str | None:
     return None
 
 
-def _take_output() -> Callable[[dict[str, Any]], None]:
-    """Keep the standard output for answers; a function that sends one."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+def _take_pipes() -> tuple[TextIO, Callable[[dict[str, Any]], None]]:
+    """Keep the standard input and output for ourselves: requests, and a function that sends an answer."""
+    requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
     os.dup2(2, 1)
 
     def send(message: dict[str, Any]) -> None:
         answers.write(f"{MARK}{json.dumps(plain(message))}\n")
         answers.flush()
 
-    return send
+    return requests, send
 
 
 def main() -> None:
     """Answer requests until there are no more."""
-    send = _take_output()
+    requests, send = _take_pipes()
     parser = part_parser(__doc__)
     parser.add_argument("module")
     args, own = parser.parse_known_args()
     args.own = own
     cases = importlib.import_module(args.module).CASES(args)
-    for line in sys.stdin:
+    for line in requests:
         request = json.loads(line)
         send({"begin": request.get("case")})
         if "case" not in request:

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ci.gpu import worker
 from ci.gpu.isolated import Crew
-from ci.gpu.part import PartReport
+from ci.gpu.part import PartReport, Report
 from tests.support import lost_device
 from tests.support.sweep_parts import alive
 
@@ -129,3 +131,36 @@ def test_the_wrapper_runs_the_processes_where_it_is_there(tmp_path, errors):
         return
     assert told["headline"] == "2 of 2 checks passed"
     assert [failure["reason"] for failure in told["failures"]] == ["========= ERROR SUMMARY: 2 errors"] * bool(errors)
+
+
+class FakeCuda:
+    """A device that ``error`` shows on when it is waited for; ``used``: whether this process has touched it."""
+
+    def __init__(self, used: bool, error: str | None):
+        self.used, self.error = used, error
+
+    def is_initialized(self) -> bool:
+        return self.used
+
+    def synchronize(self) -> None:
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+    def empty_cache(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("cuda", "lost"),
+    [
+        (FakeCuda(True, None), False),
+        (FakeCuda(True, "CUDA error: unspecified launch failure"), True),
+        (FakeCuda(False, "waiting for it would begin to use it"), False),
+    ],
+)
+def test_an_error_that_the_case_did_not_see_is_found_afterwards(monkeypatch, cuda, lost):
+    """Kernels run later than they are launched, and a case may swallow an error."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    report = Report(60.0)
+    told = worker.run_case(SimpleNamespace(run=lambda name, report: report.row(case=name)), "well", report, "cuda")
+    assert (told is not None) is lost and [failure["what"] for failure in report.data["failures"]] == ["well"] * lost
