@@ -49,12 +49,12 @@ class KernelTimes:
         """By name, what is timed: what a quick run has, and what goes beyond."""
         decodes = cases.tiny_decode_cases() if self.tiny else cases.decode_cases(True)
         prefills = [Prefill(2, 16, 16)] if self.tiny else cases.prefill_cases(True)
-        found: dict[str, Callable[[], None]] = {c.name: partial(self.decode, c) for c in decodes[:8]}
+        found: dict[str, Callable[[], None]] = {c.name: partial(self.decode, c) for c in decodes[:9]}
         found["decode by torch SDPA"] = partial(self.decode_by_sdpa, *((2, 64) if self.tiny else (64, 4096)))
         found |= {c.name: partial(self.prefill, c) for c in prefills}
         found |= {f"write {kv}": partial(self.write, kv) for kv in ("auto", *KV_FORMATS)}
         found |= {f"moves of pages of {size}": partial(self.moves, size) for size in ((16,) if self.tiny else (16, 1))}
-        found |= {c.name: partial(self.decode, c) for c in decodes[8:]}
+        found |= {c.name: partial(self.decode, c) for c in decodes[9:]}
         if quick or self.tiny:
             return found, {}
         extreme: dict[str, Callable[[], None]] = {c.name: partial(self.prefill, c) for c in cases.prefill_cases(False)}
