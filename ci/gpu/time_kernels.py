@@ -103,7 +103,7 @@ class KernelTimes:
             return
         t = cases.make_decode(case, self.heads, self.dtype, self.device)
         args = (t.q, t.k, t.v, t.page_starts, t.seq_lens, t.page_size, AttentionOptions(self.heads.dim**-0.5))
-        plan = self.backend.plan_decode(t.page_starts, t.seq_lens, t.page_size, max_tokens=case.context)
+        plan = self.backend.plan_decode(t.page_starts, t.seq_lens, t.page_size, max_tokens=max(case.lengths))
         out = torch.empty_like(t.q)
         timing = self.timed(lambda: self.backend.decode_attention(*args, out=out, plan=plan))
         self.bandwidth(
