@@ -24,7 +24,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -66,18 +66,19 @@ class _Frames:
     def __init__(self) -> None:
         self._bytes = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Any]:
+    def feed(self, data: bytes) -> list[tuple[Any, ...]]:
         """The messages that are complete with ``data``."""
         self._bytes += data
-        start = 0
+        messages, start = [], 0
         while len(self._bytes) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._bytes, start)
-            end = start + _LENGTH.size + length
-            if len(self._bytes) < end:
+            body = start + _LENGTH.size
+            if len(self._bytes) < body + length:
                 break
-            yield pickle.loads(memoryview(self._bytes)[start + _LENGTH.size : end].tobytes())
-            start = end
+            messages.append(pickle.loads(self._bytes[body : body + length]))
+            start = body + length
         del self._bytes[:start]
+        return messages
 
 
 def _frame(message: tuple[Any, ...]) -> bytes:
@@ -214,8 +215,8 @@ class ProcessEngine(EngineClient, asyncio.Protocol):
         return os.getpid(), self._child.process.pid or 0
 
     def _send(self, command: Command) -> None:
-        assert self._transport is not None, "the client was not started"
-        self._transport.write(_frame(command))
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(_frame(command))
 
     async def _ended(self, timeout_s: float) -> bool:
         if self._transport is None:

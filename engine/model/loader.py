@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as hf_logging
 
 from engine.config import EngineConfig, format_bytes
@@ -139,7 +140,7 @@ def _check_sizes(spec: ModelSpec) -> None:
 def _check_memory(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Weights beyond the memory would end the process, and perhaps others, without a word."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():  # sizes alone; an init on meta imports sympy
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.config), attn_implementation="eager")
     except Exception:  # what is wrong with the config is said when the model is made
         return

@@ -174,6 +174,7 @@ def run_in_two_processes(
 
     @contextlib.contextmanager
     def loaded() -> Iterator[Engine]:
+        sock.close()  # the other process listens, and the port is to be free when that has ended
         with step_log(options) as log:
             engine = load(config)
             engine.on_step = None if log is None else log.write
