@@ -20,7 +20,7 @@ from engine.planning import plan_engine
 from engine.server.arguments import ServeOptions, build_parser, options_of
 from engine.server.step_log import StepLog
 from engine.server.tokenizer import ServerTokenizer, check_tokenizer_folder, load_tokenizer
-from engine.startup import SWITCH_SECONDS, no_garbage_collection, only_what_serving_needs, set_spin_count
+from engine.startup import SWITCH_SECONDS, no_garbage_collection, only_what_serving_needs, set_spin_count, without_torch
 
 _GPU_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")))  # Linux, Jetson, WSL
 
@@ -182,11 +182,13 @@ def run_in_two_processes(
 
     child = start_process(loaded)
     try:
-        with no_garbage_collection():
-            import engine.server.http  # noqa: F401  while the other process loads the model
+        with no_garbage_collection(), without_torch():
+            import transformers.tokenization_utils_base  # noqa: F401  while the other process loads the model
 
-        told = child.wait_loaded()
-        tokenizer = load_tokenizer(told.config, told.model_info)
+            import engine.server.http  # noqa: F401
+
+            told = child.wait_loaded()
+            tokenizer = load_tokenizer(told.config, told.model_info)
         return serve(ProcessEngine(child, told), tokenizer, options, sock)
     finally:
         child.stop()

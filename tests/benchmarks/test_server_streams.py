@@ -2,12 +2,13 @@
 
     python -m pytest tests/benchmarks/test_server_streams.py
 
-The server's engine plans and counts as always; its device takes a fixed time a step and none of the CPU's, like a GPU
-(``tests/support/timed_server.py``). A client in another process reads all streams and does nothing else. In
-``extra_info``: ``step_ms`` and ``step_p99_ms``, the time from step to step; ``host_ms``, what it is longer than the
-device's; ``itl_ms``, mean time between the events of a stream as they arrive; ``server_cores``, CPU of the server's
-processes. ``mode`` is the switch interval in ms of one process (5 is Python's default), or two processes. Streams,
-server and client share this machine's cores: with few of them the second process has none of its own.
+``test_tokens_beside_streams``: the small model on this machine, output tokens/s as a client in another process reads
+them. ``test_steps_beside_streams``: the server's engine plans and counts as always, and its device takes a fixed time a
+step and none of the CPU's, like a GPU (``tests/support/timed_server.py``). ``step_ms`` and ``step_p99_ms``: the time
+from step to step. ``host_ms``: what it is longer than the device's. ``itl_ms``: mean time between the events of a
+stream as the client reads them. ``server_cores``: CPU of the server's processes. ``mode`` is the switch interval in ms
+of one process (5 is Python's default), or two processes. Server and client share this machine's cores: with few of them
+the second process has none of its own.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from bench_engine import model_name, server
 from bench_timing import choose, note
 
 LOADS = choose(full=[(64, 5), (256, 20), (256, 5)], quick=[(64, 5)], smoke=[(4, 5)])  # (streams, ms a step)
 MODES = choose(full=["5", "0.5", "0.1", "two"], quick=["5", "0.5", "two"], smoke=["two"])
+TOKENS = choose(full=4000, quick=4000, smoke=1000)
 WARM_S, SECONDS = choose(full=2.0, quick=1.0, smoke=0.2), choose(full=4.0, quick=2.0, smoke=0.3)
 
 
 async def _stream(port: int, counts: list[int], number: int) -> None:
-    body = {"prompt": [5] * 16, "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    body = {"prompt": [5] * 16, "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
     raw = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
@@ -138,3 +141,26 @@ def test_steps_beside_streams(benchmark, tmp_path, streams: int, step_ms: int, m
         host_ms=float(np.mean(gaps)) - step_ms, itl_ms=(end - begin) * 1e3 * streams / (events_2 - events),
         server_cores=(cpu_2 - cpu) / (end - begin),
     )  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("streams", choose(full=[8, 64], quick=[64], smoke=[4]))
+@pytest.mark.parametrize("flag", ["--no-frontend-multiprocessing", "--frontend-multiprocessing"])
+def test_tokens_beside_streams(benchmark, streams: int, flag: str) -> None:
+    benchmark.group = f"{model_name()}, {streams} streams"
+    with server(flag, "--max-num-seqs", str(streams)) as port, client(port, streams) as count:
+        deadline = time.monotonic() + 60
+        while not count()[0]:
+            assert time.monotonic() < deadline, "the streams have not begun"
+            time.sleep(0.05)
+        time.sleep(WARM_S)
+        found = {}
+
+        def measure() -> None:
+            began = count()
+            time.sleep(SECONDS)
+            found["readings"] = began, count()
+
+        benchmark.pedantic(measure, rounds=1)
+    (events, begin), (events_2, end) = found["readings"]
+    note(benchmark, output_tokens_per_s=(events_2 - events) / (end - begin))

@@ -192,6 +192,51 @@ def test_the_example_of_its_help_serves_and_says_what_it_does_until_then() -> No
     assert len(phases) >= 3 and all(line.startswith("loading llama-32m: ") for line in phases)
 
 
+TINY = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+NEEDLESS = (
+    "accelerate", "gevent", "kvbench.load", "locust", "matplotlib", "pandas", "plotly", "scipy.optimize", "sklearn",
+    "sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.onnx", "triton",
+)  # fmt: skip
+
+
+@PROCESSES
+def test_what_serving_does_not_need_is_not_imported(tmp_path: Path, processes: str) -> None:
+    """Of each process of a server that is ready on a CPU; together they take as long to import as the rest."""
+    model = tmp_path / "tiny.json"
+    model.write_text(json.dumps(TINY))
+    code = """
+import sys
+import engine.engine_loop
+from kvbench.__main__ import main
+def told(self):
+    while self._run_once():
+        print(*sys.modules, flush=True)
+        own(self)
+own, engine.engine_loop.EngineLoop.run = engine.engine_loop.EngineLoop.run, told
+sys.exit(main())
+"""
+    flags = ["--model", str(model), "--device", "cpu", "--port", "0", processes]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "serve", *flags], cwd=ROOT, stdout=pipe, stderr=pipe, text=True
+    )
+    try:
+        ready = process.stdout.readline()
+        assert ready.startswith("ready http://127.0.0.1:"), ready + process.stderr.read()
+        assert httpx.get(f"{ready.split()[1]}/metrics", timeout=20).status_code == 200  # a command wakes the loop
+        modules = set(process.stdout.readline().split())
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=STOP_SECONDS)
+    finally:
+        process.kill()
+    assert {"torch", "transformers", "kernels.numba_backend"} <= modules
+    assert not {name for name in NEEDLESS if name in modules}
+
+
 @PROCESSES
 def test_the_step_log_is_complete_when_the_server_has_stopped(tmp_path: Path, processes: str) -> None:
     path = tmp_path / "steps.csv"
