@@ -161,7 +161,10 @@ def run_in_one_process(
         return engine, load_tokenizer(engine.config, engine.model_info)
 
     with step_log(options) as log:
-        engine, tokenizer = thread.submit(load_both).result()
+        loading = thread.submit(load_both)
+        from engine.server import http  # noqa: F401  while the other thread loads the model
+
+        engine, tokenizer = loading.result()
         engine.on_step = None if log is None else log.write
         sys.setswitchinterval(SWITCH_SECONDS)
         return serve(AsyncEngine(engine, thread), tokenizer, options, sock)
@@ -183,9 +186,9 @@ def run_in_two_processes(
     child = start_process(loaded)
     try:
         with no_garbage_collection(), without_torch():
-            import transformers.tokenization_utils_base  # noqa: F401  while the other process loads the model
+            from transformers import PreTrainedTokenizerFast  # noqa: F401  while the other process loads the model
 
-            import engine.server.http  # noqa: F401
+            from engine.server import http  # noqa: F401
 
             told = child.wait_loaded()
             tokenizer = load_tokenizer(told.config, told.model_info)
