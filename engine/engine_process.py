@@ -124,7 +124,7 @@ def start_process(load: LoadedEngine) -> EngineProcess:
     for end in (ours, theirs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
     context = multiprocessing.get_context("fork")  # quick, and ``load`` may be any function
-    process = context.Process(target=_main, args=(load, ours, theirs, os.getpid()), name="engine", daemon=True)
+    process = context.Process(target=_main, args=(load, ours, theirs, os.getpid()), name="engine")
     process.start()
     theirs.close()
     return EngineProcess(process, ours)

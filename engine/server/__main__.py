@@ -137,17 +137,21 @@ def run(args: argparse.Namespace, load: LoadEngine = load, load_tokenizer: LoadT
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     try:
         config, options = options_of(args)
-        alone = options.frontend_multiprocessing
+        serve_it = run_in_two_processes if in_two_processes(config, options) else run_in_one_process
         with reserve_socket(options.host, options.port) as sock:
-            if runs_on_cpu(config) if alone is None else not alone:
-                return run_in_one_process(config, options, sock, load, load_tokenizer)
-            return run_in_two_processes(config, options, sock, load, load_tokenizer)
+            return serve_it(config, options, sock, load, load_tokenizer)
     except (ValueError, ChildProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         print("interrupted while loading", file=sys.stderr)
         return 130
+
+
+def in_two_processes(config: EngineConfig, options: ServeOptions) -> bool:
+    """Whether the engine gets a process of its own; by default on a GPU, where the host is what both compete for."""
+    wanted = options.frontend_multiprocessing
+    return not runs_on_cpu(config) if wanted is None else wanted
 
 
 def run_in_one_process(
