@@ -165,10 +165,7 @@ def run_in_one_process(
         return engine, load_tokenizer(engine.config, engine.model_info)
 
     with step_log(options) as log:
-        loading = thread.submit(load_both)
-        from engine.server import http  # noqa: F401  while the other thread loads the model
-
-        engine, tokenizer = loading.result()
+        engine, tokenizer = thread.submit(load_both).result()
         engine.on_step = None if log is None else log.write
         sys.setswitchinterval(SWITCH_SECONDS)
         return serve(AsyncEngine(engine, thread), tokenizer, options, sock)

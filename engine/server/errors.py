@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-if TYPE_CHECKING:  # fastapi takes a fifth of a second, which a server that loads its model has better use for
+if TYPE_CHECKING:  # the tokenizer needs the errors; where the engine has a process of its own, that needs no fastapi
     from fastapi import FastAPI, Request
     from pydantic import ValidationError
 
