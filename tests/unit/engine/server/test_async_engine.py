@@ -333,3 +333,4 @@ async def test_an_abort_and_the_end_with_a_step_in_flight():
     gated.compute(3)
     assert await ended
     assert (await again.get())[-1].output.finish_reason == "abort"
+    assert gated.engine.stats().num_requests_running == 0

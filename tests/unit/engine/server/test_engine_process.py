@@ -110,6 +110,19 @@ async def test_the_end_of_its_process_ends_every_request_and_refuses_more() -> N
 
 
 @on_loop
+async def test_the_end_of_its_process_answers_what_waits_for_a_step_to_end() -> None:
+    async with started(lambda: fake_engine(step_s=60)) as engine:
+        reader = asyncio.create_task(collect(engine, request("r")))
+        await asyncio.sleep(0.1)
+        late = asyncio.create_task(engine.submit([request("late")]))
+        await asyncio.sleep(0.1)
+        os.kill(engine.process_ids()[1], signal.SIGKILL)
+        with pytest.raises(EngineUnavailable, match="signal 9"):
+            await late
+        assert (await reader)[-1].finish_reason == "error"
+
+
+@on_loop
 async def test_an_endless_step_does_not_keep_it_from_being_stopped() -> None:
     child = start_process(lambda: contextlib.nullcontext(fake_engine(step_s=60)))
     engine = ProcessEngine(child, child.wait_loaded())
