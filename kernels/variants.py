@@ -17,7 +17,7 @@ from kernels.triton_decode import decode_constants, decode_kernel
 from kernels.triton_kv import write_constants, write_kv_kernel
 from kernels.triton_move import move_constants, move_kernel
 from kernels.triton_prefill import prefill_constants, prefill_kernel
-from kernels.triton_sample import BLOCK, NUM_WARPS, gumbel_argmax_kernel
+from kernels.triton_sample import noise_constants, noise_kernel, settle_constants, settle_kernel
 
 ARCHITECTURES = (80, 89, 90, 100)
 THOROUGH = (80, 90)  # the others compile much like one of these: their limits and what takes the most are enough
@@ -30,8 +30,10 @@ EXTREME = (64, 256, 256)  # what the backend admits at most
 SHAPES = [(1, 64, 64), (8, 80, 80), (16, 96, 96), (16, 192, 128)]
 _INDICES = dict.fromkeys(("pages_ptr", "lens_ptr", "slots_ptr", "query_starts_ptr"), "i64")
 _TABLES = dict.fromkeys(("source_table_ptr", "target_table_ptr", "sources_ptr", "targets_ptr"), "i64")
-_DRAWS = dict.fromkeys(("rows_ptr", "keys_ptr", "token_ptr"), "i64") | dict.fromkeys(
-    ("largest_ptr", "temperature_ptr", "score_ptr"), "fp32"
+_DRAWS = (
+    dict.fromkeys(("out_ptr", "at_ptr", "rows_ptr", "keys_ptr", "top_k_ptr"), "i64")
+    | dict.fromkeys(("temperature_ptr", "top_p_ptr", "score_ptr"), "fp32")
+    | {"token_ptr": "i32", "pieces": "i32"}
 )
 
 
@@ -147,10 +149,13 @@ def move(unit_bytes: int, align: int) -> Variant:
     return Variant(name, move_kernel, move_constants(unit_bytes, align), _TABLES)
 
 
-def sample(dtype: str) -> Variant:
-    """The draw of a token from logits of ``dtype``."""
-    constants = {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
-    return Variant(f"sample, {dtype}", gumbel_argmax_kernel, constants, _DRAWS, dtype)
+def sample(dtype: str) -> list[Variant]:
+    """The draw of a token from logits of ``dtype``: both kernels."""
+    vocab = 128 * 1024
+    return [
+        Variant(f"noise, {dtype}", noise_kernel, noise_constants(), _DRAWS, dtype),
+        Variant(f"settle, {dtype}", settle_kernel, settle_constants(vocab), _DRAWS, dtype),
+    ]
 
 
 def variants(arch: int) -> list[Variant]:
@@ -173,7 +178,7 @@ def _core(arch: int) -> list[Variant]:
         found += [decode(arch, kind, EXTREME, Options(split=True)), prefill(arch, kind, EXTREME, Options())]
         found += [prefill(arch, kind, EXTREME, Options(split=True, short=True))]
     found += [prefill(arch, kind, LARGEST, Options(split=True, short=True)) for kind in ("fp32", "bf16")]
-    return [*found, reduce(256, False), move(32768, 16), sample("bf16")]
+    return [*found, reduce(256, False), move(32768, 16), *sample("bf16")]
 
 
 def _rest(arch: int) -> list[Variant]:
@@ -190,4 +195,4 @@ def _rest(arch: int) -> list[Variant]:
     found += [prefill(arch, "bf16", COMMON, Options(split=True, short=True))]
     found += [write("bf16", 192, 128), write("int4_per_token_head", 80, 80)]
     found += [reduce(64, False), reduce(128, True)]
-    return [*found, move(1024, 16), move(24, 8), move(3, 1), sample("fp32")]
+    return [*found, move(1024, 16), move(24, 8), move(3, 1), *sample("fp32")]

@@ -9,10 +9,9 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from engine.async_engine import AsyncEngine, EngineClient, EngineThread
-from engine.config import EngineConfig
+from engine.config import EngineConfig, runs_on_cpu
 from engine.engine import Engine
 from engine.engine_process import ProcessEngine, start_process
 from engine.model.spec import ModelInfo, find_model
@@ -21,8 +20,6 @@ from engine.server.arguments import ServeOptions, build_parser, options_of
 from engine.server.step_log import StepLog
 from engine.server.tokenizer import ServerTokenizer, check_tokenizer_folder, load_tokenizer
 from engine.startup import SWITCH_SECONDS, no_garbage_collection, only_what_serving_needs, set_spin_count, without_torch
-
-_GPU_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")))  # Linux, Jetson, WSL
 
 
 def reserve_socket(host: str, port: int) -> socket.socket:
@@ -79,11 +76,6 @@ def step_log(options: ServeOptions) -> Iterator[StepLog | None]:
         log.close()
 
 
-def runs_on_cpu(config: EngineConfig) -> bool:
-    """Whether the engine will run on a CPU, as far as that is known without torch."""
-    return config.device == "cpu" or (config.device == "auto" and not any(map(Path.exists, _GPU_DRIVERS)))
-
-
 def planned_length(config: EngineConfig) -> int | None:
     """Checks ``config`` as far as that needs no torch, whose import takes seconds; the max_model_len it comes to.
 
@@ -94,7 +86,7 @@ def planned_length(config: EngineConfig) -> int | None:
     if spec.attention_shape() is None:  # a config with other keys: only the loaded model tells its KV
         config.check_against_model(spec.max_positions)
         return None
-    return plan_engine(config, on_cpu=runs_on_cpu(config), may_lower=True).config.max_model_len
+    return plan_engine(config, on_cpu=runs_on_cpu(config.device), may_lower=True).config.max_model_len
 
 
 def load(config: EngineConfig) -> Engine:
@@ -151,7 +143,7 @@ def run(args: argparse.Namespace, load: LoadEngine = load, load_tokenizer: LoadT
 def in_two_processes(config: EngineConfig, options: ServeOptions) -> bool:
     """Whether the engine gets a process of its own; by default on a GPU, where the host is what both compete for."""
     wanted = options.frontend_multiprocessing
-    return not runs_on_cpu(config) if wanted is None else wanted
+    return not runs_on_cpu(config.device) if wanted is None else wanted
 
 
 def run_in_one_process(

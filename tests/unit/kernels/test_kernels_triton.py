@@ -20,7 +20,7 @@ from kernels.triton_decode import decode_constants, decode_kernel
 from kernels.triton_kv import write_constants, write_kv_kernel
 from kernels.triton_move import move_constants, move_kernel
 from kernels.triton_prefill import prefill_constants, prefill_kernel
-from kernels.triton_sample import BLOCK, NUM_WARPS, gumbel_argmax_kernel
+from kernels.variants import sample
 
 ATTENTION = ("triton_checks.py",)
 OTHERS = ("triton_bugs.py", "triton_write_checks.py", "triton_move_checks.py", "triton_sample_checks.py")
@@ -206,16 +206,12 @@ def test_addresses_are_computed_in_64_bits():
     assert products == 2
 
 
-SAMPLE_TYPES = {
-    "rows_ptr": "i64", "keys_ptr": "i64", "token_ptr": "i64",
-    "largest_ptr": "fp32", "temperature_ptr": "fp32", "score_ptr": "fp32",
-}  # fmt: skip
-
-
 @compiles
 @pytest.mark.parametrize("arch", [80, 100])
-def test_the_noise_of_a_sample_stays_in_registers(arch):
-    constants = {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
-    resources = read_resources(compile_for(gumbel_argmax_kernel, constants, arch, SAMPLE_TYPES))
-    assert resources.spills == resources.stack_bytes == 0
-    assert resources.registers * 32 * NUM_WARPS <= 65536 // 2, "two blocks an SM at least"
+def test_the_noise_of_a_draw_stays_in_registers_and_its_logarithms_are_the_chip_s(arch):
+    for variant in sample("bf16"):
+        kernel = compile_for(variant.kernel, variant.constants, arch, variant.types, variant.default)
+        resources = read_resources(kernel)
+        assert resources.spills == resources.stack_bytes == 0
+        assert resources.registers * 32 * variant.constants["num_warps"] <= 65536, "a block fits"
+        assert "lg2.approx" in kernel.asm["ptx"] and "__nv_log" not in kernel.asm["ptx"]
