@@ -20,8 +20,9 @@ there can be decodes, and prefill attention takes all rows:
 A sequence of length 0 gets zeros, so the sum of both parts is each row's own result. The last sequences, up to
 ``MOST_PREFILLS`` chunks, have no rows. Only the rows that are sampled from pass the model's head.
 
-Padding neither reads nor writes KV. Attention is planned for the longest possible sequence, because the number of KV
-splits is part of the graph. All graphs share one memory pool, which the largest fills, and one buffer for the logits.
+Padding neither reads nor writes KV. Attention has room for the longest possible sequence, because the number of
+programs is part of the graph; what each program of decode does is planned in the graph, from the lengths at its replay.
+All graphs share one memory pool, which the largest fills, and one buffer for the logits.
 """
 
 from __future__ import annotations
