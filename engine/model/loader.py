@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as hf_logging
 
 from engine.config import EngineConfig, format_bytes
@@ -136,10 +139,20 @@ def _check_sizes(spec: ModelSpec) -> None:
             raise ValueError(f"model {spec.name!r} has {name} {size}: it must be at least 1")
 
 
+class _ArangeOnCPU(TorchFunctionMode):
+    """Within torch.device("meta"): arithmetic on torch.arange there imports sympy, for a quarter of a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.arange:
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
 def _check_memory(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Weights beyond the memory would end the process, and perhaps others, without a word."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights(), _ArangeOnCPU():
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.config), attn_implementation="eager")
     except Exception:  # what is wrong with the config is said when the model is made
         return

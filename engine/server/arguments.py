@@ -75,12 +75,17 @@ EPILOG = (
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """What is the server's and not the engine's. ``port`` 0: any free one; ``step_log``: see ``StepLog``."""
+    """What is the server's and not the engine's.
+
+    ``port`` 0: any free one. ``step_log``: see ``StepLog``. ``frontend_multiprocessing``: HTTP and the engine in a
+    process each (``engine.engine_process``); None: where the engine runs on a GPU.
+    """
 
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     served_model_name: str | None = None
     step_log: str | None = None
+    frontend_multiprocessing: bool | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -100,6 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-log",
         metavar="FILE",
         help="write a CSV line for each engine step: tokens, preemptions, copies, swaps, and what every KV slot holds.",
+    )
+    server.add_argument(
+        "--frontend-multiprocessing",
+        action=argparse.BooleanOptionalAction,
+        help="run the engine in a process of its own, beside the one that speaks HTTP. Left out: on for a GPU, off for "
+        "a CPU, where both need the same cores.",
     )
     engine = parser.add_argument_group("engine")
     for field in dataclasses.fields(EngineConfig):
@@ -121,7 +132,8 @@ def options_of(args: argparse.Namespace) -> tuple[EngineConfig, ServeOptions]:
         ValueError: a setting cannot be.
     """
     config = EngineConfig.from_mapping({f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)})
-    return config, ServeOptions(args.host, args.port, args.served_model_name, args.step_log)
+    named = {field.name: getattr(args, field.name) for field in dataclasses.fields(ServeOptions)}
+    return config, ServeOptions(**named)
 
 
 def command_line(values: dict[str, Any]) -> list[str]:
