@@ -14,6 +14,7 @@ import math
 import numba
 from numba import types
 
+from kernels.numba_codes import KIND_FLOAT
 from kernels.numba_gemm import FIRST_SLICE, LAST_SLICE, PANEL, ROWS, multiply_tile
 from kernels.numba_memory import (
     JIT,
@@ -26,7 +27,7 @@ from kernels.numba_memory import (
     store_f32,
     store_i64,
 )
-from kernels.numba_simd import exp_minus, max_of, scale_blocks, softcap_of, transpose_tile
+from kernels.numba_simd import exp_minus, max_of, scale_values, softcap_of, transpose_tile
 
 BLOCK = 48  # queries of an item: K, V, scores and sums of a panel together fit the L1 cache at D = 64
 NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN
@@ -65,14 +66,6 @@ def _panel_bytes(args: int) -> int:
     """Bytes of one panel of one KV head: K, then V."""
     v_panels = (load_i64(args + 8 * P_V_DIM) + PANEL - 1) // PANEL
     return 4 * PANEL * (load_i64(args + 8 * P_DIM) + v_panels * PANEL)
-
-
-@numba.njit(**JIT)
-def _scaled(source: int, target: int, factor: float, count: int) -> None:
-    blocks = count // 16
-    scale_blocks(source, target, factor, blocks)
-    for i in range(16 * blocks, count):
-        store_f32(target + 4 * i, load_f32(source + 4 * i) * factor)
 
 
 @numba.njit(**JIT)
@@ -147,7 +140,7 @@ def _weigh(s: int, top_at: int, total_at: int, acc: int, width: int, low: int, h
         factor = numba.float32(math.exp(old - top))
         total *= factor
         store_f32(top_at, top)
-        scale_blocks(acc, acc, factor, width // 16)
+        scale_values(acc, acc, factor, width, KIND_FLOAT, KIND_FLOAT)
     store_f32(total_at, total + exp_minus(s, top, blocks))
 
 
@@ -161,7 +154,7 @@ def _finish_row(args: int, head: int, out: int, acc: int, top: float, total: flo
         factor = numba.float32(math.exp(top - joint))
         total = total * factor + numba.float32(math.exp(sink - joint))
     factor = factor / total
-    _scaled(acc, out, factor, load_i64(args + 8 * P_V_DIM))
+    scale_values(acc, out, factor, load_i64(args + 8 * P_V_DIM), KIND_FLOAT, KIND_FLOAT)
 
 
 @numba.njit(**JIT)
@@ -177,7 +170,7 @@ def _attend(args: int, head: int, first: int, count: int, work: int) -> None:
     for r in range(count):
         q = load_i64(args + 8 * P_Q) + (first + r) * load_i64(args + 8 * P_Q_STRIDE)
         q += head * load_i64(args + 8 * P_Q_HEAD_STRIDE)
-        _scaled(q, work + 4 * r * dim, scale, dim)
+        scale_values(q, work + 4 * r * dim, scale, dim, KIND_FLOAT, KIND_FLOAT)
         store_f32(tops + 4 * r, numba.float32(NO_SCORE))
         store_f32(totals + 4 * r, numba.float32(0.0))
     kv_head = head // (load_i64(args + 8 * P_HEADS) // load_i64(args + 8 * P_KV_HEADS))

@@ -113,6 +113,8 @@ class CpuPrefill:
         if out is None:
             out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[2])
         q, chunks = dense_rows(q), plan.chunks(options.sliding_window)
+        if q.dtype == torch.bfloat16:
+            return out.copy_(self._attend_in_floats(q.float(), k_cache, v_cache, chunks, options, torch.empty_like(out, dtype=torch.float32)))
         if not isinstance(k_cache, QuantizedKV):
             table = chunks.table
             if new_kv is None and bool(table[:, C_NEW].any()):
@@ -121,16 +123,29 @@ class CpuPrefill:
             new = tuple(map(dense_rows, new_kv)) if new_kv is not None else (k_cache, v_cache)
             self._run(q, (k_cache, v_cache), new, table, chunks.max_keys, options, out)
             return out
-        for row, slots in zip(chunks.table.clone(), chunks.slots, strict=True):  # one sequence's floats at a time
-            kv = self._dequantise("k", k_cache, slots), self._dequantise("v", v_cache, slots)
+        return self._attend_in_floats(q, k_cache, v_cache, chunks, options, out)
+
+    def _attend_in_floats(
+        self,
+        q: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
+        chunks: Chunks,
+        options: AttentionOptions,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """``q`` and ``out`` float32; a cache of any kind, one sequence's rows at a time turned into floats."""
+        for row, slots in zip(chunks.table.clone(), chunks.slots, strict=True):
+            kv = self._floats_of("k", k_cache, slots), self._floats_of("v", v_cache, slots)
             row[C_NEW] = row[C_SLOTS] = row[C_ROW] = 0
             self._run(q, kv, kv, row[None], len(slots), options, out)
         return out
 
-    def _dequantise(self, side: str, cache: QuantizedKV, slots: torch.Tensor) -> torch.Tensor:
+    def _floats_of(self, side: str, cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
         """``[n, Hkv, dim]`` float32, in a buffer that is used again by the next call."""
         _, heads, dim = cache.shape
-        return load_rows(cache, slots, self._buffer(side, len(slots) * heads * dim).view(-1, heads, dim))
+        out = self._buffer(side, len(slots) * heads * dim).view(-1, heads, dim)
+        return load_rows(cache, slots, out) if isinstance(cache, QuantizedKV) else out.copy_(cache[slots])
 
     def _run(
         self,
