@@ -12,7 +12,7 @@ from kernels.api import AttentionOptions, KVCache, KVPair, check_heads, dense_ro
 from kernels.kv_formats import find_format
 from kernels.numba_codes import KIND_OF, UNIT
 from kernels.numba_cpu import NUM_ARGS, build_worker, run_decode, work_layout
-from kernels.numba_quantised import KIND_OF_DTYPE,  store_rows
+from kernels.numba_quantised import KIND_OF_DTYPE, store_rows
 from kernels.numba_threads import thread_team
 from kernels.numba_write import NUM_WRITE_ARGS, run_write
 from kernels.prefill_cpu import CpuPrefill, PrefillPlan

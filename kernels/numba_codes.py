@@ -33,7 +33,6 @@ UNIT = {KIND_FLOAT: 1.0, KIND_BF16: 1.0, KIND_INT8: 1.0, KIND_INT4: 1.0, KIND_E4
 _LARGEST = {KIND_INT8: 127.0, KIND_INT4: 7.0, KIND_E4M3: 448.0, KIND_E5M2: 57344.0}
 
 
-
 def row_code_bytes(kind: int, dim: int) -> int:
     """Bytes of the ``dim`` values of one token's head."""
     if kind in (KIND_FLOAT, KIND_BF16):

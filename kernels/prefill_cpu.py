@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.api import AttentionOptions, KVCache, KVPair, dense_rows
+from kernels.numba_amx import DEPTH, has_amx
 from kernels.numba_prefill import (
     C_KEYS,
     C_NEW,
@@ -28,7 +29,8 @@ from kernels.numba_prefill import (
     run_prefill,
     work_floats,
 )
-from kernels.numba_quantised import load_rows
+from kernels.numba_prefill_amx import build_workers
+from kernels.numba_quantised import KIND_OF_DTYPE, load_rows
 from kernels.numba_threads import thread_team
 from kernels.quantized import QuantizedKV
 from kernels.reference import token_slots
@@ -113,9 +115,13 @@ class CpuPrefill:
         if out is None:
             out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[2])
         q, chunks = dense_rows(q), plan.chunks(options.sliding_window)
-        if q.dtype == torch.bfloat16:
-            return out.copy_(self._attend_in_floats(q.float(), k_cache, v_cache, chunks, options, torch.empty_like(out, dtype=torch.float32)))
-        if not isinstance(k_cache, QuantizedKV):
+        plain = not isinstance(k_cache, QuantizedKV)
+        if q.dtype == torch.bfloat16 and not (
+            plain and q.shape[2] % DEPTH == v_cache.shape[2] % DEPTH == 0 and has_amx()
+        ):
+            floats = torch.empty(out.shape)
+            return out.copy_(self._attend_in_floats(q.float(), k_cache, v_cache, chunks, options, floats))
+        if plain:
             table = chunks.table
             if new_kv is None and bool(table[:, C_NEW].any()):
                 table = table.clone()
@@ -157,10 +163,11 @@ class CpuPrefill:
         options: AttentionOptions,
         out: torch.Tensor,
     ) -> None:
-        tensors = (q, *cache, *new, out)
-        if any(x.dtype != torch.float32 or x.stride(2) != 1 for x in tensors) or out.stride(1) != out.shape[2]:
+        tensors, size = (q, *cache, *new, out), q.element_size()
+        unlike = any(x.dtype != q.dtype or x.stride(2) != 1 for x in tensors)
+        if q.dtype not in KIND_OF_DTYPE or unlike or out.stride(1) != out.shape[2]:
             raise ValueError(
-                "the numba prefill kernel computes in torch.float32 with dense heads, not with "
+                "the numba prefill kernel computes with dense heads, all float32 or all bfloat16, not with "
                 f"{', '.join(f'{x.dtype} of strides {x.stride()}' for x in tensors)}: "
                 "use default_backend(device, dtype)"
             )
@@ -169,13 +176,14 @@ class CpuPrefill:
         packed = self._buffer("packed", packed_floats(max_keys, kv_heads, dim, v_dim))
         sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
         self._floats[0], self._floats[1] = options.scale, options.softcap or 0.0
+        workers = build_workers() if q.dtype == torch.bfloat16 else (pack_worker, attend_worker)
         _ARGS.pack_into(
             self._view, 0,
             0, 0, 0, 0, 0, 0 if sinks is None else sinks.data_ptr(), self._floats.data_ptr(), packed.data_ptr(),
             self._buffer("work", threads * stride).data_ptr(), 4 * stride,
-            0, 0, heads, kv_heads, dim, v_dim, 0, 4 * q.stride(0), 4 * q.stride(1), 0, 0, 0, 0, 4 * out.stride(0),
-            threads, *self._team, pack_worker.address, attend_worker.address,
-            table.data_ptr(), len(table), q.data_ptr(), out.data_ptr(), options.sliding_window or 0,
+            0, 0, heads, kv_heads, dim, v_dim, 0, size * q.stride(0), size * q.stride(1), 0, 0, 0, 0, size * out.stride(0),
+            threads, *self._team, *(worker.address for worker in workers),
+            table.data_ptr(), len(table), q.data_ptr(), out.data_ptr(), options.sliding_window or 0, size,
             *_source(*cache), *_source(*new),
         )  # fmt: skip
         run_prefill.ctypes(self._args.data_ptr())  # ctypes releases the GIL during the call
@@ -190,4 +198,5 @@ class CpuPrefill:
 
 def _source(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
     """Addresses and strides in bytes, as numba_prefill.py's S_K and so on."""
-    return (k.data_ptr(), v.data_ptr(), 4 * k.stride(0), 4 * k.stride(1), 4 * v.stride(0), 4 * v.stride(1))
+    strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+    return (k.data_ptr(), v.data_ptr(), *(k.element_size() * stride for stride in strides))
