@@ -1,5 +1,6 @@
-"""A model's dense layers on a CPU in float32 or bfloat16: linear with packed weights (numba_gemm.py, numba_amx.py), gated
-MLP, RMSNorm, RoPE."""
+"""A model's dense layers on a CPU in float32 or bfloat16: linear with packed weights, gated MLP, RMSNorm, RoPE.
+
+Linear layers in float32: numba_gemm.py; in bfloat16: numba_amx.py."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from copy import copy
 import torch
 from torch import nn
 
-from kernels.cpu_memory import HugeArena
 from kernels import numba_amx
+from kernels.cpu_memory import HugeArena
 from kernels.numba_amx import build_amx, has_amx, pack_bf16, unpack_bf16
 from kernels.numba_gemm import HAS_BIAS, HAS_GATE, NUM_GEMM_ARGS, PANEL, build_gemm, run_gemm
 from kernels.numba_layers import (

@@ -25,8 +25,21 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.numba_gemm import (
-    G_BIAS, G_GATE, G_GATE_STRIDE, G_K, G_M, G_N, G_NUM_THREADS, G_OUT, G_OUT_STRIDE, G_THREAD_NUM, G_W, G_X,
-    G_X_STRIDE, HAS_BIAS, HAS_GATE,
+    G_BIAS,
+    G_GATE,
+    G_GATE_STRIDE,
+    G_K,
+    G_M,
+    G_N,
+    G_NUM_THREADS,
+    G_OUT,
+    G_OUT_STRIDE,
+    G_THREAD_NUM,
+    G_W,
+    G_X,
+    G_X_STRIDE,
+    HAS_BIAS,
+    HAS_GATE,
 )  # fmt: skip
 from kernels.numba_memory import (
     I8,
@@ -44,10 +57,8 @@ from kernels.numba_vectors import LANES, call, constant, fma, ints, load, load_b
 
 PANEL = 32
 ROW_BLOCK = 32
-CHUNK = 512
-import os
-
-AHEAD = int(os.environ.get("AHEAD", "8192"))
+CHUNK = 512  # rows that pass by a panel before the next panel
+AHEAD = 8192  # bytes of weights that are asked for ahead of their use
 DEPTH = 32  # values of K per instruction
 SUMS_BYTES = 4 * PANEL * ROW_BLOCK
 TILE_BYTES = 1024
@@ -128,11 +139,10 @@ def release_tiles(typingctx):
 
 @intrinsic(prefer_literal=True)
 def multiply_block(typingctx, x, x_stride, w, steps, ahead, sums, sums_stride, tiles, add):
-    """Sums of a block, float32 ``[16 tiles, PANEL]`` at ``sums``, are x ``[rows, 32 steps]`` @ a panel's weights, or are
-    increased by that if ``add``.
+    """Sums of a block, float32 ``[16 tiles, PANEL]`` at ``sums``, become x ``[rows, 32 steps]`` @ a panel's weights.
 
-    ``tiles`` and ``add`` are constants; ``tiles``: 1 or 2 tiles of rows. ``ahead``: where to prefetch STEP_BYTES a step,
-    or 0.
+    ``tiles`` (1 or 2 tiles of rows) and ``add`` (1 if the product is added to the sums) are constants.
+    ``ahead``: where to prefetch STEP_BYTES a step, or 0.
     """
     high = tiles.literal_value
 

@@ -234,7 +234,7 @@ def run_decode(args):
 
 @cache
 def build_worker(group: int, head_dim: int, v_head_dim: int, kind: int, q_kind: int):
-    """The worker for ``group`` query heads per KV head, these head dims and kinds of KV rows and of q, as a Numba cfunc.
+    """The worker for ``group`` query heads per KV head, these head dims, kinds of KV rows and of q, as a Numba cfunc.
 
     A scale per tensor (fp8) is no matter of the worker: K's is part of the softmax scale, V's of ``_finish``.
     The closure holds plain ints only, so that Numba's on-disk cache finds it again in another process.

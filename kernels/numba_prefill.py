@@ -41,8 +41,9 @@ NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN
     P_CACHE,
 ) = range(37)  # fmt: skip
 # Strides in bytes, lengths int64. P_SLOTS and P_SINKS may be 0. P_FLOATS: float32 [scale, softcap (0 = none)].
-# P_VALUE_BYTES: of q and out. P_WINDOW: how many tokens a query sees at most. What is a chunk's own is set by run_prefill, from a row of P_CHUNKS,
-# a table ``[P_NUM_CHUNKS, NUM_FIELDS]``, and from two places where K and V can lie: the cache, and the new tokens.
+# P_VALUE_BYTES: of q and out. P_WINDOW: how many tokens a query sees at most. What is a chunk's own is set by
+# run_prefill, from a row of P_CHUNKS, a table ``[P_NUM_CHUNKS, NUM_FIELDS]``, and from two places where K and V can
+# lie: the cache, and the new tokens.
 S_K, S_V, S_K_STRIDE, S_K_HEAD_STRIDE, S_V_STRIDE, S_V_HEAD_STRIDE, NUM_SOURCE = range(7)
 P_NEW = P_CACHE + NUM_SOURCE
 NUM_PREFILL_ARGS = P_NEW + NUM_SOURCE

@@ -1,7 +1,8 @@
 """Prefill attention in bfloat16 on a CPU with AMX: numba_prefill.py with both products in tile registers.
 
-K and V are packed as numba_amx.py has weights, in panels of PANEL tokens: K's pairs are neighbours along D, so a tile of K
-is 16 rows of 16 pairs, transposed; V's pairs are neighbouring tokens, so a tile of V is 16 times two rows, interleaved.
+K and V are packed as numba_amx.py has weights, in panels of PANEL tokens: K's pairs are neighbours along D, so a tile
+of K is 16 rows of 16 pairs, transposed; V's pairs are neighbouring tokens, so a tile of V is 16 times two rows,
+interleaved.
 Scores, softmax and sums are float32; the weights of the softmax are rounded to bfloat16 for the product with V.
 """
 
@@ -17,11 +18,40 @@ from numba.extending import intrinsic
 from kernels.numba_amx import ROW_BLOCK, STEP_BYTES, TILE_BYTES, configure_tiles, has_amx, multiply_block, release_tiles
 from kernels.numba_codes import KIND_BF16, KIND_FLOAT
 from kernels.numba_memory import (
-    I16, I32, I64, JIT, call_get_int, fill_bytes, load_f32, load_i64, pointer, stack_bytes, store_f32, store_i64,
+    I16,
+    I32,
+    JIT,
+    call_get_int,
+    fill_bytes,
+    load_f32,
+    load_i64,
+    pointer,
+    stack_bytes,
+    store_f32,
+    store_i64,
 )  # fmt: skip
 from kernels.numba_prefill import (
-    NO_SCORE, P_DIM, P_FLOATS, P_HEADS, P_KEYS, P_KV_HEADS, P_NUM_THREADS, P_OUT, P_OUT_STRIDE, P_PACKED, P_Q,
-    P_Q_HEAD_STRIDE, P_Q_STRIDE, P_QUERIES, P_THREAD_NUM, P_V_DIM, P_WINDOW, P_WORK, P_WORK_STRIDE, find_rows, finish_row,
+    NO_SCORE,
+    P_DIM,
+    P_FLOATS,
+    P_HEADS,
+    P_KEYS,
+    P_KV_HEADS,
+    P_NUM_THREADS,
+    P_OUT,
+    P_OUT_STRIDE,
+    P_PACKED,
+    P_Q,
+    P_Q_HEAD_STRIDE,
+    P_Q_STRIDE,
+    P_QUERIES,
+    P_THREAD_NUM,
+    P_V_DIM,
+    P_WINDOW,
+    P_WORK,
+    P_WORK_STRIDE,
+    find_rows,
+    finish_row,
     weigh,
 )  # fmt: skip
 from kernels.numba_simd import scale_values, transpose_tile
@@ -47,8 +77,10 @@ def interleave_rows(typingctx, first, second, target):
 
 @numba.njit(**JIT)
 def _pack_panel(k_rows: int, v_rows: int, count: int, dim: int, v_dim: int, k_at: int) -> None:
-    """One panel of one KV head: K ``[2, dim / 32, 2 tiles]``, then V ``[v_dim / 32, 2, 2 tiles]``. Beyond the last token
-    K is the last token's, whose scores nobody sees, and V is 0."""
+    """One panel of one KV head: K ``[2, dim / 32, 2 tiles]``, then V ``[v_dim / 32, 2, 2 tiles]``.
+
+    Beyond the last token K is the last token's, whose scores nobody sees, and V is 0.
+    """
     for j in range(count, PANEL):
         store_i64(k_rows + 8 * j, load_i64(k_rows + 8 * (count - 1)))
     for j in range(0, PANEL, LANES):
