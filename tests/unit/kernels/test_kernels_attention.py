@@ -107,7 +107,7 @@ def test_bfloat16_agrees_with_float64(amx, problem):
         pytest.skip("no AMX here")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kernels.prefill_cpu.has_amx", lambda: amx)
-        check_attention(NUMBA, problem, 1.2e-2)
+        check_attention(NUMBA, problem, 2e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,7 +115,7 @@ def test_bfloat16_models_in_every_kv_format(kind):
     p = Problem(lens=(90, 33, 0), new=(20, 33, 0), dtype=torch.bfloat16, with_sinks=True)
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        check_attention(NUMBA, replace(p, window=40), 1.2e-2, kind)
+        check_attention(NUMBA, replace(p, window=40), 2e-2, kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
