@@ -169,7 +169,19 @@ def _make_model(config: EngineConfig, spec: ModelSpec, device: torch.device, dty
             )
     except Exception as error:
         raise ValueError(f"transformers cannot load model {config.model!r}: {first_sentence(error)}") from error
+    skip_padding_check(model)
     return model.to(device).eval().requires_grad_(False)
+
+
+def skip_padding_check(model: PreTrainedModel) -> None:
+    """Some families read the ids of every step back, to warn of padding without a mask: a packed batch has none."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _warn_of_nothing
+
+
+def _warn_of_nothing(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+    return
 
 
 def _describe(model: PreTrainedModel, spec: ModelSpec) -> ModelInfo:

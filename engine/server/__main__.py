@@ -11,12 +11,11 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import uvicorn
 
 from engine.async_engine import AsyncEngine, EngineThread
-from engine.config import EngineConfig
+from engine.config import EngineConfig, runs_on_cpu
 from engine.engine import Engine
 from engine.model.spec import find_model
 from engine.planning import plan_engine
@@ -28,7 +27,6 @@ from engine.startup import no_garbage_collection, set_spin_count
 
 GRACE_SECONDS = 2  # for handlers to send their last events after the requests have been aborted
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_GPU_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")))  # Linux, Jetson, WSL
 
 
 class Server(uvicorn.Server):
@@ -149,8 +147,7 @@ def planned_length(config: EngineConfig) -> int | None:
     if spec.attention_shape() is None:  # a config with other keys: only the loaded model tells its KV
         config.check_against_model(spec.max_positions)
         return None
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not any(map(Path.exists, _GPU_DRIVERS)))
-    return plan_engine(config, on_cpu=on_cpu, may_lower=True).config.max_model_len
+    return plan_engine(config, on_cpu=runs_on_cpu(config.device), may_lower=True).config.max_model_len
 
 
 def load(config: EngineConfig) -> tuple[Engine, ServerTokenizer]:

@@ -67,6 +67,7 @@ _COUNTERS: tuple[_Row, ...] = (
     ("prompt_tokens", "Prompt tokens of the requests that began.", lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
     ("steps", "Engine steps that computed something.", lambda s: s.steps),
+    ("replayed_steps", "Of these, replays of a CUDA graph.", lambda s: s.replayed_steps),
     ("forks", "Sequences forked from another (n > 1, best_of, beams).", lambda s: s.forks),
     ("allocated_pages", "Pages that became owned, cached ones too.", lambda s: s.counters.allocated_pages),
     ("freed_pages", "Pages no longer owned; allocated - freed = owned.", lambda s: s.counters.freed_pages),

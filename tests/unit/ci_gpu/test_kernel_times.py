@@ -35,6 +35,16 @@ def test_a_decode_case_holds_what_it_says_it_reads(page_size, kv):
     assert len(set(used.tolist())) == 3 * 40 and int(used.max()) < slots and int(t.seq_lens.sum()) == 120
 
 
+def test_a_skewed_case_has_pages_for_what_each_sequence_holds():
+    case = Decode(4, 20, longest=100)
+    t = kernel_cases.make_decode(case, Heads(4, 2, 32), torch.float32, "cpu")
+    assert t.seq_lens.tolist() == case.lengths == [20, 20, 20, 100] and case.name.startswith("decode auto, 1 x 100 amo")
+    used = [starts[: -(-n // 16)].tolist() for starts, n in zip(t.page_starts, case.lengths, strict=True)]
+    pages = sorted(start for starts in used for start in starts)
+    assert pages == list(range(0, 13 * 16, 16)) and len(t.k) == 13 * 16
+    assert t.kv_bytes == 160 * 2 * 2 * 32 * 4
+
+
 def test_cases_have_names_of_their_own_and_what_they_are_compared_with_comes_first():
     for quick in (True, False):
         cases = kernel_cases.decode_cases(quick)
@@ -45,6 +55,7 @@ def test_cases_have_names_of_their_own_and_what_they_are_compared_with_comes_fir
     quick, full = kernel_cases.decode_cases(True), kernel_cases.decode_cases(False)
     assert set(quick) < set(full)
     assert {(c.batch, c.context, c.bar) for c in quick} >= {(64, 4096, 0.85), (64, 8192, 0.90), (1, 32768, 0.75)}
+    assert (64, 512, 32768) in {(c.batch, c.context, c.longest) for c in quick}
     assert {c.page_size for c in quick} == {CONTIGUOUS, 1, 8, 16, 32, 64, 128, 256}
 
 
