@@ -250,6 +250,24 @@ def value_dtype(MODEL, KIND):
         return tl.float16
 
 
+@triton.constexpr_function
+def weight_exponent(KIND):
+    """Weights are 2**this as large as they should be: float16 then holds what is 2**29 below the largest in full."""
+    return 15.0 if KIND == "fp8_e4m3" or KIND == "fp8_e5m2" else 0.0
+
+
+@triton.constexpr_function
+def weight_unit(KIND):
+    """What makes the sum of such weights right again."""
+    return 2.0**-15 if KIND == "fp8_e4m3" or KIND == "fp8_e5m2" else 1.0
+
+
+@triton.constexpr_function
+def value_unit(KIND):
+    """What makes right again the sum of weights times V's operand: an integer's is code / 2**9."""
+    return 512.0 if KIND == "int8_per_token_head" or KIND == "int4_per_token_head" else weight_unit(KIND)
+
+
 @triton.jit
 def query_parts(q, score_scale, KIND: tl.constexpr):
     """(parts of q [M, columns], a, b) with scores q x k * score_scale = (parts x K's parts) * a + b, [M, 1] each.
@@ -283,11 +301,5 @@ def query_parts(q, score_scale, KIND: tl.constexpr):
 
 @triton.jit
 def value_parts(acc, KIND: tl.constexpr):
-    """The parts of an accumulator [M, columns], with the unit of the operands taken off."""
-    x = join_columns(acc, KIND)
-    if KIND == "auto":
-        return x
-    elif is_integer(KIND):
-        return x * 512.0
-    else:
-        return x * 0.000030517578125
+    """The accumulator [M, columns] of its parts, without the units of weights and operands."""
+    return join_columns(acc, KIND) * value_unit(KIND)

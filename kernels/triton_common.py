@@ -15,7 +15,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton_codes import is_integer, query_parts, row_bytes, split_columns, unpack_keys, unpack_values, value_dtype, value_parts
+from kernels.triton_codes import (
+    is_integer,
+    query_parts,
+    row_bytes,
+    split_columns,
+    unpack_keys,
+    unpack_values,
+    value_dtype,
+    value_parts,
+    weight_exponent,
+    weight_unit,
+)
 
 LOG2E = 1.4426950408889634
 
@@ -127,18 +138,17 @@ def add_values(acc, fade, p, v, unit, HAS_UNIT: tl.constexpr):
 def softmax_tile(
     acc, top, total, s, v, v_scales, MODEL: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr
 ):
-    """Fold scores s [M, N] and the tile v into the running sums: a part of ``acc`` each part of v."""
+    """Fold scores s [M, N] and the tile v into the running sums: ``acc`` has a part for each part of v, ``total`` is
+    [M], or [M, N] where each column has a sum of its own, added up after the last tile."""
     DTYPE: tl.constexpr = value_dtype(MODEL, KIND)
     v_parts = unpack_values(v, DTYPE, KIND, FP8_HARDWARE)
     new_top = tl.maximum(top, tl.max(s, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that sees nothing yet
     fade = tl.exp2(top - base)
-    if KIND == "fp8_e4m3" or KIND == "fp8_e5m2":
-        # Weights up to 2**15: float16 then holds what is 2**29 times smaller, to the last bit.
-        p = tl.exp2(s - (base - 15.0)[:, None])
-        total = total * fade + tl.sum(p, 1) * 0.000030517578125
+    p = tl.exp2(s - (base - weight_exponent(KIND))[:, None])
+    if len(total.shape) == 2:
+        total = total * fade[:, None] + p
     else:
-        p = tl.exp2(s - base[:, None])
         total = total * fade + tl.sum(p, 1)
     unit = 1.0
     HAS_UNIT: tl.constexpr = is_integer(KIND) and DTYPE == tl.float16
@@ -224,7 +234,8 @@ def attend(
     free = tl.minimum(tl.maximum(tl.cdiv(unmasked[0], BLOCK_N) * BLOCK_N, first), last)
     bound = tl.minimum(tl.maximum(unmasked[1] // BLOCK_N * BLOCK_N, free), last)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    # With few rows the warps share a tile's columns, and to add them up in every tile would make the warps wait.
+    total = tl.zeros([BLOCK_M, BLOCK_N] if BLOCK_M == 16 else [BLOCK_M], tl.float32)
     state = (split_columns(tl.zeros([BLOCK_M, DV_PAD], tl.float32), KIND), top, total)
     parts, a, b = query_parts(q, score_scale, KIND)
     if WINDOW > 0:
@@ -240,7 +251,8 @@ def attend(
         state, parts, position, tokens_of, (bound, last), cache, (a, b), softcap,
         True, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_N, HAS_SOFTCAP, KIND, FP8_HARDWARE, q.dtype,
     )  # fmt: skip
-    return value_parts(state[0], KIND), state[1], state[2]
+    total = tl.sum(state[2], 1) if BLOCK_M == 16 else state[2]
+    return value_parts(state[0], KIND), state[1], total * weight_unit(KIND)
 
 
 @triton.jit
