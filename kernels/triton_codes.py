@@ -160,17 +160,17 @@ def join_columns(parts, KIND: tl.constexpr):
 
 
 @triton.jit
-def assemble(words, CODE: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
+def assemble(words, CODE: tl.constexpr, dtype: tl.constexpr, KIND: tl.constexpr):
     """The parts of ``words`` as CODE makes them."""
     if KIND == "int4_per_token_head":
         a, b, c, d = tl.inline_asm_elementwise(
             CODE, "=r,=r,=r,=r,r", [words], (tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2
         )
-        c, d = c.to(DTYPE, bitcast=True), d.to(DTYPE, bitcast=True)
-        return a.to(DTYPE, bitcast=True), b.to(DTYPE, bitcast=True), c, d
+        c, d = c.to(dtype, bitcast=True), d.to(dtype, bitcast=True)
+        return a.to(dtype, bitcast=True), b.to(dtype, bitcast=True), c, d
     else:
         a, b = tl.inline_asm_elementwise(CODE, "=r,=r,r", [words], (tl.int16, tl.int16), is_pure=True, pack=2)
-        return a.to(DTYPE, bitcast=True), b.to(DTYPE, bitcast=True)
+        return a.to(dtype, bitcast=True), b.to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -187,52 +187,52 @@ def fp8_value(byte, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def unpack_keys(words, DTYPE: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
-    """Words of K (int16) -> its parts in DTYPE (float16 or float32): fp8's values, an integer's u / 2**24, or 16 times
+def unpack_keys(words, dtype: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
+    """Words of K (int16) -> its parts in dtype (float16 or float32): fp8's values, an integer's u / 2**24, or 16 times
     as much in the high half bytes of int4."""
     if KIND == "auto":
         return (words,)
-    elif DTYPE == tl.float32 or not ASSEMBLER:
+    elif dtype == tl.float32 or not ASSEMBLER:
         if KIND == "int4_per_token_head":
             low, high = words ^ 0x88, (words >> 8) ^ 0x88
             low_0, high_0 = (low & 0x0F).to(tl.float16, bitcast=True), (low & 0xF0).to(tl.float16, bitcast=True)
             low_1, high_1 = (high & 0x0F).to(tl.float16, bitcast=True), (high & 0xF0).to(tl.float16, bitcast=True)
-            return low_0.to(DTYPE), high_0.to(DTYPE), low_1.to(DTYPE), high_1.to(DTYPE)
+            return low_0.to(dtype), high_0.to(dtype), low_1.to(dtype), high_1.to(dtype)
         elif KIND == "int8_per_token_head":
             low, high = (words ^ 0x80) & 0xFF, ((words >> 8) ^ 0x80) & 0xFF
-            return low.to(tl.float16, bitcast=True).to(DTYPE), high.to(tl.float16, bitcast=True).to(DTYPE)
+            return low.to(tl.float16, bitcast=True).to(dtype), high.to(tl.float16, bitcast=True).to(dtype)
         else:
             low, high = words & 0xFF, (words >> 8) & 0xFF
-            return fp8_value(low, KIND, FP8_HARDWARE).to(DTYPE), fp8_value(high, KIND, FP8_HARDWARE).to(DTYPE)
+            return fp8_value(low, KIND, FP8_HARDWARE).to(dtype), fp8_value(high, KIND, FP8_HARDWARE).to(dtype)
     elif KIND == "int4_per_token_head":
-        return assemble(words, INT4_KEYS, DTYPE, KIND)
+        return assemble(words, INT4_KEYS, dtype, KIND)
     elif KIND == "int8_per_token_head":
-        return assemble(words, INT8_KEYS, DTYPE, KIND)
+        return assemble(words, INT8_KEYS, dtype, KIND)
     elif KIND == "fp8_e5m2":
-        return assemble(words, E5M2, DTYPE, KIND)
+        return assemble(words, E5M2, dtype, KIND)
     elif FP8_HARDWARE:
-        return assemble(words, E4M3, DTYPE, KIND)
+        return assemble(words, E4M3, dtype, KIND)
     else:
-        return assemble(words, E4M3_BY_BITS, DTYPE, KIND)
+        return assemble(words, E4M3_BY_BITS, dtype, KIND)
 
 
 @triton.jit
-def unpack_values(words, DTYPE: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
-    """Words of V (int16) -> its parts in DTYPE: fp8's values, an integer's code / 2**9."""
+def unpack_values(words, dtype: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
+    """Words of V (int16) -> its parts in dtype: fp8's values, an integer's code / 2**9."""
     if not is_integer(KIND):
-        return unpack_keys(words, DTYPE, KIND, FP8_HARDWARE)
-    elif DTYPE == tl.float32 or not ASSEMBLER:
+        return unpack_keys(words, dtype, KIND, FP8_HARDWARE)
+    elif dtype == tl.float32 or not ASSEMBLER:
         keys = unpack_keys(words, tl.float32, KIND, FP8_HARDWARE)
         if KIND == "int8_per_token_head":
-            return (keys[0] * 32768.0 - 0.25).to(DTYPE), (keys[1] * 32768.0 - 0.25).to(DTYPE)
+            return (keys[0] * 32768.0 - 0.25).to(dtype), (keys[1] * 32768.0 - 0.25).to(dtype)
         else:
-            low_0, high_0 = (keys[0] * 32768.0 - 0.015625).to(DTYPE), (keys[1] * 2048.0 - 0.015625).to(DTYPE)
-            low_1, high_1 = (keys[2] * 32768.0 - 0.015625).to(DTYPE), (keys[3] * 2048.0 - 0.015625).to(DTYPE)
+            low_0, high_0 = (keys[0] * 32768.0 - 0.015625).to(dtype), (keys[1] * 2048.0 - 0.015625).to(dtype)
+            low_1, high_1 = (keys[2] * 32768.0 - 0.015625).to(dtype), (keys[3] * 2048.0 - 0.015625).to(dtype)
             return low_0, high_0, low_1, high_1
     elif KIND == "int8_per_token_head":
-        return assemble(words, INT8_VALUES_BF16 if DTYPE == tl.bfloat16 else INT8_VALUES_FP16, DTYPE, KIND)
+        return assemble(words, INT8_VALUES_BF16 if dtype == tl.bfloat16 else INT8_VALUES_FP16, dtype, KIND)
     else:
-        return assemble(words, INT4_VALUES_BF16 if DTYPE == tl.bfloat16 else INT4_VALUES_FP16, DTYPE, KIND)
+        return assemble(words, INT4_VALUES_BF16 if dtype == tl.bfloat16 else INT4_VALUES_FP16, dtype, KIND)
 
 
 @triton.constexpr_function
@@ -242,10 +242,10 @@ def row_bytes(DIM, KIND):
 
 
 @triton.constexpr_function
-def value_dtype(MODEL, KIND):
+def value_dtype(model, KIND):
     """What V's operand is in: weights of fp8 are scaled for float16, those of an integer have scales of any size."""
-    if KIND == "auto" or is_integer(KIND) or MODEL == tl.float32:
-        return MODEL
+    if KIND == "auto" or is_integer(KIND) or model == tl.float32:
+        return model
     else:
         return tl.float16
 
@@ -280,23 +280,28 @@ def query_parts(q, score_scale, KIND: tl.constexpr):
     else:
         x = q.to(tl.float32)
         a = tl.zeros([q.shape[0]], tl.float32) + score_scale
-        DTYPE: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
-        if DTYPE == tl.float16:
+        dtype: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
+        if dtype == tl.float16:
             exponent = tl.maximum(tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23, 15)  # 255: infinity or NaN
             x = x * ((268 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
             a = a * ((exponent - 14) << 23).to(tl.float32, bitcast=True)
         parts = split_columns(x, KIND)
         if KIND == "int4_per_token_head":
-            parts = (parts[0].to(DTYPE), (parts[1] * 0.0625).to(DTYPE), parts[2].to(DTYPE), (parts[3] * 0.0625).to(DTYPE))
+            parts = (
+                parts[0].to(dtype),
+                (parts[1] * 0.0625).to(dtype),
+                parts[2].to(dtype),
+                (parts[3] * 0.0625).to(dtype),
+            )
             low = parts[0].to(tl.float32) + parts[2].to(tl.float32)
             high = parts[1].to(tl.float32) + parts[3].to(tl.float32)
             return parts, a[:, None] * 16777216.0, (a * -8.0 * tl.sum(low + high * 16.0, 1))[:, None]
         elif KIND == "int8_per_token_head":
-            parts = (parts[0].to(DTYPE), parts[1].to(DTYPE))
+            parts = (parts[0].to(dtype), parts[1].to(dtype))
             both = parts[0].to(tl.float32) + parts[1].to(tl.float32)
             return parts, a[:, None] * 16777216.0, (a * -128.0 * tl.sum(both, 1))[:, None]
         else:
-            return (parts[0].to(DTYPE), parts[1].to(DTYPE)), a[:, None], 0.0
+            return (parts[0].to(dtype), parts[1].to(dtype)), a[:, None], 0.0
 
 
 @triton.jit

@@ -135,23 +135,18 @@ def add_values(acc, fade, p, v, unit, HAS_UNIT: tl.constexpr):
 
 
 @triton.jit
-def softmax_tile(
-    acc, top, total, s, v, v_scales, MODEL: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr
-):
+def softmax_tile(acc, top, total, s, v, v_scales, model: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
     """Fold scores s [M, N] and the tile v into the running sums: ``acc`` has a part for each part of v, ``total`` is
     [M], or [M, N] where each column has a sum of its own, added up after the last tile."""
-    DTYPE: tl.constexpr = value_dtype(MODEL, KIND)
-    v_parts = unpack_values(v, DTYPE, KIND, FP8_HARDWARE)
+    dtype: tl.constexpr = value_dtype(model, KIND)
+    v_parts = unpack_values(v, dtype, KIND, FP8_HARDWARE)
     new_top = tl.maximum(top, tl.max(s, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that sees nothing yet
     fade = tl.exp2(top - base)
     p = tl.exp2(s - (base - weight_exponent(KIND))[:, None])
-    if len(total.shape) == 2:
-        total = total * fade[:, None] + p
-    else:
-        total = total * fade + tl.sum(p, 1)
+    total = total * fade[:, None] + p if len(total.shape) == 2 else total * fade + tl.sum(p, 1)
     unit = 1.0
-    HAS_UNIT: tl.constexpr = is_integer(KIND) and DTYPE == tl.float16
+    HAS_UNIT: tl.constexpr = is_integer(KIND) and dtype == tl.float16
     if HAS_UNIT:
         # A product of weight and scale may be under float16's range: the tile's largest scale waits outside the dot.
         unit = tl.max(tl.where(v_scales == v_scales, v_scales, 0.0), 0)
@@ -159,7 +154,7 @@ def softmax_tile(
         p = p * (v_scales / unit)[None, :]
     elif is_integer(KIND):
         p = p * v_scales[None, :]
-    p = p.to(DTYPE)
+    p = p.to(dtype)
     if KIND == "auto":
         acc = (add_values(acc[0], fade, p, v_parts[0], unit, HAS_UNIT),)
     elif KIND == "int4_per_token_head":
@@ -178,7 +173,7 @@ def attend_tiles(
     state, q, position, tokens_of, tiles, cache, score_scale, softcap,
     MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr, MODEL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr, model: tl.constexpr,
 ):  # fmt: skip
     """Fold the tiles from tiles[0] to before tiles[1] into ``state`` = (acc, top, total).
 
@@ -207,7 +202,7 @@ def attend_tiles(
             if WINDOW > 0:
                 visible = visible & (tokens[None, :] > position[:, None] - WINDOW)
             s = tl.where(visible, s, float("-inf"))
-        acc, top, total = softmax_tile(acc, top, total, s, v, v_scale, MODEL, KIND, FP8_HARDWARE)
+        acc, top, total = softmax_tile(acc, top, total, s, v, v_scale, model, KIND, FP8_HARDWARE)
         place = ahead
     return acc, top, total
 
