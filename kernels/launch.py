@@ -168,10 +168,9 @@ def prefill_tiles(
 ) -> Tiles:
     """Tiles of the prefill kernel: its rows are query tokens x the query heads of one KV head.
 
-    Before sm_90 every warp holds the whole tile of K or V in registers, and dequantises it on its own: shorter tiles,
-    and fewer warps for a quantised cache. From sm_90 on the tensor cores read it from shared memory. Some variants
-    spill a few registers all the same (``ci/kernel_resources.json`` has all): before sm_90 int8, fp8_e5m2 and, of
-    bf16, 64 values a head; on sm_90 split short chunks of 64 query heads a KV head of 256 values.
+    Before sm_90 every warp holds the whole tile of K or V in registers, and unpacks it on its own: shorter tiles, and
+    fewer warps for a quantised cache. From sm_90 on the tensor cores read it from shared memory.
+    ``ci/kernel_resources.json`` has those that spill a few registers all the same.
     """
     d_pad, v_pad = padded_dim(head_dim, kind), padded_dim(v_head_dim, kind)
     if _wide_float32(d_pad, v_pad, itemsize):
@@ -180,7 +179,10 @@ def prefill_tiles(
     scaled = kv_format is not None and kv_format.scale_bytes > 0  # scales take registers of their own
     longest = 64 if arch >= 90 and not (scaled or wide) else 32
     block_n, stages = _tokens_and_stages(d_pad, v_pad, itemsize, kind, longest)
-    rows = 128 if not wide and itemsize <= 2 and (arch >= 90 or kind == "auto") else 64
+    many = kind == "auto" or (
+        arch >= 90 and kind != "int4_per_token_head"
+    )  # int4 has four accumulators: it would spill
+    rows = 128 if many and not wide and itemsize <= 2 else 64
     block_m = max(rows, next_power_of_two(group))
     return Tiles(block_m, block_n, d_pad, v_pad, min(stages, 2 if wide else 3), 8 if wide or block_m >= 128 else 4)
 

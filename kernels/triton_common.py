@@ -5,9 +5,9 @@ tokens at a time. Tiles start at multiples of BLOCK_N, so that where BLOCK_N div
 page. Scores are in units of log 2 (exp2 serves as exp); the launcher folds log2(e), the softcap and an fp8 cache's
 K scale into ``score_scale``, and its V scale is ``v_scale``, used once at the end.
 
-K and V of a quantised cache become the dtype of q before ``tl.dot``, and the products are summed in float32. No dot
-takes fp8: Hopper's tensor cores add fp8 products with 14 bits and lose a needle in a long context unless the sum is
-taken out of them every few tokens, and 16-bit operands have no such limit.
+K and V of a quantised cache become 16-bit values before ``tl.dot`` (``kernels.triton_codes``), and the products are
+summed in float32. No dot takes fp8: Hopper's tensor cores add fp8 products with 14 bits and lose a needle in a long
+context unless the sum is taken out of them every few tokens, and 16-bit operands have no such limit.
 """
 
 from __future__ import annotations
