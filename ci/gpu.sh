@@ -5,10 +5,13 @@
 #
 # Needs: a CUDA build of torch, Triton and transformers in python3 (3.11 or newer; another one: PYTHON=...), no network.
 # What else is missing comes from a folder of wheels, into a temporary environment: ci/gpu_wheels.sh fills such a folder
-# on a machine with network. A part whose packages are missing is skipped, and the summary says why.
+# on a machine with network. A part whose packages are missing is skipped: the first lines and the summary say which.
+#
+# Cases run in processes of their own, so that an illegal access, a crash or a hang costs one case and not its part.
 #
 # OUTDIR gets at most 8 files of at most 16 MiB: summary.md (read this one), manifest.json, kernels.json, engine.json,
-# report.html and summary.csv of the sweep, tuned.json, log.txt.
+# report.html and summary.csv of the sweep, tuned.json, log.txt. Those of an earlier run are removed first; a log of
+# yours (*.log, *.out, *.err, *.txt) may lie beside them.
 #
 # From CI, on a runner with a GPU (--quick takes less than 10 minutes and always leaves a summary):
 #   ci/gpu_wheels.sh wheels                       # on a machine with network, once; keep the folder as a cache

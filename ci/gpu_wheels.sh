@@ -3,12 +3,13 @@
 #
 #   ci/gpu_wheels.sh DIR [--python 3.12] [--skip NAME[,NAME...]]
 #
-# Wheels are for x86-64 Linux and the given Python, whatever runs this. torch, triton and transformers are not among
-# them: the GPU machine brings them. --skip leaves out what it has as well: the large ones are numpy, scipy, pandas,
-# pyarrow, numba and llvmlite, which images for machine learning often hold (together about 150 MiB of 200).
+# Wheels are for x86-64 Linux and the given Python, whatever runs this (Python 3.11 or newer; another one: PYTHON=...).
+# They are the dependencies of pyproject.toml in the versions of constraints.txt, less what an image for CUDA brings:
+# torch, triton, transformers, tokenizers, safetensors and numpy. --skip leaves out what it has as well: the large ones
+# are scipy, pandas, pyarrow, numba and llvmlite (together about 150 MiB of 180).
 set -euo pipefail
 
-usage() { sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+usage() { sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 [ $# -ge 1 ] && [[ "$1" != -* ]] || usage
 folder="$1"; shift
 version=3.12 skip=""
@@ -24,11 +25,17 @@ platforms=()  # pip matches each name exactly
 for minor in 34 31 28 27 24 17; do platforms+=(--platform "manylinux_2_${minor}_x86_64"); done
 for name in manylinux2014_x86_64 manylinux2010_x86_64 manylinux1_x86_64 linux_x86_64; do platforms+=(--platform "$name"); done
 
-mkdir -p "$folder"
-"${PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --dest "$folder" --only-binary=:all: \
-  --implementation cp --python-version "$version" "${platforms[@]}" \
-  --requirement "$(dirname "${BASH_SOURCE[0]}")/gpu/requirements.txt"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+python="${PYTHON:-python3}"
+list="$(mktemp)"; trap 'rm -f "$list"' EXIT
+PYTHONPATH="$root" "$python" -P -m ci.gpu.requirements > "$list"
 
+mkdir -p "$folder"
+"$python" -m pip download --quiet --disable-pip-version-check --dest "$folder" --only-binary=:all: \
+  --implementation cp --python-version "$version" "${platforms[@]}" \
+  --constraint "$root/constraints.txt" --requirement "$list"
+
+skip="torch,triton,transformers,tokenizers,safetensors,numpy,$skip"
 for name in ${skip//,/ }; do
   for file in "$folder"/*.whl; do
     found="$(basename "$file" | cut -d- -f1 | tr '[:upper:]_.' '[:lower:]--')"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.config import DEFAULT_CPU_BUDGET, EngineConfig, format_bytes
 from engine.engine import Engine
 from engine.execution.executor import TorchExecutor, available_cpus
-from engine.execution.graphs import cuda_capture
+from engine.execution.graphs import GraphSizes, cuda_capture
 from engine.execution.warm_steps import run_padding_steps
 from engine.kv.budget import capacity_of, settle_length
 from engine.kv.layouts import make_kv_manager
@@ -19,10 +21,12 @@ from engine.kv.manager import KVManager
 from engine.model.compiler import cannot_compile
 from engine.model.cpu_layers import use_cpu_layers
 from engine.model.loader import LoadedModel, load_model
+from engine.model.support_check import find_host_waits
 from engine.sequence import Request, SamplingParams
 from kernels.cpu_memory import keep_freed_memory
 
 Tell = Callable[[str], None]
+_log = logging.getLogger(__name__)
 GPU_SHARE = 0.8  # of the memory that is free once the weights are there; the rest is for activations
 
 
@@ -39,7 +43,7 @@ def build_engine(config: EngineConfig, tell: Tell = lambda phase: None) -> Engin
     tell("building the model")
     loaded = load_model(config)
     tell("compiling kernels")
-    return assemble_engine(config, loaded, may_lower=True)
+    return assemble_engine(config, loaded, may_lower=True, tell=tell)
 
 
 def cpu_threads(config: EngineConfig) -> int:
@@ -47,7 +51,9 @@ def cpu_threads(config: EngineConfig) -> int:
     return config.num_threads or available_cpus()
 
 
-def assemble_engine(config: EngineConfig, loaded: LoadedModel, *, may_lower: bool = False) -> Engine:
+def assemble_engine(
+    config: EngineConfig, loaded: LoadedModel, *, may_lower: bool = False, tell: Tell = lambda phase: None
+) -> Engine:
     """An engine around a model that is loaded already. Raises ValueError as ``build_engine`` does.
 
     ``may_lower``: a max_model_len that is not given. Engines that are compared must not differ in it unnoticed.
@@ -65,15 +71,15 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, *, may_lower: boo
     _check_memory(config.kv_budget, capacity.swap_space_bytes, loaded.device)
     kv = make_kv_manager(config, capacity)
     executor = TorchExecutor(config, loaded, capacity, kv.page_table)
-    _make_ready(config, executor, kv)
+    _make_ready(config, executor, kv, tell)
     executor.phase_seconds = dict.fromkeys(executor.phase_seconds, 0.0)
     kv = make_kv_manager(config, capacity)
     executor.use_page_table(kv.page_table)
     return Engine(config, executor, kv)
 
 
-def _make_ready(config: EngineConfig, executor: TorchExecutor, kv: KVManager) -> None:
-    """Compile every kernel and capture decode steps. Changes the counters of ``kv``: use a new manager afterwards."""
+def _make_ready(config: EngineConfig, executor: TorchExecutor, kv: KVManager, tell: Tell) -> None:
+    """Compile every kernel and capture steps. Changes the counters of ``kv``: use a new manager afterwards."""
     assert config.max_model_len is not None
     try:
         warm_up(Engine(config, executor, kv))
@@ -83,10 +89,26 @@ def _make_ready(config: EngineConfig, executor: TorchExecutor, kv: KVManager) ->
         if config.torch_compile:
             raise cannot_compile(executor.device, error) from error
         raise
-    if executor.device.type == "cuda" and config.cuda_graphs is not False:
-        executor.forward.capture_decodes(
-            kv.page_table.shape, config.max_model_len, cuda_capture(), required=config.cuda_graphs is True
-        )
+    if executor.device.type == "cuda" and config.cuda_graphs is not False and may_capture(config, executor.model):
+        tell("capturing CUDA graphs")
+        sizes = GraphSizes.of(config.max_num_seqs, config.max_num_batched_tokens)
+        pages, required = kv.page_table.shape[1], config.cuda_graphs is True
+        executor.forward.capture_graphs(sizes, pages, config.max_model_len, cuda_capture(), required)
+        if (captured := executor.forward.graph_sizes) is not None:
+            tell(f"replays {captured}")
+        executor.forward.num_replayed = 0
+
+
+def may_capture(config: EngineConfig, model: PreTrainedModel) -> bool:
+    """False, with a warning, if the model's own code waits for the device; ValueError if graphs were asked for."""
+    waits = find_host_waits(model)
+    if not waits:
+        return True
+    reason = f"the forward of model type {model.config.model_type!r} waits for the device ({', '.join(waits)})"
+    if config.cuda_graphs:
+        raise ValueError(f"cuda_graphs cannot be true: {reason}; leave cuda_graphs out to run without them")
+    _log.warning("CUDA graphs are off: %s", reason)
+    return False
 
 
 def _check_memory(budget: int, swap_space: int, device: torch.device) -> None:

@@ -5,6 +5,7 @@ Names are vLLM's where there are such. Every error is a ``ValueError`` of one se
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +22,10 @@ PREEMPTION_MODES = ("recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 KERNEL_BACKENDS = ("auto", "torch", "numba", "triton")
 
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")  # Linux, Jetson, WSL
+# (max_num_seqs, max_num_batched_tokens). A GPU reads its weights once for hundreds of tokens in the time of one, a CPU
+# computes each: there a step of thousands would hold up every stream for seconds.
+CPU_BATCH, GPU_BATCH = (64, 512), (256, 8192)
 DEFAULT_CPU_BUDGET = 256 * 2**20  # bytes of KV on a CPU when ``kv_budget`` is None
 _UNITS = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -43,6 +48,11 @@ def parse_bytes(value: int | str) -> int:
     return int(float(match[1]) * unit)
 
 
+def runs_on_cpu(device: str) -> bool:
+    """Of the setting ``device``, without torch: on "auto", whether this machine has no driver of a GPU."""
+    return device == "cpu" or (device == "auto" and not any(map(os.path.exists, GPU_DRIVERS)))
+
+
 def format_bytes(count: int) -> str:
     """``134217728`` -> ``128 MiB``; three significant digits."""
     size = float(count)
@@ -59,7 +69,8 @@ class EngineConfig:
 
     ``kv_budget``: bytes of K and V of all layers and the page table, the same for both layouts; None: 256 MiB on a CPU,
     80 % of the free memory of a GPU. ``swap_space``: bytes of host memory for ``preemption_mode='swap'``; None: as many
-    as ``kv_budget``.
+    as ``kv_budget``. ``max_num_seqs`` and ``max_num_batched_tokens`` are numbers once the object is made: None is
+    replaced by the device's default, or by the other one where the two would not fit together.
     """
 
     model: str = "llama-32m"  # a local folder, a config JSON, or the name of a model or config that ships
@@ -77,8 +88,8 @@ class EngineConfig:
     enable_prefix_caching: bool = False
 
     max_model_len: int | None = None  # tokens of prompt + output; None: the model's limit
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512  # tokens computed in one step
+    max_num_seqs: int | None = None  # None: 64 on a CPU, 256 on a GPU
+    max_num_batched_tokens: int | None = None  # tokens computed in one step; None: 512 on a CPU, 8,192 on a GPU
     enable_chunked_prefill: bool = True
     max_num_partial_prefills: int = 1  # prompts computed side by side; from 2 on, one share is kept for short ones
     max_num_waiting: int | None = None  # requests in the queue; one more is refused. None: no limit
@@ -88,7 +99,7 @@ class EngineConfig:
     async_scheduling: bool | None = None  # plan the next step while this one runs; None: on CUDA, where they overlap
 
     kernel_backend: str = "auto"
-    cuda_graphs: bool | None = None  # replay captured decode steps; None: on CUDA
+    cuda_graphs: bool | None = None  # replay captured steps; None: on CUDA
     torch_compile: bool = False  # of the model's forward
     num_threads: int | None = None  # CPU threads; None: all cores this process may use
 
@@ -105,6 +116,7 @@ class EngineConfig:
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}: it is true, false or left out")
         self.check_against_device(self.device)
+        self._settle_batch()
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed cannot be {self.seed!r}: it is an integer")
         if self.layout == "contiguous" and self.enable_prefix_caching:
@@ -130,6 +142,14 @@ class EngineConfig:
             )
         self._check_partial_prefills()
         self._check_unchunked(self.max_model_len)
+
+    def _settle_batch(self) -> None:
+        """Replace None by the defaults of the device; one that is given limits or raises the other."""
+        seqs, tokens = CPU_BATCH if runs_on_cpu(self.device) else GPU_BATCH
+        if self.max_num_seqs is None:
+            object.__setattr__(self, "max_num_seqs", min(seqs, self.max_num_batched_tokens or tokens))
+        if self.max_num_batched_tokens is None:
+            object.__setattr__(self, "max_num_batched_tokens", max(tokens, self.max_num_seqs))
 
     def check_against_device(self, device: str) -> None:
         """``device``: cpu, cuda, or auto while that is not known yet."""
@@ -200,10 +220,11 @@ CHOICES = {
     "kernel_backend": KERNEL_BACKENDS,
 }
 BYTE_SETTINGS = ("kv_budget", "swap_space")
-_OPTIONAL = ("kv_budget", "swap_space", "max_model_len", "max_num_waiting", "num_threads")
-_POSITIVE = (
-    *_OPTIONAL, "page_size", "max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills"
+_OPTIONAL = (
+    "kv_budget", "swap_space", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting",
+    "num_threads",
 )  # fmt: skip
+_POSITIVE = (*_OPTIONAL, "page_size", "max_num_partial_prefills")
 
 
 def _require_positive_int(name: str, value: Any, *, optional: bool) -> None:

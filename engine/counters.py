@@ -68,6 +68,7 @@ class EngineStats:
     steps: int
     prefill_tokens_scheduled: int
     decode_tokens_scheduled: int
+    replayed_steps: int = 0  # of the steps, those that were one launch of a CUDA graph
     forks: int = 0
     swap_seconds: float = 0.0  # moving pages: copies on write and swaps
     slot_steps: dict[str, int] = field(default_factory=dict)  # LEDGER -> slots, summed over the steps
@@ -170,7 +171,9 @@ class EngineCounters:
             kv=at_end,
         )
 
-    def stats(self, kv: KVManager, scheduler: Scheduler, executor_seconds: dict[str, float]) -> EngineStats:
+    def stats(
+        self, kv: KVManager, scheduler: Scheduler, executor_seconds: dict[str, float], replayed_steps: int
+    ) -> EngineStats:
         """A snapshot of all counters and gauges."""
         phases = {name: self.phases[name] + executor_seconds.get(name, 0.0) for name in PHASES}
         counts, capacity = self.counts, kv.capacity
@@ -191,6 +194,7 @@ class EngineCounters:
             steps=counts["steps"],
             prefill_tokens_scheduled=counts["prefill_tokens"],
             decode_tokens_scheduled=counts["decode_tokens"],
+            replayed_steps=replayed_steps,
             forks=counts["forks"],
             swap_seconds=executor_seconds.get("move", 0.0),
             slot_steps=dict(self._slot_steps),

@@ -38,10 +38,10 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
 
 def _resolved(executor: Any) -> dict[str, Any]:
     """Device, dtype, kernels and threads in use; empty for an executor without tensors."""
+    if not hasattr(executor, "model"):
+        return {}
     import torch  # not above: the server's start sets what torch reads when it is imported
 
-    if not isinstance(getattr(executor, "model", None), torch.nn.Module):
-        return {}
     device = executor.device
     return {
         "device": str(device),

@@ -219,8 +219,12 @@ class Engine:
         generated, finished = 0, Status.FINISHED
         self._step_read = step.work.step
         for (seq, _), tokens in zip(step.plan.scheduled, drawn, strict=True):
-            if tokens is not None and seq.status is not finished:  # else it has ended meanwhile
+            if tokens is None or seq.status is finished:  # ended meanwhile
+                continue
+            if tokens.token_ids:
                 generated += self._advance(seq, tokens, outputs)
+            else:
+                self._fail(seq, outputs)
         self._counters.counts["generation_tokens"] += generated
         self._in_flight.popleft()
         kv = self.kv.stats()
@@ -247,6 +251,16 @@ class Engine:
                 member.logprob += drawn.logprobs[i]
             self._append(member, drawn.token_ids[i], outputs)
         return len(family)
+
+    def _fail(self, seq: Sequence, outputs: list[TokenOutput]) -> None:
+        """End the whole request of ``seq``, for which nothing could be drawn, with an error; all others go on."""
+        error = (
+            f"no token can be drawn after {seq.num_known} tokens: the model's logits hold NaN or infinity, or none of "
+            "them is finite; the weights, the dtype or kv_cache_dtype do not fit this prompt"
+        )
+        left = self._groups[seq.request_id].unfinished
+        self.abort(seq.request_id, "error")
+        outputs.extend(TokenOutput(seq.request_id, (), "error", error=error, index=index) for index in left)
 
     def _fork(self, seq: Sequence) -> list[Sequence]:
         family = self._groups[seq.request_id].fork(seq, self.scheduler)
@@ -306,4 +320,5 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters and gauges."""
-        return self._counters.stats(self.kv, self.scheduler, self.executor.phase_seconds)
+        replayed = getattr(self.executor, "replayed_steps", 0)  # of an executor that has graphs
+        return self._counters.stats(self.kv, self.scheduler, self.executor.phase_seconds, replayed)

@@ -93,7 +93,8 @@ class Request:
 
 class Drawn(NamedTuple):
     """What the executor drew for one sequence: one token, or one for each of its forks; for a beam its best
-    continuations, best first. ``logprobs``: natural logarithms, where the request needs them."""
+    continuations, best first. No token where the logits hold NaN or infinity, or none of them is finite: the request
+    fails. ``logprobs``: natural logarithms, where the request needs them."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()

@@ -14,6 +14,8 @@ MAX_STAGES = 4
 MIN_SPLIT_TOKENS = 256  # a shorter split is not expected to gain what the reduction costs
 MAX_SPLITS = 64
 PROGRAMS_PER_SM = 2  # that run at a time, at least: what hides one program's waiting for its loads
+PROGRAM_TOKENS = 64  # of KV, that a program of decode costs beside its own: starting, and its part of a reduction
+EXTRA_WAVES = 4  # of programs, that cutting long sequences may add to a step of decode
 GOOD_FILL = 0.85  # of the best fill of the last wave: more splits than this needs only cost
 SHORT_QUERIES = 8  # chunks up to here (speculation, the tail of a prompt) take tiles of their own
 FP8_HARDWARE_ARCH = 89  # the first whose conversions take e4m3
@@ -199,8 +201,18 @@ def prefill_blocks(queries: int, batch: int, max_queries: int, block_q: int) -> 
     return min(queries // block_q + batch, batch * cdiv(max_queries, block_q))
 
 
+def most_decode_items(batch: int, kv_heads: int, max_tokens: int, num_sms: int) -> int:
+    """The most pieces that ``batch`` sequences of at most ``max_tokens`` are cut into, whatever their lengths.
+
+    What is left of it is programs that end at once, so it allows for what fills the chip a few times, and no more.
+    """
+    places = PROGRAMS_PER_SM * num_sms
+    waves = cdiv(batch * kv_heads, places) + EXTRA_WAVES
+    return min(waves * places // kv_heads, batch * max(1, cdiv(max_tokens, MIN_SPLIT_TOKENS)))
+
+
 def num_kv_splits(programs: int, max_tokens: int, num_sms: int) -> int:
-    """How many pieces each of ``programs`` (sequences or query blocks x KV heads) cuts its keys into.
+    """How many pieces each of ``programs`` of prefill (query blocks x KV heads) cuts its keys into.
 
     One where the programs alone fill the GPU several times, or nothing is long enough to share. Else the fewest whose
     last wave is filled almost as well as that of the best number: every split more costs a part in the reduction.

@@ -17,19 +17,13 @@ from kernels.api import AttentionOptions, KVCache, KVPair, check_heads, dense_ro
 from kernels.kv_formats import find_format
 from kernels.reference import TorchBackend
 from kernels.triton_launch import Attention, Chip, Splits, launch_write
+from kernels.triton_plan import DecodePlan
 
 MAX_HEAD_DIM = 256  # larger tiles leave too little shared memory for a pipeline
 MAX_GROUP = 64
 OLDEST_ARCH = 80  # the first with bfloat16, and the oldest that the kernels are compiled and checked for
 INTERPRETED = Chip(arch=80, num_sms=4)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-@dataclass(frozen=True)
-class DecodePlan:
-    """``max_tokens``: no sequence of the step is longer (a bound is enough)."""
-
-    max_tokens: int
 
 
 @dataclass(frozen=True)
@@ -123,10 +117,10 @@ class TritonBackend(TorchBackend):
             out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
         if q.shape[0] == 0:
             return out
-        # Without a plan, the page table's width bounds the length: no synchronisation with the GPU.
-        max_tokens = page_starts.shape[1] * page_size if plan is None else plan.max_tokens
+        if plan is None:  # the page table's width bounds the length: no synchronisation with the GPU
+            plan = DecodePlan(seq_lens, page_starts.shape[1] * page_size)
         attention = self._attention(q, k_cache, v_cache, page_starts, page_size, options, out)
-        attention.decode(seq_lens, max_tokens, self._splits)
+        attention.decode(seq_lens, plan, self._splits)
         return out
 
     def prefill_attention(
@@ -161,8 +155,8 @@ class TritonBackend(TorchBackend):
     def plan_decode(
         self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int, *, max_tokens: int
     ) -> DecodePlan:
-        """The bound itself: the number of splits follows from it."""
-        return DecodePlan(max_tokens)
+        """Nothing is launched yet: the first layer of each window has its work listed."""
+        return DecodePlan(seq_lens, max_tokens)
 
     def plan_prefill(
         self,

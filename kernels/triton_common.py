@@ -12,9 +12,12 @@ context unless the sum is taken out of them every few tokens, and 16-bit operand
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from kernels.launch import next_power_of_two
 from kernels.triton_codes import (
     is_integer,
     query_parts,
@@ -252,10 +255,10 @@ def attend(
 
 @triton.jit
 def finish(
-    acc, top, total, row, row_ok, heads, split, num_splits, sinks_ptr, out_ptr, lse_ptr, v_scale,
+    acc, top, total, row, row_ok, heads, sinks_ptr, out_ptr, lse_ptr, v_scale,
     DV: tl.constexpr, DV_PAD: tl.constexpr, KIND: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of ``row`` [M] (token x heads + head, int64), or with SPLIT the split's part of it.
+    """Write the result at ``row`` [M] (int64) of ``out``, or with SPLIT the split's part of it.
 
     A part is normalised, and its lse the log2 of its denominator: -inf where the split is empty. Sinks join once, here
     or in ``reduce_kernel``. A row that saw nothing gets 0.
@@ -268,43 +271,73 @@ def finish(
         total = total * fade + tl.exp2(sink - joint)
     # not "> 0": a NaN that the model computed must stay visible
     result = acc * (v_scale / tl.where(total == 0, 1.0, total))[:, None]
-    place = row
     if SPLIT:
-        place = row * num_splits + split
-        tl.store(lse_ptr + place, top + tl.log2(total), mask=row_ok)
+        tl.store(lse_ptr + row, top + tl.log2(total), mask=row_ok)
     value, value_ok = columns(DV, DV_PAD, KIND)
-    at = out_ptr + place[:, None] * DV + value[None, :]
+    at = out_ptr + row[:, None] * DV + value[None, :]
     tl.store(at, result.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & value_ok[None, :])
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr"])
 def reduce_kernel(
-    parts_ptr,  # float32 [rows, num_splits, Dv], each split normalised
-    lse_ptr,  # float32 [rows, num_splits], log2 of each split's denominator
-    sinks_ptr,  # [H]
-    out_ptr,  # [rows, Dv]; rows = tokens x H
-    num_splits,
-    HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    """Weigh the splits of one row by their denominators and add them up, all at once."""
-    row = tl.program_id(0).to(tl.int64)
-    splits = tl.arange(0, SPLITS_PAD)
+    parts_ptr,  # float32 [parts, H, Dv], each normalised; the parts of a token lie together
+    lse_ptr,  # float32 [parts, H], log2 of each part's denominator
+    sinks_ptr,  # [H], read if HAS_SINKS
+    out_ptr,  # [T, H, Dv]
+    work_ptr,  # the table of kernels.triton_plan, read if LISTED
+    rows,  # LISTED: items that the table has room for; else parts of every token
+    HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+    LISTED: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Weigh the parts of one token by their denominators and add them up: BLOCK_H heads, BLOCK_P parts at a time.
+
+    With LISTED, of the tokens (sequences of decode) that the table says are cut; the others have their result.
+    """
+    BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    place = tl.program_id(0) // BLOCKS
+    heads = tl.program_id(0) % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     dv = tl.arange(0, DV_PAD)
-    lse = tl.load(lse_ptr + row * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
-    top = tl.max(lse, 0)
+    ok = (heads < HEADS)[:, None] & (dv < DV)[None, :]
+    if LISTED:
+        num_cut, place_at = tl.load(work_ptr + 1), work_ptr + (1 + rows + place) * 4
+        token, first, count = tl.load(place_at).to(tl.int64), tl.load(place_at + 1).to(tl.int64), tl.load(place_at + 2)
+        if place >= num_cut:
+            return
+    else:
+        token, first, count = place.to(tl.int64), place.to(tl.int64) * rows, rows
+    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, DV_PAD], tl.float32)
+    for start in range(0, count, BLOCK_P):
+        part = start + tl.arange(0, BLOCK_P)
+        there = part < count
+        row = (first + part)[:, None] * HEADS + heads[None, :]
+        lse = tl.load(lse_ptr + row, mask=there[:, None] & (heads < HEADS)[None, :], other=float("-inf"))
+        parts_at = parts_ptr + row[:, :, None] * DV + dv[None, None, :]
+        parts = tl.load(parts_at, mask=there[:, None, None] & ok[None, :, :], other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(lse - base[None, :])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(weights, 0)
+        acc = acc * fade[:, None] + tl.sum(parts * weights[:, :, None], 0)
+        top = new_top
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + row % HEADS).to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(top, sink)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(lse - base)
-    total = tl.sum(weights, 0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - base)
-    parts_at = parts_ptr + (row * num_splits + splits)[:, None] * DV + dv[None, :]
-    parts = tl.load(parts_at, mask=(splits < num_splits)[:, None] & (dv < DV)[None, :], other=0.0)
-    result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
-    tl.store(out_ptr + row * DV + dv, result.to(out_ptr.dtype.element_ty), mask=dv < DV)
+        sink = tl.load(sinks_ptr + heads, mask=heads < HEADS, other=0.0).to(tl.float32) * 1.4426950408889634
+        joint = tl.maximum(top, sink)
+        fade = tl.exp2(top - joint)
+        acc = acc * fade[:, None]
+        total = total * fade + tl.exp2(sink - joint)
+    result = acc / tl.where(total == 0, 1.0, total)[:, None]
+    at = out_ptr + (token * HEADS + heads)[:, None] * DV + dv[None, :]
+    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=ok)
+
+
+def reduce_constants(heads: int, v_dim: int, listed: bool, sinks: bool) -> dict[str, Any]:
+    """The compile-time arguments of ``reduce_kernel`` with num_warps: 8,192 values at a time, 64 a thread."""
+    v_pad = next_power_of_two(v_dim)
+    block_h = max(1, 256 // v_pad)
+    return {
+        "HEADS": heads, "DV": v_dim, "DV_PAD": v_pad, "BLOCK_H": block_h, "BLOCK_P": 8192 // (block_h * v_pad),
+        "LISTED": listed, "HAS_SINKS": sinks, "num_warps": 4,
+    }  # fmt: skip

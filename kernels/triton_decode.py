@@ -1,7 +1,8 @@
-"""Paged decode in Triton: split KV, then a reduction; no second pass where one split does.
+"""Paged decode in Triton: long sequences in pieces, then a reduction; no second pass where nothing can be cut.
 
-One program serves one sequence, one KV head and one split. All query heads of the KV head are rows
-of one tile, so each K and V row is read once and tl.dot has its 16 rows.
+One program serves one sequence, or a piece of it as ``kernels.triton_plan`` lists them, and one KV head. All query
+heads of the KV head are rows of one tile, so each K and V row is read once and tl.dot has its 16 rows. The KV heads of
+a piece run side by side: their rows are neighbours in memory, and the scales of eight are one sector.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ def decode_kernel(
     k_ptr, v_ptr,  # [slots, Hkv, D] and [slots, Hkv, Dv], or the codes of a quantised cache
     k_scales_ptr, v_scales_ptr,  # float32 [slots, Hkv], read if KIND has a scale per token and head
     pages_ptr,  # [B, max_pages] int64, first slot of each page
-    lens_ptr,  # [B]
+    lens_ptr,  # [B], read if not SPLIT
     sinks_ptr,  # [H], read if HAS_SINKS
-    out_ptr,  # [B, H, Dv]; if SPLIT float32 [B, H, splits, Dv]
-    lse_ptr,  # float32 [B, H, splits], written if SPLIT
+    out_ptr,  # [B, H, Dv]: of whole sequences
+    work_ptr,  # the table of kernels.triton_plan, read if SPLIT
+    parts_ptr,  # float32 [items, H, Dv]: of pieces, written if SPLIT
+    lse_ptr,  # float32 [items, H], likewise
     score_scale, softcap, v_scale,
     q_stride, q_head_stride, k_stride, v_stride, pages_stride,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
@@ -40,12 +43,21 @@ def decode_kernel(
     KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr,
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    b = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0) % KV_HEADS
+    item = tl.program_id(0) // KV_HEADS
+    if SPLIT:
+        # All loads at once: the table has room for every item that a program may ask for.
+        num_items, item_at = tl.load(work_ptr), work_ptr + (1 + item) * 4
+        b, piece = tl.load(item_at).to(tl.int64), tl.load(item_at + 1)
+        pieces, seq_len = tl.load(item_at + 2), tl.load(item_at + 3)
+        if item >= num_items:
+            return
+    else:
+        b, piece, pieces = item.to(tl.int64), 0, 1
+        seq_len = tl.load(lens_ptr + b).to(tl.int32)
     rows = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP + rows
     row_ok = rows < GROUP
-    seq_len = tl.load(lens_ptr + b).to(tl.int32)
     begin = tl.maximum(seq_len - WINDOW, 0) if WINDOW > 0 else 0
 
     value, value_ok = columns(D, D_PAD, KIND)
@@ -58,20 +70,27 @@ def decode_kernel(
         k_scales_ptr + kv_head, v_scales_ptr + kv_head, k_stride, v_stride,
     )  # fmt: skip
     acc, top, total = attend(
-        q, position, (begin, seq_len), (begin, seq_len), tl.program_id(2), tl.num_programs(2), cache,
+        q, position, (begin, seq_len), (begin, seq_len), piece, pieces, cache,
         score_scale, softcap, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_M, BLOCK_N,
         HAS_SOFTCAP, KIND, FP8_HARDWARE,
     )  # fmt: skip
-    finish(
-        acc, top, total, b * HEADS + heads, row_ok, heads, tl.program_id(2), tl.num_programs(2),
-        sinks_ptr, out_ptr, lse_ptr, v_scale, DV, DV_PAD, KIND, SPLIT, HAS_SINKS,
-    )  # fmt: skip
+    if pieces == 1:
+        finish(
+            acc, top, total, b * HEADS + heads, row_ok, heads, sinks_ptr, out_ptr, lse_ptr, v_scale,
+            DV, DV_PAD, KIND, False, HAS_SINKS,
+        )  # fmt: skip
+    elif SPLIT:
+        finish(
+            acc, top, total, item.to(tl.int64) * HEADS + heads, row_ok, heads, sinks_ptr, parts_ptr, lse_ptr, v_scale,
+            DV, DV_PAD, KIND, True, HAS_SINKS,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
-def decode_constants(shape: KernelShape, splits: int) -> dict[str, Any]:
+def decode_constants(shape: KernelShape, split: bool) -> dict[str, Any]:
     """The compile-time arguments of ``decode_kernel`` with num_warps and num_stages. Not to be changed by the caller.
 
-    All numbers of splits above 1 share a kernel: a batch that grows must not compile in the middle of a measurement.
+    ``split``: sequences may be cut. All numbers of pieces share a kernel: a batch that grows must not compile in the
+    middle of a measurement.
     """
-    return shape_constants(shape, shape.tiles or choose_decode(*shape.tuning_key)) | {"SPLIT": splits > 1}
+    return shape_constants(shape, shape.tiles or choose_decode(*shape.tuning_key)) | {"SPLIT": split}

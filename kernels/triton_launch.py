@@ -9,22 +9,21 @@ import torch
 
 from kernels.api import AttentionOptions, KVCache
 from kernels.launch import (
-    MAX_SPLITS,
     SHORT_QUERIES,
     KernelShape,
     Tiles,
     cdiv,
     fp8_hardware,
     kernel_page_size,
-    next_power_of_two,
     num_kv_splits,
     prefill_blocks,
 )
 from kernels.quantized import QuantizedKV
 from kernels.triton_codes import FP8_UNIT
-from kernels.triton_common import LOG2E, reduce_kernel
+from kernels.triton_common import LOG2E, reduce_constants, reduce_kernel
 from kernels.triton_decode import decode_constants, decode_kernel
 from kernels.triton_kv import write_constants, write_kv_kernel
+from kernels.triton_plan import DecodePlan
 from kernels.triton_prefill import prefill_constants, prefill_kernel
 
 
@@ -61,18 +60,17 @@ class Splits:
         self._buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
         self._captured: dict[int, torch.Tensor] = {}  # by address
 
-    def take(self, rows: int, splits: int, v_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Parts ``[rows, splits, v_dim]`` and lse ``[rows, splits]``, float32, any contents."""
+    def take(self, rows: int, v_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Parts ``[rows, v_dim]`` and lse ``[rows]``, float32, any contents."""
         key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-        count = rows * splits
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < count * (v_dim + 1):
-            size = 1 << (count * (v_dim + 1) - 1).bit_length()
+        if buffer is None or buffer.numel() < rows * (v_dim + 1):
+            size = 1 << (rows * (v_dim + 1) - 1).bit_length()
             buffer = self._buffers[key] = torch.empty(size, dtype=torch.float32, device=device)
         if is_capturing(device):
             self._captured[buffer.data_ptr()] = buffer
-        parts, lse = buffer[: count * v_dim], buffer[count * v_dim : count * (v_dim + 1)]
-        return parts.view(rows, splits, v_dim), lse.view(rows, splits)
+        parts, lse = buffer[: rows * v_dim], buffer[rows * v_dim : rows * (v_dim + 1)]
+        return parts.view(rows, v_dim), lse
 
 
 def side_of(cache: KVCache) -> Side:
@@ -149,48 +147,61 @@ class Attention:
             self.v.scale * unit,
         )
 
-    def num_splits(self, blocks: int, max_tokens: int) -> int:
-        """Pieces for ``blocks`` programs a KV head, none of which attends to more than ``max_tokens``."""
-        return num_kv_splits(blocks * self.shape.num_kv_heads, max_tokens, self.chip.num_sms)
-
-    def decode(self, seq_lens: torch.Tensor, max_tokens: int, buffers: Splits) -> None:
-        """``q [B, H, D]`` -> ``out [B, H, Dv]``."""
-        window = self.options.sliding_window
-        batch = self.q.shape[0]
-        splits = self.num_splits(batch, max_tokens if window is None else min(max_tokens, window))
-        self._run(decode_kernel, decode_constants(self.shape, splits), batch, splits, buffers, (seq_lens,), ())
+    def decode(self, seq_lens: torch.Tensor, plan: DecodePlan, buffers: Splits) -> None:
+        """``q [B, H, D]`` -> ``out [B, H, Dv]``. ``plan``: of these lengths."""
+        shape = self.shape
+        work = plan.work(shape.window, shape.num_kv_heads, self.chip.num_sms)
+        constants = decode_constants(shape, work is not None)
+        if work is None:
+            out, grid = self.out, (self.q.shape[0] * shape.num_kv_heads,)
+            decode_kernel[grid](*self._inputs(seq_lens), out, out, out, out, *self._numbers(), **constants)
+            return
+        parts, lse = buffers.take(work.most_items * shape.num_heads, shape.v_head_dim, self.q.device)
+        decode_kernel[(work.most_items * shape.num_kv_heads,)](
+            *self._inputs(seq_lens), self.out, work.table, parts, lse, *self._numbers(), **constants
+        )
+        self._reduce(work.most_cut, parts, lse, work.table, work.most_items, listed=True)
 
     def prefill(
         self, query_starts: torch.Tensor, seq_lens: torch.Tensor, max_queries: int, max_tokens: int, buffers: Splits
     ) -> None:
         """``q [T, H, D]`` -> ``out [T, H, Dv]``."""
-        window = self.options.sliding_window
+        shape, window = self.shape, self.shape.window
         tokens, batch = self.q.shape[0], seq_lens.shape[0]
         short = max_queries <= SHORT_QUERIES
-        block_q = prefill_constants(self.shape, 1, short)["BLOCK_M"] // self.shape.group
+        block_q = prefill_constants(shape, 1, short)["BLOCK_M"] // shape.group
         useful = prefill_blocks(tokens, batch, max_queries, block_q)
-        splits = self.num_splits(useful, max_tokens if window is None else min(max_tokens, window + block_q - 1))
-        constants, blocks = prefill_constants(self.shape, splits, short), tokens // block_q + batch
-        self._run(prefill_kernel, constants, blocks, splits, buffers, (query_starts, seq_lens), (batch,))
-
-    def _run(self, kernel, constants, blocks, splits, buffers, lengths, extra) -> None:
-        """Launch ``kernel`` on (blocks, KV heads, splits), and the reduction where there are parts to add.
-
-        Blocks come first, because the other two dimensions of a grid end at 65,535.
-        """
-        q, k, v, out, shape = self.q, self.k, self.v, self.out, self.shape
-        sinks = q if self.options.sinks is None else self.options.sinks
-        parts = lse = out
+        longest = max_tokens if window is None else min(max_tokens, window + block_q - 1)
+        splits = num_kv_splits(useful * shape.num_kv_heads, longest, self.chip.num_sms)
+        parts = lse = self.out
         if splits > 1:
-            parts, lse = buffers.take(out.shape[0] * shape.num_heads, splits, shape.v_head_dim, q.device)
-        kernel[(blocks, shape.num_kv_heads, splits)](
-            q, k.rows, v.rows, k.scales, v.scales, self.page_starts, *lengths, sinks, parts, lse, *self.scalars,
-            q.stride(0), q.stride(1), k.rows.stride(0), v.rows.stride(0), self.page_starts.stride(0), *extra,
-            **constants,
+            parts, lse = buffers.take(tokens * splits * shape.num_heads, shape.v_head_dim, self.q.device)
+        blocks = tokens // block_q + batch
+        prefill_kernel[(blocks * shape.num_kv_heads, splits)](
+            *self._inputs(query_starts, seq_lens), parts, lse, *self._numbers(), batch,
+            **prefill_constants(shape, splits, short),
         )  # fmt: skip
         if splits > 1:
-            reduce_kernel[(out.shape[0] * shape.num_heads,)](
-                parts, lse, sinks, out, splits, HEADS=shape.num_heads, DV=shape.v_head_dim,
-                DV_PAD=next_power_of_two(shape.v_head_dim), SPLITS_PAD=MAX_SPLITS,
-                HAS_SINKS=shape.sinks, num_warps=4,
-            )  # fmt: skip
+            self._reduce(tokens, parts, lse, lse, splits, listed=False)
+
+    def _inputs(self, *lengths: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What both kernels read, in their order."""
+        q, k, v = self.q, self.k, self.v
+        sinks = q if self.options.sinks is None else self.options.sinks
+        return q, k.rows, v.rows, k.scales, v.scales, self.page_starts, *lengths, sinks
+
+    def _numbers(self) -> tuple[float | int, ...]:
+        """The scalars and strides of both kernels, in their order."""
+        q = self.q
+        strides = q.stride(0), q.stride(1), self.k.rows.stride(0), self.v.rows.stride(0), self.page_starts.stride(0)
+        return *self.scalars, *strides
+
+    def _reduce(
+        self, tokens: int, parts: torch.Tensor, lse: torch.Tensor, table: torch.Tensor, rows: int, listed: bool
+    ) -> None:
+        """Add up the parts of at most ``tokens`` tokens."""
+        shape, out = self.shape, self.out
+        constants = reduce_constants(shape.num_heads, shape.v_head_dim, listed, shape.sinks)
+        sinks = self.q if self.options.sinks is None else self.options.sinks
+        grid = (tokens * cdiv(shape.num_heads, constants["BLOCK_H"]),)
+        reduce_kernel[grid](parts, lse, sinks, out, table, rows, **constants)

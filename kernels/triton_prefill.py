@@ -1,9 +1,9 @@
 """Paged causal prefill in Triton for packed sequences of any lengths, with earlier context.
 
 One program serves a block of query tokens of one sequence under one KV head; its rows are token x query head of the
-group, so K and V are read once for the whole group. Where there are fewer blocks than the GPU can run at a time (a few
-sequences, of which each has a few new tokens after a long context), each block's keys are split among programs, and
-the reduction of decode adds them up.
+group, so K and V are read once for the whole group. The KV heads of a block run side by side, as in decode. Where there
+are fewer blocks than the GPU can run at a time (a few sequences, of which each has a few new tokens after a long
+context), each block's keys are split among programs, and the reduction of decode adds them up.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def prefill_kernel(
     pages_ptr,  # [B, max_pages] int64
     query_starts_ptr, lens_ptr,  # [B + 1], [B]
     sinks_ptr,  # [H], read if HAS_SINKS
-    out_ptr,  # [T, H, Dv]; if SPLIT float32 [T, H, splits, Dv]
-    lse_ptr,  # float32 [T, H, splits], written if SPLIT
+    out_ptr,  # [T, H, Dv]; if SPLIT float32 [T, splits, H, Dv]
+    lse_ptr,  # float32 [T, splits, H], written if SPLIT
     score_scale, softcap, v_scale,
     q_stride, q_head_stride, k_stride, v_stride, pages_stride, batch,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
@@ -58,8 +58,9 @@ def prefill_kernel(
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     KV_HEADS: tl.constexpr = HEADS // GROUP
+    kv_head = tl.program_id(0) % KV_HEADS
     # The last block of a sequence has the most keys: it starts first, so that the short ones fill the end.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     b, first_block = find_sequence(query_starts_ptr, block, batch, BLOCK_Q)
     q_begin = tl.load(query_starts_ptr + b).to(tl.int32)
     num_queries = tl.load(query_starts_ptr + b + 1).to(tl.int32) - q_begin
@@ -68,7 +69,6 @@ def prefill_kernel(
     if first_query >= num_queries:
         return
 
-    kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
     query = first_query + rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
@@ -90,13 +90,14 @@ def prefill_kernel(
         v_ptr + kv_head * row_bytes(DV, KIND), k_scales_ptr + kv_head, v_scales_ptr + kv_head, k_stride, v_stride,
     )  # fmt: skip
     acc, top, total = attend(
-        q, context + query, (begin, end), unmasked, tl.program_id(2), tl.num_programs(2), cache,
+        q, context + query, (begin, end), unmasked, tl.program_id(1), tl.num_programs(1), cache,
         score_scale, softcap, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_M, BLOCK_N,
         HAS_SOFTCAP, KIND, FP8_HARDWARE,
     )  # fmt: skip
+    row = token * tl.num_programs(1) + tl.program_id(1) if SPLIT else token
     finish(
-        acc, top, total, token * HEADS + heads, row_ok, heads, tl.program_id(2), tl.num_programs(2),
-        sinks_ptr, out_ptr, lse_ptr, v_scale, DV, DV_PAD, KIND, SPLIT, HAS_SINKS,
+        acc, top, total, row * HEADS + heads, row_ok, heads, sinks_ptr, out_ptr, lse_ptr, v_scale,
+        DV, DV_PAD, KIND, SPLIT, HAS_SINKS,
     )  # fmt: skip
 
 

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.kv_formats import KV_FORMATS, find_format
-from kernels.launch import MAX_SPLITS, ONE_PAGE, KernelShape, next_power_of_two
-from kernels.triton_common import reduce_kernel
+from kernels.launch import ONE_PAGE, KernelShape
+from kernels.triton_common import reduce_constants, reduce_kernel
 from kernels.triton_decode import decode_constants, decode_kernel
 from kernels.triton_kv import write_constants, write_kv_kernel
 from kernels.triton_move import move_constants, move_kernel
+from kernels.triton_plan import CONSTANTS as PLAN_CONSTANTS
+from kernels.triton_plan import plan_kernel
 from kernels.triton_prefill import prefill_constants, prefill_kernel
-from kernels.triton_sample import BLOCK, NUM_WARPS, gumbel_argmax_kernel
+from kernels.triton_sample import noise_constants, noise_kernel, settle_constants, settle_kernel
 
 ARCHITECTURES = (80, 89, 90, 100)
 THOROUGH = (80, 90)  # the others compile much like one of these: their limits and what takes the most are enough
@@ -28,10 +30,16 @@ COMMON = (4, 128, 128)  # query heads a KV head, head dim of K, of V
 LARGEST = (8, 256, 256)
 EXTREME = (64, 256, 256)  # what the backend admits at most
 SHAPES = [(1, 64, 64), (8, 80, 80), (16, 96, 96), (16, 192, 128)]
+_PARTS = {  # of split attention: where decode writes the parts of its pieces, prefill those of its splits
+    "decode": {"work_ptr": "i32", "parts_ptr": "fp32", "lse_ptr": "fp32"},
+    "prefill": {"out_ptr": "fp32", "lse_ptr": "fp32"},
+}
 _INDICES = dict.fromkeys(("pages_ptr", "lens_ptr", "slots_ptr", "query_starts_ptr"), "i64")
 _TABLES = dict.fromkeys(("source_table_ptr", "target_table_ptr", "sources_ptr", "targets_ptr"), "i64")
-_DRAWS = dict.fromkeys(("rows_ptr", "keys_ptr", "token_ptr"), "i64") | dict.fromkeys(
-    ("largest_ptr", "temperature_ptr", "score_ptr"), "fp32"
+_DRAWS = (
+    dict.fromkeys(("out_ptr", "at_ptr", "rows_ptr", "keys_ptr", "top_k_ptr"), "i64")
+    | dict.fromkeys(("temperature_ptr", "top_p_ptr", "score_ptr"), "fp32")
+    | {"token_ptr": "i32", "pieces": "i32"}
 )
 
 
@@ -93,8 +101,7 @@ def _cache_types(kind: str) -> dict[str, str]:
 def _attention(
     name: str, kernel: Any, constants: Mapping[str, Any], kind: str, shape: tuple[int, int, int], options: Options
 ) -> Variant:
-    parts = {"out_ptr": "fp32", "lse_ptr": "fp32"} if options.split else {}
-    types = _INDICES | _cache_types(kind) | parts
+    types = _INDICES | _cache_types(kind) | (_PARTS[name] if options.split else {})
     return Variant(f"{name}, {kind}, {_shape_name(shape)}{options}", kernel, constants, types, _model_dtype(kind))
 
 
@@ -108,7 +115,7 @@ def _kernel_shape(arch: int, kind: str, shape: tuple[int, int, int], options: Op
 
 def decode(arch: int, kind: str, shape: tuple[int, int, int], options: Options) -> Variant:
     """The decode kernel, writing its result or parts of it."""
-    constants = decode_constants(_kernel_shape(arch, kind, shape, options), 4 if options.split else 1)
+    constants = decode_constants(_kernel_shape(arch, kind, shape, options), options.split)
     return _attention("decode", decode_kernel, constants, kind, shape, options)
 
 
@@ -119,14 +126,16 @@ def prefill(arch: int, kind: str, shape: tuple[int, int, int], options: Options)
     return _attention("prefill", prefill_kernel, constants, kind, shape, options)
 
 
-def reduce(v_dim: int, sinks: bool) -> Variant:
-    """The reduction over any number of splits."""
-    constants = {
-        "HEADS": 32, "DV": v_dim, "DV_PAD": next_power_of_two(v_dim),
-        "SPLITS_PAD": MAX_SPLITS, "HAS_SINKS": sinks, "num_warps": 4,
-    }  # fmt: skip
-    types = {"parts_ptr": "fp32", "lse_ptr": "fp32", "num_splits": "i32"}
-    return Variant(f"reduce, D {v_dim}{', sinks' if sinks else ''}", reduce_kernel, constants, types)
+def reduce(v_dim: int, listed: bool, sinks: bool) -> Variant:
+    """The reduction over any number of parts, of decode if ``listed``, else of prefill."""
+    types = {"parts_ptr": "fp32", "lse_ptr": "fp32", "work_ptr": "i32" if listed else "fp32"}
+    name = f"reduce, D {v_dim}{', listed' if listed else ''}{', sinks' if sinks else ''}"
+    return Variant(name, reduce_kernel, reduce_constants(32, v_dim, listed, sinks), types)
+
+
+def plan() -> Variant:
+    """The work list of decode."""
+    return Variant("plan", plan_kernel, PLAN_CONSTANTS, {"lens_ptr": "i64", "table_ptr": "i32"})
 
 
 def write(kind: str, dim: int, v_dim: int) -> Variant:
@@ -147,10 +156,13 @@ def move(unit_bytes: int, align: int) -> Variant:
     return Variant(name, move_kernel, move_constants(unit_bytes, align), _TABLES)
 
 
-def sample(dtype: str) -> Variant:
-    """The draw of a token from logits of ``dtype``."""
-    constants = {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
-    return Variant(f"sample, {dtype}", gumbel_argmax_kernel, constants, _DRAWS, dtype)
+def sample(dtype: str) -> list[Variant]:
+    """The draw of a token from logits of ``dtype``: both kernels."""
+    vocab = 128 * 1024
+    return [
+        Variant(f"noise, {dtype}", noise_kernel, noise_constants(), _DRAWS, dtype),
+        Variant(f"settle, {dtype}", settle_kernel, settle_constants(vocab), _DRAWS, dtype),
+    ]
 
 
 def variants(arch: int) -> list[Variant]:
@@ -173,7 +185,7 @@ def core(arch: int) -> list[Variant]:
         found += [decode(arch, kind, EXTREME, Options(split=True)), prefill(arch, kind, EXTREME, Options())]
         found += [prefill(arch, kind, EXTREME, Options(split=True, short=True))]
     found += [prefill(arch, kind, LARGEST, Options(split=True, short=True)) for kind in ("fp32", "bf16")]
-    return [*found, reduce(256, False), move(32768, 16), sample("bf16")]
+    return [*found, reduce(256, True, False), plan(), move(32768, 16), *sample("bf16")]
 
 
 def _rest(arch: int) -> list[Variant]:
@@ -189,5 +201,5 @@ def _rest(arch: int) -> list[Variant]:
     found += [decode(arch, "int4_per_token_head", LARGEST, Options(split=True))]
     found += [prefill(arch, "bf16", COMMON, Options(split=True, short=True))]
     found += [write("bf16", 192, 128), write("int4_per_token_head", 80, 80)]
-    found += [reduce(64, False), reduce(128, True)]
-    return [*found, move(1024, 16), move(24, 8), move(3, 1), sample("fp32")]
+    found += [reduce(64, False, False), reduce(128, True, True)]
+    return [*found, move(1024, 16), move(24, 8), move(3, 1), *sample("fp32")]

@@ -22,6 +22,7 @@ from ci.gpu.summary import FAILED, PASSED, SKIPPED, Outcome
 ROOT = Path(__file__).resolve().parents[2]
 QUICK_LIMIT_S, FULL_LIMIT_S = 570.0, 4 * 3600.0
 SUMMARY_S = 5.0  # kept for the summary
+LOG_SUFFIXES = (".log", ".out", ".err", ".txt")
 INSTALL_SHARE = 0.2  # of the time limit, at most: installing wheels
 GPU_PROBE_SECONDS = 180.0  # a first import of torch from a cold disk
 
@@ -69,7 +70,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Part]]:
         arguments.error(f"--time-limit {args.time_limit:g} is too short: give {LEAST_S:g} seconds or more")
     if args.outdir.exists() and not args.outdir.is_dir():
         arguments.error(f"{args.outdir} is a file: OUTDIR is a folder")
-    if args.outdir.is_dir() and (others := sorted({path.name for path in args.outdir.iterdir()} - set(summary.FILES))):
+    if args.outdir.is_dir() and (others := _foreign_files(args.outdir)):
         arguments.error(
             f"{args.outdir} holds other files ({', '.join(others[:3])}): name an empty folder, or a new one"
         )
@@ -78,6 +79,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Part]]:
     except ValueError as error:
         arguments.error(str(error))
     return args, parts
+
+
+def _foreign_files(folder: Path) -> list[str]:
+    """What neither a run nor a redirection of its output leaves in its OUTDIR."""
+    return sorted(
+        path.name for path in folder.iterdir() if path.name not in summary.FILES and path.suffix not in LOG_SUFFIXES
+    )
 
 
 def no_gpu() -> str | None:
@@ -116,6 +124,8 @@ class Runner:
     def run(self, parts: list[Part]) -> None:
         """All of ``parts``; an interruption ends the one that runs and skips the rest."""
         try:
+            for sentence in self.left_out(parts):
+                print(sentence, flush=True)
             for number, part in enumerate(parts):
                 print(f"{part.name}: {part.what} ...", flush=True)
                 self._keep(self._run_part(part, plan_seconds(parts[number:], self.args.quick, self.time_left)))
@@ -125,6 +135,16 @@ class Runner:
                 status, reason = (FAILED, "stopped from outside") if number == 0 else (SKIPPED, "stopped before")
                 data = self._result(part) if number == 0 else {}
                 self._keep(Outcome(part.name, part.what, status, reason, result=part.result, data=data))
+
+    def left_out(self, parts: list[Part]) -> list[str]:
+        """One sentence for each of ``parts`` that will be skipped for want of packages."""
+        missing = {part.name: self._missing(part) for part in parts}
+        return [f"will be skipped: {name}, {reason}" for name, reason in missing.items() if reason]
+
+    def _missing(self, part: Part) -> str:
+        if names := self.environment.missing(list(part.needed(self.args.device))):
+            return f"not installed: {', '.join(names)} (see ci/gpu_wheels.sh and --wheels)"
+        return ""
 
     def _keep(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
@@ -136,8 +156,8 @@ class Runner:
 
         if seconds < LEAST_S and part.name != "facts":
             return skipped(f"no time left ({max(0.0, seconds):.0f} s)")
-        if missing := self.environment.missing(list(part.needed(self.args.device))):
-            return skipped(f"not installed: {', '.join(missing)} (see ci/gpu_wheels.sh and --wheels)")
+        if reason := self._missing(part):
+            return skipped(reason)
         command = part.command(self.environment.python)
         command += ["--out", str(self._out(part)), "--device", self.args.device, "--seconds", f"{seconds:.1f}"]
         command += ["--facts", str(self.scratch / "facts.json"), "--scratch", str(self.scratch)]
@@ -153,7 +173,7 @@ class Runner:
             others = f" and {len(data['failures']) - 1} more" if len(data["failures"]) > 1 else ""
             status, reason = FAILED, f"{first['what']}: {first['reason']}{others}"
         elif ended.code != 0:
-            status, reason = FAILED, f"ended with code {ended.code}: {_last_line(log)}"
+            status, reason = FAILED, f"ended with code {ended.code}: {_last_lines(log)}"
         elif data.get("not_run"):
             status, reason = SKIPPED, data["not_run"]
         return Outcome(part.name, part.what, status, reason, ended.seconds, part.result, data)
@@ -176,9 +196,9 @@ def _child_environment() -> dict[str, str]:
     return found
 
 
-def _last_line(log: Path) -> str:
+def _last_lines(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "it printed nothing"
+    return " / ".join(line[:200] for line in lines[-3:]) or "it printed nothing"
 
 
 def _stop(number: int, frame: Any) -> None:
@@ -193,6 +213,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ci/gpu.sh: {sentence}", file=sys.stderr)
         return 2
     args.outdir.mkdir(parents=True, exist_ok=True)
+    for path in summary.left_over(args.outdir):
+        path.unlink()
     limit = args.time_limit or (QUICK_LIMIT_S if args.quick else FULL_LIMIT_S)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)

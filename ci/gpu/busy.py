@@ -1,16 +1,19 @@
-"""How busy the GPU is: nvidia-smi's samples beside a run, and the share of a profiled window in which anything ran."""
+"""How busy the GPU is, and with what: nvidia-smi's samples beside a run, and a profiled window."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import shutil
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 FIELDS = ("utilization.gpu", "power.draw", "clocks.sm", "temperature.gpu")
 PERIOD_MS = 200
+MAX_KERNELS = 30
 
 
 class SmiSampler:
@@ -73,11 +76,37 @@ def covered_share(intervals: Iterable[tuple[float, float]]) -> float | None:
     return covered / (reached - first) if reached > first else None
 
 
-def profiled_busy_share(step: Callable[[], Any], steps: int) -> float | None:
-    """Share of the device's time that kernels and copies fill while ``step`` is called ``steps`` times.
+@dataclass(frozen=True)
+class Profile:
+    """What ran on the device in a profiled window. Times in microseconds, counts and times a step.
 
-    From torch.profiler's device events; the profiler slows the host down, so the true share is at least this.
+    ``busy_share``: of the window's time; the profiler slows the host down, so the true share is at least this.
+    ``kernels``: the ``MAX_KERNELS`` that took longest, by name; ``other_us``: all others. ``count``: of all.
     """
+
+    busy_share: float | None
+    kernels: list[dict[str, Any]]
+    other_us: float
+    count: float
+
+
+def profiled(events: Iterable[tuple[str, float, float]], steps: int) -> Profile:
+    """Of (name, start, end) in microseconds of everything that ran on the device in ``steps`` steps."""
+    intervals, by_name = [], collections.defaultdict(list)
+    for name, start, end in events:
+        intervals.append((start, end))
+        by_name[name].append(end - start)
+    order = sorted(by_name, key=lambda name: -sum(by_name[name]))
+    kernels = [
+        {"name": name, "count": len(by_name[name]) / steps, "us": sum(by_name[name]) / steps}
+        for name in order[:MAX_KERNELS]
+    ]
+    other = sum(sum(by_name[name]) for name in order[MAX_KERNELS:]) / steps
+    return Profile(covered_share(intervals), kernels, other, len(intervals) / steps)
+
+
+def profile_device(step: Callable[[], Any], steps: int) -> Profile:
+    """Call ``step`` ``steps`` times under torch.profiler."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -87,4 +116,4 @@ def profiled_busy_share(step: Callable[[], Any], steps: int) -> float | None:
             step()
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    return covered_share((event.time_range.start, event.time_range.end) for event in events)
+    return profiled(((event.name, event.time_range.start, event.time_range.end) for event in events), steps)

@@ -1,36 +1,29 @@
-"""Part ``check``: every kernel on the device against float64, and cache offsets beyond 2^31 for real.
+"""Part ``check``: every kernel on the device against float64, then moves of pages, then offsets beyond 2^31 for real.
 
-Cases are spread over worker processes, since most of the time goes into compiling. A CUDA error ends the usefulness of
-the process that met it: its further cases are left out, and say so.
+Cases are spread over several processes, since most of the time goes into compiling.
 """
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
-import sys
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from ci.gpu import check_moves
 from ci.gpu import kernel_problems as problems
-from ci.gpu.check_moves import check_far_offsets, check_moves
-from ci.gpu.check_suite import run_kernel_tests
 from ci.gpu.kernel_problems import CONTIGUOUS, TOLERANCE, Case
-from ci.gpu.part import PartReport, part_parser, sentence
+from ci.gpu.part import Planned, Report
 from kernels import get_backend
 from kernels.kv_formats import KV_FORMATS
 
 KINDS = ("auto", *KV_FORMATS)
 MAX_WORKERS = 8
 QUICK_CASES = 48
-SUITE_SHARE = 0.35  # of the time, for the repository's own device tests
-_poisoned: str | None = None  # in a worker: the case that met a CUDA error
 
 
 def all_cases() -> list[Case]:
@@ -60,18 +53,6 @@ def tiny_cases() -> list[Case]:
 
 def run_case(case: Case, device: str) -> dict[str, Any]:
     """``status`` passed, failed or skipped, ``reason``, and the distances."""
-    global _poisoned
-    if _poisoned is not None:
-        return {"status": "skipped", "reason": f"the device was lost to this process in: {_poisoned}"}
-    try:
-        return _run_case(case, device)
-    except Exception as error:
-        if "CUDA error" in str(error) or "device-side assert" in str(error):
-            _poisoned = case.name
-        return {"status": "failed", "reason": sentence(error)}
-
-
-def _run_case(case: Case, device: str) -> dict[str, Any]:
     backend = get_backend("triton" if device == "cuda" else "numba")
     try:
         backend.check_support(
@@ -93,59 +74,49 @@ def _run_case(case: Case, device: str) -> dict[str, Any]:
     return {"status": "failed" if wrong else "passed", "reason": "; ".join(wrong), **found}
 
 
-def keep(report: PartReport, case: Case, result: dict[str, Any]) -> None:
+def keep(report: Report, name: str, result: dict[str, Any]) -> None:
     """Put the result down as a row, and as a failure or as skipped where it is one."""
-    report.row(case=case.name, **result)
+    report.row(case=name, **result)
     if result["status"] == "failed":
-        report.fail(case.name, result["reason"])
+        report.fail(name, result["reason"])
     elif result["status"] == "skipped":
-        report.skip(case.name, result["reason"])
+        report.skip(name, result["reason"])
 
 
-def run_cases(report: PartReport, cases: list[Case], device: str, workers: int, reserve: float) -> None:
-    """In this process with 1 worker, else in as many of their own. Until ``reserve`` seconds are left: the rest is
-    skipped."""
-    if workers == 1:
-        for number, case in enumerate(cases):
-            if report.time_left <= reserve:
-                report.skip(f"{len(cases) - number} cases", "no time left")
-                return
-            keep(report, case, run_case(case, device))
-        return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context)
-    futures = {pool.submit(run_case, case, device): case for case in cases}
-    try:
-        for future in as_completed(futures, timeout=max(1.0, report.time_left - reserve)):
-            keep(report, futures.pop(future), future.result())
-    except TimeoutError:
-        report.skip(f"{len(futures)} cases", "no time left")
-    except BrokenProcessPool:
-        report.fail(f"{len(futures)} cases", "a worker process died")
-    finally:
-        processes = list((pool._processes or {}).values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.kill()
+class KernelChecks:
+    """The cases of the part: kernels share processes, far offsets do not."""
+
+    def __init__(self, args: Any):
+        self.device, tiny = args.device, args.tiny
+        self.workers = 1 if tiny else max(2, min(MAX_WORKERS, (os.cpu_count() or 2) // 2))
+        kernels = tiny_cases() if tiny else all_cases()[: QUICK_CASES if args.quick else None]
+        self._kernels = {case.name: case for case in kernels}
+        self._others: dict[str, Callable[[], str | None]] = {
+            f"moves, {layout}": partial(check_moves.moves_differ, layout, self.device)
+            for layout in ("paged", "contiguous")
+        }
+        self._far = {name: partial(check, self.device) for name, check in check_moves.far_cases(tiny).items()}
+
+    def plan(self) -> list[Planned]:
+        """Kernels, moves, then what reaches furthest."""
+        return [
+            *(Planned(name, "kernels") for name in self._kernels),
+            *(Planned(name, "moves") for name in self._others),
+            *(Planned(name, None) for name in self._far),
+        ]
+
+    def run(self, name: str, report: Report) -> None:
+        """One check."""
+        if name in self._kernels:
+            keep(report, name, run_case(self._kernels[name], self.device))
+            return
+        check = self._others.get(name) or self._far[name]
+        try:
+            wrong = check()
+        except check_moves.NotHere as reason:
+            report.skip(name, str(reason))
+            return
+        keep(report, name, {"status": "failed" if wrong else "passed", "reason": wrong or ""})
 
 
-def main() -> int:
-    """The part; 1 if a check failed."""
-    args = part_parser(__doc__).parse_args()
-    report = PartReport(args.out, args.seconds)
-    cases = tiny_cases() if args.tiny else all_cases()
-    workers = 1 if args.tiny else max(2, min(MAX_WORKERS, (os.cpu_count() or 2) // 2))
-    on_gpu = args.device == "cuda"
-    check_moves(report, args.device)
-    check_far_offsets(report, args.device, args.tiny)
-    if on_gpu:
-        torch.cuda.empty_cache()
-    reserve = report.time_left * SUITE_SHARE if on_gpu else 0.0
-    run_cases(report, cases[:QUICK_CASES] if args.quick else cases, args.device, workers, reserve)
-    if on_gpu:
-        run_kernel_tests(report)
-    return report.conclude_checks(len(report.data["rows"]), "checks passed")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+CASES = KernelChecks

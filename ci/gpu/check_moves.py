@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from ci.gpu import kernel_problems as problems
 from ci.gpu.kernel_problems import TOLERANCE, Case, Drawn
-from ci.gpu.part import PartReport, sentence
 from engine.kv.budget import KVCapacity
 from engine.kv.manager import Move, MoveKind
 from engine.kv.mover import KVMover
@@ -30,20 +31,8 @@ def capacity(slots: int, host_slots: int, page_size: int) -> KVCapacity:
     )  # fmt: skip
 
 
-def check_moves(report: PartReport, device: str) -> None:
-    """Random copies, swaps out and in of whole pages, and of single ranges of a slab."""
-    for layout in ("paged", "contiguous"):
-        name = f"moves, {layout}"
-        if report.time_left <= 0:
-            report.skip(name, "no time left")
-            continue
-        try:
-            wrong = moves_differ(layout, device)
-        except Exception as error:
-            wrong = sentence(error)
-        report.row(case=name, status="failed" if wrong else "passed", reason=wrong or "")
-        if wrong:
-            report.fail(name, wrong)
+class NotHere(ValueError):
+    """What a check needs is not on this machine; the message says what."""
 
 
 def moves_differ(layout: str, device: str) -> str | None:
@@ -96,37 +85,30 @@ def _range_moves(rng: random.Random, swapped: list[Move]) -> list[Move]:
     return [copy, out, Move(MoveKind.SWAP_IN, out.target, rng.randrange(500, 900), count)]
 
 
-def check_far_offsets(report: PartReport, device: str, tiny: bool) -> None:
-    """Decode, prefill, write and page copy where slot x stride passes 2^31 elements; tiny: the same, not as far."""
+def far_cases(tiny: bool) -> dict[str, Callable[[str], str | None]]:
+    """By name, checks of a device: decode, prefill, write and page copy where slot x stride passes 2^31 elements; tiny:
+    the same, not as far. Each returns None, or what is wrong, and raises NotHere."""
+    found: dict[str, Callable[[str], str | None]] = {}
     for kv in ("auto", "int8_per_token_head"):
         case = Case(kv=kv, kv_heads=8, tiny=tiny, dtype=torch.float32 if tiny else torch.bfloat16)
         far = 5000 if tiny else 2**31 // (case.kv_heads * case.dim) + 4096
-        name = f"slots beyond 2^31 elements, {kv}" if not tiny else f"slots from {far}, {kv}"
-        room = 2 * far * case.kv_heads * case.dim * (1 if kv != "auto" else case.dtype.itemsize) * 1.2
-        if device == "cuda" and torch.cuda.mem_get_info()[0] < room:
-            report.skip(name, f"needs {room / 2**30:.0f} GiB of free GPU memory")
-            continue
-        if report.time_left <= 0:
-            report.skip(name, "no time left")
-            continue
-        try:
-            wrong = _far_case(case, far, device)
-        except ValueError as error:
-            report.skip(name, str(error))
-            continue
-        except Exception as error:
-            wrong = sentence(error)
-        report.row(case=name, status="failed" if wrong else "passed", reason=wrong or "")
-        if wrong:
-            report.fail(name, wrong)
+        name = f"slots from {far}, {kv}" if tiny else f"slots beyond 2^31 elements, {kv}"
+        found[name] = partial(_far_case, case, far)
+    return found
 
 
 def _far_case(case: Case, far: int, device: str) -> str | None:
+    room = 2 * far * case.kv_heads * case.dim * (1 if case.kv != "auto" else case.dtype.itemsize) * 1.2
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < room:
+        raise NotHere(f"needs {room / 2**30:.0f} GiB of free GPU memory")
     backend = get_backend("triton" if device == "cuda" else "numba")
-    backend.check_support(
-        num_heads=case.group * case.kv_heads, num_kv_heads=case.kv_heads, head_dim=case.dim, v_head_dim=case.v_dim,
-        dtype=case.dtype, device=device, kv_cache_dtype=case.kv,
-    )  # fmt: skip
+    try:
+        backend.check_support(
+            num_heads=case.group * case.kv_heads, num_kv_heads=case.kv_heads, head_dim=case.dim,
+            v_head_dim=case.v_dim, dtype=case.dtype, device=device, kv_cache_dtype=case.kv,
+        )  # fmt: skip
+    except ValueError as error:
+        raise NotHere(str(error)) from error
     torch.manual_seed(0)
     near = problems.draw(case, device)
     moved = _far_away(near, far)

@@ -1,62 +1,81 @@
-"""The repository's own device tests of the kernels, run through pytest where pytest is there."""
+"""Part ``tests``: the repository's own device tests, a file at a time, each in a pytest of its own.
+
+An illegal access spoils the tests that follow it in its file, and no other file. Imports no torch.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from ci.gpu.part import PartReport
+from ci.gpu.part import Planned, Report
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("tests/unit/kernels/triton_*.py", "tests/unit/engine/kv/test_kv_mover.py")  # those that know the device
-LEAST_SECONDS = 10.0  # with less left it is not begun
+MAX_WORKERS = 4
+FILE_SECONDS = 3600.0  # a file stops itself when the part's time is over
 _RESULT = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b")
+_REASON = re.compile(r"^(?:FAILED|ERROR) (tests/\S+::.+?) - (.+)$")
 
 
-def run_kernel_tests(report: PartReport) -> None:
-    """One row a test. What is not finished in time is skipped, not failed."""
-    what = "kernel tests on the device"
-    if importlib.util.find_spec("pytest") is None:
-        report.skip(what, "pytest is not installed")
-        return
-    if report.time_left < LEAST_SECONDS:
-        report.skip(what, "no time left")
-        return
+class DeviceTests:
+    """One case a file."""
+
+    def __init__(self, args: Any):
+        self.device = args.device
+        self.workers = max(1, min(MAX_WORKERS, (os.cpu_count() or 2) // 2))
+
+    def plan(self) -> list[Planned]:
+        """The files."""
+        return [Planned(path, seconds=FILE_SECONDS) for path in device_test_files()]
+
+    def run(self, name: str, report: Report) -> None:
+        """One row a test. What is not finished in time is skipped, not failed."""
+        if self.device == "cpu":
+            report.skip(name, "tests of GPUs only")
+            return
+        if importlib.util.find_spec("pytest") is None:
+            report.skip(name, "not installed: pytest (see ci/gpu_wheels.sh and --wheels)")
+            return
+        code, text = run_pytest(name, report.time_left)
+        print(text[-20_000:], flush=True)
+        put_down(report, name, code, text)
+
+
+CASES = DeviceTests
+
+
+def run_pytest(path: str, seconds: float) -> tuple[int | None, str]:
+    """Exit code, None when it took more than ``seconds``, and output."""
     # The ini file's options ask for plugins that need not be there.
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-v",
-        "-o",
-        "addopts=",
-        "-p",
-        "no:cacheprovider",
-        "--tb=line",
-        *device_test_files(),
-    ]
-    if importlib.util.find_spec("xdist") is not None:
-        command += ["-n", "4"]
+    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short",
+               path]  # fmt: skip
     try:
         done = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=report.time_left
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=max(1.0, seconds)
         )
-        text, finished = done.stdout, True
     except subprocess.TimeoutExpired as stopped:
-        text, finished = (stopped.stdout or b"").decode(errors="replace"), False
-    print(text[-20_000:], flush=True)
-    found = read_results(text)
+        return None, (stopped.stdout or b"").decode(errors="replace")
+    return done.returncode, done.stdout
+
+
+def put_down(report: Report, path: str, code: int | None, text: str) -> None:
+    """What pytest's output says of the tests of a file."""
+    found, reasons = read_results(text), read_reasons(text)
     for test, status in found.items():
-        report.row(case=test, status="failed" if status in ("FAILED", "ERROR") else status.lower(), reason="")
-        if status in ("FAILED", "ERROR"):
-            report.fail(test, "see the log")
-    if not finished:
-        report.skip(what, f"out of time after {len(found)} tests")
-    elif not found:
-        report.fail(what, f"pytest ended with code {done.returncode} and ran nothing: see the log")
+        wrong = status in ("FAILED", "ERROR")
+        report.row(case=test, status="failed" if wrong else status.lower(), reason=reasons.get(test, ""))
+        if wrong:
+            report.fail(test, reasons.get(test, "see the log"))
+    if code is None:
+        report.skip(path, f"out of time after {len(found)} tests")
+    elif code not in (0, 1, 5) or (code == 1 and not any(s in ("FAILED", "ERROR") for s in found.values())):
+        report.fail(path, f"pytest ended with code {code}: {' / '.join(text.strip().splitlines()[-3:])[:600]}")
 
 
 def device_test_files() -> list[str]:
@@ -65,10 +84,11 @@ def device_test_files() -> list[str]:
 
 
 def read_results(text: str) -> dict[str, str]:
-    """Status by test out of pytest's ``-v`` output, plain or through xdist."""
-    found = {}
-    for line in text.splitlines():
-        line = re.sub(r"^\[gw\d+\]\s*\[\s*\d+%\]\s*(PASSED|FAILED|SKIPPED|ERROR)\s+(.+?)\s*$", r"\2 \1", line)
-        if match := _RESULT.match(line):
-            found[match[1]] = match[2]
-    return found
+    """Status by test out of pytest's ``-v`` output."""
+    matches = (_RESULT.match(line) for line in text.splitlines())
+    return {match[1]: match[2] for match in matches if match}
+
+
+def read_reasons(text: str) -> dict[str, str]:
+    """By test, the line that pytest's summary has of what failed."""
+    return {match[1]: match[2] for line in text.splitlines() if (match := _REASON.match(line))}

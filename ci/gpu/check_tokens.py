@@ -2,22 +2,24 @@
 
 A tiny float32 model, under {graphs, eager} x {async, in turn} x {recompute, swap}, each with preemption and prefix
 caching, and each made to show that it did replay graphs, preempt and hit. Graphs that read or write the wrong buffers,
-and steps that overlap wrongly, give other tokens and nothing else. On a CPU, which has no graphs: eager only.
+and steps that overlap wrongly, give other tokens and nothing else. On a CPU, which has no graphs: eager only. Each way
+has a process of its own.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ci.gpu.part import PartReport, attempt, part_parser
+from ci.gpu.part import Planned, Report
 from engine.build import assemble_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -102,7 +104,7 @@ def make_problem(folder: str) -> dict[Tokens, list[int]]:
     return answers
 
 
-def make_engine(loaded: LoadedModel, folder: str, way: Way, pool_slots: int = POOL_SLOTS) -> Engine:
+def make_engine(loaded: LoadedModel, folder: str, way: Way, pool_slots: int) -> Engine:
     """An engine with ``pool_slots`` slots of KV."""
     slot_bytes = loaded.kv_shape.slot_bytes("auto")
     table_bytes = MAX_NUM_SEQS * -(-MAX_MODEL_LEN // PAGE_SIZE) * PAGE_TABLE_ENTRY_BYTES
@@ -129,7 +131,7 @@ def greedy(engine: Engine, prompts: Sequence[Tokens], name: str) -> list[list[in
     return found
 
 
-def check_way(report: PartReport, engine: Engine, way: Way, answers: dict[Tokens, list[int]]) -> None:
+def check_way(report: Report, engine: Engine, way: Way, answers: dict[Tokens, list[int]]) -> None:
     """Two rounds of all prompts, the second with a prefix cache that knows them. One row; a failure says what is off.
 
     That graphs were replayed, steps overlapped, sequences preempted and prefixes found is asked too: else it would
@@ -162,21 +164,32 @@ def check_way(report: PartReport, engine: Engine, way: Way, answers: dict[Tokens
         report.fail(way.name, wrong[0] + (f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
 
 
-def main() -> int:
-    """The part; 1 if a way failed."""
-    args = part_parser(__doc__).parse_args()
-    report = PartReport(args.out, args.seconds)
-    torch.set_num_threads(1)  # the model is so small that handing out the work takes longer than doing it
-    folder = save_model(args.scratch / "tokens-model")
-    answers = make_problem(folder)
-    loaded = load_model(EngineConfig(model=folder, dtype="float32", device=args.device))
-    for way in ways(args.device):
-        attempt(report, way.name, lambda way=way: check_way(report, make_engine(loaded, folder, way), way, answers))
-    columns, rows = ["way", "result", "preemptions", "slots swapped in", "prefix hits"], report.data["rows"]
-    shown = ("case", "status", "preemptions", "swapped_in_slots", "prefix_hits")
-    report.table("Greedy tokens of whole engines", columns, [[str(row[key]) for key in shown] for row in rows])
-    return report.conclude_checks(len(ways(args.device)), "ways give the tokens of Hugging Face generate")
+class TokenChecks:
+    """One case a way. The plan makes the model and the answers that all ways share."""
+
+    workers = 4  # mostly imports, loading and captures, which do not disturb each other
+
+    def __init__(self, args: Any):
+        torch.set_num_threads(1)  # the model is so small that handing out the work takes longer than doing it
+        self.device, self._folder = args.device, args.scratch / "tokens-model"
+        self._ways = {way.name: way for way in ways(self.device)}
+        self._loaded: LoadedModel | None = None
+
+    def plan(self) -> list[Planned]:
+        """All ways."""
+        answers = make_problem(save_model(self._folder))
+        told = [[list(prompt), tokens] for prompt, tokens in answers.items()]
+        (self._folder / "answers.json").write_text(json.dumps(told), encoding="utf-8")
+        return [Planned(name, None) for name in self._ways]
+
+    def run(self, name: str, report: Report) -> None:
+        """One way."""
+        told = json.loads((self._folder / "answers.json").read_text(encoding="utf-8"))
+        answers = {tuple(prompt): tokens for prompt, tokens in told}
+        folder, way = str(self._folder), self._ways[name]
+        if self._loaded is None:
+            self._loaded = load_model(EngineConfig(model=folder, dtype="float32", device=self.device))
+        check_way(report, make_engine(self._loaded, folder, way, POOL_SLOTS), way, answers)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+CASES = TokenChecks

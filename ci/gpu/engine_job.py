@@ -3,35 +3,48 @@
 Output tokens/s are those of the whole job, from the first step to the last token, prefill included, as nano-vllm's
 benchmark counts them. Every request must bring exactly the tokens that it asked for. The floor is worked out from the
 bandwidth and the matrix rate that the part `facts` measured in the same sitting.
+
+Part ``variants``: the same prompts with short outputs, through engines that differ in one setting, each in a process of
+its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import logging
 import math
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ci.gpu.busy import SmiSampler, profiled_busy_share
+from ci.gpu.busy import SmiSampler, profile_device
 from ci.gpu.nano_shape import NUM_SEQUENCES, Job, ModelCost, draw_job, floor_seconds, model_cost
-from ci.gpu.part import PartReport, attempt, part_parser, read_ceilings, sentence
+from ci.gpu.part import Planned, Report, read_ceilings
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.spec import DTYPE_BYTES, find_model
 from engine.sequence import Request, SamplingParams
 
-QUICK_SEQUENCES, TINY_SEQUENCES = 64, 4
+TINY_SEQUENCES = 4
+VARIANT_OUTPUT = 128  # tokens at most of a prompt of a variant's run
+JOB_SECONDS = 3600.0  # a case of this part stops itself when the part's time is over
 TEMPERATURE = 0.6  # nano-vllm's
 WARM_UP_TOKENS = 24  # output tokens a prompt in the unmeasured run, which has all the prompts
-BUSY_SEQUENCES, BUSY_STEPS = 64, 40
+PROFILED_PROMPT, PROFILED_STEPS = 256, 40
+PROFILE = "profile of decode"
+
+VARIANTS: dict[str, dict[str, Any]] = {  # settings of the engine that differ from the main job's; the first: none
+    "as it is": {},
+    "CUDA graphs off": {"cuda_graphs": False},
+    "FP8 KV": {"kv_cache_dtype": "fp8_e4m3"},
+    "torch_compile": {"torch_compile": True},
+}
 
 TINY_CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -97,29 +110,72 @@ def cost_of(engine: Engine, model: str) -> ModelCost:
 class WarningsAreFailures(logging.Handler):
     """What the engine only warns of, such as decode without CUDA graphs, is a failure where it is to be measured."""
 
-    def __init__(self, report: PartReport):
+    def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._report = report
+        self.report: Report | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """One failure a record."""
-        self._report.fail(record.name, record.getMessage())
+        if self.report is not None:
+            self.report.fail(record.name, record.getMessage())
 
 
 class EngineJob:
-    """The stages of the part; ``report`` gets a row a measured run."""
+    """Measured runs and a profile on one engine, which the first case of a process builds; or the variants."""
 
-    def __init__(self, report: PartReport, args: Any):
-        self.report, self.args = report, args
-        if args.tiny:
-            self.job = draw_job(TINY_SEQUENCES, 8, 32)
-        else:
-            self.job = draw_job(QUICK_SEQUENCES if args.quick else NUM_SEQUENCES)
-        self.model = str(_tiny_model(args.scratch)) if args.tiny else args.model
+    workers = 1  # nothing else may run on the device
+
+    def __init__(self, args: Any):
+        own = argparse.ArgumentParser()
+        own.add_argument("--model", required=True, help="a config that ships with the engine")
+        own.add_argument("--variants", action="store_true", help="short runs of engines that differ in a setting")
+        asked = own.parse_args(args.own)
+        self.args, self.variants = args, asked.variants
+        self.job = draw_job(TINY_SEQUENCES, 8, 32) if args.tiny else draw_job()
+        if self.variants:
+            self.job = shortened(self.job, VARIANT_OUTPUT)
+        self.shown_model = asked.model
+        self.model = str(_tiny_model(args.scratch)) if args.tiny else asked.model
         self.engine: Engine | None = None
+        self.load_seconds = 0.0
+        self._warnings = WarningsAreFailures()
+        logging.getLogger("engine").addHandler(self._warnings)
 
-    def load(self) -> None:
-        """Build the engine; what it came to is in the report."""
+    def plan(self) -> list[Planned]:
+        """Runs before the profile; each variant alone, so that none finds another's memory taken."""
+        if self.variants:
+            return [Planned(name, None, JOB_SECONDS) for name in VARIANTS]
+        runs = 1 if self.args.quick or self.args.tiny else 2
+        names = [f"run {number}" for number in range(runs)] + [PROFILE] * (self.args.device == "cuda")
+        return [Planned(name, seconds=JOB_SECONDS) for name in names]
+
+    def run(self, name: str, report: Report) -> None:
+        """One case; the engine is there afterwards."""
+        self.report = self._warnings.report = report
+        if self.variants:
+            if not self._settings_are_known(name):
+                return
+            self.engine = None
+            self.load(**VARIANTS[name])
+        elif self.engine is None:
+            self.load()
+        if name == PROFILE:
+            self.profile()
+        else:
+            self.measure(name)
+
+    def _settings_are_known(self, name: str) -> bool:
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        if unknown := sorted(set(VARIANTS[name]) - known):
+            self.report.skip(name, f"this engine has no setting {', '.join(unknown)}")
+        elif self.args.device == "cpu" and VARIANTS[name].get("torch_compile"):
+            self.report.skip(name, "on a CPU it takes minutes and a C++ compiler")
+        else:
+            return True
+        return False
+
+    def load(self, **settings: Any) -> None:
+        """Build the engine, which differs from the job's own in ``settings``, and warm it up."""
         tiny = self.args.tiny
         started = time.perf_counter()
         self.engine = build_engine(
@@ -132,44 +188,49 @@ class EngineJob:
                 max_model_len=64 if tiny else 2048,
                 max_num_seqs=4 if tiny else NUM_SEQUENCES,
                 max_num_batched_tokens=32 if tiny else 8192,
+                **settings,
             )
         )
-        self.report.data["load_seconds"] = time.perf_counter() - started
-        self.report.data["cuda_graphs"] = self.engine.executor.forward.replays_graphs
-        self.report.data["engine_config"] = dataclasses.asdict(self.engine.config)
-        self.report.data["capacity"] = dataclasses.asdict(self.engine.capacity)
-        self.report.save()
+        self.load_seconds = time.perf_counter() - started
+        if not self.variants:
+            self.report.put(
+                load_seconds=self.load_seconds, cuda_graphs=self.engine.executor.forward.replays_graphs,
+                engine_config=dataclasses.asdict(self.engine.config), capacity=dataclasses.asdict(self.engine.capacity),
+            )  # fmt: skip
+        self.warm_up()
 
     def warm_up(self) -> None:
         """All prompts once, with short outputs, not measured."""
         assert self.engine is not None
-        short = tuple(min(WARM_UP_TOKENS, wanted) for wanted in self.job.output_lengths)
-        started = time.perf_counter()
-        run_job(self.engine, dataclasses.replace(self.job, output_lengths=short), "warm-up")
-        self.report.data["warm_up_seconds"] = time.perf_counter() - started
+        run_job(self.engine, shortened(self.job, WARM_UP_TOKENS), "warm-up")
 
-    def measure(self, run: int) -> None:
+    def measure(self, name: str) -> None:
         """One run of the job: a row, or a failure that says what is missing."""
         assert self.engine is not None
         job = self.job
         with SmiSampler(self.args.device == "cuda") as sampler:
-            result = run_job(self.engine, job, f"run{run}", time.monotonic() + self.report.time_left)
+            result = run_job(self.engine, job, name, time.monotonic() + self.report.time_left)
         if result.output_lengths != list(job.output_lengths):
             done, took = sum(result.output_lengths), result.seconds
             self.report.fail(
-                f"run {run}",
+                name,
                 f"{done:,} of {job.output_tokens:,} output tokens in {took:.1f} s ({done / took:,.0f} tokens/s): "
                 "stopped for want of time, or the engine did not bring what was asked for",
             )
             return
-        self.report.row(run=run, **self._figures(result), nvidia_smi=sampler.summary)
+        variant = name if self.variants else None
+        self.report.row(run=name, variant=variant, **self._figures(result), nvidia_smi=sampler.summary)
+        if self.args.device == "cuda" and not self.variants:
+            self.report.put(peak_memory_bytes=torch.cuda.max_memory_allocated())
 
     def _figures(self, result: JobResult) -> dict[str, Any]:
         assert self.engine is not None
         job, ceilings = self.job, read_ceilings(self.args.facts)
         flops = ceilings.get("matmul_bf16_tflop_per_s") or ceilings.get("matmul_fp32_tflop_per_s")
         figures: dict[str, Any] = {
-            "model": self.args.model,
+            "model": self.shown_model,
+            "load_seconds": self.load_seconds,
+            "longest_output": max(job.output_lengths),
             "sequences": len(job.prompts),
             "input_tokens": job.input_tokens,
             "output_tokens": job.output_tokens,
@@ -191,25 +252,36 @@ class EngineJob:
             figures["share_of_floor"] = floor["total"] / result.seconds
         return figures
 
-    def busy(self) -> None:
-        """Decode of 64 sequences and nothing else, under the profiler."""
+    def profile(self) -> None:
+        """Decode of as many sequences as the job has and nothing else, under the profiler."""
         assert self.engine is not None
         engine, vocab = self.engine, self.engine.model_info.vocab_size
-        wanted = BUSY_STEPS * 2 + 64
-        params = SamplingParams(max_tokens=wanted, temperature=TEMPERATURE, ignore_eos=True)
-        for index in range(BUSY_SEQUENCES):
-            prompt = tuple((index * 131 + i * 31) % vocab for i in range(256))
-            engine.add_request(Request(f"busy-{index}", prompt, params))
-        prompts = BUSY_SEQUENCES * 256
-        for _ in range(-(-prompts // engine.config.max_num_batched_tokens) + 8):
+        before = -(-NUM_SEQUENCES * PROFILED_PROMPT // engine.config.max_num_batched_tokens) + 8
+        params = SamplingParams(max_tokens=before + PROFILED_STEPS + 8, temperature=TEMPERATURE, ignore_eos=True)
+        for index in range(NUM_SEQUENCES):
+            prompt = tuple((index * 131 + i * 31) % vocab for i in range(PROFILED_PROMPT))
+            engine.add_request(Request(f"profile-{index}", prompt, params))
+        for _ in range(before):
             engine.step()
-        share = profiled_busy_share(engine.step, BUSY_STEPS)
-        self.report.data["busy_share_in_decode"] = share
-        self.report.data["busy_share_sequences"] = BUSY_SEQUENCES
-        if share is None:
-            self.report.skip("busy share in decode", "the profiler saw nothing run on the device")
+        found = profile_device(engine.step, PROFILED_STEPS)
+        if found.busy_share is None:
+            self.report.skip(PROFILE, "the profiler saw nothing run on the device")
+            return
+        self.report.put(
+            busy_share_in_decode=found.busy_share, profiled=f"{self.shown_model}, {NUM_SEQUENCES} sequences",
+            kernels_of_a_decode_step=found.kernels, other_kernels_us=found.other_us,
+            kernels_a_decode_step=found.count,
+        )  # fmt: skip
         while engine.has_work():
             engine.step()
+
+
+CASES = EngineJob
+
+
+def shortened(job: Job, longest: int) -> Job:
+    """The same prompts with outputs of at most ``longest`` tokens."""
+    return dataclasses.replace(job, output_lengths=tuple(min(longest, wanted) for wanted in job.output_lengths))
 
 
 def _quantiles(values: list[float], scale: float) -> dict[str, float]:
@@ -224,70 +296,3 @@ def _tiny_model(folder: Path) -> Path:
     path = folder / "tiny.json"
     path.write_text(json.dumps(TINY_CONFIG), encoding="utf-8")
     return path
-
-
-def summarise(report: PartReport, label: str) -> None:
-    """One table row a run, and the headline."""
-    columns = [
-        "model",
-        "sequences",
-        "output tok/s",
-        "floor tok/s",
-        "share",
-        "TTFT p50 / max ms",
-        "step p50 ms",
-        "busy %",
-    ]
-    rows = []
-    for row in report.data["rows"]:
-        busy = report.data.get("busy_share_in_decode")
-        rows.append(
-            [
-                row["model"] + label,
-                str(row["sequences"]),
-                f"{row['output_tokens_per_s']:,.0f}",
-                f"{row['floor_tokens_per_s']:,.0f}" if "floor_tokens_per_s" in row else "–",
-                f"{row['share_of_floor']:.2f}" if "share_of_floor" in row else "–",
-                f"{row['ttft_ms']['p50']:,.0f} / {row['ttft_ms']['max']:,.0f}",
-                f"{row['step_ms']['p50']:.2f}",
-                "–" if busy is None else f"{100 * busy:.0f}",
-            ]
-        )
-    report.table("Batch job of nano-vllm's shape (256 sequences in full), engine in process", columns, rows)
-    if rows:
-        best = max(report.data["rows"], key=lambda row: row["output_tokens_per_s"])
-        report.data["headline"] = (
-            f"{best['output_tokens_per_s']:,.0f} output tok/s, {best['sequences']} sequences{label}"
-        )
-        report.save()
-
-
-def main() -> int:
-    """The part; 1 if a run failed."""
-    parser = part_parser(__doc__)
-    parser.add_argument("--model", required=True, help="a config that ships with the engine")
-    args = parser.parse_args()
-    report = PartReport(args.out, args.seconds)
-    logging.getLogger("engine").addHandler(WarningsAreFailures(report))
-    job = EngineJob(report, args)
-    label = " (tiny shape)" if args.tiny else f" ({QUICK_SEQUENCES} of {NUM_SEQUENCES}, quick)" if args.quick else ""
-    try:
-        job.load()
-        job.warm_up()
-    except Exception as error:
-        report.fail(f"engine with {args.model}", sentence(error))
-        raise
-    for run in range(1 if args.quick or args.tiny else 2):
-        attempt(report, f"run {run}", lambda number=run: job.measure(number))
-        summarise(report, label)
-    if args.device == "cuda":
-        attempt(report, "busy share in decode", job.busy)
-        summarise(report, label)
-    if args.device == "cuda":
-        report.data["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-        report.save()
-    return report.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,7 +19,8 @@ import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+from ci.gpu.requirements import read_requirements
+
 PINNED = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy")
 PIP_SECONDS = 120.0  # for one call
 PROBE_SECONDS = 60.0
@@ -49,12 +50,6 @@ class Environment:
             [self.python, "-c", _PROBE, *names], capture_output=True, text=True, timeout=PROBE_SECONDS, check=True
         )
         return json.loads(done.stdout)
-
-
-def read_requirements() -> list[str]:
-    """Names of the packages that parts may need and a GPU machine may lack."""
-    lines = (line.split("#")[0].strip() for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if line]
 
 
 def prepare(folder: Path, wheels: Path | None, ends: float = math.inf) -> Environment:

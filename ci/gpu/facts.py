@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ci.gpu.part import PartReport, attempt, part_parser
-from ci.gpu.timing import measure
+from ci.gpu.part import Planned, Report
+from ci.gpu.timing import WRITING, measure
 
 SMI_FIELDS = (
     "name", "driver_version", "compute_cap", "memory.total", "memory.used", "clocks.sm", "clocks.mem", "clocks.max.sm",
@@ -62,61 +62,86 @@ def torch_facts(device: str) -> dict[str, Any]:
     return facts
 
 
-class Ceilings:
-    """Each method measures one ceiling into ``report.data["ceilings"]`` (GB/s: 1e9 bytes; TFLOP/s: 1e12)."""
+class Facts:
+    """A case a ceiling; each adds rows of what was reached (GB/s: 1e9 bytes; TFLOP/s: 1e12) and how."""
 
-    def __init__(self, report: PartReport, device: str, tiny: bool):
-        self.report, self.device = report, device
-        self.size = 8 * 2**20 if tiny else 4 * 2**30  # bytes, many times every cache
-        if device == "cuda":
+    workers = 1
+
+    def __init__(self, args: Any):
+        self.device = args.device
+        self.size = 8 * 2**20 if args.tiny else 4 * 2**30  # bytes, many times every cache
+        if args.device == "cuda":
             self.size = min(self.size, torch.cuda.mem_get_info()[0] // 8 // 2**20 * 2**20)
-        self.seconds = 0.02 if tiny else 0.5
-        self.matrix = 256 if tiny else 8192
-        self.found: dict[str, float] = report.data.setdefault("ceilings", {})
+        self.seconds = 0.02 if args.tiny else 0.5
+        self.matrix = 256 if args.tiny else 8192
+        self._cases: dict[str, Callable[[Report], None]] = {
+            "device": self.before, "read bandwidth": self.read, "copy bandwidth": self.copy,
+            "matrix product": self.matmul,
+        }  # fmt: skip
+        if args.device == "cuda":
+            self._cases |= {"host link": self.host_link, "device afterwards": self.after,
+                            "read bandwidth by Triton": self.triton_read}  # fmt: skip
 
-    def keep(self, name: str, value: float, how: str) -> None:
-        """One ceiling and how it was measured."""
-        self.found[name] = value = float(f"{value:.4g}")
-        self.report.row(ceiling=name, value=value, how=how)
+    def plan(self) -> list[Planned]:
+        """Our own kernel in a process of its own."""
+        return [Planned(name, None if name == "read bandwidth by Triton" else "main") for name in self._cases]
 
-    def read(self) -> None:
-        """Read bandwidth."""
+    def run(self, name: str, report: Report) -> None:
+        """One ceiling."""
+        self._cases[name](report)
+
+    def before(self, report: Report) -> None:
+        """What the device is."""
+        report.put(device=torch_facts(self.device), nvidia_smi=smi_query() if self.device == "cuda" else {})
+
+    def after(self, report: Report) -> None:
+        """Its clocks and temperature once it has worked."""
+        report.put(nvidia_smi_after=smi_query())
+
+    def keep(self, report: Report, name: str, value: float, how: str) -> None:
+        """What one way reached."""
+        report.row(ceiling=name, value=float(f"{value:.4g}"), how=how)
+
+    def read(self, report: Report) -> None:
+        """Read bandwidth of torch's reductions."""
         x = torch.randn(self.size // 4, device=self.device)
-        steps = {"torch.sum": lambda: torch.sum(x), "torch.dot": lambda: torch.dot(x, x)}
-        if self.device == "cuda":
-            steps |= self._triton_reads(x)
-        speeds = {how: x.nbytes / measure(step, self.device, self.seconds).median / 1e9 for how, step in steps.items()}
-        how = max(speeds, key=speeds.__getitem__)
-        self.keep("read_gb_per_s", speeds[how], ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items()))
+        self._reads(report, x, {"torch.sum": lambda: torch.sum(x), "torch.dot": lambda: torch.dot(x, x)})
 
-    @staticmethod
-    def _triton_reads(x: torch.Tensor) -> dict[str, Any]:
+    def triton_read(self, report: Report) -> None:
+        """Read bandwidth of a kernel that does nothing else."""
         from ci.gpu.read_kernel import BLOCKS, launch_read
 
-        def step(block: int, loads: int, warps: int) -> Any:
+        x = torch.randn(self.size // 4, device=self.device)
+
+        def step(block: int, loads: int, warps: int) -> Callable[[], object]:
             assert x.numel() % (block * loads) == 0, "bytes that are counted are bytes that are read"
             out = torch.empty(x.numel() // (block * loads), device=x.device)
             return lambda: launch_read(x, out, block, loads, warps)
 
-        return {f"triton {block}x{loads}": step(block, loads, warps) for block, loads, warps in BLOCKS}
+        self._reads(report, x, {f"Triton, {b} x {loads}": step(b, loads, warps) for b, loads, warps in BLOCKS})
 
-    def copy(self) -> None:
+    def _reads(self, report: Report, x: torch.Tensor, steps: dict[str, Callable[[], object]]) -> None:
+        for how, step in steps.items():
+            speed = x.nbytes / measure(step, self.device, self.seconds).median / 1e9
+            self.keep(report, "read_gb_per_s", speed, how)
+
+    def copy(self, report: Report) -> None:
         """Copy bandwidth."""
         x = torch.randn(self.size // 4, device=self.device)
         y = torch.empty_like(x)
-        timing = measure(lambda: y.copy_(x), self.device, self.seconds)
-        self.keep("copy_gb_per_s", 2 * x.nbytes / timing.median / 1e9, "device to device, bytes read and written")
+        timing = measure(lambda: y.copy_(x), self.device, self.seconds, flush=WRITING)
+        self.keep(report, "copy_gb_per_s", 2 * x.nbytes / timing.median / 1e9, "device to device, read and written")
 
-    def matmul(self) -> None:
+    def matmul(self, report: Report) -> None:
         """Matrix products."""
         n = self.matrix
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in "ab")
         timing = measure(lambda: a @ b, self.device, self.seconds)
         name = "matmul_bf16_tflop_per_s" if dtype == torch.bfloat16 else "matmul_fp32_tflop_per_s"
-        self.keep(name, 2 * n**3 / timing.median / 1e12, f"{n} x {n} x {n}, random data")
+        self.keep(report, name, 2 * n**3 / timing.median / 1e12, f"{n} x {n} x {n}, random data")
 
-    def host_link(self) -> None:
+    def host_link(self, report: Report) -> None:
         """Page-locked host memory, both ways: the ceiling of swapping."""
         size = min(self.size, 2**30)
         on_device = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -126,28 +151,7 @@ class Ceilings:
             ("device_to_host_gb_per_s", on_host, on_device),
         ):
             timing = measure(lambda t=target, s=source: t.copy_(s, non_blocking=True), self.device, self.seconds)
-            self.keep(name, size / timing.median / 1e9, "page-locked memory, 1 GiB")
+            self.keep(report, name, size / timing.median / 1e9, "page-locked memory, 1 GiB")
 
 
-def main() -> int:
-    """The part; 1 if a measurement failed."""
-    args = part_parser(__doc__).parse_args()
-    report = PartReport(args.out, args.seconds)
-    report.data["device"] = torch_facts(args.device)
-    report.data["nvidia_smi"] = smi_query() if args.device == "cuda" else {}
-    report.save()
-    ceilings = Ceilings(report, args.device, args.tiny)
-    attempt(report, "read bandwidth", ceilings.read)
-    attempt(report, "copy bandwidth", ceilings.copy)
-    attempt(report, "matrix product", ceilings.matmul)
-    if args.device == "cuda":
-        attempt(report, "host link", ceilings.host_link)
-    report.data["nvidia_smi_after"] = smi_query() if args.device == "cuda" else {}
-    report.data["headline"] = ", ".join(f"{name} {value:,.0f}" for name, value in ceilings.found.items())
-    rows = [[row["ceiling"], f"{row['value']:,.4g}", row["how"]] for row in report.data["rows"]]
-    report.table("Measured ceilings", ["ceiling", "value", "how"], rows)
-    return report.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+CASES = Facts

@@ -29,7 +29,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class Decode:
-    """``bar``: of the read bandwidth. ``against``: the name of the case that its time is divided by."""
+    """``context``: tokens of each sequence, but for the last of ``longest``, if that is given.
+
+    ``bar``: of the read bandwidth. ``against``: the name of the case that its time is divided by.
+    """
 
     batch: int
     context: int
@@ -38,19 +41,28 @@ class Decode:
     bar: float | None = None
     against: str | None = None
     bar_time: float | None = None  # of the ratio of times
+    longest: int | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [self.context] * (self.batch - 1) + [self.longest or self.context]
 
     @property
     def name(self) -> str:
         """As tables show it."""
         page = "contiguous" if self.page_size == CONTIGUOUS else f"page {self.page_size}"
-        return f"decode {self.kv}, {self.batch} x {self.context}, {page}"
+        shape = f"{self.batch} x {self.context}"
+        if self.longest:
+            shape = f"1 x {self.longest} among {self.batch - 1} x {self.context}"
+        return f"decode {self.kv}, {shape}, {page}"
 
 
 def decode_cases(quick: bool) -> list[Decode]:
     """Most important first."""
     base, long, single = (Decode(*shape, bar=bar) for shape, bar in bench_bars.DECODE_SHARES.items())
     contiguous = Decode(64, 4096, CONTIGUOUS)
-    cases = [base, long, single, contiguous]
+    cases = [base, long, single, contiguous, Decode(64, 512, longest=32768)]
     for kv in KV_FORMATS:
         bars = (bench_bars.FP8_DECODE_SHARE, bench_bars.FP8_DECODE_TIME) if kv == "fp8_e4m3" else (None, None)
         cases.append(Decode(64, 8192, kv=kv, bar=bars[0], against=long.name, bar_time=bars[1]))
@@ -108,20 +120,22 @@ def row_bytes(kv: str, heads: Heads, dtype: torch.dtype) -> int:
 
 
 def make_decode(case: Decode, heads: Heads, dtype: torch.dtype, device: str) -> DecodeTensors:
-    """Sequences of one length, their pages in random order."""
-    page_size = case.context + 1 if case.page_size == CONTIGUOUS else case.page_size
-    pages = -(-case.context // page_size)
-    slots = case.batch * pages * page_size
-    starts = torch.randperm(case.batch * pages).view(case.batch, pages) * page_size
-    k, v = (filled_cache(case.kv, slots, heads, dtype, device) for _ in "kv")
+    """Sequences with their pages in random order."""
+    lengths = torch.tensor(case.lengths)
+    page_size = int(lengths.max()) + 1 if case.page_size == CONTIGUOUS else case.page_size
+    pages = (lengths + page_size - 1) // page_size
+    order = torch.randperm(int(pages.sum())) * page_size
+    used = torch.arange(int(pages.max())) < pages[:, None]
+    starts = torch.zeros(used.shape, dtype=torch.int64).masked_scatter(used, order)
+    k, v = (filled_cache(case.kv, len(order) * page_size, heads, dtype, device) for _ in "kv")
     return DecodeTensors(
         q=torch.randn(case.batch, heads.query, heads.dim, dtype=dtype, device=device),
         k=k,
         v=v,
         page_starts=starts.to(device),
-        seq_lens=torch.full((case.batch,), case.context, device=device),
+        seq_lens=lengths.to(device),
         page_size=page_size,
-        kv_bytes=case.batch * case.context * row_bytes(case.kv, heads, dtype),
+        kv_bytes=sum(case.lengths) * row_bytes(case.kv, heads, dtype),
     )
 
 

@@ -1,6 +1,6 @@
 """What every part shares: its arguments, its clock, and the JSON file it keeps up to date while it runs.
 
-A part that is stopped in the middle leaves everything it had measured until then.
+A part that is stopped in the middle leaves everything it had measured until then. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable
+import traceback
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+LINE_CHARACTERS = 300  # of a line of a reason
+TRACEBACK_CHARACTERS = 6000  # the end of it
 
 
-class PartReport:
-    """Rows, and what was skipped or failed and why. Every change is on disk at once.
+class Report:
+    """Rows, and what was skipped or failed and why, of a part or of one case.
 
     ``headline``: a few words for the table of parts. ``table``: columns and rows of text for the summary.
     """
 
-    def __init__(self, path: Path, seconds: float):
-        self._path = path
+    def __init__(self, seconds: float):
         self._ends = time.monotonic() + seconds
         self.data: dict[str, Any] = {"headline": "", "rows": [], "skipped": [], "failures": [], "tables": []}
 
@@ -35,21 +38,47 @@ class PartReport:
         """Of the part's process: 1 if anything failed."""
         return 1 if self.data["failures"] else 0
 
+    def add(self, kind: str, value: dict[str, Any]) -> None:
+        """``kind``: rows, skipped or failures, to which ``value`` is appended; or data, which ``value`` updates."""
+        if kind == "data":
+            self.data |= value
+        else:
+            self.data[kind].append(value)
+
     def row(self, **values: Any) -> None:
         """One measurement."""
-        self.data["rows"].append(values)
-        self.save()
+        self.add("rows", values)
+
+    def put(self, **values: Any) -> None:
+        """What is no row: it replaces what had such a key."""
+        self.add("data", values)
 
     def skip(self, what: str, reason: str) -> None:
         """``what`` was not measured, and why."""
-        self.data["skipped"].append({"what": what, "reason": reason})
-        print(f"SKIPPED {what}: {reason}", flush=True)
-        self.save()
+        self.add("skipped", {"what": what, "reason": reason})
 
-    def fail(self, what: str, reason: str) -> None:
+    def fail(self, what: str, reason: str, **more: Any) -> None:
         """``what`` is wrong, and how."""
-        self.data["failures"].append({"what": what, "reason": reason})
-        print(f"FAILED {what}: {reason}", flush=True)
+        self.add("failures", {"what": what, "reason": reason, **more})
+
+    def error(self, what: str, error: BaseException) -> None:
+        """``what`` failed with ``error``, whose traceback is kept."""
+        text = "".join(traceback.format_exception(error))
+        self.fail(what, sentence(error), traceback=text[-TRACEBACK_CHARACTERS:])
+
+
+class PartReport(Report):
+    """A report of which every change is on disk at once, and in the log what is wrong."""
+
+    def __init__(self, path: Path, seconds: float):
+        super().__init__(seconds)
+        self._path = path
+
+    def add(self, kind: str, value: dict[str, Any]) -> None:
+        super().add(kind, value)
+        if kind in ("skipped", "failures"):
+            word = "FAILED" if kind == "failures" else "SKIPPED"
+            print(f"{word} {value['what']}: {value['reason']}\n{value.get('traceback', '')}", flush=True)
         self.save()
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -58,18 +87,35 @@ class PartReport:
         self.data["tables"] = [*others, {"title": title, "columns": columns, "rows": rows}]
         self.save()
 
-    def conclude_checks(self, total: int, what: str) -> int:
-        """The headline of a part whose rows are checks, ``total`` of them; the exit code."""
-        passed = sum(row["status"] == "passed" for row in self.data["rows"])
-        self.data["headline"] = f"{passed} of {total} {what}"
-        self.save()
-        return self.exit_code
-
     def save(self) -> None:
         """All of it, to the file, in one go."""
         scratch = self._path.with_suffix(".tmp")
         scratch.write_text(json.dumps(plain(self.data), indent=1) + "\n", encoding="utf-8")
         scratch.replace(self._path)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A case by its ``name``. ``group``: cases of one group may share a process; None: this one has its own.
+
+    ``seconds``: after which it counts as hung, and its process is stopped.
+    """
+
+    name: str
+    group: str | None = "main"
+    seconds: float = 120.0
+
+
+class PartCases(Protocol):
+    """What ``ci.gpu.isolated`` runs: a module's ``CASES``, made from the part's arguments in each child process."""
+
+    workers: int  # processes at once
+
+    def plan(self) -> list[Planned]:
+        """All cases, the most important and least risky first. Called in the first process only."""
+
+    def run(self, name: str, report: Report) -> None:
+        """One case; what it raises is put down as its failure."""
 
 
 def plain(value: Any) -> Any:
@@ -102,22 +148,16 @@ def read_ceilings(path: Path | None) -> dict[str, float]:
 
 
 def sentence(error: BaseException) -> str:
-    """The first line of an error, with its type; of a long text the beginning."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+    """The type of an error with its first and last lines.
+
+    The first line alone may say nothing: that of Triton's CompilationError is a place, such as ``at 57:12:``.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    kept = lines if len(lines) <= 3 else [lines[0], "...", *lines[-2:]]
+    shown = [line if len(line) <= LINE_CHARACTERS else f"{line[:LINE_CHARACTERS]}..." for line in kept]
+    return f"{type(error).__name__}: {' / '.join(shown)}"
 
 
 def ratio_text(value: float | None) -> str:
     """For a table; a dash where there is none."""
     return "–" if value is None else f"{value:.2f}"
-
-
-def attempt(report: PartReport, what: str, run: Callable[[], None]) -> None:
-    """``run()``; an error is put down as a failure of ``what``, and a lack of time as skipped."""
-    if report.time_left <= 0:
-        report.skip(what, "no time left")
-        return
-    try:
-        run()
-    except Exception as error:  # whatever one case raises, the next ones are still worth measuring
-        report.fail(what, sentence(error))

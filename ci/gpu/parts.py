@@ -19,6 +19,7 @@ class Part:
     """``module`` of this package, run with ``arguments``. ``needs``: import names; ``gpu_needs``: on a GPU as well.
 
     ``quick_s``, ``full_s``: seconds after which it begins no new measurement; 0: left out of such a run.
+    ``isolated``: the module has cases, each run in a child process; ``wrapper``: a command that runs these processes.
     """
 
     name: str
@@ -30,10 +31,15 @@ class Part:
     gpu_needs: tuple[str, ...] = ("triton",)
     arguments: tuple[str, ...] = ()
     result: str = ""  # the result file that its JSON goes into
+    isolated: bool = True
+    wrapper: str = ""
 
     def command(self, python: str) -> list[str]:
         """The part's process, but for the arguments that all parts have."""
-        return [python, "-m", f"ci.gpu.{self.module}", *self.arguments]
+        if not self.isolated:
+            return [python, "-m", f"ci.gpu.{self.module}", *self.arguments]
+        wrapped = ["--wrapper", self.wrapper] if self.wrapper else []
+        return [python, "-m", "ci.gpu.isolated", f"ci.gpu.{self.module}", *wrapped, *self.arguments]
 
     def seconds(self, quick: bool) -> float:
         """After which it begins no new measurement."""
@@ -51,41 +57,40 @@ def _engine(model: str, quick_s: float) -> Part:
     )  # fmt: skip
 
 
+_SANITIZER = "compute-sanitizer --tool memcheck --error-exitcode 86 --print-limit 20"  # WRAPPER_ERROR of isolated
+
 PARTS = (
-    Part("facts", "facts", "device and measured ceilings", 30.0, 60.0, result="manifest.json"),
-    Part("check", "check_kernels", "kernels against float64 on the device", 80.0, 400.0, result="kernels.json"),
+    Part("facts", "facts", "device and measured ceilings", 25.0, 60.0, result="manifest.json"),
+    Part("check", "check_kernels", "kernels against float64 on the device", 50.0, 300.0, result="kernels.json"),
     Part(
-        "tokens",
-        "check_tokens",
-        "greedy tokens of whole engines against Hugging Face",
-        30.0,
-        120.0,
-        MODEL,
+        "tokens", "check_tokens", "greedy tokens of whole engines against Hugging Face", 40.0, 120.0, MODEL,
         result="engine.json",
     ),
-    Part("kernels", "time_kernels", "kernel times against the ceilings", 80.0, 400.0, result="kernels.json"),
-    _engine("qwen3-0.6b", 70.0),
-    _engine("llama-3.1-8b", 70.0),
+    Part("kernels", "time_kernels", "kernel times against the ceilings", 65.0, 400.0, result="kernels.json"),
+    _engine("qwen3-0.6b", 60.0),
+    _engine("llama-3.1-8b", 65.0),
     _engine("qwen3-14b", 0.0),
     Part(
-        "sweep",
-        "sweep",
-        "gpu profile of workloads/mixed.yaml through the server",
-        140.0,
-        3600.0,
-        needs=(*SERVER, *CLIENT, *REPORT),
-        result="sweep",
+        "variants", "engine_job", "short jobs of engines that differ in one setting", 75.0, 600.0, MODEL,
+        arguments=("--model", "qwen3-0.6b", "--variants"), result="engine.json",
     ),
     Part(
-        "tune",
-        "tune",
-        "kernel configurations for this architecture",
-        0.0,
-        900.0,
-        needs=(*TORCH, "click", "rich", "psutil"),
-        result="tuned.json",
+        "tests", "check_suite", "the repository's device tests", 25.0, 300.0, (*TORCH, "pytest"),
+        result="kernels.json",
     ),
-)
+    Part(
+        "memcheck", "memcheck", "six kernel cases under compute-sanitizer", 20.0, 240.0, result="kernels.json",
+        wrapper=_SANITIZER,
+    ),
+    Part(
+        "sweep", "sweep", "gpu profile of workloads/mixed.yaml through the server", 80.0, 3600.0,
+        needs=(*SERVER, *CLIENT, *REPORT), result="sweep", isolated=False,
+    ),
+    Part(
+        "tune", "tune", "kernel configurations for this architecture", 0.0, 900.0,
+        needs=(*TORCH, "click", "rich", "psutil"), result="tuned.json", isolated=False,
+    ),
+)  # fmt: skip
 
 
 def select_parts(names: list[str], quick: bool) -> list[Part]:

@@ -58,6 +58,11 @@ def write_results(outdir: Path, scratch: Path, manifest: dict[str, Any], outcome
     (outdir / "summary.md").write_text(text, encoding="utf-8")
 
 
+def left_over(outdir: Path) -> list[Path]:
+    """Files of an earlier run."""
+    return [outdir / name for name in FILES if (outdir / name).is_file()]
+
+
 def _json(data: Any) -> bytes:
     return (json.dumps(data, indent=1) + "\n").encode()
 
@@ -92,7 +97,10 @@ def render(manifest: dict[str, Any], outcomes: list[Outcome], left_out: list[str
             [[o.name, o.status, f"{o.seconds:.0f}", o.reason or o.data.get("headline") or o.what] for o in outcomes],
         ),
     ]
-    lines += _troubles("Failed", outcomes, "failures")
+    failed = _troubles("Failed", outcomes, "failures")
+    if any("traceback" in trouble for outcome in outcomes for trouble in outcome.data.get("failures", [])):
+        failed += ["Tracebacks: log.txt, and `failures` of the part in kernels.json, engine.json.", ""]
+    lines += failed
     for (title, columns), rows in _tables(outcomes).items():
         lines += [f"## {title}", "", *_table(list(columns), rows)]
     lines += _troubles("Skipped inside the parts", outcomes, "skipped")

@@ -7,8 +7,8 @@ and written, against the copy ceiling; swaps the bytes that cross the link, agai
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from ci.gpu import kernel_cases as cases
 from ci.gpu.check_moves import capacity
 from ci.gpu.kernel_cases import Decode, Heads, Prefill
-from ci.gpu.part import PartReport, attempt, part_parser, ratio_text, read_ceilings
-from ci.gpu.timing import Timing, measure
+from ci.gpu.part import Planned, Report, read_ceilings
+from ci.gpu.timing import READING, WRITING, Timing, measure
 from engine.kv.manager import Move, MoveKind
 from engine.kv.mover import KVMover
 from kernels import get_backend
@@ -33,14 +33,42 @@ LAYERS_MOVED = 32  # a page is scattered over this many layers
 class KernelTimes:
     """One method a kind of kernel; each adds rows."""
 
-    def __init__(self, report: PartReport, args: Any):
-        self.report, self.device, self.tiny = report, args.device, args.tiny
+    workers = 1  # nothing else may run on the device
+
+    def __init__(self, args: Any):
+        self.device, self.tiny = args.device, args.tiny
         self.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
         self.heads = Heads(4, 2, 32) if args.tiny else Heads(32, 8, 128)
         self.backend = get_backend("triton" if args.device == "cuda" else "numba")
         self.ceilings = read_ceilings(args.facts)
         self.seconds = 0.01 if args.tiny else 0.2 if args.quick else 0.5
-        self.times: dict[str, float] = {}
+        self.report = Report(0.0)
+        self._main, self._extreme = self._todo(args.quick)
+
+    def _todo(self, quick: bool) -> tuple[dict[str, Callable[[], None]], dict[str, Callable[[], None]]]:
+        """By name, what is timed: what a quick run has, and what goes beyond."""
+        decodes = cases.tiny_decode_cases() if self.tiny else cases.decode_cases(True)
+        prefills = [Prefill(2, 16, 16)] if self.tiny else cases.prefill_cases(True)
+        found: dict[str, Callable[[], None]] = {c.name: partial(self.decode, c) for c in decodes[:9]}
+        found["decode by torch SDPA"] = partial(self.decode_by_sdpa, *((2, 64) if self.tiny else (64, 4096)))
+        found |= {c.name: partial(self.prefill, c) for c in prefills}
+        found |= {f"write {kv}": partial(self.write, kv) for kv in ("auto", *KV_FORMATS)}
+        found |= {f"moves of pages of {size}": partial(self.moves, size) for size in ((16,) if self.tiny else (16, 1))}
+        found |= {c.name: partial(self.decode, c) for c in decodes[9:]}
+        if quick or self.tiny:
+            return found, {}
+        extreme: dict[str, Callable[[], None]] = {c.name: partial(self.prefill, c) for c in cases.prefill_cases(False)}
+        extreme |= {c.name: partial(self.decode, c) for c in cases.decode_cases(False)}
+        return found, {name: run for name, run in extreme.items() if name not in found}
+
+    def plan(self) -> list[Planned]:
+        """What goes beyond a quick run is timed in another process."""
+        return [*(Planned(name, "main") for name in self._main), *(Planned(name, "extreme") for name in self._extreme)]
+
+    def run(self, name: str, report: Report) -> None:
+        """One case."""
+        self.report = report
+        (self._main.get(name) or self._extreme[name])()
 
     def supports(self, name: str, kv: str) -> bool:
         """Whether the backend takes such a cache; if not, that is said."""
@@ -54,13 +82,12 @@ class KernelTimes:
             return False
         return True
 
-    def timed(self, step: Callable[[], object], capture: bool = True) -> Timing:
+    def timed(self, step: Callable[[], object], capture: bool = True, flush: str = READING) -> Timing:
         """Time ``step``, for as long as the run allows."""
-        return measure(step, self.device, self.seconds, capture)
+        return measure(step, self.device, self.seconds, capture, flush)
 
     def row(self, name: str, timing: Timing, **values: Any) -> None:
         """One timed case."""
-        self.times[name] = timing.median
         self.report.row(case=name, **timing.as_dict(), **values)
 
     def bandwidth(self, name: str, timing: Timing, moved: int, ceiling: str, **values: Any) -> None:
@@ -76,14 +103,12 @@ class KernelTimes:
             return
         t = cases.make_decode(case, self.heads, self.dtype, self.device)
         args = (t.q, t.k, t.v, t.page_starts, t.seq_lens, t.page_size, AttentionOptions(self.heads.dim**-0.5))
-        plan = self.backend.plan_decode(t.page_starts, t.seq_lens, t.page_size, max_tokens=case.context)
+        plan = self.backend.plan_decode(t.page_starts, t.seq_lens, t.page_size, max_tokens=max(case.lengths))
         out = torch.empty_like(t.q)
         timing = self.timed(lambda: self.backend.decode_attention(*args, out=out, plan=plan))
-        other = self.times.get(case.against) if case.against else None
         self.bandwidth(
-            case.name, timing, t.kv_bytes, "read_gb_per_s", bar=case.bar, against=case.against,
-            time_ratio=timing.median / other if other else None, bar_time=case.bar_time,
-        )  # fmt: skip
+            case.name, timing, t.kv_bytes, "read_gb_per_s", bar=case.bar, against=case.against, bar_time=case.bar_time
+        )
 
     def decode_by_sdpa(self, batch: int, context: int) -> None:
         """What torch does on contiguous KV, the GQA group packed as query rows."""
@@ -166,7 +191,7 @@ class KernelTimes:
         )
         caches = [cases.filled_cache(kv, 2 * tokens, heads, self.dtype, self.device) for _ in "kv"]
         slots = torch.randperm(2 * tokens, device=self.device)[:tokens]
-        timing = self.timed(lambda: self.backend.write_kv(k, v, *caches, slots))
+        timing = self.timed(lambda: self.backend.write_kv(k, v, *caches, slots), flush=WRITING)
         moved = k.nbytes + v.nbytes + tokens * cases.row_bytes(kv, heads, self.dtype)
         self.bandwidth(name, timing, moved, "copy_gb_per_s", bar=bench_bars.COPY_SHARE if kv == "auto" else None)
 
@@ -184,7 +209,7 @@ class KernelTimes:
         moved = pages * page_size * slot_bytes
         size = f"page {page_size} ({page_size * slot_bytes / 2**10:,.0f} KiB)"
         copies = [Move(MoveKind.COPY, i * page_size, (pages + order[i]) * page_size, page_size) for i in range(pages)]
-        self.bandwidth(f"page copy, {size}", self.timed(lambda: mover.move(copies), False), 2 * moved,
+        self.bandwidth(f"page copy, {size}", self.timed(lambda: mover.move(copies), False, WRITING), 2 * moved,
                        "copy_gb_per_s", bar=bench_bars.COPY_SHARE)  # fmt: skip
         for kind, ceiling in (
             (MoveKind.SWAP_OUT, "device_to_host_gb_per_s"),
@@ -196,56 +221,4 @@ class KernelTimes:
             self.bandwidth(f"{kind.value}, {size}", timing, moved, ceiling, bar_gb_per_s=bar)
 
 
-def summarise(report: PartReport, aimed: bool) -> None:
-    """``aimed``: hold the rows against the project's aims, which are for GPUs and shapes of use."""
-    rows, missed = [], []
-    for row in report.data["rows"]:
-        speed = f"{row['gb_per_s']:,.4g} GB/s" if "gb_per_s" in row else f"{row['tflop_per_s']:,.3g} TFLOP/s"
-        aims = [
-            ("ratio", "bar", lambda value, bar: value >= bar, "≥"),
-            ("time_ratio", "bar_time", lambda value, bar: value <= bar, "≤"),
-            ("of_torch_speed", "bar_torch", lambda value, bar: value >= bar, "≥"),
-            ("gb_per_s", "bar_gb_per_s", lambda value, bar: value >= bar, "≥"),
-        ]
-        notes = []
-        for key, bar, met, sign in aims:
-            if aimed and row.get(key) is not None and row.get(bar) is not None:
-                good = met(row[key], row[bar])
-                notes.append(f"{key} {row[key]:.3g} {'meets' if good else 'MISSES'} {sign} {row[bar]:g}")
-                missed += [] if good else [row["case"]]
-            elif row.get(key) is not None and key in ("time_ratio", "of_torch_speed"):
-                notes.append(f"{key} {row[key]:.2f}")
-        rows.append([row["case"], f"{row['us']:,.1f}", speed, ratio_text(row["ratio"]), "; ".join(notes)])
-    report.data["missed"] = missed
-    report.data["headline"] = f"{len(rows)} kernels timed" + (f", {len(missed)} below their aim" if aimed else "")
-    report.table(
-        "Kernels (time: median; ratio: of the measured ceiling)", ["case", "us", "reached", "ratio", "aim"], rows
-    )
-
-
-def main() -> int:
-    """The part; 1 if a case failed."""
-    args = part_parser(__doc__).parse_args()
-    report = PartReport(args.out, args.seconds)
-    times = KernelTimes(report, args)
-    decodes = cases.tiny_decode_cases() if args.tiny else cases.decode_cases(args.quick)
-    prefills = [Prefill(2, 16, 16)] if args.tiny else cases.prefill_cases(args.quick)
-    todo: list[tuple[str, Callable[[], None]]] = [(c.name, lambda c=c: times.decode(c)) for c in decodes[:8]]
-    sdpa = (2, 64) if args.tiny else (64, 4096)
-    todo.append(("decode by torch SDPA", lambda: times.decode_by_sdpa(*sdpa)))
-    todo += [(c.name, lambda c=c: times.prefill(c)) for c in prefills]
-    todo += [(f"write {kv}", lambda kv=kv: times.write(kv)) for kv in ("auto", *KV_FORMATS)]
-    todo += [
-        (f"moves of pages of {size}", lambda size=size: times.moves(size)) for size in ((16,) if args.tiny else (16, 1))
-    ]
-    todo += [(c.name, lambda c=c: times.decode(c)) for c in decodes[8:]]
-    for name, run in todo:
-        attempt(report, name, run)
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
-    summarise(report, aimed=args.device == "cuda" and not args.tiny)
-    return report.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+CASES = KernelTimes

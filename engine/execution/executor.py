@@ -54,6 +54,11 @@ class TorchExecutor:
         self.mover = KVMover(self.host.raw_tensors(), capacity, config.layout == "paged")
         self.forward = ModelForward(loaded.model, self.host, compile_model if config.torch_compile else None)
 
+    @property
+    def replayed_steps(self) -> int:
+        """Launches that were a replay of a CUDA graph."""
+        return self.forward.num_replayed
+
     @staticmethod
     def _make_host(config: EngineConfig, loaded: LoadedModel, capacity: KVCapacity) -> AttentionHost:
         kv_format, scales = find_format(config.kv_cache_dtype), None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.execution.graphs import Capture, DecodeGraphs
+from engine.execution.graphs import Capture, GraphSizes, StepGraphs
 from engine.model.attention import AttentionHost, StepTensors, install
 
 
@@ -28,39 +28,45 @@ class ModelForward:
         self.model = model
         self.host = host
         self._call = model if compiler is None else compiler(model)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
+        self.num_replayed = 0  # calls
         install(model, host)
 
-    def capture_decodes(
-        self, page_table_shape: tuple[int, int], max_model_len: int, capture: Capture, required: bool = False
+    def capture_graphs(
+        self, sizes: GraphSizes, pages: int, max_model_len: int, capture: Capture, required: bool = False
     ) -> bool:
-        """Replay steps of single tokens from graphs from now on; False, with no change, if the model cannot.
+        """Replay the steps that fit ``sizes`` from graphs from now on; False, with no change, if the model cannot.
+
+        ``pages``: columns of the page table. ``max_model_len``: tokens.
 
         Raises:
             ValueError: the model cannot, and graphs are ``required``.
         """
         device = next(self.model.parameters()).device
-        graphs = DecodeGraphs(self._all_tokens, page_table_shape, max_model_len, device, capture)
+        graphs = StepGraphs(self._eager, sizes, pages, max_model_len, device, capture)
         self._graphs = graphs if graphs.capture(required) else None
         return self._graphs is not None
 
     @property
     def replays_graphs(self) -> bool:
-        """Whether steps of single tokens are replayed."""
+        """Whether any steps are replayed."""
         return self._graphs is not None
+
+    @property
+    def graph_sizes(self) -> GraphSizes | None:
+        """Which steps are replayed; None: none is."""
+        return None if self._graphs is None else self._graphs.sizes
 
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepTensors, last_tokens: torch.Tensor
     ) -> torch.Tensor:
         """Does not wait for the device. Logits of a replayed graph are valid until the next call."""
         if self._graphs is not None:
-            logits = self._graphs.run(ids, positions, step)
-            if logits is not None:  # a prompt's chunk may be a single token that draws nothing
-                return logits if len(last_tokens) == len(logits) else logits[last_tokens]
+            logits = self._graphs.run(ids, positions, step, last_tokens)
+            if logits is not None:
+                self.num_replayed += 1
+                return logits
         return self._eager(ids, positions, step, last_tokens)
-
-    def _all_tokens(self, ids: torch.Tensor, positions: torch.Tensor, step: StepTensors) -> torch.Tensor:
-        return self._eager(ids, positions, step, 0)  # 0: all, in transformers
 
     def _eager(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepTensors, keep: torch.Tensor | int

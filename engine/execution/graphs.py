@@ -1,7 +1,7 @@
-"""Decode with CUDA graphs: a step of single tokens is one launch instead of one for each kernel.
+"""Steps as CUDA graphs: one launch instead of one for each kernel.
 
-A graph replays the same kernels on the same addresses, so every batch is padded to one of a few sizes and copied into
-fixed buffers:
+A graph replays the same kernels on the same addresses, so a step is padded to one of a few sizes and copied into fixed
+buffers. A *decode* graph has a size in sequences, each of which computes one token:
 
     row          0 .. n-1           n .. size-1
     ids          the step's         any id, from an earlier step
@@ -9,8 +9,20 @@ fixed buffers:
     seq_lens     the step's         0: attention reads nothing and returns zeros
     page_starts  the step's         unused
 
-so padding neither reads nor writes KV. Attention is planned for the longest possible sequence, because the number of
-KV splits is part of the graph. All graphs share one memory pool and one buffer for the logits.
+A *mixed* graph, for decodes beside chunks of prompts, has a size in tokens. It is valid for any division of them,
+because kernels find each sequence through tensors on the device. Decode attention takes the first rows, as many as
+there can be decodes, and prefill attention takes all rows:
+
+    row                    decodes        tokens of prompts       padding
+    decode: seq_lens       the step's     0                       -
+    prefill: sequence      the first, 0   one a chunk, the step's the next, 0
+
+A sequence of length 0 gets zeros, so the sum of both parts is each row's own result. The last sequences, up to
+``MOST_PREFILLS`` chunks, have no rows. Only the rows that are sampled from pass the model's head.
+
+Padding neither reads nor writes KV. Attention has room for the longest possible sequence, because the number of
+programs is part of the graph; what each program of decode does is planned in the graph, from the lengths at its replay.
+All graphs share one memory pool, which the largest fills, and one buffer for the logits.
 """
 
 from __future__ import annotations
@@ -18,7 +30,8 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -26,86 +39,170 @@ from engine.model.attention import StepTensors
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]  # runs the function at least once and returns its replay
-Forward = Callable[[torch.Tensor, torch.Tensor, StepTensors], torch.Tensor]  # ids, positions, step -> logits
+# ids, positions, step, tokens whose logits are wanted (0: all, as in transformers) -> logits
+Forward = Callable[[torch.Tensor, torch.Tensor, StepTensors, torch.Tensor | int], torch.Tensor]
 
 LARGEST_BATCH = 512  # in larger batches the launches take less time than the kernels
+LARGEST_MIXED = 2048  # tokens; in larger steps too
+MOST_PREFILLS = 16  # chunks in a mixed graph; each more starts programs that find nothing to do
 
 _log = logging.getLogger(__name__)
 
 
-def padded_sizes(max_num_seqs: int) -> list[int]:
+def decode_sizes(max_num_seqs: int) -> list[int]:
     """The batch sizes that are captured: 1, 2, 4, then steps of 8 to 64, of 16 to 256, of 32 to ``LARGEST_BATCH``.
 
     Padding is less than half of a small batch, whose time is reading the weights, and less than a fifth of one beyond
     64. The last size is ``max_num_seqs``, ``LARGEST_BATCH`` at most.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, LARGEST_BATCH + 1, 32)]
-    largest = min(max_num_seqs, LARGEST_BATCH)
+    return _up_to(min(max_num_seqs, LARGEST_BATCH), sizes)
+
+
+def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
+    """The numbers of tokens that are captured: 16 and 32, then steps of 32 to 128, of 64 to 512, of 128 beyond.
+
+    Products of matrices are computed in tiles of up to 128 rows, so that padding to a whole tile costs little where
+    they are the most of a step. The last size is ``max_num_batched_tokens``, ``LARGEST_MIXED`` at most.
+    """
+    sizes = [16, *range(32, 128, 32), *range(128, 512, 64), *range(512, LARGEST_MIXED + 1, 128)]
+    return _up_to(min(max_num_batched_tokens, LARGEST_MIXED), sizes)
+
+
+def _up_to(largest: int, sizes: list[int]) -> list[int]:
     return [*(size for size in sizes if size < largest), largest]
 
 
-class DecodeGraphs:
-    """Captured decode steps of one model and one KV cache.
+class Fit(NamedTuple):
+    """The graph of a step: its size in sequences, or, with ``mixed``, in tokens."""
 
-    ``forward`` plans attention and runs the model. ``page_table_shape``: most sequences, most pages of one.
-    ``max_model_len``: tokens of the longest possible sequence.
+    mixed: bool
+    size: int
+
+
+@dataclass(frozen=True)
+class GraphSizes:
+    """What is captured. ``decodes``: numbers of sequences, ``mixed``: of tokens; ``prefills``: most chunks in a mixed
+    step."""
+
+    decodes: tuple[int, ...]
+    mixed: tuple[int, ...]
+    prefills: int
+
+    @classmethod
+    def of(cls, max_num_seqs: int, max_num_batched_tokens: int) -> GraphSizes:
+        """For an engine of these settings."""
+        mixed = tuple(mixed_sizes(max_num_batched_tokens))
+        return cls(tuple(decode_sizes(max_num_seqs)), mixed, min(max_num_seqs, MOST_PREFILLS))
+
+    def __str__(self) -> str:
+        prompts = f", steps with prompts up to {self.mixed[-1]} tokens" if self.mixed else ""
+        return f"decodes up to {self.decodes[-1]} sequences{prompts} ({len(self.decodes) + len(self.mixed)} graphs)"
+
+    @property
+    def rows(self) -> int:
+        """The most sequences of a step that draw."""
+        return self.decodes[-1]
+
+    def fit(self, decodes: int, prefills: int, tokens: int) -> Fit | None:
+        """The smallest graph for a step of ``decodes`` single tokens and ``prefills`` longer chunks, ``tokens`` in all;
+        None where there is none."""
+        if decodes + prefills > self.rows:
+            return None
+        if not prefills:
+            return Fit(False, self.decodes[bisect_left(self.decodes, decodes)]) if decodes else None
+        if prefills > self.prefills or not self.mixed or tokens > self.mixed[-1]:
+            return None
+        return Fit(True, self.mixed[bisect_left(self.mixed, tokens)])
+
+
+class StepGraphs:
+    """Captured steps of one model and one KV cache.
+
+    ``forward`` plans attention and runs the model. ``pages``: columns of the page table. ``max_model_len``: tokens of
+    the longest possible sequence. ``sizes``: what is captured, nothing before ``capture``.
     """
 
     def __init__(
         self,
         forward: Forward,
-        page_table_shape: tuple[int, int],
+        sizes: GraphSizes,
+        pages: int,
         max_model_len: int,
         device: torch.device,
         capture: Capture,
     ):
-        self.sizes = padded_sizes(page_table_shape[0])
-        rows, pages = self.sizes[-1], page_table_shape[1]
+        self.sizes = sizes
         self._forward = forward
         self._capture = capture
-        self._ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._positions = torch.zeros_like(self._ids)
-        self._page_starts = torch.zeros(rows, pages, dtype=torch.int64, device=device)
-        self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        self._replays: dict[Fit, Replay] = {}
+        self._logits: torch.Tensor | None = None  # [rows, vocab]
+        rows, sequences = sizes.rows, sizes.prefills + 2  # before and behind the chunks: all that is not a chunk
+        tokens = max((rows, *sizes.mixed))
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=torch.int64, device=device)
+
+        self._ids = numbers(tokens)
+        self._positions = numbers(tokens)
+        self._sampled = numbers(rows)  # tokens of a mixed step that are sampled from
         self._step = StepTensors(
             num_decodes=rows,
-            slots=torch.full_like(self._ids, -1),
-            decode_page_starts=self._page_starts,
-            decode_seq_lens=torch.zeros_like(self._ids),
-            prefill_page_starts=self._page_starts[:0],
-            prefill_seq_lens=self._nothing,
-            query_starts=torch.zeros(1, dtype=torch.int64, device=device),
+            slots=numbers(tokens) - 1,
+            decode_page_starts=numbers(rows, pages),
+            decode_seq_lens=numbers(rows),
+            prefill_page_starts=numbers(sequences, pages),
+            prefill_seq_lens=numbers(sequences),
+            query_starts=numbers(sequences + 1),
             max_decode_tokens=max_model_len,
-            max_prefill_tokens=0,
+            max_prefill_tokens=max_model_len,
             max_queries=0,
+            prefills_from=0,
         )
-        self._logits: torch.Tensor | None = None  # [rows, vocab]
-        self._replays: dict[int, Replay] = {}
 
     @torch.inference_mode()
     def capture(self, required: bool = False) -> bool:
         """Capture all sizes, the largest first so that the others reuse its memory.
 
-        False, with a warning, if the model cannot be captured (it waits for the GPU during its forward, as mixtures of
-        experts may): every step then runs eagerly.
+        False, with a warning, if the model cannot be captured: every step then runs eagerly. Where only mixed steps
+        cannot (their memory does not suffice), decodes are replayed all the same.
 
         Raises:
-            ValueError: it cannot, and graphs are ``required``.
+            ValueError: not all can be captured, and graphs are ``required``.
         """
-        try:
-            for size in reversed(self.sizes):
-                self._replays[size] = self._capture(self._body(size))
-        except Exception as error:  # of any kind: decode works without graphs
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if required:
-                raise ValueError(
-                    f"cuda_graphs cannot be true: the decode of a batch of {size} cannot be captured ({reason}); "
-                    "leave cuda_graphs out to run without them"
-                ) from error
-            _log.warning("decode runs without CUDA graphs: a batch of %d cannot be captured (%s)", size, reason)
+        mixed = self._capture_all("mixed step of {} tokens", [Fit(True, n) for n in self.sizes.mixed], required)
+        decodes = self._capture_all("decode of a batch of {}", [Fit(False, n) for n in self.sizes.decodes], required)
+        if not decodes:
             self._replays.clear()
             self._logits = None
-        return bool(self._replays)
+        elif not mixed:
+            self.sizes = replace(self.sizes, mixed=())
+        return decodes
+
+    def _capture_all(self, what: str, fits: list[Fit], required: bool) -> bool:
+        for fit in reversed(fits):
+            try:
+                self._replays[fit] = self._capture(self._mixed_body(fit.size) if fit.mixed else self._body(fit.size))
+            except Exception as error:  # of any kind: the engine works without graphs
+                step = what.format(fit.size)
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                if required:
+                    raise ValueError(
+                        f"cuda_graphs cannot be true: the {step} cannot be captured ({reason}); leave cuda_graphs out "
+                        "to run without them"
+                    ) from error
+                kind = "steps with prompts run" if fit.mixed else "decode runs"
+                _log.warning("%s without CUDA graphs: the %s cannot be captured (%s)", kind, step, reason)
+                for each in fits:
+                    self._replays.pop(each, None)
+                return False
+        return True
+
+    def _keep(self, logits: torch.Tensor) -> None:
+        """Copy the logits of the first rows to the buffer that all graphs share."""
+        if self._logits is None:  # first run
+            self._logits = logits.new_zeros(self.sizes.rows, logits.shape[1])
+        self._logits[: len(logits)].copy_(logits)
 
     def _body(self, size: int) -> Callable[[], None]:
         """The decode of the first ``size`` rows of the buffers."""
@@ -116,36 +213,74 @@ class DecodeGraphs:
             slots=whole.slots[:size],
             decode_page_starts=whole.decode_page_starts[:size],
             decode_seq_lens=whole.decode_seq_lens[:size],
+            prefill_page_starts=whole.prefill_page_starts[:0],
+            prefill_seq_lens=whole.prefill_seq_lens[:0],
+            query_starts=whole.query_starts[:1],
+            max_prefill_tokens=0,
+            prefills_from=None,
         )
         ids, positions = self._ids[:size], self._positions[:size]
+        return lambda: self._keep(self._forward(ids, positions, step, 0))
 
-        def body() -> None:
-            logits = self._forward(ids, positions, step)
-            if self._logits is None:  # first run of the largest size
-                self._logits = logits.new_zeros(self.sizes[-1], logits.shape[1])
-            self._logits[:size].copy_(logits)
+    def _mixed_body(self, size: int) -> Callable[[], None]:
+        """Decodes and chunks of ``size`` tokens together, padding included."""
+        whole = self._step
+        rows = min(size, self.sizes.rows)
+        step = replace(
+            whole,
+            num_decodes=rows,
+            slots=whole.slots[:size],
+            decode_page_starts=whole.decode_page_starts[:rows],
+            decode_seq_lens=whole.decode_seq_lens[:rows],
+            max_queries=size,
+        )
+        ids, positions, sampled = self._ids[:size], self._positions[:size], self._sampled[:rows]
+        whole.query_starts[1:].fill_(size)  # for the capture alone: all tokens are one sequence of length 0
+        return lambda: self._keep(self._forward(ids, positions, step, sampled))
 
-        return body
-
-    def run(self, ids: torch.Tensor, positions: torch.Tensor, step: StepTensors) -> torch.Tensor | None:
-        """Logits ``[n, vocab]`` of a step of n single tokens, valid until the next call; None if no graph fits."""
-        count = step.num_decodes
-        if not self._replays or count != len(ids) or not 0 < count <= self.sizes[-1]:
+    def run(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: StepTensors, last_tokens: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Logits ``[N, vocab]`` of the ``last_tokens [N]``, valid until the next call; None if no graph fits."""
+        fit = self.sizes.fit(step.num_decodes, len(step.prefill_seq_lens), len(ids)) if self._replays else None
+        if fit is None or len(last_tokens) > self.sizes.rows:
             return None
-        size = self.sizes[bisect_left(self.sizes, count)]
-        static = self._step
+        count, padded, static = len(ids), fit.size, self._step
         self._ids[:count].copy_(ids, non_blocking=True)
         self._positions[:count].copy_(positions, non_blocking=True)
-        static.slots[:count].copy_(step.slots, non_blocking=True)
-        static.decode_seq_lens[:count].copy_(step.decode_seq_lens, non_blocking=True)
-        width = step.decode_page_starts.shape[1]
-        self._page_starts[:count, :width].copy_(step.decode_page_starts, non_blocking=True)
-        if count < size:
-            static.slots[count:size].fill_(-1)
-            static.decode_seq_lens[count:size].zero_()
-        self._replays[size]()
+        _fill(static.slots[:padded], step.slots, -1)
+        rows = min(padded, self.sizes.rows)
+        _fill(static.decode_seq_lens[:rows], step.decode_seq_lens, 0)
+        _copy_tables(static.decode_page_starts, step.decode_page_starts)
+        if fit.mixed:
+            self._fill_prefills(step, padded)
+            _fill(self._sampled[:rows], last_tokens, 0)
+        self._replays[fit]()
         assert self._logits is not None
-        return self._logits[:count]
+        if fit.mixed or len(last_tokens) == count:
+            return self._logits[: len(last_tokens)]
+        return self._logits[last_tokens]  # a prompt's chunk may be a single token that draws nothing
+
+    def _fill_prefills(self, step: StepTensors, padded: int) -> None:
+        """Sequence 0 has the decodes' rows, and the one behind the chunks has the padding."""
+        static, count = self._step, len(step.prefill_seq_lens)
+        _fill(static.prefill_seq_lens[1:], step.prefill_seq_lens, 0)
+        _copy_tables(static.prefill_page_starts[1:], step.prefill_page_starts)
+        torch.add(step.query_starts, step.num_decodes, out=static.query_starts[1 : count + 2])
+        static.query_starts[count + 2 :].fill_(padded)
+
+
+def _fill(buffer: torch.Tensor, values: torch.Tensor, rest: int) -> None:
+    """``values`` in the first elements of ``buffer``, and ``rest`` in the others."""
+    buffer[: len(values)].copy_(values, non_blocking=True)
+    if len(values) < len(buffer):
+        buffer[len(values) :].fill_(rest)
+
+
+def _copy_tables(buffer: torch.Tensor, page_starts: torch.Tensor) -> None:
+    """``page_starts`` in the top left corner of ``buffer``."""
+    rows, pages = page_starts.shape
+    buffer[:rows, :pages].copy_(page_starts, non_blocking=True)
 
 
 def cuda_capture() -> Capture:

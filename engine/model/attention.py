@@ -30,7 +30,10 @@ class StepTensors:
     """One step's batch, packed as [decodes, one token each | prefill chunks]. All on the model's device.
 
     ``slots [T]`` int64 where the new KV goes; ``page_starts [B, pages]`` int64 first slot of each page;
-    ``seq_lens [B]`` int64 tokens once this step is done; ``query_starts [prefills + 1]`` int64, from 0, prefills only.
+    ``seq_lens [B]`` int64 tokens once this step is done; ``query_starts [prefills + 1]`` int64, first token of each
+    prefill, counted from token ``prefills_from`` of the batch: ``num_decodes``, or less in a captured step, where the
+    two parts overlap because only the device knows where one ends. There every token belongs to a sequence of both,
+    and in the part that does not compute it that sequence has length 0.
     The ``max_`` numbers bound the tensors' values, so that the tensors need not be read: no decode or prefill is
     longer, none has more new tokens. 0 where there is none; a larger bound only starts more programs.
     """
@@ -45,6 +48,7 @@ class StepTensors:
     max_decode_tokens: int
     max_prefill_tokens: int
     max_queries: int
+    prefills_from: int | None = None  # None: num_decodes
 
     @classmethod
     def of_prompt(cls, slots: torch.Tensor, page_starts: torch.Tensor) -> StepTensors:
@@ -123,21 +127,10 @@ class AttentionHost:
         self.backend.write_kv(k, v, k_cache, v_cache, step.slots)
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
         split = step.num_decodes
-        if split:
-            self.backend.decode_attention(
-                q[:split],
-                k_cache,
-                v_cache,
-                step.decode_page_starts,
-                step.decode_seq_lens,
-                self.page_size,
-                options,
-                out=out[:split],
-                plan=self._decode_plan,
-            )
-        if split < q.shape[0]:
+        first = split if step.prefills_from is None else step.prefills_from
+        if first < q.shape[0]:
             self.backend.prefill_attention(
-                q[split:],
+                q[first:],
                 k_cache,
                 v_cache,
                 step.prefill_page_starts,
@@ -145,10 +138,25 @@ class AttentionHost:
                 step.prefill_seq_lens,
                 self.page_size,
                 options,
-                out=out[split:],
-                new_kv=(k[split:], v[split:]),
+                out=out[first:],
+                new_kv=(k[first:], v[first:]),
                 plan=self._prefill_plan,
             )
+        if split:
+            overlap = first < split
+            decoded = self.backend.decode_attention(
+                q[:split],
+                k_cache,
+                v_cache,
+                step.decode_page_starts,
+                step.decode_seq_lens,
+                self.page_size,
+                options,
+                out=None if overlap else out[:split],
+                plan=self._decode_plan,
+            )
+            if overlap:  # each part is 0 where the other one computes
+                out[first:split].add_(decoded[first:])
         return out
 
 

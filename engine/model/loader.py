@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as hf_logging
 
 from engine.config import EngineConfig, format_bytes
@@ -136,10 +139,20 @@ def _check_sizes(spec: ModelSpec) -> None:
             raise ValueError(f"model {spec.name!r} has {name} {size}: it must be at least 1")
 
 
+class _ArangeOnCPU(TorchFunctionMode):
+    """Within torch.device("meta"): arithmetic on torch.arange there imports sympy, for a quarter of a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.arange:
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
 def _check_memory(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Weights beyond the memory would end the process, and perhaps others, without a word."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights(), _ArangeOnCPU():
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.config), attn_implementation="eager")
     except Exception:  # what is wrong with the config is said when the model is made
         return
@@ -169,7 +182,19 @@ def _make_model(config: EngineConfig, spec: ModelSpec, device: torch.device, dty
             )
     except Exception as error:
         raise ValueError(f"transformers cannot load model {config.model!r}: {first_sentence(error)}") from error
+    skip_padding_check(model)
     return model.to(device).eval().requires_grad_(False)
+
+
+def skip_padding_check(model: PreTrainedModel) -> None:
+    """Some families read the ids of every step back, to warn of padding without a mask: a packed batch has none."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _warn_of_nothing
+
+
+def _warn_of_nothing(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+    return
 
 
 def _describe(model: PreTrainedModel, spec: ModelSpec) -> ModelInfo:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from engine.kv.budget import KVShape
 from engine.model.attention import AttentionHost, ForeignMaskError, ShapeRecorder, StepTensors, install
+from engine.model.host_waits import HostWaits
 from kernels.api import AttentionBackend, AttentionOptions
 
 SAFE_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -140,6 +141,24 @@ def measure_kv(model: PreTrainedModel, dtype_bytes: int) -> tuple[KVShape, tuple
             )
     order = range(layers)
     return KVShape(tuple(recorder.layers[i] for i in order), dtype_bytes), tuple(recorder.query_heads[i] for i in order)
+
+
+@torch.no_grad()
+def find_host_waits(model: PreTrainedModel) -> list[str]:
+    """Operations of the model's own code that wait for its device; see engine.model.host_waits.
+
+    One that fails, as all of them do on the device "meta", is the last. Afterwards our attention has a dummy host.
+    """
+    ids, positions = _probe_batch(model)
+    ids, positions = ids[:1, :2], positions[:, :2]
+    install(model, ShapeRecorder())
+    with HostWaits(ids.device) as waits:
+        try:
+            model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=positions[0])
+        except (RuntimeError, NotImplementedError):
+            if not waits.found:
+                raise
+    return waits.found
 
 
 def _may_bite(window: Any, model: PreTrainedModel) -> bool:

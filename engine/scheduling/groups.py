@@ -24,6 +24,11 @@ class Group:
         """Whether all its sequences exist and each one's tokens are returned as they come."""
         return not any(seq.silent or seq.pending_forks for seq in self.live.values())
 
+    @property
+    def unfinished(self) -> list[int]:
+        """Indices of the outputs that the request still waits for."""
+        return sorted(self.live) if self.shown else list(range(self.request.params.n))
+
     def fork(self, parent: Sequence, scheduler: Scheduler) -> list[Sequence]:
         """Fork the siblings that ``parent`` is to have; returns all of them, ``parent`` first."""
         siblings = [parent.fork(index + 1) for index in range(scheduler.claim_forks(parent))]

@@ -3,64 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
-import uvicorn
-
-from engine.async_engine import AsyncEngine, EngineThread
-from engine.config import EngineConfig
+from engine.async_engine import AsyncEngine, EngineClient, EngineThread
+from engine.config import EngineConfig, runs_on_cpu
 from engine.engine import Engine
-from engine.model.spec import find_model
+from engine.engine_process import ProcessEngine, start_process
+from engine.model.spec import ModelInfo, find_model
 from engine.planning import plan_engine
-from engine.server.app import create_app
 from engine.server.arguments import ServeOptions, build_parser, options_of
 from engine.server.step_log import StepLog
 from engine.server.tokenizer import ServerTokenizer, check_tokenizer_folder, load_tokenizer
-from engine.startup import no_garbage_collection, set_spin_count
-
-GRACE_SECONDS = 2  # for handlers to send their last events after the requests have been aborted
-EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_GPU_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")))  # Linux, Jetson, WSL
-
-
-class Server(uvicorn.Server):
-    """uvicorn's server; calls ``on_ready`` when it listens, and aborts the requests on a signal."""
-
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, on_ready: Callable[[], None]):
-        super().__init__(config)
-        self._engine = engine
-        self._on_ready = on_ready
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Do nothing: uvicorn would raise the signal again after a clean stop."""
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        loop = asyncio.get_running_loop()
-        for number in EXIT_SIGNALS:
-            with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: the caller stops us
-                loop.add_signal_handler(number, self.stop)
-        await super().startup(sockets=sockets)
-        if self.started:
-            self._on_ready()
-
-    def stop(self) -> None:
-        """Accept no more requests and abort the running ones."""
-        self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        stopping = asyncio.create_task(self._engine.shutdown(GRACE_SECONDS))
-        await super().shutdown(sockets=sockets)
-        await stopping
+from engine.startup import SWITCH_SECONDS, no_garbage_collection, only_what_serving_needs, set_spin_count, without_torch
 
 
 def reserve_socket(host: str, port: int) -> socket.socket:
@@ -86,39 +45,17 @@ def _cannot_listen(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host}:{port} ({reason}): choose another --port, 0 for any free one, or another --host"
 
 
-def make_server(
-    engine: Engine,
-    tokenizer: ServerTokenizer,
-    options: ServeOptions,
-    on_ready: Callable[[], None],
-    thread: EngineThread | None = None,
-) -> Server:
-    """The server for a loaded engine, ready to ``serve(sockets=[...])``."""
-    app = create_app(engine, tokenizer, options.served_model_name, thread)
-    config = uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        loop="auto",  # uvloop where it is installed
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-    )
-    return Server(config, app.state.server.engine, on_ready)
-
-
-def serve(
-    engine: Engine, tokenizer: ServerTokenizer, options: ServeOptions, sock: socket.socket, thread: EngineThread
-) -> int:
+def serve(engine: EngineClient, tokenizer: ServerTokenizer, options: ServeOptions, sock: socket.socket) -> int:
     """Serve until a signal comes.
 
     Raises:
         ValueError: the port has been taken meanwhile.
     """
+    from engine.server.http import make_server
+
     port = sock.getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
-    server = make_server(engine, tokenizer, options, lambda: print(f"ready http://{shown}:{port}", flush=True), thread)
+    server = make_server(engine, tokenizer, options, lambda: print(f"ready http://{shown}:{port}", flush=True))
     try:
         server.run(sockets=[sock])
     except OSError as error:
@@ -149,12 +86,11 @@ def planned_length(config: EngineConfig) -> int | None:
     if spec.attention_shape() is None:  # a config with other keys: only the loaded model tells its KV
         config.check_against_model(spec.max_positions)
         return None
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not any(map(Path.exists, _GPU_DRIVERS)))
-    return plan_engine(config, on_cpu=on_cpu, may_lower=True).config.max_model_len
+    return plan_engine(config, on_cpu=runs_on_cpu(config.device), may_lower=True).config.max_model_len
 
 
-def load(config: EngineConfig) -> tuple[Engine, ServerTokenizer]:
-    """Engine and tokenizer, each phase said on stderr. Raises ValueError if something is missing or does not fit."""
+def load(config: EngineConfig) -> Engine:
+    """The engine, each phase of its load said on stderr. Raises ValueError if something is missing or does not fit."""
     expected = planned_length(config)
     _say_lowered(config, expected)
 
@@ -163,14 +99,13 @@ def load(config: EngineConfig) -> tuple[Engine, ServerTokenizer]:
 
     tell("importing torch")
     set_spin_count()
-    with no_garbage_collection():
+    with no_garbage_collection(), only_what_serving_needs(config.torch_compile):
         from engine.build import build_engine
 
         engine = build_engine(config, tell)
-        tokenizer = load_tokenizer(engine.config, engine.model_info)
     if engine.config.max_model_len != expected:
         _say_lowered(config, engine.config.max_model_len)
-    return engine, tokenizer
+    return engine
 
 
 def _say_lowered(config: EngineConfig, length: int | None) -> None:
@@ -185,23 +120,74 @@ def _say_lowered(config: EngineConfig, length: int | None) -> None:
         )
 
 
-def run(args: argparse.Namespace, load: Callable[[EngineConfig], tuple[Engine, ServerTokenizer]] = load) -> int:
+LoadEngine = Callable[[EngineConfig], Engine]
+LoadTokenizer = Callable[[EngineConfig, ModelInfo], ServerTokenizer]
+
+
+def run(args: argparse.Namespace, load: LoadEngine = load, load_tokenizer: LoadTokenizer = load_tokenizer) -> int:
     """The command with its arguments parsed (by ``add_arguments``); the exit code."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     try:
         config, options = options_of(args)
-        with reserve_socket(options.host, options.port) as sock, step_log(options) as log:
-            thread = EngineThread()
-            engine, tokenizer = thread.submit(load, config).result()
-            engine.on_step = None if log is None else log.write
-            code = serve(engine, tokenizer, options, sock, thread)
-    except ValueError as error:
+        serve_it = run_in_two_processes if in_two_processes(config, options) else run_in_one_process
+        with reserve_socket(options.host, options.port) as sock:
+            return serve_it(config, options, sock, load, load_tokenizer)
+    except (ValueError, ChildProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         print("interrupted while loading", file=sys.stderr)
         return 130
-    return code
+
+
+def in_two_processes(config: EngineConfig, options: ServeOptions) -> bool:
+    """Whether the engine gets a process of its own; by default on a GPU, where the host is what both compete for."""
+    wanted = options.frontend_multiprocessing
+    return not runs_on_cpu(config.device) if wanted is None else wanted
+
+
+def run_in_one_process(
+    config: EngineConfig, options: ServeOptions, sock: socket.socket, load: LoadEngine, load_tokenizer: LoadTokenizer
+) -> int:
+    """Serve with the engine on a thread of this process. Raises ValueError."""
+    thread = EngineThread()
+
+    def load_both() -> tuple[Engine, ServerTokenizer]:
+        engine = load(config)
+        return engine, load_tokenizer(engine.config, engine.model_info)
+
+    with step_log(options) as log:
+        engine, tokenizer = thread.submit(load_both).result()
+        engine.on_step = None if log is None else log.write
+        sys.setswitchinterval(SWITCH_SECONDS)
+        return serve(AsyncEngine(engine, thread), tokenizer, options, sock)
+
+
+def run_in_two_processes(
+    config: EngineConfig, options: ServeOptions, sock: socket.socket, load: LoadEngine, load_tokenizer: LoadTokenizer
+) -> int:
+    """Serve with the engine in a process of its own. Raises ValueError, and ChildProcessError if that dies early."""
+
+    @contextlib.contextmanager
+    def loaded() -> Iterator[Engine]:
+        sock.close()  # the other process listens, and the port is to be free when that has ended
+        with step_log(options) as log:
+            engine = load(config)
+            engine.on_step = None if log is None else log.write
+            yield engine
+
+    child = start_process(loaded)
+    try:
+        with no_garbage_collection(), without_torch():
+            from transformers import PreTrainedTokenizerFast  # noqa: F401  while the other process loads the model
+
+            from engine.server import http  # noqa: F401
+
+            told = child.wait_loaded()
+            tokenizer = load_tokenizer(told.config, told.model_info)
+        return serve(ProcessEngine(child, told), tokenizer, options, sock)
+    finally:
+        child.stop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

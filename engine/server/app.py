@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, the limit on bodies, start and stop of the engine's thread."""
+"""The FastAPI application: routes, the limit on bodies, start and stop of the engine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from engine.async_engine import AsyncEngine, EngineThread, EngineUnavailable
-from engine.describe import describe_engine
-from engine.engine import Engine
+from engine.async_engine import EngineClient
+from engine.engine_loop import EngineUnavailable
 from engine.server.chat import chat_completions, chat_ids
 from engine.server.completions import completions, encode
 from engine.server.errors import CLIENT_LEFT, APIError, install_error_handlers, invalid
@@ -30,24 +29,18 @@ STOP_SECONDS = 2.0  # for a running step to end when the server stops
 Endpoint = Callable[[ServerState, Request, bytes], Awaitable[Response]]
 
 
-def create_app(
-    engine: Engine,
-    tokenizer: ServerTokenizer,
-    served_model_name: str | None = None,
-    thread: EngineThread | None = None,
-) -> FastAPI:
-    """The application for one engine. Its lifespan runs the engine on ``thread``."""
-    async_engine = AsyncEngine(engine, thread)
+def create_app(engine: EngineClient, tokenizer: ServerTokenizer, served_model_name: str | None = None) -> FastAPI:
+    """The application for one engine, which its lifespan starts and stops."""
     name = served_model_name or engine.model_info.name
     aliases = frozenset() if served_model_name else frozenset({engine.config.model})
-    metrics = ServerMetrics(engine.config, engine.capacity, async_engine.last_stats)
-    state = ServerState(async_engine, tokenizer, metrics, name, aliases, int(time.time()))
+    metrics = ServerMetrics(engine.config, engine.capacity, engine.last_stats, engine.process_ids())
+    state = ServerState(engine, tokenizer, metrics, name, aliases, int(time.time()))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async_engine.start()
+        await engine.start()
         yield
-        await async_engine.shutdown(STOP_SECONDS)
+        await engine.shutdown(STOP_SECONDS)
 
     app = FastAPI(title="kvbench engine", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = state
@@ -198,7 +191,7 @@ def model_card(state: ServerState) -> dict[str, Any]:
 def describe_server(state: ServerState) -> dict[str, Any]:
     """The JSON of /server_info."""
     return {
-        **describe_engine(state.engine.engine),
+        **state.engine.describe(),
         "served_model_name": state.model_name,
         "tokenizer": {"name": state.tokenizer.name, "text_refusal": state.tokenizer.text_refusal},
         "started": state.started,

@@ -33,8 +33,9 @@ HELP = {
     "max_model_len": "most tokens of prompt and output together. Left out: the model's own limit, or what the KV "
     "budget holds of one sequence if that is less.",
     "max_num_seqs": "most sequences computed in one step, and so the most that one request may ask for with n, best_of "
-    "or beams.",
-    "max_num_batched_tokens": "most tokens computed in one step, prompts and outputs together.",
+    "or beams. Left out: 64 on a CPU, 256 on a GPU.",
+    "max_num_batched_tokens": "most tokens computed in one step, prompts and outputs together. Left out: 512 on a CPU, "
+    "8192 on a GPU.",
     "enable_chunked_prefill": "let a long prompt be computed over several steps, mixed with the others' tokens.",
     "max_num_partial_prefills": "most prompts computed side by side. From 2 on, one share of the step is kept for "
     "short prompts, so that a long one cannot hold them up.",
@@ -47,8 +48,9 @@ HELP = {
     "async_scheduling": "plan the next step and send it to the GPU while this one runs there, without waiting for its "
     "tokens. Left out: on for a GPU, off for a CPU, where nothing would overlap.",
     "kernel_backend": "whose attention: triton on GPUs, numba on CPUs, torch as the reference. auto picks by device.",
-    "cuda_graphs": "replay decode steps as CUDA graphs, captured at the start for some thirty batch sizes; a model "
-    "that cannot be captured runs without. Left out: on for a GPU.",
+    "cuda_graphs": "replay steps as CUDA graphs, captured at the start: decodes for some thirty batch sizes, and steps "
+    "with prompts for some twenty numbers of tokens up to 2048. A model that cannot be captured runs without. Left "
+    "out: on for a GPU.",
     "torch_compile": "compile the model with torch.compile at the start, which takes minutes for a large one; on a CPU "
     "it needs a C++ compiler.",
     "num_threads": "CPU threads of the arithmetic. Left out: all cores that this process may use.",
@@ -70,12 +72,17 @@ EPILOG = (
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """What is the server's and not the engine's. ``port`` 0: any free one; ``step_log``: see ``StepLog``."""
+    """What is the server's and not the engine's.
+
+    ``port`` 0: any free one. ``step_log``: see ``StepLog``. ``frontend_multiprocessing``: HTTP and the engine in a
+    process each (``engine.engine_process``); None: where the engine runs on a GPU.
+    """
 
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     served_model_name: str | None = None
     step_log: str | None = None
+    frontend_multiprocessing: bool | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -95,6 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-log",
         metavar="FILE",
         help="write a CSV line for each engine step: tokens, preemptions, copies, swaps, and what every KV slot holds.",
+    )
+    server.add_argument(
+        "--frontend-multiprocessing",
+        action=argparse.BooleanOptionalAction,
+        help="run the engine in a process of its own, beside the one that speaks HTTP. Left out: on for a GPU, off for "
+        "a CPU, where both need the same cores.",
     )
     engine = parser.add_argument_group("engine")
     for field in dataclasses.fields(EngineConfig):
@@ -116,7 +129,8 @@ def options_of(args: argparse.Namespace) -> tuple[EngineConfig, ServeOptions]:
         ValueError: a setting cannot be.
     """
     config = EngineConfig.from_mapping({f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)})
-    return config, ServeOptions(args.host, args.port, args.served_model_name, args.step_log)
+    named = {field.name: getattr(args, field.name) for field in dataclasses.fields(ServeOptions)}
+    return config, ServeOptions(**named)
 
 
 def command_line(values: dict[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from engine.async_engine import Delivery
+from engine.engine_loop import Delivery
 from engine.sequence import SamplingParams
 from engine.server.detokenizer import StopStrings, TextDecoder
 from engine.server.metrics import ServerMetrics

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+
+if TYPE_CHECKING:  # the tokenizer needs the errors; where the engine has a process of its own, that needs no fastapi
+    from fastapi import FastAPI, Request
+    from pydantic import ValidationError
 
 _log = logging.getLogger(__name__)
 _FORMS = {  # fields of several types, where pydantic's message names only the first

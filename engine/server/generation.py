@@ -1,6 +1,6 @@
 """One HTTP request in the engine: its sequences, their text in order of arrival, their usage.
 
-    prompts -> one engine request each, with n choices -> AsyncEngine.submit -> pieces -> JSON or a stream of events
+    prompts -> one engine request each, with n choices -> EngineClient.submit -> pieces -> JSON or a stream of events
 
 If the client disconnects, even while it waits in the queue, the requests are aborted.
 """
@@ -16,7 +16,8 @@ from typing import Any
 
 from starlette.types import Receive
 
-from engine.async_engine import AsyncEngine, EngineUnavailable, OutputStream
+from engine.async_engine import EngineClient, OutputStream
+from engine.engine_loop import EngineUnavailable
 from engine.scheduling.beam import check_beam_search
 from engine.scheduling.scheduler import QueueFull
 from engine.sequence import Request, SamplingParams
@@ -37,7 +38,7 @@ class ClientGone(Exception):
 class ServerState:
     """What the endpoints share. ``model_name``: the clients' name of the model; ``aliases``: other names for it."""
 
-    engine: AsyncEngine
+    engine: EngineClient
     tokenizer: ServerTokenizer
     metrics: ServerMetrics
     model_name: str

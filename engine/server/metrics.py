@@ -8,7 +8,7 @@ a request's time begins when its HTTP body has arrived. A request that is refuse
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -67,6 +67,7 @@ _COUNTERS: tuple[_Row, ...] = (
     ("prompt_tokens", "Prompt tokens of the requests that began.", lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
     ("steps", "Engine steps that computed something.", lambda s: s.steps),
+    ("replayed_steps", "Of these, replays of a CUDA graph.", lambda s: s.replayed_steps),
     ("forks", "Sequences forked from another (n > 1, best_of, beams).", lambda s: s.forks),
     ("allocated_pages", "Pages that became owned, cached ones too.", lambda s: s.counters.allocated_pages),
     ("freed_pages", "Pages no longer owned; allocated - freed = owned.", lambda s: s.counters.freed_pages),
@@ -109,16 +110,19 @@ def _labelled_counters(stats: EngineStats) -> Iterator[tuple[str, str, str, dict
 class EngineCollector(Collector):
     """Turns one ``EngineStats`` into metric families. ``stats`` is set right before each scrape."""
 
-    def __init__(self, stats: EngineStats, info: dict[str, str]):
+    def __init__(self, stats: EngineStats, info: dict[str, str], process_ids: Sequence[int]):
         self.stats = stats
         self._info = info
+        self._process_ids = process_ids
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
         for name, text, value in _GAUGES:
             yield GaugeMetricFamily(PREFIX + name, text, value=value(stats))
         yield GaugeMetricFamily(
-            PREFIX + "process_resident_bytes", "Resident memory of the server process.", value=resident_bytes()
+            PREFIX + "process_resident_bytes",
+            "Resident memory of the server's processes; pages that they share count for each.",
+            value=sum(map(resident_bytes, self._process_ids)),
         )
         for name, text, value in _COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, value=value(stats))
@@ -147,11 +151,11 @@ class _WithoutCreated(Collector):
 
 
 class ServerMetrics:
-    """One server's registry: the engine's numbers and the request histograms."""
+    """One server's registry: the engine's numbers and the request histograms. ``process_ids``: of the server."""
 
-    def __init__(self, config: EngineConfig, capacity: KVCapacity, stats: EngineStats):
+    def __init__(self, config: EngineConfig, capacity: KVCapacity, stats: EngineStats, process_ids: Sequence[int]):
         self.registry = CollectorRegistry()
-        self._collector = EngineCollector(stats, cache_config_info(config, capacity))
+        self._collector = EngineCollector(stats, cache_config_info(config, capacity), process_ids)
         self.registry.register(self._collector)
         self._observed = CollectorRegistry()
         self._success = self._counter("request_success", "Requests that ended as they should.", "finished_reason")
@@ -232,10 +236,10 @@ def cache_config_info(config: EngineConfig, capacity: KVCapacity) -> dict[str, s
     return {name: str(value) for name, value in values.items()}
 
 
-def resident_bytes() -> int:
-    """Resident set of this process; 0 where /proc does not tell."""
+def resident_bytes(process_id: int) -> int:
+    """Resident set of a process; 0 where /proc does not tell."""
     try:
-        with open("/proc/self/statm", encoding="ascii") as statm:
+        with open(f"/proc/{process_id}/statm", encoding="ascii") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0

@@ -15,6 +15,7 @@ from kernels.api import AttentionOptions
 from kernels.launch import Tiles
 from kernels.reference import TorchBackend
 from kernels.triton_launch import Attention, Chip, Splits
+from kernels.triton_plan import DecodePlan
 from kernels.tune.problems import as_float64, distance, hostile_kv
 from kernels.tune.search import Case
 
@@ -56,6 +57,7 @@ class Problem:
         self._max_tokens, self._max_queries = max(lens), max(new)
         self._options = AttentionOptions(case.head_dim**-0.5)
         self._lens = torch.tensor(lens, device=device)
+        self._plan = DecodePlan(self._lens, self._max_tokens)
         self._starts = torch.tensor([0, *new], device=device).cumsum(0)
         dims = case.head_dim, case.v_head_dim
         self._kv = hostile_kv(
@@ -72,7 +74,7 @@ class Problem:
             self._chip, tiles=tiles,
         )  # fmt: skip
         if self.case.kernel == "decode":
-            call.decode(self._lens, self._max_tokens, self._buffers)
+            call.decode(self._lens, self._plan, self._buffers)
         else:
             call.prefill(self._starts, self._lens, self._max_queries, self._max_tokens, self._buffers)
 

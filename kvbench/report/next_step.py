@@ -16,7 +16,7 @@ from kvbench.report.limits import NOTHING, limit_of
 from kvbench.report.provenance import validity
 from kvbench.report.quality import is_quantised, quality_of
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
-from kvbench.workload.settings import DEFAULTS, effective
+from kvbench.workload.settings import effective
 
 _MOST = 3
 _MOST_MINUTES = 30.0  # of engine time that are still proposed
@@ -77,10 +77,7 @@ def combine(run: Run, base: MeasuredCell, found: Sequence[Choice]) -> Iterator[N
     )
     if len(values) < 2 or together:
         return
-    sweep = {
-        name: [base.settings.get(name, DEFAULTS.get(name)), effective(cell.settings, name)]
-        for name, cell in values.items()
-    }
+    sweep = {name: [effective(base.settings, name), effective(cell.settings, name)] for name, cell in values.items()}
     names = [each.name for each in found if each.cell in values.values()]
     yield NextStep(
         f"{words.listing(names)} pay alone: measure them together",

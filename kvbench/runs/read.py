@@ -152,7 +152,8 @@ def _kv_full(polls: pd.DataFrame, settings: Mapping[str, Any], share_of_a_reques
     """
     most = number(settings.get("max_num_seqs"))
     if most is None:
-        most = math.inf if settings.get("layout") is None else effective(settings, "max_num_seqs")
+        known = None if settings.get("layout") is None else effective(settings, "max_num_seqs")
+        most = math.inf if known is None else known
     waits = (polls["num_requests_waiting"] > 0) & (polls["num_requests_running"] < most)
     if settings.get("layout") == "contiguous" and effective(settings, "reservation") != "max":
         return waits

@@ -31,7 +31,7 @@ class Machine:
     Raises UsageError for a GPU of unknown performance, and where the model cannot be split or is not the tables'.
     """
 
-    device: ClassVar[str] = "auto"
+    device: ClassVar[str] = "cuda"
     overlaps: ClassVar[bool] = True
     """whether the next step is planned while one is computed, as the engine does on a GPU"""
     model: PlannedModel

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import UsageError
-from kvbench.workload.settings import DEFAULTS, ONLY_WITH, applies, config_id_of, effective, label_of, slug
+from kvbench.workload.settings import ONLY_WITH, applies, config_id_of, defaults_beside, effective, label_of, slug
 
 if TYPE_CHECKING:
     from kvbench.workload.file import Workload
@@ -118,7 +118,7 @@ def make_design(
     repeated: list[dict[str, Any]] = []
     for candidate in candidates:
         settings = normalise(candidate)
-        kept = unique.setdefault(_key(normalise({**DEFAULTS, **settings})), settings)
+        kept = unique.setdefault(_key(normalise({**defaults_beside(settings), **settings})), settings)
         if kept is not settings and kept is not next(iter(unique.values())):
             repeated.append(candidate)
     kept_settings = list(unique.values())

@@ -38,8 +38,8 @@ _SETTINGS: Mapping[str, _Setting] = {
     "enable_prefix_caching": _Setting("prefix caching", ("prefix", "noprefix"), False, ("layout", "paged")),
     "enable_chunked_prefill": _Setting("chunked prefill", ("chunked", "unchunked"), True),
     "max_num_partial_prefills": _Setting("partial prefills", "partial", 1, ("enable_chunked_prefill", True)),
-    "max_num_seqs": _Setting(None, "seqs", 64),
-    "max_num_batched_tokens": _Setting(None, "tokens", 512),
+    "max_num_seqs": _Setting(None, "seqs"),
+    "max_num_batched_tokens": _Setting(None, "tokens"),
     "max_num_waiting": _Setting("waiting limit", "waiting"),
     "max_model_len": _Setting(None, "len"),
     "scheduling_policy": _Setting("scheduling", "", "fcfs"),
@@ -49,6 +49,10 @@ _SETTINGS: Mapping[str, _Setting] = {
     "dtype": _Setting(short=""),
 }
 DEFAULTS = {name: each.default for name, each in _SETTINGS.items() if each.default is not None}
+DEFAULTS_ON = {  # by device; with any other, the server's machine decides
+    "cpu": {"max_num_seqs": 64, "max_num_batched_tokens": 512},
+    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
+}
 ONLY_WITH = {name: each.only_with for name, each in _SETTINGS.items() if each.only_with is not None}
 IN_LAYOUT = ("layout", "page_size", "reservation")  # named with the layout where they are given
 _MOST_ID = 80  # characters: file systems allow 255 bytes for a name; a terminal table does not
@@ -71,10 +75,15 @@ def canonical(name: str, value: Any) -> Any:
     return _ALSO_CALLED.get((name, value), value) if isinstance(value, str) else value
 
 
+def defaults_beside(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The known defaults of an engine with these ``settings``."""
+    return {**DEFAULTS, **DEFAULTS_ON.get(settings.get("device", "auto"), {})}
+
+
 def effective(settings: Mapping[str, Any], name: str) -> Any:
     """A setting's value, or what holds where it is left out (None: the server's own choice)."""
     value = settings.get(name)
-    return DEFAULTS.get(name) if value is None else value
+    return defaults_beside(settings).get(name) if value is None else value
 
 
 def applies(name: str, settings: Mapping[str, Any]) -> bool:

@@ -108,7 +108,7 @@ _CPU = (
     Bar("engine: times vLLM's CPU backend, eager", "cpu", "test_peers", {}, "vs vllm-eager", 1.5),
     Bar("phase clock: % of a step", "cpu", "test_phases", {}, "clock_pct", 1, at_most=True),
     Bar("/health at full load: ms", "cpu", "test_health_at_full_load", {}, "health_max_ms", 100, at_most=True),
-    Bar("second start of the server: s", "cpu", "test_server_start", {}, "second_start_s", 5, at_most=True),
+    Bar("second start of the server: s", "cpu", "test_server_start", {}, "second_start_s", 4, at_most=True),
     Bar(
         "bookkeeping of a step, 256 sequences: us", "cpu", "test_decode_step_by_running_sequences",
         {"sequences": 256}, "us_per_step", 1000, at_most=True,

@@ -104,6 +104,25 @@ def test_decode(benchmark, batch, context, kv, page_size):
     note(benchmark, backend=backend_for(kv).name, **figures, **ratios(own, fastest))
 
 
+def test_decode_of_one_long_sequence_among_short_ones(benchmark):
+    """Beside a batch of one length with as many tokens."""
+    usual = (32, 8192, 256) if CUDA else (8, 4096, 128)
+    batch, context, short = choose(full=usual, quick=usual, smoke=(3, 48, 6))
+    require_kernel(FLOAT)
+    cache = make_cache(FLOAT, batch, context, 16)
+    lens = torch.full_like(cache.seq_lens, short)
+    lens[-1] = context
+    each = int(lens.sum()) // batch  # without a remainder
+    skewed, even = replace(cache, seq_lens=lens), replace(cache, seq_lens=torch.full_like(lens, each))
+    q = torch.randn(batch, HEADS, DIM, dtype=compute_dtype(FLOAT), device=DEVICE)
+    num_bytes = batch * each * bytes_per_token(FLOAT)
+    rivals = readers(cache, num_bytes) | {"even": decode_step(FLOAT, even, q, each)}
+    benchmark.group = f"decode, 1 sequence of {context} tokens among {batch - 1} of {short}"
+    own, fastest = race(benchmark, decode_step(FLOAT, skewed, q, context), rivals)
+    figures = bandwidth(num_bytes, own, fastest, "kv_gb_per_s")
+    note(benchmark, backend=backend_for(FLOAT).name, over_even=own / fastest["even"], **figures)
+
+
 LAYERS = choose(full=16, quick=8, smoke=2)  # 67 MB of float32 each, but for smoke
 
 

@@ -38,14 +38,14 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_checks_kernels_and_engine_end_to_end(tmp_path):
-    parts = ("check", "tokens", "kernels", "engine-qwen3-0.6b")
+    parts = ("check", "kernels", "engine-qwen3-0.6b")
     code, out, err = finish(start(tmp_path, "out", "--device", "cpu", "--tiny", "--part", *parts, "--commit", "abc123"))
     assert code == 0, out + err
     folder = tmp_path / "out"
     names = {path.name for path in folder.iterdir()}
     assert names == {"manifest.json", "summary.md", "kernels.json", "engine.json", "log.txt"} <= set(summary.FILES)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert [part["status"] for part in manifest["parts"]] == ["passed"] * 5
+    assert [part["status"] for part in manifest["parts"]] == ["passed"] * 4
     assert manifest["versions"]["torch"] == torch.__version__ and manifest["arguments"]["commit"] == "abc123"
     assert manifest["ceilings"].keys() >= {"read_gb_per_s", "copy_gb_per_s", "matmul_fp32_tflop_per_s"}
 
@@ -58,9 +58,6 @@ def test_checks_kernels_and_engine_end_to_end(tmp_path):
     assert decode["ratio"] == pytest.approx(decode["gb_per_s"] / manifest["ceilings"]["read_gb_per_s"])
 
     engines = json.loads((folder / "engine.json").read_text())
-    tokens = {row["case"]: row["status"] for row in engines["tokens"]["rows"]}
-    assert tokens.keys() == {f"eager, {how}, {by}" for how in ("async", "in turn") for by in ("recompute", "swap")}
-    assert set(tokens.values()) == {"passed"}
     run = engines["engine-qwen3-0.6b"]["rows"][0]
     assert sum(run["output_lengths"]) == run["output_tokens"] and run["sequences"] == len(run["output_lengths"]) == 4
     assert run["output_tokens_per_s"] == pytest.approx(run["output_tokens"] / run["seconds"])

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.execution.graphs import GraphSizes
 from engine.model.loader import load_model
 from engine.sequence import Request, SamplingParams
 from tests.support.fake_capture import FakeCapture
@@ -242,12 +243,15 @@ def test_dummy_weights_equal_hf_with_the_same_seed(root):
     assert torch.equal(theirs.lm_head.weight, ours.model.lm_head.weight)
 
 
-# Decode steps replayed from static buffers, as CUDA graphs are; the fake capture runs the captured function again.
+# Steps replayed from static buffers, as CUDA graphs are: the fake capture records operations and runs them again. The
+# torch backend, because our own kernels for a CPU's layers are not among them.
 
 
 def graphed(engine: Engine) -> FakeCapture:
-    capture = FakeCapture()
-    assert engine.executor.forward.capture_decodes(engine.kv.page_table.shape, MAX_LEN, capture)
+    executor, config = engine.executor, engine.config
+    sizes = GraphSizes.of(config.max_num_seqs, config.max_num_batched_tokens)
+    capture = FakeCapture(executor.host)
+    assert executor.forward.capture_graphs(sizes, engine.kv.page_table.shape[1], MAX_LEN, capture)
     return capture
 
 
@@ -261,12 +265,14 @@ def graphed(engine: Engine) -> FakeCapture:
     ],
     ids=["1", "7-cached", "16", "contiguous"],
 )
-def test_replayed_decodes(root, expected, layout, preemption, overlap):
+def test_replayed_steps(root, expected, layout, preemption, overlap):
     slots = 128 if "page_size" in layout else 2 * MAX_LEN
-    engine = engine_for(root, "gemma2", slots=slots, async_scheduling=overlap, **layout, **preempting(preemption, 32))
+    settings = {"backend": "torch", "async_scheduling": overlap, **layout, **preempting(preemption, 32)}
+    engine = engine_for(root, "gemma2", slots=slots, **settings)
     capture = graphed(engine)
     assert Run(engine, requests()).tokens() == expected("gemma2")
-    assert capture.replayed > OUTPUT_TOKENS
+    stats = engine.stats()
+    assert capture.replayed == stats.replayed_steps == stats.steps, "steps with prompts too"
     if "page_size" in layout:  # an oracle's reservation is never outgrown
         assert_preempted(engine, preemption)
 
@@ -277,7 +283,7 @@ def test_sampled_tokens_do_not_depend_on_graphs(root, params):
     sampling = replace(PARAMS, **{"temperature": 0.8, "seed": 5, **params})
     answers = []
     for with_graphs in (False, True):
-        engine = engine_for(root, "gemma2", slots=1024, page_size=7)
+        engine = engine_for(root, "gemma2", "torch", slots=1024, page_size=7)
         capture = graphed(engine) if with_graphs else None
         run = Run(engine, [Request(name, PROMPTS[name], sampling) for name in list(PROMPTS)[5:]])
         answers.append({name: answer.tokens for name, answer in run.answers.items()})
@@ -288,7 +294,7 @@ def test_sampled_tokens_do_not_depend_on_graphs(root, params):
 def test_engines_that_share_a_model_step_in_turns(root, expected):
     """Each has its own KV cache, and each call routes the model's attention to the engine that steps."""
     layouts = [{"page_size": 16}, {"layout": "contiguous"}, {"page_size": 7}]
-    engines = [engine_for(root, slots=2048, **layout) for layout in layouts]
+    engines = [engine_for(root, backend="torch", slots=2048, **layout) for layout in layouts]
     graphed(engines[2])
     answers: list[dict[str, list[int]]] = [{} for _ in engines]
     for engine in engines:

@@ -185,7 +185,7 @@ swapped_in_slots_total swap_lost_slots_total swap_seconds_total prefix_cache_evi
 freed_pages_total refused_fragmented_total kv_slot_steps_total{place=tokens} kv_slot_steps_total{place=waste}
 kv_slot_steps_total{place=cached} kv_slot_steps_total{place=pinned} kv_slot_steps_total{place=free}
 kv_slot_steps_total{place=fragmented} request_failure_total{kind=queue_full} kv_pages_logical
-kv_page_steps_total{pages=physical} kv_page_steps_total{pages=logical}
+kv_page_steps_total{pages=physical} kv_page_steps_total{pages=logical} replayed_steps_total
 """
 PLACES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
 
@@ -252,6 +252,21 @@ def test_an_unhealthy_engine_shows_in_health_and_a_failed_request_counts_once() 
         assert "the device is lost" in reply.error["message"]
         engine.executor.fail = None
         assert server.post(COMPLETIONS, {"prompt": [5]}).status == 200
+        assert server.get("/health").status == 200
+
+
+def test_a_request_for_which_no_token_can_be_drawn_gets_a_clear_error_and_the_server_goes_on() -> None:
+    engine = fake_engine(lambda seq: None if seq.token_ids[0] == 7 and seq.num_output == 2 else 100 + seq.num_output)
+    with running_server(engine) as server, concurrent.futures.ThreadPoolExecutor() as pool:
+        other = pool.submit(server.post, COMPLETIONS, {"prompt": [5], "max_tokens": 200})
+        for stream in (False, True):
+            reply = server.post(COMPLETIONS, {"prompt": [7, 8], "n": 2, "max_tokens": 5, "stream": stream})
+            assert reply.status == (200 if stream else 500)
+            assert "no token can be drawn after 4 tokens" in reply.body.decode()
+            assert '"engine_error"' in reply.body.decode() and "[DONE]" not in reply.body.decode()
+        assert other.result().json["usage"]["completion_tokens"] == 200
+        metrics = server.wait_for(**{"request_failure_total{kind=engine_error}": 4})
+        assert metrics["kv_pages_owned"] == 0
         assert server.get("/health").status == 200
 
 

@@ -13,13 +13,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from engine.server.__main__ import main
+from kvbench.common.foreign_cpu import tree_cpu_s
 
 ROOT = Path(__file__).parents[2]
 KVBENCH = (sys.executable, "-m", "kvbench")
@@ -31,7 +34,7 @@ def running(step_s: float, *flags: str) -> Iterator[tuple[subprocess.Popen[str],
     command = [sys.executable, "-m", "tests.support.scripted_server", "--port", "0", *flags]
     env = {**os.environ, "SCRIPTED_STEP_S": str(step_s)}
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
         ready = process.stdout.readline()
         assert ready.startswith("ready http://127.0.0.1:"), ready + process.stderr.read()
@@ -41,9 +44,15 @@ def running(step_s: float, *flags: str) -> Iterator[tuple[subprocess.Popen[str],
         process.communicate()
 
 
+PROCESSES = pytest.mark.parametrize("processes", ["--no-frontend-multiprocessing", "--frontend-multiprocessing"])
+
+
+@PROCESSES
 @pytest.mark.parametrize(("number", "step_s"), [(signal.SIGTERM, 0.01), (signal.SIGINT, 30.0)])
-def test_a_signal_stops_it_within_five_seconds_and_ends_the_streams(number: signal.Signals, step_s: float) -> None:
-    with running(step_s) as (process, port):
+def test_a_signal_stops_it_within_five_seconds_and_ends_the_streams(
+    number: signal.Signals, step_s: float, processes: str
+) -> None:
+    with running(step_s, processes) as (process, port):
         body = json.dumps({"prompt": [5], "max_tokens": 1000, "stream": True}).encode()
         with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
             sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -51,7 +60,7 @@ def test_a_signal_stops_it_within_five_seconds_and_ends_the_streams(number: sign
                 assert b"data: " in sock.recv(65536) + sock.recv(65536)
             else:
                 time.sleep(0.3)  # the first step holds the engine's thread now
-            process.send_signal(number)
+            os.killpg(process.pid, number)  # as a terminal does, and kvbench
             out, err = process.communicate(timeout=STOP_SECONDS)
             received = b"".join(iter(lambda: sock.recv(65536), b""))
         assert process.returncode == 0, err
@@ -60,6 +69,77 @@ def test_a_signal_stops_it_within_five_seconds_and_ends_the_streams(number: sign
         if step_s < 1:
             assert b"shutting down" in received
             assert b"[DONE]" not in received
+
+
+def server_info(port: int) -> dict[str, Any]:
+    return httpx.get(f"http://127.0.0.1:{port}/server_info", timeout=20).json()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Fails after 5 s."""
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_engine_s_process_that_is_killed_ends_its_streams_and_shows_in_health() -> None:
+    with running(0.01, "--frontend-multiprocessing") as (process, port):
+        url = f"http://127.0.0.1:{port}"
+        body = {"prompt": [5], "max_tokens": 1000, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(server_info(port)["engine_pid"], signal.SIGKILL)
+            events = [line for line in lines if line]
+        assert "signal 9" in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
+        health = httpx.get(f"{url}/health", timeout=20)
+        assert health.status_code == 503 and "signal 9" in health.json()["error"]["message"]
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=20).status_code == 503
+        assert httpx.get(f"{url}/metrics", timeout=20).status_code == 200  # the last reading
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(STOP_SECONDS) == 0
+        assert "signal 9" in process.stderr.read()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel kills the child of a killed parent")
+def test_an_engine_s_process_does_not_outlive_a_server_that_is_killed() -> None:
+    with running(30.0, "--frontend-multiprocessing") as (process, port):
+        engine = psutil.Process(server_info(port)["engine_pid"])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+            body = json.dumps({"prompt": [5], "max_tokens": 10}).encode()
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            time.sleep(0.3)  # it is in a step now, and reads nothing
+            process.kill()
+            wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
+        with socket.socket() as again:
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind(("127.0.0.1", port))
+
+
+def test_both_processes_count_as_the_server() -> None:
+    """For its own metrics, and for kvbench's account of CPU and memory."""
+    with running(0.001, "--frontend-multiprocessing") as (process, port):
+        info = server_info(port)
+        engine = psutil.Process(info["engine_pid"])
+        assert info["pid"] == process.pid and engine.ppid() == process.pid
+        body = {"prompt": [5], "max_tokens": 1000}
+        before = engine.cpu_times().user, tree_cpu_s(process.pid)
+        httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=20)
+        after = engine.cpu_times().user, tree_cpu_s(process.pid)
+        assert 0 < after[0] - before[0] <= after[1] - before[1]
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=20).text
+        resident = float(re.search(r"^kvbench:process_resident_bytes (\S+)$", text, re.MULTILINE)[1])
+        both = engine.memory_info().rss + psutil.Process(process.pid).memory_info().rss
+        assert abs(resident - both) < 0.05 * both
+
+
+def test_settings_that_the_engine_s_process_refuses_are_one_sentence() -> None:
+    flags = ["--frontend-multiprocessing", "--port", "0", "--kv-budget", "48MiB", "--max-model-len", "4096"]
+    command = [sys.executable, "-m", "engine.server", "--device", "cpu", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "kv_budget" in done.stderr
 
 
 def test_a_port_in_use_is_one_sentence() -> None:
@@ -112,9 +192,54 @@ def test_the_example_of_its_help_serves_and_says_what_it_does_until_then() -> No
     assert len(phases) >= 3 and all(line.startswith("loading llama-32m: ") for line in phases)
 
 
-def test_the_step_log_is_complete_when_the_server_has_stopped(tmp_path: Path) -> None:
+TINY = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+NEEDLESS = (
+    "accelerate", "gevent", "kvbench.load", "locust", "matplotlib", "pandas", "plotly", "scipy.optimize", "sklearn",
+    "sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.onnx", "triton",
+)  # fmt: skip
+
+
+def test_what_serving_does_not_need_is_not_imported(tmp_path: Path) -> None:
+    """By a server that is ready on a CPU: these take a third of the time of all imports."""
+    model = tmp_path / "tiny.json"
+    model.write_text(json.dumps(TINY))
+    code = """
+import sys
+import engine.engine_loop
+from kvbench.__main__ import main
+def told(self):
+    while self._run_once():
+        print(*sys.modules, flush=True)
+        own(self)
+own, engine.engine_loop.EngineLoop.run = engine.engine_loop.EngineLoop.run, told
+sys.exit(main())
+"""
+    flags = ["--model", str(model), "--device", "cpu", "--port", "0"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "serve", *flags], cwd=ROOT, stdout=pipe, stderr=pipe, text=True
+    )
+    try:
+        ready = process.stdout.readline()
+        assert ready.startswith("ready http://127.0.0.1:"), ready + process.stderr.read()
+        assert httpx.get(f"{ready.split()[1]}/metrics", timeout=20).status_code == 200  # a command wakes the loop
+        modules = set(process.stdout.readline().split())
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=STOP_SECONDS)
+    finally:
+        process.kill()
+    assert {"torch", "transformers", "kernels.numba_backend"} <= modules
+    assert not {name for name in NEEDLESS if name in modules}
+
+
+@PROCESSES
+def test_the_step_log_is_complete_when_the_server_has_stopped(tmp_path: Path, processes: str) -> None:
     path = tmp_path / "steps.csv"
-    with running(0.01, "--step-log", str(path)) as (process, port):
+    with running(0.01, "--step-log", str(path), processes) as (process, port):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
         connection.request("POST", "/v1/completions", json.dumps({"prompt": [5, 6], "max_tokens": 12, "n": 2}))
         usage = json.loads(connection.getresponse().read())["usage"]

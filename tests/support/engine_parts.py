@@ -79,7 +79,7 @@ class CountingExecutor:
             if item.seq.num_pending and item.samples:
                 self.pending["fed" if item.num_tokens == 1 else "fed in a chunk"] += 1
             if drawn is not None:
-                handle.token_of[item.seq] = drawn.token_ids[0]
+                handle.token_of[item.seq] = drawn.token_ids[0] if drawn.token_ids else 0  # any, as on the device
                 self.num_drawn += 1 if item.seq.num_candidates else len(drawn.token_ids)
         for seq in plan.preempted:
             self.pending["preempted"] += seq.num_pending

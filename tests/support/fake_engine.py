@@ -18,7 +18,8 @@ from engine.scheduling.step_plan import Computed, StepPlan
 from engine.sequence import Drawn
 from engine.sequence import Sequence as EngineSequence
 
-Script = Callable[[EngineSequence], int]  # the next token of a sequence; siblings draw their first one together
+# The next token of a sequence, None where none can be drawn; siblings draw their first one together.
+Script = Callable[[EngineSequence], int | None]
 Logprob = Callable[[EngineSequence], float]  # of the token drawn now
 SHAPE = KVShape((LayerKV(1, 4, 4),) * 2, 4)  # 64 bytes a token
 
@@ -63,6 +64,8 @@ class ScriptedExecutor:
 
     def _draw(self, seq: EngineSequence) -> Drawn:
         token = self.script(seq)
+        if token is None:
+            return Drawn(())
         if seq.num_candidates:
             ranks = range(seq.num_candidates)
             return Drawn(tuple(token + k for k in ranks), tuple(-float(k + 1) for k in ranks))

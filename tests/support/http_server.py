@@ -15,11 +15,13 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.spec import ModelInfo
-from engine.server.__main__ import make_server, reserve_socket
+from engine.server.__main__ import reserve_socket
 from engine.server.arguments import ServeOptions
+from engine.server.http import make_server
 from engine.server.tokenizer import ServerTokenizer, load_tokenizer
 
 
@@ -121,7 +123,7 @@ def running_server(engine: Engine, tokenizer: ServerTokenizer | None = None) -> 
     ready = threading.Event()
     options = ServeOptions(port=0)
     sock = reserve_socket(options.host, 0)
-    server = make_server(engine, tokenizer or shipped_tokenizer(), options, ready.set)
+    server = make_server(AsyncEngine(engine), tokenizer or shipped_tokenizer(), options, ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     port = sock.getsockname()[1]
     thread.start()

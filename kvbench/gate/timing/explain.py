@@ -60,6 +60,7 @@ _EVENTS = {
     "refused_fragmented_total": "waits for want of one free piece",
     "forks_total": "forks",
     "steps_total": "steps",
+    "replayed_steps_total": "steps replayed as a CUDA graph",
     "scheduled_tokens_total_prefill": "prefill tokens computed",
     "scheduled_tokens_total_decode": "decode tokens computed",
     "request_failure_total_engine_error": "engine errors",

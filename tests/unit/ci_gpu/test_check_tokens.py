@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 import torch
 
-from ci.gpu import check_tokens
-from ci.gpu.check_tokens import Way, check_way, make_engine, ways
-from ci.gpu.part import PartReport
+from ci.gpu import check_tokens, tables
+from ci.gpu.check_tokens import TokenChecks, Way, check_way, make_engine, ways
+from ci.gpu.part import PartReport, Report
 from engine.config import EngineConfig
 from engine.model.loader import load_model
 from tests.support.hf_parts import one_thread
@@ -29,13 +31,13 @@ def problem(tmp_path_factory):
 
 
 @pytest.fixture
-def checked(problem, tmp_path):
+def checked(problem):
     """The report on an engine of such a way and pool, its weights ``spoilt`` or not."""
     folder, answers = problem
     loaded = load_model(EngineConfig(model=folder, dtype="float32", device="cpu"))
 
-    def of(way: Way, pool: int = POOL, claimed: Way | None = None, spoilt: bool = False) -> PartReport:
-        report = PartReport(tmp_path / "part.json", seconds=60)
+    def of(way: Way, pool: int = POOL, claimed: Way | None = None, spoilt: bool = False) -> Report:
+        report = Report(600.0)
         engine = make_engine(loaded, folder, way, pool)
         if spoilt:
             with torch.no_grad():
@@ -79,3 +81,26 @@ def test_a_gpu_is_asked_for_all_ways_and_a_cpu_for_those_without_graphs():
         (True, True), (True, False), (False, True), (False, False)
     }  # fmt: skip
     assert set(ways("cpu")) == {way for way in ways("cuda") if not way.graphs}
+
+
+def test_each_way_has_a_process_of_its_own_and_reads_the_answers_that_the_plan_wrote(problem, tmp_path, monkeypatch):
+    answers = problem[1]
+    monkeypatch.setattr(check_tokens, "make_problem", lambda folder: answers)
+    monkeypatch.setattr(check_tokens, "POOL_SLOTS", POOL)
+    part, other = (TokenChecks(Namespace(device="cpu", scratch=tmp_path)) for _ in range(2))
+    plan = part.plan()
+    assert [case.name for case in plan] == [way.name for way in ways("cpu")]
+    assert {case.group for case in plan} == {None}
+    told = json.loads((tmp_path / "tokens-model" / "answers.json").read_text())
+    assert {tuple(prompt): tokens for prompt, tokens in told} == answers
+    good = PartReport(tmp_path / "part.json", 600.0)
+    other.run(plan[0].name, good)
+    good.put(cases=len(plan))
+    tables.tokens(good, None)
+    assert good.data["headline"].startswith("1 of 4 ways") and not good.data["failures"]
+    assert good.data["tables"][0]["rows"][0][:2] == [plan[0].name, "passed"]
+    told[0][1][-1] += 1
+    (tmp_path / "tokens-model" / "answers.json").write_text(json.dumps(told))
+    report = Report(600.0)
+    other.run(plan[0].name, report)
+    assert "differs from generate" in report.data["failures"][0]["reason"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ci.gpu import environment as environment_module
-from ci.gpu import record
+from ci.gpu import record, requirements
 from ci.gpu.environment import Environment, prepare
 
 WHEELS_SCRIPT = Path(__file__).resolve().parents[3] / "ci" / "gpu_wheels.sh"
@@ -35,8 +35,8 @@ def test_wheels_go_into_an_environment_that_sees_what_is_here(tmp_path, monkeypa
     wheels.mkdir()
     home.mkdir()
     make_wheel(wheels, "kvbench_probe_wheel")
-    (tmp_path / "wanted.txt").write_text("# names\nkvbench_probe_wheel\nkvbench_probe_missing\nnumpy  # is here\n")
-    monkeypatch.setattr(environment_module, "REQUIREMENTS", tmp_path / "wanted.txt")
+    wanted = ("kvbench_probe_wheel", "kvbench_probe_missing", "numpy")  # the last one is here
+    monkeypatch.setattr(environment_module, "read_requirements", lambda: dict.fromkeys(wanted, ""))
     found = prepare(home, wheels)
     assert found.python.startswith(str(home))
     missing = found.missing(
@@ -52,9 +52,8 @@ def test_wheels_go_into_an_environment_that_sees_what_is_here(tmp_path, monkeypa
 def with_pip(tmp_path, monkeypatch):
     """Prepare an environment of ``names`` with ``script`` in pip's place: the notes, and the names of each call."""
 
-    def of(script: str, names: str, until: float = math.inf) -> tuple[list[str], list[list[str]]]:
-        (tmp_path / "wanted.txt").write_text(names)
-        monkeypatch.setattr(environment_module, "REQUIREMENTS", tmp_path / "wanted.txt")
+    def of(script: str, names: list[str], until: float = math.inf) -> tuple[list[str], list[list[str]]]:
+        monkeypatch.setattr(environment_module, "read_requirements", lambda: dict.fromkeys(names, ""))
         calls, real = [], subprocess.run
 
         def run(command, **how):
@@ -72,7 +71,7 @@ def with_pip(tmp_path, monkeypatch):
 def test_pip_stops_at_the_end_of_its_time(with_pip, tmp_path):
     """One that hangs is stopped, the names left over are not tried one by one, and the summary tells all of them."""
     started = time.monotonic()
-    notes, calls = with_pip("import time; time.sleep(600)", "kvbench_probe_a\nkvbench_probe_b\n", started + 1.0)
+    notes, calls = with_pip("import time; time.sleep(600)", ["kvbench_probe_a", "kvbench_probe_b"], started + 1.0)
     assert time.monotonic() - started < 60
     assert calls == [["kvbench_probe_a", "kvbench_probe_b"]]
     assert notes == [f"no time left to install kvbench_probe_a, kvbench_probe_b from {tmp_path.name}"]
@@ -80,7 +79,7 @@ def test_pip_stops_at_the_end_of_its_time(with_pip, tmp_path):
 
 def test_what_pip_says_is_told_without_the_paths_of_this_machine(with_pip):
     said = "ERROR: bad wheel '/home/me/w/a-1.whl' (file:///home/me/w/a-1.whl), see https://pip.pypa.io/help and a/b"
-    ((note,), _) = with_pip(f"import sys; sys.exit({said!r})", "kvbench_probe_a\n")
+    ((note,), _) = with_pip(f"import sys; sys.exit({said!r})", ["kvbench_probe_a"])
     assert note.endswith("ERROR: bad wheel 'a-1.whl' (a-1.whl), see https://pip.pypa.io/help and a/b")
 
 
@@ -97,26 +96,28 @@ def test_filling_a_folder_of_wheels_needs_a_folder_and_known_options(tmp_path, a
 
 
 FAKE_PIP = """#!/bin/sh
+case "$*" in *ci.gpu.requirements*) exec REAL "$@" ;; esac
 while [ $# -gt 0 ]; do
   case "$1" in
     --dest) folder="$2" ;;
-    --requirement) list="$2" ;;
+    --requirement) cp "$2" "$folder/list" ;;
     --python-version) version="$2" ;;
   esac
   shift
 done
-for name in Small_Thing-1.0 numpy-2.0 $(grep -c . "$list")lines-1.0; do : > "$folder/$name-cp312.whl"; done
+for name in Small_Thing-1.0 numpy-2.0 click-8.0; do : > "$folder/$name-cp312.whl"; done
 echo "$version" > "$folder/version"
 """
 
 
-def test_wheels_that_the_machine_has_can_be_left_out(tmp_path):
+def test_the_wheels_are_those_of_the_requirements_and_what_the_machine_has_is_left_out(tmp_path):
     fake = tmp_path / "python"
-    fake.write_text(FAKE_PIP)
+    fake.write_text(FAKE_PIP.replace("REAL", sys.executable))
     fake.chmod(0o755)
     folder = tmp_path / "wheels"
     command = [str(WHEELS_SCRIPT), str(folder), "--python", "3.11", "--skip", "small-thing,absent"]
     done = subprocess.run(command, env={**os.environ, "PYTHON": str(fake)}, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0 and "2 wheels" in done.stdout, done.stderr
+    assert done.returncode == 0 and "1 wheels" in done.stdout, done.stderr
     assert (folder / "version").read_text() == "3.11\n"
-    assert [path.name for path in sorted(folder.glob("*.whl"))][1:] == ["numpy-2.0-cp312.whl"]
+    assert (folder / "list").read_text().splitlines() == list(requirements.read_requirements().values())
+    assert [path.name for path in folder.glob("*.whl")] == ["click-8.0-cp312.whl"]

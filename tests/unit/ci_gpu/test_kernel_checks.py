@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,8 @@ import torch
 
 from ci.gpu import check_kernels, check_moves
 from ci.gpu.kernel_problems import CONTIGUOUS, Case, draw
-from ci.gpu.part import PartReport
+from ci.gpu.part import Report
 from engine.kv.mover import KVMover
-from kernels import get_backend
 from kernels.quantized import QuantizedKV
 from kernels.reference import TorchBackend
 from kernels.tune.problems import FAR_OUTSIDE, as_float64
@@ -102,18 +102,6 @@ def test_what_a_backend_refuses_is_skipped_with_its_reason():
     assert result["status"] == "skipped" and "1000" in result["reason"]
 
 
-def test_after_a_cuda_error_a_process_says_so_and_checks_no_more(monkeypatch):
-    def lost(name):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
-
-    monkeypatch.setattr(check_kernels, "_poisoned", None)
-    monkeypatch.setattr(check_kernels, "get_backend", lost)
-    assert check_kernels.run_case(CASE, "cpu")["status"] == "failed"
-    monkeypatch.setattr(check_kernels, "get_backend", get_backend)
-    result = check_kernels.run_case(CASE, "cpu")
-    assert result["status"] == "skipped" and CASE.name in result["reason"]
-
-
 def test_unused_slots_hold_nan_and_the_table_points_outside():
     for kv in check_kernels.KINDS:
         drawn = draw(replace(CASE, kv=kv), "cpu")
@@ -126,18 +114,27 @@ def test_unused_slots_hold_nan_and_the_table_points_outside():
         assert (drawn.page_starts >= FAR_OUTSIDE).any()
 
 
-def test_cases_are_spread_over_processes(tmp_path):
-    report = PartReport(tmp_path / "part.json", seconds=60)
-    cases = [replace(CASE, page_size=size) for size in (8, 16, CONTIGUOUS)]
-    check_kernels.run_cases(report, [*cases, replace(CASE, dim=1000)], "cpu", workers=2, reserve=0.0)
-    assert sorted(row["status"] for row in report.data["rows"]) == ["passed"] * 3 + ["skipped"]
-    assert not report.data["failures"] and len(report.data["skipped"]) == 1
+@pytest.mark.parametrize("quick", [True, False])
+def test_kernels_come_first_and_what_reaches_far_comes_last_and_alone(quick):
+    part = check_kernels.KernelChecks(Namespace(device="cuda", tiny=False, quick=quick))
+    plan = part.plan()
+    names = [case.name for case in plan]
+    assert names[0] == Case().name and len(set(names)) == len(names) and part.workers >= 2
+    assert len(names) == 4 + (check_kernels.QUICK_CASES if quick else len(check_kernels.all_cases()))
+    far = [case for case in plan if "beyond 2^31" in case.name]
+    assert far == plan[-2:] and [case.group for case in far] == [None, None]
+    assert [case.group for case in plan[-5:-2]] == ["kernels", "moves", "moves"]
 
 
-def test_without_time_cases_are_skipped_not_failed(tmp_path):
-    report = PartReport(tmp_path / "part.json", seconds=5)
-    check_kernels.run_cases(report, [CASE], "cpu", workers=1, reserve=10.0)
-    assert report.data["skipped"] == [{"what": "1 cases", "reason": "no time left"}] and not report.data["rows"]
+def test_a_check_of_the_plan_is_put_down_with_what_is_wrong(monkeypatch):
+    part = check_kernels.KernelChecks(Namespace(device="cpu", tiny=True, quick=True))
+    monkeypatch.setattr(check_kernels, "get_backend", lambda name: Faulty("writes a neighbour"))
+    monkeypatch.setattr(check_moves, "KVMover", SkipsOneMove)
+    for name in (part.plan()[0].name, "moves, paged"):
+        report = Report(600.0)
+        part.run(name, report)
+        assert [row["status"] for row in report.data["rows"]] == ["failed"]
+        assert [failure["what"] for failure in report.data["failures"]] == [name]
 
 
 def test_every_axis_is_in_the_full_set_and_the_quick_one_has_every_format():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 import torch
 
-from ci.gpu import kernel_cases, time_kernels
+from ci.gpu import kernel_cases, tables, time_kernels
 from ci.gpu.kernel_cases import CONTIGUOUS, Decode, Heads, Prefill
 from ci.gpu.part import PartReport
+from ci.gpu.time_kernels import KernelTimes
 from kernels.quantized import raw_tensors
 
 LLAMA = Heads(32, 8, 128)
@@ -35,6 +38,16 @@ def test_a_decode_case_holds_what_it_says_it_reads(page_size, kv):
     assert len(set(used.tolist())) == 3 * 40 and int(used.max()) < slots and int(t.seq_lens.sum()) == 120
 
 
+def test_a_skewed_case_has_pages_for_what_each_sequence_holds():
+    case = Decode(4, 20, longest=100)
+    t = kernel_cases.make_decode(case, Heads(4, 2, 32), torch.float32, "cpu")
+    assert t.seq_lens.tolist() == case.lengths == [20, 20, 20, 100] and case.name.startswith("decode auto, 1 x 100 amo")
+    used = [starts[: -(-n // 16)].tolist() for starts, n in zip(t.page_starts, case.lengths, strict=True)]
+    pages = sorted(start for starts in used for start in starts)
+    assert pages == list(range(0, 13 * 16, 16)) and len(t.k) == 13 * 16
+    assert t.kv_bytes == 160 * 2 * 2 * 32 * 4
+
+
 def test_cases_have_names_of_their_own_and_what_they_are_compared_with_comes_first():
     for quick in (True, False):
         cases = kernel_cases.decode_cases(quick)
@@ -45,6 +58,7 @@ def test_cases_have_names_of_their_own_and_what_they_are_compared_with_comes_fir
     quick, full = kernel_cases.decode_cases(True), kernel_cases.decode_cases(False)
     assert set(quick) < set(full)
     assert {(c.batch, c.context, c.bar) for c in quick} >= {(64, 4096, 0.85), (64, 8192, 0.90), (1, 32768, 0.75)}
+    assert (64, 512, 32768) in {(c.batch, c.context, c.longest) for c in quick}
     assert {c.page_size for c in quick} == {CONTIGUOUS, 1, 8, 16, 32, 64, 128, 256}
 
 
@@ -63,17 +77,38 @@ def test_aims_are_met_or_missed(tmp_path):
     plain = {"us": 10.0, "gb_per_s": 900.0}
     report.row(case="good", **plain, ratio=0.85, bar=0.85)
     report.row(case="slow", **plain, ratio=0.849, bar=0.85)
-    report.row(case="fp8", **plain, ratio=0.9, bar=0.8, time_ratio=0.6, bar_time=0.58)
-    report.row(case="page", **plain, ratio=None, time_ratio=1.04, bar_time=1.05)
+    report.row(case="fp8", **plain | {"us": 6.0}, ratio=0.9, bar=0.8, against="good", bar_time=0.58)
+    report.row(case="page", **plain | {"us": 10.4}, ratio=None, against="good", bar_time=1.05)
+    report.row(case="lost", **plain, ratio=0.9, against="one that failed", bar_time=1.05)
     report.row(case="swap", **plain, ratio=0.9, bar=None, bar_gb_per_s=45.0)
     report.row(case="prefill", us=5.0, tflop_per_s=300.0, ratio=0.4, of_torch_speed=0.7, bar_torch=0.8)
-    time_kernels.summarise(report, aimed=True)
+    tables.kernels(report, Namespace(device="cuda"))
     told = rows_of(report)
     assert report.data["missed"] == ["slow", "fp8", "prefill"]
     assert told["good"] == "ratio 0.85 meets ≥ 0.85" and told["slow"] == "ratio 0.849 MISSES ≥ 0.85"
     assert told["fp8"] == "ratio 0.9 meets ≥ 0.8; time_ratio 0.6 MISSES ≤ 0.58"
-    assert "meets ≤ 1.05" in told["page"] and "meets ≥ 45" in told["swap"] and "MISSES ≥ 0.8" in told["prefill"]
-    time_kernels.summarise(report, aimed=False)
+    assert (
+        told["lost"] == ""
+        and "meets ≤ 1.05" in told["page"]
+        and "meets ≥ 45" in told["swap"]
+        and "MISSES ≥ 0.8" in told["prefill"]
+    )
+    tables.kernels(report, Namespace(device="cpu"))
     assert not report.data["missed"] and not any(
         "meets" in text or "MISSES" in text for text in rows_of(report).values()
     )
+
+
+def test_what_goes_beyond_a_quick_run_is_timed_last_and_in_another_process(monkeypatch):
+    monkeypatch.setattr(time_kernels, "get_backend", lambda name: None)
+    full, quick = (
+        [
+            (case.name, case.group)
+            for case in KernelTimes(Namespace(device="cuda", facts=None, tiny=False, quick=q)).plan()
+        ]
+        for q in (False, True)
+    )
+    assert full[: len(quick)] == quick and {group for _, group in quick} == {"main"}
+    assert {group for _, group in full[len(quick) :]} == {"extreme"} and len(set(full)) == len(full)
+    names = {name for name, _ in full}
+    assert names >= {case.name for case in (*kernel_cases.decode_cases(False), *kernel_cases.prefill_cases(False))}

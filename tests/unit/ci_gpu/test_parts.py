@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import logging
 
 from ci.gpu import __main__ as runner_module
-from ci.gpu import environment as environment_module
 from ci.gpu import tune
 from ci.gpu.engine_job import WarningsAreFailures
 from ci.gpu.part import PartReport
 from ci.gpu.parts import PARTS, plan_seconds, select_parts
+from ci.gpu.requirements import BROUGHT, read_requirements
 from kernels import tuning
 from kvbench.cli.main import cli
 
@@ -25,6 +25,7 @@ def test_which_parts_run():
     assert names("kernels") == ["facts", "kernels"]
     assert names("tune", quick=True) == ["facts", "tune"]
     assert names("engine", quick=True) == ["facts", "engine-qwen3-0.6b", "engine-llama-3.1-8b"]
+    assert {"variants", "memcheck", "tests"} <= set(names(quick=True))
     assert "engine-qwen3-14b" in names("engine")
     assert names("sweep", "check") == ["facts", "check", "sweep"]
 
@@ -39,17 +40,29 @@ def test_a_quick_run_fits_its_limit_and_saved_time_goes_to_later_parts():
     assert plan_seconds(parts, True, 10.0) < 0
 
 
-SYSTEM = {"torch", "triton", "transformers", "tokenizers", "safetensors", "numpy"}  # the machine brings them
-WHEELS = {"yaml": "pyyaml", "prometheus_client": "prometheus-client"}  # import name -> name of its wheel
+WHEELS = {  # import name -> the wheel that is it or brings it
+    "yaml": "pyyaml", "prometheus_client": "prometheus-client", "gevent": "locust"
+}  # fmt: skip
 
 
 def test_what_parts_need_is_there_or_among_the_wheels_and_their_modules_exist():
-    listed = set(environment_module.read_requirements())
+    listed = set(read_requirements())
     for part in PARTS:
-        assert importlib.util.find_spec(f"ci.gpu.{part.module}") is not None
+        module = importlib.import_module(f"ci.gpu.{part.module}")
+        assert hasattr(module, "CASES") is part.isolated and hasattr(module, "main") is not part.isolated
         for device in ("cuda", "cpu"):
-            assert {WHEELS.get(name, name) for name in part.needed(device)} <= SYSTEM | listed
-    assert not listed & SYSTEM  # never one that could replace the machine's own
+            assert {WHEELS.get(name, name) for name in part.needed(device)} <= {*BROUGHT, *listed}
+    assert not listed & set(BROUGHT)  # never one that could replace the machine's own
+
+
+def test_requirements_are_pyprojects_less_what_the_machine_brings(tmp_path):
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\ndependencies = ["torch>=2", "Some-Thing>=1; platform_system == \'Linux\'", "numpy", "rich"]\n'
+        '[project.optional-dependencies]\ntest = ["pytest>=8", "pytest-timeout", "hypothesis", "ruff"]\n'
+    )
+    found = read_requirements(tmp_path / "pyproject.toml")
+    assert list(found) == ["some-thing", "rich", "pytest", "pytest-timeout", "hypothesis"]
+    assert found["some-thing"] == "Some-Thing>=1; platform_system == 'Linux'"
 
 
 def test_tune_reports_what_was_gained(tmp_path):
@@ -75,7 +88,8 @@ def test_tune_asks_for_what_kvbench_knows(tmp_path):
 
 def test_what_the_engine_warns_of_fails_the_part(tmp_path):
     report = PartReport(tmp_path / "part.json", seconds=60)
-    log, handler = logging.getLogger("engine.execution.graphs"), WarningsAreFailures(report)
+    log, handler = logging.getLogger("engine.execution.graphs"), WarningsAreFailures()
+    handler.report = report
     logging.getLogger("engine").addHandler(handler)
     try:
         log.warning("decode runs without CUDA graphs: a batch of %d cannot be captured", 8)

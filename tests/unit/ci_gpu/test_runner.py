@@ -64,11 +64,11 @@ def run(tmp_path, monkeypatch):
     return of
 
 
-def test_how_parts_end(run):
+def test_how_parts_end(run, capsys):
     outcomes, text = run(
         scripted("good", "write(headline='all well')"),
         scripted("wrong", "write(failures=[{'what': 'case x', 'reason': 'off by one'}]); sys.exit(1)"),
-        scripted("dead", "print('last words'); sys.exit(7)"),
+        scripted("dead", "print('one\\ntwo\\nlast\\nwords'); sys.exit(7)"),
         scripted("nothing to do", "write(not_run='no such command')"),
         replace(scripted("poor", ""), needs=("json", "no_such_module")),
         scripted("after", "write(headline='ran all the same')"),
@@ -77,10 +77,13 @@ def test_how_parts_end(run):
         "good": PASSED, "wrong": FAILED, "dead": FAILED, "nothing to do": SKIPPED, "poor": SKIPPED, "after": PASSED
     }  # fmt: skip
     assert outcomes["wrong"].reason == "case x: off by one"
-    assert outcomes["dead"].reason == "ended with code 7: last words"
+    assert outcomes["dead"].reason == "ended with code 7: two / last / words"
+    assert (
+        capsys.readouterr().out.splitlines()[0].startswith("will be skipped: poor, not installed: no_such_module (see")
+    )
     assert "no_such_module" in outcomes["poor"].reason and "json" not in outcomes["poor"].reason
     assert outcomes["poor"].line.startswith("SKIPPED poor: not installed: no_such_module")
-    for words in ("all well", "off by one", "last words", "no such command", "ran all the same"):
+    for words in ("all well", "off by one", "two / last / words", "no such command", "ran all the same"):
         assert words in text
 
 
@@ -192,14 +195,14 @@ def test_the_summary_says_what_kind_of_run_it_was():
         (["OUT", "--time-limit", "3"], "too short"),
         (["OUT", "--time-limit", "nan"], "too short"),
         (["FILE"], "is a file"),
-        (["FULL"], "holds other files (mine.txt)"),
+        (["FULL"], "holds other files (mine.csv)"),
     ],
 )
 def test_bad_arguments_end_with_code_2_and_a_reason(tmp_path, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(tmp_path)
     Path("FILE").touch()
     Path("FULL").mkdir()
-    Path("FULL/mine.txt").touch()
+    Path("FULL/mine.csv").touch()
     Path("FULL/summary.md").touch()
     with pytest.raises(SystemExit) as ended:
         runner_module.parse(arguments)
@@ -207,10 +210,22 @@ def test_bad_arguments_end_with_code_2_and_a_reason(tmp_path, monkeypatch, capsy
     assert not Path("OUT").exists()
 
 
-def test_an_earlier_run_may_be_overwritten(tmp_path):
-    (tmp_path / "summary.md").touch()
+def test_an_earlier_run_may_be_overwritten_and_a_log_may_lie_beside_it(tmp_path):
+    for name in ("summary.md", "kernels.json", "run.log", "nohup.out", "notes.txt"):
+        (tmp_path / name).touch()
     args, parts = runner_module.parse([str(tmp_path), "--quick"])
     assert args.quick and parts[0].name == "facts"
+
+
+def test_nothing_of_an_earlier_run_is_left_to_be_taken_for_this_ones(tmp_path, monkeypatch, capsys):
+    for name in ("sweep.log", "engine.json", "tuned.json"):
+        (tmp_path / name).write_text("old")
+    monkeypatch.setattr(runner_module, "select_parts", lambda names, quick: [scripted("good", "write()")])
+    monkeypatch.setattr(Part, "needed", lambda self, device: self.needs)
+    monkeypatch.setattr(runner_module.signal, "signal", lambda number, handler: None)
+    assert runner_module.main([str(tmp_path), "--device", "cpu", "--tiny"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep.log", "manifest.json", "summary.md", "log.txt"}
+    assert "# no GPU" in capsys.readouterr().out
 
 
 def test_no_torch_is_one_sentence(monkeypatch, tmp_path):

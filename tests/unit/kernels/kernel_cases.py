@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -81,40 +82,63 @@ def draw_options(p: Problem) -> AttentionOptions:
     return AttentionOptions(dim**-0.5, p.window, p.softcap, p.random(group * p.kv_heads) if p.with_sinks else None)
 
 
-def check_attention(
-    backend: AttentionBackend, p: Problem, tolerance: float, kind: str = "auto", planned=True, every_form=True
-) -> None:
-    """A step of decode and one of prefill against float64 over the same cache, outputs poisoned beforehand.
+class Comparison:
+    """A problem's cache and lengths, and the comparison of what a backend makes of them with float64.
 
     ``every_form``: also without an output to write to, and with the new tokens' KV at hand.
     """
-    cache, options, heads = build_cache(p, kind), draw_options(p), p.shape[0] * p.kv_heads
-    lens, starts = (
-        torch.tensor(values, device=p.device, dtype=p.index_dtype)
-        for values in (p.lens, [0, *torch.tensor(p.new).cumsum(0).tolist()])
-    )
-    truth, exact = get_backend("torch"), (as_float64(cache.k), as_float64(cache.v))
 
-    def compare(attend, expected, **more) -> None:
+    def __init__(self, p: Problem, tolerance: float, kind: str, every_form: bool):
+        self.problem, self.tolerance, self.every_form = p, tolerance, every_form
+        self.cache, self.options = build_cache(p, kind), draw_options(p)
+        self.lens = torch.tensor(p.lens, device=p.device, dtype=p.index_dtype)
+        self.exact = as_float64(self.cache.k), as_float64(self.cache.v)
+
+    def check(self, attend, expect, q: torch.Tensor, *where, plan, **more) -> None:
+        """``attend`` of the backend against ``expect`` of the reference, outputs poisoned beforehand."""
+        p, cache = self.problem, self.cache
+        expected = expect(q.double(), *self.exact, *where, wide(self.options))
         poisoned = torch.full(expected.shape, math.nan, dtype=p.dtype, device=p.device)
-        for out in (poisoned, None) if every_form else (poisoned,):
-            got = attend(q, cache.k, cache.v, *where, options, out=out, plan=plan, **more)
+        for out in (poisoned, None) if self.every_form else (poisoned,):
+            got = attend(q, cache.k, cache.v, *where, self.options, out=out, plan=plan, **more)
             assert out is None or got is out
-            torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(got.double(), expected, atol=self.tolerance, rtol=self.tolerance)
 
-    q, where = p.random(len(p.lens), heads, p.shape[1]), (cache.page_starts, lens, cache.page_size)
+
+def check_attention(
+    backend: AttentionBackend, p: Problem, tolerance: float, kind: str = "auto", planned=True, every_form=True
+) -> None:
+    """A step of decode and one of prefill against float64 over the same cache."""
+    comparison = Comparison(p, tolerance, kind, every_form)
+    _compare_decode(backend, comparison, planned)
+    _compare_prefill(backend, comparison, planned)
+
+
+def check_decode(backend: AttentionBackend, p: Problem, tolerance: float, kind: str = "auto", every_form=True) -> None:
+    """A step of decode alone."""
+    _compare_decode(backend, Comparison(p, tolerance, kind, every_form), True)
+
+
+def _compare_decode(backend: AttentionBackend, comparison: Comparison, planned: bool) -> None:
+    p, cache = comparison.problem, comparison.cache
+    q, where = p.random(len(p.lens), p.shape[0] * p.kv_heads, p.shape[1]), (cache.page_starts, comparison.lens)
+    where = (*where, cache.page_size)
     plan = backend.plan_decode(*where, max_tokens=max(p.lens)) if planned else None
-    compare(backend.decode_attention, truth.decode_attention(q.double(), *exact, *where, wide(options)))
+    comparison.check(backend.decode_attention, get_backend("torch").decode_attention, q, *where, plan=plan)
 
+
+def _compare_prefill(backend: AttentionBackend, comparison: Comparison, planned: bool) -> None:
+    p, cache, expect = comparison.problem, comparison.cache, get_backend("torch").prefill_attention
     # As the engine has it: heads first in memory, so neither tokens nor heads are contiguous rows.
-    q = p.random(heads, sum(p.new), p.shape[1]).transpose(0, 1)
-    where = (cache.page_starts, starts, lens, cache.page_size)
+    q = p.random(p.shape[0] * p.kv_heads, sum(p.new), p.shape[1]).transpose(0, 1)
+    starts = torch.tensor([0, *itertools.accumulate(p.new)], device=p.device, dtype=p.index_dtype)
+    where = (cache.page_starts, starts, comparison.lens, cache.page_size)
     plan = backend.plan_prefill(*where, max_queries=max(p.new), max_tokens=max(p.lens)) if planned else None
-    expected = truth.prefill_attention(q.double(), *exact, *where, wide(options))
-    compare(backend.prefill_attention, expected)
-    if every_form:
+    comparison.check(backend.prefill_attention, expect, q, *where, plan=plan)
+    if comparison.every_form:
         slots = torch.cat([s[len(s) - n :] for s, n in zip(cache.slots, p.new, strict=True)])
-        compare(backend.prefill_attention, expected, new_kv=tuple(x[slots].to(p.dtype) for x in exact))
+        new_kv = tuple(x[slots].to(p.dtype) for x in comparison.exact)
+        comparison.check(backend.prefill_attention, expect, q, *where, plan=plan, new_kv=new_kv)
 
 
 def filled(kind: str, rows: torch.Tensor, slots: int | None = None, scale: float | None = None) -> KVCache:

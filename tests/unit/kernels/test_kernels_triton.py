@@ -20,10 +20,16 @@ from kernels.triton_decode import decode_constants, decode_kernel
 from kernels.triton_kv import write_constants, write_kv_kernel
 from kernels.triton_move import move_constants, move_kernel
 from kernels.triton_prefill import prefill_constants, prefill_kernel
-from kernels.triton_sample import BLOCK, NUM_WARPS, gumbel_argmax_kernel
+from kernels.variants import sample
 
 ATTENTION = ("triton_checks.py",)
-OTHERS = ("triton_bugs.py", "triton_write_checks.py", "triton_move_checks.py", "triton_sample_checks.py")
+OTHERS = (
+    "triton_bugs.py",
+    "triton_plan_checks.py",
+    "triton_write_checks.py",
+    "triton_move_checks.py",
+    "triton_sample_checks.py",
+)
 WITHOUT_A_GPU = ("tune_device_checks.py",)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CACHES = {"k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"}
@@ -58,15 +64,16 @@ def compiled(name: str, arch: int, kind: str = "auto", dtype: str = "bf16", dims
     """A kernel as a model with 32 / 8 heads would need it."""
     shape = KernelShape(32, 8, *dims, 2, options.pop("page_size", 16), kind, arch, **options)
     kernel, constants = {
-        "decode": lambda: (decode_kernel, decode_constants(shape, 4)),
-        "decode, direct": lambda: (decode_kernel, decode_constants(shape, 1)),
+        "decode": lambda: (decode_kernel, decode_constants(shape, True)),
+        "decode, direct": lambda: (decode_kernel, decode_constants(shape, False)),
         "prefill": lambda: (prefill_kernel, prefill_constants(shape, 1, False)),
         "prefill, short": lambda: (prefill_kernel, prefill_constants(shape, 4, True)),
         "write": lambda: (write_kv_kernel, write_constants(8, *dims, kind)),
     }[name]()
     types = dict.fromkeys(("pages_ptr", "slots_ptr", "query_starts_ptr", "lens_ptr"), "i64")
     if constants.get("SPLIT"):
-        types |= {"out_ptr": "fp32", "lse_ptr": "fp32"}
+        parts = {"work_ptr": "i32", "parts_ptr": "fp32"} if kernel is decode_kernel else {"out_ptr": "fp32"}
+        types |= parts | {"lse_ptr": "fp32"}
     if kind != "auto":
         types |= dict.fromkeys(CACHES, CODES.get(kind, "u8")) | dict.fromkeys(SCALES, "fp32")
     return compile_for(kernel, constants, arch, types, dtype)
@@ -105,6 +112,14 @@ def test_kernels_compile_ahead_of_time(name, arch, kind, dtype):
 @pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_every_option_compiles(name):
     check_code(compiled(name, 90, dims=(80, 256), page_size=256, **EVERYTHING), 90)
+
+
+@compiles
+def test_what_a_program_of_decode_does_follows_from_its_number_alone():
+    """So what the first programs do in a small grid (triton_plan_checks.py), all do in a large one: heads are the
+    fastest axis."""
+    ttir = compiled("decode", 90, "auto", "bf16").asm["ttir"]
+    assert set(re.findall(r"tt\.get_program_id (\w)", ttir)) == {"x"} and "get_num_programs" not in ttir
 
 
 @compiles
@@ -209,16 +224,12 @@ def test_addresses_are_computed_in_64_bits():
     assert products == 2
 
 
-SAMPLE_TYPES = {
-    "rows_ptr": "i64", "keys_ptr": "i64", "token_ptr": "i64",
-    "largest_ptr": "fp32", "temperature_ptr": "fp32", "score_ptr": "fp32",
-}  # fmt: skip
-
-
 @compiles
 @pytest.mark.parametrize("arch", [80, 100])
-def test_the_noise_of_a_sample_stays_in_registers(arch):
-    constants = {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
-    resources = read_resources(compile_for(gumbel_argmax_kernel, constants, arch, SAMPLE_TYPES))
-    assert resources.spills == resources.stack_bytes == 0
-    assert resources.registers * 32 * NUM_WARPS <= 65536 // 2, "two blocks an SM at least"
+def test_the_noise_of_a_draw_stays_in_registers_and_its_logarithms_are_the_chip_s(arch):
+    for variant in sample("bf16"):
+        kernel = compile_for(variant.kernel, variant.constants, arch, variant.types, variant.default)
+        resources = read_resources(kernel)
+        assert resources.spills == resources.stack_bytes == 0
+        assert resources.registers * 32 * variant.constants["num_warps"] <= 65536, "a block fits"
+        assert "lg2.approx" in kernel.asm["ptx"] and "__nv_log" not in kernel.asm["ptx"]

@@ -155,7 +155,7 @@ def test_short_chunks_never_take_the_tiles_of_a_table(monkeypatch):
     monkeypatch.setattr(triton_decode, "choose_decode", lambda *key: tiles)
     monkeypatch.setattr(triton_prefill, "choose_prefill", lambda *key: tiles._replace(block_m=32))
     shape = KernelShape(32, 8, 128, 128, 2, 19)  # a page size of no other test: constants are cached
-    assert triton_decode.decode_constants(shape, 1)["BLOCK_N"] == 128
+    assert triton_decode.decode_constants(shape, False)["BLOCK_N"] == 128
     assert triton_prefill.prefill_constants(shape, 1, False)["BLOCK_M"] == 32
     short = triton_prefill.prefill_constants(shape, 1, True)
     expected = short_tiles(4, 128, 128, 2)

@@ -14,13 +14,16 @@ import torch
 import triton
 import triton.language as tl
 from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.execution.gumbel import add_gumbel_, random_bits, row_keys
-from engine.execution.sampler import sample
+from engine.execution import gumbel, sampler
+from engine.execution.gumbel import allowed_tokens, random_bits, row_keys
 from engine.sequence import Request, SamplingParams, Sequence
-from kernels.triton_sample import gumbel_argmax, gumbel_bits
+from kernels import triton_sample
+from kernels.triton_sample import gumbel_bits, noisy_score
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+COUNT = 4 if DEVICE == "cpu" else 400
 
 
 def keys_of(count: int, seed: int = 0) -> torch.Tensor:
@@ -41,47 +44,159 @@ def test_the_bits_are_those_of_torch():
     assert torch.equal(out, random_bits(keys, 512))
 
 
+@triton.jit
+def write_noise(keys_ptr, out_ptr, BLOCK: tl.constexpr):
+    draw = tl.program_id(0)
+    token = tl.arange(0, BLOCK)
+    score = noisy_score(tl.zeros((BLOCK,), tl.float32), 0.0, 1.0, tl.load(keys_ptr + draw), token)
+    tl.store(out_ptr + draw * BLOCK + token, score)
+
+
+@triton.jit
+def worst_log2(x):
+    """log2 with the largest error that a GPU's may have, up or down by the last bit of x."""
+    up = (x.to(tl.int32, bitcast=True) & 1) * 2 - 1
+    exact = tl.log2(x)
+    return exact + up * 2.384185791015625e-07 * tl.where((x >= 0.5) & (x <= 2), 1.0, tl.abs(exact))
+
+
 @pytest.mark.parametrize(
-    ("vocab", "dtype"), [(1, torch.float32), (2049, torch.float32), (2048, torch.bfloat16), (5000, torch.float16)]
+    "worst", [False, pytest.param(True, marks=pytest.mark.skipif(DEVICE == "cuda", reason="real"))]
+)
+def test_the_noise_is_gumbel(worst, monkeypatch):
+    """In units of log 2 and shifted by a constant: scipy's distribution of all of it, and torch's values one by one."""
+    if worst:
+        monkeypatch.setattr(triton_sample, "hardware_log2", worst_log2)
+    keys = keys_of(64)
+    out = torch.empty(len(keys), 1024, device=DEVICE)
+    write_noise[(len(keys),)](keys, out, BLOCK=1024)
+    noise = out.cpu() * np.log(2) + np.log(np.log2(np.e))
+    expected = gumbel.add_gumbel_(torch.zeros(len(keys), 1024), keys.cpu())
+    assert float((noise - expected).abs().max()) < 2e-5
+    assert torch.equal(noise.argmax(1), expected.argmax(1))
+    assert stats.kstest(noise.flatten().numpy(), "gumbel_r").pvalue > 1e-4
+    counts = np.bincount(noise.argmax(1).numpy() // 256, minlength=4)
+    assert stats.chisquare(counts).pvalue > 1e-4, "each token wins as often"
+
+
+class Draws:
+    """Draws from rows in any order and more than once, with their settings."""
+
+    def __init__(self, logits: torch.Tensor, settings: list[tuple[int, float, int, float]], seed: int = 3):
+        rows, temperature, top_k, top_p = map(np.array, zip(*settings, strict=True))
+        vocab = logits.shape[1]
+        self.logits, self.settings, self.count = logits, settings, len(settings)
+        self.columns = [
+            torch.from_numpy(rows),
+            logits.cpu().amax(1),
+            torch.from_numpy(temperature.astype(np.float32)),
+            keys_of(len(rows), seed).cpu(),
+            torch.from_numpy(np.where(top_k == 0, vocab, np.minimum(top_k, vocab))),
+            torch.from_numpy(top_p.astype(np.float32)),
+        ]
+
+    def by(self, draw_into, device: str) -> list[int]:
+        rows, *rest = (column.to(device) for column in self.columns)
+        out = torch.full((self.count + 1,), -7, device=device)
+        draw_into(out, torch.arange(self.count, device=device).flip(0), self.logits.to(device), rows, *rest)
+        assert int(out[-1]) == -7
+        return out[:-1].flip(0).tolist()
+
+
+def check_draws(draws: Draws) -> None:
+    """The kernels draw what torch draws; both only what top-k and top-p allow."""
+    got = draws.by(triton_sample.draw_into, DEVICE)
+    assert got == draws.by(gumbel.draw_into, "cpu")
+    for token, (row, *_), *limits in zip(got, draws.settings, *draws.columns[2:3], *draws.columns[4:], strict=True):
+        logits = draws.logits[row].cpu().float()
+        heat, top_k, top_p = (limit.numpy() for limit in limits)
+        assert token in allowed_tokens((logits - logits.max()).numpy(), heat, int(top_k), top_p)
+        assert torch.isfinite(logits[token])
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(1, torch.float32), (4097, torch.float32), (4096, torch.bfloat16), (9000, torch.float16)]
 )
 def test_draws_are_those_of_torch(vocab, dtype):
-    """Rows in any order and more than once, some with -inf, some of a wider tensor; hot, cold and freezing."""
+    """Some logits -inf, rows of a wider tensor; hot, cold and freezing; with every kind of limit."""
     generator = torch.Generator().manual_seed(vocab)
     wide = (torch.randn(6, vocab + 3, generator=generator) * 4).to(dtype).to(DEVICE)
     logits = wide[:, 3:]
     logits[2, torch.rand(vocab, generator=generator).to(DEVICE) < 0.7] = -torch.inf
     logits[2, vocab // 2] = 1.0
-    rows = torch.tensor([0, 2, 1, 5, 5, 2, 3, 4, 0, 0], device=DEVICE)
-    temperature = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 100.0, 0.01, 1e-30, 0.7, 1.0], device=DEVICE)
-    keys = keys_of(len(rows), seed=3)
-    largest = logits.float().amax(1)[rows]
-    got = gumbel_argmax(logits, rows, largest, temperature, keys)
-    scores = (logits[rows].float() - largest[:, None]) / temperature[:, None]
-    noisy = add_gumbel_(scores, keys)
-    assert torch.equal(got, noisy.argmax(1))
-    assert torch.isfinite(logits[rows, got]).all()
+    heats = [1.0, 0.5, 2.0, 1.0, 1.0, 100.0, 0.01, 1e-30, 0.7, 1.0]
+    rows = [0, 2, 1, 5, 5, 2, 3, 4, 0, 0]
+    limits = [(0, 1.0), (40, 1.0), (0, 0.7), (300, 0.8), (3, 0.99), (1, 0.5), (0, 1e-30), (vocab - 1, 0.5)]
+    check_draws(Draws(logits, [(row, heat, 0, 1.0) for row, heat in zip(rows, heats, strict=True)]))
+    check_draws(Draws(logits, [(i % 6, (1.0, 3.0)[i // 3 % 2], *limit) for i, limit in enumerate(limits)]))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter is slow, and its draws are torch's by the test above")
-def test_frequencies_follow_the_softmax():
-    logits = torch.tensor([[0.5, 2.0, -1.0, 0.0]], device=DEVICE)
-    count = 100_000
-    rows = torch.zeros(count, dtype=torch.int64, device=DEVICE)
-    ones = torch.ones(count, device=DEVICE)
-    tokens = gumbel_argmax(logits, rows, 2 * ones, 1.5 * ones, keys_of(count)).cpu().numpy()
-    expected = torch.softmax(logits[0].double() / 1.5, 0).cpu().numpy()
-    assert stats.chisquare(np.bincount(tokens, minlength=4), expected * count).pvalue > 1e-4
+@pytest.mark.parametrize("limit", [(5, 1.0), (0, 0.5), (9, 0.6)], ids=["top_k", "top_p", "both"])
+def test_nothing_is_drawn_but_what_is_allowed(limit):
+    """A few values only, both zeros among them, so that ties lie at every edge; a flat row is searched for long."""
+    values = torch.tensor([0.0, -0.0, -0.5, -1.0, 1.0])
+    logits = values[torch.arange(40) * 7 % 5][None].to(DEVICE)
+    draws = Draws(logits, [(0, 2.0, *limit)] * COUNT)
+    scores = (logits[0] - 1).cpu().numpy()
+    allowed = allowed_tokens(scores, np.float32(2), limit[0] or 40, np.float32(limit[1]))
+    got = draws.by(triton_sample.draw_into, DEVICE)
+    assert got == draws.by(gumbel.draw_into, "cpu")
+    assert set(got) <= set(allowed.tolist())
+    if DEVICE == "cuda":  # the interpreter is slow
+        counts, weights = np.bincount(got, minlength=40)[allowed], np.exp(scores[allowed] / 2)
+        assert counts.sum() == COUNT
+        assert stats.chisquare(counts, weights / weights.sum() * COUNT).pvalue > 1e-4
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the sampler takes the kernel for CUDA tensors")
-def test_the_sampler_draws_on_the_gpu_what_it_draws_on_the_cpu():
-    settings = [{}, {"temperature": 0.6}, {"top_k": 20}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.9}]
-    settings += [{"n": 3}, {"seed": 5}, {"temperature": 0.0}, {"best_of": 3}]
-    logits = torch.randn(len(settings), 5000, generator=torch.Generator().manual_seed(0)) * 3
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, None])
+def test_a_row_that_cannot_be_drawn_from_gives_a_token_of_the_vocabulary(bad):
+    """NaN or infinity anywhere, or all of it -inf (None); its neighbours draw as ever."""
+    logits = torch.randn(3, 2100, generator=torch.Generator().manual_seed(0)) * 4
+    settings = [(i % 3, 1.0, *limit) for limit in [(0, 1.0), (7, 0.8)] for i in range(3)]
+    good = Draws(logits.to(DEVICE), settings).by(triton_sample.draw_into, DEVICE)
+    logits[1] = -torch.inf if bad is None else logits[1]
+    if bad is not None:
+        logits[1, 2099] = bad
+    got = Draws(logits.to(DEVICE), settings).by(triton_sample.draw_into, DEVICE)
+    assert all(0 <= token < 2100 for token in got)
+    assert [t for i, t in enumerate(got) if i % 3 != 1] == [t for i, t in enumerate(good) if i % 3 != 1]
+
+
+SETTINGS = [{}, {"temperature": 0.6}, {"top_k": 20}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.9}]
+SETTINGS += [{"n": 3, "seed": 5}, {"temperature": 0.0}]
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the results that have memory of their own, and the names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function._schema.name)
+        result = function(*args, **(kwargs or {}))
+        held = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in held:
+                self.bytes += tensor.untyped_storage().nbytes()
+        return result
+
+
+def test_the_sampler_with_the_kernels_draws_what_it_draws_on_a_cpu_and_copies_no_logits(monkeypatch):
+    logits = torch.randn(len(SETTINGS), 2100, generator=torch.Generator().manual_seed(0)) * 3
     sequences = [
         Sequence.of(Request(f"r{i}", tuple(range(3 + i)), SamplingParams(**params)))
-        for i, params in enumerate(settings)
+        for i, params in enumerate(SETTINGS)
     ]
-    ours, theirs = sample(logits.to(DEVICE), sequences, 1), sample(logits, sequences, 1)
+    theirs = sampler.sample(logits, sequences, 1)
+    monkeypatch.setattr(sampler, "draw_into", triton_sample.draw_into)
+    there = logits.to(DEVICE)
+    with Allocations() as seen:
+        ours = sampler.sample(there, sequences, 1)
+        assert ours.tokens.shape == (len(SETTINGS),)
     assert [drawn.token_ids for drawn in ours.read()] == [drawn.token_ids for drawn in theirs.read()]
     assert ours.tokens.cpu().tolist() == theirs.tokens.tolist()
+    assert 0 < seen.bytes < logits[0].nbytes, "not even one row"
+    assert not seen.names & {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"}, "the host waits"

@@ -1,27 +1,33 @@
-"""Decode under graphs, on the CPU: a fake capture keeps the function and runs it again on the same buffers.
+"""Steps under graphs, on the CPU: a fake capture records the operations and runs them again on the same tensors.
 
-What is shown here is the padding and the buffers; that CUDA replays what it captured is CUDA's part.
+What is shown here is the padding and the buffers, and that nothing of a step is left in Python; that CUDA replays what
+it captured is CUDA's part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 from transformers import AttentionInterface
 
+from engine.config import EngineConfig
 from engine.execution.forward import ModelForward
-from engine.execution.graphs import LARGEST_BATCH, padded_sizes
+from engine.execution.graphs import LARGEST_BATCH, LARGEST_MIXED, GraphSizes, decode_sizes, mixed_sizes
 from engine.model.attention import NAME, AttentionHost, StepTensors
 from engine.model.attention import forward as attention_forward
 from engine.model.compiler import compile_model
-from engine.model.loader import LoadedModel
+from engine.model.loader import LoadedModel, load_model
 from tests.support.fake_capture import FakeCapture
-from tests.support.hf_parts import VOCAB, loaded, model_folder, one_thread
+from tests.support.hf_parts import COMMON, VOCAB, loaded, model_folder, one_thread
 
-MAX_SEQS, MAX_LEN = 11, 40
+MAX_SEQS, MAX_LEN, MAX_TOKENS = 11, 40, 40
 UNUSED = 5  # slots that nobody owns
 
 
@@ -38,7 +44,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class Batch:
-    """``MAX_SEQS`` sequences of 1 to ``MAX_LEN - 4`` tokens with a random KV, NaN wherever nobody's token lies."""
+    """``MAX_SEQS`` sequences of 1 to 36 tokens with a random KV, NaN wherever nobody's token lies."""
 
     def __init__(self, model: LoadedModel, page_size: int, kv_cache_dtype: str = "auto"):
         self.pages = -(-MAX_LEN // page_size)
@@ -49,8 +55,7 @@ class Batch:
         generator = torch.Generator().manual_seed(page_size)
         order = torch.randperm(MAX_SEQS * self.pages, generator=generator)
         self.page_starts = order.view(MAX_SEQS, self.pages) * page_size
-        self.lengths = torch.randint(1, MAX_LEN - 3, (MAX_SEQS,), generator=generator)
-        self.lengths[0] = 1
+        self.lengths = torch.tensor([1, 30, 5, 36, 17, 20, 12, 7, 14, 25, 33])
         self.ids = torch.randint(0, VOCAB, (MAX_SEQS,), generator=generator)
         used = torch.zeros(num_slots, dtype=torch.bool)
         for row in range(MAX_SEQS):
@@ -71,25 +76,45 @@ class Batch:
         for tensor, before in zip(self.host.raw_tensors(), self.before, strict=True):
             tensor.copy_(before)
 
-    def step(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor, StepTensors, torch.Tensor]:
-        """What the executor hands over for one token of each of ``rows``."""
-        lengths = self.lengths[rows]
-        at = lengths - 1
-        width = int(-(-lengths.max() // self.page_size))
-        tables = self.page_starts[rows]
+    def step(self, rows: list[int], chunks: dict[int, int] | None = None) -> Inputs:
+        """What the executor hands over for one token of each of ``rows`` and the last ``chunks[row]`` of others; all of
+        them draw."""
+        chunks = chunks or {}
+        new = [(row, 1) for row in rows] + list(chunks.items())
+        lengths = self.lengths[[row for row, _ in new]]
+        at = [torch.arange(int(self.lengths[row]) - count, int(self.lengths[row])) for row, count in new]
+        slots = [self.slots_of(row, int(self.lengths[row]))[-count:] for row, count in new]
+        ids = [self.ids[row] + torch.arange(count).flip(0) for row, count in new]
+        width, split = int(-(-lengths.max() // self.page_size)), len(rows)
+        tables = self.page_starts[[row for row, _ in new], :width]
+        counts = torch.tensor([count for _, count in new])
         step = StepTensors(
-            num_decodes=len(rows),
-            slots=tables.gather(1, at[:, None] // self.page_size)[:, 0] + at % self.page_size,
-            decode_page_starts=tables[:, :width],
-            decode_seq_lens=lengths,
-            prefill_page_starts=tables[:0],
-            prefill_seq_lens=lengths[:0],
-            query_starts=torch.zeros(1, dtype=torch.int64),
-            max_decode_tokens=int(lengths.max()),
-            max_prefill_tokens=0,
-            max_queries=0,
+            num_decodes=split,
+            slots=torch.cat(slots),
+            decode_page_starts=tables[:split],
+            decode_seq_lens=lengths[:split],
+            prefill_page_starts=tables[split:],
+            prefill_seq_lens=lengths[split:],
+            query_starts=torch.cat([torch.zeros(1, dtype=torch.int64), counts[split:].cumsum(0)]),
+            max_decode_tokens=int(lengths[:split].max()) if split else 0,
+            max_prefill_tokens=int(lengths[split:].max()) if chunks else 0,
+            max_queries=max(chunks.values(), default=0),
         )
-        return self.ids[rows], at, step, torch.arange(len(rows))
+        return torch.cat(ids) % VOCAB, torch.cat(at), step, counts.cumsum(0) - 1
+
+
+Inputs = tuple[torch.Tensor, torch.Tensor, StepTensors, torch.Tensor]
+SIZES = GraphSizes.of(MAX_SEQS, MAX_TOKENS)
+
+
+def graphed(
+    model: LoadedModel, batch: Batch, sizes: GraphSizes = SIZES, **how: Any
+) -> tuple[ModelForward, FakeCapture]:
+    """A forward with graphs of all ``sizes``."""
+    forward, capture = ModelForward(model.model, batch.host), FakeCapture(batch.host)
+    assert forward.capture_graphs(sizes, batch.pages, MAX_LEN, capture)
+    assert capture.captured == len(sizes.decodes) + len(sizes.mixed)
+    return forward, capture
 
 
 def same_bits(ours: tuple[torch.Tensor, ...], theirs: list[torch.Tensor]) -> bool:
@@ -97,94 +122,140 @@ def same_bits(ours: tuple[torch.Tensor, ...], theirs: list[torch.Tensor]) -> boo
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_sizes_cover_every_batch_and_grow_slowly():
-    assert padded_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
-    assert padded_sizes(1) == [1]
-    assert padded_sizes(11) == [1, 2, 4, 8, 11]
+def test_sizes_cover_every_step_and_grow_slowly():
+    assert decode_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert decode_sizes(1) == [1]
+    assert decode_sizes(11) == [1, 2, 4, 8, 11]
     for most in (3, 64, 65, 100, 256, 300, 512, 4000):
-        sizes = padded_sizes(most)
+        sizes = decode_sizes(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == min(most, LARGEST_BATCH)
         for count in range(1, sizes[-1] + 1):
             size = min(size for size in sizes if size >= count)
             assert size < 2 * count and (count <= 64 or size - count < count / 4)
+    assert len(mixed_sizes(8192)) == 23
+    for most in (2, 24, 512, 700, 2048, 8192):
+        sizes = mixed_sizes(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == min(most, LARGEST_MIXED)
+        for count in range(17, sizes[-1] + 1):
+            size = min(size for size in sizes if size >= count)
+            assert size < 2 * count and (count <= 128 or size - count < min(count / 2, 128))
+
+
+def test_which_steps_have_a_graph():
+    sizes = GraphSizes.of(256, 8192)
+    assert sizes.fit(256, 0, 256) == (False, 256) and sizes.fit(3, 0, 3) == (False, 4)
+    assert sizes.fit(250, 3, 700) == (True, 768) and sizes.fit(0, 1, 2) == (True, 16)
+    assert sizes.fit(0, 16, LARGEST_MIXED) == (True, LARGEST_MIXED)
+    assert sizes.fit(0, 1, LARGEST_MIXED + 1) is None and sizes.fit(0, 17, 600) is None
+    assert sizes.fit(255, 2, 400) is None, "more sequences than rows"
+    assert sizes.fit(0, 0, 0) is None
+
+
+def check_steps(batch: Batch, plain: ModelForward, replayed: ModelForward, steps: list[Any], tolerance: float) -> None:
+    """Logits and KV of each step are those of the step run eagerly, and its slots are all that changed."""
+    for rows, chunks in steps:
+        with torch.inference_mode():
+            inputs = batch.step(rows, chunks)
+            expected = plain(*inputs).clone()
+            written = [tensor.clone() for tensor in batch.host.raw_tensors()]
+            batch.restore()
+            got = replayed(*inputs).clone()
+        assert torch.isfinite(expected).all()
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+        assert torch.equal(got.argmax(-1), expected.argmax(-1))
+        for ours, theirs, before in zip(batch.host.raw_tensors(), written, batch.before, strict=True):
+            if ours.is_floating_point():
+                torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+            changed = (ours != before) & ~(ours.isnan() & before.isnan())
+            touched = torch.zeros(len(ours), dtype=torch.bool)
+            touched[inputs[2].slots] = True
+            assert not changed.flatten(1).any(1)[~touched].any(), "the slots of the step and no others"
+        batch.restore()
+
+
+# large before small: rows of the step before must not count
+DECODES = [([(row + count) % MAX_SEQS for row in range(count)], {}) for count in (11, 1, 9, 2, 10, 3, 8, 4, 7, 5, 6)]
+MIXED = [
+    ([0, 1, 2, 3, 4, 5, 6, 7, 8], {9: 9, 10: 8}),
+    ([], {1: 2}),
+    ([3], {5: 16}),
+    ([8, 2, 4], {1: 3, 7: 2, 10: 12}),
+    ([], {9: 5, 8: 6, 7: 7}),
+    ([10], {9: 2}),
+]
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16, MAX_LEN], ids=["1", "7", "16", "contiguous"])
-def test_every_batch_size_gives_the_logits_and_the_kv_of_the_step_alone(model: LoadedModel, page_size: int):
+def test_every_step_gives_the_logits_and_the_kv_of_the_step_alone(model: LoadedModel, page_size: int):
     batch = Batch(model, page_size)
     plain = ModelForward(model.model, batch.host)
-    graphed = ModelForward(model.model, batch.host)
-    capture = FakeCapture()
-    assert graphed.capture_decodes((MAX_SEQS, batch.pages), MAX_LEN, capture)
+    replayed, capture = graphed(model, batch)
     assert same_bits(batch.host.raw_tensors(), batch.before), "capturing writes nobody's KV"
-    begin, seen = batch.host.begin, []
-    batch.host.begin = lambda step: (seen.append(step), begin(step))
-    sizes = [11, 1, 9, 2, 10, 3, 8, 4, 7, 5, 6]  # large before small: rows of the step before must not count
-    for done, count in enumerate(sizes):
-        rows = [(row + done) % MAX_SEQS for row in range(count)]
-        with torch.inference_mode():
-            expected = plain(*batch.step(rows)).clone()
-            written = [tensor.clone() for tensor in batch.host.raw_tensors()]
-            batch.restore()
-            got = graphed(*batch.step(rows)).clone()
-        padded = seen[-1]
-        assert padded.slots[count:].eq(-1).all() and padded.decode_seq_lens[count:].eq(0).all(), "padding is at rest"
-        assert padded.max_decode_tokens == MAX_LEN, "the number of splits is part of the graph"
-        assert torch.isfinite(expected).all()
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-        assert torch.equal(got.argmax(-1), expected.argmax(-1))
-        for ours, theirs, before in zip(batch.host.raw_tensors(), written, batch.before, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True)
-            changed = (ours != before) & ~(ours.isnan() & before.isnan())
-            assert int(changed.flatten(1).any(1).sum()) == count, "one slot a sequence and no other"
-        batch.restore()
-    assert (capture.captured, capture.replayed) == (len(padded_sizes(MAX_SEQS)), len(sizes))
+    check_steps(batch, plain, replayed, [*DECODES, *MIXED, *DECODES[:3], *MIXED[:2]], 1e-4)
+    assert capture.replayed == replayed.num_replayed == len(DECODES) + len(MIXED) + 5
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8_per_token_head", "int4_per_token_head"])
 def test_a_quantised_cache_too(model: LoadedModel, kv_cache_dtype: str):
     batch = Batch(model, 16, kv_cache_dtype)
-    plain, graphed = ModelForward(model.model, batch.host), ModelForward(model.model, batch.host)
-    assert graphed.capture_decodes((MAX_SEQS, batch.pages), MAX_LEN, FakeCapture())
+    plain = ModelForward(model.model, batch.host)
+    replayed, _ = graphed(model, batch)
     assert same_bits(batch.host.raw_tensors(), batch.before)
-    for count in (11, 3, 6):
-        rows = list(range(count))
-        with torch.inference_mode():
-            expected = plain(*batch.step(rows)).clone()
-            batch.restore()
-            torch.testing.assert_close(graphed(*batch.step(rows)), expected, rtol=1e-3, atol=1e-3)
-        batch.restore()
+    check_steps(batch, plain, replayed, [DECODES[0], MIXED[3], DECODES[5], MIXED[1]], 1e-3)
 
 
-def test_steps_with_a_prompt_and_too_wide_ones_run_eagerly(model: LoadedModel):
+def test_a_step_that_fits_no_graph_runs_eagerly(model: LoadedModel):
     batch = Batch(model, 16)
-    forward = ModelForward(model.model, batch.host)
-    capture = FakeCapture()
-    assert forward.capture_decodes((MAX_SEQS - 2, batch.pages), MAX_LEN, capture)
+    sizes = GraphSizes((1, 4), (8,), prefills=2)
+    forward, capture = graphed(model, batch, sizes)
     with torch.inference_mode():
-        forward(*batch.step(list(range(MAX_SEQS))))
-        assert capture.replayed == 0, "more rows than any graph has"
-        ids, positions, step, _ = batch.step([0, 3])
-        (chunk,) = batch.step([5])[2:3]
-        mixed = StepTensors(
-            num_decodes=2,
-            slots=torch.cat([step.slots, chunk.slots]),
-            decode_page_starts=step.decode_page_starts,
-            decode_seq_lens=step.decode_seq_lens,
-            prefill_page_starts=chunk.decode_page_starts,
-            prefill_seq_lens=chunk.decode_seq_lens,
-            query_starts=torch.tensor([0, 1]),
-            max_decode_tokens=step.max_decode_tokens,
-            max_prefill_tokens=chunk.max_decode_tokens,
-            max_queries=1,
-        )
-        both = torch.cat([ids, batch.ids[[5]]]), torch.cat([positions, batch.lengths[[5]] - 1])
-        assert forward(*both, mixed, torch.arange(3)).shape == (3, VOCAB)
-        assert capture.replayed == 0
-        everything = forward(ids, positions, step, torch.arange(2)).clone()
-        drawing = forward(ids, positions, step, torch.tensor([1]))
-    assert capture.replayed == 2
-    assert torch.equal(drawing, everything[1:]), "only the rows that draw"
+        for rows, chunks, fits in (
+            ([0, 1, 2, 3, 4], {}, False),
+            ([0, 1, 2, 3], {}, True),
+            ([], {10: 9}, False),
+            ([0], {10: 7}, True),
+            ([], {10: 2, 9: 2, 8: 2}, False),
+        ):
+            before = capture.replayed
+            assert forward(*batch.step(rows, chunks)).shape == (len(rows) + len(chunks), VOCAB)
+            assert capture.replayed - before == fits, (rows, chunks)
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [([0, 3], {}), ([0, 3], {10: 5, 9: 2})])
+def test_logits_are_those_of_the_tokens_that_draw(model: LoadedModel, rows: list[int], chunks: dict[int, int]):
+    """A prompt's chunk, which may be a single token, draws only if it is the last."""
+    batch = Batch(model, 16)
+    forward, capture = graphed(model, batch)
+    ids, positions, step, last = batch.step(rows, chunks)
+    with torch.inference_mode():
+        everything = forward(ids, positions, step, last).clone()
+        for drawing in ([0], [1], [len(last) - 1], []):
+            assert torch.equal(forward(ids, positions, step, last[drawing]), everything[drawing])
+        assert capture.replayed == 5
+        every = torch.arange(len(ids))
+        assert forward(ids, positions, step, every).shape == (len(ids), VOCAB)
+        many = every.repeat(MAX_SEQS)[: MAX_SEQS + 1]
+        assert forward(ids, positions, step, many).shape == (MAX_SEQS + 1, VOCAB)
+    assert capture.replayed == 6, "more wanted logits than rows"
+
+
+def test_a_number_that_python_made_of_a_tensor_shows(model: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    """What no graph may hold: here the longest sequence, as it was when the step was captured."""
+    batch = Batch(model, 16)
+    plain = ModelForward(model.model, batch.host)
+    plan = batch.host.backend.plan_decode
+    begin = batch.host.begin
+
+    def baked(step: StepTensors) -> None:
+        begin(step)
+        longest = int(step.decode_seq_lens.max())
+        batch.host._step = replace(step, decode_seq_lens=step.decode_seq_lens.clamp(max=max(longest, 1)))
+
+    assert plan is not None
+    monkeypatch.setattr(batch.host, "begin", baked)
+    replayed, _ = graphed(model, batch)
+    with pytest.raises(AssertionError):
+        check_steps(batch, plain, replayed, DECODES[:1], 1e-4)
 
 
 @pytest.mark.parametrize("fails_at", [0, 3])
@@ -193,13 +264,14 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(
 ):
     batch = Batch(model, 16)
     plain, forward = ModelForward(model.model, batch.host), ModelForward(model.model, batch.host)
-    capture = FakeCapture(fails_at)
+    sizes = replace(SIZES, mixed=())
+    capture = FakeCapture(batch.host, fails_at)
     with caplog.at_level("WARNING"):
-        assert not forward.capture_decodes((MAX_SEQS, batch.pages), MAX_LEN, capture)
+        assert not forward.capture_graphs(sizes, batch.pages, MAX_LEN, capture)
     (record,) = caplog.records
     assert "not permitted when stream is capturing" in record.message and "\n" not in record.message
     with pytest.raises(ValueError, match=r"^cuda_graphs cannot be true: .*not permitted.*leave"):
-        forward.capture_decodes((MAX_SEQS, batch.pages), MAX_LEN, FakeCapture(fails_at), required=True)
+        forward.capture_graphs(sizes, batch.pages, MAX_LEN, FakeCapture(batch.host, fails_at), required=True)
     assert not forward.replays_graphs
     with torch.inference_mode():
         expected = plain(*batch.step([1, 2])).clone()
@@ -208,24 +280,59 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(
     assert capture.replayed == 0
 
 
-def test_a_compiled_model_gives_the_same_logits(tmp_path_factory: pytest.TempPathFactory):
+def test_decodes_are_replayed_where_mixed_steps_cannot_be_captured(
+    model: LoadedModel, caplog: pytest.LogCaptureFixture
+):
+    batch = Batch(model, 16)
+    forward, capture = ModelForward(model.model, batch.host), FakeCapture(batch.host)
+    bodies = []
+
+    def short_of_memory(body: Callable[[], None]) -> Callable[[], None]:
+        bodies.append(body)
+        if len(bodies) == 2:
+            raise RuntimeError("out of memory")
+        return capture(body)
+
+    with caplog.at_level("WARNING"):
+        assert forward.capture_graphs(SIZES, batch.pages, MAX_LEN, short_of_memory)
+    (record,) = caplog.records
+    assert record.message.startswith("steps with prompts run without CUDA graphs") and "out of memory" in record.message
+    assert forward.graph_sizes == replace(SIZES, mixed=())
+    with torch.inference_mode():
+        forward(*batch.step([0, 1], {9: 9}))
+        assert capture.replayed == 0
+        forward(*batch.step([0, 1]))
+    assert capture.replayed == 1
+
+
+# Parts between one attention and the next, for one token and for several; the head by how many tokens draw: one, some
+# or all. Twelve layers share them.
+MOST_COMPILED = 16
+
+
+def test_a_compiled_model_gives_the_same_logits_and_its_layers_share_what_is_compiled(tmp_path: Path):
     """dynamo's part, without a code generator: what is traced, what stays outside, and any number of tokens."""
-    model = loaded(model_folder(str(tmp_path_factory.mktemp("compiled"))))
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 12}
+    path.write_text(json.dumps({**COMMON, **sizes, "model_type": "llama"}))
+    model = load_model(EngineConfig(model=str(path), device="cpu"))
     batch = Batch(model, 16)
     plain = ModelForward(model.model, batch.host)
     compiled = ModelForward(model.model, batch.host, lambda inner: compile_model(inner, backend="eager"))
     counters = torch._dynamo.utils.counters
     counters.clear()
     graphs = []
+    kinds = [([0, 1, 2], {}), ([4], {}), ([], {3: 20}), ([0, 1], {9: 9, 10: 3})]
+    others = [(list(range(MAX_SEQS)), {}), ([2, 3, 5], {10: 6}), ([8], {}), ([], {9: 7})]
     try:
-        with torch.inference_mode():
-            for rows in ([0, 1, 2], [4], list(range(MAX_SEQS))):
-                expected = plain(*batch.step(rows)).clone()
+        with torch.inference_mode(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for rows, chunks in kinds + others:
+                expected = plain(*batch.step(rows, chunks)).clone()
                 batch.restore()
-                torch.testing.assert_close(compiled(*batch.step(rows)), expected, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(compiled(*batch.step(rows, chunks)), expected, rtol=1e-4, atol=1e-4)
                 batch.restore()
                 graphs.append(counters["stats"]["unique_graphs"])
     finally:
         AttentionInterface.register(NAME, attention_forward)
         torch._dynamo.reset()
-    assert 0 < graphs[0] <= graphs[1] == graphs[2], "compiled, and again for a single token at most"
+    assert 0 < graphs[0] <= graphs[len(kinds) - 1] == graphs[-1] <= MOST_COMPILED, graphs

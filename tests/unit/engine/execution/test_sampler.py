@@ -3,7 +3,8 @@ import pytest
 import torch
 from scipy import stats
 
-from engine.execution.sampler import keep_top_k, keep_top_p, sample
+from engine.execution.gumbel import allowed_tokens
+from engine.execution.sampler import sample
 from engine.sequence import Request, SamplingParams, Sequence
 
 
@@ -27,12 +28,9 @@ def draws(logits: torch.Tensor, count: int, **params) -> np.ndarray:
 
 
 def kept(probabilities: list[float], top_k: int | None = None, top_p: float = 1.0) -> list[int]:
-    logits = torch.log(torch.tensor([probabilities]))
-    k = torch.tensor([top_k or len(probabilities)])
-    by_sort = keep_top_p(logits, k, torch.tensor([top_p], dtype=torch.float64))
-    if top_p == 1.0:
-        assert torch.equal(by_sort, keep_top_k(logits, k, int(k))), "both ways keep the same"
-    return torch.isfinite(by_sort[0]).nonzero()[:, 0].tolist()
+    logits = np.log(np.array(probabilities, dtype=np.float32))
+    top_k = top_k or len(probabilities)
+    return allowed_tokens(logits - logits.max(), np.float32(1), top_k, np.float32(top_p)).tolist()
 
 
 def test_top_k_and_top_p_allow_exactly_the_right_tokens():
@@ -188,3 +186,47 @@ def test_half_precision_logits_with_ties_are_drawn_alike_in_any_batch():
     for position in range(1, 20):
         sequences = [sequence(f"r{i}", tokens=position, **params) for i, params in enumerate(settings)]
         assert tokens_of(logits, sequences) == [tokens_of(logits[i : i + 1], [s])[0] for i, s in enumerate(sequences)]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, None], ids=["nan", "inf", "nothing finite"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_that_nothing_can_be_drawn_from_gives_no_token_and_spares_the_others(bad, dtype):
+    """Of every kind of row, greedy ones and beams too; a single NaN in the vocabulary is enough."""
+    torch.manual_seed(5)
+    logits = torch.randn(len(MIXED), 3000).to(dtype)
+    sequences = mixed_sequences()
+    good = sample(logits, sequences, 1).read()
+    for first in range(2):
+        broken = logits.clone()
+        for row in range(first, len(MIXED), 2):
+            broken[row] = -torch.inf if bad is None else broken[row]
+            broken[row, 17 * row] = -torch.inf if bad is None else bad
+        sampled = sample(broken, sequences, 1)
+        expected = [good[row] if row % 2 != first else ((), ()) for row in range(len(MIXED))]
+        assert sampled.read() == expected
+        assert int(sampled.tokens.min()) >= 0 and int(sampled.tokens.max()) < 3000, "the next step reads them"
+    greedy = [sequence("g", temperature=0.0), sequence("h", temperature=0.0)]
+    broken = torch.stack([logits[0], broken[1]])
+    assert sample(broken, greedy, 1).read() == [((int(logits[0].argmax()),), ()), ((), ())]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (0, 0.3), (0, 1e-12), (50, 1.0), (50, 0.7), (4999, 0.999)])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
+@pytest.mark.parametrize("heat", [0.3, 1.0, 100.0])
+def test_the_allowed_tokens_are_those_of_a_full_sort(top_k, top_p, spread, heat):
+    """In float64 over all tokens, in order of logit and then id; half of the logits tie."""
+    logits = np.random.default_rng(3).normal(0, spread, 5000).astype(np.float32)
+    logits[::2] = np.round(logits[::2] * 8) / 8
+    logits -= logits.max()
+    order = np.lexsort((np.arange(5000), -logits))
+    if top_k:
+        order = order[logits[order] >= logits[order[top_k - 1]]]
+    shares = np.exp(logits[order].astype(np.float64) / heat)
+    shares /= shares.sum()
+    before = np.cumsum(shares) - shares
+    at_edge = np.abs(before - top_p) < 1e-6
+    got = allowed_tokens(logits, np.float32(heat), top_k or 5000, np.float32(top_p))
+    assert np.array_equal(got, np.sort(got)) and len(set(got)) == len(got)
+    inside = set(got.tolist())
+    assert set(order[(before < top_p) & ~at_edge].tolist()) <= inside
+    assert inside <= set(order[(before < top_p) | at_edge].tolist())

@@ -20,6 +20,7 @@ from engine.execution.forward import ModelForward
 from engine.execution.warm_steps import padding_steps, run_padding_steps
 from engine.model.attention import AttentionHost, StepTensors
 from kernels import get_backend
+from kernels.api import AttentionOptions
 from kernels.launch import SHORT_QUERIES
 from kernels.triton_backend import TritonBackend
 from kernels.triton_launch import Chip
@@ -99,12 +100,28 @@ def test_no_step_needs_a_kernel_that_was_not_launched_before(kv_cache_dtype, lau
     names = [name for name, _ in before]
     # Split or not, with and without the window; long and short chunks.
     assert 2 <= names.count("decode_kernel") <= 4 and 4 <= names.count("prefill_kernel") <= 8
-    assert names.count("reduce_kernel") == names.count("write_kv_kernel") == 1
+    assert names.count("plan_kernel") == names.count("write_kv_kernel") == 1
+    assert names.count("reduce_kernel") == 2  # of what decode lists, and of prefill
     generator = torch.Generator().manual_seed(3)
     with torch.inference_mode():
         for _ in range(30):
             forward(*drawn_step(generator))
     assert launched == before, sorted(launched - before)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 replaces the compiler")
+def test_no_batch_of_decodes_needs_kernels_of_its_own(launched):
+    """Batches 1 to 300, lengths that begin anywhere in memory, tables of any width."""
+    backend, heads = TritonBackend(lambda device: Chip(90, 132)), (8, 2)
+    cache, q = torch.empty(1, heads[1], 16), torch.empty(300, heads[0], 16)
+    lens, tables = torch.zeros(301, dtype=torch.int64), torch.zeros(300, 40, dtype=torch.int64)
+    for batch in range(1, 301):
+        where = tables[:batch, : 1 + batch % 40], lens[batch % 2 :][:batch], PAGE_SIZE
+        plan = backend.plan_decode(*where, max_tokens=8192)
+        for window in (None, 1000):
+            backend.decode_attention(q[:batch], cache, cache, *where, AttentionOptions(1.0, window), plan=plan)
+    names = sorted(name for name, _ in launched)
+    assert names == ["decode_kernel", "decode_kernel", "plan_kernel", "reduce_kernel"], "decode: with a window, without"
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8_per_token_head"])

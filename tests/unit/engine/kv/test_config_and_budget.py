@@ -206,3 +206,28 @@ def test_fp8_is_taken_for_e4m3_as_in_vllm():
     assert EngineConfig.from_mapping({"kv_cache_dtype": "fp8"}).kv_cache_dtype == "fp8_e4m3"
     config, _ = options_of(build_parser().parse_args(["--kv-cache-dtype", "fp8"]))
     assert config.kv_cache_dtype == "fp8_e4m3"
+
+
+@pytest.mark.parametrize(
+    ("given", "seqs", "tokens"),
+    [
+        ({"device": "cpu"}, 64, 512),
+        ({"device": "cuda"}, 256, 8192),
+        ({"device": "cuda", "max_num_batched_tokens": 100}, 100, 100),
+        ({"device": "cuda", "max_num_seqs": 9000}, 9000, 9000),
+        ({"device": "cpu", "max_num_seqs": 600}, 600, 600),
+        ({"device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 32}, 4, 32),
+    ],
+)
+def test_the_batch_s_defaults_are_the_device_s(given: dict, seqs: int, tokens: int):
+    config = EngineConfig.from_mapping(given)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)
+    again = EngineConfig(**dataclasses.asdict(config))
+    assert again == config
+
+
+@pytest.mark.parametrize(("drivers", "expected"), [((), (64, 512)), ((__file__,), (256, 8192))])
+def test_device_auto_goes_by_the_machine_s_driver(monkeypatch: pytest.MonkeyPatch, drivers: tuple, expected: tuple):
+    monkeypatch.setattr("engine.config.GPU_DRIVERS", drivers)
+    config = EngineConfig()
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == expected

@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from engine.async_engine import AsyncEngine, EngineUnavailable, OutputStream
+from engine.async_engine import AsyncEngine, OutputStream
 from engine.engine import Engine
+from engine.engine_loop import EngineUnavailable
 from engine.sequence import Request, SamplingParams, TokenOutput
 from tests.support.fake_engine import branching, fake_engine
 
@@ -44,7 +45,7 @@ def request(name: str, max_tokens: int = 4, prompt: int = 3) -> Request:
 @contextlib.asynccontextmanager
 async def started(engine: Engine) -> AsyncIterator[AsyncEngine]:
     async_engine = AsyncEngine(engine)
-    async_engine.start()
+    await async_engine.start()
     try:
         yield async_engine
     finally:
@@ -129,7 +130,7 @@ async def test_a_command_that_breaks_the_engine_still_gets_its_reply(monkeypatch
 async def test_shutdown_does_not_wait_for_an_endless_step() -> None:
     began, release = threading.Event(), threading.Event()
     engine = AsyncEngine(fake_engine(lambda seq: began.set() or (release.wait(30) and 1)))
-    engine.start()
+    await engine.start()
     reader = asyncio.create_task(collect(engine, request("r")))
     await wait_until(began.is_set)
     assert not await engine.shutdown(0.2)
@@ -201,7 +202,7 @@ async def test_stopping_the_last_open_sibling_ends_the_request() -> None:
         assert stats.finished == {"stop": 2}
         assert (stats.num_requests_running, stats.kv.pages_owned) == (0, 0)
         assert not engine._streams
-        assert not engine._live
+        assert not engine._engine_loop._live
 
 
 @on_loop
@@ -277,7 +278,7 @@ class Gated:
 async def test_tokens_of_a_step_are_delivered_while_the_next_one_runs():
     gated = Gated()
     engine = AsyncEngine(gated.engine)
-    engine.start()
+    await engine.start()
     stream = await engine.submit([request("a", 5)])
     for step in range(1, 6):
         ahead = min(step + 1, 5)
@@ -297,7 +298,7 @@ async def test_three_failed_reads_in_a_row_show_in_health_until_one_works():
     """Each of them comes after a successful launch."""
     gated = Gated()
     engine = AsyncEngine(gated.engine)
-    engine.start()
+    await engine.start()
     for i in range(3):
         assert engine.failure is None
         stream = await engine.submit([request(str(i), 5)])
@@ -317,7 +318,7 @@ async def test_three_failed_reads_in_a_row_show_in_health_until_one_works():
 async def test_an_abort_and_the_end_with_a_step_in_flight():
     gated = Gated()
     engine = AsyncEngine(gated.engine)
-    engine.start()
+    await engine.start()
     stream = await engine.submit([request("a", 50)])
     await wait_until(lambda: gated.launched == 2)
     engine.abort("a")
@@ -332,3 +333,4 @@ async def test_an_abort_and_the_end_with_a_step_in_flight():
     gated.compute(3)
     assert await ended
     assert (await again.get())[-1].output.finish_reason == "abort"
+    assert gated.engine.stats().num_requests_running == 0

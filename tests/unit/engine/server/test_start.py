@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from engine.server.__main__ import no_garbage_collection
+from engine.server.__main__ import in_two_processes
+from engine.server.arguments import build_parser, options_of
+from engine.startup import no_garbage_collection
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -19,6 +21,14 @@ def test_the_server_s_modules_import_no_torch() -> None:
     """Nor do the settings, which `kvbench plan` reads. torch takes seconds and reads variables that are set later."""
     code = "import sys, engine.server.__main__; sys.exit(bool({'torch', 'transformers', 'numba'} & {*sys.modules}))"
     assert run(code).returncode == 0
+
+
+@pytest.mark.parametrize(("device", "flag", "two"), [
+    ("cpu", [], False), ("cuda", [], True),
+    ("cpu", ["--frontend-multiprocessing"], True), ("cuda", ["--no-frontend-multiprocessing"], False),
+])  # fmt: skip
+def test_the_engine_gets_a_process_of_its_own_on_a_gpu_or_when_told(device: str, flag: list[str], two: bool) -> None:
+    assert in_two_processes(*options_of(build_parser().parse_args(["--device", device, *flag]))) == two
 
 
 @pytest.mark.parametrize("flags", [["--max-model-len", "4096"], ["--swap-space", "9", "--preemption-mode", "swap"]])

@@ -19,7 +19,7 @@ from tests.support.fake_engine import fake_engine
 from tests.support.http_server import shipped_tokenizer
 
 ENGINE = fake_engine()
-METRICS = ServerMetrics(ENGINE.config, ENGINE.capacity, ENGINE.stats())
+METRICS = ServerMetrics(ENGINE.config, ENGINE.capacity, ENGINE.stats(), ())
 STATE = ServerState(AsyncEngine(ENGINE), shipped_tokenizer(), METRICS, "m", frozenset(), 0)
 HEAD = {"id": 'quote " and \u00e9', "object": "x", "created": 1, "model": "back\\slash"}
 

@@ -1,0 +1,36 @@
+"""What the parts need beside what an image for CUDA brings: pyproject's dependencies less those. Standard library only.
+
+``python -m ci.gpu.requirements`` prints them with their versions, for ci/gpu_wheels.sh.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+BROUGHT = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")  # never replaced
+FOR_TESTS = ("pytest", "pytest-timeout", "hypothesis")  # of the extra `test`: what the device tests need
+
+
+def package(requirement: str) -> str:
+    """The name in a requirement such as ``uvloop>=0.21; platform_system == 'Linux'``."""
+    return re.split(r"[^A-Za-z0-9._-]", requirement.strip())[0].lower()
+
+
+def read_requirements(pyproject: Path = PYPROJECT) -> dict[str, str]:
+    """By name, the requirement of each package that the machine may lack."""
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    found = {package(line): line for line in project["dependencies"] if package(line) not in BROUGHT}
+    extra = {package(line): line for line in project["optional-dependencies"]["test"]}
+    return found | {name: extra[name] for name in FOR_TESTS}
+
+
+def main() -> None:
+    """A requirement a line."""
+    print("\n".join(read_requirements().values()))
+
+
+if __name__ == "__main__":
+    main()

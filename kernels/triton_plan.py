@@ -1,0 +1,176 @@
+"""How a step's decode is shared among programs: a list that the device makes from the lengths of the sequences.
+
+A program of decode attends to one **item** under one KV head: a whole sequence, or one of the equal pieces that a long
+sequence is cut into. One launch of ``plan_kernel`` a step (and distinct window) chooses how long a piece may be and
+lists the items, the longest first. It reads the lengths on the device, so that a CUDA graph plans anew at each replay;
+every size that the host needs follows from the batch size, the chip and a bound on the lengths.
+
+The table, int32 [1 + items + cut sequences, 4]:
+
+    row 0                number of items, number of sequences that are cut, -, -
+    from row 1           of an item: its sequence, which of its pieces, how many pieces, tokens of the sequence
+    from row 1 + items   of a sequence that is cut: the sequence, its first item, how many pieces, -
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.launch import MIN_SPLIT_TOKENS, PROGRAM_TOKENS, PROGRAMS_PER_SM, cdiv, most_decode_items
+
+UNIT = 64  # tokens, in which the plan counts: the tile of the usual kernels
+ROWS = 16  # sequences that a program lists
+CONSTANTS = {
+    "UNIT": UNIT, "SHORTEST": MIN_SPLIT_TOKENS // UNIT, "PROGRAM": PROGRAM_TOKENS // UNIT,
+    "CHOICES": 64, "LEVELS": 8, "ROWS": ROWS, "num_warps": 4,
+}  # fmt: skip
+_NO_WINDOW = (1 << 31) - 1
+
+
+@triton.jit
+def load_spans(lens_ptr, start, batch, window, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Units that the sequences start .. start + BLOCK - 1 attend to, and which of these sequences exist."""
+    b = start + tl.arange(0, BLOCK)
+    lens = tl.load(lens_ptr + b, mask=b < batch, other=0).to(tl.int32)
+    return tl.cdiv(tl.minimum(lens, window), UNIT), b < batch
+
+
+@triton.jit
+def count_pieces(spans, chunk):
+    """Pieces of at most ``chunk`` units: one at least, of a sequence without tokens too."""
+    return tl.maximum(tl.cdiv(spans, chunk), 1)
+
+
+@triton.jit
+def choose_chunk(
+    lens_ptr, batch, window, kv_heads, places, most_items,
+    UNIT: tl.constexpr, SHORTEST: tl.constexpr, PROGRAM: tl.constexpr, CHOICES: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """(units that no piece exceeds, number of items): the choice that is estimated to end first.
+
+    Choices: the longest sequence in 1, 2, 3 ... 32, 36, 40 ... 160 pieces, none under SHORTEST units. ``places``
+    programs run at a time, the longest start first: so no wave of ``places`` programs takes longer than its first, and
+    all take at most the sum over x = 0, 1, 2 ... of the waves of programs longer than x. LEVELS values of x stand for
+    all. A program costs PROGRAM units beside its own.
+    """
+    BLOCK: tl.constexpr = 16
+    longest = 0
+    for start in range(0, batch, 256):
+        spans, _ = load_spans(lens_ptr, start, batch, window, UNIT, 256)
+        longest = tl.maximum(longest, tl.max(spans, 0))
+    choice = tl.arange(0, CHOICES)
+    level = tl.arange(0, LEVELS)
+    chunk = tl.maximum(tl.cdiv(longest, tl.maximum(choice + 1, 4 * choice - 92)), SHORTEST)
+    length = chunk[None, :] * level[:, None] // LEVELS
+    items = tl.zeros([CHOICES], tl.int32)
+    longer = tl.zeros([LEVELS, CHOICES], tl.int32)
+    for start in range(0, batch, BLOCK):
+        spans, there = load_spans(lens_ptr, start, batch, window, UNIT, BLOCK)
+        pieces = tl.where(there[:, None], count_pieces(spans[:, None], chunk[None, :]), 0)
+        items += tl.sum(pieces, 0)
+        is_longer = spans[:, None, None] > pieces[:, None, :] * length[None, :, :]  # each piece, than this length
+        longer += tl.sum(tl.where(is_longer, pieces[:, None, :], 0), 0)
+    width = chunk[None, :] * (level[:, None] + 1) // LEVELS - length
+    waves = tl.cdiv(longer.to(tl.int64) * kv_heads, places)
+    cost = tl.sum(waves * width, 0) + tl.cdiv(items.to(tl.int64) * kv_heads, places) * PROGRAM
+    cost = tl.where(items <= most_items, cost, 1 << 62)
+    best = choice == tl.argmin(cost, 0)
+    return tl.sum(tl.where(best, chunk, 0), 0), tl.sum(tl.where(best, items, 0), 0)
+
+
+@triton.jit(
+    do_not_specialize=["batch", "window", "kv_heads", "places", "most_items"],
+    do_not_specialize_on_alignment=["lens_ptr"],
+)
+def plan_kernel(
+    lens_ptr,  # [B]
+    table_ptr,  # int32 [1 + most_items + cut sequences, 4]
+    batch, window, kv_heads, places, most_items,
+    UNIT: tl.constexpr, SHORTEST: tl.constexpr, PROGRAM: tl.constexpr, CHOICES: tl.constexpr, LEVELS: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write the table; each program lists ROWS sequences, at the places that those before them in order leave."""
+    BLOCK: tl.constexpr = 64
+    chunk, items = choose_chunk(
+        lens_ptr, batch, window, kv_heads, places, most_items, UNIT, SHORTEST, PROGRAM, CHOICES, LEVELS
+    )
+    start = tl.program_id(0) * ROWS
+    b = start + tl.arange(0, ROWS)
+    spans, exists = load_spans(lens_ptr, start, batch, window, UNIT, ROWS)
+    pieces = count_pieces(spans, chunk)
+    size = tl.cdiv(spans, pieces)
+    first = tl.zeros([ROWS], tl.int32)  # items before
+    place = tl.zeros([ROWS], tl.int32)  # sequences before that are cut
+    num_cut = 0
+    for offset in range(0, batch, BLOCK):
+        others, there = load_spans(lens_ptr, offset, batch, window, UNIT, BLOCK)
+        their_pieces = tl.where(there, count_pieces(others, chunk), 0)
+        their_size = tl.cdiv(others, tl.maximum(their_pieces, 1))
+        earlier = (offset + tl.arange(0, BLOCK))[None, :] < b[:, None]
+        before = (their_size[None, :] > size[:, None]) | ((their_size[None, :] == size[:, None]) & earlier)
+        first += tl.sum(tl.where(before, their_pieces[None, :], 0), 1)
+        cut = (their_pieces > 1).to(tl.int32)
+        place += tl.sum(tl.where(before, cut[None, :], 0), 1)
+        num_cut += tl.sum(cut, 0)
+    if tl.program_id(0) == 0:
+        tl.store(table_ptr, items)
+        tl.store(table_ptr + 1, num_cut)
+    cut_at = table_ptr + (1 + most_items + place) * 4
+    is_cut = exists & (pieces > 1)
+    tl.store(cut_at, b, mask=is_cut)
+    tl.store(cut_at + 1, first, mask=is_cut)
+    tl.store(cut_at + 2, pieces, mask=is_cut)
+    lens = tl.load(lens_ptr + b, mask=exists, other=0).to(tl.int32)
+    for begin in range(0, tl.max(pieces, 0), 16):
+        piece = begin + tl.arange(0, 16)
+        ok = exists[:, None] & (piece[None, :] < pieces[:, None])
+        at = table_ptr + (1 + first[:, None] + piece[None, :]) * 4
+        tl.store(at, tl.broadcast_to(b[:, None], [ROWS, 16]), mask=ok)
+        tl.store(at + 1, tl.broadcast_to(piece[None, :], [ROWS, 16]), mask=ok)
+        tl.store(at + 2, tl.broadcast_to(pieces[:, None], [ROWS, 16]), mask=ok)
+        tl.store(at + 3, tl.broadcast_to(lens[:, None], [ROWS, 16]), mask=ok)
+
+
+class Work(NamedTuple):
+    """``table``: see above. ``most_items``, ``most_cut``: no table of this batch size lists more."""
+
+    table: torch.Tensor
+    most_items: int
+    most_cut: int
+
+
+def make_work(seq_lens: torch.Tensor, max_tokens: int, window: int | None, kv_heads: int, num_sms: int) -> Work | None:
+    """Queue the making of the list of ``seq_lens [B]``; None if no sequence can be cut, whatever the lengths.
+
+    ``max_tokens``: no sequence is longer.
+    """
+    batch = seq_lens.shape[0]
+    longest = max_tokens if window is None else min(max_tokens, window)
+    most = most_decode_items(batch, kv_heads, longest, num_sms)
+    if most == batch:
+        return None
+    cut = min(batch, most - batch)
+    table = torch.empty(1 + most + cut, 4, dtype=torch.int32, device=seq_lens.device)
+    plan_kernel[(cdiv(batch, ROWS),)](
+        seq_lens, table, batch, window or _NO_WINDOW, kv_heads, PROGRAMS_PER_SM * num_sms, most, **CONSTANTS
+    )
+    return Work(table, most, cut)
+
+
+class DecodePlan:
+    """The work lists of one step. ``max_tokens``: no sequence of the step is longer (a bound is enough)."""
+
+    def __init__(self, seq_lens: torch.Tensor, max_tokens: int) -> None:
+        self._seq_lens, self.max_tokens = seq_lens, max_tokens
+        self._made: dict[tuple[int | None, int], Work | None] = {}
+
+    def work(self, window: int | None, kv_heads: int, num_sms: int) -> Work | None:
+        """The list for layers with this window and number of KV heads, made for the first of them."""
+        key = (window, kv_heads)
+        if key not in self._made:
+            self._made[key] = make_work(self._seq_lens, self.max_tokens, window, kv_heads, num_sms)
+        return self._made[key]

@@ -1,0 +1,46 @@
+"""Cases that end their process in every way there is, beside some that are well. Imports nothing that takes time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from ci.gpu.part import Planned, Report
+
+ORDER = ("well", "raises", "also well", "segfault", "exits", "hangs", "noisy", "last")
+
+
+def innermost() -> None:
+    raise ValueError("at 57:12:\n    acc = tl.dot(q, k)\n          ^\nAssertionError('first operand is 3-dimensional')")
+
+
+class CASES:
+    """``own``: names of cases to run; none: all. Those with "alone" in their name have a process of their own."""
+
+    workers = 1
+
+    def __init__(self, args: Any):
+        self._names = args.own or ORDER
+        if "no start" in self._names:
+            raise RuntimeError("cannot begin here")
+
+    def plan(self) -> list[Planned]:
+        return [Planned(name, None if "alone" in name else "main", 1.0 if name == "hangs" else 60.0)
+                for name in self._names]  # fmt: skip
+
+    def run(self, name: str, report: Report) -> None:
+        report.row(case=name, status="passed", process=os.getpid())
+        if name == "raises":
+            innermost()
+        elif name == "segfault":
+            print("about to fall", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif name == "exits":
+            os._exit(3)
+        elif name == "hangs":
+            time.sleep(600)
+        elif name == "noisy":
+            print('{"done": "not a message"}\n' * 3)

@@ -1,0 +1,166 @@
+"""Cases in child processes: whatever one does to its process, the others are run and their results kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ci.gpu import worker
+from ci.gpu.isolated import Crew
+from ci.gpu.part import PartReport, Report
+from tests.support import lost_device
+from tests.support.sweep_parts import alive
+
+ROOT = Path(__file__).resolve().parents[3]
+TROUBLED = "tests.support.troubled_cases"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The report on a module's cases."""
+
+    def of(module: str, *own: str, seconds: float = 600.0, kind: type[PartReport] = PartReport) -> PartReport:
+        report = kind(tmp_path / "part.json", seconds)
+        command = [sys.executable, "-m", "ci.gpu.worker", module, "--out", str(tmp_path / "part.json")]
+        options = ["--device", "cpu", "--seconds", "60", "--scratch", str(tmp_path), "--tiny"]
+        Crew([*command, *options, *own], report).run()
+        return report
+
+    return of
+
+
+def test_a_lost_device_costs_the_case_that_lost_it_and_no_other(run):
+    """An illegal access in one kernel: the others pass, in a new process."""
+    report = run("tests.support.lost_device")
+    (failure,) = report.data["failures"]
+    assert failure["what"] == lost_device.LOST_IN
+    assert failure["reason"].startswith("RuntimeError: CUDA error: an illegal memory access was encountered")
+    assert "TORCH_USE_CUDA_DSA" in failure["reason"] and "in access\n" in failure["traceback"]
+    process = {key.removeprefix("process of "): pid for key, pid in report.data.items() if "process of" in key}
+    passed = [row["case"] for row in report.data["rows"] if row["status"] == "passed"]
+    assert [*passed[:2], lost_device.LOST_IN, *passed[2:]] == list(process) and len(passed) == 5
+    first, second, lost, after, last, far = process.values()
+    assert first == second == lost != after == last  # new after the loss
+    assert far not in (first, after) and "slots from" in passed[-1]  # far offsets: alone
+    assert not any(map(alive, process.values()))
+
+
+def test_a_process_that_dies_or_hangs_costs_its_case(run):
+    report = run(TROUBLED)
+    assert [row["case"] for row in report.data["rows"]] == [
+        "well", "raises", "also well", "segfault", "exits", "hangs", "noisy", "last"
+    ]  # fmt: skip
+    reasons = {failure["what"]: failure["reason"] for failure in report.data["failures"]}
+    assert reasons.keys() == {"raises", "segfault", "exits", "hangs"}
+    assert "SIGSEGV: about to fall" in reasons["segfault"] and "code 3" in reasons["exits"]
+    assert reasons["hangs"] == "stopped after 1 s"
+    process = {row["case"]: row["process"] for row in report.data["rows"]}
+    assert process["well"] == process["raises"] == process["also well"] == process["segfault"]  # an error is no loss
+    assert len({process[name] for name in ("segfault", "exits", "hangs", "noisy")}) == 4
+    assert process["noisy"] == process["last"] and not any(map(alive, process.values()))
+
+
+def test_an_error_keeps_its_last_lines_and_its_traceback(run):
+    (failure,) = run(TROUBLED, "raises").data["failures"]
+    assert "at 57:12:" in failure["reason"] and "first operand is 3-dimensional" in failure["reason"]
+    assert "in innermost" in failure["traceback"] and "tl.dot(q, k)" in failure["traceback"]
+
+
+def test_cases_of_their_own_share_no_process(run):
+    rows = run(TROUBLED, "well", "alone 1", "alone 2", "also well").data["rows"]
+    assert [row["case"] for row in rows] == ["well", "alone 1", "alone 2", "also well"]
+    assert len({row["process"] for row in rows}) == 4
+
+
+class NoTime(PartReport):
+    """There is none once the plan is there."""
+
+    time_left = property(lambda self: 0.0 if "cases" in self.data else 600.0)
+
+
+class RunsOut(PartReport):
+    """Little is left once the plan is there, and nothing once a case has told something."""
+
+    time_left = property(lambda self: 0.0 if self.data["rows"] else 0.5 if "cases" in self.data else 600.0)
+
+
+def test_what_cannot_begin_or_has_no_time_says_so(run):
+    (failure,) = run(TROUBLED, "no start").data["failures"]
+    assert "cannot begin here" in failure["reason"]
+    report = run(TROUBLED, "well", kind=NoTime)
+    assert report.data["skipped"] == [{"what": "well", "reason": "no time left"}] and not report.data["failures"]
+
+
+def test_a_case_that_is_cut_off_by_the_end_of_the_time_is_skipped(run, monkeypatch):
+    monkeypatch.setattr("ci.gpu.isolated.OVERTIME_S", 0.3)
+    report = run(TROUBLED, "hangs", "well", kind=RunsOut)
+    assert [trouble["what"] for trouble in report.data["skipped"]] == ["hangs", "well"]
+    assert not report.data["failures"]
+
+
+FAKE_TOOL = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done; shift
+"$@"
+code=$?
+echo "========= ERROR SUMMARY: $ERRORS errors"
+[ "$ERRORS" = 0 ] && exit $code || exit 86
+"""
+
+
+@pytest.mark.parametrize("errors", [None, 0, 2])
+def test_the_wrapper_runs_the_processes_where_it_is_there(tmp_path, errors):
+    """None: there is no such tool. What it finds wrong is a failure even where every case passes."""
+    if errors is not None:
+        (tmp_path / "fake-sanitizer").write_text(FAKE_TOOL)
+        (tmp_path / "fake-sanitizer").chmod(0o755)
+    out = tmp_path / "part.json"
+    command = [sys.executable, "-m", "ci.gpu.isolated", TROUBLED, "--wrapper", "fake-sanitizer --tool x --"]
+    options = ["--out", str(out), "--device", "cpu", "--seconds", "600", "--scratch", str(tmp_path), "well", "last"]
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "ERRORS": str(errors)}
+    done = subprocess.run([*command, *options], cwd=ROOT, env=env, timeout=200, capture_output=True, text=True)
+    told = json.loads(out.read_text())
+    assert done.returncode == (1 if errors else 0), done.stdout + done.stderr
+    if errors is None:
+        assert told["not_run"].startswith("fake-sanitizer is not on this machine")
+        return
+    assert told["headline"] == "2 of 2 checks passed"
+    assert [failure["reason"] for failure in told["failures"]] == ["========= ERROR SUMMARY: 2 errors"] * bool(errors)
+
+
+class FakeCuda:
+    """A device that ``error`` shows on when it is waited for; ``used``: whether this process has touched it."""
+
+    def __init__(self, used: bool, error: str | None):
+        self.used, self.error = used, error
+
+    def is_initialized(self) -> bool:
+        return self.used
+
+    def synchronize(self) -> None:
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+    def empty_cache(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("cuda", "lost"),
+    [
+        (FakeCuda(True, None), False),
+        (FakeCuda(True, "CUDA error: unspecified launch failure"), True),
+        (FakeCuda(False, "waiting for it would begin to use it"), False),
+    ],
+)
+def test_an_error_that_the_case_did_not_see_is_found_afterwards(monkeypatch, cuda, lost):
+    """Kernels run later than they are launched, and a case may swallow an error."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    report = Report(60.0)
+    told = worker.run_case(SimpleNamespace(run=lambda name, report: report.row(case=name)), "well", report, "cuda")
+    assert (told is not None) is lost and [failure["what"] for failure in report.data["failures"]] == ["well"] * lost
