@@ -17,7 +17,8 @@ help:
 	@echo "make bench          kernels, engine, bookkeeping and peers: 10 minutes on 2 cores; a table into results/bench/"
 	@echo "make bench QUICK=1  the corners of it, 4 minutes"
 	@echo "make bench-peers    the engine beside Hugging Face and, with VLLM_PYTHON=/path/to/its/python, vLLM; the ratios,"
-	@echo "                    and exit code 1 below 5x HF continuous batching or 1.5x vLLM; 5 to 9 minutes"
+	@echo "                    and exit code 1 below 5x HF continuous batching or 1.5x vLLM in float32, 1.3x in"
+	@echo "                    bfloat16; 10 to 18 minutes"
 	@echo "make clean          remove .venv and caches (results/ stays)"
 	@echo "make sweep WORKLOAD=workloads/sonnet.yaml ARGS='--repeats 1'"
 
@@ -47,7 +48,10 @@ bench: install
 
 bench-peers: install
 	@$(BIN)/kvbench bench-engine --require hf-continuous=5 \
-	  $(if $(VLLM_PYTHON),--vllm-python '$(VLLM_PYTHON)' --require vllm=1.5 --require vllm-eager=1.5) $(ARGS)
+	  $(if $(VLLM_PYTHON),--vllm-python '$(VLLM_PYTHON)' --require vllm=1.5 --require vllm-eager=1.5) $(ARGS); \
+	float32=$$?; $(BIN)/kvbench bench-engine --dtype bfloat16 \
+	  $(if $(VLLM_PYTHON),--vllm-python '$(VLLM_PYTHON)' --require vllm=1.3 --require vllm-eager=1.3) $(ARGS) \
+	  && exit $$float32
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .benchmarks build *.egg-info

@@ -37,8 +37,8 @@ def get_backend(name: str) -> AttentionBackend:
 
 
 def default_backend(device: torch.device | str, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> str:
-    """Name of the backend for a model of ``dtype`` on ``device``: triton on cuda, numba for float32 on
-    cpu, torch otherwise. Each serves every ``kv_cache_dtype``; ValueError for one that there is not."""
+    """Name of the backend for a model of ``dtype`` on ``device``: triton on cuda, numba for float32 and bfloat16
+    on cpu, torch otherwise. Each serves every ``kv_cache_dtype``; ValueError for one that there is not."""
     import torch
 
     from kernels.kv_formats import find_format
@@ -47,7 +47,7 @@ def default_backend(device: torch.device | str, dtype: torch.dtype, kv_cache_dty
     device = torch.device(device)
     if device.type == "cuda":
         return "triton"
-    if device.type == "cpu" and dtype == torch.float32:
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
         return "numba"
     return "torch"
 

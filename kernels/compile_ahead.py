@@ -80,13 +80,25 @@ def read_resources(compiled: CompiledKernel) -> Resources:
         fields = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", found.group(1))}
         stack = fields["STACK"] + fields["LOCAL"]
         # Without a stack frame there is nothing to spill to: no need to disassemble.
-        spills = len(_LOCAL_ACCESS.findall(_cuobjdump("--dump-sass", cubin.name))) if stack else 0
+        spills = len(_LOCAL_ACCESS.findall(read_sass(compiled))) if stack else 0
     return Resources(fields["REG"], spills, stack, compiled.metadata.shared)
+
+
+def read_sass(compiled: CompiledKernel) -> str:
+    """The machine code of ``compiled`` as cuobjdump lists it.
+
+    Raises:
+        RuntimeError: cuobjdump failed.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        return _cuobjdump("--dump-sass", cubin.name)
 
 
 def _cuobjdump(option: str, path: str) -> str:
     tool = knobs.nvidia.cuobjdump.path
-    done = subprocess.run([tool, option, path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([tool, option, path], capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(f"{tool} {option} failed: {done.stderr.strip()[:300]}")
     return done.stdout

@@ -40,21 +40,21 @@ def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class HugeArena:
-    """Hands out float32 memory on huge pages, piece by piece, for what stays as long as the process."""
+    """Hands out memory on huge pages, piece by piece, for what stays as long as the process."""
 
     _CHUNK = 64 << 20
 
     def __init__(self) -> None:
-        self._rest = torch.empty(0)
+        self._rest = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Untouched memory, aligned to cache lines."""
-        count = math.prod(shape)
-        padded = -(-count // 16) * 16
+        size = math.prod(shape) * dtype.itemsize
+        padded = -(-size // 64) * 64
         if len(self._rest) < padded:
-            self._rest = huge_empty((max(padded, self._CHUNK // 4),), torch.float32)
-        piece, self._rest = self._rest[:count], self._rest[padded:]
-        return piece.view(shape)
+            self._rest = huge_empty((max(padded, self._CHUNK),), torch.uint8)
+        piece, self._rest = self._rest[:size], self._rest[padded:]
+        return piece.view(dtype).view(shape)
 
 
 def cache_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:

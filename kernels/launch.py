@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from kernels.kv_formats import find_format
 
 MIN_DOT = 16  # tl.dot takes no dimension under 16
+WORD_BITS = 16  # in which a quantised cache is read: see kernels/triton_codes.py
 SHARED_BYTES = 64 * 1024  # of K and V tiles in flight; the smallest block limit, 99 KiB of sm_86, 89 and 120, has room
 MAX_STAGES = 4
 MIN_SPLIT_TOKENS = 256  # a shorter split is not expected to gain what the reduction costs
@@ -86,9 +87,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def padded_dim(dim: int) -> int:
-    """A head dim as tl.dot can take it."""
-    return max(MIN_DOT, next_power_of_two(dim))
+def padded_dim(dim: int, kind: str = "auto") -> int:
+    """A head dim as tl.dot can take it: of a quantised cache, as many dots as a word has values share it."""
+    kv_format = find_format(kind)
+    dots = 1 if kv_format is None else WORD_BITS // kv_format.code_bits
+    return max(MIN_DOT * dots, next_power_of_two(dim))
 
 
 def kernel_page_size(page_size: int, pages: int) -> int:
@@ -159,7 +162,7 @@ def _few_rows(block_m: int, d_pad: int, v_pad: int, itemsize: int, kind: str) ->
 def decode_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int, kind: str = "auto") -> Tiles:
     """Tiles of the decode kernel: all query heads of a KV head are its rows."""
     block_m = max(MIN_DOT, next_power_of_two(group))
-    return _few_rows(block_m, padded_dim(head_dim), padded_dim(v_head_dim), itemsize, kind)
+    return _few_rows(block_m, padded_dim(head_dim, kind), padded_dim(v_head_dim, kind), itemsize, kind)
 
 
 def prefill_tiles(
@@ -167,19 +170,21 @@ def prefill_tiles(
 ) -> Tiles:
     """Tiles of the prefill kernel: its rows are query tokens x the query heads of one KV head.
 
-    Before sm_90 every warp holds the whole tile of K or V in registers, and dequantises it on its own: shorter tiles,
-    and fewer warps for a quantised cache. From sm_90 on the tensor cores read it from shared memory. Some variants
-    spill a few registers all the same (``ci/kernel_resources.json`` has all): before sm_90 int8, fp8_e5m2 and, of
-    bf16, 64 values a head; on sm_90 split short chunks of 64 query heads a KV head of 256 values.
+    Before sm_90 every warp holds the whole tile of K or V in registers, and unpacks it on its own: shorter tiles, and
+    fewer warps for a quantised cache. From sm_90 on the tensor cores read it from shared memory.
+    ``ci/kernel_resources.json`` has those that spill a few registers all the same.
     """
-    d_pad, v_pad = padded_dim(head_dim), padded_dim(v_head_dim)
+    d_pad, v_pad = padded_dim(head_dim, kind), padded_dim(v_head_dim, kind)
     if _wide_float32(d_pad, v_pad, itemsize):
         return _wide_float32_tiles(max(MIN_DOT, next_power_of_two(group)), d_pad, v_pad)
     wide, kv_format = max(d_pad, v_pad) > 128, find_format(kind)
     scaled = kv_format is not None and kv_format.scale_bytes > 0  # scales take registers of their own
     longest = 64 if arch >= 90 and not (scaled or wide) else 32
     block_n, stages = _tokens_and_stages(d_pad, v_pad, itemsize, kind, longest)
-    rows = 128 if not wide and itemsize <= 2 and (arch >= 90 or kind == "auto") else 64
+    many = kind == "auto" or (
+        arch >= 90 and kind != "int4_per_token_head"
+    )  # int4 has four accumulators: it would spill
+    rows = 128 if many and not wide and itemsize <= 2 else 64
     block_m = max(rows, next_power_of_two(group))
     return Tiles(block_m, block_n, d_pad, v_pad, min(stages, 2 if wide else 3), 8 if wide or block_m >= 128 else 4)
 
@@ -187,7 +192,7 @@ def prefill_tiles(
 def short_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int, kind: str = "auto") -> Tiles:
     """Tiles of the prefill kernel for sequences of up to SHORT_QUERIES queries: decode's, with more rows."""
     block_m = max(MIN_DOT, min(64, next_power_of_two(group * SHORT_QUERIES)), next_power_of_two(group))
-    return _few_rows(block_m, padded_dim(head_dim), padded_dim(v_head_dim), itemsize, kind)
+    return _few_rows(block_m, padded_dim(head_dim, kind), padded_dim(v_head_dim, kind), itemsize, kind)
 
 
 def prefill_blocks(queries: int, batch: int, max_queries: int, block_q: int) -> int:

@@ -10,9 +10,9 @@ import torch
 
 from kernels.api import AttentionOptions, KVCache, KVPair, check_heads, dense_rows
 from kernels.kv_formats import find_format
-from kernels.numba_codes import KIND_FLOAT, KIND_OF, UNIT
+from kernels.numba_codes import KIND_OF, UNIT
 from kernels.numba_cpu import NUM_ARGS, build_worker, run_decode, work_layout
-from kernels.numba_quantised import store_rows
+from kernels.numba_quantised import KIND_OF_DTYPE, store_rows
 from kernels.numba_threads import thread_team
 from kernels.numba_write import NUM_WRITE_ARGS, run_write
 from kernels.prefill_cpu import CpuPrefill, PrefillPlan
@@ -48,7 +48,6 @@ class _DecodeRows(NamedTuple):
     """A layer's cache as the decode worker takes it: memory of rows, their kind, and the scales."""
 
     kind: int
-    dtype: torch.dtype | None  # that the values are read as; None: K and V differ
     k: torch.Tensor
     v: torch.Tensor
     k_scale: float = 1.0  # of the whole tensor
@@ -59,16 +58,16 @@ class _DecodeRows(NamedTuple):
 
 def _decode_rows(k_cache: KVCache, v_cache: KVCache) -> _DecodeRows:
     if not isinstance(k_cache, QuantizedKV):
-        return _DecodeRows(KIND_FLOAT, k_cache.dtype if k_cache.dtype == v_cache.dtype else None, k_cache, v_cache)
+        return _DecodeRows(KIND_OF_DTYPE[k_cache.dtype], k_cache, v_cache)
     assert k_cache.format == v_cache.format, "K and V of a layer have one format"
     kind = KIND_OF[k_cache.format]
     k_scale, v_scale = k_cache.scale * UNIT[kind], v_cache.scale * UNIT[kind]
     scales = () if k_cache.scales is None else (k_cache.scales.data_ptr(), v_cache.scales.data_ptr())
-    return _DecodeRows(kind, torch.float32, k_cache.codes, v_cache.codes, k_scale, v_scale, *scales)
+    return _DecodeRows(kind, k_cache.codes, v_cache.codes, k_scale, v_scale, *scales)
 
 
 class NumbaBackend(TorchBackend):
-    """float32 models on CPU, any KV format; the rest is torch's. See kernels.api.AttentionBackend for the contract."""
+    """float32 and bfloat16 models on CPU, any KV format. See kernels.api.AttentionBackend for the contract."""
 
     name = "numba"
 
@@ -91,9 +90,9 @@ class NumbaBackend(TorchBackend):
     ) -> None:
         find_format(kv_cache_dtype)
         check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, MAX_HEAD_DIM)
-        if dtype != torch.float32 or torch.device(device).type != "cpu":
+        if dtype not in KIND_OF_DTYPE or torch.device(device).type != "cpu":
             raise ValueError(
-                f"the numba kernel backend serves float32 models on cpu, not {dtype} on {device}: "
+                f"the numba kernel backend serves float32 and bfloat16 models on cpu, not {dtype} on {device}: "
                 "use kernel_backend auto"
             )
 
@@ -146,6 +145,12 @@ class NumbaBackend(TorchBackend):
         if batch == 0:
             return out
         q = dense_rows(q)
+        plain = () if isinstance(k_cache, QuantizedKV) else (k_cache, v_cache)
+        if q.dtype not in KIND_OF_DTYPE or any(x.dtype != q.dtype for x in (*plain, out)):
+            raise ValueError(
+                "the numba decode kernel computes with q, plain KV and out all in float32 or all in bfloat16, not with "
+                f"{', '.join(str(x.dtype) for x in (q, *plain, out))}: use default_backend(device, dtype)"
+            )
         rows = _decode_rows(k_cache, v_cache)
         dense = rows.k.stride(1) == rows.k.shape[2] and rows.v.stride(1) == rows.v.shape[2]
         if not dense or k_cache.shape[2] != dim or out.stride(1) != v_dim:
@@ -154,32 +159,27 @@ class NumbaBackend(TorchBackend):
                 f"{tuple(v_cache.shape)} strides {rows.v.stride()}, out strides {out.stride()} must be "
                 f"dense for {dim} and {v_dim} values a head: allocate them as [slots, kv_heads, head_dim]"
             )
-        if not (q.dtype == rows.dtype == out.dtype == torch.float32):
-            raise ValueError(
-                f"the numba decode kernel computes in torch.float32, not with q {q.dtype}, "
-                f"k_cache {rows.k.dtype}, v_cache {rows.v.dtype} and out {out.dtype}: "
-                "use default_backend(device, dtype)"
-            )
         if page_starts.dtype != torch.int64:
             page_starts = page_starts.to(torch.int64)
         if seq_lens.dtype != torch.int64:
             seq_lens = seq_lens.to(torch.int64)
         sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
-        threads = torch.get_num_threads()
+        threads, kind = torch.get_num_threads(), KIND_OF_DTYPE[q.dtype]
         scratch, team = self._scratch, self._team
         work_stride, _ = work_layout(heads, dim, v_dim)
         _FLOATS.pack_into(scratch.floats_view, 0, options.scale * rows.k_scale, options.softcap or 0.0, rows.v_scale)
-        args, size = scratch.args.data_ptr(), rows.k.element_size()
+        args, size, q_size = scratch.args.data_ptr(), rows.k.element_size(), q.element_size()
         _DECODE_ARGS.pack_into(
             scratch.args_view, 0,
             q.data_ptr(), rows.k.data_ptr(), rows.v.data_ptr(), page_starts.data_ptr(),
             seq_lens.data_ptr(), out.data_ptr(), scratch.work_address(threads * work_stride),
             0 if sinks is None else sinks.data_ptr(), scratch.floats.data_ptr(),
             batch, heads, heads // kv_heads, v_dim, page_starts.stride(0) * 8, page_size,
-            rows.k.stride(0) * size, rows.v.stride(0) * size, q.stride(0) * 4, q.stride(1) * 4, out.stride(0) * 4,
+            rows.k.stride(0) * size, rows.v.stride(0) * size,
+            q.stride(0) * q_size, q.stride(1) * q_size, out.stride(0) * q_size,
             options.sliding_window or 0, 0, threads, 0, work_stride,
-            build_worker(heads // kv_heads, dim, v_dim, rows.kind).address,
-            team.parallel, team.thread_num, team.num_threads, rows.k_scales, rows.v_scales, 4 * kv_heads,
+            build_worker(heads // kv_heads, dim, v_dim, rows.kind, kind).address,
+            team.parallel, team.thread_num, team.num_threads, rows.k_scales, rows.v_scales, 4 * kv_heads, kind,
         )  # fmt: skip
         self._run_decode(args)
         return out

@@ -20,18 +20,19 @@ from functools import cache
 import numba
 from numba import types
 
-from kernels.numba_codes import KIND_FLOAT, PER_HEAD_KINDS, row_code_bytes
+from kernels.numba_codes import KIND_BF16, KIND_FLOAT, PER_HEAD_KINDS, decode_row, row_code_bytes
 from kernels.numba_memory import (
     JIT,
     call_get_int,
     call_parallel,
+    fill_bytes,
     load_f32,
     load_i64,
     prefetch_line,
     store_f32,
     store_i64,
 )
-from kernels.numba_simd import add_weighted_rows, exp_minus, max_of, scale_row, score_token, softcap_of
+from kernels.numba_simd import add_weighted_rows, exp_minus, max_of, scale_values, score_token, softcap_of
 
 BLOCK = 32  # tokens; K and V of a block (Hkv * D * 4 bytes * 32 each) stay in the L1/L2 cache
 OFFSETS_BYTES = 3 * 8 * BLOCK  # where the K rows, then the V rows, then the scales of a block lie
@@ -41,10 +42,11 @@ NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN
     A_Q, A_K, A_V, A_PAGES, A_LENS, A_OUT, A_WORK, A_SINKS, A_FLOATS,
     A_BATCH, A_HEADS, A_GROUP, A_V_DIM, A_PAGES_STRIDE, A_PAGE_SIZE, A_K_STRIDE, A_V_STRIDE,
     A_Q_STRIDE, A_Q_HEAD_STRIDE, A_OUT_STRIDE, A_WINDOW, A_TOTAL, A_THREADS, A_THREADS_RAN, A_WORK_STRIDE,
-    A_WORKER, A_PARALLEL, A_THREAD_NUM, A_NUM_THREADS, A_K_SCALES, A_V_SCALES, A_SCALES_STRIDE,
+    A_WORKER, A_PARALLEL, A_THREAD_NUM, A_NUM_THREADS, A_K_SCALES, A_V_SCALES, A_SCALES_STRIDE, A_KIND,
     NUM_ARGS,
-) = range(33)  # fmt: skip
+) = range(34)  # fmt: skip
 # Strides in bytes, lengths int64. A_FLOATS points to float32 [scale, softcap (0 = none), V scale].
+# A_KIND: of q and out, KIND_FLOAT or KIND_BF16.
 
 
 def work_layout(num_heads: int, head_dim: int, v_head_dim: int) -> tuple[int, int]:
@@ -151,6 +153,8 @@ def _finish(args: int, b: int, acc: int) -> None:
     out = load_i64(args + 8 * A_OUT) + b * load_i64(args + 8 * A_OUT_STRIDE)
     sinks = load_i64(args + 8 * A_SINKS)
     v_scale = load_f32(load_i64(args + 8 * A_FLOATS) + 8)
+    kind = load_i64(args + 8 * A_KIND)
+    value_bytes = 2 if kind == KIND_BF16 else 4
     for h in range(heads):
         factor, total = numba.float32(1.0), load_f32(sums + 4 * h)
         if sinks:
@@ -159,9 +163,7 @@ def _finish(args: int, b: int, acc: int) -> None:
             factor = numba.float32(math.exp(top - joint))
             total = total * factor + numba.float32(math.exp(sink - joint))
         factor = factor / total * v_scale
-        for d in range(v_dim):
-            at = 4 * (h * v_dim + d)
-            store_f32(out + at, load_f32(acc + at) * factor)
+        scale_values(acc + 4 * h * v_dim, out + value_bytes * h * v_dim, factor, v_dim, KIND_FLOAT, kind)
 
 
 @numba.njit(**JIT)
@@ -218,8 +220,8 @@ def run_decode(args):
         visible = _visible(args, b)
         if visible == 0:  # a padding row
             out = load_i64(args + 8 * A_OUT) + b * load_i64(args + 8 * A_OUT_STRIDE)
-            for i in range(load_i64(args + 8 * A_HEADS) * load_i64(args + 8 * A_V_DIM)):
-                store_f32(out + 4 * i, numba.float32(0.0))
+            value_bytes = 2 if load_i64(args + 8 * A_KIND) == KIND_BF16 else 4
+            fill_bytes(out, 0, value_bytes * load_i64(args + 8 * A_HEADS) * load_i64(args + 8 * A_V_DIM))
         total += visible
     store_i64(args + 8 * A_TOTAL, total)
     if total == 0:
@@ -231,8 +233,8 @@ def run_decode(args):
 
 
 @cache
-def build_worker(group: int, head_dim: int, v_head_dim: int, kind: int = KIND_FLOAT):
-    """The worker for ``group`` query heads per KV head, these head dims and this kind of KV rows, as a Numba cfunc.
+def build_worker(group: int, head_dim: int, v_head_dim: int, kind: int, q_kind: int):
+    """The worker for ``group`` query heads per KV head, these head dims, kinds of KV rows and of q, as a Numba cfunc.
 
     A scale per tensor (fp8) is no matter of the worker: K's is part of the softmax scale, V's of ``_finish``.
     The closure holds plain ints only, so that Numba's on-disk cache finds it again in another process.
@@ -271,7 +273,7 @@ def build_worker(group: int, head_dim: int, v_head_dim: int, kind: int = KIND_FL
             _reset(acc, heads, v_head_dim)
             q_row = load_i64(args + 8 * A_Q) + b * load_i64(args + 8 * A_Q_STRIDE)
             for h in range(heads):
-                scale_row(q_row + h * q_head_stride, q_scaled + 4 * h * head_dim, scale, head_dim)
+                decode_row(q_row + h * q_head_stride, q_scaled + 4 * h * head_dim, scale, head_dim, q_kind)
             first = load_i64(load_i64(args + 8 * A_LENS) + 8 * b) - visible - start
             token, last = first + max(lo, start), first + min(hi, stop)
             _fill_offsets(args, b, token, min(BLOCK, last - token), offsets)

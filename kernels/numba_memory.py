@@ -51,6 +51,8 @@ def compiles_for(feature: str) -> bool:
 
 
 F32 = ir.FloatType()
+I8 = ir.IntType(8)
+I16 = ir.IntType(16)
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 
@@ -58,6 +60,19 @@ I64 = ir.IntType(64)
 def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
     """The address as a pointer to ``kind``."""
     return builder.inttoptr(address, ir.PointerType(kind))
+
+
+@intrinsic(prefer_literal=True)
+def stack_bytes(typingctx, count):
+    """Address of ``count`` (a constant) bytes of the calling function's stack, aligned to a cache line."""
+    size = count.literal_value
+
+    def codegen(context, builder, signature, args):
+        place = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), size + 63))
+        address = builder.add(builder.ptrtoint(place, I64), ir.Constant(I64, 63))
+        return builder.and_(address, ir.Constant(I64, -64))
+
+    return types.intp(count), codegen
 
 
 @intrinsic

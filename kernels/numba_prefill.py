@@ -14,6 +14,7 @@ import math
 import numba
 from numba import types
 
+from kernels.numba_codes import KIND_FLOAT
 from kernels.numba_gemm import FIRST_SLICE, LAST_SLICE, PANEL, ROWS, multiply_tile
 from kernels.numba_memory import (
     JIT,
@@ -26,7 +27,7 @@ from kernels.numba_memory import (
     store_f32,
     store_i64,
 )
-from kernels.numba_simd import exp_minus, max_of, scale_blocks, softcap_of, transpose_tile
+from kernels.numba_simd import exp_minus, max_of, scale_values, softcap_of, transpose_tile
 
 BLOCK = 48  # queries of an item: K, V, scores and sums of a panel together fit the L1 cache at D = 64
 NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN
@@ -36,12 +37,13 @@ NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN
     P_QUERIES, P_KEYS, P_HEADS, P_KV_HEADS, P_DIM, P_V_DIM, P_WINDOW,
     P_Q_STRIDE, P_Q_HEAD_STRIDE, P_K_STRIDE, P_K_HEAD_STRIDE, P_V_STRIDE, P_V_HEAD_STRIDE, P_OUT_STRIDE,
     P_THREADS, P_PARALLEL, P_THREAD_NUM, P_NUM_THREADS, P_PACK_WORKER, P_WORKER,
-    P_CHUNKS, P_NUM_CHUNKS, P_ALL_Q, P_ALL_OUT, P_LAYER_WINDOW,
+    P_CHUNKS, P_NUM_CHUNKS, P_ALL_Q, P_ALL_OUT, P_LAYER_WINDOW, P_VALUE_BYTES,
     P_CACHE,
-) = range(36)  # fmt: skip
+) = range(37)  # fmt: skip
 # Strides in bytes, lengths int64. P_SLOTS and P_SINKS may be 0. P_FLOATS: float32 [scale, softcap (0 = none)].
-# P_WINDOW: how many tokens a query sees at most. What is a chunk's own is set by run_prefill, from a row of P_CHUNKS,
-# a table ``[P_NUM_CHUNKS, NUM_FIELDS]``, and from two places where K and V can lie: the cache, and the new tokens.
+# P_VALUE_BYTES: of q and out. P_WINDOW: how many tokens a query sees at most. What is a chunk's own is set by
+# run_prefill, from a row of P_CHUNKS, a table ``[P_NUM_CHUNKS, NUM_FIELDS]``, and from two places where K and V can
+# lie: the cache, and the new tokens.
 S_K, S_V, S_K_STRIDE, S_K_HEAD_STRIDE, S_V_STRIDE, S_V_HEAD_STRIDE, NUM_SOURCE = range(7)
 P_NEW = P_CACHE + NUM_SOURCE
 NUM_PREFILL_ARGS = P_NEW + NUM_SOURCE
@@ -68,15 +70,7 @@ def _panel_bytes(args: int) -> int:
 
 
 @numba.njit(**JIT)
-def _scaled(source: int, target: int, factor: float, count: int) -> None:
-    blocks = count // 16
-    scale_blocks(source, target, factor, blocks)
-    for i in range(16 * blocks, count):
-        store_f32(target + 4 * i, load_f32(source + 4 * i) * factor)
-
-
-@numba.njit(**JIT)
-def _find_rows(args: int, head: int, first: int, count: int, k_rows: int, v_rows: int) -> None:
+def find_rows(args: int, head: int, first: int, count: int, k_rows: int, v_rows: int) -> None:
     """Addresses of the K and V rows of ``count`` tokens from ``first`` on, wherever the page table has them."""
     slots = load_i64(args + 8 * P_SLOTS)
     k = load_i64(args + 8 * P_K) + head * load_i64(args + 8 * P_K_HEAD_STRIDE)
@@ -115,7 +109,7 @@ def pack_worker(args):
     for index in range(total * thread // threads, total * (thread + 1) // threads):
         first = index % panels * PANEL
         count = min(PANEL, keys - first)
-        _find_rows(args, index // panels, first, count, rows, rows + 8 * PANEL)
+        find_rows(args, index // panels, first, count, rows, rows + 8 * PANEL)
         dim, v_dim = load_i64(args + 8 * P_DIM), load_i64(args + 8 * P_V_DIM)
         _pack_panel(rows, rows + 8 * PANEL, count, dim, v_dim, load_i64(args + 8 * P_PACKED) + index * size)
 
@@ -132,7 +126,7 @@ def _multiply(x: int, x_step: int, rows: int, w: int, depth: int, out: int, out_
 
 
 @numba.njit(**JIT)
-def _weigh(s: int, top_at: int, total_at: int, acc: int, width: int, low: int, high: int, cap: float) -> None:
+def weigh(s: int, top_at: int, total_at: int, acc: int, width: int, low: int, high: int, cap: float) -> None:
     """A row's scores ``s [PANEL]``, of which low..high-1 are seen, to weights; its sums follow a risen top."""
     blocks = PANEL // 16
     if cap > 0:
@@ -147,12 +141,12 @@ def _weigh(s: int, top_at: int, total_at: int, acc: int, width: int, low: int, h
         factor = numba.float32(math.exp(old - top))
         total *= factor
         store_f32(top_at, top)
-        scale_blocks(acc, acc, factor, width // 16)
+        scale_values(acc, acc, factor, width, KIND_FLOAT, KIND_FLOAT)
     store_f32(total_at, total + exp_minus(s, top, blocks))
 
 
 @numba.njit(**JIT)
-def _finish_row(args: int, head: int, out: int, acc: int, top: float, total: float) -> None:
+def finish_row(args: int, head: int, out: int, acc: int, top: float, total: float, kind: int) -> None:
     """Divide by the softmax denominator, the head's sink joined."""
     factor, sinks = numba.float32(1.0), load_i64(args + 8 * P_SINKS)
     if sinks:
@@ -161,7 +155,7 @@ def _finish_row(args: int, head: int, out: int, acc: int, top: float, total: flo
         factor = numba.float32(math.exp(top - joint))
         total = total * factor + numba.float32(math.exp(sink - joint))
     factor = factor / total
-    _scaled(acc, out, factor, load_i64(args + 8 * P_V_DIM))
+    scale_values(acc, out, factor, load_i64(args + 8 * P_V_DIM), KIND_FLOAT, kind)
 
 
 @numba.njit(**JIT)
@@ -177,7 +171,7 @@ def _attend(args: int, head: int, first: int, count: int, work: int) -> None:
     for r in range(count):
         q = load_i64(args + 8 * P_Q) + (first + r) * load_i64(args + 8 * P_Q_STRIDE)
         q += head * load_i64(args + 8 * P_Q_HEAD_STRIDE)
-        _scaled(q, work + 4 * r * dim, scale, dim)
+        scale_values(q, work + 4 * r * dim, scale, dim, KIND_FLOAT, KIND_FLOAT)
         store_f32(tops + 4 * r, numba.float32(NO_SCORE))
         store_f32(totals + 4 * r, numba.float32(0.0))
     kv_head = head // (load_i64(args + 8 * P_HEADS) // load_i64(args + 8 * P_KV_HEADS))
@@ -190,7 +184,7 @@ def _attend(args: int, head: int, first: int, count: int, work: int) -> None:
         for r in range(count):
             s, high = scores + 4 * PANEL * r, place + r + 1 - panel * PANEL
             if high - window < PANEL and high > 0:
-                _weigh(s, tops + 4 * r, totals + 4 * r, acc + 4 * width * r, width, high - window, high, cap)
+                weigh(s, tops + 4 * r, totals + 4 * r, acc + 4 * width * r, width, high - window, high, cap)
             else:
                 fill_bytes(s, 0, 4 * PANEL)  # sees nothing of this panel
         depth = min(PANEL, keys - panel * PANEL)
@@ -200,7 +194,8 @@ def _attend(args: int, head: int, first: int, count: int, work: int) -> None:
     for r in range(count):
         out = load_i64(args + 8 * P_OUT) + (first + r) * load_i64(args + 8 * P_OUT_STRIDE)
         out += 4 * head * load_i64(args + 8 * P_V_DIM)
-        _finish_row(args, head, out, acc + 4 * width * r, load_f32(tops + 4 * r), load_f32(totals + 4 * r))
+        top, total = load_f32(tops + 4 * r), load_f32(totals + 4 * r)
+        finish_row(args, head, out, acc + 4 * width * r, top, total, KIND_FLOAT)
 
 
 @numba.cfunc(types.void(types.intp), **JIT)
@@ -241,7 +236,7 @@ def _enter_chunk(args: int, chunk: int) -> None:
 def run_prefill(args):
     """One chunk after the other: pack, then attend, each on every thread. A chunk without keys gives zeros."""
     parallel, threads = load_i64(args + 8 * P_PARALLEL), load_i64(args + 8 * P_THREADS)
-    row_bytes = 4 * load_i64(args + 8 * P_HEADS) * load_i64(args + 8 * P_V_DIM)
+    row_bytes = load_i64(args + 8 * P_VALUE_BYTES) * load_i64(args + 8 * P_HEADS) * load_i64(args + 8 * P_V_DIM)
     for index in range(load_i64(args + 8 * P_NUM_CHUNKS)):
         _enter_chunk(args, load_i64(args + 8 * P_CHUNKS) + 8 * NUM_FIELDS * index)
         if load_i64(args + 8 * P_KEYS) > 0:

@@ -13,6 +13,8 @@ from numba import types
 
 from kernels.api import dense_rows
 from kernels.numba_codes import (
+    KIND_BF16,
+    KIND_FLOAT,
     KIND_INT4,
     KIND_OF,
     PER_HEAD_KINDS,
@@ -30,6 +32,7 @@ from kernels.quantized import SMALLEST_SCALE, QuantizedKV
 ) = range(9)  # fmt: skip
 # R_FLOATS: rows of floats, strides in bytes; R_SLOTS: int64; R_FACTOR: one float32, fp8's scale.
 _ARGS = struct.Struct("8qf4x")
+KIND_OF_DTYPE = {torch.float32: KIND_FLOAT, torch.bfloat16: KIND_BF16}  # what a model computes in
 
 
 @cache

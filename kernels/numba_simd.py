@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.numba_codes import PER_HEAD_KINDS, load_values, pieces_of
-from kernels.numba_memory import F32, I32, I64, pointer
-from kernels.numba_vectors import FAST, LANES, call, chunks, constant, fma, load, splat, store, sum_of, vec
+from kernels.numba_codes import (
+    KIND_BF16,
+    KIND_FLOAT,
+    PER_HEAD_KINDS,
+    load_values,
+    pieces_of,
+    row_code_bytes,
+    store_values,
+)
+from kernels.numba_memory import F32, I32, I64, JIT, pointer
+from kernels.numba_vectors import FAST, LANES, call, constant, fma, load, splat, store, sum_of, vec
 
 MAX_ACCUMULATORS = 16  # vectors held in registers at a time; 32 exist with AVX-512VL
 
@@ -176,32 +185,41 @@ def max_of(typingctx, s, blocks):
 
 
 @intrinsic(prefer_literal=True)
-def scale_row(typingctx, source, target, factor, dim):
-    """``target[:dim] = factor * source[:dim]`` (in place when the addresses are equal)."""
-    d_count = dim.literal_value
+def _scale_vectors(typingctx, source, target, factor, count, lanes, source_kind, target_kind):
+    """``target[i] = factor * source[i]`` over ``count`` vectors of ``lanes``; kinds: KIND_FLOAT or KIND_BF16."""
+    width, from_kind, to_kind = lanes.literal_value, source_kind.literal_value, target_kind.literal_value
+    from_bytes, to_bytes = (ir.Constant(I64, row_code_bytes(kind, width)) for kind in (from_kind, to_kind))
 
     def codegen(context, builder, signature, args):
-        for offset, width in chunks(d_count):
-            value = load(builder, args[0], offset, width)
-            store(builder, builder.fmul(value, splat(builder, args[2], width)), args[1], offset)
+        source_at, target_at, factor_value, n = args[:4]
+        factors = splat(builder, factor_value, width)
+        with cgutils.for_range(builder, n) as loop:
+            place = builder.add(source_at, builder.mul(loop.index, from_bytes))
+            value = builder.fmul(load_values(builder, place, width, 0, width, from_kind), factors)
+            store_values(builder, value, builder.add(target_at, builder.mul(loop.index, to_bytes)), 0, to_kind)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.float32, dim), codegen
+    sig = types.void(types.intp, types.intp, types.float32, types.intp, lanes, source_kind, target_kind)
+    return sig, codegen
 
 
-@intrinsic
-def scale_blocks(typingctx, source, target, factor, blocks):
-    """``target[i] = factor * source[i]`` over ``blocks * 16`` floats (in place when the addresses are equal)."""
-
-    def codegen(context, builder, signature, args):
-        factors = splat(builder, args[2], LANES)
-        with cgutils.for_range(builder, args[3]) as loop:
-            offset = builder.shl(loop.index, ir.Constant(I64, 6))
-            value = load(builder, builder.add(args[0], offset), 0, LANES)
-            store(builder, builder.fmul(value, factors), builder.add(args[1], offset), 0)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, types.float32, types.intp), codegen
+@numba.njit(**JIT)
+def scale_values(source: int, target: int, factor: float, count: int, source_kind: int, target_kind: int) -> None:
+    """``target[i] = factor * source[i]``, in place when the addresses are equal. Of the kinds KIND_FLOAT and KIND_BF16
+    one at least is KIND_FLOAT."""
+    blocks, rest = count // LANES, count % LANES
+    if source_kind == KIND_BF16:
+        _scale_vectors(source, target, factor, blocks, LANES, KIND_BF16, KIND_FLOAT)
+        source, target = source + 2 * LANES * blocks, target + 4 * LANES * blocks
+        _scale_vectors(source, target, factor, rest, 1, KIND_BF16, KIND_FLOAT)
+    elif target_kind == KIND_BF16:
+        _scale_vectors(source, target, factor, blocks, LANES, KIND_FLOAT, KIND_BF16)
+        source, target = source + 4 * LANES * blocks, target + 2 * LANES * blocks
+        _scale_vectors(source, target, factor, rest, 1, KIND_FLOAT, KIND_BF16)
+    else:
+        _scale_vectors(source, target, factor, blocks, LANES, KIND_FLOAT, KIND_FLOAT)
+        source, target = source + 4 * LANES * blocks, target + 4 * LANES * blocks
+        _scale_vectors(source, target, factor, rest, 1, KIND_FLOAT, KIND_FLOAT)
 
 
 @intrinsic

@@ -11,7 +11,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.core import cgutils
 
-from kernels.numba_memory import F32, I32, I64, pointer
+from kernels.numba_memory import F32, I16, I32, I64, compiles_for, pointer
 
 LANES = 16
 # Sums may be reordered and fused; nnan/ninf are left out, so NaN and inf keep their meaning.
@@ -42,6 +42,41 @@ def load(builder: ir.IRBuilder, address: ir.Value, element: int, width: int) -> 
 def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, element: int) -> None:
     place = builder.add(address, ir.Constant(I64, 4 * element)) if element else address
     builder.store(value, pointer(builder, place, value.type), align=4)
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite has no class for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+def ints(kind: ir.IntType, width: int, value: int) -> ir.Constant:
+    return ir.Constant(ir.VectorType(kind, width), [value] * width)
+
+
+def load_bf16(builder: ir.IRBuilder, address: ir.Value, element: int, width: int) -> ir.Value:
+    """bfloat16 values as floats: they are the upper halves."""
+    place = builder.add(address, ir.Constant(I64, 2 * element)) if element else address
+    codes = builder.load(pointer(builder, place, ir.VectorType(I16, width)), align=2)
+    wide = builder.shl(builder.zext(codes, ir.VectorType(I32, width)), ints(I32, width, 16))
+    return builder.bitcast(wide, vec(width))
+
+
+def store_bf16(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, element: int) -> None:
+    """Floats rounded to bfloat16, ties to even. NaN stays NaN."""
+    place = builder.add(address, ir.Constant(I64, 2 * element)) if element else address
+    width = value.type.count
+    if width == LANES and compiles_for("avx512bf16"):  # one instruction; it takes subnormal numbers for 0
+        narrow = ir.VectorType(_BFloat(), width)
+        halves = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, [value])
+    else:
+        bits = builder.bitcast(value, ir.VectorType(I32, width))
+        last = builder.and_(builder.lshr(bits, ints(I32, width, 16)), ints(I32, width, 1))
+        rounded = builder.add(builder.add(bits, ints(I32, width, 0x7FFF)), last)
+        rounded = builder.select(builder.fcmp_unordered("uno", value, value), ints(I32, width, 0x7FC00000), rounded)
+        halves = builder.trunc(builder.lshr(rounded, ints(I32, width, 16)), ir.VectorType(I16, width))
+    builder.store(halves, pointer(builder, place, halves.type), align=2)
 
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value, width: int) -> ir.Value:

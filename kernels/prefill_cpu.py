@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.api import AttentionOptions, KVCache, KVPair, dense_rows
+from kernels.numba_amx import DEPTH, has_amx
 from kernels.numba_prefill import (
     C_KEYS,
     C_NEW,
@@ -28,7 +29,8 @@ from kernels.numba_prefill import (
     run_prefill,
     work_floats,
 )
-from kernels.numba_quantised import load_rows
+from kernels.numba_prefill_amx import build_workers
+from kernels.numba_quantised import KIND_OF_DTYPE, load_rows
 from kernels.numba_threads import thread_team
 from kernels.quantized import QuantizedKV
 from kernels.reference import token_slots
@@ -113,7 +115,13 @@ class CpuPrefill:
         if out is None:
             out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[2])
         q, chunks = dense_rows(q), plan.chunks(options.sliding_window)
-        if not isinstance(k_cache, QuantizedKV):
+        plain = not isinstance(k_cache, QuantizedKV)
+        if q.dtype == torch.bfloat16 and not (
+            plain and q.shape[2] % DEPTH == v_cache.shape[2] % DEPTH == 0 and has_amx()
+        ):
+            floats = torch.empty(out.shape)
+            return out.copy_(self._attend_in_floats(q.float(), k_cache, v_cache, chunks, options, floats))
+        if plain:
             table = chunks.table
             if new_kv is None and bool(table[:, C_NEW].any()):
                 table = table.clone()
@@ -121,16 +129,29 @@ class CpuPrefill:
             new = tuple(map(dense_rows, new_kv)) if new_kv is not None else (k_cache, v_cache)
             self._run(q, (k_cache, v_cache), new, table, chunks.max_keys, options, out)
             return out
-        for row, slots in zip(chunks.table.clone(), chunks.slots, strict=True):  # one sequence's floats at a time
-            kv = self._dequantise("k", k_cache, slots), self._dequantise("v", v_cache, slots)
+        return self._attend_in_floats(q, k_cache, v_cache, chunks, options, out)
+
+    def _attend_in_floats(
+        self,
+        q: torch.Tensor,
+        k_cache: KVCache,
+        v_cache: KVCache,
+        chunks: Chunks,
+        options: AttentionOptions,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """``q`` and ``out`` float32; a cache of any kind, one sequence's rows at a time turned into floats."""
+        for row, slots in zip(chunks.table.clone(), chunks.slots, strict=True):
+            kv = self._floats_of("k", k_cache, slots), self._floats_of("v", v_cache, slots)
             row[C_NEW] = row[C_SLOTS] = row[C_ROW] = 0
             self._run(q, kv, kv, row[None], len(slots), options, out)
         return out
 
-    def _dequantise(self, side: str, cache: QuantizedKV, slots: torch.Tensor) -> torch.Tensor:
+    def _floats_of(self, side: str, cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
         """``[n, Hkv, dim]`` float32, in a buffer that is used again by the next call."""
         _, heads, dim = cache.shape
-        return load_rows(cache, slots, self._buffer(side, len(slots) * heads * dim).view(-1, heads, dim))
+        out = self._buffer(side, len(slots) * heads * dim).view(-1, heads, dim)
+        return load_rows(cache, slots, out) if isinstance(cache, QuantizedKV) else out.copy_(cache[slots])
 
     def _run(
         self,
@@ -142,10 +163,11 @@ class CpuPrefill:
         options: AttentionOptions,
         out: torch.Tensor,
     ) -> None:
-        tensors = (q, *cache, *new, out)
-        if any(x.dtype != torch.float32 or x.stride(2) != 1 for x in tensors) or out.stride(1) != out.shape[2]:
+        tensors, size = (q, *cache, *new, out), q.element_size()
+        unlike = any(x.dtype != q.dtype or x.stride(2) != 1 for x in tensors)
+        if q.dtype not in KIND_OF_DTYPE or unlike or out.stride(1) != out.shape[2]:
             raise ValueError(
-                "the numba prefill kernel computes in torch.float32 with dense heads, not with "
+                "the numba prefill kernel computes with dense heads, all float32 or all bfloat16, not with "
                 f"{', '.join(f'{x.dtype} of strides {x.stride()}' for x in tensors)}: "
                 "use default_backend(device, dtype)"
             )
@@ -154,13 +176,15 @@ class CpuPrefill:
         packed = self._buffer("packed", packed_floats(max_keys, kv_heads, dim, v_dim))
         sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
         self._floats[0], self._floats[1] = options.scale, options.softcap or 0.0
+        workers = build_workers() if q.dtype == torch.bfloat16 else (pack_worker, attend_worker)
         _ARGS.pack_into(
             self._view, 0,
             0, 0, 0, 0, 0, 0 if sinks is None else sinks.data_ptr(), self._floats.data_ptr(), packed.data_ptr(),
             self._buffer("work", threads * stride).data_ptr(), 4 * stride,
-            0, 0, heads, kv_heads, dim, v_dim, 0, 4 * q.stride(0), 4 * q.stride(1), 0, 0, 0, 0, 4 * out.stride(0),
-            threads, *self._team, pack_worker.address, attend_worker.address,
-            table.data_ptr(), len(table), q.data_ptr(), out.data_ptr(), options.sliding_window or 0,
+            0, 0, heads, kv_heads, dim, v_dim, 0,
+            size * q.stride(0), size * q.stride(1), 0, 0, 0, 0, size * out.stride(0),
+            threads, *self._team, *(worker.address for worker in workers),
+            table.data_ptr(), len(table), q.data_ptr(), out.data_ptr(), options.sliding_window or 0, size,
             *_source(*cache), *_source(*new),
         )  # fmt: skip
         run_prefill.ctypes(self._args.data_ptr())  # ctypes releases the GIL during the call
@@ -175,4 +199,5 @@ class CpuPrefill:
 
 def _source(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
     """Addresses and strides in bytes, as numba_prefill.py's S_K and so on."""
-    return (k.data_ptr(), v.data_ptr(), 4 * k.stride(0), 4 * k.stride(1), 4 * v.stride(0), 4 * v.stride(1))
+    strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+    return (k.data_ptr(), v.data_ptr(), *(k.element_size() * stride for stride in strides))

@@ -19,16 +19,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 import triton
 import triton.language as tl
-from triton.runtime.jit import JITFunction
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITCallable
 
 from kernels import compile_ahead
 from kernels.compile_ahead import Resources, compile_for, read_resources
@@ -40,7 +42,13 @@ COMMAND = "python -m kernels.resources --write"
 REGISTER_TOLERANCE = 8  # registers are given out to warps in steps of 8 a thread
 MAX_WORKERS = 8
 
+T = TypeVar("T")
 Measured = dict[str, dict[str, Resources]]  # by "sm_90", then by variant
+
+
+def find_variant(arch: int, name: str) -> Variant:
+    """The variant called ``name`` of sm_``arch``."""
+    return _variants_of(arch)[name]
 
 
 @cache
@@ -70,7 +78,7 @@ def sources_hash() -> str:
     parts = [Path(compile_ahead.__file__).read_text()]
     for path in sorted(Path(__file__).parent.glob("triton_*.py")):
         for name, value in sorted(vars(importlib.import_module(f"kernels.{path.stem}")).items()):
-            if isinstance(value, JITFunction):
+            if isinstance(value, JITCallable):
                 parts.append(f"{name} {value.raw_src}")
             elif isinstance(value, tl.constexpr):
                 parts.append(f"{name} {value}")
@@ -81,11 +89,16 @@ def sources_hash() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+def compile_variant(arch: int, name: str) -> CompiledKernel:
+    """The variant called ``name``, compiled for sm_``arch``."""
+    variant = find_variant(arch, name)
+    return compile_for(variant.kernel, variant.constants, arch, variant.types, variant.default)
+
+
 def measure_one(arch: int, name: str) -> tuple[Resources, float]:
     """What the variant called ``name`` takes on sm_``arch``, and the seconds of processor time that it took to tell."""
     started = _cpu_seconds()
-    variant = _variants_of(arch)[name]
-    taken = read_resources(compile_for(variant.kernel, variant.constants, arch, variant.types, variant.default))
+    taken = read_resources(compile_variant(arch, name))
     return taken, _cpu_seconds() - started
 
 
@@ -96,17 +109,21 @@ def _cpu_seconds() -> float:
 
 
 def measure(variants: Sequence[tuple[int, str]], show: bool = False) -> Measured:
-    """Compile ``variants``, a process a core; with ``show``, print each as it is known."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """What each of ``variants`` takes; with ``show``, print each as it is known."""
     measured: Measured = {f"sm_{arch}": {} for arch in ARCHITECTURES}
+    for (arch, name), (taken, seconds) in zip(variants, in_processes(measure_one, variants), strict=True):
+        measured[f"sm_{arch}"][name] = taken
+        if show:
+            print(f"sm_{arch:<4} {name:<66} {taken}  {seconds:.1f} s of processor time", flush=True)
+    return measured
+
+
+def in_processes(read: Callable[[int, str], T], variants: Sequence[tuple[int, str]]) -> Iterator[T]:
+    """What ``read`` returns of each of ``variants``, in their order, as it is known: a process a core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # spawn: a fork would inherit the locks of torch's and LLVM's threads
     with ProcessPoolExecutor(min(cores, MAX_WORKERS), mp_context=get_context("spawn")) as pool:
-        results = pool.map(measure_one, *zip(*variants, strict=True))
-        for (arch, name), (taken, seconds) in zip(variants, results, strict=True):
-            measured[f"sm_{arch}"][name] = taken
-            if show:
-                print(f"sm_{arch:<4} {name:<66} {taken}  {seconds:.1f} s of processor time", flush=True)
-    return measured
+        yield from pool.map(read, *zip(*variants, strict=True))
 
 
 def beyond_limits(measured: Measured) -> list[str]:

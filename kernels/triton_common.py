@@ -5,9 +5,9 @@ tokens at a time. Tiles start at multiples of BLOCK_N, so that where BLOCK_N div
 page. Scores are in units of log 2 (exp2 serves as exp); the launcher folds log2(e), the softcap and an fp8 cache's
 K scale into ``score_scale``, and its V scale is ``v_scale``, used once at the end.
 
-K and V of a quantised cache become the dtype of q before ``tl.dot``, and the products are summed in float32. No dot
-takes fp8: Hopper's tensor cores add fp8 products with 14 bits and lose a needle in a long context unless the sum is
-taken out of them every few tokens, and 16-bit operands have no such limit.
+K and V of a quantised cache become 16-bit values before ``tl.dot`` (``kernels.triton_codes``), and the products are
+summed in float32. No dot takes fp8: Hopper's tensor cores add fp8 products with 14 bits and lose a needle in a long
+context unless the sum is taken out of them every few tokens, and 16-bit operands have no such limit.
 """
 
 from __future__ import annotations
@@ -18,9 +18,20 @@ import triton
 import triton.language as tl
 
 from kernels.launch import next_power_of_two
+from kernels.triton_codes import (
+    is_integer,
+    query_parts,
+    row_bytes,
+    split_columns,
+    unpack_keys,
+    unpack_values,
+    value_dtype,
+    value_parts,
+    weight_exponent,
+    weight_unit,
+)
 
 LOG2E = 1.4426950408889634
-FP8_UNIT = 256.0  # what ``dequantise`` leaves out where it has no hardware conversion of e4m3
 
 
 @triton.jit
@@ -39,109 +50,124 @@ def columns(DIM: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def row_bytes(DIM: tl.constexpr, KIND: tl.constexpr):
-    """Elements of the cache that one token's KV head takes."""
-    if KIND == "int4_per_token_head":
-        return (DIM + 1) // 2
-    else:
-        return DIM
-
-
-@triton.jit
-def tile_place(page_row, start, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def tile_place(page_row, start, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Where the tile at ``start`` lies: its first slot if tiles never cross a page, else the slot of each token.
 
-    int64: slot x stride passes 2**31 in a large cache. The page table is read for tokens begin..end-1 only; elsewhere
-    it may hold anything.
+    The page table is read for tokens before ``end`` only: it may end there.
     """
     if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(page_row + start // PAGE_SIZE, mask=start < end, other=0).to(tl.int64)
-        return page + start % PAGE_SIZE
+        page = tl.load(page_row + start // PAGE_SIZE, mask=start < end, other=0)
+        return page.to(tl.int32) + start % PAGE_SIZE
+    elif BLOCK_N % PAGE_SIZE == 0:  # tiles begin where pages do
+        offsets = tl.arange(0, BLOCK_N)
+        pages = tl.load(page_row + start // PAGE_SIZE + offsets // PAGE_SIZE, mask=offsets < end - start, other=0)
+        return pages.to(tl.int32) + offsets % PAGE_SIZE
     else:
         tokens = start + tl.arange(0, BLOCK_N)
-        pages = tl.load(page_row + tokens // PAGE_SIZE, mask=(tokens >= begin) & (tokens < end), other=0)
-        return pages.to(tl.int64) + tokens % PAGE_SIZE
-
-
-@triton.jit
-def dequantise(codes, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
-    """[N, bytes] codes -> [N, columns] values without their scales, in a dtype that holds them.
-
-    Where the chip has no conversion, the bits of e4m3, shifted into place, are a float16 of 1 / FP8_UNIT the value,
-    subnormals included; e5m2 is the upper byte of a float16 anyway.
-    """
-    if KIND == "fp8_e4m3":
-        if FP8_HARDWARE:
-            return codes.to(tl.float8e4nv, bitcast=True)
-        else:
-            bits = codes.to(tl.int16)
-            half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-            half = tl.where((bits & 0x7F) == 0x7F, 0x7E00, half).to(tl.int16)
-            return half.to(tl.float16, bitcast=True)
-    elif KIND == "fp8_e5m2":
-        return (codes.to(tl.int16) << 8).to(tl.float16, bitcast=True)
-    elif KIND == "int4_per_token_head":
-        low = ((codes & 15) ^ 8).to(tl.int8) - 8
-        high = ((codes >> 4) ^ 8).to(tl.int8) - 8
-        return tl.interleave(low, high).to(tl.float32)
-    elif KIND == "int8_per_token_head":
-        return codes.to(tl.float32)
-    else:
-        return codes
+        pages = tl.load(page_row + tokens // PAGE_SIZE, mask=tokens < end, other=0)
+        return pages.to(tl.int32) + tokens % PAGE_SIZE
 
 
 @triton.jit
 def load_tile(
-    base, stride, slots, in_range, like,
-    MASKED: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr,
+    base, stride, slots, in_range,
+    MASKED: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """[N, PAD] rows of K or V at ``slots`` in the dtype of ``like``, without the scales of a quantised cache.
+    """[N, PAD] rows of K or V at ``slots``, of a quantised cache as words: see ``kernels.triton_codes``.
 
     Masked loads give 0 and not what lies there: 0 * NaN from an unused slot would be NaN.
     """
-    USED: tl.constexpr = (DIM + 1) // 2 if KIND == "int4_per_token_head" else DIM
-    WIDTH: tl.constexpr = PAD // 2 if KIND == "int4_per_token_head" else PAD
-    column = tl.arange(0, WIDTH)
-    at = base + slots[:, None] * stride + column[None, :]
-    if MASKED:
-        codes = tl.load(at, mask=in_range[:, None] & (column < USED)[None, :], other=0)
-    elif USED == WIDTH:
-        codes = tl.load(at)
+    rows = base + slots[:, None].to(tl.int64) * stride  # int64: slot x stride passes 2**31 in a large cache
+    BYTES: tl.constexpr = row_bytes(DIM, KIND)
+    if KIND == "auto":
+        return load_columns(rows, in_range, MASKED, DIM, PAD)
     else:
-        codes = tl.load(at, mask=(column < USED)[None, :], other=0)
-    return dequantise(codes, KIND, FP8_HARDWARE).to(like.dtype)
+        WORDS: tl.constexpr = PAD // 4 if KIND == "int4_per_token_head" else PAD // 2
+        if BYTES % 2 == 0:
+            return load_columns(rows.to(tl.pointer_type(tl.int16), bitcast=True), in_range, MASKED, BYTES // 2, WORDS)
+        else:
+            rows = rows.to(tl.pointer_type(tl.uint8), bitcast=True)
+            column = 2 * tl.arange(0, WORDS)[None, :]
+            low = tl.load(rows + column, mask=in_range[:, None] & (column < BYTES), other=0)
+            high = tl.load(rows + column + 1, mask=in_range[:, None] & (column + 1 < BYTES), other=0)
+            return low.to(tl.int16) | (high.to(tl.int16) << 8)
 
 
 @triton.jit
-def score_tile(q, k, k_scales, score_scale, softcap, SCALED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """Scores [M, N] of q [M, D] and k [N, D] in units of log 2. With a softcap c, ``softcap`` is c * log2(e) and
-    ``score_scale`` has 2 * log2(e) / c in it: c * tanh(x / c) = c - 2c / (1 + exp(2x / c))."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
-    if SCALED:
-        s = s * k_scales[None, :]
+def load_columns(rows, in_range, MASKED: tl.constexpr, USED: tl.constexpr, PAD: tl.constexpr):
+    """[N, PAD] of which the columns from USED on are 0; with MASKED, also the rows that are not ``in_range``."""
+    column = tl.arange(0, PAD)[None, :]
+    if MASKED:
+        return tl.load(rows + column, mask=in_range[:, None] & (column < USED), other=0)
+    elif USED == PAD:
+        return tl.load(rows + column)
+    else:
+        return tl.load(rows + column, mask=column < USED, other=0)
+
+
+@triton.jit
+def score_tile(
+    q, k, k_scales, score_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Scores [M, N] in units of log 2 of the parts q and the tile k. With a softcap c, ``softcap`` is c * log2(e) and
+    ``score_scale``, see ``query_parts``, has 2 * log2(e) / c in it: c * tanh(x / c) = c - 2c / (1 + exp(2x / c))."""
+    k_parts = unpack_keys(tl.trans(k), q[0].dtype, KIND, FP8_HARDWARE)
+    s = tl.dot(q[0], k_parts[0], input_precision="ieee")
+    if KIND != "auto":
+        s = tl.dot(q[1], k_parts[1], s, input_precision="ieee")
+    if KIND == "int4_per_token_head":
+        s = tl.dot(q[2], k_parts[2], s, input_precision="ieee")
+        s = tl.dot(q[3], k_parts[3], s, input_precision="ieee")
+    s = s * score_scale[0]
+    if is_integer(KIND):
+        s = (s + score_scale[1]) * k_scales[None, :]
     if HAS_SOFTCAP:
         s = softcap - 2 * softcap / (1 + tl.exp2(s))
     return s
 
 
 @triton.jit
-def softmax_tile(acc, top, total, s, v, v_scales, SCALED: tl.constexpr):
-    """Fold scores s [M, N] and values v [N, Dv] into the running accumulators."""
+def add_values(acc, fade, p, v, unit, HAS_UNIT: tl.constexpr):
+    """acc [M, Dv] * fade [M] + p [M, N] x v [N, Dv] * unit."""
+    acc = acc * fade[:, None]
+    if HAS_UNIT:
+        return acc + tl.dot(p, v, input_precision="ieee") * unit
+    else:
+        return tl.dot(p, v, acc, input_precision="ieee")
+
+
+@triton.jit
+def softmax_tile(acc, top, total, s, v, v_scales, model: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
+    """Fold scores s [M, N] and the tile v into the running sums: ``acc`` has a part for each part of v, ``total`` is
+    [M], or [M, N] where each column has a sum of its own, added up after the last tile."""
+    dtype: tl.constexpr = value_dtype(model, KIND)
+    v_parts = unpack_values(v, dtype, KIND, FP8_HARDWARE)
     new_top = tl.maximum(top, tl.max(s, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that sees nothing yet
-    p = tl.exp2(s - base[:, None])
     fade = tl.exp2(top - base)
-    total = total * fade + tl.sum(p, 1)
-    if SCALED and v.dtype == tl.float16:
+    p = tl.exp2(s - (base - weight_exponent(KIND))[:, None])
+    total = total * fade[:, None] + p if len(total.shape) == 2 else total * fade + tl.sum(p, 1)
+    unit = 1.0
+    HAS_UNIT: tl.constexpr = is_integer(KIND) and dtype == tl.float16
+    if HAS_UNIT:
         # A product of weight and scale may be under float16's range: the tile's largest scale waits outside the dot.
-        largest = tl.max(tl.where(v_scales == v_scales, v_scales, 0.0), 0)
-        largest = tl.where(largest > 0, largest, 1.0)
-        p = p * (v_scales / largest)[None, :]
-        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee") * largest
+        unit = tl.max(tl.where(v_scales == v_scales, v_scales, 0.0), 0)
+        unit = tl.where(unit > 0, unit, 1.0)
+        p = p * (v_scales / unit)[None, :]
+    elif is_integer(KIND):
+        p = p * v_scales[None, :]
+    p = p.to(dtype)
+    if KIND == "auto":
+        acc = (add_values(acc[0], fade, p, v_parts[0], unit, HAS_UNIT),)
+    elif KIND == "int4_per_token_head":
+        low_0 = add_values(acc[0], fade, p, v_parts[0], unit, HAS_UNIT)
+        high_0 = add_values(acc[1], fade, p, v_parts[1], unit, HAS_UNIT)
+        low_1 = add_values(acc[2], fade, p, v_parts[2], unit, HAS_UNIT)
+        acc = (low_0, high_0, low_1, add_values(acc[3], fade, p, v_parts[3], unit, HAS_UNIT))
     else:
-        if SCALED:
-            p = p * v_scales[None, :]
-        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        low = add_values(acc[0], fade, p, v_parts[0], unit, HAS_UNIT)
+        acc = (low, add_values(acc[1], fade, p, v_parts[1], unit, HAS_UNIT))
     return acc, new_top, total
 
 
@@ -150,38 +176,38 @@ def attend_tiles(
     state, q, position, tokens_of, tiles, cache, score_scale, softcap,
     MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr, model: tl.constexpr,
 ):  # fmt: skip
-    """Fold the tiles from tiles[0] to before tiles[1] into ``state`` = (acc, top, total, place of the tile tiles[0]).
+    """Fold the tiles from tiles[0] to before tiles[1] into ``state`` = (acc, top, total).
 
-    The page table is read one tile ahead, past the end of this loop too: its neighbour goes on from there. Only MASKED
-    tiles ask which tokens exist and which of them each row sees.
+    The page table is read one tile ahead. Only MASKED tiles ask which tokens exist and which of them each row sees.
     """
-    SCALED: tl.constexpr = KIND == "int8_per_token_head" or KIND == "int4_per_token_head"
-    acc, top, total, place = state
+    acc, top, total = state
     begin, end = tokens_of
     page_row, k_base, v_base, k_scales, v_scales, k_stride, v_stride = cache
+    place = tile_place(page_row, tiles[0], end, PAGE_SIZE, BLOCK_N)
     for start in tl.range(tiles[0], tiles[1], BLOCK_N, num_stages=1 if MASKED else None):
-        ahead = tile_place(page_row, start + BLOCK_N, begin, end, PAGE_SIZE, BLOCK_N)
+        ahead = tile_place(page_row, start + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
         offsets = tl.arange(0, BLOCK_N)
         tokens = start + offsets
         in_range = (tokens >= begin) & (tokens < end)
         slots = place + offsets if PAGE_SIZE % BLOCK_N == 0 else place
-        k = load_tile(k_base, k_stride, slots, in_range, q, MASKED, D, D_PAD, KIND, FP8_HARDWARE)
-        v = load_tile(v_base, v_stride, slots, in_range, q, MASKED, DV, DV_PAD, KIND, FP8_HARDWARE)
+        k = load_tile(k_base, k_stride, slots, in_range, MASKED, D, D_PAD, KIND)
+        v = load_tile(v_base, v_stride, slots, in_range, MASKED, DV, DV_PAD, KIND)
         k_scale, v_scale = in_range, in_range  # not used
-        if SCALED:
-            k_scale = tl.load(k_scales + slots * KV_HEADS, mask=in_range, other=0.0)
-            v_scale = tl.load(v_scales + slots * KV_HEADS, mask=in_range, other=0.0)
-        s = score_tile(q, k, k_scale, score_scale, softcap, SCALED, HAS_SOFTCAP)
+        if is_integer(KIND):
+            scale_at = slots.to(tl.int64) * KV_HEADS
+            k_scale = tl.load(k_scales + scale_at, mask=in_range if MASKED else None)
+            v_scale = tl.load(v_scales + scale_at, mask=in_range if MASKED else None)
+        s = score_tile(q, k, k_scale, score_scale, softcap, HAS_SOFTCAP, KIND, FP8_HARDWARE)
         if MASKED:
             visible = in_range[None, :] & (tokens[None, :] <= position[:, None])
             if WINDOW > 0:
                 visible = visible & (tokens[None, :] > position[:, None] - WINDOW)
             s = tl.where(visible, s, float("-inf"))
-        acc, top, total = softmax_tile(acc, top, total, s, v, v_scale, SCALED)
+        acc, top, total = softmax_tile(acc, top, total, s, v, v_scale, model, KIND, FP8_HARDWARE)
         place = ahead
-    return acc, top, total, place
+    return acc, top, total
 
 
 @triton.jit
@@ -205,24 +231,26 @@ def attend(
     last = tl.maximum(last, first)
     free = tl.minimum(tl.maximum(tl.cdiv(unmasked[0], BLOCK_N) * BLOCK_N, first), last)
     bound = tl.minimum(tl.maximum(unmasked[1] // BLOCK_N * BLOCK_N, free), last)
-    place = tile_place(cache[0], first, begin, end, PAGE_SIZE, BLOCK_N)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    state = (tl.zeros([BLOCK_M, DV_PAD], tl.float32), top, total, place)
+    # With few rows the warps share a tile's columns, and to add them up in every tile would make the warps wait.
+    total = tl.zeros([BLOCK_M, BLOCK_N] if BLOCK_M == 16 else [BLOCK_M], tl.float32)
+    state = (split_columns(tl.zeros([BLOCK_M, DV_PAD], tl.float32), KIND), top, total)
+    parts, a, b = query_parts(q, score_scale, KIND)
     if WINDOW > 0:
         state = attend_tiles(
-            state, q, position, tokens_of, (first, free), cache, score_scale, softcap,
-            True, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_N, HAS_SOFTCAP, KIND, FP8_HARDWARE,
+            state, parts, position, tokens_of, (first, free), cache, (a, b), softcap,
+            True, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_N, HAS_SOFTCAP, KIND, FP8_HARDWARE, q.dtype,
         )  # fmt: skip
     state = attend_tiles(
-        state, q, position, tokens_of, (free, bound), cache, score_scale, softcap,
-        False, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_N, HAS_SOFTCAP, KIND, FP8_HARDWARE,
+        state, parts, position, tokens_of, (free, bound), cache, (a, b), softcap,
+        False, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_N, HAS_SOFTCAP, KIND, FP8_HARDWARE, q.dtype,
     )  # fmt: skip
     state = attend_tiles(
-        state, q, position, tokens_of, (bound, last), cache, score_scale, softcap,
-        True, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_N, HAS_SOFTCAP, KIND, FP8_HARDWARE,
+        state, parts, position, tokens_of, (bound, last), cache, (a, b), softcap,
+        True, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_N, HAS_SOFTCAP, KIND, FP8_HARDWARE, q.dtype,
     )  # fmt: skip
-    return state[0], state[1], state[2]
+    total = tl.sum(state[2], 1) if BLOCK_M == 16 else state[2]
+    return value_parts(state[0], KIND), state[1], total * weight_unit(KIND)
 
 
 @triton.jit

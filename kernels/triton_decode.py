@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from kernels.launch import KernelShape, shape_constants
-from kernels.triton_common import attend, columns, finish, row_bytes
+from kernels.triton_codes import row_bytes
+from kernels.triton_common import attend, columns, finish
 from kernels.tuning import choose_decode
 
 

@@ -19,7 +19,8 @@ from kernels.launch import (
     prefill_blocks,
 )
 from kernels.quantized import QuantizedKV
-from kernels.triton_common import FP8_UNIT, LOG2E, reduce_constants, reduce_kernel
+from kernels.triton_codes import FP8_UNIT
+from kernels.triton_common import LOG2E, reduce_constants, reduce_kernel
 from kernels.triton_decode import decode_constants, decode_kernel
 from kernels.triton_kv import write_constants, write_kv_kernel
 from kernels.triton_plan import DecodePlan
@@ -136,7 +137,7 @@ class Attention:
             kernel_page_size(page_size, page_starts.shape[1]), kind, chip.arch,
             options.sliding_window, options.softcap is not None, options.sinks is not None, tiles,
         )  # fmt: skip
-        # What dequantise() leaves out of the values of e4m3 goes into the scales.
+        # What fp8_value() leaves out of the values of e4m3 goes into the scales.
         unit = FP8_UNIT if kind == "fp8_e4m3" and not fp8_hardware(kind, chip.arch) else 1.0
         score_scale = options.scale * self.k.scale * unit * LOG2E
         cap = options.softcap

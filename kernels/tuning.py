@@ -149,7 +149,7 @@ def nearest(entries: Iterable[Entry], bucket: tuple, page_size: int) -> Entry | 
 def bucket_of(kernel: str, kind: str, group: int, head_dim: int, v_head_dim: int, itemsize: int) -> tuple:
     """``Entry.bucket`` of a shape."""
     rows = max(MIN_DOT, next_power_of_two(group))
-    return (kernel, kind, rows, padded_dim(head_dim), padded_dim(v_head_dim), itemsize)
+    return (kernel, kind, rows, padded_dim(head_dim, kind), padded_dim(v_head_dim, kind), itemsize)
 
 
 def computed(kernel: str, arch: int, kind: str, group: int, head_dim: int, v_head_dim: int, itemsize: int) -> Tiles:

@@ -198,10 +198,10 @@ def act_mul(dtype: str, activation: str) -> Variant:
 
 def variants(arch: int) -> list[Variant]:
     """All of sm_``arch``; every name once."""
-    return _core(arch) + (_rest(arch) if arch in THOROUGH else [])
+    return core(arch) + (_rest(arch) if arch in THOROUGH else [])
 
 
-def _core(arch: int) -> list[Variant]:
+def core(arch: int) -> list[Variant]:
     """Every KV kind, and what takes the most."""
     found = []
     for kind in KINDS:

@@ -1,9 +1,9 @@
 """``kvbench bench-engine``: the engine alone, in process, beside its peers on the same weights in one sitting.
 
-The case: a Llama-shaped float32 model of 32 M seeded weights, 32 requests of 32, 64, 128 or 512 random prompt tokens,
-64 greedy output tokens each, all there at the start. Sides take turns, repeat by repeat, so that a machine that slows
-down slows all of them; a ratio is taken within one repeat. Each turn is a process of its own: load, one unmeasured run,
-one measured run.
+The case: a Llama-shaped model of 32 M seeded weights in float32 or bfloat16, 32 requests of 32, 64, 128 or 512 random
+prompt tokens, 64 greedy output tokens each, all there at the start. Sides take turns, repeat by repeat, so that a
+machine that slows down slows all of them; a ratio is taken within one repeat. Each turn is a process of its own: load,
+one unmeasured run, one measured run.
 
     case.py        the prompts
     sides.py       kvbench and transformers, as a turn's process runs them

@@ -191,14 +191,14 @@ def main(argv: Sequence[str], watch: Callable[[], Mapping[str, Any]] = dict) -> 
     case = make_case(args.requests, args.output_tokens, spec.text_config["vocab_size"], args.seed)
     print(
         f"{len(case.prompts)} requests, {sum(map(len, case.prompts))} prompt tokens, {case.output_tokens} output "
-        f"tokens each, model {args.model}, {torch.get_num_threads()} threads",
+        f"tokens each, model {args.model}, dtype {args.dtype}, {torch.get_num_threads()} threads",
         flush=True,
     )
     if args.sides is None and not args.vllm_python:
         print(VLLM_SKIPPED, flush=True)
     record: dict[str, Any] = {}
     with turns_of(sides, config, case, args.vllm_python, record) as turns:
-        result = compare(turns, args.repeats, _say)
+        result = compare(turns, args.repeats, _say, half_precision=config.dtype in ("bfloat16", "float16"))
         machine = watch()
     print("\n".join(result.lines()))
     if args.json:

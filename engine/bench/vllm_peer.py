@@ -1,10 +1,10 @@
 """vLLM as a side: its CPU backend in an environment of its own, which has its own torch and none of our packages.
 
-What it is given, so that it runs at its best for this case: all cores for its OpenMP threads (it would reduce torch to
-one thread where OMP_NUM_THREADS is not set), the OpenMP runtime and allocator that its documentation asks for where
-they are found, no tokenizer, no prefix cache (the prompts share nothing), its own batch limit, and its engine in the
-calling process. ``vllm`` is its default, compiled by torch; ``vllm-eager`` is the same without compilation, which small
-models may run faster with.
+What it is given, so that it runs at its best for this case: all cores for its OpenMP threads (left to itself it keeps
+one core for its scheduler, whatever OMP_NUM_THREADS says, and of two cores computes on one), the OpenMP runtime and
+allocator that its documentation asks for where they are found, no tokenizer, no prefix cache (the prompts share
+nothing), its own batch limit, and its engine in the calling process. ``vllm`` is its default, compiled by torch;
+``vllm-eager`` is the same without compilation, which small models may run faster with.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class VllmPeer:
         }
         defaults = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[: self.threads])),
             "VLLM_CACHE_ROOT": str(self.scratch / "vllm-cache"),
             "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor-cache"),
             "VLLM_NO_USAGE_STATS": "1",

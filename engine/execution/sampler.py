@@ -106,8 +106,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], engine_seed: int) ->
     (engine/execution/gumbel.py), so a request draws the same tokens in any batch, preempted or not, and a fork the same
     as a request of its own.
     """
-    best = torch.argmax(logits, dim=-1)  # of a row with NaN, the NaN's
-    largest = logits.gather(1, best[:, None])[:, 0]
+    largest, best = torch.max(logits, dim=-1)  # of a row with NaN, the NaN's; of equals the first, as argmax
     wanted = _Wanted(sequences)
     if wanted.simple and all(seq.request.params.greedy for seq in sequences):
         return Sampled(best, largest, wanted)

@@ -87,7 +87,7 @@ def join_attention(model: PreTrainedModel, arena: HugeArena) -> None:
             continue
         joint = JointAttention(own, host.options[own.layer_idx], arena)
         setattr(joint, HOST, host)
-        if all(_same_call(own, joint, call, size, host) for call in calls for size in PROBE_SIZES[torch.float32]):
+        if all(_same_call(own, joint, call, size, host) for call in calls for size in PROBE_SIZES[model.dtype]):
             joint.free_originals()
             model.set_submodule(name, joint)
 

@@ -16,7 +16,8 @@ HELP = {
     "or config that ships with the engine. Nothing is ever downloaded.",
     "load_format": "auto reads the folder's safetensors; dummy takes seeded random weights: a config is enough.",
     "seed": "seed of the random weights, and of requests that bring no seed of their own.",
-    "dtype": "of weights and activations. auto: float32 on a CPU, the config's own on a GPU.",
+    "dtype": "of weights and activations. auto: float32 on a CPU, the config's own on a GPU. bfloat16 takes half the "
+    "memory and is faster on a CPU with AMX.",
     "device": "auto: the GPU if there is one.",
     "tokenizer": "folder of the tokenizer. Left out: the model folder's own, else the byte-level BPE that ships. "
     "Prompts of token ids need none.",

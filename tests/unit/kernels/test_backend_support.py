@@ -26,9 +26,9 @@ def backend_called(name: str | int) -> AttentionBackend:
 
 
 def test_backends_by_device_and_dtype():
-    assert default_backend("cpu", torch.bfloat16) == "torch" and get_backend("numba") is get_backend("numba")
+    assert default_backend("cpu", torch.float16) == "torch" and get_backend("numba") is get_backend("numba")
     for kind in KINDS:
-        assert default_backend("cpu", torch.float32, kind) == "numba"
+        assert default_backend("cpu", torch.float32, kind) == default_backend("cpu", torch.bfloat16, kind) == "numba"
         assert default_backend("cuda:0", torch.bfloat16, kind) == "triton"
     with pytest.raises(ValueError, match=r"'cuda'.*numba, torch, triton"):
         get_backend("cuda")
@@ -38,7 +38,7 @@ def test_backends_by_device_and_dtype():
 @pytest.mark.parametrize("backend", ["torch", "numba", 80, 86, 89, 90, 100, 120])
 def test_every_kv_format_is_served(backend, kind):
     backend, cpu = backend_called(backend), isinstance(backend, str)
-    for dtype in (torch.float32,) if cpu else (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32) if cpu else (torch.bfloat16, torch.float16, torch.float32):
         backend.check_support(**(CPU if cpu else CUDA) | {"dtype": dtype}, kv_cache_dtype=kind)
     if not cpu:
         backend.check_support(**CUDA | {"head_dim": 256, "num_heads": 512}, v_head_dim=16, kv_cache_dtype=kind)
@@ -47,7 +47,7 @@ def test_every_kv_format_is_served(backend, kind):
 @pytest.mark.parametrize(
     ("backend", "change", "words"),
     [
-        ("numba", {"dtype": torch.bfloat16}, "float32 models on cpu, not torch.bfloat16"),
+        ("numba", {"dtype": torch.float16}, "float32 and bfloat16 models on cpu, not torch.float16"),
         ("numba", {"head_dim": 513}, r"head dim 513 is outside 1\.\.512"),
         ("numba", {"num_heads": 7}, "7 query heads cannot share 8 KV heads"),
         ("torch", {"dtype": torch.int8}, "torch.int8"),

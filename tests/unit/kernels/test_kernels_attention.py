@@ -24,6 +24,7 @@ from kernel_cases import (
 from kernels import get_backend
 from kernels.api import AttentionOptions
 from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS, KVFormat
+from kernels.numba_amx import has_amx
 from kernels.quantized import FP8_MAX, QuantizedKV
 from kernels.tune.problems import HostileKV, nan_cache, wide
 
@@ -94,6 +95,29 @@ def test_large_scores_neither_overflow_nor_lose_small_weights():
     check_attention(NUMBA, Problem(lens=(90, 33), new=(90, 33), seed=3, loudness=5), 1e-3)
 
 
+@pytest.mark.parametrize("amx", [True, False])
+@given(problem=problems([(2, 64, 64), (3, 32, 96), (5, 80, 48)], dtypes=[torch.bfloat16]))
+@example(problem=Problem(lens=(1,), new=(1,), page_size=1, dtype=torch.bfloat16))
+@example(problem=Problem(lens=(0, 0), new=(0, 0), dtype=torch.bfloat16))
+@example(problem=Problem(lens=(150, 64, 33), new=(140, 64, 17), page_size=7, window=65, dtype=torch.bfloat16))
+@quiet(25)
+def test_bfloat16_agrees_with_float64(amx, problem):
+    """Off by the rounding of outputs and softmax weights, 1/256 each. Without AMX prefill computes in floats."""
+    if amx and not has_amx():
+        pytest.skip("no AMX here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kernels.prefill_cpu.has_amx", lambda: amx)
+        check_attention(NUMBA, problem, 2e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_models_in_every_kv_format(kind):
+    p = Problem(lens=(90, 33, 0), new=(20, 33, 0), dtype=torch.bfloat16, with_sinks=True)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        check_attention(NUMBA, replace(p, window=40), 2e-2, kind)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_torch_backend_serves_half_precision(dtype):
     p = Problem(lens=(70, 5, 0), new=(20, 5, 0), shape=(2, 256, 256), dtype=dtype, with_sinks=True)
@@ -105,8 +129,15 @@ def test_what_numba_cannot_compute_is_refused_and_not_read_as_something_else():
     q, cache = torch.randn(1, 2, 64), torch.randn(8, 2, 64)
     with pytest.raises(ValueError, match="sequence 0 has 5 new tokens but a length of 3"):
         NUMBA.prefill_attention(torch.randn(5, 2, 64), cache, cache, one[0], torch.tensor([0, 5]), *one[1:], options)
-    with pytest.raises(ValueError, match=r"torch\.float32.*k_cache torch\.bfloat16"):
-        NUMBA.decode_attention(q, cache.bfloat16(), cache.bfloat16(), *one, options)
+    half, in_half = q.bfloat16(), cache.bfloat16()
+    for tensors in (
+        (q, in_half, in_half),
+        (half, cache, cache),
+        (half, in_half, cache),
+        [x.half() for x in (q, cache, cache)],
+    ):
+        with pytest.raises(ValueError, match=r"all in float32 or all in bfloat16, not with torch\."):
+            NUMBA.decode_attention(*tensors, *one, options)
     gaps = torch.randn(8, 2, 128)[:, :, :64]
     with pytest.raises(ValueError, match="must be dense"):
         NUMBA.decode_attention(q, gaps, gaps, *one, options)

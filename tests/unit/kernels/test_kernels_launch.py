@@ -42,7 +42,8 @@ def test_tiles_hold_the_work_and_fit_the_chip(group, dim, v_dim, size, kind, arc
     decode, prefill = decode_tiles(group, dim, v_dim, size, kind), prefill_tiles(group, dim, v_dim, size, kind, arch)
     for tiles in (decode, prefill, short_tiles(group, dim, v_dim, size, kind)):
         assert tiles.block_m >= max(16, group) and tiles.block_n >= 16
-        assert dim <= tiles.d_pad < 2 * max(dim, 9) and v_dim <= tiles.v_pad < 2 * max(v_dim, 9)
+        least = 8 * (16 // bits if kind in KV_FORMATS else 1) + 1  # half of what as many dots take, and one more
+        assert dim <= tiles.d_pad < 2 * max(dim, least) and v_dim <= tiles.v_pad < 2 * max(v_dim, least)
         for n in (tiles.block_m, tiles.block_n, tiles.d_pad, tiles.v_pad):
             assert n & (n - 1) == 0
         in_flight = tiles.block_n * (tiles.d_pad + tiles.v_pad) * bits // 8 * (tiles.num_stages - 1)
@@ -102,6 +103,8 @@ def test_hardware_conversion_of_fp8():
 
 def test_padded_dims():
     assert [padded_dim(d) for d in (1, 16, 20, 64, 80, 128, 192)] == [16, 16, 32, 64, 128, 128, 256]
+    assert [padded_dim(d, "fp8_e4m3") for d in (16, 80)] == [32, 128], "two dots share it"
+    assert [padded_dim(d, "int4_per_token_head") for d in (16, 80)] == [64, 128], "four do"
 
 
 @given(st.integers(1, 1 << 20), st.sampled_from([1, 2, 4, 8, 16]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
@@ -17,6 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kernels.cpu_memory import HugeArena, huge_empty
 from kernels.layers_cpu import GatedMLP, PackedLinear, RMSNorm, can_norm, can_pack, can_rotate, rotate
+from kernels.numba_amx import CHUNK, has_amx
 from kernels.numba_gemm import DEPTH, PANEL, ROW_BLOCK, ROWS
 
 ARENA = HugeArena()
@@ -128,17 +130,89 @@ def test_what_is_left_to_torch():
     assert can_rotate(32) and not can_rotate(48)
 
 
+def assert_close_in_bfloat16(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """One rounding to bfloat16, half a unit in the last place at most, and the sums' own errors."""
+    assert got.dtype == torch.bfloat16 and got.shape == expected.shape
+    torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=1.05 * 2**-8, equal_nan=True)
+
+
+@pytest.mark.skipif(not has_amx(), reason="no AMX here")
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    rows=st.one_of(st.integers(0, 70), st.sampled_from([CHUNK - 1, CHUNK + 1, CHUNK + 17])),
+    inputs=st.sampled_from([32, 64, 288]),
+    outputs=st.integers(1, 7).map(lambda vectors: 16 * vectors),
+    bias=st.booleans(),
+    gated=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+@torch.inference_mode()
+def test_linear_in_bfloat16_equals_float64(rows, inputs, outputs, bias, gated, threads, seed):
+    torch.manual_seed(seed)
+    linear = nn.Linear(inputs, outputs, bias=bias).bfloat16()
+    x, gate = torch.randn(rows, inputs).bfloat16(), 4 * torch.randn(rows, outputs).bfloat16() if gated else None
+    packed, before = PackedLinear([linear], ARENA), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = packed(x, gate)
+    finally:
+        torch.set_num_threads(before)
+    expected = in_float64(linear, x)
+    assert can_pack(linear) and torch.equal(packed.weight, linear.weight)
+    assert_close_in_bfloat16(got, expected * F.silu(gate.double()) if gated else expected)
+
+
+@pytest.mark.skipif(not has_amx(), reason="no AMX here")
+@torch.inference_mode()
+def test_parts_strided_rows_and_what_is_not_finite_in_bfloat16():
+    layers = [nn.Linear(64, width, bias=width > 32).bfloat16() for width in (64, 32, 48)]
+    joint, wide = PackedLinear(layers, ARENA), torch.randn(9, 2, 128).bfloat16()
+    x = wide[:, 1, :64]
+    expected = [in_float64(layer, x) for layer in layers]
+    assert_close_in_bfloat16(joint(x), torch.cat(expected, -1))
+    assert_close_in_bfloat16(joint.part(64, 96)(x), expected[1])
+    x, gate = x.clone(), torch.tensor([-200.0, 200.0, -88.0, 88.0] * 36).bfloat16().repeat(9, 1)
+    x[2, 5], x[4, 0], gate[6, 31] = math.nan, math.inf, math.nan
+    got, expected = joint(x, gate), torch.cat([in_float64(layer, x) for layer in layers], -1) * F.silu(gate.double())
+    assert got[2].isnan().all() and not got[4].isfinite().any() and got[6, 31].isnan()
+    got[4], expected[4] = 0, 0  # infinity times a gate of -0 is NaN, and times a subnormal one infinity
+    assert_close_in_bfloat16(got, expected)
+
+
+@torch.inference_mode()
+def test_norm_and_rotation_in_bfloat16_round_once():
+    x, weight = 3 * torch.randn(2, 5, 48).bfloat16(), torch.randn(48).bfloat16()
+    wide = x.double()
+    expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+    assert can_norm(weight)
+    assert_close_in_bfloat16(RMSNorm(weight, 1e-5)(x), expected)
+    rows, angles = torch.randn(6, 5, 80).bfloat16(), torch.randn(6, 32)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    turned = rows[:, :4, :32].double()
+    half = torch.cat([-turned[..., 16:], turned[..., :16]], -1)
+    expected = rows.double()
+    expected[:, :4, :32] = turned * cos.double()[:, None] + half * sin.double()[:, None]
+    rotate(rows[:, :4], cos, sin)
+    assert_close_in_bfloat16(rows, expected)
+
+
 AS_COMPILED_FOR_AVX2 = """
 import torch
+import torch.nn.functional as F
 from torch import nn
 from kernels.cpu_memory import HugeArena
-from kernels.layers_cpu import PackedLinear
+from kernels.layers_cpu import PackedLinear, RMSNorm, can_pack
 from kernels.numba_gemm import PANEL
 
 assert PANEL == 16
 with torch.inference_mode():
     linear, x = nn.Linear(450, 80), torch.randn(33, 450)
     torch.testing.assert_close(PackedLinear([linear], HugeArena())(x), linear(x), atol=1e-5, rtol=1e-5)
+    assert not can_pack(linear.bfloat16()), "left to torch without AMX"
+    norm, x = RMSNorm(torch.randn(48).bfloat16(), 1e-5), torch.randn(3, 48).bfloat16()
+    expected = F.rms_norm(x.double(), (48,), norm.weight.double(), 1e-5)
+    torch.testing.assert_close(norm(x).double(), expected, atol=0, rtol=1.05 * 2**-8)
 """
 
 

@@ -40,6 +40,15 @@ def test_other_tokens_in_any_repeat_are_other_work():
     assert result.same_tokens == {"vllm": 0.8} and result.other_work() == ["vllm"]
 
 
+def test_in_half_precision_only_first_tokens_tell_other_work():
+    """A choice between nearly equal logits may fall differently, and all tokens after it."""
+    for theirs, share in (([[*ours[:1], 99] for ours in TOKENS], 1.0), ([[99], *TOKENS[1:]], 0.8)):
+        sides = {"kvbench": turns([1.0]), "vllm": turns([1.0], theirs)}
+        result = compare(sides, 1, lambda *_: None, half_precision=True)
+        assert result.same_tokens == {"vllm": share} and result.other_work() == (["vllm"] if share < 0.9 else [])
+    assert "80% of requests in their first token equal" in result.lines()[1]
+
+
 def test_who_could_not_be_measured_is_named():
     def broken():
         raise ValueError("not done in 600 s")

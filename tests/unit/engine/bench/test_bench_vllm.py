@@ -1,6 +1,7 @@
 """vLLM as a side, with a stand-in for its environment: the job it gets, and which results count."""
 
 import json
+import os
 import runpy
 import stat
 import sys
@@ -56,6 +57,8 @@ def test_cores_and_memory_are_the_comparisons_and_nothing_else_is_taken_from_the
     assert given["OMP_NUM_THREADS"] == given["MKL_NUM_THREADS"] == "2" and "OMP_THREAD_LIMIT" not in given
     assert given["VLLM_CPU_KVCACHE_SPACE"] == "2"  # 1.5 GiB in whole ones, never less
     assert given["PATH"] == "/bin" and given["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    cores = side.environment({})["VLLM_CPU_OMP_THREADS_BIND"].split(",")  # else it computes on one of two cores
+    assert len(cores) == min(2, len(os.sched_getaffinity(0))) and set(map(int, cores)) <= os.sched_getaffinity(0)
     assert given["HF_HUB_OFFLINE"] == "1" and given["VLLM_CACHE_ROOT"].startswith(str(tmp_path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import pytest
@@ -15,6 +16,7 @@ from engine.model.cpu_layers import use_cpu_layers
 from engine.model.support_check import measure_kv
 from kernels import get_backend
 from kernels.layers_cpu import GatedMLP, PackedLinear, RMSNorm
+from kernels.numba_amx import has_amx
 from tests.support.hf_parts import loaded, make_engine, model_folder
 
 SHAPE = {
@@ -89,6 +91,25 @@ def test_logits_stay_what_they_were(model_type):
     left = [module for module in model.modules() if type(module) is nn.Linear]
     embedding = model.get_input_embeddings().weight
     assert all(module.weight is embedding for module in left), "all linear layers are packed but a tied head"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma2", "olmo", "ministral3"])
+def test_logits_in_bfloat16_are_as_near_to_float64_as_transformers_own(model_type):
+    """And the modules that are replaced are those of float32, where AMX multiplies linear layers."""
+    model, ids = make_model(model_type).bfloat16(), torch.arange(14)[None] * 11 % SHAPE["vocab_size"]
+    own = model(input_ids=ids, use_cache=False).logits
+    exact = copy.deepcopy(model).double()(input_ids=ids, use_cache=False).logits
+    use_cpu_layers(model)
+    error, allowed = (
+        ((logits - exact).square().mean() / exact.square().mean()).sqrt() for logits in (paged_logits(model, ids), own)
+    )
+    assert error <= 1.3 * allowed
+    found = replaced(model)
+    attention, mlps, norms = EXPECTED[model_type]
+    assert found["RMSNorm"] == norms
+    if has_amx():
+        assert (found["JointAttention"], found["GatedMLP"]) == (attention, mlps)
 
 
 def test_a_module_that_computes_something_else_stays():
