@@ -64,6 +64,7 @@ def assemble_engine(
     config = settle_length(config, limit, loaded.kv_shape, config.kv_budget, may_lower=may_lower)
     if config.async_scheduling is None:  # on a CPU, the thread that would plan the next step computes this one
         config = EngineConfig(**{**asdict(config), "async_scheduling": loaded.device.type == "cuda"})
+    config = _settle_fusion(config, loaded)
     if loaded.backend.name == "numba" and not config.torch_compile:
         keep_freed_memory()
         use_cpu_layers(loaded.model)
@@ -76,6 +77,27 @@ def assemble_engine(
     kv = make_kv_manager(config, capacity)
     executor.use_page_table(kv.page_table)
     return Engine(config, executor, kv)
+
+
+def _settle_fusion(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
+    """Fuse the model's layers where the settings allow it and the backend is the one whose kernels they use.
+
+    Raises:
+        ValueError: they ask for it with another backend.
+    """
+    on_triton = loaded.backend.name == "triton"
+    if config.fused_layers and not on_triton:
+        raise ValueError(
+            f"fused_layers cannot be true with kernel_backend {loaded.backend.name!r}, which has no kernels for it: "
+            "leave fused_layers out, or use kernel_backend triton on a GPU"
+        )
+    if config.fused_layers is None:
+        config = EngineConfig(**{**asdict(config), "fused_layers": on_triton and not config.torch_compile})
+    if config.fused_layers:
+        from engine.model.cuda_layers import fuse_layers  # imports Triton, which not every machine has
+
+        fuse_layers(loaded.model, loaded.backend, loaded.kv_shape, loaded.query_heads)
+    return config
 
 
 def _make_ready(config: EngineConfig, executor: TorchExecutor, kv: KVManager, tell: Tell) -> None:

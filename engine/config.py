@@ -101,6 +101,7 @@ class EngineConfig:
     kernel_backend: str = "auto"
     cuda_graphs: bool | None = None  # replay captured steps; None: on CUDA
     torch_compile: bool = False  # of the model's forward
+    fused_layers: bool | None = None  # fewer kernels a layer (engine/model/cuda_layers.py); None: with triton
     num_threads: int | None = None  # CPU threads; None: all cores this process may use
 
     def __post_init__(self) -> None:
@@ -112,7 +113,7 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "torch_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}: it is true or false")
-        for name in ("async_scheduling", "cuda_graphs"):
+        for name in ("async_scheduling", "cuda_graphs", "fused_layers"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}: it is true, false or left out")
         self.check_against_device(self.device)
@@ -139,6 +140,10 @@ class EngineConfig:
             raise ValueError(
                 f"swap_space {self.swap_space} means nothing with preemption_mode {self.preemption_mode!r}: use "
                 "preemption_mode 'swap' or leave swap_space out"
+            )
+        if self.fused_layers and self.torch_compile:
+            raise ValueError(
+                "fused_layers cannot be true with torch_compile, which fuses kernels itself: leave one of them out"
             )
         self._check_partial_prefills()
         self._check_unchunked(self.max_model_len)

@@ -54,6 +54,48 @@ def integer_codes(x, scale, MAX_CODE: tl.constexpr):
 
 
 @triton.jit
+def store_halves(
+    low, high, cache, slot, cache_stride, scales, head, head_ok,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """Store int4 codes of the heads ``head`` [n] at ``slot``: of the values i in ``low`` and i + ceil(DIM / 2) in
+    ``high``, [n, PAD] each, 0 where there is none."""
+    HALF: tl.constexpr = (DIM + 1) // 2
+    i = tl.arange(0, PAD)
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    # Not maximum(): it may drop a NaN.
+    scale = row_scale(tl.join(tl.abs(low), tl.abs(high)).reshape(low.shape[0], 2 * PAD), 7.0)
+    codes = (integer_codes(low, scale, 7.0) & 15) | (integer_codes(high, scale, 7.0) << 4)
+    target = cache + slot * cache_stride + head[:, None] * HALF + i[None, :]
+    tl.store(target, codes.to(tl.uint8), mask=head_ok[:, None] & (i < HALF)[None, :])
+    tl.store(scales + slot * KV_HEADS + head, scale, mask=head_ok)
+
+
+@triton.jit
+def store_side(
+    x, cache, slot, cache_stride, scales, divisor, head, head_ok,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Store the values x [n, PAD] of the heads ``head`` [n] at ``slot``, in any format but int4."""
+    i = tl.arange(0, PAD)
+    ok = head_ok[:, None] & (i < DIM)[None, :]
+    target = cache + slot * cache_stride + head[:, None] * DIM + i[None, :]
+    if KIND == "int8_per_token_head":
+        x = x.to(tl.float32)
+        scale = row_scale(tl.abs(x), 127.0)
+        tl.store(target, integer_codes(x, scale, 127.0), mask=ok)
+        tl.store(scales + slot * KV_HEADS + head, scale, mask=head_ok)
+    elif KIND == "auto":
+        tl.store(target, x.to(cache.dtype.element_ty), mask=ok)
+    else:
+        MAX: tl.constexpr = 448.0 if KIND == "fp8_e4m3" else 57344.0
+        y = tl.div_rn(x.to(tl.float32), tl.zeros(x.shape, tl.float32) + divisor)
+        y = tl.where(y > MAX, MAX, tl.where(y < -MAX, -MAX, y))  # NaN stays
+        codes = fp8_bits(y, 3, 7) if KIND == "fp8_e4m3" else fp8_bits(y, 2, 15)
+        tl.store(target, codes, mask=ok)
+
+
+@triton.jit
 def write_side(
     row, head_stride, cache, slot, cache_stride, scales, divisor, head, head_ok,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr,
@@ -64,30 +106,12 @@ def write_side(
     if KIND == "int4_per_token_head":
         HALF: tl.constexpr = (DIM + 1) // 2
         ok = head_ok[:, None] & (i < HALF)[None, :]
-        low = tl.load(source, mask=ok, other=0.0).to(tl.float32)
-        high = tl.load(source + HALF, mask=ok & (i + HALF < DIM)[None, :], other=0.0).to(tl.float32)
-        # Not maximum(): it may drop a NaN.
-        scale = row_scale(tl.join(tl.abs(low), tl.abs(high)).reshape(low.shape[0], 2 * PAD), 7.0)
-        codes = (integer_codes(low, scale, 7.0) & 15) | (integer_codes(high, scale, 7.0) << 4)
-        tl.store(cache + slot * cache_stride + head[:, None] * HALF + i[None, :], codes.to(tl.uint8), mask=ok)
-        tl.store(scales + slot * KV_HEADS + head, scale, mask=head_ok)
+        low = tl.load(source, mask=ok, other=0.0)
+        high = tl.load(source + HALF, mask=ok & (i + HALF < DIM)[None, :], other=0.0)
+        store_halves(low, high, cache, slot, cache_stride, scales, head, head_ok, KV_HEADS, DIM, PAD)
     else:
-        ok = head_ok[:, None] & (i < DIM)[None, :]
-        target = cache + slot * cache_stride + head[:, None] * DIM + i[None, :]
-        x = tl.load(source, mask=ok, other=0.0)
-        if KIND == "int8_per_token_head":
-            x = x.to(tl.float32)
-            scale = row_scale(tl.abs(x), 127.0)
-            tl.store(target, integer_codes(x, scale, 127.0), mask=ok)
-            tl.store(scales + slot * KV_HEADS + head, scale, mask=head_ok)
-        elif KIND == "auto":
-            tl.store(target, x.to(cache.dtype.element_ty), mask=ok)
-        else:
-            MAX: tl.constexpr = 448.0 if KIND == "fp8_e4m3" else 57344.0
-            y = tl.div_rn(x.to(tl.float32), tl.zeros(x.shape, tl.float32) + divisor)
-            y = tl.where(y > MAX, MAX, tl.where(y < -MAX, -MAX, y))  # NaN stays
-            codes = fp8_bits(y, 3, 7) if KIND == "fp8_e4m3" else fp8_bits(y, 2, 15)
-            tl.store(target, codes, mask=ok)
+        x = tl.load(source, mask=head_ok[:, None] & (i < DIM)[None, :], other=0.0)
+        store_side(x, cache, slot, cache_stride, scales, divisor, head, head_ok, KV_HEADS, DIM, PAD, KIND)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])

@@ -15,6 +15,17 @@ from kernels.launch import ONE_PAGE, KernelShape
 from kernels.triton_common import reduce_constants, reduce_kernel
 from kernels.triton_decode import decode_constants, decode_kernel
 from kernels.triton_kv import write_constants, write_kv_kernel
+from kernels.triton_layers import (
+    MAX_NORM,
+    Heads,
+    Rotation,
+    act_constants,
+    act_mul_kernel,
+    add_norm_kernel,
+    norm_constants,
+    rotate_constants,
+    rotate_write_kernel,
+)
 from kernels.triton_move import move_constants, move_kernel
 from kernels.triton_plan import CONSTANTS as PLAN_CONSTANTS
 from kernels.triton_plan import plan_kernel
@@ -165,6 +176,26 @@ def sample(dtype: str) -> list[Variant]:
     ]
 
 
+def add_norm(dtype: str, size: int) -> Variant:
+    """Norm, residual sum and norm: what the others are a part of."""
+    types = dict.fromkeys(("post_eps", "eps"), "fp32")
+    return Variant(f"norm, {dtype}, {size}", add_norm_kernel, norm_constants(size, 1.0, True, 1.0), types, dtype)
+
+
+def rotate(kind: str, dim: int) -> Variant:
+    """Norm and rotation of Q and K with the KV write."""
+    heads = Heads(4 * KV_HEADS, KV_HEADS, dim, dim)
+    constants = rotate_constants(heads, Rotation(dim), dim, (0.0, 0.0), _format_name(kind))
+    types = _INDICES | _cache_types(kind) | dict.fromkeys(("q_eps", "k_eps"), "fp32")
+    return Variant(f"rotate, {kind}, D {dim}", rotate_write_kernel, constants, types, _model_dtype(kind))
+
+
+def act_mul(dtype: str, activation: str) -> Variant:
+    """The product of a gated MLP."""
+    constants = act_constants(4096, activation)
+    return Variant(f"product, {dtype}, {activation}", act_mul_kernel, constants, {}, dtype)
+
+
 def variants(arch: int) -> list[Variant]:
     """All of sm_``arch``; every name once."""
     return core(arch) + (_rest(arch) if arch in THOROUGH else [])
@@ -185,6 +216,8 @@ def core(arch: int) -> list[Variant]:
         found += [decode(arch, kind, EXTREME, Options(split=True)), prefill(arch, kind, EXTREME, Options())]
         found += [prefill(arch, kind, EXTREME, Options(split=True, short=True))]
     found += [prefill(arch, kind, LARGEST, Options(split=True, short=True)) for kind in ("fp32", "bf16")]
+    found += [rotate(kind, 128) for kind in KINDS if kind not in ("fp16", "fp32")]
+    found += [add_norm("bf16", 4096), act_mul("bf16", "silu")]
     return [*found, reduce(256, True, False), plan(), move(32768, 16), *sample("bf16")]
 
 
@@ -202,4 +235,7 @@ def _rest(arch: int) -> list[Variant]:
     found += [prefill(arch, "bf16", COMMON, Options(split=True, short=True))]
     found += [write("bf16", 192, 128), write("int4_per_token_head", 80, 80)]
     found += [reduce(64, False, False), reduce(128, True, True)]
+    found += [rotate("fp32", 128), rotate("bf16", 256), rotate("int4_per_token_head", 256)]
+    found += [add_norm("bf16", MAX_NORM), add_norm("fp32", MAX_NORM), add_norm("bf16", 1024)]
+    found += [act_mul("fp32", "gelu"), act_mul("bf16", "gelu_tanh")]
     return [*found, move(1024, 16), move(24, 8), move(3, 1), *sample("fp32")]

@@ -16,13 +16,14 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine.kv.budget import KVShape, LayerKV
-from kernels.api import AttentionBackend, AttentionOptions, KVCache
+from kernels.api import AttentionBackend, AttentionOptions, KVCache, KVPair
 from kernels.cpu_memory import cache_zeros
 from kernels.kv_formats import find_format
 from kernels.quantized import QuantizedKV, raw_tensors
 
 NAME = "kvbench"
 HOST = "_kvbench_host"
+FUSION = "_kvbench_fusion"  # on a model whose modules have forwards of fewer kernels, see engine.model.cuda_layers
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class AttentionHost:
 
     ``k_caches[l]`` is ``[slots, kv_heads, head_dim]``, ``v_caches[l]`` is ``[slots, kv_heads, value_dim]``: plain
     tensors for ``kv_cache_dtype`` "auto", else ``QuantizedKV`` of that format. ``kv_scales`` (K, V per layer, see
-    engine.model.kv_scales): for fp8 and only for fp8, which raises ValueError without them.
+    engine.model.kv_scales): for fp8 and only for fp8, which raises ValueError without them. ``fused_layers``: whether
+    modules that can do so write their KV themselves.
     """
 
     def __init__(
@@ -75,9 +77,11 @@ class AttentionHost:
         like: torch.Tensor,
         kv_cache_dtype: str = "auto",
         kv_scales: list[tuple[float, float]] | None = None,
+        fused_layers: bool = False,
     ):
         self.backend = backend
         self.page_size = page_size
+        self.fused_layers = fused_layers
         kv_format = find_format(kv_cache_dtype)
 
         def new_cache(heads: int, dim: int, scale: float | None) -> KVCache:
@@ -121,11 +125,22 @@ class AttentionHost:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         """``q [T, H, D]``, ``k [T, Hkv, D]``, ``v [T, Hkv, Dv]`` -> ``[T, H, Dv]``."""
+        self.backend.write_kv(k, v, *self.destination(layer))
+        return self.attend(layer, q, options, new_kv=(k, v))
+
+    def destination(self, layer: int) -> tuple[KVCache, KVCache, torch.Tensor]:
+        """Where the step's K and V of a layer go: its caches, and the slot of each token."""
+        assert self._step is not None, "begin() comes before the model's forward"
+        return self.k_caches[layer], self.v_caches[layer], self._step.slots
+
+    def attend(
+        self, layer: int, q: torch.Tensor, options: AttentionOptions, new_kv: KVPair | None = None
+    ) -> torch.Tensor:
+        """Attention of ``q [T, H, D]`` once the step's KV is in the cache -> ``[T, H, Dv]``."""
         step = self._step
         assert step is not None, "begin() comes before the model's forward"
         k_cache, v_cache = self.k_caches[layer], self.v_caches[layer]
-        self.backend.write_kv(k, v, k_cache, v_cache, step.slots)
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+        out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
         split = step.num_decodes
         first = split if step.prefills_from is None else step.prefills_from
         if first < q.shape[0]:
@@ -139,7 +154,7 @@ class AttentionHost:
                 self.page_size,
                 options,
                 out=out[first:],
-                new_kv=(k[first:], v[first:]),
+                new_kv=None if new_kv is None else (new_kv[0][first:], new_kv[1][first:]),
                 plan=self._prefill_plan,
             )
         if split:
@@ -183,6 +198,9 @@ def install(model: PreTrainedModel, host: AttentionHost | ShapeRecorder) -> None
         for module in model.modules():
             if module is model or hasattr(module, "layer_idx"):
                 setattr(module, HOST, host)
+        fusion = getattr(model, FUSION, None)
+        if fusion is not None:
+            fusion.on = getattr(host, "fused_layers", False)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,13 +9,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.model.attention import HOST, NAME, install
+from engine.model.try_out import PROBE_SIZES, Call, RecordingHost, calls_at, named, probe_starts, same_call
 from kernels.api import AttentionOptions
 from kernels.cpu_memory import HugeArena
 from kernels.layers_cpu import PackedLinear, can_pack, can_rotate, rotate
 from kernels.numba_gemm import PANEL
 
-PROBE_TOKENS = 5
-PROBE_SIZES = (1.0, 1e-3, 1e3)  # of activations: clamps, clips and epsilons show at one of them
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -75,60 +73,23 @@ class JointAttention(nn.Module):
         return self.own.o_proj(out.reshape(1, len(rows), -1)), None
 
 
-@dataclass
-class _Capture:
-    """In place of the host: keeps what a layer sends, and returns numbers made from it."""
-
-    options: dict[int, AttentionOptions] = field(default_factory=dict)
-    sent: list[torch.Tensor] = field(default_factory=list)
-
-    def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
-        self.options[layer] = options
-        self.sent = [x.clone() for x in (q, k, v)]
-        return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-
-
 def join_attention(model: PreTrainedModel, arena: HugeArena) -> None:
     """Replace attention modules by ``JointAttention`` where it sends the same Q, K and V and returns the same for every
     probe. Afterwards our attention is installed in ``model`` with a dummy host.
     """
-    capture = _Capture()
-    install(model, capture)
-    named = [(name, module) for name, module in model.named_modules() if _may_join(module)]
-    probes = [_calls_at(model, first, [module for _, module in named]) for first in _probe_starts(model)]
-    for name, own in named:
+    host = RecordingHost()
+    install(model, host)
+    found = named(model, _may_join)
+    probes = [calls_at(model, first, [module for _, module in found]) for first in probe_starts(model)]
+    for name, own in found:
         calls = [probe[own] for probe in probes if own in probe]
         if len(calls) < len(probes) or not all(_can_call(*call, own.head_dim) for call in calls):
             continue
-        joint = JointAttention(own, capture.options[own.layer_idx], arena)
-        setattr(joint, HOST, capture)
-        if all(_same_call(own, joint, call[1], size, capture) for call in calls for size in PROBE_SIZES):
+        joint = JointAttention(own, host.options[own.layer_idx], arena)
+        setattr(joint, HOST, host)
+        if all(_same_call(own, joint, call, size, host) for call in calls for size in PROBE_SIZES[model.dtype]):
             joint.free_originals()
             model.set_submodule(name, joint)
-
-
-def _probe_starts(model: PreTrainedModel) -> tuple[int, ...]:
-    """First positions of the probes: the model's first and its last tokens."""
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
-    return (0, max(0, longest - PROBE_TOKENS))
-
-
-def _calls_at(model: PreTrainedModel, first: int, modules: list[nn.Module]) -> dict[nn.Module, tuple[tuple, dict]]:
-    """What each of ``modules`` is called with when the model sees PROBE_TOKENS tokens from position ``first`` on."""
-    calls: dict[nn.Module, tuple[tuple, dict]] = {}
-
-    def keep(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        calls[module] = args, kwargs
-
-    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
-    index = torch.arange(PROBE_TOKENS)[None]
-    vocab = model.get_input_embeddings().weight.shape[0]
-    model(input_ids=index * 101 % vocab, position_ids=first + index, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return calls
 
 
 def _may_join(module: nn.Module) -> bool:
@@ -148,22 +109,8 @@ def _can_call(args: tuple, kwargs: dict, head_dim: int) -> bool:
     return all(x.shape[:1] == (1,) and x.shape[-1] <= head_dim and can_rotate(x.shape[-1]) for x in embeddings)
 
 
-def _same_call(own: nn.Module, joint: JointAttention, kwargs: dict, size: float, capture: _Capture) -> bool:
-    kwargs = {**kwargs, "hidden_states": kwargs["hidden_states"] * size}
-    expected = [own(**kwargs)[0], *capture.sent]
-    sent, ours = capture.options[own.layer_idx], joint.options
-    if (sent.scale, sent.sliding_window, sent.softcap) != (ours.scale, ours.sliding_window, ours.softcap):
-        return False
+def _same_call(own: nn.Module, joint: JointAttention, call: Call, size: float, host: RecordingHost) -> bool:
     try:
-        got = [joint(**kwargs)[0], *capture.sent]
+        return same_call(own, joint, call, size, host, own.layer_idx)
     except (RuntimeError, AssertionError):  # shapes that only look alike, such as a norm over all heads at once
         return False
-    return all(a.shape == b.shape and same_numbers(a, b) for a, b in zip(expected, got, strict=True))
-
-
-def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """RMS of the difference within a share of a's: 1e-5 in float32, whose sums in another order are off by about 1e-7;
-    1/128 in bfloat16, whose single rounding is off by about 1/900. NaN: False."""
-    limit = 1e-5 if a.dtype == torch.float32 else 1 / 128
-    a, b = a.float(), b.float()
-    return bool((a - b).square().mean().sqrt() <= limit * a.square().mean().sqrt())

@@ -10,13 +10,13 @@ numbers, attention at the first and the last positions, and is replaced only if 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.model.cpu_attention import PROBE_SIZES, PROBE_TOKENS, join_attention, same_numbers
+from engine.model.cpu_attention import join_attention
+from engine.model.try_out import PROBE_SIZES, PROBE_TOKENS, named, same_numbers
 from kernels.cpu_memory import HugeArena
 from kernels.layers_cpu import GatedMLP, PackedLinear, RMSNorm, can_norm, can_pack
 
@@ -28,19 +28,15 @@ def use_cpu_layers(model: PreTrainedModel) -> None:
     """Replace all modules that can be replaced, and free their weights. A head tied to the embedding stays as it is,
     because the embedding would be kept beside its packed weights."""
     arena = HugeArena()
-    for name, norm in _named(model, _is_rms_norm):
+    for name, norm in named(model, _is_rms_norm):
         _replace(model, name, norm, RMSNorm(norm.weight, norm.variance_epsilon), len(norm.weight))
     join_attention(model, arena)
     embedding = model.get_input_embeddings().weight
-    for name, linear in _named(model, lambda module: can_pack(module) and module.weight is not embedding):
+    for name, linear in named(model, lambda module: can_pack(module) and module.weight is not embedding):
         _replace(model, name, linear, PackedLinear([linear], arena), linear.in_features)
-    for name, mlp in _named(model, _is_gated_mlp):
+    for name, mlp in named(model, _is_gated_mlp):
         ours = GatedMLP(*(getattr(mlp, part) for part in _MLP_PARTS))
         _replace(model, name, mlp, ours, mlp.gate_proj.in_features)
-
-
-def _named(model: nn.Module, fits: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in model.named_modules() if name and fits(module)]
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
@@ -60,5 +56,5 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 def _replace(model: nn.Module, name: str, own: nn.Module, ours: nn.Module, width: int) -> None:
     x = torch.randn(1, PROBE_TOKENS, width, generator=torch.Generator().manual_seed(0)).to(model.dtype)
-    if all(same_numbers(own(x * size), ours(x * size)) for size in PROBE_SIZES):
+    if all(same_numbers(own(x * size), ours(x * size)) for size in PROBE_SIZES[model.dtype]):
         model.set_submodule(name, ours)

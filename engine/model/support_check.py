@@ -205,33 +205,41 @@ def check_logits(model: PreTrainedModel, backend: AttentionBackend, kv_shape: KV
         expected = [
             model(input_ids=row[None], position_ids=positions, use_cache=False).logits[0].float() for row in ids
         ]
-        got = _paged_logits(model, backend, kv_shape, ids, positions[0])
+        got = paged_logits(model, backend, kv_shape)
+    why = logits_differ(expected, got, next(model.parameters()).dtype)
+    if why is not None:
+        raise refuse(model, "logits", f"its logits differ from its own eager attention {why}")
+
+
+def logits_differ(expected: list[torch.Tensor], got: list[torch.Tensor], dtype: torch.dtype) -> str | None:
+    """By how much the probe's logits of a model in ``dtype`` differ, if that is beyond the limits."""
     spread = float(torch.cat(expected).std()) or 1.0
     errors = [(ours - theirs).square().mean(-1).sqrt() / spread for ours, theirs in zip(got, expected, strict=True)]
-    dtype = next(model.parameters()).dtype
     limits = _LIMITS[dtype]
     overall = float(torch.cat(errors).quantile(limits.share))
     part = max(float(errors[row][start:stop].quantile(limits.share)) for row, start, stop in _PROBE_PARTS)
     # "not <=" refuses NaN too
-    if not (overall <= limits.overall and part <= limits.part):
-        raise refuse(
-            model,
-            "logits",
-            f"its logits differ from its own eager attention by {overall:.2g} of their spread, {part:.2g} in the worst "
-            f"part of the probe; the limits for {str(dtype).removeprefix('torch.')} are {limits.overall:.2g} and "
-            f"{limits.part:.2g}",
-        )
+    if overall <= limits.overall and part <= limits.part:
+        return None
+    return (
+        f"by {overall:.2g} of their spread, {part:.2g} in the worst part of the probe; the limits for "
+        f"{str(dtype).removeprefix('torch.')} are {limits.overall:.2g} and {limits.part:.2g}"
+    )
 
 
-def _paged_logits(
-    model: PreTrainedModel, backend: AttentionBackend, kv_shape: KVShape, ids: torch.Tensor, positions: torch.Tensor
+@torch.no_grad()
+def paged_logits(
+    model: PreTrainedModel, backend: AttentionBackend, kv_shape: KVShape, fused_layers: bool = False
 ) -> list[torch.Tensor]:
-    """``[tokens, vocab]`` of each prompt, as the engine would compute them."""
+    """The probe's logits ``[tokens, vocab]`` of each prompt, float32, as the engine would compute them."""
+    ids, all_positions = _probe_batch(model)
+    positions = all_positions[0]
     num_pages = -(-_PROBE_TOKENS // _PROBE_PAGE_SIZE)
     order = torch.randperm(len(ids) * num_pages, generator=torch.Generator().manual_seed(0)).to(ids.device)
     page_starts = order.view(len(ids), num_pages) * _PROBE_PAGE_SIZE
     like = next(model.parameters())
-    host = AttentionHost(backend, kv_shape, order.numel() * _PROBE_PAGE_SIZE, _PROBE_PAGE_SIZE, like)
+    slots = order.numel() * _PROBE_PAGE_SIZE
+    host = AttentionHost(backend, kv_shape, slots, _PROBE_PAGE_SIZE, like, fused_layers=fused_layers)
     install(model, host)
     got: list[list[torch.Tensor]] = [[] for _ in ids]
     for items in _PROBE_STEPS:

@@ -26,7 +26,9 @@ from kvbench.workload.file import SimulateSection, Workload, resolve
 OPTIONS = ("device", "model", "tensor_parallel", "ops", "calibration")
 """Of the command line: those of a simulation, with the names of the workload's ``simulate`` section."""
 _MACHINE = frozenset({"device", "model", "tensor_parallel"})
-_OF_THE_HOST = ("device", "kernel_backend", "num_threads", "torch_compile", "cuda_graphs", "async_scheduling")
+_OF_THE_HOST = (
+    "device", "kernel_backend", "num_threads", "torch_compile", "fused_layers", "cuda_graphs", "async_scheduling"
+)  # fmt: skip
 """Engine settings that say how this machine computes; a simulated engine has a cost model in their place."""
 _OTHERS_ONLY = (
     "target", "serve_cmd", "preset", "exact", "target_python", "target_args", "vocab_size", "max_model_len",

@@ -32,7 +32,7 @@ from kvbench.simulation.sweep_driver import row_of
 from kvbench.simulation.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs, measured
 from kvbench.workload.load_section import LoadConfig
 
-_HOST = ("dtype", "kernel_backend", "num_threads", "torch_compile")
+_HOST = ("dtype", "kernel_backend", "num_threads", "torch_compile", "fused_layers")
 """Settings of a server on which its unit costs depend; a cell is predicted from cells that agree in them."""
 _SAME_STEPS = 0.02  # by how much the steps of a replay may differ from those that the server counted
 

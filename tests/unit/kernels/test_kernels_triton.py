@@ -27,6 +27,7 @@ OTHERS = (
     "triton_bugs.py",
     "triton_plan_checks.py",
     "triton_write_checks.py",
+    "triton_layer_checks.py",
     "triton_move_checks.py",
     "triton_sample_checks.py",
 )

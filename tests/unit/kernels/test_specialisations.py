@@ -33,6 +33,7 @@ from kernels import triton_sample
 from kernels.api import AttentionOptions
 from kernels.triton_backend import TritonBackend
 from kernels.triton_launch import Chip
+from kernels.triton_layers import Heads, Norm, Rotation, act_mul, add_norm, rotate_and_write
 from kernels.triton_move import TritonMover
 
 pytestmark = pytest.mark.skipif(
@@ -130,6 +131,20 @@ class Server:
         units = np.arange(batch % PAGES)
         self.mover.copy(units[: len(units) // 2], units[len(units) - len(units) // 2 :])
         sampler.sample(torch.zeros(batch, 100, dtype=torch.bfloat16), self.sequences[:batch], 0)
+        self.layer(batch)
+
+    def layer(self, batch: int) -> None:
+        """A layer's kernels beside attention; slots lie anywhere in the buffer of the step's numbers."""
+        x, weight = torch.zeros(batch, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+        norm = Norm(weight, 1e-6, 0.0)
+        add_norm(x, norm)
+        add_norm(x, norm, x)
+        slots = torch.full((batch + 1,), -1)[batch % 2 :][:batch]
+        angles = (torch.zeros(batch, DIM, dtype=torch.bfloat16), torch.zeros(batch, DIM, dtype=torch.bfloat16))
+        heads = Heads(HEADS, KV_HEADS, DIM, DIM)
+        qkv = torch.zeros(batch, (HEADS + 2 * KV_HEADS) * DIM, dtype=torch.bfloat16)
+        rotate_and_write(qkv, angles, heads, Rotation(DIM), None, *self.caches, slots)
+        act_mul(torch.zeros(batch, 96, dtype=torch.bfloat16), "silu")
 
     @staticmethod
     def heads(tokens: int, count: int) -> torch.Tensor:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from kernel_cases import Problem, check_attention
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from kernels.triton_backend import TritonBackend, read_chip
 from kernels.triton_launch import Chip, Splits
+from tests.support.triton_interpreter import patch_once, right_bfloat16
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    patch_once()
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # Half precision: of a weight, then of the result; the values are of order 1.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -22,18 +22,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 @pytest.fixture(autouse=True)
 def interpreted_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter keeps bfloat16 as bits, and its dot multiplies them as integers: hand it floats."""
-    right = InterpreterBuilder.create_dot
-
-    def floats(x: TensorHandle) -> TensorHandle:
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def create_dot(self, a, b, *args):
-        return right(self, floats(a), floats(b), *args)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    if INTERPRETED:
+        right_bfloat16(monkeypatch)
 
 
 class PoisonedSplits(Splits):
