@@ -87,8 +87,8 @@ def eager_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids[None], use_cache=False).logits[0].float()
 
 
-# Launches of a layer, attention included, and of a step beside its layers: as transformers has it, and fused. Attention
-# over a few long sequences is split and so two kernels; over many or short ones it is one, and a layer one less.
+# Launches of a layer, attention included, and of a step beside its layers: each as transformers has it, and fused.
+# Attention is two kernels, and one where no sequence can be long enough to be cut.
 LOCKED = {
     "llama": ((40, 10), (21, 14)),
     "qwen2": ((40, 10), (21, 14)),
