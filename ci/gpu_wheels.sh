@@ -9,16 +9,22 @@
 # are scipy, pandas, pyarrow, numba and llvmlite (together about 150 MiB of 180).
 set -euo pipefail
 
-usage() { sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
-[ $# -ge 1 ] && [[ "$1" != -* ]] || usage
+usage() { sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+fail() { echo "ci/gpu_wheels.sh: error: $1; see ci/gpu_wheels.sh --help" >&2; exit 2; }
+case "${1:-}" in
+  -h | --help) usage; exit 0 ;;
+  "") fail "name the folder to fill" ;;
+  -*) fail "the folder comes first, not '$1'" ;;
+esac
 folder="$1"; shift
 version=3.12 skip=""
 while [ $# -gt 0 ]; do
   case "$1" in
-    --python) version="${2:?--python needs a version such as 3.12}"; shift 2 ;;
-    --skip) skip="${2:?--skip needs names}"; shift 2 ;;
-    *) usage ;;
+    --python) version="${2:-}"; [[ "$version" =~ ^3\.1[1-9]$ ]] || fail "--python '$version' is no version such as 3.12" ;;
+    --skip) skip="${2:-}"; [ -n "$skip" ] || fail "--skip needs names, such as scipy,pandas" ;;
+    *) fail "there is no option '$1'" ;;
   esac
+  shift 2
 done
 
 platforms=()  # pip matches each name exactly

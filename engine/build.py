@@ -18,9 +18,10 @@ from engine.execution.warm_steps import run_padding_steps
 from engine.kv.budget import capacity_of, settle_length
 from engine.kv.layouts import make_kv_manager
 from engine.kv.manager import KVManager
+from engine.model.attention import FUSION
 from engine.model.compiler import cannot_compile
 from engine.model.cpu_layers import use_cpu_layers
-from engine.model.loader import LoadedModel, load_model
+from engine.model.loader import LoadedModel, load_model, wants_fusion
 from engine.model.support_check import find_host_waits
 from engine.sequence import Request, SamplingParams
 from kernels.cpu_memory import keep_freed_memory
@@ -80,24 +81,9 @@ def assemble_engine(
 
 
 def _settle_fusion(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
-    """Fuse the model's layers where the settings allow it and the backend is the one whose kernels they use.
-
-    Raises:
-        ValueError: they ask for it with another backend.
-    """
-    on_triton = loaded.backend.name == "triton"
-    if config.fused_layers and not on_triton:
-        raise ValueError(
-            f"fused_layers cannot be true with kernel_backend {loaded.backend.name!r}, which has no kernels for it: "
-            "leave fused_layers out, or use kernel_backend triton on a GPU"
-        )
-    if config.fused_layers is None:
-        config = EngineConfig(**{**asdict(config), "fused_layers": on_triton and not config.torch_compile})
-    if config.fused_layers:
-        from engine.model.cuda_layers import fuse_layers  # imports Triton, which not every machine has
-
-        fuse_layers(loaded.model, loaded.backend, loaded.kv_shape, loaded.query_heads)
-    return config
+    """Say whether this engine uses the forwards of fewer kernels that ``load_model`` gave the model."""
+    fused = wants_fusion(config, loaded.backend) and hasattr(loaded.model, FUSION)
+    return EngineConfig(**{**asdict(config), "fused_layers": fused})
 
 
 def _make_ready(config: EngineConfig, executor: TorchExecutor, kv: KVManager, tell: Tell) -> None:

@@ -5,6 +5,7 @@ Names are vLLM's where there are such. Every error is a ``ValueError`` of one se
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ PREEMPTION_MODES = ("recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 KERNEL_BACKENDS = ("auto", "torch", "numba", "triton")
 
-GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")  # Linux, Jetson, WSL
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/usr/lib/wsl/lib/libcuda.so.1")  # Linux, Jetson, WSL
 # (max_num_seqs, max_num_batched_tokens). A GPU reads its weights once for hundreds of tokens in the time of one, a CPU
 # computes each: there a step of thousands would hold up every stream for seconds.
 CPU_BATCH, GPU_BATCH = (64, 512), (256, 8192)
@@ -49,8 +50,13 @@ def parse_bytes(value: int | str) -> int:
 
 
 def runs_on_cpu(device: str) -> bool:
-    """Of the setting ``device``, without torch: on "auto", whether this machine has no driver of a GPU."""
-    return device == "cpu" or (device == "auto" and not any(map(os.path.exists, GPU_DRIVERS)))
+    """Of the setting ``device``; on "auto", whether torch will find no GPU, told without importing it: there is no
+    driver, all GPUs are hidden, or torch is a build for CPUs."""
+    if device != "auto":
+        return device == "cpu"
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") or not any(map(os.path.exists, GPU_DRIVERS)):
+        return True
+    return importlib.metadata.version("torch").endswith("+cpu")
 
 
 def format_bytes(count: int) -> str:
@@ -162,6 +168,12 @@ class EngineConfig:
             raise ValueError(
                 "cuda_graphs cannot be true with device 'cpu', which has no CUDA graphs: use device cuda or leave "
                 "cuda_graphs out"
+            )
+        others = ("torch", "numba") if device != "cpu" else ("torch", "numba", "auto")
+        if self.fused_layers and self.kernel_backend in others:
+            raise ValueError(
+                f"fused_layers cannot be true with kernel_backend {self.kernel_backend!r} on device {device!r}, which "
+                "has no kernels for it: leave fused_layers out, or use kernel_backend triton on a GPU"
             )
 
     def _check_partial_prefills(self) -> None:

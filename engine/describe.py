@@ -42,6 +42,8 @@ def _resolved(executor: Any) -> dict[str, Any]:
         return {}
     import torch  # not above: the server's start sets what torch reads when it is imported
 
+    from engine.model.attention import FUSION
+
     device = executor.device
     return {
         "device": str(device),
@@ -49,6 +51,7 @@ def _resolved(executor: Any) -> dict[str, Any]:
         "dtype": str(next(executor.model.parameters()).dtype).removeprefix("torch."),
         "kernel_backend": executor.host.backend.name,
         "cuda_graphs": executor.forward.replays_graphs,
+        "fused_layers": str(getattr(executor.model, FUSION)) if executor.config.fused_layers else None,
         "num_threads": torch.get_num_threads(),
     }
 

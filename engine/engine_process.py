@@ -119,7 +119,7 @@ LoadedEngine = Callable[[], AbstractContextManager[Engine]]
 
 
 def start_process(load: LoadedEngine) -> EngineProcess:
-    """Fork a process that loads an engine and runs it. Call on the main thread while it is the only one."""
+    """Fork a process that loads an engine and runs it. Call on the main thread while it is the only Python thread."""
     ours, theirs = socket.socketpair()
     for end in (ours, theirs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
@@ -175,7 +175,9 @@ class EngineProcess:
                 if event == "refused":
                     raise ValueError(told)
                 return told
-        raise ChildProcessError(f"{how_it_ended(self.process)} while it loaded the model")
+        raise ChildProcessError(
+            f"{how_it_ended(self.process)} while it loaded the model: free memory, or take a smaller model or kv_budget"
+        )
 
     def stop(self) -> None:
         """Kill the process if it still runs."""

@@ -96,7 +96,7 @@ class SteppedEngine:
         from engine.server.metrics import ServerMetrics
 
         self.engine = engine
-        self.metrics = ServerMetrics(engine.config, engine.capacity, engine.stats())
+        self.metrics = ServerMetrics(engine.config, engine.capacity, engine.stats(), (os.getpid(),))
         self.clock = 0.0
         self._requests: Sequence[Sequence[Any]] = ()
         self._record: StepRecord | None = None
@@ -259,7 +259,7 @@ class Commands:
     def _loaded(self, config: EngineConfig) -> LoadedModel:
         from engine.model.loader import load_model, serve_another
 
-        key = tuple(getattr(config, setting) for setting in _OF_THE_WEIGHTS)
+        key = (*(getattr(config, setting) for setting in _OF_THE_WEIGHTS), config.fused_layers is not False)
         if key in self._weights and (shared := serve_another(self._weights[key], config)):
             return shared
         loaded = load_model(config)

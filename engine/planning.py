@@ -29,6 +29,7 @@ def plan_engine(config: EngineConfig, *, on_cpu: bool, may_lower: bool = False) 
     Raises:
         ValueError: there is no such model, or the settings cannot be, with the numbers.
     """
+    config.check_against_device("cpu" if on_cpu else config.device)
     spec = find_model(config.model, config.load_format)
     dtype = config.dtype if config.dtype != "auto" else "float32" if on_cpu else spec.default_dtype
     budget = config.kv_budget or (DEFAULT_CPU_BUDGET if on_cpu else None)

@@ -75,7 +75,7 @@ def without_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hidden(package: str) -> Iterator[None]:
-    """As if ``package`` were not installed; does nothing if it is imported already."""
+    """As if ``package`` were not installed, in all threads; does nothing if it is imported already."""
     if package in sys.modules:
         yield
         return

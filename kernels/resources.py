@@ -198,11 +198,22 @@ def write_table(measured: Measured, path: Path = TABLE) -> None:
     path.write_text(head + ",\n".join(chips) + "\n }\n}\n")
 
 
+def said_usage(arguments: Sequence[str], usage: str) -> bool:
+    """Whether ``usage`` was printed: it was asked for, or there is an option that is not known."""
+    unknown = sorted(set(arguments) - {"--write", "--show", "-h", "--help"})
+    if unknown:
+        print(f"error: there is no option {unknown[0]!r}: use --write, --show or --help", file=sys.stderr)
+    elif {"-h", "--help"} & set(arguments):
+        print(usage)
+    else:
+        return False
+    return True
+
+
 def main(arguments: list[str]) -> int:
     """0: as the table says; 1: worse, beyond a limit or unlisted; 2: cannot be told."""
-    if set(arguments) - {"--write", "--show"}:
-        print(__doc__.splitlines()[0], file=sys.stderr)
-        return 2
+    if said_usage(arguments, __doc__):
+        return 0 if {"-h", "--help"} & set(arguments) else 2
     started = time.perf_counter()
     measured = measure(all_variants(), "--show" in arguments)
     count = sum(map(len, measured.values()))

@@ -227,7 +227,7 @@ def write_table(loops: Mapping[str, Loop], path: Path = TABLE) -> None:
 def out_of_date(table: Mapping[str, Mapping], versions: Sequence[str] = COMPILERS) -> list[str]:
     """A sentence for each compiler whose rows are missing, or of other kernels."""
     return [
-        f"{TABLE.name} has no rows of these kernels under Triton {version}: {COMMAND}, as {__name__} says at its top"
+        f"{TABLE.name} has no rows of these kernels under Triton {version}: {COMMAND}, see the top of kernels/sass.py"
         for version in versions
         if table.get(version, {}).get("sources") != sources_hash()
     ]
@@ -235,8 +235,14 @@ def out_of_date(table: Mapping[str, Mapping], versions: Sequence[str] = COMPILER
 
 def main(arguments: list[str]) -> int:
     """0: as the table says, and nothing bound by instructions; 1: worse; 2: cannot be told."""
-    if set(arguments) - {"--write", "--show"}:
-        print(__doc__.splitlines()[0], file=sys.stderr)
+    if resources.said_usage(arguments, __doc__):
+        return 0 if {"-h", "--help"} & set(arguments) else 2
+    if triton.__version__ not in COMPILERS:
+        print(
+            f"error: {TABLE.name} has rows of Triton {' and '.join(COMPILERS)}, and this is {triton.__version__}: "
+            "install one of them, or add this one to COMPILERS in kernels/sass.py",
+            file=sys.stderr,
+        )
         return 2
     started = time.perf_counter()
     loops = measure(loop_variants(), "--show" in arguments)

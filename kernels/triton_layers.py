@@ -218,7 +218,7 @@ def act_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.const
     elif ACT == "gelu":
         x = 0.5 * x * (1 + tl.erf(0.7071067811865476 * x))
     else:
-        x = tl.maximum(x, 0.0)
+        x = tl.where(x < 0, 0.0, x)  # NaN stays
     tl.store(out_ptr + row * SIZE + column, (x * factor).to(out_ptr.dtype.element_ty), mask=ok)
 
 

@@ -28,6 +28,7 @@ from ci.gpu.part import Planned, Report, read_ceilings
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.model.attention import FUSION
 from engine.model.spec import DTYPE_BYTES, find_model
 from engine.sequence import Request, SamplingParams
 
@@ -42,6 +43,7 @@ PROFILE = "profile of decode"
 VARIANTS: dict[str, dict[str, Any]] = {  # settings of the engine that differ from the main job's; the first: none
     "as it is": {},
     "CUDA graphs off": {"cuda_graphs": False},
+    "fused layers off": {"fused_layers": False},
     "FP8 KV": {"kv_cache_dtype": "fp8_e4m3"},
     "torch_compile": {"torch_compile": True},
 }
@@ -230,6 +232,7 @@ class EngineJob:
         figures: dict[str, Any] = {
             "model": self.shown_model,
             "load_seconds": self.load_seconds,
+            "layers": str(getattr(self.engine.executor.model, FUSION, "as transformers has them")),
             "longest_output": max(job.output_lengths),
             "sequences": len(job.prompts),
             "input_tokens": job.input_tokens,

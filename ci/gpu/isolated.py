@@ -40,7 +40,7 @@ class ProcessEnded(Exception):
     """The process is gone, or was stopped because it took too long; the message says which."""
 
 
-class Worker:
+class CaseProcess:
     """One child process. ``ask`` sends a request; lines that are no answers go to our log."""
 
     def __init__(self, command: Sequence[str]):
@@ -68,7 +68,7 @@ class Worker:
             self._answers.put(None)
 
     @property
-    def last_words(self) -> str:
+    def last_lines(self) -> str:
         """The end of what it printed."""
         lines = [line for line in self._tail if line]
         return " / ".join(lines[-3:])[:600] or "it printed nothing"
@@ -95,7 +95,7 @@ class Worker:
             if answer is None:
                 code = self.stop()
                 how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
-                raise ProcessEnded(f"its process ended with {how}: {self.last_words}")
+                raise ProcessEnded(f"its process ended with {how}: {self.last_lines}")
             if "begin" in answer:
                 ends = min(time.monotonic() + seconds, latest)
                 continue
@@ -117,14 +117,14 @@ class Worker:
         return code
 
 
-class Crew:
+class CaseRunner:
     """Runs ``plan`` in ``workers`` processes at once and puts down in ``report`` what they tell."""
 
     def __init__(self, command: Sequence[str], report: PartReport):
         self._command, self._report = list(command), report
         self._lock = threading.Lock()
         self._left: collections.deque[Planned] = collections.deque()
-        self._alive: list[Worker] = []
+        self._alive: list[CaseProcess] = []
 
     def run(self, in_one_group: bool = False) -> None:
         """All cases of the plan that the first process tells. ``in_one_group``: whatever groups they have."""
@@ -155,22 +155,22 @@ class Crew:
         """When the last case must be over, by time.monotonic."""
         return time.monotonic() + self._report.time_left + OVERTIME_S
 
-    def _start(self) -> Worker:
-        worker = Worker(self._command)
+    def _start(self) -> CaseProcess:
+        worker = CaseProcess(self._command)
         self._alive.append(worker)
         return worker
 
-    def _end(self, worker: Worker | None, ask: bool) -> None:
+    def _end(self, worker: CaseProcess | None, ask: bool) -> None:
         if worker is not None:
             self._alive.remove(worker)
             if worker.stop(ask) == WRAPPER_ERROR:
-                self._add("failures", {"what": "the wrapped process", "reason": worker.last_words})
+                self._add("failures", {"what": "the wrapped process", "reason": worker.last_lines})
 
     def _add(self, kind: str, value: dict[str, Any]) -> None:
         with self._lock:
             self._report.add(kind, value)
 
-    def _work(self, worker: Worker | None) -> None:
+    def _work(self, worker: CaseProcess | None) -> None:
         """Take cases until there are none."""
         while True:
             with self._lock:
@@ -191,7 +191,7 @@ class Crew:
                 worker = None
         self._end(worker, ask=True)
 
-    def _run_case(self, worker: Worker, case: Planned) -> bool:
+    def _run_case(self, worker: CaseProcess, case: Planned) -> bool:
         """Whether the process is good for more."""
         request = {"case": case.name, "ends": self._latest() - OVERTIME_S}
         try:
@@ -230,7 +230,7 @@ def main() -> int:
     if args.wrapper:
         at = given.index("--wrapper")
         del given[at : at + 2]
-    Crew([*wrapper, sys.executable, "-m", "ci.gpu.worker", *given], report).run(in_one_group=args.tiny)
+    CaseRunner([*wrapper, sys.executable, "-m", "ci.gpu.worker", *given], report).run(in_one_group=args.tiny)
     tables.conclude(args.module.rpartition(".")[2], report, args)
     return report.exit_code
 

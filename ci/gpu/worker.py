@@ -6,9 +6,12 @@ whatever else the process prints goes to its standard error.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +21,7 @@ from typing import Any, TextIO
 from ci.gpu.part import PartCases, Report, part_parser, plain, sentence
 
 MARK = "\x1e"
+PR_SET_PDEATHSIG = 1
 LOST = ("CUDA error", "device-side assert", "Triton Error [CUDA]")  # in an error: the process may have lost its device
 
 
@@ -73,8 +77,15 @@ def _take_pipes() -> tuple[TextIO, Callable[[dict[str, Any]], None]]:
     return requests, send
 
 
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, which may be a wrapper that is killed (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
     """Answer requests until there are no more."""
+    _end_with_parent()
     requests, send = _take_pipes()
     parser = part_parser(__doc__)
     parser.add_argument("module")

@@ -26,8 +26,9 @@ _SMALLEST = 1e-30  # of temperature and top-p: less would leave float32
 class Sampled:
     """The drawn tokens, on the device.
 
-    ``tokens [N]`` int64: the first token of each row, the next step's input. ``largest [N]``: each row's largest logit.
-    ``read()`` waits for the device; on CUDA the copy to the host starts at once.
+    ``tokens [N]`` int64: the first token of each row, the next step's input. Each row's largest logit goes to the host
+    with them: it is not finite where nothing can be drawn. ``read()`` waits for the device; on CUDA the copy to the
+    host starts at once.
     """
 
     def __init__(self, tokens: torch.Tensor, largest: torch.Tensor, wanted: _Wanted, extras: _Extras | None = None):

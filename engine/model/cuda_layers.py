@@ -302,13 +302,23 @@ def fuse_layers(
     fuser.fuse_whole_layers()
     fusion = fuser.fusion
     setattr(model, FUSION, fusion)
-    got = paged_logits(model, backend, kv_shape, fused_layers=True)
-    why = logits_differ(expected, got, next(model.parameters()).dtype)
+    try:
+        got = paged_logits(model, backend, kv_shape, fused_layers=True)
+        differ = logits_differ(expected, got, next(model.parameters()).dtype)
+        why = None if differ is None else f"the logits differ {differ}"
+    except Exception as error:  # what was tried alone may fail together
+        why = _failure(error)
     if why is not None:
-        fusion.undo(f"the logits differ {why}")
+        fusion.undo(why)
     install(model, RecordingHost())
-    (_log.warning if why else _log.info)("%s", fusion)
+    (_log.warning if why or fuser.failed else _log.info)("%s", fusion)
     return fusion
+
+
+def _failure(error: Exception) -> str:
+    """Why a try-out ended, on one line; the last line is where a compiler says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join([type(error).__name__, *lines[:1], *lines[1:][-1:]])
 
 
 class _Fuser:
@@ -318,6 +328,7 @@ class _Fuser:
         self.model = model
         self.fusion = Fusion(model.config)
         self.norms: dict[nn.Module, Norm] = {}
+        self.failed = False  # a kernel could not be compiled or run, which is no matter of numbers
         self._heads = [
             Heads(query, layer.kv_heads, layer.head_dim, layer.value_dim)
             for query, layer in zip(query_heads, kv_shape.layers, strict=True)
@@ -346,8 +357,9 @@ class _Fuser:
 
     def _try(
         self, kind: str, fused: _Fused, calls: list[Call], layer: int = -1, *, children_fused: bool = False
-    ) -> bool:
-        """Use ``fused`` if it gives what the module's own forward gives, which may call fused children."""
+    ) -> str | None:
+        """Use ``fused`` if it gives what the module's own forward gives, which may call fused children; else say why
+        not."""
 
         def ours(*args: Any, **kwargs: Any) -> Any:
             with self.fusion.turned_on():
@@ -364,11 +376,16 @@ class _Fuser:
                 for size in PROBE_SIZES[self._dtype]
             )
         except Exception as error:  # shapes that only look alike; a kernel that this shape is too large for
-            _log.debug("%s of type %s", kind, type(fused.module).__name__, exc_info=error)
-            return False
-        if same:
-            self.fusion.use(kind, fused)
-        return same
+            return self._failure_of(fused.module, error)
+        if not same:
+            return "other numbers"
+        self.fusion.use(kind, fused)
+        return None
+
+    def _failure_of(self, module: nn.Module, error: Exception) -> str:
+        self.failed = True
+        _log.debug("the try-out of a %s", type(module).__name__, exc_info=error)
+        return _failure(error)
 
     def _leave(self, kind: str, why: str) -> None:
         self.fusion.left[kind, why] += 1
@@ -379,11 +396,16 @@ class _Fuser:
             calls = self._calls(module, named=False)
             if calls is None:
                 continue
-            norm = self._norm_of(module)
-            if norm is None or not self._try("norms", FusedNorm(module, self.fusion, norm), calls):
-                self._leave("norms", "other numbers")
-            else:
+            try:
+                norm, why = self._norm_of(module), "other numbers"
+            except Exception as error:
+                norm, why = None, self._failure_of(module, error)
+            if norm is not None:
+                why = self._try("norms", FusedNorm(module, self.fusion, norm), calls)
+            if why is None:
                 self.norms[module] = norm
+            else:
+                self._leave("norms", why)
 
     def _may_be_norm(self, module: nn.Module) -> bool:
         weight = getattr(module, "weight", None)
@@ -415,7 +437,9 @@ class _Fuser:
                 if children & {"self_attn", "mlp"}:
                     continue  # a layer, not its attention
                 self._leave("attention", "other projections")
-            elif children - {*names, *_OUT_NAMES, "q_norm", "k_norm"}:
+            elif children - {*names, *_OUT_NAMES, "q_norm", "k_norm"} or any(
+                type(getattr(module, name)) is not nn.Linear for name in children & set(_OUT_NAMES)
+            ):
                 self._leave("attention", "more than projections and norms of Q and K")
             else:
                 self._fuse_one_attention(module, names, children)
@@ -432,9 +456,10 @@ class _Fuser:
         options = self._host.options[module.layer_idx]
         fused = FusedAttention(module, self.fusion, names, heads, tuple(norms) or None, options)
         for fused.rotation in _rotations(angles, heads.dim):
-            if self._try("attention", fused, calls, module.layer_idx):
+            why = self._try("attention", fused, calls, module.layer_idx)
+            if why is None:
                 return fused.adopt()
-        return self._leave("attention", "other numbers")
+        return self._leave("attention", why)
 
     def fuse_mlps(self) -> None:
         for _, module in named(self.model, lambda module: hasattr(module, "down_proj")):
@@ -453,10 +478,10 @@ class _Fuser:
                 self._leave("MLPs", "another way of being called")
                 continue
             fused = FusedMLP(module, self.fusion, names, activation)
-            if self._try("MLPs", fused, calls):
+            if (why := self._try("MLPs", fused, calls)) is None:
                 fused.adopt()
             else:
-                self._leave("MLPs", "other numbers")
+                self._leave("MLPs", why)
 
     def fuse_whole_layers(self) -> None:
         for _, module in named(self.model, lambda module: hasattr(module, "self_attn") and hasattr(module, "mlp")):
@@ -474,8 +499,9 @@ class _Fuser:
                 continue
             fused = FusedLayer(module, self.fusion, norms)
             # Fused children round differently already: what is tried out here is how they are put together.
-            if not self._try("layers", fused, calls, module.self_attn.layer_idx, children_fused=True):
-                self._leave("layers", "other numbers")
+            why = self._try("layers", fused, calls, module.self_attn.layer_idx, children_fused=True)
+            if why is not None:
+                self._leave("layers", why)
 
 
 def _children(module: nn.Module, choices: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...] | None, set[str]]:

@@ -15,6 +15,7 @@ from transformers.utils import logging as hf_logging
 
 from engine.config import EngineConfig, format_bytes
 from engine.kv.budget import KVShape, LayerKV
+from engine.model.attention import FUSION
 from engine.model.compiler import check_compiler, first_sentence
 from engine.model.spec import DTYPE_BYTES, ModelInfo, ModelSpec, find_model, uses_random_weights
 from engine.model.support_check import check_family, check_logits, measure_kv
@@ -65,7 +66,17 @@ def load_model(config: EngineConfig) -> LoadedModel:
     for layer, heads in zip(kv_shape.layers, query_heads, strict=True):
         support.check(heads, layer)
     check_logits(model, backend, kv_shape)
-    return LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype, query_heads)
+    loaded = LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype, query_heads)
+    if wants_fusion(config, backend):  # now: it moves weights, whose addresses an engine's CUDA graphs would keep
+        from engine.model.cuda_layers import fuse_layers  # imports Triton, which not every machine has
+
+        fuse_layers(model, backend, kv_shape, query_heads)
+    return loaded
+
+
+def wants_fusion(config: EngineConfig, backend: AttentionBackend) -> bool:
+    """Whether layers of fewer kernels (engine/model/cuda_layers.py) are to be used."""
+    return backend.name == "triton" and config.fused_layers is not False and not config.torch_compile
 
 
 def serve_another(loaded: LoadedModel, config: EngineConfig) -> LoadedModel | None:
@@ -76,6 +87,8 @@ def serve_another(loaded: LoadedModel, config: EngineConfig) -> LoadedModel | No
     name = config.kernel_backend
     name = default_backend(loaded.device, loaded.dtype, config.kv_cache_dtype) if name == "auto" else name
     if name != loaded.backend.name:
+        return None
+    if wants_fusion(config, loaded.backend) and not hasattr(loaded.model, FUSION):
         return None
     support = Support(loaded.info.name, loaded.backend, loaded.dtype, loaded.device, config.kv_cache_dtype)
     for heads, layer in zip(loaded.query_heads, loaded.kv_shape.layers, strict=True):

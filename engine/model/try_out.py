@@ -66,10 +66,14 @@ def same_call(own: Callable, ours: Callable, call: Call, size: float, host: Reco
     large. Modules that are not of attention send nothing: they leave ``host`` out of it."""
     args, kwargs = scaled(call, size)
     host.sent = []
-    expected = [_first(own(*args, **kwargs)), *host.sent]
+    theirs = own(*args, **kwargs)
+    expected = [_first(theirs), *host.sent]
     sent = host.options.get(layer)
     host.sent = []
-    got = [_first(ours(*args, **kwargs)), *host.sent]
+    result = ours(*args, **kwargs)
+    got = [_first(result), *host.sent]
+    if isinstance(theirs, tuple) != isinstance(result, tuple):
+        return False
     if sent is not None and not same_options(sent, host.options[layer]):
         return False
     return len(got) == len(expected) and all(same_numbers(a, b) for a, b in zip(expected, got, strict=True))

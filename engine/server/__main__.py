@@ -135,7 +135,7 @@ def run(args: argparse.Namespace, load: LoadEngine = load, load_tokenizer: LoadT
             return serve_it(config, options, sock, load, load_tokenizer)
     except (ValueError, ChildProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        return 2 if isinstance(error, ValueError) else 4
     except KeyboardInterrupt:
         print("interrupted while loading", file=sys.stderr)
         return 130

@@ -15,7 +15,7 @@ HELP = {
     "model": "what to serve: a local folder with config.json and *.safetensors, a config JSON, or the name of a model "
     "or config that ships with the engine. Nothing is ever downloaded.",
     "load_format": "auto reads the folder's safetensors; dummy takes seeded random weights: a config is enough.",
-    "seed": "seed of the random weights, and of requests that bring no seed of their own.",
+    "seed": "seed of the random weights. A request without a seed of its own draws other tokens each time.",
     "dtype": "of weights and activations. auto: float32 on a CPU, the config's own on a GPU. bfloat16 takes half the "
     "memory and is faster on a CPU with AMX.",
     "device": "auto: the GPU if there is one.",
@@ -49,7 +49,7 @@ HELP = {
     "async_scheduling": "plan the next step and send it to the GPU while this one runs there, without waiting for its "
     "tokens. Left out: on for a GPU, off for a CPU, where nothing would overlap.",
     "kernel_backend": "whose attention: triton on GPUs, numba on CPUs, torch as the reference. auto picks by device.",
-    "cuda_graphs": "replay steps as CUDA graphs, captured at the start: decodes for some thirty batch sizes, and steps "
+    "cuda_graphs": "replay steps as CUDA graphs, captured at the start: decodes for some twenty batch sizes, and steps "
     "with prompts for some twenty numbers of tokens up to 2048. A model that cannot be captured runs without. Left "
     "out: on for a GPU.",
     "torch_compile": "compile the model with torch.compile at the start, which takes minutes for a large one; on a CPU "
@@ -70,7 +70,8 @@ Serve one model over OpenAI's HTTP interface.
 Prints "ready http://HOST:PORT" when it takes requests. Stops on SIGTERM or Ctrl-C within 5 seconds."""
 EPILOG = (
     "example: %(prog)s --model llama-32m --kv-budget 48MiB --page-size 16 --port 8000\n"
-    "exit codes: 0 stopped by a signal, 2 the settings cannot work (the reason is on stderr)."
+    "exit codes: 0 stopped by a signal, 2 the settings cannot work (the reason is on stderr), 4 the engine's process "
+    "died while it loaded the model, 130 interrupted while loading."
 )
 
 

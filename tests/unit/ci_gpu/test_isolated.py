@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from ci.gpu import worker
-from ci.gpu.isolated import Crew
+from ci.gpu.isolated import CaseRunner
 from ci.gpu.part import PartReport, Report
 from tests.support import lost_device
 from tests.support.sweep_parts import alive
@@ -29,7 +29,7 @@ def run(tmp_path):
         report = kind(tmp_path / "part.json", seconds)
         command = [sys.executable, "-m", "ci.gpu.worker", module, "--out", str(tmp_path / "part.json")]
         options = ["--device", "cpu", "--seconds", "60", "--scratch", str(tmp_path), "--tiny"]
-        Crew([*command, *options, *own], report).run()
+        CaseRunner([*command, *options, *own], report).run()
         return report
 
     return of

@@ -150,7 +150,7 @@ def test_readings_are_what_a_reader_of_the_metrics_page_has() -> None:
     target.replica.add("one", request(0), 0.0)
     target.replica.step()
     engine = target.replica.engine
-    page = ServerMetrics(engine.config, engine.capacity, engine.stats()).exposition(engine.stats()).decode()
+    page = ServerMetrics(engine.config, engine.capacity, engine.stats(), ()).exposition(engine.stats()).decode()
     parsed, (gauges, counters) = parse_metrics(page, 0.0), readings(engine.stats())
     assert gauges == {name: value for name, value in parsed.gauges.items() if name != "process_resident_bytes"}
     assert counters.items() <= parsed.counters.items()

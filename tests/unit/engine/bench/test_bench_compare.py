@@ -42,11 +42,13 @@ def test_other_tokens_in_any_repeat_are_other_work():
 
 def test_in_half_precision_only_first_tokens_tell_other_work():
     """A choice between nearly equal logits may fall differently, and all tokens after it."""
-    for theirs, share in (([[*ours[:1], 99] for ours in TOKENS], 1.0), ([[99], *TOKENS[1:]], 0.8)):
-        sides = {"kvbench": turns([1.0]), "vllm": turns([1.0], theirs)}
+    ours = [[*tokens, 1, 2, 3, 4, 5] for tokens in TOKENS]
+    late, in_decode = [[*tokens[:4], 99] for tokens in ours], [[*tokens[:1], 99] for tokens in ours]
+    for theirs, share, other in ((late, 1.0, []), ([[99], *ours[1:]], 0.8, []), (in_decode, 0.0, ["vllm"])):
+        sides = {"kvbench": turns([1.0], ours), "vllm": turns([1.0], theirs)}
         result = compare(sides, 1, lambda *_: None, half_precision=True)
-        assert result.same_tokens == {"vllm": share} and result.other_work() == (["vllm"] if share < 0.9 else [])
-    assert "80% of requests in their first token equal" in result.lines()[1]
+        assert result.same_tokens == {"vllm": share} and result.other_work() == other
+        assert f"{share:.0%} of requests in their first 4 tokens equal" in result.lines()[1]
 
 
 def test_who_could_not_be_measured_is_named():

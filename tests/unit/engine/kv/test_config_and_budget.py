@@ -226,8 +226,24 @@ def test_the_batch_s_defaults_are_the_device_s(given: dict, seqs: int, tokens: i
     assert again == config
 
 
-@pytest.mark.parametrize(("drivers", "expected"), [((), (64, 512)), ((__file__,), (256, 8192))])
-def test_device_auto_goes_by_the_machine_s_driver(monkeypatch: pytest.MonkeyPatch, drivers: tuple, expected: tuple):
+@pytest.mark.parametrize(
+    ("drivers", "visible", "torch_build", "expected"),
+    [
+        ((), "0", "2.13.0", (64, 512)),
+        ((__file__,), None, "2.13.0", (256, 8192)),
+        ((__file__,), "1", "2.13.0+cu130", (256, 8192)),
+        ((__file__,), "", "2.13.0", (64, 512)),
+        ((__file__,), "-1", "2.13.0", (64, 512)),
+        ((__file__,), None, "2.13.0+cpu", (64, 512)),
+    ],
+)
+def test_device_auto_goes_by_what_torch_will_find(
+    monkeypatch: pytest.MonkeyPatch, drivers: tuple, visible: str | None, torch_build: str, expected: tuple
+):
     monkeypatch.setattr("engine.config.GPU_DRIVERS", drivers)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: torch_build)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = EngineConfig()
     assert (config.max_num_seqs, config.max_num_batched_tokens) == expected

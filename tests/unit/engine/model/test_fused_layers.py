@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.build import assemble_engine
 from engine.config import EngineConfig
+from engine.planning import plan_engine
 from kernels.compile_ahead import compile_for, read_resources
 from kernels.triton_layers import Heads, Rotation, rotate_constants, rotate_write_kernel
-from tests.support.hf_parts import loaded, model_folder
 
 compiles = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 replaces the compiler"
@@ -45,12 +44,18 @@ def test_what_a_program_rotates_stays_in_registers(kind):
     assert resources.spills == resources.stack_bytes == 0
 
 
-def test_settings_that_cannot_work_are_refused(tmp_path):
+def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="fused_layers cannot be true with torch_compile"):
         EngineConfig(fused_layers=True, torch_compile=True)
     with pytest.raises(ValueError, match="fused_layers cannot be 'yes': it is true, false or left out"):
         EngineConfig(fused_layers="yes")
-    folder = model_folder(str(tmp_path))
-    config = EngineConfig(model=folder, device="cpu", fused_layers=True, max_model_len=64, kernel_backend="torch")
-    with pytest.raises(ValueError, match="fused_layers cannot be true with kernel_backend 'torch'"):
-        assemble_engine(config, loaded(folder, "torch"))
+    for device, backend in (("cpu", "torch"), ("cpu", "auto"), ("cuda", "numba")):
+        with pytest.raises(ValueError, match=f"fused_layers cannot be true with kernel_backend '{backend}'"):
+            EngineConfig(device=device, fused_layers=True, kernel_backend=backend)
+
+
+@pytest.mark.parametrize("setting", ["fused_layers", "cuda_graphs"])
+def test_what_only_a_gpu_has_is_refused_before_anything_is_loaded(setting):
+    config = EngineConfig(**{setting: True})
+    with pytest.raises(ValueError, match=f"{setting} cannot be true"):
+        plan_engine(config, on_cpu=True)
