@@ -55,10 +55,7 @@ def run_case(case: Case, device: str) -> dict[str, Any]:
     """``status`` passed, failed or skipped, ``reason``, and the distances."""
     backend = get_backend("triton" if device == "cuda" else "numba")
     try:
-        backend.check_support(
-            num_heads=case.group * case.kv_heads, num_kv_heads=case.kv_heads, head_dim=case.dim,
-            v_head_dim=case.v_dim, dtype=case.dtype, device=device, kv_cache_dtype=case.kv,
-        )  # fmt: skip
+        problems.check_support(backend, case, device)
     except ValueError as error:
         return {"status": "skipped", "reason": str(error)}
     torch.manual_seed(0)

@@ -103,10 +103,7 @@ def _far_case(case: Case, far: int, device: str) -> str | None:
         raise NotHere(f"needs {room / 2**30:.0f} GiB of free GPU memory")
     backend = get_backend("triton" if device == "cuda" else "numba")
     try:
-        backend.check_support(
-            num_heads=case.group * case.kv_heads, num_kv_heads=case.kv_heads, head_dim=case.dim,
-            v_head_dim=case.v_dim, dtype=case.dtype, device=device, kv_cache_dtype=case.kv,
-        )  # fmt: skip
+        problems.check_support(backend, case, device)
     except ValueError as error:
         raise NotHere(str(error)) from error
     torch.manual_seed(0)

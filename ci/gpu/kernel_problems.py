@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kernels import get_backend
-from kernels.api import AttentionOptions, KVCache
+from kernels.api import AttentionBackend, AttentionOptions, KVCache
 from kernels.quantized import QuantizedKV, raw_tensors
 from kernels.tune.problems import HostileKV, as_float64, distance, hostile_kv, wide
 
@@ -51,6 +51,14 @@ class Case:
             if on
         ]
         return ", ".join([self.kv, str(self.dtype).removeprefix("torch."), page, dims, f"group {self.group}", *extras])
+
+
+def check_support(backend: AttentionBackend, case: Case, device: str) -> None:
+    """Raises ValueError where ``backend`` does not serve the case on ``device``."""
+    backend.check_support(
+        num_heads=case.group * case.kv_heads, num_kv_heads=case.kv_heads, head_dim=case.dim,
+        v_head_dim=case.v_dim, dtype=case.dtype, device=device, kv_cache_dtype=case.kv,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
