@@ -42,7 +42,9 @@ def test_server_info_tells_what_became_of_auto(server: RunningServer) -> None:
     info = server.get("/server_info").json
     assert info["engine"]["device"] == info["engine"]["kernel_backend"] == info["engine"]["dtype"] == "auto"
     executor = server.engine.executor
-    assert info["resolved"] == {
+    resolved = info["resolved"]
+    assert (resolved.pop("fused_layers") is not None) == torch.cuda.is_available()
+    assert resolved == {
         "device": str(executor.device),
         "device_name": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "dtype": str(executor.model.lm_head.weight.dtype).removeprefix("torch."),
