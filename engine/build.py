@@ -68,7 +68,7 @@ def assemble_engine(
     config = _settle_fusion(config, loaded)
     if loaded.backend.name == "numba" and not config.torch_compile:
         keep_freed_memory()
-        use_cpu_layers(loaded.model)
+        use_cpu_layers(loaded.model, loaded.backend, loaded.kv_shape, loaded.query_heads)
     capacity = capacity_of(config, loaded.kv_shape, config.kv_budget)
     _check_memory(config.kv_budget, capacity.swap_space_bytes, loaded.device)
     kv = make_kv_manager(config, capacity)

@@ -13,38 +13,45 @@ import torch
 from torch import nn
 
 from kernels import numba_amx
+from kernels.api import KVCache, KVPair, dense_rows
 from kernels.cpu_memory import HugeArena
+from kernels.layer_parts import Heads, Norm, Rotation
 from kernels.numba_amx import build_amx, has_amx, pack_bf16, unpack_bf16
-from kernels.numba_gemm import HAS_BIAS, HAS_GATE, NUM_GEMM_ARGS, PANEL, build_gemm, run_gemm
+from kernels.numba_gemm import HAS_BIAS, HAS_GATE, IS_GELU, NUM_GEMM_ARGS, PANEL, build_gemm, run_gemm
 from kernels.numba_layers import (
     NUM_NORM_ARGS,
-    NUM_ROPE_ARGS,
-    build_norm,
-    build_rope,
-    run_norm,
-    run_rope,
+    NUM_ROTATE_ARGS,
+    build_add_norm,
+    build_rotate_write,
+    run_add_norm,
+    run_rotate_write,
 )
-from kernels.numba_quantised import KIND_OF_DTYPE
+from kernels.numba_quantised import KIND_OF_DTYPE, store_rows
 from kernels.numba_threads import thread_team
 from kernels.numba_vectors import LANES
+from kernels.quantized import QuantizedKV
 
 ONE_THREAD = 1 << 15  # values of an elementwise pass; torch's own grain
+GATES = {"silu": HAS_GATE, "gelu_tanh": HAS_GATE | IS_GELU}  # activations of gated products
 
-_GEMM_ARGS = struct.Struct(f"{NUM_GEMM_ARGS}q")
-_NORM_ARGS = struct.Struct(f"{NUM_NORM_ARGS}q")
-_ROPE_ARGS = struct.Struct(f"{NUM_ROPE_ARGS}q")
+_GEMM_ARGS = struct.Struct(f"<{NUM_GEMM_ARGS}q")
+_NORM_ARGS = struct.Struct(f"<6q{4 * 'f4x'}{NUM_NORM_ARGS - 10}q")
+_ROTATE_ARGS = struct.Struct(f"<8q{4 * 'f4x'}{NUM_ROTATE_ARGS - 12}q")
 
 
 class _Scratch(threading.local):
     """Arguments of one calling thread, in memory that stays put."""
 
     def __init__(self) -> None:
-        self.args = torch.zeros(max(NUM_GEMM_ARGS, NUM_NORM_ARGS, NUM_ROPE_ARGS), dtype=torch.int64)
+        self.args = torch.zeros(max(NUM_GEMM_ARGS, NUM_NORM_ARGS, NUM_ROTATE_ARGS), dtype=torch.int64)
         self.address = self.args.data_ptr()
         self.view = memoryview(self.args.numpy()).cast("B")
 
 
 _scratch = _Scratch()
+_TEAM = thread_team()
+# ctypes releases the GIL during a call
+_run_gemm, _run_add_norm, _run_rotate_write = run_gemm.ctypes, run_add_norm.ctypes, run_rotate_write.ctypes
 
 
 def _threads_for(values: int) -> int:
@@ -87,6 +94,7 @@ class PackedLinear(nn.Module):
         weights = [linear.weight.detach() for linear in linears]
         self.out_features, self.in_features = sum(len(weight) for weight in weights), weights[0].shape[1]
         self.packed = pack_weight(weights[0] if len(weights) == 1 else torch.cat(weights), arena)
+        self.panel = PANEL if self.packed.dtype == torch.float32 else numba_amx.PANEL  # output features
         self.bias: torch.Tensor | None = None
         if any(linear.bias is not None for linear in linears):
             parts = [w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(linears, weights, strict=True)]
@@ -101,43 +109,61 @@ class PackedLinear(nn.Module):
 
     def part(self, start: int, stop: int) -> PackedLinear:
         """The layer of output features start..stop-1, multiples of PANEL, on the same memory."""
-        panel = PANEL if self.packed.dtype == torch.float32 else numba_amx.PANEL
-        assert start % panel == stop % panel == 0
+        assert start % self.panel == stop % self.panel == 0
         part = copy(self)
-        part.packed, part.out_features = self.packed[start // panel : stop // panel], stop - start
+        part.packed, part.out_features = self.packed[start // self.panel : stop // self.panel], stop - start
         part.bias = None if self.bias is None else self.bias[start:stop]
         return part
 
-    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """``x [..., K]`` -> ``[..., N]``, times ``silu(gate [..., N])`` if there is a gate."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """``x [..., K]`` -> ``[..., N]``, plus ``residual [..., N]`` if there is one."""
         rows = x.reshape(-1, self.in_features)
-        if rows.stride(-1) != 1:
-            rows = rows.contiguous()
         out = rows.new_empty(rows.shape[0], self.out_features)
-        size = self.packed.element_size()
-        assert rows.dtype == self.packed.dtype and (gate is None or gate.is_contiguous())
-        epilogue = (HAS_BIAS if self.bias is not None else 0) | (HAS_GATE if gate is not None else 0)
-        _GEMM_ARGS.pack_into(
-            _scratch.view, 0,
-            rows.data_ptr(), self.packed.data_ptr(), out.data_ptr(),
-            0 if self.bias is None else self.bias.data_ptr(), 0 if gate is None else gate.data_ptr(),
-            rows.shape[0], self.out_features, self.in_features,
-            size * rows.stride(0), size * self.out_features, size * self.out_features, torch.get_num_threads(),
-            (build_gemm if size == 4 else build_amx)(epilogue).address, *thread_team(),
-        )  # fmt: skip
-        run_gemm.ctypes(_scratch.address)  # ctypes releases the GIL during the call
+        if residual is not None:
+            residual = dense_rows(residual.reshape(-1, self.out_features))
+        _multiply(rows, self, out, 0, residual=residual)
         return out.view(*x.shape[:-1], self.out_features)
 
 
-class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``, the product taken while up's results are in registers."""
+def gated(gate: PackedLinear, up: PackedLinear, activation: str, rows: torch.Tensor) -> torch.Tensor:
+    """``activation(gate(rows)) * up(rows)``: ``[M, K]`` -> ``[M, N]``. ``activation``: one of ``GATES``.
 
-    def __init__(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = gate, up, down
+    In bfloat16 both products are made at once; in float32 the second one reads the first.
+    """
+    out = rows.new_empty(rows.shape[0], up.out_features)
+    if rows.dtype == torch.bfloat16:
+        assert (gate.bias is None) == (up.bias is None)
+        bias = 0 if gate.bias is None else gate.bias.data_ptr()
+        _multiply(rows, up, out, GATES[activation], gate=(gate.packed.data_ptr(), bias, 0))
+    else:
+        opening = gate(rows)
+        _multiply(rows, up, out, GATES[activation], gate=(opening.data_ptr(), 0, 4 * up.out_features))
+    return out
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.up_proj(x, self.gate_proj(x)))
+
+def _multiply(
+    rows: torch.Tensor,
+    linear: PackedLinear,
+    out: torch.Tensor,
+    epilogue: int,
+    gate: tuple[int, int, int] = (0, 0, 0),
+    residual: torch.Tensor | None = None,
+) -> None:
+    """``out [M, N]``, dense, of ``rows [M, K]``. ``gate``: G_GATE, G_GATE_BIAS and G_GATE_STRIDE of numba_gemm.py."""
+    rows, size = dense_rows(rows), linear.packed.element_size()
+    assert rows.dtype == linear.packed.dtype and rows.shape[1] == linear.in_features
+    opening, gate_bias, gate_step = gate
+    step = size * linear.out_features
+    bias, epilogue = (0, epilogue) if linear.bias is None else (linear.bias.data_ptr(), epilogue | HAS_BIAS)
+    added, added_step = (0, 0) if residual is None else (residual.data_ptr(), size * residual.stride(0))
+    _GEMM_ARGS.pack_into(
+        _scratch.view, 0,
+        rows.data_ptr(), linear.packed.data_ptr(), out.data_ptr(), bias, opening, gate_bias, added,
+        rows.shape[0], linear.out_features, linear.in_features,
+        size * rows.stride(0), step, gate_step, added_step, torch.get_num_threads(),
+        (build_gemm if size == 4 else build_amx)(epilogue).address, *_TEAM,
+    )  # fmt: skip
+    _run_gemm(_scratch.address)
 
 
 def can_norm(weight: torch.Tensor) -> bool:
@@ -151,43 +177,73 @@ def can_norm(weight: torch.Tensor) -> bool:
     )
 
 
-class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x**2) + eps) * weight`` over the last dimension; ``can_norm`` says with which weights."""
+def add_norm(
+    x: torch.Tensor, norm: Norm | None, residual: torch.Tensor | None = None, post: Norm | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x [T, C]`` -> (sum, normed), ``[T, C]`` each; ``can_norm`` says with which weights.
 
-    def __init__(self, weight: torch.Tensor, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self._eps = torch.tensor([eps], dtype=torch.float32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dim = self.weight.shape[0]
-        rows = x.reshape(-1, dim)
-        out = rows.new_empty(rows.shape)
-        assert rows.dtype == self.weight.dtype and rows.stride(-1) == 1
-        _NORM_ARGS.pack_into(
-            _scratch.view, 0,
-            rows.data_ptr(), self.weight.data_ptr(), out.data_ptr(), self._eps.data_ptr(),
-            rows.shape[0], dim, rows.element_size() * rows.stride(0),
-            _threads_for(rows.numel()), *thread_team(), build_norm(KIND_OF_DTYPE[rows.dtype]).address,
-        )  # fmt: skip
-        run_norm.ctypes(_scratch.address)
-        return out.view(x.shape)
-
-
-def can_rotate(rotated: int) -> bool:
-    """Whether ``rotate`` takes this many rotated values a head."""
-    return rotated % (2 * LANES) == 0
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotary embedding in place: ``x [T, heads, D]`` (dense within a token), ``cos`` and ``sin [T, rotated <= D]``."""
-    (tokens, heads, dim), size = x.shape, x.element_size()
-    assert x.dtype == cos.dtype == sin.dtype and x.stride(2) == cos.stride(1) == 1 and x.stride(1) == dim
-    assert cos.stride() == sin.stride() and can_rotate(cos.shape[1])
-    _ROPE_ARGS.pack_into(
+    The sum is ``residual + post(x)``, or x where there is no residual; normed is ``norm(sum)``, or the sum where there
+    is no norm.
+    """
+    assert x.dim() == 2 and (residual is not None or (post is None and norm is not None)), "there is nothing to do"
+    x, size = dense_rows(x), x.element_size()
+    added, added_step, total = 0, 0, x
+    if residual is not None:
+        residual, total = dense_rows(residual), x.new_empty(x.shape)
+        added, added_step = residual.data_ptr(), size * residual.stride(0)
+    out = total if norm is None else x.new_empty(x.shape)
+    post_weight, post_eps, post_offset = (0, 0.0, 0.0) if post is None else (post.weight.data_ptr(), *post[1:])
+    weight, eps, offset = (0, 0.0, 0.0) if norm is None else (norm.weight.data_ptr(), *norm[1:])
+    _NORM_ARGS.pack_into(
         _scratch.view, 0,
-        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, cos.shape[1] // 2,
-        size * x.stride(0), size * dim, size * cos.stride(0), _threads_for(x.numel()), *thread_team(),
-        build_rope(KIND_OF_DTYPE[x.dtype]).address,
+        x.data_ptr(), added, total.data_ptr(), out.data_ptr(), post_weight, weight,
+        post_eps, post_offset, eps, offset, *x.shape, size * x.stride(0), added_step,
+        _threads_for(x.numel()), *_TEAM, build_add_norm(KIND_OF_DTYPE[x.dtype]).address,
     )  # fmt: skip
-    run_rope.ctypes(_scratch.address)
+    _run_add_norm(_scratch.address)
+    return total, out
+
+
+def can_rotate(heads: Heads, rotation: Rotation) -> bool:
+    """Whether ``rotate_and_write`` does this to these heads."""
+    whole = heads.dim % LANES == 0 and rotation.size % (2 * LANES) == 0 and rotation.size <= heads.dim
+    return whole and not rotation.pairs
+
+
+def rotate_and_write(
+    qkv: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    heads: Heads,
+    rotation: Rotation,
+    norms: tuple[Norm, Norm] | None,
+    k_cache: KVCache,
+    v_cache: KVCache,
+    slots: torch.Tensor,
+) -> tuple[torch.Tensor, KVPair]:
+    """Norm and rotate Q and K of ``qkv [T, Q | K | V]`` in place, store K and V at ``slots [T]`` int64.
+
+    Returns Q ``[T, H, D]``, and K and V ``[T, Hkv, D | Dv]``, views of ``qkv``. ``angles``: cos and sin
+    ``[T, rotation.size]``; ``norms``: of each head of Q and of K. A slot < 0 stores nothing.
+    """
+    (cos, sin), size = angles, qkv.element_size()
+    assert qkv.dtype == cos.dtype == sin.dtype and cos.stride() == sin.stride() and qkv.stride(1) == cos.stride(1) == 1
+    assert rotation.size in (0, cos.shape[1])
+    quantised = isinstance(k_cache, QuantizedKV)
+    caches = (0, 0, 0) if quantised else (slots.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr())
+    steps = (0, 0) if quantised else (size * k_cache.stride(0), size * v_cache.stride(0))
+    q_norm, k_norm = ((0, 0.0, 0.0),) * 2 if norms is None else ((one.weight.data_ptr(), *one[1:]) for one in norms)
+    _ROTATE_ARGS.pack_into(
+        _scratch.view, 0,
+        qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), *caches, q_norm[0], k_norm[0], *q_norm[1:], *k_norm[1:],
+        len(qkv), *heads, rotation.size // 2, size * qkv.stride(0), size * cos.stride(0), *steps,
+        _threads_for(qkv.numel()), *_TEAM, build_rotate_write(KIND_OF_DTYPE[qkv.dtype]).address,
+    )  # fmt: skip
+    _run_rotate_write(_scratch.address)
+    queries, keys = heads.query * heads.dim, heads.kv * heads.dim
+    q, k, v = qkv.split((queries, keys, qkv.shape[1] - queries - keys), 1)
+    q = q.unflatten(1, (heads.query, heads.dim))
+    k, v = k.unflatten(1, (heads.kv, heads.dim)), v.unflatten(1, (heads.kv, heads.value_dim))
+    if quantised:
+        store_rows(k_cache, slots, k)
+        store_rows(v_cache, slots, v)
+    return q, (k, v)

@@ -1,13 +1,14 @@
 """bfloat16 linear layers on a CPU with AMX: the tile unit multiplies, float32 sums stay in its registers.
 
-    out [M, N] = x [M, K] @ weight [N, K].T  (+ bias [N])  (* silu(gate [M, N]))
+    out [M, N] = x [M, K] @ weight [N, K].T  (+ bias [N])  (+ residual [M, N])
+    out [M, N] = act(x @ gate.T  (+ gate bias)) * (x @ weight.T  (+ bias))  (+ residual)
 
 A tile register has 16 rows of 64 bytes. One instruction adds ``x [16, 32] @ weight [32, 16]`` to 16 x 16 sums, for
 which the weights lie in pairs along K: 16 rows (pairs) of 16 columns (output features) of 2 values.
 
     panel   PANEL output features, stored [K / 32, 2 tiles, 16, 16, 2]; shared out over the threads
     block   ROW_BLOCK rows of x: 2 x 2 tiles of sums, 2 of x and 2 of weights are the eight registers that there are
-    finish  sums go through a scratch of 4 KiB to become bfloat16, with bias and gate in float32
+    finish  sums go through a scratch of 4 KiB to become bfloat16, with bias, gate and residual in float32
 
 Tiles of the last rows are configured to be as high as there are rows left, so nothing beyond x is read or written.
 Threads: torch's own OpenMP team, see numba_threads.py.
@@ -27,19 +28,22 @@ from numba.extending import intrinsic
 from kernels.numba_gemm import (
     G_BIAS,
     G_GATE,
-    G_GATE_STRIDE,
+    G_GATE_BIAS,
     G_K,
     G_M,
     G_N,
     G_NUM_THREADS,
     G_OUT,
     G_OUT_STRIDE,
+    G_RESIDUAL,
+    G_RESIDUAL_STRIDE,
     G_THREAD_NUM,
     G_W,
     G_X,
     G_X_STRIDE,
     HAS_BIAS,
     HAS_GATE,
+    IS_GELU,
 )  # fmt: skip
 from kernels.numba_memory import (
     I8,
@@ -53,6 +57,7 @@ from kernels.numba_memory import (
     load_i64,
     stack_bytes,
 )
+from kernels.numba_simd import gelu_argument
 from kernels.numba_vectors import LANES, call, constant, fma, ints, load, load_bf16, store_bf16, vec
 
 PANEL = 32
@@ -183,11 +188,11 @@ def multiply_block(typingctx, x, x_stride, w, steps, ahead, sums, sums_stride, t
     return types.void(*[types.intp] * 7, tiles, add), codegen
 
 
-def _silu(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """x / (1 + e**-x) to about 1e-4, which bfloat16 rounds away: a third of numba_simd.silu's time. NaN stays NaN."""
+def _times_sigmoid(builder: ir.IRBuilder, x: ir.Value, u: ir.Value) -> ir.Value:
+    """x / (1 + e**-u) to about 1e-4, which bfloat16 rounds away: a third of numba_simd's time. NaN stays NaN."""
     w = x.type.count
     edge, zero = constant(w, 87.0), constant(w, 0.0)
-    power = builder.fsub(zero, x)
+    power = builder.fsub(zero, u)
     for sign, bound in (("<", edge), (">", constant(w, -87.0))):
         power = builder.select(builder.fcmp_ordered(sign, power, bound), power, bound)
     n = call(builder, f"llvm.rint.v{w}f32", vec(w), [builder.fmul(power, constant(w, 1.4426950408889634))])
@@ -204,28 +209,49 @@ def _silu(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 @intrinsic(prefer_literal=True)
-def finish_row(typingctx, sums, bias, gate, out, columns, epilogue):
-    """A row of ``columns`` (16 or 32) sums to bfloat16 at ``out``, with what ``epilogue`` (a constant) asks for."""
+def finish_row(typingctx, sums, bias, gate_sums, gate_bias, residual, out, columns, epilogue):
+    """A row of ``columns`` (16 or 32) sums to bfloat16 at ``out``, with what ``epilogue`` (a constant) asks for, and
+    the residual unless that is 0."""
     flags = epilogue.literal_value
 
     def codegen(context, builder, signature, args):
-        sums_at, bias_at, gate_at, out_at, width = args[:5]
+        sums_at, bias_at, gate_at, gate_bias_at, residual_at, out_at, width = args[:7]
+        none = ir.Constant(I64, 0)
+
+        def sums_of(at: ir.Value, bias_here: ir.Value, v: int) -> ir.Value:
+            value = load(builder, at, LANES * v, LANES)
+            if flags & HAS_BIAS:
+                value = builder.fadd(value, load_bf16(builder, bias_here, LANES * v, LANES))
+            return value
+
         for v in range(PANEL // LANES):
             with builder.if_then(builder.icmp_signed(">", width, ir.Constant(I64, LANES * v))):
-                value = load(builder, sums_at, LANES * v, LANES)
-                if flags & HAS_BIAS:
-                    value = builder.fadd(value, load_bf16(builder, bias_at, LANES * v, LANES))
+                value = sums_of(sums_at, bias_at, v)
                 if flags & HAS_GATE:
-                    value = builder.fmul(value, _silu(builder, load_bf16(builder, gate_at, LANES * v, LANES)))
-                store_bf16(builder, value, out_at, LANES * v)
+                    opening = sums_of(gate_at, gate_bias_at, v)
+                    u = gelu_argument(builder, opening) if flags & IS_GELU else opening
+                    value = builder.fmul(value, _times_sigmoid(builder, opening, u))
+                total = cgutils.alloca_once_value(builder, value)
+                with builder.if_then(builder.icmp_signed("!=", residual_at, none)):
+                    builder.store(builder.fadd(value, load_bf16(builder, residual_at, LANES * v, LANES)), total)
+                store_bf16(builder, builder.load(total), out_at, LANES * v)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 5, epilogue), codegen
+    return types.void(*[types.intp] * 7, epilogue), codegen
+
+
+@numba.njit(**JIT)
+def _multiply(x: int, x_step: int, w: int, steps: int, ahead: int, sums: int, rows: int) -> None:
+    if rows > 16:
+        multiply_block(x, x_step, w, steps, ahead, sums, 4 * PANEL, 2, 0)
+    else:
+        multiply_block(x, x_step, w, steps, ahead, sums, 4 * PANEL, 1, 0)
 
 
 @cache
 def build_amx(epilogue: int):
-    """The worker for an epilogue (HAS_BIAS | HAS_GATE) as a Numba cfunc: each thread takes its share of the panels.
+    """The worker for an epilogue (HAS_BIAS | HAS_GATE | IS_GELU) as a Numba cfunc: each thread takes its share of the
+    panels. A bias is then the gate's too.
 
     Arguments as numba_gemm.py's, of bfloat16.
     """
@@ -236,32 +262,33 @@ def build_amx(epilogue: int):
         threads = call_get_int(load_i64(args + 8 * G_NUM_THREADS))
         m, n, k = load_i64(args + 8 * G_M), load_i64(args + 8 * G_N), load_i64(args + 8 * G_K)
         x_step, out_step = load_i64(args + 8 * G_X_STRIDE), load_i64(args + 8 * G_OUT_STRIDE)
-        gate_step = load_i64(args + 8 * G_GATE_STRIDE)
+        residual_step = load_i64(args + 8 * G_RESIDUAL_STRIDE)
         panels, steps = (n + PANEL - 1) // PANEL, k // DEPTH
         pairs = (m + CHUNK - 1) // CHUNK * panels
-        sums = stack_bytes(SUMS_BYTES)
+        sums, gate_sums = stack_bytes(SUMS_BYTES), stack_bytes(SUMS_BYTES)
         config = stack_bytes(64)
         configured = 0
         for pair in range(pairs * thread // threads, pairs * (thread + 1) // threads):
             first, panel = pair // panels * CHUNK, pair % panels
             last, across = min(first + CHUNK, m), 2 * PANEL * panel
+            bias, gate_bias = load_i64(args + 8 * G_BIAS) + across, load_i64(args + 8 * G_GATE_BIAS) + across
             w = load_i64(args + 8 * G_W) + panel * steps * STEP_BYTES
+            gate = load_i64(args + 8 * G_GATE) + panel * steps * STEP_BYTES
             for row in range(first, last, ROW_BLOCK):
                 rows = min(ROW_BLOCK, last - row)
                 if rows != configured:
                     configure_tiles(config, rows)
                     configured = rows
                 x = load_i64(args + 8 * G_X) + row * x_step
-                ahead = w + AHEAD if row == first else 0
-                if rows > 16:
-                    multiply_block(x, x_step, w, steps, ahead, sums, 4 * PANEL, 2, 0)
-                else:
-                    multiply_block(x, x_step, w, steps, ahead, sums, 4 * PANEL, 1, 0)
+                if epilogue & HAS_GATE:
+                    _multiply(x, x_step, gate, steps, gate + AHEAD if row == first else 0, gate_sums, rows)
+                _multiply(x, x_step, w, steps, w + AHEAD if row == first else 0, sums, rows)
                 for r in range(rows):
-                    gate = load_i64(args + 8 * G_GATE) + (row + r) * gate_step + across
                     out = load_i64(args + 8 * G_OUT) + (row + r) * out_step + across
-                    bias = load_i64(args + 8 * G_BIAS) + across
-                    finish_row(sums + 4 * PANEL * r, bias, gate, out, min(PANEL, n - PANEL * panel), epilogue)
+                    residual = load_i64(args + 8 * G_RESIDUAL)
+                    residual += (row + r) * residual_step + across if residual else 0
+                    at, columns = 4 * PANEL * r, min(PANEL, n - PANEL * panel)
+                    finish_row(sums + at, bias, gate_sums + at, gate_bias, residual, out, columns, epilogue)
         if configured:
             release_tiles()
 

@@ -1,6 +1,6 @@
 """float32 linear layers on a CPU: weights packed once, read in one stream, a tile of results in registers.
 
-    out [M, N] = x [M, K] @ weight [N, K].T  (+ bias [N])  (* silu(gate [M, N]))
+    out [M, N] = x [M, K] @ weight [N, K].T  (+ bias [N])  (* act(gate [M, N]))  (+ residual [M, N])
 
 Decode multiplies a few rows with weights that no cache holds: each weight is to be read once, in order, ahead of its
 use, while every core is busy. A general GEMM packs the weights in every call and waits for them.
@@ -36,7 +36,7 @@ from kernels.numba_memory import (
     load_i64,
     pointer,
 )
-from kernels.numba_simd import silu
+from kernels.numba_simd import gelu_argument, times_sigmoid
 from kernels.numba_vectors import LANES, constant, fma, load, splat, store, vec
 
 PANEL = 64 if compiles_for("avx512f") else 16
@@ -45,15 +45,16 @@ DEPTH = 24 * 1024 // (4 * PANEL)
 ROW_BLOCK = 192
 LINES = PANEL // LANES  # cache lines of weights per k
 
-HAS_BIAS, HAS_GATE = 1, 2  # bits of the epilogue
+HAS_BIAS, HAS_GATE, IS_GELU = 1, 2, 4  # bits of the epilogue; act is silu, or gelu by its tanh formula
 FIRST_SLICE, LAST_SLICE = 1, 2  # bits of a slice's stage: sums begin at 0; the epilogue is due
 
 (
-    G_X, G_W, G_OUT, G_BIAS, G_GATE, G_M, G_N, G_K, G_X_STRIDE, G_OUT_STRIDE, G_GATE_STRIDE,
+    G_X, G_W, G_OUT, G_BIAS, G_GATE, G_GATE_BIAS, G_RESIDUAL, G_M, G_N, G_K,
+    G_X_STRIDE, G_OUT_STRIDE, G_GATE_STRIDE, G_RESIDUAL_STRIDE,
     G_THREADS, G_WORKER, G_PARALLEL, G_THREAD_NUM, G_NUM_THREADS,
     NUM_GEMM_ARGS,
-) = range(17)  # fmt: skip
-# Strides in bytes. Without a bias or a gate theirs is never read.
+) = range(20)  # fmt: skip
+# Strides in bytes. No residual: 0. G_GATE: the gate's values; in numba_amx.py its packed weights, with G_GATE_BIAS.
 
 
 class _Tile:
@@ -96,7 +97,9 @@ class _Tile:
                 for v, weight in enumerate(weights):
                     builder.store(fma(builder, wide, weight, builder.load(self.sums[r, v])), self.sums[r, v])
 
-    def finish(self, epilogue: int, bias: ir.Value, gate: ir.Value, gate_step: ir.Value) -> None:
+    def finish(
+        self, epilogue: int, bias: ir.Value, gate: ir.Value, gate_step: ir.Value, residual: ir.Value, step: ir.Value
+    ) -> None:
         builder = self.builder
         for places in self.each_vector():
             for r, v in places:
@@ -105,8 +108,14 @@ class _Tile:
                     value = builder.fadd(value, load(builder, bias, LANES * v, LANES))
                 if epilogue & HAS_GATE:
                     opening = load(builder, self.row(gate, gate_step, r), LANES * v, LANES)
-                    value = builder.fmul(value, silu(builder, opening))
+                    u = gelu_argument(builder, opening) if epilogue & IS_GELU else opening
+                    value = builder.fmul(value, times_sigmoid(builder, opening, u))
                 builder.store(value, self.sums[r, v])
+        with builder.if_then(builder.icmp_signed("!=", residual, ir.Constant(I64, 0))):
+            for places in self.each_vector():
+                for r, v in places:
+                    added = load(builder, self.row(residual, step, r), LANES * v, LANES)
+                    builder.store(builder.fadd(builder.load(self.sums[r, v]), added), self.sums[r, v])
 
     def store(self, out: ir.Value, step: ir.Value) -> None:
         for places in self.each_vector():
@@ -116,8 +125,9 @@ class _Tile:
 
 @intrinsic(prefer_literal=True)
 def multiply_tile(
-    typingctx, x, x_stride, w, depth, ahead, bias, gate, gate_stride, out, out_stride, columns, rows, stage, epilogue
-):
+    typingctx, x, x_stride, w, depth, ahead, bias, gate, gate_stride, residual, residual_stride,
+    out, out_stride, columns, rows, stage, epilogue,
+):  # fmt: skip
     """A slice's share of ``out [rows, columns]``: x ``[rows, depth]`` @ w ``[depth, PANEL]``; ``rows`` in 1..ROWS.
 
     ``ahead``: where to prefetch ``64 * depth`` bytes for whoever comes next. ``epilogue`` is a compile-time constant.
@@ -126,7 +136,7 @@ def multiply_tile(
 
     def codegen(context, builder, signature, args):
         x_at, x_step, w_at, k_count, ahead_at = args[:5]
-        bias_at, gate_at, gate_step, out_at, out_step, width, height, stages = args[5:13]
+        bias_at, gate_at, gate_step, residual_at, residual_step, out_at, out_step, width, height, stages = args[5:15]
 
         def at_stage(bit: int) -> ir.Value:
             return builder.icmp_signed("!=", builder.and_(stages, ir.Constant(I64, bit)), ir.Constant(I64, 0))
@@ -142,27 +152,26 @@ def multiply_tile(
             with builder.if_then(builder.not_(at_stage(FIRST_SLICE))):
                 tile.resume(out_at, out_step)
             tile.multiply(x_at, x_step, w_at, k_count, ahead_at)
-            if flags:
-                with builder.if_then(at_stage(LAST_SLICE)):
-                    tile.finish(flags, bias_at, gate_at, gate_step)
+            with builder.if_then(at_stage(LAST_SLICE)):
+                tile.finish(flags, bias_at, gate_at, gate_step, residual_at, residual_step)
             tile.store(out_at, out_step)
             builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 13, epilogue), codegen
+    return types.void(*[types.intp] * 15, epilogue), codegen
 
 
 @cache
 def build_gemm(epilogue: int):
-    """The worker for an epilogue (HAS_BIAS | HAS_GATE) as a Numba cfunc. Each thread takes its share of the pairs."""
+    """The worker for an epilogue (bits as above) as a Numba cfunc. Each thread takes its share of the pairs."""
 
     def worker(args):
         thread = call_get_int(load_i64(args + 8 * G_THREAD_NUM))
         threads = call_get_int(load_i64(args + 8 * G_NUM_THREADS))
         m, n, k = load_i64(args + 8 * G_M), load_i64(args + 8 * G_N), load_i64(args + 8 * G_K)
         x_step, out_step = load_i64(args + 8 * G_X_STRIDE), load_i64(args + 8 * G_OUT_STRIDE)
-        gate_step = load_i64(args + 8 * G_GATE_STRIDE)
+        gate_step, residual_step = load_i64(args + 8 * G_GATE_STRIDE), load_i64(args + 8 * G_RESIDUAL_STRIDE)
         panels = (n + PANEL - 1) // PANEL
         pairs = (m + ROW_BLOCK - 1) // ROW_BLOCK * panels
         for pair in range(pairs * thread // threads, pairs * (thread + 1) // threads):
@@ -178,10 +187,13 @@ def build_gemm(epilogue: int):
                 for tile in range(tiles):  # of nearly equal height, so that none is left with one row
                     row = block + count * tile // tiles
                     rows = block + count * (tile + 1) // tiles - row
+                    residual = load_i64(args + 8 * G_RESIDUAL)
+                    residual += row * residual_step + across if residual else 0
                     ahead = w + 64 * depth * (LINES + tile if tile < LINES else 0)  # past the end does no harm
                     multiply_tile(
                         load_i64(args + 8 * G_X) + row * x_step + 4 * first, x_step, w, depth, ahead,
                         bias, load_i64(args + 8 * G_GATE) + row * gate_step + across, gate_step,
+                        residual, residual_step,
                         load_i64(args + 8 * G_OUT) + row * out_step + across, out_step,
                         min(PANEL, n - PANEL * panel), rows, stage, epilogue,
                     )  # fmt: skip

@@ -122,7 +122,7 @@ def _multiply(x: int, x_step: int, rows: int, w: int, depth: int, out: int, out_
         row = rows * tile // tiles
         count = rows * (tile + 1) // tiles - row
         x_at, out_at = x + row * x_step, out + row * out_step
-        multiply_tile(x_at, x_step, w, depth, w, 0, 0, 0, out_at, out_step, PANEL, count, stage, 0)
+        multiply_tile(x_at, x_step, w, depth, w, 0, 0, 0, 0, 0, out_at, out_step, PANEL, count, stage, 0)
 
 
 @numba.njit(**JIT)

@@ -116,12 +116,19 @@ def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return builder.select(nan, given, builder.bitcast(builder.add(builder.bitcast(poly, ints), bits), vec(w)))
 
 
-def silu(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """x / (1 + e**-x), by e**-|x| so that nothing overflows. NaN stays NaN."""
+def gelu_argument(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """u with ``x / (1 + e**-u)`` = gelu(x) by its tanh formula: tanh(v) is ``2 / (1 + e**-2v) - 1``."""
+    w = x.type.count
+    inner = fma(builder, builder.fmul(x, x), constant(w, 0.044715), constant(w, 1.0))
+    return builder.fmul(builder.fmul(x, constant(w, 1.5957691216057308)), inner)
+
+
+def times_sigmoid(builder: ir.IRBuilder, x: ir.Value, u: ir.Value) -> ir.Value:
+    """x / (1 + e**-u), by e**-|u| so that nothing overflows. NaN stays NaN."""
     w = x.type.count
     zero, one = constant(w, 0.0), constant(w, 1.0)
-    e = _exp(builder, builder.fsub(zero, call(builder, f"llvm.fabs.v{w}f32", vec(w), [x])))
-    top = builder.select(builder.fcmp_ordered("<", x, zero), e, one)
+    e = _exp(builder, builder.fsub(zero, call(builder, f"llvm.fabs.v{w}f32", vec(w), [u])))
+    top = builder.select(builder.fcmp_ordered("<", u, zero), e, one)
     return builder.fmul(x, builder.fdiv(top, builder.fadd(one, e)))
 
 

@@ -6,7 +6,7 @@ MLP. All compute in float32 and round once, to the model's dtype.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -14,42 +14,13 @@ import triton.language as tl
 
 from kernels.api import KVCache, dense_rows
 from kernels.launch import cdiv, next_power_of_two
+from kernels.layer_parts import Heads, Norm, Rotation
 from kernels.triton_kv import store_halves, store_side
 from kernels.triton_launch import kind_of, side_of
 
 MAX_NORM = 16384  # values of a row, which one program holds
 HEADS_TILE = 2048  # values of some heads of a token, which one program rotates
 ACT_BLOCK = 1024
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
-
-
-class Norm(NamedTuple):
-    """RMSNorm: ``x / sqrt(mean(x**2) + eps) * (weight + offset)``; ``weight [C]``."""
-
-    weight: torch.Tensor
-    eps: float
-    offset: float
-
-
-class Rotation(NamedTuple):
-    """How the first ``size`` values of a head are rotated; 0: none are.
-
-    ``pairs``: value i with its neighbour (i ^ 1), else with that at half the size from it. ``angle``: which column of
-    cos and sin belongs to value i: "value" i, "pair" i // 2.
-    """
-
-    size: int
-    pairs: bool = False
-    angle: str = "value"
-
-
-class Heads(NamedTuple):
-    """Heads of a token's joint Q, K and V: ``[query x dim | kv x dim | kv x value_dim]``."""
-
-    query: int
-    kv: int
-    dim: int
-    value_dim: int
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from kernels.quantized import QuantizedKV, raw_tensors
 
 NAME = "kvbench"
 HOST = "_kvbench_host"
-FUSION = "_kvbench_fusion"  # on a model whose modules have forwards of fewer kernels, see engine.model.cuda_layers
+FUSION = "_kvbench_fusion"  # on a model whose modules have forwards of fewer kernels, see engine.model.fused_layers
 
 
 @dataclass(frozen=True)

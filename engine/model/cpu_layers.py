@@ -1,60 +1,111 @@
-"""Faster modules for a float32 or bfloat16 model on a CPU, with the arithmetic of transformers' own; in bfloat16 with
-fewer roundings between its steps.
+"""Fused layers (fused_layers.py) on a CPU in float32 or bfloat16, with the kernels of kernels.layers_cpu.
 
-Linear layers, attention with separate Q, K and V projections, MLPs of the form ``down(act(gate(x)) * up(x))`` and
-RMSNorms are replaced by those of kernels.layers_cpu, in any model. Each module is tried out first, on small and large
-numbers, attention at the first and the last positions, and is replaced only if both give the same. So a norm that adds
-1 to its weights, an MLP that clamps, or attention that scales queries by their position stays as it is.
+Linear layers of other modules get packed weights too. Each is tried out, on small and large numbers, and is replaced
+only if both give the same. In bfloat16 there are fewer roundings between the steps of a layer than transformers has.
 """
 
 from __future__ import annotations
-
-import inspect
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.model.cpu_attention import join_attention
+from engine.kv.budget import KVShape
+from engine.model.fused_layers import fuse_layers
 from engine.model.try_out import PROBE_SIZES, PROBE_TOKENS, named, same_numbers
+from kernels import layers_cpu
+from kernels.api import AttentionBackend
 from kernels.cpu_memory import HugeArena
-from kernels.layers_cpu import GatedMLP, PackedLinear, RMSNorm, can_norm, can_pack
-
-_MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
+from kernels.layers_cpu import GATES, PackedLinear, can_pack, gated
 
 
 @torch.inference_mode()
-def use_cpu_layers(model: PreTrainedModel) -> None:
-    """Replace all modules that can be replaced, and free their weights. A head tied to the embedding stays as it is,
-    because the embedding would be kept beside its packed weights."""
+def use_cpu_layers(
+    model: PreTrainedModel, backend: AttentionBackend, kv_shape: KVShape, query_heads: tuple[int, ...]
+) -> None:
+    """Fuse what can be fused, pack every other linear layer, and free the weights.
+
+    A head tied to the embedding stays as it is, because the embedding would be kept beside its packed weights.
+    """
     arena = HugeArena()
-    for name, norm in named(model, _is_rms_norm):
-        _replace(model, name, norm, RMSNorm(norm.weight, norm.variance_epsilon), len(norm.weight))
-    join_attention(model, arena)
+    fuse_layers(model, CpuKernels(arena), backend, kv_shape, query_heads)
     embedding = model.get_input_embeddings().weight
     for name, linear in named(model, lambda module: can_pack(module) and module.weight is not embedding):
-        _replace(model, name, linear, PackedLinear([linear], arena), linear.in_features)
-    for name, mlp in named(model, _is_gated_mlp):
-        ours = GatedMLP(*(getattr(mlp, part) for part in _MLP_PARTS))
-        _replace(model, name, mlp, ours, mlp.gate_proj.in_features)
+        ours = PackedLinear([linear], arena)
+        x = torch.randn(1, PROBE_TOKENS, linear.in_features, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+        if all(same_numbers(linear(x * size), ours(x * size)) for size in PROBE_SIZES[model.dtype]):
+            model.set_submodule(name, ours)
 
 
-def _is_gated_mlp(module: nn.Module) -> bool:
-    parts = {name for name, _ in module.named_children()} - {"act_fn"}
-    return (
-        parts == set(_MLP_PARTS)
-        and all(type(getattr(module, part)) is PackedLinear for part in _MLP_PARTS)
-        and not list(module.named_parameters(recurse=False))
-        and len(inspect.signature(module.forward).parameters) == 1
-    )
+class CpuKernels:
+    """See engine.model.fused_layers.LayerKernels. ``arena``: where packed weights lie."""
+
+    add_norm = staticmethod(layers_cpu.add_norm)
+    can_norm = staticmethod(layers_cpu.can_norm)
+    can_rotate = staticmethod(layers_cpu.can_rotate)
+    rotate_and_write = staticmethod(layers_cpu.rotate_and_write)
+
+    def __init__(self, arena: HugeArena):
+        self._arena = arena
+
+    def product(self, module: nn.Module, names: tuple[str, ...]) -> _Product | None:
+        linears = [getattr(module, name) for name in names]
+        widths = [linear.out_features for linear in linears]
+        if not all(can_pack(linear) for linear in linears):
+            return None
+        packed = PackedLinear(linears, self._arena)
+        if len(linears) > 1 and any(width % packed.panel for width in widths):
+            return None
+        return _Product(module, names, packed, widths)
+
+    def gated(self, module: nn.Module, names: tuple[str, ...], activation: str) -> _Gated | None:
+        linears = [getattr(module, name) for name in names]
+        if activation not in GATES or not all(can_pack(linear) for linear in linears):
+            return None
+        if any((linear.bias is None) != (linears[0].bias is None) for linear in linears):
+            return None
+        packed = [PackedLinear([linear], self._arena) for linear in linears]
+        if len(packed) > 1:
+            return _Gated(module, names, packed, packed, activation)
+        half = packed[0].out_features // 2
+        if half % packed[0].panel:
+            return None
+        return _Gated(module, names, packed, [packed[0].part(0, half), packed[0].part(half, 2 * half)], activation)
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
-    names = [name for name, _ in module.named_parameters()]
-    return names == ["weight"] and hasattr(module, "variance_epsilon") and can_norm(module.weight)
+class _Product:
+    """Linear layers side by side; once adopted, the module has them as parts of the same memory."""
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...], packed: PackedLinear, widths: list[int]):
+        self._module, self._names, self._packed, self._widths = module, names, packed, widths
+        self._run = packed.forward  # without the checks of nn.Module.__call__
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._run(rows)
+
+    def add_to(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self._run(rows, residual)
+
+    def adopt(self) -> None:
+        start = 0
+        for name, width in zip(self._names, self._widths, strict=True):
+            whole = width == self._packed.out_features
+            setattr(self._module, name, self._packed if whole else self._packed.part(start, start + width))
+            start += width
 
 
-def _replace(model: nn.Module, name: str, own: nn.Module, ours: nn.Module, width: int) -> None:
-    x = torch.randn(1, PROBE_TOKENS, width, generator=torch.Generator().manual_seed(0)).to(model.dtype)
-    if all(same_numbers(own(x * size), ours(x * size)) for size in PROBE_SIZES[model.dtype]):
-        model.set_submodule(name, ours)
+class _Gated:
+    """Gate and up; ``packed``: what the module has as ``names`` once they are adopted."""
+
+    def __init__(
+        self, module: nn.Module, names: tuple[str, ...], packed: list[PackedLinear], parts: list[PackedLinear], act: str
+    ):
+        self._module, self._names, self._packed = module, names, packed
+        self._gate, self._up, self._activation = *parts, act
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return gated(self._gate, self._up, self._activation, rows)
+
+    def adopt(self) -> None:
+        for name, packed in zip(self._names, self._packed, strict=True):
+            setattr(self._module, name, packed)

@@ -68,9 +68,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     check_logits(model, backend, kv_shape)
     loaded = LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype, query_heads)
     if wants_fusion(config, backend):  # now: it moves weights, whose addresses an engine's CUDA graphs would keep
-        from engine.model.cuda_layers import fuse_layers  # imports Triton, which not every machine has
+        from engine.model.cuda_layers import CudaKernels  # imports Triton, which not every machine has
+        from engine.model.fused_layers import fuse_layers
 
-        fuse_layers(model, backend, kv_shape, query_heads)
+        fuse_layers(model, CudaKernels(), backend, kv_shape, query_heads)
     return loaded
 
 

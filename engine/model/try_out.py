@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kernels.api import AttentionOptions, KVCache
+from kernels.api import AttentionOptions, KVCache, KVPair
 
 PROBE_TOKENS = 5
 # Sizes of activations: clamps, clips and epsilons show at one of them. float16 ends at 65504.
@@ -48,7 +48,9 @@ class RecordingHost:
         k, v = self.caches[layer]
         return k, v, torch.arange(len(k), device=k.device)
 
-    def attend(self, layer: int, q: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, options: AttentionOptions, new_kv: KVPair | None = None
+    ) -> torch.Tensor:
         """As AttentionHost.attend, the KV read back from the cache."""
         return self(layer, q, *self.caches[layer], options)
 

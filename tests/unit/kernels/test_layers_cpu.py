@@ -17,11 +17,16 @@ from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kernels.cpu_memory import HugeArena, huge_empty
-from kernels.layers_cpu import GatedMLP, PackedLinear, RMSNorm, can_norm, can_pack, can_rotate, rotate
+from kernels.kv_formats import INT8
+from kernels.layer_parts import Heads, Norm, Rotation
+from kernels.layers_cpu import PackedLinear, add_norm, can_norm, can_pack, can_rotate, gated, rotate_and_write
 from kernels.numba_amx import CHUNK, has_amx
 from kernels.numba_gemm import DEPTH, PANEL, ROW_BLOCK, ROWS
+from kernels.numba_quantised import load_rows
+from kernels.quantized import QuantizedKV
 
 ARENA = HugeArena()
+amx = pytest.mark.skipif(not has_amx(), reason="no AMX here")
 
 
 def in_float64(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -34,30 +39,46 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+ACTS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+HOW = ["plain", "residual", *ACTS]
+
+
+def products(
+    rows: int, inputs: int, outputs: int, bias: bool, how: str, threads: int, seed: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A product with what ``how`` says, ours and in float64. The weights must come back as they were."""
+    torch.manual_seed(seed)
+    linear, gate = (nn.Linear(inputs, outputs, bias=bias).to(dtype) for _ in range(2))
+    with torch.no_grad():
+        gate.weight.mul_(4)  # far into both arms of the activation
+    x, residual = torch.randn(rows, inputs).to(dtype), torch.randn(rows, 2, outputs).to(dtype)[:, 1]
+    packed, packed_gate, before = PackedLinear([linear], ARENA), PackedLinear([gate], ARENA), torch.get_num_threads()
+    assert can_pack(linear) and torch.equal(packed.weight, linear.weight)
+    expected = in_float64(linear, x)
+    torch.set_num_threads(threads)
+    try:
+        if how in ACTS:
+            return gated(packed_gate, packed, how, x), expected * ACTS[how](in_float64(gate, x))
+        if how == "residual":
+            return packed(x, residual), expected + residual.double()
+        return packed(x), expected
+    finally:
+        torch.set_num_threads(before)
+
+
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     rows=st.one_of(st.integers(0, 3 * ROWS + 1), st.sampled_from([ROW_BLOCK - 1, ROW_BLOCK, 2 * ROW_BLOCK + 1])),
     inputs=st.one_of(st.integers(1, 40), st.sampled_from([DEPTH - 1, DEPTH, DEPTH + 1, 3 * DEPTH])),
     outputs=st.integers(1, 12).map(lambda vectors: 16 * vectors),
     bias=st.booleans(),
-    gated=st.booleans(),
+    how=st.sampled_from(HOW),
     threads=st.integers(1, 3),
     seed=st.integers(0, 9),
 )
 @torch.inference_mode()
-def test_linear_equals_float64(rows, inputs, outputs, bias, gated, threads, seed):
-    torch.manual_seed(seed)
-    linear = nn.Linear(inputs, outputs, bias=bias)
-    x, gate = torch.randn(rows, inputs), 4 * torch.randn(rows, outputs) if gated else None
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        got = PackedLinear([linear], ARENA)(x, gate)
-    finally:
-        torch.set_num_threads(before)
-    expected = in_float64(linear, x)
-    assert torch.equal(PackedLinear([linear], ARENA).weight, linear.weight)
-    assert_close(got, expected * F.silu(gate.double()) if gated else expected)
+def test_products_equal_float64(rows, inputs, outputs, bias, how, threads, seed):
+    assert_close(*products(rows, inputs, outputs, bias, how, threads, seed, torch.float32))
 
 
 @torch.inference_mode()
@@ -76,58 +97,131 @@ def test_strided_rows_and_what_is_not_finite():
     linear, wide = nn.Linear(24, 32), torch.randn(9, 2, 48)
     assert_close(PackedLinear([linear], ARENA)(wide[:, 1, :24]), in_float64(linear, wide[:, 1, :24]))
     assert_close(PackedLinear([linear], ARENA)(wide[:, 1, ::2]), in_float64(linear, wide[:, 1, ::2]))
-    x, gate = torch.randn(7, 24), torch.randn(7, 32)
-    x[2, 5], x[4, 0], gate[6, 31] = float("nan"), float("inf"), float("nan")
-    got = PackedLinear([linear], ARENA)(x, gate)
-    expected = linear(x) * F.silu(gate)
-    assert torch.equal(got.isnan(), expected.isnan()) and got[2].isnan().all() and got[6, 31].isnan()
-    assert_close(got[[0, 1, 3, 5]], expected[[0, 1, 3, 5]].double())
+    gate, x = nn.Linear(24, 32), torch.randn(7, 24)
+    gate.weight[3, 0] = math.nan
+    x[2, 5] = math.nan
+    got = gated(PackedLinear([gate], ARENA), PackedLinear([linear], ARENA), "silu", x)
+    expected = F.silu(gate(x)) * linear(x)
+    assert torch.equal(got.isnan(), expected.isnan()) and got[2].isnan().all() and got[:, 3].isnan().all()
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+    x[4, 0] = math.inf
+    assert not PackedLinear([linear], ARENA)(x)[4].isfinite().any()
 
 
 @torch.inference_mode()
-def test_gate_far_out():
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=amx)])
+def test_gate_far_out(dtype):
     """silu of +-200 is 200 and -0, not NaN from an overflowing exponential."""
-    linear = nn.Linear(3, 16, bias=False)
-    x, gate = torch.ones(1, 3), torch.tensor([[-200.0, 200.0, -88.0, 88.0] * 4])
-    assert_close(PackedLinear([linear], ARENA)(x, gate), in_float64(linear, x) * F.silu(gate.double()))
+    gate, up = nn.Linear(32, 16, bias=False).to(dtype), nn.Linear(32, 16, bias=False).to(dtype)
+    gate.weight[:] = 0
+    gate.weight[:, 0] = torch.tensor([-200.0, 200.0, -88.0, 88.0] * 4)
+    x = torch.ones(1, 32, dtype=dtype)
+    got = gated(PackedLinear([gate], ARENA), PackedLinear([up], ARENA), "silu", x)
+    near(got, F.silu(in_float64(gate, x)) * in_float64(up, x))
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def near(got: torch.Tensor, expected: torch.Tensor) -> None:
+    (assert_close if got.dtype == torch.float32 else assert_close_in_bfloat16)(got, expected)
+
+
+def norm_in_float64(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    wide = x.double()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight.double() + norm.offset)
 
 
 @torch.inference_mode()
-def test_gated_mlp():
-    gate, up, down = nn.Linear(48, 80), nn.Linear(48, 80), nn.Linear(80, 48)
-    mlp, x = GatedMLP(*(PackedLinear([layer], ARENA) for layer in (gate, up, down))), torch.randn(3, 7, 48)
-    hidden = F.silu(in_float64(gate, x)) * in_float64(up, x)
-    assert_close(mlp(x), F.linear(hidden, down.weight.double(), down.bias.double()))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 16), (1, 48), (37, 1024)])  # the last on more threads than one
+def test_norm_and_residual_sum(shape, dtype):
+    x, residual = (3 * torch.randn(2, *shape).to(dtype)[:, :, :]).unbind(0)
+    residual = torch.cat([residual, residual], 1)[:, : shape[1]]  # rows further apart
+    norm, post = Norm(torch.randn(shape[1]).to(dtype), 1e-5, 0.0), Norm(torch.randn(shape[1]).to(dtype), 1e-2, 1.0)
+    for offset in (norm, post):
+        total, normed = add_norm(x, offset)
+        assert total is x
+        near(normed, norm_in_float64(x, offset))
+    for after, added in ((None, x.double()), (post, norm_in_float64(x, post))):
+        before = residual.clone()
+        total, normed = add_norm(x, norm, residual, after)
+        near(total, before.double() + added)
+        near(normed, norm_in_float64(total, norm))
+        assert torch.equal(residual, before)
+        alone, same = add_norm(x, None, residual, after)
+        assert same is alone and torch.equal(alone, total)
+
+
+def rotated_in_float64(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    """transformers' own rotation of heads ``x [T, heads, D]``, after a norm that is rounded as a module's result."""
+    x = x if norm is None else norm_in_float64(x, norm).to(x.dtype)
+    turned, rest = x.double().split([cos.shape[1], x.shape[2] - cos.shape[1]], 2)
+    turned, _ = apply_rotary_pos_emb(
+        turned[None], turned[None], cos.double()[None], sin.double()[None], unsqueeze_dim=2
+    )
+    return torch.cat([turned[0], rest], 2)
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("shape", [(0, 16), (1, 1, 48), (2, 5, 3, 64)])
-def test_rms_norm(shape):
-    x, weight = 3 * torch.randn(shape), torch.randn(shape[-1])
-    expected = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * weight.double()
-    assert_close(RMSNorm(weight, 1e-5)(x), expected)
-    assert_close(RMSNorm(weight, 1e-5)(x.transpose(0, -2)), expected.transpose(0, -2))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "rotated"),
+    [
+        (6, Heads(3, 1, 32, 32), 32),
+        (5, Heads(2, 2, 80, 32), 32),
+        (9, Heads(4, 2, 128, 128), 96),
+        (3, Heads(2, 1, 64, 64), 0),
+        (70, Heads(8, 2, 64, 64), 64),  # on more threads than one
+    ],
+)
+def test_rotation_and_kv_write(tokens, heads, rotated, normed, dtype):
+    """Q and K as transformers rotates them; K and V where the slots say; what has no slot is not written."""
+    dims = (heads.dim, heads.dim, heads.value_dim)
+    widths = [count * dim for count, dim in zip((heads.query, heads.kv, heads.kv), dims, strict=True)]
+    qkv, angles = torch.randn(tokens, sum(widths)).to(dtype), torch.randn(tokens, rotated)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = tuple(Norm(torch.randn(heads.dim).to(dtype), eps, offset) for eps, offset in ((1e-5, 0.0), (1e-2, 1.0)))
+    parts = [part.unflatten(1, (-1, dim)) for part, dim in zip(qkv.clone().split(widths, 1), dims, strict=True)]
+    used = norms if normed else (None, None)
+    expected = [rotated_in_float64(x, cos, sin, norm) for x, norm in zip(parts[:2], used, strict=True)]
+    slots = torch.randperm(tokens + 4)[:tokens]
+    slots[1] = -1
+    k_cache, v_cache = (torch.full((tokens + 4, heads.kv, dim), 7.0, dtype=dtype) for dim in dims[1:])
+    given = norms if normed else None
+    q, (k, v) = rotate_and_write(qkv, (cos, sin), heads, Rotation(rotated), given, k_cache, v_cache, slots)
+    for got, wanted in zip((q, k), expected, strict=True):
+        if normed and dtype == torch.bfloat16:  # a norm that rounds the other way is one unit off, before the rotation
+            torch.testing.assert_close(got.double(), wanted, atol=0.07, rtol=2**-7)
+        else:
+            near(got, wanted)
+    assert torch.equal(v, parts[2])
+    stored = slots >= 0
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        assert torch.equal(cache[slots[stored]], new[stored])
+        cache[slots[stored]] = 7.0
+        assert bool((cache == 7.0).all()), "nothing else was written"
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("dim", "rotated"), [(32, 32), (64, 64), (80, 32), (128, 96)])
-def test_rotation_is_that_of_transformers(dim, rotated):
-    rows = torch.randn(6, 5, dim)  # three query heads, one KV head, and V, which stays as it is
-    angles = torch.randn(1, 6, rotated)
-    q, k = rows[None, :, :3].transpose(1, 2), rows[None, :, 3:4].transpose(1, 2)
-    turned = apply_rotary_pos_emb(q[..., :rotated], k[..., :rotated], angles.cos(), angles.sin())
-    expected = rows.clone()
-    for heads, part in ((slice(0, 3), turned[0]), (slice(3, 4), turned[1])):
-        expected[:, heads, :rotated] = part[0].transpose(0, 1)
-    rotate(rows[:, :4], angles.cos()[0], angles.sin()[0])
-    torch.testing.assert_close(rows, expected, atol=1e-6, rtol=1e-6)
+def test_quantised_kv_is_written_from_rotated_keys():
+    heads, slots = Heads(2, 1, 64, 64), torch.tensor([3, 0, 2])
+    qkv, angles = torch.randn(3, 256), torch.randn(3, 64)
+    caches = [QuantizedKV.zeros(INT8, 4, 1, 64, "cpu") for _ in range(2)]
+    _, new = rotate_and_write(qkv, (angles.cos(), angles.sin()), heads, Rotation(64), None, *caches, slots)
+    for cache, x in zip(caches, new, strict=True):
+        step = x.abs().amax(-1, keepdim=True) / 127
+        assert bool(((load_rows(cache, slots, torch.empty(3, 1, 64)) - x).abs() <= 0.51 * step).all())
 
 
 def test_what_is_left_to_torch():
     assert can_pack(nn.Linear(7, 16)) and not can_pack(nn.Linear(7, 17))
     assert not can_pack(nn.Linear(7, 16).double()) and not can_pack(nn.Conv1d(7, 16, 1))
     assert can_norm(torch.ones(32)) and not can_norm(torch.ones(33)) and not can_norm(torch.ones(32).half())
-    assert can_rotate(32) and not can_rotate(48)
+    heads = Heads(4, 2, 64, 64)
+    assert can_rotate(heads, Rotation(32)) and not can_rotate(heads, Rotation(48))
+    assert not can_rotate(heads, Rotation(64, pairs=True)) and not can_rotate(Heads(4, 2, 40, 40), Rotation(32))
 
 
 def assert_close_in_bfloat16(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -136,34 +230,23 @@ def assert_close_in_bfloat16(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=1.05 * 2**-8, equal_nan=True)
 
 
-@pytest.mark.skipif(not has_amx(), reason="no AMX here")
+@amx
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     rows=st.one_of(st.integers(0, 70), st.sampled_from([CHUNK - 1, CHUNK + 1, CHUNK + 17])),
     inputs=st.sampled_from([32, 64, 288]),
     outputs=st.integers(1, 7).map(lambda vectors: 16 * vectors),
     bias=st.booleans(),
-    gated=st.booleans(),
+    how=st.sampled_from(HOW),
     threads=st.integers(1, 3),
     seed=st.integers(0, 9),
 )
 @torch.inference_mode()
-def test_linear_in_bfloat16_equals_float64(rows, inputs, outputs, bias, gated, threads, seed):
-    torch.manual_seed(seed)
-    linear = nn.Linear(inputs, outputs, bias=bias).bfloat16()
-    x, gate = torch.randn(rows, inputs).bfloat16(), 4 * torch.randn(rows, outputs).bfloat16() if gated else None
-    packed, before = PackedLinear([linear], ARENA), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        got = packed(x, gate)
-    finally:
-        torch.set_num_threads(before)
-    expected = in_float64(linear, x)
-    assert can_pack(linear) and torch.equal(packed.weight, linear.weight)
-    assert_close_in_bfloat16(got, expected * F.silu(gate.double()) if gated else expected)
+def test_products_in_bfloat16_equal_float64(rows, inputs, outputs, bias, how, threads, seed):
+    assert_close_in_bfloat16(*products(rows, inputs, outputs, bias, how, threads, seed, torch.bfloat16))
 
 
-@pytest.mark.skipif(not has_amx(), reason="no AMX here")
+@amx
 @torch.inference_mode()
 def test_parts_strided_rows_and_what_is_not_finite_in_bfloat16():
     layers = [nn.Linear(64, width, bias=width > 32).bfloat16() for width in (64, 32, 48)]
@@ -172,29 +255,10 @@ def test_parts_strided_rows_and_what_is_not_finite_in_bfloat16():
     expected = [in_float64(layer, x) for layer in layers]
     assert_close_in_bfloat16(joint(x), torch.cat(expected, -1))
     assert_close_in_bfloat16(joint.part(64, 96)(x), expected[1])
-    x, gate = x.clone(), torch.tensor([-200.0, 200.0, -88.0, 88.0] * 36).bfloat16().repeat(9, 1)
-    x[2, 5], x[4, 0], gate[6, 31] = math.nan, math.inf, math.nan
-    got, expected = joint(x, gate), torch.cat([in_float64(layer, x) for layer in layers], -1) * F.silu(gate.double())
-    assert got[2].isnan().all() and not got[4].isfinite().any() and got[6, 31].isnan()
-    got[4], expected[4] = 0, 0  # infinity times a gate of -0 is NaN, and times a subnormal one infinity
-    assert_close_in_bfloat16(got, expected)
-
-
-@torch.inference_mode()
-def test_norm_and_rotation_in_bfloat16_round_once():
-    x, weight = 3 * torch.randn(2, 5, 48).bfloat16(), torch.randn(48).bfloat16()
-    wide = x.double()
-    expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
-    assert can_norm(weight)
-    assert_close_in_bfloat16(RMSNorm(weight, 1e-5)(x), expected)
-    rows, angles = torch.randn(6, 5, 80).bfloat16(), torch.randn(6, 32)
-    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-    turned = rows[:, :4, :32].double()
-    half = torch.cat([-turned[..., 16:], turned[..., :16]], -1)
-    expected = rows.double()
-    expected[:, :4, :32] = turned * cos.double()[:, None] + half * sin.double()[:, None]
-    rotate(rows[:, :4], cos, sin)
-    assert_close_in_bfloat16(rows, expected)
+    x = x.clone()
+    x[2, 5] = math.nan
+    got = gated(joint, joint, "silu", x)
+    assert got[2].isnan().all() and got[[0, 1, *range(3, 9)]].isfinite().all()
 
 
 AS_COMPILED_FOR_AVX2 = """
@@ -202,7 +266,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from kernels.cpu_memory import HugeArena
-from kernels.layers_cpu import PackedLinear, RMSNorm, can_pack
+from kernels.layer_parts import Norm
+from kernels.layers_cpu import PackedLinear, add_norm, can_pack
 from kernels.numba_gemm import PANEL
 
 assert PANEL == 16
@@ -210,9 +275,9 @@ with torch.inference_mode():
     linear, x = nn.Linear(450, 80), torch.randn(33, 450)
     torch.testing.assert_close(PackedLinear([linear], HugeArena())(x), linear(x), atol=1e-5, rtol=1e-5)
     assert not can_pack(linear.bfloat16()), "left to torch without AMX"
-    norm, x = RMSNorm(torch.randn(48).bfloat16(), 1e-5), torch.randn(3, 48).bfloat16()
-    expected = F.rms_norm(x.double(), (48,), norm.weight.double(), 1e-5)
-    torch.testing.assert_close(norm(x).double(), expected, atol=0, rtol=1.05 * 2**-8)
+    weight, x = torch.randn(48).bfloat16(), torch.randn(3, 48).bfloat16()
+    expected = F.rms_norm(x.double(), (48,), weight.double(), 1e-5)
+    torch.testing.assert_close(add_norm(x, Norm(weight, 1e-5, 0.0))[1].double(), expected, atol=0, rtol=1.05 * 2**-8)
 """
 
 

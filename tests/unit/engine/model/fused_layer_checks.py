@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.execution.forward import ModelForward
 from engine.execution.graphs import GraphSizes
-from engine.model import cuda_layers, support_check, try_out
+from engine.model import fused_layers, support_check, try_out
 from engine.model.attention import AttentionHost, StepTensors
-from engine.model.cuda_layers import Fusion, fuse_layers
+from engine.model.cuda_layers import CudaKernels
+from engine.model.fused_layers import Fusion, fuse_layers
 from engine.model.support_check import measure_kv, paged_logits
 from kernels import get_backend
 from kernels.kv_formats import KV_FORMATS
@@ -35,7 +36,7 @@ PAGE = 4
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     right_bfloat16(monkeypatch)
-    for module in (try_out, cuda_layers):  # probes of few tokens: the interpreter is slow
+    for module in (try_out, fused_layers):  # probes of few tokens: the interpreter is slow
         monkeypatch.setattr(module, "PROBE_TOKENS", 2)
     monkeypatch.setattr(support_check, "_PROBE_TOKENS", 7)
     monkeypatch.setattr(support_check, "_PROBE_STEPS", [[(0, 0, 3)], [(1, 0, 1), (0, 3, 6)], [(1, 1, 2)], [(1, 2, 6)]])
@@ -62,7 +63,7 @@ def make_model(family: str, dtype: torch.dtype = torch.float32, **settings: Any)
 
 def fuse(model: PreTrainedModel) -> Fusion:
     kv_shape, query_heads = measure_kv(model, next(model.parameters()).dtype.itemsize)
-    return fuse_layers(model, BACKEND, kv_shape, query_heads)
+    return fuse_layers(model, CudaKernels(), BACKEND, kv_shape, query_heads)
 
 
 def host_of(model: PreTrainedModel, fused_layers: bool, kv_cache_dtype: str = "auto", slots: int = 32) -> AttentionHost:
@@ -244,7 +245,7 @@ def test_a_module_that_computes_something_else_stays():
 def test_a_model_whose_logits_change_is_given_back(monkeypatch):
     """The last check, of what no try-out of a single module sees."""
     model = make_model("llama")
-    monkeypatch.setattr(cuda_layers, "logits_differ", lambda expected, got, dtype: "by 1 of their spread")
+    monkeypatch.setattr(fused_layers, "logits_differ", lambda expected, got, dtype: "by 1 of their spread")
     before = paged_logits(model, BACKEND, measure_kv(model, 4)[0])
     fusion = fuse(model)
     assert not fusion.fused and ("layers", "the logits differ by 1 of their spread") in fusion.left

@@ -1,21 +1,19 @@
-"""Replaced modules leave a model's logits as they were, with our attention and with transformers' own."""
+"""Fused layers leave a model's logits as they were, with our attention and with transformers' own."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.model.attention import AttentionHost, StepTensors, install
-from engine.model.cpu_attention import JointAttention
+from engine.model.attention import FUSION, AttentionHost, StepTensors, install
 from engine.model.cpu_layers import use_cpu_layers
 from engine.model.support_check import measure_kv
 from kernels import get_backend
-from kernels.layers_cpu import GatedMLP, PackedLinear, RMSNorm
+from kernels.layers_cpu import PackedLinear
 from kernels.numba_amx import has_amx
 from tests.support.hf_parts import loaded, make_engine, model_folder
 
@@ -29,17 +27,19 @@ MINISTRAL_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32,
     "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
-# (attention, MLPs, norms) that are replaced in two layers; what is left alone, and why.
+# (attention modules, MLPs, norms, whole layers) that are fused in two layers; what is left alone, and why.
 EXPECTED = {
-    "llama": (2, 2, 5),
-    "qwen2": (2, 2, 5),  # Q, K and V with bias
-    "qwen3": (2, 2, 9),  # a norm on each head of Q and K
-    "mistral": (2, 2, 5),  # a sliding window
-    "granite": (2, 2, 5),  # a scale of its own
-    "gemma2": (2, 0, 0),  # gelu; norms that add 1 to the weight
-    "olmo": (0, 2, 0),  # clips Q, K and V; layer norms
-    "ministral3": (0, 2, 5),  # scales Q by the position, from a position on that no short prompt reaches
-    "glm": (0, 0, 5),  # rotates pairs of neighbours; gate and up in one matrix
+    "llama": (2, 2, 5, 2),
+    "qwen2": (2, 2, 5, 2),  # Q, K and V with bias
+    "qwen3": (2, 2, 9, 2),  # a norm on each head of Q and K
+    "mistral": (2, 2, 5, 2),  # a sliding window
+    "granite": (2, 2, 5, 0),  # multiplies what it adds to the residual
+    "phi3": (2, 2, 5, 2),  # Q, K and V in one matrix, gate and up in another
+    "gemma2": (2, 2, 9, 2),  # gelu; norms that add 1 to the weight, after attention and MLP too
+    "gemma3_text": (2, 2, 13, 2),
+    "olmo": (0, 2, 0, 0),  # clips Q, K and V; layer norms
+    "ministral3": (0, 2, 5, 2),  # scales Q by the position, from a position on that no short prompt reaches
+    "glm": (0, 2, 5, 2),  # rotates pairs of neighbours
 }
 
 
@@ -47,11 +47,15 @@ def make_model(model_type: str) -> PreTrainedModel:
     torch.manual_seed(3)
     extra = {
         "mistral": {"sliding_window": 5},
+        "granite": {"residual_multiplier": 0.5},
         "gemma2": {"sliding_window": 5},
+        "gemma3_text": {"sliding_window": 5},
+        "phi3": {"intermediate_size": 128},  # of whole panels
+        "glm": {"intermediate_size": 128},
         "olmo": {"clip_qkv": 40.0},  # of values around 3
         "ministral3": {"rope_parameters": MINISTRAL_ROPE},
     }.get(model_type, {})
-    config = AutoConfig.for_model(**SHAPE, **extra, model_type=model_type)
+    config = AutoConfig.for_model(**{**SHAPE, **extra}, model_type=model_type)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():  # norms of ones and zeros would hide what they do
         if parameter.dim() == 1:
@@ -59,17 +63,20 @@ def make_model(model_type: str) -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
-def replaced(model: PreTrainedModel) -> Counter[str]:
-    kinds = (GatedMLP, JointAttention, PackedLinear, RMSNorm)
-    return Counter(type(module).__name__ for module in model.modules() if isinstance(module, kinds))
+def use_layers(model: PreTrainedModel) -> tuple[int, ...]:
+    """Attention modules, MLPs, norms and whole layers that were fused."""
+    kv_shape, query_heads = measure_kv(model, model.dtype.itemsize)
+    use_cpu_layers(model, get_backend("numba"), kv_shape, query_heads)
+    fused = getattr(model, FUSION).fused
+    return tuple(fused[kind] for kind in ("attention", "MLPs", "norms", "layers"))
 
 
 def paged_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """One prompt in one step through our attention, pages out of order."""
-    kv_shape, _ = measure_kv(model, 4)
+    kv_shape, _ = measure_kv(model, model.dtype.itemsize)
     size, page = ids.shape[1], 4
     starts = torch.tensor([[8, 0, 4, 12]])
-    host = AttentionHost(get_backend("numba"), kv_shape, 16, page, next(model.parameters()))
+    host = AttentionHost(get_backend("numba"), kv_shape, 16, page, next(model.parameters()), fused_layers=True)
     install(model, host)
     at = torch.arange(size)
     host.begin(StepTensors.of_prompt(starts[0, at // page] + at % page, starts))
@@ -81,53 +88,52 @@ def paged_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 def test_logits_stay_what_they_were(model_type):
     model, ids = make_model(model_type), torch.arange(14)[None] * 11 % SHAPE["vocab_size"]
     expected = model(input_ids=ids, use_cache=False).logits
-    use_cpu_layers(model)
+    assert use_layers(model) == EXPECTED[model_type], getattr(model, FUSION)
     paged = paged_logits(model, ids)
     model.set_attn_implementation("eager")
     for logits in (paged, model(input_ids=ids, use_cache=False).logits, model(input_ids=ids, use_cache=True).logits):
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
-    found = replaced(model)
-    assert (found["JointAttention"], found["GatedMLP"], found["RMSNorm"]) == EXPECTED[model_type]
     left = [module for module in model.modules() if type(module) is nn.Linear]
     embedding = model.get_input_embeddings().weight
     assert all(module.weight is embedding for module in left), "all linear layers are packed but a tied head"
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma2", "olmo", "ministral3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "olmo", "ministral3"])
 def test_logits_in_bfloat16_are_as_near_to_float64_as_transformers_own(model_type):
-    """And the modules that are replaced are those of float32, where AMX multiplies linear layers."""
+    """And what is fused is what is fused in float32, where AMX multiplies linear layers."""
     model, ids = make_model(model_type).bfloat16(), torch.arange(14)[None] * 11 % SHAPE["vocab_size"]
     own = model(input_ids=ids, use_cache=False).logits
     exact = copy.deepcopy(model).double()(input_ids=ids, use_cache=False).logits
-    use_cpu_layers(model)
+    fused = use_layers(model)
     error, allowed = (
         ((logits - exact).square().mean() / exact.square().mean()).sqrt() for logits in (paged_logits(model, ids), own)
     )
     assert error <= 1.3 * allowed
-    found = replaced(model)
-    attention, mlps, norms = EXPECTED[model_type]
-    assert found["RMSNorm"] == norms
     if has_amx():
-        assert (found["JointAttention"], found["GatedMLP"]) == (attention, mlps)
+        assert fused == EXPECTED[model_type], getattr(model, FUSION)
 
 
+@torch.inference_mode()
 def test_a_module_that_computes_something_else_stays():
-    """Children and signature of a gated MLP, but another product; weight and eps of an RMSNorm, but another norm."""
+    """Children and signature of a gated MLP, but another product; weight and eps of an RMSNorm, but another norm; a
+    layer that scales its result."""
     model = make_model("llama")
-    mlp, norm = model.model.layers[0].mlp, model.model.layers[1].input_layernorm
+    first, second = model.model.layers
+    mlp, norm, whole = first.mlp, second.input_layernorm, first.forward
     mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.up_proj(x)) * mlp.gate_proj(x))
     norm.forward = lambda x: nn.functional.layer_norm(x, norm.weight.shape, norm.weight)
-    use_cpu_layers(model)
-    assert model.model.layers[0].mlp is mlp and model.model.layers[1].input_layernorm is norm
-    assert isinstance(model.model.layers[1].mlp, GatedMLP)
-    assert isinstance(model.model.layers[0].input_layernorm, RMSNorm)
+    first.forward = lambda hidden_states, **more: whole(hidden_states, **more) * 1.01
+    ids = torch.arange(14)[None]
+    expected = model(input_ids=ids, use_cache=False).logits
+    assert use_layers(model) == (2, 1, 4, 0)
+    torch.testing.assert_close(paged_logits(model, ids), expected, atol=2e-4, rtol=1e-4)
 
 
 def test_weights_are_held_once():
     model = make_model("llama")
     matrices = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear)
-    use_cpu_layers(model)
+    use_layers(model)
     left = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     assert left == model.get_input_embeddings().weight.numel(), "of the original matrices only the embedding is left"
     held, ends = 0, 0  # bytes of memory under all packed weights, those of parts counted once
@@ -142,7 +148,7 @@ def test_weights_are_held_once():
 
 
 def test_the_torch_backend_keeps_the_models_own_modules(tmp_path):
-    for backend, count in (("torch", 0), ("auto", LAYERS)):
+    for backend, fused in (("torch", False), ("auto", True)):
         model = loaded(model_folder(str(tmp_path), "llama-wide"), backend)
         engine = make_engine(model, "", slots=64, max_model_len=64, max_num_seqs=2)
-        assert replaced(engine.executor.forward.model)["JointAttention"] == count
+        assert hasattr(engine.executor.model, FUSION) == fused == engine.executor.host.fused_layers

@@ -12,7 +12,8 @@ import pytest
 from engine.config import EngineConfig
 from engine.planning import plan_engine
 from kernels.compile_ahead import compile_for, read_resources
-from kernels.triton_layers import Heads, Rotation, rotate_constants, rotate_write_kernel
+from kernels.layer_parts import Heads, Rotation
+from kernels.triton_layers import rotate_constants, rotate_write_kernel
 
 compiles = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 replaces the compiler"
