@@ -107,7 +107,7 @@ class EngineConfig:
     kernel_backend: str = "auto"
     cuda_graphs: bool | None = None  # replay captured steps; None: on CUDA
     torch_compile: bool = False  # of the model's forward
-    fused_layers: bool | None = None  # fewer kernels a layer (engine/model/cuda_layers.py); None: with triton
+    fused_layers: bool | None = None  # fewer GPU kernels a layer (engine/model/fused_layers.py); None: with triton
     num_threads: int | None = None  # CPU threads; None: all cores this process may use
 
     def __post_init__(self) -> None:

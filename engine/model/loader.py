@@ -76,7 +76,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def wants_fusion(config: EngineConfig, backend: AttentionBackend) -> bool:
-    """Whether layers of fewer kernels (engine/model/cuda_layers.py) are to be used."""
+    """Whether layers of fewer GPU kernels (engine/model/cuda_layers.py) are to be used."""
     return backend.name == "triton" and config.fused_layers is not False and not config.torch_compile
 
 
