@@ -121,16 +121,30 @@ def _softmax_block(scores: int, acc: int, heads: int, v_dim: int, count: int, ca
 
 
 @numba.njit(**JIT)
-def _prefetch_rows(k_row: int, k_bytes: int, v_row: int, v_bytes: int) -> None:
-    """Ask for a V row that is read right after the scores (L1) and a K row of the next block (L2).
+def _fill_next(args: int, b: int, place: int, end: int, offsets: int) -> int:
+    """``_fill_offsets`` of the first block of the sequence after b, which begins at ``place`` of the line and of which
+    this share has what lies before ``end``; how many tokens that is."""
+    if b + 1 >= load_i64(args + 8 * A_BATCH) or place >= end:
+        return 0
+    visible = _visible(args, b + 1)
+    count = min(BLOCK, visible, end - place)
+    first = load_i64(load_i64(args + 8 * A_LENS) + 8 * (b + 1)) - visible
+    _fill_offsets(args, b + 1, first, count, offsets)
+    return count
+
+
+@numba.njit(**JIT)
+def _prefetch_row(row: int, size: int, level: int) -> None:
+    """Ask for all cache lines of a row, into the L1 or L2 cache.
 
     The hardware's own prefetching ends at each page of the table. Measured on one core, 67 MB of KV,
     as a share of the read ceiling: 0.58 to 0.74 with pages of 16 tokens, 0.35 to 0.53 with pages of 1.
     """
-    for line in range(0, v_bytes, 64):
-        prefetch_line(v_row + line, 1)
-    for line in range(0, k_bytes, 64):
-        prefetch_line(k_row + line, 2)
+    for line in range(0, size, 64):
+        if level == 1:
+            prefetch_line(row + line, 1)
+        else:
+            prefetch_line(row + line, 2)
 
 
 @numba.njit(**JIT)
@@ -279,14 +293,17 @@ def build_worker(group: int, head_dim: int, v_head_dim: int, kind: int, q_kind: 
             _fill_offsets(args, b, token, min(BLOCK, last - token), offsets)
             while token < last:
                 count, count_ahead = min(BLOCK, last - token), min(BLOCK, max(0, last - token - BLOCK))
-                _fill_offsets(args, b, token + count, count_ahead, ahead)
+                if count_ahead:
+                    _fill_offsets(args, b, token + count, count_ahead, ahead)
+                else:
+                    count_ahead = _fill_next(args, b, stop, hi, ahead)
                 v_offsets = offsets + 8 * BLOCK
                 for j in range(count):
                     row = k_base + load_i64(offsets + 8 * j)
-                    row_ahead = k_base + load_i64(ahead + 8 * j)
-                    k_ahead = kv_heads * k_bytes if j < count_ahead else 0
-                    v_row = v_base + load_i64(v_offsets + 8 * j)
-                    _prefetch_rows(row_ahead, k_ahead, v_row, kv_heads * v_bytes)
+                    _prefetch_row(v_base + load_i64(v_offsets + 8 * j), kv_heads * v_bytes, 1)  # read after the scores
+                    for i in range(j, count_ahead, count):  # rows of the next block, of which there may be more
+                        _prefetch_row(k_base + load_i64(ahead + 8 * i), kv_heads * k_bytes, 2)
+                        _prefetch_row(v_base + load_i64(ahead + 8 * (BLOCK + i)), kv_heads * v_bytes, 2)
                     for n in range(kv_heads):
                         q_at, k_at = q_scaled + 4 * n * group * head_dim, row + n * k_bytes
                         s_at = scores + 4 * (n * group * BLOCK + j)
