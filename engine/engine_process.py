@@ -197,10 +197,10 @@ def how_it_ended(process: BaseProcess) -> str:
 
 
 class ProcessEngine(EngineClient, asyncio.Protocol):
-    """The client of an engine in another process, which it stops at ``shutdown``."""
+    """The client of an engine in another process, which it stops at ``shutdown``. ``options``: see ``EngineClient``."""
 
-    def __init__(self, child: EngineProcess, loaded: Loaded):
-        super().__init__(loaded.config, loaded.model_info, loaded.capacity, loaded.stats)
+    def __init__(self, child: EngineProcess, loaded: Loaded, **options: Any):
+        super().__init__(loaded.config, loaded.model_info, loaded.capacity, loaded.stats, **options)
         self._child = child
         self._description = loaded.description
         self._transport: asyncio.Transport | None = None
@@ -235,9 +235,8 @@ class ProcessEngine(EngineClient, asyncio.Protocol):
         for event, *args in self._child.frames.feed(data):
             if event == "outputs":
                 at, rows = args
-                self.on_outputs([Delivery(at, scheduled_at, TokenOutput(*output)) for scheduled_at, *output in rows])
-            else:
-                getattr(self, f"on_{event}")(*args)
+                args = [[Delivery(at, scheduled_at, TokenOutput(*output)) for scheduled_at, *output in rows]]
+            self.report(event, *args)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Of asyncio: the engine's process has ended."""

@@ -80,7 +80,8 @@ class ServeOptions:
     """What is the server's and not the engine's.
 
     ``port`` 0: any free one. ``step_log``: see ``StepLog``. ``frontend_multiprocessing``: HTTP and the engine in a
-    process each (``engine.engine_process``); None: where the engine runs on a GPU.
+    process each (``engine.engine_process``); None: where the engine runs on a GPU. ``watchdog_timeout``: seconds
+    without a sign of life from a busy engine after which /health is 503.
     """
 
     host: str = "127.0.0.1"
@@ -88,10 +89,13 @@ class ServeOptions:
     served_model_name: str | None = None
     step_log: str | None = None
     frontend_multiprocessing: bool | None = None
+    watchdog_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port cannot be {self.port}: it lies between 0 (any free port) and 65535")
+        if not self.watchdog_timeout > 0:
+            raise ValueError(f"watchdog_timeout cannot be {self.watchdog_timeout:g}: it is a number of seconds above 0")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,6 +117,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="run the engine in a process of its own, beside the one that speaks HTTP. Left out: on for a GPU, off for "
         "a CPU, where both need the same cores.",
+    )
+    server.add_argument(
+        "--watchdog-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=ServeOptions.watchdog_timeout,
+        help="after so long without the end of a step or a reply from an engine that has work, /health is 503; nothing "
+        "is stopped. Longer than any step takes. (default: %(default)g)",
     )
     engine = parser.add_argument_group("engine")
     for field in dataclasses.fields(EngineConfig):
