@@ -23,6 +23,7 @@ SHAPE = {
     "initializer_range": 0.3,
 }  # fmt: skip
 LAYERS = 2
+BACKEND = get_backend("numba")  # here: its buffers must not be made in inference mode, which other tests leave
 MINISTRAL_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32,
     "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -66,7 +67,7 @@ def make_model(model_type: str) -> PreTrainedModel:
 def use_layers(model: PreTrainedModel) -> tuple[int, ...]:
     """Attention modules, MLPs, norms and whole layers that were fused."""
     kv_shape, query_heads = measure_kv(model, model.dtype.itemsize)
-    use_cpu_layers(model, get_backend("numba"), kv_shape, query_heads)
+    use_cpu_layers(model, BACKEND, kv_shape, query_heads)
     fused = getattr(model, FUSION).fused
     return tuple(fused[kind] for kind in ("attention", "MLPs", "norms", "layers"))
 
@@ -76,7 +77,7 @@ def paged_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     kv_shape, _ = measure_kv(model, model.dtype.itemsize)
     size, page = ids.shape[1], 4
     starts = torch.tensor([[8, 0, 4, 12]])
-    host = AttentionHost(get_backend("numba"), kv_shape, 16, page, next(model.parameters()), fused_layers=True)
+    host = AttentionHost(BACKEND, kv_shape, 16, page, next(model.parameters()), fused_layers=True)
     install(model, host)
     at = torch.arange(size)
     host.begin(StepTensors.of_prompt(starts[0, at // page] + at % page, starts))
