@@ -9,7 +9,6 @@ kwargs): each attention module has a reference to its model's ``AttentionHost``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,41 +203,6 @@ def install(model: PreTrainedModel, host: AttentionHost | ShapeRecorder) -> None
             fusion.on = getattr(host, "fused_layers", False)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
-
-
-class ReplacedAttention:
-    """The forward of what replaces an attention module: ``attend`` for a packed batch, else ``own``, the module's own.
-
-    ``active``: whether our attention is installed now.
-    """
-
-    own: Callable[..., Any]
-    active: bool
-
-    def attend(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """``rows [T, C]`` at the angles ``cos`` and ``sin [T, D]`` -> ``[T, C]``."""
-        raise NotImplementedError
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``hidden_states [1, T, C]`` -> ``[1, T, C]``, as the module's own."""
-        ours = self.active and len(hidden_states) == 1
-        if not ours or past_key_values is not None or attention_mask is not None or position_embeddings is None:
-            return self.own(
-                hidden_states=hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
-        cos, sin = position_embeddings
-        return self.attend(hidden_states[0], cos[0], sin[0])[None], None
 
 
 class ForeignMaskError(ValueError):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.model.attention import HOST, NAME, ReplacedAttention, install
+from engine.model.attention import HOST, NAME, install
 from engine.model.try_out import PROBE_SIZES, Call, RecordingHost, calls_at, named, probe_starts, same_call
 from kernels.api import AttentionOptions
 from kernels.cpu_memory import HugeArena
@@ -16,8 +18,8 @@ from kernels.numba_gemm import PANEL
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
-class JointAttention(ReplacedAttention, nn.Module):
-    """Q, K and V of the module ``own`` as one product.
+class JointAttention(nn.Module):
+    """Computes the module ``own`` while our attention is installed; with any other attention it calls ``own``.
 
     ``own`` keeps its projections as views of the same packed weights. Q and K may pass a norm per head.
     """
@@ -39,13 +41,28 @@ class JointAttention(ReplacedAttention, nn.Module):
             start += original.out_features
         self.originals = {}
 
-    @property
-    def active(self) -> bool:
-        return self._config._attn_implementation == NAME
-
-    def attend(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        rows = self.joint(rows).view(len(rows), -1, self.head_dim)  # [T, H + 2 Hkv, D]
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``hidden_states [1, T, C]`` -> ``[1, T, C]``, as the replaced module."""
+        ours = self._config._attn_implementation == NAME and len(hidden_states) == 1
+        if not ours or past_key_values is not None or attention_mask is not None or position_embeddings is None:
+            return self.own(
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        rows = self.joint(hidden_states[0])  # [T, (H + 2 Hkv) * D]
+        rows = rows.view(len(rows), -1, self.head_dim)
         q, k, v = rows.split(self.heads, 1)
+        cos, sin = (x[0] for x in position_embeddings)
         if hasattr(self.own, "q_norm"):
             q, k = self.own.q_norm(q), self.own.k_norm(k)
             rotate(q, cos, sin)
@@ -53,7 +70,7 @@ class JointAttention(ReplacedAttention, nn.Module):
         else:
             rotate(rows[:, : self.heads[0] + self.heads[1]], cos, sin)
         out = getattr(self, HOST)(self.layer_idx, q, k, v, self.options)
-        return self.own.o_proj(out.reshape(len(rows), -1))
+        return self.own.o_proj(out.reshape(1, len(rows), -1)), None
 
 
 def join_attention(model: PreTrainedModel, arena: HugeArena) -> None:

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.kv.budget import KVShape
-from engine.model.attention import FUSION, HOST, NAME, ReplacedAttention, install
+from engine.model.attention import FUSION, HOST, NAME, install
 from engine.model.support_check import logits_differ, paged_logits
 from engine.model.try_out import (
     PROBE_SIZES,
@@ -174,8 +174,8 @@ class FusedMLP(_Fused):
         return act_mul(self._joint(rows), self._activation)
 
 
-class FusedAttention(ReplacedAttention, _Fused):
-    """Q, K and V as one product; norm, rotation and KV write as one kernel.
+class FusedAttention(_Fused):
+    """Q, K and V as one product; norm, rotation and KV write as one kernel. With any other attention it calls ``own``.
 
     Q and K may pass a norm per head.
     """
@@ -198,16 +198,30 @@ class FusedAttention(ReplacedAttention, _Fused):
     def adopt(self) -> None:
         self._joint.adopt()
 
-    @property
-    def active(self) -> bool:
-        return self.switch.active
-
-    def attend(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``hidden_states [1, T, C]`` -> ``[1, T, C]``, as the module's own."""
+        ours = self.switch.active and len(hidden_states) == 1
+        if not ours or past_key_values is not None or attention_mask is not None or position_embeddings is None:
+            return self.own(
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
         host, layer = getattr(self.module, HOST), self.module.layer_idx
-        rows = self._joint(rows)
-        q = rotate_and_write(rows, (cos, sin), self._heads, self.rotation, self._norms, *host.destination(layer))
+        cos, sin = position_embeddings
+        rows = self._joint(hidden_states[0])
+        q = rotate_and_write(rows, (cos[0], sin[0]), self._heads, self.rotation, self._norms, *host.destination(layer))
         out = host.attend(layer, q, self._options)
-        return F.linear(out.view(len(rows), -1), self._out.weight, self._out.bias)
+        return F.linear(out.view(len(rows), -1), self._out.weight, self._out.bias)[None], None
 
 
 class FusedLayer(_Fused):
