@@ -12,6 +12,10 @@ from tests.support.browser import Browser, chromium
 
 os.environ.setdefault("KVBENCH_NO_CALIBRATION", "1")
 os.environ.setdefault("KVBENCH_NO_QUALITY", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.support.triton_interpreter import patch_once
+
+    patch_once()
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it for its workers, and a table would be made to fit
 
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter with the right arithmetic of bfloat16, and without what makes it slow."""
+"""Triton's interpreter with the right arithmetic of bfloat16, with any NumPy, and without what makes it slow."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def patch_once() -> None:
     """Replace the functions of triton.language once in this process.
 
     The interpreter does it at each call of a function from a kernel and takes it back only at the kernel's end, so
-    that every such call costs more than its arithmetic.
+    that every such call costs more than its arithmetic. Triton 3.6 takes a scalar's value by ``int`` of an array of one
+    value, which NumPy 2.4 refuses (triton-lang/triton issue 9171).
     """
     patch, done = interpreter._patch_lang, set()
 
@@ -49,6 +50,7 @@ def patch_once() -> None:
         found = {value for value in fn.__globals__.values() if value in (tl, tl.core)}
         if found - done:
             patch(fn)
+            tl.tensor.__index__ = lambda scalar: scalar.handle.data.item()
             done.update(found)
         return _Kept()
 
