@@ -58,13 +58,13 @@ def only_what_serving_needs(compiles: bool) -> Iterator[None]:
     """
     import torch
 
-    _transformers_on_demand()
     compiler = contextlib.nullcontext() if compiles else _compiler_on_demand()
     distributed = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
     try:
         with _hidden("scipy"), _hidden("accelerate"), compiler:
             with _hidden("kernels"):  # ours, which transformers takes for another; it would search for its version
+                _transformers_on_demand()
                 import transformers.modeling_utils  # noqa: F401
             yield
     finally:
@@ -75,8 +75,8 @@ def only_what_serving_needs(compiles: bool) -> Iterator[None]:
 def without_torch() -> Iterator[None]:
     """While transformers is imported for its tokenizers alone, in a process that computes nothing."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would warn that there is no torch
-    _transformers_on_demand()
     with _hidden("torch"):
+        _transformers_on_demand()
         yield
 
 
@@ -155,9 +155,10 @@ def _transformers_on_demand() -> None:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         return
-    _OnDemand("transformers", {"__version__": version}, _PLACES)
+    package = _OnDemand("transformers", {"__version__": version}, _PLACES)
     _OnDemand("transformers.models", {})
     _OnDemand("transformers.processing_utils", {"Unpack": typing.Unpack})
+    getattr(package, "dependency_versions_check", None)  # raises ImportError, as the package itself does
 
 
 _COMPILER = "torch._dynamo"
