@@ -23,6 +23,7 @@ from kvbench.common import foreign_cpu as contention
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
 from kvbench.loadtest.max_rate.search import CLIENT_LIMIT, INVALID
+from kvbench.measure import warm_up
 from tests.support.loads import fake_server, free_port, own_mock, start_load
 from tests.support.sweep_parts import BUSY_MACHINE, ROOT, TINY, wait_until
 
@@ -47,6 +48,11 @@ def idle_machine(monkeypatch):
     """Other work on the test machine is not what is tested here."""
     monkeypatch.setattr(contention, "MIN_FOREIGN_CORES", 1000.0)
     monkeypatch.setattr(contention, "MAX_STEAL_SHARE", 1.0)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(warm_up, "_PAUSE_S", 0.01)  # before a request that failed is sent again
 
 
 def load(*words):
