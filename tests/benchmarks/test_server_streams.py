@@ -146,7 +146,7 @@ def test_steps_beside_streams(benchmark, tmp_path, streams: int, step_ms: int, m
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("streams", choose(full=[8, 64], quick=[64], smoke=[4]))
-@pytest.mark.parametrize("flag", choose(full=PROCESSES, quick=PROCESSES, smoke=PROCESSES[1:]))
+@pytest.mark.parametrize("flag", choose(full=PROCESSES, quick=PROCESSES, smoke=PROCESSES[:1]))
 def test_tokens_beside_streams(benchmark, streams: int, flag: str) -> None:
     benchmark.group = f"{model_name()}, {streams} streams"
     with server(flag, "--max-num-seqs", str(streams)) as port, client(port, streams) as count:
