@@ -4,6 +4,7 @@
 """
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,10 +13,9 @@ from tests.support.browser import Browser, chromium
 
 os.environ.setdefault("KVBENCH_NO_CALIBRATION", "1")
 os.environ.setdefault("KVBENCH_NO_QUALITY", "1")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.support.triton_interpreter import patch_once
-
-    patch_once()
+# Tests start some 500 processes: without byte code each of them compiles every file of this repository again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it for its workers, and a table would be made to fit
 
 
