@@ -25,9 +25,9 @@ from kernels.kv_formats import KV_FORMATS
 from tests.support.fake_capture import FakeCapture
 from tests.support.families import ACCEPTED, COMMON
 from tests.support.launches import Launches
-from tests.support.triton_interpreter import patch_once, right_bfloat16
+from tests.support.triton_interpreter import make_quick, right_bfloat16
 
-patch_once()
+make_quick()
 BACKEND = get_backend("triton")
 PAGE = 4
 
