@@ -40,8 +40,9 @@ lint: install
 	@$(BIN)/ruff check .
 	@$(BIN)/lint-imports
 
+# Bytecode is kept even where the shell says otherwise: the processes of the tests import the same files thousands of times.
 test: lint
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: install
 	@$(if $(QUICK),KVBENCH_BENCH=quick )$(BIN)/python -m tests.benchmarks.bench_run $(ARGS)
