@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -45,8 +44,8 @@ def make_quick() -> None:
     """Take out of Triton's interpreter, once in this process, what it does again and again. The numbers are the same.
 
     It replaces the functions of triton.language at each call of a function from a kernel. It makes the shape, the type
-    and the NumPy dtype of each value anew. It looks for integer overflow with six operations of its own, and drops what
-    it finds; here an overflow is an error.
+    and the NumPy dtype of each value anew. It looks for integer overflow with six operations and, unless it debugs,
+    drops what it finds.
     """
     if interpreter._patch_lang.__name__ == "patch_new":
         return
@@ -62,7 +61,7 @@ def make_quick() -> None:
     interpreter._patch_lang = patch_new
     numpy_of, pointer = lru_cache(None)(interpreter._get_np_dtype), np.dtype(np.uint64)
     interpreter._get_np_dtype = lambda kind: pointer if kind.scalar.is_ptr() else numpy_of(kind.scalar)
-    TritonSemantic.binary_op_sanitize_overflow_impl = _refuse_overflow
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
     _remember_types()
 
 
@@ -86,16 +85,6 @@ def _remember_types() -> None:
         self.__dict__.update(blocks[key])
 
     tl.core.tensor.__init__, tl.core.block_type.__init__ = tensor, block_type
-
-
-def _refuse_overflow(semantic: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor, binary_op: Callable) -> None:
-    kind = lhs.dtype
-    if kind.int_bitwidth >= 64:
-        return
-    compute = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[binary_op.__name__]
-    wide = compute(lhs.handle.data, rhs.handle.data, dtype=np.int64, casting="unsafe")
-    fits = wide.min() >= kind.get_int_min_value() and wide.max() <= kind.get_int_max_value()
-    assert fits, f"{kind} overflow in {binary_op.__name__}"
 
 
 def _widen(bits: np.ndarray) -> np.ndarray:
