@@ -1,8 +1,8 @@
 """The event loop's side of a server: a client of the engine's loop, and the loop on a thread of this process.
 
 Each request has an ``OutputStream``. The client hands commands to the loop and gets one call for all outputs of a step
-(``engine.engine_loop``). Nothing waits for ever: whatever becomes of the engine, each stream gets an end and each
-command a reply.
+(``engine.engine_loop``). Whatever ends the engine, each stream gets an end and each command a reply. While it hangs
+they wait, and ``failure`` says so.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import queue
 import threading
@@ -141,9 +142,18 @@ class EngineClient(ABC):
     """The engine as the server sees it. Call all methods on the event loop that called ``start``.
 
     ``capacity`` and ``last_stats`` are the engine's when it was loaded, and the latest snapshot.
+    ``watchdog_timeout_s``: how long the engine's loop may owe a sign of life, which it gives with every step and reply,
+    before ``failure`` says so.
     """
 
-    def __init__(self, config: EngineConfig, model_info: ModelInfo, capacity: KVCapacity, stats: EngineStats):
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_info: ModelInfo,
+        capacity: KVCapacity,
+        stats: EngineStats,
+        watchdog_timeout_s: float = math.inf,
+    ):
         self.config = config
         self.model_info = model_info
         self.capacity = capacity
@@ -155,6 +165,9 @@ class EngineClient(ABC):
         self._failure: str | None = None
         self._failed_steps = 0  # in a row
         self._last_failure = ""
+        self._watchdog_timeout_s = watchdog_timeout_s
+        self._heard_at = 0.0  # when the loop last reported anything; times of ``time.monotonic``
+        self._asked_at = 0.0  # the first command after that which the loop has to answer
 
     @abstractmethod
     async def start(self) -> None:
@@ -183,7 +196,24 @@ class EngineClient(ABC):
             return self._failure
         if self._failed_steps >= UNHEALTHY_AFTER:
             return f"the last {self._failed_steps} steps failed: {self._last_failure}"
+        silent_s = self._silent_s()
+        if silent_s > self._watchdog_timeout_s:
+            return (
+                f"the engine has ended no step and answered no command for {silent_s:.0f} s: it hangs, or its process "
+                "is stopped; if a step may take that long, raise --watchdog-timeout"
+            )
         return None
+
+    def _silent_s(self) -> float:
+        """How long the loop has owed a sign of life; 0 while it owes none."""
+        if not self._streams and self._asked_at <= self._heard_at:
+            return 0.0
+        return time.monotonic() - max(self._asked_at, self._heard_at)
+
+    def ping(self) -> None:
+        """Ask the loop for a sign of life, unless it owes one already. Does not wait: ``failure`` tells of its lack."""
+        if not self._silent_s() and self._failure is None and not self._stopping:
+            self._ask(Command("ping"))
 
     async def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Queue all ``requests`` or none of them; returns once they are queued.
@@ -236,10 +266,16 @@ class EngineClient(ABC):
         number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
         self._replies[number] = reply
         try:
-            self._post(Command(name, args, number))
+            self._ask(Command(name, args, number))
             return await reply
         finally:
             self._replies.pop(number, None)
+
+    def _ask(self, command: Command) -> None:
+        """Post a command that the loop has to answer."""
+        self._post(command)
+        if self._asked_at <= self._heard_at:
+            self._asked_at = time.monotonic()
 
     def _post(self, command: Command) -> None:
         if self._failure is not None:
@@ -249,6 +285,12 @@ class EngineClient(ABC):
         self._send(command)
 
     # What the engine's loop reports.
+
+    def report(self, event: str, *args: Any) -> None:
+        """Call ``on_<event>``. Every report is a sign of life, and "alive" nothing else."""
+        self._heard_at = time.monotonic()
+        if event != "alive":
+            getattr(self, f"on_{event}")(*args)
 
     def on_outputs(self, deliveries: Sequence[Delivery]) -> None:
         """The outputs of one step."""
@@ -311,7 +353,7 @@ class _ThreadPort:
 
     def send(self, event: str, *args: Any) -> None:
         try:
-            self._event_loop.call_soon_threadsafe(getattr(self._client, f"on_{event}"), *args)
+            self._event_loop.call_soon_threadsafe(self._client.report, event, *args)
         except RuntimeError:  # the event loop has closed
             self._commands.put(STOP)
 
@@ -319,11 +361,11 @@ class _ThreadPort:
 class AsyncEngine(EngineClient):
     """Runs ``engine`` on a thread of this process from ``start`` to ``shutdown``.
 
-    ``thread``: the one that loaded the model (see ``EngineThread``).
+    ``thread``: the one that loaded the model (see ``EngineThread``). ``options``: see ``EngineClient``.
     """
 
-    def __init__(self, engine: Engine, thread: EngineThread | None = None):
-        super().__init__(engine.config, engine.model_info, engine.capacity, engine.stats())
+    def __init__(self, engine: Engine, thread: EngineThread | None = None, **options: Any):
+        super().__init__(engine.config, engine.model_info, engine.capacity, engine.stats(), **options)
         self.engine = engine
         self._thread = thread or EngineThread()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()

@@ -94,7 +94,7 @@ class EngineStats:
         return self.counters.prefix_queries
 
 
-class Work(NamedTuple):
+class StepTokens(NamedTuple):
     """Tokens that one step computes; ``recomputed`` ones count in ``prefill`` or ``decode`` as well."""
 
     step: int  # its number, from 1; a step that only moves KV has the number of the one before
@@ -115,7 +115,7 @@ class EngineCounters:
         self._page_steps = dict.fromkeys(PAGES, 0)
         self._known_hits = 0
 
-    def count(self, plan: StepPlan) -> Work:
+    def count(self, plan: StepPlan) -> StepTokens:
         """Count the work of ``plan``; call before it is committed."""
         prefill = decode = recomputed = 0
         for seq, num_tokens in plan.scheduled:
@@ -140,7 +140,7 @@ class EngineCounters:
         counts["decode_tokens"] += decode
         counts["prefill_tokens"] += prefill
         counts["recomputed_tokens"] += recomputed
-        return Work(counts["steps"], prefill, decode, recomputed)
+        return StepTokens(counts["steps"], prefill, decode, recomputed)
 
     def add_memory(self, kv: KVStats) -> None:
         """Add slots and pages at the end of a step, after finished sequences have freed theirs."""
@@ -149,7 +149,9 @@ class EngineCounters:
         self._page_steps["physical"] += kv.pages_owned
         self._page_steps["logical"] += kv.pages_logical
 
-    def record(self, plan: StepPlan, work: Work, kv: KVManager, at_end: KVStats, scheduler: Scheduler) -> StepRecord:
+    def record(
+        self, plan: StepPlan, work: StepTokens, kv: KVManager, at_end: KVStats, scheduler: Scheduler
+    ) -> StepRecord:
         """The record of one step; ``prefix_hits`` are those since the last record."""
         moved = dict.fromkeys(MoveKind, 0)
         for move in plan.moves:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.counters import EngineCounters, EngineStats, StepRecord, Work
+from engine.counters import EngineCounters, EngineStats, StepRecord, StepTokens
 from engine.kv.budget import KVCapacity
 from engine.kv.manager import KVManager
 from engine.model.spec import ModelInfo
@@ -52,7 +52,7 @@ class _Step:
     """A step from its planning until its tokens are read."""
 
     plan: StepPlan
-    work: Work
+    work: StepTokens
     handle: StepHandle | None = None  # None: not launched, or nothing to do
     decides: bool = False  # forks or beams depend on its tokens: read them before planning the next step
 

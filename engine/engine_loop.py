@@ -29,8 +29,8 @@ class EngineUnavailable(RuntimeError):
 
 
 class Command(NamedTuple):
-    """What the loop is to do: a method of ``EngineLoop`` less its underscore (add, remove, reset_prefix_cache, stats),
-    or stop.
+    """What the loop is to do: a method of ``EngineLoop`` less its underscore (add, remove, reset_prefix_cache, stats,
+    ping), or stop.
 
     ``reply``: the number under which the client waits for the result; None: it does not.
     """
@@ -53,7 +53,7 @@ class Port(Protocol):
         ...
 
     def send(self, event: str, *args: Any) -> None:
-        """Have the client call its method ``on_<event>``. Nothing happens if the client has gone."""
+        """Call the client's ``report``. Nothing happens if the client has gone."""
         ...
 
 
@@ -140,7 +140,7 @@ class EngineLoop:
         replies: list[Reply] = []
         fatal: Exception | None = None
         known = {"add": self._add, "remove": self._remove, "stats": self.engine.stats}
-        known["reset_prefix_cache"] = self.engine.reset_prefix_cache
+        known |= {"reset_prefix_cache": self.engine.reset_prefix_cache, "ping": self._ping}
         for name, args, reply in commands:
             if name == STOP.name:
                 return False
@@ -170,7 +170,8 @@ class EngineLoop:
         if self._failed_steps and (outputs or not self.engine.pipelined):  # a step only launched may still fail
             self._failed_steps = 0
             self._port.send("failed_steps", 0, "")
-        if not outputs:
+        if not outputs:  # of a prompt computed in part, or of beams
+            self._ping()
             return
         now = time.monotonic()
         deliveries = []
@@ -180,6 +181,9 @@ class EngineLoop:
             if output.finish_reason is not None:
                 self._close(output.request_id, output.index)
         self._port.send("outputs", deliveries)
+
+    def _ping(self) -> None:
+        self._port.send("alive")
 
     def _fail_step(self, reason: str) -> None:
         """End the requests whose KV the step may have damaged (all if the engine names none); the others go on.

@@ -118,7 +118,7 @@ LoadedEngine = Callable[[], AbstractContextManager[Engine]]
 """Loads an engine; the block is its life."""
 
 
-def start_process(load: LoadedEngine) -> EngineProcess:
+def start_process(load: LoadedEngine) -> EngineSubprocess:
     """Fork a process that loads an engine and runs it. Call on the main thread while it is the only Python thread."""
     ours, theirs = socket.socketpair()
     for end in (ours, theirs):
@@ -127,7 +127,7 @@ def start_process(load: LoadedEngine) -> EngineProcess:
     process = context.Process(target=_main, args=(load, ours, theirs, os.getpid()), name="engine")
     process.start()
     theirs.close()
-    return EngineProcess(process, ours)
+    return EngineSubprocess(process, ours)
 
 
 def _main(load: LoadedEngine, ours: socket.socket, theirs: socket.socket, parent: int) -> None:
@@ -155,7 +155,7 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-class EngineProcess:
+class EngineSubprocess:
     """The process and our end of the socket, before there is an event loop."""
 
     def __init__(self, process: BaseProcess, sock: socket.socket):
@@ -197,10 +197,10 @@ def how_it_ended(process: BaseProcess) -> str:
 
 
 class ProcessEngine(EngineClient, asyncio.Protocol):
-    """The client of an engine in another process, which it stops at ``shutdown``."""
+    """The client of an engine in another process, which it stops at ``shutdown``. ``options``: see ``EngineClient``."""
 
-    def __init__(self, child: EngineProcess, loaded: Loaded):
-        super().__init__(loaded.config, loaded.model_info, loaded.capacity, loaded.stats)
+    def __init__(self, child: EngineSubprocess, loaded: Loaded, **options: Any):
+        super().__init__(loaded.config, loaded.model_info, loaded.capacity, loaded.stats, **options)
         self._child = child
         self._description = loaded.description
         self._transport: asyncio.Transport | None = None
@@ -235,9 +235,8 @@ class ProcessEngine(EngineClient, asyncio.Protocol):
         for event, *args in self._child.frames.feed(data):
             if event == "outputs":
                 at, rows = args
-                self.on_outputs([Delivery(at, scheduled_at, TokenOutput(*output)) for scheduled_at, *output in rows])
-            else:
-                getattr(self, f"on_{event}")(*args)
+                args = [[Delivery(at, scheduled_at, TokenOutput(*output)) for scheduled_at, *output in rows]]
+            self.report(event, *args)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Of asyncio: the engine's process has ended."""

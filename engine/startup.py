@@ -21,8 +21,8 @@ SPIN_COUNT = "20000"
 
 # How long a thread of Python keeps the interpreter lock while another one waits for it, in a process whose event loop
 # serves the streams of its engine's thread. Measured on 2 cores, 256 streams, a device that takes 5 ms a step, time
-# from step to step at 5 ms (Python's default) / 0.5 / 0.1: 9.1 ms, 7.2, 5.9 (one run each; the last beside other work
-# on the machine, which can only lengthen it).
+# from step to step at 5 ms (Python's default) / 0.5 / 0.1: 8.0 ms, 6.7, 7.1; in another sitting the last two 5.8 and
+# 5.7, so they are not told apart (medians of four undisturbed runs each).
 SWITCH_SECONDS = 0.0001
 
 

@@ -5,7 +5,8 @@ An estimate, not a measurement. Every step of the job is added up from
   bytes of KV / the share of the memory's bandwidth that attention reaches;
   matrix products: their weights' bytes or their arithmetic, whichever takes longer at the share of the peak that they
   reach.
-The launches are counted (tests/unit/engine/model/fused_layer_checks.py), all else is assumed.
+The launches are counted: tests/unit/engine/model/fused_layer_checks.py compares with the figures below. All else is
+assumed.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ QWEN3_LAYERS = 28
 
 @dataclass(frozen=True)
 class Launches:
-    """Kernels of a layer and of a step beside its layers, as tests/unit/engine/model/fused_layer_checks.py counts them
-    for Qwen3. Before, a batch of hundreds was not split, and attention was one kernel; now the device decides, so the
-    reduction is always launched, and the list of the work once a step."""
+    """Kernels of Qwen3's layer, both of a decode that may be cut included, and of a step beside its layers."""
 
     layer: int
     step: int
@@ -34,12 +33,12 @@ class Launches:
 
 
 OUTSIDE_MODEL = 20  # copies into a graph's buffers and out of them, the draw of the tokens
-AS_TRANSFORMERS = Launches(55, 21)
-FUSED = Launches(10, 15)
+AS_TRANSFORMERS = Launches(56, 21)
+FUSED = Launches(10, 14)
 
 
 @dataclass(frozen=True)
-class Machine:
+class AssumedGPU:
     """``node_s``: of one small kernel in a graph; ``launch_s``: for the host to send one. Shares of the peaks are those
     of kvbench/capacity/gpus.json."""
 
@@ -70,16 +69,16 @@ class Machine:
 # How much a small kernel in a graph takes is not known better than this: about 1.3 us to start, the rest to read and
 # write a few MB.
 NODE_S = (2.3e-6, 3.0e-6)
-MACHINES = ("H100 SXM", 3.35e12), ("H200", 4.8e12)
+GPUS = ("H100 SXM", 3.35e12), ("H200", 4.8e12)
 
 
-def job_seconds(job: Job, cost: ModelCost, machine: Machine, launches: int, batched_tokens: int = 8192) -> float:
+def job_seconds(job: Job, cost: ModelCost, gpu: AssumedGPU, launches: int, batched_tokens: int = 8192) -> float:
     """All prompts first, ``batched_tokens`` a step, then all sequences decode together until each has its tokens."""
     prefills = -(-job.input_tokens // batched_tokens)
-    seconds = prefills * machine.prefill_s(cost, launches, job.input_tokens // prefills)
+    seconds = prefills * gpu.prefill_s(cost, launches, job.input_tokens // prefills)
     for drawn in range(1, max(job.output_lengths)):  # the prefill draws the first token of each
         lengths = [len(p) + drawn for p, out in zip(job.prompts, job.output_lengths, strict=True) if out > drawn]
-        seconds += machine.decode_s(cost, launches, lengths)
+        seconds += gpu.decode_s(cost, launches, lengths)
     return seconds
 
 
@@ -88,12 +87,12 @@ def table(job: Job, cost: ModelCost, layers: int, ways: Sequence[tuple[str, Laun
     output tokens/s of the job; ranges over ``NODE_S``."""
     half = [len(p) + out // 2 for p, out in zip(job.prompts, job.output_lengths, strict=True)]
     rows = []
-    for name, bandwidth in MACHINES:
+    for name, bandwidth in GPUS:
         for way, launches in ways:
             count = launches.total(layers)
-            machines = [Machine(name, bandwidth, node_s=node_s) for node_s in NODE_S]
-            steps = [machine.decode_s(cost, count, half) * 1e3 for machine in machines]
-            rates = [job.output_tokens / job_seconds(job, cost, machine, count) for machine in machines]
+            gpus = [AssumedGPU(name, bandwidth, node_s=node_s) for node_s in NODE_S]
+            steps = [gpu.decode_s(cost, count, half) * 1e3 for gpu in gpus]
+            rates = [job.output_tokens / job_seconds(job, cost, gpu, count) for gpu in gpus]
             overhead = [count * node_s * 1e3 for node_s in NODE_S]
             rows.append([
                 name, way, str(count), f"{overhead[0]:.1f} to {overhead[1]:.1f}", f"{steps[0]:.1f} to {steps[1]:.1f}",

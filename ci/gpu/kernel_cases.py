@@ -19,7 +19,7 @@ FILL_ROWS = 1 << 16  # slots filled at once: a large cache is quantised through 
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionHeads:
     """Heads of one layer, and their dim."""
 
     query: int
@@ -99,7 +99,7 @@ class DecodeTensors:
     kv_bytes: int  # codes and scales that one step must read
 
 
-def filled_cache(kv: str, slots: int, heads: Heads, dtype: torch.dtype, device: str) -> KVCache:
+def filled_cache(kv: str, slots: int, heads: AttentionHeads, dtype: torch.dtype, device: str) -> KVCache:
     """Random rows in every slot."""
     if kv == "auto":
         return torch.randn(slots, heads.kv, heads.dim, dtype=dtype, device=device)
@@ -112,14 +112,14 @@ def filled_cache(kv: str, slots: int, heads: Heads, dtype: torch.dtype, device: 
     return cache
 
 
-def row_bytes(kv: str, heads: Heads, dtype: torch.dtype) -> int:
+def row_bytes(kv: str, heads: AttentionHeads, dtype: torch.dtype) -> int:
     """Bytes of one token's K and V of one layer."""
     kv_format = find_format(kv)
     one = heads.dim * dtype.itemsize if kv_format is None else kv_format.row_bytes(heads.dim)
     return 2 * heads.kv * one
 
 
-def make_decode(case: Decode, heads: Heads, dtype: torch.dtype, device: str) -> DecodeTensors:
+def make_decode(case: Decode, heads: AttentionHeads, dtype: torch.dtype, device: str) -> DecodeTensors:
     """Sequences with their pages in random order."""
     lengths = torch.tensor(case.lengths)
     page_size = int(lengths.max()) + 1 if case.page_size == CONTIGUOUS else case.page_size

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from ci.gpu import kernel_cases as cases
 from ci.gpu.check_moves import capacity
-from ci.gpu.kernel_cases import Decode, Heads, Prefill
+from ci.gpu.kernel_cases import AttentionHeads, Decode, Prefill
 from ci.gpu.part import Planned, Report, read_ceilings
 from ci.gpu.timing import READING, WRITING, Timing, measure
 from engine.kv.manager import Move, MoveKind
@@ -38,7 +38,7 @@ class KernelTimes:
     def __init__(self, args: Any):
         self.device, self.tiny = args.device, args.tiny
         self.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-        self.heads = Heads(4, 2, 32) if args.tiny else Heads(32, 8, 128)
+        self.heads = AttentionHeads(4, 2, 32) if args.tiny else AttentionHeads(32, 8, 128)
         self.backend = get_backend("triton" if args.device == "cuda" else "numba")
         self.ceilings = read_ceilings(args.facts)
         self.seconds = 0.01 if args.tiny else 0.2 if args.quick else 0.5

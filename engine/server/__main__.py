@@ -161,7 +161,8 @@ def run_in_one_process(
         engine, tokenizer = thread.submit(load_both).result()
         engine.on_step = None if log is None else log.write
         sys.setswitchinterval(SWITCH_SECONDS)
-        return serve(AsyncEngine(engine, thread), tokenizer, options, sock)
+        client = AsyncEngine(engine, thread, watchdog_timeout_s=options.watchdog_timeout)
+        return serve(client, tokenizer, options, sock)
 
 
 def run_in_two_processes(
@@ -186,7 +187,8 @@ def run_in_two_processes(
 
             told = child.wait_loaded()
             tokenizer = load_tokenizer(told.config, told.model_info)
-        return serve(ProcessEngine(child, told), tokenizer, options, sock)
+        client = ProcessEngine(child, told, watchdog_timeout_s=options.watchdog_timeout)
+        return serve(client, tokenizer, options, sock)
     finally:
         child.stop()
 

@@ -150,6 +150,7 @@ def _add_status_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/health")
     async def health() -> Response:
         """200 while the engine works; 503 with the reason when it does not."""
+        state.engine.ping()  # an idle one that hangs is told by the next call after the limit
         failure = state.engine.failure
         if failure is not None:
             return APIError(503, failure, code="engine_unhealthy").response()

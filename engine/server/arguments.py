@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 
 DEFAULT_PORT = 8000
 
+_CPU, _GPU = settings.BATCH_ON["cpu"], settings.BATCH_ON["cuda"]
 HELP = {
     "model": "what to serve: a local folder with config.json and *.safetensors, a config JSON, or the name of a model "
     "or config that ships with the engine. Nothing is ever downloaded.",
@@ -34,9 +35,9 @@ HELP = {
     "max_model_len": "most tokens of prompt and output together. Left out: the model's own limit, or what the KV "
     "budget holds of one sequence if that is less.",
     "max_num_seqs": "most sequences computed in one step, and so the most that one request may ask for with n, best_of "
-    "or beams. Left out: 64 on a CPU, 256 on a GPU.",
-    "max_num_batched_tokens": "most tokens computed in one step, prompts and outputs together. Left out: 512 on a CPU, "
-    "8192 on a GPU.",
+    f"or beams. Left out: {_CPU['max_num_seqs']} on a CPU, {_GPU['max_num_seqs']} on a GPU.",
+    "max_num_batched_tokens": "most tokens computed in one step, prompts and outputs together. Left out: "
+    f"{_CPU['max_num_batched_tokens']} on a CPU, {_GPU['max_num_batched_tokens']} on a GPU.",
     "enable_chunked_prefill": "let a long prompt be computed over several steps, mixed with the others' tokens.",
     "max_num_partial_prefills": "most prompts computed side by side. From 2 on, one share of the step is kept for "
     "short prompts, so that a long one cannot hold them up.",
@@ -80,7 +81,8 @@ class ServeOptions:
     """What is the server's and not the engine's.
 
     ``port`` 0: any free one. ``step_log``: see ``StepLog``. ``frontend_multiprocessing``: HTTP and the engine in a
-    process each (``engine.engine_process``); None: where the engine runs on a GPU.
+    process each (``engine.engine_process``); None: where the engine runs on a GPU. ``watchdog_timeout``: seconds
+    without a sign of life from a busy engine after which /health is 503.
     """
 
     host: str = "127.0.0.1"
@@ -88,10 +90,13 @@ class ServeOptions:
     served_model_name: str | None = None
     step_log: str | None = None
     frontend_multiprocessing: bool | None = None
+    watchdog_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port cannot be {self.port}: it lies between 0 (any free port) and 65535")
+        if not self.watchdog_timeout > 0:
+            raise ValueError(f"watchdog_timeout cannot be {self.watchdog_timeout:g}: it is a number of seconds above 0")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,6 +118,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="run the engine in a process of its own, beside the one that speaks HTTP. Left out: on for a GPU, off for "
         "a CPU, where both need the same cores.",
+    )
+    server.add_argument(
+        "--watchdog-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=ServeOptions.watchdog_timeout,
+        help="after so long without the end of a step or a reply from an engine that has work, /health is 503; nothing "
+        "is stopped. Longer than any step takes. (default: %(default)g)",
     )
     engine = parser.add_argument_group("engine")
     for field in dataclasses.fields(EngineConfig):

@@ -43,6 +43,7 @@ def doctor() -> int:
     table.add_row("free disk here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB")
     table.add_row("operating system", system["os"])
     cuda, torch_found = _cuda()
+    table.add_row("bfloat16 on the processor", _bfloat16() if torch_found else "torch is missing")
     table.add_row("cuda", cuda)
     for gpu in machine.gpus():
         table.add_row("gpu", ", ".join(f"{k} {v}" for k, v in gpu.items()))
@@ -59,6 +60,19 @@ def doctor() -> int:
         return 2
     console.print("ready: kvbench sweep workloads/mixed.yaml", highlight=False)
     return 0
+
+
+def _bfloat16() -> str:
+    """Which instructions the built-in engine computes bfloat16 with on this CPU, by its own check."""
+    import torch
+
+    from kernels.numba_amx import has_amx
+
+    if has_amx():
+        return "fast: AMX, in linear layers and prefill"
+    if torch.cpu._is_avx512_bf16_supported():
+        return "AVX512-BF16 in linear layers; no AMX, so prefill computes in float32"
+    return "slow: neither AMX nor AVX512-BF16"
 
 
 def _cuda() -> tuple[str, bool]:

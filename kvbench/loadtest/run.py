@@ -44,7 +44,7 @@ from kvbench.measure.live_server import LiveServer
 from kvbench.measure.load import LoadSetup, UnstoredError, measure_load, requests_for
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
-from kvbench.runs.work import Work, kept, work_in
+from kvbench.runs.work import FolderWork, kept, work_in
 from kvbench.targets.base import Target
 from kvbench.targets.choose import preset_named, running_server
 from kvbench.workload.design import LoadPoint, load_point
@@ -124,7 +124,7 @@ def _running_target(options: Mapping[str, Any]) -> Target:
 @contextmanager
 def _work(
     output_dir: Path | None, command: Sequence[str], resume: bool, say: Callable[[str], None]
-) -> Iterator[tuple[Path, Work]]:
+) -> Iterator[tuple[Path, FolderWork]]:
     """The work in ``output_dir``, or in a folder that is removed afterwards."""
     if output_dir is None:
         with tempfile.TemporaryDirectory() as scratch, work_in(Path(scratch), "nothing is kept", say) as work:

@@ -81,10 +81,20 @@ class Chapter:
 
 def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | None = None) -> list[Chapter]:
     """Every chapter that has something to show, without empty sections; ``samples``: of the run's outputs."""
-    ledger, cells = ledger_table(run), _with_missing(run, main_table(run))
+    found = []
+    for each in (*_chapters_by_subject(run, samples), _all_cells(run, price_per_hour)):
+        kept = tuple(section for section in each.sections if section.table.rows)
+        if kept or each.drawings:
+            found.append(Chapter(each.title, kept, each.drawings, each.sentences))
+    return found
+
+
+def _chapters_by_subject(run: Run, samples: OutputSamples | None) -> list[Chapter]:
+    """In the order of the report, those that have nothing to show too."""
+    ledger = ledger_table(run)
     kv = tuple(filter(None, (ledger_sentence(run), *(reservation(pair) for pair in paging(run)[-1:]))))
     timelines = (kv_timeline.drawing(run, load) for load in reversed(run.loads))
-    every = [
+    return [
         Chapter(
             "As the load grows",
             (Section("growth", "p95 TTFT by load", growth_table(run), GROWTH_NOTE, folded=False),),
@@ -137,30 +147,28 @@ def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | No
             "Outputs side by side",
             (Section("outputs", "Equal to the baseline", agreement_table(samples), _outputs_note(samples)),),
         ),
-        Chapter(
-            "All cells",
-            (
-                Section("cells", "All cells", cells, _cells_note(run), folded=False),
-                Section("failures", "Failures", failure_table(run)),
-                Section("limits", "What limited each cell", limit_table(run)),
-                Section("frontier", "Throughput against latency", frontier.frontier_table(run, price_per_hour)),
-                Section("engine_time", "Engine time", engine_time_table(run), engine_time_note(run)),
-                Section("effects", f"Each setting alone, as {run.clock}", effect_table(run), _effects_note(run)),
-                Section("plateaus", "Step by step of the rate", plateau_table(run), _PLATEAU_NOTE),
-                Section(
-                    "quality", "How good the measurement was",
-                    Table((), ()) if run.simulated else quality_table(run), QUALITY_NOTE,
-                    tuple(quality_sentences(run)),
-                ),
+    ]  # fmt: skip
+
+
+def _all_cells(run: Run, price_per_hour: float | None) -> Chapter:
+    """The tables that have a row a cell or a load."""
+    cells = _with_missing(run, main_table(run))
+    return Chapter(
+        "All cells",
+        (
+            Section("cells", "All cells", cells, _cells_note(run), folded=False),
+            Section("failures", "Failures", failure_table(run)),
+            Section("limits", "What limited each cell", limit_table(run)),
+            Section("frontier", "Throughput against latency", frontier.frontier_table(run, price_per_hour)),
+            Section("engine_time", "Engine time", engine_time_table(run), engine_time_note(run)),
+            Section("effects", f"Each setting alone, as {run.clock}", effect_table(run), _effects_note(run)),
+            Section("plateaus", "Step by step of the rate", plateau_table(run), _PLATEAU_NOTE),
+            Section(
+                "quality", "How good the measurement was",
+                Table((), ()) if run.simulated else quality_table(run), QUALITY_NOTE, tuple(quality_sentences(run)),
             ),
         ),
-    ]  # fmt: skip
-    found = []
-    for each in every:
-        kept = tuple(section for section in each.sections if section.table.rows)
-        if kept or each.drawings:
-            found.append(Chapter(each.title, kept, each.drawings, each.sentences))
-    return found
+    )  # fmt: skip
 
 
 def _drawn(*drawings: Drawing | None) -> tuple[Drawing, ...]:

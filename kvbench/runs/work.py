@@ -13,7 +13,7 @@ from kvbench.runs.folder import RunFolder
 
 
 @dataclass
-class Work:
+class FolderWork:
     """Work in a folder; the worker may change ``next_step`` and ``close`` as it goes on.
 
     ``check``: raises Interrupted if a signal has come. ``next_step``: tells the user how to go on. ``close``: writes
@@ -26,21 +26,21 @@ class Work:
 
 
 @contextmanager
-def work_in(path: Path, next_step: str, tell: Callable[[str], None]) -> Iterator[Work]:
+def work_in(path: Path, next_step: str, tell: Callable[[str], None]) -> Iterator[FolderWork]:
     """``orderly_end`` with the folder locked. Raises UsageError while another process works there."""
     with RunFolder(path).locked(), orderly_end(path, next_step, tell) as work:
         yield work
 
 
 @contextmanager
-def orderly_end(path: Path, next_step: str, tell: Callable[[str], None]) -> Iterator[Work]:
-    """Ends early work with ``Work.close`` and a line that says how to go on.
+def orderly_end(path: Path, next_step: str, tell: Callable[[str], None]) -> Iterator[FolderWork]:
+    """Ends early work with ``FolderWork.close`` and a line that says how to go on.
 
     An interruption (SIGINT, SIGTERM or SIGHUP) ends the ``with`` block: what follows it returns EXIT_INTERRUPTED. If
     nobody reads stdout any more, the SystemExit goes on to the caller. A full or lost disk becomes a MeasurementError.
     """
     with Interruption() as interruption:
-        work = Work(interruption.check, next_step)
+        work = FolderWork(interruption.check, next_step)
         try:
             yield work
         except (Interrupted, KeyboardInterrupt, SystemExit) as end:

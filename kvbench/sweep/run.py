@@ -40,7 +40,7 @@ from kvbench.runs.manifest import add_server, build_manifest
 from kvbench.runs.quality import read_quality
 from kvbench.runs.repeats import is_disturbed, repeat_notes
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
-from kvbench.runs.work import Work, kept, work_in
+from kvbench.runs.work import FolderWork, kept, work_in
 from kvbench.sweep.block import HTTP, BlockRunner, Driver, Failure
 from kvbench.sweep.capacity import memory_notes
 from kvbench.sweep.executor import BlockExecutor, Elsewhere, HereExecutor
@@ -168,7 +168,7 @@ class Sweep:
 
     def _measure(
         self,
-        work: Work,
+        work: FolderWork,
         run: RunFolder,
         design: Design,
         blocks: Sequence[Block],
@@ -321,7 +321,7 @@ class Sweep:
         measured = known.configurations.keys() if known and not known.differs_from(manifest) else set()
         return not {each.config_id for each in design.configurations} <= measured
 
-    def _measure_quality(self, work: Work, run: RunFolder, resume: str) -> None:
+    def _measure_quality(self, work: FolderWork, run: RunFolder, resume: str) -> None:
         """A failure costs nothing that was measured."""
         if self.quality is None or self.ended_early or not self.summaries or not self._lacks_quality(run):
             return

@@ -83,14 +83,20 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_an_engine_s_process_that_is_killed_ends_its_streams_and_shows_in_health() -> None:
-    with running(0.01, "--frontend-multiprocessing") as (process, port):
+def test_an_engine_s_process_that_hangs_or_is_killed_shows_in_health_and_its_end_ends_the_streams() -> None:
+    with running(0.01, "--frontend-multiprocessing", "--watchdog-timeout", "0.5") as (process, port):
         url = f"http://127.0.0.1:{port}"
         body = {"prompt": [5], "max_tokens": 1000, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
-            os.kill(server_info(port)["engine_pid"], signal.SIGKILL)
+            engine = server_info(port)["engine_pid"]
+            os.kill(engine, signal.SIGSTOP)
+            wait_until(lambda: httpx.get(f"{url}/health", timeout=20).status_code == 503)
+            assert "has ended no step" in httpx.get(f"{url}/health", timeout=20).json()["error"]["message"]
+            os.kill(engine, signal.SIGCONT)
+            wait_until(lambda: httpx.get(f"{url}/health", timeout=20).status_code == 200)
+            os.kill(engine, signal.SIGKILL)
             events = [line for line in lines if line]
         assert "signal 9" in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
         health = httpx.get(f"{url}/health", timeout=20)
@@ -163,6 +169,7 @@ def test_a_port_in_use_is_one_sentence() -> None:
         (["--step-log", "/nowhere/steps.csv", "--port", "0"], "/nowhere/steps.csv"),
         (["--swap-space", "much", "--port", "0"], "'much' is not a size"),
         (["--max-num-waiting", "0", "--port", "0"], "max_num_waiting cannot be 0"),
+        (["--watchdog-timeout", "nan", "--port", "0"], "watchdog_timeout cannot be nan"),
         (["--tokenizer", "/nowhere/tok", "--model", "llama-32m", "--port", "0"], "/nowhere/tok"),
     ],
 )

@@ -40,7 +40,7 @@ def test_settings_are_few() -> None:
 Asked = tuple[CalibrationSettings, int]
 
 
-class Machine:
+class FakeMachine:
     """In place of measuring: what was asked for, and what comes out, which a test sets."""
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    there = Machine()
+def machine(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    there = FakeMachine()
     monkeypatch.setattr(chooser, "calibrate", there)
     return there
 

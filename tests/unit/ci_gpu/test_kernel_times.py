@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from ci.gpu import kernel_cases, tables, time_kernels
-from ci.gpu.kernel_cases import CONTIGUOUS, Decode, Heads, Prefill
+from ci.gpu.kernel_cases import CONTIGUOUS, AttentionHeads, Decode, Prefill
 from ci.gpu.part import PartReport
 from ci.gpu.time_kernels import KernelTimes
 from kernels.quantized import raw_tensors
 
-LLAMA = Heads(32, 8, 128)
+LLAMA = AttentionHeads(32, 8, 128)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_bytes_of_one_tokens_kv_count_codes_and_scales(kv, expected):
 @pytest.mark.parametrize("page_size", [1, 16, CONTIGUOUS])
 @pytest.mark.parametrize("kv", ["auto", "fp8_e5m2", "int4_per_token_head"])
 def test_a_decode_case_holds_what_it_says_it_reads(page_size, kv):
-    heads = Heads(4, 2, 32)
+    heads = AttentionHeads(4, 2, 32)
     t = kernel_cases.make_decode(Decode(3, 40, page_size, kv), heads, torch.float32, "cpu")
     raw = sum(tensor.nbytes for cache in (t.k, t.v) for tensor in raw_tensors(cache))
     slots = t.k.shape[0]
@@ -40,7 +40,7 @@ def test_a_decode_case_holds_what_it_says_it_reads(page_size, kv):
 
 def test_a_skewed_case_has_pages_for_what_each_sequence_holds():
     case = Decode(4, 20, longest=100)
-    t = kernel_cases.make_decode(case, Heads(4, 2, 32), torch.float32, "cpu")
+    t = kernel_cases.make_decode(case, AttentionHeads(4, 2, 32), torch.float32, "cpu")
     assert t.seq_lens.tolist() == case.lengths == [20, 20, 20, 100] and case.name.startswith("decode auto, 1 x 100 amo")
     used = [starts[: -(-n // 16)].tolist() for starts, n in zip(t.page_starts, case.lengths, strict=True)]
     pages = sorted(start for starts in used for start in starts)

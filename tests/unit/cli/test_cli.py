@@ -220,6 +220,16 @@ def test_doctor_shows_what_this_machine_has(run):
     assert code == 0 and "load average" in out and "ready: " in out
 
 
+@pytest.mark.parametrize(
+    ("amx", "avx512", "said"),
+    [(True, True, "fast: AMX"), (False, True, "AVX512-BF16 in linear"), (False, False, "slow: neither")],
+)
+def test_doctor_tells_how_the_engine_computes_bfloat16_on_this_cpu(run, monkeypatch, amx, avx512, said):
+    monkeypatch.setattr("kernels.numba_amx.has_amx", lambda: amx)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: avx512)
+    assert said in run("doctor")[1]
+
+
 def test_unknown_errors_are_a_sentence_and_a_file(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(errors.tempfile, "gettempdir", lambda: str(tmp_path))
 

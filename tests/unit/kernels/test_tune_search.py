@@ -26,7 +26,7 @@ DEFAULT = decode_tiles(4, 128, 128, 2)
 A, B, C = (DEFAULT._replace(block_n=n) for n in (16, 32, 128))
 
 
-class Machine:
+class FakeGPU:
     """Tiles take what ``times`` says; the clock goes on by it. ``wrong`` ones give other numbers than the reference."""
 
     def __init__(self, times: dict[Tiles, float], wrong: tuple[Tiles, ...] = (), limit: float = 1e9):
@@ -47,7 +47,7 @@ class Machine:
 
 
 def test_picks_the_fastest_that_is_right_and_tells_the_gain():
-    machine = Machine({DEFAULT: 100, A: 1, B: 70, C: 80}, wrong=(A,))
+    machine = FakeGPU({DEFAULT: 100, A: 1, B: 70, C: 80}, wrong=(A,))
     found = machine.search([A, B, C])
     assert (found.best, found.microseconds, found.default_microseconds, found.tried) == (B, 70, 100, 3)
     assert found.finished and found.gain == pytest.approx(0.3)
@@ -56,24 +56,24 @@ def test_picks_the_fastest_that_is_right_and_tells_the_gain():
 
 def test_a_default_that_is_wrong_is_no_baseline():
     with pytest.raises(ValueError, match="differs from the reference"):
-        Machine({A: 1}, wrong=(DEFAULT,)).search([A])
+        FakeGPU({A: 1}, wrong=(DEFAULT,)).search([A])
 
 
 @pytest.mark.parametrize(("limit", "tried"), [(50, 0), (150, 1), (250, 2), (10_000, 3)])
 def test_stops_at_the_time_limit_with_what_it_has(limit, tried):
-    found = Machine({DEFAULT: 100, A: 90, B: 80, C: 70}, limit=limit).search([A, B, C])
+    found = FakeGPU({DEFAULT: 100, A: 90, B: 80, C: 70}, limit=limit).search([A, B, C])
     assert found.tried == tried and found.finished == (tried == 3)
     assert found.best == [DEFAULT, A, B, C][tried]
 
 
 def test_a_gain_within_the_noise_changes_nothing():
-    found = Machine({DEFAULT: 100, A: 99}).search([A])
+    found = FakeGPU({DEFAULT: 100, A: 99}).search([A])
     assert found.best == DEFAULT and found.gain == 0
 
 
 def test_a_lucky_first_timing_does_not_win():
     """Timed again in turns with the default, A is as slow as it."""
-    machine = Machine({DEFAULT: 100, A: 100})
+    machine = FakeGPU({DEFAULT: 100, A: 100})
     first = iter([100, 60])
     found = search(
         DEFAULT, [A], machine.refusal, lambda tiles: next(first, None) or machine.microseconds(tiles), lambda: False
@@ -106,7 +106,7 @@ def test_candidates_over_the_shared_memory_of_a_chip_are_left_out():
 
 
 def test_what_was_found_is_what_is_looked_up(tmp_path):
-    found = Machine({DEFAULT: 100, A: 90}).search([A])
+    found = FakeGPU({DEFAULT: 100, A: 90}).search([A])
     table = Table(90, "Some GPU", 132, "1.2", "3.9.0", "2026-01-01", (entry_of(DECODE, found),))
     write_table(table, tmp_path)
     assert read_table(90, tmp_path) == table
@@ -115,7 +115,7 @@ def test_what_was_found_is_what_is_looked_up(tmp_path):
 
 
 def test_a_later_run_adds_to_the_table_of_the_same_machine_only():
-    found = Machine({DEFAULT: 100, A: 90}).search([A])
+    found = FakeGPU({DEFAULT: 100, A: 90}).search([A])
     entry = entry_of(DECODE, found)
     old = Table(90, "Some GPU", 132, "1.2", "3.9.0", "2026-01-01", (entry, replace(entry, page_size=256)))
     again = replace(entry, microseconds=80.0)

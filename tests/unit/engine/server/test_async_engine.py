@@ -257,8 +257,8 @@ class GatedHandle:
 class Gated:
     """An engine whose steps are computed one by one, when ``compute`` says so."""
 
-    def __init__(self):
-        self.engine: Engine = fake_engine(async_scheduling=True)
+    def __init__(self, **settings: object):
+        self.engine: Engine = fake_engine(**{"async_scheduling": True} | settings)
         self.gate = threading.Semaphore(0)
         self.launched = 0
         self.fail: list[Exception] = []
@@ -311,6 +311,28 @@ async def test_three_failed_reads_in_a_row_show_in_health_until_one_works():
     gated.compute(10)
     assert [output.token_ids for output in await collect(engine, request("well", 2))] == [(100,), (101,)]
     assert engine.failure is None
+    assert await engine.shutdown(5)
+
+
+@on_loop
+async def test_an_engine_that_hangs_shows_in_health_until_its_next_step_though_that_has_no_output():
+    gated = Gated(async_scheduling=False, max_num_seqs=2, max_num_batched_tokens=2)
+    engine = AsyncEngine(gated.engine, watchdog_timeout_s=0.1)
+    await engine.start()
+    stream = await engine.submit([request("a", 1, prompt=6)])  # two steps without a token, then one with it
+    for _ in range(3):
+        await wait_until(lambda: engine.failure is not None)
+        assert "has ended no step" in engine.failure
+        gated.compute()
+        await wait_until(lambda: engine.failure is None)
+    await stream.get()
+    aborted = await engine.submit([request("b", 50, prompt=2)])
+    gated.compute()
+    await aborted.get()
+    aborted.close()
+    await asyncio.sleep(0.15)
+    assert engine.failure is None, "nobody waits for it"
+    gated.compute(2)
     assert await engine.shutdown(5)
 
 

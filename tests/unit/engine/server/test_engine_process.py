@@ -20,10 +20,10 @@ from tests.unit.engine.server.test_async_engine import collect, on_loop, request
 
 
 @contextlib.asynccontextmanager
-async def started(make: Callable[[], Engine]) -> AsyncIterator[ProcessEngine]:
+async def started(make: Callable[[], Engine], **options: float) -> AsyncIterator[ProcessEngine]:
     child = start_process(lambda: contextlib.nullcontext(make()))
     try:
-        engine = ProcessEngine(child, child.wait_loaded())
+        engine = ProcessEngine(child, child.wait_loaded(), **options)
         await engine.start()
         yield engine
         assert await engine.shutdown(5)
@@ -107,6 +107,23 @@ async def test_the_end_of_its_process_ends_every_request_and_refuses_more() -> N
         with pytest.raises(EngineUnavailable, match="signal 9"):
             await engine.submit([request("more")])
         assert (await engine.stats()).kv.pages_total > 0
+
+
+@on_loop
+async def test_a_stopped_process_shows_in_health_until_it_goes_on_with_and_without_requests() -> None:
+    async with started(lambda: fake_engine(step_s=0.01), watchdog_timeout_s=0.5) as engine:
+        for name in ("a", "b"):
+            os.kill(engine.process_ids()[1], signal.SIGSTOP)
+            engine.ping()
+            assert engine.failure is None
+            while engine.failure is None:
+                engine.ping()
+                await engine.stats(timeout_s=0.02)  # another command does not begin the wait again
+            os.kill(engine.process_ids()[1], signal.SIGCONT)
+            await wait_until(lambda: engine.failure is None)
+            stream = await engine.submit([request(name, 500)])
+            await stream.get()
+        stream.close()
 
 
 @on_loop
