@@ -19,7 +19,7 @@ import numpy as np
 from kvbench.common.packages import REPOSITORY
 from kvbench.requests.request import RequestSpec, compact
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the load process reads answers only, and starts without the workload file's models
     from kvbench.workload.load_section import LoadConfig
 
 SHIPPED = REPOSITORY / "workloads" / "canaries"  # <name of the model>.jsonl
