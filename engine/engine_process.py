@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -38,12 +37,12 @@ from engine.engine import Engine
 from engine.engine_loop import STOP, Command, Delivery, EngineLoop
 from engine.kv.budget import KVCapacity
 from engine.model.spec import ModelInfo
+from engine.parent import die_with
 from engine.sequence import TokenOutput
 
 _LENGTH = struct.Struct("=I")
 _CHUNK = 2**18  # bytes read at once
 _BUFFER = 2**22  # of the socket, as far as the system allows: steps that the engine may be ahead of a busy server
-_PR_SET_PDEATHSIG = 1
 _ENDED_S = 1.0  # for a process whose socket has closed to be gone, and for a killed one
 
 _log = logging.getLogger(__name__)
@@ -134,7 +133,7 @@ def _main(load: LoadedEngine, ours: socket.socket, theirs: socket.socket, parent
     ours.close()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _die_with(parent)
+    die_with(parent)  # the socket's end comes late during a long load
     port = _SocketPort(theirs)
     try:
         with load() as engine:
@@ -145,14 +144,6 @@ def _main(load: LoadedEngine, ours: socket.socket, theirs: socket.socket, parent
         port.send("refused", str(refused))
     sys.stderr.flush()
     os._exit(0)  # what a library has registered for the exit may wait for its threads
-
-
-def _die_with(parent: int) -> None:
-    """Be killed when ``parent`` ends, where the kernel can do that; the socket's end comes late during a long load."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 class EngineSubprocess:

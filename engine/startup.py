@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 # How long an OpenMP thread of torch spins for its next work before it sleeps (GNU OpenMP's default is nearly for ever).
@@ -49,9 +51,10 @@ def no_garbage_collection() -> Iterator[None]:
 def only_what_serving_needs(compiles: bool) -> Iterator[None]:
     """While transformers is imported and a model is loaded: leave out what no served model calls.
 
-    Of transformers: training losses (scipy), offloading (accelerate) and sharding over processes
-    (torch.distributed.tensor), each of which it takes as not installed. Of torch, unless the model ``compiles``:
-    torch._dynamo with torch._inductor, which transformers imports only for decorators that matter to torch.compile.
+    Of transformers: its package's own code (``_transformers_on_demand``), training losses (scipy), offloading
+    (accelerate) and sharding over processes (torch.distributed.tensor), the last three taken as not installed. Of
+    torch, unless the model ``compiles``: torch._dynamo with torch._inductor, which transformers imports only for
+    decorators that matter to torch.compile.
     """
     import torch
 
@@ -60,6 +63,9 @@ def only_what_serving_needs(compiles: bool) -> Iterator[None]:
     torch.distributed.is_available = lambda: False
     try:
         with _hidden("scipy"), _hidden("accelerate"), compiler:
+            with _hidden("kernels"):  # ours, which transformers takes for another; it would search for its version
+                _transformers_on_demand()
+                import transformers.modeling_utils  # noqa: F401
             yield
     finally:
         torch.distributed.is_available = distributed
@@ -70,6 +76,7 @@ def without_torch() -> Iterator[None]:
     """While transformers is imported for its tokenizers alone, in a process that computes nothing."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would warn that there is no torch
     with _hidden("torch"):
+        _transformers_on_demand()
         yield
 
 
@@ -86,21 +93,75 @@ def _hidden(package: str) -> Iterator[None]:
         del sys.modules[package]
 
 
-_COMPILER = "torch._dynamo"
+class _OnDemand(types.ModuleType):
+    """In the place of a module: its own code runs when a name is asked of it that this one does not know.
 
-
-class _CompilerOnDemand(types.ModuleType):
-    """In the place of torch._dynamo: decorators that only mark a function for it leave the function as it is.
-
-    Whatever else is asked of it comes from the real module, which is imported then.
+    ``known``: names and their values. ``places``: names, each with the submodule that defines it; one that has moved in
+    another release is found by the module's own code. Submodules are imported as ever.
     """
+
+    def __init__(self, name: str, known: Mapping[str, Any], places: Mapping[str, str] | None = None):
+        super().__init__(name)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        self.__spec__, self.__file__, self.__package__ = spec, spec.origin, spec.parent
+        if spec.submodule_search_locations is not None:
+            self.__path__ = list(spec.submodule_search_locations)
+        vars(self).update(known)
+        self._places = places or {}
+        sys.modules[name] = self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of the import system
             raise AttributeError(name)
-        if sys.modules.get(_COMPILER) is self:
-            _withdraw(self)
-        return getattr(importlib.import_module(_COMPILER), name)
+        submodule = f"{self.__name__}.{name}"
+        if "__path__" in vars(self) and importlib.util.find_spec(submodule) is not None:
+            return importlib.import_module(submodule)
+        if name in self._places:
+            with contextlib.suppress(ImportError, AttributeError):
+                return getattr(importlib.import_module(f"{self.__name__}.{self._places[name]}"), name)
+        self.withdraw()
+        return getattr(importlib.import_module(self.__name__), name)
+
+    def withdraw(self) -> None:
+        """Let the next import find the module itself."""
+        package, _, name = self.__name__.rpartition(".")
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        if package in sys.modules and vars(sys.modules[package]).get(name) is self:
+            delattr(sys.modules[package], name)
+
+
+_PLACES = {
+    "AttentionInterface": "modeling_utils",
+    "AutoConfig": "models.auto.configuration_auto",
+    "AutoModelForCausalLM": "models.auto.modeling_auto",
+    "AutoTokenizer": "models.auto.tokenization_auto",
+    "PreTrainedConfig": "configuration_utils",
+    "PreTrainedModel": "modeling_utils",
+    "PreTrainedTokenizer": "tokenization_python",
+    "PreTrainedTokenizerFast": "tokenization_utils_tokenizers",
+}
+
+
+def _transformers_on_demand() -> None:
+    """transformers and transformers.models each read the files of all models when they are imported, which takes 0.3 s.
+
+    So does transformers.processing_utils; models import it for a name of typing.
+    """
+    if "transformers" in sys.modules:
+        return
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    package = _OnDemand("transformers", {"__version__": version}, _PLACES)
+    _OnDemand("transformers.models", {})
+    _OnDemand("transformers.processing_utils", {"Unpack": typing.Unpack})
+    getattr(package, "dependency_versions_check", None)  # raises ImportError, as the package itself does
+
+
+_COMPILER = "torch._dynamo"
 
 
 def _mark(function: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -110,26 +171,13 @@ def _mark(function: Any = None, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _compiler_on_demand() -> Iterator[None]:
-    """torch._dynamo is imported only if more than its decorators is needed. Its submodules stay what they are."""
+    """torch._dynamo is imported only if more is needed than decorators that mark a function for it."""
     if _COMPILER in sys.modules:
         yield
         return
-    module, spec = _CompilerOnDemand(_COMPILER), importlib.util.find_spec(_COMPILER)
-    assert spec is not None and spec.submodule_search_locations is not None
-    module.__spec__, module.__path__ = spec, list(spec.submodule_search_locations)
-    for name in ("allow_in_graph", "assume_constant_result", "disable", "disallow_in_graph"):
-        setattr(module, name, _mark)
-    sys.modules[_COMPILER] = module
+    decorators = ("allow_in_graph", "assume_constant_result", "disable", "disallow_in_graph")
+    module = _OnDemand(_COMPILER, dict.fromkeys(decorators, _mark))
     try:
         yield
     finally:
-        _withdraw(module)
-
-
-def _withdraw(module: types.ModuleType) -> None:
-    """Let the next import of torch._dynamo find the real one."""
-    if sys.modules.get(_COMPILER) is module:
-        del sys.modules[_COMPILER]
-    torch = sys.modules["torch"]
-    if vars(torch).get("_dynamo") is module:
-        delattr(torch, "_dynamo")
+        module.withdraw()

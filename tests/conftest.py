@@ -1,9 +1,11 @@
-"""The environment of all tests: no calibration and no quality, which have tests of their own, no terminal's width.
+"""The environment of all tests: no calibration and no quality, which have tests of their own, no terminal's width,
+no threads that spin.
 
 ``browser``: headless Chromium, see tests/support/browser.py.
 """
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,12 @@ from tests.support.browser import Browser, chromium
 
 os.environ.setdefault("KVBENCH_NO_CALIBRATION", "1")
 os.environ.setdefault("KVBENCH_NO_QUALITY", "1")
+# Tests start some 500 processes: without byte code each of them compiles every file of this repository again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# Torch's threads sleep between their parallel regions: those that spin take the cores from the other worker's tests.
+# Torch reads it once, when it is imported. A server that a test launches sets GOMP_SPINCOUNT, which comes first.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it for its workers, and a table would be made to fit
 
 

@@ -6,12 +6,9 @@ whatever else the process prints goes to its standard error.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,9 +16,9 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from ci.gpu.part import PartCases, Report, part_parser, plain, sentence
+from engine.parent import die_with
 
 MARK = "\x1e"
-PR_SET_PDEATHSIG = 1
 LOST = ("CUDA error", "device-side assert", "Triton Error [CUDA]")  # in an error: the process may have lost its device
 
 
@@ -77,15 +74,9 @@ def _take_pipes() -> tuple[TextIO, Callable[[dict[str, Any]], None]]:
     return requests, send
 
 
-def _end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, which may be a wrapper that is killed (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
     """Answer requests until there are no more."""
-    _end_with_parent()
+    die_with(os.getppid())  # the parent may be a wrapper that is killed
     requests, send = _take_pipes()
     parser = part_parser(__doc__)
     parser.add_argument("module")

@@ -48,13 +48,18 @@ def _in_child(background: bool, adopts: bool, death_signal: signal.Signals) -> C
             os.nice(_BACKGROUND_NICE)  # the kernel caps the sum at 19
             with contextlib.suppress(OSError):  # its wake-ups do not interrupt the load client
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        _LIBC.prctl(_PR_SET_PDEATHSIG, death_signal)  # when kvbench is killed outright (SIGKILL, out of memory)
         if adopts:
             _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
+        die_with(parent, death_signal)
 
     return prepare
+
+
+def die_with(parent: int, death_signal: signal.Signals = signal.SIGKILL) -> None:
+    """In a child: get ``death_signal`` when ``parent`` ends, also when it is killed outright; end if it is gone."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, death_signal)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 class Child(subprocess.Popen[bytes]):

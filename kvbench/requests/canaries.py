@@ -12,13 +12,15 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvbench.common.packages import REPOSITORY
 from kvbench.requests.request import RequestSpec, compact
-from kvbench.workload.load_section import LoadConfig
+
+if TYPE_CHECKING:  # the load process reads answers only, and starts without the workload file's models
+    from kvbench.workload.load_section import LoadConfig
 
 SHIPPED = REPOSITORY / "workloads" / "canaries"  # <name of the model>.jsonl
 FORMAT = "kvbench-canaries/1"

@@ -8,12 +8,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from kvbench import __version__
 from kvbench.common.console import print_plain, status_line
 from kvbench.common.errors import UsageError, say
 from kvbench.common.files import check_output_dir, unpack
@@ -195,7 +195,7 @@ def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int, code:
         "kv_slots": capacity.num_slots,
         "load": job.load.model_dump(mode="json", exclude_none=True),
         "load_id": job.point.load_id,
-        "kvbench": version("kvbench"),
+        "kvbench": __version__,
         "git": code,
     }
     folder: Path | None = options["output_dir"]

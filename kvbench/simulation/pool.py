@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -15,10 +14,10 @@ from multiprocessing.process import BaseProcess
 from typing import NoReturn, TypeVar
 
 from kvbench.common.errors import MeasurementError, UsageError, say
+from kvbench.common.processes import die_with
 from kvbench.common.ray_cluster import MAX_LOST, Cluster, Ended, Lost, Node, Raised, TaskSlots, cluster_at, usable_nodes
 from kvbench.common.text import and_more
 
-_PR_SET_PDEATHSIG = 1
 _LOOK_S = 1.0  # a signal is seen after so long at the latest
 _ENDED_S = 5.0  # a terminated process is gone by then, or killed
 
@@ -160,6 +159,4 @@ def _begin(parent: int) -> None:
     """In each process: Ctrl-C is left to the parent, which ends it; and it does not outlive a killed parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with(parent)

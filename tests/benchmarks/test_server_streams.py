@@ -35,6 +35,7 @@ from bench_timing import choose, note
 LOADS = choose(full=[(64, 5), (256, 20), (256, 5)], quick=[(64, 5)], smoke=[(4, 5)])  # (streams, ms a step)
 MODES = choose(full=["5", "0.5", "0.1", "two"], quick=["5", "0.5", "two"], smoke=["two"])
 TOKENS = choose(full=4000, quick=4000, smoke=1000)
+PROCESSES = ["--no-frontend-multiprocessing", "--frontend-multiprocessing"]
 WARM_S, SECONDS = choose(full=2.0, quick=1.0, smoke=0.2), choose(full=4.0, quick=2.0, smoke=0.3)
 
 
@@ -145,7 +146,7 @@ def test_steps_beside_streams(benchmark, tmp_path, streams: int, step_ms: int, m
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("streams", choose(full=[8, 64], quick=[64], smoke=[4]))
-@pytest.mark.parametrize("flag", ["--no-frontend-multiprocessing", "--frontend-multiprocessing"])
+@pytest.mark.parametrize("flag", choose(full=PROCESSES, quick=PROCESSES, smoke=PROCESSES[:1]))
 def test_tokens_beside_streams(benchmark, streams: int, flag: str) -> None:
     benchmark.group = f"{model_name()}, {streams} streams"
     with server(flag, "--max-num-seqs", str(streams)) as port, client(port, streams) as count:

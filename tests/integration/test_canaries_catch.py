@@ -92,25 +92,28 @@ def test_no_alarm_without_an_error(kv_cache_dtype, mode):
     assert not alarms(run, kv_cache_dtype)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"enable_prefix_caching": True},
-        {"preemption_mode": "swap", "page_size": 64},
-        {"preemption_mode": "swap", "page_size": 16},
-    ],
-    ids=str,
+SOUND = (
+    {},
+    {"enable_prefix_caching": True},
+    {"preemption_mode": "swap", "page_size": 64},
+    {"preemption_mode": "swap", "page_size": 16},
 )
-def test_the_runs_that_catch_find_nothing_without_the_error(settings):
-    """Those in full precision; of the others, the runs above are the same without the error."""
-    assert settings in [known for _, known in MUTANTS.values()]
-    assert not pressed(SEED, **settings).findings
 
 
-def test_the_pool_is_full_and_everything_happens_that_moves_kv():
-    run = pressed(SEED, preemption_mode="swap", enable_prefix_caching=True)
-    moved = ("preemptions", "swapped_pages", "evicted_pages", "copied_pages", "prefix_hit_tokens", "forks")
-    assert all(run.counters[name] > 0 for name in moved), run.counters
-    assert run.counters["peak_usage"] > 0.9
-    assert pressed(SEED, preemption_mode="recompute").counters["recomputed_tokens"] > 0
+@pytest.fixture(scope="module")
+def sound():
+    """The runs that catch, without the error: those in full precision. Of the others, the runs above are the same."""
+    assert all(settings in SOUND for _, settings in MUTANTS.values() if "kv_cache_dtype" not in settings)
+    return [pressed(SEED, **settings) for settings in SOUND]
+
+
+def test_the_runs_that_catch_find_nothing_without_the_error(sound):
+    assert [run.findings for run in sound] == [()] * len(SOUND)
+
+
+def test_the_pool_of_the_runs_that_catch_is_full_and_everything_happens_that_moves_kv(sound):
+    assert all(run.counters["peak_usage"] > 0.9 and run.counters["preemptions"] > 0 for run in sound)
+    counters = [run.counters for run in sound]
+    assert all(each["recomputed_tokens"] > 0 and each["copied_pages"] > 0 and each["forks"] > 0 for each in counters)
+    assert counters[1]["evicted_pages"] > 0 and counters[1]["prefix_hit_tokens"] > 0
+    assert counters[2]["swapped_pages"] > 0 and counters[3]["swapped_pages"] > 0

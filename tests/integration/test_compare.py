@@ -13,9 +13,10 @@ import yaml
 from kvbench.cli import main as cli
 from kvbench.common import foreign_cpu
 from kvbench.load import validity
+from kvbench.measure import warm_up
 from tests.support.sweep_parts import ROOT
 
-MOCK = f"{sys.executable} -m kvbench mock-server --port {{port}} --ttft-ms 50 --itl-ms "
+MOCK = f"{sys.executable} -m kvbench mock-server --port {{port}} --ttft-ms 30 --itl-ms "
 STREAMS = {
     "name": "streams",
     "model": {"config": "llama-32m", "load_format": "dummy"},
@@ -42,6 +43,7 @@ def compare(tmp_path, monkeypatch, capfd):
     for module, names in UNLIMITED.items():
         for name in names:
             monkeypatch.setattr(module, name, 1e6)
+    monkeypatch.setattr(warm_up, "_PAUSE_S", 0.01)  # before a request that failed is sent again
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the mock server is launched in another folder
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "no-git"))  # a commit while this runs must not keep it from resuming
     monkeypatch.chdir(tmp_path)
@@ -62,11 +64,11 @@ def compare(tmp_path, monkeypatch, capfd):
 
 def test_a_candidate_that_streams_slower_fails_and_ci_is_told(compare):
     words = ("--workload", "streams.yaml", "--policy", "one.yaml", "--order-seed", "1")
-    code, folder, verdict, said = compare(f"{MOCK}20", f"{MOCK}30", *words)
+    code, folder, verdict, said = compare(f"{MOCK}12", f"{MOCK}18", *words)
     assert (code, verdict["outcome"]) == (1, "fail"), said.out + said.err
     found = {finding["metric"]: finding for finding in verdict["findings"]}
     assert "fail" in (found["output_throughput"]["outcome"], found["p95_itl_ms"]["outcome"])
-    assert found["output_throughput"]["change"] == pytest.approx(350 / 500 - 1, abs=0.1)  # 50 + 15 x 20 or 30 ms
+    assert found["output_throughput"]["change"] == pytest.approx(210 / 300 - 1, abs=0.1)  # 30 + 15 x 12 or 18 ms
     assert ET.parse(folder / "junit.xml").findall(".//failure")
     assert (folder / "summary.md").read_text().startswith("**FAIL**")
     with (folder / "pairs.csv").open() as file:
@@ -78,7 +80,7 @@ def test_a_candidate_that_streams_slower_fails_and_ci_is_told(compare):
 
 def test_time_that_runs_out_ends_inconclusive_and_resume_measures_the_rest(compare):
     words = ("--workload", "streams.yaml", "--policy", "one.yaml", "--max-minutes", "0.05")
-    code, folder, verdict, said = compare(f"{MOCK}20", f"{MOCK}20", *words)
+    code, folder, verdict, said = compare(f"{MOCK}12", f"{MOCK}12", *words)
     assert code == 3 and 1 <= verdict["facts"]["pairs"] < 5, said.out + said.err
     code, other, _, said = compare("--resume", str(folder))
     assert other is None and code in (0, 1, 3), said.out + said.err  # of 100 such comparisons four may fail
@@ -86,7 +88,7 @@ def test_time_that_runs_out_ends_inconclusive_and_resume_measures_the_rest(compa
 
 
 def test_a_candidate_that_never_serves_is_a_regression(compare):
-    code, _, verdict, said = compare(f"{MOCK}20", f"{MOCK}20 --fail-rate 1", "--workload", "streams.yaml")
+    code, _, verdict, said = compare(f"{MOCK}12", f"{MOCK}12 --fail-rate 1", "--workload", "streams.yaml")
     assert code == 1, said.out + said.err
     (served,) = [finding for finding in verdict["findings"] if finding["id"] == "served"]
     assert (served["outcome"], served["candidate"], served["base"]) == ("fail", 8, 0)

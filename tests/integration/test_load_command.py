@@ -23,6 +23,7 @@ from kvbench.common import foreign_cpu as contention
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
 from kvbench.loadtest.max_rate.search import CLIENT_LIMIT, INVALID
+from kvbench.measure import warm_up
 from tests.support.loads import fake_server, free_port, own_mock, start_load
 from tests.support.sweep_parts import BUSY_MACHINE, ROOT, TINY, wait_until
 
@@ -47,6 +48,11 @@ def idle_machine(monkeypatch):
     """Other work on the test machine is not what is tested here."""
     monkeypatch.setattr(contention, "MIN_FOREIGN_CORES", 1000.0)
     monkeypatch.setattr(contention, "MAX_STEAL_SHARE", 1.0)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(warm_up, "_PAUSE_S", 0.01)  # before a request that failed is sent again
 
 
 def load(*words):
@@ -175,7 +181,8 @@ def test_a_full_disk_does_not_take_the_figures_away(url, workload, tmp_path, mon
 
 
 FULL_FOR_THE_CLIENT = """
-import errno, pathlib
+import atexit, errno, pathlib, sys
+atexit.register(lambda: pathlib.Path({told!r}).write_text(" ".join(sys.modules)))
 replace = pathlib.Path.replace
 def refuse(path, target):
     if str(target).startswith({folder!r}):
@@ -186,14 +193,17 @@ pathlib.Path.replace = refuse
 
 
 def test_a_client_without_room_in_the_folder_hands_its_samples_over_elsewhere(url, workload, tmp_path, monkeypatch):
-    """In this process there is room: it puts them where they belong."""
-    out = tmp_path / "out"
+    """In this process there is room: it puts them where they belong. What no load needs was not imported."""
+    out, told = tmp_path / "out", tmp_path / "modules"
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(FULL_FOR_THE_CLIENT.format(folder=str(out)))
+    code = FULL_FOR_THE_CLIENT.format(folder=str(out), told=str(told))
+    (tmp_path / "site" / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
     load(workload, "--url", url, "--output-dir", out)
     assert complaints(stored(out, "metrics.json")) == [] and stored(out)["status"] == "complete"
     assert len(pd.read_parquet(out / "requests.parquet")) == 6 and stored(out, "load.json")["completed"] == 6
+    imported = told.read_text().split()
+    assert "pyarrow" in imported and not {"pandas", "flask", "kvbench.workload.load_section"} & set(imported)
 
 
 def test_requests_that_the_server_cannot_take_are_refused_before_anything_is_sent_or_written(url, workload, tmp_path):

@@ -78,9 +78,3 @@ def test_an_interrupted_sitting_begins_anew_with_a_resume(bench, monkeypatch):
     second = effects(run)
     assert second["finished"] and second["order_seed"] != first["order_seed"]
     assert second["limit_s"] == first["limit_s"]  # as the run was begun
-
-
-def test_without_minutes_for_it_engine_time_is_not_measured(bench):
-    done = bench.sweep(str(write(bench)), "--lockstep-minutes", "0", "--no-report", fake=False)
-    run = bench.only_run()
-    assert done.returncode == 0 and len(finished(run)) == 2 and not (run / "lockstep").exists()

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900 * max(1, DEEP))
 def _profile(machine: type[EngineMachine], share: float):
     case = machine.TestCase
     case.settings = settings(
-        max_examples=int(1700 * share) * max(1, DEEP),
+        max_examples=int(1450 * share) * max(1, DEEP),
         stateful_step_count=50,
         derandomize=not DEEP,
         database=None if not DEEP else settings.default.database,

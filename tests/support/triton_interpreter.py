@@ -1,10 +1,13 @@
-"""Triton's interpreter with the right arithmetic of bfloat16, and without what makes it slow."""
+"""Triton's interpreter with the right arithmetic of bfloat16, with any NumPy, and without what makes it slow."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import numpy as np
 import pytest
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -34,25 +37,61 @@ def right_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class _Kept:
     def restore(self) -> None:
-        """Nothing: see ``patch_once``."""
+        """Nothing: see ``make_quick``."""
 
 
-def patch_once() -> None:
-    """Replace the functions of triton.language once in this process.
+def pytest_configure() -> None:
+    """As a plugin of pytest (``-p``): for all checks of this process."""
+    make_quick()
 
-    The interpreter does it at each call of a function from a kernel and takes it back only at the kernel's end, so
-    that every such call costs more than its arithmetic.
+
+def make_quick() -> None:
+    """Take out of Triton's interpreter, once in this process, what it does again and again. The numbers are the same.
+
+    It replaces the functions of triton.language at each call of a function from a kernel. It makes the shape, the type
+    and the NumPy dtype of each value anew. It looks for integer overflow with six operations and, unless it debugs,
+    drops what it finds. Triton 3.6 takes a scalar's value by ``int`` of an array of one value, which NumPy 2.4 refuses
+    (triton-lang/triton issue 9171).
     """
+    if interpreter._patch_lang.__name__ == "patch_new":
+        return
     patch, done = interpreter._patch_lang, set()
 
     def patch_new(fn):
         found = {value for value in fn.__globals__.values() if value in (tl, tl.core)}
         if found - done:
             patch(fn)
+            tl.tensor.__index__ = lambda scalar: scalar.handle.data.item()
             done.update(found)
         return _Kept()
 
     interpreter._patch_lang = patch_new
+    numpy_of, pointer = lru_cache(None)(interpreter._get_np_dtype), np.dtype(np.uint64)
+    interpreter._get_np_dtype = lambda kind: pointer if kind.scalar.is_ptr() else numpy_of(kind.scalar)
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    _remember_types()
+
+
+def _remember_types() -> None:
+    """Values of one shape share that shape, and block types of one shape and element their attributes."""
+    init_tensor, shapes = tl.core.tensor.__init__, {}
+    init_block, blocks = tl.core.block_type.__init__, {}
+
+    def tensor(self, handle, type):
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            init_tensor(self, handle, type)
+            shapes[key] = {"shape": self.shape, "numel": self.numel}
+        self.__dict__.update(shapes[key], handle=handle, type=type, dtype=type.scalar)
+
+    def block_type(self, element_ty, shape):
+        key = (element_ty.name, *shape)
+        if key not in blocks:
+            init_block(self, element_ty, shape)
+            blocks[key] = dict(self.__dict__)
+        self.__dict__.update(blocks[key])
+
+    tl.core.tensor.__init__, tl.core.block_type.__init__ = tensor, block_type
 
 
 def _widen(bits: np.ndarray) -> np.ndarray:

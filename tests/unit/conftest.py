@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from kvbench.report.document import document
+from kvbench.report.document import Document, document
 from kvbench.report.outputs import write_report
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
@@ -73,16 +74,19 @@ def run_of(run_folder: Callable[[str], Path]) -> Callable[[str], Run]:
 
 
 @pytest.fixture(scope="session")
-def page_of(run_folder: Callable[[str], Path]) -> Callable[[str], str]:
-    """The HTML of a named variant, built once."""
-    built: dict[str, str] = {}
+def document_of(run_folder: Callable[[str], Path]) -> Callable[[str], Document]:
+    """What the report of a named variant says, made once."""
+    return cache(lambda variant: document(read_run(run_folder(variant))))
 
+
+@pytest.fixture(scope="session")
+def page_of(run_folder: Callable[[str], Path], document_of: Callable[[str], Document]) -> Callable[[str], str]:
+    """The HTML of a named variant, built once."""
+
+    @cache
     def text(variant: str) -> str:
-        if variant not in built:
-            folder = run_folder(variant)
-            run = read_run(folder)
-            built[variant] = write_report(run, folder, document(run))[0].read_text()
-        return built[variant]
+        folder = run_folder(variant)
+        return write_report(read_run(folder), folder, document_of(variant))[0].read_text()
 
     return text
 

@@ -15,7 +15,7 @@ from ci.gpu import worker
 from ci.gpu.isolated import CaseRunner
 from ci.gpu.part import PartReport, Report
 from tests.support import lost_device
-from tests.support.sweep_parts import alive
+from tests.support.sweep_parts import alive, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 TROUBLED = "tests.support.troubled_cases"
@@ -131,6 +131,23 @@ def test_the_wrapper_runs_the_processes_where_it_is_there(tmp_path, errors):
         return
     assert told["headline"] == "2 of 2 checks passed"
     assert [failure["reason"] for failure in told["failures"]] == ["========= ERROR SUMMARY: 2 errors"] * bool(errors)
+
+
+WRAPPER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+
+
+def test_a_process_does_not_outlive_its_wrapper(tmp_path):
+    """It is in a case that takes for ever, so it does not see that there are no more requests."""
+    command = [sys.executable, "-c", WRAPPER, sys.executable, "-m", "ci.gpu.worker", TROUBLED, "hangs"]
+    options = ["--out", str(tmp_path / "part.json"), "--device", "cpu", "--seconds", "60", "--scratch", str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, *options], cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as wrapper:
+        wrapper.stdin.write(json.dumps({"case": "hangs", "ends": 1e9}) + "\n")
+        wrapper.stdin.flush()
+        while "add" not in (answer := json.loads(wrapper.stdout.readline().removeprefix(worker.MARK))):
+            pass
+        wrapper.kill()
+    wait_until(lambda: not alive(answer["value"]["process"]), 20)
 
 
 class FakeCuda:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from kernels.triton_kv import write_constants, write_kv_kernel
 from kernels.triton_move import move_constants, move_kernel
 from kernels.triton_prefill import prefill_constants, prefill_kernel
 from kernels.variants import sample
+from tests.support.run_checks import run_checks
 
 ATTENTION = ("triton_checks.py",)
 OTHERS = (
@@ -38,26 +37,20 @@ SCALES = {"k_scales_ptr", "v_scales_ptr"}
 CODES = {"int8_per_token_head": "i8"}  # else bytes
 
 
-def run_checks(interpret: str, *names: str) -> None:
-    """Runs files that pytest does not collect, in a process with TRITON_INTERPRET set before any import."""
-    here = Path(__file__).parent
-    env = os.environ | {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:timeout", "-o", "addopts="]
-    command += [str(here / name) for name in names]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, cwd=here.parents[2])
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+def beside(names: tuple[str, ...]) -> list[Path]:
+    return [Path(__file__).with_name(name) for name in names]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("names", [ATTENTION, (*OTHERS, *WITHOUT_A_GPU)], ids=["attention", "others"])
 def test_kernels_in_the_interpreter(names):
-    run_checks("1", *names)
+    run_checks(*beside(names))
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_on_the_gpu():
-    run_checks("0", *ATTENTION, *OTHERS)
+    run_checks(*beside(ATTENTION + OTHERS), interpret=False)
 
 
 @cache

@@ -10,11 +10,9 @@ from kernel_cases import Problem, check_attention
 
 from kernels.triton_backend import TritonBackend, read_chip
 from kernels.triton_launch import Chip, Splits
-from tests.support.triton_interpreter import patch_once, right_bfloat16
+from tests.support.triton_interpreter import right_bfloat16
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    patch_once()
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # Half precision: of a weight, then of the result; the values are of order 1.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -107,7 +107,7 @@ from kvbench.load.locustfile import *
 from kvbench.loadtest.locust_job import LocustJob
 draw = LocustJob.requests
 def draw_slowly(job, *arguments):
-    gevent.sleep(3)
+    gevent.sleep(1.5)
     return draw(job, *arguments)
 LocustJob.requests = draw_slowly
 """
@@ -118,7 +118,7 @@ def test_run_time_counts_from_the_first_request(steady_url: str, tmp_path: Path,
     """The requests take longer to draw than the test may take."""
     (tmp_path / "slow.py").write_text(SLOW_START)
     more = two_processes() if processes > 1 else ()
-    words = ("--host", steady_url, "--kvbench-at", "c4", "--run-time", "2s", *more)
+    words = ("--host", steady_url, "--kvbench-at", "c4", "--run-time", "1s", *more)
     running = start(tmp_path, *words, number=5000, file=tmp_path / "slow.py")
     _, said = running.communicate(timeout=120)
     assert 0 < len(stamps_of(steady_url)) < 5000 and "used up" not in said, said
@@ -126,11 +126,11 @@ def test_run_time_counts_from_the_first_request(steady_url: str, tmp_path: Path,
 
 
 def test_a_worker_that_comes_late_takes_no_part_and_holds_nobody_up(steady_url: str, tmp_path: Path) -> None:
-    """30 requests at 2 users take over 3 s; to a worker that comes meanwhile Locust would deal users out, too."""
+    """16 requests at 2 users take 1.5 s; to a worker that comes meanwhile Locust would deal users out, too."""
     port, options = str(free_port()), ("--host", steady_url, "--kvbench-at", "c4")
     of_master = ("--expect-workers", "1", "--users", "2", "--csv", str(tmp_path / "out"))
-    master = start(tmp_path, *options, "--master", "--master-bind-port", port, *of_master, number=30)
-    early = start(tmp_path, *options, "--worker", "--master-port", port, number=30)
+    master = start(tmp_path, *options, "--master", "--master-bind-port", port, *of_master, number=16)
+    early = start(tmp_path, *options, "--worker", "--master-port", port, number=16)
     while len(stamps_of(steady_url)) < 2:
         time.sleep(0.05)
     with RawWorker(port) as late:
@@ -145,8 +145,8 @@ def test_a_worker_that_comes_late_takes_no_part_and_holds_nobody_up(steady_url: 
     early.communicate(timeout=120)
     assert heard[0] == "ack" and heard[-1] == "quit" and "spawn" not in heard and "kvbench_shard" not in heard
     rows = pd.read_csv(tmp_path / "out_stats.csv").set_index("Name")
-    assert rows.loc["Aggregated", ["Request Count", "Failure Count"]].tolist() == [30, 0]
-    assert len(stamps_of(steady_url)) == 30
+    assert rows.loc["Aggregated", ["Request Count", "Failure Count"]].tolist() == [16, 0]
+    assert len(stamps_of(steady_url)) == 16
 
 
 @pytest.mark.parametrize("processes", [1, 2])

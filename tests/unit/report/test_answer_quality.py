@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.cli.main import cli
-from kvbench.report.document import document
+from kvbench.report.document import Document, document
 from kvbench.report.figures.answer_quality import drawing, price_frame
 from kvbench.report.markdown import markdown
 from kvbench.report.quality import CONTROL, answer_quality_table, answer_sentences, passkey_table, prices
@@ -116,14 +116,14 @@ def test_passkeys_are_listed_by_part_where_some_are_wrong_and_only_of_those_conf
 
 
 def test_page_and_markdown_have_the_chapter_and_a_run_without_has_none(
-    run_of: Callable[[str], Run], page_of: Callable[[str], str]
+    document_of: Callable[[str], Document], page_of: Callable[[str], str]
 ) -> None:
-    text, source = markdown(document(run_of("quality"))), page_of("quality")
+    text, source = markdown(document_of("quality")), page_of("quality")
     assert f"## {CHAPTER}" in text and f"<h2>{CHAPTER}</h2>" in source
     for part in ("INT4 KV: KLD 0.03", "kvbench-tiny, not with llama-32m", "A/A"):
         assert part in text and part in source
     assert source.count('<figure id="quality">') == 1
-    assert CHAPTER not in markdown(document(run_of("normal"))) and CHAPTER not in page_of("normal")
+    assert CHAPTER not in markdown(document_of("one_cell")) and CHAPTER not in page_of("one_cell")
 
 
 def test_a_file_of_another_format_asks_for_a_new_measurement(make: Callable[..., Run], capsys: Any) -> None:

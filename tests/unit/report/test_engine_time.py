@@ -88,13 +88,14 @@ def test_what_an_interrupted_run_knows_of_engine_time_is_shown_as_unfinished(run
     if not served:
         shutil.rmtree(run.folder / "cells")
         run = read_run(run.folder)
-    text = markdown(document(run))
+    report = document(run)
+    text = markdown(report)
     table = text[text.index("# Engine time") :]
     row = next(line for line in table.splitlines() if line.startswith("|") and "+5.0 %" in line)
     assert (cell.name if served else cell.cell_id.replace("_", r"\_")) in row
     assert "Unfinished: it was interrupted after 4 launches." in text and "(unfinished)" in printed(run)
     assert ("Only engine time" in headline(run)) is not served
-    write_report(run, run.folder, document(run))
+    write_report(run, run.folder, report)
     assert "+5.0 %" in (run.folder / "report.html").read_text()
 
 

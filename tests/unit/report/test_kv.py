@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -11,12 +12,17 @@ from kvbench.report.kv import memory_table
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell
 from tests.support.report_cells import run as run_of
-from tests.support.synthetic_run import make_run
 
 
-def test_a_request_waits_for_room_only_while_another_would_not_fit(tmp_path):
+@pytest.fixture
+def toy(tmp_path, run_folder):
+    """A copy of the folder of a run, for a test to change."""
+    return shutil.copytree(run_folder("normal"), tmp_path / "toy")
+
+
+def test_a_request_waits_for_room_only_while_another_would_not_fit(run_folder):
     """The toy engine's contiguous layout queues at 24 users and holds all 3; its paged one has room for all."""
-    run = read_run(make_run(tmp_path))
+    run = read_run(run_folder("normal"))
     waited = {(c.config_id, c.load.value): max(c.observed("kv_full").values()) for c in run.cells}
     low, high = sorted({load for _, load in waited})
     assert waited["layout-contiguous", high] > 0.5 and waited["layout-contiguous", low] == 0
@@ -35,10 +41,10 @@ def summary_of(run):
         ({"layout": None}, {"capacity_tokens": None}, None),
     ],
 )
-def test_what_requests_wait_for_is_told_apart(tmp_path, settings, capacity, waited):
-    path, summary = summary_of(make_run(tmp_path))
+def test_what_requests_wait_for_is_told_apart(toy, settings, capacity, waited):
+    path, summary = summary_of(toy)
     write_json(path, summary | {"settings": summary["settings"] | settings, "capacity": summary["capacity"] | capacity})
-    found = next(c for c in read_run(tmp_path).cells if c.folder == path.parent).observed("kv_full")
+    found = next(c for c in read_run(toy).cells if c.folder == path.parent).observed("kv_full")
     assert (min(found.values()) >= waited if waited else max(found.values()) == 0) if waited is not None else not found
 
 

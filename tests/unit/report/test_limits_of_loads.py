@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -28,7 +30,6 @@ from kvbench.report.limits import (
 )
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell, run, stored
-from tests.support.synthetic_run import make_run
 
 ROOM = Facts(asked=24, running=24.0, waiting=0.0, seats=32, kv_wait=0.0, kv_peak=0.4)
 
@@ -97,8 +98,8 @@ def test_kv_that_ran_out_before_compute_says_so_and_hides_that_steps_were_filled
     assert any("steps fill" in text for text in judge(both)[1])
 
 
-def test_the_toy_engines_contiguous_layout_is_limited_by_kv_where_it_queues(tmp_path) -> None:
-    measured = read_run(make_run(tmp_path))
+def test_the_toy_engines_contiguous_layout_is_limited_by_kv_where_it_queues(run_folder: Callable[[str], Path]) -> None:
+    measured = read_run(run_folder("normal"))
     found = {(each.cell.config_id, each.cell.load.value): each.limit for each in limits(measured)}
     low, high = sorted({load for _, load in found})
     assert found["layout-contiguous", high] == KV and found["layout-contiguous", low] != KV

@@ -74,14 +74,15 @@ def test_report_writes_the_main_figures_or_all_beside_the_report(
     jobs: list[dict[str, Any]], make: Callable[..., Run], tmp_path: Path
 ) -> None:
     run = make(repeats=1, concurrencies=(3,))
+    drawings = document(run).drawings
     for option in ("--png", "--png-all"):
         jobs.clear()
         with pytest.raises(SystemExit) as ended:
             main(["report", str(run.folder), option, "--output-dir", str(tmp_path / option)])
         assert ended.value.code == 0 and (tmp_path / option / "report.html").is_file()
-        wanted = document(run).drawings if option == "--png-all" else main_drawings(document(run).drawings)
+        wanted = drawings if option == "--png-all" else main_drawings(drawings)
         assert [job["path"] for job in jobs] == [tmp_path / option / f"{drawing.key}.png" for drawing in wanted]
-    assert 0 < len(main_drawings(document(run).drawings)) < len(document(run).drawings)
+    assert 0 < len(main_drawings(drawings)) < len(drawings)
 
 
 def test_a_title_stands_above_the_figure_and_is_never_read_as_markup(jobs: list[dict[str, Any]]) -> None:

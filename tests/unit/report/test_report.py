@@ -20,7 +20,7 @@ from kvbench.cli.main import cli
 from kvbench.common.console import print_table
 from kvbench.common.errors import UsageError
 from kvbench.report.decision import headline
-from kvbench.report.document import document
+from kvbench.report.document import Document, document
 from kvbench.report.markdown import markdown
 from kvbench.report.outputs import DROP_FIRST, console_table, write_report
 from kvbench.report.page import PLOTLY_JS, page, template_file
@@ -75,15 +75,15 @@ def test_every_variant_builds_one_page_that_loads_nothing(
 
 
 def test_the_page_has_every_section_and_every_figure(
-    run_of: Callable[[str], Run], page_of: Callable[[str], str]
+    run_of: Callable[[str], Run], page_of: Callable[[str], str], document_of: Callable[[str], Document]
 ) -> None:
-    run, source = run_of("normal"), page_of("normal")
+    run, source, report = run_of("normal"), page_of("normal"), document_of("normal")
     text = visible(source)
     assert all(text.count(name) >= len(run.loads) for name in run.configs)
     keys = ["effects", "frontier", "ledger", "kv-timeline-closed-24", "kv-timeline-closed-3", "distributions"]
-    assert [drawing.key for drawing in document(run).drawings] == [*keys, "slowest"]
+    assert [drawing.key for drawing in report.drawings] == [*keys, "slowest"]
     assert all(source.count(f'<figure id="{key}">') == 1 for key in keys)
-    in_markdown = [line[3:] for line in markdown(document(run)).splitlines() if line.startswith("## ")]
+    in_markdown = [line[3:] for line in markdown(report).splitlines() if line.startswith("## ")]
     in_page = [re.sub(r" <small>.*", "", title) for title in re.findall(r"<h2>(.*?)</h2>", source)]
     assert in_markdown == in_page  # the same chapters, in the same order
     assert "within 5 % of 1" in text and text.count("paged KV is gathered first") == 1
@@ -105,17 +105,20 @@ def test_everything_from_outside_is_escaped(make: Callable[..., Run]) -> None:
     summary["settings"].pop("layout")
     path.write_text(json.dumps(summary | {"label": EVIL, "notes": {"text": EVIL}}))
     run = read_run(run.folder)
-    text = page(run, document(run))
+    report = document(run)
+    text = page(run, report)
     assert "<script>alert" not in text and "<img" not in without_scripts(text) and EVIL in visible(text)
-    outside_code = re.sub(r"```.*?```", "", markdown(document(run)), flags=re.S)
+    outside_code = re.sub(r"```.*?```", "", markdown(report), flags=re.S)
     assert "<script" not in outside_code and "<img" not in outside_code
-    traces = [trace for drawing in document(run).drawings for trace in drawing.figure.data]
+    traces = [trace for drawing in report.drawings for trace in drawing.figure.data]
     assert not any("<script" in (trace.name or "") for trace in traces)
 
 
-def test_markdown_has_every_cell_and_every_missing_one(run_of: Callable[[str], Run]) -> None:
+def test_markdown_has_every_cell_and_every_missing_one(
+    run_of: Callable[[str], Run], document_of: Callable[[str], Document]
+) -> None:
     run = run_of("incomplete")
-    lines = markdown(document(run)).splitlines()
+    lines = markdown(document_of("incomplete")).splitlines()
     start = lines.index("## All cells") + 2
     table = lines[start : lines.index("", start)]
     for one in run.cells:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from kvbench import __version__
 from kvbench.cli.main import cli
 from kvbench.common.errors import UsageError
 from kvbench.metrics.latency import distribution, summarise, weighted_distribution
@@ -77,6 +79,19 @@ def test_figures_gathered_on_the_way_are_those_of_all_rows(folder: Path) -> None
         assert summary[name]["n"] == expected[name]["n"]
         for which in ("mean", "std", "p50", "p90", "p95", "p99", "min", "max"):
             assert summary[name][which] == pytest.approx(expected[name][which], rel=1e-9, abs=1e-9), (name, which)
+
+
+def test_a_checkout_that_is_not_installed_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.metadata.distribution
+
+    def not_kvbench(name: str) -> importlib.metadata.Distribution:
+        if name == "kvbench":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return find(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", not_kvbench)
+    simulated("simulate", *MACHINE, *SHORT, "--num-prompts", 2, "--output-dir", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["kvbench"] == __version__
 
 
 def test_the_steady_window_is_that_of_all_rows(tmp_path: Path) -> None:

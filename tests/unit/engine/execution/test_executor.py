@@ -53,6 +53,7 @@ def work_of_a_forward(engine) -> Counter[str]:
     def counted(*args):
         gc.disable()
         before = sys.gettrace()  # of a coverage measurement
+        sys._getframe().f_trace_opcodes = True  # before the call: Python 3.12 asks for it there the first time
         sys.settrace(trace)
         try:
             return forward(*args)

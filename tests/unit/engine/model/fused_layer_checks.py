@@ -27,9 +27,8 @@ from kernels.kv_formats import KV_FORMATS
 from tests.support.fake_capture import FakeCapture
 from tests.support.families import ACCEPTED, COMMON
 from tests.support.launches import Launches
-from tests.support.triton_interpreter import patch_once, right_bfloat16
+from tests.support.triton_interpreter import right_bfloat16
 
-patch_once()
 BACKEND = get_backend("triton")
 PAGE = 4
 

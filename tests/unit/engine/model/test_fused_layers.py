@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,22 +12,16 @@ from engine.planning import plan_engine
 from kernels.compile_ahead import compile_for, read_resources
 from kernels.layer_parts import Heads, Rotation
 from kernels.triton_layers import rotate_constants, rotate_write_kernel
+from tests.support.run_checks import run_checks
 
 compiles = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 replaces the compiler"
 )
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_in_the_interpreter():
-    here = Path(__file__).parent
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:timeout", "-o", "addopts="]
-    command += [str(here / "fused_layer_checks.py")]
-    run = subprocess.run(
-        command, env=env, capture_output=True, text=True, cwd=here.parents[3], timeout=590, check=False
-    )
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    run_checks(Path(__file__).with_name("fused_layer_checks.py"))
 
 
 @compiles

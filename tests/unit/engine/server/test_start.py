@@ -77,3 +77,25 @@ def test_garbage_is_collected_again_after_the_load_and_what_was_loaded_left_out(
         assert gc.get_freeze_count() > frozen
     finally:
         gc.unfreeze()
+
+
+def test_transformers_knows_the_rest_of_its_names_when_they_are_asked_for() -> None:
+    """At the start it stands for its submodules and the few names that serving needs, without reading all models."""
+    done = run("""
+import sys
+from engine.startup import only_what_serving_needs
+with only_what_serving_needs(compiles=False):
+    import torch, transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.llama import LlamaForCausalLM
+    import transformers.modeling_utils
+    short = sys.modules["transformers"] is transformers and "transformers.models.bert" not in sys.modules
+    config = AutoConfig.for_model("llama", hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64)
+    same = type(AutoModelForCausalLM.from_config(config)) is LlamaForCausalLM
+from transformers import BertConfig, PreTrainedModel
+from transformers.processing_utils import ProcessorMixin
+whole = sys.modules["transformers"] is not transformers and transformers.GPT2Config.model_type == "gpt2"
+own = PreTrainedModel is transformers.modeling_utils.PreTrainedModel and issubclass(LlamaForCausalLM, PreTrainedModel)
+print(short, same, whole, own)
+""")
+    assert done.stdout == "True True True True\n", done.stdout + done.stderr
