@@ -24,12 +24,9 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 KERNEL_BACKENDS = ("auto", "torch", "numba", "triton")
 
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/usr/lib/wsl/lib/libcuda.so.1")  # Linux, Jetson, WSL
-# Defaults by device. A GPU reads its weights once for hundreds of tokens in the time of one, a CPU computes each: there
-# a step of thousands would hold up every stream for seconds.
-BATCH_ON = {
-    "cpu": {"max_num_seqs": 64, "max_num_batched_tokens": 512},
-    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
-}
+# (max_num_seqs, max_num_batched_tokens). A GPU reads its weights once for hundreds of tokens in the time of one, a CPU
+# computes each: there a step of thousands would hold up every stream for seconds.
+CPU_BATCH, GPU_BATCH = (64, 512), (256, 8192)
 DEFAULT_CPU_BUDGET = 256 * 2**20  # bytes of KV on a CPU when ``kv_budget`` is None
 _UNITS = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -97,8 +94,8 @@ class EngineConfig:
     enable_prefix_caching: bool = False
 
     max_model_len: int | None = None  # tokens of prompt + output; None: the model's limit
-    max_num_seqs: int | None = None  # None: as BATCH_ON has it
-    max_num_batched_tokens: int | None = None  # tokens computed in one step; None: as BATCH_ON has it
+    max_num_seqs: int | None = None  # None: 64 on a CPU, 256 on a GPU
+    max_num_batched_tokens: int | None = None  # tokens computed in one step; None: 512 on a CPU, 8,192 on a GPU
     enable_chunked_prefill: bool = True
     max_num_partial_prefills: int = 1  # prompts computed side by side; from 2 on, one share is kept for short ones
     max_num_waiting: int | None = None  # requests in the queue; one more is refused. None: no limit
@@ -159,7 +156,7 @@ class EngineConfig:
 
     def _settle_batch(self) -> None:
         """Replace None by the defaults of the device; one that is given limits or raises the other."""
-        seqs, tokens = BATCH_ON["cpu" if runs_on_cpu(self.device) else "cuda"].values()
+        seqs, tokens = CPU_BATCH if runs_on_cpu(self.device) else GPU_BATCH
         if self.max_num_seqs is None:
             object.__setattr__(self, "max_num_seqs", min(seqs, self.max_num_batched_tokens or tokens))
         if self.max_num_batched_tokens is None:

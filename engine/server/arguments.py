@@ -11,7 +11,6 @@ from engine.config import EngineConfig
 
 DEFAULT_PORT = 8000
 
-_CPU, _GPU = settings.BATCH_ON["cpu"], settings.BATCH_ON["cuda"]
 HELP = {
     "model": "what to serve: a local folder with config.json and *.safetensors, a config JSON, or the name of a model "
     "or config that ships with the engine. Nothing is ever downloaded.",
@@ -35,9 +34,9 @@ HELP = {
     "max_model_len": "most tokens of prompt and output together. Left out: the model's own limit, or what the KV "
     "budget holds of one sequence if that is less.",
     "max_num_seqs": "most sequences computed in one step, and so the most that one request may ask for with n, best_of "
-    f"or beams. Left out: {_CPU['max_num_seqs']} on a CPU, {_GPU['max_num_seqs']} on a GPU.",
-    "max_num_batched_tokens": "most tokens computed in one step, prompts and outputs together. Left out: "
-    f"{_CPU['max_num_batched_tokens']} on a CPU, {_GPU['max_num_batched_tokens']} on a GPU.",
+    "or beams. Left out: 64 on a CPU, 256 on a GPU.",
+    "max_num_batched_tokens": "most tokens computed in one step, prompts and outputs together. Left out: 512 on a CPU, "
+    "8192 on a GPU.",
     "enable_chunked_prefill": "let a long prompt be computed over several steps, mixed with the others' tokens.",
     "max_num_partial_prefills": "most prompts computed side by side. From 2 on, one share of the step is kept for "
     "short prompts, so that a long one cannot hold them up.",

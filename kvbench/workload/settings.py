@@ -1,7 +1,6 @@
 """The engine's settings as the harness knows them, and the names of a configuration: for cell ids and for people.
 
 The harness knows engines only from outside, so this is a table and not an import; a test holds it against the engine.
-Only the defaults that differ by device are imported.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from engine.config import BATCH_ON
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,10 @@ _SETTINGS: Mapping[str, _Setting] = {
     "dtype": _Setting(short=""),
 }
 DEFAULTS = {name: each.default for name, each in _SETTINGS.items() if each.default is not None}
+DEFAULTS_ON = {  # by device; with any other, the server's machine decides
+    "cpu": {"max_num_seqs": 64, "max_num_batched_tokens": 512},
+    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
+}
 ONLY_WITH = {name: each.only_with for name, each in _SETTINGS.items() if each.only_with is not None}
 IN_LAYOUT = ("layout", "page_size", "reservation")  # named with the layout where they are given
 _MOST_ID = 80  # characters: file systems allow 255 bytes for a name; a terminal table does not
@@ -75,8 +76,8 @@ def canonical(name: str, value: Any) -> Any:
 
 
 def defaults_beside(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The known defaults of an engine with these ``settings``; on device auto its machine decides of the batch."""
-    return {**DEFAULTS, **BATCH_ON.get(settings.get("device", "auto"), {})}
+    """The known defaults of an engine with these ``settings``."""
+    return {**DEFAULTS, **DEFAULTS_ON.get(settings.get("device", "auto"), {})}
 
 
 def effective(settings: Mapping[str, Any], name: str) -> Any:
