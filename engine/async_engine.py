@@ -167,7 +167,7 @@ class EngineClient(ABC):
         self._last_failure = ""
         self._watchdog_timeout_s = watchdog_timeout_s
         self._heard_at = 0.0  # when the loop last reported anything; times of ``time.monotonic``
-        self._asked_at = 0.0  # the first command after that which the loop has to answer
+        self._asked_at = 0.0  # when the first command after that was sent which the loop answers
 
     @abstractmethod
     async def start(self) -> None:
@@ -211,8 +211,8 @@ class EngineClient(ABC):
         return time.monotonic() - max(self._asked_at, self._heard_at)
 
     def ping(self) -> None:
-        """Ask the loop for a sign of life, unless it owes one already. Does not wait: ``failure`` tells of its lack."""
-        if not self._silent_s() and self._failure is None and not self._stopping:
+        """Ask the loop for a sign of life, unless a command waits for one. Does not wait: ``failure`` tells of none."""
+        if self._asked_at <= self._heard_at and self._failure is None and not self._stopping:
             self._ask(Command("ping"))
 
     async def submit(self, requests: Sequence[Request]) -> OutputStream:

@@ -65,10 +65,12 @@ def assemble_engine(
     config = settle_length(config, limit, loaded.kv_shape, config.kv_budget, may_lower=may_lower)
     if config.async_scheduling is None:  # on a CPU, the thread that would plan the next step computes this one
         config = EngineConfig(**{**asdict(config), "async_scheduling": loaded.device.type == "cuda"})
-    config = _settle_fusion(config, loaded)
     if loaded.backend.name == "numba" and not config.torch_compile:
         keep_freed_memory()
         use_cpu_layers(loaded.model, loaded.backend, loaded.kv_shape, loaded.query_heads)
+    config = _settle_fusion(config, loaded)
+    if config.fused_layers:
+        tell(str(getattr(loaded.model, FUSION)))
     capacity = capacity_of(config, loaded.kv_shape, config.kv_budget)
     _check_memory(config.kv_budget, capacity.swap_space_bytes, loaded.device)
     kv = make_kv_manager(config, capacity)
@@ -81,7 +83,7 @@ def assemble_engine(
 
 
 def _settle_fusion(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
-    """Say whether this engine uses the forwards of fewer kernels that ``load_model`` gave the model."""
+    """Say whether this engine uses the forwards of fewer kernels that the model was given."""
     fused = wants_fusion(config, loaded.backend) and hasattr(loaded.model, FUSION)
     return EngineConfig(**{**asdict(config), "fused_layers": fused})
 

@@ -107,7 +107,7 @@ class EngineConfig:
     kernel_backend: str = "auto"
     cuda_graphs: bool | None = None  # replay captured steps; None: on CUDA
     torch_compile: bool = False  # of the model's forward
-    fused_layers: bool | None = None  # fewer GPU kernels a layer (engine/model/fused_layers.py); None: with triton
+    fused_layers: bool | None = None  # fewer kernels a layer (engine/model/fused_layers.py); None: where there are any
     num_threads: int | None = None  # CPU threads; None: all cores this process may use
 
     def __post_init__(self) -> None:
@@ -169,11 +169,10 @@ class EngineConfig:
                 "cuda_graphs cannot be true with device 'cpu', which has no CUDA graphs: use device cuda or leave "
                 "cuda_graphs out"
             )
-        others = ("torch", "numba") if device != "cpu" else ("torch", "numba", "auto")
-        if self.fused_layers and self.kernel_backend in others:
+        if self.fused_layers and self.kernel_backend == "torch":
             raise ValueError(
-                f"fused_layers cannot be true with kernel_backend {self.kernel_backend!r} on device {device!r}, which "
-                "has no kernels for it: leave fused_layers out, or use kernel_backend triton on a GPU"
+                "fused_layers cannot be true with kernel_backend 'torch', which has no kernels for it: leave one of "
+                "them out"
             )
 
     def _check_partial_prefills(self) -> None:

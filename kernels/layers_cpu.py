@@ -69,6 +69,11 @@ def can_pack(linear: nn.Module) -> bool:
     return linear.weight.dtype == torch.float32
 
 
+def panel_of(dtype: torch.dtype) -> int:
+    """Output features that are packed together."""
+    return PANEL if dtype == torch.float32 else numba_amx.PANEL
+
+
 def pack_weight(weight: torch.Tensor, arena: HugeArena) -> torch.Tensor:
     """``[N, K]`` as panels ``[ceil(N / PANEL), K, PANEL]``, or as numba_amx.py has them; missing output features are
     zeros."""
@@ -94,7 +99,7 @@ class PackedLinear(nn.Module):
         weights = [linear.weight.detach() for linear in linears]
         self.out_features, self.in_features = sum(len(weight) for weight in weights), weights[0].shape[1]
         self.packed = pack_weight(weights[0] if len(weights) == 1 else torch.cat(weights), arena)
-        self.panel = PANEL if self.packed.dtype == torch.float32 else numba_amx.PANEL  # output features
+        self.panel = panel_of(self.packed.dtype)
         self.bias: torch.Tensor | None = None
         if any(linear.bias is not None for linear in linears):
             parts = [w.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(linears, weights, strict=True)]
@@ -186,6 +191,8 @@ def add_norm(
     is no norm.
     """
     assert x.dim() == 2 and (residual is not None or (post is None and norm is not None)), "there is nothing to do"
+    assert residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype)
+    assert all(one is None or (len(one.weight), one.weight.dtype) == (x.shape[1], x.dtype) for one in (norm, post))
     x, size = dense_rows(x), x.element_size()
     added, added_step, total = 0, 0, x
     if residual is not None:
@@ -204,10 +211,10 @@ def add_norm(
     return total, out
 
 
-def can_rotate(heads: Heads, rotation: Rotation) -> bool:
-    """Whether ``rotate_and_write`` does this to these heads."""
+def can_rotate(heads: Heads, rotation: Rotation, width: int) -> bool:
+    """Whether ``rotate_and_write`` does this to these heads; ``width``: columns of cos and sin."""
     whole = heads.dim % LANES == 0 and rotation.size % (2 * LANES) == 0 and rotation.size <= heads.dim
-    return whole and not rotation.pairs
+    return whole and not rotation.pairs and rotation.size in (0, width)
 
 
 def rotate_and_write(

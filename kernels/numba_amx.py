@@ -251,7 +251,7 @@ def _multiply(x: int, x_step: int, w: int, steps: int, ahead: int, sums: int, ro
 @cache
 def build_amx(epilogue: int):
     """The worker for an epilogue (HAS_BIAS | HAS_GATE | IS_GELU) as a Numba cfunc: each thread takes its share of the
-    panels. A bias is then the gate's too.
+    panels. With HAS_BIAS and HAS_GATE the gate has a bias too.
 
     Arguments as numba_gemm.py's, of bfloat16.
     """

@@ -122,8 +122,10 @@ def _softmax_block(scores: int, acc: int, heads: int, v_dim: int, count: int, ca
 
 @numba.njit(**JIT)
 def _fill_next(args: int, b: int, place: int, end: int, offsets: int) -> int:
-    """``_fill_offsets`` of the first block of the sequence after b, which begins at ``place`` of the line and of which
-    this share has what lies before ``end``; how many tokens that is."""
+    """Fill ``offsets`` for the first block of the sequence after b, and return its number of tokens.
+
+    ``place``: where that sequence begins in the line of all tokens. ``end``: where this thread's share of it ends.
+    """
     if b + 1 >= load_i64(args + 8 * A_BATCH) or place >= end:
         return 0
     visible = _visible(args, b + 1)

@@ -22,7 +22,7 @@ QWEN3_LAYERS = 28
 
 @dataclass(frozen=True)
 class Launches:
-    """Kernels of Qwen3's layer, both of a decode that may be cut included, and of a step beside its layers."""
+    """Kernels of Qwen3: of a layer, with the two that decode attention takes, and of a step beside its layers."""
 
     layer: int
     step: int

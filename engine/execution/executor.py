@@ -66,8 +66,9 @@ class TorchExecutor:
             scales = calibrate_kv_scales(loaded.model, loaded.kv_shape, loaded.info.vocab_size, kv_format)
         like = next(loaded.model.parameters())
         shape, slots, page_size = loaded.kv_shape, capacity.num_slots, capacity.page_size
-        fused = bool(config.fused_layers) or loaded.backend.name == "numba"
-        return AttentionHost(loaded.backend, shape, slots, page_size, like, config.kv_cache_dtype, scales, fused)
+        return AttentionHost(
+            loaded.backend, shape, slots, page_size, like, config.kv_cache_dtype, scales, bool(config.fused_layers)
+        )
 
     def use_page_table(self, page_table: np.ndarray) -> None:
         """Switch to another KV manager of the same capacity (after the warm-up)."""

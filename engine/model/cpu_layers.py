@@ -16,7 +16,7 @@ from engine.model.try_out import PROBE_SIZES, PROBE_TOKENS, named, same_numbers
 from kernels import layers_cpu
 from kernels.api import AttentionBackend
 from kernels.cpu_memory import HugeArena
-from kernels.layers_cpu import GATES, PackedLinear, can_pack, gated
+from kernels.layers_cpu import GATES, PackedLinear, can_pack, gated, panel_of
 
 
 @torch.inference_mode()
@@ -53,10 +53,9 @@ class CpuKernels:
         widths = [linear.out_features for linear in linears]
         if not all(can_pack(linear) for linear in linears):
             return None
-        packed = PackedLinear(linears, self._arena)
-        if len(linears) > 1 and any(width % packed.panel for width in widths):
+        if len(linears) > 1 and any(width % panel_of(linears[0].weight.dtype) for width in widths):
             return None
-        return _Product(module, names, packed, widths)
+        return _Product(module, names, PackedLinear(linears, self._arena), widths)
 
     def gated(self, module: nn.Module, names: tuple[str, ...], activation: str) -> _Gated | None:
         linears = [getattr(module, name) for name in names]
@@ -64,12 +63,12 @@ class CpuKernels:
             return None
         if any((linear.bias is None) != (linears[0].bias is None) for linear in linears):
             return None
+        half = linears[0].out_features // 2
+        if len(linears) == 1 and half % panel_of(linears[0].weight.dtype):
+            return None
         packed = [PackedLinear([linear], self._arena) for linear in linears]
         if len(packed) > 1:
             return _Gated(module, names, packed, packed, activation)
-        half = packed[0].out_features // 2
-        if half % packed[0].panel:
-            return None
         return _Gated(module, names, packed, [packed[0].part(0, half), packed[0].part(half, 2 * half)], activation)
 
 

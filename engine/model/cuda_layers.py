@@ -25,7 +25,7 @@ class CudaKernels:
     def gated(self, module: nn.Module, names: tuple[str, ...], activation: str) -> _Gated:
         return _Gated(self.product(module, names), activation)
 
-    def can_rotate(self, heads: Heads, rotation: Rotation) -> bool:
+    def can_rotate(self, heads: Heads, rotation: Rotation, width: int) -> bool:
         return True
 
     def rotate_and_write(

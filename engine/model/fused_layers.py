@@ -3,7 +3,8 @@
 RMSNorms, attention modules, gated MLPs and whole layers get another ``forward``, made of the ``LayerKernels`` of a
 device: cuda_layers.py and cpu_layers.py. Each is tried out first, on small and large numbers, attention at the first
 and the last positions, and keeps its own forward unless both give the same within the rounding of its dtype. Weights
-that are read together are joined in memory, the originals are views of them.
+that are read together are joined in memory, the originals are views of them. At the end the whole model must give the
+logits that it gave before.
 
     layer   norm │ attention │ residual sum + norm │ MLP, its last product added to the residual
     attention    Q, K, V product │ norm + rotation + KV write │ attention (1 or 2) │ output product
@@ -42,6 +43,7 @@ from engine.model.try_out import (
 from kernels.api import AttentionBackend, AttentionOptions, KVCache, KVPair
 from kernels.layer_parts import ACTIVATIONS, Heads, Norm, Rotation
 
+_NO_KERNELS = "no kernels of its shape"
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight
 _QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
@@ -91,7 +93,7 @@ class GatedProduct(Protocol):
 
 
 class LayerKernels(Protocol):
-    """What fused forwards are made of on a device. What it cannot do is None, False or not in the list."""
+    """What fused forwards are made of on a device. None or False: it has no kernels of that shape or dtype."""
 
     def can_norm(self, weight: torch.Tensor) -> bool: ...
 
@@ -109,7 +111,9 @@ class LayerKernels(Protocol):
         """Of gate and up, or of one layer that holds both."""
         ...
 
-    def can_rotate(self, heads: Heads, rotation: Rotation) -> bool: ...
+    def can_rotate(self, heads: Heads, rotation: Rotation, width: int) -> bool:
+        """``width``: columns of cos and sin."""
+        ...
 
     def rotate_and_write(
         self,
@@ -170,7 +174,7 @@ class Fusion:
     def __str__(self) -> str:
         done = ", ".join(f"{count} {kind}" for kind, count in sorted(self.fused.items())) or "nothing"
         left = ", ".join(f"{count} {kind} ({why})" for (kind, why), count in sorted(self.left.items()))
-        return f"fused: {done}" + (f"; left as they are: {left}" if left else "")
+        return f"fused {done}" + (f"; left as they are: {left}" if left else "")
 
 
 class _Fused:
@@ -210,7 +214,7 @@ class FusedMLP(_Fused):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.switch.active:
             return self.own(x)
-        return self._down(self._product(x.reshape(-1, x.shape[-1]))).view(*x.shape[:-1], -1)
+        return self._down(self._product(x.reshape(-1, x.shape[-1]))).view(x.shape)
 
     def add_to(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The result for ``rows [T, C]`` added to ``residual``, which may be overwritten."""
@@ -342,7 +346,8 @@ def fuse_layers(
     if why is not None:
         fusion.undo(why)
     install(model, RecordingHost())
-    (_log.warning if why or fuser.failed else _log.info)("%s", fusion)
+    if why or fuser.failed:
+        _log.warning("%s", fusion)
     return fusion
 
 
@@ -406,6 +411,8 @@ class _Fuser:
                 for call in calls
                 for size in PROBE_SIZES[self._dtype]
             )
+        except AssertionError:  # of a kernel, which does not take these shapes or dtypes
+            return _NO_KERNELS
         except Exception as error:  # shapes that only look alike; a kernel that this shape is too large for
             return self._failure_of(fused.module, error)
         if not same:
@@ -485,14 +492,15 @@ class _Fuser:
             return self._leave("attention", "norms of Q and K that are not an RMSNorm of each head")
         if features not in (widths, (sum(widths),)) or calls is None or (angles := _angle_width(calls)) is None:
             return self._leave("attention", "another way of being called")
-        joint = self.kernels.product(module, names)
-        out = self.kernels.product(module, tuple(name for name in _OUT_NAMES if name in children))
-        rotations = [one for one in _rotations(angles, heads.dim) if self.kernels.can_rotate(heads, one)]
-        if joint is None or out is None or not rotations:
-            return self._leave("attention", "no kernels of its shape")
+        rotations = [one for one in _rotations(angles, heads.dim) if self.kernels.can_rotate(heads, one, angles)]
+        joint = self.kernels.product(module, names) if rotations else None
+        out = joint and self.kernels.product(module, tuple(name for name in _OUT_NAMES if name in children))
+        if joint is None or out is None:
+            return self._leave("attention", _NO_KERNELS)
         options = self._host.options[module.layer_idx]
         fused = FusedAttention(module, self.fusion, joint, out, heads, tuple(norms) or None, options)
-        for fused.rotation in rotations:
+        for rotation in rotations:
+            fused.rotation = rotation
             why = self._try("attention", fused, calls, module.layer_idx)
             if why is None:
                 return fused.adopt()
@@ -517,7 +525,7 @@ class _Fuser:
             product = self.kernels.gated(module, names, activation)
             down = self.kernels.product(module, ("down_proj",))
             if product is None or down is None:
-                self._leave("MLPs", "no kernels of its shape")
+                self._leave("MLPs", _NO_KERNELS)
                 continue
             fused = FusedMLP(module, self.fusion, product, down)
             if (why := self._try("MLPs", fused, calls)) is None:

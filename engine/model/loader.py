@@ -67,7 +67,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         support.check(heads, layer)
     check_logits(model, backend, kv_shape)
     loaded = LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype, query_heads)
-    if wants_fusion(config, backend):  # now: it moves weights, whose addresses an engine's CUDA graphs would keep
+    # Now, since it moves weights, whose addresses an engine's CUDA graphs would keep; on a CPU engine.build does it.
+    if backend.name == "triton" and wants_fusion(config, backend):
         from engine.model.cuda_layers import CudaKernels  # imports Triton, which not every machine has
         from engine.model.fused_layers import fuse_layers
 
@@ -76,8 +77,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def wants_fusion(config: EngineConfig, backend: AttentionBackend) -> bool:
-    """Whether layers of fewer GPU kernels (engine/model/cuda_layers.py) are to be used."""
-    return backend.name == "triton" and config.fused_layers is not False and not config.torch_compile
+    """Whether layers of fewer kernels (engine/model/fused_layers.py) are to be used."""
+    return backend.name != "torch" and config.fused_layers is not False and not config.torch_compile
 
 
 def serve_another(loaded: LoadedModel, config: EngineConfig) -> LoadedModel | None:
@@ -89,7 +90,7 @@ def serve_another(loaded: LoadedModel, config: EngineConfig) -> LoadedModel | No
     name = default_backend(loaded.device, loaded.dtype, config.kv_cache_dtype) if name == "auto" else name
     if name != loaded.backend.name:
         return None
-    if wants_fusion(config, loaded.backend) and not hasattr(loaded.model, FUSION):
+    if name == "triton" and wants_fusion(config, loaded.backend) and not hasattr(loaded.model, FUSION):
         return None
     support = Support(loaded.info.name, loaded.backend, loaded.dtype, loaded.device, config.kv_cache_dtype)
     for heads, layer in zip(loaded.query_heads, loaded.kv_shape.layers, strict=True):

@@ -127,7 +127,6 @@ LoadTokenizer = Callable[[EngineConfig, ModelInfo], ServerTokenizer]
 def run(args: argparse.Namespace, load: LoadEngine = load, load_tokenizer: LoadTokenizer = load_tokenizer) -> int:
     """The command with its arguments parsed (by ``add_arguments``); the exit code."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("engine.model").setLevel(logging.INFO)  # which of its layers run on fewer kernels
     try:
         config, options = options_of(args)
         serve_it = run_in_two_processes if in_two_processes(config, options) else run_in_one_process

@@ -54,9 +54,9 @@ HELP = {
     "out: on for a GPU.",
     "torch_compile": "compile the model with torch.compile at the start, which takes minutes for a large one; on a CPU "
     "it needs a C++ compiler.",
-    "fused_layers": "compute each layer with fewer GPU kernels (norms, rotation and KV write, gated products), where a "
+    "fused_layers": "compute each layer with fewer kernels (norms, rotation and KV write, gated products), where a "
     "try-out at the start shows the same numbers; what was fused is said in the log. Left out: on where "
-    "kernel_backend is triton, off with torch_compile.",
+    "kernel_backend is triton or numba, off with torch_compile.",
     "num_threads": "CPU threads of the arithmetic. Left out: all cores that this process may use.",
 }
 DESCRIPTION = """\

@@ -90,7 +90,7 @@ def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | No
 
 
 def _chapters_by_subject(run: Run, samples: OutputSamples | None) -> list[Chapter]:
-    """In the order of the report, those that have nothing to show too."""
+    """All chapters but the last in the order of the report, also those that have nothing to show."""
     ledger = ledger_table(run)
     kv = tuple(filter(None, (ledger_sentence(run), *(reservation(pair) for pair in paging(run)[-1:]))))
     timelines = (kv_timeline.drawing(run, load) for load in reversed(run.loads))

@@ -42,11 +42,11 @@ COMMON = {
 }
 FAMILIES = {
     "llama": {"model_type": "llama"},
-    "llama-wide": {"model_type": "llama", "head_dim": 32},  # whose attention the CPU engine computes jointly
-    "qwen3": {"model_type": "qwen3"},
+    "llama-wide": {"model_type": "llama", "head_dim": 32},  # of 32 values and more are the heads that a CPU rotates
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
     # alternating sliding-window and full layers, softcap on the scores, query scale of its own
     "gemma2": {"model_type": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 4},
-    "gemma3": {"model_type": "gemma3_text", "sliding_window": 24, "num_hidden_layers": 6},
+    "gemma3": {"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 24, "num_hidden_layers": 6},
 }
 PREEMPTION = ("recompute", "swap", "swap-small")  # small: part of what is swapped out is lost and recomputed
 CLEAR_GAP = 1e-3  # between the two largest logits; float32 sums in another order differ by about 1e-5 here

@@ -24,16 +24,16 @@ MODEL = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 16,
+    "head_dim": 32,
     "vocab_size": VOCAB,
     "max_position_embeddings": MAX_MODEL_LEN,
     "initializer_range": 0.5,
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-SLOT_BYTES = (16 + 16) * 4
+SLOT_BYTES = (32 + 32) * 4
 TABLE_BYTES = MAX_NUM_SEQS * -(-MAX_MODEL_LEN // PAGE_SIZE) * 8
-INT8_SLOT_BYTES = 2 * (16 + 4)  # codes and a float32 scale, of K and of V
+INT8_SLOT_BYTES = 2 * (32 + 4)  # codes and a float32 scale, of K and of V
 SETTINGS = {
     "dtype": "float32",
     "device": "cpu",

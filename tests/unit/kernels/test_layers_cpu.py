@@ -136,7 +136,7 @@ def norm_in_float64(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 16), (1, 48), (37, 1024)])  # the last on more threads than one
 def test_norm_and_residual_sum(shape, dtype):
-    x, residual = (3 * torch.randn(2, *shape).to(dtype)[:, :, :]).unbind(0)
+    x, residual = (3 * torch.randn(2, *shape).to(dtype)).unbind(0)
     residual = torch.cat([residual, residual], 1)[:, : shape[1]]  # rows further apart
     norm, post = Norm(torch.randn(shape[1]).to(dtype), 1e-5, 0.0), Norm(torch.randn(shape[1]).to(dtype), 1e-2, 1.0)
     for offset in (norm, post):
@@ -220,8 +220,9 @@ def test_what_is_left_to_torch():
     assert not can_pack(nn.Linear(7, 16).double()) and not can_pack(nn.Conv1d(7, 16, 1))
     assert can_norm(torch.ones(32)) and not can_norm(torch.ones(33)) and not can_norm(torch.ones(32).half())
     heads = Heads(4, 2, 64, 64)
-    assert can_rotate(heads, Rotation(32)) and not can_rotate(heads, Rotation(48))
-    assert not can_rotate(heads, Rotation(64, pairs=True)) and not can_rotate(Heads(4, 2, 40, 40), Rotation(32))
+    assert can_rotate(heads, Rotation(32), 32) and not can_rotate(heads, Rotation(48), 48)
+    assert not can_rotate(heads, Rotation(64, pairs=True), 64)
+    assert not can_rotate(Heads(4, 2, 40, 40), Rotation(32), 32) and not can_rotate(heads, Rotation(64), 32)
 
 
 def assert_close_in_bfloat16(got: torch.Tensor, expected: torch.Tensor) -> None:

@@ -69,6 +69,7 @@ def use_layers(model: PreTrainedModel) -> tuple[int, ...]:
     kv_shape, query_heads = measure_kv(model, model.dtype.itemsize)
     use_cpu_layers(model, BACKEND, kv_shape, query_heads)
     fused = getattr(model, FUSION).fused
+    assert "Error" not in str(getattr(model, FUSION))
     return tuple(fused[kind] for kind in ("attention", "MLPs", "norms", "layers"))
 
 
@@ -153,3 +154,5 @@ def test_the_torch_backend_keeps_the_models_own_modules(tmp_path):
         model = loaded(model_folder(str(tmp_path), "llama-wide"), backend)
         engine = make_engine(model, "", slots=64, max_model_len=64, max_num_seqs=2)
         assert hasattr(engine.executor.model, FUSION) == fused == engine.executor.host.fused_layers
+    without = make_engine(model, "", slots=64, max_model_len=64, max_num_seqs=2, fused_layers=False)
+    assert not without.executor.host.fused_layers

@@ -42,13 +42,10 @@ def test_settings_that_cannot_work_are_refused():
         EngineConfig(fused_layers=True, torch_compile=True)
     with pytest.raises(ValueError, match="fused_layers cannot be 'yes': it is true, false or left out"):
         EngineConfig(fused_layers="yes")
-    for device, backend in (("cpu", "torch"), ("cpu", "auto"), ("cuda", "numba")):
-        with pytest.raises(ValueError, match=f"fused_layers cannot be true with kernel_backend '{backend}'"):
-            EngineConfig(device=device, fused_layers=True, kernel_backend=backend)
+    with pytest.raises(ValueError, match="fused_layers cannot be true with kernel_backend 'torch'"):
+        EngineConfig(fused_layers=True, kernel_backend="torch")
 
 
-@pytest.mark.parametrize("setting", ["fused_layers", "cuda_graphs"])
-def test_what_only_a_gpu_has_is_refused_before_anything_is_loaded(setting):
-    config = EngineConfig(**{setting: True})
-    with pytest.raises(ValueError, match=f"{setting} cannot be true"):
-        plan_engine(config, on_cpu=True)
+def test_what_only_a_gpu_has_is_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match="cuda_graphs cannot be true"):
+        plan_engine(EngineConfig(cuda_graphs=True), on_cpu=True)
