@@ -91,8 +91,12 @@ class PrefillPlan:
 
 
 class CpuPrefill:
-    """Prefill attention with its buffers; one per calling thread."""
+    """Prefill attention with its buffers; one per calling thread.
 
+    The buffers are no inference tensors, which could not be written outside inference mode.
+    """
+
+    @torch.inference_mode(False)
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
         self._team = thread_team()
@@ -193,7 +197,9 @@ class CpuPrefill:
         """``[floats]`` of a buffer that grows by doubling."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < floats:
-            buffer = self._buffers[name] = torch.empty(1 << max(0, floats - 1).bit_length(), dtype=torch.float32)
+            with torch.inference_mode(False):
+                buffer = torch.empty(1 << max(0, floats - 1).bit_length(), dtype=torch.float32)
+            self._buffers[name] = buffer
         return buffer[:floats]
 
 

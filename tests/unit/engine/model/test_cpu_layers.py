@@ -23,7 +23,7 @@ SHAPE = {
     "initializer_range": 0.3,
 }  # fmt: skip
 LAYERS = 2
-BACKEND = get_backend("numba")  # here: its buffers must not be made in inference mode, which other tests leave
+BACKEND = get_backend("numba")
 MINISTRAL_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32,
     "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
