@@ -439,7 +439,7 @@ class _Fuser:
             except Exception as error:
                 norm, why = None, self._failure_of(module, error)
             if norm is not None:
-                why = self._try("norms", FusedNorm(module, self.fusion, norm), calls)
+                why = self._try("norms", FusedNorm(module, self.fusion, norm), calls[:1])  # it knows no positions
             if why is None:
                 self.norms[module] = norm
             else:
@@ -528,7 +528,7 @@ class _Fuser:
                 self._leave("MLPs", _NO_KERNELS)
                 continue
             fused = FusedMLP(module, self.fusion, product, down)
-            if (why := self._try("MLPs", fused, calls)) is None:
+            if (why := self._try("MLPs", fused, calls[:1])) is None:  # it knows no positions
                 fused.adopt()
             else:
                 self._leave("MLPs", why)
