@@ -41,7 +41,7 @@ lint: install
 	@$(BIN)/lint-imports
 
 test: lint
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: install
 	@$(if $(QUICK),KVBENCH_BENCH=quick )$(BIN)/python -m tests.benchmarks.bench_run $(ARGS)
