@@ -168,6 +168,7 @@ class EngineClient(ABC):
         self._watchdog_timeout_s = watchdog_timeout_s
         self._heard_at = 0.0  # when the loop last reported anything; times of ``time.monotonic``
         self._asked_at = 0.0  # when the first command after that was sent which the loop answers
+        self._owing_since = 0.0  # when the loop last began to owe a sign of life
 
     @abstractmethod
     async def start(self) -> None:
@@ -206,9 +207,15 @@ class EngineClient(ABC):
 
     def _silent_s(self) -> float:
         """How long the loop has owed a sign of life; 0 while it owes none."""
-        if not self._streams and self._asked_at <= self._heard_at:
-            return 0.0
-        return time.monotonic() - max(self._asked_at, self._heard_at)
+        return time.monotonic() - max(self._owing_since, self._heard_at) if self._owes() else 0.0
+
+    def _owes(self) -> bool:
+        return bool(self._streams) or self._asked_at > self._heard_at
+
+    def _begin_to_owe(self) -> None:
+        """Call before a stream or a question is added: a later one does not begin the wait again."""
+        if not self._owes():
+            self._owing_since = time.monotonic()
 
     def ping(self) -> None:
         """Ask the loop for a sign of life, unless a command waits for one. Does not wait: ``failure`` tells of none."""
@@ -224,6 +231,7 @@ class EngineClient(ABC):
             EngineUnavailable: the engine has failed or is shutting down.
         """
         stream = OutputStream(requests, self.abort)
+        self._begin_to_owe()
         for request in requests:
             self._streams[request.request_id] = stream
         try:
@@ -274,6 +282,7 @@ class EngineClient(ABC):
     def _ask(self, command: Command) -> None:
         """Post a command that the loop has to answer."""
         self._post(command)
+        self._begin_to_owe()
         if self._asked_at <= self._heard_at:
             self._asked_at = time.monotonic()
 
