@@ -167,7 +167,7 @@ class EngineClient(ABC):
         self._last_failure = ""
         self._watchdog_timeout_s = watchdog_timeout_s
         self._heard_at = 0.0  # when the loop last reported anything; times of ``time.monotonic``
-        self._asked_at = 0.0  # when the first command after that was sent which the loop answers
+        self._asked = False  # whether a command that the loop answers was sent after that
         self._owing_since = 0.0  # when the loop last began to owe a sign of life
 
     @abstractmethod
@@ -210,7 +210,7 @@ class EngineClient(ABC):
         return time.monotonic() - max(self._owing_since, self._heard_at) if self._owes() else 0.0
 
     def _owes(self) -> bool:
-        return bool(self._streams) or self._asked_at > self._heard_at
+        return self._asked or bool(self._streams)
 
     def _begin_to_owe(self) -> None:
         """Call before a stream or a question is added: a later one does not begin the wait again."""
@@ -219,7 +219,7 @@ class EngineClient(ABC):
 
     def ping(self) -> None:
         """Ask the loop for a sign of life, unless a command waits for one. Does not wait: ``failure`` tells of none."""
-        if self._asked_at <= self._heard_at and self._failure is None and not self._stopping:
+        if not self._asked and self._failure is None and not self._stopping:
             self._ask(Command("ping"))
 
     async def submit(self, requests: Sequence[Request]) -> OutputStream:
@@ -283,8 +283,7 @@ class EngineClient(ABC):
         """Post a command that the loop has to answer."""
         self._post(command)
         self._begin_to_owe()
-        if self._asked_at <= self._heard_at:
-            self._asked_at = time.monotonic()
+        self._asked = True
 
     def _post(self, command: Command) -> None:
         if self._failure is not None:
@@ -297,7 +296,7 @@ class EngineClient(ABC):
 
     def report(self, event: str, *args: Any) -> None:
         """Call ``on_<event>``. Every report is a sign of life, and "alive" nothing else."""
-        self._heard_at = time.monotonic()
+        self._heard_at, self._asked = time.monotonic(), False
         if event != "alive":
             getattr(self, f"on_{event}")(*args)
 

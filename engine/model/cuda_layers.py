@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from kernels import triton_layers
-from kernels.api import KVCache
-from kernels.layer_parts import Heads, Norm, Rotation
+from kernels.layer_parts import Heads, Rotation
 
 
 class CudaKernels:
@@ -28,19 +29,9 @@ class CudaKernels:
     def can_rotate(self, heads: Heads, rotation: Rotation, width: int) -> bool:
         return True
 
-    def rotate_and_write(
-        self,
-        qkv: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        heads: Heads,
-        rotation: Rotation,
-        norms: tuple[Norm, Norm] | None,
-        k_cache: KVCache,
-        v_cache: KVCache,
-        slots: torch.Tensor,
-    ) -> tuple[torch.Tensor, None]:
+    def rotate_and_write(self, *args: Any) -> tuple[torch.Tensor, None]:
         """Attention reads the new K and V from the cache."""
-        return triton_layers.rotate_and_write(qkv, angles, heads, rotation, norms, k_cache, v_cache, slots), None
+        return triton_layers.rotate_and_write(*args), None
 
 
 class _Joint:
