@@ -15,6 +15,7 @@ from kvbench.report import simulated
 from kvbench.report.comparisons import SCATTER, scatters
 from kvbench.runs.model import MeasuredCell, Run, number
 from kvbench.runs.resume import resumed_differences
+from kvbench.targets.cores import core_words
 from kvbench.targets.launch_plan import is_template, placeholders
 from kvbench.targets.presets import GENERIC
 
@@ -212,7 +213,8 @@ def environment(run: Run) -> list[tuple[str, str]]:
         for c in run.cells
         if c.capacity.get("capacity_tokens")
     ]
-    quirks = [str(quirk) for info in _servers(run).values() for quirk in (info.get("server") or {}).get("quirks") or ()]
+    servers = [info.get("server") or {} for info in _servers(run).values()]
+    remarks = [str(each) for key in ("notes", "quirks") for server in servers for each in server.get(key) or ()]
     found = [
         ("target", target(run)),
         *simulated.facts(run).items(),
@@ -220,10 +222,18 @@ def environment(run: Run) -> list[tuple[str, str]]:
         ("KV budget", words.listing([words.data_size(b) for b in budgets])),
         ("KV capacity", "; ".join(dict.fromkeys(capacities))),
         *_launches(run),
-        ("of this target", "; ".join(dict.fromkeys(quirks))),
+        ("CPU threads", "; ".join(dict.fromkeys(filter(None, map(_threads, _servers(run).values()))))),
+        ("of this target", "; ".join(dict.fromkeys(remarks))),
         ("requests", "; ".join(dict.fromkeys(_text(cell.notes) for cell in run.cells if cell.notes))),
     ]
     return [(name, text) for name, value in found if (text := _text(value))]
+
+
+def _threads(server: Mapping[str, Any]) -> str:
+    """``2, bound to cores 0 and 1``; empty where the server does not tell."""
+    resolved = server.get("resolved") or {}
+    bound = f", bound to {core_words(resolved['bound_cores'])}" if resolved.get("bound_cores") else ""
+    return f"{resolved['num_threads']}{bound}" if resolved.get("num_threads") else ""
 
 
 def _launches(run: Run) -> list[tuple[str, str]]:

@@ -49,6 +49,14 @@ def add_server(manifest: dict[str, Any], config_id: str, server_info: Mapping[st
         manifest[key] = ", ".join(map(str, different)) if len(different) > 1 else next(iter(different), None)
 
 
+def add_notes(manifest: dict[str, Any], server_info: Mapping[str, Any]) -> list[str]:
+    """Stores the notes on a server, each once; returns those that are new."""
+    stored = manifest.setdefault("notes", [])
+    new = [note for note in (server_info.get("server") or {}).get("notes") or () if note not in stored]
+    stored += new
+    return new
+
+
 def _device_name(manifest: Mapping[str, Any], resolved: Mapping[str, Any]) -> str | None:
     """The GPU's name, or this machine's processor for a server that runs here on the CPU."""
     here = resolved.get("device") == "cpu" and manifest.get("shared_machine")

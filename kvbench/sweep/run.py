@@ -36,7 +36,7 @@ from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.engine_time import read_engine_time
 from kvbench.runs.folder import DONE, RunFolder, create_run
-from kvbench.runs.manifest import add_server, build_manifest
+from kvbench.runs.manifest import add_notes, add_server, build_manifest
 from kvbench.runs.quality import read_quality
 from kvbench.runs.repeats import is_disturbed, repeat_notes
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
@@ -206,7 +206,7 @@ class Sweep:
                 run,
                 self.target.new_target,
                 listener,
-                _manifest_writer(run, manifest, force=self.force),
+                _manifest_writer(run, manifest, self._note, force=self.force),
                 work.check,
                 self.failures,
                 calibrate=self._calibrator(run, listener.status, self._say),
@@ -570,9 +570,12 @@ def failed_loads(failures: Sequence[Failure]) -> list[str]:
 
 
 def _manifest_writer(
-    run: RunFolder, manifest: dict[str, Any], *, force: bool
+    run: RunFolder, manifest: dict[str, Any], tell: Callable[[str], None], *, force: bool
 ) -> Callable[[Block, Mapping[str, Any] | None, Target], None]:
-    """Stores the report of each configuration's first server on itself, and refuses a server that differs."""
+    """Stores the report of each configuration's first server on itself, and refuses a server that differs.
+
+    ``tell``: gets its notes, each once.
+    """
 
     def write(block: Block, info: Mapping[str, Any] | None, target: Target) -> None:
         info = dict(info or {})
@@ -582,6 +585,8 @@ def _manifest_writer(
         if capacity := info.get("capacity"):  # what the server has made of the budget wins over the arithmetic
             known = manifest["capacity"].setdefault(config_id, {})
             known |= capacity | {"kv_budget_bytes": capacity.get("budget_bytes", known.get("kv_budget_bytes"))}
+        for note in add_notes(manifest, info):
+            tell(note)
         add_server(manifest, config_id, info)
         write_json(run.manifest_path, manifest)
 

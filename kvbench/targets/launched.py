@@ -19,7 +19,9 @@ from kvbench.common.errors import MeasurementError
 from kvbench.common.foreign_cpu import ServerProcess
 from kvbench.common.freezer import Freezer, freezer_of
 from kvbench.common.ports import free_port
+from kvbench.common.text import plural
 from kvbench.targets.base import ModelFacts, Target
+from kvbench.targets.cores import bound_cores, core_words
 from kvbench.targets.launch_plan import HOST, Launcher
 from kvbench.targets.model_export import ModelFolders, ServedModel
 from kvbench.targets.prompt_texts import TextOfIds, TokenizerWords, ids_as_words
@@ -109,6 +111,10 @@ class ProcessTarget(Target):
     def memory_bytes(self) -> int:
         """Host memory of the server with its family; pages that they share count for each."""
         return 0 if self._process is None else processes.resident_bytes(self._process)
+
+    def bound_cores(self) -> list[int]:
+        """The cores that the server's threads are bound to; empty if they are free."""
+        return [] if self._process is None else bound_cores(self._process.pid)
 
     def check_alive(self) -> None:
         if self._process is None:
@@ -207,14 +213,15 @@ class LaunchedTarget(ProcessTarget):
             sample = None
         capacity = {name: int(value) for name, value in sample.facts.items() if name in _CAPACITY} if sample else {}
         version, device = self.version(), settings.get("device")
-        threads = self._environment.get("OMP_NUM_THREADS")
+        threads, cores = self._threads(settings), self.bound_cores()
         return {
             "engine": settings | ({"page_size": capacity["page_size"]} if "page_size" in capacity else {}),
             "model": {"name": self._model_name(), "vocab_size": self.model.vocab_size, **self._facts},
             "resolved": {
                 "device": device if device != "auto" else None,
                 "dtype": settings.get("dtype"),
-                "num_threads": int(threads) if threads and threads.isdigit() else None,
+                "num_threads": len(cores) or threads,
+                "bound_cores": cores or None,
             },
             "capacity": capacity,
             "versions": {self.preset.name: version} if version else {},
@@ -224,8 +231,14 @@ class LaunchedTarget(ProcessTarget):
                 "command": self._shown_command(),
                 "environment": {k: _shown(v) for k, v in self._environment.items() if v is not None},
                 "quirks": list(self.preset.quirks),
+                "notes": _binding_notes(self.preset.title, cores, threads),
             },
         }
+
+    def _threads(self, settings: Mapping[str, Any]) -> int | None:
+        """The compute threads that the launch asks for; None where it says nothing of them."""
+        threads = settings.get("num_threads") or self._environment.get("OMP_NUM_THREADS") or ""
+        return int(threads) if str(threads).isdigit() else None
 
     def _model_name(self) -> str:
         """The model's name in the workload, not that of its exported folder; else the server's name."""
@@ -253,6 +266,13 @@ def _text_of_ids(served: ServedModel) -> TextOfIds | None:
     if served.tokenizer is None:
         return ids_as_words
     return TokenizerWords(served.tokenizer).text if (served.tokenizer / "tokenizer.json").is_file() else None
+
+
+def _binding_notes(title: str, cores: Sequence[int], threads: int | None) -> list[str]:
+    """That a server is bound to another number of cores than the launch asks for; empty if it is not."""
+    if not cores or threads in (None, len(cores)):
+        return []
+    return [f"{title} has bound its threads to {core_words(cores)}, and was asked for {plural(threads, 'thread')}"]
 
 
 @functools.cache

@@ -7,12 +7,14 @@ accelerate). SGLang and TGI follow their documentation, since they need a GPU.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvbench.common.machine import usable_cores
 from kvbench.load.http import OPENAI, Dialect
+from kvbench.targets.cores import cores_for
 from kvbench.targets.preset import (
     COMMON,
     NO_WORDS,
@@ -34,10 +36,11 @@ _TEXT_ONLY = "prompts are sent as text, since it takes no token ids"
 _EOS_TAKEN_OUT = "the model folder has no end-of-sequence token where the load ignores it, since requests cannot say so"
 
 # vLLM. https://docs.vllm.ai/en/v0.32.0/cli/serve/ (flags), /usage/metrics/ (names), /getting_started/installation/cpu/
-# (libraries to preload, OMP_NUM_THREADS), vllm/entrypoints/serve/dev/cache/api_router.py (/reset_prefix_cache).
+# (libraries to preload, thread binding), vllm/entrypoints/serve/dev/cache/api_router.py (/reset_prefix_cache).
 
 _GPU_ONLY_DTYPES = ("int8_per_token_head", "int4_per_token_head")
 _PRELOADED = ("libtcmalloc*.so.4", "libiomp5.so")  # what its CPU backend looks for in LD_PRELOAD
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def _page_step(context: Context) -> int:
@@ -80,7 +83,11 @@ def _vllm_budget(value: Any, context: Context) -> str:
 
 
 def _vllm_environment(context: Context) -> Mapping[str, str | None]:
-    """Dev mode serves /reset_prefix_cache; the rest is what its CPU documentation asks for."""
+    """Dev mode serves /reset_prefix_cache; the rest is what its CPU documentation asks for.
+
+    Left to itself it binds its threads to all physical cores but one, whatever OMP_NUM_THREADS says. A user's own
+    binding is kept.
+    """
     variables: dict[str, str | None] = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -88,7 +95,9 @@ def _vllm_environment(context: Context) -> Mapping[str, str | None]:
         **_OFFLINE,
     }
     if context.on_cpu:
-        variables["OMP_NUM_THREADS"] = str(usable_cores())
+        cores = cores_for(context.settings.get("num_threads"))
+        variables["OMP_NUM_THREADS"] = str(len(cores))
+        variables[_BINDING] = os.environ.get(_BINDING) or ",".join(map(str, cores))
         variables["OMP_THREAD_LIMIT"] = None  # else torch would get one thread
         folders = (Path(context.program).parent.parent / "lib", *sorted(Path("/usr/lib").glob("*")))
         found = [[path for folder in folders for path in sorted(folder.glob(name))] for name in _PRELOADED]

@@ -235,9 +235,12 @@ def test_a_server_that_does_not_start_or_keeps_pages(bench, monkeypatch, fault):
 def test_each_value_of_a_sweep_is_a_launch_of_its_own_with_its_own_command(bench):
     """page_size is passed to the mock server as the time between its chunks: what is measured must follow it."""
     engine = {"layout": "paged", "page_size": 4, "kv_budget": "1MiB", "max_model_len": 256, "max_num_seqs": 8}
+    engine["num_threads"] = 3
     path = bench.write(engine=engine, sweep={"page_size": [4, 24]}, load={"repeats": 1, "cache_state": "steady"})
     words = "--port {port} --vocab-size 512 --ttft-ms 5 --itl-ms {page_size}"
-    line = f"{sys.executable} -m kvbench mock-server {words}"
+    serve = f"{sys.executable} -m kvbench mock-server {words}"
+    core = min(os.sched_getaffinity(0))
+    line = f"sh -c 'taskset -c {core} {serve} & wait # {{num_threads}} threads'"
     done = bench.sweep(str(path), "--no-report", "--serve-cmd", line, fake=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "model, kv_budget, max_model_len, max_num_seqs" in done.stdout  # which the command does not pass on
@@ -253,8 +256,12 @@ def test_each_value_of_a_sweep_is_a_launch_of_its_own_with_its_own_command(bench
     assert facts["model"]["name"] == "mock"  # its own: it was not told another
     assert facts["backend"] == "custom" and facts["serve_cmd"] == line
     for size in (4, 24):
-        assert facts["servers"][f"launched-p{size}"]["server"]["command"][-2:] == ["--itl-ms", str(size)]
-    assert facts["servers"]["launched-p24"]["engine"] == {"page_size": 24}
+        assert f"--itl-ms {size} &" in facts["servers"][f"launched-p{size}"]["server"]["command"][-1]
+    assert facts["servers"]["launched-p24"]["engine"] == {"page_size": 24, "num_threads": 3}
+    if len(os.sched_getaffinity(0)) > 1:  # which cores it computes on is looked up, whatever it was told
+        bound = f"has bound its threads to core {core}, and was asked for 3 threads"
+        assert facts["num_threads"] == 1 and done.stdout.count(bound) == 1
+        assert [note.endswith(bound) for note in facts["notes"]].count(True) == 1
 
 
 WHY = "the load client does not keep up with the mock server"

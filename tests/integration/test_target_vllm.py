@@ -12,7 +12,7 @@ from tests.support.sweep_parts import Bench, complaints, manifest
 
 ENGINE = {
     "device": "cpu", "page_size": 16, "kv_budget": "4MiB", "max_model_len": 256, "max_num_seqs": 8,
-    "max_num_batched_tokens": 256, "enable_prefix_caching": True,
+    "max_num_batched_tokens": 256, "enable_prefix_caching": True, "num_threads": 2,
 }  # fmt: skip
 BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4  # layers x (K and V) x KV heads x head_dim x float32
 
@@ -42,6 +42,8 @@ def test_a_sweep_of_vllm(tmp_path):
     assert "skipped paged-p32-swap: vLLM cannot have preemption_mode swap" in " ".join(facts["notes"])
     (served,) = facts["servers"].values()
     assert served["versions"]["vllm"] and served["engine"]["page_size"] == 32
+    cores = sorted(os.sched_getaffinity(0))
+    assert served["resolved"]["bound_cores"] == cores[:2] and facts["num_threads"] == 2 and not served["server"]["notes"]
     command = served["server"]["command"]
     given = int(command[command.index("--kv-cache-memory-bytes") + 1])
     assert 0.98 * (4 << 20) <= given <= 4 << 20  # without what our page table takes, as every other server gets

@@ -47,6 +47,7 @@ from kvbench.gate.verdict.terminal import print_verdict
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, Finding, Verdict
 from kvbench.lockstep.process import OPEN_LIMIT_S
 from kvbench.runs.folder import MANIFEST, RunFolder, create_run
+from kvbench.runs.manifest import add_notes
 from kvbench.runs.repeats import not_comparable
 from kvbench.runs.resume import stored_workload
 from kvbench.runs.work import kept, orderly_end
@@ -451,6 +452,8 @@ class Comparison:
         """Stores what the server says of itself, or compares it with what the first one of its configuration said."""
         facts = {**(info or {}), "served_model": dataclasses.asdict(target.model)}
         match = next(m for m in workload.matches if m.of(side) == block.configuration)
+        for note in add_notes(self.manifest, facts):
+            self._say(f"note: {note}")
         record_server(self.manifest, match, side, facts, alone=block.alone, force=self.options["force"])
 
     def _on_engine(self, workload: PairedWorkload, side: str, match: Match, info: Mapping[str, Any]) -> None:

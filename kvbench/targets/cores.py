@@ -1,0 +1,74 @@
+"""The cores that a server computes on: which ones it is given, and which ones its threads are bound to (Linux)."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from kvbench.common.text import listing
+
+_CPUS = Path("/sys/devices/system/cpu")
+_PROC = Path("/proc")
+
+
+def cores_for(threads: int | None) -> list[int]:
+    """A core for each of a server's ``threads``, among those this process may run on: fewer if there are not so many.
+
+    Hardware threads of one physical core are both given only if each physical core has one already. None: one hardware
+    thread of each physical core.
+    """
+    place, seen = {}, Counter[str]()
+    for core in sorted(os.sched_getaffinity(0)):
+        physical = _physical(core)
+        place[core] = seen[physical]
+        seen[physical] += 1
+    return sorted(sorted(place, key=lambda core: place[core])[: threads or len(seen)])
+
+
+def _physical(core: int) -> str:
+    """The same text for all hardware threads of one physical core."""
+    try:
+        return (_CPUS / f"cpu{core}" / "topology" / "thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(core)
+
+
+def bound_cores(pid: int) -> list[int]:
+    """The cores that threads of a process or its descendants are bound to; empty if each may run where it likes.
+
+    A thread is bound if it may run on fewer cores than the first process as a whole.
+    """
+    try:
+        root = psutil.Process(pid)
+        everywhere, family = set(root.cpu_affinity()), [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return []
+    allowed = (cores for process in family for cores in _allowed(process.pid))
+    return sorted(set().union(*(cores for cores in allowed if cores < everywhere)))
+
+
+def _allowed(pid: int) -> Iterator[set[int]]:
+    """The cores that each thread of a process may run on."""
+    for path in (_PROC / str(pid) / "task").glob("*/status"):
+        try:
+            lines = path.read_text().splitlines()
+        except OSError:  # it has ended
+            continue
+        for line in lines:
+            if line.startswith("Cpus_allowed_list:"):
+                yield _parse(line.split(":")[1])
+
+
+def _parse(text: str) -> set[int]:
+    """``0-2,7`` -> {0, 1, 2, 7}"""
+    ends = (part.split("-") for part in text.strip().split(","))
+    return {core for first, *last in ends for core in range(int(first), int((last or [first])[0]) + 1)}
+
+
+def core_words(cores: Sequence[int]) -> str:
+    """``core 0``, ``cores 0 and 1``"""
+    return f"core{'' if len(cores) == 1 else 's'} {listing(list(map(str, cores)))}"

@@ -1,0 +1,125 @@
+"""Which cores a server is given, and which its threads are found on, whatever it was told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from kvbench.targets import cores, launched
+from kvbench.targets.base import ModelFacts, Target
+from kvbench.targets.launch_plan import Launcher
+from kvbench.targets.preset import Context
+from kvbench.targets.presets import PRESETS
+from tests.support.scripted_http import scripted_server
+
+USABLE = sorted(os.sched_getaffinity(0))
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+# A server whose worker, a process of its own, binds one thread to a core; it says so and waits.
+WORKER = """
+import os, subprocess, sys, threading
+if sys.argv[1:] == ["worker"]:
+    def bound():
+        os.sched_setaffinity(threading.get_native_id(), {min(os.sched_getaffinity(0))})
+        print("bound", flush=True)
+        sys.stdin.read()
+    threading.Thread(target=bound).start()
+else:
+    subprocess.run([sys.executable, "-c", os.environ["CODE"], "worker"])
+"""
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Sets which cores there are, as siblings of a physical core, and which may be used."""
+
+    def is_of(siblings, usable):
+        for core in usable:
+            (pair,) = (each for each in siblings if core in each)
+            (folder := tmp_path / f"cpu{core}" / "topology").mkdir(parents=True)
+            (folder / "thread_siblings_list").write_text(f"{','.join(map(str, pair))}\n")
+        monkeypatch.setattr(cores, "_CPUS", tmp_path)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(usable))
+
+    return is_of
+
+
+@pytest.mark.parametrize(
+    ("siblings", "usable", "threads", "given"),
+    [
+        ([(0,), (1,)], [0, 1], None, [0, 1]),
+        ([(0,), (1,)], [0, 1], 1, [0]),
+        ([(0,), (1,)], [0, 1], 3, [0, 1]),  # there are no more
+        ([(0,), (1,), (2,), (3,)], [2, 3], 1, [2]),  # taskset, or a container
+        ([(0, 1), (2, 3)], [0, 1, 2, 3], 2, [0, 2]),
+        ([(0, 2), (1, 3)], [0, 1, 2, 3], 3, [0, 1, 2]),
+        ([(0, 1), (2, 3)], [0, 1, 2, 3], None, [0, 2]),
+        ([(0, 1), (2, 3)], [0, 1], 2, [0, 1]),
+    ],
+)
+def test_a_thread_has_a_physical_core_of_its_own_while_there_are_any(machine, siblings, usable, threads, given):
+    machine(siblings, usable)
+    assert cores.cores_for(threads) == given
+
+
+def test_vllm_is_bound_to_as_many_cores_as_the_workload_has_threads(machine, monkeypatch):
+    machine([(0, 4), (1, 5), (2, 6)], [0, 1, 2, 4, 5, 6])
+    monkeypatch.delenv(BIND, raising=False)
+
+    def launched_with(**settings):
+        given = PRESETS["vllm"].launch_environment(Context({"device": "cpu", **settings}))
+        return given.get(BIND), given.get("OMP_NUM_THREADS")
+
+    assert launched_with() == ("0,1,2", "3")
+    assert launched_with(num_threads=2) == ("0,1", "2")
+    assert launched_with(device="cuda") == (None, None)
+    monkeypatch.setenv(BIND, "2")  # a user's own choice is kept, and recorded
+    assert launched_with(num_threads=2)[0] == "2"
+
+
+@pytest.mark.skipif(len(USABLE) < 2, reason="on one core nothing is bound to fewer")
+def test_the_cores_of_bound_threads_are_found_in_any_process_of_the_server():
+    command, env = [sys.executable, "-c", WORKER], os.environ | {"CODE": WORKER}
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout.readline() == "bound\n"
+        assert cores.bound_cores(server.pid) == USABLE[:1]
+        server.stdin.close()
+    assert cores.bound_cores(server.pid) == []  # it has ended
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as free:
+        assert cores.bound_cores(free.pid) == []
+        free.stdin.close()
+
+
+def test_a_list_of_cores_is_read_as_the_kernel_writes_it(monkeypatch, tmp_path):
+    for thread, allowed in (("1", "0-15"), ("2", "0-2,7"), ("3", "9-10")):
+        (folder := tmp_path / str(os.getpid()) / "task" / thread).mkdir(parents=True)
+        (folder / "status").write_text(f"Name:\tserver\nCpus_allowed_list:\t{allowed}\nMems_allowed_list:\t0\n")
+    monkeypatch.setattr(cores, "_PROC", tmp_path)
+    monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: list(range(16)))
+    assert cores.bound_cores(os.getpid()) == [0, 1, 2, 7, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "threads", "said"),
+    [
+        ([0, 1], {"num_threads": 2}, 2, []),
+        ([0], {"num_threads": 2}, 1, ["vLLM has bound its threads to core 0, and was asked for 2 threads"]),
+        ([0, 1], {"num_threads": 1}, 2, ["vLLM has bound its threads to cores 0 and 1, and was asked for 1 thread"]),
+        ([], {"num_threads": 2}, 2, []),  # free: as many as it was given
+    ],
+)
+def test_what_was_bound_is_recorded_and_said_where_it_is_not_what_was_asked(monkeypatch, found, asked, threads, said):
+    monkeypatch.setattr(launched, "bound_cores", lambda pid: found)
+    with scripted_server({}) as server:
+        target = launched.LaunchedTarget(Launcher(PRESETS["vllm"], "", lambda settings: {}), SimpleNamespace())
+        Target.__init__(target, server.url, preset=PRESETS["vllm"])
+        target._settings, target._process = {"device": "cpu", **asked}, SimpleNamespace(pid=1)
+        target.model = ModelFacts("m", 8, 8)
+        info = target.server_info()
+        target.http.close()
+    assert info["resolved"]["num_threads"] == threads and info["resolved"]["bound_cores"] == (found or None)
+    assert info["server"]["notes"] == said
