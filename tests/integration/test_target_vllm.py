@@ -43,7 +43,8 @@ def test_a_sweep_of_vllm(tmp_path):
     (served,) = facts["servers"].values()
     assert served["versions"]["vllm"] and served["engine"]["page_size"] == 32
     cores = sorted(os.sched_getaffinity(0))
-    assert served["resolved"]["bound_cores"] == cores[:2] and facts["num_threads"] == 2 and not served["server"]["notes"]
+    assert served["resolved"]["bound_cores"] == cores[:2] and facts["num_threads"] == 2  # left to itself: one of two
+    assert served["server"]["notes"] == []
     command = served["server"]["command"]
     given = int(command[command.index("--kv-cache-memory-bytes") + 1])
     assert 0.98 * (4 << 20) <= given <= 4 << 20  # without what our page table takes, as every other server gets
