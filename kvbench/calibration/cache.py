@@ -59,13 +59,15 @@ class Calibrator:
 
     ``folder``: of a sweep or a load; its calibration.json keeps what was measured. Only a calibration that the client
     passed is used again: one that failed in all its attempts has one more before each further load, and by --resume.
-    ``say``: progress for the user; ``warn``: warnings, which are to be read later, too.
+    ``say``: progress for the user; ``warn``: warnings, which are to be read later, too. ``check``: called before a load
+    is begun with a new calibration, with the seconds that it takes; may raise.
     """
 
     folder: Path
     wanted: bool = True
     say: Callable[[str], None] = lambda text: None
     warn: Callable[[str], None] = lambda text: None
+    check: Callable[[float], None] = lambda seconds: None
 
     def __call__(self, demand: ClientLoad, before: Calibration | None = None) -> Calibration | None:
         """The calibration for ``demand``: ``before``, if that is enough; None where none is wanted.
@@ -96,6 +98,8 @@ class Calibrator:
         where = f"{settings.streams} streams{' through TLS' if settings.tls else ''}"
         why = "again, as the load needed more than expected, " if again else ""
         at = f"{where} of {settings.itl_ms:.4g} ms ITL"
+        if not again:  # else it judges what is measured already
+            self.check(settings.seconds + 2)
         self.say(f"calibrating the load client {why}at {at} (about {settings.seconds + 2:.0f} s, once)")
         new = calibrate(settings, attempts=1 if failed else ATTEMPTS)
         for reason in new.reasons:

@@ -32,8 +32,9 @@ _SHARED = (
                  "both servers at once under the same load, one frozen while the other runs, in their running time "
                  "over HTTP; launched: servers one after the other, over HTTP. auto: lockstep where both sides can."),
     click.option("--max-minutes", type=FiniteRange(min=0, min_open=True), metavar="N",
-                 help="No pair but the first is begun that would not end by then, and one that runs on is cut; what is "
-                 "complete is judged. Builds and the served check do not count."),
+                 help="Nothing is begun that would not end by then, by what it took before: no first launch, no pair, "
+                 "no repeat of a disturbed one; what runs on is cut. The pairs that are whole are judged. Builds and "
+                 "the served check do not count."),
     NO_CALIBRATION,
     click.option("--output-dir", type=click.Path(path_type=Path), default="results", show_default=True,
                  help="The comparison goes to OUTPUT_DIR/compare/<UTC time>-<git sha>/."),
@@ -98,7 +99,8 @@ def compare(**options: Any) -> int:
       0    PASS: every change is shown to be within its margin
       1    FAIL: a slowdown is shown, and it is above its floor
       2    usage or bad input, or the sides differ in model, device, versions or requests (see --force); no verdict
-      3    INCONCLUSIVE, with the smallest slowdown that would have been seen and the pairs that are needed
+      3    INCONCLUSIVE, with the smallest slowdown that would have been seen and the pairs that are needed; also
+           where --max-minutes were over before the first pair was whole
       4    INVALID: a pair could not be measured, a build failed, or the disk is full
       5    nothing was compared
       130  interrupted; go on with --resume

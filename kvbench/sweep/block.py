@@ -184,6 +184,7 @@ class BlockRunner:
         """Starts the server. Where an earlier one has started, a UsageError fails this block only."""
         configuration, log = block.configuration, self.run.server_log(block.block_id)
         self.listener.status(f"starting the server of {configuration.label} (repeat {block.repeat})")
+        target.check = self.check_interrupt
         try:
             target.start(configuration.settings, log)
         except ServerRefusedError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,12 +159,13 @@ class Target:
     """One server, from launch to stop; usable from two threads.
 
     ``starts_cold``: we launched it, so its cache is empty before its first load.
-    ``model``: known after ``start``.
+    ``model``: known after ``start``. ``check``: called again and again during ``start``; may raise to end it.
     """
 
     preset: Preset = BUILT_IN
     starts_cold: bool = False
     model: ModelFacts
+    check: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,

@@ -79,6 +79,7 @@ class ProcessTarget(Target):
         assert self._process is not None
         deadline = time.monotonic() + self.start_timeout_s
         while time.monotonic() < deadline:
+            self.check()
             if (code := self._process.poll()) is not None:
                 raise self._ended_at_start(code)  # another process may answer at its port now
             size = self._log.stat().st_size  # before the call: the server may end after it

@@ -81,7 +81,7 @@ def test_a_candidate_that_streams_slower_fails_and_ci_is_told(compare):
 def test_time_that_runs_out_ends_inconclusive_and_resume_measures_the_rest(compare):
     words = ("--workload", "streams.yaml", "--policy", "one.yaml", "--max-minutes", "0.05")
     code, folder, verdict, said = compare(f"{MOCK}12", f"{MOCK}12", *words)
-    assert code == 3 and 1 <= verdict["facts"]["pairs"] < 5, said.out + said.err
+    assert code == 3 and verdict["facts"]["pairs"] < 5, said.out + said.err  # the launches alone may take that long
     code, other, _, said = compare("--resume", str(folder))
     assert other is None and code in (0, 1, 3), said.out + said.err  # of 100 such comparisons four may fail
     assert json.loads((folder / "verdict.json").read_text())["facts"]["pairs"] == 5

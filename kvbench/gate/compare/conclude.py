@@ -122,11 +122,15 @@ def conclude(
     extra = _attempt_findings(manifest)
     made = {"base": manifest["base"], "candidate": manifest["candidate"], "reproduce": manifest["reproduce"]}
     if not measured:
-        text = extra[0].sentence if extra else f"nothing was compared: {_why_no_pair(folder, cells)}"
-        notes += [f"{stopped}."] if stopped else []
-        return Verdict(
-            "compare", worst([f.outcome for f in extra]), text, extra, **made, notes=tuple(notes), facts=facts
-        )
+        if stopped and manifest["void"] is None:  # the clock ended it
+            extra = (_no_whole_pair(stopped), *extra)
+            notes.append(f"go on with: {_more_time(folder, manifest, rules.looks[0].pairs)}")
+        elif stopped:
+            notes.append(f"{stopped}.")
+        outcome = worst([f.outcome for f in extra])
+        nothing = f"nothing was compared: {_why_no_pair(folder, cells)}"
+        text = next((f.sentence for f in extra if f.outcome == outcome), nothing)
+        return Verdict("compare", outcome, text, extra, **made, notes=tuple(notes), facts=facts)
     values = read_values(folder, cells, rules.metrics, range(1, measured + 1))
     try:
         judgement = look_at(_table(values, cells, rules), rules, manifest["early_looks"])
@@ -155,6 +159,11 @@ def conclude(
         text = f"{text} ({doubt})"
     notes += judgement.notes
     return Verdict("compare", outcome, text, (*extra, *tested), **made, moved=moved, notes=tuple(notes), facts=facts)
+
+
+def _no_whole_pair(stopped: str) -> Finding:
+    text = f"{stopped}. No pair is whole, so nothing can be said"
+    return Finding("measured/time", "measured", "a pair is measured in the time allowed", INCONCLUSIVE, text)
 
 
 def _with_full_titles(rules: TimingRules, manifest: Mapping[str, Any]) -> TimingRules:
@@ -301,8 +310,9 @@ def _read_counters(folder: CompareFolder, cells: Sequence[Mapping[str, Any]], pa
 
 
 def _more_time(folder: CompareFolder, manifest: Mapping[str, Any], pairs: int) -> str:
-    """The resume command with the minutes that ``pairs`` more pairs take."""
-    minutes = math.ceil(pairs * max(manifest["seconds"]) / 60) if manifest.get("seconds") else None
+    """The resume command with the minutes that ``pairs`` more pairs take, as far as is known."""
+    each = max(manifest.get("seconds") or (), default=manifest.get("pair_s") or 0.0)
+    minutes = math.ceil(pairs * each / 60)
     return folder.resume_command(manifest["subcommand"]) + (f" --max-minutes {minutes}" if minutes else "")
 
 

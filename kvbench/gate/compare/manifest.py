@@ -103,6 +103,7 @@ def new_comparison(
         "voids": [],  # attempts at pairs that were no measurement
         "void": None,  # the pair that was given up
         "seconds": [],  # that each pair took
+        "pair_s": 0.0,  # how long one more is expected to take, 0 where that is not known
         "pairs": 0,
         "early_looks": [],  # pairs after which --max-minutes ended it
         **environment(),

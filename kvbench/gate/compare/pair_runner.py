@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvbench.gate.compare.clock import Clock
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Turn, cell_rows
 from kvbench.gate.timing.rules import MetricRule
@@ -71,13 +72,16 @@ class LaunchedPairs:
     """One side after the other, each on a new server. ``runners``: by side and workload."""
 
     runners: Mapping[tuple[str, str], BlockRunner]
+    clock: Clock = field(default_factory=Clock)
 
     def measure(self, turn: Turn, sides: Sequence[str], pair: int) -> dict[str, list[Failure]]:
+        """Raises OutOfTimeError before a side that would not end in time."""
         found = {}
         for side in sides:
             runner = self.runners[side, turn.match.workload]
             before = len(runner.failures)
-            runner.run_block(turn.match.block(side, pair, turn.order))
+            with self.clock.side(turn.match.key):
+                runner.run_block(turn.match.block(side, pair, turn.order))
             found[side] = runner.failures[before:]
         return found
 
@@ -87,7 +91,7 @@ class PairRunner:
     """``method``: how a pair is measured. ``metrics``: those that a load must have if the other side's load has them.
 
     ``on_measured`` gets the side that was first in a good attempt; ``on_failed`` a failed attempt and how many attempts
-    there may be. ``resume``: as in ``FailedAttempt``.
+    there may be. ``resume``: as in ``FailedAttempt``. ``clock``: allows each attempt, by how long earlier ones took.
     """
 
     folder: CompareFolder
@@ -96,9 +100,13 @@ class PairRunner:
     on_measured: Callable[[Turn, str], None]
     on_failed: Callable[[FailedAttempt, int], None]
     resume: int = 0
+    clock: Clock = field(default_factory=Clock)
 
     def run(self, turns: Sequence[Turn], pair: int) -> FailedAttempt | None:
-        """Measures what is missing of the pair; returns the last attempt at a part that it gave up."""
+        """Measures what is missing of the pair; returns the last attempt at a part that it gave up.
+
+        Raises OutOfTimeError.
+        """
         for turn in turns:
             is_whole = self.folder.is_whole(cell_rows([turn.match]), pair)
             if not is_whole and (given_up := self._run_turn(turn, pair)):
@@ -114,7 +122,8 @@ class PairRunner:
         while True:
             self.folder.set_aside(turn.match, pair)  # half a pair is none: its other half was at another time
             sides = turn.sides[::-1] if len(failed) % 2 else turn.sides
-            failures = self.method.measure(turn, sides, pair)
+            with self.clock.attempt(turn.match.key):
+                failures = self.method.measure(turn, sides, pair)
             reasons, faults = self._judge(turn, pair, failures)
             if not any(reasons.values()):
                 self.on_measured(turn, sides[0])

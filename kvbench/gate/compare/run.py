@@ -8,12 +8,12 @@ import math
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import click
@@ -27,6 +27,7 @@ from kvbench.common.git import git_state
 from kvbench.common.packages import REPOSITORY
 from kvbench.common.text import clock, plural
 from kvbench.gate.compare.builds import Builds
+from kvbench.gate.compare.clock import Clock, OutOfTimeError, longest
 from kvbench.gate.compare.conclude import conclude, finished_verdict, look_points, pair_line, write_pairs
 from kvbench.gate.compare.folder import KIND, CompareFolder
 from kvbench.gate.compare.lockstep_pairs import LockstepPairs, why_not_lockstep
@@ -164,6 +165,7 @@ def _run(request: _Request, console: Console, held: ExitStack) -> tuple[CompareF
         if folder is None:
             _write_invalid(request, create_run(options["output_dir"], KIND, git_state()["short_sha"]).path, error, say)
         raise
+    within = Clock.of(options["max_minutes"])
     if folder is None:
         names = [each.name for each in workloads]
         method, why = choose_method(options["method"], workloads)
@@ -181,7 +183,7 @@ def _run(request: _Request, console: Console, held: ExitStack) -> tuple[CompareF
     say(f"results: {folder.path}")
     for note in (*manifest["notes"], *filter(None, [manifest.get("doubt")])):
         say(f"note: {note}")
-    comparison = Comparison(folder, manifest, workloads, request.policy, options, console)
+    comparison = Comparison(folder, manifest, workloads, request.policy, options, console, within)
     try:
         return folder, comparison.judge_stored() if folder.stored else comparison.execute()
     except MeasurementError as error:
@@ -229,6 +231,12 @@ def _write_invalid(request: _Request, folder: Path, error: Exception, say: Calla
     publish(verdict, folder)
 
 
+def _show_elapsed(status: Callable[[Callable[[], str]], None], text: str) -> None:
+    """``text`` on the status line, with how long it has been there: a server's start may take minutes."""
+    began = monotonic()
+    status(lambda: f"{text}: {clock(monotonic() - began)}")
+
+
 @dataclass(frozen=True)
 class _Progress(Listener):
     """Shows what is being measured. ``status`` replaces the text on the status line."""
@@ -242,16 +250,9 @@ class _Progress(Listener):
         self.status(f"pair {repeat}: {cell.cell_id} failed: {reason}")
 
 
-class _OutOfTimeError(Exception):
-    """--max-minutes are over within a pair."""
-
-
 @dataclass
 class Comparison:
-    """Measures in a folder that has its manifest already and is locked by the caller.
-
-    ``deadline``: when --max-minutes are over; ``ends_at``: when the pair at hand is cut [s, time.monotonic].
-    """
+    """Measures in a folder that has its manifest already and is locked by the caller."""
 
     folder: CompareFolder
     manifest: dict[str, Any]
@@ -259,8 +260,7 @@ class Comparison:
     policy: Policy
     options: Mapping[str, Any]
     console: Console
-    deadline: float = math.inf
-    ends_at: float = math.inf
+    clock: Clock
 
     @property
     def stop_early(self) -> bool:
@@ -277,15 +277,32 @@ class Comparison:
         self.write("incomplete")
         next_step = kept(self.folder.resume_command(self.manifest["subcommand"]))
         with orderly_end(self.folder.path, next_step, self._say) as work:
-            with status_line(self.console, "starting") as show:
-                if self.manifest["method"] != LOCKSTEP:
-                    for each in self.workloads:
-                        each.compile(self.folder.path, self._say)
-                stopped = self._measure(work.check, show)
+            with status_line(self.console, "starting") as status:
+                show = partial(_show_elapsed, status)
+                stopped = self._compile(work.check, show) or self._measure(work.check, show)
                 if self.manifest["method"] == LOCKSTEP and self.stop_early:
                     stopped = self._check_served(work.check, show) or stopped
             return self.finish(stopped)
         return None
+
+    def _compile(self, check: Callable[[], None], show: Callable[[str], None]) -> str | None:
+        """The launches that may compile; why measuring cannot begin after them, None if it can."""
+        if self.manifest["method"] == LOCKSTEP:
+            return None
+        try:
+            for each in self.workloads:
+                each.compile(self.folder.path, self._say, show, partial(self._check_time, check), self.clock)
+        except OutOfTimeError:
+            return f"{self._over(1)}: servers were still being launched for the first time"
+        return None
+
+    def _check_time(self, check: Callable[[], None]) -> None:
+        check()
+        self.clock.check()
+
+    def _over(self, pair: int) -> str:
+        most = f"{'up to ' if self.stop_early else ''}{plural(self.pairs, 'pair')}"
+        return f"--max-minutes {self.options['max_minutes'] or 0:g} were over after {pair - 1} of {most}"
 
     def _check_served(self, check: Callable[[], None], show: Callable[[str], None]) -> str | None:
         """Checks the servers around engines that have not failed; why it could not, None where it did."""
@@ -319,7 +336,7 @@ class Comparison:
     def finish(self, stopped: str | None) -> Verdict:
         """Marks the comparison as complete and returns its verdict. ``stopped``: why it ended before a look decided."""
         early, pairs = self.manifest["early_looks"], self.folder.whole_pairs(self.manifest["cells"])
-        self.manifest["stopped"] = stopped
+        self.manifest |= {"stopped": stopped, "pair_s": self._pair_s()}
         if stopped and pairs and pairs not in look_points(self.policy.timing, early):
             early.append(pairs)
         self.write("complete")  # first: what is judged again later says the same, the time of its end too
@@ -329,8 +346,8 @@ class Comparison:
         self.manifest |= {"status": status, "ended": utc_now(), "calibration": self._calibrator().facts()}
         write_json(self.folder.manifest_path, self.manifest)
 
-    def _calibrator(self, *tell: Callable[[str], None]) -> Calibrator:
-        return Calibrator(self.folder.path, not self.options["no_calibration"], *tell)
+    def _calibrator(self, *more: Callable[..., None]) -> Calibrator:
+        return Calibrator(self.folder.path, not self.options["no_calibration"], *more)
 
     def _say(self, text: str) -> None:
         with suppress(OSError):
@@ -340,63 +357,64 @@ class Comparison:
         """Measures pair after pair; returns why it ended early, None if a look decided or the last one was taken."""
         manifest, cells, seconds = self.manifest, self.manifest["cells"], self.manifest["seconds"]
         manifest["void"] = None
-
-        def check_time() -> None:
-            check()
-            if time.monotonic() > self.ends_at:
-                raise _OutOfTimeError
-
         looks = look_points(self.policy.timing, manifest["early_looks"])
         matches = [match for each in self.workloads for match in each.matches]
         runner = PairRunner(
             self.folder,
-            self._method(check_time, show),
+            self._method(partial(self._check_time, check), show),
             self.policy.timing.metrics,
             self._on_measured,
             self._on_failed,
             len(manifest["resumed"]),
+            self.clock,
         )
-        began, up_to, max_minutes = time.monotonic(), "up to " if self.stop_early else "", self.options["max_minutes"]
-        measured, self.deadline = False, math.inf if max_minutes is None else began + 60 * max_minutes
+        first = None
         for pair in range(1, self.pairs + 1):
             if not self.folder.is_whole(cells, pair):
-                elapsed = time.monotonic() - began
-                # The first pair takes longer than all others: it calibrates the client.
-                expected = max(seconds[1:] or seconds, default=0.0)
-                most = f"{up_to}{plural(self.pairs, 'pair')}"
-                over = f"--max-minutes {max_minutes or 0:g} were over after {pair - 1} of {most}"
-                if began + elapsed + expected > self.deadline:
-                    return over
-                # Nothing could be said without the first pair, so only what is measured again in it is cut.
-                self.ends_at = self.deadline if pair > 1 else math.inf
+                began = self.clock.elapsed_s
+                try:
+                    self.clock.require(self._pair_s())
+                except OutOfTimeError:
+                    return self._over(pair)
                 try:
                     given_up = runner.run(turns(matches, pair, manifest["order_seed"]), pair)
-                except _OutOfTimeError:
-                    return f"{over}: pair {pair} was cut"
+                except OutOfTimeError:
+                    return f"{self._over(pair)}: pair {pair} was cut"
                 if given_up:
                     manifest["void"] = {"pair": pair, "turn": given_up.turn}
                     return f"pair {pair} could not be measured"
-                seconds.append(time.monotonic() - began - elapsed)
-                if not measured:
+                seconds.append(self.clock.elapsed_s - began)
+                if first is None:
                     self._warn_of_too_little_time(pair, seconds[-1])
-                measured, manifest["pairs"] = True, pair
+                first, manifest["pairs"] = first or pair, pair
                 self.write("incomplete")
-                ahead = next((look for look in looks if look >= pair), self.pairs) if self.stop_early else self.pairs
-                left = clock((ahead - pair) * sum(seconds) / len(seconds))
-                until = f", {f'the next look, after {ahead},' if self.stop_early else 'the end'} in about {left}"
-                self._say(
-                    f"pair {pair} of {up_to}{self.pairs}: {pair_line(self.folder, manifest, self.policy, pair)}  "
-                    f"(elapsed {clock(time.monotonic() - began)}{until if ahead > pair else ''})"
-                )
+                self._say_pair(pair, looks)
             require_same_requests(self.folder, manifest, pair, force=self.options["force"])
             is_look = self.stop_early and pair in looks
             if is_look and conclude(self.folder, manifest, self.policy, pairs=pair).outcome != INCONCLUSIVE:
                 return None
         return None
 
+    def _pair_s(self) -> float:
+        """How long a pair takes: as its attempts did, else as pairs before --resume, else as its launches; 0: unknown."""
+        keys = [match.key for each in self.workloads for match in each.matches]
+        attempts = sum(map(self.clock.attempt_s, keys))
+        return attempts if self.clock.took.keys() >= set(keys) else longest(self.manifest["seconds"]) or attempts
+
+    def _say_pair(self, pair: int, looks: Sequence[int]) -> None:
+        """What ``pair`` measured, and how long it is until something can be decided."""
+        seconds, up_to = self.manifest["seconds"], "up to " if self.stop_early else ""
+        ahead = next((look for look in looks if look >= pair), self.pairs) if self.stop_early else self.pairs
+        left = clock((ahead - pair) * sum(seconds) / len(seconds))
+        until = f", {f'the next look, after {ahead},' if self.stop_early else 'the end'} in about {left}"
+        self._say(
+            f"pair {pair} of {up_to}{self.pairs}: {pair_line(self.folder, self.manifest, self.policy, pair)}  "
+            f"(elapsed {clock(self.clock.elapsed_s)}{until if ahead > pair else ''})"
+        )
+
     def _warn_of_too_little_time(self, pair: int, pair_s: float) -> None:
         """Says, once ``pair`` has taken ``pair_s``, that --max-minutes end before any verdict is possible."""
-        rules, most = self.policy.timing, pair + max(0.0, self.deadline - time.monotonic()) // max(pair_s, 1e-3)
+        rules, most = self.policy.timing, pair + max(0.0, self.clock.left_s) // max(pair_s, 1e-3)
         if self.stop_early and most < rules.fewest_to_pass:
             minutes = math.ceil((rules.looks[0].pairs - pair + 1) * pair_s / 60)
             self._say(
@@ -410,7 +428,6 @@ class Comparison:
         self.write("incomplete")
 
     def _on_failed(self, attempt: FailedAttempt, most: int) -> None:
-        self.ends_at = self.deadline
         self.manifest["voids"].append(dataclasses.asdict(attempt))
         self.write("incomplete")
         again = "" if attempt.attempt == most else ", and is measured again"
@@ -421,7 +438,7 @@ class Comparison:
         if self.manifest["method"] == TWINS:
             return TwinPairs(self._runners(check, show), self.manifest["order_seed"])
         if self.manifest["method"] != LOCKSTEP:
-            return LaunchedPairs(self._runners(check, show))
+            return LaunchedPairs(self._runners(check, show), self.clock)
         workloads = {each.name: each for each in self.workloads}
         facts = self.manifest.setdefault("lockstep", {})
         limit = self.options["start_timeout"] or OPEN_LIMIT_S
@@ -429,7 +446,7 @@ class Comparison:
         return LockstepPairs(self.folder, workloads, facts, seed, self._on_engine, limit, show, check)
 
     def _runners(self, check: Callable[[], None], show: Callable[[str], None]) -> dict[tuple[str, str], BlockRunner]:
-        calibrator, runners = self._calibrator(show, self._say), {}
+        calibrator, runners = self._calibrator(show, self._say, self.clock.require), {}
         for each, side in itertools.product(self.workloads, SIDES):
             run, choice = self.folder.run(side, each.name), each.sides[side].choice
             run.path.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ from kvbench.common.git import git, git_state
 from kvbench.common.machine import versions
 from kvbench.common.packages import REPOSITORY
 from kvbench.gate.compare.builds import WORKING_TREE, Build, Builds, fill, find_commit, find_sha, is_kvbench, top_folder
+from kvbench.gate.compare.clock import LAUNCH, Clock
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.verdict.wording import shortened
 from kvbench.runs.folder import MANIFEST, RunFolder
@@ -388,21 +389,33 @@ class PairedWorkload:
         found += [f"{self.name}: both sides are simulated, nothing was measured"] if simulated else []
         return [*found, same] if same else found
 
-    def compile(self, folder: Path, say: Callable[[str], None]) -> None:
+    def compile(
+        self,
+        folder: Path,
+        say: Callable[[str], None],
+        show: Callable[[str], None],
+        check: Callable[[], None],
+        clock: Clock,
+    ) -> None:
         """Launches each configuration of a side that may compile at its first launch, so that no pair includes that.
 
-        A launch that fails is only reported: the pairs show whether the server ever starts. Raises UsageError for a
-        command that does not take the settings.
+        A launch that fails is only reported: the pairs show whether the server ever starts. ``show``: gets what is
+        being done; ``check``: may raise to end it. Raises UsageError for a command that does not take the settings, and
+        OutOfTimeError.
         """
         for side, opened in self.sides.items():
             if opened.choice.runs_already or (opened.build is not None and not opened.build.fresh):
                 continue
             for configuration in (match.of(side) for match in self.matches):
-                say(f"starting {side} ({opened.name}, {configuration.label}) once, unmeasured: it compiles then")
+                what = f"starting {side} ({opened.name}, {configuration.label}) once, unmeasured"
                 log = folder / side / self.name / "logs" / f"first-launch-{configuration.config_id}.log"
                 target = opened.choice.new_target()
+                target.check = check
                 try:
-                    target.start(configuration.settings, log)
+                    with clock.spend(LAUNCH):
+                        say(f"{what}: it compiles then")
+                        show(what)
+                        target.start(configuration.settings, log)
                 except ServerRefusedError as error:
                     hint = f". {_NO_PORT}" if opened.side.kind == CMD and not is_template(opened.side.text) else ""
                     raise UsageError(f"{side} ({opened.name}) did not start: {error}{hint}") from None

@@ -10,9 +10,10 @@ import itertools
 import json
 import shlex
 import shutil
-import time
 import xml.etree.ElementTree as ET
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -20,11 +21,12 @@ import yaml
 from kvbench.cli import main as cli
 from kvbench.common.errors import Interrupted, MeasurementError, UsageError
 from kvbench.common.files import read_json, write_json
-from kvbench.gate.compare import builds, manifest, run
+from kvbench.gate.compare import builds, clock, manifest, run
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.compare.run import Comparison
 from kvbench.gate.compare.sides import PairedWorkload
 from kvbench.gate.verdict.verdict import Verdict
+from kvbench.targets.builtin import BuiltinTarget
 from kvbench.workload.file import load_workload
 from tests.support.compare_folders import HERE, POLICY, stored_run, write_load
 from tests.support.git_repo import make_repo
@@ -169,7 +171,7 @@ def test_what_cannot_be_judged_leaves_a_verdict_for_ci(compare, monkeypatch, tmp
     ("error", "code"), [(Interrupted("SIGTERM"), 130), (OSError(28, "No space left on device"), 4)]
 )
 def test_an_interruption_and_a_full_disk_leave_a_folder_that_can_be_resumed(compare, monkeypatch, error, code):
-    def compile(self, folder, say):
+    def compile(self, *_):
         raise error
 
     monkeypatch.setattr(PairedWorkload, "compile", compile)
@@ -235,64 +237,134 @@ def test_a_comparison_that_the_clock_ended_says_so_first_and_how_it_goes_on(comp
     assert compare(*words[2:])[0] == 130 and len(compare.begun) == 1  # it is not finished
 
 
-class Pairs:
-    """In place of launched pairs: each takes ``SECONDS``, but for the one that only the clock ends, ``ENDLESS``."""
+class Machine:
+    """In place of servers and loads: they take no real time, and the comparison's clock says that they took some.
 
-    SECONDS, ENDLESS, FAILS = 0.0, 3, False
+    ``launch``, ``side`` [s]: a first launch; one side of a configuration in a pair. ``long``, ``invalid``: the numbers
+    of the sides, in the order in which they run, that never end, and those that are no measurement.
+    """
 
-    def __init__(self, runners):
-        self.runners = runners
+    STEP = 5.0
 
-    def measure(self, turn, sides, pair):
-        runners = {side: self.runners[side, turn.match.workload] for side in sides}
-        until = time.monotonic() + (30.0 if pair == self.ENDLESS else self.SECONDS)
-        while time.monotonic() < until:
-            next(iter(runners.values())).check_interrupt()
-            time.sleep(0.01)
-        for side in sides:
-            for cell in turn.match.cells(side):
-                path = runners[side].run.load(cell.cell_id, pair)
-                reasons = ["another program ran"] if self.FAILS else []
+    def __init__(self, monkeypatch):
+        self.launch, self.side, self.long, self.invalid = 0.0, 0.0, (), ()
+        self.now, self.sides, self.shown = 0.0, 0, []
+        monkeypatch.setattr(clock, "monotonic", lambda: self.now)
+        monkeypatch.setattr(run, "monotonic", lambda: self.now)
+        monkeypatch.setattr(BuiltinTarget, "start", lambda target, settings, log: self.spend(self.launch, target.check))
+        monkeypatch.setattr(run, "BlockRunner", self.runner)
+        monkeypatch.setattr(run, "require_same_requests", lambda *_, **__: None)
+        monkeypatch.setattr(run, "status_line", self.status_line)
+
+    def spend(self, seconds, check):
+        until = self.now + seconds
+        while self.now < until:
+            check()
+            self.now = min(until, self.now + self.STEP)
+
+    def runner(self, workload, folder, new_target, listener, on_server, check, **more):
+        def run_block(block):
+            self.sides += 1
+            listener.status("measuring")
+            self.spend(1e6 if self.sides in self.long else self.side, check)
+            reasons = ["another program ran"] if self.sides in self.invalid else []
+            for cell in block.cells:
+                path = folder.load(cell.cell_id, block.repeat)
                 write_load(path, cell.cell_id, (100.0, 100.0, 10.0), valid=not reasons, invalid_reasons=reasons)
-        return {side: [] for side in sides}
+
+        return SimpleNamespace(run_block=run_block, failures=[])
+
+    @contextmanager
+    def status_line(self, console, text):
+        def update(text):
+            self.shown.append(text())
+            self.latest = text
+
+        yield update
 
 
 @pytest.fixture
-def timed(compare, monkeypatch):
-    """``compare`` with ``Pairs``."""
-    monkeypatch.setattr(PairedWorkload, "compile", lambda *_: None)
-    monkeypatch.setattr(run, "LaunchedPairs", Pairs)
-    monkeypatch.setattr(run, "require_same_requests", lambda *_, **__: None)
-    return lambda *words: compare(*SIDES, *WORDS, *words, measure=EXECUTE)
+def machine(monkeypatch):
+    return Machine(monkeypatch)
 
 
-def test_a_pair_that_runs_beyond_the_time_is_cut_and_what_is_complete_is_judged(timed):
-    code, folder, said = timed("--max-minutes", "0.03")
-    verdict = read_json(folder / "verdict.json")
-    assert (code, verdict["facts"]["pairs"]) == (3, 2), said
-    assert verdict["sentence"].startswith("--max-minutes 0.03 were over after 2 of up to 10 pairs: pair 3 was cut. ")
+@pytest.fixture
+def timed(compare, machine):
+    """``compare`` on ``Machine`` with one configuration: exit code, folder, verdict, output, seconds that it took."""
+
+    def command(*words, **of):
+        for name, value in of.items():
+            setattr(machine, name, value)
+        began = machine.now
+        begin = () if "--resume" in words else (*SIDES, *WORDS, "-o", "sweep={}")
+        code, folder, said = compare(*begin, *words, measure=EXECUTE)
+        folder = folder or Path(words[words.index("--resume") + 1])
+        return code, folder, read_json(folder / "verdict.json"), said, machine.now - began
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("of", "ended_after", "pairs", "says"),
+    [
+        ({"launch": 40.0, "side": 60.0}, 80 + 240, 2, "after 2 of up to 10 pairs"),  # a third would end at 440
+        ({"launch": 1e6}, 365, 0, "still being launched"),  # cut
+        ({"launch": 200.0}, 200, 0, "still being launched"),  # a second would end at 400
+        ({"launch": 100.0}, 200, 0, "after 0 of up to 10 pairs"),  # two launches more would end at 400
+        ({"launch": 60.0, "side": 130.0}, 120 + 130, 0, "pair 1 was cut"),  # the other side would end at 380
+        ({"side": 60.0, "long": (4,)}, 365, 1, "after 1 of up to 10 pairs: pair 2 was cut"),
+        ({"launch": 40.0, "side": 60.0, "invalid": (3,)}, 320, 1, "pair 2 was cut"),  # not measured again
+        ({"launch": 40.0, "side": 30.0, "invalid": (1, 3)}, 80 + 240, 2, "after 2 of"),  # pair 1 three times, and 2
+        ({"side": 30.0, "invalid": range(99)}, 180, 0, None),  # given up in time, after three attempts
+    ],
+)
+def test_nothing_begins_that_would_not_end_in_time_and_what_runs_on_is_cut(timed, of, ended_after, pairs, says):
+    code, folder, verdict, said, took = timed("--max-minutes", "6", **of)
+    assert (took, verdict["facts"]["pairs"]) == (ended_after, pairs), said
     assert read_json(folder / "manifest.json")["status"] == "complete"
+    if says is None:
+        assert (code, verdict["outcome"]) == (4, "invalid")
+        return
+    assert (code, verdict["outcome"]) == (3, "inconclusive") and says in verdict["sentence"]
+    assert verdict["sentence"].startswith("--max-minutes 6 were over ")
+    assert [note for note in verdict["notes"] if note.startswith("go on with: ")]
 
 
-def test_the_first_pair_is_measured_in_any_case_but_not_again_and_again(timed, monkeypatch):
-    monkeypatch.setattr(Pairs, "SECONDS", 0.4)
-    code, folder, said = timed("--max-minutes", "0.001")
-    assert read_json(folder / "verdict.json")["facts"]["pairs"] == 1 and code == 3, said
-    monkeypatch.setattr(Pairs, "FAILS", True)
-    code, folder, said = timed("--max-minutes", "0.001")
-    assert len(read_json(folder / "manifest.json")["voids"]) == 1
-    assert code == 5 and "--max-minutes 0.001 were over after 0" in said
+def test_what_the_time_cut_is_gone_on_with_and_what_was_measured_is_kept(timed, machine):
+    _, folder, verdict, *_ = timed("--max-minutes", "6", launch=100.0, side=90.0)
+    (way,) = [note for note in verdict["notes"] if note.startswith("go on with: ")]
+    words = shlex.split(way.removeprefix("go on with: "))[2:]
+    assert words[-2:] == ["--max-minutes", "34"]  # 10 pairs of two launches each, which is all that is known
+    *_, verdict, said, took = timed(*words)
+    assert (verdict["facts"]["pairs"], took) == (10, 200 + 1800), said  # policy: one look, after 10
+    _, folder, *_ = timed("--max-minutes", "9")
+    whole = sorted(folder.glob("*/*/cells/*/loads/1/done.json"))
+    assert len(whole) == 2
+    before = [path.stat().st_mtime_ns for path in whole]
+    _, _, verdict, _, took = timed("--resume", str(folder))
+    assert (verdict["facts"]["pairs"], took) == (10, 200 + 9 * 180)
+    assert [path.stat().st_mtime_ns for path in whole] == before
 
 
-def test_too_little_time_for_any_verdict_is_said_after_the_first_pair(timed, monkeypatch):
-    monkeypatch.setattr(Pairs, "SECONDS", 0.2)
-    *_, said = timed("--max-minutes", "0.03")  # 1.8 s; a pair has two configurations
-    note, first = said.index("note: --max-minutes 0.03 are enough for about "), said.index("pair 1 of up to 10")
+def test_without_a_limit_everything_is_measured(timed):
+    *_, verdict, _, took = timed(launch=100.0, side=1000.0)
+    assert (verdict["facts"]["pairs"], took) == (10, 20_200)
+
+
+def test_too_little_time_for_any_verdict_is_said_after_the_first_pair(timed):
+    *_, said, _ = timed("--max-minutes", "6", side=60.0)
+    note, first = said.index("note: --max-minutes 6 are enough for about 3 pairs"), said.index("pair 1 of up to 10")
     assert note < first and "passes with fewer than 5 or fails with fewer than 7" in said
-    monkeypatch.setattr(Pairs, "SECONDS", 0.0)
-    monkeypatch.setattr(Pairs, "ENDLESS", 0)
-    _, folder, said = timed("--max-minutes", "5")
-    assert read_json(folder / "verdict.json")["facts"]["pairs"] == 10 and "are enough for" not in said
+    *_, said, _ = timed("--max-minutes", "60")
+    assert "are enough for" not in said
+
+
+def test_what_is_done_is_shown_with_how_long_it_has_taken(timed, machine):
+    timed(launch=100.0, side=30.0)
+    first = next(text for text in machine.shown if text.startswith("starting base (page_size=16"))
+    assert first.endswith(": 0:00")
+    machine.now += 75.0
+    assert machine.latest() == "measuring: 1:45"  # asked whenever it is shown
 
 
 def test_what_cannot_be_changed_is_called_as_it_was_given(compare):

@@ -17,6 +17,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.packages import REPOSITORY
 from kvbench.gate.compare import builds as builds_module
 from kvbench.gate.compare.builds import Builds
+from kvbench.gate.compare.clock import Clock
 from kvbench.gate.compare.manifest import pinned, reproduce_command
 from kvbench.gate.compare.sides import (
     PairedWorkload,
@@ -296,6 +297,9 @@ def test_an_option_that_means_nothing_is_refused(tiny, texts, options, says):
             require_used(sides, options)
 
 
+QUIET = (lambda text: None, lambda: None, Clock())  # shows nothing, checks nothing, limits nothing
+
+
 @pytest.mark.parametrize("error", [None, MeasurementError("it ended with code 1"), ServerRefusedError("page_size 7")])
 def test_each_configuration_is_launched_once_before_the_pairs_and_a_failure_is_left_to_them(tmp_path, workload, error):
     design = make_design(workload.engine, {"layout": ["contiguous"]}, workload.load_points, "one_at_a_time")
@@ -308,11 +312,11 @@ def test_each_configuration_is_launched_once_before_the_pairs_and_a_failure_is_l
     paired = PairedWorkload("tiny", opened, matches, {})
     if isinstance(error, ServerRefusedError):
         with pytest.raises(UsageError, match=r"page_size 7.*\{port\}"):
-            paired.compile(tmp_path, said.append)
+            paired.compile(tmp_path, said.append, *QUIET)
         return
-    paired.compile(tmp_path, said.append)
+    paired.compile(tmp_path, said.append, *QUIET)
     build.fresh = False  # compiled before
-    paired.compile(tmp_path, said.append)
+    paired.compile(tmp_path, said.append, *QUIET)
     for target in targets:
         assert [call.args[0] for call in target.start.call_args_list] == [match.base.settings for match in matches]
         assert target.stop.call_count == 2

@@ -1,0 +1,75 @@
+"""--max-minutes of a comparison: what may begin, by what the same took before, and when work at hand is cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from time import monotonic
+
+LAUNCH = "launch"  # the work of starting one server
+_SIDE = "{}: one side"  # of a configuration in a pair
+
+
+class OutOfTimeError(Exception):
+    """--max-minutes are over, or would be before what is to begin had ended."""
+
+
+@dataclass
+class Clock:
+    """``began``, ``deadline`` [s, time.monotonic]; ``took`` [s]: by kind of work, each time that it was done."""
+
+    began: float = field(default_factory=lambda: monotonic())
+    deadline: float = math.inf
+    took: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, max_minutes: float | None) -> Clock:
+        """Begins now."""
+        now = monotonic()
+        return cls(now, math.inf if max_minutes is None else now + 60 * max_minutes)
+
+    @property
+    def elapsed_s(self) -> float:
+        return monotonic() - self.began
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline - monotonic()
+
+    def check(self) -> None:
+        """Cuts work at hand. Raises OutOfTimeError."""
+        self.require(0.0)
+
+    def require(self, seconds: float) -> None:
+        """Raises OutOfTimeError where so much time is not left."""
+        if seconds > self.left_s:
+            raise OutOfTimeError
+
+    def expected_s(self, work: str, unknown: float = 0.0) -> float:
+        """``unknown``: where it was never done."""
+        return longest(self.took.get(work, ())) or unknown
+
+    def attempt_s(self, key: str) -> float:
+        """An attempt at both sides of the configuration ``key``: as earlier ones, else two sides, else two launches."""
+        return self.expected_s(key, 2 * self.expected_s(_SIDE.format(key), self.expected_s(LAUNCH)))
+
+    def attempt(self, key: str) -> AbstractContextManager[None]:
+        return self.spend(key, self.attempt_s(key))
+
+    def side(self, key: str) -> AbstractContextManager[None]:
+        return self.spend(_SIDE.format(key), self.expected_s(LAUNCH))
+
+    @contextmanager
+    def spend(self, work: str, unknown: float = 0.0) -> Iterator[None]:
+        """Does ``work``, if it can be expected to end in time; how long it took is kept, if it ends."""
+        self.require(self.expected_s(work, unknown))
+        began = monotonic()
+        yield
+        self.took.setdefault(work, []).append(monotonic() - began)
+
+
+def longest(seconds: Sequence[float]) -> float:
+    """The longest of several times; the first, in which kernels compile or the client is calibrated, only if alone."""
+    return max(seconds[1:] or seconds, default=0.0)
