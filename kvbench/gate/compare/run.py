@@ -396,7 +396,7 @@ class Comparison:
         return None
 
     def _pair_s(self) -> float:
-        """How long a pair takes: as its attempts did, else as pairs before --resume, else as its launches; 0: unknown."""
+        """How long a pair takes: as attempts did, else as pairs before --resume, else as its launches; 0: unknown."""
         keys = [match.key for each in self.workloads for match in each.matches]
         attempts = sum(map(self.clock.attempt_s, keys))
         return attempts if self.clock.took.keys() >= set(keys) else longest(self.manifest["seconds"]) or attempts
