@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 WARM_UP_REQUESTS = 4
 ATTEMPTS = 3  # of one request: a server that fails now and then can be measured, and its failures are a result
 _PAUSE_S = 0.2  # before a request is sent again
-_CHECK_S = 0.5  # between two looks whether to go on waiting
 _TOKENS = 16
 _MARGIN_S = 30.0
 _FIRST_WORD = "Warm-up:"
@@ -64,7 +63,10 @@ def warm_up(setup: LoadSetup, point: LoadPoint, count: int = WARM_UP_REQUESTS) -
     results = _send(setup, chosen)
     answered, failures = 0, []
     for _ in chosen:
-        result = _next_of(results, limit, setup)
+        try:
+            result = results.get(timeout=limit)
+        except queue.Empty:
+            raise MeasurementError(f"a warm-up request was not answered within {limit:g} s") from None
         if isinstance(result, BaseException):
             raise result
         answered += result[0]
@@ -77,16 +79,6 @@ def warm_up(setup: LoadSetup, point: LoadPoint, count: int = WARM_UP_REQUESTS) -
             "server's own log says of it"
         )
     return WarmUp(len(chosen), answered, len(failures), str(failures[-1]) if failures else None)
-
-
-def _next_of(results: queue.SimpleQueue[Any], limit_s: float, setup: LoadSetup) -> Any:
-    """Raises MeasurementError when none comes within ``limit_s``, and what ``setup.check`` raises meanwhile."""
-    ends_at = time.monotonic() + limit_s
-    while (left := ends_at - time.monotonic()) > 0:
-        with suppress(queue.Empty):
-            return results.get(timeout=min(_CHECK_S, left))
-        setup.check()
-    raise MeasurementError(f"a warm-up request was not answered within {limit_s:g} s")
 
 
 def _send(setup: LoadSetup, requests: Sequence[Any]) -> queue.SimpleQueue[Any]:

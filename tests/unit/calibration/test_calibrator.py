@@ -118,6 +118,22 @@ def test_a_load_that_asked_for_more_than_was_calibrated_is_calibrated_as_it_was(
     assert "up to 9000 streams at once, and the client can be calibrated at 8192 at most" in too_many.reasons[0]
 
 
+def test_none_is_begun_without_the_time_for_it_but_the_one_that_judges_what_is_measured(tmp_path, machine) -> None:
+    seconds_left = 100.0
+
+    def check(seconds: float) -> None:
+        if seconds > seconds_left:
+            raise TimeoutError
+
+    calibrator = Calibrator(tmp_path, check=check)
+    before = calibrator(ClientLoad(4))
+    seconds_left = settings_for(ClientLoad(64)).seconds
+    with pytest.raises(TimeoutError):
+        calibrator(ClientLoad(64))
+    assert calibrator(ClientLoad(4)) == before and len(machine.asked) == 1  # it takes no time
+    assert calibrator(ClientLoad(64, 1, 32_000.0), before).reasons == ()
+
+
 def test_what_a_load_asked_for_is_its_busiest_second() -> None:
     asked = []
     target = SimpleNamespace(base_url="http://h")

@@ -8,6 +8,7 @@ import contextlib
 import re
 import shutil
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from kvbench.measure import server_state
 from kvbench.requests.request import RequestSpec
 from kvbench.targets import base
 from kvbench.targets.base import Access, ModelFacts, Target, contradiction
-from kvbench.targets.builtin import check_configuration
+from kvbench.targets.builtin import BuiltinTarget, check_configuration
 from kvbench.targets.launch_plan import Launcher
 from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.presets import GENERIC, PRESETS
@@ -229,6 +230,21 @@ def test_a_cache_that_is_off_is_empty_and_slots_are_emptied_of_the_kv_they_hold(
         target._settings = {"enable_prefix_caching": False}
         assert target.reset_prefix_cache() is True and posted(server) == posts
         target.stop()
+
+
+def test_a_start_ends_when_what_waits_for_it_has_no_more_time(tmp_path):
+    command = (sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(600)")
+    target, log = BuiltinTarget(command=command), tmp_path / "log"
+
+    def check():
+        if log.read_bytes():
+            raise TimeoutError
+
+    target.check = check
+    with pytest.raises(TimeoutError):
+        target.start({}, log)
+    with pytest.raises(MeasurementError, match="not started"):  # it was stopped
+        target.check_alive()
 
 
 def load(state="cold"):
