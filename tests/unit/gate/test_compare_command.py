@@ -326,6 +326,7 @@ def test_nothing_begins_that_would_not_end_in_time_and_what_runs_on_is_cut(timed
         assert (code, verdict["outcome"]) == (4, "invalid")
         return
     assert (code, verdict["outcome"]) == (3, "inconclusive") and says in verdict["sentence"]
+    assert ("was cut" in verdict["sentence"]) == ("was cut" in says)
     assert verdict["sentence"].startswith("--max-minutes 6 were over ")
     assert [note for note in verdict["notes"] if note.startswith("go on with: ")]
 
