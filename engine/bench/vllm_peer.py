@@ -1,7 +1,7 @@
 """vLLM as a side: its CPU backend in an environment of its own, which has its own torch and none of our packages.
 
-What it is given, so that it runs at its best for this case: all cores for its OpenMP threads (left to itself it keeps
-one core for its scheduler, whatever OMP_NUM_THREADS says, and of two cores computes on one), the OpenMP runtime and
+What it is given, so that it runs at its best for this case: all cores for its OpenMP threads (0.32 leaves them free in
+the calling process; a version that binds them there would keep one core for its scheduler), the OpenMP runtime and
 allocator that its documentation asks for where they are found, no tokenizer, no prefix cache (the prompts share
 nothing), its own batch limit, and its engine in the calling process. ``vllm`` is its default, compiled by torch;
 ``vllm-eager`` is the same without compilation, which small models may run faster with.
