@@ -66,7 +66,7 @@ PARTS = (
         "tokens", "check_tokens", "greedy tokens of whole engines against Hugging Face", 40.0, 120.0, MODEL,
         result="engine.json",
     ),
-    Part("kernels", "time_kernels", "kernel times against the ceilings", 65.0, 400.0, result="kernels.json"),
+    Part("kernels", "time_kernels", "kernel times against the ceilings", 35.0, 400.0, result="kernels.json"),
     _engine("qwen3-0.6b", 60.0),
     _engine("llama-3.1-8b", 65.0),
     _engine("qwen3-14b", 0.0),
@@ -83,7 +83,7 @@ PARTS = (
         wrapper=_SANITIZER,
     ),
     Part(
-        "sweep", "sweep", "gpu profile of workloads/mixed.yaml through the server", 80.0, 3600.0,
+        "sweep", "sweep", "gpu profile of workloads/mixed.yaml through the server", 110.0, 3600.0,
         needs=(*SERVER, *CLIENT, *REPORT), result="sweep", isolated=False,
     ),
     Part(

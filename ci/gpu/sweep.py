@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKLOAD = "workloads/mixed.yaml"
 QUICK = (
     "--repeats", "1", "--only", "paged-p16-c*", "--only", "contiguous-c*",
-    "-o", "load.concurrency=[64]", "-o", "load.num_requests=[128]", "--no-quality",
+    "-o", "load.concurrency=[64]", "-o", "load.num_requests=[192]", "--lockstep-minutes", "0.4", "--no-quality",
 )  # fmt: skip
 TINY = (
     "--repeats", "1", "--only", "paged-p16-c*",
