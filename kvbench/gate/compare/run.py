@@ -231,20 +231,35 @@ def _write_invalid(request: _Request, folder: Path, error: Exception, say: Calla
     publish(verdict, folder)
 
 
-def _show_elapsed(status: Callable[[Callable[[], str]], None], text: str) -> None:
-    """``text`` on the status line, with how long it has been there: a server's start may take minutes."""
-    began = monotonic()
-    status(lambda: f"{text}: {clock(monotonic() - began)}")
+@dataclass
+class _Elapsed:
+    """A status line that says how long the work at hand has taken: a server's start may take minutes."""
+
+    status: Callable[[Callable[[], str]], None]
+    work: str = ""
+    began: float = 0.0
+
+    def __call__(self, text: str, goes_on: str = "") -> None:
+        """``goes_on``: the work that ``text`` is a later state of."""
+        if not goes_on or goes_on != self.work:
+            self.work, self.began = goes_on or text, monotonic()
+        began = self.began
+        self.status(lambda: f"{text}: {clock(monotonic() - began)}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Progress(Listener):
-    """Shows what is being measured. ``status`` replaces the text on the status line."""
+    """Shows what is being measured. ``status`` replaces the text on the status line; ``load``: which load it is."""
 
-    status: Callable[[str], None]
+    status: Callable[..., None]
+    load: str = ""
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
-        self.status(f"pair {repeat}: {cell.cell_id}")
+        self.load = f"pair {repeat}: {cell.cell_id}"
+        self.status(self.load)
+
+    def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
+        self.status(f"{self.load}, {done}/{total} requests{f', {failed} failed' if failed else ''}", goes_on=self.load)
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
         self.status(f"pair {repeat}: {cell.cell_id} failed: {reason}")
@@ -278,7 +293,7 @@ class Comparison:
         next_step = kept(self.folder.resume_command(self.manifest["subcommand"]))
         with orderly_end(self.folder.path, next_step, self._say) as work:
             with status_line(self.console, "starting") as status:
-                show = partial(_show_elapsed, status)
+                show = _Elapsed(status)
                 stopped = self._compile(work.check, show) or self._measure(work.check, show)
                 if self.manifest["method"] == LOCKSTEP and self.stop_early:
                     stopped = self._check_served(work.check, show) or stopped

@@ -265,8 +265,9 @@ class Machine:
     def runner(self, workload, folder, new_target, listener, on_server, check, **more):
         def run_block(block):
             self.sides += 1
-            listener.status("measuring")
+            listener.load_started(block.cells[0], block.repeat, 6)
             self.spend(1e6 if self.sides in self.long else self.side, check)
+            listener.load_progress(1, 6, 0, self.side)
             reasons = ["another program ran"] if self.sides in self.invalid else []
             for cell in block.cells:
                 path = folder.load(cell.cell_id, block.repeat)
@@ -364,8 +365,9 @@ def test_what_is_done_is_shown_with_how_long_it_has_taken(timed, machine):
     timed(launch=100.0, side=30.0)
     first = next(text for text in machine.shown if text.startswith("starting base (page_size=16"))
     assert first.endswith(": 0:00")
-    machine.now += 75.0
-    assert machine.latest() == "measuring: 1:45"  # asked whenever it is shown
+    machine.now += 75.0  # the text is asked for whenever it is shown
+    latest = machine.latest()  # of the load, and not since its last answer
+    assert latest.startswith("pair 10: paged-p") and latest.endswith("-c2, 1/6 requests: 1:45")
 
 
 def test_what_cannot_be_changed_is_called_as_it_was_given(compare):
