@@ -119,7 +119,8 @@ def _add_tool_routes(app: FastAPI, state: ServerState) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("send either prompt or messages", "prompt", "invalid_value")
         if body.messages is not None:
-            ids = await chat_ids(state.tokenizer, body.messages, body.add_generation_prompt is not False)
+            generate = body.add_generation_prompt is not False
+            ids = await chat_ids(state.tokenizer, body.messages, generate, body.chat_template_kwargs)
         else:
             ids = await encode(state.tokenizer, body.prompt or "", body.add_special_tokens is not False)
         return JSONResponse({"count": len(ids), "max_model_len": state.max_model_len, "tokens": ids})

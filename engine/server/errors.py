@@ -1,11 +1,12 @@
 """Refusals, in OpenAI's error shape: ``{"error": {"message", "type", "param", "code"}}``.
 
-    400  malformed JSON, a value of the wrong type or out of its range, a prompt over the limit
+    400  malformed JSON, a value of the wrong type or out of its range, a prompt over the limit, an option that the
+         engine does not have (code "unsupported")
     404  unknown model or path
     405  the path knows other methods
     413  a body over the limit
-    422  well-formed and valid, but not something this server can do: an option that the engine does not have, a
-         text prompt where there is no tokenizer, a request that the KV budget could never hold
+    422  a field that no engine has, and what this server cannot do: a text prompt where there is no tokenizer, a
+         request that the KV budget could never hold
     429  the waiting queue is at its limit; ``Retry-After`` says when to try again
     500  the engine failed while it worked on the request
     503  the engine takes no requests: it has failed for good, or the server is stopping
@@ -68,6 +69,11 @@ class APIError(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
     """400: the request is wrong."""
     return APIError(400, message, param, code)
+
+
+def unsupported(message: str, param: str) -> APIError:
+    """400: the engine does not have what the field ``param`` asks for."""
+    return invalid(message, param, "unsupported")
 
 
 def unprocessable(message: str, param: str | None = None, code: str | None = None) -> APIError:

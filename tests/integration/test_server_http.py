@@ -37,7 +37,7 @@ ODD_VALUES: list[Any] = [None, True, 0, -1, 1.5, 10**30, "", "x", "\u0000", [], 
 FIELDS = ["model", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n", "stream",
           "stop_token_ids", "stream_options", "echo", "best_of", "logprobs", "max_completion_tokens", "ignore_eos",
           "return_token_ids", "chat_template_kwargs", "tools", "user", "use_beam_search", "length_penalty",
-          "early_stopping", "priority", "cache_salt"]  # fmt: skip
+          "early_stopping", "priority", "cache_salt", "generation_config", "min_tokens"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
