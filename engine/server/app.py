@@ -42,7 +42,7 @@ def create_app(engine: EngineClient, tokenizer: ServerTokenizer, served_model_na
         yield
         await engine.shutdown(STOP_SECONDS)
 
-    app = FastAPI(title="kvbench engine", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="kvbench engine", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = state
     install_error_handlers(app)
     _add_generation_routes(app, state)

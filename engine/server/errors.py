@@ -126,7 +126,9 @@ def install_error_handlers(app: FastAPI) -> None:
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
             refusal = APIError(405, f"{path} does not take {method}: use {allowed}", code="method_not_allowed")
-            return refusal.response()
+            response = refusal.response()
+            response.headers["allow"] = allowed
+            return response
         return APIError(error.status_code, str(error.detail)).response()
 
     async def on_bug(request: Request, error: Exception) -> Response:

@@ -54,12 +54,15 @@ def test_no_value_of_any_field_makes_the_server_fail(server: RunningServer, path
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/nothing", 404), ("POST", "/v1/nothing", 404), ("GET", COMPLETIONS, 405), ("PUT", COMPLETIONS, 405),
-     ("POST", "/health", 405), ("DELETE", "/v1/models", 405), ("GET", "/v1/models/other", 404)],
+     ("POST", "/health", 405), ("DELETE", "/v1/models", 405), ("GET", "/v1/models/other", 404),
+     ("GET", "/health/", 404), ("POST", "/v1/completions/", 404), ("GET", "/", 404), ("OPTIONS", "/v1/models", 405)],
 )  # fmt: skip
 def test_unknown_paths_and_methods(server: RunningServer, method: str, path: str, status: int) -> None:
     reply = server.request(method, path)
     assert reply.status == status
     assert path in reply.error["message"] or "other" in reply.error["message"]
+    assert reply.error["type"] == "invalid_request_error"
+    assert ("allow" in reply.headers) == (status == 405)
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read(server: RunningServer) -> None:
