@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -112,10 +113,9 @@ class Parser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else list(args)
         switches = [each for each in self._actions if isinstance(each, argparse.BooleanOptionalAction)]
         names = {name: switch.option_strings for switch in switches for name in switch.option_strings}
-        for word, after in zip(given, [*given[1:], "--"], strict=False):
-            name, equals, value = word.partition("=")
-            if name in names and (equals or not after.startswith("-")):
-                self.error(f"{name} takes no value such as {value or after!r}: give {' or '.join(names[name])}")
+        for name, after in itertools.pairwise(given):
+            if name in names and not after.startswith("-"):
+                self.error(f"{name} takes no value such as {after!r}: give {' or '.join(names[name])}")
         return super().parse_known_args(given, namespace)
 
 

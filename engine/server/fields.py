@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from engine.server.errors import APIError, unsupported
 
-LONGEST_GUESSED = 64  # characters of an unknown name for which a similar one is searched
+LONGEST_NAME = 64  # characters of an unknown name that are read and shown
 
 
 class Refused(NamedTuple):
@@ -229,10 +229,11 @@ def check_fields(sent: Mapping[str, Any], own: Collection[str]) -> None:
 
 def unknown_field(name: str, known: Collection[str], within: str | None = None) -> APIError:
     """422 for a field that is not ``known``, with the nearest that is; ``within``: the object that holds it."""
-    near = difflib.get_close_matches(name.lower(), known, 1, 0.7) if len(name) <= LONGEST_GUESSED else []
+    name = name[:LONGEST_NAME]
+    near = difflib.get_close_matches(name.lower(), known, 1, 0.7)
     advice = f"did you mean {near[0]!r}?" if near else "leave it out"
     where = f" of {within}" if within else ""
-    param = ".".join(([within] if within else []) + [name[:LONGEST_GUESSED]])
+    param = f"{within}.{name}" if within else name
     return APIError(422, f"there is no field {_shown(name)}{where}: {advice}", param, "unknown_field")
 
 
