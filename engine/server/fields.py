@@ -99,6 +99,7 @@ _FIELDS = (
     # thoughts of models that reason
     Refused("include_reasoning", "vLLM", (True,), "leaves thoughts out of the answer"),
     Refused("reasoning_budget_tokens", "llama.cpp", (-1,), "limits thoughts"),
+    Refused("reasoning_control", "llama.cpp", (False,), "lets thoughts be ended from outside"),
     Refused("reasoning_effort", "OpenAI", (), "changes how long a model reasons", "use chat_template_kwargs"),
     Refused("reasoning_format", "llama.cpp", ("none", "auto"), "splits thoughts from the answer"),
     Refused("thinking", "SGLang", (), "turns thoughts on or off", "use chat_template_kwargs"),
@@ -125,6 +126,8 @@ _FIELDS = (
     Refused("truncate_prompt_tokens", "vLLM", (), "cuts the prompt", "send a shorter one"),
     Refused("web_search_options", "OpenAI", (), "adds a search to the prompt"),
     # what comes back
+    Refused("chat_format", "llama.cpp", (0,), "takes the answer apart"),
+    Refused("chat_parser", "llama.cpp", ("",), "takes the answer apart"),
     Refused("decoder_input_details", "TGI", (False,), "asks for log probabilities"),
     Refused("details", "TGI", (False,), "asks for log probabilities"),
     Refused("detokenize", "vLLM", (True,), "leaves the text out"),
@@ -192,8 +195,9 @@ IGNORED = {
     "says how a refused field is to work": (
         "adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
         "dynatemp_exponent", "grammar_lazy", "grammar_triggers", "guided_decoding_backend",
-        "guided_whitespace_pattern", "mirostat_eta", "mirostat_tau", "preserved_tokens", "reasoning_budget_message",
-        "repeat_last_n", "return_flat_raw_top_logprobs_b64", "routed_experts_prompt_start", "routed_experts_start_len",
+        "guided_whitespace_pattern", "mirostat_eta", "mirostat_tau", "preserved_tokens", "reasoning_budget_end_tag",
+        "reasoning_budget_end_tags", "reasoning_budget_message", "reasoning_budget_start_tag", "repeat_last_n",
+        "return_flat_raw_top_logprobs_b64", "routed_experts_prompt_start", "routed_experts_start_len",
         "truncation_side", "xtc_threshold",
     ),
     "matters where a prompt may be too long, which is refused": ("n_discard", "n_keep"),
