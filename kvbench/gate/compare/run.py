@@ -289,6 +289,7 @@ class Comparison:
 
     def execute(self) -> Verdict | None:
         """Measures what is missing and returns the verdict, None when it was interrupted."""
+        self.manifest["void"] = None
         self.write("incomplete")
         next_step = kept(self.folder.resume_command(self.manifest["subcommand"]))
         with orderly_end(self.folder.path, next_step, self._say) as work:
@@ -308,7 +309,8 @@ class Comparison:
             for each in self.workloads:
                 each.compile(self.folder.path, self._say, show, partial(self._check_time, check), self.clock)
         except OutOfTimeError:
-            return f"{self._over(1)}: servers were still being launched for the first time"
+            pair = self.folder.whole_pairs(self.manifest["cells"]) + 1
+            return f"{self._over(pair)}: servers were still being launched for the first time"
         return None
 
     def _check_time(self, check: Callable[[], None]) -> None:
@@ -371,7 +373,6 @@ class Comparison:
     def _measure(self, check: Callable[[], None], show: Callable[[str], None]) -> str | None:
         """Measures pair after pair; returns why it ended early, None if a look decided or the last one was taken."""
         manifest, cells, seconds = self.manifest, self.manifest["cells"], self.manifest["seconds"]
-        manifest["void"] = None
         looks = look_points(self.policy.timing, manifest["early_looks"])
         matches = [match for each in self.workloads for match in each.matches]
         runner = PairRunner(

@@ -343,6 +343,8 @@ def test_what_the_time_cut_is_gone_on_with_and_what_was_measured_is_kept(timed, 
     whole = sorted(folder.glob("*/*/cells/*/loads/1/done.json"))
     assert len(whole) == 2
     before = [path.stat().st_mtime_ns for path in whole]
+    code, _, verdict, *_ = timed("--resume", str(folder), "--max-minutes", "3")
+    assert (code, verdict["facts"]["pairs"]) == (3, 1) and "after 1 of up to 10 pairs: servers" in verdict["sentence"]
     _, _, verdict, _, took = timed("--resume", str(folder))
     assert (verdict["facts"]["pairs"], took) == (10, 200 + 9 * 180)
     assert [path.stat().st_mtime_ns for path in whole] == before
