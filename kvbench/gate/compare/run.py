@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import shlex
 import sys
 import tempfile
@@ -60,6 +61,7 @@ from kvbench.workload.file import Workload, load_workload
 COMPARE, CALIBRATE = "compare", "calibrate"
 AUTO, LOCKSTEP, TWINS, LAUNCHED, STORED_RUNS = "auto", "lockstep", "twins", "launched", "stored runs"
 _WITH_RESUME = ("resume", "max_minutes", "output_dir", "force")  # options of an execution, not of its comparison
+_COUNT = re.compile(r", \d+/\d+ requests")  # behind the load that a status line tells of
 # A reading of /metrics takes the engine's thread from its steps. Four a second, as a sweep takes them, delay one gap in
 # twenty on a small machine, which is where p95 lies; what changed over a load is exact however few there are.
 POLL_S = 1.0
@@ -232,26 +234,10 @@ def _write_invalid(request: _Request, folder: Path, error: Exception, say: Calla
 
 
 @dataclass
-class _Elapsed:
-    """A status line that says how long the work at hand has taken: a server's start may take minutes."""
-
-    status: Callable[[Callable[[], str]], None]
-    work: str = ""
-    began: float = 0.0
-
-    def __call__(self, text: str, goes_on: str = "") -> None:
-        """``goes_on``: the work that ``text`` is a later state of."""
-        if not goes_on or goes_on != self.work:
-            self.work, self.began = goes_on or text, monotonic()
-        began = self.began
-        self.status(lambda: f"{text}: {clock(monotonic() - began)}")
-
-
-@dataclass
-class _Progress(Listener):
+class LoadsShown(Listener):
     """Shows what is being measured. ``status`` replaces the text on the status line; ``load``: which load it is."""
 
-    status: Callable[..., None]
+    status: Callable[[str], None]
     load: str = ""
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
@@ -259,10 +245,25 @@ class _Progress(Listener):
         self.status(self.load)
 
     def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
-        self.status(f"{self.load}, {done}/{total} requests{f', {failed} failed' if failed else ''}", goes_on=self.load)
+        self.status(f"{self.load}, {done}/{total} requests{f', {failed} failed' if failed else ''}")
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
         self.status(f"pair {repeat}: {cell.cell_id} failed: {reason}")
+
+
+@dataclass
+class _Elapsed:
+    """A status line that says how long the work at hand has taken: a server's start may take minutes."""
+
+    status: Callable[[Callable[[], str]], None]
+    work: str = ""
+    began: float = 0.0
+
+    def __call__(self, text: str) -> None:
+        if (work := _COUNT.split(text)[0]) != self.work:
+            self.work, self.began = work, monotonic()
+        began = self.began
+        self.status(lambda: f"{text}: {clock(monotonic() - began)}")
 
 
 @dataclass
@@ -470,7 +471,7 @@ class Comparison:
                 choice.workload,
                 run,
                 choice.new_target,
-                _Progress(show),
+                LoadsShown(show),
                 partial(self._on_server, each, side),
                 check,
                 calibrate=calibrator,
