@@ -213,8 +213,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
         for c in run.cells
         if c.capacity.get("capacity_tokens")
     ]
-    servers = [info.get("server") or {} for info in _servers(run).values()]
-    remarks = [str(each) for key in ("notes", "quirks") for server in servers for each in server.get(key) or ()]
+    quirks = [str(quirk) for info in _servers(run).values() for quirk in (info.get("server") or {}).get("quirks") or ()]
     found = [
         ("target", target(run)),
         *simulated.facts(run).items(),
@@ -223,17 +222,17 @@ def environment(run: Run) -> list[tuple[str, str]]:
         ("KV capacity", "; ".join(dict.fromkeys(capacities))),
         *_launches(run),
         ("CPU threads", "; ".join(dict.fromkeys(filter(None, map(_threads, _servers(run).values()))))),
-        ("of this target", "; ".join(dict.fromkeys(remarks))),
+        ("of this target", "; ".join(dict.fromkeys(quirks))),
         ("requests", "; ".join(dict.fromkeys(_text(cell.notes) for cell in run.cells if cell.notes))),
     ]
     return [(name, text) for name, value in found if (text := _text(value))]
 
 
 def _threads(server: Mapping[str, Any]) -> str:
-    """``2, bound to cores 0 and 1``; empty where the server does not tell."""
-    resolved = server.get("resolved") or {}
+    """``2, bound to cores 0 and 1``, and what is said of it; empty where the server does not tell."""
+    resolved, notes = server.get("resolved") or {}, (server.get("server") or {}).get("notes") or ()
     bound = f", bound to {core_words(resolved['bound_cores'])}" if resolved.get("bound_cores") else ""
-    return f"{resolved['num_threads']}{bound}" if resolved.get("num_threads") else ""
+    return "; ".join((f"{resolved['num_threads']}{bound}", *notes)) if resolved.get("num_threads") else ""
 
 
 def _launches(run: Run) -> list[tuple[str, str]]:

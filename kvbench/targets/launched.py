@@ -236,15 +236,15 @@ class LaunchedTarget(ProcessTarget):
             },
         }
 
-    def _threads(self, settings: Mapping[str, Any]) -> int | None:
-        """The compute threads that the launch asks for; None where it says nothing of them."""
-        threads = settings.get("num_threads") or self._environment.get("OMP_NUM_THREADS") or ""
-        return int(threads) if str(threads).isdigit() else None
-
     def _model_name(self) -> str:
         """The model's name in the workload, not that of its exported folder; else the server's name."""
         given = str(self._settings.get("model", "")) if self.launcher.passes_model else ""
         return Path(given).name.removesuffix(".json") or self.model.name
+
+    def _threads(self, settings: Mapping[str, Any]) -> int | None:
+        """The compute threads that the launch asks for; None where it says nothing of them."""
+        threads = settings.get("num_threads") or self._environment.get("OMP_NUM_THREADS") or ""
+        return int(threads) if str(threads).isdigit() else None
 
     def _shown_command(self) -> list[str]:
         """The launch command with names in place of this run's model folder, scratch folder and port."""

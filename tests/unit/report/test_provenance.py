@@ -126,7 +126,7 @@ def test_what_holds_for_the_built_in_engine_only_is_not_said_of_others() -> None
 
 def test_the_target_its_version_and_its_commands_are_told_once() -> None:
     vllm = {"kind": "vllm", "title": "vLLM", "quirks": ["a quirk"], "command": ["python", "-m", "vllm", "a b"]}
-    vllm["notes"] = ["bound to one core"]
+    vllm["notes"] = ["asked for two"]
     server = {"server": vllm, "versions": {"vllm": "0.32.0"}, "resolved": {"num_threads": 1, "bound_cores": [0]}}
     shown = run(
         cell(), servers={"a": server, "b": server}, model={"name": "m"}, device="cpu", command=["kvbench", "a b"],
@@ -134,8 +134,8 @@ def test_the_target_its_version_and_its_commands_are_told_once() -> None:
     )  # fmt: skip
     assert brief(shown) == ["2026-01-01 10:00 UTC", "vLLM 0.32.0", "m", "cpu"]
     facts = dict(environment(shown))
-    assert (facts["target"], facts["of this target"]) == ("vLLM 0.32.0", "bound to one core; a quirk")
-    assert facts["CPU threads"] == "1, bound to core 0"
+    assert (facts["target"], facts["of this target"]) == ("vLLM 0.32.0", "a quirk")
+    assert facts["CPU threads"] == "1, bound to core 0; asked for two"
     assert facts["launched as"] == "python -m vllm 'a b'" and reproduce(shown) == "kvbench 'a b'"
     assert brief(run(cell(), target="http://127.0.0.1:8000")) == ["http://127.0.0.1:8000"]
     assert brief(run(cell(), servers={"a": {"versions": {"torch": "2"}}})) == []  # the built-in one
