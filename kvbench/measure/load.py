@@ -23,7 +23,7 @@ from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.foreign_cpu import MachineWatch, contention_reasons
-from kvbench.common.text import failure_words
+from kvbench.common.text import failed_words, failure_words
 from kvbench.load import launch
 from kvbench.load.validity import UNKNOWN_STREAMS, client_reasons
 from kvbench.measure import server_state
@@ -305,16 +305,15 @@ def failure_reasons(metrics: Mapping[str, Any]) -> list[str]:
     if not too_many_failed(metrics):
         return []
     failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
-    return [f"{failed} of {failed + completed} requests failed ({failure_words(metrics['failure_messages'], True)})"]
+    return [failed_words(metrics["failure_messages"], failed, failed + completed, kinds=True)]
 
 
 def refusal(metrics: Mapping[str, Any]) -> str | None:
     """How much of the load the server answered, and with which error it refused the rest; None where it did not."""
     if not is_refusal(metrics):
         return None
-    completed, failed = metrics["completed"], metrics["failed"]
-    messages = failure_words(metrics["failure_messages"], failed=failed)
-    return f"served {completed} of {completed + failed} requests; {messages}"
+    completed, sent = metrics["completed"], metrics["completed"] + metrics["failed"]
+    return f"served {completed} of {sent} requests; {failure_words(metrics['failure_messages'], sent)}"
 
 
 def _wrong_answers(metrics: Mapping[str, Any]) -> str | None:

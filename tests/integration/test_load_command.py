@@ -223,7 +223,10 @@ def test_a_server_that_refuses_requests_is_a_finding_and_not_measured_again(work
         kept, told = stored(out, "metrics.json"), capsys.readouterr().out
         assert code == (4 if kept["invalid_reasons"] else 0) and complaints(kept) == []
         assert kept["valid"] is False and kept["metrics"]["refused_by_server"] == 10
-        assert kept["refused"].startswith("served 10 of 20 requests; 'HTTP 500") and f"server {kept['refused']}" in told
+        assert (
+            kept["refused"].startswith('served 10 of 20 requests; 10 of 20: "HTTP 500')
+            and f"server {kept['refused']}" in told
+        )
         if code == 0:
             assert load(workload, *words, "--resume") == 0 and "is not run again" in capsys.readouterr().out
 
@@ -235,7 +238,7 @@ def test_a_server_that_fails_requests_is_to_be_mended_before_the_load_is_measure
         assert load(workload, *words, "--output-dir", out) == 4
     kept, told = stored(out, "metrics.json"), capsys.readouterr().out
     (why,) = complaints(kept)
-    assert kept["failed"] == 10 and why.startswith("10 of 20 requests failed (truncated: ") and kept["refused"] is None
+    assert kept["failed"] == 10 and why.startswith('10 of 20 requests failed: truncated: "') and kept["refused"] is None
     assert f"the first failure: {kept['metrics']['first_failure']}" in told
     assert told.index("the server failed requests") < told.index("--resume")
     assert stored(out)["sharing"] == {"processes": None, "workers": None}
