@@ -149,15 +149,21 @@ def _send(setup: LoadSetup, requests: Sequence[Any]) -> queue.SimpleQueue[Any]:
 
 
 def _complete(setup: LoadSetup, request: Any) -> tuple[bool, list[MeasurementError]]:
-    """Whether it was answered, and the error of each failed attempt. A refused request is not sent again."""
-    ends_at = time.monotonic() + setup.load.timeout_s
-    tokens = min(_TOKENS, request.max_tokens)
+    return complete(setup.target, _shuffled(request), min(_TOKENS, request.max_tokens), setup.load.timeout_s)
+
+
+def complete(target: Target, prompt: Any, tokens: int, timeout_s: float) -> tuple[bool, list[MeasurementError]]:
+    """Whether it was answered within ``timeout_s``, and the error of each failed attempt.
+
+    It is sent ``ATTEMPTS`` times at most, and not again after it was refused.
+    """
+    ends_at = time.monotonic() + timeout_s
     failures: list[MeasurementError] = []
     while len(failures) < ATTEMPTS and (left := ends_at - time.monotonic()) > 0:
         if failures:
             time.sleep(min(_PAUSE_S, left))
         try:
-            setup.target.complete(_shuffled(request), tokens, max(0.001, ends_at - time.monotonic()))
+            target.complete(prompt, tokens, max(0.001, ends_at - time.monotonic()))
         except RefusedError as error:
             return False, [*failures, error]
         except MeasurementError as error:

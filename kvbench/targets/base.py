@@ -150,9 +150,9 @@ def _no_answer(error: httpx.HTTPError, limit_s: float) -> str:
     """What became of a call, and what to do: a server that takes connections is there, so its URL is no question."""
     cause = str(error) or type(error).__name__
     if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
-        cause = f"no connection within {limit_s:g} s"
+        cause = f"no connection within {limit_s:.3g} s"
     elif isinstance(error, httpx.TimeoutException):
-        return f"took the connection and did not answer within {limit_s:g} s"
+        return f"took the connection and did not answer within {limit_s:.3g} s"
     way_out = "is the server running, and is this its URL (http or https, host, port)?"
     if "CERTIFICATE_VERIFY_FAILED" in cause:
         way_out = "name a file of trusted certificates with --tls-ca-file FILE, or give --no-tls-verify"

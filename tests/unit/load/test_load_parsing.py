@@ -101,6 +101,30 @@ def test_usage_without_content_is_a_mismatch() -> None:
     assert nothing.first is None
 
 
+FULL = "Context size has been exceeded."
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'data: {"error": {"message": "%s", "type": "BadRequestError", "code": 400}}',  # vLLM, SGLang, llama.cpp
+        'error: {"code": 500, "message": "%s", "type": "server_error"}',  # llama.cpp until September 2025
+        'data: {"object": "error", "message": "%s", "type": "BadRequest", "code": 400}',  # older vLLM
+        'event: error\ndata: {"error": "%s", "error_type": "generation"}',  # TGI
+        'data: {"error": "%s"}',  # transformers serve
+    ],
+)
+def test_an_error_within_the_stream_is_the_servers_own_sentence(line: str) -> None:
+    out = judged(HEAD, chunk(token("a")), chunk((line % FULL).encode() + b"\n\ndata: [DONE]\n\n") + b"0\r\n\r\n")
+    assert (out.error_kind, out.error) == ("server_error", FULL)
+
+
+def test_an_http_error_is_its_status_and_the_servers_own_sentence() -> None:
+    body = json.dumps({"detail": FULL}).encode()
+    out = judged(b"HTTP/1.1 503 X\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    assert (out.error_kind, out.error) == ("http_error", f"HTTP 503: {FULL}")
+
+
 def words(*texts: str, finish: str | None = "length", **more: object) -> list[bytes]:
     """A chunk a text, each read at a second of its own from 1 on; the last has the finish_reason."""
     return [

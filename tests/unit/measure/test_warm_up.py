@@ -61,9 +61,7 @@ def test_a_server_that_answers_some_is_measured_and_one_that_answers_none_is_not
     some = run(Server(lambda n: n == ATTEMPTS or n > 3 * ATTEMPTS), 4)  # one after the other or at once
     assert some.failures == 3 * ATTEMPTS - 1 and 2 <= some.answered <= 4
     none = Server(lambda n: False)
-    with pytest.raises(
-        MeasurementError, match=rf"answers no .*\({ATTEMPTS} attempts\): refused {ATTEMPTS}$"
-    ):
+    with pytest.raises(MeasurementError, match=rf"answers no .*\({ATTEMPTS} attempts\): refused {ATTEMPTS}$"):
         run(none, 4)
     assert len(none.limits) == ATTEMPTS  # of the first request: the others are not sent
 
