@@ -152,7 +152,7 @@ def _no_answer(error: httpx.HTTPError, limit_s: float) -> str:
     if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
         cause = f"no connection within {limit_s:.3g} s"
     elif isinstance(error, httpx.TimeoutException):
-        return f"took the connection and did not answer within {limit_s:.3g} s"
+        return f"did not answer within {limit_s:.3g} s, though it took the connection"
     way_out = "is the server running, and is this its URL (http or https, host, port)?"
     if "CERTIFICATE_VERIFY_FAILED" in cause:
         way_out = "name a file of trusted certificates with --tls-ca-file FILE, or give --no-tls-verify"

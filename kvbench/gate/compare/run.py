@@ -229,7 +229,7 @@ def _write_invalid(request: _Request, folder: Path, error: Exception, say: Calla
 
 
 @dataclass
-class _Progress(Listener):
+class LoadsShown(Listener):
     """Shows what is being measured. ``status`` replaces the text on the status line; ``load``: which load it is."""
 
     status: Callable[[str], None]
@@ -441,7 +441,7 @@ class Comparison:
                 choice.workload,
                 run,
                 choice.new_target,
-                _Progress(show),
+                LoadsShown(show),
                 partial(self._on_server, each, side),
                 check,
                 calibrate=calibrator,
