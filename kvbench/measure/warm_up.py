@@ -92,11 +92,11 @@ def _results(setup: LoadSetup, requests: Sequence[Any]) -> Iterator[tuple[bool, 
     due, looks = time.monotonic() + limit, _Looks(setup.target)
     while left:
         try:
-            result = results.get(timeout=_LOOK_S)
+            result = results.get(timeout=max(0.0, min(_LOOK_S, due - time.monotonic())))
         except queue.Empty:
-            looks.look()
-            if time.monotonic() > due:
+            if time.monotonic() >= due:
                 raise MeasurementError(f"a warm-up request was not answered within {limit:g} s") from None
+            looks.look()
             continue
         if isinstance(result, BaseException):
             raise result

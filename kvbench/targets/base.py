@@ -263,7 +263,8 @@ class Target:
         found = answer.json()
         rows = found.get("data") if isinstance(found, dict) and answer.status == 200 else None
         if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) and "id" in row for row in rows):
-            raise MeasurementError(f"{self.http.said('/v1/models', answer)}, which lists no models")
+            without = ", which lists no models" if answer.status == 200 else ""
+            raise MeasurementError(self.http.said("/v1/models", answer) + without)
         return rows
 
     def version(self) -> str | None:
