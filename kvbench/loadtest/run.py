@@ -103,12 +103,8 @@ def load_command(
             if clients.notice:
                 say(clients.notice)
             runner = LoadRunner(setup, point, folder, console, options["num_warmups"], calibrator, requests, told)
-
-            def say_what_is_kept() -> None:
-                if output_dir is not None and not (runner.measured or any(folder.finished_runs())):
-                    work.next_step = begun(resume_command(manifest["command"], resume))
-
-            work.close = say_what_is_kept
+            if output_dir is not None:
+                work.close = partial(runner.say_what_is_kept, work, resume_command(manifest["command"], resume))
             next_step = "give the same command and --resume" if output_dir is not None else ""
             return runner.search(plan, next_step) if plan else runner.run(next_step)
         return EXIT_INTERRUPTED
@@ -266,6 +262,11 @@ class LoadRunner:
         if next_step:
             print_plain(self.console, f"to go on {next_step}: finished runs are not run again")
         return code
+
+    def say_what_is_kept(self, work: FolderWork, command: str) -> None:
+        """At an early end: where no load was measured to its end, ``command`` begins again."""
+        if not (self.measured or any(self.folder.finished_runs())):
+            work.next_step = begun(command)
 
     def measure(
         self, setup: LoadSetup, point: LoadPoint, number: int, out: Path, made: list[Any] | None, **how: Any
