@@ -35,6 +35,7 @@ class OpenAITarget(Target):
         base_url = url.rstrip("/").removesuffix("/v1")
         super().__init__(base_url, preset=preset, access=access, text_of_ids=text_of_ids)
         self._given = (model, vocab_size, max_model_len)
+        self._caches_prefixes = True
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
         """Checks that it answers; launches nothing. Raises UsageError or MeasurementError."""
@@ -45,17 +46,23 @@ class OpenAITarget(Target):
             raise UsageError(str(error)) from None
         if self.preset is GENERIC and row.get("owned_by") == "kvbench":  # as the built-in server names itself
             self.preset = BUILT_IN
-        own_vocab = ((self.server_info() or {}).get("model") or {}).get("vocab_size")
+        info = self.server_info() or {}
+        own_vocab = (info.get("model") or {}).get("vocab_size")
+        self._caches_prefixes = (info.get("engine") or {}).get("enable_prefix_caching") is not False
         length = self._size("--max-model-len", max_model_len, row.get("max_model_len"))
         vocab = self._size("--vocab-size", vocab_size, own_vocab)
         self.model = ModelFacts(name or str(row["id"]), vocab, length)
 
+    def reset_prefix_cache(self) -> bool | None:
+        """As ``Target``; a cache that the server says is off is empty."""
+        return super().reset_prefix_cache() if self._caches_prefixes else True
+
     def _row_of(self, name: str | None) -> dict[str, Any]:
         """The model's row of /v1/models; a server that lists none must be healthy, and needs the name."""
         if self.preset.models_path is None:
-            status = self.answer_at(self.preset.health).status
-            if status != 200:
-                raise UsageError(f"{self.base_url} does not serve: {self.preset.health} answered {status}")
+            answer = self.answer_at(self.preset.health)
+            if answer.status != 200:
+                raise UsageError(self.http.said(self.preset.health, answer))
             if name is None:
                 raise UsageError(f"{self.preset.title} does not list its models: give --model NAME")
             return {"id": name}
