@@ -86,7 +86,8 @@ def warm_up(
 
 
 def _results(setup: LoadSetup, requests: Sequence[Any]) -> Iterator[tuple[bool, list[MeasurementError]]]:
-    """Yields what ``_complete`` returns for each. MeasurementError for a server that is gone or does not answer."""
+    """Yields what ``_complete`` returns for each. MeasurementError for a server that is gone or does not answer, and
+    what ``setup.check`` raises."""
     results, left = _send(setup, requests), len(requests)
     limit = (setup.load.timeout_s + _MARGIN_S) * -(-len(requests) // WARM_UP_REQUESTS)
     due, looks = time.monotonic() + limit, _Looks(setup.target)
@@ -96,6 +97,7 @@ def _results(setup: LoadSetup, requests: Sequence[Any]) -> Iterator[tuple[bool, 
         except queue.Empty:
             if time.monotonic() >= due:
                 raise MeasurementError(f"a warm-up request was not answered within {limit:g} s") from None
+            setup.check()
             looks.look()
             continue
         if isinstance(result, BaseException):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import count
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -88,3 +90,13 @@ def test_tokens_are_sent_in_another_order(run):
     run(server)
     (sent,) = server.prompts
     assert sorted(sent) == list(range(50)) != list(sent)
+
+
+def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_there_is_time(monkeypatch):
+    monkeypatch.setattr(warming, "_LOOK_S", 0.01)
+    answer = threading.Event()
+    subject = Server(lambda n: answer.wait(20.0)).subject()
+    subject.check = Mock(side_effect=TimeoutError)
+    with pytest.raises(TimeoutError):
+        warm_up(subject, None, 1)
+    answer.set()
