@@ -248,6 +248,20 @@ class Target:
             raise self.http.error(f"/v1/models lists no models: it answered {answer.status} {answer.text[:100]!r}")
         return rows
 
+    def told_sizes(self, row: Mapping[str, Any]) -> tuple[int | None, int | None]:
+        """Vocabulary and longest sequence, as its row of /v1/models tells them, or llama.cpp's /props; None: not told.
+
+        llama.cpp's ``n_ctx`` is that of a slot, which ``n_ctx_train`` may exceed.
+        """
+        meta = row.get("meta") if isinstance(row.get("meta"), dict) else {}
+        lengths = [row.get("max_model_len"), meta.get("n_ctx"), meta.get("n_ctx_train")]
+        if meta and not meta.get("n_ctx"):
+            props = self.json_at("/props")
+            generation = props.get("default_generation_settings") if isinstance(props, dict) else None
+            lengths.append(generation.get("n_ctx") if isinstance(generation, dict) else None)
+        vocab = meta.get("n_vocab")
+        return (vocab if _is_size(vocab) else None), min(filter(_is_size, lengths), default=None)
+
     def version(self) -> str | None:
         """The version that the server's API gives; None where it gives none."""
         answer = self.json_at(self.preset.version_path) if self.preset.version_path else None
@@ -316,6 +330,10 @@ class Target:
         if answer.status != 200 or not isinstance(found, dict) or not found.get("choices"):  # or a proxy's error page
             kind = RefusedError if answer.status in _REFUSED else MeasurementError
             raise self.http.error(f"{path} answered a warm-up request {answer.status}: {answer.text[:300]}", kind)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
 
 
 def reason_of(target: Target, error: MeasurementError) -> str:

@@ -226,6 +226,8 @@ def _launched(
     workload, changes = _baseline(workload, launcher, exact=bool(options["exact"]))
     workload = dataclasses.replace(workload, engine=launcher.described(workload.engine))
     folders = ModelFolders(ignore_eos=load.ignore_eos, text_tokenizer=text_tokenizer(load.prompts))
+    if launcher.passes_model:
+        folders.check(workload.engine, model_format=preset.model_format)
 
     def make() -> Target:
         limit = options["start_timeout"] or _FOREIGN_START_S

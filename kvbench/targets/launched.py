@@ -173,10 +173,10 @@ class LaunchedTarget(ProcessTarget):
     def _learn_model(self, served: ServedModel, settings: Mapping[str, Any]) -> None:
         """The model's name from the server; its sizes from its config, or else from the server."""
         row = self.models()[0] if self.preset.models_path else {"id": str(served.path)}
-        meta = row.get("meta") or {}  # llama.cpp
-        known = (settings.get("max_model_len"), row.get("max_model_len"), served.max_positions, meta.get("n_ctx_train"))
+        own_vocab, own_length = self.told_sizes(row)
+        known = (settings.get("max_model_len"), served.max_positions, own_length)
         length = min((int(n) for n in known if n), default=None)
-        vocab = served.vocab_size or meta.get("n_vocab")
+        vocab = served.vocab_size or own_vocab
         if length is None or not vocab:
             raise MeasurementError(f"neither the model's config nor {self.preset.title} tells vocabulary and length")
         self.model = ModelFacts(str(row["id"]), int(vocab), length)

@@ -155,7 +155,7 @@ class Preset:
     ``environment``: of the launch; None takes a variable away.
     ``models_path``: None where the server does not list its models; requests then name the model as the command did.
     ``reset_path``: a POST that empties the prefix cache; ``{slot}`` in it: one for each slot of its /slots.
-    ``reset_busy``: its status code while requests run.
+    ``reset_busy``: its status code while requests run. ``reset_way``: what lets a server answer it that does not.
     ``version_path``: answers JSON with the version at ``version_key``; None: the version of ``module`` is the server's.
     ``grace_s``: between TERM and KILL.
     ``start_guess_s``: a launch of a small model on a small machine, until one is measured.
@@ -176,6 +176,7 @@ class Preset:
     metrics: MetricNames = OURS
     reset_path: str | None = None
     reset_busy: int = 409
+    reset_way: str = ""
     version_path: str | None = None
     version_key: str = "version"
     dialect: Dialect = OPENAI

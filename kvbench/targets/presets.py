@@ -144,6 +144,7 @@ VLLM = Preset(
         },
     ),
     reset_path="/reset_prefix_cache",
+    reset_way="start it with VLLM_SERVER_DEV_MODE=1",
     version_path="/version",
     dialect=Dialect(answers=["n", "beam_width"], returns_all_beams=True),
     grace_s=15.0,
@@ -353,6 +354,7 @@ LLAMACPP = Preset(
         },
     ),
     reset_path="/slots/{slot}?action=erase",
+    reset_way="start it with --slot-save-path FOLDER",
     start_guess_s=10.0,
     version_path="/props",
     version_key="build_info",
@@ -437,5 +439,7 @@ PRESETS: Mapping[str, Preset] = {each.name: each for each in (VLLM, SGLANG, TGI,
 BUILT_IN = Preset(name="openai", title="the server", reset_path="/reset_prefix_cache", greedy_forks=True)
 # What is assumed of a server that nobody has named. Many ignore fields that they do not know, use_beam_search and
 # best_of among them, and would be measured as if they searched; of n, the client counts the sequences that end.
-GENERIC = dataclasses.replace(BUILT_IN, dialect=Dialect(answers=["n"]), greedy_forks=False)
+GENERIC = dataclasses.replace(
+    BUILT_IN, dialect=Dialect(answers=["n"]), greedy_forks=False, reset_way="name its kind with --preset"
+)
 METRIC_KINDS = (VLLM.metrics, SGLANG.metrics, TGI.metrics, LLAMACPP.metrics, OURS)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.text import listing
 from kvbench.targets.base import PLAIN_ACCESS, Access, ModelFacts, Target
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import BUILT_IN, GENERIC
@@ -45,20 +46,24 @@ class OpenAITarget(Target):
             raise UsageError(str(error)) from None
         if self.preset is GENERIC and row.get("owned_by") == "kvbench":  # as the built-in server names itself
             self.preset = BUILT_IN
-        own_vocab = ((self.server_info() or {}).get("model") or {}).get("vocab_size")
-        length = self._size("--max-model-len", max_model_len, row.get("max_model_len"))
-        vocab = self._size("--vocab-size", vocab_size, own_vocab)
-        self.model = ModelFacts(name or str(row["id"]), vocab, length)
+        own_vocab, own_length = self.told_sizes(row)
+        own_vocab = ((self.server_info() or {}).get("model") or {}).get("vocab_size") or own_vocab
+        self._require(
+            {
+                "--model NAME": ("the name of its model", name, row.get("id")),
+                "--vocab-size N": ("its vocabulary", vocab_size, own_vocab),
+                "--max-model-len N": ("its longest sequence", max_model_len, own_length),
+            }
+        )
+        self.model = ModelFacts(name or str(row["id"]), int(vocab_size or own_vocab), int(max_model_len or own_length))
 
     def _row_of(self, name: str | None) -> dict[str, Any]:
-        """The model's row of /v1/models; a server that lists none must be healthy, and needs the name."""
+        """The model's row of /v1/models; a server that lists none must be healthy, and its row is empty."""
         if self.preset.models_path is None:
             status = self.answer_at(self.preset.health).status
             if status != 200:
                 raise UsageError(f"{self.base_url} does not serve: {self.preset.health} answered {status}")
-            if name is None:
-                raise UsageError(f"{self.preset.title} does not list its models: give --model NAME")
-            return {"id": name}
+            return {}
         rows = self.models()
         if name is None:
             return rows[0]
@@ -68,13 +73,19 @@ class OpenAITarget(Target):
         known = ", ".join(str(row["id"]) for row in rows)
         raise UsageError(f"{self.base_url} serves no model {name!r}: its models are {known}")
 
-    def _size(self, option: str, given: int | None, own: Any) -> int:
-        """The size that was given, else the server's own. UsageError when there is none, or it is less than given."""
-        if not given and not own:
-            raise UsageError(f"{self.base_url} does not tell its {option[2:].replace('-', ' ')}: give {option} N")
-        if given and own and given > int(own):
-            raise UsageError(f"{option} {given} is more than the {own} that {self.base_url} tells: leave it out")
-        return int(given or own)
+    def _require(self, facts: Mapping[str, tuple[str, Any, Any]]) -> None:
+        """Raises UsageError that names every fact that is missing, or the size that is more than the server has.
+
+        ``facts``: by option: what it is, as given, as the server tells it.
+        """
+        missing = {option: what for option, (what, given, own) in facts.items() if not given and not own}
+        if missing:
+            raise UsageError(f"{self.base_url} does not tell {listing([*missing.values()])}: give {' '.join(missing)}")
+        for option, (_, given, own) in facts.items():
+            if isinstance(given, int) and own and given > int(own):
+                raise UsageError(
+                    f"{option.removesuffix(' N')} {given} is more than the {own} that {self.base_url} tells: leave it out"
+                )
 
     def server_info(self) -> dict[str, Any] | None:
         """As ``Target``; of a server of a known kind what its preset and its version tell."""
