@@ -4,8 +4,8 @@
 
 The job is a JSON object: ``settings`` (``model``, ``load_format``, ``seed``, ``dtype``, ``device`` of EngineConfig),
 ``folder`` (must not exist), ``tokenizer`` (a folder to copy one from, or null), ``ignore_eos`` and ``format``: "gguf"
-for a GGUF file, which holds the tokenizer, in place of safetensors. The weights are those that the built-in engine serves with the
-same settings. A separate process, so that its caller needs no torch.
+for a GGUF file, which holds the tokenizer, in place of safetensors. The weights are those that the built-in engine
+serves with the same settings. A separate process, so that its caller needs no torch.
 """
 
 from __future__ import annotations

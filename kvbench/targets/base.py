@@ -21,12 +21,13 @@ from kvbench.common.foreign_cpu import ServerProcess, server_at
 from kvbench.common.secrets import api_key, without_key
 from kvbench.load.http import Dialect, tls_context
 from kvbench.requests.request import RequestSpec
-from kvbench.targets.preset import Preset
+from kvbench.targets.preset import CAPACITY_TOLERANCE, Preset
 from kvbench.targets.presets import BUILT_IN, METRIC_KINDS
 from kvbench.targets.prometheus import MetricsSample, parse_metrics
 from kvbench.targets.prompt_texts import TextOfIds, with_texts
 from kvbench.workload.settings import effective
 
+_LOGGED_TO = 0.01 * 2**20  # bytes: llama.cpp's log has MiB with two digits behind the point
 MOST_BYTES = 64 << 20  # of an answer: /metrics of a busy server is under 1 MiB, a page of completions under 10 MiB
 _TIMEOUT_S = 10.0  # a busy engine may hold the interpreter for one long step
 FACTS_TIMEOUT_S = 60.0  # vLLM runs a dozen programs at the first call, to describe its machine
@@ -35,7 +36,6 @@ _GONE_S = 0.1  # a process's connections close before its parent hears of its en
 _KEY_REFUSED = (401, 403)
 _NO_SUCH_PATH = (404, 405, 501)
 _REFUSED = (400, 404, 405, 413, 422)  # a retry of the request would fail again
-_CAPACITY_TOLERANCE = 0.02  # for a page table; one page more for rounding to whole pages
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ def reason_of(target: Target, error: MeasurementError) -> str:
 def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: Mapping[str, Any] | None) -> str | None:
     """How the server's page size, length or KV capacity differs from its configuration; None: it does not, or unknown.
 
-    A capacity differs if it is off by more than 2 % and a page.
+    A capacity differs if it is off by more than 2 % and a page: in tokens, or in bytes where the server tells them.
 
     ``settings``: of the configuration. ``info``: as ``server_info``. ``known``: of the configuration before its launch:
     ``kv_budget_bytes``, ``bytes_per_token`` and ``scale_bytes_per_token`` (a part of it) if the server was given the
@@ -370,13 +370,18 @@ def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: M
             f"its memory holds one sequence of {int(length)} tokens and not of {asked}, as the configuration is for: "
             f"raise kv_budget, or give all configurations one length, -o engine.max_model_len={int(length)}"
         )
-    tokens, each = capacity.get("capacity_tokens"), known.get("bytes_per_token")
+    tokens, each, held = capacity.get("capacity_tokens"), known.get("bytes_per_token"), capacity.get("kv_bytes")
     if not tokens or not each:
         return None
+    if held and abs(held - tokens * each) > CAPACITY_TOLERANCE * tokens * each + _LOGGED_TO:
+        return (
+            f"its KV cache of {int(tokens):,} tokens takes {held:,} bytes, {held / tokens:,.0f} a token "
+            f"({capacity.get('kv_type')}), and the configuration is for {each:,} a token: pass its dtype on"
+        )
     least = known.get("capacity_tokens") or known["kv_budget_bytes"] / each
     most = least * each / (each - (known.get("scale_bytes_per_token") or 0))  # other KV formats have fewer scales
     slack = 0 if not paged else int(pages or wanted or 1)
-    if least * (1 - _CAPACITY_TOLERANCE) - slack <= tokens <= most * (1 + _CAPACITY_TOLERANCE) + slack:
+    if least * (1 - CAPACITY_TOLERANCE) - slack <= tokens <= most * (1 + CAPACITY_TOLERANCE) + slack:
         return None
     return (
         f"its KV cache holds {int(tokens):,} tokens, and the budget of {known['kv_budget_bytes']:,} bytes would hold "

@@ -205,7 +205,8 @@ class LaunchedTarget(ProcessTarget):
             sample = self.metrics()
         except MeasurementError:
             sample = None
-        capacity = {name: int(value) for name, value in sample.facts.items() if name in _CAPACITY} if sample else {}
+        capacity: dict[str, Any] = self._logged_capacity()
+        capacity |= {name: int(value) for name, value in sample.facts.items() if name in _CAPACITY} if sample else {}
         version, device = self.version(), settings.get("device")
         threads = self._environment.get("OMP_NUM_THREADS")
         return {
@@ -225,6 +226,20 @@ class LaunchedTarget(ProcessTarget):
                 "environment": {k: _shown(v) for k, v in self._environment.items() if v is not None},
                 "quirks": list(self.preset.quirks),
             },
+        }
+
+    def _logged_capacity(self) -> dict[str, Any]:
+        """Tokens, bytes and types of the KV cache, from the log of a server that says so there only."""
+        if self.preset.kv_log_pattern is None:
+            return {}
+        text = self._log.read_text(encoding="utf-8", errors="replace")[: self._logged_at_start]
+        if not (caches := list(re.finditer(self.preset.kv_log_pattern, text))):
+            return {}
+        types = dict.fromkeys(kind for cache in caches for kind in (cache["K"], cache["V"]))
+        return {
+            "capacity_tokens": max(int(cache["tokens"]) for cache in caches),  # layers with a window have fewer
+            "kv_bytes": round(sum(float(cache["MiB"]) for cache in caches) * 2**20),
+            "kv_type": " and ".join(types),
         }
 
     def _model_name(self) -> str:

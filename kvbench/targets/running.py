@@ -83,9 +83,8 @@ class OpenAITarget(Target):
             raise UsageError(f"{self.base_url} does not tell {listing([*missing.values()])}: give {' '.join(missing)}")
         for option, (_, given, own) in facts.items():
             if isinstance(given, int) and own and given > int(own):
-                raise UsageError(
-                    f"{option.removesuffix(' N')} {given} is more than the {own} that {self.base_url} tells: leave it out"
-                )
+                name = option.removesuffix(" N")
+                raise UsageError(f"{name} {given} is more than the {own} that {self.base_url} tells: leave it out")
 
     def server_info(self) -> dict[str, Any] | None:
         """As ``Target``; of a server of a known kind what its preset and its version tell."""

@@ -106,17 +106,13 @@ def test_a_missing_package_is_said_before_a_launch_with_the_way_to_get_it(folder
     folders.check({"model": "llama-32m"})  # other servers need none
 
 
-def test_llama_cpp_gets_weights_as_a_gguf_file(folders, tmp_path):
+def test_llama_cpp_gets_weights_and_tokenizer_as_a_gguf_file(folders):
     pytest.importorskip("gguf")
-    (tmp_path / "tiny.json").write_text(json.dumps(MODEL | {"head_dim": 32}))
-    settings = {"model": str(tmp_path / "tiny.json"), "load_format": "dummy", "dtype": "float32", "device": "cpu"}
+    settings = {"model": "kvbench-tiny", "load_format": "auto", "dtype": "float32", "device": "cpu"}
     served = folders.get(settings, drop_eos=False, model_format="gguf")
-    assert served.path.read_bytes()[:4] == b"GGUF"
-    assert (served.vocab_size, served.max_positions) == (512, 512) and served.facts["weights_fingerprint"]
+    assert served.path.read_bytes()[:4] == b"GGUF" and served.tokenizer.name == "kvbench-tiny"
+    assert (served.vocab_size, served.max_positions) == (2048, 2048) and served.facts["weights_fingerprint"]
     assert folders.get(settings, drop_eos=False, model_format="gguf") is served
-    whole = folders.get({"model": "kvbench-tiny", "device": "cpu"}, drop_eos=False, model_format="gguf")
-    assert whole.path.read_bytes()[:4] == b"GGUF" and whole.tokenizer.name == "kvbench-tiny"
-    assert whole.vocab_size == 2048
 
 
 @pytest.mark.parametrize(("code", "error"), [(2, UsageError), (1, MeasurementError)])
