@@ -365,9 +365,8 @@ LLAMACPP = Preset(
     quirks=(
         "the prompt cache is one per slot: a prefix is reused where a request meets the slot that has it",
         "its KV buffer has the largest multiple of 256 tokens within the budget",
-        # src/llama-graph.cpp, build_attn_mha; log probabilities differ by up to 0.009, else by 0.00006 (kvbench-tiny)
-        "its flash attention rounds float32 KV to float16 as it reads it; --target-args '--flash-attn off' does not, and "
-        "is slower",
+        # src/llama-graph.cpp, build_attn_mha; kvbench-tiny's log probabilities: 0.009 off, without it 0.00006
+        "its flash attention reads float32 KV as float16: --target-args '--flash-attn off' does not, and is slower",
         "it does not tell how full that buffer is",
         "when the buffer is full it fails all requests that run and empties it",
     ),

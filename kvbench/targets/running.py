@@ -90,8 +90,10 @@ class OpenAITarget(Target):
         """As ``Target``; of a server of a known kind what its preset and its version tell."""
         if self.preset in (GENERIC, BUILT_IN):
             return super().server_info()
-        version = self.version()
+        version, quirks = self.version(), list(self.preset.quirks)
+        if self.preset.kv_log_pattern is not None:
+            quirks.append("it tells size and type of its KV cache in its log only, so they are not known here")
         return {
             "versions": {self.preset.name: version} if version else {},
-            "server": {"kind": self.preset.name, "title": self.preset.title, "quirks": list(self.preset.quirks)},
+            "server": {"kind": self.preset.name, "title": self.preset.title, "quirks": quirks},
         }
