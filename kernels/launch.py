@@ -14,6 +14,7 @@ MAX_STAGES = 4
 MIN_SPLIT_TOKENS = 256  # a shorter split is not expected to gain what the reduction costs
 MAX_SPLITS = 64
 PROGRAMS_PER_SM = 2  # that run at a time, at least: what hides one program's waiting for its loads
+WARPS_PER_SM = 8  # that attention keeps busy; on an H200, programs of 2 warps were fastest four at a time
 PROGRAM_TOKENS = 64  # of KV, that a program of decode costs beside its own: starting, and its part of a reduction
 EXTRA_WAVES = 4  # of programs, that cutting long sequences may add to a step of decode
 GOOD_FILL = 0.85  # of the best fill of the last wave: more splits than this needs only cost
@@ -201,12 +202,16 @@ def prefill_blocks(queries: int, batch: int, max_queries: int, block_q: int) -> 
     return min(queries // block_q + batch, batch * cdiv(max_queries, block_q))
 
 
-def most_decode_items(batch: int, kv_heads: int, max_tokens: int, num_sms: int) -> int:
+def programs_at_a_time(num_warps: int, num_sms: int) -> int:
+    """How many programs of ``num_warps`` warps a decode is planned for."""
+    return max(PROGRAMS_PER_SM, WARPS_PER_SM // num_warps) * num_sms
+
+
+def most_decode_items(batch: int, kv_heads: int, max_tokens: int, places: int) -> int:
     """The most pieces that ``batch`` sequences of at most ``max_tokens`` are cut into, whatever their lengths.
 
     What is left of it is programs that end at once, so it allows for what fills the chip a few times, and no more.
     """
-    places = PROGRAMS_PER_SM * num_sms
     waves = cdiv(batch * kv_heads, places) + EXTRA_WAVES
     return min(waves * places // kv_heads, batch * max(1, cdiv(max_tokens, MIN_SPLIT_TOKENS)))
 

@@ -13,7 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kernels.launch import KernelShape, shape_constants
+from kernels.launch import KernelShape, Tiles, shape_constants
 from kernels.triton_codes import row_bytes
 from kernels.triton_common import attend, columns, finish
 from kernels.tuning import choose_decode
@@ -87,10 +87,16 @@ def decode_kernel(
 
 
 @lru_cache(maxsize=1024)
+def tiles_of_decode(shape: KernelShape) -> Tiles:
+    """Those that the shape asks for, else the chosen ones."""
+    return shape.tiles or choose_decode(*shape.tuning_key)
+
+
+@lru_cache(maxsize=1024)
 def decode_constants(shape: KernelShape, split: bool) -> dict[str, Any]:
     """The compile-time arguments of ``decode_kernel`` with num_warps and num_stages. Not to be changed by the caller.
 
     ``split``: sequences may be cut. All numbers of pieces share a kernel: a batch that grows must not compile in the
     middle of a measurement.
     """
-    return shape_constants(shape, shape.tiles or choose_decode(*shape.tuning_key)) | {"SPLIT": split}
+    return shape_constants(shape, tiles_of_decode(shape)) | {"SPLIT": split}

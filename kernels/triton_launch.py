@@ -17,11 +17,12 @@ from kernels.launch import (
     kernel_page_size,
     num_kv_splits,
     prefill_blocks,
+    programs_at_a_time,
 )
 from kernels.quantized import QuantizedKV
 from kernels.triton_codes import FP8_UNIT
 from kernels.triton_common import LOG2E, reduce_constants, reduce_kernel
-from kernels.triton_decode import decode_constants, decode_kernel
+from kernels.triton_decode import decode_constants, decode_kernel, tiles_of_decode
 from kernels.triton_kv import write_constants, write_kv_kernel
 from kernels.triton_plan import DecodePlan
 from kernels.triton_prefill import prefill_constants, prefill_kernel
@@ -150,7 +151,8 @@ class Attention:
     def decode(self, seq_lens: torch.Tensor, plan: DecodePlan, buffers: Splits) -> None:
         """``q [B, H, D]`` -> ``out [B, H, Dv]``. ``plan``: of these lengths."""
         shape = self.shape
-        work = plan.work(shape.window, shape.num_kv_heads, self.chip.num_sms)
+        places = programs_at_a_time(tiles_of_decode(shape).num_warps, self.chip.num_sms)
+        work = plan.work(shape.window, shape.num_kv_heads, places)
         constants = decode_constants(shape, work is not None)
         if work is None:
             out, grid = self.out, (self.q.shape[0] * shape.num_kv_heads,)

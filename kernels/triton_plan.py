@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import MIN_SPLIT_TOKENS, PROGRAM_TOKENS, PROGRAMS_PER_SM, cdiv, most_decode_items
+from kernels.launch import MIN_SPLIT_TOKENS, PROGRAM_TOKENS, cdiv, most_decode_items
 
 UNIT = 64  # tokens, in which the plan counts: the tile of the usual kernels
 ROWS = 16  # sequences that a program lists
@@ -143,21 +143,19 @@ class Work(NamedTuple):
     most_cut: int
 
 
-def make_work(seq_lens: torch.Tensor, max_tokens: int, window: int | None, kv_heads: int, num_sms: int) -> Work | None:
+def make_work(seq_lens: torch.Tensor, max_tokens: int, window: int | None, kv_heads: int, places: int) -> Work | None:
     """Queue the making of the list of ``seq_lens [B]``; None if no sequence can be cut, whatever the lengths.
 
-    ``max_tokens``: no sequence is longer.
+    ``max_tokens``: no sequence is longer. ``places``: programs that run at a time.
     """
     batch = seq_lens.shape[0]
     longest = max_tokens if window is None else min(max_tokens, window)
-    most = most_decode_items(batch, kv_heads, longest, num_sms)
+    most = most_decode_items(batch, kv_heads, longest, places)
     if most == batch:
         return None
     cut = min(batch, most - batch)
     table = torch.empty(1 + most + cut, 4, dtype=torch.int32, device=seq_lens.device)
-    plan_kernel[(cdiv(batch, ROWS),)](
-        seq_lens, table, batch, window or _NO_WINDOW, kv_heads, PROGRAMS_PER_SM * num_sms, most, **CONSTANTS
-    )
+    plan_kernel[(cdiv(batch, ROWS),)](seq_lens, table, batch, window or _NO_WINDOW, kv_heads, places, most, **CONSTANTS)
     return Work(table, most, cut)
 
 
@@ -166,11 +164,11 @@ class DecodePlan:
 
     def __init__(self, seq_lens: torch.Tensor, max_tokens: int) -> None:
         self._seq_lens, self.max_tokens = seq_lens, max_tokens
-        self._made: dict[tuple[int | None, int], Work | None] = {}
+        self._made: dict[tuple[int | None, int, int], Work | None] = {}
 
-    def work(self, window: int | None, kv_heads: int, num_sms: int) -> Work | None:
+    def work(self, window: int | None, kv_heads: int, places: int) -> Work | None:
         """The list for layers with this window and number of KV heads, made for the first of them."""
-        key = (window, kv_heads)
+        key = (window, kv_heads, places)
         if key not in self._made:
-            self._made[key] = make_work(self._seq_lens, self.max_tokens, window, kv_heads, num_sms)
+            self._made[key] = make_work(self._seq_lens, self.max_tokens, *key)
         return self._made[key]

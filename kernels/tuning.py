@@ -1,9 +1,9 @@
 """Which tiles a kernel runs with: what was measured on such a chip, or what launch.py works out.
 
 ``kernels/tuned/sm_XX.json`` holds, per architecture, the tiles that ``kvbench tune`` found faster than the computed
-ones on a real device, with that device's name, driver and Triton. Only what was measured has an entry. **No table is
-shipped**: none was measured yet, so every choice is launch.py's until somebody runs ``kvbench tune`` and commits what
-it wrote.
+ones on a real device, with that device's name, driver and Triton. Only what was measured has an entry: sm_90.json,
+of an H200, has head dim 128; every other choice is launch.py's until somebody runs ``kvbench tune`` and commits what it
+wrote.
 
 An entry serves the shapes that compile to the same tile: same kernel, KV kind, bytes of a query's value, padded head
 dims, and padded number of query heads a KV head. Of those, the one with the nearest page size is taken (by ratio; of

@@ -202,16 +202,18 @@ class EngineJob:
         self.warm_up()
 
     def warm_up(self) -> None:
-        """All prompts once, with short outputs, not measured."""
+        """All prompts once, with short outputs, not measured; nvidia-smi reads power and clocks meanwhile."""
         assert self.engine is not None
-        run_job(self.engine, shortened(self.job, WARM_UP_TOKENS), "warm-up")
+        with SmiSampler(self.args.device == "cuda") as sampler:
+            run_job(self.engine, shortened(self.job, WARM_UP_TOKENS), "warm-up")
+        if not self.variants:
+            self.report.put(nvidia_smi_in_warm_up=sampler.summary)
 
     def measure(self, name: str) -> None:
         """One run of the job: a row, or a failure that says what is missing."""
         assert self.engine is not None
         job = self.job
-        with SmiSampler(self.args.device == "cuda") as sampler:
-            result = run_job(self.engine, job, name, time.monotonic() + self.report.time_left)
+        result = run_job(self.engine, job, name, time.monotonic() + self.report.time_left)
         if result.output_lengths != list(job.output_lengths):
             done, took = sum(result.output_lengths), result.seconds
             self.report.fail(
@@ -221,7 +223,7 @@ class EngineJob:
             )
             return
         variant = name if self.variants else None
-        self.report.row(run=name, variant=variant, **self._figures(result), nvidia_smi=sampler.summary)
+        self.report.row(run=name, variant=variant, **self._figures(result))
         if self.args.device == "cuda" and not self.variants:
             self.report.put(peak_memory_bytes=torch.cuda.max_memory_allocated())
 

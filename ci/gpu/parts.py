@@ -61,14 +61,14 @@ _SANITIZER = "compute-sanitizer --tool memcheck --error-exitcode 86 --print-limi
 
 PARTS = (
     Part("facts", "facts", "device and measured ceilings", 25.0, 60.0, result="manifest.json"),
-    Part("check", "check_kernels", "kernels against float64 on the device", 50.0, 300.0, result="kernels.json"),
+    Part("check", "check_kernels", "kernels against float64 on the device", 35.0, 300.0, result="kernels.json"),
     Part(
-        "tokens", "check_tokens", "greedy tokens of whole engines against Hugging Face", 40.0, 120.0, MODEL,
+        "tokens", "check_tokens", "greedy tokens of whole engines against Hugging Face", 35.0, 120.0, MODEL,
         result="engine.json",
     ),
-    Part("kernels", "time_kernels", "kernel times against the ceilings", 65.0, 400.0, result="kernels.json"),
-    _engine("qwen3-0.6b", 60.0),
-    _engine("llama-3.1-8b", 65.0),
+    Part("kernels", "time_kernels", "kernel times against the ceilings", 35.0, 400.0, result="kernels.json"),
+    _engine("qwen3-0.6b", 40.0),
+    _engine("llama-3.1-8b", 55.0),
     _engine("qwen3-14b", 0.0),
     Part(
         "variants", "engine_job", "short jobs of engines that differ in one setting", 75.0, 600.0, MODEL,
@@ -79,11 +79,11 @@ PARTS = (
         result="kernels.json",
     ),
     Part(
-        "memcheck", "memcheck", "six kernel cases under compute-sanitizer", 20.0, 240.0, result="kernels.json",
+        "memcheck", "memcheck", "six kernel cases under compute-sanitizer", 30.0, 240.0, result="kernels.json",
         wrapper=_SANITIZER,
     ),
     Part(
-        "sweep", "sweep", "gpu profile of workloads/mixed.yaml through the server", 80.0, 3600.0,
+        "sweep", "sweep", "gpu profile of workloads/mixed.yaml through the server", 130.0, 3600.0,
         needs=(*SERVER, *CLIENT, *REPORT), result="sweep", isolated=False,
     ),
     Part(

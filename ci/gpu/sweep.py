@@ -21,15 +21,15 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKLOAD = "workloads/mixed.yaml"
 QUICK = (
     "--repeats", "1", "--only", "paged-p16-c*", "--only", "contiguous-c*",
-    "-o", "load.concurrency=[64]", "-o", "load.num_requests=[128]", "--no-quality",
+    "-o", "load.concurrency=[64]", "-o", "load.num_requests=[128]", "--lockstep-minutes", "0", "--no-quality",
 )  # fmt: skip
 TINY = (
     "--repeats", "1", "--only", "paged-p16-c*",
     "-o", "load.concurrency=[2]", "-o", "load.num_requests=[4]", "-o", "engine.kv_budget=40MiB",
     "--no-quality",
 )  # fmt: skip
-END_GRACE_S = 20.0  # to stop servers and close the run
-REPORT_SECONDS = 30.0
+END_GRACE_S = 10.0  # to stop servers and close the run
+REPORT_SECONDS = 15.0
 KEPT = ("report.html", "summary.csv")
 EXIT_INVALID = 4
 

@@ -210,7 +210,7 @@ class KernelTimes:
         size = f"page {page_size} ({page_size * slot_bytes / 2**10:,.0f} KiB)"
         copies = [Move(MoveKind.COPY, i * page_size, (pages + order[i]) * page_size, page_size) for i in range(pages)]
         self.bandwidth(f"page copy, {size}", self.timed(lambda: mover.move(copies), False, WRITING), 2 * moved,
-                       "copy_gb_per_s", bar=bench_bars.COPY_SHARE)  # fmt: skip
+                       "copy_gb_per_s", bar=bench_bars.COPY_SHARE if page_size >= 16 else None)  # fmt: skip
         for kind, ceiling in (
             (MoveKind.SWAP_OUT, "device_to_host_gb_per_s"),
             (MoveKind.SWAP_IN, "host_to_device_gb_per_s"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run_dirs", metavar="RUN_DIR [RUN_DIR]", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("run_dirs", metavar="RUN_DIR [RUN_DIR ...]", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--output-dir", type=click.Path(path_type=Path), help="Where the files go (default: the last RUN_DIR).")
 @click.option("--price-per-hour", type=FiniteRange(min=0, min_open=True), metavar="PRICE",
               help="Of the machine, in any currency: adds the cost of a million output tokens.")  # fmt: skip
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: float | None, png: str | None) -> int:
     """Write the report of a run again from its stored results, and print table and conclusion.
 
-    A report is not replaced if files of the run are gone or damaged: the new one would say less. Of two runs, the cells
-    that both have are put side by side instead: how the runs differ, what cannot be compared, and the second's effects.
+    A report is not replaced if files of the run are gone or damaged: the new one would say less. Of two to six
+    runs, the cells that all have are put side by side instead: how the runs differ, what cannot be compared, and the
+    others' effects against the first. Runs of different engines match by load and the settings that they vary.
 
     \b
     Examples:
@@ -34,8 +36,8 @@ def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: 
       kvbench report results/mixed/20260101T120000Z-1a2b3c4 --png
     \b
     Files written in --output-dir: report.html (works offline), report.md, summary.csv (one row a cell); with
-    --png effects, frontier and KV over time, each as <figure>.png; of two runs compare.html and compare.md.
-    Exit codes: 0 written, 2 not a run folder, files are gone and a report is there, no PNG file can be made, or two
+    --png effects, frontier and KV over time, each as <figure>.png; of several runs compare.html and compare.md.
+    Exit codes: 0 written, 2 not a run folder, files are gone and a report is there, no PNG file can be made, or
     runs that share no cell.
     """
     from rich.console import Console
@@ -43,9 +45,7 @@ def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: 
     from kvbench.common.files import check_output_dir
     from kvbench.runs.folder import RunFolder
 
-    if len(run_dirs) > 2:
-        raise UsageError(f"{len(run_dirs)} runs were given: give one, or two to put side by side")
-    if len(run_dirs) == 2 and (png or price_per_hour):
+    if len(run_dirs) > 1 and (png or price_per_hour):
         raise UsageError("--png, --png-all and --price-per-hour go with one run: leave them out, or give one run")
     if output_dir:
         check_output_dir(output_dir)
@@ -53,8 +53,8 @@ def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: 
         if RunFolder(run_dir).is_locked():
             say(f"note: {run_dir} is being measured: this is a report of what is there now")
     try:
-        if len(run_dirs) == 2:
-            _show_side_by_side(*run_dirs, Console(), output_dir)
+        if len(run_dirs) > 1:
+            _show_side_by_side(run_dirs, Console(), output_dir)
         else:
             show_report(run_dirs[0], Console(), output_dir, price_per_hour, png)
     except ValueError as error:
@@ -62,16 +62,15 @@ def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: 
     return 0
 
 
-def _show_side_by_side(a: Path, b: Path, console: Console, output_dir: Path | None) -> None:
+def _show_side_by_side(run_dirs: Sequence[Path], console: Console, output_dir: Path | None) -> None:
     """Write compare.html and compare.md; print the sentence, what cannot be compared, and the paths. ValueError."""
     from kvbench.common.console import print_plain
     from kvbench.report.compared_cells import groups_of, headline, not_compared
     from kvbench.report.side_by_side import write_side_by_side
     from kvbench.runs.read import read_run
 
-    runs = read_run(a), read_run(b)
-    paths = write_side_by_side(*runs, output_dir or b)
-    groups = groups_of(*runs)
+    groups = groups_of(*map(read_run, run_dirs))
+    paths = write_side_by_side(groups, output_dir or run_dirs[-1])
     for sentence in (headline(groups), *not_compared(groups), *(f"side by side: {path}" for path in paths)):
         print_plain(console, sentence)
 

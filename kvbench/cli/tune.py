@@ -161,7 +161,7 @@ def _tune_case(case: Case, chip: Any, device: Any, deadline: float) -> Outcome:
     from kernels.tune.search import candidates, search
 
     small = Problem(case, *CHECKED[case.kernel], CHECKED_KV_HEADS, chip, device)
-    large = Problem(case, *TIMED[case.kernel], TIMED_KV_HEADS, chip, device, gap=0)
+    large = [Problem(case, *lengths, TIMED_KV_HEADS, chip, device, gap=0) for lengths in TIMED[case.kernel]]
     default = default_tiles(case, chip.arch)
     tries = candidates(case, default, chip.arch)
     try:

@@ -27,6 +27,7 @@ from kvbench.workload.settings import applies, effective, setting_title, value_w
 
 FEWEST_SIDES, MOST_SIDES = 2, 6  # cells in a group
 _LETTERS = "ABCDEF"
+BUILT_IN = "the built-in engine"
 _SAID_ELSEWHERE = ("model", "seed", "kv_budget")  # settings that have a fact of their own
 
 
@@ -119,19 +120,65 @@ def one_group(cells: Sequence[tuple[Run, MeasuredCell]]) -> tuple[Group, ...]:
     return (tuple(Side(letter, run, cell) for letter, (run, cell) in zip(_LETTERS, cells, strict=False)),)
 
 
-def groups_of(a: Run, b: Run) -> tuple[Group, ...]:
-    """A group of two for each cell that both runs have, the highest load first. Raises UsageError without any."""
-    if a.folder.resolve() == b.folder.resolve():
-        raise UsageError(f"{a.folder} cannot be put beside itself: give two runs")
-    of_b = {cell.cell_id: cell for cell in b.cells}
-    shared = [cell for cell in a.by_load if cell.cell_id in of_b]
-    if not shared:
-        ours, theirs = (words.and_more([cell.cell_id for cell in run.cells], 4) or "none" for run in (a, b))
+def groups_of(*runs: Run) -> tuple[Group, ...]:
+    """A group for each cell of the first run that two to six runs all have, the highest load first.
+
+    Cells match by name, or those of different targets, whose names differ, by load and settings (``_alike``).
+
+    Raises:
+        UsageError: too few or many runs, one of them twice, or they share no cell.
+    """
+    if not FEWEST_SIDES <= len(runs) <= MOST_SIDES:
         raise UsageError(
-            f"{a.folder} and {b.folder} share no measured cell (the first has {ours}; the second {theirs}): put cells "
-            "of other names side by side in `kvbench view`"
+            f"{words.plural(len(runs), 'run')} cannot be put side by side: give {FEWEST_SIDES} to {MOST_SIDES}"
         )
-    return tuple((Side("A", a, cell), Side("B", b, of_b[cell.cell_id])) for cell in shared)
+    folders = [run.folder.resolve() for run in runs]
+    if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
+        raise UsageError(f"{twice} cannot be put beside itself: give each run once")
+    first, *others = runs
+    found = []
+    for cell in first.by_load:
+        matching = [_matching(first, cell, other) for other in others]
+        if all(matching):
+            sides = zip(_LETTERS, runs, (cell, *matching), strict=False)
+            found.append(tuple(Side(letter, run, each) for letter, run, each in sides))
+    if not found:
+        cells = [f"{run.folder} has {words.and_more([c.cell_id for c in run.cells], 4) or 'none'}" for run in runs]
+        raise UsageError(
+            f"the runs share no measured cell ({'; '.join(cells)}): put cells of other names side by side in "
+            "`kvbench view`"
+        )
+    return tuple(found)
+
+
+def _matching(first: Run, cell: MeasuredCell, other: Run) -> MeasuredCell | None:
+    """The cell of ``other`` that stands for ``cell`` of ``first``."""
+    named = next((each for each in other.cells if each.cell_id == cell.cell_id), None)
+    if named or target(first) == target(other):
+        return named
+    names = _varied(first) | _varied(other)
+    alike = [each for each in other.cells if _alike(cell, each, names)]
+    return alike[0] if len(alike) == 1 else None
+
+
+def _varied(run: Run) -> set[str]:
+    """Settings in which the run's cells differ."""
+    names = {name for cell in run.cells for name in cell.settings}
+    return {name for name in names if len({str(cell.settings.get(name)) for cell in run.cells}) > 1}
+
+
+def _alike(a: MeasuredCell, b: MeasuredCell, names: Iterable[str]) -> bool:
+    """Whether both have the same load and the same value of each of ``names`` that both engines have."""
+    if (a.load, a.load.label) != (b.load, b.load.label):
+        return False
+    shared = a.settings.keys() & b.settings.keys() & set(names)
+    return all(a.settings[name] == b.settings[name] for name in shared)
+
+
+def named(side: Side, group: Group) -> str:
+    """The letter, with the engine where those of the group differ: "B vLLM 0.32.0"."""
+    engines = [target(each.run) or BUILT_IN for each in group]
+    return f"{side.letter} {engines[group.index(side)]}" if len(set(engines)) > 1 else side.letter
 
 
 def facts(side: Side, settings: Iterable[str] = ()) -> dict[str, str]:
@@ -165,7 +212,7 @@ def run_facts(run: Run, server: Mapping[str, Any] | None = None) -> dict[str, st
     return _known(
         {
             "workload": run.workload,
-            "target": target(run) or "the built-in engine",
+            "target": target(run) or BUILT_IN,
             "times": f"{run.clock} ({run.simulated.get('cost_model')})" if run.simulated else run.clock,
             "model": _model(run),
             "weights": (manifest.get("model") or {}).get("weights_fingerprint"),
@@ -298,6 +345,7 @@ def not_compared(groups: Sequence[Group]) -> list[str]:
     pairs = [(group, side) for group in groups for side in group[1:]]
     for group, side in pairs:
         which = side.title if len(groups) > 1 else f"{side.letter} against {group[0].letter}"
+        which = f"{side.letter} {which}" if len(groups) > 1 and len(group) > FEWEST_SIDES else which
         for reason in obstacles(group[0], side):
             kinds.setdefault(re.sub(r"\d[\d.,]*", "#", reason), []).append((reason, which))
     found = []
@@ -354,17 +402,28 @@ def headline(groups: Sequence[Group]) -> str:
     found = [(side, _throughput(group[0], side)) for group in groups for side in group[1:]]
     left = [side.letter for side, ratio in found if ratio is None]
     if len(groups) > 1:
-        verdicts = [ratio.verdict for _, ratio in found if ratio]
-        names = {HIGHER: "higher", LOWER: "lower", SAME: "level", UNCLEAR: "not told apart"}
-        parts = [f"{name} in {count}" for verdict, name in names.items() if (count := verdicts.count(verdict))]
-        parts += [f"no ratio in {len(left)}"] if left else []
-        return f"B against A, output tokens/s as {groups[0][0].cell.clock} in {len(groups)} cells: {', '.join(parts)}."
+        first, *others = groups[0]
+        said = "; ".join(
+            f"{named(side, groups[0])} {_calls([ratio for of, ratio in found if of.letter == side.letter])}"
+            for side in others
+        )
+        clock = first.cell.clock
+        return f"Output tokens/s as {clock} against {named(first, groups[0])} in {len(groups)} cells: {said}."
     known = [(side.letter, ratio) for side, ratio in found if ratio]
     parts = [f"{letter} {_ratio_words(ratio)}" for letter, ratio in known]
     parts += [f"no ratio of {words.listing(left)}"] if left else []
     bare = [letter for letter, ratio in known if ratio.interval is None]
     too_few = f" (of {words.listing(bare)} too few repeats for an interval)" if bare else ""
     return f"Output tokens/s as {groups[0][0].cell.clock} against A, {groups[0][0].title}: {', '.join(parts)}{too_few}."
+
+
+def _calls(found: Sequence[RatioToFirst | None]) -> str:
+    """higher in 2, not told apart in 1 (0.98x to 1.32x)."""
+    verdicts = [ratio.verdict if ratio else None for ratio in found]
+    names = {HIGHER: "higher", LOWER: "lower", SAME: "level", UNCLEAR: "not told apart", None: "no ratio"}
+    calls = ", ".join(f"{name} in {count}" for verdict, name in names.items() if (count := verdicts.count(verdict)))
+    values = sorted(ratio.ratio for ratio in found if ratio)
+    return f"{calls} ({words.ratio(values[0])} to {words.ratio(values[-1])})" if len(values) > 1 else calls
 
 
 def _throughput(first: Side, side: Side) -> RatioToFirst | None:

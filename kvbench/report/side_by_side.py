@@ -19,8 +19,8 @@ from kvbench.report.compared_cells import (
     RatioToFirst,
     Side,
     differences,
-    groups_of,
     headline,
+    named,
     not_compared,
     ratios,
 )
@@ -30,7 +30,7 @@ from kvbench.report.page import render
 from kvbench.report.provenance import brief
 from kvbench.report.style import CONTIGUOUS, DASHES, OTHERS, PAGED, Drawing, LineStyle
 from kvbench.report.tables import MEDIANS, UNCERTAIN, UNCERTAIN_NOTE, Value
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import MeasuredCell
 from kvbench.runs.ratios import contradicts
 
 _MOST_DRAWN = 3  # groups whose latencies and KV are drawn
@@ -79,9 +79,12 @@ def drawings(groups: Sequence[Group]) -> list[Drawing]:
 
 def _of_group(group: Group, number: int, several: bool) -> list[Drawing]:
     """Latencies and KV over time of one group, in the report's figures; each cell is named by its letter."""
-    cells = [
-        replace(side.cell, name=f"{side.letter} {side.run.folder.name if several else side.title}") for side in group
-    ]
+    cells = []
+    for side in group:
+        name = named(side, group)
+        if name == side.letter:
+            name = f"{name} {side.run.folder.name if several else side.title}"
+        cells.append(replace(side.cell, name=name))
     styles = zip((PAGED, CONTIGUOUS, *OTHERS), ("solid", "dash", *DASHES), strict=False)
     looks = {cell.name: LineStyle(*style) for cell, style in zip(cells, styles, strict=False)}
     of, found = f": {group[0].title}" if several else "", []
@@ -123,14 +126,14 @@ def _difference_heads(groups: Sequence[Group]) -> tuple[str, ...]:
 
 
 def _not_shared(groups: Sequence[Group]) -> list[str]:
-    """Of two runs: the cells that only one of them has."""
+    """Of several runs: the cells that not all of them have."""
     if len(groups) == 1:
         return []
-    shared = {group[0].cell.cell_id for group in groups}
     found = []
-    for side in groups[0]:
+    for at, side in enumerate(groups[0]):
+        shared = {group[at].cell.cell_id for group in groups}
         if alone := [cell.cell_id for cell in side.run.by_load if cell.cell_id not in shared]:
-            found.append(f"Only {side.letter} has {words.and_more(alone, 6)}.")
+            found.append(f"Not every run has what {side.letter} has in {words.and_more(alone, 6)}.")
     return found
 
 
@@ -154,11 +157,12 @@ _EFFECT_HEADS = ("cell", "", *(f"{m.title}{', ms' if m.title.endswith(_KINDS) el
 
 def _effect_rows(groups: Sequence[Group]) -> list[list[tuple[Value, ...]]]:
     """A list of rows a group: the cell's values and, below each, its ratio to the first cell's."""
-    return [[_effect_row(group[0], side, again=len(groups) > 1) for side in group] for group in groups]
+    return [[_effect_row(group, side, again=len(groups) > 1) for side in group] for group in groups]
 
 
-def _effect_row(first: Side, side: Side, again: bool) -> tuple[Value, ...]:
+def _effect_row(group: Group, side: Side, again: bool) -> tuple[Value, ...]:
     """``again``: all sides of the group are the same cell, which is named once."""
+    first = group[0]
     found = {each.metric.title: each for each in ratios(first, side)} if side is not first else {}
     basis = next(iter(found.values())).basis if found else "" if side is first else "no ratio"
     values = []
@@ -171,7 +175,7 @@ def _effect_row(first: Side, side: Side, again: bool) -> tuple[Value, ...]:
         )
     doubt = side.cell.doubt
     title = "" if again and side is not first else side.title
-    return (Value(title, None, doubt, "worse" if doubt else ""), Value(side.letter), *values, Value(basis))
+    return (Value(title, None, doubt, "worse" if doubt else ""), Value(named(side, group)), *values, Value(basis))
 
 
 def _ratio_note(ratio: RatioToFirst | None, value: float | None, first: float | None) -> str:
@@ -201,9 +205,8 @@ def markdown(groups: Sequence[Group]) -> str:
     return "\n".join([*lines, "## Effects", "", *words.markdown_table(_EFFECT_HEADS, rated, 2), "", _RATIO_NOTE, ""])
 
 
-def write_side_by_side(a: Run, b: Run, folder: Path) -> list[Path]:
-    """Writes compare.html and compare.md of the cells that both runs have. Raises UsageError where there is none."""
-    groups = groups_of(a, b)
+def write_side_by_side(groups: Sequence[Group], folder: Path) -> list[Path]:
+    """Writes compare.html and compare.md."""
     paths = [folder / "compare.html", folder / "compare.md"]
     for path, text in zip(paths, (page(groups), markdown(groups)), strict=True):
         write_text(path, text)

@@ -80,8 +80,6 @@ def make_app(workspace: Workspace) -> FastAPI:
         links = replace(LINKS, runs="/?" + urlencode([("cell", value) for value in chosen])) if chosen else LINKS
         try:
             if slugs := query.getlist("run"):
-                if len(slugs) != 2:
-                    raise UsageError(f"{len(slugs)} runs cannot be put side by side: choose two")
                 groups = groups_of(*(workspace.run(workspace.row(slug)) for slug in slugs))
             else:
                 groups = one_group(workspace.cells(chosen))

@@ -165,7 +165,7 @@ def compared_frame(groups: Sequence[compared_cells.Group]) -> pd.DataFrame:
     rows = []
     for group in groups:
         for side in group[1:]:
-            pair = side.title if len(groups) > 1 else f"{side.letter} {side.title}"
+            pair = side.title if len(groups) > 1 and len(group) == 2 else f"{side.letter} {side.title}"
             for each in compared_cells.ratios(group[0], side):
                 low, high = (100 * (end - 1) for end in each.interval) if each.interval else (None, None)
                 call = calls.get(each.mark) or (IS_LEVEL if each.verdict == SAME else OPEN)

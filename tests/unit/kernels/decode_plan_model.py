@@ -72,7 +72,7 @@ def wave_time(programs: Iterable[int], places: int) -> int:
 
 def planned_time(lens: Sequence[int], kv_heads: int, num_sms: int) -> int:
     """Of a decode by the work list."""
-    most = most_decode_items(len(lens), kv_heads, max(lens), num_sms)
+    most = most_decode_items(len(lens), kv_heads, max(lens), PROGRAMS_PER_SM * num_sms)
     items = expected_list(lens, None, kv_heads, num_sms, most).items
     programs = np.repeat([tokens_of(lens[b], piece, pieces) for b, piece, pieces in items], kv_heads)
     return wave_time(programs.tolist(), PROGRAMS_PER_SM * num_sms)

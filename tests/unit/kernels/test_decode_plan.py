@@ -62,7 +62,7 @@ def test_what_one_sequence_of_32k_among_63_of_512_takes():
     sms=st.sampled_from([1, 4, 132]),
 )
 def test_every_list_has_room_and_misses_nothing(lens, kv_heads, sms):
-    most = most_decode_items(len(lens), kv_heads, max(lens), sms)
+    most = most_decode_items(len(lens), kv_heads, max(lens), PROGRAMS_PER_SM * sms)
     items, cut = expected_list(lens, None, kv_heads, sms, most)
     assert len(lens) <= len(items) <= most and len(cut) <= most - len(lens)
     assert sorted(items) == [(b, i, n) for b, _, n in sorted({(b, 0, n) for b, _, n in items}) for i in range(n)]
@@ -73,8 +73,8 @@ def test_every_list_has_room_and_misses_nothing(lens, kv_heads, sms):
 def test_room_for_items_is_bounded(batch, heads, tokens, sms):
     """Never under one a sequence; four waves of programs more at most than the batch alone fills; and short sequences
     are never cut."""
-    most = most_decode_items(batch, heads, tokens, sms)
     places = PROGRAMS_PER_SM * sms
+    most = most_decode_items(batch, heads, tokens, places)
     assert batch <= most <= batch * max(1, cdiv(tokens, MIN_SPLIT_TOKENS))
     assert most * heads <= (cdiv(batch * heads, places) + 4) * places
     assert (most == batch) if tokens <= MIN_SPLIT_TOKENS else (most > batch or heads > places)

@@ -113,7 +113,7 @@ def test_a_loop_that_unpacks_bytes_one_by_one_is_named():
 
 
 def test_few_loads_in_flight_limit_the_bandwidth():
-    variant = decode(90, "bf16", COMMON, Options())
+    variant = decode(80, "bf16", COMMON, Options())  # its tiles are computed ones
     stages = {**variant.constants, "num_stages": 2, "BLOCK_N": 16}
     one_block = replace(TAKEN, shared_bytes=200 * 1024)
     loop = sass.describe(replace(variant, constants=stages), listing(WHOLE), one_block)

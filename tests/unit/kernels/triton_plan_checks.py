@@ -20,6 +20,7 @@ import kernels.triton_launch
 import kernels.triton_plan
 from kernels import get_backend
 from kernels.api import AttentionOptions
+from kernels.launch import PROGRAMS_PER_SM
 from kernels.triton_plan import make_work
 from kernels.tune.problems import as_float64
 
@@ -29,7 +30,7 @@ LENGTHS = st.one_of(st.sampled_from([0, 1, 64, 255, 256, 257, 512, 513]), st.int
 
 def check_list(lens: Sequence[int], window: int | None, kv_heads: int, sms: int, bound: int | None = None) -> int:
     """Compare the table with what NumPy makes of the lengths; the number of items."""
-    work = make_work(torch.tensor(lens, device=DEVICE), bound or max(lens), window, kv_heads, sms)
+    work = make_work(torch.tensor(lens, device=DEVICE), bound or max(lens), window, kv_heads, PROGRAMS_PER_SM * sms)
     if work is None:
         assert min(bound or max(lens), window or 1 << 30) <= 256 or kv_heads > 2 * sms
         return len(lens)

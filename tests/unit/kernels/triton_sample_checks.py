@@ -143,7 +143,7 @@ def test_nothing_is_drawn_but_what_is_allowed(limit):
     assert got == draws.by(gumbel.draw_into, "cpu")
     assert set(got) <= set(allowed.tolist())
     if DEVICE == "cuda":  # the interpreter is slow
-        counts, weights = np.bincount(got, minlength=40)[allowed], np.exp(scores[allowed] / 2)
+        counts, weights = np.bincount(got, minlength=40)[allowed], np.exp(scores[allowed].astype(float) / 2)
         assert counts.sum() == COUNT
         assert stats.chisquare(counts, weights / weights.sum() * COUNT).pvalue > 1e-4
 

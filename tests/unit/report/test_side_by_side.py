@@ -157,12 +157,32 @@ def test_two_runs_are_put_side_by_side_cell_by_cell_the_highest_load_first() -> 
     groups = groups_of(a, b)
     assert [(x.cell.load.value, x.letter, y.letter) for x, y in groups] == [(24, "A", "B"), (3, "A", "B")]
     text = visible(page(groups))
-    assert "higher in 1, level in 1" in text and "Only A has contiguous-24" in text and "Only B has" in text
+    assert "higher in 1, level in 1" in text and "what A has in contiguous-24" in text and "what B has" in text
     assert [name for name, _ in differences(groups)] == ["commit"]
+    assert len(groups_of(a, b, of(cell(load=3), name="third"))) == 1
     with pytest.raises(UsageError, match="beside itself"):
-        groups_of(a, a)
+        groups_of(a, b, a)
+    with pytest.raises(UsageError, match="7 runs"):
+        groups_of(*(of(cell(), name=str(number)) for number in range(7)))
     with pytest.raises(UsageError, match="share no measured cell"):
         groups_of(of(cell(load=3)), of(cell(load=4), name="later"))
+
+
+def test_cells_of_other_engines_match_by_load_and_the_settings_that_are_varied() -> None:
+    """An engine without pages of a size names its cells otherwise."""
+    caching = "enable_prefix_caching"
+    ours = of(*(cell(load=3, page_size=32, **{caching: on}) for on in (False, True)))
+    theirs = [replace(cell(load=3, **{caching: on}), cell_id=f"paged-{on}") for on in (False, True)]
+    for each in theirs:
+        each.settings.pop("page_size", None)
+    llama = replace(of(*theirs, name="llama", target="llamacpp"))
+    vllm = of(*(cell(load=3, page_size=32, **{caching: on}) for on in (True, False)), name="vllm", target="vllm")
+    groups = groups_of(ours, vllm, llama)
+    assert [[side.cell.settings[caching] for side in group] for group in groups] == [[False] * 3, [True] * 3]
+    text = visible(page(groups))
+    assert "B vllm" in text and "C llamacpp" in text and "A the built-in engine" in text
+    with pytest.raises(UsageError, match="share no measured cell"):
+        groups_of(ours, replace(llama, cells=llama.cells[:1], manifest={**llama.manifest, "target": None}))
 
 
 def test_more_cells_than_six_are_all_in_the_table_and_six_are_drawn() -> None:
@@ -250,7 +270,7 @@ def test_the_command_writes_page_and_markdown_of_two_runs(
     drawn = [f"{figure}-{number}" for number in (1, 2) for figure in ("distributions", "timeline")]
     assert re.findall(r'<figure id="([\w-]+)"', source) == ["effects", *drawn]
     assert "<script src" not in source and "lower in 1, level in 1" in visible(source)
-    assert "B against A" in capsys.readouterr().out
+    assert "against A in 2 cells: B lower in 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", ["no cell", "three", "no run"])

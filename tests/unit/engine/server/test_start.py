@@ -99,3 +99,16 @@ own = PreTrainedModel is transformers.modeling_utils.PreTrainedModel and issubcl
 print(short, same, whole, own)
 """)
     assert done.stdout == "True True True True\n", done.stdout + done.stderr
+
+
+def test_nothing_is_left_out_where_transformers_needs_it() -> None:
+    """With scikit-learn installed, transformers 5.17 imports scipy: the server did not start there."""
+    done = run("""
+import sys
+from engine import startup
+startup.LEFT_OUT = ("huggingface_hub",)
+with startup.only_what_serving_needs(compiles=False):
+    from transformers import AutoModelForCausalLM
+print(AutoModelForCausalLM.__name__, sys.modules["huggingface_hub"].__name__)
+""")
+    assert done.stdout == "AutoModelForCausalLM huggingface_hub\n", done.stderr
