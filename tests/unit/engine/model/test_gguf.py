@@ -168,6 +168,7 @@ def test_what_the_file_cannot_say_is_refused_with_the_way_out(tmp_path, model, w
     assert not (tmp_path / "m.gguf").exists()
 
 
+QWEN2 = json.loads((MODEL_DIR / "kvbench-tiny" / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"][0]
 BYTES, SPLIT = {"type": "ByteLevel", "use_regex": False}, {"type": "Split", "pattern": {"Regex": r"\p{N}"}}
 
 
@@ -177,7 +178,9 @@ BYTES, SPLIT = {"type": "ByteLevel", "use_regex": False}, {"type": "Split", "pat
         ("BPE", [{"type": "ByteLevel", "use_regex": True}], True),
         ("BPE", [BYTES], False),  # splits nothing
         ("BPE", [SPLIT, BYTES], False),
-        ("BPE", [SPLIT], False),
+        ("BPE", [QWEN2, BYTES], True),
+        ("BPE", [QWEN2], False),  # of characters, not bytes
+        ("BPE", [QWEN2, {"type": "ByteLevel", "use_regex": True}], False),  # splits twice
         ("WordLevel", [{"type": "ByteLevel", "use_regex": True}], False),
     ],
 )
