@@ -43,7 +43,7 @@ def build_engine(config: EngineConfig, tell: Tell = lambda phase: None) -> Engin
         torch.set_num_threads(cpu_threads(config))
     tell("building the model")
     loaded = load_model(config)
-    tell("compiling kernels")
+    tell("warming up" if loaded.backend.name == "torch" and not config.torch_compile else "compiling kernels")
     return assemble_engine(config, loaded, may_lower=True, tell=tell)
 
 
@@ -67,7 +67,8 @@ def assemble_engine(
         config = EngineConfig(**{**asdict(config), "async_scheduling": loaded.device.type == "cuda"})
     if loaded.backend.name == "numba" and not config.torch_compile:
         keep_freed_memory()
-        use_cpu_layers(loaded.model, loaded.backend, loaded.kv_shape, loaded.query_heads)
+        fuse = wants_fusion(config, loaded.backend)
+        use_cpu_layers(loaded.model, loaded.backend, loaded.kv_shape, loaded.query_heads, fuse=fuse)
     config = _settle_fusion(config, loaded)
     if config.fused_layers:
         tell(str(getattr(loaded.model, FUSION)))

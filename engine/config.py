@@ -174,6 +174,11 @@ class EngineConfig:
                 "fused_layers cannot be true with kernel_backend 'torch', which has no kernels for it: leave one of "
                 "them out"
             )
+        if self.fused_layers and device == "cpu" and self.dtype == "float16":
+            raise ValueError(
+                "fused_layers cannot be true with dtype 'float16' on device 'cpu', which has kernels for it in float32 "
+                "and bfloat16: use one of these or leave fused_layers out"
+            )
 
     def _check_partial_prefills(self) -> None:
         if self.max_num_partial_prefills > 1 and not self.enable_chunked_prefill:

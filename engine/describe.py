@@ -42,8 +42,6 @@ def _resolved(executor: Any) -> dict[str, Any]:
         return {}
     import torch  # not above: the server's start sets what torch reads when it is imported
 
-    from engine.model.attention import FUSION
-
     device = executor.device
     return {
         "device": str(device),
@@ -51,9 +49,25 @@ def _resolved(executor: Any) -> dict[str, Any]:
         "dtype": str(next(executor.model.parameters()).dtype).removeprefix("torch."),
         "kernel_backend": executor.host.backend.name,
         "cuda_graphs": executor.forward.replays_graphs,
-        "fused_layers": str(getattr(executor.model, FUSION)) if executor.config.fused_layers else None,
+        **_fusion(executor),
         "num_threads": torch.get_num_threads(),
     }
+
+
+def _fusion(executor: Any) -> dict[str, Any]:
+    """``fused_layers``: whether any module has fewer kernels; ``fused_layers_reason``: which, or why none has."""
+    from engine.model.attention import FUSION
+
+    config = executor.config
+    if config.fused_layers:
+        fusion = getattr(executor.model, FUSION)
+        return {"fused_layers": bool(fusion.fused), "fused_layers_reason": str(fusion)}
+    reason = "turned off"
+    if config.torch_compile:
+        reason = "torch_compile fuses kernels itself"
+    elif executor.host.backend.name == "torch":
+        reason = "kernel_backend torch has no kernels for it"
+    return {"fused_layers": False, "fused_layers_reason": reason}
 
 
 def _versions() -> dict[str, str]:

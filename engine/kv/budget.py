@@ -14,6 +14,7 @@ from engine.config import EngineConfig, format_bytes
 from kernels.kv_formats import find_format
 
 PAGE_TABLE_ENTRY_BYTES = 8  # one int64 slot number
+SHORTEST_SEQUENCE = 2  # tokens: one of a prompt and one of its answer
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ def capacity_of(config: EngineConfig, shape: KVShape, budget_bytes: int) -> KVCa
         needed = per_seq * page_bytes + table_bytes
         raise ValueError(
             f"kv_budget {budget_bytes} ({format_bytes(budget_bytes)}) is smaller than one sequence of max_model_len "
-            f"{length} tokens, which takes {needed} ({format_bytes(needed)}) with layout {config.layout!r}: raise "
-            "kv_budget or lower max_model_len"
+            f"{length} tokens, which takes {needed} ({format_bytes(needed)}) with layout {config.layout!r}: "
+            + _advice(config, shape, budget_bytes)
         )
     swap_bytes, host_slots = _swap_capacity(config, budget_bytes, 1 if contiguous else page_size, slot_bytes)
     return KVCapacity(
@@ -124,9 +125,26 @@ def settle_length(
     """
     if may_lower and config.max_model_len is None and model_max_len is not None:
         longest = _longest_sequence(config, shape, budget_bytes)
-        if 0 < longest < model_max_len:
+        if SHORTEST_SEQUENCE <= longest < model_max_len:
             config = replace(config, max_model_len=longest)
     return config.check_against_model(model_max_len)
+
+
+def least_budget(config: EngineConfig, shape: KVShape) -> int:
+    """Bytes of the smallest budget that holds any sequence, whatever ``config.max_model_len`` is."""
+    slot_bytes, row_bytes = shape.slot_bytes(config.kv_cache_dtype), config.max_num_seqs * PAGE_TABLE_ENTRY_BYTES
+    if config.layout == "contiguous":
+        return SHORTEST_SEQUENCE * slot_bytes + row_bytes
+    return -(-SHORTEST_SEQUENCE // config.page_size) * (config.page_size * slot_bytes + row_bytes)
+
+
+def _advice(config: EngineConfig, shape: KVShape, budget_bytes: int) -> str:
+    """What to do about a budget that does not hold one sequence of ``config.max_model_len``."""
+    least = least_budget(config, shape)
+    if budget_bytes < least:
+        return f"raise kv_budget; below {least} ({format_bytes(least)}) it holds no sequence at all"
+    longest = _longest_sequence(config, shape, budget_bytes)
+    return f"raise kv_budget or lower max_model_len to {longest} or less"
 
 
 def _longest_sequence(config: EngineConfig, shape: KVShape, budget_bytes: int) -> int:

@@ -24,6 +24,7 @@ from kernels.quantized import QuantizedKV, raw_tensors
 NAME = "kvbench"
 HOST = "_kvbench_host"
 FUSION = "_kvbench_fusion"  # on a model whose modules have forwards of fewer kernels, see engine.model.fused_layers
+PACKED = "_kvbench_packed"  # on a model whose linear layers are packed, see engine.model.cpu_layers
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.kv.budget import KVShape
+from engine.model.attention import PACKED
 from engine.model.fused_layers import fuse_layers
 from engine.model.try_out import PROBE_SIZES, PROBE_TOKENS, named, same_numbers
 from kernels import layers_cpu
@@ -21,14 +22,20 @@ from kernels.layers_cpu import GATES, PackedLinear, can_pack, gated, panel_of
 
 @torch.inference_mode()
 def use_cpu_layers(
-    model: PreTrainedModel, backend: AttentionBackend, kv_shape: KVShape, query_heads: tuple[int, ...]
+    model: PreTrainedModel,
+    backend: AttentionBackend,
+    kv_shape: KVShape,
+    query_heads: tuple[int, ...],
+    fuse: bool = True,
 ) -> None:
-    """Fuse what can be fused, pack every other linear layer, and free the weights.
+    """Fuse what can be fused if ``fuse``, pack every other linear layer, and free the weights.
 
     A head tied to the embedding stays as it is, because the embedding would be kept beside its packed weights.
     """
     arena = HugeArena()
-    fuse_layers(model, CpuKernels(arena), backend, kv_shape, query_heads)
+    if fuse and not hasattr(model, PACKED):  # packed layers can no longer be joined
+        fuse_layers(model, CpuKernels(arena), backend, kv_shape, query_heads)
+    setattr(model, PACKED, True)
     embedding = model.get_input_embeddings().weight
     for name, linear in named(model, lambda module: can_pack(module) and module.weight is not embedding):
         ours = PackedLinear([linear], arena)

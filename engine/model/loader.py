@@ -15,7 +15,7 @@ from transformers.utils import logging as hf_logging
 
 from engine.config import EngineConfig, format_bytes
 from engine.kv.budget import KVShape, LayerKV
-from engine.model.attention import FUSION
+from engine.model.attention import FUSION, PACKED
 from engine.model.compiler import check_compiler, first_sentence
 from engine.model.spec import DTYPE_BYTES, ModelInfo, ModelSpec, find_model, uses_random_weights
 from engine.model.support_check import check_family, check_logits, measure_kv
@@ -90,7 +90,8 @@ def serve_another(loaded: LoadedModel, config: EngineConfig) -> LoadedModel | No
     name = default_backend(loaded.device, loaded.dtype, config.kv_cache_dtype) if name == "auto" else name
     if name != loaded.backend.name:
         return None
-    if name == "triton" and wants_fusion(config, loaded.backend) and not hasattr(loaded.model, FUSION):
+    too_late = name == "triton" or hasattr(loaded.model, PACKED)  # to fuse its layers
+    if too_late and wants_fusion(config, loaded.backend) and not hasattr(loaded.model, FUSION):
         return None
     support = Support(loaded.info.name, loaded.backend, loaded.dtype, loaded.device, config.kv_cache_dtype)
     for heads, layer in zip(loaded.query_heads, loaded.kv_shape.layers, strict=True):

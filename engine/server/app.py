@@ -42,7 +42,7 @@ def create_app(engine: EngineClient, tokenizer: ServerTokenizer, served_model_na
         yield
         await engine.shutdown(STOP_SECONDS)
 
-    app = FastAPI(title="kvbench engine", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="kvbench engine", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = state
     install_error_handlers(app)
     _add_generation_routes(app, state)
@@ -119,7 +119,8 @@ def _add_tool_routes(app: FastAPI, state: ServerState) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("send either prompt or messages", "prompt", "invalid_value")
         if body.messages is not None:
-            ids = await chat_ids(state.tokenizer, body.messages, body.add_generation_prompt is not False)
+            generate = body.add_generation_prompt is not False
+            ids = await chat_ids(state.tokenizer, body.messages, generate, body.chat_template_kwargs)
         else:
             ids = await encode(state.tokenizer, body.prompt or "", body.add_special_tokens is not False)
         return JSONResponse({"count": len(ids), "max_model_len": state.max_model_len, "tokens": ids})

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from engine import config as settings
 from engine.config import EngineConfig
@@ -98,6 +101,24 @@ class ServeOptions:
             raise ValueError(f"watchdog_timeout cannot be {self.watchdog_timeout:g}: it is a number of seconds above 0")
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with an option in one sentence, without the usage of all options, and exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} ({self.prog} --help lists the options)\n")
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        given = sys.argv[1:] if args is None else list(args)
+        switches = [each for each in self._actions if isinstance(each, argparse.BooleanOptionalAction)]
+        names = {name: switch.option_strings for switch in switches for name in switch.option_strings}
+        for name, after in itertools.pairwise(given):
+            if name in names and not after.startswith("-"):
+                self.error(f"{name} takes no value such as {after!r}: give {' or '.join(names[name])}")
+        return super().parse_known_args(given, namespace)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every server and engine option; ``kvbench serve`` adds them to its own parser."""
     server = parser.add_argument_group("server")
@@ -132,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build_parser(prog: str = "python -m engine.server") -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog, description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_arguments(parser)

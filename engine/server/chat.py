@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.server.completions import LONG_TEXT, choice_fields, collect, stream_response
-from engine.server.errors import CLIENT_LEFT, invalid, unprocessable
+from engine.server.errors import CLIENT_LEFT, invalid
 from engine.server.generation import Generation, ServerState, check_stops
 from engine.server.protocol import ChatBody, ChatMessage, parse
 from engine.server.tokenizer import ServerTokenizer
@@ -21,9 +21,6 @@ async def chat_completions(state: ServerState, request: Request, raw: bytes) -> 
     """Answer one chat request whose body is ``raw``."""
     body = parse(ChatBody, raw)
     state.check_model(body.model)
-    body.refuse_unsupported()
-    if (body.model_extra or {}).get("echo"):
-        raise unprocessable("echo is not supported in chats: leave it out", "echo", "unsupported")
     check_stops(state, body)
     generate = body.add_generation_prompt is not False
     prompt = await chat_ids(state.tokenizer, body.messages, generate, body.chat_template_kwargs)
@@ -64,8 +61,11 @@ async def chat_ids(
     """Ids of the conversation; long ones in a thread.
 
     Raises:
-        APIError: 400 when the template refuses it, 422 when there is no tokenizer or a part is not text.
+        APIError: 400 when the template refuses it or a part is not text, 422 for an unknown field of a message and
+            when there is no tokenizer.
     """
+    for message in messages:
+        message.check_fields(tokenizer.chat_template)
     plain = [message.plain() for message in messages]
     options = template_options or {}
     for name in RESERVED_OPTIONS:

@@ -27,7 +27,6 @@ async def completions(state: ServerState, request: Request, raw: bytes) -> Respo
     if request.headers.get("x-kvbench-kv-facts") == "1":  # other servers ignore a header, and some refuse a field
         body.kvbench_kv_facts = True
     state.check_model(body.model)
-    body.refuse_unsupported()
     check_stops(state, body)
     prompts = await prompt_ids(state.tokenizer, body)
     generation = await Generation.start(state, body, prompts, DEFAULT_MAX_TOKENS)

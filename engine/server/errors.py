@@ -1,11 +1,12 @@
 """Refusals, in OpenAI's error shape: ``{"error": {"message", "type", "param", "code"}}``.
 
-    400  malformed JSON, a value of the wrong type or out of its range, a prompt over the limit
+    400  malformed JSON, a value of the wrong type or out of its range, a prompt over the limit, an option that the
+         engine does not have (code "unsupported")
     404  unknown model or path
     405  the path knows other methods
     413  a body over the limit
-    422  well-formed and valid, but not something this server can do: an option that the engine does not have, a
-         text prompt where there is no tokenizer, a request that the KV budget could never hold
+    422  a field that no engine has, and what this server cannot do: a text prompt where there is no tokenizer, a
+         request that the KV budget could never hold
     429  the waiting queue is at its limit; ``Retry-After`` says when to try again
     500  the engine failed while it worked on the request
     503  the engine takes no requests: it has failed for good, or the server is stopping
@@ -70,6 +71,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return APIError(400, message, param, code)
 
 
+def unsupported(message: str, param: str) -> APIError:
+    """400: the engine does not have what the field ``param`` asks for."""
+    return invalid(message, param, "unsupported")
+
+
 def unprocessable(message: str, param: str | None = None, code: str | None = None) -> APIError:
     """422: the request is well-formed, but this server cannot do it."""
     return APIError(422, message, param, code)
@@ -120,7 +126,9 @@ def install_error_handlers(app: FastAPI) -> None:
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
             refusal = APIError(405, f"{path} does not take {method}: use {allowed}", code="method_not_allowed")
-            return refusal.response()
+            response = refusal.response()
+            response.headers["allow"] = allowed
+            return response
         return APIError(error.status_code, str(error.detail)).response()
 
     async def on_bug(request: Request, error: Exception) -> Response:

@@ -1,50 +1,24 @@
 """Request bodies: pydantic models in strict mode.
 
-Strict: ``"5"`` is not a number and ``1`` is not ``true``. ``null`` is the default everywhere. An unknown field is
-ignored, as by other OpenAI-compatible servers, unless it would change the answer (``UNSUPPORTED``): then it is refused.
+Strict: ``"5"`` is not a number and ``1`` is not ``true``. ``null`` is the default everywhere. Fields that other engines
+have are refused or ignored by the tables of ``fields.py``, unknown ones are refused.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from engine.server.errors import from_validation, invalid, unprocessable
+from engine.server.errors import from_validation, invalid, unsupported
+from engine.server.fields import NESTED_IGNORED, check_fields, unknown_field
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64  # each one costs a comparison a token, and one more candidate a beam
 MAX_SALT_CHARACTERS = 1024
-
-# Options the engine does not have, with the values that change nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (None,),
-    "chat_template": (None,),
-    "frequency_penalty": (None, 0),
-    "function_call": (None, "none", "auto"),
-    "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "include_stop_str_in_output": (None, False),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
-    "modalities": (None, ["text"]),
-    "presence_penalty": (None, 0),
-    "prompt_embeds": (None,),
-    "prompt_logprobs": (None,),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "top_logprobs": (None, 0),
-    "truncate_prompt_tokens": (None,),
-}
 
 _BAD = "invalid_value"
 Prompt = str | list[int] | list[str] | list[list[int]]
@@ -56,11 +30,15 @@ class _Body(BaseModel):
 
     model: str | None = None
 
+    def check_fields(self) -> None:
+        """Refuse fields that the engine does not have and that are not ignored. Raises APIError: 400 or 422."""
+        check_fields(self.model_extra or {}, type(self).model_fields)
+
 
 class StreamOptions(BaseModel):
     """``include_usage``: a last chunk with the usage; ``continuous_usage_stats``: the usage so far in every chunk."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -74,7 +52,8 @@ class GenerationBody(_Body):
     searched as transformers does, of which the n best come back and count. Candidates are compared by all their
     tokens, so neither can go with stop strings, and a stream has an event for each choice at the end.
     ``priority``: 0 goes first, under the priority policy. ``cache_salt``: cached prefixes are shared only between
-    requests of the same salt. The names are vLLM's.
+    requests of the same salt. The names are vLLM's. ``generation_config``: see ``from_generation_config``.
+    ``min_tokens``: only where nothing ends an answer before ``max_tokens``, so that it changes nothing.
     """
 
     temperature: float | None = Field(None, ge=0, le=100)
@@ -95,8 +74,10 @@ class GenerationBody(_Body):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    generation_config: str | dict[str, Any] | None = None
     kvbench_stamp: bool | None = None
     kvbench_kv_facts: bool | None = None
 
@@ -142,24 +123,30 @@ class GenerationBody(_Body):
         """``max_completion_tokens`` is OpenAI's newer name and wins."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
-    def refuse_unsupported(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            neutral = UNSUPPORTED.get(name)
-            if neutral is not None and not any(_same(value, allowed) for allowed in neutral):
-                raise unprocessable(f"{name} is not supported by this server: leave it out", name, "unsupported")
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options is only allowed when stream is true", "stream_options", _BAD)
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.stream_options is not None:
+            check_nested("stream_options", self.stream_options)
+            if not self.stream:
+                raise invalid("stream_options is only allowed when stream is true", "stream_options", _BAD)
+        self._check_min_tokens()
         self._check_choosing()
 
+    def _check_min_tokens(self) -> None:
+        runs_on = self.ignore_eos and not self.stops and not self.stop_token_ids
+        if self.min_tokens and not (runs_on and self.token_limit is not None and self.min_tokens <= self.token_limit):
+            sentence = f"min_tokens cannot be {self.min_tokens} where something can end the answer before"
+            raise unsupported(f"{sentence}: send ignore_eos true, no stop, and a max_tokens as large", "min_tokens")
+
     def _check_choosing(self) -> None:
-        """Refuse (400 or 422) options that do not go with best_of or beam search, and those that need beam search."""
+        """Refuse (400) options that do not go with best_of or beam search, and those that need beam search."""
         n = self.choices_per_prompt
         if self.best_of is not None and self.best_of < n:
             raise invalid(f"best_of {self.best_of} is less than n {n}: raise best_of or lower n", "best_of", _BAD)
         name = "beam search" if self.use_beam_search else f"best_of {self.best_of} with n {n}"
         if self.chooses and self.stops:
             sentence = f"{name} compares candidates by their tokens and knows no stop strings"
-            raise unprocessable(f"{sentence}: use stop_token_ids, or cut the text yourself", "stop", "unsupported")
+            raise unsupported(f"{sentence}: use stop_token_ids, or cut the text yourself", "stop")
         if self.use_beam_search:
             self._refuse_sampling()
             return
@@ -169,7 +156,7 @@ class GenerationBody(_Body):
         ):
             if value not in (None, default):
                 sentence = f"{option} {value!r} is for beam search only: set use_beam_search to true or leave it out"
-                raise unprocessable(sentence, option, "unsupported")
+                raise unsupported(sentence, option)
 
     def _refuse_sampling(self) -> None:
         for option, value, neutral in (
@@ -179,7 +166,7 @@ class GenerationBody(_Body):
         ):
             if value not in neutral:
                 sentence = f"{option} {value} cannot go with beam search, which samples nothing: leave {option} out"
-                raise unprocessable(sentence, option, "unsupported")
+                raise unsupported(sentence, option)
 
 
 class CompletionBody(GenerationBody):
@@ -190,6 +177,13 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
 
 
+# Of OpenAI's messages, and thoughts as other engines return them.
+MESSAGE_FIELDS = (
+    "annotations", "audio", "function_call", "name", "reasoning", "reasoning_content", "refusal", "tool_call_id",
+    "tool_calls",
+)  # fmt: skip
+
+
 class ContentPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -198,12 +192,17 @@ class ContentPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message; further fields (name, tool_call_id ...) reach the chat template as they are."""
+    """One message; further fields reach the chat template as they are: OpenAI's, and those that the template reads."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Annotated[str, Field(min_length=1)]
     content: str | list[ContentPart] | None = None
+
+    def check_fields(self, template: str) -> None:
+        """Refuse (422) a field that neither OpenAI's API nor the text of the ``template`` knows."""
+        if any(name not in MESSAGE_FIELDS for name in self.model_extra or {}):
+            check_nested("messages", self, (*MESSAGE_FIELDS, *re.findall(r"\w+", template)))
 
     def plain(self) -> dict[str, Any]:
         """With the text parts joined, as a chat template wants it."""
@@ -211,11 +210,9 @@ class ChatMessage(BaseModel):
         if not isinstance(content, str):
             for part in content:
                 if part.type != "text" or part.text is None:
-                    raise unprocessable(
-                        f"a content part of type {part.type!r} is not supported by this server: send text parts",
-                        "messages",
-                        "unsupported",
-                    )
+                    sentence = f"a content part of type {part.type!r} is not supported by this server: send text parts"
+                    raise unsupported(sentence, "messages")
+                check_nested("content", part)
             content = "\n".join(part.text or "" for part in content)
         return {**(self.model_extra or {}), "role": self.role, "content": content}
 
@@ -229,12 +226,13 @@ class ChatBody(GenerationBody):
 
 
 class TokenizeBody(_Body):
-    """POST /tokenize: a prompt, or the messages of a chat."""
+    """POST /tokenize: a prompt, or the messages of a chat, with the options of its template."""
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(_Body):
@@ -247,17 +245,45 @@ Body = TypeVar("Body", bound=_Body)
 
 
 def parse(model: type[Body], raw: bytes) -> Body:
-    """``raw`` as ``model``.
+    """``raw`` as ``model``, with no field that would be silently ignored.
 
     Raises:
-        APIError: 400, with the first thing that is wrong.
+        APIError: 400 or 422, with the first thing that is wrong.
     """
     try:
-        return model.model_validate_json(raw)
+        body = model.model_validate_json(raw)
+        if isinstance(body, GenerationBody) and body.generation_config is not None:
+            sent = body.model_dump(exclude_unset=True, exclude={"generation_config"})
+            given = {name: value for name, value in sent.items() if value is not None}
+            body = model.model_validate({**from_generation_config(body.generation_config), **given})
     except ValidationError as error:
         raise from_validation(error) from None
+    body.check_fields()
+    return body
 
 
-def _same(value: Any, allowed: Any) -> bool:
-    """Equality in which 0 is not False."""
-    return isinstance(value, bool) == isinstance(allowed, bool) and value == allowed
+def from_generation_config(config: str | dict[str, Any]) -> dict[str, Any]:
+    """Fields of a body that say what the ``generation_config`` of transformers' chat client says; the body's own win.
+
+    Raises:
+        APIError: 400 for what is not an object in JSON.
+    """
+    try:
+        given = json.loads(config) if isinstance(config, str) else config
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise invalid("generation_config is an object in JSON: this is none", "generation_config", _BAD)
+    fields = {_OF_TRANSFORMERS.get(name, name): value for name, value in given.items() if name != "do_sample"}
+    return fields if given.get("do_sample") else {**fields, "temperature": 0.0}
+
+
+_OF_TRANSFORMERS = {"max_new_tokens": "max_tokens"}
+
+
+def check_nested(name: str, nested: BaseModel, known: Collection[str] = ()) -> None:
+    """Refuse (422) a field of an object that is neither its own, nor among ``known``, nor ignored."""
+    own = (*type(nested).model_fields, *known)
+    for field in nested.model_extra or {}:
+        if field not in own and field not in NESTED_IGNORED.get(name, ()):
+            raise unknown_field(field, own, name)

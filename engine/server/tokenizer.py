@@ -31,6 +31,11 @@ class ServerTokenizer:
     vocabulary: ByteVocabulary | None = None
     max_characters: int | None = None
 
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; empty where there is none."""
+        return str(getattr(self.chat, "chat_template", None) or "")
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if self.text_refusal is not None or self.backend is None:
             raise unprocessable(self.text_refusal or "there is no tokenizer", "prompt", "no_tokenizer")
@@ -65,7 +70,7 @@ class ServerTokenizer:
         Raises:
             APIError: 400 when the template refuses the conversation, 422 when there is no tokenizer.
         """
-        if self.chat is None or not getattr(self.chat, "chat_template", None):
+        if not self.chat_template:
             lines = [f"{message['role']}: {message['content']}" for message in messages]
             return self.encode("\n".join([*lines, "assistant:"] if add_generation_prompt else lines))
         try:

@@ -37,7 +37,7 @@ ODD_VALUES: list[Any] = [None, True, 0, -1, 1.5, 10**30, "", "x", "\u0000", [], 
 FIELDS = ["model", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n", "stream",
           "stop_token_ids", "stream_options", "echo", "best_of", "logprobs", "max_completion_tokens", "ignore_eos",
           "return_token_ids", "chat_template_kwargs", "tools", "user", "use_beam_search", "length_penalty",
-          "early_stopping", "priority", "cache_salt"]  # fmt: skip
+          "early_stopping", "priority", "cache_salt", "generation_config", "min_tokens"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -54,12 +54,15 @@ def test_no_value_of_any_field_makes_the_server_fail(server: RunningServer, path
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/nothing", 404), ("POST", "/v1/nothing", 404), ("GET", COMPLETIONS, 405), ("PUT", COMPLETIONS, 405),
-     ("POST", "/health", 405), ("DELETE", "/v1/models", 405), ("GET", "/v1/models/other", 404)],
+     ("POST", "/health", 405), ("DELETE", "/v1/models", 405), ("GET", "/v1/models/other", 404),
+     ("GET", "/health/", 404), ("POST", "/v1/completions/", 404), ("GET", "/", 404), ("OPTIONS", "/v1/models", 405)],
 )  # fmt: skip
 def test_unknown_paths_and_methods(server: RunningServer, method: str, path: str, status: int) -> None:
     reply = server.request(method, path)
     assert reply.status == status
     assert path in reply.error["message"] or "other" in reply.error["message"]
+    assert reply.error["type"] == "invalid_request_error"
+    assert ("allow" in reply.headers) == (status == 405)
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read(server: RunningServer) -> None:

@@ -132,8 +132,9 @@ def test_echo_puts_the_prompt_first(client: openai.OpenAI, stream: bool) -> None
         ({"prompt": [5] * 1024}, openai.BadRequestError, "context_length_exceeded", "1024"),
         ({"prompt": [5] * 1000, "max_tokens": 50}, openai.BadRequestError, "context_length_exceeded", "1050.*1024.*24"),
         ({"temperature": -1}, openai.BadRequestError, "invalid_value", "temperature"),
-        ({"logprobs": 5}, openai.UnprocessableEntityError, "unsupported", "logprobs"),
-        ({"presence_penalty": 0.5}, openai.UnprocessableEntityError, "unsupported", "presence_penalty"),
+        ({"logprobs": 5}, openai.BadRequestError, "unsupported", "logprobs"),
+        ({"presence_penalty": 0.5}, openai.BadRequestError, "unsupported", "presence_penalty"),
+        ({"extra_body": {"temprature": 0}}, openai.UnprocessableEntityError, "unknown_field", "'temperature'"),
         ({"prompt": [[5]] * 100, "n": 16}, openai.UnprocessableEntityError, "too_many_choices", "100.*16.*1024"),
     ],
 )

@@ -49,7 +49,8 @@ def test_server_info_tells_what_became_of_auto(server: RunningServer) -> None:
         "dtype": str(executor.model.lm_head.weight.dtype).removeprefix("torch."),
         "kernel_backend": "triton" if torch.cuda.is_available() else "numba",
         "cuda_graphs": torch.cuda.is_available(),
-        "fused_layers": str(getattr(executor.model, FUSION)),
+        "fused_layers": True,
+        "fused_layers_reason": str(getattr(executor.model, FUSION)),
         "num_threads": torch.get_num_threads(),
     }
 

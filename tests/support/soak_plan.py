@@ -100,7 +100,8 @@ def _bad(rng: random.Random) -> Ask:
         (404, {"prompt": prompt, "model": "another"}),
         (422, {"prompt": prompt, "n": MAX_NUM_SEQS + 1}),
         (422, {"prompt": prompt, "priority": -1}),
-        (422, {"prompt": prompt, "use_beam_search": True, "stop": "x"}),
+        (400, {"prompt": prompt, "use_beam_search": True, "stop": "x"}),
+        (422, {"prompt": prompt, "temprature": 0}),
         (422, {"prompt": "no tokenizer has this few ids"}),
     ]
     status, body = rng.choice(wrong)

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import pytest
 
@@ -105,6 +106,35 @@ def test_a_length_is_lowered_for_a_server_only_and_never_to_nothing():
     assert settle_length(EngineConfig(), 4096, SHAPE, 10_000, may_lower=False).max_model_len == 4096
     with pytest.raises(ValueError, match="smaller than one sequence"):
         capacity_of(settle_length(EngineConfig(), 4096, SHAPE, 100, may_lower=True), SHAPE, 100)
+
+
+@pytest.mark.parametrize("settings", [{"page_size": 1}, {"page_size": 16}, {"layout": "contiguous"}], ids=str)
+def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(tmp_path, settings):
+    folder = model_folder(str(tmp_path))
+
+    def start(budget):
+        config = EngineConfig(model=folder, device="cpu", max_num_seqs=2, kv_budget=budget, **settings)
+        return build_engine(config)
+
+    with pytest.raises(ValueError, match="kv_budget 1 ") as caught:
+        start(1)
+    assert "max_model_len to" not in str(caught.value)  # at no length would it do
+    least = int(re.search(r"below (\d+)", str(caught.value))[1])
+    with pytest.raises(ValueError, match=f"below {least}"):
+        start(least - 1)
+    engine = start(least)
+    engine.add_request(Request("a", (1,), SamplingParams(max_tokens=1)))
+    assert [len(output.token_ids) for output in engine.step()] == [1]
+
+
+def test_a_length_that_the_budget_does_not_hold_is_refused_with_the_longest_that_it_does():
+    config = EngineConfig(max_num_seqs=5, max_model_len=4096)
+    with pytest.raises(ValueError, match="lower max_model_len") as caught:
+        capacity_of(config, SHAPE, 10_000)
+    longest = int(re.search(r"max_model_len to (\d+)", str(caught.value))[1])
+    assert capacity_of(dataclasses.replace(config, max_model_len=longest), SHAPE, 10_000).max_concurrency(longest) == 1
+    with pytest.raises(ValueError, match="lower max_model_len"):
+        capacity_of(dataclasses.replace(config, max_model_len=longest + 1), SHAPE, 10_000)
 
 
 def test_what_a_device_has_free_lowers_the_length_once_it_is_known(tmp_path, monkeypatch):

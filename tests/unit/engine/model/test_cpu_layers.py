@@ -9,8 +9,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from engine.config import EngineConfig
+from engine.describe import describe_engine
 from engine.model.attention import FUSION, AttentionHost, StepTensors, install
 from engine.model.cpu_layers import use_cpu_layers
+from engine.model.loader import load_model, serve_another
 from engine.model.support_check import measure_kv
 from kernels import get_backend
 from kernels.layers_cpu import PackedLinear
@@ -156,3 +159,30 @@ def test_the_torch_backend_keeps_the_models_own_modules(tmp_path):
         assert hasattr(engine.executor.model, FUSION) == fused == engine.executor.host.fused_layers
     without = make_engine(model, "", slots=64, max_model_len=64, max_num_seqs=2, fused_layers=False)
     assert not without.executor.host.fused_layers
+
+
+def test_layers_that_are_not_wanted_are_not_tried_out(tmp_path):
+    folder = model_folder(str(tmp_path), "llama-wide")
+    model = load_model(EngineConfig(model=folder, device="cpu"))
+    settings = {"slots": 64, "max_model_len": 64, "max_num_seqs": 2}
+    engine = make_engine(model, folder, fused_layers=False, **settings)
+    assert not hasattr(engine.executor.model, FUSION)
+    assert any(type(module) is PackedLinear for module in engine.executor.model.modules())
+    told = describe_engine(engine)["resolved"]
+    assert (told["fused_layers"], told["fused_layers_reason"]) == (False, "turned off")
+    wanted = EngineConfig(model=folder, device="cpu")
+    assert serve_another(model, EngineConfig(model=folder, device="cpu", fused_layers=False)) is model
+    assert serve_another(model, wanted) is None  # its layers are packed: too late to fuse them
+    fused = load_model(wanted)
+    told = describe_engine(make_engine(fused, folder, **settings))["resolved"]
+    assert told["fused_layers"] is True
+    assert told["fused_layers_reason"].startswith("fused 2 MLPs")
+    assert serve_another(fused, EngineConfig(model=folder, device="cpu", fused_layers=False)) is fused
+
+
+def test_the_torch_backend_says_why_no_layer_is_fused(tmp_path):
+    folder = model_folder(str(tmp_path), "llama-wide")
+    engine = make_engine(loaded(folder, "torch"), folder, slots=64, max_model_len=64, max_num_seqs=2)
+    told = describe_engine(engine)["resolved"]
+    assert (told["kernel_backend"], told["fused_layers"]) == ("torch", False)
+    assert "torch has no kernels" in told["fused_layers_reason"]

@@ -44,6 +44,11 @@ def test_settings_that_cannot_work_are_refused():
         EngineConfig(fused_layers="yes")
     with pytest.raises(ValueError, match="fused_layers cannot be true with kernel_backend 'torch'"):
         EngineConfig(fused_layers=True, kernel_backend="torch")
+    with pytest.raises(ValueError, match="fused_layers cannot be true with dtype 'float16' on device 'cpu'"):
+        EngineConfig(fused_layers=True, dtype="float16", device="cpu")
+    with pytest.raises(ValueError, match="fused_layers cannot be true with dtype 'float16' on device 'cpu'"):
+        EngineConfig(fused_layers=True, dtype="float16").check_against_device("cpu")
+    assert EngineConfig(fused_layers=True, dtype="float16", device="cuda").fused_layers
 
 
 def test_what_only_a_gpu_has_is_refused_before_anything_is_loaded():

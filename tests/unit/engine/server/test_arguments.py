@@ -52,3 +52,31 @@ def test_flags_and_settings_translate_both_ways() -> None:
 def test_impossible_values_are_refused_with_a_sentence(flags: list[str]) -> None:
     with pytest.raises(ValueError, match=flags[1]):
         options_of(build_parser().parse_args(flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--fused-layers", "true"], ["--fused-layers", "--no-fused-layers", "'true'"]),
+        (["--no-fused-layers=false", "--port", "0"], ["--fused-layers", "--no-fused-layers", "'false'"]),
+        (["--enable-prefix-caching", "1", "--port", "0"], ["--no-enable-prefix-caching", "'1'"]),
+        (["--page-size", "x"], ["--page-size", "'x'"]),
+        (["--layout", "pagde"], ["--layout", "'pagde'", "paged"]),
+        (["--port"], ["--port"]),
+        (["--no-such-option"], ["--no-such-option"]),
+        (["stray"], ["stray"]),
+    ],
+)
+def test_an_option_that_cannot_be_is_one_sentence(flags: list[str], says: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        build_parser("kvbench serve").parse_args(flags)
+    said = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert all(word in said for word in says), said
+
+
+def test_switches_need_no_value() -> None:
+    config, _ = options_of(build_parser().parse_args(["--fused-layers", "--no-enable-prefix-caching"]))
+    assert (config.fused_layers, config.enable_prefix_caching) == (True, False)
