@@ -226,6 +226,7 @@ LLAMA_HERE = {"target": "llamacpp", "target_python": sys.executable}
 
 @pytest.mark.parametrize(("budget", "told"), [("65MiB", None), ("33MiB", "2,048"), ("17MiB", "1,024")])
 def test_what_a_multiple_of_256_tokens_loses_of_a_budget_is_said_before_the_launch(workload, budget, told):
+    pytest.importorskip("gguf")
     choice = chosen(workload(engine=ENGINE | {"kv_budget": budget}), **LLAMA_HERE)
     launcher, engine = choice.new_target().launcher, choice.workload.engine
     line = launcher.command(engine, model="/m", port=1, scratch="/s")
