@@ -144,7 +144,7 @@ def load(**options: Any) -> int:
     Exit codes:
       0    measured; that the server refused requests by errors of its own is a finding, and said
       1    canaries were answered wrongly (--find-max-rate: that is a rate which is missed)
-      2    usage or bad input; nothing was sent
+      2    usage or bad input, or no server; nothing was sent
       3    --find-max-rate ended before its interval was within the tolerance (--max-runs, --max-minutes), its runs were
            too short to tell, or the client was the limit before the server
       4    the load is invalid, or could not be driven to its end

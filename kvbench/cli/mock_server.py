@@ -38,8 +38,9 @@ def mock_server(**options: Any) -> int:
 
     Every chunk is stamped with the moment of its sending where the request asks for it (x-kvbench-stamp: 1); GET
     /stamps tells all schedules and sends afterwards. One request changes the schedule through its model's name, as a
-    query of ttft_ms, itl_ms, jitter, in_step, tokens_per_chunk, events_per_write, cached_tokens and fault. The shares
-    of --fail-rate, --truncate-rate and --drop-rate are 1 at most together.
+    query of ttft_ms, itl_ms, jitter, in_step, tokens_per_chunk, events_per_write, cached_tokens, textless (tokens at
+    the end without text) and fault. A word of a text is a token. The shares of --fail-rate, --truncate-rate and
+    --drop-rate are 1 at most together.
 
     \b
     Example:

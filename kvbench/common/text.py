@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from textwrap import shorten
 from typing import Any
 
 _MESSAGE_CHARACTERS = 120  # of a server's message
@@ -126,18 +125,31 @@ def calibration_words(settings: Mapping[str, Any], figures: Mapping[str, Any]) -
     return f"{settings['streams']} streams of {settings['itl_ms']:g} ms ITL{over}: {known.replace('%', ' %')}"
 
 
-def failure_words(messages: Mapping[str, Mapping[str, Any]], kinds: bool = False, failed: int = 0) -> str:
-    """server_error: 'Context size has been exceeded.' x 32; ``messages``: by kind, with ``kinds`` in front of each.
+def shorten(text: str, most: int) -> str:
+    """``text`` in one line, cut to ``most`` characters with " ..." at the end."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 4].rstrip()} ..."
 
-    ``failed``: all failures; of more than the messages account for, "most often" is said.
+
+def failure_words(messages: Mapping[str, Mapping[str, Any]], sent: int, kinds: bool = False) -> str:
+    """``32 of 52: "Context size has been exceeded."``: how many of the requests ``sent`` failed with which sentence.
+
+    ``messages``: the most frequent of each kind of failure, as ``most_frequent_failures`` returns them; with ``kinds``
+    in front of each.
     """
-    found = (
-        f"{f'{kind}: ' if kinds else ''}{shorten(each['message'], _MESSAGE_CHARACTERS, placeholder=' ...')!r} x "
-        f"{each['requests']}"
-        for kind, each in messages.items()
-    )
-    told = sum(each["requests"] for each in messages.values())
-    return ("most often " if 0 < told < failed else "") + ", ".join(found)
+    return ", ".join(f"{each['requests']} of {sent}: {_quoted(kind, each, kinds)}" for kind, each in messages.items())
+
+
+def failed_words(messages: Mapping[str, Mapping[str, Any]], failed: int, sent: int, kinds: bool = False) -> str:
+    """``32 of 52 requests failed: "Context size has been exceeded."``; what failed otherwise has counts of its own."""
+    text = f"{failed} of {sent} requests failed"
+    if len(messages) == 1 and next(iter(messages.values()))["requests"] == failed:
+        return f"{text}: {_quoted(*next(iter(messages.items())), kinds)}"
+    return f"{text}; {failure_words(messages, sent, kinds)}" if messages else text
+
+
+def _quoted(kind: str, failure: Mapping[str, Any], kinds: bool) -> str:
+    return f'{f"{kind}: " if kinds else ""}"{shorten(str(failure["message"]), _MESSAGE_CHARACTERS)}"'
 
 
 def clock(seconds: float) -> str:

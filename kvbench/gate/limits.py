@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.common.text import and_more, plural
+from kvbench.common.text import and_more, failure_words, plural
 from kvbench.gate.canaries import SUITE, judge_canaries
 from kvbench.gate.policy import WITHIN, Limit, Policy, matches
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
@@ -32,6 +32,7 @@ from kvbench.runs.quality import QualityResult, figure, read_quality
 from kvbench.runs.read import read_run
 
 _CAUSE_INVALIDITY = ("failure_rate", "failed", "pages_owned_after")
+_FAILURES = ("failure_rate", "failed")
 _NEED_SLO = ("goodput_share", "goodput", "steady_goodput")
 _MOST_NAMED = 5  # cells in one sentence
 _MOST_REASONS = 3  # limits of quality.json in one sentence
@@ -138,6 +139,8 @@ def _judge_cell(run: Run, cell: MeasuredCell, limit: Limit) -> Finding:
     if measured.uncertain:
         details.append("it rests on fewer samples than such a percentile needs: send more requests for a firm one")
     found = _hold(limit, where, values, unit, details, window=metric_names.window_of(limit.what, cell))
+    if limit.what in _FAILURES and (why := failure_words(cell.failure_messages, cell.sent)):
+        found = replace(found, sentence=f"{found.sentence}; {why}")
     if cell.valid or (limit.what in _CAUSE_INVALIDITY and (found.outcome == FAIL or cell.doubt == "refused")):
         return found
     return _invalid(limit, where, _reasons(cell))

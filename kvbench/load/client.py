@@ -108,6 +108,11 @@ class StreamingClient:
         """The newest exchange, also when it was interrupted."""
         return self._raw
 
+    @property
+    def status(self) -> int:
+        """The HTTP status of the newest exchange; 0: it had no whole response head."""
+        return self._reader.status
+
     def _is_quiet(self) -> bool:
         """Whether nothing, not even a close, has come over the kept connection since the last response.
 

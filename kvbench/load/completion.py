@@ -6,14 +6,15 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from kvbench.common.machine import boot_id
 from kvbench.common.secrets import without_key
+from kvbench.common.server_errors import error_sentence
 from kvbench.load.http import OPENAI, Dialect, MalformedStream, Response, events
 
 _SLICE = 32  # events parsed between two pauses: about 0.15 ms
-_ERROR_CHARS = 300
 _MOST_TOKENS = 1 << 31  # ids and counts are stored in 32 bits
 _TEXT, _IDS = (str, type(None)), (list, type(None))
 SENT_TOGETHER_S = 0.0005
@@ -68,11 +69,24 @@ class Completion:
             self.finish_reason = without_key(self.finish_reason, variable)
 
 
+@dataclass(frozen=True)
+class _Empty:
+    """A chunk without text or ids. ``told``: tokens until then by its usage, None without; ``ends``: it is the last."""
+
+    when: float
+    read: int
+    sent: float | None
+    told: int | None
+    ends: bool
+
+
 @dataclass
 class _Sequence:
     """What has come of one of a request's sequences.
 
-    ``read``, ``sent``: the piece that brought its newest chunk, and the server's send stamp of it [s].
+    ``read``, ``sent``: the piece that brought its newest chunk, and the server's send stamp of it [s]. ``told``: tokens
+    until its newest text, where chunks have a usage. ``tail``: empty chunks since its newest text; ``skipped``: those
+    before it.
     """
 
     text: list[str] = field(default_factory=list)
@@ -80,6 +94,10 @@ class _Sequence:
     finish_reason: str | None = None
     read: int = -1
     sent: float | None = None
+    when: float = 0.0
+    told: int | None = None
+    tail: list[_Empty] = field(default_factory=list)
+    skipped: int = 0
 
 
 def judge(
@@ -111,12 +129,13 @@ def judge(
     if not response.status:
         out.fail("truncated", "no whole response head")
     elif response.status != 200:
-        out.fail("http_error", f"HTTP {response.status}: {_error_text(response.body)}")
+        out.fail("http_error", f"HTTP {response.status}: {error_sentence(response.body)}")
     else:
         try:
             _read_events(out, sequences, response, times, pause)
         except MalformedStream as problem:
             out.fail("malformed", str(problem))
+        _add_textless_end(out, sequences)
         _join(out, sequences, dialect)
         _check(out, max_tokens, dialect, n, best_of)
     _close(out)
@@ -160,11 +179,13 @@ def _take(
         raise MalformedStream("{} is not JSON", data) from None
     if not isinstance(event, dict):
         raise MalformedStream("{} is not an object", data)
-    if event.get("error"):
-        out.fail("server_error", _error_text(data))
+    if event.get("error") or event.get("object") == "error":
+        out.fail("server_error", error_sentence(data))
         return
+    told = None
     if event.get("usage"):
         _take_usage(out, event["usage"])
+        told = out.output_tokens
     choices = event.get("choices")
     if not choices:
         return
@@ -188,6 +209,11 @@ def _take(
                 _add_chunk(out, sequence, text or "", ids, when, read, sent)
                 if out.chunk_choices is not None:
                     out.chunk_choices.append(number)
+                if sequence.tail:
+                    sequence.skipped, sequence.tail = sequence.skipped + len(sequence.tail), []
+                sequence.told = told
+            elif sequence.text or not (choice.get("delta") or {}).get("role"):  # which only announces an answer
+                sequence.tail.append(_Empty(when, read, sent, told, reason is not None))
     except (AttributeError, KeyError, TypeError):
         raise MalformedStream("{} has no readable choice", data) from None
 
@@ -198,7 +224,7 @@ def _add_chunk(
     """Adds a chunk with tokens. ``sent``: the server's stamp; what it sent together may share a read."""
     together = sent is not None and sequence.sent is not None and sent - sequence.sent < SENT_TOGETHER_S
     out.coalesced += read == sequence.read and not together
-    sequence.read, sequence.sent = read, sent
+    sequence.read, sequence.sent, sequence.when = read, sent, when
     out.chunk_times.append(when)
     if sent is not None:
         out.sent_times.append(sent)
@@ -211,6 +237,54 @@ def _add_chunk(
     elif out.chunk_tokens is not None:
         out.chunk_tokens.append(len(ids))
         sequence.ids.extend(ids)
+
+
+def _add_textless_end(out: Completion, sequences: Sequence[_Sequence]) -> None:
+    """Adds the chunks after the last text that brought tokens without text, where no token ids tell which did.
+
+    An end token and half a character have no text.
+    """
+    if out.output_tokens is None or out.chunk_tokens is not None:
+        return
+    found = _told_by_running_usage(sequences)
+    if found is None:
+        found = _told_by_tokens_left(out, sequences)
+    for number, empty in found:
+        _add_chunk(out, sequences[number], "", None, empty.when, empty.read, empty.sent)
+        if out.chunk_choices is not None:
+            out.chunk_choices.append(number)
+    if out.chunk_choices is not None and found:  # one sequence may have ended before another's last text
+        both = sorted(zip(out.chunk_times, out.chunk_choices, strict=True), key=lambda each: each[0])
+        out.chunk_times, out.chunk_choices = [when for when, _ in both], [number for _, number in both]
+        out.sent_times.sort()
+
+
+def _told_by_running_usage(sequences: Sequence[_Sequence]) -> list[tuple[int, _Empty]] | None:
+    """Those whose usage counts more tokens than the one before; None where not every chunk has a usage."""
+    tail = sequences[0].tail
+    counts = [sequences[0].told, *(empty.told for empty in tail)]
+    if len(sequences) > 1 or None in counts:
+        return None
+    return [(0, empty) for (before, after), empty in zip(pairwise(counts), tail, strict=True) if after > before]
+
+
+def _told_by_tokens_left(out: Completion, sequences: Sequence[_Sequence]) -> list[tuple[int, _Empty]]:
+    """Those for which the usage has tokens left over, if each chunk with text brought one; none if they are too few.
+
+    The chunk of the finish_reason comes with the last token or at once after it. So it brought one if tokens are still
+    left over and it was not sent together with the chunk before it.
+    """
+    left = (out.output_tokens or 0) - len(out.chunk_times) - sum(sequence.skipped for sequence in sequences)
+    within = [(number, e) for number, sequence in enumerate(sequences) for e in sequence.tail if not e.ends]
+    ends = [
+        (number, empty)
+        for number, sequence in enumerate(sequences)
+        for before, empty in pairwise((sequence, *sequence.tail))
+        if empty.ends and empty.when - before.when >= SENT_TOGETHER_S
+    ]
+    if left < len(within):
+        return []
+    return [*within, *ends] if len(ends) <= left - len(within) else within
 
 
 def _join(out: Completion, sequences: Sequence[_Sequence], dialect: Dialect) -> None:
@@ -227,15 +301,14 @@ def _join(out: Completion, sequences: Sequence[_Sequence], dialect: Dialect) -> 
 def _take_usage(out: Completion, usage: Any) -> None:
     try:
         details = usage.get("prompt_tokens_details") or {}
-        counts = usage["prompt_tokens"], usage["completion_tokens"], details.get("cached_tokens") or 0
-        if not all(0 <= int(count) < _MOST_TOKENS for count in counts):
-            raise ValueError
-        out.prompt_tokens, out.output_tokens = int(counts[0]), int(counts[1])
-        cached = details.get("cached_tokens")
-        out.cached_tokens = None if cached is None else int(cached)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        cached, prompt, output = details.get("cached_tokens"), usage["prompt_tokens"], usage["completion_tokens"]
+    except (KeyError, TypeError, AttributeError):
         lacks = "usage {} lacks readable prompt_tokens or completion_tokens"
         raise MalformedStream(lacks, str(usage)) from None
+    for name, count in {"prompt_tokens": prompt, "completion_tokens": output, "cached_tokens": cached or 0}.items():
+        if type(count) is not int or not 0 <= count < _MOST_TOKENS:
+            raise MalformedStream(f"usage has {name} {{}}, which is no number of tokens", str(count))
+    out.prompt_tokens, out.output_tokens, out.cached_tokens = prompt, output, cached
 
 
 def _check(out: Completion, max_tokens: int, dialect: Dialect, n: int, best_of: int | None) -> None:
@@ -296,14 +369,3 @@ def _close(out: Completion) -> None:
 def _storable(text: Any) -> Any:
     """Text that UTF-8 can hold: JSON may carry half of a surrogate pair."""
     return text if text is None or text.isascii() else text.encode("utf-8", "replace").decode()
-
-
-def _error_text(body: bytes) -> str:
-    """The message of an OpenAI-shaped error, or the body's beginning."""
-    text = body.decode("utf-8", "replace")
-    try:
-        error = json.loads(body)["error"]
-        text = str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    return text[:_ERROR_CHARS].strip()

@@ -313,7 +313,8 @@ class Response(ResponseReader):
 def events(body: bytes) -> tuple[list[tuple[bytes, int]], bytes]:
     """The ``data`` of each server-sent event with the position just after it, and what is left over.
 
-    Follows the WHATWG rules: comments and other fields are skipped, several data lines are joined.
+    Follows the WHATWG rules: comments and other fields are skipped, several data lines are joined. A line
+    ``error: JSON``, which llama.cpp sent until September 2025, is read as the event ``{"error": JSON}``.
     MalformedStream for a line that is no field at all.
     """
     found, begin = [], 0
@@ -335,6 +336,8 @@ def _data_lines(block: bytes) -> bytes | None:
         name, colon, value = line.partition(b":")
         if not line or not name:
             continue  # a comment
+        if name == b"error" and colon:
+            return b'{"error":%b}' % value
         if name not in (b"data", b"event", b"id", b"retry") or (name == b"data" and not colon):
             raise MalformedStream("{} is not a field of a server-sent event", line)
         if name == b"data":

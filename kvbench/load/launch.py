@@ -42,7 +42,8 @@ _FROM_WORKLOAD = (
 )  # fmt: skip
 
 Progress = Callable[[int, int, int, float], None]  # done, total, failed, elapsed seconds
-Phase = Callable[[str, int], None]  # "begin" or "measured", the client's pid
+Phase = Callable[[str, int], None]  # "begin", DRAIN or "measured", the client's pid
+DRAIN = "drain"  # the last request is sent, and answers are still to come
 
 
 def make_requests(
@@ -131,7 +132,8 @@ def drive(
     """Run the client to its end. ``check`` is called twice a second and may raise (the server is gone).
 
     ``arguments``: further ones of the load process (``--master`` ...; the wait for workers counts beside ``limit_s``).
-    ``on_phase`` is called as the first request is due and as the last one has ended, while the client still runs.
+    ``on_phase`` is called as the first request is due, as all are sent (by a client of one process) and as the last
+    one has ended, while the client still runs.
 
     Raises:
         MeasurementError: the client could not drive the load or did not end within ``limit_s``.
@@ -207,8 +209,8 @@ def _follow(
         if line.strip():
             heard, event = now, _event(line)
             name = event.get("event")
-            if name in ("begin", "measured"):
-                phase = name
+            if name in ("begin", DRAIN, "measured"):
+                phase = phase if name == DRAIN else name
                 on_phase(name, process.pid)
             elif name == "progress":
                 on_progress(event["done"], event["total"], event["failed"], event["elapsed_s"])

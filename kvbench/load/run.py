@@ -75,6 +75,7 @@ class Load:
     def __init__(self, spec: LoadSpec, requests: RequestList) -> None:
         self.spec, self.requests, self.session = spec, requests, LoadSession(spec, requests)
         self.events = process.LoadEvents(len(requests), on_stop=self._on_stop)
+        self._all_sent = False  # and said so
 
     def run(self) -> int:
         """Returns the exit code; 128 + signal when it was stopped by one."""
@@ -120,6 +121,9 @@ class Load:
         return self.events.stopped
 
     def _progress(self) -> None:
+        if not self._all_sent and self.session.all_sent:
+            self._all_sent = True
+            self._say("drain")
         self._say("progress")
 
     def _say(self, event: str, **more: Any) -> None:

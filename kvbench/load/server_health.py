@@ -7,23 +7,27 @@ from collections.abc import Callable
 
 import gevent
 
+from kvbench.common.server_errors import error_sentence
 from kvbench.load.client import RawStream, StreamingClient
+from kvbench.load.http import Response
 from kvbench.load.spec import LoadSpec
 
 _ABSENT = ("refused", "connect_timeout", "connection", "timeout")
 _AWAY = ("refused", "connection", "dropped", "truncated")  # nobody is there, or no longer
 _MIN_IN_A_ROW = 8
 _ANSWER_LIMIT_S = 5.0
+_REFUSED = 500  # HTTP statuses from here on are the server's own fault
+_ASK_AGAIN_S = 1.0
 
 
 class ServerHealth:
     """Follows how requests end. ``gone``: why the load ends early; None while it goes on.
 
-    A server is suspected when max(8, twice the requests in flight) requests in a row could not connect or timed out,
-    and no stream has brought a byte since the first of them ended. With a limit on requests in flight (closed loop, or
-    max_concurrency) the load then ends: otherwise each request left would wait for its time-out. Without a limit,
-    requests go on being sent as long as GET /health gets an answer of any status within 5 s: slowness is a result.
-    A load may have too few requests left for that: ``look_once_more`` after the last one.
+    A server is suspected when max(8, twice the requests in flight) requests in a row could not connect, timed out or
+    were answered 5xx, and no stream has brought a byte since the first of them ended. It is gone when GET /health gets
+    no answer within 5 s, or twice 5xx. With a limit on requests in flight (closed loop, or max_concurrency) one that
+    lets requests time out is gone whatever /health says: each request left would wait for its time-out. Else slowness
+    and refusals are a result. A load may have too few requests left for that: ``look_once_more`` after the last one.
     """
 
     def __init__(self, spec: LoadSpec, new_client: Callable[[], StreamingClient]) -> None:
@@ -34,6 +38,7 @@ class ServerHealth:
         self._in_a_row = 0
         self._since = 0.0
         self._last_kind, self._last_error, self._is_closed = "", "", False
+        self._is_refused = False  # the newest answer was 5xx
         self._asking: gevent.Greenlet | None = None
 
     def begin(self, client: StreamingClient) -> None:
@@ -44,12 +49,13 @@ class ServerHealth:
         """It has ended with ``raw``."""
         self.open.discard(client)
         self._is_closed = not client.is_open
+        self._is_refused = raw.error_kind is None and client.status >= _REFUSED
         if raw.error_kind is not None:
             self._last_kind, self._last_error = raw.error_kind, raw.error or raw.error_kind
-        if raw.error_kind not in _ABSENT:
+        if raw.error_kind not in _ABSENT and not self._is_refused:
             self._in_a_row = 0
             return
-        if self._in_a_row == 0 or self._heard(raw):
+        if self._in_a_row == 0 or (self._heard(raw) and not self._is_refused):
             self._in_a_row, self._since = 0, raw.end
         self._in_a_row += 1
         if self._in_a_row >= max(_MIN_IN_A_ROW, 2 * (self._limit or len(self.open))) and self._asking is None:
@@ -58,25 +64,28 @@ class ServerHealth:
     def _suspect(self) -> None:
         if any(self._heard(client.last_raw) for client in self.open):
             self._in_a_row = 0
-        elif self._limit:
+        elif self._limit and self._last_kind in _AWAY and not self._is_refused:
             self._is_gone()
         else:
-            self._asking = gevent.spawn(self._ask)
+            self._asking = gevent.spawn(self._ask, self._limit is not None and not self._is_refused)
 
-    def _is_gone(self) -> None:
-        away = self._last_kind in _AWAY
+    def _is_gone(self, said: str | None = None) -> None:
+        """``said``: what /health says, where it says why."""
+        away = self._last_kind in _AWAY and said is None
         self.gone = "the server " + (
-            f"went away ({self._last_error})" if away else f"stopped answering: {self._last_error}"
+            f"went away ({self._last_error})" if away else f"stopped answering: {said or self._last_error}"
         )
 
     def look_once_more(self) -> None:
-        """After the last request: a server that closed its connection and answers no other request is gone."""
-        if self.gone is not None or not self._is_closed:
+        """After the last request: a server that closed its connection, or answered 5xx, may be gone."""
+        if self.gone is not None or not (self._is_closed or self._is_refused):
             return
         answer = self._get_health()
         if answer.error_kind in _AWAY:
             self._last_kind, self._last_error = answer.error_kind, answer.error or answer.error_kind
             self._is_gone()
+        elif said := self._why_unhealthy(answer):
+            self._is_gone(said)
 
     def _get_health(self) -> RawStream:
         """What GET /health brings within 5 s."""
@@ -92,12 +101,29 @@ class ServerHealth:
         client.close()
         return answer
 
-    def _ask(self) -> None:
-        answered = self._get_health().error_kind is None or not self._in_a_row
+    def _why_unhealthy(self, answer: RawStream) -> str | None:
+        """What /health says after an ``answer`` of 5xx, if it still is that a second later; None where it serves."""
+        for wait_s in (_ASK_AGAIN_S, 0.0):
+            response = Response(answer.chunks) if answer.error_kind is None else None
+            if response is None or response.status < _REFUSED:
+                return None
+            if wait_s:
+                gevent.sleep(wait_s)
+                answer = self._get_health()
+        said = error_sentence(response.body)
+        return f"/health answers {response.status}" + (f' "{said}"' if said else "")
+
+    def _ask(self, whatever: bool) -> None:
+        """Ends the load if /health has no answer, or says that the server does not serve; or ``whatever`` it says."""
+        answer = self._get_health()
+        if self._is_refused and answer.error_kind is not None:
+            self._last_kind, self._last_error = answer.error_kind, f"/health: {answer.error or answer.error_kind}"
+        said = self._why_unhealthy(answer)
+        answered = (answer.error_kind is None and not said and not whatever) or not self._in_a_row
         if answered or any(self._heard(c.last_raw) for c in self.open):
             self._in_a_row = 0
         else:
-            self._is_gone()
+            self._is_gone(said)
         self._asking = None
 
     def _heard(self, raw: RawStream) -> bool:

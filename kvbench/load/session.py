@@ -126,6 +126,11 @@ class LoadSession:
         return not self.health.open and bool(self.pending or self.thinking)
 
     @property
+    def all_sent(self) -> bool:
+        """True when the last request is under way or has come back."""
+        return self.returned + len(self.health.open) == self.total
+
+    @property
     def unparsed(self) -> int:
         """How many requests have come back and are not judged yet."""
         return self.returned - self.done

@@ -165,7 +165,8 @@ def _requests(metrics: Mapping[str, Any]) -> list[str]:
         parts.append(f"{unsent} later turns of their conversations were not sent")
     client, first = metrics.get("client") or {}, metrics.get("first_failure")
     parts += [f"{client[name]} {words}" for name, words in _COUNTS.items() if client.get(name)]
-    most = failure_words(metrics.get("failure_messages") or {}, kinds=True)
+    sent = metrics["completed"] + metrics["failed"]
+    most = failure_words(metrics.get("failure_messages") or {}, sent, kinds=True)
     return [
         "; ".join(parts),
         f"most frequent failures: {most}" if most else "",

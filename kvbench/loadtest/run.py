@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from kvbench.common.errors import (
     EXIT_OK,
     EXIT_REGRESSION,
     MeasurementError,
-    RefusedError,
     UsageError,
 )
 from kvbench.common.files import check_output_dir, read_json, write_json
@@ -41,10 +41,10 @@ from kvbench.loadtest.options import (
 )
 from kvbench.loadtest.result import lengths_of, show, stored
 from kvbench.measure.live_server import LiveServer
-from kvbench.measure.load import LoadSetup, UnstoredError, measure_load, requests_for
+from kvbench.measure.load import DRAIN, PREPARE, LoadSetup, UnstoredError, measure_load, requests_for
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
-from kvbench.runs.work import FolderWork, kept, work_in
+from kvbench.runs.work import FolderWork, begun, kept, work_in
 from kvbench.targets.base import Target
 from kvbench.targets.choose import preset_named, running_server
 from kvbench.workload.design import LoadPoint, load_point
@@ -88,7 +88,8 @@ def load_command(
         manifest = describe(loaded, point, target_facts(target), search=search, sharing=clients.facts)
         with _work(output_dir, manifest["command"], resume, say) as (path, work):
             folder = open_folder(path, manifest, resume=resume)
-            calibrator = Calibrator(folder.path, not options["no_calibration"], console.print, console.print)
+            told = StatusText(console)
+            calibrator = Calibrator(folder.path, not options["no_calibration"], told.say, console.print)
 
             def check() -> None:
                 work.check()
@@ -97,11 +98,13 @@ def load_command(
             setup = LoadSetup(
                 loaded.load, loaded.seed, target, {"target": target.base_url}, target.server_info(), None, check,
                 client=clients.spec, arguments=clients.arguments, sends_here=clients.workers is None,
-                calibrate=calibrator if clients.workers is None else None,
+                calibrate=calibrator if clients.workers is None else None, on_phase=told.phase,
             )  # fmt: skip
             if clients.notice:
                 say(clients.notice)
-            runner = LoadRunner(setup, point, folder, console, options["num_warmups"], calibrator, requests)
+            runner = LoadRunner(setup, point, folder, console, options["num_warmups"], calibrator, requests, told)
+            if output_dir is not None:
+                work.close = partial(runner.say_what_is_kept, work, resume_command(manifest["command"], resume))
             next_step = "give the same command and --resume" if output_dir is not None else ""
             return runner.search(plan, next_step) if plan else runner.run(next_step)
         return EXIT_INTERRUPTED
@@ -132,9 +135,50 @@ def _work(
         return
     check_output_dir(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    resume_command = shlex.join([*command, *([] if resume else ["--resume"])])
-    with work_in(output_dir, kept(resume_command), say) as work:
+    with work_in(output_dir, kept(resume_command(command, resume)), say) as work:
         yield output_dir, work
+
+
+def resume_command(command: Sequence[str], resume: bool) -> str:
+    """How to go on with a load that was begun by ``command``. ``resume``: it was given --resume itself."""
+    return shlex.join([*command, *([] if resume else ["--resume"])])
+
+
+_PHASES = {
+    PREPARE: "preparing the server's cache and the client",
+    "begin": "sending",
+    DRAIN: "all sent, waiting for the last answers",
+    "measured": "reading the answers",
+}
+
+
+class StatusText:
+    """What goes on at the moment, on a terminal in the line that is shown; elsewhere ``say`` prints a line."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._name = self._phase = ""
+        self._update: Callable[[str], None] = lambda text: None
+
+    def begin(self, name: str, update: Callable[[str], None]) -> None:
+        """``update`` shows the text of a line about the load ``name`` from here on."""
+        self._name, self._update = name, update
+
+    def say(self, text: str) -> None:
+        """Something else that takes seconds is being done."""
+        if self._console.is_terminal:
+            self._update(f"{self._name}: {text}")
+        else:
+            print_plain(self._console, text)
+
+    def phase(self, phase: str) -> None:
+        """What the load does from here on."""
+        self._phase = _PHASES[phase]
+        self._update(f"{self._name}: {self._phase}")
+
+    def progress(self, done: int, total: int, failed: int, seconds: float) -> None:
+        """How far it is."""
+        self._update(f"{self._name}: {self._phase}, {done}/{total} requests, {failed} failed, {seconds:.0f} s")
 
 
 def target_facts(target: Target) -> dict[str, Any]:
@@ -158,6 +202,7 @@ class LoadRunner:
     warm_ups: int
     calibrator: Calibrator
     requests: list[Any]
+    told: StatusText
     measured: int = 0
 
     def run(self, next_step: str) -> int:
@@ -218,6 +263,11 @@ class LoadRunner:
             print_plain(self.console, f"to go on {next_step}: finished runs are not run again")
         return code
 
+    def say_what_is_kept(self, work: FolderWork, command: str) -> None:
+        """At an early end: where no load was measured to its end, ``command`` begins again."""
+        if not (self.measured or any(self.folder.finished_runs())):
+            work.next_step = begun(command)
+
     def measure(
         self, setup: LoadSetup, point: LoadPoint, number: int, out: Path, made: list[Any] | None, **how: Any
     ) -> dict[str, Any]:
@@ -231,6 +281,7 @@ class LoadRunner:
         name = point.load_id
         server = LiveServer()
         with status_line(self.console, f"{name}: {len(requests)} requests", more=server.rows) as update:
+            self.told.begin(name, update)
             unstored = None
             try:
                 result = measure_load(
@@ -240,9 +291,7 @@ class LoadRunner:
                     path.resolve(),
                     out.resolve(),
                     first=not self.measured,
-                    on_progress=lambda done, total, failed, s: update(
-                        f"{name}: {done}/{total} requests, {failed} failed, {s:.0f} s"
-                    ),
+                    on_progress=self.told.progress,
                     on_reading=server.take,
                     **how,
                 )
@@ -263,12 +312,13 @@ class LoadRunner:
         return kept
 
     def _warm_up(self, setup: LoadSetup, point: LoadPoint) -> WarmUp:
-        with status_line(self.console, "warming up"):
-            try:
-                warm = warm_up(setup, point, self.warm_ups)
-            except RefusedError:
-                raise
-            except MeasurementError as error:
-                raise MeasurementError(f"{error}, or leave warm-ups out with --num-warmups 0") from error
+        began, answers = time.monotonic(), ["no request answered"]
+
+        def on_answer(answered: int, of: int) -> None:
+            answers.append(f"{answered} of {of} requests answered")
+
+        with status_line(self.console, "warming up") as update:
+            update(lambda: f"warming up: {answers[-1]}, {time.monotonic() - began:.0f} s")
+            warm = warm_up(setup, point, self.warm_ups, on_answer)
         self.folder.update(warm_up=warm.to_json())
         return warm

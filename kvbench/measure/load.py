@@ -23,7 +23,7 @@ from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.foreign_cpu import MachineWatch, contention_reasons
-from kvbench.common.text import failure_words
+from kvbench.common.text import failed_words, failure_words
 from kvbench.load import launch
 from kvbench.load.validity import UNKNOWN_STREAMS, client_reasons
 from kvbench.measure import server_state
@@ -42,6 +42,7 @@ from kvbench.targets.prometheus import (
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 
+PREPARE, DRAIN = "prepare", launch.DRAIN
 _MEMORY_DISK = Path("/dev/shm")
 
 
@@ -53,7 +54,8 @@ class LoadSetup:
     /server_info; ``server_log``: where its output goes, None if it is not ours; ``check``: called every 0.5 s,
     raises when the measurement must end; ``client``: further fields of LoadSpec; ``calibrate``: gives the load client's
     calibration for a load, given the one from before the load (None: nobody calibrates); ``arguments``: of the load
-    process; ``sends_here`` False: it only leads workers on other machines; ``poll_s``: between readings of /metrics.
+    process; ``sends_here`` False: it only leads workers on other machines; ``poll_s``: between readings of /metrics;
+    ``on_phase``: is told what a load does from here on: ``PREPARE``, "begin", ``DRAIN`` (all is sent), "measured".
     """
 
     load: LoadConfig
@@ -68,6 +70,7 @@ class LoadSetup:
     sends_here: bool = True
     poll_s: float = POLL_INTERVAL_S
     calibrate: Callable[[ClientLoad, Calibration | None], Calibration | None] | None = None
+    on_phase: Callable[[str], None] = lambda phase: None
 
     def requests(self, point: LoadPoint, repeat: int, seed: int | None = None) -> list[Any]:
         """The requests of one load. Raises MeasurementError when none can be made for this server."""
@@ -118,6 +121,7 @@ def measure_load(
         UnstoredError: it was, and cannot be written to ``out``.
     """
     prepared = prepare(setup, point, requests, requests_file, out, first=first)
+    on_progress(0, len(requests), 0, 0.0)  # after a calibration, which a display has shown until now
     memory = str(_MEMORY_DISK) if os.access(_MEMORY_DISK, os.W_OK) else None  # has room where the disk is full
     with tempfile.TemporaryDirectory(prefix="kvbench-load-", dir=memory) as spare:
         driven = prepared.drive(on_progress, on_reading=on_reading, spare=Path(spare))
@@ -150,6 +154,7 @@ def prepare(
     if setup.calibrate:  # for as many streams as the load may have
         most = point.concurrency if point.mode == "closed" else setup.load.max_concurrency
         calibration = setup.calibrate(_client_load(setup, most or UNKNOWN_STREAMS), None)
+    setup.on_phase(PREPARE)
     reasons = server_state.prepare_cache(setup.target, setup.load, requests, first=first)
     return PreparedLoad(
         setup, point, requests, requests_file, out, calibration, reasons,
@@ -214,8 +219,10 @@ class PreparedLoad:
         ) | target.client_fields() | dict(setup.client) | ({"spare_dir": str(spare)} if spare else {})  # fmt: skip
 
         def tell(phase: str, pid: int) -> None:
-            machine.on_phase(phase, pid)
-            on_phase(phase, pid)
+            setup.on_phase(phase)
+            if phase != DRAIN:
+                machine.on_phase(phase, pid)
+                on_phase(phase, pid)
 
         with MetricsPoller(lambda: target.metrics(), setup.poll_s, on_reading) as poller:
             launch.drive(
@@ -305,16 +312,15 @@ def failure_reasons(metrics: Mapping[str, Any]) -> list[str]:
     if not too_many_failed(metrics):
         return []
     failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
-    return [f"{failed} of {failed + completed} requests failed ({failure_words(metrics['failure_messages'], True)})"]
+    return [failed_words(metrics["failure_messages"], failed, failed + completed, kinds=True)]
 
 
 def refusal(metrics: Mapping[str, Any]) -> str | None:
     """How much of the load the server answered, and with which error it refused the rest; None where it did not."""
     if not is_refusal(metrics):
         return None
-    completed, failed = metrics["completed"], metrics["failed"]
-    messages = failure_words(metrics["failure_messages"], failed=failed)
-    return f"served {completed} of {completed + failed} requests; {messages}"
+    completed, sent = metrics["completed"], metrics["completed"] + metrics["failed"]
+    return f"served {completed} of {sent} requests; {failure_words(metrics['failure_messages'], sent)}"
 
 
 def _wrong_answers(metrics: Mapping[str, Any]) -> str | None:

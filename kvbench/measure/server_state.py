@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common.errors import MeasurementError
+from kvbench.measure.warm_up import complete
 from kvbench.requests.prefix_hits import HitBounds, outside, predict_hits, unverified
 from kvbench.requests.request import RequestSpec, distinct_prefixes
 from kvbench.targets.base import Target
@@ -84,7 +85,9 @@ def prepare_cache(target: Target, load: LoadConfig, requests: Sequence[RequestSp
         )
     if load.cache_state == "primed" or (load.cache_state == "steady" and first):
         for prefix in distinct_prefixes(requests):
-            target.complete(list(prefix), 1, load.timeout_s)
+            answered, failures = complete(target, list(prefix), 1, load.timeout_s)
+            if not answered:
+                raise failures[-1]
         wait_idle(target)
     return reasons
 

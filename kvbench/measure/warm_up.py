@@ -8,24 +8,32 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import MeasurementError, RefusedError
+from kvbench.common.text import plural
 from kvbench.workload.design import LoadPoint
 
 if TYPE_CHECKING:
     from kvbench.measure.load import LoadSetup
+    from kvbench.targets.base import Target
 
 WARM_UP_REQUESTS = 4
 ATTEMPTS = 3  # of one request: a server that fails now and then can be measured, and its failures are a result
 _PAUSE_S = 0.2  # before a request is sent again
 _TOKENS = 16
 _MARGIN_S = 30.0
+_LOOK_S = 1.0  # between looks at the health of a server that has not answered
+_UNHEALTHY_LOOKS = 2
+_SILENT_S = 30.0  # a busy engine may hold the interpreter for one long step
 _FIRST_WORD = "Warm-up:"
 _SEED = 0x5EED  # other lengths and contents than any measured request, where they are drawn
+
+
+OnAnswer = Callable[[int, int], None]  # answered, of so many requests
 
 
 @dataclass(frozen=True)
@@ -42,14 +50,16 @@ class WarmUp:
         return dataclasses.asdict(self)
 
 
-def warm_up(setup: LoadSetup, point: LoadPoint, count: int = WARM_UP_REQUESTS) -> WarmUp:
-    """A few requests of the load's shape but other contents: kernels compile, buffers are touched.
+def warm_up(
+    setup: LoadSetup, point: LoadPoint, count: int = WARM_UP_REQUESTS, on_answer: OnAnswer = lambda answered, of: None
+) -> WarmUp:
+    """A few requests of the load's shape but other contents, first one alone: kernels compile, buffers are touched.
 
     Their tokens or words are shuffled, and a text has another beginning: prompts of a trace or a text file are the same
     for every seed, and must not be in the cache before they are measured. One that fails is sent again, ``ATTEMPTS``
     times in all within its time-out.
 
-    Raises MeasurementError when none is answered, or one not in time.
+    Raises MeasurementError when the first one is not answered, one not in time, or the server does not serve any more.
     """
     if count < 1:
         return WarmUp(0, 0)
@@ -59,26 +69,61 @@ def warm_up(setup: LoadSetup, point: LoadPoint, count: int = WARM_UP_REQUESTS) -
     )
     step = max(1, (len(requests) - 1) // max(1, count - 1))
     chosen = requests[::step][:count]
-    limit = (setup.load.timeout_s + _MARGIN_S) * -(-len(chosen) // WARM_UP_REQUESTS)
-    results = _send(setup, chosen)
     answered, failures = 0, []
-    for _ in chosen:
-        try:
-            result = results.get(timeout=limit)
-        except queue.Empty:
-            raise MeasurementError(f"a warm-up request was not answered within {limit:g} s") from None
-        if isinstance(result, BaseException):
-            raise result
-        answered += result[0]
-        failures += result[1]
+    for some in (chosen[:1], chosen[1:]):  # the shortest alone: what it shows of a dead server needs no others
+        for is_answered, failed in _results(setup, some):
+            answered, failures = answered + is_answered, failures + failed
+            on_answer(answered, len(chosen))
+        if not answered:
+            break
     if not answered and isinstance(failures[-1], RefusedError):
         raise RefusedError(f"the server takes no request of this load: {failures[-1]}")
     if not answered:
         raise MeasurementError(
-            f"all {len(failures)} attempts to warm the server up failed; the last: {failures[-1]}; see what the "
-            "server's own log says of it"
+            f"the server answers no warm-up request ({plural(len(failures), 'attempt')}): {failures[-1]}"
         )
     return WarmUp(len(chosen), answered, len(failures), str(failures[-1]) if failures else None)
+
+
+def _results(setup: LoadSetup, requests: Sequence[Any]) -> Iterator[tuple[bool, list[MeasurementError]]]:
+    """Yields what ``_complete`` returns for each. MeasurementError for a server that is gone or does not answer."""
+    results, left = _send(setup, requests), len(requests)
+    limit = (setup.load.timeout_s + _MARGIN_S) * -(-len(requests) // WARM_UP_REQUESTS)
+    due, looks = time.monotonic() + limit, _Looks(setup.target)
+    while left:
+        try:
+            result = results.get(timeout=max(0.0, min(_LOOK_S, due - time.monotonic())))
+        except queue.Empty:
+            if time.monotonic() >= due:
+                raise MeasurementError(f"a warm-up request was not answered within {limit:g} s") from None
+            looks.look()
+            continue
+        if isinstance(result, BaseException):
+            raise result
+        left -= 1
+        yield result
+
+
+class _Looks:
+    """Looks at the health of a server that has not answered yet: one that is gone is not waited for."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._unhealthy = 0  # looks in a row
+        self._answered = time.monotonic()
+
+    def look(self) -> None:
+        """Raises MeasurementError when it says twice that it does not serve, or says nothing for ``_SILENT_S``."""
+        self._target.check_alive()
+        try:
+            said = self._target.why_unhealthy()
+        except MeasurementError as error:
+            if time.monotonic() - self._answered > _SILENT_S:
+                raise MeasurementError(f"the server stopped answering: {error}") from None
+            return
+        self._answered, self._unhealthy = time.monotonic(), self._unhealthy + 1 if said else 0
+        if self._unhealthy == _UNHEALTHY_LOOKS:
+            raise MeasurementError(f"the server does not serve: {said}")
 
 
 def _send(setup: LoadSetup, requests: Sequence[Any]) -> queue.SimpleQueue[Any]:
@@ -104,15 +149,21 @@ def _send(setup: LoadSetup, requests: Sequence[Any]) -> queue.SimpleQueue[Any]:
 
 
 def _complete(setup: LoadSetup, request: Any) -> tuple[bool, list[MeasurementError]]:
-    """Whether it was answered, and the error of each failed attempt. A refused request is not sent again."""
-    ends_at = time.monotonic() + setup.load.timeout_s
-    tokens = min(_TOKENS, request.max_tokens)
+    return complete(setup.target, _shuffled(request), min(_TOKENS, request.max_tokens), setup.load.timeout_s)
+
+
+def complete(target: Target, prompt: Any, tokens: int, timeout_s: float) -> tuple[bool, list[MeasurementError]]:
+    """Whether it was answered within ``timeout_s``, and the error of each failed attempt.
+
+    It is sent ``ATTEMPTS`` times at most, and not again after it was refused.
+    """
+    ends_at = time.monotonic() + timeout_s
     failures: list[MeasurementError] = []
     while len(failures) < ATTEMPTS and (left := ends_at - time.monotonic()) > 0:
         if failures:
             time.sleep(min(_PAUSE_S, left))
         try:
-            setup.target.complete(_shuffled(request), tokens, max(0.001, ends_at - time.monotonic()))
+            target.complete(prompt, tokens, max(0.001, ends_at - time.monotonic()))
         except RefusedError as error:
             return False, [*failures, error]
         except MeasurementError as error:

@@ -28,7 +28,6 @@ type 7; NumPy's default). ``samples_needed``: how many samples a percentile need
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import repeat
@@ -36,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvbench.common.server_errors import without_numbers
 from kvbench.metrics import sequences
 from kvbench.metrics.canaries import counted
 from kvbench.metrics.sequences import Choices, by_sequence, gaps_within
@@ -422,11 +422,12 @@ def _refused(failed: pd.DataFrame) -> pd.Series:
 def most_frequent_failures(failures: Iterable[tuple[str, str, int]]) -> dict[str, dict[str, Any]]:
     """``{kind: {message, requests}}``: the message that most requests got, the most frequent kind first.
 
-    ``failures``: kind, message and requests. Messages that differ in numbers only are one, shown as it came first.
+    ``failures``: kind, message and requests. Messages that differ in numbers and ids only are one, shown as it came
+    first.
     """
     counts: dict[str, dict[str, list[Any]]] = {}
     for kind, message, requests in failures:
-        same = counts.setdefault(str(kind), {}).setdefault(re.sub(r"\d+", "#", message), [message, 0])
+        same = counts.setdefault(str(kind), {}).setdefault(without_numbers(message), [message, 0])
         same[1] += int(requests)
     most = {kind: max(found.values(), key=lambda each: each[1]) for kind, found in counts.items()}
     ranked = sorted(most.items(), key=lambda each: -each[1][1])

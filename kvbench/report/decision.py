@@ -356,8 +356,7 @@ def _cannot_tell(run: Run, load: MeasuredLoad, base: MeasuredCell, found: Sequen
 def _doubt(run: Run, cell: MeasuredCell) -> str:
     """Why a cell cannot be compared, in a few words."""
     if cell.doubt == "refused":
-        sent = cell.count("completed") + cell.count("failed")
-        return f"{cell.name} refused {cell.count('failed')} of {sent} requests {cell.load.where}"
+        return f"{cell.name} refused {cell.count('failed')} of {cell.sent} requests {cell.load.where}"
     if cell.doubt == WRONG:
         return f"{cell.name} answered {cell.canaries['wrong']} of {cell.canaries['answered']} canaries wrongly"
     if not cell.doubt:

@@ -57,12 +57,7 @@ def validity(run: Run) -> Validity:
         if c.wrong_answers
     ]
     invalid = _grouped_reasons(run.cells)
-    failed = [
-        f"{c.count('failed')} of {c.count('failed') + c.count('completed')} requests failed in {c.name} "
-        f"at {c.load.short}{_failures(c)}"
-        for c in run.cells
-        if c.count("failed")
-    ]
+    failed = [f"{c.name} at {c.load.short}: {_failures(c)}" for c in run.cells if c.count("failed")]
     incomplete = [f"planned but not measured: {', '.join(run.missing)}"] if run.missing else []
     incomplete += [*run.short, *run.problems]
     if run.cells and not (wrong or invalid or incomplete) and run.status != "complete":
@@ -72,10 +67,10 @@ def validity(run: Run) -> Validity:
 
 
 def _failures(cell: MeasuredCell) -> str:
-    """With which messages, and what follows where the server itself refused too much."""
-    why = words.failure_words(cell.failure_messages)
+    """How many requests failed with which sentences, and what follows where the server itself refused too much."""
+    why = words.failed_words(cell.failure_messages, cell.count("failed"), cell.sent)
     compared = "; the server did less work, so the cell is compared with no other" if cell.doubt == "refused" else ""
-    return (f": {why}" if why else "") + compared
+    return why + compared
 
 
 def _grouped_reasons(cells: Sequence[MeasuredCell]) -> list[str]:

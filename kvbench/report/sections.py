@@ -232,7 +232,9 @@ def failure_table(run: Run) -> Table:
     rows = [Row(None, (Value(text, text), *(Value("–"),) * 3)) for text in run.problems]
     for cell in run.by_load:
         for kind, each in cell.failure_messages.items():
-            shown = (cell.name, cell.load.short, f"{kind}: {each['message']}", str(each["requests"]))
+            shown = (
+                cell.name, cell.load.short, f"{kind}: {each['message']}", f"{each['requests']} of {cell.sent}",
+            )  # fmt: skip
             rows.append(Row(cell, tuple(Value(text, text) for text in shown), cell.load))
     heads = ("configuration", "load", "failure", "requests")
     return Table(tuple(Column(head, head) for head in heads), tuple(rows), numbers_from=3)

@@ -303,7 +303,7 @@ def _canaries(cell: MeasuredCell) -> Value:
 
 
 def _failed(cell: MeasuredCell) -> Value:
-    failed, total = cell.count("failed"), cell.count("failed") + cell.count("completed")
+    failed, total = cell.count("failed"), cell.sent
     kinds = sorted({kind for r in cell.repeats for kind in (r.metrics.get("failure_kinds") or {})})
-    why = words.failure_words(cell.failure_messages, kinds=True) or ", ".join(kinds)
+    why = words.failure_words(cell.failure_messages, total, kinds=True) or ", ".join(kinds)
     return Value(f"{failed} of {total}" if failed else "0", failed, why, "worse" if failed else "")

@@ -55,10 +55,9 @@ def sensitivity(run: Run) -> str:
 
 
 def served_words(cell: MeasuredCell) -> str:
-    """served 20 of 48 requests and refused the others ('Context size has been exceeded.' x 28)"""
-    served, failed = cell.count("completed"), cell.count("failed")
-    why = words.failure_words(cell.failure_messages, failed=failed)
-    return f"served {served} of {served + failed} requests and refused the others ({why})"
+    """served 20 of 48 requests and refused the others (28 of 48: "Context size has been exceeded.")"""
+    why = words.failure_words(cell.failure_messages, cell.sent)
+    return f"served {cell.count('completed')} of {cell.sent} requests and refused the others ({why})"
 
 
 def reservation(c: PairedComparison) -> str:

@@ -203,10 +203,15 @@ class MeasuredCell:
         return int(sum(number(r.metrics.get(name)) or 0 for r in self.repeats))
 
     @property
+    def sent(self) -> int:
+        """Requests sent over all repeats."""
+        return self.count("completed") + self.count("failed")
+
+    @property
     def share_within_slo(self) -> float | None:
         """Of all requests, those that met every limit of the workload's SLO, whole run; None without one."""
         rates, seconds = self.per_repeat("goodput"), self.per_repeat("duration_s")
-        sent = self.count("completed") + self.count("failed")
+        sent = self.sent
         met = sum(rate * seconds.get(repeat, 0.0) for repeat, rate in rates.items())
         return min(1.0, met / sent) if rates and seconds and sent else None
 

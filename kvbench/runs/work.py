@@ -68,6 +68,11 @@ def orderly_end(path: Path, next_step: str, tell: Callable[[str], None]) -> Iter
             raise
 
 
+def begun(command: str) -> str:
+    """The next step after an end before anything was measured: ``command`` begins again."""
+    return f"no load was measured to its end. Begin again with:\n  {command}"
+
+
 def kept(command: str) -> str:
     """The next step after an interruption: ``command`` goes on."""
     return f"what was measured is kept. Go on with:\n  {command}"

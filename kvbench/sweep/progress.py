@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.common.console import QUIET_S, LiveText, Part, fit, print_plain
-from kvbench.common.text import clock, failure_words
+from kvbench.common.text import clock, failed_words
 from kvbench.measure.live_server import LiveServer
 from kvbench.targets.choose import START_GUESS_S
 from kvbench.targets.prometheus import MetricsSample
@@ -158,7 +158,8 @@ class SweepProgress:
         text = f"{rate:.1f} output tok/s{'' if steady else ' (whole run)'}"
         text += f", TTFT p95 {ttft:.0f} ms" if ttft is not None else ""
         if metrics.get("failed"):
-            text += f", {metrics['failed']} failed ({failure_words(metrics.get('failure_messages') or {})})"
+            failed, sent = metrics["failed"], metrics["failed"] + (metrics.get("completed") or 0)
+            text += f", {failed_words(metrics.get('failure_messages') or {}, failed, sent)}"
         if done["invalid_reasons"]:
             text += f"  invalid: {'; '.join(done['invalid_reasons'])}"
         if done.get("refused"):

@@ -19,6 +19,7 @@ import httpx
 from kvbench.common.errors import MeasurementError, RefusedError, UsageError
 from kvbench.common.foreign_cpu import ServerProcess, server_at
 from kvbench.common.secrets import api_key, without_key
+from kvbench.common.server_errors import error_sentence
 from kvbench.load.http import Dialect, tls_context
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.preset import CAPACITY_TOLERANCE, Preset
@@ -35,6 +36,7 @@ _HEALTH_TIMEOUT_S = 2.0
 _GONE_S = 0.1  # a process's connections close before its parent hears of its end
 _KEY_REFUSED = (401, 403)
 _NO_SUCH_PATH = (404, 405, 501)
+_UNHEALTHY = 500  # HTTP statuses from here on are the server's own fault
 _REFUSED = (400, 404, 405, 413, 422)  # a retry of the request would fail again
 
 
@@ -117,8 +119,7 @@ class HttpCalls:
                     if time.monotonic() > deadline:
                         raise httpx.ReadTimeout(f"the whole answer did not come within {limit:g} s")
         except httpx.HTTPError as error:
-            cause = str(error) or type(error).__name__
-            raise self.error(f"{path} did not answer ({cause}): {_way_out(cause)}") from None
+            raise self.error(f"{path} {_no_answer(error, limit)}") from None
         return HttpAnswer(response.status_code, bytes(received), response.headers.get("location"))
 
     def error(self, text: str, kind: type[MeasurementError] = MeasurementError) -> MeasurementError:
@@ -136,14 +137,26 @@ class HttpCalls:
             raise self.error(f" answered {answer.status}: name the variable that holds its API key: --api-key-env NAME")
         raise self.error(f" answered {answer.status}, so it refused the key in {variable}: is it this server's key?")
 
+    def said(self, path: str, answer: HttpAnswer) -> str:
+        """``http://host:8000/health answered 503 "the engine stopped"``: an answer in the server's own words."""
+        sentence = error_sentence(answer.body)
+        return str(self.error(f"{path} answered {answer.status}" + (f' "{sentence}"' if sentence else "")))
+
     def close(self) -> None:
         self._client.close()
 
 
-def _way_out(cause: str) -> str:
+def _no_answer(error: httpx.HTTPError, limit_s: float) -> str:
+    """What became of a call, and what to do: a server that takes connections is there, so its URL is no question."""
+    cause = str(error) or type(error).__name__
+    if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
+        cause = f"no connection within {limit_s:.3g} s"
+    elif isinstance(error, httpx.TimeoutException):
+        return f"did not answer within {limit_s:.3g} s, though it took the connection"
+    way_out = "is the server running, and is this its URL (http or https, host, port)?"
     if "CERTIFICATE_VERIFY_FAILED" in cause:
-        return "name a file of trusted certificates with --tls-ca-file FILE, or give --no-tls-verify"
-    return "is the server running, and is this its URL (http or https, host, port)?"
+        way_out = "name a file of trusted certificates with --tls-ca-file FILE, or give --no-tls-verify"
+    return f"did not answer ({cause}): {way_out}"
 
 
 @dataclass(frozen=True)
@@ -227,6 +240,11 @@ class Target:
         except MeasurementError:
             return False
 
+    def why_unhealthy(self) -> str | None:
+        """What the health path says if it answers 5xx; None otherwise. Raises MeasurementError when no answer comes."""
+        answer = self.http.call("GET", self.preset.health, timeout_s=_HEALTH_TIMEOUT_S)
+        return self.http.said(self.preset.health, answer) if answer.status >= _UNHEALTHY else None
+
     def answer_at(self, path: str) -> HttpAnswer:
         """The answer to GET. Raises MeasurementError where none comes or access is refused."""
         return self.http.check_access(self.http.call("GET", path))
@@ -245,7 +263,8 @@ class Target:
         found = answer.json()
         rows = found.get("data") if isinstance(found, dict) and answer.status == 200 else None
         if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) and "id" in row for row in rows):
-            raise self.http.error(f"/v1/models lists no models: it answered {answer.status} {answer.text[:100]!r}")
+            without = ", which lists no models" if answer.status == 200 else ""
+            raise MeasurementError(self.http.said("/v1/models", answer) + without)
         return rows
 
     def told_sizes(self, row: Mapping[str, Any]) -> tuple[int | None, int | None]:
@@ -284,7 +303,7 @@ class Target:
             if not self._has_metrics:
                 return None
         if answer.status != 200:
-            raise self.http.error(f"/metrics answered {answer.status}")
+            raise MeasurementError(self.http.said("/metrics", answer))
         try:
             return parse_metrics(answer.text, time.perf_counter(), METRIC_KINDS)
         except ValueError as error:
@@ -316,7 +335,7 @@ class Target:
             return False
         if answer.status in _NO_SUCH_PATH:
             return None
-        raise self.http.error(f"{path} answered {answer.status}")
+        raise MeasurementError(self.http.said(path, answer))
 
     def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> None:
         """One unmeasured completion (warm-up, priming). Raises MeasurementError; RefusedError if it cannot succeed."""
@@ -328,8 +347,7 @@ class Target:
         self.http.check_access(answer)
         found = answer.json()
         if answer.status != 200 or not isinstance(found, dict) or not found.get("choices"):  # or a proxy's error page
-            kind = RefusedError if answer.status in _REFUSED else MeasurementError
-            raise self.http.error(f"{path} answered a warm-up request {answer.status}: {answer.text[:300]}", kind)
+            raise (RefusedError if answer.status in _REFUSED else MeasurementError)(self.http.said(path, answer))
 
 
 def _is_size(value: Any) -> bool:

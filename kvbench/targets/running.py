@@ -36,6 +36,7 @@ class OpenAITarget(Target):
         base_url = url.rstrip("/").removesuffix("/v1")
         super().__init__(base_url, preset=preset, access=access, text_of_ids=text_of_ids)
         self._given = (model, vocab_size, max_model_len)
+        self._caches_prefixes = True
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
         """Checks that it answers; launches nothing. Raises UsageError or MeasurementError."""
@@ -46,8 +47,10 @@ class OpenAITarget(Target):
             raise UsageError(str(error)) from None
         if self.preset is GENERIC and row.get("owned_by") == "kvbench":  # as the built-in server names itself
             self.preset = BUILT_IN
+        info = self.server_info() or {}
+        self._caches_prefixes = (info.get("engine") or {}).get("enable_prefix_caching") is not False
         own_vocab, own_length = self.told_sizes(row)
-        own_vocab = ((self.server_info() or {}).get("model") or {}).get("vocab_size") or own_vocab
+        own_vocab = (info.get("model") or {}).get("vocab_size") or own_vocab
         self._require(
             {
                 "--model NAME": ("the name of its model", name, row.get("id")),
@@ -57,12 +60,16 @@ class OpenAITarget(Target):
         )
         self.model = ModelFacts(name or str(row["id"]), int(vocab_size or own_vocab), int(max_model_len or own_length))
 
+    def reset_prefix_cache(self) -> bool | None:
+        """As ``Target``; a cache that the server says is off is empty."""
+        return super().reset_prefix_cache() if self._caches_prefixes else True
+
     def _row_of(self, name: str | None) -> dict[str, Any]:
         """The model's row of /v1/models; a server that lists none must be healthy, and its row is empty."""
         if self.preset.models_path is None:
-            status = self.answer_at(self.preset.health).status
-            if status != 200:
-                raise UsageError(f"{self.base_url} does not serve: {self.preset.health} answered {status}")
+            answer = self.answer_at(self.preset.health)
+            if answer.status != 200:
+                raise UsageError(self.http.said(self.preset.health, answer))
             return {}
         rows = self.models()
         if name is None:

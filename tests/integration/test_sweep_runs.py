@@ -376,10 +376,10 @@ def test_a_server_that_refuses_requests_is_a_finding_and_is_not_measured_again(b
     path = bench.write(load={"repeats": 1, "num_requests": 12}, sweep={})
     done = bench.sweep(str(path), "--no-calibration", FIRE=json.dumps([rule]))
     run, (told,) = bench.only_run(), summary(bench.only_run(), cell)["refused"]
-    assert told == "repeat 1: served 8 of 12 requests; 'out of pages' x 4" and not summary(run, cell)["valid"]
+    assert told == 'repeat 1: served 8 of 12 requests; 4 of 12: "out of pages"' and not summary(run, cell)["valid"]
     assert f"REFUSED: {told.removeprefix('repeat 1: ')}" in done.stdout  # as it is measured
     assert f"- {cell}: {told}" in done.stdout  # at the end
-    assert "'out of pages' x 4" in (run / "report.md").read_text() and complaints(run) == []
+    assert '4 of 12 requests failed: "out of pages"' in (run / "report.md").read_text() and complaints(run) == []
     assert done.returncode == 0 and summary(run, cell)["invalid_reasons"] == []
     before = len(bench.launches)
     again = bench.kvbench("sweep", "--resume", str(run), "--no-report")

@@ -88,7 +88,7 @@ def refused(served: int = 20, message: str = "Context size has been exceeded.", 
     one = cell(failed=failed, throughput=(60.0,), **how)
     one.repeats[0].metrics["output_throughput"] = 40.0
     one.repeats[0].metrics["failure_messages"] = {"server_error": {"message": message, "requests": failed}}
-    told = f"repeat 0: served {served} of 48 requests; {message!r} x {failed}"
+    told = f'repeat 0: served {served} of 48 requests; {failed} of 48: "{message}"'
     return replace(one, valid=False, refused=(told,))
 
 

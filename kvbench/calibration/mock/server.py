@@ -69,7 +69,7 @@ class Answer:
         self._gaps = settings.gaps_s(self._writes, stamp["number"])
         self._with_ids = bool(body.get("return_token_ids")) and self._fault != "no_ids"
         self._usage = {
-            "prompt_tokens": len(body.get("prompt") or ""),
+            "prompt_tokens": count_tokens(body.get("prompt") or ""),
             "completion_tokens": self._total,
             "prompt_tokens_details": {"cached_tokens": settings.cached_tokens},
         }
@@ -123,7 +123,7 @@ class Answer:
         finish = '"length"' if end == self._total else "null"
         ids = f',"token_ids":{list(range(begin, end))}' if self._with_ids else ""
         sent = f',"kvbench":{{"sent":{now:.7f}}}' if self._stamped else ""
-        text = f" w{k}" * (end - begin)
+        text = f" w{k}" * max(0, min(end, self._total - self._settings.textless) - begin)
         return (
             f'{{"id":"mock","object":"text_completion","model":"mock","choices":'
             f'[{{"index":0,"text":"{text}","finish_reason":{finish}{ids}}}]{sent}}}'
@@ -149,6 +149,11 @@ class Answer:
             self._transport.close()
         self._stamp["end"] = time.perf_counter()
         self._on_end()
+
+
+def count_tokens(prompt: str | list[int]) -> int:
+    """Tokens of a prompt by the mock's tokenizer, in which a word is a token, as in its answers; or of token ids."""
+    return len(prompt.split() if isinstance(prompt, str) else prompt)
 
 
 def response(status: str, body: Any) -> bytes:

@@ -22,7 +22,8 @@ class MockSettings:
     ``ttft_ms``: from a request's receipt to its first chunk; ``itl_ms``: between chunks. ``jitter``: their coefficient
     of variation (gamma distributed, the means stay). ``tokens_per_chunk``: tokens in one chunk, ``events_per_write``:
     chunks sent at once. ``in_step``: the chunks of all streams fall on common ticks of ``itl_ms``, as those of an
-    engine's steps do. ``cached_tokens``: of every prompt, as its usage tells. ``fail_rate``, ``truncate_rate``,
+    engine's steps do. ``textless``: so many of the last tokens have no text, as an end token has none.
+    ``cached_tokens``: of every prompt, as its usage tells. ``fail_rate``, ``truncate_rate``,
     ``drop_rate``: of the requests, this share is answered 500, closed in the middle, or closed without an answer at the
     moment of its first chunk; exact in every stretch of 1/rate requests, at places drawn from ``seed``. ValueError for
     shares that are more than all requests together.
@@ -34,6 +35,7 @@ class MockSettings:
     tokens_per_chunk: int = 1
     events_per_write: int = 1
     in_step: bool = False
+    textless: int = 0
     cached_tokens: int = 0
     fault: str = ""
     fail_rate: float = 0.0
@@ -82,7 +84,7 @@ def _struck(number: int, rate: float, seed: int) -> bool:
 
 _CONVERT = {
     "ttft_ms": float, "itl_ms": float, "jitter": float, "fault": str,
-    "tokens_per_chunk": int, "events_per_write": int, "cached_tokens": int,
+    "tokens_per_chunk": int, "events_per_write": int, "cached_tokens": int, "textless": int,
     "in_step": lambda text: text not in ("0", "false"),
 }  # fmt: skip
 

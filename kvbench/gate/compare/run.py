@@ -228,14 +228,19 @@ def _write_invalid(request: _Request, folder: Path, error: Exception, say: Calla
     publish(verdict, folder)
 
 
-@dataclass(frozen=True)
-class _Progress(Listener):
-    """Shows what is being measured. ``status`` replaces the text on the status line."""
+@dataclass
+class LoadsShown(Listener):
+    """Shows what is being measured. ``status`` replaces the text on the status line; ``load``: which load it is."""
 
     status: Callable[[str], None]
+    load: str = ""
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
-        self.status(f"pair {repeat}: {cell.cell_id}")
+        self.load = f"pair {repeat}: {cell.cell_id}"
+        self.status(self.load)
+
+    def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
+        self.status(f"{self.load}, {done}/{total} requests{f', {failed} failed' if failed else ''}")
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
         self.status(f"pair {repeat}: {cell.cell_id} failed: {reason}")
@@ -436,7 +441,7 @@ class Comparison:
                 choice.workload,
                 run,
                 choice.new_target,
-                _Progress(show),
+                LoadsShown(show),
                 partial(self._on_server, each, side),
                 check,
                 calibrate=calibrator,

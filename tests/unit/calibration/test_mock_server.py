@@ -20,7 +20,7 @@ from tests.support.loads import own_mock, stamps_of
 TOKENS = 12
 
 
-def complete(url: str, prompt: list[int], model: str = "mock", stamped: bool = True, **fields: object) -> bytes:
+def complete(url: str, prompt: list[int] | str, model: str = "mock", stamped: bool = True, **fields: object) -> bytes:
     body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "stream": True, "return_token_ids": True, **fields}
     headers = {"content-type": "application/json"} | ({"x-kvbench-stamp": "1"} if stamped else {})
     request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
@@ -112,6 +112,7 @@ def test_what_else_it_serves(mock_url: str) -> None:
         get("/nothing")
     with pytest.raises(urllib.error.HTTPError, match="400"):
         complete(mock_url, [1], "mock?fault=unheard_of")
+    assert b'"prompt_tokens": 4' in complete(mock_url, "four words, four  tokens\n")
     whole = json.loads(complete(mock_url, [902], stream=False))
     assert whole["choices"][0]["text"].split() == [f"w{k}" for k in range(TOKENS)]
     assert whole["usage"]["completion_tokens"] == TOKENS

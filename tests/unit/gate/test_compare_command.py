@@ -13,6 +13,7 @@ import shutil
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -22,7 +23,7 @@ from kvbench.common.errors import Interrupted, MeasurementError, UsageError
 from kvbench.common.files import read_json, write_json
 from kvbench.gate.compare import builds, manifest, run
 from kvbench.gate.compare.folder import CompareFolder
-from kvbench.gate.compare.run import Comparison
+from kvbench.gate.compare.run import Comparison, LoadsShown
 from kvbench.gate.compare.sides import PairedWorkload
 from kvbench.gate.verdict.verdict import Verdict
 from kvbench.workload.file import load_workload
@@ -380,3 +381,13 @@ def test_stored_runs_of_other_servers_or_requests_need_force(compare, tmp_path, 
     assert "dtype (float32 and bfloat16)" in err and "requests of tiny/" in err
     code, folder, err = compare(str(one), str(two), "--force")
     assert code == 3 and any("dtype" in note for note in read_json(folder / "verdict.json")["notes"])
+
+
+def test_what_was_shown_before_a_load_does_not_stay_while_it_runs():
+    lines = []
+    shown = LoadsShown(lines.append)
+    shown.load_started(SimpleNamespace(cell_id="paged-c4"), 3, 8)
+    shown.status("calibrating the load client")
+    shown.load_progress(0, 8, 0, 0.0)
+    shown.load_progress(5, 8, 1, 2.0)
+    assert lines[-2:] == ["pair 3: paged-c4, 0/8 requests", "pair 3: paged-c4, 5/8 requests, 1 failed"]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from xml.etree import ElementTree
 
 import pytest
 
 from kvbench.common.packages import REPOSITORY
 from kvbench.gate.limits import judge_limits
 from kvbench.gate.policy import Limit, load_policy
+from kvbench.gate.verdict.github import annotations
+from kvbench.gate.verdict.junit import junit
 from kvbench.gate.verdict.markdown import summary
 from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS, Verdict
 from kvbench.gate.verdict.wording import number, percent
@@ -16,7 +19,7 @@ from kvbench.report.comparisons import compare
 from kvbench.runs.metric_names import SHORT_NAMES, measured, unit_of
 from kvbench.runs.quality import QualityResult
 from tests.support.quality_results import KLD_OUTSIDE, figures, result
-from tests.support.report_cells import cell, run
+from tests.support.report_cells import cell, refused, run
 
 
 def judge(limits: Limit | list[Limit], *cells, quality: QualityResult | None = None, doubt: str | None = None):
@@ -90,7 +93,7 @@ def test_what_nobody_measured_is_no_pass(limit, of, said):
 
 FAILED = cell(failed=3, reasons=("3 of 48 requests failed",))  # 0.0625 of them
 REFUSED = dataclasses.replace(
-    cell(failed=32), valid=False, refused=("repeat 1: served 16 of 48 requests; 'full' x 32",)
+    cell(failed=32), valid=False, refused=('repeat 1: served 16 of 48 requests; 32 of 48: "full"',)
 )
 LEAKY = cell(server={"pages_owned_after": 1}, reasons=("1 page is still owned",))
 
@@ -113,8 +116,23 @@ def test_what_makes_a_cell_invalid_breaks_its_own_limit_all_the_same(of, limit, 
     assert only(limit, of).outcome == outcome
 
 
+def test_what_a_server_said_of_failed_requests_is_in_every_file_of_the_verdict():
+    hostile = "<b>full</b> | `x`"
+    of = refused(20, hostile)
+    finding = only(Limit("metric", "failure_rate", high=0.05), of)
+    assert finding.outcome == FAIL and f'28 of 48: "{hostile}"' in finding.sentence
+    verdict = Verdict("limits", FAIL, finding.sentence, (finding,))
+    case = ElementTree.fromstring(junit(verdict)).find(".//failure")
+    assert hostile in case.get("message") and hostile in case.text
+    for text in (summary(verdict), *annotations(verdict, None)):
+        assert "28 of 48" in text and "full" in text
+    assert "<b>" not in summary(verdict)
+    without = only(Limit("metric", "failure_rate", high=0.05), cell(failed=3))
+    assert "of 48" not in without.sentence
+
+
 def test_a_refused_cell_says_what_its_server_refused():
-    assert "'full' x 32" in only(Limit("metric", "p95_ttft_ms", high=1e6), REFUSED).sentence
+    assert '32 of 48: "full"' in only(Limit("metric", "p95_ttft_ms", high=1e6), REFUSED).sentence
 
 
 def test_goodput_share_counts_those_that_failed_and_a_percentile_of_few_samples_says_so():

@@ -12,6 +12,8 @@ import time
 import urllib.request
 from collections.abc import Callable
 
+import pytest
+
 from kvbench.load.client import StreamingClient
 from kvbench.load.connection import Address, Timeouts
 from tests.support.loads import stamps_of
@@ -51,6 +53,20 @@ def test_success_carries_everything(exchange: Exchange, mock_url: str) -> None:
     assert all(t >= s for t, s in zip(times, sends, strict=True))
     late = sum(t > after for t, after in zip(times[:-2], sends[2:], strict=True))
     assert late <= 2  # a machine that is stolen from may pause; stamps taken at the end would all be late
+
+
+@pytest.mark.parametrize("fault", ["no_ids", ""])
+def test_tokens_without_text_at_the_end_belong_to_the_answer(exchange: Exchange, mock_url: str, fault: str) -> None:
+    """What the server stamped as it sent them is what the client has, whether their ids are told or not."""
+    number = 21 + bool(fault)
+    model = f"mock?ttft_ms=20&itl_ms=10&textless=3{f'&fault={fault}' if fault else ''}"
+    outcome = exchange([{"model": model, "prompt": [number], "max_tokens": 9}])[0][0]
+    assert outcome["ok"], outcome["error"]
+    assert outcome["text"] == "".join(f" w{k}" for k in range(6)) and outcome["output_tokens"] == 9
+    sends = stamps_of(mock_url)[number,]["sends"]
+    assert len(outcome["chunk_times"]) == len(sends) == 9
+    assert all(when >= sent for when, sent in zip(outcome["chunk_times"], sends, strict=True))
+    assert (outcome["chunk_tokens"] is None) == bool(fault)
 
 
 def test_kept_connection_that_the_server_closed_is_opened_again(exchange: Exchange) -> None:

@@ -101,6 +101,112 @@ def test_usage_without_content_is_a_mismatch() -> None:
     assert nothing.first is None
 
 
+FULL = "Context size has been exceeded."
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'data: {"error": {"message": "%s", "type": "BadRequestError", "code": 400}}',  # vLLM, SGLang, llama.cpp
+        'error: {"code": 500, "message": "%s", "type": "server_error"}',  # llama.cpp until September 2025
+        'data: {"object": "error", "message": "%s", "type": "BadRequest", "code": 400}',  # older vLLM
+        'event: error\ndata: {"error": "%s", "error_type": "generation"}',  # TGI
+        'data: {"error": "%s"}',  # transformers serve
+    ],
+)
+def test_an_error_within_the_stream_is_the_servers_own_sentence(line: str) -> None:
+    out = judged(HEAD, chunk(token("a")), chunk((line % FULL).encode() + b"\n\ndata: [DONE]\n\n") + b"0\r\n\r\n")
+    assert (out.error_kind, out.error) == ("server_error", FULL)
+
+
+def test_an_http_error_is_its_status_and_the_servers_own_sentence() -> None:
+    body = json.dumps({"detail": FULL}).encode()
+    out = judged(b"HTTP/1.1 503 X\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    assert (out.error_kind, out.error) == ("http_error", f"HTTP 503: {FULL}")
+
+
+def words(*texts: str, finish: str | None = "length", **more: object) -> list[bytes]:
+    """A chunk a text, each read at a second of its own from 1 on; the last has the finish_reason."""
+    return [
+        chunk(token(text, None, finish if k == len(texts) else None, **more)) for k, text in enumerate(texts, start=1)
+    ]
+
+
+def at_once(*chunks: bytes) -> list[bytes]:
+    """The last two chunks in one read."""
+    return [*chunks[:-2], b"".join(chunks[-2:])]
+
+
+@pytest.mark.parametrize(
+    ("reads", "told", "times"),
+    [
+        (words("a", "b", "c"), 3, [1, 2, 3]),  # the usual: each token has text
+        (words("a", "b", "c", ""), 3, [1, 2, 3]),  # a last chunk with nothing but the finish_reason, however late
+        (words("a", "b", "", finish="stop"), 3, [1, 2, 3]),  # vLLM: the end token comes with the finish_reason
+        (at_once(*words("a", "b", "", "", finish="stop")), 3, [1, 2, 3]),  # llama.cpp: it has a chunk of its own
+        (words("a", "b", "", "", finish="stop"), 3, [1, 2, 3]),  # where that of the finish_reason comes later
+        (words("a", "b", "", ""), 4, [1, 2, 3, 4]),  # half a character that never became a whole one
+        (words("a", "", "b", ""), 3, [1, 3]),  # the token without text came before the last text
+        (words("a", "", "b", ""), 4, [1, 3, 4]),
+        (at_once(*words("a", "b", "")), 3, [1, 2]),  # a held back token came with "b", and the end right after it
+        (words("a", "b", "", "", ""), 3, [1, 2]),  # one token, and two empty chunks that may have brought it
+        (words("ab", "cd", ""), 6, [1, 2, 3]),  # several tokens a chunk
+        (words("ab", "cd"), 6, [1, 2]),
+    ],
+)
+def test_the_last_chunk_is_the_last_that_brought_a_token(reads: list[bytes], told: int, times: list[float]) -> None:
+    out = judged(HEAD, *reads, ending(told))
+    assert out.ok, out.error
+    assert out.chunk_times == times and out.first == 1.0 and out.chunk_tokens is None
+    assert out.coalesced == 0
+
+
+def test_a_usage_in_every_chunk_tells_which_brought_tokens() -> None:
+    """As vLLM and SGLang send it with continuous_usage_stats: the last chunk brought none, the one before it did."""
+
+    def run(*counts: int) -> Completion:
+        texts = ("a", "bc", "", "")
+        reads = [
+            chunk(token(text, None, "stop" if k == 3 else None, usage={"prompt_tokens": 4, "completion_tokens": count}))
+            for k, (text, count) in enumerate(zip(texts, counts, strict=True))
+        ]
+        return judged(HEAD, *reads, ending(counts[-1]))
+
+    assert [run(*counts).chunk_times for counts in ((1, 3, 4, 4), (1, 3, 3, 4), (1, 3, 3, 3), (1, 3, 5, 8))] == [
+        [1, 2, 3], [1, 2, 4], [1, 2], [1, 2, 3, 4],
+    ]  # fmt: skip
+
+
+def test_a_role_announces_an_answer_and_brings_no_token() -> None:
+    def delta(content: str, finish: str | None = None, **more: str) -> bytes:
+        choice = {"index": 0, "delta": {"content": content, **more}, "finish_reason": finish}
+        return chunk(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+
+    reads = (delta("", role="assistant"), delta("a"), delta("b"), delta("", "stop", role="assistant"))
+    assert judged(HEAD, *reads, ending(3)).chunk_times == [2, 3, 4]
+    assert judged(HEAD, *reads, ending(2)).chunk_times == [2, 3]
+
+
+def test_sequences_that_end_without_text_are_told_apart_by_all_their_tokens() -> None:
+    def of(number: int, text: str, finish: str | None = None) -> bytes:
+        return chunk(token(text, None, finish, number))
+
+    reads = (of(0, "a"), of(1, "b"), of(0, "", "stop"), of(1, "c"), of(1, "", "stop"))
+    for told, times, choices in (
+        (5, [1, 2, 3, 4, 5], [0, 1, 0, 1, 1]), (4, [1, 2, 4], [0, 1, 1]), (3, [1, 2, 4], [0, 1, 1])
+    ):  # fmt: skip
+        out = judged(HEAD, *reads, ending(told), n=2)
+        assert out.ok and (out.chunk_times, out.chunk_choices) == (times, choices)
+
+
+@pytest.mark.parametrize("count", [12.0, 12.5, "12", True, -1, 1 << 31, None])
+@pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens"])
+def test_a_usage_whose_counts_are_no_whole_numbers_is_malformed_and_named(name: str, count: object) -> None:
+    usage = {"prompt_tokens": 4, "completion_tokens": 1, name: count}
+    out = judged(HEAD, chunk(token("a", None, "stop", usage=usage)) + ending(1))
+    assert out.error_kind == "malformed" and name in out.error and str(count) in out.error
+
+
 @pytest.mark.parametrize(
     ("reason", "kind"),
     [("stop", None), ("length", None), ("eos_token", None)]

@@ -39,6 +39,17 @@ def test_closed_loop_delivers_and_never_exceeds_its_concurrency(loads: LoadRunne
     assert 0 < result.load["target_start_s"] < result.load["target_end_s"] <= result.load["duration_s"]
 
 
+def test_the_client_says_once_when_all_is_sent(loads: LoadRunner) -> None:
+    slow = loads.run(requests_of(4, 650), model="mock?ttft_ms=700&itl_ms=1")
+    names = [event["event"] for event in slow.events]
+    assert names.count("drain") == 1 and names.index("begin") < names.index("drain") < names.index("measured")
+    (drain,) = (event for event in slow.events if event["event"] == "drain")
+    assert drain["done"] < 4
+    two_rounds = loads.run(requests_of(8, 651), model="mock?ttft_ms=700&itl_ms=1")
+    (drain,) = (event for event in two_rounds.events if event["event"] == "drain")
+    assert drain["elapsed_s"] > 0.7  # the last four go out when the first four have ended
+
+
 def test_stopped_load_writes_what_it_has(loads: LoadRunner) -> None:
     sent = requests_of(1000, tag=1003, max_tokens=20)
     spec = loads.spec(sent, model="mock?itl_ms=20", concurrency=4)

@@ -88,6 +88,7 @@ def calibrated(streams, lag):
 
 CACHE = {"prefix_cache": {"hits": 10.0, "queries": 80.0}, "prefix_cache_bounds": {"low": 0, "high": 20}}
 NO_HITS = {"prefix_cache": {"hits": None, "queries": None, "unverified": "no counter"}, "prefix_cache_bounds": None}
+LATE = {"completed": 1, "failed": 4, "failure_messages": {"timeout": {"message": "late", "requests": 4}}}
 TURNAROUND = {"turnaround_p50_ms": 0.2, "turnaround_p99_ms": 11.13, "turnaround_share": 0.0123}
 
 
@@ -102,7 +103,7 @@ TURNAROUND = {"turnaround_p50_ms": 0.2, "turnaround_p99_ms": 11.13, "turnaround_
         ({}, {"client": {"short_outputs": 7}}, ("7 outputs",)),
         ({}, {"not_sent": 31}, ("31 later turns",)),
         ({}, {"first_failure": "truncated: it was cut"}, ("truncated: it was cut",)),
-        ({}, {"failure_messages": {"timeout": {"message": "late", "requests": 4}}}, ("timeout: 'late' x 4",)),
+        ({}, LATE, ('4 of 5: timeout: "late"',)),
         ({}, {}, ("client: not calibrated",)),
         (calibrated(64, 0.1), {}, ("64 streams", "0.10 ms")),
         ({"machine": {"foreign_cpu_cores": 1.25}}, {}, ("this machine", "1.25")),

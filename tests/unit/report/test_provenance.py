@@ -34,7 +34,7 @@ LAG = tuple(f"repeat {i}: the client lagged: p99 {i}.5 ms, the limit is 1 ms." f
         (run(cell(reasons=("lag p99 3 ms",)), missing=("x",)), "invalid", "lag p99 3 ms"),
         (run(cell(reasons=())), "valid", ""),
         (run(cell(failed=2)), "valid", "6 of 144 requests failed"),
-        (run(refused()), "valid", "'Context size has been exceeded.' x 28"),
+        (run(refused()), "valid", '28 of 48 requests failed: "Context size has been exceeded."'),
         (run(refused(), missing=("x",)), "incomplete", "x"),
         (run(dataclasses.replace(refused(), invalid_reasons=("lag",))), "invalid", "lag"),
         (run(wrong(), missing=("x",)), "wrong", "passkey-7"),

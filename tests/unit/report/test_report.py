@@ -259,6 +259,14 @@ def test_the_console_table_and_the_page_say_what_a_server_refused() -> None:
     assert any("Context size has been exceeded." in value.text for row in failures.table.rows for value in row.values)
 
 
+def test_a_servers_sentence_is_escaped_in_page_and_markdown() -> None:
+    shown = run_of_cells(refused(20, "<img src=x> | full"), cell("contiguous"))
+    report = document(shown)
+    page_, text = page(shown, report), markdown(report)
+    assert "28 of 48" in page_ and "<img src=x>" not in page_ and "&lt;img src=x&gt; | full" in page_
+    assert "28 of 48" in text and "<img src=x>" not in text and "full" in text
+
+
 def test_wrong_answers_are_said_first_in_console_page_and_markdown() -> None:
     shown, out = run_of_cells(wrong(), cell("contiguous")), io.StringIO()
     print_table(rich.console.Console(file=out, width=200), console_table(shown))

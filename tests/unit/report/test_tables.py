@@ -141,11 +141,11 @@ def test_a_refused_cell_is_marked_and_has_its_servers_message() -> None:
     shown = run(refused(), cell("contiguous"))
     found = entries(main_table(shown), "paged (page 16)")
     assert found["failed"].text == "28 of 48"
-    assert found["failed"].note == "server_error: 'Context size has been exceeded.' x 28"
+    assert found["failed"].note == '28 of 48: server_error: "Context size has been exceeded."'
     assert found["configuration"].note == "baseline, refused"
     assert found["output_tokens_per_s"].note == "one repeat\nwhole run"  # what it served, over the whole load
     flat = next(row for row in flat_rows(shown) if row["configuration"] == "paged (page 16)")
-    assert flat["valid"] is False and "x 28" in flat["refused"] and flat["invalid_reasons"] == ""
+    assert flat["valid"] is False and "28 of 48" in flat["refused"] and flat["invalid_reasons"] == ""
     assert [row[2] for row in texts(quality_table(shown))] == ["yes", "yes"]
     assert found["ratio"].text == "–" and "ratio_to" not in flat  # compared with none
     changed_alone = effect_table(run(cell(), refused(page_size=8)))
@@ -156,7 +156,7 @@ def test_messages_of_repeats_are_counted_together() -> None:
     one = cell(failed=2)
     for repeat, (message, n) in zip(one.repeats, (("full", 2), ("busy", 3), ("full", 2)), strict=True):
         repeat.metrics["failure_messages"] = {"server_error": {"message": message, "requests": n}}
-    assert entries(main_table(run(one)))["failed"].note == "server_error: 'full' x 4"
+    assert entries(main_table(run(one)))["failed"].note == '4 of 144: server_error: "full"'
 
 
 def test_effects_are_ratios_to_the_baseline_the_highest_load_first() -> None:

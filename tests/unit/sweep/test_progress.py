@@ -88,12 +88,12 @@ def test_a_line_of_a_load_says_whole_run_where_it_has_no_steady_window(steady):
 def test_a_load_that_the_server_refused_says_so_with_its_message():
     out, blocks = io.StringIO(), plan_blocks(DESIGN, 1, 0)
     most = {"server_error": {"message": "Context size has been exceeded.", "requests": 32}}
-    done = {"metrics": {"failed": 32, "failure_messages": most}, "valid": False, "invalid_reasons": []}
+    done = {"metrics": {"completed": 20, "failed": 32, "failure_messages": most}, "valid": False, "invalid_reasons": []}
     with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES)) as progress:
         for refused in (None, "served 20 of 52 requests"):
             progress.load_finished(blocks[0].cells[0], 1, done | {"refused": refused})
     failed, refused = out.getvalue().splitlines()
-    assert "32 failed ('Context size has been exceeded.' x 32)" in failed and "REFUSED" not in failed
+    assert '32 of 52 requests failed: "Context size has been exceeded."' in failed and "REFUSED" not in failed
     assert "REFUSED: served 20 of 52 requests" in refused and "invalid" not in refused
 
 

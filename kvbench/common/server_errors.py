@@ -1,0 +1,49 @@
+"""What a server says of an error: the sentence in its answer, and which sentences are the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from kvbench.common.text import shorten
+
+_MOST_CHARACTERS = 300
+_TAGS = re.compile(r"<(script|style|head)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
+_NUMBER_OR_ID = re.compile(r"[\w-]*\d[\w-]*(?:[.,:]\d[\w-]*)*")
+
+
+def error_sentence(body: bytes) -> str:
+    """The server's own sentence in the body of an error: one line of at most 300 characters; empty for no body.
+
+    ``{"error": {"message"}}`` (OpenAI, vLLM, llama.cpp, SGLang, TGI in a stream), ``{"error": text}`` (TGI,
+    transformers), ``{"message"}`` (older vLLM, SGLang), ``{"detail": text or [{"loc", "msg"}]}`` (FastAPI), else the
+    text itself, of a web page (a proxy's) without its tags.
+    """
+    text = body.decode("utf-8", "replace")
+    try:
+        found = _message(json.loads(body))
+    except (ValueError, RecursionError):
+        found = None
+    if found is None:
+        found = _TAGS.sub(" ", text) if text.lstrip().startswith("<") else text
+    return shorten("".join(c if c.isprintable() else " " for c in found), _MOST_CHARACTERS)
+
+
+def _message(answer: Any) -> str | None:
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, list):
+        told = [each for each in map(_message, answer) if each]
+        return "; ".join(told) or None
+    if not isinstance(answer, dict):
+        return None
+    if isinstance(said := answer.get("msg"), str):  # of one field: pydantic's words
+        where = answer.get("loc")
+        return f"{'.'.join(map(str, where))}: {said}" if isinstance(where, list) and where else said
+    return next((text for key in ("error", "message", "detail") if (text := _message(answer.get(key)))), None)
+
+
+def without_numbers(sentence: str) -> str:
+    """``sentence`` with # in the place of each number or id: two sentences that differ in nothing else are one."""
+    return _NUMBER_OR_ID.sub("#", sentence)
