@@ -4,8 +4,8 @@
 
 The job is a JSON object: ``settings`` (``model``, ``load_format``, ``seed``, ``dtype``, ``device`` of EngineConfig),
 ``folder`` (must not exist), ``tokenizer`` (a folder to copy one from, or null), ``ignore_eos`` and ``format``: "gguf"
-for a GGUF file in place of safetensors and tokenizer. The weights are those that the built-in engine serves with the
-same settings. A separate process, so that its caller needs no torch.
+for a GGUF file, which holds the tokenizer, in place of safetensors. The weights are those that the built-in engine
+serves with the same settings. A separate process, so that its caller needs no torch.
 """
 
 from __future__ import annotations
@@ -41,24 +41,25 @@ def export_model(job: dict[str, Any]) -> None:
     from engine.model.loader import load_model
 
     folder = Path(job["folder"])
+    tokenizer = Path(job["tokenizer"]) if job["tokenizer"] else None
     loaded = load_model(EngineConfig.from_mapping(job["settings"]))
     folder.mkdir(parents=True)
-    if job.get("format") == "gguf":  # it holds its tokenizer
-        write_gguf(loaded.model, folder / GGUF)
+    if job.get("format") == "gguf":
+        write_gguf(loaded.model, folder / GGUF, tokenizer)
         loaded.model.config.save_pretrained(folder)
     else:
-        _write_folder(loaded, job, folder)
+        _write_folder(loaded, folder, tokenizer, ignore_eos=job["ignore_eos"])
     facts = {"weights_fingerprint": loaded.info.weights_fingerprint, "num_parameters": loaded.info.num_parameters}
     (folder / FACTS).write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
-def _write_folder(loaded: LoadedModel, job: dict[str, Any], folder: Path) -> None:
+def _write_folder(loaded: LoadedModel, folder: Path, tokenizer: Path | None, *, ignore_eos: bool) -> None:
     loaded.model.save_pretrained(folder)
-    if job["tokenizer"] is None:
+    if tokenizer is None:
         save_word_tokenizer(folder, loaded.info.vocab_size)
     else:
-        copy_tokenizer(Path(job["tokenizer"]), folder)
-    if job["ignore_eos"]:
+        copy_tokenizer(tokenizer, folder)
+    if ignore_eos:
         drop_eos(folder)
 
 

@@ -76,6 +76,15 @@ def data_size(value: float | None, decimals: int = 1) -> str:
     return f"{value:.0f} {unit}" if value == int(value) or value >= 100 else f"{value:.{decimals}f} {unit}"
 
 
+def kv_capacity(capacity: Mapping[str, Any]) -> str:
+    """6,144 tokens, 96 MiB of f32: what a KV cache holds, as far as it is known; empty where nothing is."""
+    if not (tokens := capacity.get("capacity_tokens")):
+        return ""
+    each, kind = capacity.get("bytes_per_token"), capacity.get("kv_type")
+    held = capacity.get("kv_bytes") or (tokens * each if each else None)
+    return f"{count(tokens)} tokens{f', {data_size(held)}' if held else ''}{f' of {kind}' if held and kind else ''}"
+
+
 def upper_first(text: str) -> str:
     """Capitalise without lowering the rest, as str.capitalize would."""
     return text[:1].upper() + text[1:]

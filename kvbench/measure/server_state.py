@@ -78,9 +78,10 @@ def prepare_cache(target: Target, load: LoadConfig, requests: Sequence[RequestSp
     reasons = []
     wait_idle(target)
     if load.cache_state != "steady" and not (_reset(target) or (first and target.starts_cold)):
+        way = f"{target.preset.reset_way}, or " if target.preset.reset_way else ""
         reasons.append(
-            f"the state of the prefix cache is not known: the server has no way to empty it, so it cannot be "
-            f"made {load.cache_state}; declare load.cache_state: steady (the cache is measured as it is found)"
+            f"the state of the prefix cache is not known: the server has no way to empty it, so it cannot be made "
+            f"{load.cache_state}; {way}declare load.cache_state: steady (the cache is measured as it is found)"
         )
     if load.cache_state == "primed" or (load.cache_state == "steady" and first):
         for prefix in distinct_prefixes(requests):

@@ -197,6 +197,7 @@ def facts(side: Side, settings: Iterable[str] = ()) -> dict[str, str]:
             "repeats": len(cell.repeats),
             **_requests(run),
             "KV budget": words.data_size(cell.capacity.get("kv_budget_bytes")),
+            "KV capacity": words.kv_capacity(cell.capacity),
             **{setting_title(name): value_words(name, effective(cell.settings, name)) for name in names},
         }
     )

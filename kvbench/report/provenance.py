@@ -203,11 +203,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
     """Facts about the run as (name, text)."""
     facts = {"model": _workload_model(run), **run.manifest}
     budgets = sorted({c.capacity.get("kv_budget_bytes") for c in run.cells} - {None})
-    capacities = [
-        f"{words.count(c.capacity['capacity_tokens'])} tokens ({c.name})"
-        for c in run.cells
-        if c.capacity.get("capacity_tokens")
-    ]
+    capacities = [f"{words.kv_capacity(c.capacity)} ({c.name})" for c in run.cells if c.capacity.get("capacity_tokens")]
     quirks = [str(quirk) for info in _servers(run).values() for quirk in (info.get("server") or {}).get("quirks") or ()]
     found = [
         ("target", target(run)),

@@ -22,12 +22,13 @@ from kvbench.common.secrets import api_key, without_key
 from kvbench.common.server_errors import error_sentence
 from kvbench.load.http import Dialect, tls_context
 from kvbench.requests.request import RequestSpec
-from kvbench.targets.preset import Preset
+from kvbench.targets.preset import CAPACITY_TOLERANCE, Preset
 from kvbench.targets.presets import BUILT_IN, METRIC_KINDS
 from kvbench.targets.prometheus import MetricsSample, parse_metrics
 from kvbench.targets.prompt_texts import TextOfIds, with_texts
 from kvbench.workload.settings import effective
 
+_LOGGED_TO = 0.01 * 2**20  # bytes: llama.cpp's log has MiB with two digits behind the point
 MOST_BYTES = 64 << 20  # of an answer: /metrics of a busy server is under 1 MiB, a page of completions under 10 MiB
 _TIMEOUT_S = 10.0  # a busy engine may hold the interpreter for one long step
 FACTS_TIMEOUT_S = 60.0  # vLLM runs a dozen programs at the first call, to describe its machine
@@ -37,7 +38,6 @@ _KEY_REFUSED = (401, 403)
 _NO_SUCH_PATH = (404, 405, 501)
 _UNHEALTHY = 500  # HTTP statuses from here on are the server's own fault
 _REFUSED = (400, 404, 405, 413, 422)  # a retry of the request would fail again
-_CAPACITY_TOLERANCE = 0.02  # for a page table; one page more for rounding to whole pages
 
 
 @dataclass(frozen=True)
@@ -268,6 +268,20 @@ class Target:
             raise MeasurementError(self.http.said("/v1/models", answer) + without)
         return rows
 
+    def told_sizes(self, row: Mapping[str, Any]) -> tuple[int | None, int | None]:
+        """Vocabulary and longest sequence, as its row of /v1/models tells them, or llama.cpp's /props; None: not told.
+
+        llama.cpp's ``n_ctx`` is that of a slot, which ``n_ctx_train`` may exceed.
+        """
+        meta = row.get("meta") if isinstance(row.get("meta"), dict) else {}
+        lengths = [row.get("max_model_len"), meta.get("n_ctx"), meta.get("n_ctx_train")]
+        if meta and not meta.get("n_ctx"):
+            props = self.json_at("/props")
+            generation = props.get("default_generation_settings") if isinstance(props, dict) else None
+            lengths.append(generation.get("n_ctx") if isinstance(generation, dict) else None)
+        vocab = meta.get("n_vocab")
+        return (vocab if _is_size(vocab) else None), min(filter(_is_size, lengths), default=None)
+
     def version(self) -> str | None:
         """The version that the server's API gives; None where it gives none."""
         answer = self.json_at(self.preset.version_path) if self.preset.version_path else None
@@ -337,6 +351,10 @@ class Target:
             raise (RefusedError if answer.status in _REFUSED else MeasurementError)(self.http.said(path, answer))
 
 
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
+
+
 def reason_of(target: Target, error: MeasurementError) -> str:
     """Why a load failed, and after how much of it: how the server ended if it has, else the error itself."""
     time.sleep(_GONE_S)
@@ -351,7 +369,7 @@ def reason_of(target: Target, error: MeasurementError) -> str:
 def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: Mapping[str, Any] | None) -> str | None:
     """How the server's page size, length or KV capacity differs from its configuration; None: it does not, or unknown.
 
-    A capacity differs if it is off by more than 2 % and a page.
+    A capacity differs if it is off by more than 2 % and a page: in tokens, or in bytes where the server tells them.
 
     ``settings``: of the configuration. ``info``: as ``server_info``. ``known``: of the configuration before its launch:
     ``kv_budget_bytes``, ``bytes_per_token`` and ``scale_bytes_per_token`` (a part of it) if the server was given the
@@ -371,13 +389,18 @@ def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: M
             f"its memory holds one sequence of {int(length)} tokens and not of {asked}, as the configuration is for: "
             f"raise kv_budget, or give all configurations one length, -o engine.max_model_len={int(length)}"
         )
-    tokens, each = capacity.get("capacity_tokens"), known.get("bytes_per_token")
+    tokens, each, held = capacity.get("capacity_tokens"), known.get("bytes_per_token"), capacity.get("kv_bytes")
     if not tokens or not each:
         return None
+    if held and abs(held - tokens * each) > CAPACITY_TOLERANCE * tokens * each + _LOGGED_TO:
+        return (
+            f"its KV cache of {int(tokens):,} tokens takes {held:,} bytes, {held / tokens:,.0f} a token "
+            f"({capacity.get('kv_type')}), and the configuration is for {each:,} a token: pass its dtype on"
+        )
     least = known.get("capacity_tokens") or known["kv_budget_bytes"] / each
     most = least * each / (each - (known.get("scale_bytes_per_token") or 0))  # other KV formats have fewer scales
     slack = 0 if not paged else int(pages or wanted or 1)
-    if least * (1 - _CAPACITY_TOLERANCE) - slack <= tokens <= most * (1 + _CAPACITY_TOLERANCE) + slack:
+    if least * (1 - CAPACITY_TOLERANCE) - slack <= tokens <= most * (1 + CAPACITY_TOLERANCE) + slack:
         return None
     return (
         f"its KV cache holds {int(tokens):,} tokens, and the budget of {known['kv_budget_bytes']:,} bytes would hold "

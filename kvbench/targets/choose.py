@@ -224,8 +224,12 @@ def _launched(
         max_in_flight=max(load.concurrency or (), default=None) if load.mode == "closed" else load.max_concurrency,
     )
     workload, changes = _baseline(workload, launcher, exact=bool(options["exact"]))
+    if (lost := launcher.lost_capacity(workload.engine)) is not None:
+        changes.append(lost)
     workload = dataclasses.replace(workload, engine=launcher.described(workload.engine))
     folders = ModelFolders(ignore_eos=load.ignore_eos, text_tokenizer=text_tokenizer(load.prompts))
+    if launcher.passes_model:
+        folders.check(workload.engine, model_format=preset.model_format)
 
     def make() -> Target:
         limit = options["start_timeout"] or _FOREIGN_START_S

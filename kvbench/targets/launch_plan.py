@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.targets.preset import MODEL_SETTINGS, Context, Preset
+from kvbench.common.text import data_size
+from kvbench.targets.preset import CAPACITY_TOLERANCE, MODEL_SETTINGS, Context, Preset
 from kvbench.workload.design import Design
 from kvbench.workload.settings import effective
 
@@ -218,7 +219,22 @@ class Launcher:
         elif self.template is not None and "kv_budget" in self.template.names:
             names += _BUDGET_FACTS
         known = self.arithmetic(settings)
-        return {key: known[key] for key in names if known.get(key)}
+        found = {key: known[key] for key in names if known.get(key)}
+        if "capacity_tokens" in found and (given := self.preset.tokens_given(self.context(settings))):
+            found["capacity_tokens"] = given
+        return found
+
+    def lost_capacity(self, settings: Mapping[str, Any]) -> str | None:
+        """How much less than its budget the server is told to hold, where that is more than servers may differ by."""
+        context = self.context(settings)
+        whole, given = context.capacity.get("capacity_tokens"), self.preset.tokens_given(context)
+        if self.template is not None or not whole or not given or given >= whole * (1 - CAPACITY_TOLERANCE):
+            return None
+        each = context.capacity["bytes_per_token"]
+        return (
+            f"{self.preset.title} gets {given:,} tokens of KV ({data_size(given * each)}) and not the {whole:,} "
+            f"({data_size(whole * each)}) that the budget holds, {1 - given / whole:.1%} less: it takes multiples only"
+        )
 
     def command(self, settings: Mapping[str, Any], *, model: str, port: int | str, scratch: str) -> tuple[str, ...]:
         """The launch command. ``port``: its number, or a name to show. UsageError for a placeholder without a value."""

@@ -180,10 +180,10 @@ class LaunchedTarget(ProcessTarget):
     def _learn_model(self, served: ServedModel, settings: Mapping[str, Any]) -> None:
         """The model's name from the server; its sizes from its config, or else from the server."""
         row = self.models()[0] if self.preset.models_path else {"id": str(served.path)}
-        meta = row.get("meta") or {}  # llama.cpp
-        known = (settings.get("max_model_len"), row.get("max_model_len"), served.max_positions, meta.get("n_ctx_train"))
+        own_vocab, own_length = self.told_sizes(row)
+        known = (settings.get("max_model_len"), served.max_positions, own_length)
         length = min((int(n) for n in known if n), default=None)
-        vocab = served.vocab_size or meta.get("n_vocab")
+        vocab = served.vocab_size or own_vocab
         if length is None or not vocab:
             raise MeasurementError(f"neither the model's config nor {self.preset.title} tells vocabulary and length")
         self.model = ModelFacts(str(row["id"]), int(vocab), length)
@@ -212,7 +212,8 @@ class LaunchedTarget(ProcessTarget):
             sample = self.metrics()
         except MeasurementError:
             sample = None
-        capacity = {name: int(value) for name, value in sample.facts.items() if name in _CAPACITY} if sample else {}
+        capacity: dict[str, Any] = self._logged_capacity()
+        capacity |= {name: int(value) for name, value in sample.facts.items() if name in _CAPACITY} if sample else {}
         version, device = self.version(), settings.get("device")
         threads, cores = self._threads(settings), self.bound_cores()
         return {
@@ -234,6 +235,20 @@ class LaunchedTarget(ProcessTarget):
                 "quirks": list(self.preset.quirks),
                 "notes": _binding_notes(self.preset.title, cores, threads),
             },
+        }
+
+    def _logged_capacity(self) -> dict[str, Any]:
+        """Tokens, bytes and types of the KV cache, from the log of a server that says so there only."""
+        if self.preset.kv_log_pattern is None:
+            return {}
+        text = self._log.read_text(encoding="utf-8", errors="replace")[: self._logged_at_start]
+        if not (caches := list(re.finditer(self.preset.kv_log_pattern, text))):
+            return {}
+        types = dict.fromkeys(kind for cache in caches for kind in (cache["K"], cache["V"]))
+        return {
+            "capacity_tokens": max(int(cache["tokens"]) for cache in caches),  # layers with a window have fewer
+            "kv_bytes": round(sum(float(cache["MiB"]) for cache in caches) * 2**20),
+            "kv_type": " and ".join(types),
         }
 
     def _model_name(self) -> str:

@@ -1,8 +1,8 @@
 """The model's folder for servers that are not ours, with the built-in engine's weights; made once a run.
 
-``engine.model.export`` writes random weights for a bare config, in its own process. A folder with weights is served as
-it is, or through links if its configs must differ. The folder is removed when the run ends; if kvbench is killed, the
-watchdog of the server removes it.
+``engine.model.export`` writes random weights for a bare config, and GGUF files, in its own process. A folder with
+weights is served as it is, or through links if its configs must differ. The folder is removed when the run ends; if
+kvbench is killed, the watchdog of the server removes it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,20 @@ class ServedModel:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Where a configuration's model comes from.
+
+    ``path``: a folder, a config or a GGUF file. ``written``: by ``engine.model.export``, else it is served from where
+    it is. ``tokenizer``: a folder, None where each id is a word; ``own_tokenizer``: it is the folder's.
+    """
+
+    path: Path
+    written: bool
+    tokenizer: Path | None
+    own_tokenizer: bool
+
+
 class ModelFolders:
     """The folders of one run. ``text_tokenizer``: of the load's texts, None for token ids."""
 
@@ -63,6 +77,10 @@ class ModelFolders:
             self._scratch = None
         self._made.clear()
 
+    def check(self, settings: Mapping[str, Any], *, model_format: str = "safetensors") -> None:
+        """Raises UsageError where ``get`` would, as far as it can be told without loading the model."""
+        self._source(settings, model_format)
+
     def get(self, settings: Mapping[str, Any], *, drop_eos: bool, model_format: str = "safetensors") -> ServedModel:
         """The model of a configuration. ``drop_eos``: the server has no way to ignore the end of a sequence.
 
@@ -70,27 +88,49 @@ class ModelFolders:
             UsageError: there is no such model, or not in the server's format.
             MeasurementError: it could not be written.
         """
-        from engine.model.spec import model_folder
-
-        named = str(settings.get("model", ""))
-        found = model_folder(named)
-        source = found or Path(named).expanduser()
-        random = settings.get("load_format") == "dummy" or found is None
-        if model_format == "gguf" and (source.suffix == ".gguf" or not random):
-            return _gguf(source)
+        source = self._source(settings, model_format)
+        if source.path.suffix == ".gguf":
+            return ServedModel(source.path.resolve(), source.path, None, None)
         drop = drop_eos and self._ignore_eos
         job = {name: settings[name] for name in _WEIGHT_SETTINGS if settings.get(name) is not None}
         key = json.dumps([job, str(settings.get("tokenizer")), drop], sort_keys=True)
         if key not in self._made:
-            given = Path(str(settings["tokenizer"])) if settings.get("tokenizer") else None
-            if random:
-                self._made[key] = self._export(job, given or self._text_tokenizer, drop, model_format)
+            if source.written:
+                self._made[key] = self._export(job, source.tokenizer, drop, model_format)
             else:
-                self._made[key] = self._link(source.resolve(), given, drop)
+                self._made[key] = self._link(source, drop)
         return self._made[key]
 
+    def _source(self, settings: Mapping[str, Any], model_format: str) -> _Source:
+        """Where the model of a configuration comes from. Raises UsageError."""
+        from engine.model.gguf import refusal
+        from engine.model.spec import find_model, model_folder
+
+        named, load_format = str(settings.get("model", "")), str(settings.get("load_format", "auto"))
+        given = Path(str(settings["tokenizer"])) if settings.get("tokenizer") else None
+        path = Path(named).expanduser()
+        if model_format == "gguf" and path.suffix == ".gguf":
+            if not path.is_file():
+                raise UsageError(f"there is no GGUF file {str(path)!r}: check -o model.path")
+            return _Source(path, written=False, tokenizer=None, own_tokenizer=True)
+        folder = model_folder(named)
+        random = load_format == "dummy" or folder is None
+        own = folder is not None and any((folder / name).is_file() for name in _TOKENIZERS)
+        tokenizer = given or (folder if own and not random else self._text_tokenizer)
+        if not random and model_format != "gguf":
+            if tokenizer is None:
+                raise UsageError(f"the model folder {folder} has no tokenizer: name one with -o model.tokenizer=FOLDER")
+            return _Source(folder or path, False, tokenizer, own and given is None)
+        try:
+            spec = find_model(named, load_format)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if model_format == "gguf" and (why := refusal(spec.config, tokenizer)):
+            raise UsageError(f"model {spec.name}: {why}")
+        return _Source(folder or path, True, tokenizer, own)
+
     def _export(self, job: Mapping[str, Any], tokenizer: Path | None, drop_eos: bool, model_format: str) -> ServedModel:
-        """Random weights, written by a process of its own."""
+        """Random weights or a GGUF file, written by a process of its own."""
         folder, log = self._new_folder(), self.scratch / "export.log"
         task = folder.with_suffix(".json")
         write_json(
@@ -127,22 +167,20 @@ class ModelFolders:
 
         return replace(described, path=folder / GGUF)
 
-    def _link(self, source: Path, given: Path | None, drop_eos: bool) -> ServedModel:
+    def _link(self, source: _Source, drop_eos: bool) -> ServedModel:
         """The folder itself, or links to its files if the tokenizer or the end of sequence must differ."""
-        has_one = any((source / name).is_file() for name in _TOKENIZERS)
-        if has_one and given is None and not drop_eos:
-            return _described(source, source)
+        path, tokenizer = source.path.resolve(), source.tokenizer
+        if source.own_tokenizer and not drop_eos:
+            return _described(path, path)
         from engine.model import export as export_model
 
-        tokenizer = given or (source if has_one else self._text_tokenizer)
-        if tokenizer is None:
-            raise UsageError(f"the model folder {source} has no tokenizer: name one with -o model.tokenizer=FOLDER")
+        assert tokenizer is not None
         folder = self._new_folder()
         folder.mkdir()
-        for path in source.iterdir():
-            if given is None or path.name not in export_model.TOKENIZER_FILES:
-                (folder / path.name).symlink_to(path)
-        if given is not None or not has_one:
+        for each in path.iterdir():
+            if source.own_tokenizer or each.name not in export_model.TOKENIZER_FILES:
+                (folder / each.name).symlink_to(each)
+        if not source.own_tokenizer:
             export_model.copy_tokenizer(tokenizer, folder)
         if drop_eos:
             export_model.drop_eos(folder)
@@ -161,15 +199,6 @@ def text_tokenizer(prompts: Any) -> Path | None:
     from engine import tokenizer
 
     return Path(str(tokenizer.__file__)).parent / "bpe8k"
-
-
-def _gguf(source: Path) -> ServedModel:
-    if source.suffix != ".gguf" or not source.is_file():
-        raise UsageError(
-            f"llama.cpp serves GGUF files, and the model is {str(source)!r}: convert it with llama.cpp's "
-            "convert_hf_to_gguf.py and name it with -o model.path=MODEL.gguf"
-        )
-    return ServedModel(source.resolve(), source, None, None)
 
 
 def _described(folder: Path, tokenizer: Path | None) -> ServedModel:

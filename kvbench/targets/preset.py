@@ -16,6 +16,8 @@ from kvbench.load.http import OPENAI, Dialect
 from kvbench.targets.prometheus import OURS, MetricNames
 from kvbench.workload.file import runs_on_cpu
 
+CAPACITY_TOLERANCE = 0.02  # between the KV of two servers with one budget
+
 
 @dataclass(frozen=True)
 class Context:
@@ -49,6 +51,7 @@ class Setting:
     ``words``: of the command line, ``{}`` is the value. ``values``: the only values it can have, with their words;
     others are refused with ``why``. ``variable``: an environment variable that gets the value. ``refuse``: a reason
     against a value, None when there is none. ``nearest``: what comes closest to a refused value; None: leave it out.
+    ``tokens``: of a KV budget that is passed on in tokens: how many.
     """
 
     words: str | Callable[[Any, Context], str] = ""
@@ -57,6 +60,7 @@ class Setting:
     variable: str | None = None
     refuse: Callable[[Any, Context], str | None] | None = None
     nearest: Callable[[Any, Context], Any] | None = None
+    tokens: Callable[[Context], int] | None = None
 
     @property
     def passed_on(self) -> bool:
@@ -123,7 +127,8 @@ def budget_in(
             return f"it takes {unit} in multiples of {multiple_of}, and the budget holds {context.capacity[unit]}"
         return None if number(context) else f"it takes {unit}, and how many fit the budget {why}"
 
-    return Setting(words=lambda value, context: words.replace("{}", str(number(context))), refuse=refuse)
+    tokens = number if unit == "capacity_tokens" else None
+    return Setting(lambda value, context: words.replace("{}", str(number(context))), refuse=refuse, tokens=tokens)
 
 
 NO_WORDS = Setting()  # any value, and no words: the model's folder has it, or the prompts keep to it
@@ -155,12 +160,13 @@ class Preset:
     ``environment``: of the launch; None takes a variable away.
     ``models_path``: None where the server does not list its models; requests then name the model as the command did.
     ``reset_path``: a POST that empties the prefix cache; ``{slot}`` in it: one for each slot of its /slots.
-    ``reset_busy``: its status code while requests run.
+    ``reset_busy``: its status code while requests run. ``reset_way``: what lets a server answer it that does not.
     ``version_path``: answers JSON with the version at ``version_key``; None: the version of ``module`` is the server's.
     ``grace_s``: between TERM and KILL.
     ``start_guess_s``: a launch of a small model on a small machine, until one is measured.
     ``greedy_forks``: it returns several answers to a prompt at temperature 0 too, which are the same.
     ``device_pattern``: finds the device in its /server_info.
+    ``kv_log_pattern``: finds in its log, for each KV cache, its ``MiB``, ``tokens`` and the types of ``K`` and ``V``.
     ``quirks``: what a reader of the numbers should know.
     """
 
@@ -176,6 +182,7 @@ class Preset:
     metrics: MetricNames = OURS
     reset_path: str | None = None
     reset_busy: int = 409
+    reset_way: str = ""
     version_path: str | None = None
     version_key: str = "version"
     dialect: Dialect = OPENAI
@@ -184,12 +191,20 @@ class Preset:
     start_guess_s: float = 60.0
     greedy_forks: bool = False
     device_pattern: str | None = None
+    kv_log_pattern: str | None = None
     quirks: tuple[str, ...] = ()
 
     @property
     def passed_on(self) -> frozenset[str]:
         """The settings that a launched server has been given."""
         return frozenset(name for name, setting in self.settings.items() if setting.passed_on)
+
+    def tokens_given(self, context: Context) -> int | None:
+        """How many tokens of KV a launched server is told to hold; None where it is told bytes or nothing."""
+        setting = self.settings.get("kv_budget")
+        if setting is None or setting.tokens is None or context.settings.get("kv_budget") is None:
+            return None
+        return setting.tokens(context)
 
     def has_only(self, name: str, value: Any) -> bool:
         """Whether the server has this value of the setting and no other."""

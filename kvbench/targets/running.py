@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.text import listing
 from kvbench.targets.base import PLAIN_ACCESS, Access, ModelFacts, Target
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import BUILT_IN, GENERIC
@@ -47,25 +48,29 @@ class OpenAITarget(Target):
         if self.preset is GENERIC and row.get("owned_by") == "kvbench":  # as the built-in server names itself
             self.preset = BUILT_IN
         info = self.server_info() or {}
-        own_vocab = (info.get("model") or {}).get("vocab_size")
         self._caches_prefixes = (info.get("engine") or {}).get("enable_prefix_caching") is not False
-        length = self._size("--max-model-len", max_model_len, row.get("max_model_len"))
-        vocab = self._size("--vocab-size", vocab_size, own_vocab)
-        self.model = ModelFacts(name or str(row["id"]), vocab, length)
+        own_vocab, own_length = self.told_sizes(row)
+        own_vocab = (info.get("model") or {}).get("vocab_size") or own_vocab
+        self._require(
+            {
+                "--model NAME": ("the name of its model", name, row.get("id")),
+                "--vocab-size N": ("its vocabulary", vocab_size, own_vocab),
+                "--max-model-len N": ("its longest sequence", max_model_len, own_length),
+            }
+        )
+        self.model = ModelFacts(name or str(row["id"]), int(vocab_size or own_vocab), int(max_model_len or own_length))
 
     def reset_prefix_cache(self) -> bool | None:
         """As ``Target``; a cache that the server says is off is empty."""
         return super().reset_prefix_cache() if self._caches_prefixes else True
 
     def _row_of(self, name: str | None) -> dict[str, Any]:
-        """The model's row of /v1/models; a server that lists none must be healthy, and needs the name."""
+        """The model's row of /v1/models; a server that lists none must be healthy, and its row is empty."""
         if self.preset.models_path is None:
             answer = self.answer_at(self.preset.health)
             if answer.status != 200:
                 raise UsageError(self.http.said(self.preset.health, answer))
-            if name is None:
-                raise UsageError(f"{self.preset.title} does not list its models: give --model NAME")
-            return {"id": name}
+            return {}
         rows = self.models()
         if name is None:
             return rows[0]
@@ -75,20 +80,27 @@ class OpenAITarget(Target):
         known = ", ".join(str(row["id"]) for row in rows)
         raise UsageError(f"{self.base_url} serves no model {name!r}: its models are {known}")
 
-    def _size(self, option: str, given: int | None, own: Any) -> int:
-        """The size that was given, else the server's own. UsageError when there is none, or it is less than given."""
-        if not given and not own:
-            raise UsageError(f"{self.base_url} does not tell its {option[2:].replace('-', ' ')}: give {option} N")
-        if given and own and given > int(own):
-            raise UsageError(f"{option} {given} is more than the {own} that {self.base_url} tells: leave it out")
-        return int(given or own)
+    def _require(self, facts: Mapping[str, tuple[str, Any, Any]]) -> None:
+        """Raises UsageError that names every fact that is missing, or the size that is more than the server has.
+
+        ``facts``: by option: what it is, as given, as the server tells it.
+        """
+        missing = {option: what for option, (what, given, own) in facts.items() if not given and not own}
+        if missing:
+            raise UsageError(f"{self.base_url} does not tell {listing([*missing.values()])}: give {' '.join(missing)}")
+        for option, (_, given, own) in facts.items():
+            if isinstance(given, int) and own and given > int(own):
+                name = option.removesuffix(" N")
+                raise UsageError(f"{name} {given} is more than the {own} that {self.base_url} tells: leave it out")
 
     def server_info(self) -> dict[str, Any] | None:
         """As ``Target``; of a server of a known kind what its preset and its version tell."""
         if self.preset in (GENERIC, BUILT_IN):
             return super().server_info()
-        version = self.version()
+        version, quirks = self.version(), list(self.preset.quirks)
+        if self.preset.kv_log_pattern is not None:
+            quirks.append("it tells size and type of its KV cache in its log only, so they are not known here")
         return {
             "versions": {self.preset.name: version} if version else {},
-            "server": {"kind": self.preset.name, "title": self.preset.title, "quirks": list(self.preset.quirks)},
+            "server": {"kind": self.preset.name, "title": self.preset.title, "quirks": quirks},
         }

@@ -19,6 +19,7 @@ ENGINE = {
 @pytest.mark.skipif("LLAMA_SERVER" not in os.environ, reason="LLAMA_SERVER names no llama-server")
 @pytest.mark.timeout(400)
 def test_a_sweep_of_llama_cpp(tmp_path):
+    pytest.importorskip("gguf")
     bench = Bench(tmp_path, {"KVBENCH_NO_CALIBRATION": "1"})
     (tmp_path / "tiny.json").write_text(json.dumps(MODEL | {"head_dim": 32}))
     path = bench.write(
@@ -39,6 +40,9 @@ def test_a_sweep_of_llama_cpp(tmp_path):
     (served,) = manifest(run)["servers"].values()
     command = " ".join(served["server"]["command"])
     assert "--ctx-size 256" in command and "--cache-type-k f32" in command
+    (known,) = manifest(run)["capacity"].values()  # as its log says
+    assert known["capacity_tokens"] == 256 and known["kv_type"] == "f32"
+    assert known["kv_bytes"] == pytest.approx(256 * known["bytes_per_token"], abs=0.01 * 2**20)
     two, five = (json.loads((run / "cells" / f"paged-c{n}" / "loads" / "1" / "done.json").read_text())
                  for n in (2, 5))  # fmt: skip
     assert two["metrics"]["completed"] == 20 and two["refused"] is None

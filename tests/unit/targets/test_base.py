@@ -262,6 +262,17 @@ def test_an_own_server_is_cold_before_its_first_load_only():
             assert len(found) == reasons and all("has no way to empty it" in reason for reason in found)
 
 
+@pytest.mark.parametrize(
+    ("preset", "way"),
+    [("llamacpp", "--slot-save-path"), ("vllm", "VLLM_SERVER_DEV_MODE=1"), (None, "--preset"), ("tgi", "")],
+)
+def test_what_lets_a_server_empty_its_cache_is_named(preset, way):
+    slots = {"/slots": (200, [{"id": 0}]), "/slots/0?action=erase": (501, {"error": "disabled"})}
+    with started(slots, preset) as (target, _):
+        (reason,) = server_state.prepare_cache(target, load(), [], first=True)
+    assert way in reason and ("start it with" in reason) == (preset in ("llamacpp", "vllm"))
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_steady_leaves_a_cache_as_it_is_found(first):
     with started({"/reset_prefix_cache": (200, {})}, "vllm") as (target, server):

@@ -221,6 +221,32 @@ def test_the_kv_budget_reaches_servers_in_their_own_units(workload):
     assert given("vllm", "--kv-cache-memory-bytes") == tokens * 16384
 
 
+LLAMA_HERE = {"target": "llamacpp", "target_python": sys.executable}
+
+
+@pytest.mark.parametrize(("budget", "told"), [("65MiB", None), ("33MiB", "2,048"), ("17MiB", "1,024")])
+def test_what_a_multiple_of_256_tokens_loses_of_a_budget_is_said_before_the_launch(workload, budget, told):
+    pytest.importorskip("gguf")
+    choice = chosen(workload(engine=ENGINE | {"kv_budget": budget}), **LLAMA_HERE)
+    launcher, engine = choice.new_target().launcher, choice.workload.engine
+    line = launcher.command(engine, model="/m", port=1, scratch="/s")
+    # What the server is told is what its own figure is held against, not what the built-in engine would hold.
+    assert choice.check(engine)["capacity_tokens"] == int(line[line.index("--ctx-size") + 1])
+    (said,) = [note for note in choice.notes if "tokens of KV" in note] or [None]
+    assert (said is None) if told is None else told in said
+    assert "capacity_tokens" not in choice.check({"model": "llama-32m"})  # nothing is told
+
+
+def test_a_model_that_the_target_cannot_be_given_is_refused_before_a_launch(workload, tmp_path):
+    (tmp_path / "mpt.json").write_text('{"model_type": "mpt", "d_model": 64}')
+    made = workload()
+    odd = dataclasses.replace(made, engine={"device": "cpu", "model": str(tmp_path / "mpt.json")})
+    for options in (LLAMA_HERE, served_by("{model}") | {"preset": "llamacpp"}):
+        with pytest.raises(UsageError, match="mpt"):
+            chosen(odd, **options)
+    assert chosen(odd, **served_by("") | {"preset": "llamacpp"}).workload  # it has a model of its own
+
+
 def test_what_is_swept_and_run_must_be_in_the_command(workload):
     made = workload(sweep={"layout": ["contiguous"], "page_size": [8, 16]})
     with pytest.raises(UsageError, match=r"layout, page_size.*--only"):

@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
+from engine.model import gguf as gguf_file
 from engine.model.export import export_model
 from engine.model.loader import load_model
 from kvbench.common.errors import MeasurementError, UsageError
@@ -84,19 +85,33 @@ def test_another_tokenizer_takes_the_place_of_the_models(source, folders, tmp_pa
         folders.get(settings_of(source), drop_eos=True)
 
 
-def test_llama_cpp_serves_gguf_files_only(source, folders):
-    with pytest.raises(UsageError, match=r"convert_hf_to_gguf\.py .* -o model\.path=MODEL\.gguf"):
-        folders.get({"model": str(source)}, drop_eos=False, model_format="gguf")
+def test_llama_cpp_gets_gguf_files_as_they_are_and_others_written_or_refused_before_a_launch(source, folders, tmp_path):
+    for settings, why in (
+        ({"model": str(source)}, r"GPT-2's or Qwen2's .* convert_hf_to_gguf\.py .* -o model\.path=MODEL\.gguf"),
+        ({"model": str(source / "gone.gguf")}, "there is no GGUF file"),
+        ({"model": "llama-33m"}, "neither a folder"),
+    ):
+        for ask in (folders.check, lambda s, **more: folders.get(s, drop_eos=False, **more)):
+            with pytest.raises(UsageError, match=why):
+                ask(settings, model_format="gguf")
     (source / "m.gguf").write_bytes(b"GGUF")
     assert folders.get({"model": str(source / "m.gguf")}, drop_eos=False, model_format="gguf").vocab_size is None
+    assert not (tmp_path / "scratch").exists()
 
 
-def test_llama_cpp_gets_random_weights_as_a_gguf_file(folders, tmp_path):
-    (tmp_path / "tiny.json").write_text(json.dumps(MODEL | {"head_dim": 32}))
-    settings = {"model": str(tmp_path / "tiny.json"), "load_format": "dummy", "dtype": "float32", "device": "cpu"}
+def test_a_missing_package_is_said_before_a_launch_with_the_way_to_get_it(folders, monkeypatch):
+    monkeypatch.setattr(gguf_file.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install 'gguf"):
+        folders.check({"model": "llama-32m"}, model_format="gguf")
+    folders.check({"model": "llama-32m"})  # other servers need none
+
+
+def test_llama_cpp_gets_weights_and_tokenizer_as_a_gguf_file(folders):
+    pytest.importorskip("gguf")
+    settings = {"model": "kvbench-tiny", "load_format": "auto", "dtype": "float32", "device": "cpu"}
     served = folders.get(settings, drop_eos=False, model_format="gguf")
-    assert served.path.read_bytes()[:4] == b"GGUF"
-    assert (served.vocab_size, served.max_positions) == (512, 512) and served.facts["weights_fingerprint"]
+    assert served.path.read_bytes()[:4] == b"GGUF" and served.tokenizer.name == "kvbench-tiny"
+    assert (served.vocab_size, served.max_positions) == (2048, 2048) and served.facts["weights_fingerprint"]
     assert folders.get(settings, drop_eos=False, model_format="gguf") is served
 
 

@@ -1,22 +1,26 @@
-"""The GGUF file of a Llama model, read back by the format's own rules."""
+"""The GGUF file of a model, read back by the format's own rules (github.com/ggml-org/ggml, docs/gguf.md)."""
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from engine.model.gguf import write_gguf
+from engine.model.gguf import refusal, write_gguf
+from engine.model.spec import MODEL_DIR
+
+pytest.importorskip("gguf")
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40, "max_position_embeddings": 64,
 }  # fmt: skip
-DTYPES = {0: np.float32, 1: np.float16}
+DTYPES = {0: np.float32, 1: np.float16, 30: np.int16}  # bfloat16: its bits
 PLAIN = {4: "<I", 5: "<i", 6: "<f", 7: "<?"}
 
 
@@ -98,15 +102,63 @@ def test_tied_embeddings_are_written_once(tmp_path):
     assert "output.weight" not in Reader(tmp_path / "m.gguf").tensors
 
 
+def test_bfloat16_is_written_bit_for_bit(tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16)
+    write_gguf(model, tmp_path / "m.gguf")
+    rows = Reader(tmp_path / "m.gguf").tensors["blk.0.ffn_up.weight"]
+    assert np.array_equal(rows, model.state_dict()["model.layers.0.mlp.up_proj.weight"].view(torch.int16).numpy())
+
+
+def test_qwen3_keeps_the_order_of_its_rows_and_has_norms_of_queries_and_keys(tmp_path):
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    write_gguf(model, tmp_path / "m.gguf")
+    file, layer = Reader(tmp_path / "m.gguf"), model.model.layers[1].self_attn
+    assert file.metadata["general.architecture"] == "qwen3" and file.metadata["qwen3.context_length"] == 64
+    assert np.array_equal(file.tensors["blk.1.attn_q.weight"], layer.q_proj.weight.detach().numpy())
+    assert file.tensors["blk.1.attn_k_norm.weight"].shape == (8,)
+    assert len(file.tensors) == len(model.state_dict())
+
+
+def test_llama3s_rope_divides_each_frequency_as_transformers_does(tmp_path):
+    config = LlamaConfig(**SIZES | {"head_dim": 16}, rope_parameters=LLAMA3)
+    write_gguf(model := LlamaForCausalLM(config), tmp_path / "m.gguf")
+    factors = Reader(tmp_path / "m.gguf").tensors["rope_freqs.weight"]
+    plain = 1e4 ** -(np.arange(0, 16, 2) / 16)
+    np.testing.assert_allclose(plain / factors, model.model.rotary_emb.inv_freq.numpy(), rtol=1e-6)
+    assert factors[0] == 1 and factors[-1] == 8 and len(set(factors.tolist())) > 2
+
+
+def test_a_tokenizer_is_in_the_file_with_its_merges_and_how_it_splits(tmp_path):
+    tiny = MODEL_DIR / "kvbench-tiny"
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 2050}))
+    write_gguf(model, tmp_path / "m.gguf", tiny)
+    facts, own = Reader(tmp_path / "m.gguf").metadata, json.loads((tiny / "tokenizer.json").read_text())
+    tokens = facts["tokenizer.ggml.tokens"]
+    assert len(tokens) == 2050 and all(tokens[i] == text for text, i in own["model"]["vocab"].items())
+    assert facts["tokenizer.ggml.merges"] == [" ".join(pair) for pair in own["model"]["merges"]]
+    assert (facts["tokenizer.ggml.model"], facts["tokenizer.ggml.pre"]) == ("gpt2", "qwen2")
+    assert facts["tokenizer.ggml.eos_token_id"] == 0 and facts["tokenizer.ggml.add_bos_token"] is False
+    assert "<|assistant|>" in facts["tokenizer.chat_template"]
+    kinds = facts["tokenizer.ggml.token_type"]
+    assert [kinds[i] for i in (0, 1, 2000, 2048)] == [3, 3, 1, 5]  # control, control, normal, unused
+    with pytest.raises(ValueError, match="the model 40 tokens"):
+        write_gguf(LlamaForCausalLM(LlamaConfig(**SIZES)), tmp_path / "small.gguf", tiny)
+
+
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
+          "original_max_position_embeddings": 64}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)), "qwen3"),
-        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3)), "llama3"),
+        (lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)), "qwen2"),
+        (
+            lambda: LlamaForCausalLM(
+                LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+            ),
+            "linear",
+        ),
         (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)), "attention_bias"),
     ],
 )
@@ -114,3 +166,25 @@ def test_what_the_file_cannot_say_is_refused_with_the_way_out(tmp_path, model, w
     with pytest.raises(ValueError, match=rf"{why}.*convert_hf_to_gguf\.py"):
         write_gguf(model(), tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
+
+
+QWEN2 = json.loads((MODEL_DIR / "kvbench-tiny" / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"][0]
+BYTES, SPLIT = {"type": "ByteLevel", "use_regex": False}, {"type": "Split", "pattern": {"Regex": r"\p{N}"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "known"),
+    [
+        ("BPE", [{"type": "ByteLevel", "use_regex": True}], True),
+        ("BPE", [BYTES], False),  # splits nothing
+        ("BPE", [SPLIT, BYTES], False),
+        ("BPE", [QWEN2, BYTES], True),
+        ("BPE", [QWEN2], False),  # of characters, not bytes
+        ("BPE", [QWEN2, {"type": "ByteLevel", "use_regex": True}], False),  # splits twice
+        ("WordLevel", [{"type": "ByteLevel", "use_regex": True}], False),
+    ],
+)
+def test_only_tokenizers_whose_splits_llama_cpp_knows_are_written(tmp_path, kind, steps, known):
+    found = {"model": {"type": kind}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    assert (refusal({"model_type": "llama"}, tmp_path) is None) == known
