@@ -152,13 +152,18 @@ def groups_of(*runs: Run) -> tuple[Group, ...]:
 
 
 def _matching(first: Run, cell: MeasuredCell, other: Run) -> MeasuredCell | None:
-    """The cell of ``other`` that stands for ``cell`` of ``first``."""
+    """The cell of ``other`` that stands for ``cell`` of ``first``: of that name, else the only one that is alike.
+
+    A cell that is alike to several cells of ``first`` stands for none of them, whichever run is given first.
+    """
     named = next((each for each in other.cells if each.cell_id == cell.cell_id), None)
     if named or target(first) == target(other):
         return named
     names = _varied(first) | _varied(other)
-    alike = [each for each in other.cells if _alike(cell, each, names)]
-    return alike[0] if len(alike) == 1 else None
+    found = [each for each in other.cells if _alike(cell, each, names)]
+    if len(found) != 1 or sum(_alike(each, found[0], names) for each in first.cells) != 1:
+        return None
+    return found[0]
 
 
 def _varied(run: Run) -> set[str]:

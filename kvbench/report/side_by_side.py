@@ -133,7 +133,7 @@ def _not_shared(groups: Sequence[Group]) -> list[str]:
     for at, side in enumerate(groups[0]):
         shared = {group[at].cell.cell_id for group in groups}
         if alone := [cell.cell_id for cell in side.run.by_load if cell.cell_id not in shared]:
-            found.append(f"Not every run has what {side.letter} has in {words.and_more(alone, 6)}.")
+            found.append(f"In {side.letter} but not in every run: {words.and_more(alone, 6)}.")
     return found
 
 

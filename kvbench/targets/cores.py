@@ -12,6 +12,7 @@ import psutil
 from kvbench.common.text import listing
 
 _CPUS = Path("/sys/devices/system/cpu")
+_NODES = Path("/sys/devices/system/node")
 _PROC = Path("/proc")
 
 
@@ -19,8 +20,10 @@ def cores_for(threads: int | None) -> list[int]:
     """A core for each of a server's ``threads``, among those this process may run on: fewer if there are not so many.
 
     Hardware threads of one physical core are both given only if each physical core has one already. None: one hardware
-    thread of each physical core.
+    thread of each physical core; empty on a machine with several memory nodes, where the server knows better.
     """
+    if threads is None and len(list(_NODES.glob("node[0-9]*"))) > 1:
+        return []
     place, seen = {}, Counter[str]()
     for core in sorted(os.sched_getaffinity(0)):
         physical = _physical(core)
@@ -40,11 +43,12 @@ def _physical(core: int) -> str:
 def bound_cores(pid: int) -> list[int]:
     """The cores that threads of a process or its descendants are bound to; empty if each may run where it likes.
 
-    A thread is bound if it may run on fewer cores than the first process as a whole.
+    A thread is bound if it may run on fewer cores than this process.
     """
+    everywhere = os.sched_getaffinity(0)
     try:
         root = psutil.Process(pid)
-        everywhere, family = set(root.cpu_affinity()), [root, *root.children(recursive=True)]
+        family = [root, *root.children(recursive=True)]
     except psutil.Error:
         return []
     allowed = (cores for process in family for cores in _allowed(process.pid))
@@ -70,5 +74,12 @@ def _parse(text: str) -> set[int]:
 
 
 def core_words(cores: Sequence[int]) -> str:
-    """``core 0``, ``cores 0 and 1``"""
-    return f"core{'' if len(cores) == 1 else 's'} {listing(list(map(str, cores)))}"
+    """``core 0``, ``cores 0-2 and 7``, of cores in order"""
+    ends: list[list[int]] = []
+    for core in cores:
+        if ends and core == ends[-1][1] + 1:
+            ends[-1][1] = core
+        else:
+            ends.append([core, core])
+    ranges = [f"{first}-{last}" if last > first else str(first) for first, last in ends]
+    return f"core{'' if len(cores) == 1 else 's'} {listing(ranges)}"

@@ -222,7 +222,7 @@ class LaunchedTarget(ProcessTarget):
             "resolved": {
                 "device": device if device != "auto" else None,
                 "dtype": settings.get("dtype"),
-                "num_threads": len(cores) or threads,
+                "num_threads": min(filter(None, (threads, len(cores))), default=None),
                 "bound_cores": cores or None,
             },
             "capacity": capacity,
@@ -285,8 +285,8 @@ def _text_of_ids(served: ServedModel) -> TextOfIds | None:
 
 
 def _binding_notes(title: str, cores: Sequence[int], threads: int | None) -> list[str]:
-    """That a server is bound to another number of cores than the launch asks for; empty if it is not."""
-    if not cores or threads in (None, len(cores)):
+    """A note if the server is bound to fewer cores than the launch asks for threads."""
+    if not cores or threads is None or len(cores) >= threads:
         return []
     return [f"{title} has bound its threads to {core_words(cores)}, and was asked for {plural(threads, 'thread')}"]
 

@@ -95,9 +95,9 @@ def _vllm_environment(context: Context) -> Mapping[str, str | None]:
         **_OFFLINE,
     }
     if context.on_cpu:
-        cores = cores_for(context.settings.get("num_threads"))
-        variables["OMP_NUM_THREADS"] = str(len(cores))
-        variables[_BINDING] = os.environ.get(_BINDING) or ",".join(map(str, cores))
+        if cores := cores_for(context.settings.get("num_threads")):
+            variables["OMP_NUM_THREADS"] = str(len(cores))
+            variables[_BINDING] = os.environ.get(_BINDING) or ",".join(map(str, cores))
         variables["OMP_THREAD_LIMIT"] = None  # else torch would get one thread
         folders = (Path(context.program).parent.parent / "lib", *sorted(Path("/usr/lib").glob("*")))
         found = [[path for folder in folders for path in sorted(folder.glob(name))] for name in _PRELOADED]

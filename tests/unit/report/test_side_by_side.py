@@ -157,7 +157,8 @@ def test_two_runs_are_put_side_by_side_cell_by_cell_the_highest_load_first() -> 
     groups = groups_of(a, b)
     assert [(x.cell.load.value, x.letter, y.letter) for x, y in groups] == [(24, "A", "B"), (3, "A", "B")]
     text = visible(page(groups))
-    assert "higher in 1, level in 1" in text and "what A has in contiguous-24" in text and "what B has" in text
+    assert "higher in 1, level in 1" in text
+    assert "In A but not in every run: contiguous-24" in text and "In B but not" in text
     assert [name for name, _ in differences(groups)] == ["commit"]
     assert len(groups_of(a, b, of(cell(load=3), name="third"))) == 1
     with pytest.raises(UsageError, match="beside itself"):
@@ -175,7 +176,7 @@ def test_cells_of_other_engines_match_by_load_and_the_settings_that_are_varied()
     theirs = [replace(cell(load=3, **{caching: on}), cell_id=f"paged-{on}") for on in (False, True)]
     for each in theirs:
         each.settings.pop("page_size", None)
-    llama = replace(of(*theirs, name="llama", target="llamacpp"))
+    llama = of(*theirs, name="llama", target="llamacpp")
     vllm = of(*(cell(load=3, page_size=32, **{caching: on}) for on in (True, False)), name="vllm", target="vllm")
     groups = groups_of(ours, vllm, llama)
     assert [[side.cell.settings[caching] for side in group] for group in groups] == [[False] * 3, [True] * 3]
@@ -183,6 +184,11 @@ def test_cells_of_other_engines_match_by_load_and_the_settings_that_are_varied()
     assert "B vllm" in text and "C llamacpp" in text and "A the built-in engine" in text
     with pytest.raises(UsageError, match="share no measured cell"):
         groups_of(ours, replace(llama, cells=llama.cells[:1], manifest={**llama.manifest, "target": None}))
+    swept = of(*(cell(load=3, page_size=size) for size in (16, 64)), name="swept")
+    one = replace(llama, cells=llama.cells[:1])
+    for runs in ((swept, one), (one, swept)):  # which page size is llama.cpp's?
+        with pytest.raises(UsageError, match="share no measured cell"):
+            groups_of(*runs)
 
 
 def test_more_cells_than_six_are_all_in_the_table_and_six_are_drawn() -> None:

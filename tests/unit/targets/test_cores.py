@@ -7,7 +7,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from kvbench.targets import cores, launched
@@ -43,6 +42,7 @@ def machine(monkeypatch, tmp_path):
             (folder := tmp_path / f"cpu{core}" / "topology").mkdir(parents=True)
             (folder / "thread_siblings_list").write_text(f"{','.join(map(str, pair))}\n")
         monkeypatch.setattr(cores, "_CPUS", tmp_path)
+        monkeypatch.setattr(cores, "_NODES", tmp_path)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(usable))
 
     return is_of
@@ -64,6 +64,16 @@ def machine(monkeypatch, tmp_path):
 def test_a_thread_has_a_physical_core_of_its_own_while_there_are_any(machine, siblings, usable, threads, given):
     machine(siblings, usable)
     assert cores.cores_for(threads) == given
+
+
+def test_with_several_memory_nodes_only_a_number_of_threads_is_bound(machine, monkeypatch, tmp_path):
+    machine([(0,), (1,)], [0, 1])
+    monkeypatch.delenv(BIND, raising=False)
+    for node in ("node0", "node1"):
+        (tmp_path / node).mkdir()
+    environment = PRESETS["vllm"].launch_environment
+    assert environment(Context({"device": "cpu"})).get(BIND) is None
+    assert environment(Context({"device": "cpu", "num_threads": 1}))[BIND] == "0"
 
 
 def test_vllm_is_bound_to_as_many_cores_as_the_workload_has_threads(machine, monkeypatch):
@@ -89,9 +99,12 @@ def test_the_cores_of_bound_threads_are_found_in_any_process_of_the_server():
         assert cores.bound_cores(server.pid) == USABLE[:1]
         server.stdin.close()
     assert cores.bound_cores(server.pid) == []  # it has ended
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as free:
-        assert cores.bound_cores(free.pid) == []
-        free.stdin.close()
+    for prefix, bound in (([], []), (["taskset", "-c", str(USABLE[-1])], USABLE[-1:])):
+        command = [*prefix, sys.executable, "-c", "print(1, flush=True); input()"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout.readline()
+            assert cores.bound_cores(server.pid) == bound
+            server.stdin.close()
 
 
 def test_a_list_of_cores_is_read_as_the_kernel_writes_it(monkeypatch, tmp_path):
@@ -99,7 +112,7 @@ def test_a_list_of_cores_is_read_as_the_kernel_writes_it(monkeypatch, tmp_path):
         (folder := tmp_path / str(os.getpid()) / "task" / thread).mkdir(parents=True)
         (folder / "status").write_text(f"Name:\tserver\nCpus_allowed_list:\t{allowed}\nMems_allowed_list:\t0\n")
     monkeypatch.setattr(cores, "_PROC", tmp_path)
-    monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: list(range(16)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     assert cores.bound_cores(os.getpid()) == [0, 1, 2, 7, 9, 10]
 
 
@@ -108,7 +121,9 @@ def test_a_list_of_cores_is_read_as_the_kernel_writes_it(monkeypatch, tmp_path):
     [
         ([0, 1], {"num_threads": 2}, 2, []),
         ([0], {"num_threads": 2}, 1, ["vLLM has bound its threads to core 0, and was asked for 2 threads"]),
-        ([0, 1], {"num_threads": 1}, 2, ["vLLM has bound its threads to cores 0 and 1, and was asked for 1 thread"]),
+        ([0, 1, 2, 7], {"num_threads": 2}, 2, []),  # a mask: each thread may run on any of them
+        ([0, 1, 2, 7], {"num_threads": 8}, 4,
+         ["vLLM has bound its threads to cores 0-2 and 7, and was asked for 8 threads"]),
         ([], {"num_threads": 2}, 2, []),  # free: as many as it was given
     ],
 )
