@@ -61,7 +61,6 @@ def only_what_serving_needs(compiles: bool) -> Iterator[None]:
     Of transformers: its package's own code (``_transformers_on_demand``), ``LEFT_OUT`` and sharding over processes
     (torch.distributed.tensor), which are taken as not installed. Of torch, unless the model ``compiles``:
     torch._dynamo with torch._inductor, which transformers imports only for decorators that matter to torch.compile.
-    Nothing is left out where transformers cannot be imported so: another package may need one of them.
     """
     import torch
 
@@ -73,24 +72,12 @@ def only_what_serving_needs(compiles: bool) -> Iterator[None]:
                 hidden.enter_context(_hidden(package))
             if not compiles:
                 hidden.enter_context(_compiler_on_demand())
-            if not _imports_transformers():
-                hidden.close()
-                for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
-                    del sys.modules[name]
+            with _hidden("kernels"):  # ours, which transformers takes for another; it would search for its version
+                _transformers_on_demand()
+                import transformers.modeling_utils  # noqa: F401
             yield
     finally:
         torch.distributed.is_available = distributed
-
-
-def _imports_transformers() -> bool:
-    """Whether transformers can be imported as things are."""
-    with _hidden("kernels"):  # ours, which transformers takes for another; it would search for its version
-        try:
-            _transformers_on_demand()
-            import transformers.models.auto.modeling_auto  # noqa: F401
-        except ImportError:
-            return False
-    return True
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ MAX_KERNELS = 30
 class SmiSampler:
     """A context in which ``nvidia-smi`` reads ``FIELDS`` of GPU 0 every ``PERIOD_MS``; it reads, and sets nothing.
 
-    Not for a run that is measured: it stops a busy GPU for 0.2 to 0.3 s (H200, driver 580).
+    Not for a run that is measured: it stops a busy GPU for 0.25 to 0.33 s (H200, driver 580).
     ``summary`` afterwards: means, ``samples``, empty where there is no nvidia-smi or no sample.
     """
 

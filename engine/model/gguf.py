@@ -78,6 +78,8 @@ def _model_refusal(config: Mapping[str, Any]) -> str | None:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if (scaled := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "llama3"):
         return f"the model's RoPE is of type {scaled}"
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        return f"the model's activation is {activation}, not silu"
     odd = [name for name in ("attention_bias", "mlp_bias", "use_sliding_window") if config.get(name)]
     return f"the model has {odd[0]}" if odd else None
 

@@ -70,7 +70,7 @@ _FIELDS = (
     Refused("min_new_tokens", "transformers", (0,), "sets a least length"),
     Refused("n_cmpl", "llama.cpp", (1,), "sets the number of answers", "use n"),
     Refused("n_indent", "llama.cpp", (0,), "ends the answer by its indentation"),
-    Refused("n_predict", "llama.cpp", (-1,), "limits the answer", "use max_tokens"),
+    Refused("n_predict", "llama.cpp", (), "limits the answer", "use max_tokens"),
     Refused("no_stop_trim", "SGLang", (False,), "keeps the stop string in the text"),
     Refused("num_beams", "transformers", (1,), "searches beams", "use use_beam_search and best_of"),
     Refused("num_return_sequences", "transformers", (1,), "sets the number of answers", "use n"),
@@ -175,7 +175,7 @@ _FIELDS = (
     Refused("lora_path", "SGLang", ("",), "uses an adapter"),
     Refused("n_cache_reuse", "llama.cpp", (0,), "moves cached KV to other positions"),
     Refused("prompt_cache_options", "OpenAI", ({}, {"mode": "implicit"}), "says what is cached"),
-    Refused("prompt_cache_retention", "OpenAI", ("in_memory",), "says how long it is cached"),
+    Refused("prompt_cache_retention", "OpenAI", ("in_memory", "in-memory"), "says how long it is cached"),
     Refused("routed_dp_rank", "SGLang", (0,), "chooses one of several engines"),
     Refused("session_params", "SGLang", ({},), "continues another request"),
 )

@@ -274,11 +274,15 @@ def from_generation_config(config: str | dict[str, Any]) -> dict[str, Any]:
         given = None
     if not isinstance(given, dict):
         raise invalid("generation_config is an object in JSON: this is none", "generation_config", _BAD)
+    if "generation_config" in given:
+        raise invalid("generation_config has a generation_config in it: leave that out", "generation_config", _BAD)
     fields = {_OF_TRANSFORMERS.get(name, name): value for name, value in given.items() if name != "do_sample"}
+    if isinstance(ends := fields.get("stop_token_ids"), int):
+        fields["stop_token_ids"] = [ends]
     return fields if given.get("do_sample") else {**fields, "temperature": 0.0}
 
 
-_OF_TRANSFORMERS = {"max_new_tokens": "max_tokens"}
+_OF_TRANSFORMERS = {"max_new_tokens": "max_tokens", "eos_token_id": "stop_token_ids"}
 
 
 def check_nested(name: str, nested: BaseModel, known: Collection[str] = ()) -> None:

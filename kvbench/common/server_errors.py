@@ -8,7 +8,9 @@ from typing import Any
 
 from kvbench.common.text import shorten
 
+SERVER_FAULT = 500  # HTTP statuses from here on are the server's own fault
 _MOST_CHARACTERS = 300
+_READ_BYTES = 16 * 1024  # of a body: the load client reads it between the chunks of other streams
 _TAGS = re.compile(r"<(script|style|head)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 _NUMBER_OR_ID = re.compile(r"[\w-]*\d[\w-]*(?:[.,:]\d[\w-]*)*")
 
@@ -20,9 +22,9 @@ def error_sentence(body: bytes) -> str:
     transformers), ``{"message"}`` (older vLLM, SGLang), ``{"detail": text or [{"loc", "msg"}]}`` (FastAPI), else the
     text itself, of a web page (a proxy's) without its tags.
     """
-    text = body.decode("utf-8", "replace")
+    text = body[:_READ_BYTES].decode("utf-8", "replace")
     try:
-        found = _message(json.loads(body))
+        found = _message(json.loads(text))
     except (ValueError, RecursionError):
         found = None
     if found is None:

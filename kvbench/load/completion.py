@@ -70,7 +70,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class _Empty:
+class EmptyChunk:
     """A chunk without text or ids. ``told``: tokens until then by its usage, None without; ``ends``: it is the last."""
 
     when: float
@@ -96,7 +96,7 @@ class _Sequence:
     sent: float | None = None
     when: float = 0.0
     told: int | None = None
-    tail: list[_Empty] = field(default_factory=list)
+    tail: list[EmptyChunk] = field(default_factory=list)
     skipped: int = 0
 
 
@@ -213,7 +213,7 @@ def _take(
                     sequence.skipped, sequence.tail = sequence.skipped + len(sequence.tail), []
                 sequence.told = told
             elif sequence.text or not (choice.get("delta") or {}).get("role"):  # which only announces an answer
-                sequence.tail.append(_Empty(when, read, sent, told, reason is not None))
+                sequence.tail.append(EmptyChunk(when, read, sent, told, reason is not None))
     except (AttributeError, KeyError, TypeError):
         raise MalformedStream("{} has no readable choice", data) from None
 
@@ -259,8 +259,8 @@ def _add_textless_end(out: Completion, sequences: Sequence[_Sequence]) -> None:
         out.sent_times.sort()
 
 
-def _told_by_running_usage(sequences: Sequence[_Sequence]) -> list[tuple[int, _Empty]] | None:
-    """Those whose usage counts more tokens than the one before; None where not every chunk has a usage."""
+def _told_by_running_usage(sequences: Sequence[_Sequence]) -> list[tuple[int, EmptyChunk]] | None:
+    """The empty chunks whose usage counts more tokens than the one before; None where not every chunk has a usage."""
     tail = sequences[0].tail
     counts = [sequences[0].told, *(empty.told for empty in tail)]
     if len(sequences) > 1 or None in counts:
@@ -268,11 +268,12 @@ def _told_by_running_usage(sequences: Sequence[_Sequence]) -> list[tuple[int, _E
     return [(0, empty) for (before, after), empty in zip(pairwise(counts), tail, strict=True) if after > before]
 
 
-def _told_by_tokens_left(out: Completion, sequences: Sequence[_Sequence]) -> list[tuple[int, _Empty]]:
-    """Those for which the usage has tokens left over, if each chunk with text brought one; none if they are too few.
+def _told_by_tokens_left(out: Completion, sequences: Sequence[_Sequence]) -> list[tuple[int, EmptyChunk]]:
+    """The empty chunks for which the usage has tokens left over, if each chunk with text brought one.
 
-    The chunk of the finish_reason comes with the last token or at once after it. So it brought one if tokens are still
-    left over and it was not sent together with the chunk before it.
+    None of them if there are fewer tokens than chunks. The chunk of the finish_reason comes with the last token or at
+    once after it. So it brought one if just one is still left over and it was not sent together with the chunk before:
+    more are left over where chunks bring several tokens, and then nothing tells.
     """
     left = (out.output_tokens or 0) - len(out.chunk_times) - sum(sequence.skipped for sequence in sequences)
     within = [(number, e) for number, sequence in enumerate(sequences) for e in sequence.tail if not e.ends]
@@ -284,7 +285,7 @@ def _told_by_tokens_left(out: Completion, sequences: Sequence[_Sequence]) -> lis
     ]
     if left < len(within):
         return []
-    return [*within, *ends] if len(ends) <= left - len(within) else within
+    return [*within, *ends] if len(ends) == left - len(within) else within
 
 
 def _join(out: Completion, sequences: Sequence[_Sequence], dialect: Dialect) -> None:
@@ -305,7 +306,8 @@ def _take_usage(out: Completion, usage: Any) -> None:
     except (KeyError, TypeError, AttributeError):
         lacks = "usage {} lacks readable prompt_tokens or completion_tokens"
         raise MalformedStream(lacks, str(usage)) from None
-    for name, count in {"prompt_tokens": prompt, "completion_tokens": output, "cached_tokens": cached or 0}.items():
+    told = {"prompt_tokens": prompt, "completion_tokens": output, "cached_tokens": 0 if cached is None else cached}
+    for name, count in told.items():
         if type(count) is not int or not 0 <= count < _MOST_TOKENS:
             raise MalformedStream(f"usage has {name} {{}}, which is no number of tokens", str(count))
     out.prompt_tokens, out.output_tokens, out.cached_tokens = prompt, output, cached

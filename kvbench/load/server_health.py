@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import gevent
 
-from kvbench.common.server_errors import error_sentence
+from kvbench.common.server_errors import SERVER_FAULT, error_sentence
 from kvbench.load.client import RawStream, StreamingClient
 from kvbench.load.http import Response
 from kvbench.load.spec import LoadSpec
@@ -16,7 +16,6 @@ _ABSENT = ("refused", "connect_timeout", "connection", "timeout")
 _AWAY = ("refused", "connection", "dropped", "truncated")  # nobody is there, or no longer
 _MIN_IN_A_ROW = 8
 _ANSWER_LIMIT_S = 5.0
-_REFUSED = 500  # HTTP statuses from here on are the server's own fault
 _ASK_AGAIN_S = 1.0
 
 
@@ -49,7 +48,7 @@ class ServerHealth:
         """It has ended with ``raw``."""
         self.open.discard(client)
         self._is_closed = not client.is_open
-        self._is_refused = raw.error_kind is None and client.status >= _REFUSED
+        self._is_refused = raw.error_kind is None and client.status >= SERVER_FAULT
         if raw.error_kind is not None:
             self._last_kind, self._last_error = raw.error_kind, raw.error or raw.error_kind
         if raw.error_kind not in _ABSENT and not self._is_refused:
@@ -105,7 +104,7 @@ class ServerHealth:
         """What /health says after an ``answer`` of 5xx, if it still is that a second later; None where it serves."""
         for wait_s in (_ASK_AGAIN_S, 0.0):
             response = Response(answer.chunks) if answer.error_kind is None else None
-            if response is None or response.status < _REFUSED:
+            if response is None or response.status < SERVER_FAULT:
                 return None
             if wait_s:
                 gevent.sleep(wait_s)

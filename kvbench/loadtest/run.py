@@ -153,7 +153,7 @@ _PHASES = {
 
 
 class StatusText:
-    """What goes on at the moment, on a terminal in the line that is shown; elsewhere ``say`` prints a line."""
+    """Shows the current phase: in the status line on a terminal, as a printed line elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -70,12 +70,12 @@ def warm_up(
     step = max(1, (len(requests) - 1) // max(1, count - 1))
     chosen = requests[::step][:count]
     answered, failures = 0, []
-    for some in (chosen[:1], chosen[1:]):  # the shortest alone: what it shows of a dead server needs no others
+    for some in (chosen[:1], chosen[1:]):  # the shortest alone: a dead server needs no others
         for is_answered, failed in _results(setup, some):
             answered, failures = answered + is_answered, failures + failed
             on_answer(answered, len(chosen))
-        if not answered:
-            break
+        if not answered and (said := setup.target.why_unhealthy()):
+            raise MeasurementError(f"the server does not serve: {said}")
     if not answered and isinstance(failures[-1], RefusedError):
         raise RefusedError(f"the server takes no request of this load: {failures[-1]}")
     if not answered:
@@ -90,7 +90,7 @@ def _results(setup: LoadSetup, requests: Sequence[Any]) -> Iterator[tuple[bool, 
     what ``setup.check`` raises."""
     results, left = _send(setup, requests), len(requests)
     limit = (setup.load.timeout_s + _MARGIN_S) * -(-len(requests) // WARM_UP_REQUESTS)
-    due, looks = time.monotonic() + limit, _Looks(setup.target)
+    due, watch = time.monotonic() + limit, HealthWatch(setup.target)
     while left:
         try:
             result = results.get(timeout=max(0.0, min(_LOOK_S, due - time.monotonic())))
@@ -98,7 +98,7 @@ def _results(setup: LoadSetup, requests: Sequence[Any]) -> Iterator[tuple[bool, 
             if time.monotonic() >= due:
                 raise MeasurementError(f"a warm-up request was not answered within {limit:g} s") from None
             setup.check()
-            looks.look()
+            watch.check()
             continue
         if isinstance(result, BaseException):
             raise result
@@ -106,7 +106,7 @@ def _results(setup: LoadSetup, requests: Sequence[Any]) -> Iterator[tuple[bool, 
         yield result
 
 
-class _Looks:
+class HealthWatch:
     """Looks at the health of a server that has not answered yet: one that is gone is not waited for."""
 
     def __init__(self, target: Target) -> None:
@@ -114,7 +114,7 @@ class _Looks:
         self._unhealthy = 0  # looks in a row
         self._answered = time.monotonic()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raises MeasurementError when it says twice that it does not serve, or says nothing for ``_SILENT_S``."""
         self._target.check_alive()
         try:

@@ -69,7 +69,7 @@ def orderly_end(path: Path, next_step: str, tell: Callable[[str], None]) -> Iter
 
 
 def begun(command: str) -> str:
-    """The next step after an end before anything was measured: ``command`` begins again."""
+    """What to do after a load that ended before anything was measured: ``command`` begins again."""
     return f"no load was measured to its end. Begin again with:\n  {command}"
 
 

@@ -19,7 +19,7 @@ import httpx
 from kvbench.common.errors import MeasurementError, RefusedError, UsageError
 from kvbench.common.foreign_cpu import ServerProcess, server_at
 from kvbench.common.secrets import api_key, without_key
-from kvbench.common.server_errors import error_sentence
+from kvbench.common.server_errors import SERVER_FAULT, error_sentence
 from kvbench.load.http import Dialect, tls_context
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.preset import CAPACITY_TOLERANCE, Preset
@@ -36,7 +36,6 @@ _HEALTH_TIMEOUT_S = 2.0
 _GONE_S = 0.1  # a process's connections close before its parent hears of its end
 _KEY_REFUSED = (401, 403)
 _NO_SUCH_PATH = (404, 405, 501)
-_UNHEALTHY = 500  # HTTP statuses from here on are the server's own fault
 _REFUSED = (400, 404, 405, 413, 422)  # a retry of the request would fail again
 
 
@@ -244,7 +243,7 @@ class Target:
     def why_unhealthy(self) -> str | None:
         """What the health path says if it answers 5xx; None otherwise. Raises MeasurementError when no answer comes."""
         answer = self.http.call("GET", self.preset.health, timeout_s=_HEALTH_TIMEOUT_S)
-        return self.http.said(self.preset.health, answer) if answer.status >= _UNHEALTHY else None
+        return self.http.said(self.preset.health, answer) if answer.status >= SERVER_FAULT else None
 
     def answer_at(self, path: str) -> HttpAnswer:
         """The answer to GET. Raises MeasurementError where none comes or access is refused."""
@@ -395,7 +394,8 @@ def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: M
     if held and abs(held - tokens * each) > CAPACITY_TOLERANCE * tokens * each + _LOGGED_TO:
         return (
             f"its KV cache of {int(tokens):,} tokens takes {held:,} bytes, {held / tokens:,.0f} a token "
-            f"({capacity.get('kv_type')}), and the configuration is for {each:,} a token: pass its dtype on"
+            f"({capacity.get('kv_type')}), and the configuration is for {each:,} a token: give both one dtype, "
+            "-o model.dtype=float32 ({dtype} in a --serve-cmd)"
         )
     least = known.get("capacity_tokens") or known["kv_budget_bytes"] / each
     most = least * each / (each - (known.get("scale_bytes_per_token") or 0))  # other KV formats have fewer scales

@@ -225,6 +225,8 @@ def _launched(
     )
     workload, changes = _baseline(workload, launcher, exact=bool(options["exact"]))
     if (lost := launcher.lost_capacity(workload.engine)) is not None:
+        if options["exact"]:
+            raise UsageError(lost)
         changes.append(lost)
     workload = dataclasses.replace(workload, engine=launcher.described(workload.engine))
     folders = ModelFolders(ignore_eos=load.ignore_eos, text_tokenizer=text_tokenizer(load.prompts))

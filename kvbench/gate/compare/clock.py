@@ -48,7 +48,7 @@ class Clock:
             raise OutOfTimeError
 
     def expected_s(self, work: str, unknown: float = 0.0) -> float:
-        """``unknown``: where it was never done."""
+        """How long ``work`` takes, by the times that it was done; ``unknown`` if it never was."""
         return longest(self.took.get(work, ())) or unknown
 
     def attempt_s(self, key: str) -> float:

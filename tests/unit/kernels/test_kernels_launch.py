@@ -24,6 +24,7 @@ from kernels.launch import (
     padded_dim,
     prefill_blocks,
     prefill_tiles,
+    programs_at_a_time,
     short_tiles,
 )
 from kernels.triton_move import WIDEST, free_of_clashes, move_constants, record_layout, runs_of
@@ -71,6 +72,12 @@ def test_short_chunks_of_usual_groups_are_one_block():
 )
 def test_number_of_splits(programs, tokens, sms, splits):
     assert num_kv_splits(programs, tokens, sms) == splits
+
+
+@pytest.mark.parametrize(("warps", "programs"), [(1, 8), (2, 4), (4, 2), (8, 2), (16, 2)])
+def test_small_programs_are_planned_more_at_a_time(warps, programs):
+    """Eight warps a multiprocessor, as an H200 was fastest with, and two programs at least."""
+    assert programs_at_a_time(warps, 132) == programs * 132
 
 
 @given(programs=st.integers(1, 5000), tokens=st.integers(0, 1 << 20), sms=st.integers(1, 200))

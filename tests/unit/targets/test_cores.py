@@ -122,8 +122,12 @@ def test_a_list_of_cores_is_read_as_the_kernel_writes_it(monkeypatch, tmp_path):
         ([0, 1], {"num_threads": 2}, 2, []),
         ([0], {"num_threads": 2}, 1, ["vLLM has bound its threads to core 0, and was asked for 2 threads"]),
         ([0, 1, 2, 7], {"num_threads": 2}, 2, []),  # a mask: each thread may run on any of them
-        ([0, 1, 2, 7], {"num_threads": 8}, 4,
-         ["vLLM has bound its threads to cores 0-2 and 7, and was asked for 8 threads"]),
+        (
+            [0, 1, 2, 7],
+            {"num_threads": 8},
+            4,
+            ["vLLM has bound its threads to cores 0-2 and 7, and was asked for 8 threads"],
+        ),
         ([], {"num_threads": 2}, 2, []),  # free: as many as it was given
     ],
 )

@@ -160,6 +160,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
             "linear",
         ),
         (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)), "attention_bias"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="gelu")), "gelu"),
     ],
 )
 def test_what_the_file_cannot_say_is_refused_with_the_way_out(tmp_path, model, why):

@@ -178,6 +178,8 @@ def test_a_generation_config_of_transformers_is_obeyed(config: Any, body: Any, e
     for form in (config, json.dumps(config)):
         read = chat(generation_config=form, **body)
         assert (read.token_limit, read.temperature, read.top_k) == expected
+    for ends in (5, [5]):
+        assert chat(generation_config={**config, "eos_token_id": ends}, **body).stop_token_ids == [5]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +191,7 @@ def test_a_generation_config_of_transformers_is_obeyed(config: Any, body: Any, e
         ({"max_new_tokens": "5"}, 400, "max_tokens"),
         ({"repetition_penalty": 1.5}, 400, "repetition_penalty"),
         ({"num_beams": 4}, 400, "num_beams"),
+        ({"generation_config": {"top_k": 1}}, 400, "generation_config"),
         ({"temprature": 1}, 422, "temprature"),
     ],
 )
