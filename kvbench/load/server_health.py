@@ -112,13 +112,13 @@ class ServerHealth:
         said = error_sentence(response.body)
         return f"/health answers {response.status}" + (f' "{said}"' if said else "")
 
-    def _ask(self, whatever: bool) -> None:
-        """Ends the load if /health has no answer, or says that the server does not serve; or ``whatever`` it says."""
+    def _ask(self, hangs: bool) -> None:
+        """Ends the load if /health has no answer or says that the server does not serve, or if the server ``hangs``."""
         answer = self._get_health()
         if self._is_refused and answer.error_kind is not None:
             self._last_kind, self._last_error = answer.error_kind, f"/health: {answer.error or answer.error_kind}"
         said = self._why_unhealthy(answer)
-        answered = (answer.error_kind is None and not said and not whatever) or not self._in_a_row
+        answered = (answer.error_kind is None and not said and not hangs) or not self._in_a_row
         if answered or any(self._heard(c.last_raw) for c in self.open):
             self._in_a_row = 0
         else:
