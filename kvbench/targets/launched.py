@@ -241,7 +241,7 @@ class LaunchedTarget(ProcessTarget):
         """Tokens, bytes and types of the KV cache, from the log of a server that says so there only."""
         if self.preset.kv_log_pattern is None:
             return {}
-        text = self._log.read_text(encoding="utf-8", errors="replace")[: self._logged_at_start]
+        text = self._log.read_bytes()[: self._logged_at_start].decode("utf-8", "replace")
         if not (caches := list(re.finditer(self.preset.kv_log_pattern, text))):
             return {}
         types = dict.fromkeys(kind for cache in caches for kind in (cache["K"], cache["V"]))

@@ -376,6 +376,7 @@ LLAMACPP = Preset(
         "its KV buffer has the largest multiple of 256 tokens within the budget",
         # src/llama-graph.cpp, build_attn_mha; kvbench-tiny's log probabilities: 0.009 off, without it 0.00006
         "its flash attention reads float32 KV as float16: --target-args '--flash-attn off' does not, and is slower",
+        "--log-verbosity 4, so that its log tells the size and type of that buffer; it writes some lines a request too",
         "it does not tell how full that buffer is",
         "when the buffer is full it fails all requests that run and empties it",
     ),
