@@ -113,9 +113,10 @@ class Parser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else list(args)
         switches = [each for each in self._actions if isinstance(each, argparse.BooleanOptionalAction)]
         names = {name: switch.option_strings for switch in switches for name in switch.option_strings}
-        for name, after in itertools.pairwise(given):
-            if name in names and not after.startswith("-"):
-                self.error(f"{name} takes no value such as {after!r}: give {' or '.join(names[name])}")
+        for word, after in itertools.zip_longest(given, given[1:], fillvalue="-"):
+            name, equals, value = word.partition("=")
+            if name in names and (equals or not after.startswith("-")):
+                self.error(f"{name} takes no value such as {value or after!r}: give {' or '.join(names[name])}")
         return super().parse_known_args(given, namespace)
 
 

@@ -1,7 +1,7 @@
 """Request fields that the engine does not have: refused where they would change the answer, else ignored.
 
 Gathered in November 2026 from the request schemas of OpenAI (Python client 3.57), vLLM 0.32, SGLang 0.5.23, llama.cpp
-(server-schema.cpp), TGI 3 and transformers 5.23. A field in neither table is refused too, with the nearest name.
+(server-schema.cpp), TGI 3 and transformers 5.23. A field in neither table is refused too, with the nearest name that the server has.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from engine.server.errors import APIError, unsupported
 
+_TEMPLATE = "chat_template_kwargs"  # which completions do not have
+_CALLED_OTHERWISE = {"prompt": "messages", "messages": "prompt", "enable_thinking": _TEMPLATE}
 LONGEST_NAME = 64  # characters of an unknown name that are read and shown
 
 
@@ -225,16 +227,18 @@ def check_fields(sent: Mapping[str, Any], own: Collection[str]) -> None:
             continue
         row = REFUSED.get(name)
         if row is None:
-            raise unknown_field(name, (*own, *REFUSED))
+            raise unknown_field(name, own)
         if value is not None and not any(_same(value, neutral) for neutral in row.neutral):
             sentence = f"{name} cannot be {_shown(value)}: it {row.effect}, which this server does not do"
-            raise unsupported(f"{sentence}; {row.instead}", name)
+            instead = row.instead if _TEMPLATE not in row.instead or _TEMPLATE in own else "leave it out"
+            raise unsupported(f"{sentence}; {instead}", name)
 
 
 def unknown_field(name: str, known: Collection[str], within: str | None = None) -> APIError:
     """422 for a field that is not ``known``, with the nearest that is; ``within``: the object that holds it."""
     name = name[:LONGEST_NAME]
-    near = difflib.get_close_matches(name.lower(), known, 1, 0.7)
+    other = _CALLED_OTHERWISE.get(name)
+    near = [other] if other in known else difflib.get_close_matches(name.lower(), known, 1, 0.7)
     advice = f"did you mean {near[0]!r}?" if near else "leave it out"
     where = f" of {within}" if within else ""
     param = f"{within}.{name}" if within else name

@@ -276,8 +276,10 @@ def foreign_limit(cores: int, wall_s: float = math.inf) -> float:
     return max(MIN_FOREIGN_CORES, MAX_FOREIGN_SHARE * cores) + ticks
 
 
-def limit_words(cores: int) -> str:
+def limit_words(cores: int, wall_s: float = math.inf) -> str:
     """Which limit on other programs' CPU applies: "5 % of 16 cores", or the minimum where that would be lower."""
+    if (ticks := foreign_limit(cores, wall_s) - foreign_limit(cores)) > 0:
+        return f"{limit_words(cores)}, and {ticks:.2f} since {wall_s:.1f} s are too short to tell"
     share = f"{MAX_FOREIGN_SHARE:.0%} of {plural(cores, 'core')}"
     return share if MAX_FOREIGN_SHARE * cores >= MIN_FOREIGN_CORES else f"the minimum; {share} would be less"
 
@@ -290,7 +292,7 @@ def contention_reasons(machine: Mapping[str, Any]) -> list[str]:
     if foreign is not None and foreign > (limit := foreign_limit(cores, wall)):
         reasons.append(
             f"other processes used {foreign:.2f} of a core while this load ran, the limit is {limit:.2f} "
-            f"({limit_words(cores)}); stop them and measure again"
+            f"({limit_words(cores, wall)}); stop them and measure again"
         )
     if steal is not None and steal > MAX_STEAL_SHARE:
         reasons.append(

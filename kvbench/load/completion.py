@@ -129,7 +129,7 @@ def judge(
     if not response.status:
         out.fail("truncated", "no whole response head")
     elif response.status != 200:
-        out.fail("http_error", f"HTTP {response.status}: {error_sentence(response.body)}")
+        out.fail("http_error", ": ".join(filter(None, (f"HTTP {response.status}", error_sentence(response.body)))))
     else:
         try:
             _read_events(out, sequences, response, times, pause)
@@ -309,7 +309,7 @@ def _take_usage(out: Completion, usage: Any) -> None:
     told = {"prompt_tokens": prompt, "completion_tokens": output, "cached_tokens": 0 if cached is None else cached}
     for name, count in told.items():
         if type(count) is not int or not 0 <= count < _MOST_TOKENS:
-            raise MalformedStream(f"usage has {name} {{}}, which is no number of tokens", str(count))
+            raise MalformedStream(f"usage has {name} {{}}, which is no whole number of tokens", json.dumps(count))
     out.prompt_tokens, out.output_tokens, out.cached_tokens = prompt, output, cached
 
 

@@ -170,7 +170,7 @@ def _requests(metrics: Mapping[str, Any]) -> list[str]:
     return [
         "; ".join(parts),
         f"most frequent failures: {most}" if most else "",
-        f"the first failure: {first}" if first else "",
+        f"the first failure: {first}" if first and len(metrics.get("failure_messages") or {}) != 1 else "",
     ]
 
 

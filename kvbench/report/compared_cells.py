@@ -423,12 +423,15 @@ def headline(groups: Sequence[Group]) -> str:
 
 
 def _calls(found: Sequence[RatioToFirst | None]) -> str:
-    """higher in 2, not told apart in 1 (0.98x to 1.32x)."""
-    verdicts = [ratio.verdict if ratio else None for ratio in found]
-    names = {HIGHER: "higher", LOWER: "lower", SAME: "level", UNCLEAR: "not told apart", None: "no ratio"}
+    """higher in 2, not told apart in 1 (0.98x to 1.32x), no ratio in 1."""
+    verdicts = [ratio.verdict for ratio in found if ratio]
+    names = {HIGHER: "higher", LOWER: "lower", SAME: "level", UNCLEAR: "not told apart"}
     calls = ", ".join(f"{name} in {count}" for verdict, name in names.items() if (count := verdicts.count(verdict)))
     values = sorted(ratio.ratio for ratio in found if ratio)
-    return f"{calls} ({words.ratio(values[0])} to {words.ratio(values[-1])})" if len(values) > 1 else calls
+    if len(values) > 1:
+        calls += f" ({words.ratio(values[0])} to {words.ratio(values[-1])})"
+    none = found.count(None)
+    return ", ".join(filter(None, (calls, none and f"no ratio in {none}")))
 
 
 def _throughput(first: Side, side: Side) -> RatioToFirst | None:

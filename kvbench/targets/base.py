@@ -264,6 +264,7 @@ class Target:
         rows = found.get("data") if isinstance(found, dict) and answer.status == 200 else None
         if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) and "id" in row for row in rows):
             without = ", which lists no models" if answer.status == 200 else ""
+            without = ": begin again once it serves" if answer.status >= SERVER_FAULT else without
             raise MeasurementError(self.http.said("/v1/models", answer) + without)
         return rows
 

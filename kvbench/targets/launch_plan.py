@@ -263,7 +263,7 @@ def program_of(preset: Preset, given: str | None) -> str:
     """
     variable = f"{preset.name.upper()}_PYTHON"
     if preset.module is None:
-        chosen, arguments = given or preset.program or "", ("--version",)
+        chosen, arguments = given or preset.program or "", ("--help",)
         way = "name it with --target-python PATH"
     else:
         chosen = given or os.environ.get(variable) or _python_with(preset.module) or ""
@@ -272,13 +272,14 @@ def program_of(preset: Preset, given: str | None) -> str:
     found = shutil.which(chosen)
     if found is None:
         raise UsageError(f"no program {chosen or 'python'!r} that launches {preset.title} was found: {way}")
-    if (problem := _failure_of(found, *arguments)) is not None:
+    needs = [word for word in preset.command.split() if word.startswith("--")] if preset.module is None else []
+    if (problem := _failure_of(found, *arguments, needs=needs)) is not None:
         raise UsageError(f"{chosen} cannot launch {preset.title} ({problem}): {way}")
     return found if preset.module is None else chosen
 
 
-def _failure_of(*command: str) -> str | None:
-    """Why a command failed; None when it succeeded."""
+def _failure_of(*command: str, needs: Sequence[str] = ()) -> str | None:
+    """Why a command failed, or printed nothing of one of the words that it ``needs``; None when it succeeded."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROGRAM_TIMEOUT_S, check=False
@@ -289,7 +290,10 @@ def _failure_of(*command: str) -> str | None:
         return f"it cannot be run: {error.strerror}"
     if _HAS_MODULE in command and done.returncode == _NO_MODULE:
         return f"it has no module {command[-1]!r}"
-    return f"{command[1]} ended with exit code {done.returncode}" if done.returncode else None
+    if done.returncode:
+        return f"{command[1]} ended with exit code {done.returncode}"
+    printed = (done.stdout + done.stderr).decode(errors="replace")
+    return next((f"its {command[1]} knows no {word}" for word in needs if word not in printed), None)
 
 
 def _python_with(module: str) -> str | None:

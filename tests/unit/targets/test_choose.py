@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import socket
 import sys
@@ -23,6 +24,7 @@ from kvbench.runs.resume import reopen
 from kvbench.targets.builtin import BuiltinTarget
 from kvbench.targets.choose import BUILTIN, KINDS_OF, PRESET, RUNNING, TEMPLATE, choose
 from kvbench.targets.launched import LaunchedTarget
+from kvbench.targets.presets import PRESETS
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.file import load_workload
 from tests.support.loads import ROOT
@@ -121,7 +123,8 @@ SCRIPT = "#!/bin/sh\n"
         ("vllm", SCRIPT + "exit 1", r"exit code 1"),
         ("vllm", SCRIPT + "sleep 60", r"0.5 s"),
         ("vllm", "neither", r"Exec format error"),
-        ("tgi", SCRIPT + "exit 2", r"--version ended with exit code 2"),
+        ("tgi", SCRIPT + "exit 2", r"--help ended with exit code 2"),
+        ("llamacpp", SCRIPT + "echo usage: python", r"knows no --model.*--target-python"),
         ("tgi", None, r"program' that launches TGI"),
     ],
 )
@@ -221,10 +224,20 @@ def test_the_kv_budget_reaches_servers_in_their_own_units(workload):
     assert given("vllm", "--kv-cache-memory-bytes") == tokens * 16384
 
 
-LLAMA_HERE = {"target": "llamacpp", "target_python": sys.executable}
+LLAMA_HERE = {"target": "llamacpp"}
+
+
+@pytest.fixture
+def llama_server(tmp_path, monkeypatch):
+    """A program on PATH that knows the options of llama-server, and of TGI's launcher."""
+    for name in ("llamacpp", "tgi"):
+        (program := tmp_path / PRESETS[name].program).write_text(f"{SCRIPT}echo '{PRESETS[name].command}'\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
 
 @pytest.mark.parametrize(("budget", "told"), [("65MiB", None), ("33MiB", "2,048"), ("17MiB", "1,024")])
+@pytest.mark.usefixtures("llama_server")
 def test_what_a_multiple_of_256_tokens_loses_of_a_budget_is_said_before_the_launch(workload, budget, told):
     pytest.importorskip("gguf")
     choice = chosen(workload(engine=ENGINE | {"kv_budget": budget}), **LLAMA_HERE)
@@ -234,9 +247,13 @@ def test_what_a_multiple_of_256_tokens_loses_of_a_budget_is_said_before_the_laun
     assert choice.check(engine)["capacity_tokens"] == int(line[line.index("--ctx-size") + 1])
     (said,) = [note for note in choice.notes if "tokens of KV" in note] or [None]
     assert (said is None) if told is None else told in said
+    if told is not None:
+        with pytest.raises(UsageError, match=told):
+            chosen(workload(engine=ENGINE | {"kv_budget": budget}), **LLAMA_HERE, exact=True)
     assert "capacity_tokens" not in choice.check({"model": "llama-32m"})  # nothing is told
 
 
+@pytest.mark.usefixtures("llama_server")
 def test_a_model_that_the_target_cannot_be_given_is_refused_before_a_launch(workload, tmp_path):
     (tmp_path / "mpt.json").write_text('{"model_type": "mpt", "d_model": 64}')
     made = workload()
@@ -297,7 +314,7 @@ def test_a_baseline_that_the_target_cannot_have_is_the_nearest_one_with_a_note_o
     with pytest.raises(UsageError, match=r"vLLM cannot have page_size 16.*--exact out"):
         chosen(base, **VLLM_HERE, exact=True)
     with pytest.raises(UsageError, match=r"nor anything near it: .*TGI cannot have device cpu"):
-        chosen(base, target="tgi", target_python=sys.executable)
+        chosen(base, target="tgi")
 
 
 def test_a_command_of_a_known_kind_is_held_to_what_that_kind_can_do(workload):
