@@ -1,7 +1,8 @@
 """Request fields that the engine does not have: refused where they would change the answer, else ignored.
 
 Gathered in November 2026 from the request schemas of OpenAI (Python client 3.57), vLLM 0.32, SGLang 0.5.23, llama.cpp
-(server-schema.cpp), TGI 3 and transformers 5.23. A field in neither table is refused too, with the nearest name that the server has.
+(server-schema.cpp), TGI 3 and transformers 5.23. A field in neither table is refused too, with the nearest name that
+the server has.
 """
 
 from __future__ import annotations

@@ -194,7 +194,8 @@ TARGET_OPTIONS = (
     click.option("--exact", is_flag=True,
                  help="With a launched target: refuse a baseline that it cannot have. Otherwise the nearest one is "
                  "measured, and what differs is said here, in the manifest and in the report."),
-    click.option("--target-python", metavar="PATH", help="With --target NAME: the Python that has it; of llamacpp and tgi, the program (llama-server)."),
+    click.option("--target-python", metavar="PATH",
+                 help="With --target NAME: the Python that has it; of llamacpp and tgi, the program (llama-server)."),
     click.option("--target-args", metavar="WORDS", help="With a launched target: more words for its command line."),
     click.option("--serve-cmd", metavar="CMD",
                  help="Launch this instead. {port}, {model}, {page_size} and other settings in braces are filled in; "
