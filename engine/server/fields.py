@@ -241,6 +241,8 @@ def unknown_field(name: str, known: Collection[str], within: str | None = None) 
     other = _CALLED_OTHERWISE.get(name)
     near = [other] if other in known else difflib.get_close_matches(name.lower(), known, 1, 0.7)
     advice = f"did you mean {near[0]!r}?" if near else "leave it out"
+    if not near and (refused := difflib.get_close_matches(name.lower(), REFUSED, 1, 0.8)):
+        advice = f"{refused[0]!r} is not supported either, leave it out"
     where = f" of {within}" if within else ""
     param = f"{within}.{name}" if within else name
     return APIError(422, f"there is no field {_shown(name)}{where}: {advice}", param, "unknown_field")

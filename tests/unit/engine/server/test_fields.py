@@ -41,7 +41,6 @@ NEUTRAL = {
     "repeat_penalty": 1.0,
     "mirostat": 0,
     "typical_p": 1.0,
-    "n_predict": -1,
     "continue_final_message": False,
     "response_format": {"type": "text"},
     "include_reasoning": True,
