@@ -286,7 +286,7 @@ class Target:
         """The version that the server's API gives; None where it gives none."""
         answer = self.json_at(self.preset.version_path) if self.preset.version_path else None
         found = answer.get(self.preset.version_key) if isinstance(answer, dict) else None
-        return str(found) if found else None
+        return str(found).removesuffix("-unknown") if found else None  # llama.cpp built without its commit
 
     def server_info(self) -> dict[str, Any] | None:
         """None when the server has none. Raises MeasurementError when no answer comes."""
