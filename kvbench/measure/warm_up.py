@@ -70,12 +70,12 @@ def warm_up(
     step = max(1, (len(requests) - 1) // max(1, count - 1))
     chosen = requests[::step][:count]
     answered, failures = 0, []
-    for some in (chosen[:1], chosen[1:]):  # the shortest alone: a dead server needs no others
+    for some in (chosen[:1], chosen[1:]):  # the shortest alone: what it shows of a dead server needs no others
         for is_answered, failed in _results(setup, some):
             answered, failures = answered + is_answered, failures + failed
             on_answer(answered, len(chosen))
-        if not answered and (said := setup.target.why_unhealthy()):
-            raise MeasurementError(f"the server does not serve: {said}")
+        if not answered:
+            break
     if not answered and isinstance(failures[-1], RefusedError):
         raise RefusedError(f"the server takes no request of this load: {failures[-1]}")
     if not answered:
