@@ -53,7 +53,7 @@ def test_of_runs_of_several_workloads_or_engines_none_is_taken(recommend: Any, t
     assert code == 2 and not out and ours.name in error and theirs.name in error and "vLLM" in error
     assert recommend(ours, "--json")[0] == 0
     code, _, error = recommend("results/reference")
-    assert code == 2 and "results/reference/mixed-cpu" in error and "llama.cpp" in error
+    assert code == 2 and "results/reference/four-engines" in error and "llama.cpp" in error
     code, out, notes = recommend("results/reference/vllm-cpu", "--json")
     assert code == 0 and json.loads(out)["run"].endswith("vllm-cpu/sweep") and "vllm-cpu/sweep" in notes
 
