@@ -134,7 +134,7 @@ class Facts:
             self.keep(report, "copy_gb_per_s", 2 * x.nbytes / timing.median / 1e9, f"read and written, {how}")
 
     def matmul(self, report: Report) -> None:
-        """Matrix products: a few after a pause, then so many that the chip may slow down for its power limit."""
+        """Matrix products: a few, then so many that the chip may slow down for its power limit."""
         n = self.matrix
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in "ab")

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 PACKAGE = "gguf>=0.17"
 _ARCHITECTURES = {"llama": "LLAMA", "qwen3": "QWEN3"}  # model_type -> gguf.MODEL_ARCH
 _ROPE_OF_PAIRS = ("llama",)  # llama.cpp turns neighbouring rows of a head together, Hugging Face those of two halves
-_QWEN2 = (
+QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS = {None: "gpt-2", _QWEN2: "qwen2"}  # pattern that splits a text (None: ByteLevel's own) -> llama.cpp's name
+_SPLITS = {
+    None: "gpt-2",
+    QWEN2_SPLIT: "qwen2",
+}  # pattern that splits a text (None: ByteLevel's own) -> llama.cpp's name
 
 
 def refusal(config: Mapping[str, Any], tokenizer: Path | None) -> str | None:

@@ -21,14 +21,11 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
+from engine.model.gguf import QWEN2_SPLIT
 from engine.tiny_model.data import ANSWER_WEIGHT, Corpus, batches, documents, facts
 from engine.tokenizer.train import SPECIAL_TOKENS, save_tokenizer, train_bpe
 
 VOCAB_SIZE = 2048
-# The pattern of Qwen2's tokenizer, one token a digit, so that other engines know how to split.
-PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 MODEL = {
     "hidden_size": 256,
     "intermediate_size": 640,
@@ -61,7 +58,8 @@ def train_tokenizer(texts: list[str]) -> Any:
     from tokenizers import Regex, pre_tokenizers
 
     split = [
-        pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+        # Qwen2's pattern, one token a digit, so that other engines know how to split.
+        pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
     return train_bpe(texts, pre_tokenizers.Sequence(split), VOCAB_SIZE)

@@ -32,6 +32,11 @@ def error_sentence(body: bytes) -> str:
     return shorten("".join(c if c.isprintable() else " " for c in found), _MOST_CHARACTERS)
 
 
+def in_its_words(body: bytes) -> str:
+    """The sentence in quotation marks behind a blank, to be added to a status; empty for no body."""
+    return f' "{said}"' if (said := error_sentence(body)) else ""
+
+
 def _message(answer: Any) -> str | None:
     if isinstance(answer, str):
         return answer

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import gevent
 
-from kvbench.common.server_errors import SERVER_FAULT, error_sentence
+from kvbench.common.server_errors import SERVER_FAULT, in_its_words
 from kvbench.load.client import RawStream, StreamingClient
 from kvbench.load.http import Response
 from kvbench.load.spec import LoadSpec
@@ -109,8 +109,7 @@ class ServerHealth:
             if wait_s:
                 gevent.sleep(wait_s)
                 answer = self._get_health()
-        said = error_sentence(response.body)
-        return f"/health answers {response.status}" + (f' "{said}"' if said else "")
+        return f"/health answers {response.status}{in_its_words(response.body)}"
 
     def _ask(self, hangs: bool) -> None:
         """Ends the load if /health has no answer or says that the server does not serve, or if the server ``hangs``."""

@@ -19,7 +19,7 @@ import httpx
 from kvbench.common.errors import MeasurementError, RefusedError, UsageError
 from kvbench.common.foreign_cpu import ServerProcess, server_at
 from kvbench.common.secrets import api_key, without_key
-from kvbench.common.server_errors import SERVER_FAULT, error_sentence
+from kvbench.common.server_errors import SERVER_FAULT, in_its_words
 from kvbench.load.http import Dialect, tls_context
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.preset import CAPACITY_TOLERANCE, Preset
@@ -138,8 +138,7 @@ class HttpCalls:
 
     def said(self, path: str, answer: HttpAnswer) -> str:
         """``http://host:8000/health answered 503 "the engine stopped"``: an answer in the server's own words."""
-        sentence = error_sentence(answer.body)
-        return str(self.error(f"{path} answered {answer.status}" + (f' "{sentence}"' if sentence else "")))
+        return str(self.error(f"{path} answered {answer.status}{in_its_words(answer.body)}"))
 
     def close(self) -> None:
         self._client.close()

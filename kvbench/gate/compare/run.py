@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 import shlex
 import sys
 import tempfile
@@ -61,7 +60,6 @@ from kvbench.workload.file import Workload, load_workload
 COMPARE, CALIBRATE = "compare", "calibrate"
 AUTO, LOCKSTEP, TWINS, LAUNCHED, STORED_RUNS = "auto", "lockstep", "twins", "launched", "stored runs"
 _WITH_RESUME = ("resume", "max_minutes", "output_dir", "force")  # options of an execution, not of its comparison
-_COUNT = re.compile(r", \d+/\d+ requests")  # behind the load that a status line tells of
 # A reading of /metrics takes the engine's thread from its steps. Four a second, as a sweep takes them, delay one gap in
 # twenty on a small machine, which is where p95 lies; what changed over a load is exact however few there are.
 POLL_S = 1.0
@@ -235,9 +233,10 @@ def _write_invalid(request: _Request, folder: Path, error: Exception, say: Calla
 
 @dataclass
 class LoadsShown(Listener):
-    """Shows what is being measured. ``status`` replaces the text on the status line; ``load``: which load it is."""
+    """Shows what is being measured. ``status`` replaces the text on the status line; its ``work`` is the same while a
+    load goes on. ``load``: which load it is."""
 
-    status: Callable[[str], None]
+    status: Callable[..., None]
     load: str = ""
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
@@ -245,7 +244,8 @@ class LoadsShown(Listener):
         self.status(self.load)
 
     def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
-        self.status(f"{self.load}, {done}/{total} requests{f', {failed} failed' if failed else ''}")
+        text = f"{self.load}, {done}/{total} requests{f', {failed} failed' if failed else ''}"
+        self.status(text, work=self.load)
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
         self.status(f"pair {repeat}: {cell.cell_id} failed: {reason}")
@@ -259,9 +259,9 @@ class _Elapsed:
     work: str = ""
     began: float = 0.0
 
-    def __call__(self, text: str) -> None:
-        if (work := _COUNT.split(text)[0]) != self.work:
-            self.work, self.began = work, monotonic()
+    def __call__(self, text: str, work: str = "") -> None:
+        if (work or text) != self.work:
+            self.work, self.began = work or text, monotonic()
         began = self.began
         self.status(lambda: f"{text}: {clock(monotonic() - began)}")
 
@@ -385,7 +385,7 @@ class Comparison:
             len(manifest["resumed"]),
             self.clock,
         )
-        first = None
+        is_first = True
         for pair in range(1, self.pairs + 1):
             if not self.folder.is_whole(cells, pair):
                 began = self.clock.elapsed_s
@@ -401,9 +401,9 @@ class Comparison:
                     manifest["void"] = {"pair": pair, "turn": given_up.turn}
                     return f"pair {pair} could not be measured"
                 seconds.append(self.clock.elapsed_s - began)
-                if first is None:
+                if is_first:
                     self._warn_of_too_little_time(pair, seconds[-1])
-                first, manifest["pairs"] = first or pair, pair
+                is_first, manifest["pairs"] = False, pair
                 self.write("incomplete")
                 self._say_pair(pair, looks)
             require_same_requests(self.folder, manifest, pair, force=self.options["force"])

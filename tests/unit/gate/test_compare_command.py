@@ -461,7 +461,7 @@ def test_stored_runs_of_other_servers_or_requests_need_force(compare, tmp_path, 
 
 def test_what_was_shown_before_a_load_does_not_stay_while_it_runs():
     lines = []
-    shown = LoadsShown(lines.append)
+    shown = LoadsShown(lambda text, work="": lines.append(text))
     shown.load_started(SimpleNamespace(cell_id="paged-c4"), 3, 8)
     shown.status("calibrating the load client")
     shown.load_progress(0, 8, 0, 0.0)
