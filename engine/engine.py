@@ -258,7 +258,10 @@ class Engine:
             f"no token can be drawn after {seq.num_known} tokens: the model's logits hold NaN or infinity, or none of "
             "them is finite; the weights, the dtype or kv_cache_dtype do not fit this prompt"
         )
-        left = self._groups[seq.request_id].unfinished
+        group = self._groups[seq.request_id]
+        left = group.unfinished
+        for member in group.live.values():
+            self.kv.distrust(member)
         self.abort(seq.request_id, "error")
         outputs.extend(TokenOutput(seq.request_id, (), "error", error=error, index=index) for index in left)
 

@@ -26,6 +26,7 @@ class PagedKVManager(KVManager):
         host_pages = capacity.host_slots // self.page_size
         self.swap = SwapSpace(host_pages) if host_pages else None
         self.pool = PagePool(capacity.num_pages, self.prefix_cache.evict if self.prefix_cache is not None else None)
+        self._promised = 0  # pages that running sequences were admitted for and have not taken
         self._pinned: list[int] = []  # sources of planned copies
         self._pinned_host: list[int] = []
 
@@ -37,6 +38,7 @@ class PagedKVManager(KVManager):
         taken = set(found)  # shared with ``leaving``: seq would keep them, so nothing is gained
         pages = (page for other in leaving for page in other.pages)
         coming = sum(ref_count[page] == 1 and page not in taken for page in pages)  # shared ones count as kept
+        coming += sum(other.promised_pages for other in leaving)
         return bool(self._free_rows or leaving) and self._has_pages(seq, running, found, coming)
 
     def admit(self, seq: Sequence, running: int) -> bool:
@@ -63,6 +65,8 @@ class PagedKVManager(KVManager):
         if self.swap is not None:
             self.swap.remove(seq)
         seq.host_tokens = 0
+        seq.promised_pages = -(-seq.num_tokens // size) - len(seq.pages)
+        self._promised += seq.promised_pages
         seq.num_computed = resident
         self._resident_tokens += resident
         self._count_hit(seq)
@@ -71,14 +75,15 @@ class PagedKVManager(KVManager):
     def _has_pages(self, seq: Sequence, running: int, found: list[int | None], coming: int = 0) -> bool:
         """Whether all of ``seq`` fits once ``coming`` more pages are free, with ``SPARE_TOKENS`` for each running one.
 
-        Without the spare room, an admission could cause a preemption within a few steps, and its prompt would have
-        been computed for nothing. The room is counted in tokens so that it is the same for every page size.
+        Pages promised to prompts that are computed in part are not free. Without the spare room, an admission could
+        cause a preemption within a few steps, and its prompt would have been computed for nothing. The room is counted
+        in tokens so that it is the same for every page size.
         """
         spare = -(-running * SPARE_TOKENS // self.page_size)
         ref_count = self.pool.ref_count
         shared = sum(page is not None and ref_count[page] > 0 for page in found)  # need no free page
         needed = -(-seq.num_tokens // self.page_size) - shared
-        return needed + spare <= self.pool.num_available + coming
+        return needed + spare + self._promised <= self.pool.num_available + coming
 
     def _prefix_pages(self, seq: Sequence) -> list[int | None]:
         """The longest prefix of ``seq`` that exists: device pages to share, None for pages that are on the host."""
@@ -124,7 +129,12 @@ class PagedKVManager(KVManager):
             page = self._allocate()
             table[len(pages)] = page * size
             pages.append(page)
+        self._take_promised(seq, min(needed, seq.promised_pages))
         return True
+
+    def _take_promised(self, seq: Sequence, count: int) -> None:
+        seq.promised_pages -= count
+        self._promised -= count
 
     def _copy_on_write(self, seq: Sequence, index: int, filled: int) -> None:
         shared, own = seq.pages[index], self._allocate()
@@ -222,6 +232,7 @@ class PagedKVManager(KVManager):
             if self.pool.ref_count[page] == 0:
                 self._used_slots -= min(self.page_size, max(0, seq.num_computed - index * self.page_size))
         seq.pages.clear()
+        self._take_promised(seq, seq.promised_pages)
         self._return_row(seq)
 
     def _allocate(self) -> int:
@@ -248,6 +259,10 @@ class PagedKVManager(KVManager):
             self.swap.forget_twins()
         if clear_cache and self.prefix_cache is not None:
             self.prefix_cache.clear(self.pool)
+
+    def distrust(self, seq: Sequence) -> None:
+        for page in self.prefix_cache.forget(seq) if self.prefix_cache is not None else ():
+            self.pool.drop_cached(page)
 
     def reset_prefix_cache(self) -> bool:
         if self.pool.num_owned:
@@ -301,5 +316,9 @@ class PagedKVManager(KVManager):
             own = min(seq.num_computed, seq.num_known) // size
             cached = any(self.pool.is_cached(page) for page in seq.pages[own:])
             assert not cached, "a page is cached that is not full of known tokens"
+            missing = max(0, -(-seq.num_tokens // size) - len(seq.pages))
+            kept = seq.promised_pages == missing or (seq.num_uncomputed <= 1 and not seq.promised_pages)
+            assert kept, "a prompt computed in part lost the promise of its pages, or gained one"
         assert sum(used.values()) == self._used_slots, "used slots do not add up"
+        assert sum(seq.promised_pages for seq in sequences) == self._promised, "promises do not add up"
         assert self.counters.allocated_pages - self.counters.freed_pages == self.pool.num_owned

@@ -104,6 +104,11 @@ class PrefixCache:
         self.evictions += len(nodes)
         return [node.page for node in nodes[1:]]
 
+    def forget(self, seq: Sequence) -> list[int]:
+        """Drop the first page of ``seq`` and its descendants, whoever computed them; returns their pages."""
+        first = self._nodes.get(seq.page_hashes[0]) if seq.page_hashes else None
+        return [first.page, *self.evict(first.page)] if first is not None else []
+
     def clear(self, pool: PagePool) -> None:
         """Drop all pages."""
         for page in self._node_of:

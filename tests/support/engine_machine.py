@@ -232,6 +232,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _step(self) -> None:
         seen: set[tuple[str, int]] = set()
+        before = set(self.engine.scheduler.running)
         for output in self.engine.step():
             key = output.request_id, output.index
             assert key not in seen, "two outputs of one sequence in a step"
@@ -243,6 +244,9 @@ class EngineMachine(RuleBasedStateMachine):
         plan = self.executor.plans[-1] if self.executor.plans else []
         assert sum(n for _, n in plan) <= self.engine.config.max_num_batched_tokens
         assert len(plan) <= self.engine.config.max_num_seqs
+        admitted = any(seq not in before and seq.index == 0 for seq in self.engine.scheduler.running)
+        if admitted and isinstance(self.engine.kv, PagedKVManager):
+            assert self.engine.kv._promised <= self.engine.kv.pool.num_available, "pages are promised twice"
 
     def _take_record(self, record: StepRecord) -> None:
         assert sum(record.kv.ledger().values()) == record.kv.slots_total

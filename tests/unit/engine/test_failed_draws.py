@@ -44,3 +44,24 @@ def test_a_request_without_a_draw_ends_alone_with_an_error_for_each_of_its_outpu
     assert stats.finished == {"error": params.get("n", 1), "length": 2}
     assert stats.kv.pages_owned == 0 and stats.num_requests_running == 0
     engine.add_request(request("bad", 3, max_tokens=1))  # the id is free again
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in turn", "overlapping"])
+@pytest.mark.parametrize("known", [10, 14], ids=["at the prompt", "later"])
+@pytest.mark.parametrize("params", [{}, {"n": 2}, {"n": 2, "beam_width": 3}], ids=str)
+def test_nothing_of_a_request_that_failed_is_found_in_the_prefix_cache(params, known, overlaps):
+    """Nor what it had found there, nor what another one had computed beyond that; other prompts stay cached."""
+    settings = {"max_num_seqs": 8, "page_size": 4, "async_scheduling": overlaps, "enable_prefix_caching": True}
+    engine = small_engine(512, FailingExecutor(known), **settings)
+    cached = {}
+    for name, prompt, more in (
+        ("first", [7] * 10, {}), ("other", range(10), {}), ("longer", [*[7] * 10, 1, 2, 3], {}),
+        ("bad", [7] * 10, params), ("again", [*[7] * 10, 1, 2, 3], {}), ("other again", range(10), {}),
+    ):  # fmt: skip
+        seq = engine.add_request(request(name, prompt, max_tokens=6, **more))
+        while engine.has_work():
+            engine.step()
+            engine.check_integrity()
+        cached[name] = seq.num_cached
+    assert engine.stats().finished["error"] == params.get("n", 1)
+    assert cached == {"first": 0, "other": 0, "longer": 8, "bad": 8, "again": 0, "other again": 8}

@@ -85,6 +85,35 @@ def test_admission_leaves_sixteen_tokens_for_each_running_sequence_whatever_the_
     assert not admitted(17)
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in turn", "overlapping"])
+@pytest.mark.parametrize("swap", [{}, {"preemption_mode": "swap", "host_slots": 32}], ids=["recompute", "swap"])
+@pytest.mark.parametrize(("slots", "at_once"), [(64, 2), (60, 1)])  # 24 + 24, and 16 spare ones
+def test_room_promised_to_a_prompt_in_part_is_not_promised_again(slots, at_once, swap, overlaps):
+    settings = {"max_num_batched_tokens": 8, "max_num_partial_prefills": 4, "async_scheduling": overlaps, **swap}
+    engine = small_engine(slots, page_size=4, **settings)
+    requests = [request(name, range(i, i + 24), max_tokens=4) for i, name in enumerate("abcde")]
+    add_all(engine, *requests)
+    got: dict[str, list[int]] = {}
+    collect(engine.step(), got)
+    assert running(engine) == list("abcde"[:at_once])
+    assert {name: got.get(name, []) + tokens for name, tokens in drain(engine).items()} == undisturbed(requests)
+    assert (engine.stats().num_preemptions, engine.stats().recomputed_tokens) == (0, 0)
+
+
+def test_a_prompt_in_part_that_leaves_takes_its_promise_along():
+    """The whole pool is free for the one that preempts it, or that comes after its client has gone."""
+    for gone in (False, True):
+        engine = small_engine(64, page_size=4, max_model_len=64, scheduling_policy="priority")
+        engine.add_request(request("low", 40, max_tokens=4, priority=1))
+        engine.step()
+        if gone:
+            engine.abort("low")
+        engine.add_request(request("urgent", 63, max_tokens=1))
+        engine.step()
+        assert running(engine) == ["urgent"]
+        drain(engine)
+
+
 def test_what_could_never_run_is_refused_alone():
     """As such, even when the queue is full: QueueFull would mean that it may be sent again."""
     engine = small_engine(64, page_size=4, max_num_waiting=1)
