@@ -19,6 +19,21 @@ class Plan:
     capacity: KVCapacity | None
 
 
+def window_note(spec: ModelSpec, max_model_len: int | None) -> str | None:
+    """A sentence where layers have a sliding window, of which this engine keeps all tokens; None where none has."""
+    try:
+        windows = spec.windows(spec.text_config["num_hidden_layers"])
+        shorter = [window for window in windows if window and (max_model_len is None or window < max_model_len)]
+    except (KeyError, TypeError):  # other keys, or a list, one entry a layer
+        return None
+    if not shorter:
+        return None
+    return (
+        f"{len(shorter)} of {len(windows)} layers look back {max(shorter)} tokens, and the built-in engine keeps KV of "
+        "all tokens there: other engines, and `kvbench plan MODEL`, hold more sequences at once"
+    )
+
+
 def plan_engine(config: EngineConfig, *, on_cpu: bool, may_lower: bool = False) -> Plan:
     """What an engine would make of ``config``; ``may_lower``: see ``settle_length``.
 

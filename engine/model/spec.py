@@ -76,6 +76,22 @@ class ModelSpec:
             value_dim = text.get("v_head_dim") or head_dim
         return KVShape((LayerKV(kv_heads, head_dim, value_dim),) * layers, DTYPE_BYTES[dtype])
 
+    def windows(self, layers: int) -> list[int | None]:
+        """The sliding window of each layer, as the config's common keys give it; None: the layer sees all tokens."""
+        text = self.text_config
+        kinds, window = text.get("layer_types"), text.get("sliding_window")
+        if kinds:
+            return [window if kind == "sliding_attention" else None for kind in kinds]
+        if not window or text.get("use_sliding_window") is False:
+            return [None] * layers
+        pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern")
+        if pattern is None and str(text.get("model_type")).startswith("gemma"):
+            pattern = 2 if text["model_type"] == "gemma2" else 6
+        if pattern:  # the last layer of each group sees everything
+            return [None if (layer + 1) % pattern == 0 else window for layer in range(layers)]
+        first = (text.get("max_window_layers") or 0) if text.get("use_sliding_window") else 0
+        return [window if layer >= first else None for layer in range(layers)]
+
     def attention_shape(self) -> tuple[int, LayerKV] | None:
         """Query heads and KV of a layer as the config's common keys give them; None where they do not."""
         text = self.text_config

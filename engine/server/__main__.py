@@ -15,7 +15,7 @@ from engine.config import EngineConfig, runs_on_cpu
 from engine.engine import Engine
 from engine.engine_process import ProcessEngine, start_process
 from engine.model.spec import ModelInfo, find_model
-from engine.planning import plan_engine
+from engine.planning import plan_engine, window_note
 from engine.server.arguments import ServeOptions, build_parser, options_of
 from engine.server.step_log import StepLog
 from engine.server.tokenizer import ServerTokenizer, check_tokenizer_folder, load_tokenizer
@@ -105,6 +105,8 @@ def load(config: EngineConfig) -> Engine:
         engine = build_engine(config, tell)
     if engine.config.max_model_len != expected:
         _say_lowered(config, engine.config.max_model_len)
+    if note := window_note(find_model(config.model, config.load_format), engine.config.max_model_len):
+        print(note, file=sys.stderr, flush=True)
     return engine
 
 

@@ -169,6 +169,7 @@ def _attention_words(a: Answer, windows: Sequence[int | None], window_bytes: int
     if windows:
         sizes = listing([count(each) for each in windows])
         words.append(f"{count(window_bytes)} bytes of it in layers that keep only the last {sizes} tokens")
+        words.append("where the built-in engine and --simulate keep all")
     return ", ".join(words)
 
 

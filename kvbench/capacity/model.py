@@ -157,30 +157,19 @@ def _planned(spec: ModelSpec, other_parameters: int = 0) -> PlannedModel:
     if rank := text.get("kv_lora_rank"):
         row = LayerKV(1, rank + text["qk_rope_head_dim"], 0)
         return PlannedModel(spec, (CachedLayers(len(cached), row, latent=True),), other_parameters)
-    groups = Counter(zip(cached, _windows(spec, len(cached)), strict=True))
+    _check_layers(spec)
+    groups = Counter(zip(cached, spec.windows(len(cached)), strict=True))
     layers = tuple(CachedLayers(count, kv, window) for (kv, window), count in groups.items())
     return PlannedModel(spec, layers, other_parameters)
 
 
-def _windows(spec: ModelSpec, layers: int) -> list[int | None]:
-    """The sliding window of each layer; None: the layer holds all tokens."""
+def _check_layers(spec: ModelSpec) -> None:
+    """Raises UsageError for layers that cache something else than K and V."""
     text = spec.text_config
-    kinds, window = text.get("layer_types"), text.get("sliding_window")
-    others = set(kinds or ()) - set(_CACHED)
+    others = set(text.get("layer_types") or ()) - set(_CACHED)
     if others or any(key.startswith(("mamba_", "ssm_", "linear_")) for key in text):
         what = ", ".join(sorted(others)) or text.get("model_type")
         raise UsageError(
             f"model {spec.name!r} has layers ({what}) that cache something else than K and V of its tokens: kvbench "
             "cannot plan their memory"
         )
-    if kinds:
-        return [window if kind == "sliding_attention" else None for kind in kinds]
-    if not window or text.get("use_sliding_window") is False:
-        return [None] * layers
-    pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern")
-    if pattern is None and str(text.get("model_type")).startswith("gemma"):
-        pattern = 2 if text["model_type"] == "gemma2" else 6
-    if pattern:  # the last layer of each group sees everything
-        return [None if (layer + 1) % pattern == 0 else window for layer in range(layers)]
-    first = (text.get("max_window_layers") or 0) if text.get("use_sliding_window") else 0
-    return [window if layer >= first else None for layer in range(layers)]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.planning import window_note
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.metric_names import SIMULATED_SECONDS as SECONDS
 from kvbench.runs.model import SIMULATED
@@ -86,5 +87,6 @@ def checked(machine: Machine, settings: Mapping[str, Any]) -> dict[str, Any]:
         "max_model_len": config.max_model_len,
         "vocab_size": machine.vocab_size,
         "dtype": machine.model.spec.default_dtype,
+        "window_note": window_note(machine.model.spec, config.max_model_len),
     }
     return known | capacity_facts(capacity, config.max_model_len)

@@ -108,11 +108,12 @@ def memory_notes(
 ) -> list[str]:
     """A sentence a load: whether its requests fit into each configuration's KV at once; ``lengths``: by load id.
 
-    Empty where the budget is known at start only.
+    None of them where the budget is known at start only. Last, what the engine keeps of layers with a sliding window.
     """
     sized = [c for c in design.configurations if "num_pages" in capacity[c.config_id]]
     loads = list(dict.fromkeys(cell.load for cell in design.cells))
-    return [_memory_note(sized, capacity, load, lengths[load.load_id]) for load in loads if sized]
+    windows = dict.fromkeys(note for known in capacity.values() if (note := known.get("window_note")))
+    return [*(_memory_note(sized, capacity, load, lengths[load.load_id]) for load in loads if sized), *windows]
 
 
 def _memory_note(

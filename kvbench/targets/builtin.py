@@ -124,11 +124,11 @@ def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns kv_budget_bytes, bytes_per_token (scale_bytes_per_token of it scales), page_size (contiguous: slots of a
     reservation of max_model_len), num_pages, capacity_tokens, page_table_bytes, max_model_len,
-    max_concurrency_at_max_len, swap_space_bytes, swap_tokens, vocab_size and dtype; sizes are left out where only the
-    machine can tell them (a GPU's free memory). Raises ValueError with the engine's sentence.
+    max_concurrency_at_max_len, swap_space_bytes, swap_tokens, vocab_size, dtype and window_note; sizes are left out
+    where only the machine can tell them (a GPU's free memory). Raises ValueError with the engine's sentence.
     """
     from engine.config import EngineConfig
-    from engine.planning import plan_engine
+    from engine.planning import plan_engine, window_note
 
     known_names = [f.name for f in dataclasses.fields(EngineConfig)]
     for name in settings:
@@ -140,6 +140,7 @@ def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
         "max_model_len": plan.config.max_model_len,
         "vocab_size": plan.spec.text_config.get("vocab_size"),
         "dtype": plan.dtype,
+        "window_note": window_note(plan.spec, plan.config.max_model_len),
     }
     if (capacity := plan.capacity) is None:
         return known

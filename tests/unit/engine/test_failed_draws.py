@@ -65,3 +65,13 @@ def test_nothing_of_a_request_that_failed_is_found_in_the_prefix_cache(params, k
         cached[name] = seq.num_cached
     assert engine.stats().finished["error"] == params.get("n", 1)
     assert cached == {"first": 0, "other": 0, "longer": 8, "bad": 8, "again": 0, "other again": 8}
+
+
+def test_siblings_of_a_sequence_that_failed_leave_nothing_cached_either():
+    """A prompt of less than a page: the first page of each sibling holds a token of its own, and is another one."""
+    engine = small_engine(512, FailingExecutor(9), page_size=4, enable_prefix_caching=True)
+    engine.add_request(request("bad", 3, n=3))
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    assert engine.stats().counters.freed_pages >= 6 and engine.stats().kv.pages_cached == 0

@@ -148,6 +148,14 @@ def test_nothing_is_drawn_but_what_is_allowed(limit):
         assert stats.chisquare(counts, weights / weights.sum() * COUNT).pvalue > 1e-4
 
 
+@pytest.mark.parametrize(("top_p", "count"), [(0.5, 2), (np.nextafter(np.float32(0.5), np.float32(1)), 3), (0.25, 1)])
+def test_a_token_is_left_out_once_those_before_it_reach_top_p_exactly(top_p, count):
+    """Four tokens of a quarter each: sums and quotients are exact in float32."""
+    draws = Draws(torch.zeros(1, 4, device=DEVICE), [(0, 1.0, 0, float(top_p))] * 40)
+    for draw_into, device in ((triton_sample.draw_into, DEVICE), (gumbel.draw_into, "cpu")):
+        assert set(draws.by(draw_into, device)) == set(range(count))
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, None])
 def test_a_row_that_cannot_be_drawn_from_gives_a_token_of_the_vocabulary(bad):
     """NaN or infinity anywhere, or all of it -inf (None); its neighbours draw as ever."""

@@ -143,3 +143,13 @@ def test_sequences_of_a_request_share_its_prompt_in_pages_only(settings, prefix,
     known = {"capacity_tokens": 16_000, "page_size": 16, "num_pages": 40, "max_model_len": 1024}
     sizes = Lengths(np.array([600]), np.array([150]), np.array([prefix]), prefix, widths=np.array([4]))
     assert at_once(SimpleNamespace(settings=settings), known, sizes)[0] == pytest.approx(held)
+
+
+def test_a_sweep_says_once_that_layers_with_a_window_keep_all_tokens(tmp_path, capsys):
+    """Wherever sequences are longer than the window; `kvbench plan MODEL` counts the window alone."""
+    (tmp_path / "w.yaml").write_text(yaml.safe_dump(WORKLOAD))
+    simulated = ["--simulate", "--device", "H200", "--model", "Gemma-3-27B", "-o", "sweep={page_size: [16, 32]}"]
+    for length, times in ((1024, 0), (1025, 1)):
+        arguments = ["sweep", "--dry-run", str(tmp_path / "w.yaml"), *simulated, "-o", "engine={}", "-o"]
+        assert cli.main([*arguments, f"engine.max_model_len={length}"], standalone_mode=False) == 0
+        assert capsys.readouterr().out.count("52 of 62 layers look back 1024 tokens") == times

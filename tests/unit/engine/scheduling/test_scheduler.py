@@ -37,9 +37,9 @@ def test_decodes_come_first_and_prefills_are_chunked_into_the_rest():
 def test_without_chunking_a_prompt_waits_until_it_fits_whole():
     executor = CountingExecutor()
     engine = small_engine(256, executor, page_size=4, enable_chunked_prefill=False, max_num_batched_tokens=32)
-    add_all(engine, request("a", 20, max_tokens=3), request("b", 20, max_tokens=3))
+    add_all(engine, request("a", 20, max_tokens=3), request("b", 13, max_tokens=3), request("c", 18, max_tokens=3))
     drain(engine)
-    assert executor.plans[:2] == [[("a", 20)], [("a", 1), ("b", 20)]]
+    assert executor.plans[:2] == [[("a", 20)], [("a", 1), ("b", 13), ("c", 18)]], "the last one fills the step exactly"
 
 
 def test_preemption_takes_the_last_in_rank_which_returns_to_its_place():
@@ -57,18 +57,17 @@ def test_preemption_takes_the_last_in_rank_which_returns_to_its_place():
 
 
 def test_nothing_is_admitted_in_the_step_that_preempted():
-    """It would be the next to be preempted: its prompt would be computed for nothing."""
+    """Not even where the one that was preempted leaves room, since it only awaits the last token that is drawn."""
     executor = CountingExecutor()
-    engine = small_engine(32, executor, page_size=4)
-    for name, prompt in (("a", 9), ("b", 12), ("c", 3)):
-        engine.add_request(request(name, prompt, max_tokens=14))
-    while engine.has_work():
-        before = engine.scheduler.num_preemptions
-        known = running(engine)
+    engine = small_engine(44, executor, page_size=4, async_scheduling=True, max_num_batched_tokens=64)
+    for name, prompt, output in (("a", 4, 14), ("b", 22, 9), ("c", 3, 5)):
+        engine.add_request(request(name, prompt, max_tokens=output))
+    while not engine.scheduler.num_preemptions:
         engine.step()
-        if engine.scheduler.num_preemptions > before:
-            assert {name for name, _ in executor.plans[-1]} <= set(known)
-    assert engine.scheduler.num_preemptions
+    assert executor.plans[-1] == [("a", 1)]
+    engine.step()
+    assert executor.plans[-1] == [("a", 1), ("c", 3)]
+    drain(engine)
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
@@ -83,6 +82,15 @@ def test_admission_leaves_sixteen_tokens_for_each_running_sequence_whatever_the_
 
     assert admitted(16)
     assert not admitted(17)
+
+
+@pytest.mark.parametrize(("slots", "at_once"), [(64, 1), (96, 2)])
+def test_of_a_page_that_is_larger_than_the_spare_room_all_is_kept(slots, at_once):
+    engine = small_engine(slots, page_size=32)
+    add_all(engine, request("a", 8, max_tokens=3), request("b", 8, max_tokens=3))
+    engine.step()
+    assert len(running(engine)) == at_once
+    drain(engine)
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["in turn", "overlapping"])
@@ -146,6 +154,17 @@ def test_a_full_queue_refuses_one_more_and_forgets_it():
     engine.add_request(request("d", 4))
     assert sorted(drain(engine)) == ["b", "c", "d"]
     assert engine.stats().finished == {"length": 4}
+
+
+def test_rows_that_are_free_for_want_of_pages_are_no_places_in_the_queue():
+    engine = small_engine(32, page_size=4, max_num_waiting=1)
+    add_all(engine, request("a", 15, max_tokens=9))
+    engine.step()
+    engine.add_request(request("b", 15, max_tokens=9))
+    engine.step()  # three rows are free, and b waits
+    with pytest.raises(QueueFull):
+        engine.add_request(request("c", 3))
+    drain(engine)
 
 
 def test_invariants_are_checked_after_each_step_with_kvbench_check(monkeypatch):
@@ -221,15 +240,41 @@ def test_nobody_is_preempted_when_even_that_would_not_be_enough():
     drain(engine)
 
 
+@pytest.mark.parametrize(("prompt", "now"), [(4, ["first", "urgent"]), (5, ["first", "low"])])
+def test_pages_that_a_third_one_shares_are_not_gained_by_preempting(prompt, now):
+    """Of the four pages of "low" three are those of "first" too, which stays: one page, and not two, would be free."""
+    engine = small_engine(36, page_size=4, enable_prefix_caching=True, scheduling_policy="priority")
+    engine.add_request(request("first", 13, max_tokens=4))
+    engine.step()
+    engine.add_request(request("low", 13, max_tokens=4, priority=2))
+    engine.step()
+    engine.add_request(request("urgent", range(50, 50 + prompt), max_tokens=2, priority=1))
+    engine.step()
+    assert running(engine) == now
+    drain(engine)
+
+
+@pytest.mark.parametrize(("low", "urgent", "fits"), [(1, 2, True), (1, 3, False), (2, 3, True)])
+def test_rows_of_the_batch_decide_who_is_preempted_as_pages_do(low, urgent, fits):
+    """Three rows, one of them taken by a sequence of equal priority; what forks to come would take is free as well."""
+    engine = small_engine(256, page_size=4, max_num_seqs=2 + low, scheduling_policy="priority")
+    add_all(engine, request("first", 3, max_tokens=9), request("low", 28, max_tokens=2, n=low, priority=2))
+    engine.step()
+    engine.add_request(request("urgent", 3, max_tokens=2, n=urgent, priority=0 if low > 1 else 1))
+    engine.step()
+    assert ("low" in running(engine)) != fits
+    drain(engine)
+
+
 # Shares of a step for short prompts.
 
 
-@pytest.mark.parametrize(("partial_prefills", "step"), [(1, 8), (2, 1)])
+@pytest.mark.parametrize(("partial_prefills", "step"), [(1, 9), (2, 1)])
 def test_a_long_prompt_does_not_starve_short_ones(partial_prefills, step):
-    """With one share the short prompt comes behind 60 tokens, 8 a step; with two, one is kept for it."""
+    """With one share the short prompt comes behind 61 tokens, 8 a step; with two, one is kept for it."""
     engine = small_engine(256, page_size=4, max_num_batched_tokens=8, max_num_partial_prefills=partial_prefills)
     add_all(engine, request("long", 30, max_tokens=2), request("also long", 30, max_tokens=2))
-    engine.add_request(request("short", 3, max_tokens=2))
+    engine.add_request(request("short", 4, max_tokens=2))  # all of a share
     for number in range(1, step + 1):
         assert any(output.request_id == "short" for output in engine.step()) == (number == step)
     drain(engine)

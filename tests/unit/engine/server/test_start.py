@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from engine.server.__main__ import in_two_processes
+from engine.config import EngineConfig
+from engine.server.__main__ import in_two_processes, load
 from engine.server.arguments import build_parser, options_of
 from engine.startup import no_garbage_collection
 
@@ -62,6 +65,23 @@ from engine.server.__main__ import load
 load(EngineConfig(device="cpu"))
 """
     assert run(code).stdout == "20000\n"
+
+
+@pytest.mark.parametrize(("window", "says"), [
+    ({"sliding_window": 63}, "2 of 2 layers look back 63 tokens"), ({"sliding_window": 64}, ""), ({}, ""),
+    ({"sliding_window": 8, "use_sliding_window": False}, ""), ({"sliding_window": "8"}, ""),
+    ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, "1 of 2 layers look back 8 tokens"),
+    ({"sliding_window": 8, "num_hidden_layers": [2]}, ""),
+])  # fmt: skip
+def test_the_load_says_that_layers_with_a_window_keep_all_tokens(window, says, tmp_path, monkeypatch, capsys) -> None:
+    """Of 64 at most, which is more than the window."""
+    monkeypatch.setattr("engine.build.build_engine", lambda config, tell: SimpleNamespace(config=config))
+    monkeypatch.setattr("engine.server.__main__.planned_length", lambda config: 64)
+    shape = {"model_type": "mistral", "num_hidden_layers": 2, "max_position_embeddings": 64}
+    (tmp_path / "m.json").write_text(json.dumps({**shape, **window}))
+    load(EngineConfig(model=str(tmp_path / "m.json"), device="cpu", max_model_len=64))
+    told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("loading")]
+    assert len(told) == bool(says) and all(line.startswith(says) for line in told)
 
 
 def test_garbage_is_collected_again_after_the_load_and_what_was_loaded_left_out() -> None:
