@@ -11,7 +11,7 @@ from kvbench.common.text import shorten
 SERVER_FAULT = 500  # HTTP statuses from here on are the server's own fault
 _MOST_CHARACTERS = 300
 _READ_BYTES = 16 * 1024  # of a body: the load client reads it between the chunks of other streams
-_TAGS = re.compile(r"<(script|style|head)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<(/?)(?:(script|style|head)\b)?[^<>]*>?", re.IGNORECASE)
 _NUMBER_OR_ID = re.compile(r"[\w-]*\d[\w-]*(?:[.,:]\d[\w-]*)*")
 
 
@@ -28,13 +28,38 @@ def error_sentence(body: bytes) -> str:
     except (ValueError, RecursionError):
         found = None
     if found is None:
-        found = _TAGS.sub(" ", text) if text.lstrip().startswith("<") else text
+        found = _without_tags(text) if text.lstrip().startswith("<") else text
     return shorten("".join(c if c.isprintable() else " " for c in found), _MOST_CHARACTERS)
 
 
-def in_its_words(body: bytes) -> str:
-    """The sentence in quotation marks behind a blank, to be added to a status; empty for no body."""
-    return f' "{said}"' if (said := error_sentence(body)) else ""
+def is_error(answer: Any) -> bool:
+    """Tests whether a server's JSON is an error in place of an answer."""
+    if not isinstance(answer, dict):
+        return False
+    if answer.get("error") or answer.get("object") == "error" or answer.get("type") == "error":
+        return True
+    return "choices" not in answer and bool(answer.get("detail"))
+
+
+def in_its_words(sentence: str) -> str:
+    """The sentence in quotation marks behind a blank, to be added to a status; empty for none."""
+    return f' "{sentence}"' if sentence else ""
+
+
+def _without_tags(page: str) -> str:
+    """The text of a web page, in one pass; scripts, styles and the head are left out where they have an end."""
+    lower = page.lower()
+    ends = {name: lower.rfind(f"</{name}") for name in ("script", "style", "head")}
+    visible, begin, inside = [], 0, ""
+    for tag in _TAG.finditer(page):
+        if not inside:
+            visible.append(page[begin : tag.start()])
+        begin, name = tag.end(), (tag[2] or "").lower()
+        if tag[1] and name == inside:
+            inside = ""
+        elif name and not tag[1] and not inside and tag.start() < ends[name]:
+            inside = name
+    return " ".join([*visible, page[begin:]])
 
 
 def _message(answer: Any) -> str | None:

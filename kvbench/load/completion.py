@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbench.common.machine import boot_id
 from kvbench.common.secrets import without_key
-from kvbench.common.server_errors import error_sentence
-from kvbench.load.http import OPENAI, Dialect, MalformedStream, Response, events
+from kvbench.common.server_errors import error_sentence, is_error
+from kvbench.load.http import OPENAI, Dialect, MalformedStream, Response, ServerEvent, events
 
 _SLICE = 32  # events parsed between two pauses: about 0.15 ms
 _MOST_TOKENS = 1 << 31  # ids and counts are stored in 32 bits
 _TEXT, _IDS = (str, type(None)), (list, type(None))
+_THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details")  # DeepSeek and vLLM; newer vLLM; OpenRouter
+_CALLS = ("tool_calls", "function_call", "refusal")
+_CALL, _THOUGHT, _ROLE = "call", "thought", "role"
+_WORDS = ("text", "summary", "data", "name", "arguments", "function")  # of a thought or a call, where it holds any
+_BEGINNING = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\Z|:|(?:data|event|id|retry|error)\b)")  # of a stream of events
 SENT_TOGETHER_S = 0.0005
 
 
@@ -24,14 +31,17 @@ SENT_TOGETHER_S = 0.0005
 class Completion:
     """One request's outcome. Times [s] are those of the bytes' arrival.
 
-    ``chunk_times``/``chunk_tokens``: chunks that carried a token (text, or token ids with text still held
-    back); ``chunk_tokens`` is None where the server sent no token ids. ``first``: first non-empty text, or the
-    first token if no token had text. ``coalesced``: token chunks that arrived in one read with the one before of their
-    sequence although the server sent them apart. ``chunk_choices``: which sequence each chunk belongs to; None for a
-    request of one. ``token_ids`` and ``text``: those of sequence 0, then of sequence 1 and so on, a line break between
-    two texts. ``output_tokens``: of the sequences that were returned. ``sent_times``: the server's own send stamps [s,
-    monotonic clock] of the same chunks, empty where it gives none or those of another machine's clock. ``kv_facts``:
-    which sequence, and as JSON where its KV was: what the built-in server says of canaries at their ends.
+    ``chunk_times``/``chunk_tokens``: chunks that carried a token (text, reasoning, a call, or token ids with text still
+    held back); ``chunk_tokens`` is None where the server sent no token ids. ``first``: the first token of any kind;
+    ``first_output``: the first text or call, None where all was reasoning, ``first`` where no token had any text.
+    ``coalesced``: token chunks that arrived in one read with the one before of their sequence although the server sent
+    them apart. ``chunk_choices``: which sequence each chunk belongs to; None for a request of one. ``token_ids`` and
+    ``text``: those of sequence 0, then of sequence 1 and so on, a line break between two texts; text without reasoning.
+    ``output_tokens``: of the sequences that were returned. ``reasoning_tokens``: of them, by the usage;
+    ``unstreamed_tokens``: of these, where no chunk came for them: they were before the first one. ``sent_times``: the
+    server's own send stamps [s, monotonic clock] of the same chunks, empty where it gives none or those of another
+    machine's clock. ``kv_facts``: which sequence, and as JSON where its KV was: what the built-in server says of
+    canaries at their ends.
     """
 
     http_status: int | None = None
@@ -42,9 +52,12 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     first: float | None = None
+    first_output: float | None = None
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+    reasoning_tokens: int | None = None
+    unstreamed_tokens: int = 0
     cached_tokens: int | None = None
     coalesced: int = 0
     kv_facts: list[tuple[int, str]] = field(default_factory=list)
@@ -56,6 +69,11 @@ class Completion:
     def ok(self) -> bool:
         """Succeeded: nothing spoke against it."""
         return self.error_kind is None
+
+    @property
+    def streamed_tokens(self) -> int:
+        """Output tokens that came in chunks: those that lie between the first chunk and the last."""
+        return (self.output_tokens or 0) - self.unstreamed_tokens
 
     def fail(self, kind: str, message: str) -> None:
         """The first failure counts."""
@@ -69,35 +87,29 @@ class Completion:
             self.finish_reason = without_key(self.finish_reason, variable)
 
 
-@dataclass(frozen=True)
-class EmptyChunk:
-    """A chunk without text or ids. ``told``: tokens until then by its usage, None without; ``ends``: it is the last."""
+class Chunk(NamedTuple):
+    """A chunk of one sequence. ``read``, ``sent``: the piece that brought it, and the server's send stamp of it [s].
 
+    ``told``: tokens until then by its usage, None without. ``kind``: what it holds besides text, if anything: a call or
+    refusal, a thought, a role. ``filled``: it shows that it brought a token; of the others only the usage may tell.
+    ``ends``: it has the finish_reason.
+    """
+
+    sequence: int
     when: float
     read: int
     sent: float | None
     told: int | None
+    text: str
+    ids: list[int] | None
+    kind: str
+    filled: bool
     ends: bool
 
-
-@dataclass
-class _Sequence:
-    """What has come of one of a request's sequences.
-
-    ``read``, ``sent``: the piece that brought its newest chunk, and the server's send stamp of it [s]. ``told``: tokens
-    until its newest text, where chunks have a usage. ``tail``: empty chunks since its newest text; ``skipped``: those
-    before it.
-    """
-
-    text: list[str] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    read: int = -1
-    sent: float | None = None
-    when: float = 0.0
-    told: int | None = None
-    tail: list[EmptyChunk] = field(default_factory=list)
-    skipped: int = 0
+    @property
+    def is_output(self) -> bool:
+        """Whether a user gets something to read, or a tool something to do."""
+        return bool(self.text) or self.kind == _CALL
 
 
 def judge(
@@ -119,198 +131,253 @@ def judge(
     of so many, all of which the usage counts.
     """
     out, response = Completion(chunk_choices=[] if n > 1 else None), Response(chunks)
-    sequences = [_Sequence() for _ in range(n)]
-    if error_kind is not None:
-        problem = response.problem if error_kind == "malformed" else None  # the same, with a quotation
-        out.fail(error_kind, problem or error or error_kind)
+    parsed, reasons = list[Chunk](), [list[str]() for _ in range(n)]
+    problem = None
     out.http_status = response.status or None
+    if response.status == 200:
+        try:
+            problem = _other_answer(response) or _read_events(out, parsed, reasons, response, times, pause)
+        except MalformedStream as error_in_it:
+            problem = "malformed", str(error_in_it)
+    if error_kind is not None:  # unless the server itself told an error before
+        wording = response.problem if error_kind == "malformed" else None  # the same, with a quotation
+        out.fail(error_kind, wording or error or error_kind)
     if response.problem is not None:
         out.fail("malformed", response.problem)
+    if problem is not None:
+        out.fail(*problem)
     if not response.status:
         out.fail("truncated", "no whole response head")
     elif response.status != 200:
-        out.fail("http_error", ": ".join(filter(None, (f"HTTP {response.status}", error_sentence(response.body)))))
+        out.fail("http_error", ": ".join(filter(None, (f"HTTP {response.status}", response.sentence))))
     else:
-        try:
-            _read_events(out, sequences, response, times, pause)
-        except MalformedStream as problem:
-            out.fail("malformed", str(problem))
-        _add_textless_end(out, sequences)
-        _join(out, sequences, dialect)
+        brought = _with_tokens(out, parsed)
+        _add_chunks(out, brought, pause)
+        _join(out, brought, reasons, dialect)
         _check(out, max_tokens, dialect, n, best_of)
     _close(out)
     return out
 
 
+def _other_answer(response: Response) -> tuple[str, str] | None:
+    """Kind and sentence of the failure where something else than a stream of events came; None for a stream."""
+    if response.encoding:
+        return "malformed", response.sentence
+    if _BEGINNING.match(response.body):
+        return None
+    try:
+        answer = json.loads(response.body)
+    except (ValueError, RecursionError):
+        answer = None
+    if is_error(answer):
+        return "server_error", response.sentence
+    if isinstance(answer, dict) and "choices" in answer:
+        return "not_streamed", "the whole answer came as one JSON object, though a stream was asked for"
+    return "malformed", f'the answer is no stream of events: "{response.sentence}"'
+
+
 def _read_events(
     out: Completion,
-    sequences: Sequence[_Sequence],
+    chunks: list[Chunk],
+    reasons: Sequence[list[str]],
     response: Response,
     times: Sequence[float],
     pause: Callable[[], None],
-) -> None:
+) -> tuple[str, str] | None:
+    """Adds all events. Kind and sentence of the failure where the end is missing. MalformedStream."""
     pause()
     found, rest = events(response.body)
     one_clock = response.boot is not None and response.boot == boot_id()
-    for number, (data, position) in enumerate(found):
+    for number, event in enumerate(found):
         if number % _SLICE == _SLICE - 1:
             pause()
-        if data == b"[DONE]":
+        if event.name == b"ping":
+            continue
+        if event.data == b"[DONE]" and event.name != b"error":
             out.done = True
             continue
-        if out.done:
-            raise MalformedStream("{} came after [DONE]", data)
-        read = bisect_right(response.ends, position - 1)  # the piece that brought the event's last byte
-        _take(out, sequences, data, times[read], read, one_clock)
+        read = bisect_right(response.ends, event.end - 1)  # the piece that brought the event's last byte
+        _take(out, chunks, reasons, event, times[read], read, one_clock)
     if not (response.complete or response.until_close):
-        out.fail("truncated", "the response's last chunk is missing")
+        return "truncated", "the response's last chunk is missing"
     if rest.strip():
         inside = MalformedStream("the stream ends inside an event: {}", rest)
-        out.fail("truncated" if not out.done else "malformed", str(inside))
+        return "truncated" if not out.done else "malformed", str(inside)
+    return None
 
 
 def _take(
-    out: Completion, sequences: Sequence[_Sequence], data: bytes, when: float, read: int, one_clock: bool
+    out: Completion,
+    chunks: list[Chunk],
+    reasons: Sequence[list[str]],
+    event: ServerEvent,
+    when: float,
+    read: int,
+    one_clock: bool,
 ) -> None:
     """Adds one event. ``one_clock``: the server's stamps are of this machine's clock."""
+    data = event.data
+    if event.name == b"error":
+        out.fail("server_error", error_sentence(data) or "an error event without a message")
+        return
+    late = "{} came after [DONE]" if out.done else None
     try:
-        event = json.loads(data.decode())  # of bytes, json would first guess the encoding
+        body = json.loads(data.decode())  # of bytes, json would first guess the encoding
     except (ValueError, RecursionError):
-        raise MalformedStream("{} is not JSON", data) from None
-    if not isinstance(event, dict):
-        raise MalformedStream("{} is not an object", data)
-    if event.get("error") or event.get("object") == "error":
+        raise MalformedStream(late or "{} is not JSON", data) from None
+    if is_error(body):
         out.fail("server_error", error_sentence(data))
         return
+    if late or not isinstance(body, dict):
+        raise MalformedStream(late or "{} is not an object", data)
     told = None
-    if event.get("usage"):
-        _take_usage(out, event["usage"])
+    if body.get("usage"):
+        _take_usage(out, body["usage"])
         told = out.output_tokens
-    choices = event.get("choices")
-    if not choices:
+    if not (choices := body.get("choices")):
         return
-    stamp = event.get("kvbench") if one_clock else None  # the built-in server's send time; any other value is ignored
+    stamp = body.get("kvbench") if one_clock else None  # the built-in server's send time; any other value is ignored
     sent = stamp["sent"] if isinstance(stamp, dict) and isinstance(stamp.get("sent"), float) else None
     try:
         for choice in choices:
-            text = choice.get("text")
+            text, delta = choice.get("text"), choice.get("delta") or {}
             if text is None:
-                text = (choice.get("delta") or {}).get("content")
+                text = delta.get("content")
             ids, reason, number = choice.get("token_ids"), choice.get("finish_reason"), choice.get("index") or 0
             if not (isinstance(text, _TEXT) and isinstance(ids, _IDS) and isinstance(reason, _TEXT)):
                 raise MalformedStream("a choice of {} has a field of another type than the API's", data)
-            if not (isinstance(number, int) and 0 <= number < len(sequences)):
-                raise MalformedStream(f"a choice of {{}} has an index beyond the {len(sequences)} asked for", data)
-            sequence = sequences[number]
-            sequence.finish_reason = reason or sequence.finish_reason
+            if not (isinstance(number, int) and 0 <= number < len(reasons)):
+                raise MalformedStream(f"a choice of {{}} has an index beyond the {len(reasons)} asked for", data)
+            if reason:
+                reasons[number].append(reason)
             if isinstance(facts := choice.get("kv_facts"), dict):
                 out.kv_facts.append((number, json.dumps(facts)))
-            if text or ids:
-                _add_chunk(out, sequence, text or "", ids, when, read, sent)
-                if out.chunk_choices is not None:
-                    out.chunk_choices.append(number)
-                if sequence.tail:
-                    sequence.skipped, sequence.tail = sequence.skipped + len(sequence.tail), []
-                sequence.told = told
-            elif sequence.text or not (choice.get("delta") or {}).get("role"):  # which only announces an answer
-                sequence.tail.append(EmptyChunk(when, read, sent, told, reason is not None))
-    except (AttributeError, KeyError, TypeError):
+            kind = _kind(delta) if delta else ""
+            filled = bool(text or ids) or kind in (_CALL, _THOUGHT)
+            chunks.append(Chunk(number, when, read, sent, told, text or "", ids, kind, filled, reason is not None))
+    except (AttributeError, KeyError, TypeError, RecursionError):
         raise MalformedStream("{} has no readable choice", data) from None
 
 
-def _add_chunk(
-    out: Completion, sequence: _Sequence, text: str, ids: list[int] | None, when: float, read: int, sent: float | None
-) -> None:
-    """Adds a chunk with tokens. ``sent``: the server's stamp; what it sent together may share a read."""
-    together = sent is not None and sequence.sent is not None and sent - sequence.sent < SENT_TOGETHER_S
-    out.coalesced += read == sequence.read and not together
-    sequence.read, sequence.sent, sequence.when = read, sent, when
-    out.chunk_times.append(when)
-    if sent is not None:
-        out.sent_times.append(sent)
-    if text:
-        sequence.text.append(text)
-        if out.first is None:
-            out.first = when
-    if ids is None:
-        out.chunk_tokens = None
-    elif out.chunk_tokens is not None:
-        out.chunk_tokens.append(len(ids))
-        sequence.ids.extend(ids)
+def _kind(delta: Mapping[str, Any]) -> str:
+    """What a delta holds besides text; a role is told last, since some servers repeat it in every chunk."""
+    kinds = {_CALL: _CALLS, _THOUGHT: _THOUGHTS, _ROLE: ("role",)}
+    return next((kind for kind, names in kinds.items() if any(_has_words(delta.get(name)) for name in names)), "")
 
 
-def _add_textless_end(out: Completion, sequences: Sequence[_Sequence]) -> None:
-    """Adds the chunks after the last text that brought tokens without text, where no token ids tell which did.
-
-    An end token and half a character have no text.
-    """
-    if out.output_tokens is None or out.chunk_tokens is not None:
-        return
-    found = _told_by_running_usage(sequences)
-    if found is None:
-        found = _told_by_tokens_left(out, sequences)
-    for number, empty in found:
-        _add_chunk(out, sequences[number], "", None, empty.when, empty.read, empty.sent)
-        if out.chunk_choices is not None:
-            out.chunk_choices.append(number)
-    if out.chunk_choices is not None and found:  # one sequence may have ended before another's last text
-        both = sorted(zip(out.chunk_times, out.chunk_choices, strict=True), key=lambda each: each[0])
-        out.chunk_times, out.chunk_choices = [when for when, _ in both], [number for _, number in both]
-        out.sent_times.sort()
+def _has_words(value: Any) -> bool:
+    """Tests whether a part of a delta holds text; servers send empty ones of every kind."""
+    if isinstance(value, dict):
+        value = [value.get(name) for name in _WORDS]
+    return any(map(_has_words, value)) if isinstance(value, list) else isinstance(value, str) and value != ""
 
 
-def _told_by_running_usage(sequences: Sequence[_Sequence]) -> list[tuple[int, EmptyChunk]] | None:
-    """The empty chunks whose usage counts more tokens than the one before; None where not every chunk has a usage."""
-    tail = sequences[0].tail
-    counts = [sequences[0].told, *(empty.told for empty in tail)]
-    if len(sequences) > 1 or None in counts:
+def _add_chunks(out: Completion, chunks: Sequence[Chunk], pause: Callable[[], None]) -> None:
+    """Adds the chunks that brought tokens. What the server sent together may share a read."""
+    newest: dict[int, Chunk] = {}
+    for chunk in chunks:
+        before = newest.get(chunk.sequence)
+        if before is not None and before.read == chunk.read:
+            stamped = chunk.sent is not None and before.sent is not None
+            out.coalesced += not (stamped and chunk.sent - before.sent < SENT_TOGETHER_S)
+        newest[chunk.sequence] = chunk
+    pause()
+    out.chunk_times = [chunk.when for chunk in chunks]
+    out.sent_times = [chunk.sent for chunk in chunks if chunk.sent is not None]
+    if out.chunk_choices is not None:
+        out.chunk_choices = [chunk.sequence for chunk in chunks]
+    ids = [chunk.ids for chunk in chunks]
+    out.chunk_tokens = None if None in ids else [len(own) for own in ids]
+    out.first = next((chunk.when for chunk in chunks), None)
+    thinks = any(chunk.kind == _THOUGHT for chunk in chunks)
+    out.first_output = next((chunk.when for chunk in chunks if chunk.is_output), None if thinks else out.first)
+    streamed = len(out.chunk_times) if out.chunk_tokens is None else sum(out.chunk_tokens)
+    if not thinks:
+        out.unstreamed_tokens = max(0, min(out.reasoning_tokens or 0, (out.output_tokens or 0) - streamed))
+
+
+def _with_tokens(out: Completion, chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The chunks that brought tokens: those with content, and those without it where the usage tells of tokens."""
+    filled = [chunk for chunk in chunks if chunk.filled]
+    if out.output_tokens is None or all(chunk.ids is not None for chunk in filled or chunks):
+        return filled
+    begun, possible = set[int](), list[Chunk]()
+    for chunk in chunks:
+        if chunk.filled:
+            begun.add(chunk.sequence)
+        if chunk.kind != _ROLE or chunk.sequence in begun:  # a role before all content only announces an answer
+            possible.append(chunk)
+    empty = _told_by_running_usage(possible)
+    if empty is None:
+        empty = _told_by_tokens_left(possible, out.output_tokens - len(filled))
+    return [chunk for number, chunk in enumerate(possible) if chunk.filled or number in empty]
+
+
+def _told_by_running_usage(chunks: Sequence[Chunk]) -> set[int] | None:
+    """The chunks whose usage counts more tokens than the one before; None where not every chunk has a usage."""
+    counts = [0, *(chunk.told for chunk in chunks)]
+    if None in counts or any(chunk.sequence for chunk in chunks):
         return None
-    return [(0, empty) for (before, after), empty in zip(pairwise(counts), tail, strict=True) if after > before]
+    return {number for number, (before, after) in enumerate(pairwise(counts)) if after > before}
 
 
-def _told_by_tokens_left(out: Completion, sequences: Sequence[_Sequence]) -> list[tuple[int, EmptyChunk]]:
-    """The empty chunks for which the usage has tokens left over, if each chunk with text brought one.
+def _told_by_tokens_left(chunks: Sequence[Chunk], left: int) -> set[int]:
+    """The empty chunks that brought the ``left`` tokens that the usage has left over, if each with content brought one.
 
-    None of them if there are fewer tokens than chunks. The chunk of the finish_reason comes with the last token or at
-    once after it. So it brought one if just one is still left over and it was not sent together with the chunk before:
-    more are left over where chunks bring several tokens, and then nothing tells.
+    An end token and half a character have no text. None of the chunks after the last content if there are fewer tokens
+    than chunks. The chunk of the finish_reason comes with the last token or at once after it. So it brought one if just
+    one is still left over and it was not sent together with the chunk before: more are left over where chunks bring
+    several tokens, and then nothing tells. Those before the last content brought one each if that makes just as many
+    as are left over, and they are more than those after it that may have brought it instead: a server may announce its
+    answer by an empty chunk.
     """
-    left = (out.output_tokens or 0) - len(out.chunk_times) - sum(sequence.skipped for sequence in sequences)
-    within = [(number, e) for number, sequence in enumerate(sequences) for e in sequence.tail if not e.ends]
-    ends = [
-        (number, empty)
-        for number, sequence in enumerate(sequences)
-        for before, empty in pairwise((sequence, *sequence.tail))
-        if empty.ends and empty.when - before.when >= SENT_TOGETHER_S
-    ]
-    if left < len(within):
-        return []
-    return [*within, *ends] if len(ends) == left - len(within) else within
+    last = {chunk.sequence: number for number, chunk in enumerate(chunks) if chunk.filled}
+    before: dict[int, float] = {}
+    within, after, ends = set[int](), set[int](), set[int]()
+    for number, chunk in enumerate(chunks):
+        if not chunk.filled:
+            if number < last.get(chunk.sequence, -1):
+                within.add(number)
+            elif not chunk.ends:
+                after.add(number)
+            elif chunk.when - before.get(chunk.sequence, -math.inf) >= SENT_TOGETHER_S:
+                ends.add(number)
+        before[chunk.sequence] = chunk.when
+    spare, possible = left - len(within), after | ends
+    brought = set[int]() if spare < len(after) else possible if spare == len(possible) else after
+    certain = spare == len(brought) and len(within) > len(possible - brought)
+    return within | brought if certain else brought
 
 
-def _join(out: Completion, sequences: Sequence[_Sequence], dialect: Dialect) -> None:
-    """Text, ids and finish_reason of all sequences; the reason of one that did not come to its end, if there is one."""
-    out.text = "\n".join("".join(sequence.text) for sequence in sequences)
-    out.token_ids = [token for sequence in sequences for token in sequence.ids]
-    reasons = [sequence.finish_reason for sequence in sequences if sequence.finish_reason is not None]
-    if lost := [reason for reason in reasons if reason not in dialect.finish_reasons]:
+def _join(out: Completion, chunks: Sequence[Chunk], reasons: Sequence[list[str]], dialect: Dialect) -> None:
+    """Text, ids and finish_reason of all sequences; the first reason that is no end, if there is one."""
+    sequences: list[list[Chunk]] = [[] for _ in reasons]
+    for chunk in chunks:
+        sequences[chunk.sequence].append(chunk)
+    out.text = "\n".join("".join(chunk.text for chunk in own) for own in sequences)
+    if out.chunk_tokens is not None:
+        out.token_ids = [token for own in sequences for chunk in own for token in chunk.ids or ()]
+    if lost := [reason for own in reasons for reason in own if reason not in dialect.finish_reasons]:
         out.finish_reason = lost[0]
-    elif len(reasons) == len(sequences):
-        out.finish_reason = min(reasons)
+    elif all(reasons):
+        out.finish_reason = min(own[-1] for own in reasons)
 
 
 def _take_usage(out: Completion, usage: Any) -> None:
     try:
-        details = usage.get("prompt_tokens_details") or {}
-        cached, prompt, output = details.get("cached_tokens"), usage["prompt_tokens"], usage["completion_tokens"]
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
+        prompt, output = usage["prompt_tokens"], usage["completion_tokens"]
     except (KeyError, TypeError, AttributeError):
         lacks = "usage {} lacks readable prompt_tokens or completion_tokens"
         raise MalformedStream(lacks, str(usage)) from None
-    told = {"prompt_tokens": prompt, "completion_tokens": output, "cached_tokens": 0 if cached is None else cached}
+    told = {"prompt_tokens": prompt, "completion_tokens": output, "cached_tokens": cached, "reasoning_tokens": thought}
     for name, count in told.items():
+        if count is None and name in ("cached_tokens", "reasoning_tokens"):
+            continue
         if type(count) is not int or not 0 <= count < _MOST_TOKENS:
             raise MalformedStream(f"usage has {name} {{}}, which is no whole number of tokens", json.dumps(count))
-    out.prompt_tokens, out.output_tokens, out.cached_tokens = prompt, output, cached
+    out.prompt_tokens, out.output_tokens, out.cached_tokens, out.reasoning_tokens = prompt, output, cached, thought
 
 
 def _check(out: Completion, max_tokens: int, dialect: Dialect, n: int, best_of: int | None) -> None:
@@ -336,7 +403,7 @@ def _check(out: Completion, max_tokens: int, dialect: Dialect, n: int, best_of: 
     elif best_of is not None and best_of > n:
         _leave_out_candidates(out, n * max_tokens)
     elif out.chunk_tokens is not None and chunks:
-        if sum(out.chunk_tokens) != reported:
+        if sum(out.chunk_tokens) != out.streamed_tokens:
             out.fail("usage_mismatch", f"usage says {reported} tokens, {sum(out.chunk_tokens)} ids were streamed")
     elif chunks > reported:
         out.fail("usage_mismatch", f"usage says {reported} tokens, but {chunks} chunks had content")
@@ -362,8 +429,6 @@ def _close(out: Completion) -> None:
         out.fail("malformed", f"{str(wild)[:40]!r} is no token id")
         out.token_ids = []
     out.text, out.error, out.finish_reason = map(_storable, (out.text, out.error, out.finish_reason))
-    if out.first is None and out.chunk_times:
-        out.first = out.chunk_times[0]
     if out.chunk_tokens is not None and len(out.chunk_tokens) != len(out.chunk_times):
         out.chunk_tokens = None
 

@@ -11,7 +11,7 @@ import re
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httptools
@@ -20,18 +20,20 @@ from pydantic import Field, field_validator
 from kvbench.common.machine import BOOT_HEADER
 from kvbench.common.schema import StrictModel
 from kvbench.common.secrets import api_key
+from kvbench.common.server_errors import error_sentence
 from kvbench.requests.request import ANSWERS, RequestSpec
 
 if TYPE_CHECKING:
     from kvbench.load.spec import LoadSpec
 
 _OURS = ("model", "prompt", "max_tokens", "stream")
-_FINISHED = ("length", "stop", "eos", "eos_token", "stop_sequence")
+_FINISHED = ("length", "stop", "eos", "eos_token", "stop_sequence", "tool_calls", "function_call")
 _MOST_HEAD_BYTES = 65536
-_BOOT = BOOT_HEADER.encode()
 _SURPLUS = "something came after the response's end"
-_BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_BOM = b"\xef\xbb\xbf"
+_BLANK_LINE = re.compile(rb"\n(?:\n|\r\n?)|\r(?:\r\n?|\n(?:\n|\r\n?))")
 _LINE = re.compile(rb"\r\n|\n|\r")
+_GZIP = b"\x1f\x8b"
 _QUOTED_CHARS = 60
 
 
@@ -145,17 +147,28 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
         body["priority"] = request.priority
     payload = json.dumps(body | dialect.extra_body, separators=(",", ":")).encode()
     head = [
-        f"POST {address.prefix}{dialect.endpoint} HTTP/1.1",
-        f"Host: {address.authority}",
-        "Content-Type: application/json",
         "Accept: text/event-stream",
         "x-kvbench-stamp: 1",  # the built-in server then says when it sent each chunk; others ignore it
         *(["x-kvbench-kv-facts: 1"] if known else []),  # and where the answer's KV was
         *([] if dialect.keep_alive else ["Connection: close"]),
         *([f"Authorization: Bearer {api_key(spec.api_key_env)}"] if spec.api_key_env else []),
-        f"Content-Length: {len(payload)}",
     ]
-    return "\r\n".join(head).encode() + b"\r\n\r\n" + payload
+    return call_bytes(address, "POST", dialect.endpoint, head, payload)
+
+
+def call_bytes(address: Address, method: str, path: str, head: Sequence[str] = (), payload: bytes = b"") -> bytes:
+    """One HTTP request, head and JSON body. Every call asks for an answer that is not compressed."""
+    lines = [
+        f"{method} {address.prefix}{path} HTTP/1.1",
+        f"Host: {address.authority}",
+        "Accept-Encoding: identity",
+        *head,
+    ]
+    if payload:
+        lines.append("Content-Type: application/json")
+    if method == "POST":
+        lines.append(f"Content-Length: {len(payload)}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + payload
 
 
 def _answers(request: RequestSpec) -> dict[str, Any]:
@@ -280,15 +293,14 @@ class ResponseReader:
 class Response(ResponseReader):
     """A response read from its pieces. ``ends[i]``: bytes of ``body`` there were after piece i; ``status`` 0: no head.
 
-    ``problem``: what was wrong with the framing; the body is then what came before. ``boot``: the boot id of the
-    machine that stamps the chunks, where it tells.
+    ``problem``: what was wrong with the framing; the body is then what came before. ``headers``: by lower-case name.
     """
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         super().__init__()
         self.ends: list[int] = []
         self.problem: str | None = None
-        self.boot: str | None = None
+        self.headers: dict[str, str] = {}
         body = self._body = bytearray()
         try:
             for piece in pieces:
@@ -300,46 +312,82 @@ class Response(ResponseReader):
         self.body = bytes(body)
         self.release()
 
+    @property
+    def boot(self) -> str | None:
+        """The boot id of the machine that stamps the chunks, where it tells."""
+        return self.headers.get(BOOT_HEADER.lower())
+
+    @property
+    def encoding(self) -> str | None:
+        """How the body is compressed, though no call asks for that; None where it is not."""
+        named = self.headers.get("content-encoding", "").strip().lower().replace("identity", "")
+        return named or ("gzip" if self.body.startswith(_GZIP) else None)
+
+    @property
+    def sentence(self) -> str:
+        """The server's own sentence in the body of an error; empty for no body."""
+        if self.encoding:
+            how = self.encoding[:_QUOTED_CHARS]
+            return (
+                f"the answer is compressed ({how}), which was not asked for: turn that off in the server or its proxy"
+            )
+        return error_sentence(self.body)
+
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
-        if not self.begun and name.lower() == _BOOT:
-            self.boot = value.decode("latin-1")
+        if not self.begun:
+            self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if not self.begun:
+            self.headers.clear()  # of an interim response
 
     def on_body(self, piece: bytes) -> None:
         if not self.complete:
             self._body += piece
 
 
-def events(body: bytes) -> tuple[list[tuple[bytes, int]], bytes]:
-    """The ``data`` of each server-sent event with the position just after it, and what is left over.
+class ServerEvent(NamedTuple):
+    """A server-sent event. ``end``: its position in the body, just after it; ``name``: of ``event:``, often empty."""
 
-    Follows the WHATWG rules: comments and other fields are skipped, several data lines are joined. A line
-    ``error: JSON``, which llama.cpp sent until September 2025, is read as the event ``{"error": JSON}``.
-    MalformedStream for a line that is no field at all.
+    data: bytes
+    end: int
+    name: bytes = b""
+
+
+def events(body: bytes) -> tuple[list[ServerEvent], bytes]:
+    """The events that have data, or the name ``error``, and what is left over.
+
+    Follows the WHATWG rules: a byte order mark may lead, lines end in CR, LF or both, comments and other fields are
+    skipped, several data lines are joined. A line ``error: JSON``, which llama.cpp sent until September 2025, is an
+    event of that name. MalformedStream for a line that is no field at all.
     """
-    found, begin = [], 0
-    for blank in _BLANK_LINE.finditer(body):
+    found, begin = [], len(_BOM) if body.startswith(_BOM) else 0
+    for blank in _BLANK_LINE.finditer(body, begin):
         block = body[begin : blank.start()]
         begin = blank.end()
-        if block.startswith(b"data: ") and b"\n" not in block:
-            found.append((block[6:], begin))
-            continue
-        data = _data_lines(block)
-        if data is not None:
-            found.append((data, begin))
-    return found, body[begin:]
+        if block.startswith(b"data: ") and b"\n" not in block and b"\r" not in block:
+            found.append(ServerEvent(block[6:], begin))
+        elif (event := _event_of(block, begin)) is not None:
+            found.append(event)
+    left_over = body[begin:]
+    return found, b"" if all(not line or line.startswith(b":") for line in _LINE.split(left_over)) else left_over
 
 
-def _data_lines(block: bytes) -> bytes | None:
-    lines = []
+def _event_of(block: bytes, end: int) -> ServerEvent | None:
+    lines, event_name = [], b""
     for line in _LINE.split(block):
         name, colon, value = line.partition(b":")
-        if not line or not name:
+        value = value.removeprefix(b" ")
+        if not name:
             continue  # a comment
         if name == b"error" and colon:
-            return b'{"error":%b}' % value
+            return ServerEvent(value, end, name)
         if name not in (b"data", b"event", b"id", b"retry") or (name == b"data" and not colon):
             raise MalformedStream("{} is not a field of a server-sent event", line)
         if name == b"data":
-            lines.append(value.removeprefix(b" "))
-    return b"\n".join(lines) if lines else None
+            lines.append(value)
+        elif name == b"event":
+            event_name = value
+    return ServerEvent(b"\n".join(lines), end, event_name) if lines or event_name == b"error" else None

@@ -220,7 +220,7 @@ def _add_rows(stats: RequestStats, sample: Sample) -> None:
     done, times, cls = sample.completion, sample.completion.chunk_times, sample.request.cls
     if not done.ok or done.first is None:
         return
-    tpots = times_per_output_token(times, done.chunk_choices, done.chunk_tokens, done.output_tokens or 0)
+    tpots = times_per_output_token(times, done.chunk_choices, done.chunk_tokens, done.streamed_tokens)
     rows = [("TTFT", done.first - sample.t0), *(("TPOT", tpot) for tpot in tpots[~np.isnan(tpots)].tolist())]
     rows += [("ITL", gap) for gap in gaps_within(times, done.chunk_choices).tolist()]
     for kind, seconds in rows:

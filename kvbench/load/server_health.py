@@ -9,7 +9,7 @@ import gevent
 
 from kvbench.common.server_errors import SERVER_FAULT, in_its_words
 from kvbench.load.client import RawStream, StreamingClient
-from kvbench.load.http import Response
+from kvbench.load.http import Response, call_bytes
 from kvbench.load.spec import LoadSpec
 
 _ABSENT = ("refused", "connect_timeout", "connection", "timeout")
@@ -93,10 +93,7 @@ class ServerHealth:
         client.timeouts = dataclasses.replace(
             client.timeouts, **{name: min(limit, _ANSWER_LIMIT_S) for name, limit in limits.items()}
         )
-        place = client.address
-        answer = client.exchange(
-            f"GET {place.prefix}/health HTTP/1.1\r\nHost: {place.authority}\r\nConnection: close\r\n\r\n".encode()
-        )
+        answer = client.exchange(call_bytes(client.address, "GET", "/health", ["Connection: close"]))
         client.close()
         return answer
 
@@ -109,7 +106,7 @@ class ServerHealth:
             if wait_s:
                 gevent.sleep(wait_s)
                 answer = self._get_health()
-        return f"/health answers {response.status}{in_its_words(response.body)}"
+        return f"/health answers {response.status}{in_its_words(response.sentence)}"
 
     def _ask(self, hangs: bool) -> None:
         """Ends the load if /health has no answer or says that the server does not serve, or if the server ``hangs``."""

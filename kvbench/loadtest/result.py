@@ -18,6 +18,7 @@ from kvbench.workload.load_section import LoadConfig
 _ROWS = (
     ("ttft_ms", "TTFT"),
     ("steady", "  in the steady window"),
+    ("ttfo_ms", "  first output (TTFO)"),
     ("client_queue_ms", "  queued in the client"),
     ("sequence_ttft_ms", "  of each sequence"),
     ("tpot_ms", "TPOT"),
@@ -55,7 +56,9 @@ def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
         if name == "steady":
             values = (metrics.get("steady_latency") or {}).get("ttft_ms") or {}
         if values.get("n") and not (name == "client_queue_ms" and not values.get("max")):
-            rows.append((title, *(_percentile(values, which) for which in _SHOWN), str(values["n"])))
+            figures = (*(_percentile(values, which) for which in _SHOWN), str(values["n"]))
+            if name != "ttfo_ms" or figures != rows[0][1:]:  # TTFT's
+                rows.append((title, *figures))
     plateaus = [plateau_row([plateau]) for plateau in metrics.get("plateaus") or ()]
     if rows:
         print_table(console, make_table(("", *_SHOWN, "samples"), rows, title=f"load {load_id} · ms"))
@@ -81,7 +84,7 @@ def lines(kept: Mapping[str, Any]) -> list[str]:
     """What is not in the table, one sentence each."""
     metrics = kept["metrics"]
     found = [_warm_up(kept), _lengths(kept), _throughput(metrics), _goodput(kept), *_requests(metrics)]
-    found += [_canaries(metrics), _cache(kept)]
+    found += [_unstreamed(metrics), _canaries(metrics), _cache(kept)]
     if any(plateau.get("steady_start_s") is None for plateau in metrics.get("plateaus") or ()):
         found.append(
             "a plateau without figures had no steady part: the server did not keep up with its rate, or it was short"
@@ -172,6 +175,12 @@ def _requests(metrics: Mapping[str, Any]) -> list[str]:
         f"most frequent failures: {most}" if most else "",
         f"the first failure: {first}" if first and len(metrics.get("failure_messages") or {}) != 1 else "",
     ]
+
+
+def _unstreamed(metrics: Mapping[str, Any]) -> str:
+    unstreamed, total = metrics.get("unstreamed_tokens"), metrics["total_output_tokens"]
+    text = f"{unstreamed:,} of {total:,} output tokens were reasoning that the server did not stream"
+    return f"{text}: TTFT is of the first token that came, TPOT of those from then on" if unstreamed else ""
 
 
 def _canaries(metrics: Mapping[str, Any]) -> str:

@@ -6,18 +6,15 @@ with its reads, and what is compared here differs by milliseconds.
 
 from __future__ import annotations
 
-import socket
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 
+from kvbench.load.blocking import connect, exchange
 from kvbench.load.completion import judge
-from kvbench.load.http import Address, MalformedStream, ResponseReader, http_request, tls_context
+from kvbench.load.http import Address, MalformedStream, http_request, tls_context
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestSpec
-from kvbench.targets.base import Target
-
-_READ_BYTES = 65536
+from kvbench.targets.base import MOST_BYTES, Target
 
 
 @dataclass(frozen=True)
@@ -45,23 +42,10 @@ def send_single(target: Target, request: RequestSpec, timeout_s: float) -> Laten
     address = Address.from_url(target.base_url)
     payload = http_request(spec, address, *target.as_sent([request]))
     tls = tls_context(spec.tls_verify, spec.tls_ca_file) if address.tls else None
-    reader, times, chunks = ResponseReader(), [], []
     began = time.perf_counter()
     try:
-        with (
-            socket.create_connection((address.host, address.port), timeout_s) as plain,
-            tls.wrap_socket(plain, server_hostname=address.host) if tls else nullcontext(plain) as connection,
-        ):
-            connection.sendall(payload)
-            while not reader.complete:
-                if (left := began + timeout_s - time.perf_counter()) <= 0:
-                    raise TimeoutError("timed out")
-                connection.settimeout(left)
-                if not (data := connection.recv(_READ_BYTES)):
-                    break
-                times.append(time.perf_counter())
-                chunks.append(data)
-                reader.feed(data)
+        with connect(address, began + timeout_s, tls) as connection:
+            times, chunks = exchange(connection, payload, began + timeout_s, MOST_BYTES)
     except TimeoutError:
         raise target.http.error(f" did not answer a single request within {timeout_s:g} s") from None
     except (OSError, MalformedStream) as error:
@@ -69,7 +53,7 @@ def send_single(target: Target, request: RequestSpec, timeout_s: float) -> Laten
     found = judge(times, chunks, request.max_tokens, dialect=target.dialect)
     if not found.ok or found.first is None:
         raise target.http.error(f" answered a single request wrongly: {found.error or 'no token came'}")
-    gaps = (found.output_tokens or 1) - 1
+    gaps = max(found.streamed_tokens, 1) - 1
     return Latencies(
         ttft_ms=(found.first - began) * 1e3,
         itl_ms=(found.chunk_times[-1] - found.first) * 1e3 / gaps if gaps else None,

@@ -2,19 +2,22 @@
 
 The definitions, as in docs/measuring.md (measured by the client, in ms):
 
-- ``ttft``      first chunk with non-empty content - t0 (intended start in open loop, send in closed loop)
+- ``ttft``      first token of any kind (text, reasoning, tool call) - t0 (intended start in open loop, send in closed
+                loop)
 - ``ttft_send`` the same from the send
+- ``ttfo``      time to first output: first text or tool call - t0; there only where it is not ttft: where reasoning
+                comes first, or a token whose text is held back
 - ``e2el``      last chunk - t0
 - ``tpot``      (last - first token's chunk) / (output_tokens - 1), output_tokens from the server's usage;
-                undefined (left out, not 0) for one token, or all tokens in one chunk. A server that holds text back
-                (half a character) sends its first token before its first text: ttft + tpot x (output_tokens - 1) is
-                then more than e2el
+                undefined (left out, not 0) for one token, or all tokens in one chunk. Reasoning tokens for which no
+                chunk came (``unstreamed_tokens``) were before the first chunk, and are not divided into the time
+                after it
 - ``itl``       every gap between chunks that carry tokens, pooled over requests
 - ``client_queue`` the part of ttft for which a request waited in the client for a place under max_concurrency
 - throughput    over the whole run and over the steady window (``steady_window.py``), of successful requests only
 - ``goodput``   requests per second that met every SLO, of the whole run and of the steady window
 
-A request may return several sequences (n > 1, beams). Its ttft is the first content of any of them and its e2el the
+A request may return several sequences (n > 1, beams). Its ttft is the first token of any of them and its e2el the
 last chunk of all. tpot and itl are of each sequence by itself, with its own tokens; an SLO's limit is for the slowest.
 ``sequence_ttft`` is the first chunk with a token of each sequence - t0, where there are several. Sequences that are
 chosen at the end (best_of, beams) come in one chunk each: they have no tpot and no itl, and ttft is the whole time.
@@ -142,22 +145,36 @@ def times_to_end(request: Mapping[str, Any]) -> np.ndarray:
     return sequences.last_to_end(() if times is None else times, _choices(request.get("chunk_choices")))
 
 
+def _streamed_tokens(requests: pd.DataFrame) -> np.ndarray:
+    """The output tokens of each row that came in chunks. float64 [requests]"""
+    totals = requests["output_tokens"].to_numpy(dtype=float)
+    if "unstreamed_tokens" not in requests:
+        return totals
+    return totals - np.nan_to_num(requests["unstreamed_tokens"].to_numpy(dtype=float))
+
+
 def _sequence_tpots(requests: pd.DataFrame) -> list[np.ndarray]:
     """The time per output token [s] of each sequence of each request (NaN: undefined). [requests] of [sequences]"""
-    totals = requests["output_tokens"].to_numpy(dtype=float)
+    totals = _streamed_tokens(requests)
     columns = (_chunk_times(requests), _chunk_choices(requests), _chunk_tokens(requests), totals)
     return [sequences.times_per_output_token(*of) for of in zip(*columns, strict=True)]
 
 
 def request_latencies(requests: pd.DataFrame) -> pd.DataFrame:
-    """ttft_ms, ttft_send_ms, tpot_ms and e2el_ms of each row (NaN: undefined); tpot_ms is of its slowest sequence."""
+    """ttft_ms, ttft_send_ms, ttfo_ms, tpot_ms, e2el_ms of each row (NaN: undefined); tpot_ms: of its slowest sequence.
+
+    ttfo_ms is undefined too in files of earlier versions, which do not tell it.
+    """
     import pandas as pd
 
-    first, last, t0, ts = (requests[name].to_numpy(dtype=float) for name in ("first", "last", "t0", "ts"))
+    stored = requests.assign(first_output=np.nan) if "first_output" not in requests else requests
+    columns = ("first", "first_output", "last", "t0", "ts")
+    first, output, last, t0, ts = (stored[name].to_numpy(dtype=float) for name in columns)
     return pd.DataFrame(
         {
             "ttft_ms": (first - t0) * MS,
             "ttft_send_ms": (first - ts) * MS,
+            "ttfo_ms": (output - t0) * MS,
             "tpot_ms": np.array([np.fmax.reduce(own) for own in _sequence_tpots(requests)], dtype=float) * MS,
             "e2el_ms": (last - t0) * MS,
         },
@@ -203,7 +220,7 @@ def chunk_weights(requests: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 
 def _multi_token_chunks(requests: pd.DataFrame) -> int:
     """Chunks with more than one token; where counts are not known, how many more tokens than chunks there are."""
-    rows = zip(_chunk_times(requests), _chunk_tokens(requests), requests["output_tokens"], strict=True)
+    rows = zip(_chunk_times(requests), _chunk_tokens(requests), _streamed_tokens(requests), strict=True)
     return sum(
         max(0, int(total) - len(times)) if tokens is None else int((tokens > 1).sum()) for times, tokens, total in rows
     )
@@ -305,14 +322,15 @@ def _in_window(requests: pd.DataFrame, window: Window, slo: Slo) -> dict[str, fl
 def _latencies(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """The distribution of each latency.
 
-    Of ``client_queue_ms`` only where a request waited under max_concurrency, and of ``sequence_ttft_ms`` only where a
-    request has several sequences.
+    ``client_queue_ms`` only where a request waited under max_concurrency, ``sequence_ttft_ms`` only where one has
+    several sequences, and ``ttfo_ms`` only where one has another than its ttft.
     """
     values = request_latencies(rows)
     out = {name: distribution(values[name].dropna().to_numpy()) for name in values}
+    ttfo = out["ttfo_ms"] if (values["ttfo_ms"] > values["ttft_ms"]).any() else None
     out["tpot_ms"] = distribution(times_per_output_token(rows))
     out["itl_ms"] = distribution(inter_token_latencies(rows))
-    out = {name: out[name] for name in LATENCIES}
+    out = {name: out[name] for name in LATENCIES} | ({} if ttfo is None else {"ttfo_ms": ttfo})
     if len(firsts := sequence_ttfts(rows)):
         out["sequence_ttft_ms"] = distribution(firsts)
     if "queued_s" in rows and (rows["queued_s"] > 0).any():
@@ -389,6 +407,7 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
         "total_cached_tokens": _total_cached(good),
         "total_output_tokens": int(good["output_tokens"].sum()),
         "multi_token_chunks": _multi_token_chunks(good),
+        "unstreamed_tokens": int(good["output_tokens"].sum() - _streamed_tokens(good).sum()),
         "goodput": goodput(requests, slo, duration),
         "slo_misses": {name: int(over.sum()) for name, over in _over_slo(good, slo).items()},
         "client": dict(load.get("client") or {}),

@@ -70,7 +70,6 @@ class Served:
         try:
             answer = http.check_access(http.call("GET", "/v1/models"))
         except MeasurementError as error:
-            http.close()
             raise UsageError(str(error)) from None
         told = answer.json() if answer.status == 200 else None
         listed = told.get("data") if isinstance(told, dict) else None
@@ -300,11 +299,7 @@ def measure_served(
     first that it lists; ``page_size``: by which the passkeys are counted. Raises UsageError for a server that does not
     speak the model, MeasurementError for one that fails on the way.
     """
-    served = Served.at(url, served_model, access)
-    try:
-        return _measure(served, model, max_model_len, page_size, say)
-    finally:
-        served.http.close()
+    return _measure(Served.at(url, served_model, access), model, max_model_len, page_size, say)
 
 
 def _measure(served: Served, model: str, max_model_len: int | None, page_size: int, say: Say) -> QualityResult:

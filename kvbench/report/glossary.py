@@ -35,7 +35,8 @@ def glossary(run: Run) -> list[tuple[str, str]]:
             "The engine's own time, without HTTP and load client, of configurations in turns step by step. "
             "Served: as the load client saw it over HTTP.",
         ),
-        ("ttft", "Time to first token, from the send (closed loop) or the intended start (open loop)."),
+        ("ttft", "Time to first token of any kind, from the send (closed loop) or the intended start (open loop)."),
+        ("ttfo", "Time to first output (text or tool call), shown where it is not ttft: reasoning comes before it."),
         ("tpot", "Time per output token of one request: (last chunk − first chunk) / (output tokens − 1)."),
         ("itl, e2el", "Each gap between two chunks, pooled over requests; and from the start to the last chunk."),
         ("client queue", "Where a cap limits the requests in flight: the wait in the client, which is part of ttft."),

@@ -20,6 +20,8 @@ UNCERTAIN_NOTE = "* too few samples for 99 % confidence (p95 needs 130, p99 662)
 _PERCENTILES = (
     ("ttft_ms", "p50"),
     ("ttft_ms", "p95"),
+    ("ttfo_ms", "p50"),
+    ("ttfo_ms", "p95"),
     ("client_queue_ms", "p95"),
     ("tpot_ms", "p50"),
     ("tpot_ms", "p95"),
@@ -248,11 +250,17 @@ def _percentile_column(metric: str, which: str) -> Column:
     if metric == "client_queue_ms":
         title = "client queue"
         hint = f"the part of TTFT for which requests waited in the client because of the cap; {hint}"
+    elif metric == "ttfo_ms":
+        hint = f"to the first text or tool call, where reasoning or text held back comes before it; {hint}"
     elif metric == "ttft_ms":
         hint += "; small: of the requests due in the steady window"
 
     def of(cell: MeasuredCell) -> Value:
         (value, uncertain), note = cell.percentile(metric, which), ""
+        if metric == "ttfo_ms":
+            ttft = cell.percentile("ttft_ms", which)[0]
+            if value is None or words.milliseconds(value) == words.milliseconds(ttft):
+                return Value("as TTFT")
         if metric == "ttft_ms":
             steady, few = cell.percentile("steady_latency.ttft_ms", which)
             note = "" if steady is None else words.milliseconds(steady) + UNCERTAIN * few

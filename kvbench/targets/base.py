@@ -1,7 +1,6 @@
 """A server under test: HTTP calls with its key and certificates, and what a sweep needs from it.
 
-httpx bounds each phase of a call; here the whole answer is bounded too, in time and bytes. Only a server that sends the
-head of its answer byte by byte can take longer.
+A call is bounded as a whole, in time and bytes (kvbench/load/blocking.py).
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from kvbench.common.errors import MeasurementError, RefusedError, UsageError
 from kvbench.common.foreign_cpu import ServerProcess, server_at
 from kvbench.common.secrets import api_key, without_key
-from kvbench.common.server_errors import SERVER_FAULT, in_its_words
-from kvbench.load.http import Dialect, tls_context
+from kvbench.common.server_errors import SERVER_FAULT, error_sentence, in_its_words
+from kvbench.load.blocking import connect, exchange
+from kvbench.load.http import Address, Dialect, MalformedStream, Response, call_bytes, tls_context
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.preset import CAPACITY_TOLERANCE, Preset
 from kvbench.targets.presets import BUILT_IN, METRIC_KINDS
@@ -56,10 +54,10 @@ class Access:
         except ValueError as error:
             raise UsageError(str(error)) from None
 
-    def trust(self, base_url: str) -> ssl.SSLContext | bool:
-        """``verify`` of httpx; False where nothing is encrypted. Raises UsageError for a file without certificates."""
+    def trust(self, base_url: str) -> ssl.SSLContext | None:
+        """None where nothing is encrypted. Raises UsageError for a file without certificates."""
         if self.tls_ca_file is None and not base_url.startswith("https:"):
-            return False  # reading the system's certificates takes 20 ms
+            return None  # reading the system's certificates takes 20 ms
         try:
             return tls_context(self.tls_verify, self.tls_ca_file)
         except ValueError as error:
@@ -94,32 +92,33 @@ class HttpAnswer:
 
 
 class HttpCalls:
-    """One client, kept open; usable from several threads."""
+    """Calls to one server, each on a connection of its own; usable from several threads."""
 
     def __init__(self, base_url: str, access: Access = PLAIN_ACCESS, *, timeout_s: float = _TIMEOUT_S) -> None:
         self.base_url, self.access, self.timeout_s = base_url, access, timeout_s
-        self._client = httpx.Client(
-            base_url=base_url,
-            trust_env=False,  # a proxy variable must not carry a local benchmark's traffic elsewhere
-            headers=access.headers(),
-            verify=access.trust(base_url),
-        )
+        self._head = [f"{name}: {value}" for name, value in access.headers().items()]
+        self._tls = access.trust(base_url)
 
     def call(self, method: str, path: str, *, body: Any = None, timeout_s: float | None = None) -> HttpAnswer:
-        """Raises MeasurementError when no whole answer comes."""
+        """Raises MeasurementError when no whole answer comes, UsageError for a URL that cannot be spoken to."""
         limit = self.timeout_s if timeout_s is None else timeout_s
-        deadline, received = time.monotonic() + limit, bytearray()
+        due, connection = time.perf_counter() + limit, None
         try:
-            with self._client.stream(method, path, json=body, timeout=limit) as response:
-                for piece in response.iter_bytes():
-                    received += piece
-                    if len(received) > MOST_BYTES:
-                        raise httpx.ReadError(f"the answer is longer than {MOST_BYTES >> 20} MiB")
-                    if time.monotonic() > deadline:
-                        raise httpx.ReadTimeout(f"the whole answer did not come within {limit:g} s")
-        except httpx.HTTPError as error:
-            raise self.error(f"{path} {_no_answer(error, limit)}") from None
-        return HttpAnswer(response.status_code, bytes(received), response.headers.get("location"))
+            address = Address.from_url(self.base_url)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        payload = b"" if body is None else json.dumps(body).encode()
+        request = call_bytes(address, method, path, [*self._head, "Connection: close"], payload)
+        try:
+            with connect(address, due, self._tls if address.tls else None) as connection:
+                response = Response(exchange(connection, request, due, MOST_BYTES)[1])
+            if not (response.complete or response.until_close):
+                raise ConnectionError("the connection closed before the answer's end")
+        except (OSError, UnicodeError, MalformedStream) as error:
+            raise self.error(f"{path} {_no_answer(error, connection is not None, limit)}") from None
+        if response.encoding:
+            raise self.error(f"{path}: {response.sentence}")
+        return HttpAnswer(response.status, response.body, response.headers.get("location"))
 
     def error(self, text: str, kind: type[MeasurementError] = MeasurementError) -> MeasurementError:
         """``text`` follows the server's URL; a key that the server repeated is taken out."""
@@ -138,19 +137,16 @@ class HttpCalls:
 
     def said(self, path: str, answer: HttpAnswer) -> str:
         """``http://host:8000/health answered 503 "the engine stopped"``: an answer in the server's own words."""
-        return str(self.error(f"{path} answered {answer.status}{in_its_words(answer.body)}"))
-
-    def close(self) -> None:
-        self._client.close()
+        return str(self.error(f"{path} answered {answer.status}{in_its_words(error_sentence(answer.body))}"))
 
 
-def _no_answer(error: httpx.HTTPError, limit_s: float) -> str:
+def _no_answer(error: Exception, connected: bool, limit_s: float) -> str:
     """What became of a call, and what to do: a server that takes connections is there, so its URL is no question."""
     cause = str(error) or type(error).__name__
-    if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
+    if isinstance(error, TimeoutError):
+        if connected:
+            return f"did not answer within {limit_s:.3g} s, though it took the connection"
         cause = f"no connection within {limit_s:.3g} s"
-    elif isinstance(error, httpx.TimeoutException):
-        return f"did not answer within {limit_s:.3g} s, though it took the connection"
     way_out = "is the server running, and is this its URL (http or https, host, port)?"
     if "CERTIFICATE_VERIFY_FAILED" in cause:
         way_out = "name a file of trusted certificates with --tls-ca-file FILE, or give --no-tls-verify"
@@ -199,8 +195,7 @@ class Target:
         """Raises MeasurementError with the last lines of the log of a launched server that is gone."""
 
     def stop(self) -> None:
-        """Stops what ``start`` launched, and closes the connections."""
-        self.http.close()
+        """Stops what ``start`` launched."""
 
     @property
     def dialect(self) -> Dialect:

@@ -131,8 +131,6 @@ class ProcessTarget(Target):
         if self._process is not None:
             processes.stop(self._process, self.grace_s)
             self._process = None
-        if hasattr(self, "http"):
-            super().stop()
 
 
 class LaunchedTarget(ProcessTarget):

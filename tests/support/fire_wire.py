@@ -7,6 +7,7 @@ kvbench must count for each; None: the stream is odd but right, and must succeed
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import signal
@@ -62,6 +63,9 @@ WHOLE = {  # an odd stream that is right: it must succeed
     "one_chunk": chunked([b"".join(good())]),
     "split": chunked([bytes([b]) for b in b"".join(good())]),
     "crlf": chunked([part.replace(b"\n", b"\r\n") for part in good()]),
+    "bom": chunked([b"\xef\xbb\xbf", *good()]),
+    "mixed_ends": chunked([part.replace(b"\n\n", b"\r\n\n") for part in good()]),
+    "ping": chunked(good(at=1, instead=[b'event: ping\ndata: {"type": "ping"}\n\n' + data(token(1))])),
     "extension": chunked(good()).replace(b"\r\ndata", b";about=nothing\r\ndata"),
     "content_length": sized(b"".join(good())),
     "odd_type": chunked(good(), headers={"content-type": "text/plain"}),
@@ -112,6 +116,10 @@ BROKEN = {  # (the kinds that may be counted, the bytes)
     "after_done": ("malformed", chunked(good(tail=DONE + data(token(0))))),
     "no_finish": ("no_finish_reason", chunked(good(at=TOKENS - 1, instead=[data(token(3, finish_reason=None))]))),
     "error_event": ("server_error", chunked(good(at=1, instead=[data({"error": {"message": "out of pages"}})]))),
+    "error_named": ("server_error", chunked(good(tail=b"event: error\ndata: out of pages\n\n" + DONE))),
+    "error_json": ("server_error", sized(b'{"error": "out of pages"}', kind="application/json")),
+    "gzip": ("malformed", sized(gzip.compress(b"".join(good())), kind="text/event-stream\r\ncontent-encoding: gzip")),
+    "resumed": ("not_finished", chunked(good(at=1, instead=[data(token(1, finish_reason="abort"))]))),
     "nothing": ("no_finish_reason", chunked([])),
     "half_event": ("truncated malformed no_done", chunked(good(tail=data(usage()) + b"data: [DO"))),
     "bad_chunk": ("malformed", chunked(good()).replace(b"0\r\n\r\n", b"xyz\r\n\r\n0\r\n\r\n")),
@@ -131,10 +139,10 @@ BROKEN = {  # (the kinds that may be counted, the bytes)
     "http429": ("http_error", sized(b"slow down", status="429 Too Many", kind="text/plain")),
     "http503_empty": ("http_error", sized(b"", status="503 Away")),
     "html": (  # without connection: close a kept connection may be reset before the next answer
-        "truncated malformed no_finish_reason",
+        "malformed",
         sized(b"<h1>Bad gateway</h1>", status="200 OK\r\nconnection: close", kind="text/html"),
     ),
-    "json": ("truncated malformed", sized(json.dumps(token(3)).encode(), kind="application/json")),
+    "json": ("not_streamed", sized(json.dumps(token(3)).encode(), kind="application/json")),
     "not_http": ("malformed", b"\x16\x03\x01\x00 SSH-2.0\r\n\r\n"),
     "long_head": ("malformed too_long no_finish_reason", b"HTTP/1.1 200 OK\r\nx: " + b"a" * 100_000 + b"\r\n\r\n"),
     "no_head": ("truncated malformed", b"HTTP/1.1 200"),

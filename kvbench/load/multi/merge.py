@@ -72,7 +72,9 @@ def samples_from_bytes(
     for index, user, t0, ts, end, queued_s, fields in in_slices(msgpack.unpackb(data)):
         done = Completion(**fields)
         done.chunk_times, done.sent_times = moved(done.chunk_times), moved(done.sent_times)
-        done.first = None if done.first is None else moved([done.first])[0]
+        done.first, done.first_output = (
+            None if moment is None else moved([moment])[0] for moment in (done.first, done.first_output)
+        )
         samples.append(Sample(requests[index], user + first_user, *moved([t0, ts, end]), done, queued_s))
     return samples
 

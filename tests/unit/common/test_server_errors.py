@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import timeit
 
 import pytest
 
@@ -27,6 +28,8 @@ PAGE = b"<html>\n<head><title>x</title><style>p{}</style></head><body><h1>503 Se
         ("out of memory", "out of memory"),
         (b"upstream  connect\nerror\x1b[31m\r\n", "upstream connect error [31m"),
         (PAGE, "503 Service Unavailable nginx"),
+        (b"<head><title>x<body>502 Bad<br/>Gateway", "x 502 Bad Gateway"),  # no end of the head: nothing is left out
+        (b"<!doctype html><script>a<b</script><p>down</p><script>", "down"),
         (b"\xff\xfe", "\ufffd\ufffd"),
         (b"", ""),
     ],
@@ -39,6 +42,14 @@ def test_the_sentence_is_found_in_each_servers_errors(body: object, sentence: st
 def test_a_long_sentence_is_cut_and_its_beginning_kept(text: str) -> None:
     for said, most in ((error_sentence(json.dumps({"error": text}).encode()), 300), (shorten(text, 120), 120)):
         assert most - 6 <= len(said) <= most and said.startswith(text[:100]) and said.endswith(" ...")
+
+
+@pytest.mark.parametrize("piece", [b"<script", b"<", b"<head>", b"<style></script>", b"</"])
+def test_a_page_takes_time_in_proportion_to_its_length(piece: bytes) -> None:
+    def taken(body: bytes) -> float:
+        return min(timeit.repeat(lambda: error_sentence(body), number=1, repeat=3))
+
+    assert taken(b"<" + piece * 20_000) < 20 * taken(PAGE.replace(b"nginx", b"nginx " * 2_700)) + 0.01
 
 
 @pytest.mark.parametrize(

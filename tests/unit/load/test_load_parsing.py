@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from bisect import bisect_right
 
@@ -61,10 +62,10 @@ def test_every_split_of_the_bytes_gives_the_same_tokens() -> None:
     assert not Response([whole[:-1]]).complete  # the trailers' end is the response's
 
 
-def test_token_whose_text_is_held_back_counts_but_is_no_first_content() -> None:
+def test_token_whose_text_is_held_back_is_the_first_and_the_text_the_first_output() -> None:
     out = judged(HEAD, chunk(token("", [195])), chunk(token("ü", [188])), chunk(token("", None, "stop")) + ending(2))
     assert out.chunk_times == [1.0, 2.0]
-    assert out.first == 2.0
+    assert (out.first, out.first_output) == (1.0, 2.0)
     # The last, empty chunk carries no ids; the two before do. Ids are known for all chunks that carry tokens.
     assert out.chunk_tokens == [1, 1]
     assert out.ok
@@ -73,7 +74,7 @@ def test_token_whose_text_is_held_back_counts_but_is_no_first_content() -> None:
 def test_output_without_any_text_still_has_a_first_token() -> None:
     out = judged(HEAD, chunk(token("", [195])), chunk(token("", [196], "length")) + ending(2))
     assert out.ok
-    assert out.first == 1.0
+    assert out.first == out.first_output == 1.0
 
 
 @pytest.mark.parametrize(
@@ -104,19 +105,70 @@ def test_usage_without_content_is_a_mismatch() -> None:
 FULL = "Context size has been exceeded."
 
 
+ERRORS = [
+    'data: {"error": {"message": "%s", "type": "BadRequestError", "code": 400}}',  # vLLM, SGLang, llama.cpp
+    'error: {"code": 500, "message": "%s", "type": "server_error"}',  # llama.cpp until September 2025
+    'data: {"object": "error", "message": "%s", "type": "BadRequest", "code": 400}',  # older vLLM
+    'event: error\ndata: {"error": "%s", "error_type": "generation"}',  # TGI
+    'data: {"error": "%s"}',  # transformers serve
+    'event: error\ndata: {"message": "%s", "type": "internal", "code": 500}',
+    'data: {"message": "%s", "type": "error"}\nevent:error',  # OpenAI's Responses
+    'data: {"type": "error", "code": "server_error", "message": "%s"}',
+    "event: error\ndata: %s",
+    'data: {"detail": "%s"}',
+]
+
+
+@pytest.mark.parametrize("line", ERRORS)
+@pytest.mark.parametrize("place", [1, 2, 3, 4, 5])
+def test_an_error_within_the_stream_is_the_servers_own_sentence(line: str, place: int) -> None:
+    """After the first token, in the middle, after the last, after the usage, and after [DONE]."""
+    usage = b"data: " + json.dumps({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2}}).encode()
+    parts = [token("a"), token("b", None, "length"), usage + b"\n\n", b"data: [DONE]\n\n"]
+    assert judged(HEAD, *map(chunk, parts), b"0\r\n\r\n").ok
+    parts.insert(place - 1, (line % FULL).encode() + b"\n\n")
+    out = judged(HEAD, *map(chunk, parts), b"0\r\n\r\n")
+    assert (out.error_kind, out.error) == ("server_error", FULL)
+    cut = judge([0.0] * 2, [HEAD, chunk(b"".join(parts))], 8, "truncated", "the connection broke")
+    assert (cut.error_kind, cut.error) == ("server_error", FULL)
+
+
+def test_an_error_event_may_be_without_words_and_a_ping_is_nothing() -> None:
+    whole = [token("a", None, "length"), ending(1)]
+    assert judged(HEAD, chunk(b"event: error\n\n" + whole[0]), whole[1]).error_kind == "server_error"
+    for ping in (b": ping\n\n", b'event: ping\ndata: {"type": "ping"}\n\n', b"event: ping\ndata: \n\n"):
+        out = judged(HEAD, chunk(ping + whole[0] + ping), whole[1].replace(b"\n\n\r\n", b"\n\n\r\n"))
+        assert out.ok and out.chunk_times == [1.0], out.error
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("body", "kind", "sentence"),
     [
-        'data: {"error": {"message": "%s", "type": "BadRequestError", "code": 400}}',  # vLLM, SGLang, llama.cpp
-        'error: {"code": 500, "message": "%s", "type": "server_error"}',  # llama.cpp until September 2025
-        'data: {"object": "error", "message": "%s", "type": "BadRequest", "code": 400}',  # older vLLM
-        'event: error\ndata: {"error": "%s", "error_type": "generation"}',  # TGI
-        'data: {"error": "%s"}',  # transformers serve
+        ({"error": {"message": FULL, "code": 503}}, "server_error", FULL),
+        ({"object": "error", "message": FULL}, "server_error", FULL),
+        ({"detail": FULL}, "server_error", FULL),
+        ({"choices": [{"text": "a"}], "usage": {}}, "not_streamed", "one JSON object, though a stream was asked for"),
+        ({"status": FULL}, "malformed", "no stream of events"),
+        (b'{"response": "a"}\n{"response": "b"}\n', "malformed", "no stream of events"),
+        (b"<html><h1>Bad gateway</h1></html>\n\n", "malformed", '"Bad gateway"'),
+        (gzip.compress(b"data: [DONE]\n\n"), "malformed", "the answer is compressed (gzip)"),
     ],
 )
-def test_an_error_within_the_stream_is_the_servers_own_sentence(line: str) -> None:
-    out = judged(HEAD, chunk(token("a")), chunk((line % FULL).encode() + b"\n\ndata: [DONE]\n\n") + b"0\r\n\r\n")
-    assert (out.error_kind, out.error) == ("server_error", FULL)
+@pytest.mark.parametrize("status", [200, 503])
+def test_what_is_no_stream_of_events_is_said_in_one_sentence(
+    body: object, kind: str, sentence: str, status: int
+) -> None:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    out = judged(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (status, len(data), data))
+    assert out.error_kind == (kind if status == 200 else "http_error") and out.error.isprintable()
+    assert sentence in out.error or (status != 200 and "compressed" not in sentence)
+
+
+def test_an_answer_that_says_it_is_compressed_is_not_read() -> None:
+    head = HEAD.replace(b"\r\n\r\n", b"\r\nContent-Encoding: br\r\n\r\n")
+    out = judged(head, chunk(token("a", None, "stop")), ending(1))
+    assert out.error_kind == "malformed" and "compressed (br)" in out.error
+    assert judged(head.replace(b": br", b": identity"), chunk(token("a", None, "stop")), ending(1)).ok
 
 
 def test_an_http_error_is_its_status_and_the_servers_own_sentence() -> None:
@@ -146,8 +198,11 @@ def at_once(*chunks: bytes) -> list[bytes]:
         (at_once(*words("a", "b", "", "", finish="stop")), 3, [1, 2, 3]),  # llama.cpp: it has a chunk of its own
         (words("a", "b", "", "", finish="stop"), 3, [1, 2, 3]),  # where that of the finish_reason comes later
         (words("a", "b", "", ""), 4, [1, 2, 3, 4]),  # half a character that never became a whole one
-        (words("a", "", "b", ""), 3, [1, 3]),  # the token without text came before the last text
-        (words("a", "", "b", ""), 4, [1, 3, 4]),
+        (words("a", "", "b", ""), 3, [1, 3]),  # one token without text, and two chunks that may have brought it
+        (words("a", "", "b", ""), 4, [1, 2, 3, 4]),
+        (words("a", "", "b"), 3, [1, 2, 3]),
+        (words("a", "", "", "b", ""), 4, [1, 2, 3, 4]),  # at most one of them is not certain
+        (words("a", "", "b"), 4, [1, 3]),  # several tokens a chunk: nothing tells that this one brought any
         (at_once(*words("a", "b", "")), 3, [1, 2]),  # a held back token came with "b", and the end right after it
         (words("a", "b", "", "", ""), 3, [1, 2]),  # one token, and two empty chunks that may have brought it
         (words("ab", "cd", ""), 6, [1, 2]),  # several tokens a chunk: nothing tells whether the end brought one
@@ -177,14 +232,81 @@ def test_a_usage_in_every_chunk_tells_which_brought_tokens() -> None:
     ]  # fmt: skip
 
 
-def test_a_role_announces_an_answer_and_brings_no_token() -> None:
-    def delta(content: str, finish: str | None = None, **more: str) -> bytes:
-        choice = {"index": 0, "delta": {"content": content, **more}, "finish_reason": finish}
-        return chunk(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+def delta(finish: str | None = None, **fields: object) -> bytes:
+    """A chunk of a chat."""
+    choice = {"index": 0, "delta": fields, "finish_reason": finish}
+    return chunk(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
 
-    reads = (delta("", role="assistant"), delta("a"), delta("b"), delta("", "stop", role="assistant"))
+
+def test_a_role_announces_an_answer_and_brings_no_token() -> None:
+    reads = (delta(content="", role="assistant"), delta(content="a"), delta(content="b"))
+    reads += (delta("stop", content="", role="assistant"),)
     assert judged(HEAD, *reads, ending(3)).chunk_times == [2, 3, 4]
     assert judged(HEAD, *reads, ending(2)).chunk_times == [2, 3]
+
+
+THOUGHTS = {
+    "reasoning_content": "x", "reasoning": "x", "reasoning_details": [{"type": "reasoning.text", "text": "x"}]
+}  # fmt: skip
+OUTPUTS = {
+    "content": "w",
+    "refusal": "no",
+    "tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}],
+    "function_call": {"arguments": "{"},
+}
+NOTHING = {
+    "content": "", "reasoning": "", "reasoning_content": None, "reasoning_details": [{"type": "reasoning.text"}],
+    "refusal": None, "tool_calls": [{"index": 0, "type": "", "function": {"arguments": ""}}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("role", [{}, {"role": "assistant"}])
+@pytest.mark.parametrize("thought", THOUGHTS)
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_reasoning_is_the_first_token_and_text_or_a_call_the_first_output(
+    thought: str, output: str, role: dict
+) -> None:
+    think = delta(**role, content=None, **{thought: THOUGHTS[thought]})
+    speak, end = (delta(finish, **role, **{output: OUTPUTS[output]}) for finish in (None, "tool_calls"))
+    out = judged(HEAD, delta(role="assistant", **NOTHING), think, think, speak, end, ending(4))
+    assert out.ok, out.error
+    assert (out.first, out.first_output, out.chunk_times) == (2, 4, [2, 3, 4, 5])
+    only = judged(HEAD, delta(role="assistant"), think, delta("length", **{thought: THOUGHTS[thought]}), ending(2))
+    assert only.ok and (only.first, only.first_output, only.text) == (2, None, "")
+
+
+def reasoned(total: int, thought: int) -> bytes:
+    usage = {"prompt_tokens": 4, "completion_tokens": total, "completion_tokens_details": {"reasoning_tokens": thought}}
+    return chunk(b"data: " + json.dumps({"usage": usage}).encode() + b"\n\ndata: [DONE]\n\n") + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("reads", "total", "thought", "first", "unstreamed"),
+    [
+        (words("a", "b", "c"), 7, 4, 1, 4),  # hidden: the reasoning came without a chunk
+        (words("a", "b", "c"), 3, 0, 1, 0),
+        (words("ab", "cd"), 8, 4, 1, 4),  # and chunks of two tokens after it
+        (words("a", "b", "c"), 3, 4, 1, 0),  # a server that does not count reasoning among the output
+        (words("", "", "", "a", "b"), 5, 3, 1, 0),  # each of its tokens had a chunk, without text
+        (words("", "a", "b"), 6, 4, 2, 4),  # one chunk without text does not tell of four tokens
+        ([delta(reasoning="r"), *words("a", "b")[:2]], 8, 6, 1, 0),  # a summary: it was streamed
+    ],
+)
+def test_reasoning_that_is_not_streamed_was_before_the_first_chunk(
+    reads: list[bytes], total: int, thought: int, first: float, unstreamed: int
+) -> None:
+    out = judged(HEAD, *reads, reasoned(total, thought))
+    assert out.ok, out.error
+    assert (out.first, out.unstreamed_tokens, out.streamed_tokens) == (first, unstreamed, total - unstreamed)
+
+
+def test_tokens_without_text_at_the_start_are_counted_where_the_usage_has_as_many() -> None:
+    out = judged(HEAD, *words("", "", "a", "b"), ending(4))
+    assert out.ok and (out.first, out.first_output, out.chunk_times) == (1, 3, [1, 2, 3, 4])
+    announced = judged(HEAD, *words("", "a", "b", ""), ending(3))  # or the last is the end token
+    assert announced.ok and (announced.first, announced.chunk_times) == (2, [2, 3])
+    silent = judged(HEAD, *words("", "", ""), ending(3))
+    assert silent.ok and (silent.first, silent.first_output) == (1, 1)
 
 
 def test_sequences_that_end_without_text_are_told_apart_by_all_their_tokens() -> None:
@@ -218,6 +340,8 @@ def test_a_stream_that_the_server_gave_up_is_a_failure(reason: str, kind: str | 
     out = judged(HEAD + chunk(events_) + ending(3))
     assert out.error_kind == kind and out.output_tokens == 3
     assert out.ok or repr(reason) in out.error
+    resumed = judged(HEAD + chunk(events_ + token("d", [4], "length")) + ending(4))
+    assert resumed.error_kind == kind and (resumed.ok or repr(reason) in resumed.error)
     own = Dialect(finish_reasons=["content_filter"])
     assert judged(HEAD + chunk(events_) + ending(3), dialect=own).ok == (reason == "content_filter")
 
@@ -243,11 +367,26 @@ def test_chunked_body_knows_when_it_is_whole() -> None:
 def test_events_follow_the_standard() -> None:
     body = b": comment\n\ndata: a\ndata: b\n\nevent: x\nid: 3\ndata:c\r\n\r\ndata: rest"
     found, rest = events(body)
-    assert [data for data, _ in found] == [b"a\nb", b"c"]
+    assert [(event.data, event.name) for event in found] == [(b"a\nb", b""), (b"c", b"x")]
     assert rest == b"data: rest"
-    assert [position for _, position in found] == [body.index(b"event"), body.index(b"data: rest")]
+    assert [event.end for event in found] == [body.index(b"event"), body.index(b"data: rest")]
+    assert events(b"data: a\n\n: bye") == ([(b"a", 9, b"")], b"")
     with pytest.raises(MalformedStream, match="not a field"):
         events(b"hello world\n\n")
+
+
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("blank", ["\n\n", "\r\n\r\n", "\r\r", "\r\n\n", "\n\r\n", "\n\r", "\r\r\n", "\n\n\n"])
+def test_lines_end_in_any_way_that_the_standard_allows(blank: str, bom: bytes) -> None:
+    line = blank[:2] if blank.startswith("\r\n") else blank[0]
+    body = bom + line.join(["event: x", "data: a", f"data: b{blank}: c", f"data: d{blank}"]).encode()
+    assert [event.data for event in events(body)[0]] == [b"a\nb", b"d"]
+    stream = (token("a") + token("b", None, "length") + ending(2)[4:-9]).replace(b"\n\n", blank.encode())
+    stream = stream[: stream.rindex(b"[DONE]") + 6] + blank.encode()
+    whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b%b" % (len(bom + stream), bom, stream)
+    for cut in (1, len(whole) // 2, len(whole) - 1):
+        out = judged(whole[:cut], whole[cut:])
+        assert out.ok and out.text == "ab", out.error
 
 
 def fed(*pieces: bytes) -> ResponseReader:

@@ -5,10 +5,12 @@ is called in its own way; what it says of itself is compared with its configurat
 from __future__ import annotations
 
 import contextlib
+import gzip
 import re
 import shutil
 import socket
 import sys
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +35,7 @@ from tests.support.raw_server import raw_server, read_request
 from tests.support.scripted_http import scripted_server
 
 WORKLOAD = str(ROOT / "workloads" / "mixed.yaml")
-NEVER_WHOLE = ["hang", "half_head", "drip_body", "drip_length", "flood", "flood_length"]
+NEVER_WHOLE = ["hang", "half_head", "drip_head", "drip_body", "drip_length", "flood", "flood_length"]
 CALLS = {
     "/v1/models": lambda target: target.models(),
     "/metrics": lambda target: target.metrics(),
@@ -77,6 +79,28 @@ def test_a_call_ends_within_its_time_and_bytes_and_the_next_is_served(fire, path
             call(60.0)
     call(60.0)
     target.stop()
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_calls_ask_for_no_compression_and_unpack_nothing(layers: int) -> None:
+    """64 MiB of zeros, packed once and twice: its size is never that of what is unpacked."""
+    packed, requests = bytes(64 << 20), []
+    for _ in range(layers):
+        packed = gzip.compress(packed)
+
+    def serve(connection: socket.socket) -> None:
+        requests.append(read_request(connection))
+        head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
+        connection.sendall(head % len(packed) + packed)
+
+    with raw_server(serve) as port:
+        target = Target(f"http://127.0.0.1:{port}")
+        tracemalloc.start()
+        with pytest.raises(MeasurementError, match=r"/metrics.*compressed \(gzip\)"):
+            target.metrics()
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+        tracemalloc.stop()
+    assert b"\r\nAccept-Encoding: identity\r\n" in requests[0]
 
 
 def refusal(url: str, **more: object) -> str:
