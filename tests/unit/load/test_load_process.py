@@ -67,14 +67,14 @@ def test_stopped_load_writes_what_it_has(loads: LoadRunner) -> None:
 
 
 def test_a_suspended_client_makes_a_load_of_few_chunks_invalid(loads: LoadRunner) -> None:
-    spec = loads.spec(requests_of(8, tag=1004, max_tokens=4), model="mock?ttft_ms=100&itl_ms=100", concurrency=4)
+    spec = loads.spec(requests_of(16, tag=1004, max_tokens=4), model="mock?ttft_ms=100&itl_ms=100", concurrency=4)
     process = loads.start(spec)
     wait_for(process, 1)
     process.send_signal(signal.SIGSTOP)
     time.sleep(1)
     process.send_signal(signal.SIGCONT)
     load = ended(process, spec.parent).load
-    assert load["client"]["chunks"] == 32 and load["client"]["loop_lag_max_ms"] > 900
+    assert load["client"]["chunks"] == 64 and load["client"]["loop_lag_max_ms"] > 900
     assert "the client stood still" in " ".join(load["invalid_reasons"])
 
 

@@ -74,7 +74,9 @@ def test_columns_are_shown_where_there_is_something_in_them() -> None:
     keys = [column.key for column in main_table(run(plain)).columns]
     assert {"configuration", "load", "output_tokens_per_s", "failed"} <= set(keys)
     assert not {"ratio", "client_queue_ms_p95", "goodput", "running_mean"} & set(keys)
-    capped = main_table(run(changed(plain, steady_latency={"client_queue_ms": {"p95": 120.0}}), cell("contiguous", running=2.0)))
+    capped = main_table(
+        run(changed(plain, steady_latency={"client_queue_ms": {"p95": 120.0}}), cell("contiguous", running=2.0))
+    )
     keys = [column.key for column in capped.columns]
     assert keys.index("client_queue_ms_p95") == keys.index("ttft_ms_p95") + 1 and {"ratio", "running_mean"} <= set(keys)
     assert entries(capped, "paged (page 16)")["client_queue_ms_p95"].text == "120"
