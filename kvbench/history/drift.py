@@ -23,7 +23,7 @@ from kvbench.history.runs import Series, StoredRun, TrendPoint
 
 DRIFTED, WITHIN, UNCLEAR = "drifted", "within", "unclear"
 MARGINS = {metric.name: metric.margins["cell"] for metric in DEFAULT_RULES.metrics}  # how much worse a cell may be
-MARGINS["steady_output_throughput"] = MARGINS["output_throughput"]
+MARGINS |= {f"steady_{name}": margin for name, margin in MARGINS.items()}
 _MIN_SHA = 7
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.metrics.latency import has_steady_latency
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.folder import FORMAT, MANIFEST
 from kvbench.runs.metric_names import value_of
@@ -41,12 +42,15 @@ class Metric:
     better: int
 
 
-_STEADY, _WHOLE_RUN = "steady_output_throughput", "output_throughput"
+_THROUGHPUT, _LATENCIES = "output_throughput", ("p95_ttft_ms", "p95_itl_ms")
+_STEADY = "steady_"  # before the name of a metric that is of the steady window; without it, of the whole run
 METRICS = (
-    Metric(_STEADY, "output throughput", "tokens/s", +1),
-    Metric(_WHOLE_RUN, "output throughput (whole run)", "tokens/s", +1),  # of cells without a steady window
-    Metric("p95_ttft_ms", "p95 TTFT", "ms", -1),
-    Metric("p95_itl_ms", "p95 ITL", "ms", -1),
+    Metric(_STEADY + _THROUGHPUT, "output throughput", "tokens/s", +1),
+    Metric(_THROUGHPUT, "output throughput (whole run)", "tokens/s", +1),  # of cells without a steady window
+    Metric("steady_p95_ttft_ms", "p95 TTFT", "ms", -1),
+    Metric("p95_ttft_ms", "p95 TTFT (whole run)", "ms", -1),
+    Metric("steady_p95_itl_ms", "p95 ITL", "ms", -1),
+    Metric("p95_itl_ms", "p95 ITL (whole run)", "ms", -1),
     Metric("kv_cache_usage_perc", "peak KV use", "share", 0),
     Metric("kv_waste_share", "reserved, empty KV", "share", -1),
     Metric("prefix_cache_hit_rate", "prefix hit rate", "share", +1),
@@ -260,8 +264,10 @@ def _cell(summary: Mapping[str, Any], seed: Any, load: Mapping[str, Any]) -> Sto
         metric.name: tuple(value for each in flat if (value := value_of(each, metric.name)) is not None)
         for metric in METRICS
     }
-    dropped = _WHOLE_RUN if len(values[_STEADY]) == len(repeats) else _STEADY  # one window for all repeats
-    values.pop(dropped)
+    steady = len(values[_STEADY + _THROUGHPUT]) == len(repeats)  # one window for all repeats
+    steady_latency = steady and all(has_steady_latency(each.get("metrics") or {}) for each in repeats)
+    for name in (_THROUGHPUT, *_LATENCIES):
+        values.pop(name if (steady if name == _THROUGHPUT else steady_latency) else _STEADY + name)
     requests = {"seed": seed, "load": load}
     what = {"settings": summary.get("settings"), "load": summary.get("load"), "workload": requests}
     return StoredCell(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ _OF_REPEAT = ("repeat", "started_at", "requests_sha256")
 _OF_METRICS = (
     "completed", "failed", "duration_s", "output_throughput", "steady_output_throughput", "request_throughput",
     "goodput", "ttft_ms", "tpot_ms", "itl_ms", "e2el_ms", "total_input_tokens", "total_output_tokens",
+    "steady_latency",
 )  # fmt: skip
+_FORMERLY_OF_METRICS = _OF_METRICS[:-1]  # of runs that an older version kept
 
 
 class Skipped(Exception):
@@ -77,10 +79,10 @@ def _kept_files(source: Path, run: StoredRun, release: str | None) -> dict[str, 
     return files
 
 
-def _cell_text(summary: Mapping[str, Any]) -> str:
+def _cell_text(summary: Mapping[str, Any], of_metrics: Sequence[str] = _OF_METRICS) -> str:
     repeats = [
         {key: repeat[key] for key in _OF_REPEAT if key in repeat}
-        | {"metrics": {key: repeat["metrics"][key] for key in _OF_METRICS if key in repeat.get("metrics", {})}}
+        | {"metrics": {key: repeat["metrics"][key] for key in of_metrics if key in repeat.get("metrics", {})}}
         | {"server": repeat.get("server", {})}
         for repeat in summary.get("repeats", ())
     ]
@@ -92,12 +94,19 @@ def _check_same(target: Path, files: Mapping[str, bytes]) -> None:
     """Raises UsageError when the measured files differ."""
     kept = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}.difference(_NOT_MEASURED)
     wanted = set(files).difference(_NOT_MEASURED)
-    different = sorted(kept ^ wanted) or sorted(name for name in wanted if (target / name).read_bytes() != files[name])
+    different = sorted(kept ^ wanted) or sorted(name for name in wanted if not _is_kept(target / name, files[name]))
     if different:
         raise UsageError(
             f"{target} holds another content ({different[0]} differs): a history is not changed; keep this run in "
             "another folder, or look at which of the two is right"
         )
+
+
+def _is_kept(path: Path, content: bytes) -> bool:
+    """Whether a file has this content, or what an older version would have kept of it."""
+    there = path.read_bytes()
+    is_cell = path.parent.parent.name == "cells"
+    return there == content or (is_cell and there == _cell_text(json.loads(content), _FORMERLY_OF_METRICS).encode())
 
 
 def _write_whole(target: Path, files: Mapping[str, bytes]) -> None:

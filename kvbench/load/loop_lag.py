@@ -14,8 +14,7 @@ import gevent
 from gevent.event import Event
 
 from kvbench.common.kernel_timer import DueCalls, kernel_timer, set_timer
-
-PERIOD_S = 0.010
+from kvbench.load.validity import PROBE_PERIOD_S as PERIOD_S
 
 
 class LagProbe:

@@ -26,6 +26,9 @@ MAX_TURNAROUND_SHARE = 0.02
 MIN_TURNAROUNDS = 10  # with fewer, one stall of the machine decides
 MIN_PLAUSIBLE_ERROR_S, MAX_PLAUSIBLE_ERROR_S = -1.0, 60.0  # beyond them the stamps are of another clock
 SEND_S = 50e-6  # what sending one request may cost: of several due at one moment, each waits for those before it
+PROBE_PERIOD_S = 0.010  # of the loop's lag probe: a tick that is later missed the next one as well
+MAX_STOPPED_SHARE = MAX_TURNAROUND_SHARE  # of the probe's ticks: while its loop stands still, the client sends nothing
+MIN_STOP_MS = 100.0  # a shorter stop is a hiccup of the machine, which in a short load may be a large share
 MIN_LAG_SAMPLES = 100  # with fewer, the p99 is the worst sample
 UNKNOWN_STREAMS = 64  # of an open loop without a cap: what the client is calibrated for before the load
 RATE_MARGIN = 1.25  # a calibration covers loads of so many times its own chunks a second
@@ -129,6 +132,8 @@ def client_report(
         "lag_judged": len(lags_used) >= MIN_LAG_SAMPLES,
         "loop_lag_p50_ms": percentile_ms(lags, 50),
         "loop_lag_p99_ms": percentile_ms(lags, 99),
+        "loop_lag_max_ms": percentile_ms(lags, 100),
+        "loop_lag_stopped_share": float((np.asarray(lags) > PROBE_PERIOD_S).mean()) if len(lags) else None,
         "schedule_slip_p99_ms": percentile_ms([s.slip_s for s in sent], 99),
         "schedule_slip_beyond_bursts_p99_ms": percentile_ms(slip_beyond_bursts(sent), 99),
         "turnaround_p50_ms": percentile_ms(waits, 50),
@@ -195,6 +200,12 @@ def invalid_reasons(client: dict[str, Any], missing: int) -> list[str]:
             f"the client's timestamps {'lagged' if client['lag_p50_ms'] >= 0 else 'were early'}: "
             f"p99 {client['lag_p99_ms']:.2f} ms, the limit is {limit:.2f} ms "
             "(1 ms or 2 % of the median ITL); give the client a core of its own."
+        )
+    stopped, longest = client.get("loop_lag_stopped_share") or 0.0, client.get("loop_lag_max_ms") or 0.0
+    if stopped > MAX_STOPPED_SHARE and longest > MIN_STOP_MS:
+        reasons.append(
+            f"the client stood still for {stopped:.1%} of the load and up to {longest:.0f} ms at once; the limits are "
+            f"{MAX_STOPPED_SHARE:.0%} and {MIN_STOP_MS:g} ms; do not suspend it, and give it a core of its own."
         )
     judged = client["chunks"] >= MIN_LAG_SAMPLES
     coalesced, late = client["coalesced_share"] or 0.0 if judged else 0.0, client["loop_lag_p99_ms"] or 0.0

@@ -10,14 +10,23 @@ from rich.console import Console
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.text import calibration_words, failure_words, slo_words
 from kvbench.metrics.canaries import WRONG_ANSWERS
-from kvbench.metrics.latency import goodput_share
+from kvbench.metrics.latency import (
+    LATENCIES,
+    LONG_OPEN,
+    MIN_STEADY_REQUESTS,
+    MIN_STEADY_SHARE,
+    SEVERAL_TOKENS,
+    goodput_share,
+    has_steady_latency,
+    leading_latencies,
+    steady_requests,
+)
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row, vllm_fields
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 
 _ROWS = (
     ("ttft_ms", "TTFT"),
-    ("steady", "  in the steady window"),
     ("ttfo_ms", "  first output (TTFO)"),
     ("client_queue_ms", "  queued in the client"),
     ("sequence_ttft_ms", "  of each sequence"),
@@ -50,18 +59,20 @@ def stored(load: LoadConfig, point: LoadPoint, target: Mapping[str, Any], result
 def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
     """Prints ``kept`` (metrics.json): a table of latencies, further lines, and why the load is invalid."""
     metrics = kept["metrics"]
-    rows = []
+    steady, leading, shown = has_steady_latency(metrics), leading_latencies(metrics), []
     for name, title in _ROWS:
-        values = metrics.get(name) or {}
-        if name == "steady":
-            values = (metrics.get("steady_latency") or {}).get("ttft_ms") or {}
-        if values.get("n") and not (name == "client_queue_ms" and not values.get("max")):
-            figures = (*(_percentile(values, which) for which in _SHOWN), str(values["n"]))
-            if name != "ttfo_ms" or figures != rows[0][1:]:  # TTFT's
-                rows.append((title, *figures))
+        values = leading.get(name) or {}
+        if name != "ttfo_ms" or _figures(values) != _figures(leading.get("ttft_ms") or {}):
+            shown.append((title, values))
+        if steady and name in LATENCIES:
+            shown.append(("  whole run", metrics[name]))
+        elif name == "ttft_ms":
+            shown.append(("  in the steady window", (metrics.get("steady_latency") or {}).get(name) or {}))
+    rows = [(title, *_figures(values)) for title, values in shown if values.get("n")]
     plateaus = [plateau_row([plateau]) for plateau in metrics.get("plateaus") or ()]
     if rows:
-        print_table(console, make_table(("", *_SHOWN, "samples"), rows, title=f"load {load_id} · ms"))
+        head = f"load {load_id} · {'steady window' if steady else 'whole run'} · ms"
+        print_table(console, make_table(("", *_SHOWN, "samples"), rows, title=head))
     if plateaus:
         print_table(console, make_table(PLATEAU_HEADS, plateaus, numbers_from=0, title="each plateau of the rate · ms"))
     for line in lines(kept):
@@ -74,6 +85,11 @@ def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
         print_plain(console, f"INVALID: {reason}")
 
 
+def _figures(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The mean, the percentiles and the number of samples of a latency, as the table shows them."""
+    return *(_percentile(values, which) for which in _SHOWN), str(values.get("n"))
+
+
 def _percentile(values: Mapping[str, Any], which: str) -> str:
     if values.get(which) is None:
         return "-"
@@ -83,14 +99,15 @@ def _percentile(values: Mapping[str, Any], which: str) -> str:
 def lines(kept: Mapping[str, Any]) -> list[str]:
     """What is not in the table, one sentence each."""
     metrics = kept["metrics"]
-    found = [_warm_up(kept), _lengths(kept), _throughput(metrics), _goodput(kept), *_requests(metrics)]
-    found += [_unstreamed(metrics), _canaries(metrics), _cache(kept)]
+    found = [_warm_up(kept), _lengths(kept), _window(metrics), _chunks(metrics), _throughput(metrics), _goodput(kept)]
+    found += [*_requests(metrics), _open_streams(metrics), _unstreamed(metrics)]
+    found += [_canaries(metrics), _cache(kept)]
     if any(plateau.get("steady_start_s") is None for plateau in metrics.get("plateaus") or ()):
         found.append(
             "a plateau without figures had no steady part: the server did not keep up with its rate, or it was short"
         )
     found += [_client(metrics), _calibration(kept), _server(kept)]
-    if any((metrics.get(name) or {}).get("uncertain") for name, _ in _ROWS):
+    if any((leading_latencies(metrics).get(name) or {}).get("uncertain") for name, _ in _ROWS):
         found.append("* too few samples for this percentile: p95 needs 130, p99 662")
     return [text for text in found if text]
 
@@ -128,6 +145,33 @@ def lengths_of(load: LoadConfig, requests: Sequence[Any], max_model_len: int) ->
         "max_model_len": max_model_len,
         "longest_total_tokens": max(totals, default=None),
     }
+
+
+def _window(metrics: Mapping[str, Any]) -> str:
+    """Why latencies are of the whole run although the load has a steady window."""
+    if metrics.get("steady_start_s") is None or has_steady_latency(metrics):
+        return ""
+    return (
+        f"latencies are of the whole run: {steady_requests(metrics)} of {metrics['completed']} requests came in the "
+        f"steady window, which takes {MIN_STEADY_REQUESTS} and {MIN_STEADY_SHARE:.0%} of them; send more requests"
+    )
+
+
+def _chunks(metrics: Mapping[str, Any]) -> str:
+    per_chunk, itl = metrics.get("tokens_per_chunk") or 0.0, metrics.get("itl_ms") or {}
+    if per_chunk < SEVERAL_TOKENS or not itl.get("n"):
+        return ""
+    return f"{per_chunk:.1f} tokens a chunk: ITL is between chunks, TPOT is the time of a token"
+
+
+def _open_streams(metrics: Mapping[str, Any]) -> str:
+    share, median = metrics.get("open_after_last_share") or 0.0, metrics.get("open_after_last_p50_ms") or 0.0
+    if share <= LONG_OPEN:
+        return ""
+    return (
+        f"streams stayed open for {median:.0f} ms (median) after their last chunk, {share:.1%} of the requests' time: "
+        "E2EL ends with the last chunk, the next request of a user waits for the stream's end"
+    )
 
 
 def _throughput(metrics: Mapping[str, Any]) -> str:

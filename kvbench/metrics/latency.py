@@ -54,6 +54,10 @@ MS = 1000.0
 SESSION_BROKEN = "session_broken"  # the error kind of a turn that was not sent because an earlier one failed
 QUANTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 CONFIDENCE = 0.99
+MIN_STEADY_REQUESTS = 8  # the fewest samples whose extremes enclose the median with 99 % confidence: 2 / 2^n <= 1 %
+MIN_STEADY_SHARE = 0.6  # of the requests: in closed loop 2.5 a user, so that a third of those in the window end in it
+SEVERAL_TOKENS = 1.1  # tokens a chunk from which on ITL and TPOT visibly differ
+LONG_OPEN = 0.03  # of the users' time, for which streams stayed open after their last chunk: more is said
 MAX_FAILED_SHARE = 0.01  # of the requests sent: a server that answers fewer does less work
 _SERVER_SAID_SO = ("http_error", "server_error")  # kinds of failures
 _TOO_MANY = 429
@@ -226,6 +230,23 @@ def _multi_token_chunks(requests: pd.DataFrame) -> int:
     )
 
 
+def _tokens_per_chunk(requests: pd.DataFrame) -> float | None:
+    """The mean number of tokens in a chunk that has any; None without such chunks."""
+    _, weights = chunk_weights(requests)
+    return float(weights.mean()) if len(weights) else None
+
+
+def _open_after_last(requests: pd.DataFrame) -> dict[str, float | None]:
+    """The median time [ms] that a stream stayed open after its last chunk, and its share of the time from the send."""
+    open_s, spent_s = (_ends(requests) - requests[name].to_numpy(dtype=float) for name in ("last", "ts"))
+    whole = np.isfinite(open_s) & np.isfinite(spent_s)
+    total = float(spent_s[whole].sum())
+    return {
+        "open_after_last_p50_ms": float(np.median(open_s[whole])) * MS if whole.any() else None,
+        "open_after_last_share": float(open_s[whole].sum()) / total if total > 0 else None,
+    }
+
+
 def _sessions(requests: pd.DataFrame) -> np.ndarray | None:
     """The session of each row (NaN: of none); None when there are no sessions. float64 [requests]"""
     if "session" not in requests or not requests["session"].notna().any():
@@ -252,11 +273,34 @@ def _starts(requests: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_steady(requests: pd.DataFrame, window: Window) -> pd.DataFrame:
-    """The rows of one load that came within its steady ``window`` [s] (``steady_window.comes_at``)."""
+    """The rows of one load that came within its steady ``window`` [s] (``steady_window.comes_at``).
+
+    A closed loop's window begins with the last request of its first burst, which is not of the steady state.
+    """
     if window is None:
         return requests.iloc[:0]
     moments = comes_at(*_starts(requests), _sessions(requests))
-    return requests[(moments >= window[0]) & (moments <= window[1])]
+    return requests[(moments > window[0]) & (moments <= window[1])]
+
+
+def has_steady_latency(metrics: Mapping[str, Any]) -> bool:
+    """Tests whether enough requests came in a load's steady window, so that its latencies lead.
+
+    A user's last request runs on while fewer and fewer others do: of 48 requests of 32 users, 16 come in the window and
+    all end after it, with a third of the others' time per token.
+    """
+    came = steady_requests(metrics)
+    return came >= MIN_STEADY_REQUESTS and came >= MIN_STEADY_SHARE * (metrics.get("completed") or 0)
+
+
+def steady_requests(metrics: Mapping[str, Any]) -> int:
+    """The number of successful requests that came in a load's steady window."""
+    return ((metrics.get("steady_latency") or {}).get("ttft_ms") or {}).get("n") or 0
+
+
+def leading_latencies(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The latencies of a load that tables and decisions take: of the steady window, else of the whole run."""
+    return metrics["steady_latency"] if has_steady_latency(metrics) else metrics
 
 
 def throughput(requests: pd.DataFrame, window: Window) -> dict[str, float | None]:
@@ -408,6 +452,8 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
         "total_output_tokens": int(good["output_tokens"].sum()),
         "multi_token_chunks": _multi_token_chunks(good),
         "unstreamed_tokens": int(good["output_tokens"].sum() - _streamed_tokens(good).sum()),
+        "tokens_per_chunk": _tokens_per_chunk(good),
+        **_open_after_last(good),
         "goodput": goodput(requests, slo, duration),
         "slo_misses": {name: int(over.sum()) for name, over in _over_slo(good, slo).items()},
         "client": dict(load.get("client") or {}),

@@ -65,8 +65,12 @@ class ComparedMetric:
         metric, which = self.name.split(".")
         return cell.percentile(metric, which)
 
+    def is_steady(self, cell: MeasuredCell) -> bool:
+        """Whether its value is of the steady window."""
+        return cell.has_steady_latency if self.name else cell.has_steady
+
     def per_repeat(self, cell: MeasuredCell, steady: bool) -> dict[int, float]:
-        return cell.per_repeat(self.name) if self.name else cell.throughput(steady)
+        return cell.latency(self.name, steady) if self.name else cell.throughput(steady)
 
 
 METRICS = (
@@ -366,9 +370,9 @@ def ratios(first: Side, other: Side) -> list[RatioToFirst]:
     """The ratio of each metric that both cells have; empty where the cells must not be compared."""
     if obstacles(first, other):
         return []
-    steady = first.cell.has_steady and other.cell.has_steady
     found = []
     for metric in METRICS:
+        steady = all(metric.is_steady(side.cell) for side in (first, other))
         a, b = (metric.per_repeat(side.cell, steady) for side in (first, other))
         made = _paired(metric, a, b) if first.run.folder == other.run.folder else _welch(metric, a, b)
         found += [made] if made else []

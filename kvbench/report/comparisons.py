@@ -54,6 +54,11 @@ class PairedComparison:
         return self.a.has_steady and self.b.has_steady
 
     @property
+    def steady_latency(self) -> bool:
+        """Whether the latencies compared are of the steady window, of both."""
+        return self.a.has_steady_latency and self.b.has_steady_latency
+
+    @property
     def of_medians(self) -> float | None:
         """The ratio of the throughputs that tables show, where it visibly contradicts the paired one."""
         a, b = median(self.a.throughput()), median(self.b.throughput())
@@ -71,9 +76,9 @@ def compare(a: MeasuredCell, b: MeasuredCell) -> PairedComparison:
     """Paired ratios a/b of what the report speaks about."""
     if not (a.valid and b.valid):
         return PairedComparison(a, b, None, None, None, None)
-    steady = a.has_steady and b.has_steady
+    steady, steady_latency = a.has_steady and b.has_steady, a.has_steady_latency and b.has_steady_latency
     metrics = ("ttft_ms.p95", "tpot_ms.p50", "itl_ms.p95")
-    latencies = (paired_ratio(a.per_repeat(metric), b.per_repeat(metric)) for metric in metrics)
+    latencies = (paired_ratio(*(cell.latency(metric, steady_latency) for cell in (a, b))) for metric in metrics)
     return PairedComparison(a, b, paired_ratio(a.throughput(steady), b.throughput(steady)), *latencies)
 
 
@@ -155,7 +160,8 @@ def leaders(run: Run, load: MeasuredLoad) -> dict[str, dict[str, str]]:
     valid = [cell for cell in run.at(load) if cell.valid]
     steady = all(cell.has_steady for cell in valid)
     throughput = [(cell, median(cell.throughput(steady)), False) for cell in valid]
-    ttft, tpot = ([(c, *c.percentile(*which)) for c in valid] for which in (("ttft_ms", "p95"), ("tpot_ms", "p50")))
+    settled, shown = all(cell.has_steady_latency for cell in valid), (("ttft_ms", "p95"), ("tpot_ms", "p50"))
+    ttft, tpot = ([(c, *c.percentile(*which, settled)) for c in valid] for which in shown)
     return {
         "output_tokens_per_s": _leaders(throughput, lambda pair: pair.throughput, higher_is_better=True),
         "ttft_ms_p95": _leaders(ttft, lambda pair: pair.ttft),

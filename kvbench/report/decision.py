@@ -332,11 +332,11 @@ def _alone(run: Run, cell: MeasuredCell) -> list[str]:
     if cell.doubt or rates is None:
         return [f"Cannot tell: {_doubt(run, cell)}"]
     bounds = f" ({words.tokens_per_s(rates.low)}–{words.tokens_per_s(rates.high)})" if rates.n > 1 else ""
-    ttft, few = cell.percentile("ttft_ms", "p95")
+    (ttft, few), whole = cell.percentile("ttft_ms", "p95"), "" if cell.has_steady_latency else " (whole run)"
     rate = f"{words.tokens_per_s(rates.median)} output tokens/s{bounds} {cell.clock} {cell.load.where}"
     return [
         f"{words.upper_first(cell.name)}: {rate}",
-        f"p95 TTFT {words.ms(ttft)}{UNCERTAIN * few}" if ttft else "",
+        f"p95 TTFT {words.ms(ttft)}{UNCERTAIN * few}{whole}" if ttft else "",
         "nothing to compare it with",
     ]
 

@@ -44,7 +44,7 @@ def glossary(run: Run) -> list[tuple[str, str]]:
         (
             "steady window",
             "Closed loop: while the asked-for concurrency was reached. Open loop: from the end of the climb to the "
-            "last arrival.",
+            "last arrival. Latencies are of the requests due in it, if they are 60 % of all, else of the whole run.",
         ),
         (
             "prefix hits",

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from kvbench.common import text as words
 from kvbench.report.limits import NOTHING, UNKNOWN, limit_of
-from kvbench.report.tables import Column, Row, Table, Value, percentile_value
+from kvbench.report.tables import UNCERTAIN, Column, Row, Table, Value
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 
 DOUBLES = 2.0
 NOTE = (
-    "p95 TTFT of the raw samples. It breaks at the lowest load with more than twice the p95 TTFT of the lightest load; "
+    "p95 TTFT of the raw samples: of the steady window where all loads of a configuration have one, else of the whole "
+    "run. It breaks at the lowest load with more than twice the p95 TTFT of the lightest load; "
     "beside it what limited the configuration there."
 )
 
@@ -20,12 +21,14 @@ NOTE = (
 class Break:
     """Where one configuration breaks.
 
-    ``cells``: by load, ascending; ``at``: the first cell whose p95 TTFT is over twice the first one's, None: none is.
+    ``cells``: by load, ascending; ``at``: the first cell whose p95 TTFT is over twice the first one's, None: none is;
+    ``steady``: whether all these are of the steady window.
     """
 
     name: str
     cells: tuple[MeasuredCell, ...]
     at: MeasuredCell | None
+    steady: bool
 
     def words(self, run: Run) -> str:
         """at 3/s (KV memory); at 5/s where no limit was seen; not up to 5/s"""
@@ -39,11 +42,12 @@ def breaks(run: Run) -> list[Break]:
     """Of each configuration with valid cells at two loads or more of one kind, in display order."""
     found = []
     for name in run.configs:
-        known = [(cell, _ttft(cell)) for load in loads(run) if (cell := run.cell(name, load)) and cell.valid]
-        known = [(cell, ttft) for cell, ttft in known if ttft]
+        cells = [cell for load in loads(run) if (cell := run.cell(name, load)) and cell.valid]
+        steady = all(cell.has_steady_latency for cell in cells)
+        known = [(cell, ttft) for cell in cells if (ttft := cell.percentile("ttft_ms", "p95", steady)[0])]
         if len(known) > 1:
-            at = next((cell for cell, ttft in known if ttft > DOUBLES * (known[0][1] or 0.0)), None)
-            found.append(Break(name, tuple(cell for cell, _ in known), at))
+            at = next((cell for cell, ttft in known if ttft > DOUBLES * known[0][1]), None)
+            found.append(Break(name, tuple(cell for cell, _ in known), at, steady))
     return found
 
 
@@ -61,7 +65,7 @@ def growth_table(run: Run) -> Table:
     rows = []
     for each in breaks(run):
         at = {cell.load: cell for cell in each.cells}
-        entries = [percentile_value(_distribution(at[load]), "p95") if load in at else Value("–") for load in shown]
+        entries = [_p95(at[load], each.steady) if load in at else Value("–") for load in shown]
         entries.append(Value(each.words(run), each.at.load.value if each.at else None, "", "worse" * bool(each.at)))
         rows.append(Row(each.cells[-1], (Value(each.name, each.name), *entries)))
     heads = ("configuration", *(load.short for load in shown), "breaks")
@@ -88,9 +92,6 @@ def growth_sentence(run: Run) -> str:
     return f"p95 TTFT is over twice its own {lightest}: {told}."
 
 
-def _distribution(cell: MeasuredCell) -> dict[str, float]:
-    return cell.pooled.get("ttft_ms") or {}
-
-
-def _ttft(cell: MeasuredCell) -> float | None:
-    return cell.percentile("ttft_ms", "p95")[0]
+def _p95(cell: MeasuredCell, steady: bool) -> Value:
+    value, few = cell.percentile("ttft_ms", "p95", steady)
+    return Value(words.ms(value) + UNCERTAIN * few, value)

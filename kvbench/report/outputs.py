@@ -102,7 +102,7 @@ def _caption(table: Table, run: Run) -> Text | None:
     known = {
         _BEST: f"{_BEST} best of its load, or level with the best",
         _NOT_TOLD: f"{_NOT_TOLD} {NOT_TOLD} from the best",
-        _WHOLE: f"{_WHOLE} of the whole run: a repeat has no steady window",
+        _WHOLE: f"{_WHOLE} of the whole run: a repeat has no steady window, or for latencies too few requests in it",
         _MEDIANS: f"{_MEDIANS} paired by repeat; the medians shown have visibly another ratio",
     }
     lines = [Text(words) for mark, words in known.items() if mark in entries]
@@ -125,7 +125,7 @@ def _entry(key: str, value: Value, cell: MeasuredCell) -> Text:
         text = f"{' ' if cell.valid else '!'} {value.text}"  # before the name: behind a long one it would be cut off
     if key == "ratio" and "–" in notes[0]:
         text += f" ({notes[0]})"
-    if key in ("ratio", "output_tokens_per_s"):
+    if key in ("ratio", "output_tokens_per_s", "ttft_ms_p95", "tpot_ms_p50"):
         text += _WHOLE * (WHOLE_RUN in notes) + _MEDIANS * any(note.startswith(MEDIANS) for note in notes)
     if key == "failed":
         text = text.split(" ")[0]

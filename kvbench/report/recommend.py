@@ -434,7 +434,8 @@ def _latency(each: Choice) -> tuple[str, str, str] | None:
         return None
     worst = max(worse, key=lambda one: one.ratio)
     name = {TTFT: "ttft_ms", ITL: "itl_ms"}[worst.metric]
-    paged, contiguous = (cell.percentile(name, "p95")[0] for cell in (each.cell, each.base))
+    steady = each.cell.has_steady_latency and each.base.has_steady_latency
+    paged, contiguous = (cell.percentile(name, "p95", steady)[0] for cell in (each.cell, each.base))
     return (METRICS[worst.metric], words.ms(paged), words.ms(contiguous)) if paged and contiguous else None
 
 

@@ -31,7 +31,9 @@ from kvbench.report.quality import ANSWERS_NOTE, answer_quality_table, answer_se
 from kvbench.report.samples import OutputSamples
 from kvbench.report.style import Drawing
 from kvbench.report.tables import (
+    CHUNKS_NOTE,
     MEDIANS,
+    TOKENS_A_CHUNK,
     UNCERTAIN,
     UNCERTAIN_NOTE,
     WHOLE_RUN,
@@ -39,9 +41,9 @@ from kvbench.report.tables import (
     Row,
     Table,
     Value,
+    latency_ratio,
     main_table,
     percentile_value,
-    ratio_value,
     throughput_ratio,
 )
 from kvbench.report.wording import RATIO_MARKS, ledger_sentence, reservation, sensitivity, smallest_effects
@@ -197,7 +199,8 @@ def _cells_note(run: Run) -> str:
         f"paired by repeat: {RATIO_MARKS}.": True,
         f"{words.upper_first(MEDIANS)}: the ratio of the medians shown.": any(MEDIANS in text for text in texts),
         sensitivity(run): True,
-        "Latencies: raw samples, whole run; small: steady window.": True,
+        f"Latencies: raw samples of the requests due in the steady window, else marked {WHOLE_RUN}.": True,
+        CHUNKS_NOTE: any(TOKENS_A_CHUNK in text for text in texts),
         f"Goodput: requests/s that met {slo}.": bool(slo),
         UNCERTAIN_NOTE: any(UNCERTAIN in text for text in texts),
     }
@@ -253,7 +256,7 @@ def effect_table(run: Run) -> Table:
         c = e.comparison
         change = " → ".join(value_words(e.setting, value) for value in (e.baseline_value, e.value))
         head = (setting_title(e.setting), change, c.load.short)
-        latencies = (ratio_value(r, higher_is_better=False) for r in (c.ttft, c.tpot, c.itl))
+        latencies = (latency_ratio(c, r) for r in (c.ttft, c.tpot, c.itl))
         shown = (*(Value(text, text) for text in head), throughput_ratio(c), *latencies)
         rows.append(Row(c.a if c.b.valid else c.b, shown, change))
     heads = ("setting", "change", "load", "output tok/s", "p95 TTFT", "p50 TPOT", "p95 ITL")
@@ -262,7 +265,7 @@ def effect_table(run: Run) -> Table:
 
 def class_table(run: Run) -> Table:
     """Latencies by class of request, the most urgent first; empty when there are fewer than two classes."""
-    table = _group_table(run, "class", lambda cell: cell.pooled.get("per_class") or {})
+    table = _group_table(run, "class", lambda cell: cell.latency_groups("per_class"))
     return table if len({row.group for row in table.rows}) > 1 else Table((), ())
 
 
@@ -271,7 +274,7 @@ def turn_table(run: Run) -> Table:
     titles = {"first": "first turn", "later": "later turns"}
 
     def per_turn(cell: MeasuredCell) -> Mapping[str, Any]:
-        found = cell.pooled.get("per_turn") or {}
+        found = cell.latency_groups("per_turn")
         return {title: found[key] for key, title in titles.items() if found.get(key)}
 
     return _group_table(run, "turn", per_turn)

@@ -168,8 +168,8 @@ def _effect_row(group: Group, side: Side, again: bool) -> tuple[Value, ...]:
     values = []
     for metric in METRICS:
         (value, few), ratio = metric.value(side.cell), found.get(metric.title)
-        whole = "" if metric.name or side.cell.has_steady else " (whole run)"
-        text = words.milliseconds(value) + UNCERTAIN * few if metric.name else words.tokens_per_s(value) + whole
+        text = words.milliseconds(value) + UNCERTAIN * few if metric.name else words.tokens_per_s(value)
+        text += "" if value is None or metric.is_steady(side.cell) else " (whole run)"
         values.append(
             Value(text, value, _ratio_note(ratio, value, metric.value(first.cell)[0]), ratio.mark if ratio else "")
         )

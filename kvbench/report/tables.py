@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.common import text as words
+from kvbench.metrics.latency import LONG_OPEN
 from kvbench.report.comparisons import PairedComparison, compare, median, reference, spread
 from kvbench.report.wording import RATIO_MARKS, Render, marked_ratio
 from kvbench.runs.kv_ledger import accounting
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.ratios import HIGHER, LOWER, UNCLEAR, Ratio
 
-WHOLE_RUN = "whole run"  # beside a throughput that is not of the steady window
+WHOLE_RUN = "whole run"  # beside a throughput or latency that is not of the steady window
+TOKENS_A_CHUNK = "tokens a chunk"  # beside an ITL
+CHUNKS_NOTE = "ITL is between chunks: where they carry several tokens, TPOT is the time of a token."
 MEDIANS = "medians give"  # before the ratio of two medians that contradicts the paired one
 UNCERTAIN = "*"
 UNCERTAIN_NOTE = "* too few samples for 99 % confidence (p95 needs 130, p99 662)."
@@ -139,6 +142,13 @@ def main_table(run: Run) -> Table:
             _goodput,
         ),
         *_server_columns(run),
+        Column(
+            "open_after_last_ms",
+            "open after last chunk ms",
+            "median time that a stream stayed open after its last chunk: not in E2EL, but a user's next request waits "
+            "for it; small: its share of the requests' time",
+            _open_after_last,
+        ),
         Column("failed", "failed", "failed requests, all repeats", _failed),
         Column("canaries_wrong", "canaries wrong", "requests with known answers, all repeats", _canaries),
     ]
@@ -196,10 +206,13 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
         }
         shown = {column.key: value.sort for column, value in zip(table.columns, row.values, strict=True)}
         flat |= {key: value for key, value in shown.items() if key not in flat}
-        flat |= {f"steady_ttft_ms_{w}": cell.percentile("steady_latency.ttft_ms", w)[0] for w in ("p50", "p95")}
+        for part, steady in (("steady", True), ("whole_run", False)):
+            flat |= {f"{part}_ttft_ms_{w}": cell.percentile("ttft_ms", w, steady)[0] for w in ("p50", "p95")}
+        in_steady, windows = cell.has_steady_latency, {True: "steady window", False: WHOLE_RUN}
+        flat |= {f"{metric}_{w}_window": windows[in_steady] for metric, w in _PERCENTILES if f"{metric}_{w}" in shown}
+        flat |= {"tokens_per_chunk": median(cell.per_repeat("tokens_per_chunk"))}
         s, ref = spread(cell.throughput()), reference(run, cell.load)
-        window = "steady window" if cell.has_steady else WHOLE_RUN
-        bounds = {"min": s.low, "max": s.high, "window": window} if s else {}
+        bounds = {"min": s.low, "max": s.high, "window": windows[cell.has_steady]} if s else {}
         flat |= {f"output_tokens_per_s_{end}": value for end, value in bounds.items()}
         if ref is not None and (r := compare(cell, ref).throughput) is not None:
             flat |= {"ratio_to": ref.name, "ratio_min": r.low, "ratio_max": r.high, "ratio_verdict": r.verdict}
@@ -233,6 +246,12 @@ def throughput_ratio(c: PairedComparison) -> Value:
     return replace(value, note="\n".join([value.note, *notes]))
 
 
+def latency_ratio(c: PairedComparison, ratio: Ratio | None) -> Value:
+    """Of one of its latencies; says where it is of the whole run."""
+    value = ratio_value(ratio, higher_is_better=False)
+    return value if ratio is None or c.steady_latency else replace(value, note=f"{value.note}\n{WHOLE_RUN}")
+
+
 def _ratio_to(ref: MeasuredCell | None, cell: MeasuredCell) -> Value:
     if ref is None or (cell is ref and not cell.valid):
         return Value("–")
@@ -246,28 +265,31 @@ def percentile_value(summary: Mapping[str, Any], which: str, render: Render = wo
 
 
 def _percentile_column(metric: str, which: str) -> Column:
-    title, hint = metric[:-3].upper(), "whole run, raw samples of all repeats"
+    title, hint = metric[:-3].upper(), "requests due in the steady window, raw samples of all repeats"
     if metric == "client_queue_ms":
         title = "client queue"
         hint = f"the part of TTFT for which requests waited in the client because of the cap; {hint}"
     elif metric == "ttfo_ms":
         hint = f"to the first text or tool call, where reasoning or text held back comes before it; {hint}"
     elif metric == "ttft_ms":
-        hint += "; small: of the requests due in the steady window"
+        hint += "; small: of the whole run, or the other way round"
+    elif metric == "itl_ms":
+        hint += f"; small: {TOKENS_A_CHUNK}, where they are several"
 
     def of(cell: MeasuredCell) -> Value:
-        (value, uncertain), note = cell.percentile(metric, which), ""
-        if metric == "ttfo_ms":
-            ttft = cell.percentile("ttft_ms", which)[0]
-            if value is None or words.milliseconds(value) == words.milliseconds(ttft):
-                return Value("as TTFT")
-        if metric == "ttft_ms":
-            steady, few = cell.percentile("steady_latency.ttft_ms", which)
-            note = "" if steady is None else words.milliseconds(steady) + UNCERTAIN * few
-        return Value(words.milliseconds(value) + UNCERTAIN * uncertain, value, note)
+        (value, uncertain), is_steady = cell.percentile(metric, which), cell.has_steady_latency
+        (other, few), per_chunk = cell.percentile(metric, which, not is_steady), cell.several_tokens_per_chunk
+        shown, ttft = words.milliseconds(value), cell.percentile("ttft_ms", which)[0]
+        if metric == "ttfo_ms" and (value is None or shown == words.milliseconds(ttft)):
+            return Value("as TTFT")
+        notes = [] if value is None or is_steady else [WHOLE_RUN]
+        if other is not None and metric == "ttft_ms":
+            notes.append(f"{'whole' if is_steady else 'steady'} {words.milliseconds(other)}{UNCERTAIN * few}")
+        if value is not None and metric == "itl_ms" and per_chunk:
+            notes.append(f"{per_chunk:.1f} {TOKENS_A_CHUNK}")
+        return Value(shown + UNCERTAIN * uncertain, value, "\n".join(notes))
 
-    steady_too = " (steady)" if metric == "ttft_ms" else ""
-    return Column(f"{metric}_{which}", f"{title} {which} ms{steady_too}", hint, of)
+    return Column(f"{metric}_{which}", f"{title} {which} ms", hint, of)
 
 
 def _configuration(cell: MeasuredCell) -> Value:
@@ -294,6 +316,14 @@ def _goodput(cell: MeasuredCell) -> Value:
     if (steady := median(cell.per_repeat("steady_goodput"))) is not None:
         notes.append(f"steady {words.significant(steady)}")
     return Value(words.significant(median(rates)), median(rates), "\n".join(notes))
+
+
+def _open_after_last(cell: MeasuredCell) -> Value:
+    """Only where it takes a visible share of the requests' time."""
+    share, open_ms = (median(cell.per_repeat(f"open_after_last_{what}")) for what in ("share", "p50_ms"))
+    if share is None or share <= LONG_OPEN:
+        return Value("–")
+    return Value(words.milliseconds(open_ms), open_ms, words.percent(share))
 
 
 def _hits(cell: MeasuredCell) -> Value:

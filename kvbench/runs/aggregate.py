@@ -152,10 +152,7 @@ def pooled_latencies(requests: pd.DataFrame, metrics: Mapping[int, Mapping[str, 
         for repeat, rows in requests.groupby("repeat")
         if metrics[int(repeat)].get("steady_start_s") is not None
     ]
-    steady = pool_samples(inside)
-    for part in ("per_class", "per_turn"):
-        steady.pop(part, None)
-    return pool_samples([requests]) | {"steady_latency": steady}
+    return pool_samples([requests]) | {"steady_latency": pool_samples(inside)}
 
 
 def _notes(loads: Mapping[int, Path]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ _COMPUTED: Mapping[str, Callable[[Values], float | None]] = {
     "kv_waste_share": _share("server.kv_waste_slots_mean", "server.kv_slots_reserved_mean"),
     "prefix_cache_hit_rate": _share("server.prefix_cache_hits_total", "server.prefix_cache_queries_total"),
 }
+_LATENCIES = {f"{short}_{latency}_ms" for latency in LATENCIES for short in _STATISTICS}
 _SHORT: Mapping[str, str] = {
     **{
         f"{when}{short}_{latency}_ms": f"{section}{latency}_ms.{statistic}"
@@ -86,26 +87,33 @@ def check_name(name: str) -> None:
 
 
 def value_of(values: Values, name: str) -> float | None:
-    """The metric of one load; ``values``: its flattened metrics, with its counters under ``server.``."""
+    """The metric of one load; ``values``: its flattened metrics, with its counters under ``server.``.
+
+    A latency without ``steady_`` is of the whole run here; ``measured`` takes that of the steady window before it.
+    """
     return _COMPUTED[name](values) if name in _COMPUTED else values.get(_SHORT.get(name, name))
 
 
 def window_of(name: str, *cells: MeasuredCell) -> str:
-    """The words "whole run" for a throughput that is of it, whichever cell makes it so; else empty."""
-    return "whole run" if name in _OF_WHOLE_RUN or (name == THROUGHPUT and not _all_steady(cells)) else ""
+    """The words "whole run" for a throughput or latency that is of it, whichever cell makes it so; else empty."""
+    of_whole_run = name in _OF_WHOLE_RUN or name.partition("_ms.")[0] in LATENCIES
+    leads = name in _LATENCIES or name == THROUGHPUT
+    return "whole run" if of_whole_run or (leads and not _all_steady(name, cells)) else ""
 
 
-def _all_steady(cells: Sequence[MeasuredCell]) -> bool:
-    return all(cell.has_steady for cell in cells)
+def _all_steady(name: str, cells: Sequence[MeasuredCell]) -> bool:
+    return all(cell.has_steady if name == THROUGHPUT else cell.has_steady_latency for cell in cells)
 
 
 def measured(cell: MeasuredCell, name: str, *others: MeasuredCell) -> MetricValues:
     """The metric in each repeat that has it; no values where nobody measured it.
 
-    ``others``: what it will be compared with; the throughput is of one window in all of them.
+    ``others``: what it will be compared with; throughput and latencies are of one window in all of them.
     """
     if name == THROUGHPUT:
-        return MetricValues(cell.throughput(_all_steady([cell, *others])))
+        return MetricValues(cell.throughput(_all_steady(name, [cell, *others])))
+    if name in _LATENCIES and _all_steady(name, [cell, *others]):
+        name = f"steady_{name}"
     path = _SHORT.get(name, name)
     section, _, rest = path.partition(".")
     if section in _PARTS_OF_A_CELL:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.metrics.latency import most_frequent_failures
+from kvbench.metrics.latency import SEVERAL_TOKENS, has_steady_latency, in_steady, most_frequent_failures
 from kvbench.runs.engine_time import EngineTime
 from kvbench.runs.predictions import Predictions
 from kvbench.runs.quality import QualityResult
@@ -162,6 +162,18 @@ class MeasuredCell:
         return self.per_repeat(_THROUGHPUT if chosen else "output_throughput")
 
     @property
+    def has_steady_latency(self) -> bool:
+        """Whether the latencies that lead are of the steady windows: every repeat has one with enough requests."""
+        return self.has_steady and all(has_steady_latency(r.metrics) for r in self.repeats)
+
+    def latency(self, metric: str, steady: bool | None = None) -> dict[int, float]:
+        """A latency such as "ttft_ms.p95" by repeat: of the steady window, or of the whole run as ``percentile``."""
+        return self.per_repeat(self._latencies(metric, steady))
+
+    def _latencies(self, metric: str, steady: bool | None) -> str:
+        return f"steady_latency.{metric}" if (self.has_steady_latency if steady is None else steady) else metric
+
+    @property
     def typical_repeat(self) -> int:
         """The repeat of median throughput (the lower of the middle two): one that happened, not a mean."""
         values = sorted(self.throughput().items(), key=lambda pair: pair[1])
@@ -181,17 +193,29 @@ class MeasuredCell:
         known = [value for r in self.repeats if (value := number(r.server.get(name))) is not None]
         return sum(known) if known else None
 
-    def percentile(self, metric: str, which: str) -> tuple[float | None, bool]:
+    def latency_groups(self, kind: str) -> Mapping[str, Any]:
+        """The pooled latencies that lead of each group of requests; ``kind``: "per_class" or "per_turn"."""
+        return _dig(self.pooled, self._latencies(kind, None)) or _dig(self.pooled, kind) or {}
+
+    def percentile(self, metric: str, which: str, steady: bool | None = None) -> tuple[float | None, bool]:
         """A latency percentile over the pooled raw samples, and whether it is of too few samples to be certain.
 
-        ``metric`` may be "steady_latency.ttft_ms": the same over the requests due in the steady window.
+        ``steady``: over the requests due in the steady windows, or all; None: as ``has_steady_latency`` says.
         """
+        metric = self._latencies(metric, steady)
         summary = _dig(self.pooled, metric) or {}
         value = number(summary.get(which))
         if value is not None:
             return value, which in (summary.get("uncertain") or ())
         values = list(self.per_repeat(f"{metric}.{which}").values())
         return (float(np.median(values)), True) if values else (None, False)
+
+    @property
+    def several_tokens_per_chunk(self) -> float | None:
+        """The mean number of tokens in a chunk, over the repeats; None where a chunk has one, or that is not known."""
+        known = self.per_repeat("tokens_per_chunk").values()
+        mean = math.fsum(known) / len(known) if known else 0.0
+        return mean if mean >= SEVERAL_TOKENS else None
 
     def client(self, name: str) -> list[Any]:
         """What the load client recorded of itself under ``name``, for each repeat that has it."""
@@ -238,10 +262,13 @@ class MeasuredCell:
     def is_paged(self) -> bool:
         return self.settings.get("layout") == "paged"
 
-    def requests(self) -> pd.DataFrame:
-        """All successful requests, raw; empty without the file."""
+    def requests(self, steady: bool = False) -> pd.DataFrame:
+        """All successful requests, raw; empty without the file. ``steady``: those that came in the steady windows."""
         path = self.folder / "requests.parquet"
         frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+        if steady and len(frame):
+            ends = {r.repeat: (r.metrics["steady_start_s"], r.metrics["steady_end_s"]) for r in self.repeats}
+            frame = pd.concat([in_steady(rows, ends.get(repeat)) for repeat, rows in frame.groupby("repeat")])
         return frame[frame["ok"].astype(bool)] if "ok" in frame else frame
 
     def gauges(self) -> pd.DataFrame:

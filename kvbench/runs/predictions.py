@@ -21,7 +21,7 @@ METRICS = {
     "p95 ITL": "itl_ms.p95",
     "p95 E2EL": "e2el_ms.p95",
 }
-"""The predicted figures: name -> where a load's metrics have it. Throughput is of the whole run."""
+"""The predicted figures: name -> where a load's metrics have it. All are of the whole run."""
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ class Recorder:
         steady = steady_state(due, due + queued, due + e2el, load, known)
         begin, end = steady.window or (math.nan, math.nan)
         moments = comes_at(due, due + queued, known)
-        inside = (moments >= begin) & (moments <= end)
+        inside = (moments > begin) & (moments <= end)
         return {
             "steady_start_s": None if steady.window is None else begin,
             "steady_end_s": None if steady.window is None else end,

@@ -21,6 +21,7 @@ from kvbench.calibration.cache import passed_since
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.files import read_json, write_json
 from kvbench.common.stats import t_interval
+from kvbench.metrics.latency import has_steady_latency
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.ratios import FEWEST, UNCLEAR, paired_ratio
 from kvbench.runs.repeats import is_disturbed, not_comparable
@@ -183,7 +184,9 @@ def _throughput(*sides: Mapping[int, Mapping[str, Any]]) -> list[dict[int, float
 
 
 def _ttft(*sides: Mapping[int, Mapping[str, Any]]) -> list[dict[int, float]]:
-    return _values(sides, lambda metrics: (metrics.get("ttft_ms") or {}).get("p95"))
+    """p95 TTFT by repeat of both sides: of the steady window where all repeats have enough requests in it."""
+    steady = all(has_steady_latency(loads) for side in sides for loads in side.values())
+    return _values(sides, lambda each: ((each["steady_latency"] if steady else each).get("ttft_ms") or {}).get("p95"))
 
 
 def _values(

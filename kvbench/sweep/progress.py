@@ -16,6 +16,7 @@ from rich.console import Console
 from kvbench.common.console import QUIET_S, LiveText, Part, fit, print_plain
 from kvbench.common.text import clock, failed_words
 from kvbench.measure.live_server import LiveServer
+from kvbench.metrics.latency import has_steady_latency, leading_latencies
 from kvbench.targets.choose import START_GUESS_S
 from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.design import Block, Cell
@@ -154,9 +155,10 @@ class SweepProgress:
         metrics = done["metrics"]
         steady = metrics.get("steady_output_throughput")
         rate = steady or metrics.get("output_throughput") or 0.0
-        ttft = (metrics.get("ttft_ms") or {}).get("p95")
+        ttft = (leading_latencies(metrics).get("ttft_ms") or {}).get("p95")
         text = f"{rate:.1f} output tok/s{'' if steady else ' (whole run)'}"
-        text += f", TTFT p95 {ttft:.0f} ms" if ttft is not None else ""
+        whole = "" if has_steady_latency(metrics) else " (whole run)"
+        text += f", TTFT p95 {ttft:.0f} ms{whole}" if ttft is not None else ""
         if metrics.get("failed"):
             failed, sent = metrics["failed"], metrics["failed"] + (metrics.get("completed") or 0)
             text += f", {failed_words(metrics.get('failure_messages') or {}, failed, sent)}"

@@ -79,7 +79,7 @@ class Slo(StrictModel):
     itl_ms: float | None = Field(default=None, gt=0)
     """the longest gap between two chunks of a request"""
     e2el_ms: float | None = Field(default=None, gt=0)
-    """the whole request"""
+    """from a request's start to its last chunk"""
 
     @model_validator(mode="after")
     def _some(self) -> Slo:

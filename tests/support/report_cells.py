@@ -100,13 +100,15 @@ def wrong(**how: Any) -> MeasuredCell:
 
 
 def _measured(throughput: float, tpot: float, ttft: float) -> dict[str, Any]:
-    times = {"tpot_ms": {"p50": tpot}, "ttft_ms": {"p95": ttft}, "itl_ms": {"p95": tpot}}
-    return {"steady_output_throughput": throughput, **times}
+    times = {"tpot_ms": {"p50": tpot}, "ttft_ms": {"p95": ttft, "n": 40}, "itl_ms": {"p95": tpot}}
+    window = {"steady_start_s": -1.0, "steady_end_s": 1e9}
+    return {"steady_output_throughput": throughput, **times, "steady_latency": times, **window}
 
 
 def _pooled(tpot: float, ttft: float) -> dict[str, Any]:
     figures = {"tpot_ms": {"p50": tpot}, "ttft_ms": {"p95": ttft}, "itl_ms": {"p95": tpot}}
-    return {name: {**values, "uncertain": []} for name, values in figures.items()}
+    pooled = {name: {**values, "uncertain": []} for name, values in figures.items()}
+    return pooled | {"steady_latency": pooled}
 
 
 def run(

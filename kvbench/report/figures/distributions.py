@@ -25,6 +25,8 @@ _WIDTH, _PANEL, _GAP, _LEGEND = 500, 210, 64, 110  # px: narrowest figure; a pan
 def distributions(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
     """Points of the ECDFs of each cell's raw samples, all repeats, successful requests; a row a point.
 
+    Of the requests that came in the steady windows, where all cells have one; else of all.
+
     configuration: the cell's name
     group: the class of the requests; EVERY: all of them, once more
     requests: how many the group has in this cell
@@ -33,13 +35,14 @@ def distributions(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
     ms: a sample; at most 60 of a curve, picked, the smallest and the largest among them
     share: of the samples that are not larger, 0 to 100 %
     """
+    steady = _steady(cells)
     frames = [
         pd.DataFrame({
             "configuration": cell.name, "group": group, "requests": len(rows), "metric": metric,
             "samples": len(samples), "ms": x, "share": y * 100,
         })
         for cell in cells
-        if len(requests := cell.requests())
+        if len(requests := cell.requests(steady))
         for group, rows in _groups(requests)
         for metric, samples in _samples(rows).items()
         if len(samples)
@@ -47,6 +50,10 @@ def distributions(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
     ]  # fmt: skip
     columns = ["configuration", "group", "requests", "metric", "samples", "ms", "share"]
     return pd.concat(frames or [pd.DataFrame(columns=columns)], ignore_index=True)
+
+
+def _steady(cells: Sequence[MeasuredCell]) -> bool:
+    return all(cell.has_steady_latency for cell in cells)
 
 
 def _groups(requests: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -138,7 +145,8 @@ def drawing(run: Run) -> Drawing | None:
         if len(frame):
             left = len(run.at(load)) - frame["configuration"].nunique()
             clock = words.upper_first(run.clock)
-            caption = f"{clock}. Further left is faster, steeper is steadier; log axes, raw samples of all repeats."
+            caption = f"{clock}. Further left is faster, steeper is steadier; log axes, raw samples of all repeats, "
+            caption += "steady window." if _steady(cells) else "whole run."
             if left:
                 caption += f" Left out: {words.plural(left, 'configuration')} invalid or without samples."
             figure = distributions_figure(frame, looks(run))
@@ -149,7 +157,8 @@ def drawing(run: Run) -> Drawing | None:
 def _title(cells: Sequence[MeasuredCell]) -> str:
     """How far the configurations' p95 TTFT spreads, and where the baseline stands."""
     load = cells[0].load
-    every = {cell.name: cell.percentile("ttft_ms", "p95") for cell in cells}
+    steady = _steady(cells)
+    every = {cell.name: cell.percentile("ttft_ms", "p95", steady) for cell in cells}
     known = {name: value for name, (value, _) in every.items() if value is not None}
     few = UNCERTAIN * any(few for _, few in every.values())
     if not known:

@@ -33,8 +33,9 @@ _ENDS = ("", "_low", "_high")
 def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFrame:
     """One row a valid cell: configuration, its short ``name``, load, rank of the load, and each value with its bounds.
 
-    ``steady``: whether all have a steady window; else tokens/s are of the whole run, of all: like with like. Goodput is
-    of the whole run, as latencies are: at the start of a load even a queue that never ends answers within the SLO.
+    ``steady``: whether all have a steady window, else tokens/s are of the whole run, of all: like with like;
+    ``steady_latency``: the same of the latencies. Goodput is of the whole run: at the start of a load even a queue that
+    never ends answers within the SLO.
 
     Values: tokens_per_s; goodput [requests/s within the SLO]; cost [price per 10^6 output tokens]; energy [J per output
     token]; ttft (p95), tpot (median) [ms]: medians over repeats, of latencies the pooled percentile. Intervals: 95 % t
@@ -42,6 +43,7 @@ def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFram
     percentiles of too few samples.
     """
     rows, steady = [], all(cell.has_steady for cell in run.cells if cell.valid)
+    steady_latency = all(cell.has_steady_latency for cell in run.cells if cell.valid)
     for cell in run.cells:
         if not cell.valid:
             continue
@@ -51,24 +53,25 @@ def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFram
             "goodput": cell.per_repeat("goodput"),
             "cost": {r: price_per_hour * 1e6 / (3600 * v) for r, v in tokens.items() if v} if price_per_hour else {},
             "energy": _energy(cell),
-            "ttft": cell.per_repeat("ttft_ms.p95"),
-            "tpot": cell.per_repeat("tpot_ms.p50"),
+            "ttft": cell.latency("ttft_ms.p95", steady_latency),
+            "tpot": cell.latency("tpot_ms.p50", steady_latency),
         }
         row: dict[str, object] = {
             "configuration": cell.name, "name": short_name(cell, baseline(run, cell.load)), "load": cell.load.label,
             "rank": run.loads.index(cell.load), "steady": steady,
+            "steady_latency": steady_latency,
         }  # fmt: skip
         for name, values in series.items():
             row |= dict(zip((name + end for end in _ENDS), _interval(values), strict=True))
         for name, metric, which in (("ttft", "ttft_ms", "p95"), ("tpot", "tpot_ms", "p50")):
-            pooled, row[f"{name}_few"] = cell.percentile(metric, which)
+            pooled, row[f"{name}_few"] = cell.percentile(metric, which, steady_latency)
             row[name] = value = math.nan if pooled is None else pooled
             bounds = row[f"{name}_low"], row[f"{name}_high"]  # of the repeats: the pooled one may lie outside
             row |= {f"{name}_low": min(bounds[0], value), f"{name}_high": max(bounds[1], value)}
         rows.append(row)
     names = [name + end for name in (*_AXES, *_LATENCIES) for end in _ENDS]
     names += [f"{name}_few" for name in _LATENCIES]
-    return pd.DataFrame(rows, columns=["configuration", "name", "load", "rank", "steady", *names])
+    return pd.DataFrame(rows, columns=["configuration", "name", "load", "rank", "steady", "steady_latency", *names])
 
 
 def _energy(cell: MeasuredCell) -> dict[int, float]:
@@ -122,7 +125,8 @@ def frontier_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Fi
                           visible=axis == axes[0], legend=column == 1),
                     row=1, col=column,
                 )  # fmt: skip
-        figure.update_yaxes(title_text=_LATENCIES[latency], row=1, col=column)
+        whole = "" if frame["steady_latency"].all() else ", whole run"
+        figure.update_yaxes(title_text=_LATENCIES[latency] + whole, row=1, col=column)
     drawn = frame[["ttft", "ttft_low", "ttft_high"]].to_numpy(dtype=float).ravel()
     figure.update_yaxes(**log_axis(drawn[~np.isnan(drawn)]), row=1, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=2)

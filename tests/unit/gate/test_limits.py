@@ -214,6 +214,28 @@ def test_the_throughput_is_of_the_steady_window_and_one_of_the_whole_run_says_so
         assert "whole run" not in finding.id  # the name of a test in CI does not depend on the run
 
 
+@pytest.mark.parametrize(
+    ("steady", "what", "metric", "ratio", "whole"),
+    [
+        (True, "p95_ttft_ms", 200.0, 0.5, False),
+        (False, "p95_ttft_ms", 600.0, 0.75, True),  # both of the whole run: 600 to 800
+        (True, "ttft_ms.p95", 600.0, 0.75, True),  # by its place in summary.json: always
+        (True, "steady_p95_ttft_ms", 200.0, 0.5, False),
+    ],
+)
+def test_a_latency_is_of_the_steady_window_and_one_of_the_whole_run_says_so(steady, what, metric, ratio, whole):
+    paged, contiguous = cell(ttft=(200.0,)), cell("contiguous", ttft=(400.0,))
+    for one, ttft in ((paged, 600.0), (contiguous, 800.0)):
+        one.repeats[0].metrics["ttft_ms"] = {"p95": ttft}
+        one.repeats[0].metrics["steady_latency"]["ttft_ms"] |= {} if steady or one is contiguous else {"n": 28}
+    alone = only(Limit("metric", what, high=1, cells=("paged*",)), paged, contiguous)
+    paired = only(Limit("ratio", what, high=0.1), paged, contiguous)
+    assert (alone.candidate, paired.candidate) == pytest.approx((metric, ratio)) and alone.unit == "ms"
+    assert {"whole run" in finding.sentence for finding in (alone, paired)} == {whole}
+    compared = compare(paged, contiguous)
+    assert what != "p95_ttft_ms" or (compared.ttft.median == pytest.approx(ratio) and compared.steady_latency == steady)
+
+
 def test_the_shipped_limits_judge_the_ratio_that_the_report_shows():
     paged, contiguous = two_windows(209.0, 250.0), two_windows(100.0, 100.0, layout="contiguous")
     shipped = [limit for limit in load_policy(REPOSITORY / "ci" / "gates.yaml").limits if limit.kind == "ratio"]

@@ -92,7 +92,15 @@ def test_the_whole_run_is_a_series_of_its_own_and_only_where_a_repeat_has_no_ste
     steady, whole = (series_of(tmp_path, metric=name)[0] for name in ("steady_output_throughput", "output_throughput"))
     assert (values(steady), values(whole)) == ([105.0, 105.0], [90.0])
     assert "whole run" in whole.metric.title and "whole run" not in steady.metric.title
-    assert show(tmp_path)[1].count("whole run") == 1
+    assert show(tmp_path, "--metric", "output_throughput")[1].count("whole run") == 1
+    settled = {"ttft_ms": {"p95": 50.0, "n": 8}, "itl_ms": {"p95": 5.0}}
+    for day, requests in ((3, 8), (4, 7)):
+        found = repeats(104.0, 106.0)
+        for each in found:
+            each["metrics"]["steady_latency"] = settled | {"ttft_ms": {"p95": 50.0, "n": requests}}
+        write_run(tmp_path, day, {"b-c3": found})
+    steady, whole = (series_of(tmp_path, metric=name)[-1] for name in ("steady_p95_ttft_ms", "p95_ttft_ms"))
+    assert (values(steady), values(whole)) == ([50.0], [100.0])  # where 8 requests came in the window, and where 7 did
 
 
 def test_runs_that_came_with_the_repository_are_shown_where_there_are_no_others_or_they_are_named(

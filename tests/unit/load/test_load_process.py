@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvbench.load.spec import read_spec
+from kvbench.metrics.latency import summarise
 from kvbench.requests.request import RequestSpec
 from tests.support.loads import LoadRunner, Result, ended, own_mock, requests_of, stamps_of, wait_for
 
@@ -62,6 +64,25 @@ def test_stopped_load_writes_what_it_has(loads: LoadRunner) -> None:
     assert result.events[-1]["incomplete"] and load["incomplete"]
     assert 4 <= load["completed"] < 1000
     assert "never finished" in " ".join(load["invalid_reasons"])
+
+
+def test_a_suspended_client_makes_a_load_of_few_chunks_invalid(loads: LoadRunner) -> None:
+    spec = loads.spec(requests_of(16, tag=1004, max_tokens=4), model="mock?ttft_ms=100&itl_ms=100", concurrency=4)
+    process = loads.start(spec)
+    wait_for(process, 1)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1)
+    process.send_signal(signal.SIGCONT)
+    load = ended(process, spec.parent).load
+    assert load["client"]["chunks"] == 64 and load["client"]["loop_lag_max_ms"] > 900
+    assert "the client stood still" in " ".join(load["invalid_reasons"])
+
+
+def test_several_tokens_a_chunk_are_counted(loads: LoadRunner) -> None:
+    result = loads.run(requests_of(2, tag=1005, max_tokens=8), model="mock?tokens_per_chunk=4&itl_ms=40&fault=no_ids")
+    got = summarise(result.samples, result.load)
+    assert got["tokens_per_chunk"] == 4.0
+    assert got["itl_ms"]["p50"] == pytest.approx(40, abs=10) and got["tpot_ms"]["p50"] == pytest.approx(40 / 7, abs=2)
 
 
 def test_unreachable_server_is_exit_4_with_a_sentence(loads: LoadRunner) -> None:

@@ -81,6 +81,30 @@ def test_a_late_client_is_invalid_and_a_machine_that_stood_still_is_not():
     assert "timestamps lagged: p99 40.00 ms" in reasons([sample([], [0.1, 0.2])], lags=stalls), "no stamps: the probe"
 
 
+def stopped(seconds: float, load_s: float) -> list[float]:
+    """What the probe sees of one stop: each tick in it is late to its end."""
+    late_ticks = [seconds - 0.01 * k for k in range(round(seconds * 100))]
+    return [0.0001] * (round(load_s * 100) - len(late_ticks)) + late_ticks
+
+
+@pytest.mark.parametrize(
+    ("seconds", "load_s", "what"),
+    [
+        (2.0, 4.0, "stood still for 50.0% of the load and up to 2000 ms"),
+        (0.11, 4.9, "stood still for 2.0% of the load and up to 110 ms"),  # 10 of 490 ticks
+        (0.11, 5.0, ""),  # 10 of 500
+        (0.10, 0.3, ""),  # a hiccup of the machine in a short load
+    ],
+)
+@pytest.mark.parametrize("stamps", ["kernel", "server"])
+def test_a_suspended_client_is_invalid_however_few_its_chunks(seconds, load_s, what, stamps):
+    chunks = late(0.0002, 8) if stamps == "server" else sample([], [0.02 * i for i in range(8)])
+    client = client_report([chunks], stopped(seconds, load_s), 0.1, load_s, "closed", stamps == "kernel")
+    found = invalid_reasons(client, 0)
+    assert len(found) == bool(what) and what in "".join(found)
+    assert client_reasons({"client": client, "invalid_reasons": found}) == found, "it is measured again"
+
+
 def test_with_the_kernels_stamps_a_late_loop_does_not_make_them_late():
     """Nobody else stamps: then the loop's lateness matters where chunks shared reads, and the server may have sent
     them together."""

@@ -106,6 +106,9 @@ TURNAROUND = {"turnaround_p50_ms": 0.2, "turnaround_p99_ms": 11.13, "turnaround_
         ({}, LATE, ('4 of 5: timeout: "late"',)),
         ({}, {}, ("client: not calibrated",)),
         (calibrated(64, 0.1), {}, ("64 streams", "0.10 ms")),
+        ({}, {"tokens_per_chunk": 1.1}, ("1.1 tokens a chunk: ITL is between chunks",)),
+        ({}, {"open_after_last_share": 0.031, "open_after_last_p50_ms": 3000.0}, ("stayed open for 3000 ms", "3.1%")),
+        ({}, {"steady_start_s": 0.0}, ("latencies are of the whole run", "0 of 1 requests")),
         ({"machine": {"foreign_cpu_cores": 1.25}}, {}, ("this machine", "1.25")),
         ({"warm_up": {"answered": 4, "requests": 4, "failures": 6, "last": "HTTP 500"}}, {}, ("6 failed", "HTTP 500")),
     ],
@@ -128,6 +131,26 @@ def test_the_steady_window_comes_first_and_the_whole_run_says_what_it_is():
     measured["metrics"] |= {"steady_output_throughput": None, "steady_note": "it was short"}
     (line,) = (line for line in lines(kept(measured)) if line.startswith("output tokens/s"))
     assert line.startswith("output tokens/s: 5.5 over the whole run") and "no steady window: it was short" in line
+
+
+def test_a_token_a_chunk_and_a_stream_that_ends_at_once_are_not_worth_a_line():
+    measured = result()
+    measured["metrics"] |= {"tokens_per_chunk": 1.09, "open_after_last_share": 0.03, "open_after_last_p50_ms": 90.0}
+    text = "\n".join(lines(kept(measured)))
+    assert "a chunk" not in text and "stayed open" not in text and "latencies are of" not in text
+
+
+def test_latencies_of_the_steady_window_lead_and_vllms_fields_are_of_the_whole_run():
+    measured = result([0.5, *[0.1] * 9])
+    whole = shown(measured)
+    assert "load r · whole run · ms" in whole and "  whole run" not in whole.splitlines()
+    measured["metrics"] |= {"steady_start_s": 0.5, "steady_end_s": 10.0}
+    measured["metrics"]["steady_latency"] = result([0.1] * 9)["metrics"]
+    rows = [line.split() for line in shown(measured).splitlines()]
+    at = next(i for i, row in enumerate(rows) if row[:1] == ["TTFT"])
+    assert (rows[at][:2], rows[at + 1][:3]) == (["TTFT", "100.0"], ["whole", "run", "140.0"])
+    assert ["load", "r", "·", "steady", "window", "·", "ms"] in rows
+    assert kept(measured)["mean_ttft_ms"] == pytest.approx(140)
 
 
 @pytest.mark.parametrize(("count", "noted"), [(129, True), (200, True), (700, False)])

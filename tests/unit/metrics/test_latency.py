@@ -259,10 +259,37 @@ def test_who_waits_past_the_steady_windows_end_is_in_its_latency() -> None:
 
 
 def test_requests_all_due_at_once_are_steady_when_they_were_sent() -> None:
-    """Four places, 2 s each: the first three sends are before the four were busy."""
+    """Four places, 2 s each: the first four sends filled them."""
     sends = np.repeat(np.arange(10.0) * 2, 4) + np.tile([0.0, 0.1, 0.2, 0.3], 10)
     rows = [row(t0=1e-6 * (k % 2), ts=t, queued_s=t, chunk_times=[t + 1, t + 2], end=t + 2, output_tokens=2)
             for k, t in enumerate(sends)]  # fmt: skip
     got = summary(*rows, load={"mode": "open", "max_concurrency": 4})
-    check(got, steady_start_s=0.3, steady_end_s=20.0, steady_latency__ttft_send_ms__n=37)
+    check(got, steady_start_s=0.3, steady_end_s=20.0, steady_latency__ttft_send_ms__n=36)
     assert got["steady_output_throughput"] == pytest.approx(4.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("users", "requests", "leads"), [(8, 20, True), (8, 19, False), (4, 12, True), (4, 11, False)])
+def test_the_first_burst_is_not_in_the_latency_that_leads(users: int, requests: int, leads: bool) -> None:
+    """A server that prefills one prompt at a time, 0.1 s each, then decodes 10 tokens in 1 s, and all users at once."""
+    prefilled, rows, idle = 0.0, [], [0.0] * users
+    for k in range(requests):
+        sent = idle[k % users]
+        prefilled = max(prefilled, sent) + 0.1
+        idle[k % users] = prefilled + 1
+        rows.append(row(t0=sent, ts=sent, chunk_times=[prefilled, prefilled + 1], end=prefilled + 1, output_tokens=11))
+    got = metrics.summarise(frame(*rows), {"mode": "closed", "concurrency": users})
+    assert got["ttft_ms"]["max"] == pytest.approx(users * 100)
+    assert got["steady_latency"]["ttft_ms"]["max"] == pytest.approx(100)  # the last of the burst waited for all others
+    assert got["steady_latency"]["ttft_ms"]["n"] == requests - users
+    leading = metrics.leading_latencies(got)["ttft_ms"]
+    assert leading["mean"] == pytest.approx(100 if leads else got["ttft_ms"]["mean"]) and got["ttft_ms"]["mean"] > 110
+
+
+@pytest.mark.parametrize("by_id", [True, False])
+def test_tokens_a_chunk_and_how_long_streams_stayed_open(by_id: bool) -> None:
+    times = {"chunk_times": [1.2, 1.4, 1.6, 2.0], "output_tokens": 16, "chunk_tokens": [4] * 4 if by_id else None}
+    got = summary(row(**times, end=5.0), row(**times, end=2.0), row(ok=False, error_kind="timeout", end=60.0))
+    check(got, tokens_per_chunk=4.0, itl_ms__p50=200.0, tpot_ms__p50=800 / 15)
+    check(got, open_after_last_p50_ms=1500.0, open_after_last_share=3 / 5)  # of 4 and 1 s from the send to the end
+    check(summary(row(end=2.0)), tokens_per_chunk=1.0, open_after_last_share=0.0)
+    check(summary(row(ok=False, error_kind="timeout")), tokens_per_chunk=None, open_after_last_share=None)

@@ -42,10 +42,31 @@ def test_steady_ttft_and_whole_run_stand_beside_each_other(run_of: Callable[[str
         assert row.cell is not None
         steady, whole = (pooled["ttft_ms"] for pooled in (row.cell.pooled["steady_latency"], row.cell.pooled))
         value = row.values[keys.index("ttft_ms_p95")]
-        assert steady["n"] < whole["n"] and value.sort == whole["p95"] and flat["steady_ttft_ms_p95"] == steady["p95"]
-        assert float(value.note.rstrip("*").replace(",", "")) == pytest.approx(steady["p95"], rel=0.01)
+        leads, other = (steady, whole) if row.cell.has_steady_latency else (whole, steady)
+        assert steady["n"] < whole["n"] and value.sort == leads["p95"]
+        assert (flat["steady_ttft_ms_p95"], flat["whole_run_ttft_ms_p95"]) == (steady["p95"], whole["p95"])
+        assert flat["ttft_ms_p95_window"] == ("steady window" if leads is steady else "whole run")
+        label, shown_beside = value.note.splitlines()[-1].split(" ")
+        assert label == ("whole" if leads is steady else "steady") and ("whole run" in value.note) == (leads is whole)
+        assert float(shown_beside.rstrip("*").replace(",", "")) == pytest.approx(other["p95"], rel=0.01)
+    assert {row.cell.has_steady_latency for row in table.rows if row.cell} == {True, False}
     one = changed(cell(throughput=(100.0, 110.0, 120.0)), {"output_throughput": 90.0})
     assert entries(main_table(run(one)))["output_tokens_per_s"].note == "100–120\nwhole 90.0"
+
+
+@pytest.mark.parametrize(("tokens", "note"), [(1.09, ""), (1.1, "1.1 tokens a chunk"), (4.0, "4.0 tokens a chunk")])
+def test_an_itl_of_several_tokens_says_so_and_tpot_stands_first(tokens: float, note: str) -> None:
+    one = changed(cell(), {"tokens_per_chunk": tokens})
+    found = entries(main_table(run(one)))
+    assert found["itl_ms_p95"].note == note and found["tpot_ms_p50"].note == ""
+    assert list(found).index("tpot_ms_p50") < list(found).index("itl_ms_p95")
+
+
+@pytest.mark.parametrize(("share", "shown"), [(0.03, None), (0.031, 3000.0)])
+def test_streams_that_stay_open_have_a_column_from_a_visible_share_on(share: float, shown: float | None) -> None:
+    one = changed(cell(), {"open_after_last_share": share, "open_after_last_p50_ms": 3000.0})
+    value = entries(main_table(run(one))).get("open_after_last_ms")
+    assert (value and value.sort) == shown
 
 
 def test_columns_are_shown_where_there_is_something_in_them() -> None:
@@ -53,7 +74,9 @@ def test_columns_are_shown_where_there_is_something_in_them() -> None:
     keys = [column.key for column in main_table(run(plain)).columns]
     assert {"configuration", "load", "output_tokens_per_s", "failed"} <= set(keys)
     assert not {"ratio", "client_queue_ms_p95", "goodput", "running_mean"} & set(keys)
-    capped = main_table(run(changed(plain, client_queue_ms={"p95": 120.0}), cell("contiguous", running=2.0)))
+    capped = main_table(
+        run(changed(plain, steady_latency={"client_queue_ms": {"p95": 120.0}}), cell("contiguous", running=2.0))
+    )
     keys = [column.key for column in capped.columns]
     assert keys.index("client_queue_ms_p95") == keys.index("ttft_ms_p95") + 1 and {"ratio", "running_mean"} <= set(keys)
     assert entries(capped, "paged (page 16)")["client_queue_ms_p95"].text == "120"

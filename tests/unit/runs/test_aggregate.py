@@ -69,13 +69,14 @@ FRAME = rows([(0.0, LATER), (0.001, LATER)])
 
 
 def test_steady_latency_is_pooled_over_each_repeats_own_window(tmp_path: Path) -> None:
-    # Two users start within a millisecond; the window starts with the second, so the first is outside it.
+    # Two users start within a millisecond; the window starts with the second, and both are outside it.
     first = rows([(0.0, BURST), (0.001, BURST), (1.2, LATER), (1.3, LATER)])
     late = rows([(5.0, BURST), (5.001, BURST), (6.2, LATER), (6.3, 3 * LATER)])
     pooled = aggregated(tmp_path, CLOSED, [first, late])["pooled"]
-    expected = distribution([900.0, 100.0, 100.0, 900.0, 100.0, 300.0])
-    assert pooled["ttft_ms"]["n"] == 8 and pooled["steady_latency"]["ttft_ms"]["n"] == 6
-    assert pooled["steady_latency"]["ttft_ms"]["p50"] == pytest.approx(expected["p50"])
+    expected = distribution([100.0, 100.0, 100.0, 300.0])
+    steady = pooled["steady_latency"]
+    assert pooled["ttft_ms"]["n"] == 8 and steady["ttft_ms"]["n"] == steady["per_class"]["a"]["n"] == 4
+    assert steady["ttft_ms"]["mean"] == pytest.approx(expected["mean"])
 
 
 def test_pooled_steady_latency_holds_whoever_waited_past_the_windows_end(tmp_path: Path) -> None:
