@@ -54,7 +54,8 @@ _LOAD_OPTIONS = (
                  help="Requests of the load, or conversations where the workload has them (--find-max-rate: of a run, "
                  "at least)."),
     click.option("--num-warmups", type=click.IntRange(0, 1000), default=4, show_default=True, metavar="N",
-                 help="Warm-up requests, never measured."),
+                 help="Warm-up requests of the load's shape, never measured; then as many short ones at once as "
+                 "the load has in flight. 0: none of either."),
     click.option("--goodput", multiple=True, metavar="NAME:MS", help="An SLO such as 'ttft:200 tpot:50'. Repeatable."),
     click.option("--canaries", metavar="SHARE[:FILE]",
                  help="Mix in requests whose right answers are known: 0.1 is one in ten. FILE: of `kvbench canaries`, "

@@ -235,6 +235,10 @@ def _canaries(metrics: Mapping[str, Any]) -> str:
     return text + (f"; the first: {found['first_wrong']}" if found["wrong"] else "")
 
 
+_OTHER_SEED = "--seed N draws others, but for texts of a file"
+_MAY_REMEMBER = f"; if the server was sent these prompts before, it may have kept them: {_OTHER_SEED}"
+
+
 def _cache(kept: Mapping[str, Any]) -> str:
     cache = kept.get("prefix_cache") or {}
     hits, queries, bounds = cache.get("hits"), cache.get("queries"), kept.get("prefix_cache_bounds")
@@ -242,10 +246,17 @@ def _cache(kept: Mapping[str, Any]) -> str:
     text = f"prefix cache, declared {kept['cache_state']}{f', not verified ({doubt})' if doubt else ''}: "
     if kept.get("prefix_caching") is False:
         return text + "none, the server has prefix caching off"
+    told_apart = hits == 0 or (hits is not None and bounds)  # whether hits from before the load are known
+    unseen = _MAY_REMEMBER if kept["cache_state"] == "steady" and not told_apart else ""
     if hits is None or not queries:
-        return text + ("hit rate not known" if hits is None else "no token was looked up")
+        return text + ("hit rate not known" if hits is None else "no token was looked up") + unseen
     text += f"{hits / queries:.1%} of {queries:,.0f} prompt tokens hit"
-    return text + (f", possible {bounds['low'] / queries:.1%} to {bounds['high'] / queries:.1%}" if bounds else "")
+    text += f", possible {bounds['low'] / queries:.1%} to {bounds['high'] / queries:.1%}" if bounds else ""
+    if cache.get("disagree"):
+        text += f"; its /metrics count {cache['counted']:,.0f} tokens, the usage of its answers {cache['told']:,.0f}"
+    if before := cache.get("from_before"):
+        text += f"; {before:,.0f} of them only because it was sent these prompts before: {_OTHER_SEED}"
+    return text + unseen
 
 
 def _client(metrics: Mapping[str, Any]) -> str:

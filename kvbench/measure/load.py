@@ -249,7 +249,9 @@ class PreparedLoad:
         calibration = recalibrated(setup, self.calibration, outcome, metrics)
         metrics["client"] |= {"cpu_s_per_1000_output_tokens": client_cost(report, metrics)}
         complete = int(metrics.get("completed") or 0) == len(self.requests)
-        cache = server_state.cache_use(setup.load, self.requests, setup.info, before, after, complete=complete)
+        cache = server_state.cache_use(
+            setup.load, self.requests, setup.info, before, after, complete=complete, metrics=metrics
+        )
         faults = server_state.leak_reasons(after) + cache.reasons
         refused = refusal(metrics) if failures_invalidate else None
         if failures_invalidate and not refused:

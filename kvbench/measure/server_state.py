@@ -111,9 +111,11 @@ def _reset(target: Target) -> bool:
 class CacheUse:
     """What the prefix cache did in a load.
 
-    ``counts`` [tokens]: ``hits`` of ``queries`` (None: not known), and ``unverified``: why its declared state is not
-    verified, where it is not. ``bounds``: of the hits; None when they are not known.
-    ``reasons``: why it cannot have been in the declared state.
+    ``counts`` [tokens], None where not known: ``counted``: hits by /metrics; ``told``: cached tokens by the usage of
+    the answers; ``hits``: the larger of both, of ``queries``. Only where it is so: ``unverified``: why the declared
+    state is not verified; ``disagree``: that both should be equal and are not; ``from_before``: hits of a ``steady``
+    cache that only prompts from before the load explain.
+    ``bounds``: of the hits; None when they are not known. ``reasons``: why it cannot have been in the declared state.
     """
 
     counts: dict[str, Any]
@@ -129,14 +131,33 @@ def cache_use(
     after: MetricsSample | None,
     *,
     complete: bool,
+    metrics: Mapping[str, Any] | None = None,
 ) -> CacheUse:
-    """``info``: /server_info; ``before``, ``after``: around the load; ``complete``: every request succeeded."""
+    """The hits of a load by every source that tells them, held against what is possible.
+
+    ``info``: /server_info; ``before``, ``after``: /metrics around the load; ``complete``: every request succeeded;
+    ``metrics``: of the load, None: only /metrics count.
+    """
     bounds = hit_bounds(load, requests, info, before, after)
-    counts: dict[str, Any] = {w: _change(before, after, f"prefix_cache_{w}_total") for w in ("hits", "queries")}
-    hits = counts["hits"]
+    counted, queries = (_change(before, after, f"prefix_cache_{what}_total") for what in ("hits", "queries"))
+    told = (metrics or {}).get("total_cached_tokens")
+    hits = max((count for count in (counted, told) if count is not None), default=None)
+    if metrics and hits != counted:
+        queries = metrics.get("total_input_tokens")
+    counts: dict[str, Any] = {"hits": hits, "queries": queries, "counted": counted, "told": told}
     if doubt := unverified(hits, bounds, load.cache_state):
         counts["unverified"] = doubt
-    reason = None if hits is None or bounds is None else outside(hits, bounds, load.cache_state, complete=complete)
+    # A preempted request looks up again, and so may each sequence of one; a failed one is told nothing.
+    equal = complete and not _change(before, after, "num_preemptions_total") and all(r.width == 1 for r in requests)
+    if equal and None not in (counted, told) and counted != told:
+        counts["disagree"] = True
+    if hits is None or bounds is None:
+        return CacheUse(counts, bounds, [])
+    if load.cache_state == "steady":
+        own = hit_bounds(load.model_copy(update={"cache_state": "primed"}), requests, info, before, after)
+        if own is not None and hits > own.high:
+            counts["from_before"] = hits - own.high
+    reason = outside(hits, bounds, load.cache_state, complete=complete)
     return CacheUse(counts, bounds, [reason] if reason else [])
 
 

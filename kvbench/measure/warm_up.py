@@ -1,4 +1,8 @@
-"""Warm-up requests before the first measured load."""
+"""Warm-up requests before the first measured load.
+
+First a few of the load's shape. Then as many short ones at once as the load has in flight, streamed as the load's are:
+a server may compile or capture something for each number of requests in a step.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import MeasurementError, RefusedError
 from kvbench.common.text import plural
+from kvbench.measure.single_request import send_single
+from kvbench.requests.request import RequestSpec
 from kvbench.workload.design import LoadPoint
 
 if TYPE_CHECKING:
@@ -25,6 +31,10 @@ WARM_UP_REQUESTS = 4
 ATTEMPTS = 3  # of one request: a server that fails now and then can be measured, and its failures are a result
 _PAUSE_S = 0.2  # before a request is sent again
 _TOKENS = 16
+_WAVE_PROMPT = 32  # tokens, or letters of a text
+_STEPS_A_SIZE = 2
+_OPEN_IN_FLIGHT = 64  # in open loop, where neither workload nor server has a limit
+_MOST_IN_FLIGHT = 512  # each has a thread
 _MARGIN_S = 30.0
 _LOOK_S = 1.0  # between looks at the health of a server that has not answered
 _UNHEALTHY_LOOKS = 2
@@ -38,12 +48,13 @@ OnAnswer = Callable[[int, int], None]  # answered, of so many requests
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Requests sent and answered, failed attempts, and why the last attempt failed."""
+    """Requests sent and answered, failed attempts, why the last attempt failed, and the most requests in flight."""
 
     requests: int
     answered: int
     failures: int = 0
     last: str | None = None
+    in_flight: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """For a manifest and a load's result."""
@@ -53,11 +64,11 @@ class WarmUp:
 def warm_up(
     setup: LoadSetup, point: LoadPoint, count: int = WARM_UP_REQUESTS, on_answer: OnAnswer = lambda answered, of: None
 ) -> WarmUp:
-    """A few requests of the load's shape but other contents, first one alone: kernels compile, buffers are touched.
+    """``count`` requests of the load's shape but other contents, first one alone, then the wave: kernels compile.
 
     Their tokens or words are shuffled, and a text has another beginning: prompts of a trace or a text file are the same
     for every seed, and must not be in the cache before they are measured. One that fails is sent again, ``ATTEMPTS``
-    times in all within its time-out.
+    times in all within its time-out; one of the wave is not.
 
     Raises MeasurementError when the first one is not answered, one not in time, or the server does not serve any more.
     """
@@ -70,10 +81,18 @@ def warm_up(
     step = max(1, (len(requests) - 1) // max(1, count - 1))
     chosen = requests[::step][:count]
     answered, failures = 0, []
-    for some in (chosen[:1], chosen[1:]):  # the shortest alone: what it shows of a dead server needs no others
-        for is_answered, failed in _results(setup, some):
+    at_once = most_in_flight(setup, point, requests)
+    wave = _wave(setup, requests, at_once) if at_once > 1 else []
+    total = len(chosen) + len(wave)
+    rounds = (  # the shortest alone: what it shows of a dead server needs no others
+        (chosen[:1], 1, _complete),
+        (chosen[1:], WARM_UP_REQUESTS, _complete),
+        (wave, at_once, _stream),
+    )
+    for some, threads, send in rounds:
+        for is_answered, failed in _results(setup, some, threads, send):
             answered, failures = answered + is_answered, failures + failed
-            on_answer(answered, len(chosen))
+            on_answer(answered, total)
         if not answered:
             break
     if not answered and isinstance(failures[-1], RefusedError):
@@ -82,14 +101,48 @@ def warm_up(
         raise MeasurementError(
             f"the server answers no warm-up request ({plural(len(failures), 'attempt')}): {failures[-1]}"
         )
-    return WarmUp(len(chosen), answered, len(failures), str(failures[-1]) if failures else None)
+    return WarmUp(total, answered, len(failures), str(failures[-1]) if failures else None, at_once)
 
 
-def _results(setup: LoadSetup, requests: Sequence[Any]) -> Iterator[tuple[bool, list[MeasurementError]]]:
-    """Yields what ``_complete`` returns for each. MeasurementError for a server that is gone or does not answer, and
+def most_in_flight(setup: LoadSetup, point: LoadPoint, requests: Sequence[RequestSpec]) -> int:
+    """The most sequences that the load has in flight, as far as the server takes so many into a step."""
+    engine = (setup.info or {}).get("engine") or {}
+    users = point.concurrency or setup.load.max_concurrency or _OPEN_IN_FLIGHT
+    sequences = min(users, len(requests)) * max(request.width for request in requests)
+    a_step = engine.get("max_num_seqs") or setup.settings.get("max_num_seqs") or sequences
+    return min(sequences, a_step, _MOST_IN_FLIGHT)
+
+
+def captured_sizes(most: int) -> list[int]:
+    """The numbers of requests in a step, up to ``most``, for which engines capture a graph: vLLM's default list."""
+    return [*(size for size in (1, 2, 4, *range(8, 256, 8), *range(256, most, 16)) if size < most), most]
+
+
+def _wave(setup: LoadSetup, requests: Sequence[RequestSpec], count: int) -> list[RequestSpec]:
+    """``count`` short requests whose lengths let the number in flight fall through all captured sizes.
+
+    Each size lasts ``_STEPS_A_SIZE`` tokens.
+    """
+    sizes, room = captured_sizes(count), max(1, setup.target.model.max_model_len // 2)
+    made = []
+    for number in range(count):
+        prompt = _shuffled(requests[number % len(requests)])[: min(_WAVE_PROMPT, room)]
+        ids, text = (None, prompt) if isinstance(prompt, str) else (tuple(prompt), None)
+        tokens = _STEPS_A_SIZE * sum(size > number for size in sizes)
+        made.append(RequestSpec(number, "warm-up", ids, text, min(tokens, room)))
+    return made
+
+
+_Send = Callable[["LoadSetup", Any], tuple[bool, list[MeasurementError]]]
+
+
+def _results(
+    setup: LoadSetup, requests: Sequence[Any], at_once: int, send: _Send
+) -> Iterator[tuple[bool, list[MeasurementError]]]:
+    """Yields what ``send`` returns for each. MeasurementError for a server that is gone or does not answer, and
     what ``setup.check`` raises."""
-    results, left = _send(setup, requests), len(requests)
-    limit = (setup.load.timeout_s + _MARGIN_S) * -(-len(requests) // WARM_UP_REQUESTS)
+    results, left = _begin(setup, requests, at_once, send), len(requests)
+    limit = (setup.load.timeout_s + _MARGIN_S) * -(-len(requests) // at_once)
     due, watch = time.monotonic() + limit, HealthWatch(setup.target)
     while left:
         try:
@@ -128,8 +181,8 @@ class HealthWatch:
             raise MeasurementError(f"the server does not serve: {said}")
 
 
-def _send(setup: LoadSetup, requests: Sequence[Any]) -> queue.SimpleQueue[Any]:
-    """Sends a few at a time; the queue gets what ``_complete`` returns or raises for each.
+def _begin(setup: LoadSetup, requests: Sequence[Any], at_once: int, send: _Send) -> queue.SimpleQueue[Any]:
+    """Sends so many at a time; the queue gets what ``send`` returns or raises for each.
 
     The threads are daemons, so that an interruption does not wait for a server that does not answer.
     """
@@ -141,17 +194,25 @@ def _send(setup: LoadSetup, requests: Sequence[Any]) -> queue.SimpleQueue[Any]:
             while True:
                 request = todo.popleft()
                 try:
-                    results.put(_complete(setup, request))
+                    results.put(send(setup, request))
                 except BaseException as error:
                     results.put(error)
 
-    for _ in range(min(WARM_UP_REQUESTS, len(requests))):
+    for _ in range(min(at_once, len(requests))):
         threading.Thread(target=work, name="warm-up", daemon=True).start()
     return results
 
 
 def _complete(setup: LoadSetup, request: Any) -> tuple[bool, list[MeasurementError]]:
     return complete(setup.target, _shuffled(request), min(_TOKENS, request.max_tokens), setup.load.timeout_s)
+
+
+def _stream(setup: LoadSetup, request: RequestSpec) -> tuple[bool, list[MeasurementError]]:
+    try:
+        send_single(setup.target, request, setup.load.timeout_s)
+    except MeasurementError as error:
+        return False, [error]
+    return True, []
 
 
 def complete(target: Target, prompt: Any, tokens: int, timeout_s: float) -> tuple[bool, list[MeasurementError]]:

@@ -64,6 +64,11 @@ class HitLedger:
         return tokens / self.prompt_tokens if tokens is not None and self.prompt_tokens else None
 
     @property
+    def hit(self) -> float | None:
+        """What the server counted; where it has no counter, what its answers were told."""
+        return self.told if self.counted is None else self.counted
+
+    @property
     def simulated(self) -> float | None:
         """The last step that is known: nearest to what was measured."""
         known = (self.lru, self.whole_pages, self.endless)
@@ -77,7 +82,7 @@ class HitLedger:
             ("page rounding", self.endless, self.whole_pages, "only whole pages are found"),
             ("capacity", self.whole_pages, self.best, "evicted for lack of room, in the best order"),
             ("eviction order", self.best, self.lru, "LRU evicted them before their next use"),
-            ("unexplained", self.simulated, self.counted, "between this simulation and the server's own count"),
+            ("unexplained", self.simulated, self.hit, "between this simulation and the server's own count"),
             ("not told", self.counted, self.told, "preempted requests look up again, failed ones are told nothing"),
         )
         return tuple(
@@ -138,9 +143,9 @@ def hit_sentences(run: Run) -> list[str]:
 
 
 def _sentence(ledger: HitLedger) -> str:
-    if ledger.counted is None:
+    if ledger.hit is None:
         return ""
-    hit, who = words.percent(ledger.share(ledger.counted)), f"{ledger.cell.marked_name}, {ledger.cell.load.short}"
+    hit, who = words.percent(ledger.share(ledger.hit)), f"{ledger.cell.marked_name}, {ledger.cell.load.short}"
     if ledger.shared is None:
         return f"{who}: {hit} of prompt tokens hit; {ledger.reason}."
     text = f"{who}: {hit} of prompt tokens hit, {words.percent(ledger.share(ledger.shared))} shared"
@@ -160,7 +165,7 @@ def _signed(ledger: HitLedger, gap: Gap) -> str:
 
 def _caches(cell: MeasuredCell) -> bool:
     ours = cell.is_paged and bool(effective(cell.settings, "enable_prefix_caching"))
-    return ours or bool(cell.counter("prefix_cache_queries_total"))
+    return ours or bool(cell.counter("prefix_cache_queries_total") or cell.count("total_cached_tokens"))
 
 
 @dataclass(frozen=True)
@@ -217,7 +222,7 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
     return HitLedger(
         cell,
         sent if sent is not None else _sum(number(r.metrics.get("total_input_tokens")) for r in repeats) or 0.0,
-        _sum(number(r.cache.get("hits", r.server.get("prefix_cache_hits_total"))) for r in repeats),
+        _sum(number(_counted(r)) for r in repeats),
         _sum(number(r.metrics.get("total_cached_tokens")) for r in repeats),
         *map(total, ("shared", "endless", "whole_pages", "best", "lru")),
         reason=reason,
@@ -290,6 +295,11 @@ def _sum(values: Iterable[float | None]) -> float | None:
     """None where one is not known, or there is none."""
     known = list(values)
     return sum(value for value in known if value is not None) if known and None not in known else None
+
+
+def _counted(repeat: Repeat) -> Any:
+    """The server's own count; ``hits`` in runs from before answers were counted too."""
+    return repeat.cache.get("counted", repeat.cache.get("hits", repeat.server.get("prefix_cache_hits_total")))
 
 
 def _given(settings: Mapping[str, Any], name: str) -> Any:

@@ -104,6 +104,7 @@ def warnings(run: Run) -> list[str]:
     ]
     loads = [repeat for cell in run.cells for repeat in cell.repeats]
     unverified = [str(load.cache["unverified"]) for load in loads if load.cache.get("unverified")]
+    disagree, before = ([load for load in loads if load.cache.get(what)] for what in ("disagree", "from_before"))
     resumed = resumed_differences(run.manifest)
     found = {
         "Load generator and engine shared this machine and competed for its cores.": run.manifest.get("shared_machine"),
@@ -117,6 +118,10 @@ def warnings(run: Run) -> list[str]:
         "What was measured before and after is not comparable as it stands.": resumed,
         f"That the prefix cache was {run.load_section.get('cache_state', 'cold')}, as declared, is not verified in "
         f"{len(unverified)} of {len(loads)} loads: {'; '.join(dict.fromkeys(unverified))}.": unverified,
+        f"The server's /metrics and the usage of its answers count different hits in {len(disagree)} of {len(loads)} "
+        "loads; the larger count is judged.": disagree,
+        f"In {len(before)} of {len(loads)} loads the cache held prompts from before the load, as cache_state steady "
+        "allows: a run with another --seed meets it without them.": before,
         "The working tree had uncommitted changes: the commit alone does not reproduce this run.": (
             (run.manifest.get("git") or {}).get("dirty")
         ),

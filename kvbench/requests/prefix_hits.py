@@ -37,7 +37,7 @@ def predict_hits(
     ``high``: what a cache without limit serves in the best order of arrival (the real order is not known). Of the
     requests that look a page up, the first finds nothing unless the cache had the page. With ``page_size`` 1 this holds
     for every page size. A turn whose history holds the server's own answers finds those in the cache too, and is
-    counted with the most tokens that they can have.
+    counted with the most tokens that they can have. A ``steady`` cache may have held every token before.
 
     ``low``: 0, except for a ``primed`` cache of ``total_pages`` (None: not known) with room for all that the load
     writes. Then nothing is evicted, and every request finds its prefix.
@@ -48,7 +48,7 @@ def predict_hits(
         return None
     prefixes = distinct_prefixes(requests) if cache_state == "primed" else []
     if cache_state == "steady":
-        return HitBounds(0, sum(_lookups(r, page_size) * page_size for r in requests))
+        return HitBounds(0, sum(len(_full(r.prompt_token_ids or (), page_size)) for r in requests))
     high = _most_hits(requests, prefixes, page_size) * page_size
     low = 0
     if prefixes and total_pages is not None and _pages_written(requests, prefixes, page_size) <= total_pages:

@@ -243,6 +243,11 @@ class MeasuredCell:
     def hit_rate(self) -> float | None:
         """Measured prefix-cache hit rate in tokens, 0 to 1; None where no token was looked up."""
         hits, queries = self.counter("prefix_cache_hits_total"), self.counter("prefix_cache_queries_total")
+        if hits is None:  # a server that tells it in its answers only
+            hits, queries = (
+                sum(number(r.cache.get(what)) or 0.0 for r in self.repeats if r.cache.get("told") is not None)
+                for what in ("hits", "queries")
+            )
         return hits / queries if queries and hits is not None else None
 
     @property

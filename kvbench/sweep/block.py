@@ -172,7 +172,8 @@ class BlockRunner:
             setup = self._start(target, block)
             start_s = time.monotonic() - started
             self.listener.status(f"warming up {block.configuration.label}")
-            warm = self.driver.warm_up(setup, self.workload.load_points[0])
+            point = max((cell.load for cell in cells), key=lambda load: load.concurrency or 0)
+            warm = self.driver.warm_up(setup, point)
         except MeasurementError as error:
             reason = reason_of(target, error) if block.block_id in self.served else str(error)
             for cell in cells:

@@ -121,9 +121,9 @@ def test_warm_ups_that_fail_are_sent_again_and_told(workload, tmp_path, capsys):
         load(workload, "--url", url, "--output-dir", out)
     kept = stored(out, "metrics.json")
     assert complaints(kept) == [] and kept["failed"] == 0
-    assert (kept["warm_up"]["answered"], kept["warm_up"]["failures"]) == (4, 2)
+    assert (kept["warm_up"]["answered"], kept["warm_up"]["failures"], kept["warm_up"]["in_flight"]) == (6, 2, 2)
     assert "under fire" in kept["warm_up"]["last"] and stored(out)["warm_up"] == kept["warm_up"]
-    assert "warm-up: 4 of 4 requests were answered, after 2 failed attempts" in capsys.readouterr().out
+    assert "warm-up: 6 of 6 requests were answered, after 2 failed attempts" in capsys.readouterr().out
 
 
 def test_a_server_that_answers_no_warm_up_ends_the_load_with_its_own_reason(workload):
@@ -159,7 +159,7 @@ def test_a_server_that_says_nothing_of_itself_while_the_load_runs_is_not_measure
 )
 def test_a_server_that_is_killed_amid_the_load_is_said_to_be_away_and_after_how_many(workload, users, requests, fatal):
     rule = {"path": "stream", "do": "mid_kill", "first": fatal}
-    words = ("--max-concurrency", users, "--num-prompts", requests)
+    words = ("--max-concurrency", users, "--num-prompts", requests, "--num-warmups", 0)
     with fake_server(*CACHING, fire=[rule], FAKE_TOKEN_S="0.02") as (_, url), pytest.raises(MeasurementError) as failed:
         load(workload, "--url", url, *words)
     said = re.fullmatch(rf"after (\d+) of {requests} requests: the server went away \(.*\)", str(failed.value))

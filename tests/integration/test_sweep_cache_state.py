@@ -48,7 +48,9 @@ def measure(tmp_path):
         runner = BlockRunner(workload, folder, lambda: OpenAITarget(url), Silent(), lambda *args: None, lambda: None)
         assert runner.run_block(planned)
         assert runner.failures == []
-        (done,) = [json.loads(p.read_text()) for p in folder.path.glob("cells/*/loads/*/done.json")]
+        done = [json.loads(p.read_text()) for p in folder.path.glob("cells/*/loads/*/done.json")]
+        assert {each["warm_up"]["in_flight"] for each in done} == {max(load.get("concurrency", [2]))}
+        done = done[0]
         reasons = [r for r in done["invalid_reasons"] if not any(words in r for words in BUSY_MACHINE)]
         assert done["valid"] == (not done["invalid_reasons"])
         return reasons, done
@@ -87,7 +89,7 @@ def test_a_warm_up_with_measured_prompts_is_caught(measure, monkeypatch):
 
 def test_a_priming_that_had_no_effect_is_caught(measure):
     with fake_server(*CACHING, FAKE_FAULT="forget") as (_, url):
-        assert measure(url, cache_state="cold")[0] == []
+        assert measure(url, cache_state="cold", concurrency=[1, 3])[0] == []  # one warm-up, for three users
         (reason,) = measure(url, cache_state="primed")[0]
         assert "the shared prefixes were not in it" in reason
 

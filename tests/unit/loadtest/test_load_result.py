@@ -88,6 +88,9 @@ def calibrated(streams, lag):
 
 CACHE = {"prefix_cache": {"hits": 10.0, "queries": 80.0}, "prefix_cache_bounds": {"low": 0, "high": 20}}
 NO_HITS = {"prefix_cache": {"hits": None, "queries": None, "unverified": "no counter"}, "prefix_cache_bounds": None}
+TWO_COUNTS = {"prefix_cache": {"hits": 10, "queries": 80, "counted": 0.0, "told": 10, "disagree": True}}
+STEADY = {"cache_state": "steady"}
+REMEMBERED = {"prefix_cache": {"hits": 10, "queries": 80, "from_before": 10}}
 LATE = {"completed": 1, "failed": 4, "failure_messages": {"timeout": {"message": "late", "requests": 4}}}
 TURNAROUND = {"turnaround_p50_ms": 0.2, "turnaround_p99_ms": 11.13, "turnaround_share": 0.0123}
 
@@ -97,6 +100,9 @@ TURNAROUND = {"turnaround_p50_ms": 0.2, "turnaround_p99_ms": 11.13, "turnaround_
     [
         (CACHE, {}, ("declared cold", "12.5%", "0.0% to 25.0%")),
         (NO_HITS, {}, ("declared cold", "no counter", "not known")),
+        (TWO_COUNTS, {}, ("12.5%", "/metrics count 0 tokens", "answers 10")),
+        (STEADY | REMEMBERED, {}, ("12.5%", "10 of them only because", "--seed")),
+        (STEADY | {"prefix_cache": {"hits": None, "queries": None}}, {}, ("not known", "sent these prompts", "--seed")),
         ({"prefix_cache": {"hits": 0.0, "queries": 0.0}, "prefix_caching": False}, {}, ("prefix caching off",)),
         ({}, {"client": TURNAROUND}, ("0.20 ms", "11.13 ms", "1.2%")),
         ({}, {"client": {"lag_source": "kernel stamps", "loop_lag_p99_ms": 0.5, "lag_judged": False}}, ("0.50 ms",)),

@@ -11,8 +11,11 @@ import pytest
 
 from kvbench.common.errors import MeasurementError, RefusedError
 from kvbench.measure import warm_up as warming
-from kvbench.measure.warm_up import ATTEMPTS, WarmUp, warm_up
+from kvbench.measure.warm_up import ATTEMPTS, WarmUp, captured_sizes, most_in_flight, warm_up
 from kvbench.requests.request import RequestSpec
+from kvbench.workload.design import LoadPoint
+
+ALONE = LoadPoint("c1", "closed", 1, None, 9)
 
 
 class Server:
@@ -34,7 +37,9 @@ class Server:
     def subject(self):
         made = self.requests
         load = SimpleNamespace(timeout_s=20.0)
-        return SimpleNamespace(seed=1, load=load, target=self, requests=lambda *args: made)
+        return SimpleNamespace(
+            seed=1, load=load, target=self, requests=lambda *args: made, info=None, settings={}, check=lambda: None
+        )
 
 
 @pytest.fixture
@@ -42,14 +47,16 @@ def run(monkeypatch):
     def warm(server, requests=1):
         clock = SimpleNamespace(monotonic=lambda: server.now, sleep=lambda s: setattr(server, "now", server.now + s))
         monkeypatch.setattr(warming, "time", clock)
-        return warm_up(server.subject(), None, requests)
+        return warm_up(server.subject(), ALONE, requests)
 
     return warm
 
 
 def test_one_that_fails_is_sent_again_and_told(run):
-    assert run(Server(lambda n: n == 3)) == WarmUp(1, 1, 2, "refused 2")
-    assert run(Server(lambda n: True), 4) == WarmUp(4, 4) and run(Server(lambda n: False), 0) == WarmUp(0, 0)
+    assert run(Server(lambda n: n == 3)) == WarmUp(1, 1, 2, "refused 2", 1)
+    assert run(Server(lambda n: True), 4) == WarmUp(4, 4, in_flight=1) and run(Server(lambda n: False), 0) == WarmUp(
+        0, 0
+    )
 
 
 def test_what_was_refused_for_good_is_not_sent_again(run):
@@ -98,5 +105,70 @@ def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_there_is_tim
     subject = Server(lambda n: answer.wait(20.0)).subject()
     subject.check = Mock(side_effect=TimeoutError)
     with pytest.raises(TimeoutError):
-        warm_up(subject, None, 1)
+        warm_up(subject, ALONE, 1)
     answer.set()
+
+
+def users(count):
+    return LoadPoint(f"c{count}", "closed", count, None, count)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, [1]), (2, [1, 2]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 9]), (24, [1, 2, 4, 8, 16, 24]), (25, [24, 25]),
+     (256, [240, 248, 256]), (257, [248, 256, 257]), (512, [480, 496, 512])],
+)  # fmt: skip
+def test_the_sizes_on_the_way_are_those_that_engines_capture(most, sizes):
+    assert captured_sizes(most)[-len(sizes) :] == sizes
+
+
+@pytest.mark.parametrize("longest", [4096, 16])
+@pytest.mark.parametrize("text", [None, "今天天气很好我们去公园散步吧" * 20])
+def test_as_many_stream_at_once_as_the_load_has_users_and_fall_through_every_size(monkeypatch, text, longest):
+    """The barrier opens only for 20 requests in flight; five of them fail, which is counted and ends nothing."""
+    measured = [RequestSpec(i, "a", None if text else tuple(range(900)), text, max_tokens=4, n=2) for i in range(9)]
+    sent, all_there = [], threading.Barrier(20)
+
+    def stream(target, request, timeout_s):
+        sent.append(request)
+        if all_there.wait(timeout=20.0) < 5:
+            raise MeasurementError("full")
+
+    monkeypatch.setattr(warming, "send_single", stream)
+    server = Server(lambda n: True)
+    server.requests, server.model = measured * 3, SimpleNamespace(max_model_len=longest)
+    setup = server.subject()
+    setup.settings = {"max_num_seqs": 20}
+    assert warm_up(setup, users(24), 4) == WarmUp(24, 19, 5, "full", 20)
+    for request in sent:
+        given = request.prompt if text else request.prompt_token_ids
+        assert request.width == 1 and len(given) == min(32, longest // 2) and given[0] != (text or [0])[0]
+    lengths = [request.max_tokens for request in sent]
+    in_flight = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    if longest == 4096:
+        assert sorted(set(in_flight)) == [1, 2, 4, 8, 16, 20] and in_flight.count(16) == 2
+    assert max(lengths) <= longest // 2
+
+
+@pytest.mark.parametrize(
+    ("point", "load", "engine", "settings", "most"),
+    [
+        (users(7), {}, {}, {}, 7),
+        (users(40), {}, {}, {}, 30),  # so many requests has the load
+        (users(7), {}, {"max_num_seqs": 5}, {"max_num_seqs": 6}, 5),
+        (users(7), {}, {}, {"max_num_seqs": 6}, 6),
+        (None, {"max_concurrency": 9}, {}, {}, 9),
+        (None, {}, {"max_num_seqs": 12}, {}, 12),
+        (None, {}, {}, {}, 30),
+    ],
+)
+@pytest.mark.parametrize("width", [1, 3])
+def test_what_the_load_and_the_server_take_bounds_the_warm_up(point, load, engine, settings, most, width):
+    setup = SimpleNamespace(
+        info={"engine": engine}, settings=settings, load=SimpleNamespace(**{"max_concurrency": None, **load})
+    )
+    requests = [RequestSpec(i, "a", (1,), None, 4, n=width) for i in range(30)]
+    limit = engine.get("max_num_seqs") or settings.get("max_num_seqs") or 512
+    found = most_in_flight(setup, point or LoadPoint("r4", "open", None, 4.0, 30), requests)
+    assert found == min(most * width, limit)
+    assert most_in_flight(setup, users(9999), requests * 400) == limit

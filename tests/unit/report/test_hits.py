@@ -147,6 +147,14 @@ def test_a_repeat_that_is_measured_again_is_simulated_again(tmp_path):
     assert hit_ledgers(run)[0].lru == 0
 
 
+def test_where_only_the_answers_tell_their_hits_these_are_the_hits(tmp_path):
+    run = stored_run(tmp_path, [A, A, B], counted=None, told=8)
+    (ledger,) = hit_ledgers(run)
+    assert (ledger.counted, ledger.told, ledger.hit, ledger.simulated) == (None, 8, 8, 8)
+    (sentence,) = hit_sentences(run)
+    assert "30 % of prompt tokens hit" in sentence and "nothing is lost" not in sentence
+
+
 def test_sentences_are_short_and_name_the_largest_gap(tmp_path):
     (said,) = hit_sentences(stored_run(tmp_path, [A, C, B, A], counted=0, pages=5))
     assert len(said.split()) <= 30 and "0 % of prompt tokens hit, 44 % shared" in said

@@ -104,6 +104,13 @@ def test_hits_stand_beside_what_the_declared_state_allows() -> None:
     assert "primed" in next(c.title for c in table.columns if c.key == "prefix_hit_rate")
 
 
+def test_hits_that_only_the_answers_tell_are_shown() -> None:
+    known = {"hits": 20, "queries": 100, "told": 20, "counted": None, "low": 0, "high": 25}
+    shown = changed(cell(server={}), cache=[known] * 3)
+    assert shown.counter("prefix_cache_hits_total") is None
+    assert entries(main_table(run(shown)))["prefix_hit_rate"].text == "20 %"
+
+
 def test_failures_and_invalid_cells_are_marked() -> None:
     bad = changed(cell(failed=2, reasons=("lag",)), {"failure_kinds": {"truncated": 2}})
     found = entries(main_table(run(bad)))

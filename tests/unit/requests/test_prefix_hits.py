@@ -59,7 +59,7 @@ RECORDED = [dataclasses.replace(r, new_tokens=0) for r in TURNS]
     [
         (SHARED, {}, (0, 4 * 8)),  # by all but the first
         (SHARED, {"page_size": 16}, (0, 0)),
-        (SHARED, {"cache_state": "steady"}, (0, 5 * 8)),
+        (SHARED, {"cache_state": "steady"}, (0, 5 * 12)),  # the whole prompt may have been there
         (SHARED, {"caching": False}, (0, 0)),
         ([SHORT, SHORT], {}, (0, 4)),  # the last token is always computed
         ([SHORT, LONG], {}, (0, 8)),  # but its page is there for others: the short one first
@@ -224,7 +224,48 @@ def test_a_load_tells_its_hits_what_was_possible_and_what_is_not_verified():
     assert primed.reasons == [] and primed.bounds == HitBounds(0, 8)
     assert "due is not known" in primed.counts["unverified"]
     cold = cache_use(config(), [request([1, 2, 3])], {"engine": {"page_size": 1}}, **around)
-    assert cold.counts == {"hits": 8.0, "queries": None} and cold.bounds == HitBounds(0, 0)
+    assert cold.counts == {"hits": 8.0, "queries": None, "counted": 8.0, "told": None}
+    assert cold.bounds == HitBounds(0, 0)
     assert "at most 0 are possible" in cold.reasons[0]
     silent = cache_use(config(), [request([1, 2, 3])], None, None, None, complete=True)
     assert silent.counts["unverified"] == "the server does not tell its hits" and silent.reasons == []
+
+
+def counted(hits: float) -> dict[str, MetricsSample]:
+    """/metrics around a load with so many hits of 18 tokens."""
+    samples = [{"prefix_cache_hits_total": n, "prefix_cache_queries_total": n and 18.0} for n in (0.0, hits)]
+    return {name: MetricsSample(0.0, {}, each) for name, each in zip(("before", "after"), samples, strict=True)}
+
+
+NO_METRICS = {"before": None, "after": None}
+OTHERS = [request([1, 2, 3, 4, 5, 6, 7, 8, 9]), request([2, 2, 3, 4, 5, 6, 7, 8, 9])]  # which share nothing
+ALIKE = [request([1, 2, 3, 4, 5, 6, 7, 8, 9], prefix=8)] * 2
+PREEMPTED = {"before": MetricsSample(0.0, {}, {}), "after": MetricsSample(0.0, {}, {"num_preemptions_total": 1.0,
+             "prefix_cache_hits_total": 8.0, "prefix_cache_queries_total": 27.0})}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("state", "requests", "around", "told", "hits", "of", "valid", "more"),
+    [
+        ("cold", OTHERS, NO_METRICS, 16, 16, 18, False, {}),  # only the answers tell that it was warm
+        ("cold", OTHERS, counted(0), 16, 16, 18, False, {"disagree": True}),  # /metrics are of another replica
+        ("cold", OTHERS, counted(1), 0, 1, 18, False, {"disagree": True}),
+        ("cold", OTHERS, NO_METRICS, 0, 0, 18, True, {}),
+        ("cold", OTHERS, NO_METRICS, None, None, None, True, {"unverified": True}),
+        ("cold", ALIKE, counted(8), 8, 8, 18, True, {}),
+        ("cold", ALIKE, NO_METRICS, 9, 9, 18, False, {}),  # one more than they share
+        ("primed", ALIKE, NO_METRICS, 17, 17, 18, False, {"unverified": True}),
+        ("primed", ALIKE, NO_METRICS, 16, 16, 18, True, {"unverified": True}),
+        ("steady", OTHERS, NO_METRICS, 18, 18, 18, True, {"from_before": 18}),
+        ("steady", OTHERS, counted(16), 16, 16, 18, True, {"from_before": 16}),
+        ("steady", ALIKE, NO_METRICS, 16, 16, 18, True, {}),  # the prefix was sent before the first load
+        ("steady", OTHERS, NO_METRICS, None, None, None, True, {}),
+        ("steady", ALIKE, PREEMPTED, 0, 8, 27, True, {}),  # one that was preempted looks up again
+    ],
+)
+def test_every_source_of_hits_counts(state, requests, around, told, hits, of, valid, more):
+    metrics = {"total_cached_tokens": told, "total_input_tokens": 18}
+    found = cache_use(config(cache_state=state), requests, None, **around, complete=True, metrics=metrics)
+    assert (found.counts["hits"], found.counts["queries"], not found.reasons) == (hits, of, valid)
+    shown = {key: found.counts[key] for key in ("unverified", "disagree", "from_before") if key in found.counts}
+    assert shown.keys() == more.keys() and shown.get("from_before") == more.get("from_before")
