@@ -11,13 +11,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as hf_logging
 
 from engine.config import EngineConfig, format_bytes
 from engine.kv.budget import KVShape, LayerKV
 from engine.model.attention import FUSION, PACKED
 from engine.model.compiler import check_compiler, first_sentence
-from engine.model.spec import DTYPE_BYTES, ModelInfo, ModelSpec, find_model, uses_random_weights
+from engine.model.spec import DTYPE_BYTES, NEEDS_CODE, ModelInfo, ModelSpec, find_model, uses_random_weights
 from engine.model.support_check import check_family, check_logits, measure_kv
 from kernels import default_backend, get_backend
 from kernels.api import AttentionBackend
@@ -169,7 +170,8 @@ def _check_memory(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> 
     """Weights beyond the memory would end the process, and perhaps others, without a word."""
     try:
         with torch.device("meta"), no_init_weights(), _ArangeOnCPU():
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.config), attn_implementation="eager")
+            hf_config = AutoConfig.for_model(**spec.config)
+            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", trust_remote_code=False)
     except Exception:  # what is wrong with the config is said when the model is made
         return
     needed = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
@@ -186,18 +188,21 @@ def _check_memory(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> 
 
 def _make_model(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     # transformers and its config checks raise all kinds; the user needs the sentence, not the traceback
+    options = {"dtype": dtype, "attn_implementation": "eager", "trust_remote_code": False}  # None: it asks on a terminal
     try:
         if uses_random_weights(spec, config.load_format):
             hf_config = AutoConfig.for_model(**spec.config)
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
                 torch.manual_seed(config.seed)
-                model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="eager")
+                model = AutoModelForCausalLM.from_config(hf_config, **options)
         else:
             model = AutoModelForCausalLM.from_pretrained(
-                str(spec.weights), dtype=dtype, attn_implementation="eager", use_safetensors=True, local_files_only=True
+                str(spec.weights), use_safetensors=True, local_files_only=True, **options
             )
     except Exception as error:
-        raise ValueError(f"transformers cannot load model {config.model!r}: {first_sentence(error)}") from error
+        unknown = "auto_map" in spec.config and spec.config["model_type"] not in CONFIG_MAPPING
+        reason = NEEDS_CODE if unknown or "trust_remote_code" in str(error) else first_sentence(error)
+        raise ValueError(f"transformers cannot load model {config.model!r}: {reason}") from error
     skip_padding_check(model)
     return model.to(device).eval().requires_grad_(False)
 

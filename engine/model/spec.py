@@ -11,6 +11,7 @@ from engine.kv.budget import KVShape, LayerKV
 
 CONFIG_DIR = Path(__file__).parent.parent / "model_configs"
 MODEL_DIR = Path(__file__).parent.parent / "models"  # whole models: config, weights and tokenizer
+NEEDS_CODE = "it needs Python code of its own, which is never run; use one whose type transformers has"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

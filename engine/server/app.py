@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -15,15 +16,17 @@ from starlette.responses import JSONResponse, Response
 from engine.async_engine import EngineClient
 from engine.engine_loop import EngineUnavailable
 from engine.server.chat import chat_completions, chat_ids
-from engine.server.completions import completions, encode
+from engine.server.completions import completions
 from engine.server.errors import CLIENT_LEFT, APIError, install_error_handlers, invalid
-from engine.server.generation import ServerState
+from engine.server.generation import ServerState, aside
 from engine.server.metrics import ServerMetrics
 from engine.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 from engine.server.streaming import EventStream
 from engine.server.tokenizer import ServerTokenizer
 
 MAX_BODY_BYTES = 32 * 2**20
+BATCH_BYTES = 2 * 2**20  # of a body, beside the longest prompt
+TOKEN_BYTES = 64  # of a token's text in JSON, escapes too
 STOP_SECONDS = 2.0  # for a running step to end when the server stops
 
 Endpoint = Callable[[ServerState, Request, bytes], Awaitable[Response]]
@@ -48,7 +51,18 @@ def create_app(engine: EngineClient, tokenizer: ServerTokenizer, served_model_na
     _add_generation_routes(app, state)
     _add_tool_routes(app, state)
     _add_status_routes(app, state)
+    app.openapi = functools.partial(_openapi, app.openapi)
     return app
+
+
+def _openapi(generate: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """FastAPI's description with the models of the bodies, which it does not know."""
+    document = generate()
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for model in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody):
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= {**schema.pop("$defs", {}), model.__name__: schema}
+    return document
 
 
 def _post(
@@ -62,7 +76,7 @@ def _post(
     async def handle(request: Request) -> Response:
         status: int | None = 500  # for an unexpected error
         try:
-            response = await endpoint(state, request, await read_body(request))
+            response = await endpoint(state, request, await read_body(request, body_limit(state.max_model_len)))
             status = None if isinstance(response, EventStream) else response.status_code
         except ClientDisconnect:
             state.metrics.failed("disconnect")
@@ -79,30 +93,35 @@ def _post(
     handle.__doc__ = (endpoint.__doc__ or "").strip()
     extra = None
     if body is not None:
-        schema = body.model_json_schema(ref_template="#/$defs/{model}")
+        schema = {"$ref": f"#/components/schemas/{body.__name__}"}
         extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     app.add_api_route(path, handle, methods=["POST"], openapi_extra=extra, name=path.strip("/").replace("/", "_"))
 
 
-async def read_body(request: Request) -> bytes:
+def body_limit(max_model_len: int) -> int:
+    """The longest body in bytes: no other request is served while one is parsed, so no longer than a model needs."""
+    return min(MAX_BODY_BYTES, BATCH_BYTES + TOKEN_BYTES * max_model_len)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
     """The whole body.
 
     Raises:
-        APIError: 413, as soon as more than ``MAX_BODY_BYTES`` are announced or have come.
+        APIError: 413, as soon as more than ``limit`` bytes are announced or have come.
     """
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
-        raise _too_large(int(announced))
+    if announced.isdigit() and int(announced) > limit:
+        raise _too_large(int(announced), limit)
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise _too_large(len(body))
+        if len(body) > limit:
+            raise _too_large(len(body), limit)
     return bytes(body)
 
 
-def _too_large(size: int) -> APIError:
-    sentence = f"the body has {size} bytes or more and the limit is {MAX_BODY_BYTES} (32 MiB): send less at once"
+def _too_large(size: int, limit: int) -> APIError:
+    sentence = f"the body has {size} bytes or more and the limit is {limit}: send less at once"
     return APIError(413, sentence, code="body_too_large")
 
 
@@ -122,14 +141,19 @@ def _add_tool_routes(app: FastAPI, state: ServerState) -> None:
             generate = body.add_generation_prompt is not False
             ids = await chat_ids(state.tokenizer, body.messages, generate, body.chat_template_kwargs)
         else:
-            ids = await encode(state.tokenizer, body.prompt or "", body.add_special_tokens is not False)
+            text, special = body.prompt or "", body.add_special_tokens is not False
+            ids = await aside(len(text), state.tokenizer.encode, text, special)
         return JSONResponse({"count": len(ids), "max_model_len": state.max_model_len, "tokens": ids})
 
     async def detokenize(state: ServerState, request: Request, raw: bytes) -> Response:
         """The text of token ids; ids that the tokenizer does not know have none."""
         body = parse(DetokenizeBody, raw)
         state.check_model(body.model)
-        return JSONResponse({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        count, limit = len(body.tokens), state.max_model_len
+        if count > limit:
+            sentence = f"there are {count} tokens and the limit is {limit} (max_model_len): send fewer in one request"
+            raise invalid(sentence, "tokens", "context_length_exceeded")
+        return JSONResponse({"prompt": await aside(count, state.tokenizer.decode, body.tokens, False)})
 
     async def reset_prefix_cache(state: ServerState, request: Request, raw: bytes) -> Response:
         """Forget all cached pages; 409 while requests own pages."""

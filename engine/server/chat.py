@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from engine.server.completions import LONG_TEXT, choice_fields, collect, stream_response
+from engine.server.completions import choice_fields, collect, stream_response
 from engine.server.errors import CLIENT_LEFT, invalid
-from engine.server.generation import Generation, ServerState, check_stops
+from engine.server.generation import Generation, ServerState, aside, check_body
 from engine.server.protocol import ChatBody, ChatMessage, parse
 from engine.server.tokenizer import ServerTokenizer
 
@@ -20,8 +19,7 @@ from engine.server.tokenizer import ServerTokenizer
 async def chat_completions(state: ServerState, request: Request, raw: bytes) -> Response:
     """Answer one chat request whose body is ``raw``."""
     body = parse(ChatBody, raw)
-    state.check_model(body.model)
-    check_stops(state, body)
+    check_body(state, body, 1)
     generate = body.add_generation_prompt is not False
     prompt = await chat_ids(state.tokenizer, body.messages, generate, body.chat_template_kwargs)
     generation = await Generation.start(state, body, [prompt], None)
@@ -46,10 +44,13 @@ async def chat_completions(state: ServerState, request: Request, raw: bytes) -> 
     return JSONResponse({**head, "choices": choices, "usage": generation.usage()})
 
 
-# of apply_chat_template and of our own call: not the client's to set
+# Of apply_chat_template and of what it calls: not the client's to set.
 RESERVED_OPTIONS = (
-    "messages", "conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors", "chat_template"
+    "self", "messages", "conversation", "conversations", "tokenize", "add_generation_prompt", "chat_template",
+    "continue_final_message", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
 )  # fmt: skip
+MESSAGE_SIZE = 100  # characters that take as long as what a template does for a message
 
 
 async def chat_ids(
@@ -58,7 +59,7 @@ async def chat_ids(
     add_generation_prompt: bool,
     template_options: dict[str, Any] | None = None,
 ) -> list[int]:
-    """Ids of the conversation; long ones in a thread.
+    """Ids of the conversation.
 
     Raises:
         APIError: 400 when the template refuses it or a part is not text, 422 for an unknown field of a message and
@@ -71,6 +72,5 @@ async def chat_ids(
     for name in RESERVED_OPTIONS:
         if name in options:
             raise invalid(f"chat_template_kwargs cannot set {name}: leave it out", "chat_template_kwargs")
-    if sum(len(message["content"]) for message in plain) < LONG_TEXT:
-        return tokenizer.encode_chat(plain, add_generation_prompt, **options)
-    return await asyncio.to_thread(tokenizer.encode_chat, plain, add_generation_prompt, **options)
+    size = sum(len(message["content"]) + MESSAGE_SIZE for message in plain)
+    return await aside(size, tokenizer.encode_chat, plain, add_generation_prompt, options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from typing import Any
@@ -12,13 +11,12 @@ from starlette.responses import JSONResponse, Response
 
 from engine.server.choices import Choice, EngineFailure
 from engine.server.errors import CLIENT_LEFT, invalid
-from engine.server.generation import ClientGone, Generation, ServerState, check_stops, error_of
+from engine.server.generation import ClientGone, Generation, ServerState, aside, check_body, error_of
 from engine.server.protocol import CompletionBody, GenerationBody, parse
 from engine.server.streaming import EventFormat, EventStream
 from engine.server.tokenizer import ServerTokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions
-LONG_TEXT = 20_000  # characters: tokenising more than this would hold up the other streams, so a thread does it
 
 
 async def completions(state: ServerState, request: Request, raw: bytes) -> Response:
@@ -26,11 +24,12 @@ async def completions(state: ServerState, request: Request, raw: bytes) -> Respo
     body = parse(CompletionBody, raw)
     if request.headers.get("x-kvbench-kv-facts") == "1":  # other servers ignore a header, and some refuse a field
         body.kvbench_kv_facts = True
-    state.check_model(body.model)
-    check_stops(state, body)
-    prompts = await prompt_ids(state.tokenizer, body)
+    sent = sent_prompts(body)
+    check_body(state, body, len(sent))
+    size, special = sum(map(len, sent)), body.add_special_tokens is not False
+    prompts = await aside(size, prompt_ids, state.tokenizer, sent, special)
+    echoes = await aside(size, _echoes, state.tokenizer, sent, body.choices_per_prompt) if body.echo else None
     generation = await Generation.start(state, body, prompts, DEFAULT_MAX_TOKENS)
-    echoes = _echoes(state.tokenizer, body, prompts, len(generation.choices))
     head = {
         "id": f"cmpl-{uuid.uuid4().hex}",
         "object": "text_completion",
@@ -53,25 +52,19 @@ async def completions(state: ServerState, request: Request, raw: bytes) -> Respo
     return JSONResponse({**head, "choices": choices, "usage": generation.usage()})
 
 
-async def prompt_ids(tokenizer: ServerTokenizer, body: CompletionBody) -> list[list[int]]:
-    """One list of ids a prompt, whichever of the four forms was sent.
-
-    Raises:
-        APIError: 400 for no prompt at all, 422 for texts where there is no tokenizer.
-    """
+def sent_prompts(body: CompletionBody) -> list[str | list[int]]:
+    """The texts or lists of ids, whichever of the four forms was sent. Raises APIError: 400 for no prompt at all."""
     prompt: Any = body.prompt
     if isinstance(prompt, list) and not prompt:
         raise invalid("the prompt is empty: send at least one token", "prompt", "empty_prompt")
-    several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    special = body.add_special_tokens is not False
-    return [await encode(tokenizer, item, special) if isinstance(item, str) else item for item in several]
+    return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 
-async def encode(tokenizer: ServerTokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Ids of ``text``; long texts in a thread (the tokenizer lets the others run meanwhile)."""
-    if len(text) < LONG_TEXT:
-        return tokenizer.encode(text, add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+def prompt_ids(
+    tokenizer: ServerTokenizer, prompts: list[str | list[int]], add_special_tokens: bool
+) -> list[list[int]]:
+    """One list of ids a prompt. Raises APIError: 422 for texts where there is no tokenizer, 400 for a too long one."""
+    return [tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def stream_response(
@@ -129,13 +122,7 @@ def choice_fields(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _echoes(
-    tokenizer: ServerTokenizer, body: CompletionBody, prompts: list[list[int]], num_choices: int
-) -> list[str] | None:
-    """The prompt's text for each choice, when ``echo`` asks for it."""
-    if not body.echo:
-        return None
-    prompt: Any = body.prompt
-    sent = prompt if isinstance(prompt, list) and isinstance(prompt[0], str) else [prompt] * len(prompts)
-    texts = [text if isinstance(text, str) else tokenizer.decode(ids) for text, ids in zip(sent, prompts, strict=True)]
-    return [texts[index // body.choices_per_prompt] for index in range(num_choices)]
+def _echoes(tokenizer: ServerTokenizer, prompts: list[str | list[int]], n: int) -> list[str]:
+    """The prompt's text for each choice."""
+    texts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
+    return [text for text in texts for _ in range(n)]

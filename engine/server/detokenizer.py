@@ -3,11 +3,15 @@
 Byte-level tokenizers (GPT-2, Llama 3, Qwen, bpe8k) are decoded exactly: each token is a run of bytes for an incremental
 UTF-8 decoder. Others (SentencePiece) are decoded through a small window of recent tokens, because a token's text may
 depend on the one before it.
+
+An answer's text is that of prompt and answer less that of the prompt, so a decoder begins with the prompt's last tokens:
+decoded alone, the first token of many tokenizers loses its space.
 """
 
 from __future__ import annotations
 
 import codecs
+import os
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -15,6 +19,9 @@ from tokenizers import Tokenizer, decoders
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 8  # a character has at most 4 bytes: more tokens will not complete one
+# Tokens of the prompt to begin with: the first number whose text begins with a character that is whole. 4 in a row,
+# because a character has at most 4 bytes; 64, because a chat template's special tokens have no text.
+CONTEXT_LENGTHS = (8, 9, 10, 11, 64, 65, 66, 67)
 
 
 class TextDecoder(Protocol):
@@ -53,24 +60,32 @@ class ByteVocabulary:
         except KeyError:  # an added token, which stands for itself
             return token.encode()
 
-    def decoder(self, skip_special: bool = True) -> ByteDecoder:
-        return ByteDecoder(self, skip_special)
+    def decoder(self, skip_special: bool = True, prompt: Sequence[int] = ()) -> ByteDecoder:
+        return ByteDecoder(self, skip_special, prompt)
 
 
 class ByteDecoder:
     """Incremental and exact; see the module's docstring."""
 
-    def __init__(self, vocabulary: ByteVocabulary, skip_special: bool):
+    def __init__(self, vocabulary: ByteVocabulary, skip_special: bool, prompt: Sequence[int] = ()):
         self._vocabulary = vocabulary
         self._skip_special = skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._prompt_end = ""  # what the prompt's text has in the place of a character that it begins and we may end
+        self.push(prompt[-CONTEXT_LENGTHS[-1] :])
+        self._prompt_end = REPLACEMENT if self._utf8.getstate()[0] else ""
 
     def push(self, ids: Iterable[int]) -> str:
         bytes_of, skip = self._vocabulary.bytes_of, self._skip_special
-        return self._utf8.decode(b"".join([bytes_of(i, skip) for i in ids]))
+        return self._new(self._utf8.decode(b"".join([bytes_of(i, skip) for i in ids])))
 
     def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        return self._new(self._utf8.decode(b"", final=True))
+
+    def _new(self, text: str) -> str:
+        if text and self._prompt_end:
+            text, self._prompt_end = text.removeprefix(self._prompt_end), ""
+        return text
 
 
 class WindowDecoder:
@@ -79,11 +94,18 @@ class WindowDecoder:
     ``_ids[:_settled]`` have been emitted and are kept only as context for the ones after them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool):
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._ids: list[int] = []
-        self._settled = 0
+        self._ids = self._context(prompt)
+        self._settled = len(self._ids)
+
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        for length in CONTEXT_LENGTHS:
+            text = self._decode(prompt[-length:])
+            if length >= len(prompt) or (text and text[0] != REPLACEMENT):
+                break
+        return list(prompt[-length:])
 
     def push(self, ids: Iterable[int]) -> str:
         return "".join([self._push_one(i) for i in ids])
@@ -98,15 +120,20 @@ class WindowDecoder:
     def _emit(self, hold: bool) -> str:
         before = self._decode(self._ids[: self._settled])
         now = self._decode(self._ids)
-        if hold and (len(now) <= len(before) or now.endswith(REPLACEMENT)):
+        text = now[len(os.path.commonprefix((before, now))) :]
+        if hold and (not text or now.endswith(REPLACEMENT)):
             return ""
         self._ids = self._ids[self._settled :]
         self._settled = len(self._ids)
-        return now[len(before) :]
+        return text
 
     def _decode(self, ids: Sequence[int]) -> str:
-        known = [i for i in ids if 0 <= i < 2**32]
-        return self._tokenizer.decode(known, skip_special_tokens=self._skip_special)
+        return decode_all(self._tokenizer, ids, self._skip_special)
+
+
+def decode_all(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> str:
+    """The text of ``ids`` at once; ids that no tokenizer can have are left out."""
+    return tokenizer.decode([i for i in ids if 0 <= i < 2**32], skip_special_tokens=skip_special)
 
 
 class SilentDecoder:

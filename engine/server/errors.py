@@ -17,6 +17,7 @@ RateLimitError and InternalServerError by the status; 429 and 5xx it tries again
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from typing import TYPE_CHECKING, Any
@@ -86,26 +87,34 @@ def queue_full(message: str) -> APIError:
     return APIError(429, message, code="queue_full")
 
 
+def shown(value: Any) -> str:
+    """The beginning of a value in JSON, for a message: at most 80 characters, however large the value is."""
+    value = value[:80] if isinstance(value, str) else value
+    text = "".join(itertools.islice(json.JSONEncoder().iterencode(value), 80))
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def from_validation(error: ValidationError) -> APIError:
-    """Pydantic's first error as one sentence that names the field and the value."""
-    first = error.errors(include_url=False)[0]
-    if first["type"] == "json_invalid":
-        reason = first["ctx"]["error"]
-        return invalid(f"the body is not valid JSON: {reason}", code="invalid_json")
+    """Pydantic's first error as one sentence that names the field and the value; a list that is too long comes first."""
+    errors = error.errors(include_url=False, include_input=False)  # which costs most where a list is long
+    first = next((each for each in errors if each["type"] == "too_long"), errors[0])
     path = [str(part) for part in first["loc"]]
     param = ".".join(path) or None
     if first["type"] == "missing":
         return invalid(f"{param} is missing: the request cannot do without it", param, "missing_field")
     reason = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "too_long":
+        param = path[0]
+        limit = first["ctx"]["max_length"]
+        return invalid(f"{param} has more than {limit} items, the limit: send fewer in one request", param, "too_many")
     if first["type"] == "value_error":
         return invalid(reason, param, "invalid_value")
     for name in reversed(path):
         if name in _FORMS:
             param = ".".join(path[: path.index(name) + 1])
             return invalid(f"{param} is {_FORMS[name]}: this is none of them", param, "invalid_value")
-    shown = json.dumps(first["input"], default=str)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return invalid(f"{param or 'the body'} cannot be {shown}: {reason[:1].lower()}{reason[1:]}", param, "invalid_value")
+    value = shown(error.errors(include_url=False)[0]["input"])
+    return invalid(f"{param or 'the body'} cannot be {value}: {reason[:1].lower()}{reason[1:]}", param, "invalid_value")
 
 
 def install_error_handlers(app: FastAPI) -> None:

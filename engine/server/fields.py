@@ -8,11 +8,10 @@ the server has.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from engine.server.errors import APIError, unsupported
+from engine.server.errors import APIError, shown, unsupported
 
 _TEMPLATE = "chat_template_kwargs"  # which completions do not have
 _CALLED_OTHERWISE = {"prompt": "messages", "messages": "prompt", "enable_thinking": _TEMPLATE}
@@ -230,7 +229,7 @@ def check_fields(sent: Mapping[str, Any], own: Collection[str]) -> None:
         if row is None:
             raise unknown_field(name, own)
         if value is not None and not any(_same(value, neutral) for neutral in row.neutral):
-            sentence = f"{name} cannot be {_shown(value)}: it {row.effect}, which this server does not do"
+            sentence = f"{name} cannot be {shown(value)}: it {row.effect}, which this server does not do"
             instead = row.instead if _TEMPLATE not in row.instead or _TEMPLATE in own else "leave it out"
             raise unsupported(f"{sentence}; {instead}", name)
 
@@ -245,14 +244,9 @@ def unknown_field(name: str, known: Collection[str], within: str | None = None) 
         advice = f"{refused[0]!r} is not supported either, leave it out"
     where = f" of {within}" if within else ""
     param = f"{within}.{name}" if within else name
-    return APIError(422, f"there is no field {_shown(name)}{where}: {advice}", param, "unknown_field")
+    return APIError(422, f"there is no field {shown(name)}{where}: {advice}", param, "unknown_field")
 
 
 def _same(value: Any, other: Any) -> bool:
     """Equality in which 0 is not False."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."

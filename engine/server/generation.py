@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Receive
 
@@ -22,12 +22,14 @@ from engine.scheduling.beam import check_beam_search
 from engine.scheduling.scheduler import QueueFull
 from engine.sequence import Request, SamplingParams
 from engine.server.choices import Choice, EngineFailure, Piece
-from engine.server.errors import APIError, invalid, queue_full, unprocessable
+from engine.server.errors import APIError, invalid, queue_full, shown, unprocessable
 from engine.server.metrics import ServerMetrics
 from engine.server.protocol import GenerationBody
 from engine.server.tokenizer import ServerTokenizer
 
 MAX_CHOICES = 1024  # prompts x n in one request
+LONG_INPUT = 20_000  # characters or tokens: what takes longer than theirs would hold up the other streams
+_Result = TypeVar("_Result")
 
 
 class ClientGone(Exception):
@@ -51,8 +53,13 @@ class ServerState:
 
     def check_model(self, model: str | None) -> None:
         if model is not None and model != self.model_name and model not in self.aliases:
-            sentence = f"the model {model!r} does not exist: this server has {self.model_name!r}"
+            sentence = f"the model {shown(model)} does not exist: this server has {self.model_name!r}"
             raise APIError(404, sentence, "model", "model_not_found")
+
+
+async def aside(size: int, function: Callable[..., _Result], *args: Any) -> _Result:
+    """Calls ``function``, of a long input in a thread: tokenizers let the event loop go on meanwhile."""
+    return function(*args) if size < LONG_INPUT else await asyncio.to_thread(function, *args)
 
 
 class Generation:
@@ -71,14 +78,12 @@ class Generation:
     async def start(
         cls, state: ServerState, body: GenerationBody, prompts: Sequence[Sequence[int]], default_max_tokens: int | None
     ) -> Generation:
-        """Check and submit everything that ``body`` asks for.
+        """Submit everything that ``body`` asks for, after ``check_body``.
 
         Raises:
             APIError: 400, 422, 429 or 503, and then nothing is left in the engine.
         """
         arrival = time.monotonic()
-        check_width(state, body, len(prompts))
-        check_priority(state, body)
         skip_special = body.skip_special_tokens is not False
         requests: list[Request] = []
         choices: list[Choice] = []
@@ -97,7 +102,7 @@ class Generation:
                 )
             )
             for _ in range(params.n):
-                decoder = state.tokenizer.decoder(skip_special)
+                decoder = state.tokenizer.decoder(skip_special, prompt)
                 choices.append(Choice(len(choices), decoder, body.stops, params, arrival, state.metrics))
         generation = cls(state, requests, choices)
         try:
@@ -207,6 +212,17 @@ def sampling_params(
         raise invalid(str(error), code="invalid_value") from None
 
 
+def check_body(state: ServerState, body: GenerationBody, num_prompts: int) -> None:
+    """Check all that needs no token of the prompts, before they are encoded. Raises APIError: 400, 404 or 422."""
+    state.check_model(body.model)
+    if body.stops and state.tokenizer.backend is None:
+        raise unprocessable(
+            "stop strings need a tokenizer and there is none: use stop_token_ids", "stop", "no_tokenizer"
+        )
+    check_width(state, body, num_prompts)
+    check_priority(state, body)
+
+
 def check_width(state: ServerState, body: GenerationBody, num_prompts: int) -> None:
     """Check that the sequences of one prompt fit into one step, and the prompts into the queue.
 
@@ -273,13 +289,6 @@ def check_prompt(state: ServerState, prompt: Sequence[int]) -> None:
             f"token id {bad} is not in the vocabulary of model {state.model_name!r}: ids run from 0 to {vocab - 1}",
             "prompt",
             "invalid_token_id",
-        )
-
-
-def check_stops(state: ServerState, body: GenerationBody) -> None:
-    if body.stops and state.tokenizer.backend is None:
-        raise unprocessable(
-            "stop strings need a tokenizer and there is none: use stop_token_ids", "stop", "no_tokenizer"
         )
 
 

@@ -7,8 +7,10 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from engine.async_engine import EngineClient
 from engine.server.app import create_app
@@ -17,6 +19,61 @@ from engine.server.tokenizer import ServerTokenizer
 
 GRACE_SECONDS = 2  # for handlers to send their last events after the requests have been aborted
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PEER_SECONDS = 0.2  # between looks at a connection whose client has ended its side
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's protocol with what that leaves out.
+
+    A client may end its side of the connection after its request (RFC 9112, 9.6) and gets its answer. Until something
+    is sent it looks like one that has closed its connection, whose system answers with a reset: so it is sent at once
+    what every client ignores. A client of HTTP/1.0 gets no chunks. Nothing is sent on a connection that is closing,
+    for which uvloop raises.
+    """
+
+    def eof_received(self) -> bool:
+        """Whether the connection stays open."""
+        cycle = self.cycle
+        if cycle is None or cycle.more_body or cycle.response_complete:
+            return False
+        cycle.keep_alive = False
+        if self.pipeline or cycle.scope["http_version"] == "1.0":
+            return True
+        if not cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif cycle.chunked_encoding:  # events, of which this is a comment
+            self.transport.write(b"3\r\n:\n\n\r\n")
+        self._look_at_peer()
+        return True
+
+    def _look_at_peer(self) -> None:
+        if self.transport.is_closing() or self.cycle.response_complete:
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self.loop.call_later(PEER_SECONDS, self._look_at_peer)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        async def guarded(scope: Any, receive: Any, send: Any) -> None:
+            async def send_open(message: Any) -> None:
+                cycle.disconnected |= cycle.transport.is_closing()
+                if scope["http_version"] == "1.0":
+                    end_by_closing(cycle, message)
+                await send(message)
+
+            await app(scope, receive, send_open)
+
+        super()._start_asgi_task(cycle, guarded)
+
+
+def end_by_closing(cycle: RequestResponseCycle, message: Any) -> None:
+    """Prepare ``cycle`` for a message of an answer whose end is that of the connection, unless it has a length."""
+    if message["type"] == "http.response.start":
+        if not any(name.lower() == b"content-length" for name, _ in message["headers"]):
+            cycle.chunked_encoding = False
+    elif cycle.expected_content_length == 0:  # of this message
+        cycle.expected_content_length = len(message["body"])
 
 
 class Server(uvicorn.Server):
@@ -57,7 +114,7 @@ def make_server(
     """The server for a loaded engine, ready to ``serve(sockets=[...])``."""
     config = uvicorn.Config(
         create_app(engine, tokenizer, options.served_model_name),
-        http="httptools",
+        http=Protocol,
         ws="none",
         loop="auto",  # uvloop where it is installed
         log_level="warning",

@@ -6,22 +6,29 @@ have are refused or ignored by the tables of ``fields.py``, unknown ones are ref
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 
+import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from engine.server.errors import from_validation, invalid, unsupported
+from engine.server.errors import from_validation, invalid, shown, unsupported
 from engine.server.fields import NESTED_IGNORED, check_fields, unknown_field
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64  # each one costs a comparison a token, and one more candidate a beam
 MAX_SALT_CHARACTERS = 1024
+MAX_ITEMS = 16_384  # prompts, messages, or parts of a message: a longer list is refused while the body is read
 
 _BAD = "invalid_value"
-Prompt = str | list[int] | list[str] | list[list[int]]
+_Item = TypeVar("_Item")
+# Reading ends at the first wrong item: an error for each of millions takes minutes.
+Listed = Annotated[list[_Item], Field(fail_fast=True)]
+Several = Annotated[list[_Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
+Prompt = str | Listed[int] | Several[str] | Several[Listed[int]]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -60,8 +67,8 @@ class GenerationBody(_Body):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     seed: Int64 | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS)
+    stop: str | Listed[str] | None = None
+    stop_token_ids: Listed[int] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1)
     best_of: int | None = Field(None, ge=1)
@@ -184,6 +191,12 @@ MESSAGE_FIELDS = (
 )  # fmt: skip
 
 
+@functools.cache
+def _fields_of(template: str) -> tuple[str, ...]:
+    """What a message of this chat template may hold: any word of its text may be a field that it reads."""
+    return (*MESSAGE_FIELDS, *dict.fromkeys(re.findall(r"\w+", template)))
+
+
 class ContentPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -197,12 +210,12 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | list[ContentPart] | None = None
+    content: str | Several[ContentPart] | None = None
 
     def check_fields(self, template: str) -> None:
         """Refuse (422) a field that neither OpenAI's API nor the text of the ``template`` knows."""
         if any(name not in MESSAGE_FIELDS for name in self.model_extra or {}):
-            check_nested("messages", self, (*MESSAGE_FIELDS, *re.findall(r"\w+", template)))
+            check_nested("messages", self, _fields_of(template))
 
     def plain(self) -> dict[str, Any]:
         """With the text parts joined, as a chat template wants it."""
@@ -210,17 +223,20 @@ class ChatMessage(BaseModel):
         if not isinstance(content, str):
             for part in content:
                 if part.type != "text" or part.text is None:
-                    sentence = f"a content part of type {part.type!r} is not supported by this server: send text parts"
+                    sentence = f"a content part of type {shown(part.type)} is not supported by this server: send text parts"
                     raise unsupported(sentence, "messages")
                 check_nested("content", part)
             content = "\n".join(part.text or "" for part in content)
         return {**(self.model_extra or {}), "role": self.role, "content": content}
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -229,7 +245,7 @@ class TokenizeBody(_Body):
     """POST /tokenize: a prompt, or the messages of a chat, with the options of its template."""
 
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -238,7 +254,7 @@ class TokenizeBody(_Body):
 class DetokenizeBody(_Body):
     """POST /detokenize."""
 
-    tokens: list[int]
+    tokens: Listed[int]
 
 
 Body = TypeVar("Body", bound=_Body)
@@ -251,10 +267,13 @@ def parse(model: type[Body], raw: bytes) -> Body:
         APIError: 400 or 422, with the first thing that is wrong.
     """
     try:
-        body = model.model_validate_json(raw)
+        sent = pydantic_core.from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    try:
+        body = model.model_validate(sent)  # not model_validate_json, whose errors copy the whole input several times
         if isinstance(body, GenerationBody) and body.generation_config is not None:
-            sent = body.model_dump(exclude_unset=True, exclude={"generation_config"})
-            given = {name: value for name, value in sent.items() if value is not None}
+            given = {name: value for name, value in sent.items() if value is not None and name != "generation_config"}
             body = model.model_validate({**from_generation_config(body.generation_config), **given})
     except ValidationError as error:
         raise from_validation(error) from None

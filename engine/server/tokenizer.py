@@ -10,8 +10,15 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
-from engine.model.spec import ModelInfo, model_folder
-from engine.server.detokenizer import ByteVocabulary, SilentDecoder, TextDecoder, WindowDecoder, is_byte_level
+from engine.model.spec import NEEDS_CODE, ModelInfo, model_folder
+from engine.server.detokenizer import (
+    ByteVocabulary,
+    SilentDecoder,
+    TextDecoder,
+    WindowDecoder,
+    decode_all,
+    is_byte_level,
+)
 from engine.server.errors import invalid, unprocessable
 
 SHIPPED = Path(__file__).parent.parent / "tokenizer" / "bpe8k"
@@ -51,19 +58,21 @@ class ServerTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; ids that the tokenizer does not know have none."""
+        if self.backend is not None and self.vocabulary is None:
+            return decode_all(self.backend, ids, skip_special_tokens)
         decoder = self.decoder(skip_special_tokens)
         return decoder.push(ids) + decoder.flush()
 
-    def decoder(self, skip_special_tokens: bool = True) -> TextDecoder:
-        """A new incremental decoder, one for each sequence."""
+    def decoder(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> TextDecoder:
+        """A new incremental decoder of what follows ``prompt``, one for each sequence."""
         if self.vocabulary is not None:
-            return self.vocabulary.decoder(skip_special_tokens)
+            return self.vocabulary.decoder(skip_special_tokens, prompt)
         if self.backend is not None:
-            return WindowDecoder(self.backend, skip_special_tokens)
+            return WindowDecoder(self.backend, skip_special_tokens, prompt)
         return SilentDecoder()
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **template_options: Any
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool, template_options: dict[str, Any]
     ) -> list[int]:
         """Ids of a conversation by the tokenizer's template, or line by line where it has none.
 
@@ -78,7 +87,7 @@ class ServerTokenizer:
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_options
             )
         except Exception as error:  # a template may raise anything
-            reason = str(error) or type(error).__name__
+            reason = str(error)[:200] or type(error).__name__
             raise invalid(f"the chat template refuses these messages: {reason}", "messages") from None
         return self.encode(text, add_special_tokens=False)
 
@@ -121,7 +130,7 @@ def _load(folder: Path, model: ModelInfo, max_model_len: int | None) -> ServerTo
             chat = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
         backend = chat.backend_tokenizer
     except Exception as error:  # the loaders of the library raise anything
-        reason = " ".join(str(error).split())[:200]
+        reason = NEEDS_CODE if "trust_remote_code" in str(error) else " ".join(str(error).split())[:200]
         raise ValueError(f"the tokenizer in {str(folder)!r} cannot be loaded ({reason}): check the folder") from None
     backend.no_truncation()
     backend.no_padding()

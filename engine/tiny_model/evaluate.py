@@ -100,7 +100,7 @@ def main() -> None:
     if given.curve:
         with (given.folder / "curve.csv").open(newline="") as file:
             given.curve.write_text(curve_svg(list(csv.DictReader(file))))
-    model = AutoModelForCausalLM.from_pretrained(given.folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(given.folder, dtype=torch.float32, trust_remote_code=False).eval()
     tokenizer = Tokenizer.from_file(str(given.folder / "tokenizer.json"))
     text = (given.folder / "heldout.txt").read_text(encoding="utf-8")
     ids = np.array(tokenizer.encode(text).ids)

@@ -50,9 +50,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--factor", type=float, default=FACTOR)
     given = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(given.folder, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(given.folder, dtype=torch.bfloat16, trust_remote_code=False)
     text = (given.folder / "heldout.txt").read_text(encoding="utf-8")
-    ids = AutoTokenizer.from_pretrained(given.folder)(text, return_tensors="pt").input_ids[:, :2048]
+    tokenizer = AutoTokenizer.from_pretrained(given.folder, trust_remote_code=False)
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :2048]
     before = outlier_ratios(model.float(), ids)
     scale_key_channels(model.bfloat16(), given.factor)
     model.save_pretrained(given.folder)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from engine.server.detokenizer import ByteVocabulary, StopStrings, WindowDecoder, is_byte_level
+from engine.server.tokenizer import ServerTokenizer
 from tests.support.http_server import shipped_tokenizer
 
 TOKENIZER = shipped_tokenizer().backend
@@ -28,6 +33,72 @@ def sentence_piece_like() -> Tokenizer:
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """As T5 and Mistral have it."""
+    words = ["<unk>", "\u2581the", "\u2581cat", "\u2581", "s", "\u2581h\u00e9", "a", "t", "\u2581sat", "."]
+    tokenizer = Tokenizer(models.Unigram([(word, -1.0) for word in words], unk_id=0))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    """As BERT has it: no space before some words, and the pieces of one are joined."""
+    words = ["[UNK]", "the", "cat", "##s", "a", "##t", "h\u00e9", "sat", ".", "'s", "s", "t"]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece()
+    return tokenizer
+
+
+def byte_level() -> Tokenizer:
+    return Tokenizer.from_str(TOKENIZER.to_str())
+
+
+@functools.cache
+def server_tokenizer(make: Callable[[], Tokenizer]) -> ServerTokenizer:
+    tokenizer = make()
+    tokenizer.add_special_tokens(["<s>"])
+    return ServerTokenizer("t", tokenizer, vocabulary=ByteVocabulary(tokenizer) if is_byte_level(tokenizer) else None)
+
+
+WORDS = st.lists(st.sampled_from(["the", "cats", "h\u00e9", "sat.", "\u20ac" * 4, "\U0001f980", "a s", "'s"]), max_size=12)
+
+
+@pytest.mark.parametrize("make", [sentence_piece_like, metaspace, word_piece, byte_level])
+@given(prompt=WORDS, output=WORDS, special=st.sampled_from([0, 1, 12]), skip=st.booleans())
+def test_an_answer_is_what_it_adds_to_the_text_of_its_prompt(make, prompt, output, special, skip) -> None:
+    """The oracle is the library's own decode of both less that of the prompt."""
+    tokenizer = server_tokenizer(make)
+    start = tokenizer.backend.token_to_id("<s>")
+    before = [start, *tokenizer.encode(" ".join(prompt)), *[start] * special]
+    after = tokenizer.encode(" ".join(output))
+    if after[:1] == [tokenizer.backend.token_to_id("\u2581")]:
+        del after[0]  # it goes on within a word
+    decoder = tokenizer.decoder(skip, tuple(before))
+    pieces = [decoder.push([i]) for i in after]
+    both, alone = (tokenizer.backend.decode(ids, skip_special_tokens=skip) for ids in (before + after, before))
+    assert both.startswith(alone)
+    assert "".join(pieces) + decoder.flush() == both[len(alone) :]
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert tokenizer.decode(before, skip) == alone
+
+
+@given(IDS, st.integers(0, 3), st.booleans(), IDS)
+def test_a_character_that_the_prompt_begins_and_the_answer_ends_is_the_answer_s(prompt, cut, ends, output) -> None:
+    crab = TOKENIZER.encode("\U0001f980").ids
+    prompt, output = prompt + crab[:cut], (crab[cut:] if ends else []) + output
+    decoder = shipped_tokenizer().decoder(True, prompt)
+    text = "".join([decoder.push([i]) for i in output]) + decoder.flush()
+    both, alone = TOKENIZER.decode(prompt + output), TOKENIZER.decode(prompt)
+    assert text == both[len(os.path.commonprefix((both, alone))) :]
+
+
+def test_so_it_is_where_characters_fall_back_to_bytes() -> None:
+    tokenizer = server_tokenizer(sentence_piece_like)
+    *before, last = tokenizer.encode("the \u20ac")
+    decoder = tokenizer.decoder(True, before)
+    assert decoder.push([last, *tokenizer.encode("s")]) + decoder.flush() == "\u20ac s"
 
 
 @given(IDS, st.booleans())
