@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.common.text import nearest
 
 _SHIPPED = Path(__file__).parent / "gpus.json"
 _SEVERAL = re.compile(r"(?:(\d+)\s*[x*×]\s*)?(\S.*)", re.IGNORECASE)
@@ -81,7 +81,7 @@ def find_gpu(name: str) -> GPU:
     gpus, names = _shipped()
     plain = _plain(name)
     if plain not in names:
-        near = difflib.get_close_matches(plain, names, n=4, cutoff=0.4)
+        near = nearest(plain, names, most=4)
         known = dict.fromkeys([names[each] for each in near] or gpus)
         asked = "did you mean" if near else "known are"
         raise UsageError(f"{name!r} is not a GPU that kvbench knows: {asked} {', '.join(known)} (several: 4xA100-80GB)")

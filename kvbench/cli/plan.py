@@ -62,7 +62,7 @@ _MODEL_NAMES = (
 @OVERRIDES
 @add_options(*_MODEL_OPTIONS)
 def plan(what: str | None, profile: str | None, overrides: tuple[str, ...], **options: Any) -> int:
-    """Show what memory holds: of a WORKLOAD's configurations, or of a MODEL on GPUs.
+    """Show what memory holds, of a workload or of a model.
 
     Arithmetic only, nothing is launched. What ends in .yaml, or is a file that is no config.json, is a workload. All
     else is a model: a folder, a config.json, or the name of one whose dimensions ship, such as Qwen/Qwen3-32B.
