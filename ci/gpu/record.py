@@ -37,6 +37,7 @@ def begin(arguments: dict[str, Any]) -> dict[str, Any]:
     """What is known before anything runs. Of paths only the names: a manifest is meant to be shown around."""
     return {
         "format": 1,
+        "kind": "ci/gpu.sh",  # `kvbench view` and `history` leave it out
         "started": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "arguments": {key: value.name if isinstance(value, Path) else value for key, value in arguments.items()},
         "git": git_state(ROOT),

@@ -29,6 +29,7 @@ class Answer:
     """``memory``: of the GPUs that were asked for or picked; None without.
 
     ``found``: by kind of GPU the fewest that hold the load. ``prices``: of one GPU, by name.
+    ``vendor``: of those in ``found``; None: of any.
     """
 
     model: PlannedModel
@@ -39,6 +40,7 @@ class Answer:
     prices: Mapping[str, float]
     memory: Memory | None
     picked: bool
+    vendor: str | None = None
 
 
 def answer(
@@ -49,6 +51,7 @@ def answer(
     concurrency: int = 1,
     max_model_len: int | None = None,
     gpus: tuple[int, GPU] | None = None,
+    vendor: str | None = None,
     prices: Mapping[str, float] | None = None,
     quantization: str | None = None,
     choose: bool = False,
@@ -64,14 +67,14 @@ def answer(
         )
     load, weights = Load(context, concurrency, limit), weights_of(model, quantization)
     prices = prices or {}
-    found = smallest_fits(model, weights, known_gpus(), settings, load)
+    found = smallest_fits(model, weights, known_gpus(vendor), settings, load)
     found.sort(
         key=lambda m: (m.gpu.name not in prices, m.count * prices.get(m.gpu.name, 0), m.count * m.gpu.memory_bytes)
     )
     memory = pick(found, prices) if choose else None
     if gpus is not None:
         memory = memory_of(model, weights, gpus[1], gpus[0], settings, concurrency)
-    return Answer(model, weights, settings, load, found, prices, memory, choose and memory is not None)
+    return Answer(model, weights, settings, load, found, prices, memory, choose and memory is not None, vendor)
 
 
 def sentences(a: Answer) -> list[str]:
@@ -121,8 +124,8 @@ def _first(a: Answer, load: str, needed: str) -> str:
     if a.memory is None:
         if not a.found:
             return (
-                f"No: {a.model.name} with {load} needs {needed}, and neither 1, 2, 4 nor 8 of any GPU that kvbench "
-                "knows hold that."
+                f"No: {a.model.name} with {load} needs {needed}, and neither 1, 2, 4 nor 8 of any "
+                f"{f'{a.vendor.upper()} ' if a.vendor else ''}GPU that kvbench knows hold that."
             )
         if a.prices and not any(memory.gpu.name in a.prices for memory in a.found):
             return f"None of the GPUs with a price holds {a.model.name} with {load}: it needs {needed}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.common.text import nearest
 
 _SHIPPED = Path(__file__).parent / "gpus.json"
 _SEVERAL = re.compile(r"(?:(\d+)\s*[x*×]\s*)?(\S.*)", re.IGNORECASE)
@@ -51,6 +51,7 @@ class GPU:
     ``bytes_per_s``: full memory bandwidth, mostly as the data sheet has it.
     ``bfloat16``: False before Ampere, where engines refuse bfloat16 and an fp8 KV.
     ``fp8``: False before Ada and Hopper: the hardware does not compute in FP8.
+    ``vendor``: nvidia or amd.
     ``performance``: None where it is not known; such a GPU is planned for and not simulated.
     """
 
@@ -59,12 +60,16 @@ class GPU:
     bytes_per_s: float
     bfloat16: bool
     fp8: bool
+    vendor: str = "nvidia"
     performance: Performance | None = None
 
 
-def known_gpus() -> list[GPU]:
-    """All GPUs of gpus.json."""
-    return list(_shipped()[0].values())
+VENDORS = ("nvidia", "amd")
+
+
+def known_gpus(vendor: str | None = None) -> list[GPU]:
+    """The GPUs of gpus.json, of one vendor or of all."""
+    return [gpu for gpu in _shipped()[0].values() if vendor in (None, gpu.vendor)]
 
 
 def parse_gpus(text: str) -> tuple[int, GPU]:
@@ -81,7 +86,7 @@ def find_gpu(name: str) -> GPU:
     gpus, names = _shipped()
     plain = _plain(name)
     if plain not in names:
-        near = difflib.get_close_matches(plain, names, n=4, cutoff=0.4)
+        near = nearest(plain, names, most=4)
         known = dict.fromkeys([names[each] for each in near] or gpus)
         asked = "did you mean" if near else "known are"
         raise UsageError(f"{name!r} is not a GPU that kvbench knows: {asked} {', '.join(known)} (several: 4xA100-80GB)")
@@ -113,7 +118,7 @@ def _shipped() -> tuple[dict[str, GPU], dict[str, str]]:
     for name, entry in json.loads(_SHIPPED.read_text(encoding="utf-8")).items():
         memory, speed = round(entry["memory_gib"] * 2**30), entry["bandwidth_gb_s"] * 1e9
         gpus[name] = GPU(name, memory, speed, entry.get("bfloat16", True), entry.get("fp8", True),
-                          _performance(entry.get("performance")))  # fmt: skip
+                          entry.get("vendor", "nvidia"), _performance(entry.get("performance")))  # fmt: skip
         names.update({_plain(each): name for each in (name, *entry.get("aliases", ()))})
     return gpus, names
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections import Counter
@@ -14,6 +13,7 @@ from engine.kv.budget import KVShape, LayerKV
 from engine.model.spec import DTYPE_BYTES, ModelSpec, find_model, shipped_models
 from kvbench.capacity.config import check_config
 from kvbench.common.errors import UsageError
+from kvbench.common.text import nearest
 
 _SHIPPED = Path(__file__).parent / "models.json"
 _SAME_DIMENSIONS = re.compile(r"^meta-|-(instruct|base|it|chat|hf)(?=-|$)")
@@ -129,7 +129,7 @@ def _known_instead(model: str) -> str:
     quantised = _QUANTISED.fullmatch(name)
     if quantised and (plain := _by_name(quantised[1])):
         return f"give its folder, or {plain.name} with --quantization {quantised[2]}"
-    near = difflib.get_close_matches(_SAME_DIMENSIONS.sub("", name), _shipped(), n=3, cutoff=0.5)
+    near = nearest(_SAME_DIMENSIONS.sub("", name), _shipped(), most=3)
     known = [each.name for each in known_models()]
     said = (
         f"did you mean {', '.join(_shipped()[each].name for each in near)}?" if near else f"known: {', '.join(known)}."

@@ -22,7 +22,7 @@ from kvbench.common.errors import UsageError
 @click.option("--tls", is_flag=True, help="Through TLS, as a load on an https:// server (needs the openssl program).")
 @click.option("--json", "json_path", type=OutputFile(), metavar="PATH", help="Write the figures, too.")
 def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> int:
-    """Measure how well the load client measures on this machine.
+    """Measure how well the load client measures here.
 
     The real load process streams from a mock server that notes when it sent each chunk; what the client saw is
     compared with what was sent, and lost, cut-off and refused streams must be counted as what they were.

@@ -63,7 +63,7 @@ _shared = add_options(*_SHARED, *TARGET_OPTIONS)
     help="What `kvbench calibrate` wrote for this runner class (default: ci/noise/<class>.json, if there).",
 )  # fmt: skip
 def compare(**options: Any) -> int:
-    """Say whether CANDIDATE is slower than BASE: FAIL, PASS or INCONCLUSIVE, and why.
+    """Say whether CANDIDATE is slower than BASE, and why. FAIL, PASS or INCONCLUSIVE.
 
     Each side is a git ref (built in a worktree and environment of its own, kept in ~/.cache/kvbench/builds; `.` is the
     working tree), a launch command with {port}, a URL, settings (page_size=16,enable_prefix_caching=true), or the
@@ -117,10 +117,11 @@ def compare(**options: Any) -> int:
 @click.option("--store", type=click.Path(path_type=Path, file_okay=False), default="ci/noise", show_default=True,
               help="The noise goes to STORE/<runner class>.json.")  # fmt: skip
 def calibrate(**options: Any) -> int:
-    """Measure the noise of this machine: SIDE (default: HEAD) against itself, in A/A pairs as `compare` runs them.
+    """Measure the noise of this machine in A/A pairs.
 
-    What is left between two equal sides is what a gate cannot see through. The noise of this class of runners is
-    stored, and warnings say which floors and margins are below what it can see; `compare` repeats them.
+    SIDE (default: HEAD) is compared with itself, in pairs as `compare` runs them. What is left between two equal sides
+    is what a gate cannot see through. The noise of this class of runners is stored, and warnings say which floors and
+    margins are below what it can see; `compare` repeats them.
 
     \b
     Examples:

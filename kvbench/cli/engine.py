@@ -12,7 +12,7 @@ _AS_IT_IS = {"add_help_option": False, "context_settings": {"ignore_unknown_opti
 @click.command(**_AS_IT_IS)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def serve(arguments: tuple[str, ...]) -> int:
-    """Run the built-in engine as an OpenAI-compatible server (see: kvbench serve --help)."""
+    """Run the built-in engine as an OpenAI-compatible server. See: kvbench serve --help."""
     from engine.server.arguments import build_parser
 
     parsed = build_parser(prog="kvbench serve").parse_args(arguments)  # --help answers before torch is loaded
@@ -25,7 +25,7 @@ def serve(arguments: tuple[str, ...]) -> int:
 @click.command(name="bench-engine", **_AS_IT_IS)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench_engine(arguments: tuple[str, ...]) -> int:
-    """Time the engine alone, without HTTP, beside its peers (see: kvbench bench-engine --help).
+    """Time the engine alone, without HTTP, beside its peers. See: kvbench bench-engine --help.
 
     \b
     Example:

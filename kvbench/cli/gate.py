@@ -13,7 +13,7 @@ from kvbench.cli.options import DefaultGroup
 
 @click.group(cls=DefaultGroup, default="results", context_settings={"help_option_names": ["-h", "--help"]})
 def gate() -> None:
-    """Judge results, or the engine's counters, and say it to CI.
+    """Judge results, or the engine's counters, for CI.
 
     \b
     kvbench gate RESULTS [--policy FILE] [--output-dir DIR] [--force]

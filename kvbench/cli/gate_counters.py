@@ -28,7 +28,7 @@ _LOCK = click.option(
     "--output-dir", type=click.Path(path_type=Path), help="Write verdict.json, junit.xml and summaries to this folder."
 )
 def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path | None) -> int:
-    """Replay WORKLOAD on the engine and compare every counter with the lock file, exactly.
+    """Replay WORKLOAD on the engine and compare its counters. Every one with the lock file, exactly.
 
     The scheduler, the page pool, the prefix cache and the swap space work for real and no model is computed: it takes
     seconds, needs no GPU, and gives the same numbers on any machine. Each scenario runs twice, the second time in
@@ -72,7 +72,7 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
 
 @click.group()
 def accept() -> None:
-    """Make an intended change the new baseline, with its reason."""
+    """Make an intended change the baseline, with its reason."""
 
 
 @accept.command(name="counters")
@@ -80,7 +80,7 @@ def accept() -> None:
 @_LOCK
 @click.option("--reason", required=True, help="Why the counters changed: kept in the lock file.")
 def accept_counters(workload: Path, lock: Path, reason: str) -> int:
-    """Write what this code counts into the lock file, with the reason, the commit and the date.
+    """Write what this code counts into the lock file. With the reason, the commit and the date.
 
     \b
     Example:

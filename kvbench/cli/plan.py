@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from kvbench.capacity.gpus import VENDORS
 from kvbench.cli.options import ANSWER_OPTIONS, OVERRIDES, PROFILE, FiniteRange, add_options, workload_of
 from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
@@ -37,6 +38,7 @@ _MODEL_OPTIONS = (
                  help="Of the weights, if not the checkpoint's own: fp8, awq, gptq or mxfp4."),
     click.option("--pick", is_flag=True,
                  help="Name the cheapest GPUs that hold it by --price; without prices the fewest and smallest."),
+    click.option("--vendor", type=click.Choice(VENDORS, case_sensitive=False), help="Only GPUs of this vendor."),
     click.option("--price", metavar="GPU=P[,GPU=P]", help="Price of one GPU an hour, as L4=0.8,H100-80GB=2.9."),
     click.option("--max-model-len", type=Tokens(), metavar="N",
                  help="What a contiguous cache reserves a sequence (default: the model's limit)."),
@@ -50,7 +52,7 @@ _MODEL_OPTIONS = (
     click.option("--json", "as_json", is_flag=True, help="With a MODEL: the figures as JSON."),
 )  # fmt: skip
 _MODEL_NAMES = (
-    "gpu", "context", "kv_cache_dtype", "quantization", "pick", "price", "max_model_len", "page_size",
+    "gpu", "context", "kv_cache_dtype", "quantization", "pick", "vendor", "price", "max_model_len", "page_size",
     "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "as_json",
 )  # fmt: skip
 
@@ -62,7 +64,7 @@ _MODEL_NAMES = (
 @OVERRIDES
 @add_options(*_MODEL_OPTIONS)
 def plan(what: str | None, profile: str | None, overrides: tuple[str, ...], **options: Any) -> int:
-    """Show what memory holds: of a WORKLOAD's configurations, or of a MODEL on GPUs.
+    """Show what memory holds, of a workload or of a model.
 
     Arithmetic only, nothing is launched. What ends in .yaml, or is a file that is no config.json, is a workload. All
     else is a model: a folder, a config.json, or the name of one whose dimensions ship, such as Qwen/Qwen3-32B.
@@ -80,6 +82,7 @@ def plan(what: str | None, profile: str | None, overrides: tuple[str, ...], **op
       kvbench plan workloads/mixed.yaml -o engine.kv_budget=1GiB
       kvbench plan --input-len 600 --output-len 150 --concurrency 20 --vary kv_cache_dtype=auto,fp8
       kvbench plan Qwen3-32B --context 8k --concurrency 40 --kv-cache-dtype fp8 --pick
+      kvbench plan Qwen3-32B --context 8k --concurrency 40 --pick --vendor amd
       kvbench plan llama-3.1-70b --gpu 4xA100-80GB --concurrency 256
     \b
     Exit codes: 0 printed, 2 a configuration is impossible, or a model or GPU is not known. No files are written.
@@ -145,6 +148,8 @@ def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]
         raise UsageError("--concurrency has several numbers, and a model is planned for one: give one")
     if options["gpu"] is not None and options["pick"]:
         raise UsageError("--gpu names the GPUs and --pick chooses them: give one of the two")
+    if options["gpu"] is not None and options["vendor"]:
+        raise UsageError("--gpu names the GPUs, so --vendor has nothing to choose: leave it out")
     if (quantization := options["quantization"]) and quantization not in QUANTIZATIONS:
         raise UsageError(f"--quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}: give one of these")
     found = shown.answer(
@@ -154,6 +159,7 @@ def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]
         concurrency=concurrency[0],
         max_model_len=options["max_model_len"],
         gpus=parse_gpus(options["gpu"]) if options["gpu"] is not None else None,
+        vendor=options["vendor"],
         prices=parse_prices(options["price"]) if options["price"] is not None else None,
         quantization=quantization,
         choose=options["pick"],

@@ -11,12 +11,12 @@ import click
 @click.argument("results", type=click.Path(path_type=Path))
 @click.option("--no-report", is_flag=True, help="Write predictions.json only; `kvbench report` can follow later.")
 def predict(results: Path, no_report: bool) -> int:
-    """Predict every cell of RESULTS, a sweep of the built-in engine, by simulation, and show the errors.
+    """Predict every cell of RESULTS, and show the errors.
 
-    The requests of each load go through the engine's own scheduler, page pool and prefix cache, without a model. The
-    time of each step is a sum of unit costs (a step, a token, a token of context ...), which are fitted to the measured
-    loads of all other cells. So an error says how far the simulator can be trusted on this machine, or that the machine
-    was disturbed during that load.
+    RESULTS is a sweep of the built-in engine, and is predicted by simulation: the requests of each load go through the
+    engine's own scheduler, page pool and prefix cache, without a model. The time of each step is a sum of unit costs (a
+    step, a token, a token of context ...), which are fitted to the measured loads of all other cells. So an error says
+    how far the simulator can be trusted on this machine, or that the machine was disturbed during that load.
 
     \b
     Examples:

@@ -51,7 +51,7 @@ def quality(
     output: Path | None,
     **of_server: Any,
 ) -> int:
-    """Measure what each configuration changes in the model's answers.
+    """Measure what configurations change in answers.
 
     Each is compared with contiguous KV in the model's own dtype, on the same prompts (workloads/quality, passkeys of
     every length, and of a model of its own the workload's first prompts): KL divergence, perplexity, equal greedy

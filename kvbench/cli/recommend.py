@@ -21,7 +21,7 @@ _MOST_NAMED = 6  # runs to choose from
 @click.argument("results", metavar="RESULTS", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the same as one JSON object.")
 def recommend(results: Path, as_json: bool) -> int:
-    """Say which settings a measured sweep supports, with the evidence, the fallback, and when not to page at all.
+    """Say which settings a measured sweep supports. With the evidence, the fallback, and when not to page at all.
 
     RESULTS is the folder of a run, or one that holds runs: then the newest complete run is taken, and named; of several
     workloads or engines you are asked to name one. The rules are the report's: a setting is recommended where it is
@@ -80,11 +80,14 @@ def _chosen(results: Path) -> Path:
     if found == [results.resolve()]:
         return results
     stored, _ = read_runs(found)
-    own, _ = own_runs([results], stored)
-    complete = [run for run in own if run.complete and any(cell.valid for cell in run.cells.values())]
+    usable = [run for run in stored if run.complete and any(cell.valid for cell in run.cells.values())]
+    complete, _ = own_runs([results], usable)  # one's own that cannot be used must not hide those that came with it
     if not complete:
-        newest = f"; the newest, {_shown(own[-1], results)}, is none: name it to see what it has" if own else ""
+        newest = f"; the newest, {_shown(stored[-1], results)}, is none: name it to see what it has" if stored else ""
         raise UsageError(f"{results} holds no complete run of `kvbench sweep` with a valid load{newest}")
+    newer = [_shown(run, results) for run in stored if run.started > complete[-1].started and run not in usable]
+    if newer:
+        say(f"note: passed over {and_more(newer, _MOST_NAMED)}: newer, and not complete or without a valid load")
     newest = {(run.folder.parent, run.workload, _engine(run)): run for run in complete}
     if len(newest) > 1:
         named = [f"{_shown(run, results)} ({run.workload}, {_engine(run)})" for run in reversed(newest.values())]

@@ -96,8 +96,9 @@ _MOST_PREDICTED_STEPS = 200_000  # of all loads: about a minute
               help="--executor ray: only machines with this Ray resource, such as accelerator_type:H100 "
                    "(default: GPUs where the workload runs on GPUs, else CPUs).")  # fmt: skip
 def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options: Any) -> int:
-    """Run every cell of WORKLOAD (a YAML file) and report what was found; without one, of the workload that
-    --input-len, --output-len, --concurrency and --vary make.
+    """Run every cell of a workload and report what it shows.
+
+    WORKLOAD is a YAML file; without one, --input-len, --output-len, --concurrency and --vary make it.
 
     A cell is one engine configuration under one load. Each configuration is measured on a fresh server in every
     repeat, in random order, and its prefix cache is reset between loads. A load that other programs disturbed is

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 )
 @click.option("--no-open", is_flag=True, help="Do not open a browser.")
 def view(folders: tuple[Path, ...], port: int, export_dir: Path | None, no_open: bool) -> int:
-    """Look at the runs in FOLDERS (default: results/) in a browser: reports, cells side by side, history, capacity.
+    """Look at the runs in FOLDERS in a browser.
+
+    Reports, cells side by side, history and capacity; FOLDERS is results/ by default.
 
     Serves http://127.0.0.1:PORT/ to browsers on this machine until Ctrl-C; runs are read again when their files change.
     Any two to six cells of any runs can be put side by side. Damaged runs are listed with what is wrong with them.

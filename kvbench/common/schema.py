@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from kvbench.common.text import nearest
 
 _UNION_TAGS = ("synthetic", "text", "trace")
 _WANTED = {
@@ -37,7 +38,7 @@ class StrictModel(BaseModel):
         known = list(cls.model_fields)
         for key in data:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
+                near = nearest(str(key), known)
                 hint = f"did you mean `{near[0]}`?" if near else f"known keys here: {', '.join(known)}."
                 raise ValueError(f"`{key}` is not a known key; {hint}")
         return data

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _MESSAGE_CHARACTERS = 120  # of a server's message
@@ -96,6 +97,11 @@ def listing(items: Sequence[str]) -> str:
     if len(items) < 2:
         return "".join(items)
     return f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
+    """The names among `known` that differ from `name` by a slip or a missing part, the nearest first."""
+    return difflib.get_close_matches(name, list(known), most)
 
 
 def plural(number: float, noun: str) -> str:

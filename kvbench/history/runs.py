@@ -158,6 +158,11 @@ class OtherKind(ValueError):
     """A run of another command than ``kvbench sweep``; its text is the kind."""
 
 
+def command_of(kind: object) -> str:
+    """The command that wrote a manifest of this ``kind``, for a message; a path is a script of the repository."""
+    return f"`{kind}`" if "/" in str(kind) else f"`kvbench {kind}`"
+
+
 def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Folders with a manifest.json, or with cells that lost it, under ``paths``, none of them inside another.
 
@@ -208,7 +213,7 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
             if run.release and not known.release:
                 runs[run.workload, run.name, run.started] = run
     for kind, count in sorted(others.items()):
-        notes.append(f"{count} of `kvbench {kind}` skipped: a trend is of runs of `kvbench sweep`")
+        notes.append(f"{count} of {command_of(kind)} skipped: a trend is of runs of `kvbench sweep`")
     return sorted(runs.values(), key=lambda run: (run.started, run.name)), notes
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import flush, write_text
-from kvbench.history.runs import RELEASE, OtherKind, StoredRun, read_object, read_run, release_of
+from kvbench.history.runs import RELEASE, OtherKind, StoredRun, command_of, read_object, read_run, release_of
 from kvbench.runs.folder import MANIFEST
 
 VERDICT = "verdict.json"
@@ -48,7 +48,7 @@ def add_run(source: Path, to: Path, release: str | None, *, incomplete: bool = F
     try:
         run = read_run(source, notes)
     except OtherKind as kind:
-        raise Skipped(f"{source} is of `kvbench {kind}`: a history is of runs of `kvbench sweep`") from None
+        raise Skipped(f"{source} is of {command_of(kind)}: a history is of runs of `kvbench sweep`") from None
     except ValueError as error:
         raise Skipped(f"{source} cannot be kept: {error}") from None
     if not run.complete and not incomplete:

@@ -201,7 +201,8 @@ def _without_loads(run: Run) -> list[str]:
     if not ahead:
         return ["Cannot tell: no load over HTTP was finished"]
     best = max(ahead, key=lambda each: each.ratio)
-    return [f"Only {ENGINE_TIME} was measured: {best.cell} {amount(best.ratio)} tokens/s ({best.interval})"]
+    what = "is kept" if run.not_kept else "was measured"
+    return [f"Only {ENGINE_TIME} {what}: {best.cell} {amount(best.ratio)} tokens/s ({best.interval})"]
 
 
 def gain(each: Change, load: MeasuredLoad) -> str:

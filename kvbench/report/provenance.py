@@ -60,6 +60,9 @@ def validity(run: Run) -> Validity:
     invalid = _grouped_reasons(run.cells)
     failed = [f"{c.name} at {c.load.short}: {_failures(c)}" for c in run.cells if c.count("failed")]
     incomplete = [f"planned but not measured: {', '.join(run.missing)}"] if run.missing else []
+    if run.not_kept:
+        cells = words.plural(len(run.missing), "cell")
+        incomplete = [f"the files of its {cells} are not kept here, so nothing that was served is shown"]
     incomplete += [*run.short, *run.problems]
     if run.cells and not (wrong or invalid or incomplete) and run.status != "complete":
         incomplete = [f"the run's status is {run.status!r}"]

@@ -187,7 +187,8 @@ def _effects_note(run: Run) -> str:
 def _with_missing(run: Run, table: Table) -> Table:
     """Cells that were planned and not measured as rows of their own."""
     empty = (Value("–"),) * (len(table.columns) - 1)
-    missing = tuple(Row(None, (Value(cell, cell, "not measured"), *empty), "missing") for cell in run.missing)
+    cells = () if run.not_kept else run.missing
+    missing = tuple(Row(None, (Value(cell, cell, "not measured"), *empty), "missing") for cell in cells)
     return Table(table.columns, table.rows + missing)
 
 

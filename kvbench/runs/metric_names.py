@@ -6,11 +6,11 @@ A value is of one repeat (one fresh server): ``metrics`` of its entry in summary
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.common import text
 from kvbench.metrics.latency import goodput_share
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.model import MeasuredCell
@@ -81,7 +81,7 @@ SHORT_NAMES = (THROUGHPUT, *_PLAIN, *_COMPUTED, *_SHORT)
 def check_name(name: str) -> None:
     """Raises ValueError for a name without a dot that is none of ours; dotted ones are as the server has counters."""
     if name not in SHORT_NAMES and "." not in name:
-        near = difflib.get_close_matches(name, SHORT_NAMES, n=1)
+        near = text.nearest(name, SHORT_NAMES)
         hint = f"did you mean {near[0]}?" if near else "use one such as p95_ttft_ms, or a dotted name of summary.json."
         raise ValueError(f"{name!r} is not a metric; {hint}")
 
@@ -132,7 +132,7 @@ def measured(cell: MeasuredCell, name: str, *others: MeasuredCell) -> MetricValu
 def nearest(cell: MeasuredCell, name: str) -> str | None:
     """The metric of ``cell`` whose dotted name is most like ``name``."""
     known = [key for repeat in cell.repeats for key in flatten({**repeat.metrics, "server": repeat.server})]
-    return next(iter(difflib.get_close_matches(name, sorted(set(known)), n=1)), None)
+    return next(iter(text.nearest(name, sorted(set(known)))), None)
 
 
 def unit_of(name: str) -> str:

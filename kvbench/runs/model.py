@@ -297,6 +297,12 @@ class Run:
     predictions: Predictions | None = None
 
     @property
+    def not_kept(self) -> bool:
+        """Whether it was measured to its end and none of its cells' files is here: some references are kept so."""
+        finished = bool(self.missing) and self.status == "complete"
+        return finished and not self.cells and self.folder.is_dir() and not (self.folder / "cells").exists()
+
+    @property
     def problems(self) -> tuple[str, ...]:
         return self.damaged + self.failures
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.ports import free_port
+from kvbench.common.text import nearest
 from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
 from kvbench.targets.launched import ProcessTarget
@@ -132,7 +132,7 @@ def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     known_names = [f.name for f in dataclasses.fields(EngineConfig)]
     for name in settings:
-        if name not in known_names and (near := difflib.get_close_matches(name, known_names, n=1)):
+        if name not in known_names and (near := nearest(name, known_names)):
             raise ValueError(f"{name!r} is not an engine setting: did you mean {near[0]!r}?")
     config = EngineConfig.from_mapping(settings)
     plan = plan_engine(config, on_cpu=runs_on_cpu(config.device))

@@ -22,7 +22,7 @@ Prompt = tuple[str, ...] | array
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of arrival (ties, and traces without all times: in the file's order).
+    """Requests in order of arrival (ties, and traces without times: in the file's order).
 
     Attributes:
         format: the reader's name.

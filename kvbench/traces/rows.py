@@ -264,8 +264,12 @@ class Rows:
     def __init__(self, page_size: PageSize | None = None):
         self.page_size = page_size
         self.left_out: Counter[str] = Counter()
+        self.places: list[str] = []  # of each request
         self._rows: list[tuple] = []
         self._numbers: dict[Any, int] = {}  # of page ids
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def add(
         self,
@@ -296,10 +300,10 @@ class Rows:
         self._rows.append((prompt_tokens, output_tokens, time, ids, scope, session, think, prompt, reply))
 
     def trace(self, name: str, path: object, *, same_clock: bool = True) -> Trace:
-        """All requests: in order of time if each has one (in a session: the first turn), else in the file's order.
+        """All requests: in order of time (in a session: of the first turn), without any times in the file's order.
 
         ``same_clock``: False when times of different files cannot be compared. Raises ValueError when there are no
-        requests, or no page size can be found.
+        requests, only some have a time, or no page size can be found.
         """
         if not self._rows:
             why = "; ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
@@ -317,7 +321,13 @@ class Rows:
                 begin[i] = last.get(key, np.nan) if np.isnan(begin[i]) else begin[i]
                 last[key] = begin[i]
         order, arrival = np.arange(len(begin)), None
-        if not np.isnan(begin).any():
+        timeless = np.isnan(begin)
+        if timeless.any() and not timeless.all():
+            raise ValueError(
+                f"{path}, {self.places[int(timeless.argmax())]}: no time, though others have one: give it one, or "
+                "remove it"
+            )
+        if not timeless.any():
             order = np.lexsort((begin,) if same_clock else (begin, scopes))
             arrival = np.array(times)[order] - begin[order[0]] if same_clock else None
         session, think = None, None
@@ -363,6 +373,8 @@ def read_rows(
         for where, row in items(source):
             try:
                 add(rows, row, (number, where))
+                place = where if len(sources) == 1 else f"{where} of {source.path}"
+                rows.places += [place] * (len(rows) - len(rows.places))
             except ValueError as error:
                 raise source.error(where, error) from None
     return rows.trace(name, and_more([source.path for source in sources], 1), same_clock=same_clock)

@@ -19,7 +19,7 @@ from textwrap import shorten
 
 from kvbench.common import text as words
 from kvbench.common.errors import UsageError
-from kvbench.history.runs import find_runs, read_object
+from kvbench.history.runs import command_of, find_runs, read_object
 from kvbench.report.compared_cells import run_facts
 from kvbench.report.decision import headline
 from kvbench.report.provenance import target, validity
@@ -95,7 +95,7 @@ class Workspace:
         """What is left out of the list, a sentence each."""
         kinds = Counter(known.kind for known in self._read() if known.kind)
         return [
-            f"{words.plural(count, 'folder')} of `kvbench {kind}` left out: this is a list of sweeps."
+            f"{words.plural(count, 'folder')} of {command_of(kind)} left out: this is a list of sweeps."
             for kind, count in sorted(kinds.items())
         ]
 

@@ -6,7 +6,6 @@ engine's knowledge (does the KV budget hold a sequence?) is checked by the sweep
 
 from __future__ import annotations
 
-import difflib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import REPOSITORY
 from kvbench.common.schema import StrictModel, explain
+from kvbench.common.text import nearest
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.settings import canonical
@@ -76,11 +76,10 @@ def parse_yaml(text: str, path: Path) -> Any:
 
 def _other_workloads(path: Path) -> str:
     folder = path if path.is_dir() else path.parent if path.parent.is_dir() else Path("workloads")
-    found = sorted(str(p) for p in folder.glob("*.yaml"))
-    near = difflib.get_close_matches(str(path), found, n=1)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"there are {', '.join(found)}" if found else "give the path of a YAML file"
+    found = {p.stem: str(p) for p in sorted(folder.glob("*.yaml"))}
+    if near := nearest(path.stem, found):
+        return f"did you mean {found[near[0]]}?"
+    return f"there are {', '.join(found.values())}" if found else "give the path of a YAML file"
 
 
 def _apply_profile(data: dict[str, Any], profile: str, source: Path, *, by_user: bool) -> dict[str, Any]:

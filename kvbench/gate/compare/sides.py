@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import json
 import re
 import shlex
@@ -29,6 +28,7 @@ from kvbench.common.files import read_json
 from kvbench.common.git import git, git_state
 from kvbench.common.machine import versions
 from kvbench.common.packages import REPOSITORY
+from kvbench.common.text import nearest
 from kvbench.gate.compare.builds import WORKING_TREE, Build, Builds, fill, find_commit, find_sha, is_kvbench, top_folder
 from kvbench.gate.compare.clock import LAUNCH, Clock
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
@@ -170,7 +170,7 @@ def _why_nothing(text: str, repo: Path) -> str:
     if (top := top_folder(repo)) is None:
         return f"not a git ref, since {repo} is no git repository (--repo PATH names one)"
     refs = git(top, "for-each-ref", "--format=%(refname:short)", "refs/heads", "refs/remotes", "refs/tags").split()
-    near = difflib.get_close_matches(text, refs, n=1)
+    near = nearest(text, refs)
     return f"no git ref of {top}" + (f" (did you mean {near[0]}?)" if near else "")
 
 

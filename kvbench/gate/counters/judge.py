@@ -108,10 +108,12 @@ class FirstDifference:
 def changed_counters(was: Mapping[str, int], now: Mapping[str, int]) -> list[Change]:
     """The counters that differ: the largest relative change first, sums over steps last. A missing one counts as 0."""
     changes = [Change(name, was.get(name, 0), now.get(name, 0)) for name in dict.fromkeys([*was, *now])]
-    return sorted(
-        (change for change in changes if change.was != change.now),
-        key=lambda change: (is_sum(change.name), -math.inf if change.ratio is None else -abs(change.ratio)),
-    )
+    return sorted((change for change in changes if change.was != change.now), key=_by_size)
+
+
+def _by_size(change: Change) -> tuple[bool, float]:
+    """Sorts the largest relative change first, sums over steps last; what was 0 has changed most."""
+    return is_sum(change.name), -math.inf if change.ratio is None else -abs(change.ratio)
 
 
 def is_sum(counter: str) -> bool:
@@ -293,13 +295,15 @@ def _causes(results: Sequence[ScenarioResult]) -> list[str]:
 
 
 def _moved(results: Sequence[ScenarioResult]) -> tuple[Moved, ...]:
-    """Counters that differ, summed over their scenarios: those of most scenarios first, sums over steps last."""
-    totals: dict[str, list[Change]] = {}
-    for change in (change for each in results for change in each.changes):
-        totals.setdefault(change.name, []).append(change)
-    found = []
-    for name, changes in sorted(totals.items(), key=lambda item: (is_sum(item[0]), -len(item[1]), item[0])):
-        total = Change(name, sum(c.was for c in changes), sum(c.now for c in changes))
-        where = f"{len(changes)} of {len(results)} scenarios"
-        found.append(Moved(name, total.words, where, total.unit, total.was, total.now, total.ratio))
-    return tuple(found)
+    """Counters that differ, summed over the scenarios in which they do: the largest relative change first."""
+    changed = [change for each in results for change in each.changes]
+    scenarios = Counter(change.name for change in changed)
+    was, now = Counter(), Counter()
+    for change in changed:
+        was[change.name] += change.was
+        now[change.name] += change.now
+    totals = sorted((Change(name, was[name], now[name]) for name in scenarios), key=_by_size)
+    return tuple(
+        Moved(t.name, t.words, f"{scenarios[t.name]} of {len(results)} scenarios", t.unit, t.was, t.now, t.ratio)
+        for t in totals
+    )

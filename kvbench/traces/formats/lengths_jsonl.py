@@ -3,7 +3,7 @@ GuideLLM.
 
 - mooncake: ``timestamp`` [ms], ``input_length, output_length, hash_ids`` (pages of 512, the last one too; Qin et al.,
   FAST 2025). AIPerf's mooncake_trace adds, in place of ``input_length``, one of ``text_input, messages, payload``,
-  and ``delay`` [ms], ``session_id, message_mode`` (history or delta).
+  and ``delay`` [ms], ``session_id, message_mode`` (history; delta: texts or lengths of the new turn only).
 - timed_trace: the same fields with times in seconds (vLLM's default); guidellm: without page ids.
 - qwen: ``chat_id, parent_chat_id`` (-1: the first), ``timestamp`` [s], ``type, turn`` and the lengths and page ids;
   pages of 16. Its ids name a page's own content and are not chained, so only a leading run is a hit.
@@ -63,15 +63,39 @@ def _reader(name: str, unit: float = 1.0, usual: int | None = None) -> Callable[
     """``unit`` [s] of its times, ``usual`` size of its pages."""
 
     def read(sources: list[Source], page_size: int | None) -> Trace:
-        history: dict[Any, tuple[str, ...]] = {}
+        history: dict[Any, Any] = {}
         fit = PageSize(page_size, usual=usual) if "hash_ids" in sources[0].first else None
         # Files are pieces of one trace: page ids mean the same in all.
-        return read_rows(name, sources, lambda rows, row, where: _add(rows, row, unit, history), fit)
+        trace = read_rows(name, sources, lambda rows, row, where: _add(rows, row, unit, history), fit)
+        _require_history(trace, sources[0])
+        return trace
 
     return read
 
 
-def _add(rows: Rows, row: Row, unit: float, history: dict[Any, tuple[str, ...]]) -> None:
+def _require_history(trace: Trace, source: Source) -> None:
+    """Raises ValueError where no turn holds the turns before it, so that all lengths must be of the new turn only."""
+    last: dict[int, int] = {}
+    shorter = None
+    for i, session in enumerate([] if trace.session is None or trace.prompts else trace.session.tolist()):
+        if (before := last.get(session)) is not None:
+            ids = trace.page_ids or ()
+            same_start = bool(ids and ids[i] and ids[before]) and ids[i][0] == ids[before][0]
+            ended = trace.prompt_tokens[before] + max(0, trace.output_tokens[before])
+            if same_start or trace.prompt_tokens[i] >= ended:
+                return
+            if trace.prompt_tokens[i] < trace.prompt_tokens[before]:
+                shorter = shorter or (trace.prompt_tokens[i], trace.prompt_tokens[before])
+        last[session] = i
+    if shorter:
+        raise ValueError(
+            f"the sessions of {source.path} have lengths of the new turn only (input_length {shorter[0]} follows "
+            f"{shorter[1]}): give lengths with all turns before, or leave hash_ids out and give every row "
+            "message_mode delta"
+        )
+
+
+def _add(rows: Rows, row: Row, unit: float, history: dict[Any, Any]) -> None:
     given = [key for key in _CONTENT if row.get(key) is not None]
     if rows.page_size is not None and given not in ([], ["input_length"]):
         raise ValueError(f"page ids go with input_length, not with {given[0]}: mend or remove the request")
@@ -81,9 +105,17 @@ def _add(rows: Rows, row: Row, unit: float, history: dict[Any, tuple[str, ...]])
         raise ValueError("page ids, which the first request has not: give every request its hash_ids, or none")
     session = row.get("session_id")
     prompt = None if given in ([], ["input_length"]) else _prompt(row, given[0], session, history)
+    length, output = UNKNOWN, tokens(row, "output_length", UNKNOWN)
+    if prompt is None:
+        length = tokens(row, "input_length")
+        if session is not None and row.get("message_mode") == "delta":
+            if rows.page_size is not None and session in history:
+                raise ValueError("page ids of the new turn only do not tell all of the prompt's: leave hash_ids out")
+            length += history.get(session, 0)
+            history[session] = length + tokens(row, "output_length")
     rows.add(
-        tokens(row, "input_length") if prompt is None else UNKNOWN,
-        tokens(row, "output_length", UNKNOWN),
+        length,
+        output,
         time_s=seconds(row, "timestamp", unit),
         page_ids=row.get("hash_ids"),
         session=session,
@@ -92,7 +124,7 @@ def _add(rows: Rows, row: Row, unit: float, history: dict[Any, tuple[str, ...]])
     )
 
 
-def _prompt(row: Row, key: str, session: Any, history: dict[Any, tuple[str, ...]]) -> Prompt:
+def _prompt(row: Row, key: str, session: Any, history: dict[Any, Any]) -> Prompt:
     """The texts of a row; ``message_mode: delta`` goes on from the session's previous ones."""
     texts: Prompt
     if key == "text_input":

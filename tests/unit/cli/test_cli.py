@@ -272,3 +272,34 @@ def test_a_command_whose_output_nobody_reads_did_not_succeed(run):
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=120, check=False)
     os.close(writer)
     assert done.returncode == 128 + signal.SIGPIPE and b"Traceback" not in done.stderr
+
+
+def test_summaries_fit_80_columns_uncut(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for group in ((), ("gate",), ("accept",), ("history",), ("trace",)):
+        rows = run(*group, "--help")[1].partition("Commands:\n")[2].splitlines()
+        assert rows and all(len(row) <= 80 and row.endswith(".") and not row.endswith("...") for row in rows), rows
+
+
+@pytest.mark.parametrize("arguments", [(), ("trace",)])
+def test_a_group_alone_prints_its_help_and_no_error(run, arguments):
+    code, _, err = run(*arguments)
+    assert code == 2 and err.startswith("Usage: kvbench") and "Commands:" in err and "error:" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (("load", "--endpoint-type", "x"), None),
+        (("load", "--concurency", "1"), "'--concurrency'"),
+        (("swep",), "'sweep'"),
+        (("zzzzz",), None),
+        (("plan", "--gpu", "gaudi3", "Qwen3-32B"), None),
+        (("plan", "--gpu", "mi300", "Qwen3-32B"), "MI300X"),
+        (("sweep", "tony.yaml"), "tiny.yaml"),
+        (("sweep", "other.yaml"), None),
+    ],
+)
+def test_suggestions_are_near_or_none(run, arguments, near):
+    code, _, err = run(*arguments)
+    assert code == 2 and ("id you mean" in err) == (near is not None) and (near or "") in err, err

@@ -43,6 +43,14 @@ def test_prices_decide_what_is_picked(plan):
     assert code == 0 and out.startswith("None") and "1 x H200" in out
 
 
+def test_a_vendor_narrows_the_pick_and_the_list(plan):
+    for vendor, picked in (("amd", "MI300X"), ("NVIDIA", "H200")):
+        told = json.loads(plan(f"{QUESTION} --json --vendor {vendor}")[1])
+        assert told["memory"]["gpu"] == picked
+        assert {row["gpu"].startswith("MI") for row in told["gpus"]} == {vendor == "amd"}
+    assert "any AMD GPU" in plan("Llama-3.1-405B --concurrency 100000 --pick --vendor amd")[1]
+
+
 def test_named_gpus_say_no_with_the_numbers(plan):
     code, out, _ = plan("llama-3.1-70b --gpu 4xA100-80GB --concurrency 256")
     assert code == 0 and out.startswith("No") and "320 GiB" in out and "131,072" in out
@@ -73,6 +81,8 @@ def test_gpus_without_fp8_in_hardware_are_marked_where_the_kv_is_in_it(plan):
         ("qwen3-8b --gpu A101", "A100-80GB"),
         ("qwen3-8b --gpu 3xL4", "3"),
         ("qwen3-8b --gpu L4 --pick", "--pick"),
+        ("qwen3-8b --gpu L4 --vendor amd", "--vendor"),
+        ("qwen3-8b --pick --vendor intel", "'amd'"),
         ("qwen3-8b --kv-cache-dtype fp7", "fp7"),
         ("qwen3-8b --quantization fp7", "fp7"),
         ("qwen3-8b --price L4", "L4"),

@@ -39,11 +39,20 @@ def test_a_run_is_answered_as_text_and_as_json(recommend: Any, tmp_path: Path) -
 
 def test_a_folder_of_runs_means_its_newest_complete_one_with_a_valid_load(recommend: Any, tmp_path: Path) -> None:
     first, second = (write_reportable(tmp_path, day, {"paged-p16-c3": [100.0] * 3}) for day in (1, 2))
-    write_reportable(tmp_path, 3, {"paged-p16-c3": [100.0]}, status="incomplete")
-    write_reportable(tmp_path, 4, {"paged-p16-c3": [100.0]}, invalid=("paged-p16-c3",))
+    unfinished = write_reportable(tmp_path, 3, {"paged-p16-c3": [100.0]}, status="incomplete")
+    invalid = write_reportable(tmp_path, 4, {"paged-p16-c3": [100.0]}, invalid=("paged-p16-c3",))
     code, out, notes = recommend(tmp_path, "--json")
     assert code == 0 and json.loads(out)["run"] == str(second) and second.name in notes
+    passed_over = notes.splitlines()[0]
+    assert unfinished.name in passed_over and invalid.name in passed_over and first.name not in notes
     assert recommend(first, "--json")[0] == 0
+
+
+def test_an_own_run_that_failed_does_not_hide_those_that_came_along(recommend: Any, tmp_path: Path) -> None:
+    shipped = write_reportable(tmp_path / "reference", 1, {"paged-p16-c3": [100.0] * 3})
+    failed = write_reportable(tmp_path, 2, {"paged-p16-c3": [100.0]}, invalid=("paged-p16-c3",))
+    code, out, notes = recommend(tmp_path, "--json")
+    assert code == 0 and json.loads(out)["run"] == str(shipped) and failed.name in notes
 
 
 def test_of_runs_of_several_workloads_or_engines_none_is_taken(recommend: Any, tmp_path: Path) -> None:

@@ -16,6 +16,14 @@ from kvbench.runs.work import kept, work_in
 GO_ON = kept("kvbench sweep --resume out")
 
 
+@pytest.fixture(autouse=True)
+def _hangup_is_not_ignored():
+    """Under nohup the tests begin with SIGHUP ignored, and an ignored one stays so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def ended_by(path, do):
     """What was told, and how often the folder was closed, by work that ``do`` ends."""
     told, closed = [], []
@@ -34,6 +42,12 @@ def test_a_signal_ends_the_work_and_names_the_way_on(tmp_path, number):
     told, closed, end = ended_by(tmp_path, lambda work: os.kill(os.getpid(), number))
     assert end == "interrupted" and len(closed) == 1
     assert told == [f"stopped by {number.name}; {GO_ON}"]
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored(tmp_path):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _, _, end = ended_by(tmp_path, lambda work: os.kill(os.getpid(), signal.SIGHUP))
+    assert end == "done"
 
 
 def test_a_second_signal_does_not_interrupt_the_closing_and_handlers_are_put_back(tmp_path):

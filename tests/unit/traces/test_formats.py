@@ -124,8 +124,42 @@ def test_page_ids_are_of_any_kind_and_rows_in_order_of_arrival(tmp_path):
     assert trace.page_size == 16 and trace.prompt_tokens.tolist() == [0, 32, 45, 32]
     assert [list(ids) for ids in trace.page_ids] == [[], [1, 0], [0, 1, 2], [2, 3]]
     rows = (page_row([1, 2, 3, 4], timestamp=9), page_row([1, 2, 3, 5]), page_row([7], timestamp=0))
-    untimed = read_page_ids(write(tmp_path, lines(*rows)))  # without all timestamps the file's order holds
-    assert [len(ids) for ids in untimed.page_ids] == [4, 4, 1]
+    with pytest.raises(ValueError, match=r"line 2: no time"):
+        read_page_ids(write(tmp_path, lines(*rows)))
+    untimed = read_page_ids(write(tmp_path, lines(page_row([1, 2, 3, 4]), page_row([7]))))  # the file's order
+    assert [len(ids) for ids in untimed.page_ids] == [4, 1]
+
+
+def turns(*rows):
+    """A session's turns: (input_length, output_length), beside a turn of another session."""
+    names = ("input_length", "output_length")
+    own = [{"session_id": "a", "delay": 10 * n, **dict(zip(names, row, strict=True))} for n, row in enumerate(rows)]
+    return [own[0], {"session_id": "b", "input_length": 9, "output_length": 9}, *own[1:]]
+
+
+@pytest.mark.parametrize("session", [[(600, 100), (50, 100), (50, 100)], [(50, 9), (58, 9), (40, 9), (48, 9)]])
+def test_sessions_with_lengths_of_the_new_turn_only_are_refused_or_joined(tmp_path, session):
+    rows = turns(*session)
+    with pytest.raises(ValueError, match=r"new turn only .*message_mode delta"):
+        read_trace(write(tmp_path, lines(*rows)))
+    joined = read_trace(write(tmp_path, lines(*({**row, "message_mode": "delta"} for row in rows))))
+    own = joined.prompt_tokens[joined.session == 0].tolist()
+    assert own == [sum(map(sum, session[:n])) + session[n][0] for n in range(len(session))]
+    with pytest.raises(ValueError, match="line 3: page ids of the new turn only"):
+        read_trace(write(tmp_path, lines(*({**row, "message_mode": "delta", "hash_ids": [1]} for row in rows))))
+
+
+@pytest.mark.parametrize(
+    "session",
+    [
+        [(600, 100), (700, 100), (50, 100)],  # just as long as all before, then compacted
+        [(600, 1000), (750, 10)],  # the reasoning is left out
+        [(50, 100), (60, 100)],
+    ],
+)
+def test_sessions_with_all_turns_before_are_read_as_they_are(tmp_path, session):
+    trace = read_trace(write(tmp_path, lines(*turns(*session))))
+    assert trace.prompt_tokens[trace.session == 0].tolist() == [prompt for prompt, _ in session]
 
 
 @pytest.mark.parametrize("pages", [lambda n: -(-n // 48), lambda n: n // 48])

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.common.errors import UsageError
+from kvbench.report import page as run_page
+from kvbench.report.document import document
 from kvbench.view import workspace as module
 from kvbench.view.workspace import Workspace
 from tests.support.stored_runs import write_run
@@ -107,6 +109,16 @@ def test_no_link_out_of_the_folders_is_followed(tmp_path: Path) -> None:
     (run / "manifest.json").unlink()
     (run / "manifest.json").symlink_to(outside / "manifest.json")
     assert "outside" not in Workspace([results]).rows()[0].sentence.replace("out of the folder", "")
+
+
+def test_what_ships_is_neither_damaged_nor_unmeasured() -> None:
+    workspace = Workspace([Path("results/reference")])
+    rows = workspace.rows()
+    assert rows and not [row.name for row in rows if row.state == "damaged"]
+    assert any("`ci/gpu.sh`" in note for note in workspace.notes())
+    for row in (row for row in rows if row.state == "empty"):
+        page = run_page.page(run := workspace.run(row), document(run))
+        assert ">not measured<" not in page and f"{len(run.missing)} cells are not kept" in page
 
 
 def test_filters_go_by_what_is_shown(tmp_path: Path) -> None:
