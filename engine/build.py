@@ -21,6 +21,7 @@ from engine.kv.manager import KVManager
 from engine.model.attention import FUSION
 from engine.model.compiler import cannot_compile
 from engine.model.cpu_layers import use_cpu_layers
+from engine.model.kv_outliers import balance_keys
 from engine.model.loader import LoadedModel, load_model, wants_fusion
 from engine.model.support_check import find_host_waits
 from engine.sequence import Request, SamplingParams
@@ -65,6 +66,7 @@ def assemble_engine(
     config = settle_length(config, limit, loaded.kv_shape, config.kv_budget, may_lower=may_lower)
     if config.async_scheduling is None:  # on a CPU, the thread that would plan the next step computes this one
         config = EngineConfig(**{**asdict(config), "async_scheduling": loaded.device.type == "cuda"})
+    tell(str(balance_keys(loaded)))
     if loaded.backend.name == "numba" and not config.torch_compile:
         keep_freed_memory()
         fuse = wants_fusion(config, loaded.backend)

@@ -70,6 +70,8 @@ class EngineStats:
     decode_tokens_scheduled: int
     replayed_steps: int = 0  # of the steps, those that were one launch of a CUDA graph
     forks: int = 0
+    kv_sampled_values: int = 0  # of K and V in fp8, looked at for those that are cut off
+    kv_saturated_values: int = 0
     swap_seconds: float = 0.0  # moving pages: copies on write and swaps
     slot_steps: dict[str, int] = field(default_factory=dict)  # LEDGER -> slots, summed over the steps
     page_steps: dict[str, int] = field(default_factory=dict)  # PAGES -> pages, summed over the steps
@@ -174,9 +176,9 @@ class EngineCounters:
         )
 
     def stats(
-        self, kv: KVManager, scheduler: Scheduler, executor_seconds: dict[str, float], replayed_steps: int
+        self, kv: KVManager, scheduler: Scheduler, executor_seconds: dict[str, float], **executor_counts: int
     ) -> EngineStats:
-        """A snapshot of all counters and gauges."""
+        """A snapshot of all counters and gauges; ``executor_counts``: fields of it that the executor counts."""
         phases = {name: self.phases[name] + executor_seconds.get(name, 0.0) for name in PHASES}
         counts, capacity = self.counts, kv.capacity
         return EngineStats(
@@ -196,7 +198,7 @@ class EngineCounters:
             steps=counts["steps"],
             prefill_tokens_scheduled=counts["prefill_tokens"],
             decode_tokens_scheduled=counts["decode_tokens"],
-            replayed_steps=replayed_steps,
+            **executor_counts,
             forks=counts["forks"],
             swap_seconds=executor_seconds.get("move", 0.0),
             slot_steps=dict(self._slot_steps),

@@ -24,6 +24,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
     return {
         "engine": dataclasses.asdict(config),
         "resolved": _resolved(engine.executor),
+        "kv_outliers": _kv_outliers(engine.executor),
         "model": dataclasses.asdict(engine.model_info),
         "capacity": {
             **dataclasses.asdict(capacity),
@@ -34,6 +35,15 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
         "platform": platform.platform(),
         "pid": os.getpid(),
     }
+
+
+def _kv_outliers(executor: Any) -> dict[str, Any]:
+    """Of the model's K and V, see engine.model.kv_outliers.KVOutliers; empty for an executor without tensors."""
+    if not hasattr(executor, "model"):
+        return {}
+    from engine.model.kv_outliers import MEASURED
+
+    return dataclasses.asdict(getattr(executor.model, MEASURED))
 
 
 def _resolved(executor: Any) -> dict[str, Any]:

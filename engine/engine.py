@@ -323,5 +323,6 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters and gauges."""
-        replayed = getattr(self.executor, "replayed_steps", 0)  # of an executor that has graphs
-        return self._counters.stats(self.kv, self.scheduler, self.executor.phase_seconds, replayed)
+        names = ("replayed_steps", "kv_sampled_values", "kv_saturated_values")
+        counts = {name: getattr(self.executor, name, 0) for name in names}  # of an executor with tensors
+        return self._counters.stats(self.kv, self.scheduler, self.executor.phase_seconds, **counts)

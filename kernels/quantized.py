@@ -110,6 +110,15 @@ class QuantizedKV:
         return (codes.to(torch.float32) * self.scales[slots][..., None]).to(dtype)
 
 
+def count_saturated(cache: QuantizedKV, slots: torch.Tensor) -> torch.Tensor:
+    """The number of values of an fp8 cache at ``slots [n]`` that have its largest code, an int64 scalar.
+
+    Values beyond the range get that code, and those within half a step of it.
+    """
+    largest = {FP8_E4M3: 0x7E, FP8_E5M2: 0x7B}[cache.format]
+    return ((cache.codes[slots] & 0x7F) == largest).sum()
+
+
 def _pack(codes: torch.Tensor) -> torch.Tensor:
     """``[..., dim] int8`` in -8..7 -> ``[..., ceil(dim / 2)] uint8``; of an odd dim the last high half is 0."""
     half = (codes.shape[-1] + 1) // 2

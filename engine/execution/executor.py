@@ -21,6 +21,10 @@ from engine.model.loader import LoadedModel
 from engine.scheduling.step_plan import Computed, Scheduled, StepHandle, StepPlan
 from engine.sequence import Drawn, Sequence
 from kernels.kv_formats import find_format
+from kernels.quantized import FP8_MAX
+
+SATURATION_EVERY = 64  # launches: one of so many is looked at, which costs 0.2 % of a small model's decode steps
+_SATURATION_TOKENS = 256  # of such a launch, at most
 
 
 def available_cpus() -> int:
@@ -50,6 +54,10 @@ class TorchExecutor:
         self._inputs = InputBuffers(self.device, capacity.page_size)
         self._drawn = torch.empty(0, dtype=torch.int64, device=self.device)  # tokens of the last launch that sampled
         self._drawn_at: dict[Sequence, int] = {}  # index in _drawn; kept only if steps overlap
+        self.kv_saturated_values = self.kv_sampled_values = 0
+        self._counts_saturated = find_format(config.kv_cache_dtype) in FP8_MAX
+        self._launches = 0
+        self._saturation = torch.tensor(0), 0  # of the last launch that was looked at
         self.host = self._make_host(config, loaded, capacity)
         self.mover = KVMover(self.host.raw_tensors(), capacity, config.layout == "paged")
         self.forward = ModelForward(loaded.model, self.host, compile_model if config.torch_compile else None)
@@ -95,6 +103,8 @@ class TorchExecutor:
         times.append(time.perf_counter())
         logits = self.forward(inputs.ids, inputs.positions, inputs.step, inputs.last_tokens)
         times.append(time.perf_counter())
+        if self._counts_saturated:
+            self._look_for_saturation(inputs.step.slots)
         sampled = sample(logits, sequences, self.config.seed) if sequences else None
         if self.config.async_scheduling and sampled is not None:
             self._drawn = sampled.tokens
@@ -103,6 +113,14 @@ class TorchExecutor:
         for phase, start, end in zip(("prepare", "execute", "sample"), times, times[1:], strict=False):
             self.phase_seconds[phase] += end - start
         return _Launched(self, sampled, sampling, len(items))
+
+    def _look_for_saturation(self, slots: torch.Tensor) -> None:
+        """Count the values that fp8 cuts off now and then; a device's count is read at the next look."""
+        if self._launches % SATURATION_EVERY == 0:
+            self.kv_saturated_values += int(self._saturation[0])
+            self.kv_sampled_values += self._saturation[1]
+            self._saturation = self.host.count_saturated(slots[:_SATURATION_TOKENS])
+        self._launches += 1
 
 
 class _Launched:

@@ -19,7 +19,7 @@ from engine.kv.budget import KVShape, LayerKV
 from kernels.api import AttentionBackend, AttentionOptions, KVCache, KVPair
 from kernels.cpu_memory import cache_zeros
 from kernels.kv_formats import find_format
-from kernels.quantized import QuantizedKV, raw_tensors
+from kernels.quantized import QuantizedKV, count_saturated, raw_tensors
 
 NAME = "kvbench"
 HOST = "_kvbench_host"
@@ -104,6 +104,12 @@ class AttentionHost:
     def raw_tensors(self) -> tuple[torch.Tensor, ...]:
         """Every tensor of the cache, ``[slots, ...]``, codes and scales: what copies and swaps move."""
         return tuple(t for cache in (*self.k_caches, *self.v_caches) for t in raw_tensors(cache))
+
+    def count_saturated(self, slots: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """How many of an fp8 cache's values at ``slots [n]`` have its largest code, and how many there are."""
+        caches = (*self.k_caches, *self.v_caches)
+        counts = torch.stack([count_saturated(cache, slots) for cache in caches])
+        return counts.sum().to("cpu", non_blocking=True), len(slots) * sum(cache.codes[0].numel() for cache in caches)
 
     def begin(self, step: StepTensors) -> None:
         """Prepare what all layers share."""

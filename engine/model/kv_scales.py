@@ -24,24 +24,16 @@ _SEED = 0
 
 
 @torch.inference_mode()
-def calibrate_kv_scales(
-    model: PreTrainedModel, kv_shape: KVShape, vocab_size: int, format: KVFormat
-) -> list[tuple[float, float]]:
-    """(K scale, V scale) of each layer: MARGIN x largest absolute value / largest finite code.
+def run_random_tokens(
+    model: PreTrainedModel, kv_shape: KVShape, vocab_size: int, most: int
+) -> tuple[AttentionHost, torch.Tensor]:
+    """Prefill one prompt of up to ``most`` random tokens: a host with K and V of the model's dtype, the last logits.
 
-    The model prefills one prompt of random tokens with our attention over a cache in its own dtype; the largest values
-    are those of the cache, K after RoPE. Random tokens need no data set, are the same in every run, and show outlier
-    channels, which come from the weights. The margin is for real text; beyond it values saturate. It costs little:
-    doubling the scale of a floating-point format costs precision in the smallest values only.
-
-    Afterwards the calibration's host is installed in the model: install your own.
-
-    Raises:
-        ValueError: a layer's K or V is all zero, or not finite.
+    Random tokens need no data set, are the same in every run, and show outlier channels, which come from the weights.
+    Afterwards the host is installed in the model: install your own.
     """
     device = next(model.parameters()).device
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _TOKENS
-    count = min(_TOKENS, longest)
+    count = min(most, getattr(model.config.get_text_config(), "max_position_embeddings", None) or most)
     generator = torch.Generator().manual_seed(_SEED)
     ids = torch.randint(vocab_size, (1, count), generator=generator).to(device)
     positions = torch.arange(count, device=device)
@@ -49,7 +41,23 @@ def calibrate_kv_scales(
     install(model, host)
     host.begin(StepTensors.of_prompt(positions, torch.zeros(1, 1, dtype=torch.int64, device=device)))
     last = torch.tensor([count - 1], device=device)
-    model(input_ids=ids, position_ids=positions[None], use_cache=False, logits_to_keep=last)
+    output = model(input_ids=ids, position_ids=positions[None], use_cache=False, logits_to_keep=last)
+    return host, output.logits
+
+
+def calibrate_kv_scales(
+    model: PreTrainedModel, kv_shape: KVShape, vocab_size: int, format: KVFormat
+) -> list[tuple[float, float]]:
+    """(K scale, V scale) of each layer: MARGIN x largest absolute value / largest finite code.
+
+    The largest values are those of the cache after ``run_random_tokens``, K after RoPE. The margin is for real text;
+    beyond it values saturate. It costs little: doubling the scale of a floating-point format costs precision in the
+    smallest values only.
+
+    Raises:
+        ValueError: a layer's K or V is all zero, or not finite.
+    """
+    host, _ = run_random_tokens(model, kv_shape, vocab_size, _TOKENS)
     return [
         (_scale(k, f"K of layer {layer}", format), _scale(v, f"V of layer {layer}", format))
         for layer, (k, v) in enumerate(zip(host.k_caches, host.v_caches, strict=True))

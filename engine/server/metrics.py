@@ -78,6 +78,8 @@ _COUNTERS: tuple[_Row, ...] = (
     ("swapped_in_slots", "Token slots swapped in again.", lambda s: s.counters.swapped_in_slots),
     ("swap_kept_slots", "Token slots swapped out that the host still had.", lambda s: s.counters.swap_kept_slots),
     ("swap_lost_slots", "Token slots that did not fit into the swap space.", lambda s: s.counters.swap_lost_slots),
+    ("kv_sampled_values", "fp8 values of K and V looked at, in 1 step of 64.", lambda s: s.kv_sampled_values),
+    ("kv_saturated_values", "Of these, values cut off, or nearly.", lambda s: s.kv_saturated_values),
     ("swap_seconds", "Seconds of moving KV: copies on write and swaps.", lambda s: s.swap_seconds),
     ("refused_fragmented", "Sequences that waited although enough was free.", lambda s: s.counters.refused_fragmented),
     ("hash_seconds", "Seconds of hashing pages for the prefix cache.", lambda s: s.counters.hash_seconds),

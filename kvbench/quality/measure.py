@@ -286,7 +286,10 @@ class _Group:
         return answer_all(engine, self.material.asked[::-1])
 
     def figures_of(self, config: EngineConfig, positions: Sequence[Positions], answers: Answers) -> dict[str, Any]:
+        from engine.model.kv_outliers import balance_keys
+
         known = {"kv_cache_dtype": config.kv_cache_dtype, "layout": config.layout, "page_size": config.page_size}
+        known["kv_outliers"] = dataclasses.asdict(balance_keys(self.models.get(config)))  # measured already
         measured, baseline = Measured(positions, answers), self.answers_of(self.base)
         keys, decode = self.material.passkeys, self.tokenizer.decode
         return known | figures(self.material.forced, keys, measured, baseline, decode, config.page_size)

@@ -34,7 +34,8 @@ from kvbench.report.changes import (
 )
 from kvbench.report.comparisons import baseline, differing, median, paging_pair, spread, tokens_held
 from kvbench.report.load_growth import growth_brief
-from kvbench.report.quality import is_quantised, quality_of
+from kvbench.report.provenance import server_facts
+from kvbench.report.quality import is_quantised, outlier_words, quality_of, saturation_words
 from kvbench.report.tables import UNCERTAIN
 from kvbench.runs.model import SERVED, SIMULATED, WRONG, MeasuredCell, MeasuredLoad, Run
 from kvbench.runs.ratios import FEWEST
@@ -461,13 +462,15 @@ def _subject(name: str, cell: MeasuredCell) -> str:
 
 def answer(run: Run, each: Choice, subject: str) -> Answer:
     """One configuration, with its quality in the verdict: speed alone does not make it safe."""
-    quality = quality_of(run, each.cell)
+    quality, quantised = quality_of(run, each.cell), is_quantised(each.cell)
     verdict, mark = _with_quality(run, each, each.verdict_words)
     hits = each.cell.hit_rate if effective(each.cell.settings, "enable_prefix_caching") else None
     extra = [
         _holds(each),
-        str(quality) if not run.simulated and (is_quantised(each.cell) or quality.outside) else "",
+        str(quality) if not run.simulated and (quantised or quality.outside) else "",
         f"hit rate {words.percent(hits)} as {each.cell.clock}" if hits is not None else "",
+        outlier_words(each.cell, server_facts(run, each.cell).get("kv_outliers") or {}) if quantised else "",
+        saturation_words(each.cell),
     ]
     return Answer(words.upper_first(subject), verdict, ", ".join(filter(None, [numbers(run, each), *extra])), mark)
 

@@ -8,6 +8,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
+from kvbench.report.provenance import server_facts
+from kvbench.report.quality import times
 from kvbench.report.style import GREY, Drawing, finish, safe
 from kvbench.report.tables import (
     RECOMPUTED,
@@ -86,8 +88,15 @@ def memory_table(run: Run) -> Table:
         number_column("kv_token_scales", "of it scales", "scales of a quantised KV", scale_bytes_per_slot, _size),
         number_column("kv_capacity", "capacity, tokens", "what the budget holds", _capacity, words.count),
         Column("kv_page_table", "page table", "at most; small: of the KV budget", _page_table),
+        Column("kv_outliers", "largest channel", "of K, in medians; small: of V", lambda cell: _outliers(run, cell)),
     ]
     return cell_table(every, cells, {"configuration"}, numbers_from=1) if cells else Table((), ())
+
+
+def _outliers(run: Run, cell: MeasuredCell) -> Value:
+    facts = server_facts(run, cell).get("kv_outliers") or {}
+    k, v = (number(facts.get(side)) for side in ("k", "v"))
+    return Value("–") if k is None or v is None else Value(times(k), k, f"V: {times(v)}")
 
 
 def _size(value: float | None) -> str:

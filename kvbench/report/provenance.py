@@ -194,6 +194,11 @@ def _servers(run: Run) -> Mapping[str, Mapping[str, Any]]:
     return run.manifest.get("servers") or {}
 
 
+def server_facts(run: Run, cell: MeasuredCell) -> Mapping[str, Any]:
+    """What the server of the cell's configuration reported of itself; empty where it is not known."""
+    return _servers(run).get(cell.config_id) or {}
+
+
 def _command(server: Mapping[str, Any]) -> str:
     return shlex.join(map(str, server.get("command") or ()))
 

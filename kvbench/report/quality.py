@@ -11,9 +11,9 @@ from kvbench.report.changes import ENGINE_TIME, THROUGHPUT, amount, change, deci
 from kvbench.report.comparisons import baseline, spread, tokens_held
 from kvbench.report.provenance import model_name, random_weights
 from kvbench.report.tables import Column, Row, Table, Value
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import MeasuredCell, Run, number
 from kvbench.runs.quality import MARGINS, QualityResult, figure, is_beyond
-from kvbench.workload.settings import effective
+from kvbench.workload.settings import effective, value_words
 
 CONTROL = "control: the same twice (A/A)"
 ANSWERS_NOTE = (
@@ -25,6 +25,8 @@ ANSWERS_NOTE = (
 )
 _NONE = Value("–")
 _MOST_REASONS = 2
+_OUTLIER = 10.0  # times the median channel
+_STEPS = {"int8_per_token_head": 127, "int4_per_token_head": 7}  # from zero to the largest value of a token's KV head
 _FEWEST_CANARIES = 20  # all right: then fewer than 15 % are wrong, at 95 % (3 / n)
 
 
@@ -94,6 +96,38 @@ def is_quantised(cell: MeasuredCell) -> bool:
     return effective(cell.settings, "kv_cache_dtype") != "auto"
 
 
+def outlier_words(cell: MeasuredCell, facts: Mapping[str, Any]) -> str:
+    """K of layer 2 has a channel 100x the typical one: INT8 has 1.3 of 127 steps left for the others
+
+    ``facts``: ``kv_outliers`` of /server_info or of quality.json. Empty without an outlier.
+    """
+    dtype, said = effective(cell.settings, "kv_cache_dtype"), []
+    for side in ("k", "v"):
+        ratio = number(facts.get(side)) or 0.0
+        if ratio < _OUTLIER:
+            continue
+        stored, steps = number(facts.get(f"{side}_stored")) or ratio, _STEPS.get(dtype)
+        text = f"{side.upper()} of layer {facts.get(f'{side}_layer')} has a channel {times(ratio)} the typical one"
+        if stored < ratio:
+            text += f", balanced to {times(stored)} before it is stored"
+        elif steps:
+            name = value_words("kv_cache_dtype", dtype)
+            text += f": {name} has {words.significant(steps / ratio, 2)} of {steps} steps left for the others"
+        said.append(text)
+    return "; ".join(said)
+
+
+def times(ratio: float) -> str:
+    """1.7x, 1,110x"""
+    return f"{words.count(ratio) if ratio >= 100 else words.significant(ratio, 2)}x"
+
+
+def saturation_words(cell: MeasuredCell) -> str:
+    """0.2 % of the sampled K and V are cut off; empty where none is."""
+    cut, sampled = (cell.counter(f"kv_{which}_values_total") for which in ("saturated", "sampled"))
+    return f"{fine_percent(cut / sampled)} of the sampled K and V are cut off" if cut and sampled else ""
+
+
 def quality_of(run: Run, cell: MeasuredCell) -> Quality:
     """Of the cell's configuration."""
     result, loads = run.quality, [each for each in run.cells if each.config_id == cell.config_id]
@@ -158,7 +192,8 @@ def prices(run: Run) -> Iterator[str]:
             clock = f"in {speed.clock}" if speed.clock == ENGINE_TIME else speed.clock
             rate = " ".join(filter(None, [" at", amount(speed.ratio), "tokens/s", speed.interval, clock]))
         found = "outside the limits" if known.outside else known.verdict or "within the limits"
-        yield f"{short_name(cell, base)}: {known}{room}{rate}: {found}."
+        outliers = outlier_words(cell, known.figures.get("kv_outliers") or {})
+        yield f"{short_name(cell, base)}: {known}{room}{rate}: {found}.{f' {outliers}.' if outliers else ''}"
 
 
 def _names(run: Run) -> dict[str, str]:
