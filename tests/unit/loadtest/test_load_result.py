@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvbench.loadtest.result import lengths_of, lines, show, stored
 from kvbench.measure.load import client_cost
-from kvbench.metrics.latency import distribution, summarise
+from kvbench.metrics.latency import distribution, goodput_share, summarise
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
