@@ -24,6 +24,7 @@ _CALLS = ("tool_calls", "function_call", "refusal")
 _CALL, _THOUGHT, _ROLE = "call", "thought", "role"
 _WORDS = ("text", "summary", "data", "name", "arguments", "function")  # of a thought or a call, where it holds any
 _BEGINNING = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\Z|:|(?:data|event|id|retry|error)\b)")  # of a stream of events
+_NOT_STREAMED = "the whole answer came as one JSON object, though a stream was asked for"
 SENT_TOGETHER_S = 0.0005
 
 
@@ -106,10 +107,12 @@ class Chunk(NamedTuple):
     filled: bool
     ends: bool
 
-    @property
-    def is_output(self) -> bool:
-        """Whether a user gets something to read, or a tool something to do."""
-        return bool(self.text) or self.kind == _CALL
+
+class _Parsed(NamedTuple):
+    """All chunks, in order, and the finish reasons of each sequence."""
+
+    chunks: list[Chunk]
+    reasons: list[list[str]]
 
 
 def judge(
@@ -131,12 +134,11 @@ def judge(
     of so many, all of which the usage counts.
     """
     out, response = Completion(chunk_choices=[] if n > 1 else None), Response(chunks)
-    parsed, reasons = list[Chunk](), [list[str]() for _ in range(n)]
-    problem = None
+    parsed, problem = _Parsed([], [[] for _ in range(n)]), None
     out.http_status = response.status or None
     if response.status == 200:
         try:
-            problem = _other_answer(response) or _read_events(out, parsed, reasons, response, times, pause)
+            problem = _other_answer(response) or _read_events(out, parsed, response, times, pause)
         except MalformedStream as error_in_it:
             problem = "malformed", str(error_in_it)
     if error_kind is not None:  # unless the server itself told an error before
@@ -151,9 +153,9 @@ def judge(
     elif response.status != 200:
         out.fail("http_error", ": ".join(filter(None, (f"HTTP {response.status}", response.sentence))))
     else:
-        brought = _with_tokens(out, parsed)
+        brought = _with_tokens(out, parsed.chunks)
         _add_chunks(out, brought, pause)
-        _join(out, brought, reasons, dialect)
+        _join(out, brought, parsed.reasons, dialect)
         _check(out, max_tokens, dialect, n, best_of)
     _close(out)
     return out
@@ -172,17 +174,12 @@ def _other_answer(response: Response) -> tuple[str, str] | None:
     if is_error(answer):
         return "server_error", response.sentence
     if isinstance(answer, dict) and "choices" in answer:
-        return "not_streamed", "the whole answer came as one JSON object, though a stream was asked for"
+        return "not_streamed", _NOT_STREAMED
     return "malformed", f'the answer is no stream of events: "{response.sentence}"'
 
 
 def _read_events(
-    out: Completion,
-    chunks: list[Chunk],
-    reasons: Sequence[list[str]],
-    response: Response,
-    times: Sequence[float],
-    pause: Callable[[], None],
+    out: Completion, parsed: _Parsed, response: Response, times: Sequence[float], pause: Callable[[], None]
 ) -> tuple[str, str] | None:
     """Adds all events. Kind and sentence of the failure where the end is missing. MalformedStream."""
     pause()
@@ -197,7 +194,7 @@ def _read_events(
             out.done = True
             continue
         read = bisect_right(response.ends, event.end - 1)  # the piece that brought the event's last byte
-        _take(out, chunks, reasons, event, times[read], read, one_clock)
+        _take(out, parsed, event, times[read], read, one_clock)
     if not (response.complete or response.until_close):
         return "truncated", "the response's last chunk is missing"
     if rest.strip():
@@ -206,17 +203,9 @@ def _read_events(
     return None
 
 
-def _take(
-    out: Completion,
-    chunks: list[Chunk],
-    reasons: Sequence[list[str]],
-    event: ServerEvent,
-    when: float,
-    read: int,
-    one_clock: bool,
-) -> None:
+def _take(out: Completion, parsed: _Parsed, event: ServerEvent, when: float, read: int, one_clock: bool) -> None:
     """Adds one event. ``one_clock``: the server's stamps are of this machine's clock."""
-    data = event.data
+    data, (chunks, reasons) = event.data, parsed
     if event.name == b"error":
         out.fail("server_error", error_sentence(data) or "an error event without a message")
         return
@@ -248,6 +237,8 @@ def _take(
                 raise MalformedStream("a choice of {} has a field of another type than the API's", data)
             if not (isinstance(number, int) and 0 <= number < len(reasons)):
                 raise MalformedStream(f"a choice of {{}} has an index beyond the {len(reasons)} asked for", data)
+            if isinstance(choice.get("message"), dict):  # in place of a delta
+                out.fail("not_streamed", _NOT_STREAMED)
             if reason:
                 reasons[number].append(reason)
             if isinstance(facts := choice.get("kv_facts"), dict):
@@ -290,7 +281,8 @@ def _add_chunks(out: Completion, chunks: Sequence[Chunk], pause: Callable[[], No
     out.chunk_tokens = None if None in ids else [len(own) for own in ids]
     out.first = next((chunk.when for chunk in chunks), None)
     thinks = any(chunk.kind == _THOUGHT for chunk in chunks)
-    out.first_output = next((chunk.when for chunk in chunks if chunk.is_output), None if thinks else out.first)
+    output = (chunk.when for chunk in chunks if chunk.text or chunk.kind == _CALL)
+    out.first_output = next(output, None if thinks else out.first)
     streamed = len(out.chunk_times) if out.chunk_tokens is None else sum(out.chunk_tokens)
     if not thinks:
         out.unstreamed_tokens = max(0, min(out.reasoning_tokens or 0, (out.output_tokens or 0) - streamed))
@@ -301,13 +293,9 @@ def _with_tokens(out: Completion, chunks: Sequence[Chunk]) -> list[Chunk]:
     filled = [chunk for chunk in chunks if chunk.filled]
     if out.output_tokens is None or all(chunk.ids is not None for chunk in filled or chunks):
         return filled
-    begun, possible = set[int](), list[Chunk]()
-    for chunk in chunks:
-        if chunk.filled:
-            begun.add(chunk.sequence)
-        if chunk.kind != _ROLE or chunk.sequence in begun:  # a role before all content only announces an answer
-            possible.append(chunk)
-    empty = _told_by_running_usage(possible)
+    first = {chunk.sequence: chunk.when for chunk in reversed(filled)}  # a role before it only announces an answer
+    possible = [c for c in chunks if c.filled or c.kind != _ROLE or c.when > first.get(c.sequence, math.inf)]
+    empty = _told_by_running_usage(possible) if filled else None
     if empty is None:
         empty = _told_by_tokens_left(possible, out.output_tokens - len(filled))
     return [chunk for number, chunk in enumerate(possible) if chunk.filled or number in empty]

@@ -49,7 +49,7 @@ def test_a_page_takes_time_in_proportion_to_its_length(piece: bytes) -> None:
     def taken(body: bytes) -> float:
         return min(timeit.repeat(lambda: error_sentence(body), number=1, repeat=3))
 
-    assert taken(b"<" + piece * 20_000) < 20 * taken(PAGE.replace(b"nginx", b"nginx " * 2_700)) + 0.01
+    assert taken(b"<" + piece * 20_000) < 60 * taken(PAGE.replace(b"nginx", b"nginx " * 2_700)) + 0.01
 
 
 @pytest.mark.parametrize(

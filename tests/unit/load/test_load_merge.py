@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from kvbench.load.completion import Completion
@@ -18,7 +19,7 @@ from kvbench.load.multi.merge import (
     samples_to_bytes,
 )
 from kvbench.load.multi.shards import Shard
-from kvbench.load.samples import Clocked, Sample, most_in_flight
+from kvbench.load.samples import Clocked, Sample, most_in_flight, write_samples
 from kvbench.requests.request import RequestSpec
 
 SAME = ClockMap((Reading(0.0, 0.0, 1e-4),), True)
@@ -35,6 +36,7 @@ def sample(index: int, ts: float, end: float, *, itl: float = 0.02, late: float 
         token_ids=list(range(len(sent))),
         text="abc",
         first=sent[0] + late,
+        first_output=sent[1] + late,
         finish_reason="length",
         prompt_tokens=1,
         output_tokens=len(sent),
@@ -71,6 +73,7 @@ def test_samples_survive_the_way_and_land_on_the_masters_clock() -> None:
                 chunk_times=[shown(t) for t in s.completion.chunk_times],
                 sent_times=[shown(t) for t in s.completion.sent_times],
                 first=shown(s.completion.first),
+                first_output=shown(s.completion.first_output),
             ),
         )
         for s in truth
@@ -80,11 +83,18 @@ def test_samples_survive_the_way_and_land_on_the_masters_clock() -> None:
         assert now.request is was.request
         assert now.user == was.user + 10
         assert [now.t0, now.ts, now.end] == pytest.approx([was.t0, was.ts, was.end], abs=1e-6)
-        for name in ("chunk_times", "sent_times"):
+        for name in ("chunk_times", "sent_times", "first", "first_output"):
             assert getattr(now.completion, name) == pytest.approx(getattr(was.completion, name), abs=1e-6)
         same = ("token_ids", "text", "finish_reason", "output_tokens", "cached_tokens", "error_kind", "error", "ok")
         assert all(getattr(now.completion, n) == getattr(was.completion, n) for n in same)
         assert now.queued_s == was.queued_s
+
+
+def test_a_row_has_both_first_times_and_the_tokens_that_were_not_streamed(tmp_path) -> None:
+    write_samples(tmp_path / "r.parquet", [sample(0, 5.0, 6.0, unstreamed_tokens=2), sample(1, 5.0, 6.0)], 5.0)
+    rows = pd.read_parquet(tmp_path / "r.parquet")
+    assert rows["first"].tolist() == pytest.approx([0.0201] * 2) and rows["unstreamed_tokens"].tolist() == [2, 0]
+    assert rows["first_output"].tolist() == pytest.approx([0.0401] * 2)
 
 
 def test_most_in_flight_is_that_of_counting_at_every_moment() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvbench.loadtest.result import lengths_of, lines, show, stored
 from kvbench.measure.load import client_cost
-from kvbench.metrics.latency import goodput_share, summarise
+from kvbench.metrics.latency import distribution, goodput_share, summarise
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
@@ -107,6 +107,7 @@ TURNAROUND = {"turnaround_p50_ms": 0.2, "turnaround_p99_ms": 11.13, "turnaround_
         ({}, {"client": TURNAROUND}, ("0.20 ms", "11.13 ms", "1.2%")),
         ({}, {"client": {"lag_source": "kernel stamps", "loop_lag_p99_ms": 0.5, "lag_judged": False}}, ("0.50 ms",)),
         ({}, {"client": {"short_outputs": 7}}, ("7 outputs",)),
+        ({}, {"unstreamed_tokens": 2}, ("2 of 3 output tokens", "did not stream")),
         ({}, {"not_sent": 31}, ("31 later turns",)),
         ({}, {"first_failure": "truncated: it was cut"}, ("truncated: it was cut",)),
         ({}, LATE, ('4 of 5: timeout: "late"',)),
@@ -162,6 +163,15 @@ def test_latencies_of_the_steady_window_lead_and_vllms_fields_are_of_the_whole_r
 @pytest.mark.parametrize(("count", "noted"), [(129, True), (200, True), (700, False)])
 def test_the_star_is_explained_where_there_is_one(count, noted):
     assert any(line.startswith("*") for line in lines(kept(result([0.1] * count)))) == noted
+
+
+@pytest.mark.parametrize(("ttfo", "seen"), [(None, False), (100.04, False), (160.0, True)])
+def test_the_first_output_has_a_row_where_its_figures_are_not_those_of_the_first_token(ttfo, seen):
+    measured = result([0.1])
+    if ttfo is not None:
+        measured["metrics"]["ttfo_ms"] = distribution([ttfo])
+    assert ("TTFO" in shown(measured)) == seen
+    assert "TTFO" not in shown(result([], failed=2))
 
 
 def test_the_client_queue_has_a_row_where_requests_waited_and_reasons_are_last():

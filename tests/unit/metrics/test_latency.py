@@ -66,6 +66,21 @@ def test_latencies_by_hand() -> None:
     check(late, ttft_ms__p50=700.0, tpot_ms__p50=250.0)
 
 
+def test_the_first_output_is_there_where_it_is_not_the_first_token() -> None:
+    thinks, plain = row(first_output=1.9), row(first_output=1.5)
+    check(summary(thinks, plain), ttft_ms__max=500.0, ttfo_ms__n=2, ttfo_ms__max=900.0, ttfo_ms__min=500.0)
+    check(summary(thinks, row(first_output=None)), ttfo_ms__n=1)  # one whose tokens were all reasoning
+    for same in (plain, row()):  # or a file of before it was stored
+        assert "ttfo_ms" not in summary(same)
+
+
+def test_tokens_that_were_not_streamed_are_not_divided_into_the_time_after_them() -> None:
+    hidden = row(output_tokens=7, unstreamed_tokens=4)
+    check(summary(hidden), tpot_ms__p50=250.0, multi_token_chunks=0, unstreamed_tokens=4, total_output_tokens=7)
+    check(summary(hidden, row()), tpot_ms__n=2, tpot_ms__min=250.0, tpot_ms__max=250.0)
+    check(summary(row(output_tokens=7)), tpot_ms__p50=500.0 / 6, unstreamed_tokens=0)
+
+
 def test_tpot_counts_tokens_not_chunks_and_is_undefined_for_one() -> None:
     single = row(output_tokens=1, chunk_times=[1.5])
     got = summary(row(output_tokens=5, chunk_tokens=[1, 2, 2]), single)

@@ -82,6 +82,16 @@ def test_columns_are_shown_where_there_is_something_in_them() -> None:
     assert entries(capped, "paged (page 16)")["client_queue_ms_p95"].text == "120"
 
 
+def test_the_first_output_has_columns_where_it_is_seen_to_be_later_than_the_first_token() -> None:
+    thinks = changed(cell(), ttfo_ms={"p50": 900.0, "p95": 900.0})
+    plain = cell("contiguous")
+    table = main_table(run(thinks, plain))
+    assert entries(table, "paged (page 16)")["ttfo_ms_p95"].text == "900"
+    assert entries(table, "contiguous")["ttfo_ms_p95"].text == "as TTFT"
+    same = changed(cell(), ttfo_ms=dict(cell().pooled["ttft_ms"]))
+    assert not {"ttfo_ms_p50", "ttfo_ms_p95"} & {column.key for column in main_table(run(same, plain)).columns}
+
+
 def test_goodput_has_its_share_and_its_steady_window() -> None:
     good = changed(cell(), {"goodput": 2.0, "steady_goodput": 2.5, "duration_s": 18.0})  # 48 requests a repeat
     table = main_table(run(good, workload={"load": {"slo": {"ttft_ms": 200.0, "tpot_ms": None}}}))
