@@ -231,8 +231,9 @@ def _multi_token_chunks(requests: pd.DataFrame) -> int:
 
 
 def _tokens_per_chunk(requests: pd.DataFrame) -> float | None:
-    """The mean number of tokens in a chunk that has any; None without such chunks."""
-    _, weights = chunk_weights(requests)
+    """The mean number of tokens in a chunk that has any, without tokens that no chunk brought; None without chunks."""
+    elsewhere = requests["unstreamed_tokens"].fillna(0) if "unstreamed_tokens" in requests else 0
+    _, weights = chunk_weights(requests.assign(output_tokens=requests["output_tokens"] - elsewhere))
     return float(weights.mean()) if len(weights) else None
 
 

@@ -61,6 +61,9 @@ def test_adding_again_changes_nothing_and_another_content_is_refused(tmp_path: P
     with pytest.raises(UsageError, match="differs"):
         add(tmp_path / "results", "--to", to)
     assert len(list((to / "mixed").iterdir())) == 2  # one that is refused does not keep the others out
+    changed["repeats"][0]["metrics"] |= {"output_throughput": 100.0, "steady_latency": {"ttft_ms": {"p95": 9.0}}}
+    summary.write_text(json.dumps(changed))  # an older version kept no steady latencies
+    assert add(run, "--to", to)[1].startswith("there already: ")
 
 
 def test_a_verdict_makes_no_other_run_of_it(tmp_path: Path) -> None:

@@ -306,5 +306,6 @@ def test_tokens_a_chunk_and_how_long_streams_stayed_open(by_id: bool) -> None:
     got = summary(row(**times, end=5.0), row(**times, end=2.0), row(ok=False, error_kind="timeout", end=60.0))
     check(got, tokens_per_chunk=4.0, itl_ms__p50=200.0, tpot_ms__p50=800 / 15)
     check(got, open_after_last_p50_ms=1500.0, open_after_last_share=3 / 5)  # of 4 and 1 s from the send to the end
+    check(summary(row(**times | {"output_tokens": 24}, unstreamed_tokens=8)), tokens_per_chunk=4.0)
     check(summary(row(end=2.0)), tokens_per_chunk=1.0, open_after_last_share=0.0)
     check(summary(row(ok=False, error_kind="timeout")), tokens_per_chunk=None, open_after_last_share=None)

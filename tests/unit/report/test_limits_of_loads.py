@@ -28,6 +28,7 @@ from kvbench.report.limits import (
     limit_lines,
     limits,
 )
+from kvbench.report.load_growth import breaks, growth_table
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell, run, stored
 
@@ -160,3 +161,18 @@ def test_lines_put_configurations_with_the_same_limit_together_highest_load_firs
         ("3 at once", NOTHING, "all 3"),
     ]  # fmt: skip
     assert limit_lines(run(*cells))[0].evidence.startswith("paged (page 16): ")  # the baseline
+
+
+def test_at_which_load_a_configuration_breaks_is_read_of_one_window() -> None:
+    """p95 TTFT 100 and 250 ms in the steady window; 200 and 300 ms of the whole run."""
+    cells = [cell(mode="open", load=rate, ttft=(ttft,)) for rate, ttft in ((1, 100.0), (2, 250.0))]
+    whole = [cell(mode="open", load=rate, ttft=(ttft,)) for rate, ttft in ((1, 200.0), (2, 300.0))]
+    cells = [
+        replace(one, pooled={**other.pooled, "steady_latency": one.pooled["steady_latency"]})
+        for one, other in zip(cells, whole, strict=True)
+    ]
+    (steady,) = breaks(run(*cells))
+    assert steady.at is cells[1] and [row.values[2].sort for row in growth_table(run(*cells)).rows] == [250.0]
+    cells[1].repeats[0].metrics["steady_latency"]["ttft_ms"]["n"] = 7
+    assert breaks(run(*cells))[0].at is None
+    assert [value.sort for value in growth_table(run(*cells)).rows[0].values[1:3]] == [200.0, 300.0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvbench.report.client_quality import quality_sentences, quality_table
+from kvbench.report.figures.distributions import EVERY, distributions
 from kvbench.report.sections import Section, chapters, class_table, effect_table, plateau_table, turn_table
 from kvbench.report.tables import Table, Value, flat_rows, main_table
 from kvbench.runs.model import MeasuredCell, Run
@@ -46,6 +47,10 @@ def test_steady_ttft_and_whole_run_stand_beside_each_other(run_of: Callable[[str
         assert steady["n"] < whole["n"] and value.sort == leads["p95"]
         assert (flat["steady_ttft_ms_p95"], flat["whole_run_ttft_ms_p95"]) == (steady["p95"], whole["p95"])
         assert flat["ttft_ms_p95_window"] == ("steady window" if leads is steady else "whole run")
+        frame = distributions([row.cell])
+        curve = frame[(frame["metric"] == "ttft_ms") & (frame["group"] == EVERY)]
+        assert len(row.cell.requests(steady=True)) == steady["n"] and set(curve["samples"]) == {leads["n"]}
+        assert sum(group["n"] for group in row.cell.latency_groups("per_class").values()) == leads["n"]
         label, shown_beside = value.note.splitlines()[-1].split(" ")
         assert label == ("whole" if leads is steady else "steady") and ("whole run" in value.note) == (leads is whole)
         assert float(shown_beside.rstrip("*").replace(",", "")) == pytest.approx(other["p95"], rel=0.01)

@@ -78,10 +78,12 @@ def test_one_plain_line_a_load_without_a_terminal():
 @pytest.mark.parametrize("steady", [80.0, None])
 def test_a_line_of_a_load_says_whole_run_where_it_has_no_steady_window(steady):
     out, blocks = io.StringIO(), plan_blocks(DESIGN, 1, 0)
-    metrics = {"steady_output_throughput": steady, "output_throughput": 60.0}
+    metrics = {"steady_output_throughput": steady, "output_throughput": 60.0, "ttft_ms": {"p95": 700.0}}
+    metrics |= {"steady_latency": {"ttft_ms": {"p95": 200.0, "n": 8 if steady else 0}}}
     with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES)) as progress:
         progress.load_finished(blocks[0].cells[0], 1, {"metrics": metrics, "valid": True, "invalid_reasons": []})
-    said = "80.0 output tok/s  (" if steady else "60.0 output tok/s (whole run)  ("
+    whole = "60.0 output tok/s (whole run), TTFT p95 700 ms (whole run)  ("
+    said = "80.0 output tok/s, TTFT p95 200 ms  (" if steady else whole
     assert said in out.getvalue()
 
 
