@@ -13,6 +13,7 @@ from kvbench.calibration.cache import ClientLoad
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
+from kvbench.common.text import failed_words
 from kvbench.load import launch
 from kvbench.measure.load import LoadSetup, UnstoredError, measure_load
 from kvbench.measure.warm_up import warm_up
@@ -95,12 +96,24 @@ HTTP = HttpDriver()
 
 @dataclass(frozen=True)
 class Failure:
-    """A load without a result; --resume runs it again. ``of_server``: its server did not start, or died."""
+    """A load without a result; --resume runs it again.
+
+    ``of_server``: its server did not start, or died; ``unanswered``: it was sent to one that lives, in vain.
+    """
 
     cell_id: str
     repeat: int
     reason: str
     of_server: bool = False
+    unanswered: bool = False
+
+
+def why_unanswered(metrics: Mapping[str, Any]) -> str | None:
+    """Why no request of a load succeeded; None where one did."""
+    failed = metrics.get("failed") or 0
+    return (
+        None if metrics.get("completed") else failed_words(metrics.get("failure_messages") or {}, failed, failed, True)
+    )
 
 
 @dataclass(frozen=True)
@@ -109,7 +122,8 @@ class BlockRunner:
 
     ``on_server``: called with the block, /server_info and target of each server that is up; may refuse it with a
     UsageError. ``capacity``: known before a launch, by configuration; ``driver``: drives the loads; ``poll_s``: between
-    two readings of /metrics.
+    two readings of /metrics; ``on_sent``: called with the cell of each load that was sent, and why none of its requests
+    succeeded; may raise to end the sweep.
     Noted on the way: ``failures``; ``served``: blocks whose server was up; ``keeps_cache``: configurations whose prefix
     cache only a new server empties.
     """
@@ -127,6 +141,7 @@ class BlockRunner:
     driver: Driver = HTTP
     poll_s: float = POLL_INTERVAL_S
     keeps_cache: list[str] = field(default_factory=list)
+    on_sent: Callable[[Cell, str | None], None] = lambda cell, why: None
 
     def run_block(self, block: Block) -> bool:
         """Every load of ``block`` that is not done yet. A load that fails is recorded, and the next one tried.
@@ -150,8 +165,9 @@ class BlockRunner:
                 try:
                     self._run_load(setup, cell, repeat, facts, first=position == 0)
                 except MeasurementError as error:
-                    reason = reason_of(target, error)
-                    self.fail(cell, repeat, reason, of_server=is_gone(target))
+                    reason, in_vain = reason_of(target, error), error.after.startswith("after 0 of ")
+                    gone = is_gone(target)
+                    self.fail(cell, repeat, reason, of_server=gone, unanswered=in_vain and not gone)
         finally:
             target.stop()
         if not block.alone and config_id in self.keeps_cache:
@@ -218,10 +234,12 @@ class BlockRunner:
         except MeasurementError:
             return False  # the load itself will say why
 
-    def fail(self, cell: Cell, repeat: int, reason: str, *, of_server: bool) -> None:
+    def fail(self, cell: Cell, repeat: int, reason: str, *, of_server: bool, unanswered: bool = False) -> None:
         """Records a load without a result."""
-        self.failures.append(Failure(cell.cell_id, repeat, reason, of_server))
+        self.failures.append(Failure(cell.cell_id, repeat, reason, of_server, unanswered))
         self.listener.load_failed(cell, repeat, reason)
+        if unanswered:
+            self.on_sent(cell, reason)
 
     def _run_load(self, setup: LoadSetup, cell: Cell, repeat: int, facts: Mapping[str, Any], *, first: bool) -> None:
         """From the idle server to done.json. Raises MeasurementError when it could not be driven to its end."""
@@ -242,6 +260,7 @@ class BlockRunner:
                 self.listener.load_finished(cell, repeat, done)
             raise
         self.listener.load_finished(cell, repeat, done)
+        self.on_sent(cell, why_unanswered(done["metrics"]))
 
     def draw(self, setup: LoadSetup, cell: Cell, repeat: int) -> tuple[list[Any], Path, dict[str, Any]]:
         """The requests of a load, the file that they are stored in, and what done.json says of both."""

@@ -27,7 +27,7 @@ from kvbench.common.machine import environment
 from kvbench.common.ray_cluster import MAX_LOST, Cluster, Ended, Lost, Node, Raised, TaskSlots, cluster_at, usable_nodes
 from kvbench.common.text import and_more, plural
 from kvbench.runs.resume import environment_differences
-from kvbench.sweep.block import BlockRunner
+from kvbench.sweep.block import BlockRunner, why_unanswered
 from kvbench.sweep.block_task import (
     BlockEnded,
     BlockTask,
@@ -314,7 +314,8 @@ class RayExecutor:
             case LoadFailed(cell, failure):
                 run.done.add(cell.cell_id)
                 reason = f"{failure.reason} (on machine {run.node.name})"
-                self.runner.fail(cell, failure.repeat, reason, of_server=failure.of_server)
+                how = {"of_server": failure.of_server, "unanswered": failure.unanswered}
+                self.runner.fail(cell, failure.repeat, reason, **how)
             case BlockEnded():
                 run.end = event
 
@@ -330,6 +331,7 @@ class RayExecutor:
         self._record["loads"].setdefault(cell_id, {})[str(repeat)] = run.node.name
         write_json(folder.manifest_path, self.manifest)
         self.runner.listener.load_finished(load.cell, repeat, load.done)
+        self.runner.on_sent(load.cell, why_unanswered(load.done["metrics"]))
 
     def _end(self, run: _Run, end: BlockEnded) -> Finished:
         unpack(end.files, self.runner.run.path)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from kvbench.runs.quality import read_quality
 from kvbench.runs.repeats import is_disturbed, repeat_notes
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.work import FolderWork, kept, work_in
-from kvbench.sweep.block import HTTP, BlockRunner, Driver, Failure
+from kvbench.sweep.block import HTTP, BlockRunner, Driver, Failure, why_unanswered
 from kvbench.sweep.capacity import memory_notes
 from kvbench.sweep.executor import BlockExecutor, Elsewhere, HereExecutor
 from kvbench.sweep.order import LoadKey, Measured, blocks_in_time, blocks_left
@@ -49,8 +50,9 @@ from kvbench.sweep.plan import Preflight, describe_plan, planned_blocks, preflig
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.base import Target
 from kvbench.targets.choose import ChosenTarget
-from kvbench.workload.design import Block, Design, design_of
+from kvbench.workload.design import Block, Cell, Design, design_of
 from kvbench.workload.file import Workload, portable
+from kvbench.workload.load_section import LoadConfig
 
 MAX_FAILED_STARTS = 2  # in a row from the beginning: the third would fail too
 LOCKSTEP_MINUTES = 3.0
@@ -212,6 +214,7 @@ class Sweep:
                 calibrate=self._calibrator(run, listener.status, self._say),
                 capacity=capacity,
                 driver=self.driver,
+                on_sent=_until_an_answer(self.workload.load, measured),
             )
             if left:
                 listener.loads_begin_in(60 * self.lockstep_minutes if self._has_engine_time(design, run) else 0.0)
@@ -219,7 +222,7 @@ class Sweep:
                 listener.loads_begin_in(0.0)
                 left = still_left()  # it took time
             started = failed_starts = disturbed = 0
-            with contextlib.closing(self._executor(runner, manifest)) as executor:
+            with self._ends_unanswered(), contextlib.closing(self._executor(runner, manifest)) as executor:
                 while not self.ended_early and (started or failed_starts < MAX_FAILED_STARTS):
                     listener.expect(left)
                     manifest["measured_s"] = time.monotonic() - began
@@ -256,6 +259,13 @@ class Sweep:
             report = shlex.join(["kvbench", "report", os.path.relpath(run.path)])
             work.close, work.next_step = lambda: None, f"everything is measured. Write the report with:\n  {report}"
         return complete
+
+    @contextlib.contextmanager
+    def _ends_unanswered(self) -> Iterator[None]:
+        try:
+            yield
+        except UnansweredError as error:
+            self.ended_early = str(error)
 
     def _notes_elsewhere(self) -> Sequence[str]:
         return self.elsewhere.notes if self.elsewhere else ()
@@ -414,9 +424,9 @@ class Sweep:
         began = time.monotonic()
         self._say(f"{plural(disturbed, 'load')} in a row were disturbed by other programs, or by the host")
         if busy := self._waits_for_quiet(check, show):
-            self.ended_early = f"other programs keep the machine busy ({busy})"
+            self.ended_early = f"other programs keep the machine busy ({busy}); go on once it is quiet"
         elif disturbed >= 2 * DISTURBED_IN_A_ROW:
-            self.ended_early = f"{plural(disturbed, 'load')} in a row were disturbed"
+            self.ended_early = f"{plural(disturbed, 'load')} in a row were disturbed; go on once it is quiet"
         return time.monotonic() - began
 
     def _may_wait(self) -> bool:
@@ -503,7 +513,7 @@ class Sweep:
         """Report, what failed and what is invalid; the exit code."""
         problems = failed_loads(self.failures)
         if self.ended_early:
-            problems.append(f"ended early: {self.ended_early}; go on once it is quiet")
+            problems.append(f"ended early: {self.ended_early}")
         if not complete and not any(run.done_repeats(cell.cell_id) for cell in design.cells):
             problems.append("nothing was measured")
         elif self.report:
@@ -548,6 +558,34 @@ class Sweep:
         if self.failures or (problems and complete):
             self._say(f"run the failed and invalid loads again with:\n  {resume}")
         return EXIT_REGRESSION if wrong else EXIT_INVALID if problems else EXIT_OK
+
+
+class UnansweredError(Exception):
+    """No request of a load succeeded, and none of an earlier load had."""
+
+
+def _until_an_answer(load: LoadConfig, measured: Measured) -> Callable[[Cell, str | None], None]:
+    """Takes why a cell's load was not answered; raises UnansweredError until one was. ``measured``: of before."""
+    answered = any(not why_unanswered(done["metrics"]) for done in measured.done.values())
+
+    def on_sent(cell: Cell, why: str | None) -> None:
+        nonlocal answered
+        answered = answered or why is None
+        if answered:
+            return
+        users, rate, limit_s = cell.load.concurrency or 1, cell.load.request_rate or math.inf, load.timeout_s
+        smaller = "shorter prompts and outputs"
+        if users > 1:
+            smaller = f"a smaller load with -o load.concurrency={users // 2}"
+        elif rate < math.inf:
+            smaller = f"a smaller load with -o load.request_rate={rate / 2:g}"
+        raise UnansweredError(
+            f"no request of the first load, {cell.cell_id}, succeeded ({why}), and the next loads would hardly fare "
+            f"better: mend what the server says, give requests more time with -o load.timeout_s={3 * limit_s:g} (it is "
+            f"{limit_s:g}), send {smaller}, or leave cells out with --only GLOB"
+        )
+
+    return on_sent
 
 
 def _loads(blocks: Sequence[Block]) -> list[LoadKey]:

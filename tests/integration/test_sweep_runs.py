@@ -170,7 +170,7 @@ def test_a_server_that_dies_costs_its_load_only_and_resume_mends_it_from_any_fol
     (tmp_path / "lines.txt").write_text("one two three four five six\n" * 40)
     prompts = {"kind": "text", "file": "lines.txt", "prompt_tokens": 8, "output_tokens": 4}
     bench.write(load={"repeats": 1, "prompts": prompts})
-    fault = {"FAKE_FAULT": "die:2", "FAKE_FAULT_ONCE": str(tmp_path / "spent")}
+    fault = {"FAKE_FAULT": "die:4", "FAKE_FAULT_ONCE": str(tmp_path / "spent")}
     command = ("sweep", "tiny.yaml", "--serve-cmd", f"{sys.executable} {FAKE}", "--no-report")
     done = bench.kvbench(*command, cwd=tmp_path, **fault)
     run = bench.only_run()
@@ -215,7 +215,7 @@ START_FAULTS = {
     "exit_at_start": (1, [], 4, ["exit code 1 before it was ready", "a library is missing"], 1, 2),  # the first time
     "never_ready": (5, ["--start-timeout", "1"], 4, ["not ready after 1 s", "still loading", "nothing was"], 0, 2),
     "refuse": (2, [], 2, ["error: kv_budget 1 is too small for this fake engine: raise kv_budget\n"], 0, 1),
-    "leak": (1, ["--only", "paged*"], 4, ["6 KV pages were still owned 0.5 s after the last request ended"], 1, 1),
+    "leak:3": (1, ["--only", "paged*"], 4, ["6 KV pages were still owned 0.5 s after the last request ended"], 1, 1),
 }
 
 
@@ -391,6 +391,17 @@ def test_a_server_that_refuses_requests_is_a_finding_and_is_not_measured_again(b
     before = len(bench.launches)
     again = bench.kvbench("sweep", "--resume", str(run), "--no-report")
     assert again.returncode == 0 and len(bench.launches) == before and f"- {cell}: {told}" in again.stdout
+
+
+def test_a_sweep_ends_after_a_first_load_without_an_answer(bench):
+    rule = {"path": "stream", "do": "status", "status": 500}
+    done = bench.sweep(str(bench.write(load={"concurrency": [2, 1]})), "--no-calibration", FIRE=json.dumps([rule]))
+    run = bench.only_run()
+    assert done.returncode == 4 and len(bench.launches) == len(finished(run)) == 1
+    assert manifest(run)["status"] == "incomplete" and "ended early: no request of the first load, " in done.stdout
+    assert "under fire" in done.stdout and "-o load.timeout_s=60 (it is 20)" in done.stdout
+    bench.kvbench("sweep", "--resume", str(run), "--no-report")  # on a server that answers
+    assert manifest(run)["status"] == "complete" and len(finished(run)) == 8
 
 
 def busy(limit_s, check, on_busy):

@@ -7,7 +7,8 @@ Prints ``ready URL``. What it should do wrong comes from the environment, so tha
     FAKE_RESPONSE_S   seconds before each answer to a completion, outside of its "engine" (0)
     FAKE_WEIGHTS      fingerprint of its weights (f00d)
     FAKE_LAUNCHES     a file to which each launch adds a line with its flags
-    FAKE_FAULT        never_ready | exit_at_start | refuse | leak | die:N (in the Nth measured stream) |
+    FAKE_FAULT        never_ready | exit_at_start | refuse | leak:N (from the Nth stream on) |
+                      die:N (in the Nth stream; a warm-up has as many as the load has users) |
                       keep (/reset_prefix_cache says 200 and empties nothing) |
                       forget (only streams' prompts get into the cache) | mute (/metrics: 503 while a stream runs)
     FAKE_FAULT_ONCE   a file: the fault shows only while it does not exist yet; it is made when the fault shows
@@ -160,6 +161,8 @@ async def complete(engine: FakeEngine, writer: asyncio.StreamWriter, body: dict[
     }
     engine.running += 1
     engine.owned += 1
+    engine.streams += bool(body.get("stream"))
+    leaks = engine.fault.startswith("leak:") and engine.streams >= int(engine.fault[5:])
     try:
         engine.prompt_tokens += len(prompt)
         if not body.get("stream"):
@@ -171,13 +174,12 @@ async def complete(engine: FakeEngine, writer: asyncio.StreamWriter, body: dict[
                 {"id": "c", "object": "text_completion", "model": MODEL, "choices": [choice], "usage": usage},
             )
         else:
-            engine.streams += 1
             await stream(engine, writer, count, usage, bool(body.get("return_token_ids")))
         engine.generation_tokens += count
         engine.finished += 1
     finally:
         engine.running -= 1
-        if engine.fault != "leak" or not body.get("stream"):  # warm-up requests do not stream
+        if not leaks:
             engine.owned -= 1
 
 

@@ -1,4 +1,4 @@
-"""A block ends where it is told to, and leaves no server."""
+"""A block ends where it is told to, and leaves no server; a sweep ends where nothing is answered."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvbench.common.errors import Interrupted
+from kvbench.common.errors import Interrupted, MeasurementError
 from kvbench.runs.folder import create_run
 from kvbench.sweep.block import BlockRunner
-from kvbench.targets.base import Target
+from kvbench.sweep.order import Measured
+from kvbench.sweep.run import UnansweredError, _until_an_answer
+from kvbench.targets.base import ModelFacts, Target
 from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import Bench
@@ -41,3 +43,102 @@ def test_a_start_asks_whether_to_go_on(tmp_path):
     with pytest.raises(Interrupted):
         runner.run_block(blocks[0])
     target.stop.assert_called_once()
+
+
+ANSWERED = {"completed": 1, "failed": 5}
+LATE = {"timeout": {"message": "not done within 1 s", "requests": 6}}
+UNANSWERED = {"completed": 0, "failed": 6, "failure_messages": LATE}
+
+
+class Up(Target):
+    """A server that is there, unless it is ``gone``; its loads end as ``ends`` has them."""
+
+    def __init__(self, gone=False):
+        super().__init__("http://127.0.0.1:1")
+        self.gone, self.model = gone, ModelFacts("m", 100, 256)
+
+    def start(self, settings, log):
+        pass
+
+    def server_info(self):
+        return {}
+
+    def check_alive(self):
+        if self.gone:
+            raise MeasurementError("the server was killed")
+
+
+@pytest.fixture
+def sent(tmp_path):
+    """Runs a block of three loads that end so; what the sweep is told of those that were sent."""
+
+    def run(*ends, on_sent=None, target=None):
+        workload = load_workload(Bench(tmp_path).write(sweep={}, load={"concurrency": [1, 2, 3]}), profile="cpu")
+        told, results = [], iter(ends)
+
+        def measure(setup, *args, **options):
+            if isinstance(end := next(results), dict):
+                return {"metrics": end, "invalid_reasons": []}
+            error = MeasurementError("the server stopped answering")
+            error.after = end
+            setup.target.gone = setup.target.gone or end == "dies"
+            raise error
+
+        driver = Mock(measure=measure, warm_up=lambda setup, point: {})
+        folder = create_run(tmp_path / "results", "tiny", "none")
+        hook = on_sent or (lambda cell, why: told.append(why))
+        runner = BlockRunner(
+            workload, folder, lambda: target or Up(), Mock(), Mock(), Mock(), driver=driver, on_sent=hook
+        )
+        runner.run_block(plan_sweep(workload, ())[1][0])
+        return told
+
+    return run
+
+
+def test_a_load_that_was_sent_tells_why_it_was_not_answered(sent):
+    assert sent(UNANSWERED, ANSWERED, ANSWERED) == [
+        '6 of 6 requests failed: timeout: "not done within 1 s"',
+        None,
+        None,
+    ]
+    (hung,) = sent("after 0 of 6 requests", "after 1 of 6 requests", "")  # some were answered; none was sent
+    assert hung == "after 0 of 6 requests: the server stopped answering"
+    assert sent("after 0 of 6 requests", *3 * ["dies"], target=Up(gone=True)) == []  # a server of ours that died
+
+
+@pytest.mark.parametrize(
+    ("before", "ends", "goes_on"),
+    [
+        ({}, (UNANSWERED,), False),
+        ({}, ("after 0 of 6 requests",), False),
+        ({}, (ANSWERED, UNANSWERED, UNANSWERED), True),
+        ({("a", 1): {"metrics": ANSWERED}}, 3 * (UNANSWERED,), True),  # before --resume
+        ({("a", 1): {"metrics": UNANSWERED}}, (UNANSWERED,), False),
+    ],
+)
+def test_a_load_without_an_answer_ends_a_sweep_unless_there_was_one_before(tmp_path, sent, before, ends, goes_on):
+    load = load_workload(Bench(tmp_path).write(load={"timeout_s": 5.0}), profile="cpu").load
+    on_sent = _until_an_answer(load, Measured(before))
+    if goes_on:
+        sent(*ends, on_sent=on_sent)
+        return
+    with pytest.raises(UnansweredError) as error:
+        sent(*ends, on_sent=on_sent)
+    assert "-o load.timeout_s=15 (it is 5)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("load", "smaller"),
+    [
+        ({"concurrency": 2}, "-o load.concurrency=1,"),
+        ({"concurrency": 1}, "shorter prompts and outputs"),
+        ({"mode": "open", "concurrency": None, "request_rate": 3.0}, "-o load.request_rate=1.5,"),
+        ({"mode": "open", "concurrency": None, "request_rate": "inf"}, "shorter prompts and outputs"),
+    ],
+)
+def test_what_would_be_a_smaller_load_is_an_option_to_copy(tmp_path, load, smaller):
+    workload = load_workload(Bench(tmp_path).write(load=load), profile="cpu")
+    cell = plan_sweep(workload, ())[0].cells[0]
+    with pytest.raises(UnansweredError, match=f"send .*{smaller}"):
+        _until_an_answer(workload.load, Measured({}))(cell, "late")

@@ -28,6 +28,7 @@ LOADS = [load_point("closed", concurrency=c, rate=None, num_requests=8) for c in
 DESIGN = make_design({"layout": "paged", "page_size": 16}, {"page_size": [8]}, LOADS, "one_at_a_time")
 BLOCKS = plan_blocks(DESIGN, 3, 0)
 FACTS = {"code": code_sha256(), "environment": environment(), "ray": "2.60.0"}
+METRICS: dict[str, Any] = {"completed": 8, "failed": 0}
 OPTIONS = {"no_calibration": True, "ray_address": None, "device_resource": None}
 
 
@@ -44,7 +45,7 @@ def block_of(tmp_path: Path, tried: Counter, refused: str | None = None) -> Any:
         for cell in task.block.cells:
             tried[cell.cell_id, task.block.repeat] += 1
             there = RunFolder(tmp_path / "there" / str(sum(tried.values())))
-            done = {"cell_id": cell.cell_id, "wall_s": 1.0}
+            done = {"cell_id": cell.cell_id, "wall_s": 1.0, "metrics": METRICS}
             write_json(there.load(cell.cell_id, task.block.repeat) / DONE, done)
             yield LoadDone(cell, done, pack(there.path, [there.load(cell.cell_id, task.block.repeat)]))
         yield BlockEnded(refused is None, (), (), pack(tmp_path, []), refused)
@@ -58,7 +59,7 @@ def sweep(tmp_path: Path, monkeypatch: Any, cluster: FakeCluster, **how: Any) ->
     monkeypatch.setattr(ray_executor, "run_block_task", block_of(tmp_path, tried, how.pop("refused", None)))
     run, manifest, failures = RunFolder(tmp_path / "run"), {}, []
     run.path.mkdir()
-    runner = BlockRunner(Silent(), run, None, Silent(), None, lambda: None, failures)  # type: ignore[arg-type]
+    runner = BlockRunner(Silent(), run, None, Silent(), None, lambda: None, failures, **how.pop("runner", {}))  # type: ignore[arg-type]
     facts = {each.node_id: FACTS for each in cluster.members}
     machines = RayMachines(cluster, CellNeeds(0), Silent(), OPTIONS, {}, cluster.members, facts, how.pop("wait_s", 9.0))
     executor, measured = machines.executor(runner, manifest), Measured({})
@@ -95,6 +96,15 @@ def test_each_load_is_measured_once_and_a_repeat_keeps_to_one_machine(tmp_path, 
     by_repeat = {n: {loads[str(n)] for loads in done.record["loads"].values()} for n in (1, 2, 3)}
     assert all(len(where) == 1 for where in by_repeat.values())
     assert set.union(*by_repeat.values()) == done.record["machines"].keys()
+
+
+def test_a_load_without_an_answer_is_told_and_ends_what_runs(tmp_path, monkeypatch):
+    def on_sent(cell, why):
+        raise InterruptedError(why)
+
+    monkeypatch.setitem(METRICS, "completed", 0)
+    with pytest.raises(InterruptedError, match="requests failed"):
+        sweep(tmp_path, monkeypatch, FakeCluster([node("aa")]), runner={"on_sent": on_sent})
 
 
 def test_machines_without_a_repeat_of_their_own_help_with_the_others(tmp_path, monkeypatch):
