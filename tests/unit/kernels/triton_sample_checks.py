@@ -148,10 +148,14 @@ def test_nothing_is_drawn_but_what_is_allowed(limit):
         assert stats.chisquare(counts, weights / weights.sum() * COUNT).pvalue > 1e-4
 
 
-@pytest.mark.parametrize(("top_p", "count"), [(0.5, 2), (np.nextafter(np.float32(0.5), np.float32(1)), 3), (0.25, 1)])
-def test_a_token_is_left_out_once_those_before_it_reach_top_p_exactly(top_p, count):
-    """Four tokens of a quarter each: sums and quotients are exact in float32."""
-    draws = Draws(torch.zeros(1, 4, device=DEVICE), [(0, 1.0, 0, float(top_p))] * 40)
+@pytest.mark.parametrize(
+    ("logits", "top_k", "top_p", "count"),
+    [((0, 0, 0, 0), 0, 0.5, 2), ((0, -0.1, -0.2, -0.3), 2, 1.0, 2), ((0, 0, -0.1, -0.1), 2, 0.5, 1)],
+    ids=["top_p", "top_k", "both"],
+)
+def test_what_is_drawn_at_the_very_limit(logits, top_k, top_p, count):
+    """The tokens before one reach top-p exactly, in float32 too; no other one equals the last of top-k."""
+    draws = Draws(torch.tensor([logits], dtype=torch.float32, device=DEVICE), [(0, 1.0, top_k, top_p)] * 12)
     for draw_into, device in ((triton_sample.draw_into, DEVICE), (gumbel.draw_into, "cpu")):
         assert set(draws.by(draw_into, device)) == set(range(count))
 
