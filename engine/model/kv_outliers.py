@@ -105,12 +105,12 @@ def _worst(layers: Sequence[torch.Tensor]) -> tuple[float, int]:
 
 
 def _scales(pair: Callable[[torch.Tensor], torch.Tensor], sizes: torch.Tensor, rows: list[_Rows]) -> torch.Tensor:
-    """The power of two nearest to each channel's ratio, ``[heads, dim]``; ones where nothing can be multiplied."""
+    """The power of two nearest to each channel's ratio, at least 1, ``[heads, dim]``; ones where nothing makes them."""
     if not rows:
         return torch.ones_like(sizes)
     if len(rows[0][1]) != sizes.numel():  # a norm that all heads share
         sizes = sizes.amax(0, keepdim=True).expand_as(sizes)
-    return _ratios(pair(sizes)).log2().round().exp2()
+    return _ratios(pair(sizes)).clamp_min(1.0).log2().round().exp2()
 
 
 def _divide(layers: dict[int, list[_Rows]], scales: Sequence[torch.Tensor]) -> bool:
