@@ -12,6 +12,11 @@ from engine.kv.budget import KVShape, LayerKV
 CONFIG_DIR = Path(__file__).parent.parent / "model_configs"
 MODEL_DIR = Path(__file__).parent.parent / "models"  # whole models: config, weights and tokenizer
 NEEDS_CODE = "it needs Python code of its own, which is never run; use one whose type transformers has"
+_MOST_DEPTH = 100  # of objects and lists in a config.json
+_MOST_DIGITS = 18
+_SIZES = dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000) | dict.fromkeys(
+    ("num_attention_heads", "n_head", "num_key_value_heads", "head_dim", "hidden_size", "n_embd", "vocab_size"), 2**31
+)  # the largest that each may be
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -45,15 +50,15 @@ class ModelSpec:
     @property
     def max_positions(self) -> int | None:
         for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
-            if isinstance(self.text_config.get(key), int):
-                return self.text_config[key]
+            if isinstance(length := self.text_config.get(key), int) and length > 0:
+                return length
         return None
 
     @property
     def default_dtype(self) -> str:
         stated = (part.get(key) for part in (self.text_config, self.config) for key in ("dtype", "torch_dtype"))
         name = next((each for each in stated if each), "float32")
-        return name if name in DTYPE_BYTES else "float32"
+        return name if isinstance(name, str) and name in DTYPE_BYTES else "float32"
 
     def kv_shape(self, dtype: str) -> KVShape:
         """KV of one token as the config's common keys give it, ``dtype`` one of float32, bfloat16, float16.
@@ -71,11 +76,19 @@ class ModelSpec:
                 "decoder-only language model, or not one that kvbench knows"
             ) from None
         kv_heads = text.get("num_key_value_heads") or heads
-        head_dim = value_dim = text.get("head_dim") or hidden // heads
-        if text.get("qk_nope_head_dim"):  # multi-head latent attention: unfolded when it reaches our cache
-            head_dim = text["qk_nope_head_dim"] + text.get("qk_rope_head_dim", 0)
-            value_dim = text.get("v_head_dim") or head_dim
-        return KVShape((LayerKV(kv_heads, head_dim, value_dim),) * layers, DTYPE_BYTES[dtype])
+        try:
+            head_dim = value_dim = text.get("head_dim") or hidden // heads
+            if text.get("qk_nope_head_dim"):  # multi-head latent attention: unfolded when it reaches our cache
+                head_dim = text["qk_nope_head_dim"] + text.get("qk_rope_head_dim", 0)
+                value_dim = text.get("v_head_dim") or head_dim
+            if any(type(size) is not int or size < 1 for size in (layers, kv_heads, head_dim, value_dim)):
+                raise TypeError
+            return KVShape((LayerKV(kv_heads, head_dim, value_dim),) * layers, DTYPE_BYTES[dtype])
+        except TypeError:
+            raise ValueError(
+                f"the config of model {self.name!r} has no plain number for the layers, heads or their dimensions, so "
+                "its KV size cannot be planned"
+            ) from None
 
     def windows(self, layers: int) -> list[int | None]:
         """The sliding window of each layer, as the config's common keys give it; None: the layer sees all tokens."""
@@ -151,11 +164,38 @@ def uses_random_weights(spec: ModelSpec, load_format: str) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"), parse_int=_parse_int)
     except FileNotFoundError:
         raise ValueError(f"{str(path)!r} does not exist: a model folder holds a config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except RecursionError:
+        raise ValueError(f"{str(path)!r} is nested more than {_MOST_DEPTH} deep: it is not a model config") from None
+    except (OSError, ValueError) as error:
         raise ValueError(f"{str(path)!r} cannot be read as JSON ({error}): check the file") from None
-    if not isinstance(config, dict) or "model_type" not in config:
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{str(path)!r} has no model_type: it is not a Hugging Face model config")
+    if _is_deeper(config, _MOST_DEPTH):
+        raise ValueError(f"{str(path)!r} is nested more than {_MOST_DEPTH} deep: it is not a model config")
+    text = config.get("text_config")
+    if text is not None and not isinstance(text, dict):
+        raise ValueError(f"text_config of {str(path)!r} is {text!r:.80}, and must be an object: mend the file")
+    for name, most in _SIZES.items():  # some families have a list, one entry a layer
+        size = (text or config).get(name)
+        by_layer = isinstance(size, list | dict) and name != "vocab_size"
+        if size is not None and not by_layer and not (type(size) is int and 0 < size <= most):
+            raise ValueError(f"{name} of {str(path)!r} is {size!r:.80}, and must be from 1 to {most}: mend the file")
     return config
+
+
+def _parse_int(digits: str) -> int:
+    """Raises ValueError for a number that no size can be, and that no arithmetic of floats could take."""
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+def _is_deeper(value: Any, left: int) -> bool:
+    """Whether lists and objects in ``value`` are nested more than ``left`` deep."""
+    if not isinstance(value, dict | list):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return left == 0 or any(_is_deeper(part, left - 1) for part in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvbench.common.errors import MeasurementError, UsageError, log_traceback, say, storage_sentence
-from kvbench.common.text import nearest
+from kvbench.common.text import nearest, shorten
 
 if TYPE_CHECKING:
     import click
@@ -46,6 +47,9 @@ def guarded(run: Callable[[], int]) -> int:
             return EXIT_UNREAD
         raise
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            say(f"error: the path {shorten(str(error.filename), 60)!r} is too long: give a shorter one")
+            return UsageError.exit_code
         if (sentence := storage_sentence(error, "standard output, or a file")) is None:
             return _unexpected(error)
         say(f"error: {sentence}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.common.parsing import parse_json
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -78,7 +79,7 @@ def flush(path: Path) -> None:
 def read_json(path: Path) -> Any:
     """Raises UsageError when the file is missing or is not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes())
     except FileNotFoundError:
         raise UsageError(f"there is no {path}: give the folder of a run, such as results/mixed/<time>") from None
     except (OSError, ValueError) as error:

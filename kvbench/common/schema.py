@@ -6,9 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from kvbench.common.text import nearest
+from kvbench.common.text import nearest, shorten
 
 _UNION_TAGS = ("synthetic", "text", "trace")
+_LONGEST_SHOWN = 300  # characters of a wrong value
 _WANTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -60,7 +61,7 @@ def explain(error: ValidationError, prefix: str = "load") -> list[str]:
 
 def _sentence(item: Any, lead: str) -> str:
     """One pydantic error dict as a sentence."""
-    kind, context = item["type"], item.get("ctx") or {}
+    kind, context, given = item["type"], item.get("ctx") or {}, shorten(repr(item["input"]), _LONGEST_SHOWN)
     if kind == "value_error":
         return lead + item["msg"].removeprefix("Value error, ")
     if kind == "missing":
@@ -70,5 +71,5 @@ def _sentence(item: Any, lead: str) -> str:
     if kind == "union_tag_not_found":
         return f"{lead}the key {context['discriminator']} is missing; give one of {', '.join(_UNION_TAGS)}."
     if kind in _WANTED:
-        return f"{lead}{item['input']!r} is not {_WANTED[kind]}; write {_WANTED[kind]} here."
-    return f"{lead}{item['input']!r} is not allowed. {item['msg']}."
+        return f"{lead}{given} is not {_WANTED[kind]}; write {_WANTED[kind]} here."
+    return f"{lead}{given} is not allowed. {item['msg']}."

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
+from kvbench.common.parsing import parse_yaml
+from kvbench.common.text import shorten
 from kvbench.simulation import step_log
 from kvbench.simulation.calibrate_sweep import calibrate_sweep, is_sweep
 from kvbench.simulation.calibration import (
@@ -141,7 +142,10 @@ def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
         name, equals, value = each.partition("=")
         if not equals:
             raise UsageError(f"--engine {each!r} is not KEY=VALUE: write for example --engine max_num_seqs=128")
-        found[name.strip()] = yaml.safe_load(value)
+        try:
+            found[name.strip()] = parse_yaml(value)
+        except ValueError as error:
+            raise UsageError(f"--engine {shorten(each, 60)}: not a YAML value: {error}") from None
     return found
 
 

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from engine.execution.simulated_executor import StepWork
 from kvbench.common.errors import UsageError
+from kvbench.common.parsing import read_yaml
 from kvbench.common.text import listing
 from kvbench.simulation.cost_model import LONGEST_SHARE, Calibration, CostModel, GpuShare, Kernels
 from kvbench.simulation.experts import active_experts
@@ -168,8 +168,8 @@ def find_tables(root: Path, gpu: str, model: str, gpus: int) -> Path:
 def _require_same(meta: Path, gpu: str, model: str) -> None:
     """Raises UsageError where the tables say that they are of another GPU or model; they need not say."""
     try:
-        known = yaml.safe_load(meta.read_text(encoding="utf-8")) if meta.is_file() else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        known = read_yaml(meta) if meta.is_file() else None
+    except (OSError, ValueError) as error:
         raise UsageError(f"{meta} cannot be read: {error}") from None
     known = known if isinstance(known, dict) else {}
     for what, wanted, found in (("GPU", gpu, known.get("hardware")), ("model", model, known.get("model"))):

@@ -15,11 +15,14 @@ from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError, UsageError
 from kvbench.common.foreign_cpu import ServerProcess, server_at
+from kvbench.common.parsing import parse_json
 from kvbench.common.secrets import api_key, without_key
 from kvbench.common.server_errors import SERVER_FAULT, error_sentence, in_its_words
+from kvbench.common.text import shorten
 from kvbench.load.blocking import connect, exchange
 from kvbench.load.http import Address, Dialect, MalformedStream, Response, call_bytes, tls_context
 from kvbench.requests.request import RequestSpec
+from kvbench.targets.discovery import check_models, check_server_info, is_size
 from kvbench.targets.preset import CAPACITY_TOLERANCE, Preset
 from kvbench.targets.presets import BUILT_IN, METRIC_KINDS
 from kvbench.targets.prometheus import MetricsSample, parse_metrics
@@ -28,6 +31,7 @@ from kvbench.workload.settings import effective
 
 _LOGGED_TO = 0.01 * 2**20  # bytes: llama.cpp's log has MiB with two digits behind the point
 MOST_BYTES = 64 << 20  # of an answer: /metrics of a busy server is under 1 MiB, a page of completions under 10 MiB
+_LONGEST_ERROR = 1000  # characters, some of them a server's own
 _TIMEOUT_S = 10.0  # a busy engine may hold the interpreter for one long step
 FACTS_TIMEOUT_S = 60.0  # vLLM runs a dozen programs at the first call, to describe its machine
 _HEALTH_TIMEOUT_S = 2.0
@@ -84,11 +88,14 @@ class HttpAnswer:
         return self.body.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """None when the body is not JSON."""
+        """None when the body is not JSON, or has half characters (surrogates), which nothing can store or print."""
         try:
-            return json.loads(self.body)
-        except (ValueError, RecursionError):
+            value = parse_json(self.body)
+            if b"\\ud" in self.body.lower():
+                json.dumps(value, ensure_ascii=False).encode()
+        except ValueError:
             return None
+        return value
 
 
 class HttpCalls:
@@ -122,7 +129,7 @@ class HttpCalls:
 
     def error(self, text: str, kind: type[MeasurementError] = MeasurementError) -> MeasurementError:
         """``text`` follows the server's URL; a key that the server repeated is taken out."""
-        return kind(without_key(f"{self.base_url}{text}", self.access.api_key_env))
+        return kind(without_key(shorten(f"{self.base_url}{text}", _LONGEST_ERROR), self.access.api_key_env))
 
     def check_access(self, answer: HttpAnswer) -> HttpAnswer:
         """The answer. Raises MeasurementError where it refuses access, or sends the client elsewhere."""
@@ -254,13 +261,15 @@ class Target:
     def models(self) -> list[dict[str, Any]]:
         """The rows of /v1/models, at least one. Raises MeasurementError when the answer is not OpenAI-shaped."""
         answer = self.answer_at("/v1/models")
-        found = answer.json()
-        rows = found.get("data") if isinstance(found, dict) and answer.status == 200 else None
-        if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) and "id" in row for row in rows):
-            without = ", which lists no models" if answer.status == 200 else ""
-            without = ": begin again once it serves" if answer.status >= SERVER_FAULT else without
-            raise MeasurementError(self.http.said("/v1/models", answer) + without)
-        return rows
+        if answer.status != 200:
+            later = ": begin again once it serves" if answer.status >= SERVER_FAULT else ""
+            raise MeasurementError(self.http.said("/v1/models", answer) + later)
+        try:
+            check_models(found := answer.json())
+        except ValueError as error:
+            said = self.http.said("/v1/models", answer)
+            raise MeasurementError(f"{said}, which lists no models that can be asked ({error})") from None
+        return found["data"]
 
     def told_sizes(self, row: Mapping[str, Any]) -> tuple[int | None, int | None]:
         """Vocabulary and longest sequence, as its row of /v1/models tells them, or llama.cpp's /props; None: not told.
@@ -274,7 +283,7 @@ class Target:
             generation = props.get("default_generation_settings") if isinstance(props, dict) else None
             lengths.append(generation.get("n_ctx") if isinstance(generation, dict) else None)
         vocab = meta.get("n_vocab")
-        return (vocab if _is_size(vocab) else None), min(filter(_is_size, lengths), default=None)
+        return (vocab if is_size(vocab) else None), min(filter(is_size, lengths), default=None)
 
     def version(self) -> str | None:
         """The version that the server's API gives; None where it gives none."""
@@ -283,10 +292,18 @@ class Target:
         return str(found).removesuffix("-unknown") if found else None  # llama.cpp built without its commit
 
     def server_info(self) -> dict[str, Any] | None:
-        """None when the server has none. Raises MeasurementError when no answer comes."""
+        """None when the server has none. Raises MeasurementError when no answer comes, or one that cannot be true."""
         answer = self.http.call("GET", "/server_info", timeout_s=FACTS_TIMEOUT_S)
         info = answer.json() if answer.status == 200 else None
-        return info if isinstance(info, dict) else None
+        if not isinstance(info, dict):
+            return None
+        try:
+            check_server_info(info)
+        except ValueError as error:
+            raise self.http.error(
+                f"/server_info is not what an engine says of itself ({error}): name its kind with --preset NAME"
+            ) from None
+        return info
 
     def metrics(self) -> MetricsSample | None:
         """One reading of /metrics; None when the server has none. MeasurementError when it cannot be read."""
@@ -318,7 +335,9 @@ class Target:
             return None
         if "{slot}" not in path:
             return self._post_reset(path)
-        answers = [self._post_reset(path.format(slot=slot["id"])) for slot in self.json_at("/slots") or ()]
+        slots = self.json_at("/slots")
+        ids = [slot.get("id") for slot in slots if isinstance(slot, dict)] if isinstance(slots, list) else []
+        answers = [self._post_reset(path.format(slot=each)) for each in ids if isinstance(each, int)]
         return None if None in answers or not answers else all(answers)
 
     def _post_reset(self, path: str) -> bool | None:
@@ -343,10 +362,6 @@ class Target:
         found = answer.json()
         if answer.status != 200 or not isinstance(found, dict) or not found.get("choices"):  # or a proxy's error page
             raise (RefusedError if answer.status in _REFUSED else MeasurementError)(self.http.said(path, answer))
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and value > 0
 
 
 def reason_of(target: Target, error: MeasurementError) -> str:

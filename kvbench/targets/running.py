@@ -43,11 +43,11 @@ class OpenAITarget(Target):
         name, vocab_size, max_model_len = self._given
         try:
             row = self._row_of(name)
+            if self.preset is GENERIC and row.get("owned_by") == "kvbench":  # as the built-in server names itself
+                self.preset = BUILT_IN
+            info = self.server_info() or {}
         except MeasurementError as error:
             raise UsageError(str(error)) from None
-        if self.preset is GENERIC and row.get("owned_by") == "kvbench":  # as the built-in server names itself
-            self.preset = BUILT_IN
-        info = self.server_info() or {}
         self._caches_prefixes = (info.get("engine") or {}).get("enable_prefix_caching") is not False
         own_vocab, own_length = self.told_sizes(row)
         own_vocab = (info.get("model") or {}).get("vocab_size") or own_vocab

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from kvbench.common import parsing
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import REPOSITORY
 from kvbench.common.schema import StrictModel, explain
-from kvbench.common.text import nearest
+from kvbench.common.text import nearest, shorten
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.settings import canonical
@@ -29,34 +29,18 @@ _PATHS = ("file", "path", "tokenizer")
 _SHIPPED_MODELS = REPOSITORY / "engine" / "models"
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice; PyYAML silently keeps the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice in one mapping", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a workload file. Raises UsageError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        data = parsing.read_yaml(path)
     except FileNotFoundError:
         raise UsageError(f"there is no workload file {str(path)!r}: {_other_workloads(path)}") from None
     except IsADirectoryError:
         raise UsageError(f"{str(path)!r} is a folder, not a workload file: {_other_workloads(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the workload file {str(path)!r} cannot be read: {error}") from None
-    data = parse_yaml(text, path)
+    except ValueError as error:
+        raise UsageError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(data, dict):
         kind = "empty" if data is None else f"a {type(data).__name__}"
         raise UsageError(f"{path}: a workload is a mapping of name, model, engine, load ...; this file is {kind}")
@@ -66,12 +50,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def parse_yaml(text: str, path: Path) -> Any:
     """``text`` of the file ``path`` as plain data. Raises UsageError, also for a key that stands twice."""
     try:
-        return yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "it does not parse"
-        raise UsageError(f"{path}{at}: not valid YAML: {problem}") from None
+        return parsing.parse_yaml(text)
+    except ValueError as error:
+        raise UsageError(f"{path}: not valid YAML: {error}") from None
 
 
 def _other_workloads(path: Path) -> str:
@@ -116,9 +97,10 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     if not sign or not key:
         raise UsageError(f"-o {override!r} is not key=value: write for example -o engine.kv_budget=64MiB")
     try:
-        value = yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError:
-        raise UsageError(f"-o {key}: {text!r} is not a YAML value: quote it or mend the brackets") from None
+        value = parsing.parse_yaml(text)
+    except ValueError:
+        given = shorten(text, 60)
+        raise UsageError(f"-o {key}: {given!r} is not a YAML value: quote it or mend the brackets") from None
     *parents, last = key.split(".")
     node: Any = data
     for depth, part in enumerate(parents):

@@ -17,6 +17,7 @@ import yaml
 
 from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
+from kvbench.common.parsing import parse_yaml
 from kvbench.workload.settings import canonical, slug
 
 _LENGTH = re.compile(r"(\d+)(?:[:-](\d+))?")
@@ -145,8 +146,8 @@ def parse_vary(words: Sequence[str]) -> dict[str, list[Any]]:
         if key in _INSTEAD:
             raise UsageError(f"--vary {word}: {key} is no engine setting; write {_INSTEAD[key]}")
         try:  # the brackets of a YAML list may be there
-            values = [canonical(key, yaml.safe_load(part)) for part in text.strip().strip("[]").split(",")]
-        except yaml.YAMLError:
+            values = [canonical(key, parse_yaml(part)) for part in text.strip().strip("[]").split(",")]
+        except ValueError:
             values = []
         if not sign or not values or any(value is None or isinstance(value, list | dict) for value in values):
             raise UsageError(f"--vary {word!r} names no values: write for example --vary page_size=16,32")

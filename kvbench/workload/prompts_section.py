@@ -20,7 +20,8 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-_Count = Annotated[int, Field(ge=1)]
+_MOST = 10_000_000  # requests of a load, tokens of a length: above it arrays would not fit into memory
+_Count = Annotated[int, Field(ge=1, le=_MOST)]
 Counts = Annotated[
     tuple[_Count, ...], BeforeValidator(as_tuple, json_schema_input_type=_Count | list[_Count]), Field(min_length=1)
 ]
@@ -52,6 +53,8 @@ class Range(StrictModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
         number = {"type": "integer" if cls.KIND is int else "number", "minimum": cls.LEAST}
+        if math.isfinite(cls.MOST):
+            number["maximum"] = cls.MOST
         forms = [number, {"type": "array", "items": number, "minItems": 2, "maxItems": 2}]
         if cls.OTHER:
             other = {"type": "number"} if cls.OTHER == "exponential" else {"type": "object"}
@@ -68,8 +71,9 @@ class Range(StrictModel):
 class Length(Range):
     """A token count."""
 
-    WANTED = "a length; write a whole number from 1 on, [low, high] or {percentiles: {p50: .., max: ..}}"
+    WANTED = "a length; write a whole number from 1 on, [low, high] or {percentiles: {p50: .., max: ..}}, to 10000000"
     LEAST = 1
+    MOST = _MOST
     OTHER = "percentiles"
 
     percentiles: dict[str, float] | None = None
@@ -81,8 +85,8 @@ class Length(Range):
             values = [given[name] for name in PERCENTILES if name in given]
             if set(given) - set(PERCENTILES) or not {"p50", "max"} <= set(given):
                 raise ValueError(f"{given} needs p50 and max, and knows {', '.join(PERCENTILES)}; write those.")
-            if values != sorted(values) or values[0] < 1:
-                raise ValueError(f"{given} must be at least 1 and must not fall from min to max.")
+            if values != sorted(values) or values[0] < 1 or not values[-1] <= _MOST:
+                raise ValueError(f"{given} must be from 1 to {_MOST} and must not fall from min to max.")
         return given
 
     @property
@@ -139,11 +143,11 @@ class Sessions(StrictModel):
 class SharedPrefix(StrictModel):
     """What prompts begin with; its tokens come on top of the class's `prompt_tokens`."""
 
-    tokens: int = Field(ge=1)
+    tokens: _Count
     """how long it is"""
     share: float = Field(default=1.0, gt=0, le=1)
     """of the prompts that begin with it"""
-    families: int = Field(default=1, ge=1)
+    families: _Count = 1
     """different prefixes, each used equally often"""
 
 

@@ -101,6 +101,10 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
     ("arguments", "named"),
     [
         (("sweep",), ["workload is missing", "--input-len"]),
+        (("plan", "x" * 5000), ["'xxx", "..."]),
+        ((*SWEEP, "-o", f"model.config={'x' * 5000}"), ["'xxx", "too long"]),
+        ((*SWEEP, "-o", f"load.num_requests=[1{'0' * 400}]"), ["load.num_requests", "YAML"]),
+        ((*SWEEP, "-o", "load.num_requests=10000001"), ["load.num_requests", "10000000"]),
         (("sweep", "nothing.yaml"), ["'nothing.yaml'"]),
         ((*SWEEP, "--only", "pagd*"), ["'pagd*'", "paged-p16-c1, contiguous-c1"]),
         ((*SWEEP, "-o", "engine.page_size=0"), ["page_size", "0", "at least 1"]),

@@ -68,3 +68,28 @@ def test_more_than_the_server_has_is_refused(given):
     (value,) = given.values()
     with pytest.raises(UsageError, match=rf"{value} is more than the {value - 1} "):
         sizes(row(meta=LLAMA | {"n_ctx": 2048}), **given)
+
+
+FINE = row(max_model_len=900, meta=LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        (FINE | {"/server_info": (200, {"engine": 5})}, "engine: 5 is not a mapping"),
+        (FINE | {"/server_info": (200, {"model": {"vocab_size": 10**400}})}, "model.vocab_size"),
+        (FINE | {"/server_info": (200, {"capacity": {"kv_bytes": []}})}, "capacity.kv_bytes: []"),
+        (row(max_model_len=-1), "--max-model-len N"),
+        (row(max_model_len=True, meta={"n_vocab": 2**40}), "--vocab-size N --max-model-len N"),
+        ({"/v1/models": (200, {"data": [{"id": "m\ud800"}]})}, "lists no models"),
+        ({"/v1/models": (200, {"data": [{"id": "\x1b[2J"}]})}, "cannot be printed"),
+        ({"/v1/models": (200, {"data": [{"id": 5}]})}, "data.0.id: 5 is not a string"),
+        ({"/v1/models": (200, {"data": [{"id": ""}]})}, "data.0.id"),
+        ({"/v1/models": (200, {"data": {}})}, "data: {} is not a list"),
+        ({"/v1/models": (200, "[" * 100_000)}, "lists no models"),
+    ],
+)
+def test_what_cannot_be_true_is_refused_by_name(answers, words):
+    with pytest.raises(UsageError) as error:
+        sizes(answers)
+    assert words in str(error.value) and len(str(error.value)) < 1100

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import re
 
 import pytest
@@ -157,6 +158,40 @@ def test_find_model_says_what_is_missing(tmp_path):
         with pytest.raises(ValueError, match=says):
             find_model(str(tmp_path))
     assert find_model(str(tmp_path), "dummy").name == tmp_path.name
+
+
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ('"x": ' + "[" * 100_000, "nested more than 100 deep"),
+        ('"x": ' + "[" * 100 + "]" * 100, "nested more than 100 deep"),
+        ('"x": ' + "9" * 5000, "5000 digits"),
+        ('"text_config": 5', "text_config .* is 5"),
+        ('"num_hidden_layers": 10001', "num_hidden_layers .* 10001"),
+        ('"num_attention_heads": 0', "num_attention_heads .* 0"),
+        ('"hidden_size": "big"', "hidden_size .* 'big'"),
+        ('"vocab_size": []', "vocab_size"),
+        ('"model_type": ["llama"]', "model_type"),
+    ],
+)
+def test_a_config_that_no_model_has_is_refused_in_one_sentence(tmp_path, more, says):
+    (tmp_path / "config.json").write_text(f'{json.dumps({"model_type": "llama", **SIZES})[:-1]}, {more}}}')
+    with pytest.raises(ValueError, match=says) as error:
+        find_model(str(tmp_path), "dummy")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("more", [{"head_dim": [8]}, {"num_key_value_heads": {"a": 1}}, {"qk_nope_head_dim": "x"}])
+def test_sizes_by_layer_are_read_and_planned_by_nobody(tmp_path, more):
+    deepest = json.loads("[" * 98 + "]" * 98)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, "x": deepest, **more}))
+    spec = find_model(str(tmp_path), "dummy")
+    with pytest.raises(ValueError, match="no plain number"):
+        spec.kv_shape("float32")
+    assert spec.attention_shape() is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""JSON and YAML from outside as plain data, in bounded time and memory.
+
+Both refuse what no reader of ours means: deep nesting, which exhausts Python's stack, numbers of thousands of digits,
+and in YAML characters that no path or terminal takes, and aliases or merge keys that stand for millions of values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MOST_DEPTH = 100  # of lists and mappings in one another
+MOST_VALUES = 20_000  # of a YAML text, aliases and merge keys written out: PyYAML takes 60 us for each
+MOST_BYTES = 1 << 20  # of a YAML file
+_LONGEST_NUMBER = 80  # characters: 64 binary digits, with underscores in between
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_BRACKET = re.compile(r"[\[\]{}]")
+_UNUSABLE = re.compile("[\0\ud800-\udfff]")
+_MERGE = "tag:yaml.org,2002:merge"
+_OF_THE_TEXT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # of PyYAML's constructors
+
+
+def parse_json(data: str | bytes) -> Any:
+    """The value. Raises ValueError for what is not JSON, or nested more than ``MOST_DEPTH`` deep."""
+    text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
+    depth = 0
+    for bracket in _BRACKET.finditer(_STRING.sub("", text)) if text.count("[") + text.count("{") > MOST_DEPTH else ():
+        depth += 1 if bracket[0] in "[{" else -1
+        if depth > MOST_DEPTH:
+            raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        raise ValueError("a number has thousands of digits") from None
+
+
+def parse_yaml(text: str) -> Any:
+    """The value. Raises ValueError with the line and the problem, also for a key that stands twice in a mapping."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it does not parse"
+        problem = problem.replace("unexpected", "an out-of-place")  # the word stands for faults of kvbench
+        raise ValueError(f"line {mark.line + 1}: {problem}" if mark else problem) from None
+    except _OF_THE_TEXT as error:
+        raise ValueError(f"a value cannot be read ({error})") from None
+
+
+def read_yaml(path: Path) -> Any:
+    """``parse_yaml`` of a file. Raises OSError and ValueError, also for a file of more than ``MOST_BYTES``."""
+    with path.open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+    return parse_yaml(data.decode())
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice, where PyYAML silently keeps the last one, and what the module's text says."""
+
+    depth = composed = 0
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _values(node, {})
+        return node
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        self.composed += 1
+        if self.depth > MOST_DEPTH:
+            raise _refused(f"nested more than {MOST_DEPTH} deep", self.peek_event())
+        if self.composed > MOST_VALUES:
+            raise _refused(f"more than {MOST_VALUES:,} values", self.peek_event())
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == _MERGE:
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise _refused(f"a key is a {type(key).__name__}, and can only be a word or a number", key_node)
+            if key in seen:
+                raise _refused(f"the key {key!r} stands twice in one mapping", key_node)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """An int of PyYAML, which makes numbers of any length."""
+    if len(node.value) > _LONGEST_NUMBER or abs(value := loader.construct_yaml_int(node)) >= 2**63:
+        raise _refused("a number does not fit into 64 bits", node)
+    return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+
+
+def _values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """How many values ``node`` stands for with its aliases written out; an alias within its own anchor has no end."""
+    if node not in known:
+        known[node] = MOST_VALUES
+        if isinstance(node, yaml.ScalarNode):
+            if _UNUSABLE.search(node.value):
+                raise _refused("a text has a NUL or half a character (a surrogate)", node)
+            parts = []
+        else:
+            parts = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))]
+        known[node] = 1 + sum(_values(part, known) for part in parts)
+    if known[node] > MOST_VALUES:
+        raise _refused(f"its aliases stand for more than {MOST_VALUES:,} values", node)
+    return known[node]
+
+
+def _refused(problem: str, where: yaml.Node | yaml.Event) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, where.start_mark)
