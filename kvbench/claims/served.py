@@ -17,6 +17,7 @@ from kvbench.targets.builtin import BuiltinTarget
 
 STREAMS = 6
 _TIMEOUT_S = 60.0
+_CLIENT: dict[str, Any] = {"timeout": _TIMEOUT_S, "trust_env": False, "headers": {"Accept-Encoding": "identity"}}
 _FREED_WITHIN_S = 2.0
 _LENGTH, _PROMPT = 1024, 160  # tokens: max_model_len, and of each abandoned prompt
 _SETTINGS = {
@@ -67,7 +68,7 @@ def _abandon(target: BuiltinTarget) -> dict[str, Any]:
     url = f"{target.http.base_url}/v1/completions"
     lines = []  # kept, since a stream is closed once nobody can read it
     with ExitStack() as stack:
-        client = stack.enter_context(httpx.Client(timeout=_TIMEOUT_S, trust_env=False))
+        client = stack.enter_context(httpx.Client(**_CLIENT))
         for number in range(STREAMS):
             body = _body(target, [16 + number] * _PROMPT, _LENGTH - _PROMPT)
             response = stack.enter_context(client.stream("POST", url, json=body | {"stream": True}))
@@ -125,7 +126,7 @@ def _send_malformed(target: BuiltinTarget) -> dict[str, Any]:
 def _post(target: BuiltinTarget, body: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+    with httpx.Client(**_CLIENT) as client:
         return client.post(f"{target.http.base_url}/v1/completions", content=content, headers=headers)
 
 

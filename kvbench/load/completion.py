@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from kvbench.common.machine import boot_id
+from kvbench.common.machine import BOOT_HEADER, boot_id
 from kvbench.common.secrets import without_key
 from kvbench.common.server_errors import error_sentence, is_error
 from kvbench.load.http import OPENAI, Dialect, MalformedStream, Response, ServerEvent, events
@@ -184,7 +184,8 @@ def _read_events(
     """Adds all events. Kind and sentence of the failure where the end is missing. MalformedStream."""
     pause()
     found, rest = events(response.body)
-    one_clock = response.boot is not None and response.boot == boot_id()
+    boot = response.headers.get(BOOT_HEADER)  # of the machine that stamps the chunks, where it tells
+    one_clock = boot is not None and boot == boot_id()
     for number, event in enumerate(found):
         if number % _SLICE == _SLICE - 1:
             pause()

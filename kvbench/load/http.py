@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 import httptools
 from pydantic import Field, field_validator
 
-from kvbench.common.machine import BOOT_HEADER
 from kvbench.common.schema import StrictModel
 from kvbench.common.secrets import api_key
 from kvbench.common.server_errors import error_sentence
@@ -311,11 +310,6 @@ class Response(ResponseReader):
             self.ends.append(len(body))
         self.body = bytes(body)
         self.release()
-
-    @property
-    def boot(self) -> str | None:
-        """The boot id of the machine that stamps the chunks, where it tells."""
-        return self.headers.get(BOOT_HEADER.lower())
 
     @property
     def encoding(self) -> str | None:

@@ -41,6 +41,7 @@ def test_a_canary_is_asked_for_greedily_to_its_end_and_for_its_kv_and_other_requ
     head, body = parts(as_request(ONE, 0), **how)
     assert (body["temperature"], body["ignore_eos"], body["prompt"], body["max_tokens"]) == (0.0, True, [5, 6, 7], 3)
     assert b"\r\nx-kvbench-kv-facts: 1\r\n" in head and "n" not in body
+    assert b"\r\nAccept-Encoding: identity\r\n" in head
     assert parts(as_request(ONE, 0, answers=2), **how)[1]["n"] == 2
     head, body = parts(RequestSpec(0, "a", (5, 6, 7), None, 3), **how)
     assert (body["temperature"], body["ignore_eos"]) == (0.7, False) and b"kv-facts" not in head

@@ -23,14 +23,12 @@ pytestmark = pytest.mark.soak
 COUNT, MOST_S = 300, 1.0
 CHAT = [{"role": "assistant"}, {"reasoning": "r"}, {"content": "", "role": "assistant"}, {"content": "a"}]
 CHAT += [{"content": "b"}, {"tool_calls": [{"function": {"arguments": "{"}}]}, {}]
+DELTAS = [data({"choices": [{"delta": d, "finish_reason": None if d else "tool_calls"}]}) for d in CHAT]
+END = [data(usage()), data("[DONE]")]
 STREAMS = [
-    [*(data(token(k)) for k in range(TOKENS)), data(usage()), data("[DONE]")],
-    [*(data(token(k, token_ids=None)) for k in range(TOKENS)), data(usage()), data("[DONE]")],
-    [
-        *(data({"choices": [{"delta": d, "finish_reason": None if d else "tool_calls"}]}) for d in CHAT),
-        data(usage()),
-        data("[DONE]"),
-    ],
+    [*(data(token(k)) for k in range(TOKENS)), *END],
+    [*(data(token(k, token_ids=None)) for k in range(TOKENS)), *END],
+    [*DELTAS, *END],
     [data(json.dumps(token(TOKENS - 1) | usage(completion_tokens=1))), data("[DONE]")],
 ]
 PIECES = [
@@ -63,7 +61,10 @@ def answer(number: int) -> bytes:
 
 
 def may_succeed(wire: bytes) -> bool:
-    """The definition of success, with the standard library alone: nothing lost, an end, no error, tokens that match."""
+    """The definition of success, with the standard library alone: an end, no error, tokens that match.
+
+    It raises what the standard library raises where something is broken.
+    """
     response = http.client.HTTPResponse(SimpleNamespace(makefile=lambda mode: io.BytesIO(wire)))
     response.begin()
     while response.status == 103:
@@ -92,13 +93,6 @@ def may_succeed(wire: bytes) -> bool:
     )  # fmt: skip
 
 
-def allowed(wire: bytes) -> bool:
-    try:
-        return may_succeed(wire)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, http.client.HTTPException):
-        return False
-
-
 def test_a_spoilt_answer_is_judged_in_time_and_never_a_success_that_it_is_not() -> None:
     successes = 0
     for number in range(COUNT):
@@ -109,13 +103,14 @@ def test_a_spoilt_answer_is_judged_in_time_and_never_a_success_that_it_is_not() 
         out = judge([float(k) for k in range(len(pieces))], pieces, 2 * TOKENS)
         assert time.process_time() - begun < MOST_S, (number, wire)
         assert out.ok or (out.error and out.error.isprintable()), (number, wire)
-        assert not out.ok or allowed(wire), (number, wire)
+        if out.ok:
+            assert may_succeed(wire), (number, wire)
         successes += out.ok
     assert COUNT / 10 < successes < COUNT / 2  # neither is everything refused, nor nothing spoilt
 
 
 def test_the_client_ends_every_spoilt_exchange(exchange: Callable[..., list[list[dict]]]) -> None:
-    """Over a connection that the server closes; the same answers have the same verdicts."""
+    """The same answers over connections that the server closes."""
 
     def serve(connection) -> None:
         connection.sendall(answer(int(re.search(rb'"prompt":\[(\d+)\]', read_request(connection))[1])))
@@ -126,4 +121,4 @@ def test_the_client_ends_every_spoilt_exchange(exchange: Callable[..., list[list
         done = [outcome for (outcome,) in exchange(jobs, url=f"http://127.0.0.1:{port}")]
     for number, outcome in enumerate(done):
         assert outcome["ok"] or (outcome["error"] and outcome["error_kind"] not in ("timeout", "refused")), number
-        assert not outcome["ok"] or allowed(answer(number)), number
+        assert not outcome["ok"] or may_succeed(answer(number)), number

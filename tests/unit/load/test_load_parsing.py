@@ -97,7 +97,9 @@ def test_usage_must_match_what_was_streamed(told: int, max_tokens: int, ids: boo
 def test_usage_without_content_is_a_mismatch() -> None:
     out = judged(HEAD + chunk(token("", None, "length")) + ending(5))
     assert out.error_kind == "usage_mismatch"
-    nothing = judged(HEAD + chunk(token("", None, "stop")) + ending(0))  # the model stopped at once
+    told = token("", None, "length", usage={"prompt_tokens": 4, "completion_tokens": 5})
+    assert judged(HEAD + chunk(told) + ending(5)).error_kind == "usage_mismatch"
+    nothing = judged(HEAD + chunk(token("", None, "stop", detail="no error")) + ending(0))  # the model stopped at once
     assert nothing.ok
     assert nothing.first is None
 
@@ -162,6 +164,12 @@ def test_what_is_no_stream_of_events_is_said_in_one_sentence(
     out = judged(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (status, len(data), data))
     assert out.error_kind == (kind if status == 200 else "http_error") and out.error.isprintable()
     assert sentence in out.error or (status != 200 and "compressed" not in sentence)
+
+
+def test_a_whole_message_in_one_event_is_not_streamed() -> None:
+    whole = {"choices": [{"index": 0, "message": {"content": "a b"}, "finish_reason": "length"}]}
+    out = judged(HEAD, chunk(b"data: " + json.dumps(whole).encode() + b"\n\n"), ending(2))
+    assert out.error_kind == "not_streamed"
 
 
 def test_an_answer_that_says_it_is_compressed_is_not_read() -> None:
@@ -379,7 +387,7 @@ def test_events_follow_the_standard() -> None:
 @pytest.mark.parametrize("blank", ["\n\n", "\r\n\r\n", "\r\r", "\r\n\n", "\n\r\n", "\n\r", "\r\r\n", "\n\n\n"])
 def test_lines_end_in_any_way_that_the_standard_allows(blank: str, bom: bytes) -> None:
     line = blank[:2] if blank.startswith("\r\n") else blank[0]
-    body = bom + line.join(["event: x", "data: a", f"data: b{blank}: c", f"data: d{blank}"]).encode()
+    body = bom + line.join(["data: a", "data: b", f"event: x{blank}: c", f"data: d{blank}"]).encode()
     assert [event.data for event in events(body)[0]] == [b"a\nb", b"d"]
     stream = (token("a") + token("b", None, "length") + ending(2)[4:-9]).replace(b"\n\n", blank.encode())
     stream = stream[: stream.rindex(b"[DONE]") + 6] + blank.encode()
