@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from kvbench.report.client_quality import quality_sentences, quality_table
+from kvbench.report.compared_cells import Side, ratios
+from kvbench.report.comparisons import compare, leaders
 from kvbench.report.figures.distributions import EVERY, distributions
+from kvbench.report.figures.frontier import frontier_frame
 from kvbench.report.sections import Section, chapters, class_table, effect_table, plateau_table, turn_table
 from kvbench.report.tables import Table, Value, flat_rows, main_table
 from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.ratios import SAME
 from tests.support.report_cells import cell, refused, run, wrong
 
 
@@ -57,6 +61,22 @@ def test_steady_ttft_and_whole_run_stand_beside_each_other(run_of: Callable[[str
     assert {row.cell.has_steady_latency for row in table.rows if row.cell} == {True, False}
     one = changed(cell(throughput=(100.0, 110.0, 120.0)), {"output_throughput": 90.0})
     assert entries(main_table(run(one)))["output_tokens_per_s"].note == "100–120\nwhole 90.0"
+
+
+def test_cells_of_two_windows_are_compared_by_the_whole_run_which_is_said() -> None:
+    """p95 TTFT of the whole run is 900 and 300 ms; one cell has 100 ms in its steady window, the other no window."""
+    base, other = cell(ttft=(900.0,) * 3), cell(page_size=8, ttft=(300.0,) * 3)
+    settled = {"ttft_ms": {"p95": 100.0, "n": 40}, "tpot_ms": {"p50": 20.0}, "itl_ms": {"p95": 20.0}}
+    base = changed(base, {"steady_latency": settled}, steady_latency=settled)
+    other = changed(other, {"steady_latency": {}})
+    both = run(base, other)
+    assert leaders(both, base.load)["ttft_ms_p95"] == {other.name: SAME}
+    assert compare(other, base).ttft.median == pytest.approx(1 / 3)
+    (row,) = effect_table(both).rows
+    assert [value.note.endswith("whole run") for value in row.values[3:]] == [False, True, True, True]
+    assert sorted(frontier_frame(both)["ttft"]) == [300.0, 900.0]
+    (_, ttft, *_) = ratios(Side("A", both, base), Side("B", both, other))
+    assert ttft.ratio == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(("tokens", "note"), [(1.09, ""), (1.1, "1.1 tokens a chunk"), (4.0, "4.0 tokens a chunk")])
