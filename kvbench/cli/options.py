@@ -180,9 +180,13 @@ RUNNING_SERVER_OPTIONS = (
     click.option("--model", metavar="NAME",
                  help="The model's name at a running server (default: the first it lists); of kvbench mock-server with "
                  "a query, as mock?ttft_ms=20."),
-    click.option("--vocab-size", type=click.IntRange(1), help="If a running server does not tell, or to use less."),
-    click.option("--max-model-len", type=click.IntRange(1), help="If a running server does not tell, or to use less."),
-    click.option("--tokenizer", type=EXISTING, metavar="DIR", help="For a running server that takes texts only."),
+    click.option("--vocab-size", type=click.IntRange(1),
+                 help="If a running server does not tell, or to use less: vocab_size in the model's config.json."),
+    click.option("--max-model-len", type=click.IntRange(1),
+                 help="If a running server does not tell, or to use less: max_position_embeddings in config.json."),
+    click.option("--tokenizer", type=EXISTING, metavar="DIR",
+                 help="Send a running server texts, made with the tokenizer.json in DIR (default: token ids; where the "
+                 "server takes none, texts of the tokenizer that ships)."),
     click.option("--api-key-env", metavar="NAME", help="The environment variable that holds a running server's key."),
     click.option("--tls-ca-file", type=EXISTING, help="https://: certificates to trust."),
     click.option("--no-tls-verify", is_flag=True, help="https://: trust any certificate."),

@@ -42,6 +42,7 @@ from kvbench.loadtest.options import (
 from kvbench.loadtest.result import lengths_of, show, stored
 from kvbench.measure.live_server import LiveServer
 from kvbench.measure.load import DRAIN, PREPARE, LoadSetup, UnstoredError, measure_load, requests_for
+from kvbench.measure.server_state import as_found
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
 from kvbench.runs.work import FolderWork, begun, kept, work_in
@@ -80,10 +81,14 @@ def load_command(
     console = Console()
     say = partial(print_plain, console)
     try:
+        loaded = dataclasses.replace(loaded, load=as_found(loaded.load, target))
+        for note in target.notes:
+            say(f"note: {note}")
         try:
             requests = requests_for(loaded.load, point, target, loaded.seed, _RUN)
         except MeasurementError as error:  # nothing has been sent or written yet
-            raise UsageError(str(error)) from None
+            options_are = " (here --input-len and --output-len)" if text else ""
+            raise UsageError(f"{error}{options_are}") from None
         search = dataclasses.asdict(plan) if plan else None
         manifest = describe(loaded, point, target_facts(target), search=search, sharing=clients.facts)
         with _work(output_dir, manifest["command"], resume, say) as (path, work):
@@ -117,10 +122,6 @@ def _running_target(options: Mapping[str, Any]) -> Target:
     if not options["url"]:
         raise UsageError("--url is missing: the server, e.g. --url http://127.0.0.1:8000")
     kind = preset_named(options["preset"])
-    if options["tokenizer"] and kind.dialect.token_id_prompts:
-        raise UsageError(
-            f"--tokenizer is for a server that takes texts only, and {kind.title} is sent token ids: omit it"
-        )
     return running_server("--url", options["url"], options, kind)()
 
 

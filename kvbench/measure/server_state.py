@@ -68,6 +68,18 @@ def leak_reasons(after: MetricsSample | None) -> list[str]:
     return [f"{count:g} {what} {RELEASE_BOUND_S:g} s after the last request ended" for count, what in kept if count]
 
 
+def as_found(load: LoadConfig, target: Target) -> LoadConfig:
+    """The load, as ``steady`` where it declares no cache state and a server that runs already cannot be emptied."""
+    if "cache_state" in load.model_fields_set or target.starts_cold or target.reset_prefix_cache() is not None:
+        return load
+    way = f" ({target.preset.reset_way})" if target.preset.reset_way else ""
+    target.notes.append(
+        f"the server has no way to empty its prefix cache{way}, and the load declares no state: it is measured as it "
+        "is found, as with -o load.cache_state=steady"
+    )
+    return load.model_copy(update={"cache_state": "steady"})
+
+
 def prepare_cache(target: Target, load: LoadConfig, requests: Sequence[RequestSpec], *, first: bool) -> list[str]:
     """Waits until the server is idle and puts the cache into the declared state.
 
@@ -81,7 +93,7 @@ def prepare_cache(target: Target, load: LoadConfig, requests: Sequence[RequestSp
         way = f"{target.preset.reset_way}, or " if target.preset.reset_way else ""
         reasons.append(
             f"the state of the prefix cache is not known: the server has no way to empty it, so it cannot be made "
-            f"{load.cache_state}; {way}declare load.cache_state: steady (the cache is measured as it is found)"
+            f"{load.cache_state}; {way}declare -o load.cache_state=steady (the cache is measured as it is found)"
         )
     if load.cache_state == "primed" or (load.cache_state == "steady" and first):
         for prefix in distinct_prefixes(requests):

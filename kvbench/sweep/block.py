@@ -16,6 +16,7 @@ from kvbench.common.files import write_json
 from kvbench.common.text import failed_words
 from kvbench.load import launch
 from kvbench.measure.load import LoadSetup, UnstoredError, measure_load
+from kvbench.measure.server_state import as_found
 from kvbench.measure.warm_up import warm_up
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.folder import DONE, RunFolder
@@ -211,6 +212,7 @@ class BlockRunner:
                 raise
             raise MeasurementError(str(error)) from None
         self.served.append(block.block_id)
+        load, seed = as_found(self.workload.load, target), self.workload.seed
         info = target.server_info()
         if wrong := contradiction(configuration.settings, self.capacity.get(configuration.config_id, {}), info):
             raise MeasurementError(f"the server of {configuration.label} has other settings: {wrong}")
@@ -221,7 +223,6 @@ class BlockRunner:
             self.check_interrupt()
             target.check_alive()
 
-        load, seed = self.workload.load, self.workload.seed
         more = {"calibrate": self.calibrate, "poll_s": self.poll_s}
         return LoadSetup(load, seed, target, configuration.settings, info, log, check, **more)
 

@@ -174,6 +174,7 @@ class Target:
 
     ``starts_cold``: we launched it, so its cache is empty before its first load.
     ``model``: known after ``start``. ``check``: called again and again during ``start``; may raise to end it.
+    ``notes``: what a reader of the figures must know of how the server is asked.
     """
 
     preset: Preset = BUILT_IN
@@ -192,6 +193,7 @@ class Target:
         self.base_url = base_url.rstrip("/")
         self.preset, self._text_of_ids = preset, text_of_ids
         self.http = HttpCalls(self.base_url, access)
+        self.notes: list[str] = []
         self._has_metrics: bool | None = None
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
@@ -230,7 +232,7 @@ class Target:
         if self._text_of_ids is None:
             raise MeasurementError(
                 f"{self.preset.title} takes no token ids, and kvbench has no tokenizer to make texts of them: give "
-                "prompts of kind text with send_text: true"
+                "prompts of kind text with -o load.prompts.send_text=true"
             )
         return self._text_of_ids(ids)
 
@@ -282,7 +284,7 @@ class Target:
             props = self.json_at("/props")
             generation = props.get("default_generation_settings") if isinstance(props, dict) else None
             lengths.append(generation.get("n_ctx") if isinstance(generation, dict) else None)
-        vocab = meta.get("n_vocab")
+        vocab = meta.get("n_vocab") or row.get("vocab_size")
         return (vocab if is_size(vocab) else None), min(filter(is_size, lengths), default=None)
 
     def version(self) -> str | None:

@@ -196,6 +196,11 @@ def text_tokenizer(prompts: Any) -> Path | None:
         return Path(given)
     if prompts.kind != "text" and not getattr(prompts, "send_text", False):
         return None
+    return shipped_tokenizer()
+
+
+def shipped_tokenizer() -> Path:
+    """The folder of the tokenizer that ships."""
     from engine import tokenizer
 
     return Path(str(tokenizer.__file__)).parent / "bpe8k"

@@ -33,7 +33,10 @@ class TokenizerWords:
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        try:
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # of no other class
+            raise UsageError(f"--tokenizer {folder} has no tokenizer.json that can be read: {error}") from None
         decoded = {tokenizer.decode([i], skip_special_tokens=False).strip() for i in range(tokenizer.get_vocab_size())}
         words = sorted(word for word in decoded if word.isascii() and word.isalpha())
         # Byte-level tokenizers know most words with the space before them only, others put one there themselves.

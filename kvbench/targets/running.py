@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.errors import MeasurementError, RefusedError, UsageError
 from kvbench.common.text import listing
+from kvbench.load.http import Dialect
 from kvbench.targets.base import PLAIN_ACCESS, Access, ModelFacts, Target
+from kvbench.targets.model_export import shipped_tokenizer
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import BUILT_IN, GENERIC
 from kvbench.targets.prompt_texts import TokenizerWords
+
+_DRAWN_IDS = 8192  # of a vocabulary that nobody tells: they become words, and are not sent
+_SHIPPED_TEXTS = (
+    "the server is sent texts, as it takes no token ids, made with the tokenizer that ships: their lengths in its own "
+    "tokens differ a little from those asked for; --tokenizer DIR (a folder with its tokenizer.json) makes them exact"
+)
 
 
 class OpenAITarget(Target):
     """``url``: with or without ``/v1``. Sizes that /v1/models and /server_info do not tell must be given.
 
     The workload's engine settings do not reach such a server, so only one configuration can be measured.
-    ``preset``: what kind of server it is; ``tokenizer``: a folder, for a server that takes texts only.
+    ``preset``: what kind of server it is; ``tokenizer``: a folder: prompts are sent as texts that are made with it. A
+    server of no known kind that refuses token ids and takes a text gets texts too, of the tokenizer that ships.
     """
 
     def __init__(
@@ -36,6 +46,7 @@ class OpenAITarget(Target):
         base_url = url.rstrip("/").removesuffix("/v1")
         super().__init__(base_url, preset=preset, access=access, text_of_ids=text_of_ids)
         self._given = (model, vocab_size, max_model_len)
+        self._sends_texts = tokenizer is not None or not preset.dialect.token_id_prompts
         self._caches_prefixes = True
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
@@ -51,14 +62,40 @@ class OpenAITarget(Target):
         self._caches_prefixes = (info.get("engine") or {}).get("enable_prefix_caching") is not False
         own_vocab, own_length = self.told_sizes(row)
         own_vocab = (info.get("model") or {}).get("vocab_size") or own_vocab
+        self.model = ModelFacts(name or str(row.get("id")), 0, 0)  # sizes: below
+        if self.preset is GENERIC and not self._sends_texts:
+            self._sends_texts = self._takes_texts_only()
+        if self._sends_texts and self._text_of_ids is None:
+            self._text_of_ids = TokenizerWords(shipped_tokenizer()).text
+            self.notes.append(_SHIPPED_TEXTS)
+        if self._sends_texts:
+            own_vocab = own_vocab or vocab_size or _DRAWN_IDS
         self._require(
             {
                 "--model NAME": ("the name of its model", name, row.get("id")),
-                "--vocab-size N": ("its vocabulary", vocab_size, own_vocab),
-                "--max-model-len N": ("its longest sequence", max_model_len, own_length),
+                "--vocab-size N (vocab_size in the model's config.json)": ("its vocabulary", vocab_size, own_vocab),
+                "--max-model-len N (max_position_embeddings in config.json, or as the server was started)": (
+                    "its longest sequence", max_model_len, own_length
+                ),
             }
-        )
-        self.model = ModelFacts(name or str(row["id"]), int(vocab_size or own_vocab), int(max_model_len or own_length))
+        )  # fmt: skip
+        self.model = ModelFacts(self.model.name, int(vocab_size or own_vocab), int(max_model_len or own_length))
+
+    @property
+    def dialect(self) -> Dialect:
+        return super().dialect.model_copy(update={"token_id_prompts": not self._sends_texts})
+
+    def _takes_texts_only(self) -> bool:
+        """Whether it refuses a prompt of token ids and answers a text."""
+        try:
+            self.complete([1, 2], 1, self.http.timeout_s)
+        except RefusedError:
+            with suppress(MeasurementError):
+                self.complete("one two", 1, self.http.timeout_s)
+                return True
+        except MeasurementError:
+            pass  # it may be slow: the warm-up tells
+        return False
 
     def reset_prefix_cache(self) -> bool | None:
         """As ``Target``; a cache that the server says is off is empty."""
@@ -87,20 +124,26 @@ class OpenAITarget(Target):
         """
         missing = {option: what for option, (what, given, own) in facts.items() if not given and not own}
         if missing:
-            raise UsageError(f"{self.base_url} does not tell {listing([*missing.values()])}: give {' '.join(missing)}")
+            raise UsageError(
+                f"{self.base_url} does not tell {listing([*missing.values()])}: give {' and '.join(missing)}"
+            )
         for option, (_, given, own) in facts.items():
             if isinstance(given, int) and own and given > int(own):
-                name = option.removesuffix(" N")
+                name = option.partition(" ")[0]
                 raise UsageError(f"{name} {given} is more than the {own} that {self.base_url} tells: leave it out")
 
     def server_info(self) -> dict[str, Any] | None:
         """As ``Target``; of a server of a known kind what its preset and its version tell."""
         if self.preset in (GENERIC, BUILT_IN):
-            return super().server_info()
+            info = super().server_info()
+            if not self.notes:
+                return info
+            server = (info or {}).get("server")
+            return {**(info or {}), "server": {**(server if isinstance(server, dict) else {}), "notes": self.notes}}
         version, quirks = self.version(), list(self.preset.quirks)
         if self.preset.kv_log_pattern is not None:
             quirks.append("it tells size and type of its KV cache in its log only, so they are not known here")
         return {
             "versions": {self.preset.name: version} if version else {},
-            "server": {"kind": self.preset.name, "title": self.preset.title, "quirks": quirks},
+            "server": {"kind": self.preset.name, "title": self.preset.title, "quirks": quirks, "notes": self.notes},
         }

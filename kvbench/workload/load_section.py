@@ -125,7 +125,7 @@ class LoadConfig(StrictModel):
     """how often each cell is measured, each time on a fresh server; a verdict needs 3"""
     cache_state: Literal["cold", "primed", "steady"] = "cold"
     """the prefix cache before a load: cold: emptied; primed: emptied, then the shared prefixes sent once; steady: as
-    the load before left it"""
+    the load before left it, which is the default on a server that runs already and cannot be emptied"""
     ignore_eos: bool = True
     """outputs are exactly as long as `output_tokens` says"""
     temperature: float = Field(default=0.0, ge=0)

@@ -84,6 +84,20 @@ def test_a_load_needs_no_file_and_takes_the_names_of_vllm_bench_serve(url, tmp_p
     assert stored(tmp_path / "open", "metrics.json")["request_rate"] == 50
 
 
+def test_a_server_that_nobody_declared_is_measured_as_it_is_found(tmp_path, capsys):
+    words = ("--input-len", 20, "--output-len", 8, "--concurrency", 3, "--num-prompts", 6)
+    with fake_server(*CACHING, fire=[{"path": "/reset_prefix_cache", "do": "status", "status": 404}]) as (_, url):
+        for name, more in (("found", ()), ("cold", ("-o", "load.cache_state=cold"))):
+            load("--url", url, *words, *more, "--output-dir", tmp_path / name)
+    found, cold = (stored(tmp_path / name, "metrics.json") for name in ("found", "cold"))
+    assert found["cache_state"] == "steady" and not complaints(found)
+    (reason,) = complaints(cold)[:1]  # it was declared: that stays strict
+    assert "state of the prefix cache is not known" in reason and "-o load.cache_state=steady" in reason
+    told = capsys.readouterr().out
+    assert told.count("note: the server has no way to empty its prefix cache") == 1
+    assert cold["prefix_cache"]["hits"] and "from before this load" in " ".join(complaints(cold))  # the same seed
+
+
 def test_a_load_is_kept_whole_with_vllms_field_names_and_without_the_key(url, workload, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVBENCH_TEST_KEY", "s3cr3t-value")
     out = tmp_path / "out"
@@ -117,7 +131,7 @@ def test_a_load_is_kept_whole_with_vllms_field_names_and_without_the_key(url, wo
 
 def test_warm_ups_that_fail_are_sent_again_and_told(workload, tmp_path, capsys):
     out = tmp_path / "out"
-    with fake_server(*CACHING, fire=[{"path": "plain", "do": "status", "count": 2}]) as (_, url):
+    with fake_server(*CACHING, fire=[{"path": "plain", "do": "status", "first": 2, "count": 2}]) as (_, url):
         load(workload, "--url", url, "--output-dir", out)
     kept = stored(out, "metrics.json")
     assert complaints(kept) == [] and kept["failed"] == 0

@@ -69,9 +69,9 @@ def test_states_that_were_made_are_valid(measure):
 
 def test_a_reset_that_is_left_out_is_caught(measure, monkeypatch):
     with fake_server(*CACHING) as (_, url):
-        assert measure(url)[0] == []
+        assert measure(url, cache_state="cold")[0] == []
         monkeypatch.setattr(server_state, "_reset", lambda target: True)
-        reasons, done = measure(url)
+        reasons, done = measure(url, cache_state="cold")
         assert not is_disturbed(done), "it would be measured again"
         assert len(reasons) == 1 and "it held prompts from before this load" in reasons[0]
         assert f"at most {done['prefix_cache_bounds']['high']} are possible" in reasons[0]
@@ -118,8 +118,10 @@ def test_a_display_gets_every_reading_of_the_server_and_causes_none(measure, mon
 def test_a_server_that_cannot_empty_its_cache_is_measured_only_as_it_is(measure):
     with fake_server(*CACHING, fire=NO_RESET) as (_, url):
         reason = measure(url, cache_state="primed")[0][0]
-        assert "the state of the prefix cache is not known" in reason and "cache_state: steady" in reason
+        assert "the state of the prefix cache is not known" in reason and "-o load.cache_state=steady" in reason
         assert measure(url, cache_state="steady")[0] == []
+        reasons, done = measure(url)  # which declares none
+        assert reasons == [] and "from_before" in done["prefix_cache"]
 
 
 def test_a_server_of_ours_that_cannot_empty_its_cache_is_launched_for_each_load(tmp_path):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answers = dict[str, tuple[int, Any]]  # path -> status, JSON or text
+Answers = dict[str, Any]  # path -> (status, JSON or text), or a function of the request's body that returns it
 
 
 @dataclass
@@ -30,7 +30,8 @@ def scripted_server(answers: Answers) -> Iterator[Scripted]:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             scripted.asked.append((self.command, self.path, dict(self.headers), body))
-            status, told = answers.get(self.path, (404, "not found"))
+            answer = answers.get(self.path, (404, "not found"))
+            status, told = answer(body) if callable(answer) else answer
             data = (told if isinstance(told, str) else json.dumps(told)).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.common.errors import UsageError
+from kvbench.requests.request import RequestSpec
+from kvbench.targets.model_export import shipped_tokenizer
 from kvbench.targets.presets import GENERIC, PRESETS
 from kvbench.targets.running import OpenAITarget
 from tests.support.scripted_http import scripted_server
@@ -39,6 +41,7 @@ OLD_PROPS = {"/props": (200, {"default_generation_settings": {"n_ctx": 512}})}
         (row(meta=LLAMA), {}, (8192, 4096)),
         (row(meta=LLAMA | {"n_ctx": 2048}), {"vocab_size": 100, "max_model_len": 300}, (100, 300)),
         (row(max_model_len=900), {"vocab_size": 5}, (5, 900)),
+        (row(max_model_len=900, vocab_size=70), {}, (70, 900)),
         (row(meta="text", max_model_len=None), {"vocab_size": 5, "max_model_len": 7}, (5, 7)),
     ],
 )
@@ -52,7 +55,7 @@ def test_sizes_are_read_where_the_server_tells_them(answers, given, found):
         (row(), "vllm", {}, {"--vocab-size", "--max-model-len"}),
         (row(max_model_len=900), "vllm", {}, {"--vocab-size"}),
         (row(), "vllm", {"vocab_size": 5}, {"--max-model-len"}),
-        ({}, "transformers", {}, {"--model", "--vocab-size", "--max-model-len"}),  # it lists no models
+        ({}, "transformers", {}, {"--model", "--max-model-len"}),  # it lists no models, and takes texts
         ({}, "transformers", {"model": "m", "vocab_size": 5}, {"--max-model-len"}),
     ],
 )
@@ -61,6 +64,7 @@ def test_everything_that_is_missing_is_asked_for_in_one_sentence(answers, preset
         sizes(answers, PRESETS[preset], **given)
     asked = str(error.value).partition(": give ")[2]
     assert {word for word in asked.split() if word.startswith("--")} == options
+    assert asked.count("config.json") == len(options - {"--model"})  # where to find the sizes
 
 
 @pytest.mark.parametrize("given", [{"vocab_size": 8193}, {"max_model_len": 2049}])
@@ -93,3 +97,43 @@ def test_what_cannot_be_true_is_refused_by_name(answers, words):
     with pytest.raises(UsageError) as error:
         sizes(answers)
     assert words in str(error.value) and len(str(error.value)) < 1100
+
+
+TEXT = (200, {"choices": [{"text": " x"}]})
+
+
+def completions(ids, text=TEXT):
+    return {"/v1/completions": lambda body: text if isinstance(body["prompt"], str) else ids}
+
+
+@pytest.mark.parametrize(
+    ("answers", "preset", "given", "texts", "noted"),
+    [
+        (completions(TEXT), GENERIC, {}, False, False),
+        (completions((422, "no list")), GENERIC, {}, True, True),
+        (completions((400, "no list")), GENERIC, {"tokenizer": shipped_tokenizer()}, True, False),  # as it was asked
+        (completions((400, "no list"), (400, "no")), GENERIC, {}, False, False),  # it refuses everything
+        (completions((500, "down")), GENERIC, {}, False, False),  # not because of the ids
+        (completions((400, "no list")), PRESETS["vllm"], {}, False, False),  # which takes them
+        (completions((400, "no list")), PRESETS["vllm"], {"tokenizer": shipped_tokenizer()}, True, False),
+        (completions((400, "no list")), PRESETS["transformers"], {"model": "m", "max_model_len": 9}, True, True),
+    ],
+)
+def test_a_server_that_refuses_token_ids_gets_texts(answers, preset, given, texts, noted):
+    with scripted_server({"/health": (200, {})} | row(max_model_len=900) | answers) as server:
+        sizes = {} if texts else {"vocab_size": 50}  # for texts nobody needs it
+        target = OpenAITarget(server.url, preset=preset, **given, **sizes)
+        try:
+            target.start({}, Path())
+            (request,) = target.as_sent([RequestSpec(0, "a", (7, 8, 9), None, 4)])
+            notes = ((target.server_info() or {}).get("server") or {}).get("notes") or []
+        finally:
+            target.stop()
+    assert (request.prompt is not None, target.dialect.token_id_prompts) == (texts, not texts)
+    assert len((request.prompt or "a b c").split()) == 3
+    assert bool(target.notes) == noted and notes == target.notes and all("--tokenizer DIR" in note for note in notes)
+
+
+def test_texts_take_any_vocabulary_that_is_given():
+    answers = row(max_model_len=900) | completions((422, "no list"))
+    assert sizes(answers) == (8192, 900) and sizes(answers, vocab_size=50000) == (50000, 900)
