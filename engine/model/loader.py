@@ -187,8 +187,9 @@ def _check_memory(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _make_model(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    # With trust_remote_code left out, transformers asks on a terminal.
+    options = {"dtype": dtype, "attn_implementation": "eager", "trust_remote_code": False}
     # transformers and its config checks raise all kinds; the user needs the sentence, not the traceback
-    options = {"dtype": dtype, "attn_implementation": "eager", "trust_remote_code": False}  # None: it asks on a terminal
     try:
         if uses_random_weights(spec, config.load_format):
             hf_config = AutoConfig.for_model(**spec.config)

@@ -47,8 +47,8 @@ async def chat_completions(state: ServerState, request: Request, raw: bytes) -> 
 # Of apply_chat_template and of what it calls: not the client's to set.
 RESERVED_OPTIONS = (
     "self", "messages", "conversation", "conversations", "tokenize", "add_generation_prompt", "chat_template",
-    "continue_final_message", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "continue_final_message", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 )  # fmt: skip
 MESSAGE_SIZE = 100  # characters that take as long as what a template does for a message
 

@@ -60,9 +60,7 @@ def sent_prompts(body: CompletionBody) -> list[str | list[int]]:
     return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 
-def prompt_ids(
-    tokenizer: ServerTokenizer, prompts: list[str | list[int]], add_special_tokens: bool
-) -> list[list[int]]:
+def prompt_ids(tokenizer: ServerTokenizer, prompts: list[str | list[int]], add_special_tokens: bool) -> list[list[int]]:
     """One list of ids a prompt. Raises APIError: 422 for texts where there is no tokenizer, 400 for a too long one."""
     return [tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt for prompt in prompts]
 

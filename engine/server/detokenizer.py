@@ -4,14 +4,13 @@ Byte-level tokenizers (GPT-2, Llama 3, Qwen, bpe8k) are decoded exactly: each to
 UTF-8 decoder. Others (SentencePiece) are decoded through a small window of recent tokens, because a token's text may
 depend on the one before it.
 
-An answer's text is that of prompt and answer less that of the prompt, so a decoder begins with the prompt's last tokens:
-decoded alone, the first token of many tokenizers loses its space.
+An answer's text is that of prompt and answer less that of the prompt, so a decoder begins with the prompt's last
+tokens: decoded alone, the first token of many tokenizers loses its space.
 """
 
 from __future__ import annotations
 
 import codecs
-import os
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -120,7 +119,7 @@ class WindowDecoder:
     def _emit(self, hold: bool) -> str:
         before = self._decode(self._ids[: self._settled])
         now = self._decode(self._ids)
-        text = now[len(os.path.commonprefix((before, now))) :]
+        text = text_after(before, now)
         if hold and (not text or now.endswith(REPLACEMENT)):
             return ""
         self._ids = self._ids[self._settled :]
@@ -129,6 +128,13 @@ class WindowDecoder:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return decode_all(self._tokenizer, ids, self._skip_special)
+
+
+def text_after(before: str, now: str) -> str:
+    """What ``now`` has after the beginning that it shares with ``before``."""
+    if now.startswith(before):
+        return now[len(before) :]
+    return now[next((i for i, (old, new) in enumerate(zip(before, now, strict=False)) if old != new), len(now)) :]
 
 
 def decode_all(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> str:

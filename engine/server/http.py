@@ -57,7 +57,9 @@ class Protocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         async def guarded(scope: Any, receive: Any, send: Any) -> None:
             async def send_open(message: Any) -> None:
-                cycle.disconnected |= cycle.transport.is_closing()
+                if cycle.transport.is_closing():  # uvicorn tells only the last request of a connection
+                    cycle.disconnected = True
+                    cycle.message_event.set()
                 if scope["http_version"] == "1.0":
                     end_by_closing(cycle, message)
                 await send(message)

@@ -223,7 +223,7 @@ class ChatMessage(BaseModel):
         if not isinstance(content, str):
             for part in content:
                 if part.type != "text" or part.text is None:
-                    sentence = f"a content part of type {shown(part.type)} is not supported by this server: send text parts"
+                    sentence = f"a content part of type {shown(part.type)} is not supported here: send text parts"
                     raise unsupported(sentence, "messages")
                 check_nested("content", part)
             content = "\n".join(part.text or "" for part in content)

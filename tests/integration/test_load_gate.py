@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 import engine.model.attention
 from engine.config import EngineConfig
 from engine.model.loader import LoadedModel, load_model
+from engine.model.spec import ModelInfo
 from engine.model.support_check import measure_kv
+from engine.server.tokenizer import load_tokenizer
 from tests.support.families import (
     ACCEPTED,
     ALTERNATING,
@@ -121,6 +125,26 @@ def test_config_that_transformers_cannot_take_is_one_sentence(tmp_path, family, 
     with pytest.raises(ValueError, match=f"transformers cannot load model .*{reason}") as caught:
         load(tmp_path, family, settings)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", ["t5", "no_such_family"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_model_s_own_code_is_neither_run_nor_asked_about(tmp_path, monkeypatch, model_type, load_format):
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *args: asked.append(args) or "y")
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(own))
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    config = {"model_type": model_type, "max_position_embeddings": 64, "auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
+    save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="needs Python code of its own"):
+        load_model(EngineConfig(model=str(tmp_path), device="cpu", load_format=load_format))
+    with pytest.raises(ValueError, match="needs Python code of its own"):
+        load_tokenizer(EngineConfig(tokenizer=str(tmp_path / "tokenizer")), ModelInfo("m", 64, 64, (), None))
+    assert not asked
 
 
 def test_unknown_model_type_is_one_sentence(tmp_path):

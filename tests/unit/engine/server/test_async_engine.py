@@ -338,6 +338,27 @@ async def test_an_engine_that_hangs_shows_in_health_until_its_next_step_though_t
 
 
 @on_loop
+async def test_a_submit_that_is_cancelled_leaves_nothing_behind():
+    gated = Gated(async_scheduling=False)
+    engine = AsyncEngine(gated.engine)
+    await engine.start()
+    other = await engine.submit([request("a", 3)])
+    await wait_until(lambda: gated.launched == 1)  # in a step, the engine takes no command
+    cancelled = asyncio.create_task(engine.submit([siblings("b", 2, 1000), request("c", 1000)]))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    gated.compute(1000)
+    assert len((await drain(other))["a", 0]) == 3
+    stats = await engine.stats()
+    assert (stats.num_requests_running, stats.num_requests_waiting, stats.kv.pages_owned) == (0, 0, 0)
+    assert stats.generation_tokens == 3
+    assert not engine._streams
+    assert await engine.shutdown(5)
+
+
+@on_loop
 async def test_an_abort_and_the_end_with_a_step_in_flight():
     gated = Gated()
     engine = AsyncEngine(gated.engine)
