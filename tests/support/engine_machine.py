@@ -57,7 +57,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare=st.sampled_from([0, 0, 1, 4, 8, 16, 40, 64, 64]),
         host_slots=st.sampled_from([0, 0, 1, 1, 4, 16, 40, 200]),
         caching=st.booleans(),
-        prefills=st.sampled_from([0, 1, 1, 2, 3]),  # 0: not chunked
+        prefills=st.sampled_from([0, 1, 1, 2, 6]),  # 0: not chunked
         policy=st.sampled_from(["fcfs", "priority"]),
         max_num_seqs=st.sampled_from([2, 3, 3, 4, 4, 6]),
         max_num_waiting=st.sampled_from([None, None, 3]),

@@ -150,7 +150,7 @@ def test_nothing_is_drawn_but_what_is_allowed(limit):
 
 @pytest.mark.parametrize(
     ("logits", "top_k", "top_p", "count"),
-    [((0, 0, 0, 0), 0, 0.5, 2), ((0, -0.1, -0.2, -0.3), 2, 1.0, 2), ((0, 0, -0.1, -0.1), 2, 0.5, 1)],
+    [((0, 0, 0, 0), 0, 0.5, 2), ((0, -0.1, -0.2, -0.3), 3, 1.0, 3), ((0, 0, -0.1, -0.1), 2, 0.5, 1)],
     ids=["top_p", "top_k", "both"],
 )
 def test_what_is_drawn_at_the_very_limit(logits, top_k, top_p, count):
