@@ -11,10 +11,15 @@ import torch
 
 from engine.build import assemble_engine
 from engine.config import EngineConfig
+from engine.model import kv_outliers
+from engine.model.kv_outliers import KVOutliers
+from engine.model.loader import load_model
 from engine.teacher_forcing import TeacherForced, with_room
+from engine.tiny_model.outliers import scale_key_channels
 from kvbench.quality import forced
 from kvbench.quality.free import answer_all
 from kvbench.quality.prompts import Prompt
+from kvbench.requests.canaries import SHIPPED, read_canaries
 from tests.support.hf_parts import VOCAB, greedy_outputs, loaded, model_folder, one_thread, oracle
 
 QUANTISED = ("int8_per_token_head", "fp8_e4m3", "fp8_e5m2", "int4_per_token_head")  # the more exact first
@@ -160,3 +165,32 @@ def test_scales_that_are_all_one_are_seen(folder, talks):
     good = engine_of(folder, "int8_per_token_head")
     found = compared(folder, talks, good=forced.Arm(good, 16), broken=forced.Arm(broken, 16))
     assert pooled(found["broken"]).mean() > 100 * pooled(found["good"]).mean() > 0
+
+
+def right_canaries(factor: float, kv_cache_dtype: str, *, balanced: bool = True) -> int:
+    """How many of 10 canaries kvbench-tiny answers rightly, with a pair of channels of K ``factor`` times larger."""
+    settings = EngineConfig(model="kvbench-tiny", device="cpu", kv_cache_dtype=kv_cache_dtype, num_threads=1)
+    model = load_model(settings)
+    canaries = read_canaries(SHIPPED / "kvbench-tiny.jsonl").canaries
+    asked = sorted(canaries, key=lambda canary: len(canary.prompt_token_ids))[:10]
+    scale_key_channels(model.model, factor)
+    if not balanced:
+        setattr(model.model, kv_outliers.MEASURED, KVOutliers(1.0, 0, 1.0, 1.0, 0, "not tried"))
+    prompts = [Prompt(c.canary_id, "easy", (tuple(c.prompt_token_ids),), len(c.answer_token_ids)) for c in asked]
+    answers = answer_all(assemble_engine(with_room(settings, model, 10, 512), model), prompts)
+    return sum(answers[c.canary_id][0] == tuple(c.answer_token_ids) for c in asked)
+
+
+@pytest.mark.parametrize("factor", [1e2, 1e6])
+@pytest.mark.parametrize(
+    ("dtype", "right"), [("fp8_e4m3", 10), ("int8_per_token_head", 10), ("int4_per_token_head", 7)]
+)
+def test_an_outlier_of_k_costs_no_answer_in_any_format(dtype, right, factor):
+    """INT4 answers 8 of the plain model's 10, and 0 of these if K is not balanced."""
+    assert right_canaries(factor, dtype) >= right
+
+
+def test_without_the_balance_no_order_of_formats_holds():
+    """INT8 is the more exact one of a plain model, and loses every answer to an outlier that FP8 does not notice."""
+    assert right_canaries(100.0, "int8_per_token_head", balanced=False) == 0
+    assert right_canaries(100.0, "fp8_e4m3", balanced=False) == 10

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kernels import get_backend
 from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS, find_format
-from kernels.quantized import FP8_MAX, QuantizedKV, raw_tensors
+from kernels.quantized import FP8_MAX, QuantizedKV, count_saturated, raw_tensors
 
 FORMATS = list(KV_FORMATS.values())
 PER_HEAD = (INT8, INT4)
@@ -63,6 +63,19 @@ def bound(format, x: torch.Tensor, scale: float) -> torch.Tensor:
     }[format]
     flushed = 127 * 2.0**-126 if format in PER_HEAD else 0.0
     return half_step + 3e-7 * x.abs() + flushed
+
+
+@pytest.mark.parametrize(("format", "next_code"), [(FP8_E4M3, 416), (FP8_E5M2, 49152)])
+def test_saturated_values_are_those_of_the_largest_code_at_the_slots_asked_for(format, next_code):
+    top = FP8_MAX[format]
+    cache = QuantizedKV.zeros(format, 4, 1, 6, "cpu", 1.0)
+    cache.store(torch.tensor([1, 2]), torch.tensor([[[top, -top, 9 * top, math.inf, next_code, 0]], [[-top] * 6]]))
+    assert [int(count_saturated(cache, torch.tensor(at, dtype=int))) for at in ([1], [0, 3], [1, 2], [])] == [
+        4,
+        0,
+        10,
+        0,
+    ]
 
 
 @by_name

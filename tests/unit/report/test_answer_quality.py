@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvbench.cli.main import cli
+from kvbench.report.decision import answers
 from kvbench.report.document import Document, document
 from kvbench.report.figures.answer_quality import drawing, price_frame
 from kvbench.report.markdown import markdown
@@ -71,6 +74,45 @@ def test_the_price_of_a_quantised_kv_is_one_sentence() -> None:
     (price,) = prices(priced(note="Of random weights."))
     assert price.endswith("safety not known.")
     assert "each within the limits" in " ".join(answer_sentences(measured_run(cell(), cell(page_size=8))))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "facts", "words"),
+    [
+        (
+            "int8_per_token_head",
+            {"k": 100, "k_stored": 100},
+            "K of layer 2 has a channel 100x the typical one: INT8 KV has 1.3",
+        ),
+        (
+            "int4_per_token_head",
+            {"v": 10},
+            "V of layer 5 has a channel 10x the typical one: INT4 KV has 0.7 of 7 steps",
+        ),
+        ("int8_per_token_head", {"k": 1110, "k_stored": 1.72}, "1,110x the typical one, balanced to 1.7x"),
+        ("fp8_e4m3", {"k": 100, "k_stored": 100}, "K of layer 2 has a channel 100x the typical one"),
+        ("fp8_e4m3", {"k": 9.9, "k_stored": 9.9}, ""),
+        ("fp8_e4m3", {}, ""),
+    ],
+)
+def test_an_outlier_is_named_with_the_steps_that_it_leaves_by_the_answer_and_by_the_price(dtype, facts, words) -> None:
+    base, quantised = cell(), cell(throughput=(150.0, 151.0, 152.0), kv_cache_dtype=dtype)
+    told = {"kv_outliers": {"k_layer": 2, "v_layer": 5, **facts}}
+    run = measured_run(base, quantised, servers={quantised.config_id: told})
+    (answer,) = answers(run)
+    (price,) = prices(with_quality(run, {quantised.config_id: figures() | told}))
+    assert all(words in text and ("typical" in text) == bool(words) for text in (answer.evidence, price))
+    assert "steps" not in answer.evidence or dtype.startswith("int")
+
+
+def test_values_that_fp8_cuts_off_are_named_by_the_answer() -> None:
+    def evidence(saturated: float) -> str:
+        counted = {"kv_sampled_values_total": 4000.0, "kv_saturated_values_total": saturated}
+        (answer,) = answers(measured_run(cell(), cell(kv_cache_dtype="fp8_e4m3", server=counted)))
+        return answer.evidence
+
+    assert "0.05 % of the sampled K and V are cut off" in evidence(2.0)
+    assert "cut off" not in evidence(0.0)
 
 
 def test_another_model_than_the_runs_is_named_with_what_that_means() -> None:

@@ -61,3 +61,11 @@ def test_what_the_budget_is_divided_into_is_a_row_a_configuration():
     assert entries[0][1:] == [("16 KiB", ""), ("0", ""), ("6,192", ""), ("32 KiB", "0.024 %")]
     assert entries[1][1:] == [("4.2 KiB", ""), ("256 B", ""), ("23,360", ""), ("1 MiB", "0.78 %")]
     assert not memory_table(run_of(cell("contiguous"))).rows
+
+
+def test_the_largest_channel_is_shown_of_servers_that_tell_it_in_full_precision_too():
+    one, other = cell(capacity={"bytes_per_slot": 16384}), cell(page_size=8, capacity={"bytes_per_slot": 16384})
+    told = {one.config_id: {"kv_outliers": {"k": 1110.0, "k_layer": 3, "v": 1.7, "v_layer": 3, "k_stored": 1.72}}}
+    table = memory_table(run_of(one, other, servers=told))
+    assert table.columns[-1].key == "kv_outliers"
+    assert [(row.values[-1].text, row.values[-1].note) for row in table.rows] == [("1,110x", "V: 1.7x"), ("–", "")]
