@@ -42,7 +42,8 @@ _SHARED = (
                  help="Seed of the order within the pairs (default: a new one each time, which is stored)."),
     click.option("--force", is_flag=True,
                  help="Compare though model, device or versions of the sides differ; with --resume: go on though "
-                 "code, versions or machine are others than when it began."),
+                 "code, versions or machine are others than when it began. Measure though --max-minutes hold too few "
+                 "pairs for any verdict."),
     click.option("--resume", type=_FOLDER, metavar="DIR",
                  help="Go on with the comparison in DIR, by the workloads and the policy that it began with; "
                  "the verdict of one that is finished is shown again."),
@@ -98,7 +99,8 @@ def compare(**options: Any) -> int:
     Exit codes:
       0    PASS: every change is shown to be within its margin
       1    FAIL: a slowdown is shown, and it is above its floor
-      2    usage or bad input, or the sides differ in model, device, versions or requests (see --force); no verdict
+      2    usage or bad input, the sides differ in model, device, versions or requests, or --max-minutes hold too few
+           pairs for any verdict (see --force); no verdict
       3    INCONCLUSIVE, with the smallest slowdown that would have been seen and the pairs that are needed; also
            where --max-minutes were over before the first pair was whole
       4    INVALID: a pair could not be measured, a build failed, or the disk is full

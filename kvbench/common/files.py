@@ -16,6 +16,7 @@ from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.parsing import parse_json
+from kvbench.common.secrets import hide_keys
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -24,10 +25,15 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes text atomically; makes the folder if it is missing."""
+    """Writes text atomically, without API keys; makes the folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(path) as scratch:
-        scratch.write_text(text, encoding="utf-8")
+        scratch.write_text(hide_keys(text), encoding="utf-8")
+
+
+def as_stored(data: Any) -> Any:
+    """What `read_json` gives of what `write_json` has written."""
+    return json.loads(hide_keys(json.dumps(_plain(data), allow_nan=False)))
 
 
 def check_output_dir(path: Path, option: str = "--output-dir") -> None:

@@ -1,10 +1,12 @@
 """The key of a server's API: read from the environment when it is needed, and sent to that server only.
 
-A server may repeat the key in what it answers: ``without_key`` takes it out where such words are stored or printed.
+A server may repeat the key in what it answers: ``without_key`` takes it out of messages and of samples, ``hide_keys``
+out of every file of text that kvbench writes.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -12,6 +14,8 @@ from collections.abc import Sequence
 
 _SHORTEST_HIDDEN = 4  # characters; a shorter one is no secret, and is part of many words
 _FRAGMENT = 8  # characters of the key that are recognised without the rest
+_SHORTEST_STORED = 8  # characters; "EMPTY" and its like are words of files too
+_read: set[str] = set()  # variables whose keys this process has read
 
 
 def api_key(variable: str) -> str:
@@ -30,7 +34,26 @@ def api_key(variable: str) -> str:
             f"the key in {variable} has a character that no HTTP header can hold (a letter beyond ASCII, or a control "
             "character); export it anew"
         )
+    _read.add(variable)
     return key
+
+
+def hide_keys(text: str) -> str:
+    """``text``, to be stored, without the keys that this process has read: plain, or as JSON or HTML escapes them."""
+    for variable in _read:
+        key = os.environ.get(variable, "").strip()
+        for form in {key, json.dumps(key)[1:-1], html.escape(key)} if len(key) >= _SHORTEST_STORED else ():
+            text = text.replace(form, _placeholder(variable))
+    return text
+
+
+def with_key(text: str, variable: str) -> str:
+    """What ``hide_keys`` was given: a model whose name holds the key is asked for by that name."""
+    return text.replace(_placeholder(variable), api_key(variable))
+
+
+def _placeholder(variable: str) -> str:
+    return f"(the key in {variable})"
 
 
 def without_value(command: Sequence[str], option: str) -> list[str]:
@@ -55,4 +78,4 @@ def without_key(text: str | None, variable: str | None) -> str | None:
     for at in range(len(text) - size + 1):
         if text[at : at + size] in fragments:
             letters[at : at + size] = "\0" * size
-    return re.sub("\0+", f"(the key in {variable})", "".join(letters))
+    return re.sub("\0+", _placeholder(variable or ""), "".join(letters))

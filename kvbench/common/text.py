@@ -86,6 +86,17 @@ def kv_capacity(capacity: Mapping[str, Any]) -> str:
     return f"{count(tokens)} tokens{f', {data_size(held)}' if held else ''}{f' of {kind}' if held and kind else ''}"
 
 
+def csv_cell(value: Any) -> Any:
+    """The value as a cell that no spreadsheet takes for a formula: OWASP's leading apostrophe, but for numbers."""
+    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
+
+
 def upper_first(text: str) -> str:
     """Capitalise without lowering the rest, as str.capitalize would."""
     return text[:1].upper() + text[1:]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
+from kvbench.common.parsing import parse_json
 from kvbench.metrics.latency import has_steady_latency
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.folder import FORMAT, MANIFEST
@@ -315,7 +316,7 @@ def release_of(folder: Path) -> str | None:
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file. ValueError for anything else."""
     try:
-        data = json.loads(path.read_bytes())
+        data = parse_json(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path.name} cannot be read ({error.strerror})") from None
     except ValueError as error:

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from kvbench.common.ports import LOCUST_PORT
 from kvbench.common.schema import StrictModel, explain
+from kvbench.common.secrets import with_key
 from kvbench.load.http import Dialect
 from kvbench.requests.request import RequestList, read_requests
 
@@ -70,7 +71,8 @@ def read_spec(path: str | Path) -> LoadSpec:
     except ValueError as error:
         raise ValueError(f"the load's spec {path} is not JSON: {error}.") from error
     try:
-        return LoadSpec.model_validate(data)
+        spec = LoadSpec.model_validate(data)
+        return spec.model_copy(update={"model": with_key(spec.model, spec.api_key_env)}) if spec.api_key_env else spec
     except ValidationError as error:
         raise ValueError(" ".join(explain(error, "spec"))) from error
 

@@ -11,7 +11,6 @@ and sent again, and a search goes on from its finished runs, under the condition
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.common.files import read_json, utc_now, write_json
+from kvbench.common.files import as_stored, read_json, utc_now, write_json
 from kvbench.common.machine import environment
 from kvbench.common.text import and_more
 from kvbench.metrics.canaries import WRONG_ANSWERS
@@ -83,7 +82,7 @@ def describe(workload: Workload, point: LoadPoint, target: Mapping[str, Any], **
         "kind": "load",
         "status": INCOMPLETE,
         "command": ["kvbench", *sys.argv[1:]],
-        "workload": json.loads(json.dumps(dict(workload.resolved), default=str)),
+        "workload": as_stored(workload.resolved),
         "workload_name": workload.name,
         "profile": workload.profile,
         "seed": workload.seed,
@@ -121,7 +120,7 @@ def _resumed(path: Path, manifest: dict[str, Any]) -> LoadFolder:
     stored = read_json(path / MANIFEST)
     if not isinstance(stored, dict) or stored.get("kind") != "load":
         raise UsageError(f"{path} is not the folder of a load: give the one that --output-dir named")
-    now = json.loads(json.dumps({key: manifest.get(key) for key in _SAME}, default=str))
+    now = as_stored({key: manifest.get(key) for key in _SAME})
     if keys := differing_keys({key: stored.get(key) for key in _SAME}, now):
         raise UsageError(
             f"{path} was begun with another load; it differs in {and_more(keys)}: give the same command again, or a "

@@ -11,7 +11,7 @@ from rich.text import Text
 from kvbench.common.console import make_table
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
-from kvbench.common.text import and_more
+from kvbench.common.text import and_more, csv_cell
 from kvbench.report.comparisons import leaders
 from kvbench.report.document import Document
 from kvbench.report.markdown import markdown
@@ -54,7 +54,7 @@ def write_report(run: Run, folder: Path, report: Document) -> list[Path]:
             f"{there[0]} is kept, since a new report would say less ({and_more(lost, 1)}); to write one all the same "
             "give another folder with --output-dir"
         )
-    made = (page(run, report), markdown(report), pd.DataFrame(flat_rows(run)).to_csv(index=False))
+    made = (page(run, report), markdown(report), pd.DataFrame(flat_rows(run)).map(csv_cell).to_csv(index=False))
     for path, text in zip(paths, made, strict=True):
         write_text(path, text)
     return paths

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from typing import Any
 
 from kvbench.common.errors import UsageError, say, storage_sentence
 from kvbench.common.files import flush, read_json
+from kvbench.common.parsing import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of a sweep's folder
@@ -183,7 +183,7 @@ def damaged_file(folder: Path) -> Path | None:
     for path in sorted((*folder.glob("*.json"), *folder.glob("*.parquet"))):
         try:
             if path.suffix == ".json":
-                json.loads(path.read_bytes())
+                parse_json(path.read_bytes())
                 continue
             with path.open("rb") as file:
                 file.seek(-len(_PARQUET_END), os.SEEK_END)

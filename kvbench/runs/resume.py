@@ -8,12 +8,11 @@ keeps every environment.
 from __future__ import annotations
 
 import fnmatch
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.common.files import utc_now
+from kvbench.common.files import as_stored, utc_now
 from kvbench.common.machine import environment
 from kvbench.common.text import and_more
 from kvbench.runs.folder import RunFolder
@@ -42,7 +41,7 @@ def planned_cells(manifest: Mapping[str, Any], patterns: Sequence[str]) -> tuple
 
 def require_same_workload(run: RunFolder, workload: Workload) -> None:
     """Raises UsageError when ``run`` was started with another workload than ``workload``, as it runs on the target."""
-    now = json.loads(json.dumps(workload.resolved, default=str))  # as it is stored
+    now = as_stored(workload.resolved)
     if keys := differing_keys(run.manifest()["workload"], now):
         raise UsageError(
             f"{run.path} was started with another workload; it differs in {and_more(keys, 5)}: resume it with "

@@ -22,7 +22,7 @@ from kvbench.common.text import shorten
 from kvbench.load.blocking import connect, exchange
 from kvbench.load.http import Address, Dialect, MalformedStream, Response, call_bytes, tls_context
 from kvbench.requests.request import RequestSpec
-from kvbench.targets.discovery import check_models, check_server_info, is_size
+from kvbench.targets.discovery import Models, ServerInfo, check, is_size
 from kvbench.targets.preset import CAPACITY_TOLERANCE, Preset
 from kvbench.targets.presets import BUILT_IN, METRIC_KINDS
 from kvbench.targets.prometheus import MetricsSample, parse_metrics
@@ -267,7 +267,7 @@ class Target:
             later = ": begin again once it serves" if answer.status >= SERVER_FAULT else ""
             raise MeasurementError(self.http.said("/v1/models", answer) + later)
         try:
-            check_models(found := answer.json())
+            check(Models, found := answer.json())
         except ValueError as error:
             said = self.http.said("/v1/models", answer)
             raise MeasurementError(f"{said}, which lists no models that can be asked ({error})") from None
@@ -300,7 +300,7 @@ class Target:
         if not isinstance(info, dict):
             return None
         try:
-            check_server_info(info)
+            check(ServerInfo, info)
         except ValueError as error:
             raise self.http.error(
                 f"/server_info is not what an engine says of itself ({error}): name its kind with --preset NAME"

@@ -8,8 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from kvbench.common.schema import explain
 
-MOST_TOKENS = 2**31 - 1
-_LONGEST_NAME = 1000
+_MOST_TOKENS = 2**31 - 1
 
 
 def _printable(name: str) -> str:
@@ -18,8 +17,8 @@ def _printable(name: str) -> str:
     return name
 
 
-_Name = Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME), AfterValidator(_printable)]
-_Size = Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None
+_Name = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_printable)]
+_Size = Annotated[int, Field(ge=0, le=_MOST_TOKENS)] | None
 _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 
 
@@ -29,26 +28,19 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class _Listed(_Part):
+class _ModelRow(_Part):
     id: _Name
 
 
-class _Models(_Part):
-    data: list[_Listed] = Field(min_length=1)
+class Models(_Part):
+    """The answer of /v1/models. Its sizes are not checked here: many servers have -1 or nothing for one."""
+
+    data: list[_ModelRow] = Field(min_length=1)
 
 
-class _Engine(_Part):
+class _Sizes(_Part):
     max_model_len: _Size = None
-    page_size: _Size = None
-
-
-class _Model(_Part):
-    name: _Name | None = None
     vocab_size: _Size = None
-    max_model_len: _Size = None
-
-
-class _Capacity(_Part):
     page_size: _Size = None
     capacity_tokens: _Number = None
     kv_bytes: _Number = None
@@ -58,32 +50,25 @@ class _Server(_Part):
     notes: list[str] | None = None
 
 
-class _ServerInfo(_Part):
-    engine: _Engine | None = None
-    model: _Model | None = None
-    capacity: _Capacity | None = None
+class ServerInfo(_Part):
+    """The answer of /server_info, as the built-in server has it."""
+
+    engine: _Sizes | None = None
+    model: _Sizes | None = None
+    capacity: _Sizes | None = None
     server: _Server | None = None
     versions: dict[str, Any] | None = None
     resolved: dict[str, Any] | None = None
 
 
-def check_models(answer: Any) -> None:
-    """Raises ValueError, with the place and the value, for what is no list of models."""
-    _check(_Models, answer)
-
-
-def check_server_info(answer: Any) -> None:
-    """Raises ValueError, with the place and the value, for sections or sizes that cannot be those of an engine."""
-    _check(_ServerInfo, answer)
-
-
-def _check(model: type[BaseModel], answer: Any) -> None:
+def check(kind: type[BaseModel], answer: Any) -> None:
+    """Raises ValueError, with the place and the value, for what cannot be an answer of this kind."""
     try:
-        model.model_validate(answer)
+        kind.model_validate(answer)
     except ValidationError as error:
         raise ValueError(explain(error, "")[0].partition("; write")[0].removesuffix(".")) from None
 
 
 def is_size(value: Any) -> bool:
     """Whether it is a number of tokens that a server may have."""
-    return type(value) is int and 0 < value <= MOST_TOKENS
+    return type(value) is int and 0 < value <= _MOST_TOKENS

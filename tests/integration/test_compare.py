@@ -79,7 +79,7 @@ def test_a_candidate_that_streams_slower_fails_and_ci_is_told(compare):
 
 
 def test_time_that_runs_out_ends_inconclusive_and_resume_measures_the_rest(compare):
-    words = ("--workload", "streams.yaml", "--policy", "one.yaml", "--max-minutes", "0.05")
+    words = ("--workload", "streams.yaml", "--policy", "one.yaml", "--max-minutes", "0.05", "--force")
     code, folder, verdict, said = compare(f"{MOCK}12", f"{MOCK}12", *words)
     assert code == 3 and verdict["facts"]["pairs"] < 5, said.out + said.err  # the launches alone may take that long
     code, other, _, said = compare("--resume", str(folder))

@@ -51,8 +51,8 @@ IN_YAML: list[Any] = [
 YAML_TEXTS = [
     "[" * 50_000, "{" * 50_000, "- " * 50_000, '"\\0"', '"\\ud800"', "9" * 5000, f"[1{'0' * 400}]", "0x" + "f" * 9000,
     "2020-99-99", "2020-02-02", "!!int x", "!!set {a}", "!!binary aGVq", "!!bool 5", "{[1]: 2}", "&a [*a]",
-    "&a {<<: *a}", "*nowhere", "!!python/object:os.system x", "1:" * 3000 + "1", "{a: 1, a: 2}", "\t", "\x00", "[[1, 2], [3, 4]]",
-    "!!omap [a: 1]", "? x", "|\n  text", "'",
+    "&a {<<: *a}", "*nowhere", "!!python/object:os.system x", "1:" * 3000 + "1", "{a: 1, a: 2}", "\t", "\x00",
+    "[[1, 2], [3, 4]]", "!!omap [a: 1]", "? x", "|\n  text", "'",
 ]  # fmt: skip
 TOLD: dict[str, Any] = {
     "/v1/models": {"data": [{"id": "m", "max_model_len": 4096, "meta": {"n_vocab": 8192, "n_ctx": 2048}}]},

@@ -19,7 +19,7 @@ from scipy import stats
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_text
-from kvbench.common.text import plural
+from kvbench.common.text import csv_cell, plural
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.compare.pair_runner import FailedAttempt
 from kvbench.gate.compare.served_check import served_findings, served_notes
@@ -72,7 +72,7 @@ def write_pairs(folder: CompareFolder, manifest: Mapping[str, Any], metrics: Seq
         base, candidate = (values[side][i, j, k] for side in SIDES)
         ratio = np.log(candidate / base) if base > 0 and candidate > 0 else np.nan
         row = [i + 1, cells[j]["name"], first, metrics[k].name, metrics[k].unit]
-        writer.writerow([*row, *(f"{x:.6g}" for x in (base, candidate, ratio))])
+        writer.writerow([*map(csv_cell, row), *(f"{x:.6g}" for x in (base, candidate, ratio))])
     path = folder.path / "pairs.csv"
     write_text(path, out.getvalue())
     return path

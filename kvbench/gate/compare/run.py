@@ -385,10 +385,12 @@ class Comparison:
             len(manifest["resumed"]),
             self.clock,
         )
-        is_first = True
+        measured = 0
         for pair in range(1, self.pairs + 1):
             if not self.folder.is_whole(cells, pair):
                 began = self.clock.elapsed_s
+                if not measured and (known_s := self._pair_s()):
+                    self._require_time_for_a_verdict(pair - 1, known_s)
                 try:
                     self.clock.require(self._pair_s())
                 except OutOfTimeError:
@@ -401,10 +403,11 @@ class Comparison:
                     manifest["void"] = {"pair": pair, "turn": given_up.turn}
                     return f"pair {pair} could not be measured"
                 seconds.append(self.clock.elapsed_s - began)
-                if is_first:
-                    self._warn_of_too_little_time(pair, seconds[-1])
-                is_first, manifest["pairs"] = False, pair
+                manifest["pairs"] = pair
                 self.write("incomplete")
+                if measured < 2:  # the first one may have calibrated the client, or compiled kernels
+                    self._require_time_for_a_verdict(pair, seconds[-1] if measured else seconds[-1] / 2)
+                measured += 1
                 self._say_pair(pair, looks)
             require_same_requests(self.folder, manifest, pair, force=self.options["force"])
             is_look = self.stop_early and pair in looks
@@ -429,16 +432,24 @@ class Comparison:
             f"(elapsed {clock(self.clock.elapsed_s)}{until if ahead > pair else ''})"
         )
 
-    def _warn_of_too_little_time(self, pair: int, pair_s: float) -> None:
-        """Says, once ``pair`` has taken ``pair_s``, that --max-minutes end before any verdict is possible."""
-        rules, most = self.policy.timing, pair + max(0.0, self.clock.left_s) // max(pair_s, 1e-3)
-        if self.stop_early and most < rules.fewest_to_pass:
-            minutes = math.ceil((rules.looks[0].pairs - pair + 1) * pair_s / 60)
-            self._say(
-                f"note: --max-minutes {self.options['max_minutes']:g} are enough for about {plural(most, 'pair')}, and "
-                f"nothing passes with fewer than {rules.fewest_to_pass} or fails with fewer than "
-                f"{rules.fewest_to_fail}: the first look, after {rules.looks[0].pairs}, needs about {minutes}"
-            )
+    def _require_time_for_a_verdict(self, pairs: int, pair_s: float) -> None:
+        """Raises UsageError where --max-minutes end before any verdict, with ``pairs`` measured; --force: only says so.
+
+        ``pair_s``: what a further pair takes at least.
+        """
+        rules, most = self.policy.timing, pairs + max(0.0, self.clock.left_s) // max(pair_s, 1e-3)
+        if not (self.stop_early and most < min(rules.fewest_to_pass, rules.fewest_to_fail)):  # NaN without a limit
+            return
+        minutes = math.ceil((rules.looks[0].pairs - pairs + 1) * pair_s / 60)
+        too_few = (
+            f"--max-minutes {self.options['max_minutes']:g} are enough for about {plural(most, 'pair')}, and nothing "
+            f"passes with fewer than {rules.fewest_to_pass} or fails with fewer than {rules.fewest_to_fail}"
+        )
+        if self.options["force"]:
+            self._say(f"note: {too_few}: the first look, after {rules.looks[0].pairs}, needs about {minutes}")
+            return
+        where = f" to `{self.folder.resume_command(self.manifest['subcommand'])}`" if pairs else ""
+        raise UsageError(f"{too_few}: give about {minutes}{where}, or --force to measure what fits")
 
     def _on_measured(self, turn: Turn, first: str) -> None:
         self.manifest["order"].setdefault(str(turn.pair), {})[turn.match.key] = first

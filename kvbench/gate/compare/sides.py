@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import re
 import shlex
 import shutil
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.files import read_json
+from kvbench.common.files import as_stored, read_json
 from kvbench.common.git import git, git_state
 from kvbench.common.machine import versions
 from kvbench.common.packages import REPOSITORY
@@ -357,7 +356,7 @@ def _open_run(side: Side, workload: Workload) -> OpenSide:
     manifest = run.manifest()
     if manifest.get("status") != "complete":
         raise UsageError(f"{side.text} is not complete: go on with it first (kvbench sweep --resume {side.text})")
-    now = json.loads(json.dumps(workload.resolved, default=str))
+    now = as_stored(workload.resolved)
     if keys := [key for key in differing_keys(manifest["workload"], now) if key.split(".")[0] not in _FREE]:
         raise UsageError(f"{side.text} was measured with another workload: it differs in {', '.join(keys[:5])}")
     stored = stored_workload(manifest)

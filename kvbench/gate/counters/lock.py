@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_json
+from kvbench.common.parsing import parse_json
 from kvbench.common.schema import StrictModel, explain
 from kvbench.gate.counters.replay import COUNTERS, Replayed
 from kvbench.gate.counters.workload import CounterWorkload
@@ -71,7 +72,7 @@ def read_lock(path: Path) -> CounterLock | None:
     """The lock file, None if there is none. Raises UsageError for one that ``write_lock`` did not write."""
     restore = f"restore it (git checkout HEAD -- {path}), then accept what changed with `kvbench accept counters`"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

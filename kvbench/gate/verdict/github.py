@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvbench.common.errors import say
+from kvbench.common.secrets import hide_keys
 from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.markdown import SUMMARY_BYTES, summary
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Verdict
@@ -44,7 +45,7 @@ def _append_summary(verdict: Verdict, path: Path) -> None:
         say(f"warning: {path} has {used:,} bytes and no room for the verdict: GitHub takes {SUMMARY_BYTES:,}")
         return
     with path.open("a", encoding="utf-8") as file:
-        file.write(gap + text)
+        file.write(gap + hide_keys(text))
 
 
 def annotations(verdict: Verdict, folder: Path | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 
@@ -9,6 +10,7 @@ import pytest
 
 from kvbench.cli.main import main
 from kvbench.common.errors import MeasurementError
+from kvbench.common.files import as_stored, read_json, write_json
 from kvbench.common.secrets import api_key, without_key
 from kvbench.load.completion import judge
 from kvbench.load.http import OPENAI
@@ -152,3 +154,41 @@ def test_a_key_that_is_a_word_of_the_api_changes_no_verdict(monkeypatch, key: st
     out.hide_key("KEY_OF_TEST", OPENAI)
     assert out.ok, out.error
     assert out.finish_reason == "length" and key not in out.text.replace("KEY_OF_TEST", "")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_key_in_the_models_name_is_asked_for_and_stored_nowhere(tmp_path, monkeypatch, capsys, resume) -> None:
+    key = "sk-a<key>&of-the-test"
+    monkeypatch.setenv("KEY_OF_TEST", key)
+    name, folder = f"m-{key}", tmp_path / "out"
+    stream = (HEAD.partition(b"\r\n\r\n")[2] + event() + DONE).decode()
+    told = {"/v1/models": {"data": [{"id": name}]}, "/server_info": {"server": {"notes": [key]}, "kept": {key: [key]}},
+            "/v1/completions": stream, "/health": {}}  # fmt: skip
+    with scripted_server({path: (200, answer) for path, answer in told.items()}) as server:
+        command = ["load", "--url", server.url, "--api-key-env", "KEY_OF_TEST", "--input-len", "1", "--output-len", "1",
+                   "--concurrency", "1", "--num-prompts", "2", "--num-warmups", "0", "--output-dir", str(folder),
+                   "--vocab-size", "99", "--max-model-len", "99", "--no-calibration",
+                   "-o", "load.cache_state=steady"]  # fmt: skip
+        with pytest.raises(SystemExit):
+            main(command)
+        if resume:
+            with pytest.raises(SystemExit) as ended:
+                main([*command, "--resume"])
+            assert "another load" not in capsys.readouterr().err and ended.value.code != 2
+    asked = {body["model"] for _, path, _, body in server.asked if path == "/v1/completions"}
+    assert asked == {name}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 5 and not [path.name for path in files if any(f in path.read_bytes() for f in forms(key))]
+    assert "(the key in KEY_OF_TEST)" in json.loads((folder / "manifest.json").read_text())["target"]["model"]
+
+
+def forms(key: str) -> set[bytes]:
+    return {key.encode(), json.dumps(key)[1:-1].encode(), html.escape(key).encode()}
+
+
+def test_short_keys_stay_in_files_where_they_are_words(tmp_path, monkeypatch) -> None:
+    for key, stored in (("sevenly", "sevenly"), ("eightful", "(the key in KEY_OF_TEST)")):
+        monkeypatch.setenv("KEY_OF_TEST", key)
+        api_key("KEY_OF_TEST")
+        write_json(tmp_path / "a.json", {"a": key})
+        assert read_json(tmp_path / "a.json") == {"a": stored} == as_stored({"a": key})

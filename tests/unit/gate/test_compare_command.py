@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import shlex
 import shutil
 import xml.etree.ElementTree as ET
@@ -320,7 +321,7 @@ def timed(compare, machine):
     ],
 )
 def test_nothing_begins_that_would_not_end_in_time_and_what_runs_on_is_cut(timed, of, ended_after, pairs, says):
-    code, folder, verdict, said, took = timed("--max-minutes", "6", **of)
+    code, folder, verdict, said, took = timed("--max-minutes", "6", "--force", **of)
     assert (took, verdict["facts"]["pairs"]) == (ended_after, pairs), said
     assert read_json(folder / "manifest.json")["status"] == "complete"
     if says is None:
@@ -333,13 +334,13 @@ def test_nothing_begins_that_would_not_end_in_time_and_what_runs_on_is_cut(timed
 
 
 def test_what_the_time_cut_is_gone_on_with_and_what_was_measured_is_kept(timed, machine):
-    _, folder, verdict, *_ = timed("--max-minutes", "6", launch=100.0, side=90.0)
+    _, folder, verdict, *_ = timed("--max-minutes", "6", "--force", launch=100.0, side=90.0)
     (way,) = [note for note in verdict["notes"] if note.startswith("go on with: ")]
     words = shlex.split(way.removeprefix("go on with: "))[2:]
     assert words[-2:] == ["--max-minutes", "34"]  # 10 pairs of two launches each, which is all that is known
     *_, verdict, said, took = timed(*words)
     assert (verdict["facts"]["pairs"], took) == (10, 200 + 1800), said  # policy: one look, after 10
-    _, folder, *_ = timed("--max-minutes", "9")
+    _, folder, *_ = timed("--max-minutes", "9", "--force")
     whole = sorted(folder.glob("*/*/cells/*/loads/1/done.json"))
     assert len(whole) == 2
     before = [path.stat().st_mtime_ns for path in whole]
@@ -355,12 +356,33 @@ def test_without_a_limit_everything_is_measured(timed):
     assert (verdict["facts"]["pairs"], took) == (10, 20_200)
 
 
-def test_too_little_time_for_any_verdict_is_said_after_the_first_pair(timed):
-    *_, said, _ = timed("--max-minutes", "6", side=60.0)
-    note, first = said.index("note: --max-minutes 6 are enough for about 3 pairs"), said.index("pair 1 of up to 10")
-    assert note < first and "passes with fewer than 5 or fails with fewer than 7" in said
-    *_, said, _ = timed("--max-minutes", "60")
-    assert "are enough for" not in said
+@pytest.mark.parametrize(
+    ("of", "minutes", "done", "enough_for"),
+    [
+        ({"launch": 30.0}, 4, 0, 3),  # the launches alone, known before the first pair
+        ({"launch": 1.0, "side": 90.0}, 6, 1, 2),  # though the others took half as long as the first
+        ({"launch": 1.0, "side": 36.0}, 6, 2, 4),
+        ({"launch": 1.0, "side": 35.5}, 6, None, 0),  # 2 + 5 x 71 s: a fifth pair, which may pass
+    ],
+)
+def test_too_little_time_for_any_verdict_is_refused_as_soon_as_it_is_known(
+    compare, machine, of, minutes, done, enough_for
+):
+    vars(machine).update(of)
+    words = ("--max-minutes", str(minutes))
+    code, folder, said = compare(*SIDES, *WORDS, "-o", "sweep={}", *words, measure=EXECUTE)
+    if done is None:
+        assert code == 0 and "are enough for" not in said
+        return
+    assert code == 2 and f"--max-minutes {minutes} are enough for about {enough_for} pairs" in said
+    assert "passes with fewer than 5 or fails with fewer than 7" in said and "--force" in said
+    assert (folder is None) == (done == 0) and f"pair {done + 1} of" not in said
+    if folder is not None:
+        assert f"--resume {os.path.relpath(folder)}" in said and not (folder / "verdict.json").exists()
+        assert compare("--resume", str(folder), "--max-minutes", "0.5", measure=EXECUTE)[0] == 2
+        code, _, said = compare("--resume", str(folder), "--max-minutes", "0.5", "--force", measure=EXECUTE)
+        assert code == 3 and "note: --max-minutes" in said
+        assert compare("--resume", str(folder), measure=EXECUTE)[0] == 0
 
 
 def test_what_is_done_is_shown_with_how_long_it_has_taken(timed, machine):
