@@ -222,9 +222,10 @@ def _requests(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _unstreamed(metrics: Mapping[str, Any]) -> str:
-    unstreamed, total = metrics.get("unstreamed_tokens"), metrics["total_output_tokens"]
-    text = f"{unstreamed:,} of {total:,} output tokens were reasoning that the server did not stream"
-    return f"{text}: TTFT is of the first token that came, TPOT of those from then on" if unstreamed else ""
+    if not (unstreamed := metrics.get("unstreamed_tokens")):
+        return ""
+    text = f"{unstreamed:,} of {metrics['total_output_tokens']:,} output tokens were reasoning that was not streamed"
+    return f"{text}: TTFT is of the first token that came, TPOT of those from then on"
 
 
 def _canaries(metrics: Mapping[str, Any]) -> str:
