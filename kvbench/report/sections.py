@@ -294,7 +294,8 @@ def _group_table(run: Run, head: str, groups: Callable[[MeasuredCell], Mapping[s
         n = int(number(summary.get("n")) or 0)
         title = f"{name} (priority {urgency[name]})" if urgent else name
         latencies = (percentile_value(summary.get(metric) or {}, which) for metric, which in _CLASS_METRICS)
-        shown = (Value(title, title), Value(cell.load.short, cell.load.value), Value(cell.name, cell.name))
+        whole = "" if cell.has_steady_groups(f"per_{head}") else WHOLE_RUN
+        shown = (Value(title, title), Value(cell.load.short, cell.load.value, whole), Value(cell.name, cell.name))
         rows.append(Row(cell, (*shown, Value(str(n), n), *latencies), name))
     heads = (head, "load", "configuration", "requests", *(f"{m[:-3].upper()} {w}" for m, w in _CLASS_METRICS))
     return Table(tuple(Column(title, title) for title in heads), tuple(rows), numbers_from=3)

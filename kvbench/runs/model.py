@@ -195,7 +195,11 @@ class MeasuredCell:
 
     def latency_groups(self, kind: str) -> Mapping[str, Any]:
         """The pooled latencies that lead of each group of requests; ``kind``: "per_class" or "per_turn"."""
-        return _dig(self.pooled, self._latencies(kind, None)) or _dig(self.pooled, kind) or {}
+        return _dig(self.pooled, self._latencies(kind, self.has_steady_groups(kind))) or {}
+
+    def has_steady_groups(self, kind: str) -> bool:
+        """Whether these are of the steady windows: an older run stored them of the whole run only."""
+        return self.has_steady_latency and kind in (self.pooled.get("steady_latency") or {})
 
     def percentile(self, metric: str, which: str, steady: bool | None = None) -> tuple[float | None, bool]:
         """A latency percentile over the pooled raw samples, and whether it is of too few samples to be certain.

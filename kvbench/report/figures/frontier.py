@@ -206,7 +206,9 @@ def frontier_table(run: Run, price_per_hour: float | None = None) -> Table:
         named = (Value(row["configuration"], row["configuration"]), Value(row["load"], row["rank"]))
         numbers = (number(row, name) for name in (*axes, *_LATENCIES))
         rows.append(Row(None, (*named, *numbers, Value("; ".join(certainly) or "–"))))
-    heads = ["configuration", "load", *(_axis_title(frame, axis) for axis in axes), "p95 TTFT, ms", "median TPOT, ms"]
+    whole = "" if frame["steady_latency"].all() else ", whole run"
+    heads = ["configuration", "load", *(_axis_title(frame, axis) for axis in axes)]
+    heads += [f"p95 TTFT, ms{whole}", f"median TPOT, ms{whole}"]
     return Table(tuple(Column(head, head) for head in [*heads, "surely not beaten in both"]), tuple(rows))
 
 

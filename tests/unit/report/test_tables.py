@@ -12,7 +12,7 @@ from kvbench.report.client_quality import quality_sentences, quality_table
 from kvbench.report.compared_cells import Side, ratios
 from kvbench.report.comparisons import compare, leaders
 from kvbench.report.figures.distributions import EVERY, distributions
-from kvbench.report.figures.frontier import frontier_frame
+from kvbench.report.figures.frontier import frontier_frame, frontier_table
 from kvbench.report.sections import Section, chapters, class_table, effect_table, plateau_table, turn_table
 from kvbench.report.tables import Table, Value, flat_rows, main_table
 from kvbench.runs.model import MeasuredCell, Run
@@ -75,6 +75,7 @@ def test_cells_of_two_windows_are_compared_by_the_whole_run_which_is_said() -> N
     (row,) = effect_table(both).rows
     assert [value.note.endswith("whole run") for value in row.values[3:]] == [False, True, True, True]
     assert sorted(frontier_frame(both)["ttft"]) == [300.0, 900.0]
+    assert [column.title.endswith("whole run") for column in frontier_table(both).columns[3:5]] == [True, True]
     (_, ttft, *_) = ratios(Side("A", both, base), Side("B", both, other))
     assert ttft.ratio == pytest.approx(1 / 3)
 
@@ -255,6 +256,7 @@ def test_first_and_later_turns_have_a_table() -> None:
     assert [(row[0], row[3], row[5]) for row in texts(turn_table(run(one)))] == [
         ("first turn", "8", "20.0 ms*"), ("later turns", "20", "20.0 ms*"),
     ]  # fmt: skip
+    assert {row.values[1].note for row in turn_table(run(one)).rows} == {"whole run"}  # as older runs stored them
     assert turn_table(run(cell())).rows == ()
 
 
