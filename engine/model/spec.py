@@ -13,7 +13,7 @@ CONFIG_DIR = Path(__file__).parent.parent / "model_configs"
 MODEL_DIR = Path(__file__).parent.parent / "models"  # whole models: config, weights and tokenizer
 NEEDS_CODE = "it needs Python code of its own, which is never run; use one whose type transformers has"
 _MOST_DEPTH = 100  # of objects and lists in a config.json
-_MOST_DIGITS = 18
+_MOST_DIGITS = 40  # of a number: products of some still are floats
 _SIZES = dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000) | dict.fromkeys(
     ("num_attention_heads", "n_head", "num_key_value_heads", "head_dim", "hidden_size", "n_embd", "vocab_size"), 2**31
 )  # the largest that each may be

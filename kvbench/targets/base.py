@@ -22,7 +22,7 @@ from kvbench.common.text import shorten
 from kvbench.load.blocking import connect, exchange
 from kvbench.load.http import Address, Dialect, MalformedStream, Response, call_bytes, tls_context
 from kvbench.requests.request import RequestSpec
-from kvbench.targets.discovery import Models, ServerInfo, check, is_size
+from kvbench.targets import discovery
 from kvbench.targets.preset import CAPACITY_TOLERANCE, Preset
 from kvbench.targets.presets import BUILT_IN, METRIC_KINDS
 from kvbench.targets.prometheus import MetricsSample, parse_metrics
@@ -129,7 +129,7 @@ class HttpCalls:
 
     def error(self, text: str, kind: type[MeasurementError] = MeasurementError) -> MeasurementError:
         """``text`` follows the server's URL; a key that the server repeated is taken out."""
-        return kind(without_key(shorten(f"{self.base_url}{text}", _LONGEST_ERROR), self.access.api_key_env))
+        return kind(shorten(without_key(f"{self.base_url}{text}", self.access.api_key_env) or "", _LONGEST_ERROR))
 
     def check_access(self, answer: HttpAnswer) -> HttpAnswer:
         """The answer. Raises MeasurementError where it refuses access, or sends the client elsewhere."""
@@ -267,10 +267,10 @@ class Target:
             later = ": begin again once it serves" if answer.status >= SERVER_FAULT else ""
             raise MeasurementError(self.http.said("/v1/models", answer) + later)
         try:
-            check(Models, found := answer.json())
+            discovery.check(discovery.Models, found := answer.json())
         except ValueError as error:
-            said = self.http.said("/v1/models", answer)
-            raise MeasurementError(f"{said}, which lists no models that can be asked ({error})") from None
+            said, why = self.http.said("/v1/models", answer), "no JSON, or half a character in it"
+            raise MeasurementError(f"{said}, which lists no models ({why if found is None else error})") from None
         return found["data"]
 
     def told_sizes(self, row: Mapping[str, Any]) -> tuple[int | None, int | None]:
@@ -285,7 +285,7 @@ class Target:
             generation = props.get("default_generation_settings") if isinstance(props, dict) else None
             lengths.append(generation.get("n_ctx") if isinstance(generation, dict) else None)
         vocab = meta.get("n_vocab") or row.get("vocab_size")
-        return (vocab if is_size(vocab) else None), min(filter(is_size, lengths), default=None)
+        return (vocab if discovery.is_size(vocab) else None), min(filter(discovery.is_size, lengths), default=None)
 
     def version(self) -> str | None:
         """The version that the server's API gives; None where it gives none."""
@@ -300,7 +300,7 @@ class Target:
         if not isinstance(info, dict):
             return None
         try:
-            check(ServerInfo, info)
+            discovery.check(discovery.ServerInfo, info)
         except ValueError as error:
             raise self.http.error(
                 f"/server_info is not what an engine says of itself ({error}): name its kind with --preset NAME"
