@@ -276,7 +276,11 @@ class LoadRunner:
 
         ``made``: its requests; None: those of run ``number`` are drawn.
         """
+        known = len(setup.target.notes)
         warm = None if self.measured else self._warm_up(setup, point)
+        if new := setup.target.notes[known:]:  # it takes no token ids
+            print_plain(self.console, f"note: {new[0]}")
+            made = None
         requests = made or setup.requests(point, number)
         path, digest = launch.store_requests(requests, out, "requests")
         name = point.load_id

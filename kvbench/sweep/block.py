@@ -190,7 +190,10 @@ class BlockRunner:
             start_s = time.monotonic() - started
             self.listener.status(f"warming up {block.configuration.label}")
             point = max((cell.load for cell in cells), key=lambda load: load.concurrency or 0)
+            known = len(target.notes)
             warm = self.driver.warm_up(setup, point)
+            if len(target.notes) > known:  # it takes no token ids
+                self.on_server(block, target.server_info(), target)
         except MeasurementError as error:
             reason = reason_of(target, error) if block.block_id in self.served else str(error)
             for cell in cells:

@@ -18,8 +18,8 @@ from kvbench.targets.prompt_texts import TokenizerWords
 
 _DRAWN_IDS = 8192  # of a vocabulary that nobody tells: they become words, and are not sent
 _SHIPPED_TEXTS = (
-    "the server is sent texts, as it takes no token ids, made with the tokenizer that ships: their lengths in its own "
-    "tokens differ a little from those asked for; --tokenizer DIR (a folder with its tokenizer.json) makes them exact"
+    "the server takes no token ids: random prompts are sent as texts of the tokenizer that ships, whose lengths in its "
+    "own tokens are only about right; --tokenizer DIR (a folder with its tokenizer.json) makes them exact"
 )
 
 
@@ -47,6 +47,8 @@ class OpenAITarget(Target):
         super().__init__(base_url, preset=preset, access=access, text_of_ids=text_of_ids)
         self._given = (model, vocab_size, max_model_len)
         self._sends_texts = tokenizer is not None or not preset.dialect.token_id_prompts
+        if self._sends_texts and tokenizer is None:
+            self.notes.append(_SHIPPED_TEXTS)
         self._caches_prefixes = True
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
@@ -63,11 +65,9 @@ class OpenAITarget(Target):
         own_vocab, own_length = self.told_sizes(row)
         own_vocab = (info.get("model") or {}).get("vocab_size") or own_vocab
         self.model = ModelFacts(name or str(row.get("id")), 0, 0)  # sizes: below
-        if self.preset is GENERIC and not self._sends_texts:
-            self._sends_texts = self._takes_texts_only()
-        if self._sends_texts and self._text_of_ids is None:
-            self._text_of_ids = TokenizerWords(shipped_tokenizer()).text
-            self.notes.append(_SHIPPED_TEXTS)
+        if not (vocab_size or own_vocab):  # which texts do not need
+            with suppress(MeasurementError):
+                self.complete([1, 2], 1, self.http.timeout_s)
         if self._sends_texts:
             own_vocab = own_vocab or vocab_size or _DRAWN_IDS
         self._require(
@@ -85,17 +85,26 @@ class OpenAITarget(Target):
     def dialect(self) -> Dialect:
         return super().dialect.model_copy(update={"token_id_prompts": not self._sends_texts})
 
-    def _takes_texts_only(self) -> bool:
-        """Whether it refuses a prompt of token ids and answers a text."""
+    def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> None:
+        """As ``Target``; a server of no known kind that refuses token ids gets texts from then on, if it takes one."""
         try:
-            self.complete([1, 2], 1, self.http.timeout_s)
+            super().complete(prompt, max_tokens, timeout_s)
         except RefusedError:
-            with suppress(MeasurementError):
-                self.complete("one two", 1, self.http.timeout_s)
-                return True
-        except MeasurementError:
-            pass  # it may be slow: the warm-up tells
-        return False
+            if not isinstance(prompt, list) or self.preset is not GENERIC or self._sends_texts:
+                raise
+            self._sends_texts = True
+            try:
+                super().complete(prompt, max_tokens, timeout_s)
+            except MeasurementError:
+                self._sends_texts = False
+            if not self._sends_texts:
+                raise
+            self.notes.append(_SHIPPED_TEXTS)
+
+    def _make_text(self, ids: Any) -> str:
+        if self._text_of_ids is None:
+            self._text_of_ids = TokenizerWords(shipped_tokenizer()).text
+        return super()._make_text(ids)
 
     def reset_prefix_cache(self) -> bool | None:
         """As ``Target``; a cache that the server says is off is empty."""

@@ -131,7 +131,7 @@ def test_a_load_is_kept_whole_with_vllms_field_names_and_without_the_key(url, wo
 
 def test_warm_ups_that_fail_are_sent_again_and_told(workload, tmp_path, capsys):
     out = tmp_path / "out"
-    with fake_server(*CACHING, fire=[{"path": "plain", "do": "status", "first": 2, "count": 2}]) as (_, url):
+    with fake_server(*CACHING, fire=[{"path": "plain", "do": "status", "count": 2}]) as (_, url):
         load(workload, "--url", url, "--output-dir", out)
     kept = stored(out, "metrics.json")
     assert complaints(kept) == [] and kept["failed"] == 0

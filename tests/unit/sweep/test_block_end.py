@@ -53,6 +53,8 @@ UNANSWERED = {"completed": 0, "failed": 6, "failure_messages": LATE}
 class Up(Target):
     """A server that is there, unless it is ``gone``; its loads end as ``ends`` has them."""
 
+    starts_cold = True
+
     def __init__(self, gone=False):
         super().__init__("http://127.0.0.1:1")
         self.gone, self.model = gone, ModelFacts("m", 100, 256)

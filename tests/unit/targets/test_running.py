@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.model_export import shipped_tokenizer
 from kvbench.targets.presets import GENERIC, PRESETS
@@ -119,12 +120,14 @@ def completions(ids, text=TEXT):
         (completions((400, "no list")), PRESETS["transformers"], {"model": "m", "max_model_len": 9}, True, True),
     ],
 )
-def test_a_server_that_refuses_token_ids_gets_texts(answers, preset, given, texts, noted):
+@pytest.mark.parametrize("vocabulary", [{}, {"vocab_size": 50}])  # without one it is asked at once: texts need none
+def test_a_server_that_refuses_token_ids_gets_texts(answers, preset, given, texts, noted, vocabulary):
     with scripted_server({"/health": (200, {})} | row(max_model_len=900) | answers) as server:
-        sizes = {} if texts else {"vocab_size": 50}  # for texts nobody needs it
-        target = OpenAITarget(server.url, preset=preset, **given, **sizes)
+        target = OpenAITarget(server.url, preset=preset, **given, **(vocabulary if texts else {"vocab_size": 50}))
         try:
             target.start({}, Path())
+            with suppress(MeasurementError):
+                target.complete([7, 8, 9], 1, 5.0)  # as a warm-up does
             (request,) = target.as_sent([RequestSpec(0, "a", (7, 8, 9), None, 4)])
             notes = ((target.server_info() or {}).get("server") or {}).get("notes") or []
         finally:
