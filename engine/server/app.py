@@ -104,19 +104,19 @@ def body_limit(max_model_len: int) -> int:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body.
+    """The whole body. One that is too long is read to its end, since many clients read no answer before.
 
     Raises:
-        APIError: 413, as soon as more than ``limit`` bytes are announced or have come.
+        APIError: 413 for more than ``limit`` bytes, as soon as more than ``MAX_BODY_BYTES`` are announced or have come.
     """
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > limit:
-        raise _too_large(int(announced), limit)
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise _too_large(len(body), limit)
+    size = int(announced) if announced.isdigit() and int(announced) > MAX_BODY_BYTES else 0
+    body, stream = bytearray(), request.stream()
+    while size <= MAX_BODY_BYTES and (part := await anext(stream, None)) is not None:
+        size += len(part)
+        body += part if size <= limit else b""
+    if size > limit:
+        raise _too_large(size, limit)
     return bytes(body)
 
 

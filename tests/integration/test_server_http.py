@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.boot import BOOT_HEADER, boot_id
-from engine.server.app import body_limit
+from engine.server.app import MAX_BODY_BYTES, body_limit
 from engine.server.tokenizer import ServerTokenizer
 from tests.support.fake_engine import branching, fake_engine, saying
 from tests.support.http_server import RunningServer, running_server, shipped_tokenizer
@@ -67,7 +67,7 @@ def test_unknown_paths_and_methods(server: RunningServer, method: str, path: str
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read(server: RunningServer) -> None:
-    reply = server.request("POST", COMPLETIONS, None, {"Content-Length": str(LARGEST_BODY + 1)})
+    reply = server.request("POST", COMPLETIONS, None, {"Content-Length": str(MAX_BODY_BYTES + 1)})
     assert reply.status == 413
     assert str(LARGEST_BODY) in reply.error["message"]
 
@@ -77,7 +77,7 @@ def test_a_body_without_a_length_is_cut_off_at_the_limit(server: RunningServer) 
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         try:
-            for _ in range(LARGEST_BODY // 2**20 + 1):
+            for _ in range(MAX_BODY_BYTES // 2**20 + 1):
                 sock.sendall(part)
         except (BrokenPipeError, ConnectionResetError):
             return

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from engine.server.app import body_limit
+from engine.server.app import MAX_BODY_BYTES, body_limit
 from engine.server.tokenizer import ServerTokenizer
 from tests.support.fake_engine import branching, fake_engine, saying
 from tests.support.http_server import RunningServer, running_server, shipped_tokenizer
@@ -51,6 +51,7 @@ def padded(size: int) -> bytes:
         (COMPLETIONS, {"prompt": [5], "stop_token_ids": [1] * 64}, {"prompt": [5], "stop_token_ids": [1] * 65}, 400),
         (COMPLETIONS, {"prompt": [5], "cache_salt": "x" * 1024}, {"prompt": [5], "cache_salt": "x" * 1025}, 400),
         (COMPLETIONS, padded(LIMIT), padded(LIMIT + 1), 413),
+        (COMPLETIONS, padded(LIMIT), padded(MAX_BODY_BYTES), 413),
         ("/detokenize", {"tokens": [5] * 1024}, {"tokens": [5] * 1025}, 400),
     ],
 )
@@ -155,6 +156,7 @@ def test_half_closed_and_old_connections_get_the_whole_answer(stream: bool, vers
         assert answer.getheader("transfer-encoding") == ("chunked" if stream and version == "1.1" else None)
         events = [line for line in text.splitlines() if line.startswith(b"data: ")]
         assert len(events) == 21 and events[-1] == b"data: [DONE]" if stream else json.loads(text)["usage"]
+        assert sock.recv(1) == b"" if half_closed or version == "1.0" else True, "nothing more can come, and it is open"
         server.wait_for(**{"http_requests_total{code=200}": 1, "request_failure_total{kind=disconnect}": 0})
 
 
@@ -166,6 +168,7 @@ def test_a_client_that_leaves_the_queue_is_gone_from_it(stream: bool, reset: boo
         server.wait_for(num_requests_running=1)
         second = server.open_request({"prompt": [6], "max_tokens": 1000, "stream": stream})
         server.wait_for(num_requests_waiting=1)
+        assert not stream or second.recv(65536)  # what is not read makes a reset of any end
         second.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", reset, 0))
         second.close()
         metrics = server.wait_for(num_requests_waiting=0)
@@ -200,7 +203,7 @@ def test_every_reference_of_the_description_resolves(server: RunningServer) -> N
 ODD: list[Any] = [None, True, 0, -1, 2**63, 1e300, "", "\u0000", "a" * 3000, [], {}, [[[]]], {"self": 1},
                   ["\U0001f980"] * 2000]  # fmt: skip
 KEYS = ["prompt", "messages", "tokens", "max_tokens", "n", "stop", "stream", "chat_template_kwargs", "role", "content",
-        "text", "stream_options", "generation_config", "echo", "best_of", "cache_salt", "logit_bias", "self", ""]  # fmt: skip
+        "text", "stream_options", "generation_config", "echo", "best_of", "logit_bias", "self", ""]  # fmt: skip
 PLAIN = {
     COMPLETIONS: {"prompt": ["a", "b"], "max_tokens": 2, "stream": True, "stream_options": {}},
     CHAT: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "max_tokens": 2, "stop": ["x"]},

@@ -128,17 +128,6 @@ def test_ids_outside_the_tokenizer_have_no_text(unknown: int) -> None:
     assert window.push([*letter, unknown, *letter]) + window.flush() == "aa"
 
 
-@given(st.lists(st.sampled_from(["the", "cat", "h\u00e9", "sat.", "\u20ac", "\U0001f980", "a s", "  "]), max_size=8))
-def test_window_decoder_gives_the_text_of_sentence_piece_tokenizers(words: list[str]) -> None:
-    tokenizer = sentence_piece_like()
-    assert not is_byte_level(tokenizer)
-    ids = tokenizer.encode(" ".join(words)).ids
-    decoder = WindowDecoder(tokenizer, True)
-    pieces = [decoder.push([i]) for i in ids]
-    assert "".join(pieces) + decoder.flush() == tokenizer.decode(ids)
-    assert all("\ufffd" not in piece for piece in pieces)
-
-
 def test_window_decoder_does_not_hold_back_for_ever() -> None:
     tokenizer = sentence_piece_like()
     decoder = WindowDecoder(tokenizer, True)
