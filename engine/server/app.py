@@ -25,7 +25,7 @@ from engine.server.streaming import EventStream
 from engine.server.tokenizer import ServerTokenizer
 
 MAX_BODY_BYTES = 32 * 2**20
-BATCH_BYTES = 2 * 2**20  # of a body, beside the longest prompt
+BATCH_BYTES = 8 * 2**20  # of a body, beside the longest prompt: takes a second to read at most
 TOKEN_BYTES = 64  # of a token's text in JSON, escapes too
 STOP_SECONDS = 2.0  # for a running step to end when the server stops
 
