@@ -73,9 +73,9 @@ def as_found(load: LoadConfig, target: Target) -> LoadConfig:
     if "cache_state" in load.model_fields_set or target.starts_cold or target.reset_prefix_cache() is not None:
         return load
     way = f" ({target.preset.reset_way})" if target.preset.reset_way else ""
-    target.notes.append(
+    target.notes += (
         f"the server has no way to empty its prefix cache{way}, and the load declares no state: it is measured as it "
-        "is found, as with -o load.cache_state=steady"
+        "is found, as with -o load.cache_state=steady",
     )
     return load.model_copy(update={"cache_state": "steady"})
 

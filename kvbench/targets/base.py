@@ -179,6 +179,7 @@ class Target:
 
     preset: Preset = BUILT_IN
     starts_cold: bool = False
+    notes: tuple[str, ...] = ()
     model: ModelFacts
     check: Callable[[], None] = staticmethod(lambda: None)
 
@@ -193,7 +194,6 @@ class Target:
         self.base_url = base_url.rstrip("/")
         self.preset, self._text_of_ids = preset, text_of_ids
         self.http = HttpCalls(self.base_url, access)
-        self.notes: list[str] = []
         self._has_metrics: bool | None = None
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:

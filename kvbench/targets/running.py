@@ -48,7 +48,7 @@ class OpenAITarget(Target):
         self._given = (model, vocab_size, max_model_len)
         self._sends_texts = tokenizer is not None or not preset.dialect.token_id_prompts
         if self._sends_texts and tokenizer is None:
-            self.notes.append(_SHIPPED_TEXTS)
+            self.notes += (_SHIPPED_TEXTS,)
         self._caches_prefixes = True
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
@@ -99,7 +99,7 @@ class OpenAITarget(Target):
                 self._sends_texts = False
             if not self._sends_texts:
                 raise
-            self.notes.append(_SHIPPED_TEXTS)
+            self.notes += (_SHIPPED_TEXTS,)
 
     def _make_text(self, ids: Any) -> str:
         if self._text_of_ids is None:
@@ -148,11 +148,11 @@ class OpenAITarget(Target):
             if not self.notes:
                 return info
             server = (info or {}).get("server")
-            return {**(info or {}), "server": {**(server if isinstance(server, dict) else {}), "notes": self.notes}}
+            return {**(info or {}), "server": {**(server if isinstance(server, dict) else {}), "notes": [*self.notes]}}
         version, quirks = self.version(), list(self.preset.quirks)
         if self.preset.kv_log_pattern is not None:
             quirks.append("it tells size and type of its KV cache in its log only, so they are not known here")
         return {
             "versions": {self.preset.name: version} if version else {},
-            "server": {"kind": self.preset.name, "title": self.preset.title, "quirks": quirks, "notes": self.notes},
+            "server": {"kind": self.preset.name, "title": self.preset.title, "quirks": quirks, "notes": [*self.notes]},
         }
