@@ -109,12 +109,12 @@ def test_columns_are_shown_where_there_is_something_in_them() -> None:
 
 
 def test_the_first_output_has_columns_where_it_is_seen_to_be_later_than_the_first_token() -> None:
-    thinks = changed(cell(), ttfo_ms={"p50": 900.0, "p95": 900.0})
+    thinks = changed(cell(), steady_latency={"ttfo_ms": {"p50": 900.0, "p95": 900.0}})
     plain = cell("contiguous")
     table = main_table(run(thinks, plain))
     assert entries(table, "paged (page 16)")["ttfo_ms_p95"].text == "900"
     assert entries(table, "contiguous")["ttfo_ms_p95"].text == "as TTFT"
-    same = changed(cell(), ttfo_ms=dict(cell().pooled["ttft_ms"]))
+    same = changed(cell(), steady_latency={"ttfo_ms": dict(cell().pooled["ttft_ms"])})
     assert not {"ttfo_ms_p50", "ttfo_ms_p95"} & {column.key for column in main_table(run(same, plain)).columns}
 
 

@@ -85,7 +85,7 @@ FINE = row(max_model_len=900, meta=LLAMA)
         (FINE | {"/server_info": (200, {"model": {"vocab_size": 10**400}})}, "model.vocab_size"),
         (FINE | {"/server_info": (200, {"capacity": {"kv_bytes": []}})}, "capacity.kv_bytes: []"),
         (row(max_model_len=-1), "--max-model-len N"),
-        (row(max_model_len=True, meta={"n_vocab": 2**40}), "--vocab-size N --max-model-len N"),
+        (row(max_model_len=True, meta={"n_vocab": 2**40}), "--vocab-size N (vocab_size"),
         ({"/v1/models": (200, {"data": [{"id": "m\ud800"}]})}, "lists no models"),
         ({"/v1/models": (200, {"data": [{"id": "\x1b[2J"}]})}, "cannot be printed"),
         ({"/v1/models": (200, {"data": [{"id": 5}]})}, "data.0.id: 5 is not a string"),
