@@ -44,7 +44,7 @@ TIGHT = 80  # slots: the longest sequence and a little more
 
 def _prompts() -> dict[str, tuple[int, ...]]:
     """By name; 0, 1 and page size - 1 beyond whole pages of 7 and of 16. Most share a beginning: they hit."""
-    rng = random.Random(178)  # of a few hundred, one that leaves many tokens clear of ties in every format
+    rng = random.Random(612)  # of a few hundred, one that leaves many tokens clear of ties in every format
     base = tuple(rng.randrange(2, VOCAB) for _ in range(33))
     other = tuple(rng.randrange(2, VOCAB) for _ in range(20))
     order = ("32", "other", "17", "33", "13", "31", "14", "16", "15")
