@@ -50,7 +50,9 @@ _NOT_WITH_TIERS = {
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 @click.option("--html", type=OutputFile(), metavar="PATH", help="Write the curve as a page, too.")
 def cache_sim(**options: Any) -> int:
-    """Show what a prefix cache would have hit on TRACE. By its capacity, up to the infinite cache's ceiling.
+    """Show what a prefix cache would have hit on TRACE.
+
+    The hits are shown by capacity, up to those of a cache without limit.
 
     TRACE has page ids: JSONL with hash_ids and input_length (Mooncake, Qwen/Bailian), or a session of
     kv-cache-tester (JSON; several files are several sessions, one after another). Its requests go one after another

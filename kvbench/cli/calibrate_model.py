@@ -58,7 +58,9 @@ _FITTED = ("prompt_layer_s", "host_s", "all_reduce_s", "kernels")
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")  # fmt: skip
 def calibrate_model(**options: Any) -> int:
-    """Fit what a simulation's cost model lacks to RUN. Then show how well it predicts other runs.
+    """Fit what a simulation's cost model lacks to RUN.
+
+    Then show how well it predicts other runs.
 
     RUN is the folder of a measured run: requests.jsonl with the times of its requests, as vLLM's engine stamps them
     (docs/simulation.md has the fields), or the requests.parquet of `kvbench load`. Or it is a step log of the built-in

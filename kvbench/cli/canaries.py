@@ -19,7 +19,9 @@ from kvbench.common.errors import UsageError
 @click.option("--dtype", default="auto", show_default=True, help="Of weights and KV, as the engine's setting.")
 @click.option("--device", default="auto", show_default=True, help="As the engine's setting.")
 def canaries(model: str, output: Path, passkeys: int, copies: int, seed: int, dtype: str, device: str) -> int:
-    """Make prompts whose answers MODEL surely knows. Loads check answers with them.
+    """Make prompts whose answers MODEL surely knows.
+
+    Loads check the answers of a server with them.
 
     A passkey hides five digits in text and asks for them; two or three share the text before their keys, and the 64
     have every remainder by 64 as their length, so that their ends meet every place of a page. A copy repeats the

@@ -64,7 +64,9 @@ _shared = add_options(*_SHARED, *TARGET_OPTIONS)
     help="What `kvbench calibrate` wrote for this runner class (default: ci/noise/<class>.json, if there).",
 )  # fmt: skip
 def compare(**options: Any) -> int:
-    """Say whether CANDIDATE is slower than BASE, and why. FAIL, PASS or INCONCLUSIVE.
+    """Say whether CANDIDATE is slower than BASE, and why.
+
+    The verdict is FAIL, PASS or INCONCLUSIVE.
 
     Each side is a git ref (built in a worktree and environment of its own, kept in ~/.cache/kvbench/builds; `.` is the
     working tree), a launch command with {port}, a URL, settings (page_size=16,enable_prefix_caching=true), or the

@@ -10,7 +10,9 @@ import click
 
 @click.command()
 def doctor() -> int:
-    """Show what this machine has for benchmarking. Versions, cores, memory, GPUs.
+    """Show what this machine has for benchmarking.
+
+    Versions, cores, memory and GPUs.
 
     \b
     Exit codes: 0 ready, 2 something that kvbench needs is missing. No files are written.

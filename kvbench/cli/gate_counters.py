@@ -28,7 +28,9 @@ _LOCK = click.option(
     "--output-dir", type=click.Path(path_type=Path), help="Write verdict.json, junit.xml and summaries to this folder."
 )
 def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path | None) -> int:
-    """Replay WORKLOAD on the engine and compare its counters. Every one with the lock file, exactly.
+    """Replay WORKLOAD on the engine and compare its counters.
+
+    Every counter must equal the lock file's.
 
     The scheduler, the page pool, the prefix cache and the swap space work for real and no model is computed: it takes
     seconds, needs no GPU, and gives the same numbers on any machine. Each scenario runs twice, the second time in
@@ -80,7 +82,9 @@ def accept() -> None:
 @_LOCK
 @click.option("--reason", required=True, help="Why the counters changed: kept in the lock file.")
 def accept_counters(workload: Path, lock: Path, reason: str) -> int:
-    """Write what this code counts into the lock file. With the reason, the commit and the date.
+    """Write what this code counts into the lock file.
+
+    The reason, the commit and the date are stored with it.
 
     \b
     Example:

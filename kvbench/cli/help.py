@@ -14,7 +14,9 @@ from kvbench.common.errors import UsageError
 @click.option("--json-schema", is_flag=True, help="Of `workload`: the JSON schema, for editors.")
 @click.pass_context
 def help_command(context: click.Context, topic: str | None, json_schema: bool) -> int:
-    """Show a command's manual, or a workload file's keys. TOPIC is the command, or `workload`.
+    """Show a command's manual, or a workload file's keys.
+
+    TOPIC is the command, or `workload`.
 
     \b
     Examples:

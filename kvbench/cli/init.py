@@ -17,7 +17,9 @@ from kvbench.common.errors import UsageError
 @add_options(*ANSWER_OPTIONS)
 @click.option("--profile", type=click.Choice(("cpu", "gpu")), help="Of which size (default: by this machine).")
 def init(file: Path, profile: str | None, **options: Any) -> int:
-    """Write a short commented workload to FILE. For `kvbench plan` and `kvbench sweep`.
+    """Write a short commented workload to FILE.
+
+    `kvbench plan` and `kvbench sweep` read it.
 
     On a terminal it asks for what the options do not say.
 

@@ -109,7 +109,9 @@ _PROCESS_OPTIONS = (
 @SEED
 @add_options(*_LOAD_OPTIONS, *RUNNING_SERVER_OPTIONS, NO_CALIBRATION, *_SEARCH_OPTIONS, *_PROCESS_OPTIONS)
 def load(**options: Any) -> int:
-    """Send one load to a server that runs already. Prints what the client measured.
+    """Send one load to a server that runs already.
+
+    Then print what the client measured.
 
     The load is one of WORKLOAD, or without a file the one that --input-len, --output-len and --concurrency make.
 

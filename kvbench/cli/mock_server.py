@@ -34,7 +34,9 @@ _RATE = FiniteRange(0, 1)
 @click.option("--tls-key", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="PEM; of --tls-cert.")
 @click.option("--api-key-env", metavar="NAME", help="Environment variable with the key that requests must carry.")
 def mock_server(**options: Any) -> int:
-    """Serve an OpenAI-compatible API that computes nothing. Completions come on a known schedule.
+    """Serve an OpenAI-compatible API that computes nothing.
+
+    Its tokens come on a known schedule.
 
     Every chunk is stamped with the moment of its sending where the request asks for it (x-kvbench-stamp: 1); GET
     /stamps tells all schedules and sends afterwards. One request changes the schedule through its model's name, as a

@@ -21,7 +21,9 @@ _MOST_NAMED = 6  # runs to choose from
 @click.argument("results", metavar="RESULTS", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the same as one JSON object.")
 def recommend(results: Path, as_json: bool) -> int:
-    """Say which settings a measured sweep supports. With the evidence, the fallback, and when not to page at all.
+    """Say which settings a measured sweep supports.
+
+    With them come the evidence, the fallback, and when not to page at all.
 
     RESULTS is the folder of a run, or one that holds runs: then the newest complete run is taken, and named; of several
     workloads or engines you are asked to name one. The rules are the report's: a setting is recommended where it is

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 @click.option("--png", flag_value="main", help="Also write the main figures as PNG files (needs kaleido and a Chrome).")
 @click.option("--png-all", "png", flag_value="all", help="Also write every figure as a PNG file.")
 def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: float | None, png: str | None) -> int:
-    """Write the report of a run again, from stored results. Prints table and conclusion.
+    """Write the report of a run again, from stored results.
+
+    Then print table and conclusion.
 
     A report is not replaced if files of the run are gone or damaged: the new one would say less. Of two to six
     runs, the cells that all have are put side by side instead: how the runs differ, what cannot be compared, and the

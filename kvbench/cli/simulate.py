@@ -68,7 +68,9 @@ _SEARCH_OPTIONS = (
 @click.option("--output-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Keep figures and requests there; it must be new or empty (default: keep nothing).")  # fmt: skip
 def simulate(**options: Any) -> int:
-    """Run one load or trace on a machine that is not here. Or on a fleet of them.
+    """Run one load or trace on a machine that is not here.
+
+    It may be a fleet of them.
 
     The engine is the built-in one, with its scheduler, page pool, prefix cache and swap; only its tensors are replaced,
     by a cost model of the device, and its clock, by a virtual one. All figures are simulated: nothing is measured.

@@ -59,7 +59,9 @@ def tune(
     max_minutes: float,
     output_dir: Path | None,
 ) -> int:
-    """Find the fastest tiles of the GPU attention kernels. On this machine's GPU; they are written into a table.
+    """Find the fastest tiles of the GPU attention kernels.
+
+    They are those of this machine's GPU, and are written into a table.
 
     Every candidate is first checked against float64, then timed with CUDA events; the fastest is timed again in turns
     with the computed default and replaces it if it is clearly faster. The engine uses the table from its next start on;
