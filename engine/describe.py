@@ -38,7 +38,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
 
 
 def _kv_outliers(executor: Any) -> dict[str, Any]:
-    """Of the model's K and V, see engine.model.kv_outliers.KVOutliers; empty for an executor without tensors."""
+    """The outliers of the model's K and V (engine.model.kv_outliers.KVOutliers); empty without tensors."""
     if not hasattr(executor, "model"):
         return {}
     from engine.model.kv_outliers import MEASURED

@@ -261,7 +261,7 @@ class Engine:
         group = self._groups[seq.request_id]
         left = group.unfinished
         for member in group.live.values():
-            self.kv.distrust(member)
+            self.kv.forget_prefix(member)
         self.abort(seq.request_id, "error")
         outputs.extend(TokenOutput(seq.request_id, (), "error", error=error, index=index) for index in left)
 

@@ -169,7 +169,7 @@ class KVManager(ABC):
         ``clear_cache``: the step may not have computed pages that are in the prefix cache, so clear it.
         """
 
-    def distrust(self, seq: Sequence) -> None:  # noqa: B027 (only pages are cached)
+    def forget_prefix(self, seq: Sequence) -> None:  # noqa: B027 (only pages are cached)
         """Drop what the prefix cache holds of ``seq``, whose KV may be wrong, and all that begins with it."""
 
     @abstractmethod

@@ -260,7 +260,7 @@ class PagedKVManager(KVManager):
         if clear_cache and self.prefix_cache is not None:
             self.prefix_cache.clear(self.pool)
 
-    def distrust(self, seq: Sequence) -> None:
+    def forget_prefix(self, seq: Sequence) -> None:
         for page in self.prefix_cache.forget(seq) if self.prefix_cache is not None else ():
             self.pool.drop_cached(page)
 

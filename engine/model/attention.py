@@ -106,7 +106,7 @@ class AttentionHost:
         return tuple(t for cache in (*self.k_caches, *self.v_caches) for t in raw_tensors(cache))
 
     def count_saturated(self, slots: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """How many of an fp8 cache's values at ``slots [n]`` have its largest code, and how many there are."""
+        """Count the values of an fp8 cache at ``slots [n]`` that have its largest code, and all of them."""
         caches = (*self.k_caches, *self.v_caches)
         counts = torch.stack([count_saturated(cache, slots) for cache in caches])
         return counts.sum().to("cpu", non_blocking=True), len(slots) * sum(cache.codes[0].numel() for cache in caches)

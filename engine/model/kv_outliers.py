@@ -36,7 +36,7 @@ class KVOutliers:
     """The largest channel of a KV head over its median one, in the layer where that is most.
 
     A channel's size is its largest absolute value over 64 random tokens, K after RoPE. ``k_stored``: of K as the cache
-    gets it. ``left``: why K is not balanced; empty where it is.
+    gets it. ``why_unbalanced``: empty where K is balanced.
     """
 
     k: float
@@ -44,10 +44,10 @@ class KVOutliers:
     k_stored: float
     v: float
     v_layer: int
-    left: str
+    why_unbalanced: str
 
     def __str__(self) -> str:
-        balance = f"not balanced: {self.left}" if self.left else f"{self.k_stored:g}x once balanced"
+        balance = f"not balanced: {self.why_unbalanced}" if self.why_unbalanced else f"{self.k_stored:g}x once balanced"
         return (
             f"largest over median channel: K {self.k:g}x in layer {self.k_layer} ({balance}), V {self.v:g}x in layer "
             f"{self.v_layer}"
@@ -71,11 +71,11 @@ def _balance(model: PreTrainedModel, kv_shape: KVShape, query_heads: Sequence[in
     before, logits = run_random_tokens(model, kv_shape, vocab_size, _TOKENS)
     k_sizes, v_sizes = ([cache.abs().amax(0).float() for cache in side] for side in (before.k_caches, before.v_caches))
     (k, k_layer), (v, v_layer) = _worst(k_sizes), _worst(v_sizes)
-    rows, left = _rows_by_layer(model, kv_shape, query_heads), "it would change the model's numbers"
+    rows, reason = _rows_by_layer(model, kv_shape, query_heads), "it would change the model's numbers"
     if next(model.parameters()).dtype == torch.float16:
-        rows, left = {}, "float16 has too narrow a range"
+        rows, reason = {}, "float16 has too narrow a range"
     elif not rows:
-        left = "its Q and K are made by other layers than q_proj and k_proj, or qkv_proj"
+        reason = "its Q and K are made by other layers than q_proj and k_proj, or qkv_proj"
     for pair in _PAIRINGS if rows else ():
         scales = [_scales(pair, sizes, rows.get(layer, [])) for layer, sizes in enumerate(k_sizes)]
         if not _divide(rows, scales):
@@ -87,7 +87,7 @@ def _balance(model: PreTrainedModel, kv_shape: KVShape, query_heads: Sequence[in
             stored = [sizes / scale for sizes, scale in zip(k_sizes, scales, strict=True)]
             return KVOutliers(k, k_layer, _worst(stored)[0], v, v_layer, "")
         _divide(rows, [1 / scale for scale in scales])
-    return KVOutliers(k, k_layer, k, v, v_layer, left)
+    return KVOutliers(k, k_layer, k, v, v_layer, reason)
 
 
 def _ratios(sizes: torch.Tensor) -> torch.Tensor:
@@ -131,14 +131,14 @@ def _divide(layers: dict[int, list[_Rows]], scales: Sequence[torch.Tensor]) -> b
 
 
 def _rows_by_layer(model: PreTrainedModel, kv_shape: KVShape, query_heads: Sequence[int]) -> dict[int, list[_Rows]]:
-    found = {}
+    rows_by_layer = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
         if hasattr(module, HOST) and isinstance(index, int) and index < len(query_heads):
             heads, dim = kv_shape.layers[index].kv_heads, kv_shape.layers[index].head_dim
             if dim % 2 == 0 and (rows := _rows(module, query_heads[index] * dim, heads * dim, dim)):
-                found[index] = rows
-    return found
+                rows_by_layer[index] = rows
+    return rows_by_layer
 
 
 def _rows(module: nn.Module, q_rows: int, k_rows: int, dim: int) -> list[_Rows]:

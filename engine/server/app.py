@@ -18,7 +18,7 @@ from engine.engine_loop import EngineUnavailable
 from engine.server.chat import chat_completions, chat_ids
 from engine.server.completions import completions
 from engine.server.errors import CLIENT_LEFT, APIError, install_error_handlers, invalid
-from engine.server.generation import ServerState, aside
+from engine.server.generation import ServerState, in_thread_if_long
 from engine.server.metrics import ServerMetrics
 from engine.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 from engine.server.streaming import EventStream
@@ -142,7 +142,7 @@ def _add_tool_routes(app: FastAPI, state: ServerState) -> None:
             ids = await chat_ids(state.tokenizer, body.messages, generate, body.chat_template_kwargs)
         else:
             text, special = body.prompt or "", body.add_special_tokens is not False
-            ids = await aside(len(text), state.tokenizer.encode, text, special)
+            ids = await in_thread_if_long(len(text), state.tokenizer.encode, text, special)
         return JSONResponse({"count": len(ids), "max_model_len": state.max_model_len, "tokens": ids})
 
     async def detokenize(state: ServerState, request: Request, raw: bytes) -> Response:
@@ -153,7 +153,7 @@ def _add_tool_routes(app: FastAPI, state: ServerState) -> None:
         if count > limit:
             sentence = f"there are {count} tokens and the limit is {limit} (max_model_len): send fewer in one request"
             raise invalid(sentence, "tokens", "context_length_exceeded")
-        return JSONResponse({"prompt": await aside(count, state.tokenizer.decode, body.tokens, False)})
+        return JSONResponse({"prompt": await in_thread_if_long(count, state.tokenizer.decode, body.tokens, False)})
 
     async def reset_prefix_cache(state: ServerState, request: Request, raw: bytes) -> Response:
         """Forget all cached pages; 409 while requests own pages."""

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from engine.server.completions import choice_fields, collect, stream_response
 from engine.server.errors import CLIENT_LEFT, invalid
-from engine.server.generation import Generation, ServerState, aside, check_body
+from engine.server.generation import Generation, ServerState, check_body, in_thread_if_long
 from engine.server.protocol import ChatBody, ChatMessage, parse
 from engine.server.tokenizer import ServerTokenizer
 
@@ -73,4 +73,4 @@ async def chat_ids(
         if name in options:
             raise invalid(f"chat_template_kwargs cannot set {name}: leave it out", "chat_template_kwargs")
     size = sum(len(message["content"]) + MESSAGE_SIZE for message in plain)
-    return await aside(size, tokenizer.encode_chat, plain, add_generation_prompt, options)
+    return await in_thread_if_long(size, tokenizer.encode_chat, plain, add_generation_prompt, options)

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from engine.server.choices import Choice, EngineFailure
 from engine.server.errors import CLIENT_LEFT, invalid
-from engine.server.generation import ClientGone, Generation, ServerState, aside, check_body, error_of
+from engine.server.generation import ClientGone, Generation, ServerState, check_body, error_of, in_thread_if_long
 from engine.server.protocol import CompletionBody, GenerationBody, parse
 from engine.server.streaming import EventFormat, EventStream
 from engine.server.tokenizer import ServerTokenizer
@@ -27,8 +27,10 @@ async def completions(state: ServerState, request: Request, raw: bytes) -> Respo
     sent = sent_prompts(body)
     check_body(state, body, len(sent))
     size, special = sum(map(len, sent)), body.add_special_tokens is not False
-    prompts = await aside(size, prompt_ids, state.tokenizer, sent, special)
-    echoes = await aside(size, _echoes, state.tokenizer, sent, body.choices_per_prompt) if body.echo else None
+    prompts = await in_thread_if_long(size, prompt_ids, state.tokenizer, sent, special)
+    echoes = None
+    if body.echo:
+        echoes = await in_thread_if_long(size, _echoes, state.tokenizer, sent, body.choices_per_prompt)
     generation = await Generation.start(state, body, prompts, DEFAULT_MAX_TOKENS)
     head = {
         "id": f"cmpl-{uuid.uuid4().hex}",

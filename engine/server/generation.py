@@ -57,8 +57,8 @@ class ServerState:
             raise APIError(404, sentence, "model", "model_not_found")
 
 
-async def aside(size: int, function: Callable[..., _Result], *args: Any) -> _Result:
-    """Calls ``function``, of a long input in a thread: tokenizers let the event loop go on meanwhile."""
+async def in_thread_if_long(size: int, function: Callable[..., _Result], *args: Any) -> _Result:
+    """Calls ``function``, in a thread for a long input: tokenizers let the event loop go on meanwhile."""
     return function(*args) if size < LONG_INPUT else await asyncio.to_thread(function, *args)
 
 

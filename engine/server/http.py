@@ -27,8 +27,8 @@ class Protocol(HttpToolsProtocol):
 
     A client may end its side of the connection after its request (RFC 9112, 9.6) and gets its answer. Until something
     is sent it looks like one that has closed its connection, whose system answers with a reset: so it is sent at once
-    what every client ignores. A client of HTTP/1.0 gets no chunks. Nothing is sent on a connection that is closing,
-    for which uvloop raises.
+    what every client ignores. HTTP/1.0 has nothing of the kind, so there a client that ends its side has left; it gets
+    no chunks. Nothing is sent on a connection that is closing, for which uvloop raises.
     """
 
     def eof_received(self) -> bool:
@@ -36,8 +36,10 @@ class Protocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.response_complete:
             return False
+        if cycle.scope["http_version"] == "1.0":
+            return False
         cycle.keep_alive = False
-        if self.pipeline or cycle.scope["http_version"] == "1.0":
+        if self.pipeline:
             return True
         if not cycle.response_started:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -26,9 +26,9 @@ MAX_ITEMS = 16_384  # prompts, messages, or parts of a message: a longer list is
 _BAD = "invalid_value"
 _Item = TypeVar("_Item")
 # Reading ends at the first wrong item: an error for each of millions takes minutes.
-Listed = Annotated[list[_Item], Field(fail_fast=True)]
-Several = Annotated[list[_Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
-Prompt = str | Listed[int] | Several[str] | Several[Listed[int]]
+FailFastList = Annotated[list[_Item], Field(fail_fast=True)]
+BoundedList = Annotated[list[_Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
+Prompt = str | FailFastList[int] | BoundedList[str] | BoundedList[FailFastList[int]]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -67,8 +67,8 @@ class GenerationBody(_Body):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     seed: Int64 | None = None
-    stop: str | Listed[str] | None = None
-    stop_token_ids: Listed[int] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS)
+    stop: str | FailFastList[str] | None = None
+    stop_token_ids: FailFastList[int] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1)
     best_of: int | None = Field(None, ge=1)
@@ -210,7 +210,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | Several[ContentPart] | None = None
+    content: str | BoundedList[ContentPart] | None = None
 
     def check_fields(self, template: str) -> None:
         """Refuse (422) a field that neither OpenAI's API nor the text of the ``template`` knows."""
@@ -254,7 +254,7 @@ class TokenizeBody(_Body):
 class DetokenizeBody(_Body):
     """POST /detokenize."""
 
-    tokens: Listed[int]
+    tokens: FailFastList[int]
 
 
 Body = TypeVar("Body", bound=_Body)

@@ -20,7 +20,7 @@ from kvbench.cli.options import PROFILE, FiniteRange
 def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str | None, output_dir: Path) -> int:
     """Measure what is said of paged KV caches.
 
-    Each claim gets a verdict of this machine.
+    Each claim gets a verdict for this machine.
 
     Each claim has a small workload (workloads/claims), which `kvbench sweep` runs, too. What takes time is measured in
     engine time: engines take turns step by step. Launches go on until the claim is decided: held, did not hold, or it

@@ -23,7 +23,7 @@ _MOST_NAMED = 6  # runs to choose from
 def recommend(results: Path, as_json: bool) -> int:
     """Say which settings a measured sweep supports.
 
-    With them come the evidence, the fallback, and when not to page at all.
+    The evidence, the fallback, and when not to page at all are printed too.
 
     RESULTS is the folder of a run, or one that holds runs: then the newest complete run is taken, and named; of several
     workloads or engines you are asked to name one. The rules are the report's: a setting is recommended where it is

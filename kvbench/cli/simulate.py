@@ -70,7 +70,7 @@ _SEARCH_OPTIONS = (
 def simulate(**options: Any) -> int:
     """Run one load or trace on a machine that is not here.
 
-    It may be a fleet of them.
+    The machine may be a fleet.
 
     The engine is the built-in one, with its scheduler, page pool, prefix cache and swap; only its tensors are replaced,
     by a cost model of the device, and its clock, by a virtual one. All figures are simulated: nothing is measured.

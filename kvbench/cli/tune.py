@@ -61,7 +61,7 @@ def tune(
 ) -> int:
     """Find the fastest tiles of the GPU attention kernels.
 
-    They are those of this machine's GPU, and are written into a table.
+    It tunes for this machine's GPU and writes the tiles into a table.
 
     Every candidate is first checked against float64, then timed with CUDA events; the fastest is timed again in turns
     with the computed default and replaces it if it is clearly faster. The engine uses the table from its next start on;

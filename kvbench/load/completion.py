@@ -6,6 +6,7 @@ import json
 import math
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -317,21 +318,27 @@ def _told_by_tokens_left(chunks: Sequence[Chunk], left: int) -> set[int]:
     than chunks. The chunk of the finish_reason comes with the last token or at once after it. So it brought one if just
     one is still left over and it was not sent together with the chunk before: more are left over where chunks bring
     several tokens, and then nothing tells. Those before the last content brought one each if that makes just as many
-    as are left over, and they are more than those after it that may have brought it instead: a server may announce its
-    answer by an empty chunk.
+    as are left over, and they are more than those after it that may have brought it instead. A single one before all
+    content brought none: it may only announce the answer.
     """
     last = {chunk.sequence: number for number, chunk in enumerate(chunks) if chunk.filled}
+    leading = defaultdict[int, list[int]](list)
     before: dict[int, float] = {}
-    within, after, ends = set[int](), set[int](), set[int]()
+    begun, within, after, ends = set[int](), set[int](), set[int](), set[int]()
     for number, chunk in enumerate(chunks):
-        if not chunk.filled:
+        if chunk.filled:
+            begun.add(chunk.sequence)
+        else:
             if number < last.get(chunk.sequence, -1):
                 within.add(number)
+                if chunk.sequence not in begun:
+                    leading[chunk.sequence].append(number)
             elif not chunk.ends:
                 after.add(number)
             elif chunk.when - before.get(chunk.sequence, -math.inf) >= SENT_TOGETHER_S:
                 ends.add(number)
         before[chunk.sequence] = chunk.when
+    within -= {numbers[0] for numbers in leading.values() if len(numbers) == 1}
     spare, possible = left - len(within), after | ends
     brought = set[int]() if spare < len(after) else possible if spare == len(possible) else after
     certain = spare == len(brought) and len(within) > len(possible - brought)

@@ -313,7 +313,7 @@ class Response(ResponseReader):
 
     @property
     def encoding(self) -> str | None:
-        """How the body is compressed, though no call asks for that; None where it is not."""
+        """The compression of the body, though no call asks for one; None without."""
         named = self.headers.get("content-encoding", "").strip().lower().replace("identity", "")
         return named or ("gzip" if self.body.startswith(_GZIP) else None)
 

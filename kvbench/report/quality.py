@@ -123,9 +123,9 @@ def times(ratio: float) -> str:
 
 
 def saturation_words(cell: MeasuredCell) -> str:
-    """0.2 % of the sampled K and V are cut off; empty where none is."""
+    """0.2 % of the sampled K and V have fp8's largest code; empty where none has."""
     cut, sampled = (cell.counter(f"kv_{which}_values_total") for which in ("saturated", "sampled"))
-    return f"{fine_percent(cut / sampled)} of the sampled K and V are cut off" if cut and sampled else ""
+    return f"{fine_percent(cut / sampled)} of the sampled K and V have fp8's largest code" if cut and sampled else ""
 
 
 def quality_of(run: Run, cell: MeasuredCell) -> Quality:

@@ -142,8 +142,7 @@ def raw_request(server: RunningServer, body: dict[str, Any], version: str, times
     return sock
 
 
-@pytest.mark.parametrize("half_closed", [False, True])
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize(("version", "half_closed"), [("1.0", False), ("1.1", False), ("1.1", True)])
 @pytest.mark.parametrize("stream", [False, True])
 def test_half_closed_and_old_connections_get_the_whole_answer(stream: bool, version: str, half_closed: bool) -> None:
     body = {"prompt": [5], "max_tokens": 20, "stream": stream}
@@ -158,6 +157,16 @@ def test_half_closed_and_old_connections_get_the_whole_answer(stream: bool, vers
         assert len(events) == 21 and events[-1] == b"data: [DONE]" if stream else json.loads(text)["usage"]
         assert sock.recv(1) == b"" if half_closed or version == "1.0" else True, "nothing more can come, and it is open"
         server.wait_for(**{"http_requests_total{code=200}": 1, "request_failure_total{kind=disconnect}": 0})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_http_1_0_that_ends_its_side_has_left(stream: bool) -> None:
+    with running_server(fake_engine(step_s=0.02)) as server:
+        sock = raw_request(server, {"prompt": [5], "max_tokens": 1000, "stream": stream}, "1.0")
+        server.wait_for(num_requests_running=1)
+        sock.close()
+        metrics = server.wait_for(**{"http_requests_total{code=499}": 1, "num_requests_running": 0})
+        assert metrics["generation_tokens_total"] < 1000
 
 
 @pytest.mark.parametrize("reset", [False, True])

@@ -58,7 +58,7 @@ def test_balance_changes_what_is_stored_and_no_bit_of_the_logits(tmp_path, model
     loaded = model_of(tmp_path, model_type, dtype)
     expected, before = logits_of(loaded), {name: p.clone() for name, p in loaded.model.named_parameters()}
     found = balance_keys(loaded)
-    assert found.left == "" and 1 < found.k_stored < found.k
+    assert found.why_unbalanced == "" and 1 < found.k_stored < found.k
     assert torch.equal(logits_of(loaded), expected)
     changed = {
         name.rsplit(".", 2)[-2] for name, p in loaded.model.named_parameters() if not torch.equal(p, before[name])
@@ -87,7 +87,7 @@ def test_a_model_whose_bits_would_change_is_left_as_it_is(tmp_path, model_type, 
     loaded = model_of(tmp_path, model_type, dtype)
     before = {name: p.clone() for name, p in loaded.model.named_parameters()}
     found = balance_keys(loaded)
-    assert why in found.left and found.k_stored == found.k > 1
+    assert why in found.why_unbalanced and found.k_stored == found.k > 1
     assert all(torch.equal(p, before[name]) for name, p in loaded.model.named_parameters())
 
 
