@@ -55,7 +55,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
     planned = spec.attention_shape()
     if planned is not None:  # before minutes of loading; what is measured afterwards has the last word
         support.check(*planned)
-    _check_sizes(spec)
     if config.torch_compile:
         check_compiler(device)
     _check_memory(spec, device, dtype)
@@ -147,13 +146,6 @@ def _pick_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype
                 f"({torch.cuda.get_device_name(device)}) has {capability[0]}.{capability[1]}: use dtype float16"
             )
     return getattr(torch, name)
-
-
-def _check_sizes(spec: ModelSpec) -> None:
-    for name in ("vocab_size", "num_hidden_layers", "hidden_size"):
-        size = spec.text_config.get(name)
-        if isinstance(size, int) and size < 1:
-            raise ValueError(f"model {spec.name!r} has {name} {size}: it must be at least 1")
 
 
 class _ArangeOnCPU(TorchFunctionMode):

@@ -112,7 +112,7 @@ def test_the_runs_that_catch_find_nothing_without_the_error(sound):
 
 
 def test_the_pool_of_the_runs_that_catch_is_full_and_everything_happens_that_moves_kv(sound):
-    assert all(run.counters["peak_usage"] > 0.9 and run.counters["preemptions"] > 0 for run in sound)
+    assert all(run.counters["peak_usage"] > 0.85 and run.counters["preemptions"] > 0 for run in sound)
     counters = [run.counters for run in sound]
     assert all(each["recomputed_tokens"] > 0 and each["copied_pages"] > 0 and each["forks"] > 0 for each in counters)
     assert counters[1]["evicted_pages"] > 0 and counters[1]["prefix_hit_tokens"] > 0
