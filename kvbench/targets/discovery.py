@@ -31,9 +31,9 @@ def check_models(answer: Any) -> None:
     _require("data", rows, "a list of models", isinstance(rows, list) and rows != [])
     for number, row in enumerate(rows):
         _require(f"data.{number}", row, "a mapping", isinstance(row, dict))
-        place, name = f"data.{number}.id", row.get("id")
-        _require(place, name, "a string", isinstance(name, str))
-        _require(place, name, "1 to 1,000 characters that can be printed", 0 < len(name) <= 1000 and name.isprintable())
+        name = row.get("id")
+        is_name = isinstance(name, str) and 0 < len(name) <= 1000 and name.isprintable()
+        _require(f"data.{number}.id", name, "a string of 1 to 1,000 characters that can be printed", is_name)
 
 
 def check_server_info(info: dict[str, Any]) -> None:

@@ -145,7 +145,7 @@ def test_what_a_server_says_of_itself_is_understood_or_refused(part):
         rng, answers = random.Random(seed), copy.deepcopy(ANSWERS)
         for _ in range(rng.randint(1, 2)):
             *above, last = rng.choice(places(answers))
-            at(answers, above)[last] = rng.choice(IN_JSON if above or rng.random() < 0.4 else BODIES)
+            at(answers, above)[last] = copy.deepcopy(rng.choice(IN_JSON if above or rng.random() < 0.4 else BODIES))
         preset = (GENERIC, GENERIC, PRESETS["llamacpp"], PRESETS["sglang"])[seed % 4]
         with scripted_server({path: (rng.choice([200] * 9 + [500]), body) for path, body in answers.items()}) as server:
             target, began, why = OpenAITarget(server.url, preset=preset), time.thread_time(), None

@@ -21,7 +21,12 @@ from kvbench.traces.formats.chats import message_texts, payload_texts
 from kvbench.traces.model import UNKNOWN, Prompt, Trace
 from kvbench.traces.rows import Format, PageSize, Row, Rows, Source, read_rows, seconds, short, text, tokens
 
-_CONTENT = ("input_length", "text_input", "messages", "payload")
+_CONTENT: dict[str, Callable[[Row, str], int | Prompt]] = {
+    "input_length": tokens,
+    "text_input": lambda row, key: (text(row, key),),
+    "messages": lambda row, key: message_texts(row[key]),
+    "payload": lambda row, key: payload_texts(row[key]),
+}
 _AIPERF = ("text_input", "messages", "payload", "delay", "message_mode", "session_id")
 _MOONCAKE_PAGE = 512
 
@@ -109,7 +114,7 @@ def _add(rows: Rows, row: Row, unit: float, history: dict[Any, int | Prompt]) ->
         raise ValueError(f"session_id {short(session)} is neither a text nor a number: mend it")
     if mode not in (None, "history", "delta"):
         raise ValueError(f"message_mode {short(mode)} is neither history nor delta: mend it")
-    prompt: Any = tokens(row, "input_length") if content == "input_length" else _prompt(row, content)
+    prompt: Any = _CONTENT[content](row, content)
     if mode == "delta" and session in history:
         if rows.page_size is not None:
             raise ValueError("page ids of the new turn only do not tell all of the prompt's: leave hash_ids out")
@@ -129,12 +134,6 @@ def _add(rows: Rows, row: Row, unit: float, history: dict[Any, int | Prompt]) ->
         think_s=seconds(row, "delay", unit),
         prompt=None if is_length else prompt,
     )
-
-
-def _prompt(row: Row, key: str) -> Prompt:
-    if key == "text_input":
-        return (text(row, key),)
-    return message_texts(row[key]) if key == "messages" else payload_texts(row[key])
 
 
 def _read_qwen(sources: list[Source], page_size: int | None) -> Trace:

@@ -84,6 +84,7 @@ FINE = row(max_model_len=900, meta=LLAMA)
         (FINE | {"/server_info": (200, {"engine": 5})}, "engine: 5 is not a mapping"),
         (FINE | {"/server_info": (200, {"model": {"vocab_size": 10**400}})}, "model.vocab_size"),
         (FINE | {"/server_info": (200, {"capacity": {"kv_bytes": []}})}, "capacity.kv_bytes: []"),
+        (FINE | {"/server_info": (200, {"capacity": {"kv_bytes": -0.5}})}, "capacity.kv_bytes: -0.5"),
         (FINE | {"/server_info": (200, {"engine": {"max_num_seqs": "many"}})}, "engine.max_num_seqs: 'many'"),
         (FINE | {"/server_info": (200, {"engine": {"max_num_seqs": 3.5}})}, "engine.max_num_seqs: 3.5"),
         (FINE | {"/server_info": (200, {"engine": {"enable_prefix_caching": "no"}})}, "enable_prefix_caching: 'no'"),
@@ -114,6 +115,15 @@ def test_sizes_below_one_are_as_if_they_were_not_told(size):
         assert target.model.vocab_size == 8192 and checked["more"] == size
         assert [checked["engine"].get("max_num_seqs"), checked["engine"].get("page_size")] == [None, None]
         target.stop()
+
+
+def test_metrics_that_cannot_be_printed_are_refused_in_words_that_can():
+    with scripted_server({"/metrics": (200, "\0\x1b[2J 1\n")}) as server:
+        target = OpenAITarget(server.url)
+        with pytest.raises(MeasurementError, match="/metrics cannot be read") as error:
+            target.metrics()
+        target.stop()
+    assert str(error.value).isprintable()
 
 
 TEXT = (200, {"choices": [{"text": " x"}]})
