@@ -112,7 +112,7 @@ class ModelSpec:
         heads = text.get("num_attention_heads") or text.get("n_head")
         try:
             layer = self.kv_shape("float32").layers[0]
-        except (ValueError, IndexError, TypeError):  # some families have a list, one entry a layer
+        except ValueError:  # some families have a list, one entry a layer
             return None
         return (heads, layer) if isinstance(heads, int) else None
 
@@ -165,6 +165,8 @@ def uses_random_weights(spec: ModelSpec, load_format: str) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"), parse_int=_parse_int)
+        if _is_deeper(config, _MOST_DEPTH):
+            raise RecursionError
     except FileNotFoundError:
         raise ValueError(f"{str(path)!r} does not exist: a model folder holds a config.json") from None
     except RecursionError:
@@ -173,8 +175,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{str(path)!r} cannot be read as JSON ({error}): check the file") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{str(path)!r} has no model_type: it is not a Hugging Face model config")
-    if _is_deeper(config, _MOST_DEPTH):
-        raise ValueError(f"{str(path)!r} is nested more than {_MOST_DEPTH} deep: it is not a model config")
     text = config.get("text_config")
     if text is not None and not isinstance(text, dict):
         raise ValueError(f"text_config of {str(path)!r} is {text!r:.80}, and must be an object: mend the file")
@@ -194,7 +194,7 @@ def _parse_int(digits: str) -> int:
 
 
 def _is_deeper(value: Any, left: int) -> bool:
-    """Whether lists and objects in ``value`` are nested more than ``left`` deep."""
+    """Tests whether lists and objects in ``value`` are nested more than ``left`` deep."""
     if not isinstance(value, dict | list):
         return False
     parts = value.values() if isinstance(value, dict) else value

@@ -11,6 +11,8 @@ import time
 import traceback
 from pathlib import Path
 
+from kvbench.common.secrets import hide_keys
+
 EXIT_OK, EXIT_REGRESSION, EXIT_USAGE, EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_NOTHING = 0, 1, 2, 3, 4, 5
 EXIT_INTERRUPTED = 130
 
@@ -79,7 +81,7 @@ def log_traceback(error: BaseException) -> str:
     """Writes the traceback to a temporary file; returns the words that name it."""
     path = Path(tempfile.gettempdir()) / f"kvbench-error-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
     try:
-        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        path.write_text(hide_keys("".join(traceback.format_exception(error))), encoding="utf-8")
     except OSError:
         return "the traceback could not be written to a file"
     return f"the full traceback is in {path}"

@@ -16,11 +16,11 @@ import yaml
 
 MOST_DEPTH = 100  # of lists and mappings in one another
 MOST_VALUES = 20_000  # of a YAML text, aliases and merge keys written out: PyYAML takes 60 us for each
+_TOO_DEEP = f"nested more than {MOST_DEPTH} deep"
 MOST_BYTES = 1 << 20  # of a YAML file
 _LONGEST_NUMBER = 80  # characters: 64 binary digits, with underscores in between
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_BRACKET = re.compile(r"[\[\]{}]")
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")
+_CONTAINERS = (list, dict, tuple)
 _MERGE = "tag:yaml.org,2002:merge"
 _OF_THE_TEXT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # of PyYAML's constructors
 
@@ -28,30 +28,40 @@ _OF_THE_TEXT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticEr
 def parse_json(data: str | bytes) -> Any:
     """The value. Raises ValueError for what is not JSON, or nested more than ``MOST_DEPTH`` deep."""
     text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
-    depth = 0
-    for bracket in _BRACKET.finditer(_STRING.sub("", text)) if text.count("[") + text.count("{") > MOST_DEPTH else ():
-        depth += 1 if bracket[0] in "[{" else -1
-        if depth > MOST_DEPTH:
-            raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError:
         raise
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
     except ValueError:
         raise ValueError("a number has thousands of digits") from None
+    if text.count("[") + text.count("{") > MOST_DEPTH:
+        _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level: list[Any] = [[value]]
+    for _ in range(MOST_DEPTH + 1):
+        parts = (part for one in level for part in (one.values() if type(one) is dict else one))
+        level = [part for part in parts if isinstance(part, _CONTAINERS)]
+    if level:
+        raise ValueError(_TOO_DEEP)
 
 
 def parse_yaml(text: str) -> Any:
     """The value. Raises ValueError with the line and the problem, also for a key that stands twice in a mapping."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it does not parse"
-        problem = problem.replace("unexpected", "an out-of-place")  # the word stands for faults of kvbench
         raise ValueError(f"line {mark.line + 1}: {problem}" if mark else problem) from None
     except _OF_THE_TEXT as error:
         raise ValueError(f"a value cannot be read ({error})") from None
+    _check_depth(value)  # with its aliases written out
+    return value
 
 
 def read_yaml(path: Path) -> Any:
@@ -66,22 +76,26 @@ def read_yaml(path: Path) -> Any:
 class _Loader(yaml.SafeLoader):
     """Refuses a key that stands twice, where PyYAML silently keeps the last one, and what the module's text says."""
 
-    depth = composed = 0
+    depth = values = 0
 
-    def get_single_node(self) -> yaml.Node | None:
-        node = super().get_single_node()
-        if node is not None:
-            _values(node, {})
-        return node
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.sizes: dict[yaml.Node, int] = {}  # values that a node stands for, its aliases written out
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event, before = self.peek_event(), self.values
         self.depth += 1
-        self.composed += 1
         if self.depth > MOST_DEPTH:
-            raise _refused(f"nested more than {MOST_DEPTH} deep", self.peek_event())
-        if self.composed > MOST_VALUES:
-            raise _refused(f"more than {MOST_VALUES:,} values", self.peek_event())
+            raise _refused(_TOO_DEEP, event)
         node = super().compose_node(parent, index)
+        if isinstance(node, yaml.ScalarNode) and _UNUSABLE.search(node.value):
+            raise _refused("a text has a NUL or half a character (a surrogate)", event)
+        is_alias = isinstance(event, yaml.AliasEvent)
+        self.values += self.sizes.get(node, MOST_VALUES) if is_alias else 1  # one within its own anchor has no end
+        if self.values > MOST_VALUES:
+            raise _refused(f"more than {MOST_VALUES:,} values, with its aliases written out", event)
+        if not is_alias:
+            self.sizes[node] = self.values - before
         self.depth -= 1
         return node
 
@@ -107,22 +121,6 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-
-
-def _values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
-    """How many values ``node`` stands for with its aliases written out; an alias within its own anchor has no end."""
-    if node not in known:
-        known[node] = MOST_VALUES
-        if isinstance(node, yaml.ScalarNode):
-            if _UNUSABLE.search(node.value):
-                raise _refused("a text has a NUL or half a character (a surrogate)", node)
-            parts = []
-        else:
-            parts = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))]
-        known[node] = 1 + sum(_values(part, known) for part in parts)
-    if known[node] > MOST_VALUES:
-        raise _refused(f"its aliases stand for more than {MOST_VALUES:,} values", node)
-    return known[node]
 
 
 def _refused(problem: str, where: yaml.Node | yaml.Event) -> yaml.constructor.ConstructorError:

@@ -29,7 +29,7 @@ def error_sentence(body: bytes) -> str:
         found = None
     if found is None:
         found = _without_tags(text) if text.lstrip().startswith("<") else text
-    return shorten("".join(c if c.isprintable() else " " for c in found), _MOST_CHARACTERS)
+    return shorten(found, _MOST_CHARACTERS)
 
 
 def is_error(answer: Any) -> bool:

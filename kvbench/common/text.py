@@ -143,8 +143,8 @@ def calibration_words(settings: Mapping[str, Any], figures: Mapping[str, Any]) -
 
 
 def shorten(text: str, most: int) -> str:
-    """``text`` in one line, cut to ``most`` characters with " ..." at the end."""
-    line = " ".join(text.split())
+    """``text`` in one line that can be printed, cut to ``most`` characters with " ..." at the end."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= most else f"{line[: most - 4].rstrip()} ..."
 
 

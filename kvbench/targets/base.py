@@ -266,12 +266,13 @@ class Target:
         if answer.status != 200:
             later = ": begin again once it serves" if answer.status >= SERVER_FAULT else ""
             raise MeasurementError(self.http.said("/v1/models", answer) + later)
+        models = answer.json()
         try:
-            discovery.check(discovery.Models, found := answer.json())
+            discovery.check_models(models)
         except ValueError as error:
-            said, why = self.http.said("/v1/models", answer), "no JSON, or half a character in it"
-            raise MeasurementError(f"{said}, which lists no models ({why if found is None else error})") from None
-        return found["data"]
+            why = "no JSON, or half a character in it" if models is None else error
+            raise MeasurementError(f"{self.http.said('/v1/models', answer)}, which lists no models ({why})") from None
+        return models["data"]
 
     def told_sizes(self, row: Mapping[str, Any]) -> tuple[int | None, int | None]:
         """Vocabulary and longest sequence, as its row of /v1/models tells them, or llama.cpp's /props; None: not told.
@@ -300,7 +301,7 @@ class Target:
         if not isinstance(info, dict):
             return None
         try:
-            discovery.check(discovery.ServerInfo, info)
+            discovery.check_server_info(info)
         except ValueError as error:
             raise self.http.error(
                 f"/server_info is not what an engine says of itself ({error}): name its kind with --preset NAME"
@@ -339,7 +340,7 @@ class Target:
             return self._post_reset(path)
         slots = self.json_at("/slots")
         ids = [slot.get("id") for slot in slots if isinstance(slot, dict)] if isinstance(slots, list) else []
-        answers = [self._post_reset(path.format(slot=each)) for each in ids if isinstance(each, int)]
+        answers = [self._post_reset(path.format(slot=slot)) for slot in ids if isinstance(slot, int)]
         return None if None in answers or not answers else all(answers)
 
     def _post_reset(self, path: str) -> bool | None:

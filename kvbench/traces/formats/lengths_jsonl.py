@@ -21,7 +21,12 @@ from kvbench.traces.formats.chats import message_texts, payload_texts
 from kvbench.traces.model import UNKNOWN, Prompt, Trace
 from kvbench.traces.rows import Format, PageSize, Row, Rows, Source, read_rows, seconds, short, text, tokens
 
-_CONTENT = ("input_length", "text_input", "messages", "payload")
+_CONTENT: dict[str, Callable[[Row, str], int | Prompt]] = {
+    "input_length": tokens,
+    "text_input": lambda row, key: (text(row, key),),
+    "messages": lambda row, key: message_texts(row[key]),
+    "payload": lambda row, key: payload_texts(row[key]),
+}
 _AIPERF = ("text_input", "messages", "payload", "delay", "message_mode", "session_id")
 _MOONCAKE_PAGE = 512
 
@@ -63,7 +68,7 @@ def _reader(name: str, unit: float = 1.0, usual: int | None = None) -> Callable[
     """``unit`` [s] of its times, ``usual`` size of its pages."""
 
     def read(sources: list[Source], page_size: int | None) -> Trace:
-        history: dict[Any, Any] = {}
+        history: dict[Any, int | Prompt] = {}
         fit = PageSize(page_size, usual=usual) if "hash_ids" in sources[0].first else None
         # Files are pieces of one trace: page ids mean the same in all.
         trace = read_rows(name, sources, lambda rows, row, where: _add(rows, row, unit, history), fit)
@@ -74,70 +79,61 @@ def _reader(name: str, unit: float = 1.0, usual: int | None = None) -> Callable[
 
 
 def _require_history(trace: Trace, source: Source) -> None:
-    """Raises ValueError where no turn holds the turns before it, so that all lengths must be of the new turn only."""
-    last: dict[int, int] = {}
-    shorter = None
-    for i, session in enumerate([] if trace.session is None or trace.prompts else trace.session.tolist()):
-        if (before := last.get(session)) is not None:
-            ids = trace.page_ids or ()
-            same_start = bool(ids and ids[i] and ids[before]) and ids[i][0] == ids[before][0]
-            ended = trace.prompt_tokens[before] + max(0, trace.output_tokens[before])
-            if same_start or trace.prompt_tokens[i] >= ended:
-                return
-            if trace.prompt_tokens[i] < trace.prompt_tokens[before]:
-                shorter = shorter or (trace.prompt_tokens[i], trace.prompt_tokens[before])
-        last[session] = i
-    if shorter:
+    """Raises ValueError where no turn holds the turns before it and half of them are shorter than the one before."""
+    if trace.session is None or trace.prompts:
+        return
+    order, ids = np.argsort(trace.session, kind="stable"), trace.page_ids
+    goes_on = np.diff(trace.session[order]) == 0
+    before, later = order[:-1][goes_on], order[1:][goes_on]
+    lengths, lengths_before = trace.prompt_tokens[later], trace.prompt_tokens[before]
+    shorter = np.flatnonzero(lengths < lengths_before)
+    is_whole = (lengths >= lengths_before + np.maximum(0, trace.output_tokens[before])).any() or any(
+        len(ids[i]) and ids[i][:1] == ids[j][:1] for i, j in zip(later, before, strict=True) if ids
+    )
+    if len(shorter) and 2 * len(shorter) >= len(later) and not is_whole:
         raise ValueError(
-            f"the sessions of {source.path} have lengths of the new turn only (input_length {shorter[0]} follows "
-            f"{shorter[1]}): give lengths with all turns before, or leave hash_ids out and give every row "
-            "message_mode delta"
+            f"the sessions of {source.path} seem to have lengths of the new turn only (input_length "
+            f"{lengths[shorter[0]]} follows {lengths_before[shorter[0]]}, and no turn is as long as all before it): if "
+            "so, leave hash_ids out and give every row message_mode delta; if requests do not go on from one another, "
+            "as with user ids, remove session_id"
         )
 
 
-def _add(rows: Rows, row: Row, unit: float, history: dict[Any, Any]) -> None:
+def _add(rows: Rows, row: Row, unit: float, history: dict[Any, int | Prompt]) -> None:
+    """Adds a request. ``history``: by session, the tokens, texts or token ids that a delta goes on from."""
     given = [key for key in _CONTENT if row.get(key) is not None]
-    if rows.page_size is not None and given not in ([], ["input_length"]):
-        raise ValueError(f"page ids go with input_length, not with {given[0]}: mend or remove the request")
+    content = given[0] if given else "input_length"
+    session, mode = row.get("session_id"), row.get("message_mode")
+    if rows.page_size is not None and content != "input_length":
+        raise ValueError(f"page ids go with input_length, not with {content}: mend or remove the request")
     if len(given) > 1:
         raise ValueError(f"both {given[0]} and {given[1]}, which may not agree: keep one of them")
     if rows.page_size is None and row.get("hash_ids") is not None:
         raise ValueError("page ids, which the first request has not: give every request its hash_ids, or none")
-    session = row.get("session_id")
-    prompt = None if given in ([], ["input_length"]) else _prompt(row, given[0], session, history)
-    length, output = UNKNOWN, tokens(row, "output_length", UNKNOWN)
-    if prompt is None:
-        length = tokens(row, "input_length")
-        if session is not None and row.get("message_mode") == "delta":
-            if rows.page_size is not None and session in history:
-                raise ValueError("page ids of the new turn only do not tell all of the prompt's: leave hash_ids out")
-            length += history.get(session, 0)
-            history[session] = length + tokens(row, "output_length")
+    if isinstance(session, list | dict):
+        raise ValueError(f"session_id {short(session)} is neither a text nor a number: mend it")
+    if mode not in (None, "history", "delta"):
+        raise ValueError(f"message_mode {short(mode)} is neither history nor delta: mend it")
+    prompt: Any = _CONTENT[content](row, content)
+    if mode == "delta" and session in history:
+        if rows.page_size is not None:
+            raise ValueError("page ids of the new turn only do not tell all of the prompt's: leave hash_ids out")
+        if type(prompt) is not type(history[session]):
+            raise ValueError(f"{content} cannot go on from turns with another content: give all turns of a session one")
+        prompt = history[session] + prompt
+    is_length = isinstance(prompt, int)
+    if session is not None:
+        needed = None if mode == "delta" else 0
+        history[session] = prompt + tokens(row, "output_length", needed) if is_length else prompt
     rows.add(
-        length,
-        output,
+        prompt if is_length else UNKNOWN,
+        tokens(row, "output_length", UNKNOWN),
         time_s=seconds(row, "timestamp", unit),
         page_ids=row.get("hash_ids"),
         session=session,
         think_s=seconds(row, "delay", unit),
-        prompt=prompt,
+        prompt=None if is_length else prompt,
     )
-
-
-def _prompt(row: Row, key: str, session: Any, history: dict[Any, Any]) -> Prompt:
-    """The texts of a row; ``message_mode: delta`` goes on from the session's previous ones."""
-    texts: Prompt
-    if key == "text_input":
-        texts = (text(row, key),)
-    else:
-        texts = message_texts(row[key]) if key == "messages" else payload_texts(row[key])
-    mode = row.get("message_mode")
-    if mode not in (None, "history", "delta"):
-        raise ValueError(f"message_mode {short(mode)} is neither history nor delta: mend it")
-    if session is not None and isinstance(texts, tuple):
-        texts = (*history.get(session, ()), *texts) if mode == "delta" else texts
-        history[session] = texts
-    return texts
 
 
 def _read_qwen(sources: list[Source], page_size: int | None) -> Trace:

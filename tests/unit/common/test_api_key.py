@@ -9,7 +9,7 @@ import os
 import pytest
 
 from kvbench.cli.main import main
-from kvbench.common.errors import MeasurementError
+from kvbench.common.errors import MeasurementError, log_traceback
 from kvbench.common.files import as_stored, read_json, write_json
 from kvbench.common.secrets import api_key, without_key
 from kvbench.load.completion import judge
@@ -184,6 +184,15 @@ def test_a_key_in_the_models_name_is_asked_for_and_stored_nowhere(tmp_path, monk
 
 def forms(key: str) -> set[bytes]:
     return {key.encode(), json.dumps(key)[1:-1].encode(), html.escape(key).encode()}
+
+
+def test_a_traceback_is_logged_without_the_key(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", KEY)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    api_key("KEY_OF_TEST")
+    log_traceback(MeasurementError(f"the server said {KEY}"))
+    (log,) = tmp_path.iterdir()
+    assert "the server said (the key in KEY_OF_TEST)" in log.read_text() and KEY not in log.read_text()
 
 
 def test_short_keys_stay_in_files_where_they_are_words(tmp_path, monkeypatch) -> None:

@@ -84,10 +84,15 @@ FINE = row(max_model_len=900, meta=LLAMA)
         (FINE | {"/server_info": (200, {"engine": 5})}, "engine: 5 is not a mapping"),
         (FINE | {"/server_info": (200, {"model": {"vocab_size": 10**400}})}, "model.vocab_size"),
         (FINE | {"/server_info": (200, {"capacity": {"kv_bytes": []}})}, "capacity.kv_bytes: []"),
+        (FINE | {"/server_info": (200, {"capacity": {"kv_bytes": -0.5}})}, "capacity.kv_bytes: -0.5"),
+        (FINE | {"/server_info": (200, {"engine": {"max_num_seqs": "many"}})}, "engine.max_num_seqs: 'many'"),
+        (FINE | {"/server_info": (200, {"engine": {"max_num_seqs": 3.5}})}, "engine.max_num_seqs: 3.5"),
+        (FINE | {"/server_info": (200, {"engine": {"enable_prefix_caching": "no"}})}, "enable_prefix_caching: 'no'"),
+        (FINE | {"/server_info": (200, {"server": {"notes": "none"}})}, "server.notes: 'none'"),
         (row(max_model_len=-1), "--max-model-len N"),
         (row(max_model_len=True, meta={"n_vocab": 2**40}), "--vocab-size N (vocab_size"),
         ({"/v1/models": (200, {"data": [{"id": "m\ud800"}]})}, "lists no models"),
-        ({"/v1/models": (200, {"data": [{"id": "\x1b[2J"}]})}, "cannot be printed"),
+        ({"/v1/models": (200, {"data": [{"id": "\x1b[2J"}]})}, "can be printed"),
         ({"/v1/models": (200, {"data": [{"id": 5}]})}, "data.0.id: 5 is not a string"),
         ({"/v1/models": (200, {"data": [{"id": ""}]})}, "data.0.id"),
         ({"/v1/models": (200, {"data": {}})}, "data: {} is not a list"),
@@ -98,6 +103,27 @@ def test_what_cannot_be_true_is_refused_by_name(answers, words):
     with pytest.raises(UsageError) as error:
         sizes(answers)
     assert words in str(error.value) and len(str(error.value)) < 1100
+
+
+@pytest.mark.parametrize("size", [-1, 0, None])
+def test_sizes_below_one_are_as_if_they_were_not_told(size):
+    info = {"engine": {"max_num_seqs": size, "page_size": size}, "model": {"vocab_size": size}, "more": size}
+    with scripted_server(FINE | {"/server_info": (200, info)}) as server:
+        target = OpenAITarget(server.url)
+        target.start({}, Path())
+        checked = target.server_info()
+        assert target.model.vocab_size == 8192 and checked["more"] == size
+        assert [checked["engine"].get("max_num_seqs"), checked["engine"].get("page_size")] == [None, None]
+        target.stop()
+
+
+def test_metrics_that_cannot_be_printed_are_refused_in_words_that_can():
+    with scripted_server({"/metrics": (200, "\0\x1b[2J 1\n")}) as server:
+        target = OpenAITarget(server.url)
+        with pytest.raises(MeasurementError, match="/metrics cannot be read") as error:
+            target.metrics()
+        target.stop()
+    assert str(error.value).isprintable()
 
 
 TEXT = (200, {"choices": [{"text": " x"}]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -137,10 +138,10 @@ def turns(*rows):
     return [own[0], {"session_id": "b", "input_length": 9, "output_length": 9}, *own[1:]]
 
 
-@pytest.mark.parametrize("session", [[(600, 100), (50, 100), (50, 100)], [(50, 9), (58, 9), (40, 9), (48, 9)]])
+@pytest.mark.parametrize("session", [[(600, 100), (50, 100), (50, 100)], [(50, 9), (58, 9), (40, 9)]])
 def test_sessions_with_lengths_of_the_new_turn_only_are_refused_or_joined(tmp_path, session):
     rows = turns(*session)
-    with pytest.raises(ValueError, match=r"new turn only .*message_mode delta"):
+    with pytest.raises(ValueError, match=r"new turn only .*message_mode delta.* remove session_id"):
         read_trace(write(tmp_path, lines(*rows)))
     joined = read_trace(write(tmp_path, lines(*({**row, "message_mode": "delta"} for row in rows))))
     own = joined.prompt_tokens[joined.session == 0].tolist()
@@ -155,11 +156,58 @@ def test_sessions_with_lengths_of_the_new_turn_only_are_refused_or_joined(tmp_pa
         [(600, 100), (700, 100), (50, 100)],  # just as long as all before, then compacted
         [(600, 1000), (750, 10)],  # the reasoning is left out
         [(50, 100), (60, 100)],
+        [(900, 10), (500, 10), (500, 10), (505, 10)],  # one that is shorter is not enough
+        [(900, 10), (500, 10), (700, 10)],  # user ids
     ],
 )
 def test_sessions_with_all_turns_before_are_read_as_they_are(tmp_path, session):
     trace = read_trace(write(tmp_path, lines(*turns(*session))))
     assert trace.prompt_tokens[trace.session == 0].tolist() == [prompt for prompt, _ in session]
+
+
+NEW_TURNS = Path(__file__).parents[4] / "shared" / "faults" / "T_session_delta.jsonl"
+LENGTHS, TEXT, IDS = {"input_length": 7, "output_length": 2}, {"text_input": "x"}, {"payload": {"prompt": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (LENGTHS, TEXT, "line 2: text_input cannot go on"),
+        (TEXT, LENGTHS, "line 2: input_length cannot go on"),
+        (IDS, TEXT, "line 2: text_input cannot go on"),
+        (LENGTHS, LENGTHS | {"session_id": ["a"]}, r"line 2: session_id \['a'\]"),
+        (LENGTHS | {"session_id": {}}, LENGTHS, r"line 1: session_id \{\}"),
+        (LENGTHS, LENGTHS | {"message_mode": "detla"}, "line 2: message_mode 'detla'"),
+    ],
+)
+def test_turns_that_cannot_go_on_from_one_another_are_named(tmp_path, first, second, words):
+    mode = {"session_id": "a", "message_mode": "delta"}
+    with pytest.raises(ValueError, match=words):
+        read_trace(write(tmp_path, lines(mode | first, mode | second)))
+
+
+def test_a_delta_goes_on_from_whatever_the_turn_before_holds(tmp_path):
+    mode = {"session_id": "a", "message_mode": "delta"}
+    ids = read_trace(write(tmp_path, lines(mode | IDS, mode | IDS)))
+    assert [list(prompt) for prompt in ids.prompts] == [[1, 2], [1, 2, 1, 2]]
+    lengths = read_trace(write(tmp_path, lines({"session_id": "a"} | LENGTHS, mode | LENGTHS), "two"))
+    assert lengths.prompt_tokens.tolist() == [7, 16]
+
+
+@pytest.mark.parametrize("pages", [[[1, 2], [7], [8]], [[1, 2], [], []]])
+def test_sessions_with_pages_of_the_new_turn_only_are_refused(tmp_path, pages):
+    own = {"session_id": "a", "output_length": 100}
+    rows = [page_row(ids, length, **own) for ids, length in zip(pages, (600, 50, 50), strict=True)]
+    with pytest.raises(ValueError, match="new turn only"):
+        read_trace(write(tmp_path, lines(*rows)))
+    rows[1]["hash_ids"] = rows[2]["hash_ids"] = [7]  # the last two share their beginning
+    assert read_trace(write(tmp_path, lines(*rows), "shared")).prompt_tokens.tolist() == [600, 50, 50]
+
+
+@pytest.mark.skipif(not NEW_TURNS.exists(), reason="the file is not in ../shared/faults")
+def test_the_shared_sessions_of_new_turns_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"T_session_delta\.jsonl seem"):
+        read_trace(NEW_TURNS)
 
 
 @pytest.mark.parametrize("pages", [lambda n: -(-n // 48), lambda n: n // 48])
