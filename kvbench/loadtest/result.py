@@ -21,6 +21,7 @@ from kvbench.metrics.latency import (
     leading_latencies,
     steady_requests,
 )
+from kvbench.requests.prefix_hits import OTHER_SEED, hit_notes
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row, vllm_fields
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
@@ -236,28 +237,24 @@ def _canaries(metrics: Mapping[str, Any]) -> str:
     return text + (f"; the first: {found['first_wrong']}" if found["wrong"] else "")
 
 
-_OTHER_SEED = "--seed N draws others, but for texts of a file"
-_MAY_REMEMBER = f"; if the server was sent these prompts before, it may have kept them: {_OTHER_SEED}"
+_MAY_REMEMBER = f"if the server was sent these prompts before, it may have kept them: {OTHER_SEED}"
 
 
 def _cache(kept: Mapping[str, Any]) -> str:
     cache = kept.get("prefix_cache") or {}
     hits, queries, bounds = cache.get("hits"), cache.get("queries"), kept.get("prefix_cache_bounds")
     doubt = cache.get("unverified")
-    text = f"prefix cache, declared {kept['cache_state']}{f', not verified ({doubt})' if doubt else ''}: "
+    text = f"prefix cache, {kept['cache_state']}{f', not verified ({doubt})' if doubt else ''}: "
     if kept.get("prefix_caching") is False:
         return text + "none, the server has prefix caching off"
-    told_apart = hits == 0 or (hits is not None and bounds)  # whether hits from before the load are known
-    unseen = _MAY_REMEMBER if kept["cache_state"] == "steady" and not told_apart else ""
+    notes = hit_notes(cache)
+    if kept["cache_state"] == "steady" and hits != 0 and (hits is None or not bounds):
+        notes.append(_MAY_REMEMBER)
     if hits is None or not queries:
-        return text + ("hit rate not known" if hits is None else "no token was looked up") + unseen
+        return "; ".join((text + ("hit rate not known" if hits is None else "no token was looked up"), *notes))
     text += f"{hits / queries:.1%} of {queries:,.0f} prompt tokens hit"
     text += f", possible {bounds['low'] / queries:.1%} to {bounds['high'] / queries:.1%}" if bounds else ""
-    if cache.get("disagree"):
-        text += f"; its /metrics count {cache['counted']:,.0f} tokens, the usage of its answers {cache['told']:,.0f}"
-    if before := cache.get("from_before"):
-        text += f"; {before:,.0f} of them only because it was sent these prompts before: {_OTHER_SEED}"
-    return text + unseen
+    return "; ".join((text, *notes))
 
 
 def _client(metrics: Mapping[str, Any]) -> str:

@@ -162,7 +162,7 @@ def _server_columns(run: Run) -> list[Column]:
     def gauge(key: str, title: str, hint: str, name: str, render: Render) -> Column:
         return number_column(key, title, hint, lambda cell: median(cell.observed(name)), render)
 
-    state = f" ({run.load_section.get('cache_state', 'cold')})" if run.load_section else ""
+    state = f" ({run.cache_state})" if run.load_section else ""
     mean = "mean in the steady window"
     return [
         gauge("running_mean", "running", f"sequences running at once, {mean}", "running_mean", words.decimal),

@@ -246,13 +246,9 @@ class MeasuredCell:
     @property
     def hit_rate(self) -> float | None:
         """Measured prefix-cache hit rate in tokens, 0 to 1; None where no token was looked up."""
-        hits, queries = self.counter("prefix_cache_hits_total"), self.counter("prefix_cache_queries_total")
-        if hits is None:  # a server that tells it in its answers only
-            hits, queries = (
-                sum(number(r.cache.get(what)) or 0.0 for r in self.repeats if r.cache.get("told") is not None)
-                for what in ("hits", "queries")
-            )
-        return hits / queries if queries and hits is not None else None
+        counts = [prefix_hits(repeat.cache, repeat.server) or (0.0, 0.0) for repeat in self.repeats]
+        hits, queries = map(sum, zip(*counts, strict=True))
+        return hits / queries if queries else None
 
     @property
     def possible_hits(self) -> tuple[float, float] | None:
@@ -348,6 +344,12 @@ class Run:
         return self.spec.get("load") or {}
 
     @property
+    def cache_state(self) -> str:
+        """The state of the prefix cache that its loads began with; of an older run the declared one."""
+        declared = self.load_section.get("cache_state", "cold")
+        return " or ".join({r.cache.get("state", declared): None for c in self.cells for r in c.repeats} or [declared])
+
+    @property
     def loads(self) -> list[MeasuredLoad]:
         return sorted({cell.load for cell in self.cells})
 
@@ -366,6 +368,18 @@ class Run:
 
     def cell(self, name: str, load: MeasuredLoad) -> MeasuredCell | None:
         return next((c for c in self.cells if c.name == name and c.load == load), None)
+
+
+def prefix_hits(cache: Mapping[str, Any], server: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The prompt tokens that a load found in the prefix cache, and those looked up; None where nobody tells.
+
+    ``cache``: the counts that are judged; a run without them has the counters of ``server`` only.
+    """
+    for counts, prefix, suffix in ((cache, "", ""), (server, "prefix_cache_", "_total")):
+        hits, queries = (number(counts.get(f"{prefix}{name}{suffix}")) for name in ("hits", "queries"))
+        if hits is not None and queries is not None:
+            return hits, queries
+    return None
 
 
 def number(value: Any) -> float | None:
