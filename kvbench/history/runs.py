@@ -280,7 +280,7 @@ def _cell(summary: Mapping[str, Any], seed: Any, load: Mapping[str, Any]) -> Sto
         for metric in METRICS
     }
     steady = len(values[_STEADY + _THROUGHPUT]) == len(repeats)  # one window for all repeats
-    steady_latency = steady and all(has_steady_latency(each.get("metrics") or {}) for each in repeats)
+    steady_latency = steady and all(has_steady_latency(repeat.get("metrics") or {}) for repeat in repeats)
     for name in _WHOLE_RUN:
         if not (steady if name == _THROUGHPUT else steady_latency):
             del values[_STEADY + name]

@@ -105,7 +105,7 @@ def _check_same(target: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _is_kept(path: Path, content: bytes) -> bool:
-    """Whether a file has this content, or what an older version would have kept of it."""
+    """Tests whether a file has this content, or what an older version would have kept of it."""
     there = path.read_bytes()
     is_cell = path.parent.parent.name == "cells"
     return there == content or (is_cell and there == _cell_text(json.loads(content), _FORMERLY_NOT).encode())

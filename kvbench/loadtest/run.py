@@ -278,9 +278,9 @@ class LoadRunner:
 
         ``made``: its requests; None: those of run ``number`` are drawn.
         """
-        known = len(setup.target.notes)
+        notes_before = len(setup.target.notes)
         warm = None if self.measured else self._warm_up(setup, point)
-        if new := setup.target.notes[known:]:  # it takes no token ids
+        if new := setup.target.notes[notes_before:]:  # it takes no token ids
             print_plain(self.console, f"note: {new[0]}")
             made = None
         requests = made or setup.requests(point, number)

@@ -151,18 +151,18 @@ def cache_use(
     ``metrics``: of the load, None: only /metrics count.
     """
     bounds = hit_bounds(load, requests, info, before, after)
-    counted, queries = (_change(before, after, f"prefix_cache_{what}_total") for what in ("hits", "queries"))
-    told = (metrics or {}).get("total_cached_tokens")
-    hits = max((count for count in (counted, told) if count is not None), default=None)
-    if metrics and hits != counted:
+    by_metrics, queries = (_change(before, after, f"prefix_cache_{what}_total") for what in ("hits", "queries"))
+    by_usage = (metrics or {}).get("total_cached_tokens")
+    hits = max((count for count in (by_metrics, by_usage) if count is not None), default=None)
+    if metrics and hits != by_metrics:
         queries = metrics.get("total_input_tokens")
     counts: dict[str, Any] = {"state": load.cache_state, "hits": hits, "queries": queries}
-    counts |= {"counted": counted, "told": told}
+    counts |= {"counted": by_metrics, "told": by_usage}
     if doubt := unverified(hits, bounds, load.cache_state):
         counts["unverified"] = doubt
     # A preempted request looks up again, and so may each sequence of one; a failed one is told nothing.
     equal = complete and not _change(before, after, "num_preemptions_total") and all(r.width == 1 for r in requests)
-    if equal and None not in (counted, told) and counted != told:
+    if equal and None not in (by_metrics, by_usage) and by_metrics != by_usage:
         counts["disagree"] = True
     if hits is None or bounds is None:
         return CacheUse(counts, bounds, [])

@@ -194,7 +194,7 @@ def _servers(run: Run) -> Mapping[str, Mapping[str, Any]]:
 
 
 def server_facts(run: Run, cell: MeasuredCell) -> Mapping[str, Any]:
-    """What the server of the cell's configuration reported of itself; empty where it is not known."""
+    """Returns what the server of the cell's configuration reported of itself; empty where it is not known."""
     return _servers(run).get(cell.config_id) or {}
 
 

@@ -247,7 +247,7 @@ def throughput_ratio(c: PairedComparison) -> Value:
 
 
 def latency_ratio(c: PairedComparison, ratio: Ratio | None) -> Value:
-    """Of one of its latencies; says where it is of the whole run."""
+    """The entry of the ratio of one of its latencies; says where it is of the whole run."""
     value = ratio_value(ratio, higher_is_better=False)
     return value if ratio is None or c.steady_latency else replace(value, note=f"{value.note}\n{WHOLE_RUN}")
 

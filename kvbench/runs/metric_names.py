@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.common import text
 from kvbench.metrics.latency import goodput_share
 from kvbench.runs.aggregate import flatten
-from kvbench.runs.model import MeasuredCell, prefix_hits
+from kvbench.runs.model import MeasuredCell, all_steady, all_steady_latency, prefix_hits
 
 LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el")
 _STATISTICS = {f"p{q}": f"p{q}" for q in (50, 90, 95, 99)} | {"median": "p50", "mean": "mean", "max": "max"}
@@ -108,7 +108,7 @@ def window_of(name: str, *cells: MeasuredCell) -> str:
 
 
 def _all_steady(name: str, cells: Sequence[MeasuredCell]) -> bool:
-    return all(cell.has_steady if name == THROUGHPUT else cell.has_steady_latency for cell in cells)
+    return (all_steady if name == THROUGHPUT else all_steady_latency)(cells)
 
 
 def measured(cell: MeasuredCell, name: str, *others: MeasuredCell) -> MetricValues:

@@ -6,7 +6,7 @@ What may be absent (a server without /metrics, a cell that never finished, a fie
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ class MeasuredCell:
 
     @property
     def has_steady_latency(self) -> bool:
-        """Whether the latencies that lead are of the steady windows: every repeat has one with enough requests."""
+        """Tests whether the leading latencies are of the steady windows: every repeat has one with enough requests."""
         return self.has_steady and all(has_steady_latency(r.metrics) for r in self.repeats)
 
     def latency(self, metric: str, steady: bool | None = None) -> dict[int, float]:
@@ -198,7 +198,7 @@ class MeasuredCell:
         return _dig(self.pooled, self._latencies(kind, self.has_steady_groups(kind))) or {}
 
     def has_steady_groups(self, kind: str) -> bool:
-        """Whether these are of the steady windows: an older run stored them of the whole run only."""
+        """Tests whether these are of the steady windows: an older run stored them of the whole run only."""
         return self.has_steady_latency and kind in (self.pooled.get("steady_latency") or {})
 
     def percentile(self, metric: str, which: str, steady: bool | None = None) -> tuple[float | None, bool]:
@@ -217,8 +217,8 @@ class MeasuredCell:
     @property
     def several_tokens_per_chunk(self) -> float | None:
         """The mean number of tokens in a chunk, over the repeats; None where a chunk has one, or that is not known."""
-        known = self.per_repeat("tokens_per_chunk").values()
-        mean = math.fsum(known) / len(known) if known else 0.0
+        per_chunk = self.per_repeat("tokens_per_chunk").values()
+        mean = math.fsum(per_chunk) / len(per_chunk) if per_chunk else 0.0
         return mean if mean >= SEVERAL_TOKENS else None
 
     def client(self, name: str) -> list[Any]:
@@ -298,7 +298,7 @@ class Run:
 
     @property
     def not_kept(self) -> bool:
-        """Whether it was measured to its end and none of its cells' files is here: some references are kept so."""
+        """Tests whether it was measured to its end and no file of its cells is here: some references are kept so."""
         finished = bool(self.missing) and self.status == "complete"
         return finished and not self.cells and self.folder.is_dir() and not (self.folder / "cells").exists()
 
@@ -368,6 +368,16 @@ class Run:
 
     def cell(self, name: str, load: MeasuredLoad) -> MeasuredCell | None:
         return next((c for c in self.cells if c.name == name and c.load == load), None)
+
+
+def all_steady(cells: Iterable[MeasuredCell]) -> bool:
+    """Tests whether the throughputs of ``cells`` are comparable in the steady window; else the whole run of all is."""
+    return all(cell.has_steady for cell in cells)
+
+
+def all_steady_latency(cells: Iterable[MeasuredCell]) -> bool:
+    """Tests whether the latencies of ``cells`` are comparable in the steady window; else the whole run of all is."""
+    return all(cell.has_steady_latency for cell in cells)
 
 
 def prefix_hits(cache: Mapping[str, Any], server: Mapping[str, Any]) -> tuple[float, float] | None:

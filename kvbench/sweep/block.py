@@ -110,14 +110,14 @@ class Failure:
 
 
 class Unanswered(NamedTuple):
-    """Why no request of a load succeeded. ``rejected``: the server answered all with errors that blame the request."""
+    """The reason why no request of a load succeeded. ``rejected``: all were answered with errors that blame them."""
 
     reason: str
     rejected: bool = False
 
 
 def why_unanswered(metrics: Mapping[str, Any]) -> Unanswered | None:
-    """Why no request of a load succeeded; None where one did."""
+    """Returns why no request of a load succeeded; None where one did."""
     if metrics.get("completed"):
         return None
     failed = metrics.get("failed") or 0
@@ -197,9 +197,9 @@ class BlockRunner:
             start_s = time.monotonic() - started
             self.listener.status(f"warming up {block.configuration.label}")
             point = max((cell.load for cell in cells), key=lambda load: load.concurrency or 0)
-            known = len(target.notes)
+            notes_before = len(target.notes)
             warm = self.driver.warm_up(setup, point)
-            if len(target.notes) > known:  # it takes no token ids
+            if len(target.notes) > notes_before:  # it takes no token ids
                 self.on_server(block, target.server_info(), target)
         except MeasurementError as error:
             reason = reason_of(target, error) if block.block_id in self.served else str(error)
