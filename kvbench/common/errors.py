@@ -47,11 +47,13 @@ class UsageError(ValueError):
 class MeasurementError(RuntimeError):
     """The measurement could not be taken (server died, load not driven, pages leaked).
 
-    ``after``: how much of a load was done by then; empty outside of loads.
+    ``after``: how much of a load was done by then, in words; empty outside of loads. ``answered``: its requests that
+    were, None before the first was due.
     """
 
     exit_code = EXIT_INVALID
     after = ""
+    answered: int | None = None
 
     def __str__(self) -> str:
         return f"{self.after}: {super().__str__()}" if self.after else super().__str__()

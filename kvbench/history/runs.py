@@ -15,15 +15,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.parsing import parse_json
 from kvbench.metrics.latency import has_steady_latency
-from kvbench.runs.aggregate import flatten
 from kvbench.runs.folder import FORMAT, MANIFEST
-from kvbench.runs.metric_names import value_of
+from kvbench.runs.metric_names import value_of, values_of
 from kvbench.runs.model import NOT_OF_REQUESTS
 
 RELEASE = "release.json"
@@ -43,11 +43,12 @@ class Metric:
     better: int
 
 
-_THROUGHPUT, _LATENCIES = "output_throughput", ("p95_ttft_ms", "p95_itl_ms")
+_THROUGHPUT = "output_throughput"
+_WHOLE_RUN = (_THROUGHPUT, "p95_ttft_ms", "p95_itl_ms")
 _STEADY = "steady_"  # before the name of a metric that is of the steady window; without it, of the whole run
-METRICS = (
+METRICS = (  # of the steady window, then the same of the whole run
     Metric(_STEADY + _THROUGHPUT, "output throughput", "tokens/s", +1),
-    Metric(_THROUGHPUT, "output throughput (whole run)", "tokens/s", +1),  # of cells without a steady window
+    Metric(_THROUGHPUT, "output throughput (whole run)", "tokens/s", +1),
     Metric("steady_p95_ttft_ms", "p95 TTFT", "ms", -1),
     Metric("p95_ttft_ms", "p95 TTFT (whole run)", "ms", -1),
     Metric("steady_p95_itl_ms", "p95 ITL", "ms", -1),
@@ -137,7 +138,10 @@ class Series:
 
 
 def all_series(runs: Iterable[StoredRun]) -> list[Series]:
-    """Every metric of every cell that has a value in any run, by workload, machine, cell and definition."""
+    """Every metric of every cell that has a value in any run, by workload, machine, cell and definition.
+
+    The whole run is left out where every run has the steady window; else it is there of all, to compare like with like.
+    """
     points: dict[tuple[Any, ...], list[TrendPoint]] = {}
     first_seen: dict[str, int] = {}  # definition -> rank
     for run in runs:
@@ -151,7 +155,11 @@ def all_series(runs: Iterable[StoredRun]) -> list[Series]:
                     points.setdefault(key, []).append(TrendPoint(run, state, values))
     return [
         Series(workload, cell, METRICS[number], place, definition, tuple(found))
-        for (workload, place, _, _, number, cell, definition), found in sorted(points.items(), key=lambda item: item[0])
+        for (workload, place, natural, rank, number, cell, definition), found in sorted(
+            points.items(), key=itemgetter(0)
+        )
+        if METRICS[number].name not in _WHOLE_RUN
+        or len(points.get((workload, place, natural, rank, number - 1, cell, definition), ())) < len(found)
     ]
 
 
@@ -265,15 +273,17 @@ def _cell(summary: Mapping[str, Any], seed: Any, load: Mapping[str, Any]) -> Sto
     repeats = summary.get("repeats")
     if not isinstance(repeats, list):
         raise ValueError("it has no repeats")
-    flat = [flatten({**each.get("metrics", {}), "server": each.get("server") or {}}) for each in repeats]
+    parts = ("metrics", "server", "prefix_cache")
+    flat = [values_of(*(repeat.get(part) or {} for part in parts)) for repeat in repeats]
     values = {
         metric.name: tuple(value for each in flat if (value := value_of(each, metric.name)) is not None)
         for metric in METRICS
     }
     steady = len(values[_STEADY + _THROUGHPUT]) == len(repeats)  # one window for all repeats
-    steady_latency = steady and all(has_steady_latency(each.get("metrics") or {}) for each in repeats)
-    for name in (_THROUGHPUT, *_LATENCIES):
-        values.pop(name if (steady if name == _THROUGHPUT else steady_latency) else _STEADY + name)
+    steady_latency = steady and all(has_steady_latency(repeat.get("metrics") or {}) for repeat in repeats)
+    for name in _WHOLE_RUN:
+        if not (steady if name == _THROUGHPUT else steady_latency):
+            del values[_STEADY + name]
     requests = {"seed": seed, "load": load}
     what = {"settings": summary.get("settings"), "load": summary.get("load"), "workload": requests}
     return StoredCell(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,7 @@ def view(paths: Sequence[Path], selection: Selection) -> View:
         drift = find_drift(series, name, release) if release else None
         shown = dataclasses.replace(series, points=series.points[-(selection.last or 0) :])
         trends.append(Trend(shown, cell, release, drift))
+    _compare_one_window(trends)
     groups = [list(group) for _, group in groupby(trends, key=lambda each: (each.series.workload, each.series.place))]
     notes += [
         f"release {run.release} is of run {run.name}, which is not complete: nothing is compared with it"
@@ -133,6 +134,17 @@ def view(paths: Sequence[Path], selection: Selection) -> View:
     if runs and not chosen:
         notes.append("no run has what was selected: leave out --workload, --cell, --metric or --machine")
     return View(runs, groups, notes)
+
+
+def _compare_one_window(trends: list[Trend]) -> None:
+    """Keeps the drift of the steady window if release and newest run have one, else that of the whole run of both."""
+    for position, (steady, whole) in enumerate(pairwise(trends)):
+        if steady.cell != whole.cell or steady.series.metric.name != f"steady_{whole.series.metric.name}":
+            continue
+        if steady.drift and whole.drift:
+            ends = [(trend.release.run, trend.drift.last.run) for trend in (steady, whole)]
+            left_out = position + (ends[0] == ends[1])
+            trends[left_out] = dataclasses.replace(trends[left_out], drift=None)
 
 
 def value_text(metric: Metric, value: float) -> str:

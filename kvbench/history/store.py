@@ -31,7 +31,7 @@ _OF_METRICS = (
     "goodput", "ttft_ms", "tpot_ms", "itl_ms", "e2el_ms", "total_input_tokens", "total_output_tokens",
     "steady_latency",
 )  # fmt: skip
-_FORMERLY_OF_METRICS = _OF_METRICS[:-1]  # of runs that an older version kept
+_FORMERLY_NOT = ("steady_latency", "prefix_cache")  # of repeats that an older version kept
 
 
 class Skipped(Exception):
@@ -79,11 +79,13 @@ def _kept_files(source: Path, run: StoredRun, release: str | None) -> dict[str, 
     return files
 
 
-def _cell_text(summary: Mapping[str, Any], of_metrics: Sequence[str] = _OF_METRICS) -> str:
+def _cell_text(summary: Mapping[str, Any], without: Sequence[str] = ()) -> str:
+    metrics = [key for key in _OF_METRICS if key not in without]
     repeats = [
         {key: repeat[key] for key in _OF_REPEAT if key in repeat}
-        | {"metrics": {key: repeat["metrics"][key] for key in of_metrics if key in repeat.get("metrics", {})}}
+        | {"metrics": {key: repeat["metrics"][key] for key in metrics if key in repeat.get("metrics", {})}}
         | {"server": repeat.get("server", {})}
+        | {key: repeat[key] for key in ("prefix_cache",) if key in repeat and key not in without}
         for repeat in summary.get("repeats", ())
     ]
     kept = {key: summary[key] for key in _OF_CELL if key in summary} | {"repeats": repeats}
@@ -106,7 +108,7 @@ def _is_kept(path: Path, content: bytes) -> bool:
     """Tests whether a file has this content, or what an older version would have kept of it."""
     there = path.read_bytes()
     is_cell = path.parent.parent.name == "cells"
-    return there == content or (is_cell and there == _cell_text(json.loads(content), _FORMERLY_OF_METRICS).encode())
+    return there == content or (is_cell and there == _cell_text(json.loads(content), _FORMERLY_NOT).encode())
 
 
 def _write_whole(target: Path, files: Mapping[str, bytes]) -> None:

@@ -153,7 +153,7 @@ def drive(
             limit_s += ARRIVE_S if arguments else 0.0
             code, error = _follow(process, answered, limit_s, check, on_progress, on_phase)
         except MeasurementError as failure:
-            failure.after = answered.words
+            failure.after, failure.answered = answered.words, answered.count
             raise
         finally:
             processes.stop(process, grace_s=5.0)
@@ -162,7 +162,7 @@ def drive(
         _, own, sentence = said.rpartition(_PREFIX)
         foreseen = own and code in (EXIT_USAGE, EXIT_INVALID)
         failed = MeasurementError(sentence if foreseen else f"the load client {processes.how_it_ended(code)}: {said}")
-        failed.after = answered.words
+        failed.after, failed.answered = answered.words, answered.count
         raise failed
 
 

@@ -21,6 +21,7 @@ from kvbench.metrics.latency import (
     leading_latencies,
     steady_requests,
 )
+from kvbench.requests.prefix_hits import OTHER_SEED, hit_notes
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row, vllm_fields
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
@@ -99,17 +100,16 @@ def _percentile(values: Mapping[str, Any], which: str) -> str:
 def lines(kept: Mapping[str, Any]) -> list[str]:
     """What is not in the table, one sentence each."""
     metrics = kept["metrics"]
-    found = [_warm_up(kept), _lengths(kept), _window(metrics), _chunks(metrics), _throughput(metrics), _goodput(kept)]
-    found += [*_requests(metrics), _open_streams(metrics), _unstreamed(metrics)]
-    found += [_canaries(metrics), _cache(kept)]
+    sentences = [_warm_up(kept), _lengths(kept), *_remarks(metrics), _throughput(metrics), _goodput(kept)]
+    sentences += [*_requests(metrics), _canaries(metrics), _cache(kept)]
     if any(plateau.get("steady_start_s") is None for plateau in metrics.get("plateaus") or ()):
-        found.append(
+        sentences.append(
             "a plateau without figures had no steady part: the server did not keep up with its rate, or it was short"
         )
-    found += [_client(metrics), _calibration(kept), _server(kept)]
+    sentences += [_client(metrics), _calibration(kept), _server(kept)]
     if any((leading_latencies(metrics).get(name) or {}).get("uncertain") for name, _ in _ROWS):
-        found.append("* too few samples for this percentile: p95 needs 130, p99 662")
-    return [text for text in found if text]
+        sentences.append("* too few samples for this percentile: p95 needs 130, p99 662")
+    return [text for text in sentences if text]
 
 
 def _warm_up(kept: Mapping[str, Any]) -> str:
@@ -147,31 +147,32 @@ def lengths_of(load: LoadConfig, requests: Sequence[Any], max_model_len: int) ->
     }
 
 
-def _window(metrics: Mapping[str, Any]) -> str:
-    """Why latencies are of the whole run although the load has a steady window."""
-    if metrics.get("steady_start_s") is None or has_steady_latency(metrics):
-        return ""
-    return (
-        f"latencies are of the whole run: {steady_requests(metrics)} of {metrics['completed']} requests came in the "
-        f"steady window, which takes {MIN_STEADY_REQUESTS} and {MIN_STEADY_SHARE:.0%} of them; send more requests"
+def _remarks(metrics: Mapping[str, Any]) -> list[str]:
+    """Sentences on what a reader of the table must know, where it is so."""
+    per_chunk, open_share = (metrics.get(name) or 0.0 for name in ("tokens_per_chunk", "open_after_last_share"))
+    open_ms, unstreamed = metrics.get("open_after_last_p50_ms") or 0.0, metrics.get("unstreamed_tokens") or 0
+    remarks = (
+        (
+            metrics.get("steady_start_s") is not None and not has_steady_latency(metrics),
+            f"latencies are of the whole run: {steady_requests(metrics)} of {metrics['completed']} requests came in "
+            f"the steady window, which takes {MIN_STEADY_REQUESTS} and {MIN_STEADY_SHARE:.0%} of them; send more requests",
+        ),
+        (
+            per_chunk >= SEVERAL_TOKENS and (metrics.get("itl_ms") or {}).get("n"),
+            f"{per_chunk:.1f} tokens a chunk: ITL is between chunks, TPOT is the time of a token",
+        ),
+        (
+            open_share > LONG_OPEN,
+            f"streams stayed open for {open_ms:.0f} ms (median) after their last chunk, {open_share:.1%} of the "
+            "requests' time: E2EL ends with the last chunk, the next request of a user waits for the stream's end",
+        ),
+        (
+            unstreamed,
+            f"{unstreamed:,} of {metrics['total_output_tokens']:,} output tokens were reasoning that was not streamed: "
+            "TTFT is of the first token that came, TPOT of those from then on",
+        ),
     )
-
-
-def _chunks(metrics: Mapping[str, Any]) -> str:
-    per_chunk, itl = metrics.get("tokens_per_chunk") or 0.0, metrics.get("itl_ms") or {}
-    if per_chunk < SEVERAL_TOKENS or not itl.get("n"):
-        return ""
-    return f"{per_chunk:.1f} tokens a chunk: ITL is between chunks, TPOT is the time of a token"
-
-
-def _open_streams(metrics: Mapping[str, Any]) -> str:
-    share, median = metrics.get("open_after_last_share") or 0.0, metrics.get("open_after_last_p50_ms") or 0.0
-    if share <= LONG_OPEN:
-        return ""
-    return (
-        f"streams stayed open for {median:.0f} ms (median) after their last chunk, {share:.1%} of the requests' time: "
-        "E2EL ends with the last chunk, the next request of a user waits for the stream's end"
-    )
+    return [text for holds, text in remarks if holds]
 
 
 def _throughput(metrics: Mapping[str, Any]) -> str:
@@ -221,13 +222,6 @@ def _requests(metrics: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _unstreamed(metrics: Mapping[str, Any]) -> str:
-    if not (unstreamed := metrics.get("unstreamed_tokens")):
-        return ""
-    text = f"{unstreamed:,} of {metrics['total_output_tokens']:,} output tokens were reasoning that was not streamed"
-    return f"{text}: TTFT is of the first token that came, TPOT of those from then on"
-
-
 def _canaries(metrics: Mapping[str, Any]) -> str:
     found = metrics.get("canaries")
     if not found:
@@ -236,28 +230,24 @@ def _canaries(metrics: Mapping[str, Any]) -> str:
     return text + (f"; the first: {found['first_wrong']}" if found["wrong"] else "")
 
 
-_OTHER_SEED = "--seed N draws others, but for texts of a file"
-_MAY_REMEMBER = f"; if the server was sent these prompts before, it may have kept them: {_OTHER_SEED}"
+_MAY_REMEMBER = f"if the server was sent these prompts before, it may have kept them: {OTHER_SEED}"
 
 
 def _cache(kept: Mapping[str, Any]) -> str:
     cache = kept.get("prefix_cache") or {}
     hits, queries, bounds = cache.get("hits"), cache.get("queries"), kept.get("prefix_cache_bounds")
     doubt = cache.get("unverified")
-    text = f"prefix cache, declared {kept['cache_state']}{f', not verified ({doubt})' if doubt else ''}: "
+    text = f"prefix cache, {kept['cache_state']}{f', not verified ({doubt})' if doubt else ''}: "
     if kept.get("prefix_caching") is False:
         return text + "none, the server has prefix caching off"
-    told_apart = hits == 0 or (hits is not None and bounds)  # whether hits from before the load are known
-    unseen = _MAY_REMEMBER if kept["cache_state"] == "steady" and not told_apart else ""
+    notes = hit_notes(cache)
+    if kept["cache_state"] == "steady" and hits != 0 and (hits is None or not bounds):
+        notes.append(_MAY_REMEMBER)
     if hits is None or not queries:
-        return text + ("hit rate not known" if hits is None else "no token was looked up") + unseen
+        return "; ".join((text + ("hit rate not known" if hits is None else "no token was looked up"), *notes))
     text += f"{hits / queries:.1%} of {queries:,.0f} prompt tokens hit"
     text += f", possible {bounds['low'] / queries:.1%} to {bounds['high'] / queries:.1%}" if bounds else ""
-    if cache.get("disagree"):
-        text += f"; its /metrics count {cache['counted']:,.0f} tokens, the usage of its answers {cache['told']:,.0f}"
-    if before := cache.get("from_before"):
-        text += f"; {before:,.0f} of them only because it was sent these prompts before: {_OTHER_SEED}"
-    return text + unseen
+    return "; ".join((text, *notes))
 
 
 def _client(metrics: Mapping[str, Any]) -> str:

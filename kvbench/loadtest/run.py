@@ -42,7 +42,7 @@ from kvbench.loadtest.options import (
 from kvbench.loadtest.result import lengths_of, show, stored
 from kvbench.measure.live_server import LiveServer
 from kvbench.measure.load import DRAIN, PREPARE, LoadSetup, UnstoredError, measure_load, requests_for
-from kvbench.measure.server_state import as_found
+from kvbench.measure.server_state import with_default_cache_state
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
 from kvbench.runs.work import FolderWork, begun, kept, work_in
@@ -81,7 +81,9 @@ def load_command(
     console = Console()
     say = partial(print_plain, console)
     try:
-        loaded = dataclasses.replace(loaded, load=as_found(loaded.load, target))
+        load = with_default_cache_state(loaded.load, target)
+        resolved = {**loaded.resolved, "load": {**loaded.resolved["load"], "cache_state": load.cache_state}}
+        loaded = dataclasses.replace(loaded, load=load, resolved=resolved)
         for note in target.notes:
             say(f"note: {note}")
         try:
@@ -276,9 +278,9 @@ class LoadRunner:
 
         ``made``: its requests; None: those of run ``number`` are drawn.
         """
-        known = len(setup.target.notes)
+        notes_before = len(setup.target.notes)
         warm = None if self.measured else self._warm_up(setup, point)
-        if new := setup.target.notes[known:]:  # it takes no token ids
+        if new := setup.target.notes[notes_before:]:  # it takes no token ids
             print_plain(self.console, f"note: {new[0]}")
             made = None
         requests = made or setup.requests(point, number)
@@ -306,6 +308,7 @@ class LoadRunner:
         kept = {
             **stored(setup.load, point, self.folder.manifest["target"], result),
             **({"warm_up": warm.to_json()} if warm else {}),
+            "notes": [*setup.target.notes],
             "lengths": lengths_of(setup.load, requests, setup.target.model.max_model_len),
             "prefix_caching": ((setup.info or {}).get("engine") or {}).get("enable_prefix_caching"),
             "requests_file": path.name,

@@ -68,7 +68,7 @@ def leak_reasons(after: MetricsSample | None) -> list[str]:
     return [f"{count:g} {what} {RELEASE_BOUND_S:g} s after the last request ended" for count, what in kept if count]
 
 
-def as_found(load: LoadConfig, target: Target) -> LoadConfig:
+def with_default_cache_state(load: LoadConfig, target: Target) -> LoadConfig:
     """The load, as ``steady`` where it declares no cache state and a server that runs already cannot be emptied."""
     if "cache_state" in load.model_fields_set or target.starts_cold or target.reset_prefix_cache() is not None:
         return load
@@ -123,10 +123,10 @@ def _reset(target: Target) -> bool:
 class CacheUse:
     """What the prefix cache did in a load.
 
-    ``counts`` [tokens], None where not known: ``counted``: hits by /metrics; ``told``: cached tokens by the usage of
-    the answers; ``hits``: the larger of both, of ``queries``. Only where it is so: ``unverified``: why the declared
-    state is not verified; ``disagree``: that both should be equal and are not; ``from_before``: hits of a ``steady``
-    cache that only prompts from before the load explain.
+    ``counts``: ``state``: that of the load, declared or the default. In tokens, None where not known: ``counted``: hits
+    by /metrics; ``told``: cached tokens by the usage of the answers; ``hits``: the larger of both, of ``queries``. Only
+    where it is so: ``unverified``: why the state is not verified; ``disagree``: that both should be equal and are not;
+    ``from_before``: hits of a ``steady`` cache that only prompts from before the load explain.
     ``bounds``: of the hits; None when they are not known. ``reasons``: why it cannot have been in the declared state.
     """
 
@@ -151,17 +151,18 @@ def cache_use(
     ``metrics``: of the load, None: only /metrics count.
     """
     bounds = hit_bounds(load, requests, info, before, after)
-    counted, queries = (_change(before, after, f"prefix_cache_{what}_total") for what in ("hits", "queries"))
-    told = (metrics or {}).get("total_cached_tokens")
-    hits = max((count for count in (counted, told) if count is not None), default=None)
-    if metrics and hits != counted:
+    by_metrics, queries = (_change(before, after, f"prefix_cache_{what}_total") for what in ("hits", "queries"))
+    by_usage = (metrics or {}).get("total_cached_tokens")
+    hits = max((count for count in (by_metrics, by_usage) if count is not None), default=None)
+    if metrics and hits != by_metrics:
         queries = metrics.get("total_input_tokens")
-    counts: dict[str, Any] = {"hits": hits, "queries": queries, "counted": counted, "told": told}
+    counts: dict[str, Any] = {"state": load.cache_state, "hits": hits, "queries": queries}
+    counts |= {"counted": by_metrics, "told": by_usage}
     if doubt := unverified(hits, bounds, load.cache_state):
         counts["unverified"] = doubt
     # A preempted request looks up again, and so may each sequence of one; a failed one is told nothing.
     equal = complete and not _change(before, after, "num_preemptions_total") and all(r.width == 1 for r in requests)
-    if equal and None not in (counted, told) and counted != told:
+    if equal and None not in (by_metrics, by_usage) and by_metrics != by_usage:
         counts["disagree"] = True
     if hits is None or bounds is None:
         return CacheUse(counts, bounds, [])

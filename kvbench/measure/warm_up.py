@@ -31,7 +31,7 @@ WARM_UP_REQUESTS = 4
 ATTEMPTS = 3  # of one request: a server that fails now and then can be measured, and its failures are a result
 _PAUSE_S = 0.2  # before a request is sent again
 _TOKENS = 16
-_WAVE_PROMPT = 32  # tokens, or letters of a text
+_SHORT_PROMPT = 32  # tokens, or letters of a text
 _STEPS_A_SIZE = 2
 _OPEN_IN_FLIGHT = 64  # in open loop, where neither workload nor server has a limit
 _MOST_IN_FLIGHT = 512  # each has a thread
@@ -64,11 +64,11 @@ class WarmUp:
 def warm_up(
     setup: LoadSetup, point: LoadPoint, count: int = WARM_UP_REQUESTS, on_answer: OnAnswer = lambda answered, of: None
 ) -> WarmUp:
-    """``count`` requests of the load's shape but other contents, first one alone, then the wave: kernels compile.
+    """Sends ``count`` requests of the load's shape but other contents, then short ones at once: kernels compile.
 
     Their tokens or words are shuffled, and a text has another beginning: prompts of a trace or a text file are the same
     for every seed, and must not be in the cache before they are measured. One that fails is sent again, ``ATTEMPTS``
-    times in all within its time-out; one of the wave is not.
+    times in all within its time-out; one of the short ones is not.
 
     Raises MeasurementError when the first one is not answered, one not in time, or the server does not serve any more.
     """
@@ -81,13 +81,13 @@ def warm_up(
     step = max(1, (len(requests) - 1) // max(1, count - 1))
     chosen = requests[::step][:count]
     answered, failures = 0, []
-    at_once = most_in_flight(setup, point, requests)
-    wave = _wave(setup, requests, at_once) if at_once > 1 else []
-    total = len(chosen) + len(wave)
+    at_once = warm_up_concurrency(setup, point, requests)
+    concurrent = _concurrent_requests(setup, requests, at_once) if at_once > 1 else []
+    total = len(chosen) + len(concurrent)
     rounds = (  # the shortest alone: what it shows of a dead server needs no others
         (chosen[:1], 1, _complete),
         (chosen[1:], WARM_UP_REQUESTS, _complete),
-        (wave, at_once, _stream),
+        (concurrent, at_once, _stream),
     )
     for some, threads, send in rounds:
         for is_answered, failed in _results(setup, some, threads, send):
@@ -104,7 +104,7 @@ def warm_up(
     return WarmUp(total, answered, len(failures), str(failures[-1]) if failures else None, at_once)
 
 
-def most_in_flight(setup: LoadSetup, point: LoadPoint, requests: Sequence[RequestSpec]) -> int:
+def warm_up_concurrency(setup: LoadSetup, point: LoadPoint, requests: Sequence[RequestSpec]) -> int:
     """The most sequences that the load has in flight, as far as the server takes so many into a step."""
     engine = (setup.info or {}).get("engine") or {}
     users = point.concurrency or setup.load.max_concurrency or _OPEN_IN_FLIGHT
@@ -118,7 +118,7 @@ def captured_sizes(most: int) -> list[int]:
     return [*(size for size in (1, 2, 4, *range(8, 256, 8), *range(256, most, 16)) if size < most), most]
 
 
-def _wave(setup: LoadSetup, requests: Sequence[RequestSpec], count: int) -> list[RequestSpec]:
+def _concurrent_requests(setup: LoadSetup, requests: Sequence[RequestSpec], count: int) -> list[RequestSpec]:
     """``count`` short requests whose lengths let the number in flight fall through all captured sizes.
 
     Each size lasts ``_STEPS_A_SIZE`` tokens.
@@ -126,7 +126,7 @@ def _wave(setup: LoadSetup, requests: Sequence[RequestSpec], count: int) -> list
     sizes, room = captured_sizes(count), max(1, setup.target.model.max_model_len // 2)
     made = []
     for number in range(count):
-        prompt = _shuffled(requests[number % len(requests)])[: min(_WAVE_PROMPT, room)]
+        prompt = _shuffled(requests[number % len(requests)])[: min(_SHORT_PROMPT, room)]
         ids, text = (None, prompt) if isinstance(prompt, str) else (tuple(prompt), None)
         tokens = _STEPS_A_SIZE * sum(size > number for size in sizes)
         made.append(RequestSpec(number, "warm-up", ids, text, min(tokens, room)))

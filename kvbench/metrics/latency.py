@@ -419,7 +419,8 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
     Times [s since load start], results in ms and per second; see the module's docstring for definitions. ``failed``
     counts requests that were sent; ``not_sent`` the turns of a conversation after one of its turns had failed.
     ``failure_messages``: by kind; ``refused_by_server``: those of ``failed`` that the server answered with an error of
-    its own. ``slo_misses``: successful requests over each limit of the SLO, by its name. ``canaries``: as ``counted``.
+    its own, ``rejected_by_server``: with one that blames the request. ``slo_misses``: successful requests over each
+    limit of the SLO, by its name. ``canaries``: as ``counted``.
     """
     good = _successful(requests)
     unsent = requests["error_kind"] == SESSION_BROKEN
@@ -437,6 +438,7 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
         "failure_kinds": {str(k): int(v) for k, v in failed["error_kind"].value_counts().items()},
         "failure_messages": most_frequent_failures(zip(failed["error_kind"], _messages(failed), repeat(1))),
         "refused_by_server": int(_refused(failed).sum()),
+        "rejected_by_server": int(_rejected(failed).sum()),
         "first_failure": _first_failure(failed),
         "incomplete": bool(load.get("incomplete", False)),
         "first_request_s": begin,
@@ -477,12 +479,19 @@ def _refused(failed: pd.DataFrame) -> pd.Series:
 
     Other 4xx blame the request, so the load was wrong.
     """
-    said_so = failed["error_kind"].isin(_SERVER_SAID_SO)
-    if "http_status" not in failed:
-        return said_so
-    status = failed["http_status"]
-    blames_the_request = status.between(400, 499) & (status != _TOO_MANY)
-    return said_so & ~blames_the_request & ~status.isin(_GATEWAY_ERRORS)
+    gateway = _http_status(failed).isin(_GATEWAY_ERRORS)
+    return failed["error_kind"].isin(_SERVER_SAID_SO) & ~_rejected(failed) & ~gateway
+
+
+def _rejected(failed: pd.DataFrame) -> pd.Series:
+    """Tests which failures were answered with a status that blames the request."""
+    status = _http_status(failed)
+    return status.between(400, 499) & (status != _TOO_MANY)
+
+
+def _http_status(requests: pd.DataFrame) -> pd.Series:
+    """The status of each answer; NaN in samples of an older version, which did not keep it."""
+    return requests.reindex(columns=["http_status"])["http_status"]
 
 
 def most_frequent_failures(failures: Iterable[tuple[str, str, int]]) -> dict[str, dict[str, Any]]:

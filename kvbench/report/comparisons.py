@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.runs.model import DOUBTS, MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.model import DOUBTS, MeasuredCell, MeasuredLoad, Run, all_steady, all_steady_latency
 from kvbench.runs.ratios import HIGHER, LOWER, SAME, UNCLEAR, Ratio, RepeatSpread, contradicts, paired_ratio
 from kvbench.workload.settings import applies, effective, setting_title
 
@@ -51,12 +51,12 @@ class PairedComparison:
     @property
     def steady(self) -> bool:
         """Whether the throughputs compared are of the steady window; else of the whole run, of both: like with like."""
-        return self.a.has_steady and self.b.has_steady
+        return all_steady((self.a, self.b))
 
     @property
     def steady_latency(self) -> bool:
-        """Whether the latencies compared are of the steady window, of both."""
-        return self.a.has_steady_latency and self.b.has_steady_latency
+        """Tests whether the latencies compared are of the steady window, of both."""
+        return all_steady_latency((self.a, self.b))
 
     @property
     def of_medians(self) -> float | None:
@@ -76,7 +76,7 @@ def compare(a: MeasuredCell, b: MeasuredCell) -> PairedComparison:
     """Paired ratios a/b of what the report speaks about."""
     if not (a.valid and b.valid):
         return PairedComparison(a, b, None, None, None, None)
-    steady, steady_latency = a.has_steady and b.has_steady, a.has_steady_latency and b.has_steady_latency
+    steady, steady_latency = all_steady((a, b)), all_steady_latency((a, b))
     metrics = ("ttft_ms.p95", "tpot_ms.p50", "itl_ms.p95")
     latencies = (paired_ratio(*(cell.latency(metric, steady_latency) for cell in (a, b))) for metric in metrics)
     return PairedComparison(a, b, paired_ratio(a.throughput(steady), b.throughput(steady)), *latencies)
@@ -146,7 +146,7 @@ def ratio_to_reference(run: Run, cell: MeasuredCell) -> Ratio | None:
 def best(run: Run, load: MeasuredLoad) -> MeasuredCell | None:
     """The valid cell with the highest median of output tokens/s, all of one window; None when there is none."""
     valid = [cell for cell in run.at(load) if cell.valid]
-    steady = all(cell.has_steady for cell in valid)
+    steady = all_steady(valid)
     known = [(value, cell) for cell in valid if (value := median(cell.throughput(steady))) is not None]
     return max(known, key=lambda pair: pair[0])[1] if known else None
 
@@ -158,9 +158,9 @@ def leaders(run: Run, load: MeasuredLoad) -> dict[str, dict[str, str]]:
     percentiles of too few samples; empty where no cell is decided to be worse.
     """
     valid = [cell for cell in run.at(load) if cell.valid]
-    steady = all(cell.has_steady for cell in valid)
+    steady = all_steady(valid)
     throughput = [(cell, median(cell.throughput(steady)), False) for cell in valid]
-    settled, shown = all(cell.has_steady_latency for cell in valid), (("ttft_ms", "p95"), ("tpot_ms", "p50"))
+    settled, shown = all_steady_latency(valid), (("ttft_ms", "p95"), ("tpot_ms", "p50"))
     ttft, tpot = ([(c, *c.percentile(*which, settled)) for c in valid] for which in shown)
     return {
         "output_tokens_per_s": _leaders(throughput, lambda pair: pair.throughput, higher_is_better=True),

@@ -65,8 +65,8 @@ class HitLedger:
 
     @property
     def hit(self) -> float | None:
-        """What the server counted; where it has no counter, what its answers were told."""
-        return self.told if self.counted is None else self.counted
+        """The larger count, as validity takes it."""
+        return max((count for count in (self.counted, self.told) if count is not None), default=None)
 
     @property
     def simulated(self) -> float | None:
@@ -216,7 +216,7 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
         reason = "the server does not tell its capacity"
     elif done and reasons:
         reason = f"{len(done)} of {len(cell.repeats)} repeats: {reasons[0]}"
-    elif done and run.load_section.get("cache_state") == "steady":
+    elif done and run.cache_state == "steady":
         reason = "the cache was not emptied before the load: what it held then is unexplained"
     sent = total("prompt_tokens")
     return HitLedger(
@@ -252,7 +252,7 @@ def _source(run: Run, cell: MeasuredCell, repeat: Repeat) -> _Source | str:
         rows,
         tuple(path.stat().st_mtime_ns for path in (stored[0], rows)),
         repeat.repeat,
-        run.load_section.get("cache_state") in ("primed", "steady"),
+        repeat.cache.get("state", run.cache_state) in ("primed", "steady"),
         *(None if value is None or value < 1 else int(value) for value in (*sizes, budget)),
     )
 

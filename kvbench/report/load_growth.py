@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvbench.common import text as words
 from kvbench.report.limits import NOTHING, UNKNOWN, limit_of
 from kvbench.report.tables import UNCERTAIN, Column, Row, Table, Value
-from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run, all_steady_latency
 
 DOUBLES = 2.0
 NOTE = (
@@ -43,11 +43,11 @@ def breaks(run: Run) -> list[Break]:
     found = []
     for name in run.configs:
         cells = [cell for load in loads(run) if (cell := run.cell(name, load)) and cell.valid]
-        steady = all(cell.has_steady_latency for cell in cells)
-        known = [(cell, ttft) for cell in cells if (ttft := cell.percentile("ttft_ms", "p95", steady)[0])]
-        if len(known) > 1:
-            at = next((cell for cell, ttft in known if ttft > DOUBLES * known[0][1]), None)
-            found.append(Break(name, tuple(cell for cell, _ in known), at, steady))
+        steady = all_steady_latency(cells)
+        measured = [(cell, ttft) for cell in cells if (ttft := cell.percentile("ttft_ms", "p95", steady)[0])]
+        if len(measured) > 1:
+            at = next((cell for cell, ttft in measured if ttft > DOUBLES * measured[0][1]), None)
+            found.append(Break(name, tuple(cell for cell, _ in measured), at, steady))
     return found
 
 

@@ -13,6 +13,7 @@ from kvbench.common import text as words
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.report import simulated
 from kvbench.report.comparisons import SCATTER, scatters
+from kvbench.requests.prefix_hits import hit_notes
 from kvbench.runs.model import MeasuredCell, Run, number
 from kvbench.runs.resume import resumed_differences
 from kvbench.targets.cores import core_words
@@ -107,7 +108,8 @@ def warnings(run: Run) -> list[str]:
     ]
     loads = [repeat for cell in run.cells for repeat in cell.repeats]
     unverified = [str(load.cache["unverified"]) for load in loads if load.cache.get("unverified")]
-    disagree, before = ([load for load in loads if load.cache.get(what)] for what in ("disagree", "from_before"))
+    hits = [notes for load in loads if (notes := hit_notes(load.cache))]
+    hits_differ = list(dict.fromkeys(note for notes in hits for note in notes))
     resumed = resumed_differences(run.manifest)
     found = {
         "Load generator and engine shared this machine and competed for its cores.": run.manifest.get("shared_machine"),
@@ -119,12 +121,9 @@ def warnings(run: Run) -> list[str]:
         **{f"{words.upper_first(note)}.": True for note in _notes(run) if not note.startswith(_SKIPPED)},
         f"The run was resumed in another environment; different: {words.listing(resumed)}. "
         "What was measured before and after is not comparable as it stands.": resumed,
-        f"That the prefix cache was {run.load_section.get('cache_state', 'cold')}, as declared, is not verified in "
-        f"{len(unverified)} of {len(loads)} loads: {'; '.join(dict.fromkeys(unverified))}.": unverified,
-        f"The server's /metrics and the usage of its answers count different hits in {len(disagree)} of {len(loads)} "
-        "loads; the larger count is judged.": disagree,
-        f"In {len(before)} of {len(loads)} loads the cache held prompts from before the load, as cache_state steady "
-        "allows: a run with another --seed meets it without them.": before,
+        f"That the prefix cache was {run.cache_state}, as declared, is not verified in {len(unverified)} of "
+        f"{len(loads)} loads: {'; '.join(dict.fromkeys(unverified))}.": unverified,
+        f"Prefix-cache hits in {len(hits)} of {len(loads)} loads: {words.and_more(hits_differ, 2, '; ')}.": hits,
         "The working tree had uncommitted changes: the commit alone does not reproduce this run.": (
             (run.manifest.get("git") or {}).get("dirty")
         ),
@@ -195,7 +194,7 @@ def _servers(run: Run) -> Mapping[str, Mapping[str, Any]]:
 
 
 def server_facts(run: Run, cell: MeasuredCell) -> Mapping[str, Any]:
-    """What the server of the cell's configuration reported of itself; empty where it is not known."""
+    """Returns what the server of the cell's configuration reported of itself; empty where it is not known."""
     return _servers(run).get(cell.config_id) or {}
 
 

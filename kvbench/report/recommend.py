@@ -47,7 +47,7 @@ from kvbench.report.next_step import NextStep, again, combine, decide, quality_s
 from kvbench.report.provenance import random_weights, validity
 from kvbench.report.quality import is_quantised, quality_of
 from kvbench.report.wording import reservation
-from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run, all_steady_latency
 from kvbench.runs.quality import figure
 from kvbench.runs.ratios import FEWEST
 from kvbench.targets.preset import Context
@@ -434,8 +434,8 @@ def _latency(each: Choice) -> tuple[str, str, str] | None:
         return None
     worst = max(worse, key=lambda one: one.ratio)
     name = {TTFT: "ttft_ms", ITL: "itl_ms"}[worst.metric]
-    steady = each.cell.has_steady_latency and each.base.has_steady_latency
-    paged, contiguous = (cell.percentile(name, "p95", steady)[0] for cell in (each.cell, each.base))
+    cells = (each.cell, each.base)
+    paged, contiguous = (cell.percentile(name, "p95", all_steady_latency(cells))[0] for cell in cells)
     return (METRICS[worst.metric], words.ms(paged), words.ms(contiguous)) if paged and contiguous else None
 
 

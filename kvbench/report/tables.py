@@ -162,7 +162,7 @@ def _server_columns(run: Run) -> list[Column]:
     def gauge(key: str, title: str, hint: str, name: str, render: Render) -> Column:
         return number_column(key, title, hint, lambda cell: median(cell.observed(name)), render)
 
-    state = f" ({run.load_section.get('cache_state', 'cold')})" if run.load_section else ""
+    state = f" ({run.cache_state})" if run.load_section else ""
     mean = "mean in the steady window"
     return [
         gauge("running_mean", "running", f"sequences running at once, {mean}", "running_mean", words.decimal),
@@ -247,7 +247,7 @@ def throughput_ratio(c: PairedComparison) -> Value:
 
 
 def latency_ratio(c: PairedComparison, ratio: Ratio | None) -> Value:
-    """Of one of its latencies; says where it is of the whole run."""
+    """The entry of the ratio of one of its latencies; says where it is of the whole run."""
     value = ratio_value(ratio, higher_is_better=False)
     return value if ratio is None or c.steady_latency else replace(value, note=f"{value.note}\n{WHOLE_RUN}")
 

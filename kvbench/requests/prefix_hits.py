@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvbench.requests.request import RequestSpec, distinct_prefixes
 
 Ids = tuple[int, ...]
 _STRIDE = 256  # tokens compared at once
+OTHER_SEED = "--seed N draws others, but for texts of a file"
+_HIT_NOTES = {  # by the count of a load that makes it worth a word
+    "disagree": "/metrics count {counted:,.0f} tokens, the usage of the answers {told:,.0f}: the larger count is taken",
+    "from_before": "{from_before:,.0f} tokens are hits only because the server was sent these prompts before, as "
+    f"cache_state steady allows: {OTHER_SEED}",
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,11 @@ def unverified(hits: float | None, bounds: HitBounds | None, cache_state: str) -
     if cache_state == "primed" and bounds.high and not bounds.low:
         return "how many hits are due is not known: the cache may not have room for all that the load writes"
     return None
+
+
+def hit_notes(counts: Mapping[str, Any]) -> list[str]:
+    """Sentences on what a reader of a load's hits must know. ``counts``: done.json's ``prefix_cache``."""
+    return [note.format_map(counts) for name, note in _HIT_NOTES.items() if counts.get(name)]
 
 
 def shared_beginnings(prompts: Sequence[Ids], owners: Sequence[int]) -> list[int]:

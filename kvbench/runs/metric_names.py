@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.common import text
 from kvbench.metrics.latency import goodput_share
 from kvbench.runs.aggregate import flatten
-from kvbench.runs.model import MeasuredCell
+from kvbench.runs.model import MeasuredCell, all_steady, all_steady_latency, prefix_hits
 
 LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el")
 _STATISTICS = {f"p{q}": f"p{q}" for q in (50, 90, 95, 99)} | {"median": "p50", "mean": "mean", "max": "max"}
@@ -50,7 +50,6 @@ _COMPUTED: Mapping[str, Callable[[Values], float | None]] = {
     "failure_rate": _failure_rate,  # of the requests sent
     "goodput_share": goodput_share,  # of the requests sent, failed ones included, that met every SLO
     "kv_waste_share": _share("server.kv_waste_slots_mean", "server.kv_slots_reserved_mean"),
-    "prefix_cache_hit_rate": _share("server.prefix_cache_hits_total", "server.prefix_cache_queries_total"),
 }
 _LATENCIES = {f"{short}_{latency}_ms" for latency in LATENCIES for short in _STATISTICS}
 _SHORT: Mapping[str, str] = {
@@ -73,7 +72,7 @@ _SHORT: Mapping[str, str] = {
 _PLAIN = (
     *(f"{when}{kind}_throughput" for kind in ("output", "request", "total_token") for when in ("", "steady_")),
     "goodput", "steady_goodput", "completed", "failed", "duration_s", "total_input_tokens", "total_output_tokens",
-    "total_cached_tokens", "multi_token_chunks",
+    "total_cached_tokens", "multi_token_chunks", "prefix_cache_hit_rate",
 )  # fmt: skip
 SHORT_NAMES = (THROUGHPUT, *_PLAIN, *_COMPUTED, *_SHORT)
 
@@ -86,8 +85,15 @@ def check_name(name: str) -> None:
         raise ValueError(f"{name!r} is not a metric; {hint}")
 
 
+def values_of(metrics: Mapping[str, Any], server: Mapping[str, Any], cache: Mapping[str, Any]) -> dict[str, float]:
+    """The values of a load for ``value_of``: its flattened metrics, its counters under ``server.``, its hit rate."""
+    hits, queries = prefix_hits(cache, server) or (0.0, 0.0)
+    rate = {"prefix_cache_hit_rate": hits / queries} if queries else {}
+    return flatten({**metrics, "server": server}) | rate
+
+
 def value_of(values: Values, name: str) -> float | None:
-    """The metric of one load; ``values``: its flattened metrics, with its counters under ``server.``.
+    """The metric of one load; ``values``: as ``values_of`` makes them.
 
     A latency without ``steady_`` is of the whole run here; ``measured`` takes that of the steady window before it.
     """
@@ -102,7 +108,7 @@ def window_of(name: str, *cells: MeasuredCell) -> str:
 
 
 def _all_steady(name: str, cells: Sequence[MeasuredCell]) -> bool:
-    return all(cell.has_steady if name == THROUGHPUT else cell.has_steady_latency for cell in cells)
+    return (all_steady if name == THROUGHPUT else all_steady_latency)(cells)
 
 
 def measured(cell: MeasuredCell, name: str, *others: MeasuredCell) -> MetricValues:
@@ -123,7 +129,7 @@ def measured(cell: MeasuredCell, name: str, *others: MeasuredCell) -> MetricValu
         )
     found = {}
     for repeat in cell.repeats:
-        values = flatten({**repeat.metrics, "server": repeat.server})
+        values = values_of(repeat.metrics, repeat.server, repeat.cache)
         if (value := value_of(values, name)) is not None:
             found[repeat.repeat] = value
     return MetricValues(found, _is_uncertain([repeat.metrics for repeat in cell.repeats], path))
@@ -131,8 +137,8 @@ def measured(cell: MeasuredCell, name: str, *others: MeasuredCell) -> MetricValu
 
 def nearest(cell: MeasuredCell, name: str) -> str | None:
     """The metric of ``cell`` whose dotted name is most like ``name``."""
-    known = [key for repeat in cell.repeats for key in flatten({**repeat.metrics, "server": repeat.server})]
-    return next(iter(text.nearest(name, sorted(set(known)))), None)
+    names = {key for repeat in cell.repeats for key in values_of(repeat.metrics, repeat.server, repeat.cache)}
+    return next(iter(text.nearest(name, sorted(names))), None)
 
 
 def unit_of(name: str) -> str:

@@ -6,7 +6,7 @@ What may be absent (a server without /metrics, a cell that never finished, a fie
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ class MeasuredCell:
 
     @property
     def has_steady_latency(self) -> bool:
-        """Whether the latencies that lead are of the steady windows: every repeat has one with enough requests."""
+        """Tests whether the leading latencies are of the steady windows: every repeat has one with enough requests."""
         return self.has_steady and all(has_steady_latency(r.metrics) for r in self.repeats)
 
     def latency(self, metric: str, steady: bool | None = None) -> dict[int, float]:
@@ -198,7 +198,7 @@ class MeasuredCell:
         return _dig(self.pooled, self._latencies(kind, self.has_steady_groups(kind))) or {}
 
     def has_steady_groups(self, kind: str) -> bool:
-        """Whether these are of the steady windows: an older run stored them of the whole run only."""
+        """Tests whether these are of the steady windows: an older run stored them of the whole run only."""
         return self.has_steady_latency and kind in (self.pooled.get("steady_latency") or {})
 
     def percentile(self, metric: str, which: str, steady: bool | None = None) -> tuple[float | None, bool]:
@@ -217,8 +217,8 @@ class MeasuredCell:
     @property
     def several_tokens_per_chunk(self) -> float | None:
         """The mean number of tokens in a chunk, over the repeats; None where a chunk has one, or that is not known."""
-        known = self.per_repeat("tokens_per_chunk").values()
-        mean = math.fsum(known) / len(known) if known else 0.0
+        per_chunk = self.per_repeat("tokens_per_chunk").values()
+        mean = math.fsum(per_chunk) / len(per_chunk) if per_chunk else 0.0
         return mean if mean >= SEVERAL_TOKENS else None
 
     def client(self, name: str) -> list[Any]:
@@ -246,13 +246,9 @@ class MeasuredCell:
     @property
     def hit_rate(self) -> float | None:
         """Measured prefix-cache hit rate in tokens, 0 to 1; None where no token was looked up."""
-        hits, queries = self.counter("prefix_cache_hits_total"), self.counter("prefix_cache_queries_total")
-        if hits is None:  # a server that tells it in its answers only
-            hits, queries = (
-                sum(number(r.cache.get(what)) or 0.0 for r in self.repeats if r.cache.get("told") is not None)
-                for what in ("hits", "queries")
-            )
-        return hits / queries if queries and hits is not None else None
+        counts = [prefix_hits(repeat.cache, repeat.server) or (0.0, 0.0) for repeat in self.repeats]
+        hits, queries = map(sum, zip(*counts, strict=True))
+        return hits / queries if queries else None
 
     @property
     def possible_hits(self) -> tuple[float, float] | None:
@@ -302,7 +298,7 @@ class Run:
 
     @property
     def not_kept(self) -> bool:
-        """Whether it was measured to its end and none of its cells' files is here: some references are kept so."""
+        """Tests whether it was measured to its end and no file of its cells is here: some references are kept so."""
         finished = bool(self.missing) and self.status == "complete"
         return finished and not self.cells and self.folder.is_dir() and not (self.folder / "cells").exists()
 
@@ -348,6 +344,12 @@ class Run:
         return self.spec.get("load") or {}
 
     @property
+    def cache_state(self) -> str:
+        """The state of the prefix cache that its loads began with; of an older run the declared one."""
+        declared = self.load_section.get("cache_state", "cold")
+        return " or ".join({r.cache.get("state", declared): None for c in self.cells for r in c.repeats} or [declared])
+
+    @property
     def loads(self) -> list[MeasuredLoad]:
         return sorted({cell.load for cell in self.cells})
 
@@ -366,6 +368,28 @@ class Run:
 
     def cell(self, name: str, load: MeasuredLoad) -> MeasuredCell | None:
         return next((c for c in self.cells if c.name == name and c.load == load), None)
+
+
+def all_steady(cells: Iterable[MeasuredCell]) -> bool:
+    """Tests whether the throughputs of ``cells`` are comparable in the steady window; else the whole run of all is."""
+    return all(cell.has_steady for cell in cells)
+
+
+def all_steady_latency(cells: Iterable[MeasuredCell]) -> bool:
+    """Tests whether the latencies of ``cells`` are comparable in the steady window; else the whole run of all is."""
+    return all(cell.has_steady_latency for cell in cells)
+
+
+def prefix_hits(cache: Mapping[str, Any], server: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The prompt tokens that a load found in the prefix cache, and those looked up; None where nobody tells.
+
+    ``cache``: the counts that are judged; a run without them has the counters of ``server`` only.
+    """
+    for counts, prefix, suffix in ((cache, "", ""), (server, "prefix_cache_", "_total")):
+        hits, queries = (number(counts.get(f"{prefix}{name}{suffix}")) for name in ("hits", "queries"))
+        if hits is not None and queries is not None:
+            return hits, queries
+    return None
 
 
 def number(value: Any) -> float | None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvbench.calibration.cache import ClientLoad
 from kvbench.calibration.calibrate import Calibration
@@ -16,7 +16,7 @@ from kvbench.common.files import write_json
 from kvbench.common.text import failed_words
 from kvbench.load import launch
 from kvbench.measure.load import LoadSetup, UnstoredError, measure_load
-from kvbench.measure.server_state import as_found
+from kvbench.measure.server_state import with_default_cache_state
 from kvbench.measure.warm_up import warm_up
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.folder import DONE, RunFolder
@@ -109,12 +109,20 @@ class Failure:
     unanswered: bool = False
 
 
-def why_unanswered(metrics: Mapping[str, Any]) -> str | None:
-    """Why no request of a load succeeded; None where one did."""
+class Unanswered(NamedTuple):
+    """The reason why no request of a load succeeded. ``rejected``: all were answered with errors that blame them."""
+
+    reason: str
+    rejected: bool = False
+
+
+def why_unanswered(metrics: Mapping[str, Any]) -> Unanswered | None:
+    """Returns why no request of a load succeeded; None where one did."""
+    if metrics.get("completed"):
+        return None
     failed = metrics.get("failed") or 0
-    return (
-        None if metrics.get("completed") else failed_words(metrics.get("failure_messages") or {}, failed, failed, True)
-    )
+    reason = failed_words(metrics.get("failure_messages") or {}, failed, failed, True)
+    return Unanswered(reason, failed > 0 and metrics.get("rejected_by_server") == failed)
 
 
 @dataclass(frozen=True)
@@ -142,7 +150,7 @@ class BlockRunner:
     driver: Driver = HTTP
     poll_s: float = POLL_INTERVAL_S
     keeps_cache: list[str] = field(default_factory=list)
-    on_sent: Callable[[Cell, str | None], None] = lambda cell, why: None
+    on_sent: Callable[[Cell, Unanswered | None], None] = lambda cell, unanswered: None
 
     def run_block(self, block: Block) -> bool:
         """Every load of ``block`` that is not done yet. A load that fails is recorded, and the next one tried.
@@ -166,9 +174,8 @@ class BlockRunner:
                 try:
                     self._run_load(setup, cell, repeat, facts, first=position == 0)
                 except MeasurementError as error:
-                    reason, in_vain = reason_of(target, error), error.after.startswith("after 0 of ")
-                    gone = is_gone(target)
-                    self.fail(cell, repeat, reason, of_server=gone, unanswered=in_vain and not gone)
+                    reason, gone = reason_of(target, error), is_gone(target)
+                    self.fail(cell, repeat, reason, of_server=gone, unanswered=error.answered == 0 and not gone)
         finally:
             target.stop()
         if not block.alone and config_id in self.keeps_cache:
@@ -190,9 +197,9 @@ class BlockRunner:
             start_s = time.monotonic() - started
             self.listener.status(f"warming up {block.configuration.label}")
             point = max((cell.load for cell in cells), key=lambda load: load.concurrency or 0)
-            known = len(target.notes)
+            notes_before = len(target.notes)
             warm = self.driver.warm_up(setup, point)
-            if len(target.notes) > known:  # it takes no token ids
+            if len(target.notes) > notes_before:  # it takes no token ids
                 self.on_server(block, target.server_info(), target)
         except MeasurementError as error:
             reason = reason_of(target, error) if block.block_id in self.served else str(error)
@@ -215,7 +222,7 @@ class BlockRunner:
                 raise
             raise MeasurementError(str(error)) from None
         self.served.append(block.block_id)
-        load, seed = as_found(self.workload.load, target), self.workload.seed
+        load, seed = with_default_cache_state(self.workload.load, target), self.workload.seed
         info = target.server_info()
         if wrong := contradiction(configuration.settings, self.capacity.get(configuration.config_id, {}), info):
             raise MeasurementError(f"the server of {configuration.label} has other settings: {wrong}")
@@ -243,7 +250,7 @@ class BlockRunner:
         self.failures.append(Failure(cell.cell_id, repeat, reason, of_server, unanswered))
         self.listener.load_failed(cell, repeat, reason)
         if unanswered:
-            self.on_sent(cell, reason)
+            self.on_sent(cell, Unanswered(reason))
 
     def _run_load(self, setup: LoadSetup, cell: Cell, repeat: int, facts: Mapping[str, Any], *, first: bool) -> None:
         """From the idle server to done.json. Raises MeasurementError when it could not be driven to its end."""

@@ -42,7 +42,7 @@ from kvbench.runs.quality import read_quality
 from kvbench.runs.repeats import is_disturbed, repeat_notes
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.work import FolderWork, kept, work_in
-from kvbench.sweep.block import HTTP, BlockRunner, Driver, Failure, why_unanswered
+from kvbench.sweep.block import HTTP, BlockRunner, Driver, Failure, Unanswered, why_unanswered
 from kvbench.sweep.capacity import memory_notes
 from kvbench.sweep.executor import BlockExecutor, Elsewhere, HereExecutor
 from kvbench.sweep.order import LoadKey, Measured, blocks_in_time, blocks_left
@@ -214,7 +214,7 @@ class Sweep:
                 calibrate=self._calibrator(run, listener.status, self._say),
                 capacity=capacity,
                 driver=self.driver,
-                on_sent=_until_an_answer(self.workload.load, measured),
+                on_sent=_ends_without_answers(self.workload.load, len(design.configurations), measured),
             )
             if left:
                 listener.loads_begin_in(60 * self.lockstep_minutes if self._has_engine_time(design, run) else 0.0)
@@ -564,14 +564,23 @@ class UnansweredError(Exception):
     """No request of a load succeeded, and none of an earlier load had."""
 
 
-def _until_an_answer(load: LoadConfig, measured: Measured) -> Callable[[Cell, str | None], None]:
-    """Takes why a cell's load was not answered; raises UnansweredError until one was. ``measured``: of before."""
-    answered = any(not why_unanswered(done["metrics"]) for done in measured.done.values())
+def _ends_without_answers(
+    load: LoadConfig, configurations: int, measured: Measured
+) -> Callable[[Cell, Unanswered | None], None]:
+    """Returns what is called after each load and raises UnansweredError until one was answered.
 
-    def on_sent(cell: Cell, why: str | None) -> None:
+    One configuration that rejects every request is a finding, two are not. ``measured``: before.
+    """
+    answered = any(not why_unanswered(done["metrics"]) for done in measured.done.values())
+    failing: set[str] = set()
+
+    def on_sent(cell: Cell, unanswered: Unanswered | None) -> None:
         nonlocal answered
-        answered = answered or why is None
-        if answered:
+        answered = answered or unanswered is None
+        if answered or unanswered is None:
+            return
+        failing.add(cell.configuration.config_id)
+        if unanswered.rejected and len(failing) < min(2, configurations):
             return
         users, rate, limit_s = cell.load.concurrency or 1, cell.load.request_rate or math.inf, load.timeout_s
         smaller = "shorter prompts and outputs"
@@ -580,9 +589,9 @@ def _until_an_answer(load: LoadConfig, measured: Measured) -> Callable[[Cell, st
         elif rate < math.inf:
             smaller = f"a smaller load with -o load.request_rate={rate / 2:g}"
         raise UnansweredError(
-            f"no request of the first load, {cell.cell_id}, succeeded ({why}), and the next loads would hardly fare "
-            f"better: mend what the server says, give requests more time with -o load.timeout_s={3 * limit_s:g} (it is "
-            f"{limit_s:g}), send {smaller}, or leave cells out with --only GLOB"
+            f"no request has succeeded, of {cell.cell_id} neither ({unanswered.reason}), and the next loads would "
+            f"hardly fare better: mend what the server says, give requests more time with -o load.timeout_s="
+            f"{3 * limit_s:g} (it is {limit_s:g}), send {smaller}, or leave cells out with --only GLOB"
         )
 
     return on_sent

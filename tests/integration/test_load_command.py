@@ -91,6 +91,10 @@ def test_a_server_that_nobody_declared_is_measured_as_it_is_found(tmp_path, caps
             load("--url", url, *words, *more, "--output-dir", tmp_path / name)
     found, cold = (stored(tmp_path / name, "metrics.json") for name in ("found", "cold"))
     assert found["cache_state"] == "steady" and not complaints(found)
+    for name in ("found", "cold"):  # the manifest says what was measured
+        state = stored(tmp_path / name)["workload"]["load"]["cache_state"]
+        assert state == stored(tmp_path / name, "metrics.json")["cache_state"]
+    assert any("no way to empty" in note for note in found["notes"]) and cold["notes"] == []
     (reason,) = complaints(cold)[:1]  # it was declared: that stays strict
     assert "state of the prefix cache is not known" in reason and "-o load.cache_state=steady" in reason
     told = capsys.readouterr().out
@@ -118,7 +122,7 @@ def test_a_load_is_kept_whole_with_vllms_field_names_and_without_the_key(url, wo
     assert not any(b"s3cr3t-value" in p.read_bytes() for p in out.rglob("*") if p.is_file())
     told = capsys.readouterr().out
     assert "100.0% of the requests sent) met ttft <= 2000 ms and tpot <= 500 ms" in told
-    assert "CPU seconds per 1,000 output tokens" in told and "prefix cache, declared cold" in told
+    assert "CPU seconds per 1,000 output tokens" in told and "prefix cache, cold" in told
     with pytest.raises(UsageError, match="is not empty"):
         load(workload, *words)
     before = (out / "requests.parquet").stat().st_mtime_ns

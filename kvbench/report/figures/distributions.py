@@ -14,7 +14,7 @@ from kvbench.metrics.latency import inter_token_latencies, request_latencies, ti
 from kvbench.report.figures.axes import compact, ecdf, legend_outside, log_axis, under
 from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
 from kvbench.report.tables import UNCERTAIN
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import MeasuredCell, Run, all_steady_latency
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
 EVERY = ""  # the group of all requests
@@ -35,7 +35,7 @@ def distributions(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
     ms: a sample; at most 60 of a curve, picked, the smallest and the largest among them
     share: of the samples that are not larger, 0 to 100 %
     """
-    steady = _steady(cells)
+    steady = all_steady_latency(cells)
     frames = [
         pd.DataFrame({
             "configuration": cell.name, "group": group, "requests": len(rows), "metric": metric,
@@ -50,10 +50,6 @@ def distributions(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
     ]  # fmt: skip
     columns = ["configuration", "group", "requests", "metric", "samples", "ms", "share"]
     return pd.concat(frames or [pd.DataFrame(columns=columns)], ignore_index=True)
-
-
-def _steady(cells: Sequence[MeasuredCell]) -> bool:
-    return all(cell.has_steady_latency for cell in cells)
 
 
 def _groups(requests: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -146,7 +142,7 @@ def drawing(run: Run) -> Drawing | None:
             left = len(run.at(load)) - frame["configuration"].nunique()
             clock = words.upper_first(run.clock)
             caption = f"{clock}. Further left is faster, steeper is steadier; log axes, raw samples of all repeats, "
-            caption += "steady window." if _steady(cells) else "whole run."
+            caption += "steady window." if all_steady_latency(cells) else "whole run."
             if left:
                 caption += f" Left out: {words.plural(left, 'configuration')} invalid or without samples."
             figure = distributions_figure(frame, looks(run))
@@ -157,7 +153,7 @@ def drawing(run: Run) -> Drawing | None:
 def _title(cells: Sequence[MeasuredCell]) -> str:
     """How far the configurations' p95 TTFT spreads, and where the baseline stands."""
     load = cells[0].load
-    steady = _steady(cells)
+    steady = all_steady_latency(cells)
     every = {cell.name: cell.percentile("ttft_ms", "p95", steady) for cell in cells}
     known = {name: value for name, (value, _) in every.items() if value is not None}
     few = UNCERTAIN * any(few for _, few in every.values())

@@ -17,7 +17,7 @@ from kvbench.report.comparisons import baseline, median
 from kvbench.report.figures.axes import log_axis
 from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
 from kvbench.report.tables import UNCERTAIN, Column, Row, Table, Value
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import MeasuredCell, Run, all_steady, all_steady_latency
 from kvbench.runs.ratios import FEWEST
 
 _AXES = {  # column -> title, whether more is better
@@ -42,11 +42,9 @@ def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFram
     interval of the logarithms from 3 repeats on, else none (NaN). Unknown values are NaN. ``ttft_few``, ``tpot_few``:
     percentiles of too few samples.
     """
-    rows, steady = [], all(cell.has_steady for cell in run.cells if cell.valid)
-    steady_latency = all(cell.has_steady_latency for cell in run.cells if cell.valid)
-    for cell in run.cells:
-        if not cell.valid:
-            continue
+    cells = [cell for cell in run.cells if cell.valid]
+    rows, steady, steady_latency = [], all_steady(cells), all_steady_latency(cells)
+    for cell in cells:
         tokens = cell.throughput(steady)
         series: dict[str, Mapping[int, float]] = {
             "tokens_per_s": tokens,

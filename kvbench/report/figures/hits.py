@@ -139,9 +139,9 @@ def drawing(run: Run) -> Drawing | None:
 def _title(ledger: HitLedger) -> str:
     """Of the cell with the highest load."""
     shared = words.percent(ledger.share(ledger.shared))
-    if ledger.counted is None:
+    if ledger.hit is None:
         return f"{words.percent(ledger.share(ledger.endless))} of prompt tokens could be hit by an endless cache"
-    text = f"{words.percent(ledger.share(ledger.counted))} of prompt tokens hit, {shared} shared"
+    text = f"{words.percent(ledger.share(ledger.hit))} of prompt tokens hit, {shared} shared"
     gap = ledger.largest_gap
     text = f"{text}; largest gap: {gap.name}" if gap else text
     return f"{text} ({ledger.cell.doubt})" if ledger.cell.doubt else text

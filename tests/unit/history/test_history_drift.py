@@ -83,6 +83,40 @@ def test_what_a_change_is_called(tmp_path, metric, factor, base, outcome, code) 
     assert show(tmp_path, "--metric", metric, "--fail-on-drift")[0] == code
 
 
+@pytest.mark.parametrize(("steady_then", "steady_now"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("factor", "code"), [(1.2, 1), (1.0, 0)])
+def test_sides_of_different_windows_are_compared_over_the_whole_run(
+    tmp_path: Path, steady_then: bool, steady_now: bool, factor: float, code: int
+) -> None:
+    """A cell as an older `history add` kept it has no steady latencies, and a drift of TTFT is seen all the same."""
+    for day, (scale, steady) in enumerate(((1.0, steady_then), (1.0, True), (factor, steady_now))):
+        repeats = [repeat(i, x, scale * x) for i, x in enumerate(STEADY, 1)]
+        for each in repeats:
+            each["metrics"]["steady_output_throughput"] = each["metrics"]["output_throughput"]
+            if steady:
+                each["metrics"]["steady_latency"] = {"ttft_ms": {"p95": 50.0, "n": 8}, "itl_ms": {"p95": 5.0}}
+        run = write_run(tmp_path, day, {"a-c3": repeats})
+        if day == 0:
+            mark(run, "v1")
+    drifts = {one["metric"]: one["drift"]["outcome"] for one in shown(tmp_path)["series"] if one["drift"]}
+    outcome = "drifted" if code else "within"
+    assert drifts == {"steady_output_throughput": "within", "p95_ttft_ms": outcome, "p95_itl_ms": "within"}
+    assert show(tmp_path, "--fail-on-drift")[0] == code
+
+
+def test_sides_that_both_have_a_steady_window_are_compared_there_only(tmp_path: Path) -> None:
+    for day, (ttft, requests) in enumerate(((50.0, 8), (50.0, 7), (60.0, 8))):
+        repeats = [repeat(i, x, x) for i, x in enumerate(STEADY, 1)]
+        for each in repeats:
+            each["metrics"]["steady_output_throughput"] = each["metrics"]["output_throughput"]
+            each["metrics"]["steady_latency"] = {"ttft_ms": {"p95": ttft, "n": requests}, "itl_ms": {"p95": 5.0}}
+        run = write_run(tmp_path, day, {"a-c3": repeats})
+        if day == 0:
+            mark(run, "v1")
+    drifts = {one["metric"]: one["drift"]["outcome"] for one in shown(tmp_path)["series"] if one["drift"]}
+    assert drifts["steady_p95_ttft_ms"] == "drifted" and "p95_ttft_ms" not in drifts
+
+
 def test_margins_are_the_gates() -> None:
     whole_run = {"output_throughput": 0.04, "p95_ttft_ms": 0.10, "p95_itl_ms": 0.06}
     assert whole_run | {f"steady_{name}": margin for name, margin in whole_run.items()} == MARGINS

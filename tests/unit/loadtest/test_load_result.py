@@ -98,10 +98,10 @@ TURNAROUND = {"turnaround_p50_ms": 0.2, "turnaround_p99_ms": 11.13, "turnaround_
 @pytest.mark.parametrize(
     ("more", "metrics", "shows"),
     [
-        (CACHE, {}, ("declared cold", "12.5%", "0.0% to 25.0%")),
-        (NO_HITS, {}, ("declared cold", "no counter", "not known")),
-        (TWO_COUNTS, {}, ("12.5%", "/metrics count 0 tokens", "answers 10")),
-        (STEADY | REMEMBERED, {}, ("12.5%", "10 of them only because", "--seed")),
+        (CACHE, {}, ("prefix cache, cold", "12.5%", "0.0% to 25.0%")),
+        (NO_HITS, {}, ("prefix cache, cold", "no counter", "not known")),
+        (TWO_COUNTS, {}, ("12.5%", "/metrics count 0 tokens", "answers 10", "the larger")),
+        (STEADY | REMEMBERED, {}, ("12.5%", "10 tokens are hits only because", "--seed")),
         (STEADY | {"prefix_cache": {"hits": None, "queries": None}}, {}, ("not known", "sent these prompts", "--seed")),
         ({"prefix_cache": {"hits": 0.0, "queries": 0.0}, "prefix_caching": False}, {}, ("prefix caching off",)),
         ({}, {"client": TURNAROUND}, ("0.20 ms", "11.13 ms", "1.2%")),

@@ -11,7 +11,7 @@ import pytest
 
 from kvbench.common.errors import MeasurementError, RefusedError
 from kvbench.measure import warm_up as warming
-from kvbench.measure.warm_up import ATTEMPTS, WarmUp, captured_sizes, most_in_flight, warm_up
+from kvbench.measure.warm_up import ATTEMPTS, WarmUp, captured_sizes, warm_up, warm_up_concurrency
 from kvbench.requests.request import RequestSpec
 from kvbench.workload.design import LoadPoint
 
@@ -169,6 +169,6 @@ def test_what_the_load_and_the_server_take_bounds_the_warm_up(point, load, engin
     )
     requests = [RequestSpec(i, "a", (1,), None, 4, n=width) for i in range(30)]
     limit = engine.get("max_num_seqs") or settings.get("max_num_seqs") or 512
-    found = most_in_flight(setup, point or LoadPoint("r4", "open", None, 4.0, 30), requests)
+    found = warm_up_concurrency(setup, point or LoadPoint("r4", "open", None, 4.0, 30), requests)
     assert found == min(most * width, limit)
-    assert most_in_flight(setup, users(9999), requests * 400) == limit
+    assert warm_up_concurrency(setup, users(9999), requests * 400) == limit

@@ -228,7 +228,15 @@ def test_each_kind_of_failure_has_its_most_frequent_message() -> None:
     # Messages that differ in their numbers only are one.
     check(got, failure_messages__server_error={"message": "request of 700 tokens is too long", "requests": 3})
     check(got, failure_messages__timeout={"message": "no answer in 20 s", "requests": 1})
-    check(summary(row()), failure_messages={}, refused_by_server=0)
+    check(summary(row()), failure_messages={}, refused_by_server=0, rejected_by_server=0)
+
+
+@pytest.mark.parametrize(
+    ("status", "refused", "rejected"), [(400, 0, 2), (499, 0, 2), (429, 2, 0), (500, 2, 0), (502, 0, 0), (None, 2, 0)]
+)
+def test_a_status_tells_whether_the_server_or_the_request_is_blamed(status, refused, rejected) -> None:
+    got = summary(row(), *failed("http_error", "no", 2, **({"http_status": status} if status else {})))
+    check(got, refused_by_server=refused, rejected_by_server=rejected)
 
 
 FULL = failed("server_error", "Context size has been exceeded.", 32, http_status=200)

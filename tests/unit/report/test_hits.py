@@ -21,7 +21,9 @@ A, B, C = (tuple(range(start, start + 9)) for start in (100, 200, 300))  # two f
 ODD = [(*A[:6], 1), (*A[:6], 2)]
 
 
-def stored_run(folder, prompts, *, counted, pages=100, told=None, repeats=1, prefix=0, text=None, **settings):
+def stored_run(
+    folder, prompts, *, counted, pages=100, told=None, repeats=1, prefix=0, text=None, state="", declared="", **settings
+):
     """A run of one cell whose requests came one after the other.
 
     ``counted``: hits that the server counted; ``prefix``: tokens of each prompt that the cache was primed with.
@@ -41,12 +43,12 @@ def stored_run(folder, prompts, *, counted, pages=100, told=None, repeats=1, pre
         frames.append(pd.DataFrame(table).assign(repeat=repeat.repeat))
         metrics = {**repeat.metrics, "total_cached_tokens": counted if told is None else told,
                    "total_input_tokens": sum(map(len, prompts))}  # fmt: skip
-        cache = {"hits": counted, "queries": sum(map(len, prompts))}
+        cache = {"hits": counted, "queries": sum(map(len, prompts))} | ({"state": state} if state else {})
         done.append(dataclasses.replace(repeat, metrics=metrics, cache=cache, requests_sha256=digest))
     pd.concat(frames).to_parquet(where / "requests.parquet")
     capacity = {"num_pages": pages, "page_size": 4}
     one = dataclasses.replace(one, folder=where, capacity=capacity, repeats=tuple(done))
-    workload = {"name": "mixed", "load": {"cache_state": "primed" if prefix else "cold"}}
+    workload = {"name": "mixed", "load": {"cache_state": declared or ("primed" if prefix else "cold")}}
     return dataclasses.replace(run_of(one, workload=workload), folder=folder)
 
 
@@ -71,6 +73,19 @@ def gaps(run) -> dict[str, float]:
 )
 def test_each_gap_has_its_name(tmp_path, prompts, how, lost):
     assert gaps(stored_run(tmp_path, prompts, **how)) == lost
+
+
+def test_a_cache_that_was_measured_as_it_was_found_is_simulated_so(tmp_path):
+    for state, shared, reason in (("", 8, ""), ("steady", 16, "not emptied")):  # the prefix was sent before
+        run = stored_run(tmp_path / f"a{state}", [A, A], counted=8, state=state, prefix=8, declared="cold")
+        (ledger,) = hit_ledgers(run)
+        assert ledger.endless == shared and reason in ledger.reason and bool(reason) == bool(ledger.reason)
+
+
+def test_the_larger_count_is_what_was_hit(tmp_path):
+    (ledger,) = hit_ledgers(run := stored_run(tmp_path, [A, A], counted=1, told=18))
+    assert (ledger.hit, ledger.counted, ledger.told) == (18, 1, 18)
+    assert "100 % of prompt tokens hit" in hit_sentences(run)[0]
 
 
 def test_the_steps_lead_from_what_is_shared_to_what_was_told(tmp_path):

@@ -82,12 +82,18 @@ def test_a_cache_state_that_was_not_verified_is_warned_of() -> None:
     assert all(part in said for part in ("primed", "1 of 3 loads", "too small"))
 
 
-@pytest.mark.parametrize(("what", "words"), [("disagree", "different hits"), ("from_before", "from before the load")])
-def test_hits_that_a_reader_must_know_of_are_warned_of(what: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ({"disagree": True, "counted": 96.0, "told": 1920}, "count 96 tokens, the usage of the answers 1,920"),
+        ({"from_before": 8}, "8 tokens are hits only because"),
+    ],
+)
+def test_hits_that_a_reader_must_know_of_are_warned_of(counts: dict[str, Any], words: str) -> None:
     one = cell()
-    repeats = (dataclasses.replace(one.repeats[0], cache={what: 8}), *one.repeats[1:])
+    repeats = (dataclasses.replace(one.repeats[0], cache=counts), *one.repeats[1:])
     (said,) = (text for text in warnings(run(dataclasses.replace(one, repeats=repeats))) if words in text)
-    assert "1 of 3 loads" in said and not any(words in text for text in warnings(run(one)))
+    assert "1 of 3 loads" in said and not any("Prefix-cache hits in" in text for text in warnings(run(one)))
 
 
 def test_what_was_not_run_is_apart_from_other_notes() -> None:

@@ -15,9 +15,12 @@ from kvbench.report.figures.distributions import EVERY, distributions
 from kvbench.report.figures.frontier import frontier_frame, frontier_table
 from kvbench.report.sections import Section, chapters, class_table, effect_table, plateau_table, turn_table
 from kvbench.report.tables import Table, Value, flat_rows, main_table
+from kvbench.runs.metric_names import measured
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.ratios import SAME
 from tests.support.report_cells import cell, refused, run, wrong
+
+COUNTERS = {"prefix_cache_hits_total": 96.0, "prefix_cache_queries_total": 1920.0}
 
 
 def changed(one: MeasuredCell, metrics: dict[str, Any] | None = None, cache: Any = (), **pooled: Any) -> MeasuredCell:
@@ -140,11 +143,31 @@ def test_hits_stand_beside_what_the_declared_state_allows() -> None:
     assert "primed" in next(c.title for c in table.columns if c.key == "prefix_hit_rate")
 
 
-def test_hits_that_only_the_answers_tell_are_shown() -> None:
-    known = {"hits": 20, "queries": 100, "told": 20, "counted": None, "low": 0, "high": 25}
-    shown = changed(cell(server={}), cache=[known] * 3)
-    assert shown.counter("prefix_cache_hits_total") is None
-    assert entries(main_table(run(shown)))["prefix_hit_rate"].text == "20 %"
+@pytest.mark.parametrize(
+    ("server", "cache", "text"),
+    [
+        ({}, {"hits": 20, "queries": 100, "counted": None, "told": 20}, "20 %"),
+        ({}, {"hits": 1920, "queries": 1920, "counted": 96.0, "told": 1920}, "100 %"),  # as validity judges it
+        (COUNTERS, {"hits": 1920, "queries": 1920, "counted": 96.0, "told": 1920}, "100 %"),
+        (COUNTERS, {}, "5.0 %"),  # of an older run
+        (COUNTERS, {"hits": None, "queries": None}, "5.0 %"),
+        ({}, {}, None),
+    ],
+)
+def test_the_hits_shown_and_limited_are_those_that_are_judged(server, cache, text) -> None:
+    shown = changed(cell(server=server), cache=[cache] * 3)
+    assert getattr(entries(main_table(run(shown))).get("prefix_hit_rate"), "text", None) == text
+    rates = measured(shown, "prefix_cache_hit_rate").values
+    assert list(rates.values()) == ([] if text is None else [float(text[:-2]) / 100] * 3)
+
+
+def test_the_state_that_a_cache_was_in_wins_over_what_the_workload_says() -> None:
+    counts = {"hits": 20, "queries": 100}
+    mixed = ["cold", "steady", None]
+    for states, title in ((["steady"] * 3, "steady"), ([None] * 3, "cold"), (mixed, "cold or steady")):
+        cache = [counts | ({"state": state} if state else {}) for state in states]
+        shown = run(changed(cell(), cache=cache), workload={"load": {"cache_state": "cold"}})
+        assert f"prefix hits ({title})" in [column.title for column in main_table(shown).columns]
 
 
 def test_failures_and_invalid_cells_are_marked() -> None:

@@ -224,7 +224,7 @@ def test_a_load_tells_its_hits_what_was_possible_and_what_is_not_verified():
     assert primed.reasons == [] and primed.bounds == HitBounds(0, 8)
     assert "due is not known" in primed.counts["unverified"]
     cold = cache_use(config(), [request([1, 2, 3])], {"engine": {"page_size": 1}}, **around)
-    assert cold.counts == {"hits": 8.0, "queries": None, "counted": 8.0, "told": None}
+    assert cold.counts == {"state": "cold", "hits": 8.0, "queries": None, "counted": 8.0, "told": None}
     assert cold.bounds == HitBounds(0, 0)
     assert "at most 0 are possible" in cold.reasons[0]
     silent = cache_use(config(), [request([1, 2, 3])], None, None, None, complete=True)

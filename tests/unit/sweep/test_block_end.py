@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
 
 from kvbench.common.errors import Interrupted, MeasurementError
 from kvbench.runs.folder import create_run
-from kvbench.sweep.block import BlockRunner
+from kvbench.sweep.block import BlockRunner, Unanswered, why_unanswered
 from kvbench.sweep.order import Measured
-from kvbench.sweep.run import UnansweredError, _until_an_answer
+from kvbench.sweep.run import UnansweredError, _ends_without_answers
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import load_workload
@@ -82,13 +83,13 @@ def sent(tmp_path):
             if isinstance(end := next(results), dict):
                 return {"metrics": end, "invalid_reasons": []}
             error = MeasurementError("the server stopped answering")
-            error.after = end
+            error.after, error.answered = end, int(end.split()[1]) if end.startswith("after") else None
             setup.target.gone = setup.target.gone or end == "dies"
             raise error
 
         driver = Mock(measure=measure, warm_up=lambda setup, point: {})
         folder = create_run(tmp_path / "results", "tiny", "none")
-        hook = on_sent or (lambda cell, why: told.append(why))
+        hook = on_sent or (lambda cell, unanswered: told.append(unanswered and unanswered.reason))
         runner = BlockRunner(
             workload, folder, lambda: target or Up(), Mock(), Mock(), Mock(), driver=driver, on_sent=hook
         )
@@ -121,7 +122,7 @@ def test_a_load_that_was_sent_tells_why_it_was_not_answered(sent):
 )
 def test_a_load_without_an_answer_ends_a_sweep_unless_there_was_one_before(tmp_path, sent, before, ends, goes_on):
     load = load_workload(Bench(tmp_path).write(load={"timeout_s": 5.0}), profile="cpu").load
-    on_sent = _until_an_answer(load, Measured(before))
+    on_sent = _ends_without_answers(load, 2, Measured(before))
     if goes_on:
         sent(*ends, on_sent=on_sent)
         return
@@ -143,4 +144,29 @@ def test_what_would_be_a_smaller_load_is_an_option_to_copy(tmp_path, load, small
     workload = load_workload(Bench(tmp_path).write(load=load), profile="cpu")
     cell = plan_sweep(workload, ())[0].cells[0]
     with pytest.raises(UnansweredError, match=f"send .*{smaller}"):
-        _until_an_answer(workload.load, Measured({}))(cell, "late")
+        _ends_without_answers(workload.load, 2, Measured({}))(cell, Unanswered("late"))
+
+
+REJECTED = UNANSWERED | {"rejected_by_server": 6}
+
+
+@pytest.mark.parametrize(
+    ("configurations", "loads", "ends_at"),
+    [
+        (2, [("a", REJECTED), ("a", REJECTED), ("b", ANSWERED), ("a", UNANSWERED)], None),  # whatever block is first
+        (2, [("b", ANSWERED), ("a", REJECTED), ("a", REJECTED)], None),
+        (3, [("a", REJECTED), ("b", REJECTED)], 1),
+        (1, [("a", REJECTED)], 0),  # no other is planned
+        (2, [("a", REJECTED | {"rejected_by_server": 5})], 0),
+        (2, [("a", REJECTED), ("b", UNANSWERED)], 1),
+    ],
+)
+def test_a_configuration_that_rejects_every_request_is_a_finding_whatever_the_order(
+    tmp_path, configurations, loads, ends_at
+):
+    workload = load_workload(Bench(tmp_path).write(), profile="cpu")
+    on_sent = _ends_without_answers(workload.load, configurations, Measured({}))
+    for position, (config_id, metrics) in enumerate(loads):
+        cell = Mock(configuration=Mock(config_id=config_id), load=Mock(concurrency=2, request_rate=None, timeout_s=5.0))
+        with pytest.raises(UnansweredError) if position == ends_at else nullcontext():
+            on_sent(cell, why_unanswered(metrics))

@@ -99,8 +99,8 @@ def test_each_load_is_measured_once_and_a_repeat_keeps_to_one_machine(tmp_path, 
 
 
 def test_a_load_without_an_answer_is_told_and_ends_what_runs(tmp_path, monkeypatch):
-    def on_sent(cell, why):
-        raise InterruptedError(why)
+    def on_sent(cell, unanswered):
+        raise InterruptedError(unanswered.reason)
 
     monkeypatch.setitem(METRICS, "completed", 0)
     with pytest.raises(InterruptedError, match="requests failed"):
