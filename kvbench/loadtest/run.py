@@ -81,9 +81,9 @@ def load_command(
     console = Console()
     say = partial(print_plain, console)
     try:
-        load = with_default_cache_state(loaded.load, target)
-        resolved = {**loaded.resolved, "load": {**loaded.resolved["load"], "cache_state": load.cache_state}}
-        loaded = dataclasses.replace(loaded, load=load, resolved=resolved)
+        if (load := with_default_cache_state(loaded.load, target)) is not loaded.load:
+            resolved = {**loaded.resolved, "load": {**loaded.resolved["load"], "cache_state": load.cache_state}}
+            loaded = dataclasses.replace(loaded, load=load, resolved=resolved)
         for note in target.notes:
             say(f"note: {note}")
         try:

@@ -425,6 +425,8 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
     good = _successful(requests)
     unsent = requests["error_kind"] == SESSION_BROKEN
     failed = requests[~requests["ok"].astype(bool) & ~unsent]
+    if "http_status" not in failed:  # samples of an older version
+        failed = failed.assign(http_status=np.nan)
     ends = _ends(requests)
     finish = float(np.nanmax(ends)) if np.isfinite(ends).any() else 0.0
     begin = float(requests["ts"].min()) if len(requests) else 0.0
@@ -479,19 +481,13 @@ def _refused(failed: pd.DataFrame) -> pd.Series:
 
     Other 4xx blame the request, so the load was wrong.
     """
-    gateway = _http_status(failed).isin(_GATEWAY_ERRORS)
-    return failed["error_kind"].isin(_SERVER_SAID_SO) & ~_rejected(failed) & ~gateway
+    said_so = failed["error_kind"].isin(_SERVER_SAID_SO)
+    return said_so & ~_rejected(failed) & ~failed["http_status"].isin(_GATEWAY_ERRORS)
 
 
 def _rejected(failed: pd.DataFrame) -> pd.Series:
     """Tests which failures were answered with a status that blames the request."""
-    status = _http_status(failed)
-    return status.between(400, 499) & (status != _TOO_MANY)
-
-
-def _http_status(requests: pd.DataFrame) -> pd.Series:
-    """The status of each answer; NaN in samples of an older version, which did not keep it."""
-    return requests.reindex(columns=["http_status"])["http_status"]
+    return failed["http_status"].between(400, 499) & (failed["http_status"] != _TOO_MANY)
 
 
 def most_frequent_failures(failures: Iterable[tuple[str, str, int]]) -> dict[str, dict[str, Any]]:

@@ -152,7 +152,7 @@ def _why_not(cell: MeasuredCell, run: Run, load: LoadConfig) -> str | None:
         return "its engine plans a step while it computes the one before, so that steps have no time of their own"
     if not load.ignore_eos:
         return "its answers end where the model says so"
-    if load.cache_state == "steady" and cell.settings.get("enable_prefix_caching"):
+    if "steady" in run.cache_state and cell.settings.get("enable_prefix_caching"):
         return "its prefix cache begins with what the load before it left"
     return None
 

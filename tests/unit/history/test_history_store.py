@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from kvbench.cli.history import history
 from kvbench.common.errors import UsageError
 from kvbench.history.store import add_run
-from tests.support.stored_runs import write_run
+from tests.support.stored_runs import repeat, write_run
 from tests.support.synthetic_run import VARIANTS, make_run
 from tests.unit.history.test_history_show import shown
 
@@ -40,6 +40,11 @@ def test_only_small_files_are_kept_and_say_the_same(tmp_path: Path) -> None:
     assert VARIANTS["one_cell"].text not in text
     assert sum(map(len, files(kept).values())) < sum(map(len, files(run / "cells").values())) / 4
     assert shown(kept)["series"] == shown(run)["series"] != []
+    hits = {"hits": 1920, "queries": 1920, "counted": None, "told": 1920}  # only the answers tell them
+    run = write_run(tmp_path / "usage", 0, {"a-c3": [repeat(1, 100.0) | {"server": {}, "prefix_cache": hits}]})
+    add(run, "--to", tmp_path / "of-usage")
+    (rate,) = (one for one in shown(tmp_path / "of-usage")["series"] if one["metric"] == "prefix_cache_hit_rate")
+    assert rate["points"][0]["values"] == [1.0]
 
 
 def test_adding_again_changes_nothing_and_another_content_is_refused(tmp_path: Path) -> None:
@@ -62,7 +67,8 @@ def test_adding_again_changes_nothing_and_another_content_is_refused(tmp_path: P
         add(tmp_path / "results", "--to", to)
     assert len(list((to / "mixed").iterdir())) == 2  # one that is refused does not keep the others out
     changed["repeats"][0]["metrics"] |= {"output_throughput": 100.0, "steady_latency": {"ttft_ms": {"p95": 9.0}}}
-    summary.write_text(json.dumps(changed))  # an older version kept no steady latencies
+    changed["repeats"][0]["prefix_cache"] = {"hits": 8, "queries": 10}
+    summary.write_text(json.dumps(changed))  # an older version kept neither steady latencies nor hits
     assert add(run, "--to", to)[1].startswith("there already: ")
 
 
