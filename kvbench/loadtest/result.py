@@ -155,7 +155,7 @@ def _remarks(metrics: Mapping[str, Any]) -> list[str]:
         (
             metrics.get("steady_start_s") is not None and not has_steady_latency(metrics),
             f"latencies are of the whole run: {steady_requests(metrics)} of {metrics['completed']} requests came in "
-            f"the steady window, which takes {MIN_STEADY_REQUESTS} and {MIN_STEADY_SHARE:.0%} of them: send more",
+            f"the steady window, and {MIN_STEADY_REQUESTS} and {MIN_STEADY_SHARE:.0%} of all are needed: send more",
         ),
         (
             per_chunk >= SEVERAL_TOKENS and (metrics.get("itl_ms") or {}).get("n"),
