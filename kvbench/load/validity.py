@@ -118,7 +118,8 @@ def client_report(
     sent = [s for s in samples if s.sent] if mode == "open" else []
     gaps = [gaps_within(s.completion.chunk_times, s.completion.chunk_choices) for s in samples if s.completion.ok]
     itl = np.concatenate(gaps) if gaps else np.empty(0)
-    waits, wait_share = turnarounds(samples) if mode == "closed" else ([], None)
+    is_judged = mode == "closed" and any(s.completion.ok for s in samples)  # failures at once have no time to share
+    waits, wait_share = turnarounds(samples) if is_judged else ([], None)
     errors = stamp_errors(samples)
     source = "server stamps" if errors is not None else "kernel stamps" if kernel_stamps else "loop probe"
     lags_used = {"server stamps": errors, "kernel stamps": (), "loop probe": lags}[source]

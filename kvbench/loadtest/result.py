@@ -107,8 +107,9 @@ def lines(kept: Mapping[str, Any]) -> list[str]:
             "a plateau without figures had no steady part: the server did not keep up with its rate, or it was short"
         )
     sentences += [_client(metrics), _calibration(kept), _server(kept)]
-    if any((leading_latencies(metrics).get(name) or {}).get("uncertain") for name, _ in _ROWS):
-        sentences.append("* too few samples for this percentile: p95 needs 130, p99 662")
+    latencies = [leading_latencies(metrics).get(name) or {} for name, _ in _ROWS]
+    if any(values.get("n") and values.get("uncertain") for values in latencies):
+        sentences.append("* too few samples for this percentile: p90 needs 64, p95 130, p99 662")
     return [text for text in sentences if text]
 
 
@@ -153,7 +154,7 @@ def _remarks(metrics: Mapping[str, Any]) -> list[str]:
     open_ms, unstreamed = metrics.get("open_after_last_p50_ms") or 0.0, metrics.get("unstreamed_tokens") or 0
     remarks = (
         (
-            metrics.get("steady_start_s") is not None and not has_steady_latency(metrics),
+            metrics["completed"] and metrics.get("steady_start_s") is not None and not has_steady_latency(metrics),
             f"latencies are of the whole run: {steady_requests(metrics)} of {metrics['completed']} requests came in "
             f"the steady window, and {MIN_STEADY_REQUESTS} and {MIN_STEADY_SHARE:.0%} of all are needed: send more",
         ),

@@ -89,8 +89,8 @@ def load_command(
         try:
             requests = requests_for(loaded.load, point, target, loaded.seed, _RUN)
         except MeasurementError as error:  # nothing has been sent or written yet
-            options_are = " (here --input-len and --output-len)" if text else ""
-            raise UsageError(f"{error}{options_are}") from None
+            drawn = text and loaded.load.prompts.kind == "synthetic"
+            raise UsageError(f"{error}{' (here --input-len and --output-len)' if drawn else ''}") from None
         search = dataclasses.asdict(plan) if plan else None
         manifest = describe(loaded, point, target_facts(target), search=search, sharing=clients.facts)
         with _work(output_dir, manifest["command"], resume, say) as (path, work):

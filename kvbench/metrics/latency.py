@@ -308,7 +308,7 @@ def throughput(requests: pd.DataFrame, window: Window) -> dict[str, float | None
     """Requests, output tokens and total tokens per second of successful rows inside ``window`` [s].
 
     An output token counts when its chunk arrives, a prompt when its first token arrives (the server has read it by
-    then), a request when it ends. None without a window.
+    then), a request by the share of its time in the window. None without a window.
     """
     if window is None or window[1] <= window[0]:
         return dict.fromkeys(_THROUGHPUTS)
@@ -322,9 +322,18 @@ def throughput(requests: pd.DataFrame, window: Window) -> dict[str, float | None
     output = float(weights[inside(times)].sum())
     first = np.array([t[0] if len(t) else np.nan for t in _chunk_times(good)], dtype=float)
     prompts = float(good["prompt_tokens"].to_numpy(dtype=float)[inside(first)].sum())
-    finished = int(inside(_ends(good)).sum())
-    span = end - begin
-    return dict(zip(_THROUGHPUTS, (finished / span, output / span, (output + prompts) / span), strict=True))
+    served, span = float(_shares_inside(good, window).sum()), end - begin
+    return dict(zip(_THROUGHPUTS, (served / span, output / span, (output + prompts) / span), strict=True))
+
+
+def _shares_inside(requests: pd.DataFrame, window: tuple[float, float]) -> np.ndarray:
+    """The share of each request's time, from its send to its end, in ``window`` [s]. float64 [requests]
+
+    Requests of one length end in waves: counted whole where they end, a window that ends with a wave would lose it.
+    """
+    sends, ends = requests["ts"].to_numpy(dtype=float), _ends(requests)
+    inside = np.minimum(ends, window[1]) - np.maximum(sends, window[0])
+    return np.clip(inside / np.maximum(ends - sends, np.finfo(float).tiny), 0.0, 1.0)
 
 
 def _over_slo(good: pd.DataFrame, slo: Slo) -> dict[str, np.ndarray]:
@@ -345,22 +354,21 @@ def _over_slo(good: pd.DataFrame, slo: Slo) -> dict[str, np.ndarray]:
     }
 
 
-def goodput(requests: pd.DataFrame, slo: Slo, duration_s: float) -> float | None:
-    """Successful requests per second that met every limit of ``slo`` [ms] (None without an SLO)."""
+def goodput(requests: pd.DataFrame, slo: Slo, window: tuple[float, float]) -> float | None:
+    """Successful requests per second in ``window`` [s] that met every limit of ``slo`` [ms] (None without an SLO)."""
     good = _successful(requests)
     over = _over_slo(good, slo)
-    if not over or duration_s <= 0:
+    if not over or window[1] <= window[0]:
         return None
-    return float((len(good) - np.any(list(over.values()), axis=0).sum()) / duration_s)
+    met = ~np.any(list(over.values()), axis=0)
+    return float(_shares_inside(good, window)[met].sum() / (window[1] - window[0]))
 
 
 def _in_window(requests: pd.DataFrame, window: Window, slo: Slo) -> dict[str, float | None]:
     """Throughput and goodput inside ``window`` [s], with names that begin with ``steady_``."""
     found = {**throughput(requests, window), "goodput": None}
     if window is not None and window[1] > window[0]:
-        ends = _ends(requests)
-        ended = requests[(ends > window[0]) & (ends <= window[1])]
-        found["goodput"] = goodput(ended, slo, window[1] - window[0])
+        found["goodput"] = goodput(requests, slo, window)
     return {f"steady_{name}": value for name, value in found.items()}
 
 
@@ -459,7 +467,7 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
         "unstreamed_tokens": int(good["output_tokens"].sum() - _streamed_tokens(good).sum()),
         "tokens_per_chunk": _tokens_per_chunk(good),
         **_open_after_last(good),
-        "goodput": goodput(requests, slo, duration),
+        "goodput": goodput(requests, slo, (begin, finish)),
         "slo_misses": {name: int(over.sum()) for name, over in _over_slo(good, slo).items()},
         "client": dict(load.get("client") or {}),
         **({} if (canaries := counted(requests)) is None else {"canaries": canaries}),

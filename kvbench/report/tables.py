@@ -19,7 +19,7 @@ TOKENS_A_CHUNK = "tokens a chunk"  # beside an ITL
 CHUNKS_NOTE = "ITL is between chunks: where they carry several tokens, TPOT is the time of a token."
 MEDIANS = "medians give"  # before the ratio of two medians that contradicts the paired one
 UNCERTAIN = "*"
-UNCERTAIN_NOTE = "* too few samples for 99 % confidence (p95 needs 130, p99 662)."
+UNCERTAIN_NOTE = "* too few samples for 99 % confidence (p90 needs 64, p95 130, p99 662)."
 _PERCENTILES = (
     ("ttft_ms", "p50"),
     ("ttft_ms", "p95"),

@@ -119,7 +119,7 @@ def _lines(result: Mapping[str, Any]) -> list[str]:
         *(f"of the step times: {note}" for note in result["notes"][COST_NOTES]),
     ]
     if any(values["uncertain"] for name in _LATENCIES if (values := result.get(name))):
-        found.append("* too few samples for this percentile: p95 needs 130, p99 662")
+        found.append("* too few samples for this percentile: p90 needs 64, p95 130, p99 662")
     return [line for line in found if line]
 
 

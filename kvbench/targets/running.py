@@ -43,7 +43,7 @@ class OpenAITarget(Target):
         tokenizer: Path | None = None,
     ) -> None:
         text_of_ids = TokenizerWords(tokenizer).text if tokenizer else None
-        base_url = url.rstrip("/").removesuffix("/v1")
+        base_url = url.rstrip("/").removesuffix("/completions").removesuffix("/chat").removesuffix("/v1")
         super().__init__(base_url, preset=preset, access=access, text_of_ids=text_of_ids)
         self._given = (model, vocab_size, max_model_len)
         self._sends_texts = tokenizer is not None or not preset.dialect.token_id_prompts

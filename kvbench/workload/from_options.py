@@ -211,7 +211,7 @@ def _load_lines(answers: Answers) -> list[Line]:
     if bool(users) == bool(rates):
         what = "both are given" if users else "neither is given"
         raise UsageError(f"give --concurrency N (users) or --request-rate R (requests/s): {what}")
-    counts = [answers.num_prompts] if answers.num_prompts else [max(16, 2 * n) for n in users] or [_OPEN_REQUESTS]
+    counts = [answers.num_prompts] if answers.num_prompts else [max(16, 3 * n) for n in users] or [_OPEN_REQUESTS]
     counted = (f"  num_requests: {counts}", "of each load")
     if users:
         return [(f"  concurrency: {list(users)}", "users, each with one request at a time"), counted]

@@ -97,13 +97,14 @@ def test_throughput_counts_what_arrived_inside_the_window() -> None:
     )
     got = summary(*rows, load=TWO)
     check(got, steady_start_s=1.0, steady_end_s=7.0, duration_s=9.0)
-    check(got, steady_output_throughput=5 / 6, steady_total_token_throughput=25 / 6, steady_request_throughput=2 / 6)
+    check(got, steady_output_throughput=5 / 6, steady_total_token_throughput=25 / 6)
+    check(got, steady_request_throughput=(3 / 4 + 6 / 6 + 3 / 5) / 6)  # by the share of their time inside
     check(got, output_throughput=9 / 9, total_token_throughput=179 / 9, request_throughput=3 / 9)
 
 
-def test_a_request_counts_in_the_window_in_which_it_ends_and_unknown_chunks_share_the_tokens() -> None:
+def test_a_request_counts_by_its_share_in_the_window_and_unknown_chunks_share_the_tokens() -> None:
     one = frame(row(ts=1.0, chunk_times=[2.0, 3.0], output_tokens=2, end=5.0))
-    check(metrics.throughput(one, (1.0, 4.0)), request_throughput=0.0, output_throughput=2 / 3)
+    check(metrics.throughput(one, (1.0, 4.0)), request_throughput=3 / 4 / 3, output_throughput=2 / 3)
     times, weights = metrics.chunk_weights(frame(row(output_tokens=6), row(chunk_times=[3.0, 4.0], output_tokens=2)))
     assert times.tolist() == [1.5, 1.7, 2.0, 3.0, 4.0] and weights.tolist() == [2, 2, 2, 1, 1]
 
@@ -162,15 +163,15 @@ def test_pooled_percentiles_are_of_the_pool() -> None:
     assert abs(got["p90"] - np.mean(parts)) > 50
 
 
-def test_steady_goodput_is_of_the_requests_that_ended_inside() -> None:
-    """Window (1, 7], as above: two requests end in it, one of them after 1 s to its first token."""
+def test_steady_goodput_is_of_the_requests_by_their_share_inside() -> None:
+    """Window (1, 7], as above: the second request has 1 s to its first token."""
     rows = (
         row(t0=0.0, ts=0.0, end=4.0, chunk_times=[0.5, 3.0]),
         row(t0=1.0, ts=1.0, end=7.0, chunk_times=[2.0, 3.0, 6.9]),
         row(t0=4.0, ts=4.0, end=9.0, chunk_times=[4.1, 8.9], output_tokens=2),
     )
     got = summary(*rows, load=TWO, slo={"ttft_ms": 600.0})
-    check(got, steady_goodput=1 / 6, goodput=2 / 9, steady_request_throughput=2 / 6)
+    check(got, steady_goodput=(3 / 4 + 3 / 5) / 6, goodput=2 / 9)
     check(summary(*rows, load={"mode": "closed", "concurrency": 9}, slo={"ttft_ms": 600.0}), steady_goodput=None)
 
 
