@@ -38,7 +38,7 @@ def test_a_question_becomes_cells_whose_requests_have_the_lengths_and_share_noth
     assert [cell.cell_id for cell in design.cells] == [f"{name}-c20" for name in names]
     sent = requests(loaded)
     assert len(sent) == 60 and {(len(r.prompt_token_ids), r.max_tokens) for r in sent} == {(600, 150)}
-    assert len({r.prompt_token_ids[:16] for r in sent}) == 40
+    assert len({r.prompt_token_ids[:16] for r in sent}) == 60
 
 
 def test_ranges_prefix_rates_and_counts_are_taken():
