@@ -151,7 +151,7 @@ ANSWER_OPTIONS = (
     click.option("--request-rate", type=NumberList(float), metavar="R[,R]",
                  help="Instead of --concurrency: requests/s at random times, whatever the server does."),
     click.option("--num-prompts", type=click.IntRange(1), metavar="N",
-                 help="Requests of a load (default: twice the users, 16 at least; 130 at a rate)."),
+                 help="Requests of a load (default: three times the users, 16 at least; 130 at a rate)."),
     *_SWEPT_OPTIONS,
 )  # fmt: skip
 
