@@ -364,9 +364,9 @@ def _doubt(run: Run, cell: MeasuredCell) -> str:
     if not cell.doubt:
         return f"{cell.name} has no throughput {cell.load.where}"
     why = re.sub(r"^repeat \d+: ", "", (cell.invalid_reasons or ("no reason recorded",))[0])
-    short = " ".join(re.split(r"[;:,(]", why)[0].split()[:9]).rstrip(".")
+    short = " ".join(re.split(r"[;:,(]| while ", why)[0].split()[:9]).rstrip(".")
     invalid = sum(each.doubt == "invalid" for each in run.cells)
-    return f"{invalid} of {len(run.cells)} cells are invalid ({short})"
+    return f"{invalid} of {len(run.cells)} cells {'is' if invalid == 1 else 'are'} invalid ({short})"
 
 
 # --- The answers ---
