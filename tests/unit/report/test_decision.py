@@ -91,7 +91,7 @@ def test_the_verdict_weighs_throughput_and_both_p95s(figures: dict[str, Any], ve
         ),
         pytest.param(
             [cell(reasons=("repeat 1: it lagged; do this",)), cell(page_size=8, throughput=FAST)], "Cannot tell",
-            ["1 of 2 cells are invalid (it lagged)"], id="invalid baseline",
+            ["1 of 2 cells is invalid (it lagged)"], id="invalid baseline",
         ),
         pytest.param(
             [wrong(), cell("contiguous", baseline=False)], "Cannot tell", ["2 of 40 canaries"], id="wrong answers"
