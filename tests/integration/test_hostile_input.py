@@ -19,7 +19,7 @@ import yaml
 from kvbench.cli.main import main
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.measure.server_state import hit_bounds
-from kvbench.measure.warm_up import captured_sizes, most_in_flight
+from kvbench.measure.warm_up import captured_sizes, warm_up_concurrency
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.presets import GENERIC, PRESETS
 from kvbench.targets.running import OpenAITarget
@@ -157,7 +157,7 @@ def test_what_a_server_says_of_itself_is_understood_or_refused(part):
                 json.dumps([target.version(), info], ensure_ascii=False).encode()
                 load = SimpleNamespace(max_concurrency=None, cache_state="steady")
                 setup = SimpleNamespace(info=info, settings={}, load=load)
-                assert captured_sizes(most_in_flight(setup, LoadPoint("c9", "closed", 9, None, 9), requests))[0] == 1
+                assert captured_sizes(warm_up_concurrency(setup, LoadPoint("c9", "closed", 9, None, 9), requests))[0] == 1
                 hit_bounds(load, requests, info, None, None)
                 target.metrics()
                 target.reset_prefix_cache()
