@@ -157,7 +157,8 @@ def test_what_a_server_says_of_itself_is_understood_or_refused(part):
                 json.dumps([target.version(), info], ensure_ascii=False).encode()
                 load = SimpleNamespace(max_concurrency=None, cache_state="steady")
                 setup = SimpleNamespace(info=info, settings={}, load=load)
-                assert captured_sizes(warm_up_concurrency(setup, LoadPoint("c9", "closed", 9, None, 9), requests))[0] == 1
+                point = LoadPoint("c9", "closed", 9, None, 9)
+                assert captured_sizes(warm_up_concurrency(setup, point, requests))[0] == 1
                 hit_bounds(load, requests, info, None, None)
                 target.metrics()
                 target.reset_prefix_cache()
