@@ -142,7 +142,7 @@ def _rows_by_layer(model: PreTrainedModel, kv_shape: KVShape, query_heads: Seque
 
 
 def _rows(module: nn.Module, q_rows: int, k_rows: int, dim: int) -> list[_Rows]:
-    """What makes Q and K last: the norms of both where there are any, else linear layers; empty for all others."""
+    """Returns the rows that make Q and K last: of their norms, else of linear layers; none for other modules."""
     norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
     if norms:
         pairs = [[getattr(norm, "weight", None) for norm in norms]]

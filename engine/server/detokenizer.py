@@ -131,7 +131,7 @@ class WindowDecoder:
 
 
 def text_after(before: str, now: str) -> str:
-    """What ``now`` has after the beginning that it shares with ``before``."""
+    """Returns the text of ``now`` after the beginning that it shares with ``before``."""
     if now.startswith(before):
         return now[len(before) :]
     return now[next((i for i, (old, new) in enumerate(zip(before, now, strict=False)) if old != new), len(now)) :]

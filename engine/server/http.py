@@ -32,7 +32,7 @@ class Protocol(HttpToolsProtocol):
     """
 
     def eof_received(self) -> bool:
-        """Whether the connection stays open."""
+        """Tells the event loop whether the connection stays open."""
         cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.response_complete:
             return False

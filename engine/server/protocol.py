@@ -193,7 +193,7 @@ MESSAGE_FIELDS = (
 
 @functools.cache
 def _fields_of(template: str) -> tuple[str, ...]:
-    """What a message of this chat template may hold: any word of its text may be a field that it reads."""
+    """The fields that messages may have with this chat template: any word of its text may be one that it reads."""
     return (*MESSAGE_FIELDS, *dict.fromkeys(re.findall(r"\w+", template)))
 
 

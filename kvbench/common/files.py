@@ -32,7 +32,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def as_stored(data: Any) -> Any:
-    """What `read_json` gives of what `write_json` has written."""
+    """Returns the data as `read_json` would read them after `write_json`."""
     return json.loads(hide_keys(json.dumps(_plain(data), allow_nan=False)))
 
 

@@ -48,7 +48,7 @@ def hide_keys(text: str) -> str:
 
 
 def with_key(text: str, variable: str) -> str:
-    """What ``hide_keys`` was given: a model whose name holds the key is asked for by that name."""
+    """Takes back ``hide_keys``: a model whose name holds the key is asked for by that name."""
     return text.replace(_placeholder(variable), api_key(variable))
 
 

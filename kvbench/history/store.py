@@ -25,7 +25,7 @@ from kvbench.runs.folder import MANIFEST
 VERDICT = "verdict.json"
 _NOT_MEASURED = (RELEASE, VERDICT)  # may be written later
 _OF_CELL = ("cell_id", "config_id", "label", "is_baseline", "varied", "settings", "load", "valid", "invalid_reasons")
-_OF_REPEAT = ("repeat", "started_at", "requests_sha256")
+_OF_REPEAT = ("repeat", "started_at", "requests_sha256", "prefix_cache")
 _OF_METRICS = (
     "completed", "failed", "duration_s", "output_throughput", "steady_output_throughput", "request_throughput",
     "goodput", "ttft_ms", "tpot_ms", "itl_ms", "e2el_ms", "total_input_tokens", "total_output_tokens",
@@ -80,12 +80,11 @@ def _kept_files(source: Path, run: StoredRun, release: str | None) -> dict[str, 
 
 
 def _cell_text(summary: Mapping[str, Any], without: Sequence[str] = ()) -> str:
-    metrics = [key for key in _OF_METRICS if key not in without]
+    of_repeat, of_metrics = ([key for key in keys if key not in without] for keys in (_OF_REPEAT, _OF_METRICS))
     repeats = [
-        {key: repeat[key] for key in _OF_REPEAT if key in repeat}
-        | {"metrics": {key: repeat["metrics"][key] for key in metrics if key in repeat.get("metrics", {})}}
+        {key: repeat[key] for key in of_repeat if key in repeat}
+        | {"metrics": {key: repeat["metrics"][key] for key in of_metrics if key in repeat.get("metrics", {})}}
         | {"server": repeat.get("server", {})}
-        | {key: repeat[key] for key in ("prefix_cache",) if key in repeat and key not in without}
         for repeat in summary.get("repeats", ())
     ]
     kept = {key: summary[key] for key in _OF_CELL if key in summary} | {"repeats": repeats}

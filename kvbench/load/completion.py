@@ -163,7 +163,7 @@ def judge(
 
 
 def _other_answer(response: Response) -> tuple[str, str] | None:
-    """Kind and sentence of the failure where something else than a stream of events came; None for a stream."""
+    """Returns kind and sentence of the failure where no stream of events came; None for a stream."""
     if response.encoding:
         return "malformed", response.sentence
     if _BEGINNING.match(response.body):
@@ -253,7 +253,7 @@ def _take(out: Completion, parsed: _Parsed, event: ServerEvent, when: float, rea
 
 
 def _kind(delta: Mapping[str, Any]) -> str:
-    """What a delta holds besides text; a role is told last, since some servers repeat it in every chunk."""
+    """Names the part of a delta besides text; a role comes last, since some servers repeat it in every chunk."""
     kinds = {_CALL: _CALLS, _THOUGHT: _THOUGHTS, _ROLE: ("role",)}
     return next((kind for kind, names in kinds.items() if any(_has_words(delta.get(name)) for name in names)), "")
 

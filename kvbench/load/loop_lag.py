@@ -14,7 +14,7 @@ import gevent
 from gevent.event import Event
 
 from kvbench.common.kernel_timer import DueCalls, kernel_timer, set_timer
-from kvbench.load.validity import PROBE_PERIOD_S as PERIOD_S
+from kvbench.load.validity import PROBE_PERIOD_S
 
 
 class LagProbe:
@@ -27,9 +27,9 @@ class LagProbe:
         self._due = 0.0
 
     def start(self) -> None:
-        self._due = time.perf_counter() + PERIOD_S
+        self._due = time.perf_counter() + PROBE_PERIOD_S
         self._fd = kernel_timer()
-        set_timer(self._fd, self._due, PERIOD_S)
+        set_timer(self._fd, self._due, PROBE_PERIOD_S)
         self._watcher = gevent.get_hub().loop.io(self._fd, 1)
         self._watcher.start(self._on_tick)
 
@@ -43,8 +43,8 @@ class LagProbe:
         now = time.perf_counter()
         ticks = int.from_bytes(os.read(self._fd, 8), "little")
         for k in range(ticks):  # after a pause several are due at once; each was late by its own amount
-            self.lags.append(max(0.0, now - self._due - k * PERIOD_S))
-        self._due += ticks * PERIOD_S
+            self.lags.append(max(0.0, now - self._due - k * PROBE_PERIOD_S))
+        self._due += ticks * PROBE_PERIOD_S
 
 
 class PreciseSleep:

@@ -15,6 +15,7 @@ from kvbench.metrics.latency import (
     LONG_OPEN,
     MIN_STEADY_REQUESTS,
     MIN_STEADY_SHARE,
+    SAMPLES_NEEDED,
     SEVERAL_TOKENS,
     goodput_share,
     has_steady_latency,
@@ -109,7 +110,7 @@ def lines(kept: Mapping[str, Any]) -> list[str]:
     sentences += [_client(metrics), _calibration(kept), _server(kept)]
     latencies = [leading_latencies(metrics).get(name) or {} for name, _ in _ROWS]
     if any(values.get("n") and values.get("uncertain") for values in latencies):
-        sentences.append("* too few samples for this percentile: p90 needs 64, p95 130, p99 662")
+        sentences.append(f"* too few samples for this percentile: {SAMPLES_NEEDED}")
     return [text for text in sentences if text]
 
 

@@ -80,6 +80,9 @@ def samples_needed(quantile: float, confidence: float = CONFIDENCE) -> int:
     return n
 
 
+SAMPLES_NEEDED = f"p90 needs {samples_needed(0.9)}, p95 {samples_needed(0.95)}, p99 {samples_needed(0.99)}"
+
+
 def distribution(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
     """mean, std (population), p50..p99, min, max (None without a sample), n, and the percentiles that need more."""
     data = np.asarray(values, dtype=np.float64)
@@ -232,8 +235,7 @@ def _multi_token_chunks(requests: pd.DataFrame) -> int:
 
 def _tokens_per_chunk(requests: pd.DataFrame) -> float | None:
     """The mean number of tokens in a chunk that has any, without tokens that no chunk brought; None without chunks."""
-    elsewhere = requests["unstreamed_tokens"].fillna(0) if "unstreamed_tokens" in requests else 0
-    _, weights = chunk_weights(requests.assign(output_tokens=requests["output_tokens"] - elsewhere))
+    _, weights = chunk_weights(requests.assign(output_tokens=_streamed_tokens(requests)))
     return float(weights.mean()) if len(weights) else None
 
 

@@ -66,7 +66,7 @@ class ComparedMetric:
         return cell.percentile(metric, which)
 
     def is_steady(self, cell: MeasuredCell) -> bool:
-        """Whether its value is of the steady window."""
+        """Tests whether its value is of the steady window."""
         return cell.has_steady_latency if self.name else cell.has_steady
 
     def per_repeat(self, cell: MeasuredCell, steady: bool) -> dict[int, float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.common import text as words
-from kvbench.metrics.latency import LONG_OPEN
+from kvbench.metrics.latency import LONG_OPEN, SAMPLES_NEEDED
 from kvbench.report.comparisons import PairedComparison, compare, median, reference, spread
 from kvbench.report.wording import RATIO_MARKS, Render, marked_ratio
 from kvbench.runs.kv_ledger import accounting
@@ -19,7 +19,7 @@ TOKENS_A_CHUNK = "tokens a chunk"  # beside an ITL
 CHUNKS_NOTE = "ITL is between chunks: where they carry several tokens, TPOT is the time of a token."
 MEDIANS = "medians give"  # before the ratio of two medians that contradicts the paired one
 UNCERTAIN = "*"
-UNCERTAIN_NOTE = "* too few samples for 99 % confidence (p90 needs 64, p95 130, p99 662)."
+UNCERTAIN_NOTE = f"* too few samples for 99 % confidence ({SAMPLES_NEEDED})."
 _PERCENTILES = (
     ("ttft_ms", "p50"),
     ("ttft_ms", "p95"),
@@ -319,7 +319,7 @@ def _goodput(cell: MeasuredCell) -> Value:
 
 
 def _open_after_last(cell: MeasuredCell) -> Value:
-    """Only where it takes a visible share of the requests' time."""
+    """The entry of open streams, where they take a visible share of the requests' time."""
     share, open_ms = (median(cell.per_repeat(f"open_after_last_{what}")) for what in ("share", "p50_ms"))
     if share is None or share <= LONG_OPEN:
         return Value("–")

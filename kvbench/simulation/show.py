@@ -9,6 +9,7 @@ from rich.console import Console
 
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.text import count, decimal, listing, milliseconds, percent, plural, significant, tokens_per_s
+from kvbench.metrics.latency import SAMPLES_NEEDED
 from kvbench.runs.model import COST_NOTES
 
 _LATENCIES = {
@@ -119,7 +120,7 @@ def _lines(result: Mapping[str, Any]) -> list[str]:
         *(f"of the step times: {note}" for note in result["notes"][COST_NOTES]),
     ]
     if any(values["uncertain"] for name in _LATENCIES if (values := result.get(name))):
-        found.append("* too few samples for this percentile: p90 needs 64, p95 130, p99 662")
+        found.append(f"* too few samples for this percentile: {SAMPLES_NEEDED}")
     return [line for line in found if line]
 
 

@@ -577,7 +577,7 @@ def _ends_without_answers(
     def on_sent(cell: Cell, unanswered: Unanswered | None) -> None:
         nonlocal answered
         answered = answered or unanswered is None
-        if answered or unanswered is None:
+        if answered:
             return
         failing.add(cell.configuration.config_id)
         if unanswered.rejected and len(failing) < min(2, configurations):

@@ -86,7 +86,7 @@ class OpenAITarget(Target):
         return super().dialect.model_copy(update={"token_id_prompts": not self._sends_texts})
 
     def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> None:
-        """As ``Target``; a server of no known kind that refuses token ids gets texts from then on, if it takes one."""
+        """Sends one completion; a server of no known kind that refuses token ids gets texts from then on, if it can."""
         try:
             super().complete(prompt, max_tokens, timeout_s)
         except RefusedError:

@@ -123,8 +123,7 @@ def frontier_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Fi
                           visible=axis == axes[0], legend=column == 1),
                     row=1, col=column,
                 )  # fmt: skip
-        whole = "" if frame["steady_latency"].all() else ", whole run"
-        figure.update_yaxes(title_text=_LATENCIES[latency] + whole, row=1, col=column)
+        figure.update_yaxes(title_text=_LATENCIES[latency] + _window_words(frame), row=1, col=column)
     drawn = frame[["ttft", "ttft_low", "ttft_high"]].to_numpy(dtype=float).ravel()
     figure.update_yaxes(**log_axis(drawn[~np.isnan(drawn)]), row=1, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=2)
@@ -185,6 +184,11 @@ def _buttons(figure: go.Figure, frame: pd.DataFrame, axes: list[str]) -> dict[st
     return {"buttons": buttons, "font": {"size": 11}, **place}
 
 
+def _window_words(frame: pd.DataFrame) -> str:
+    """The words behind a latency's title: its window, where that is the whole run."""
+    return "" if frame["steady_latency"].all() else ", whole run"
+
+
 def frontier_table(run: Run, price_per_hour: float | None = None) -> Table:
     """The same points as numbers, with their intervals, and the axes on which they are certain."""
     frame = frontier_frame(run, price_per_hour).dropna(subset=["tokens_per_s", "ttft"])
@@ -204,7 +208,7 @@ def frontier_table(run: Run, price_per_hour: float | None = None) -> Table:
         named = (Value(row["configuration"], row["configuration"]), Value(row["load"], row["rank"]))
         numbers = (number(row, name) for name in (*axes, *_LATENCIES))
         rows.append(Row(None, (*named, *numbers, Value("; ".join(certainly) or "–"))))
-    whole = "" if frame["steady_latency"].all() else ", whole run"
+    whole = _window_words(frame)
     heads = ["configuration", "load", *(_axis_title(frame, axis) for axis in axes)]
     heads += [f"p95 TTFT, ms{whole}", f"median TPOT, ms{whole}"]
     return Table(tuple(Column(head, head) for head in [*heads, "surely not beaten in both"]), tuple(rows))
