@@ -10,13 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ci.gpu import record, summary
+from ci.gpu import against, record, summary
 from ci.gpu.children import Child
+from ci.gpu.device_state import change, read_state
 from ci.gpu.environment import Environment, prepare
-from ci.gpu.parts import GRACE_S, LEAST_S, PARTS, Part, plan_seconds, select_parts
+from ci.gpu.parts import ENTRIES, GRACE_S, LEAST_S, PARTS, Part, plan_seconds, select_parts
 from ci.gpu.summary import FAILED, PASSED, SKIPPED, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +53,11 @@ def parser() -> argparse.ArgumentParser:
         "--part", dest="parts", nargs="+", action="extend", default=[], metavar="NAME",
         help="only these parts, and facts; `engine` for all models",
     )  # fmt: skip
+    found.add_argument(
+        "--entry", choices=ENTRIES, help="the parts of an entry of docs/gpu.md's queue, with their times"
+    )
     found.add_argument("--time-limit", type=float, metavar="SECONDS", help="for everything together (--quick: 570)")
+    found.add_argument("--against", type=Path, metavar="DIR", help="an earlier OUTDIR: its figures beside, on one host")
     found.add_argument("--commit", metavar="SHA", help="what to put down as the commit where this is no git checkout")
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --tiny, to test the runner")
     found.add_argument("--tiny", action="store_true", help="with --device cpu: shapes of seconds")
@@ -74,8 +80,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Part]]:
         arguments.error(
             f"{args.outdir} holds other files ({', '.join(others[:3])}): name an empty folder, or a new one"
         )
+    if args.entry and args.parts:
+        arguments.error("--entry and --part exclude one another: an entry names its parts")
     try:
-        parts = select_parts(args.parts, args.quick)
+        args.earlier = against.read_run(args.against) if args.against else None
+        parts = ENTRIES[args.entry].parts() if args.entry else select_parts(args.parts, args.quick)
     except ValueError as error:
         arguments.error(str(error))
     return args, parts
@@ -115,6 +124,7 @@ class Runner:
         self.args, self.scratch, self.environment, self.deadline = args, scratch, environment, deadline
         self.child = Child()
         self.outcomes: list[Outcome] = []
+        self.save: Callable[[], None] = lambda: None  # called after every part
 
     @property
     def time_left(self) -> float:
@@ -149,6 +159,7 @@ class Runner:
     def _keep(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         print(outcome.line, flush=True)
+        self.save()
 
     def _run_part(self, part: Part, seconds: float) -> Outcome:
         def skipped(reason: str) -> Outcome:
@@ -162,7 +173,7 @@ class Runner:
         command += ["--out", str(self._out(part)), "--device", self.args.device, "--seconds", f"{seconds:.1f}"]
         command += ["--facts", str(self.scratch / "facts.json"), "--scratch", str(self.scratch)]
         command += [flag for flag, on in (("--quick", self.args.quick), ("--tiny", self.args.tiny)) if on]
-        log = self.scratch / f"{part.name}.log"
+        log, before = self.scratch / f"{part.name}.log", read_state()
         ended = self.child.run(command, log, max(LEAST_S, seconds + GRACE_S), ROOT, _child_environment())
         data = self._result(part)
         status, reason = PASSED, ""
@@ -176,7 +187,9 @@ class Runner:
             status, reason = FAILED, f"ended with code {ended.code}: {_last_lines(log)}"
         elif data.get("not_run"):
             status, reason = SKIPPED, data["not_run"]
-        return Outcome(part.name, part.what, status, reason, ended.seconds, part.result, data)
+        return Outcome(
+            part.name, part.what, status, reason, ended.seconds, part.result, data, change(before, read_state())
+        )
 
     def _out(self, part: Part) -> Path:
         return self.scratch / f"{part.name}.json"
@@ -190,8 +203,12 @@ class Runner:
 
 
 def _child_environment() -> dict[str, str]:
-    """Ours, so that parts find the repository's packages, never look for a network, and compile for the device."""
-    found = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    """Ours, so that parts find the repository's packages, never look for a network, and compile for the device.
+
+    ``KVBENCH_PEERS``: folders with packages of other engines, which come last.
+    """
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("KVBENCH_PEERS"))))
+    found = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     found.pop("TRITON_INTERPRET", None)
     return found
 
@@ -215,7 +232,8 @@ def main(argv: list[str] | None = None) -> int:
     args.outdir.mkdir(parents=True, exist_ok=True)
     for path in summary.left_over(args.outdir):
         path.unlink()
-    limit = args.time_limit or (QUICK_LIMIT_S if args.quick else FULL_LIMIT_S)
+    own_limit = ENTRIES[args.entry].limit_s if args.entry else QUICK_LIMIT_S if args.quick else FULL_LIMIT_S
+    limit = args.time_limit or own_limit
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     with tempfile.TemporaryDirectory(prefix="kvbench-gpu-") as name:
@@ -223,9 +241,14 @@ def main(argv: list[str] | None = None) -> int:
         manifest = record.begin(vars(args))
         environment = prepare(scratch, args.wheels, started + INSTALL_SHARE * limit)
         runner = Runner(args, scratch, environment, started + limit)
+
+        def save() -> None:  # what is written comes back even if we are killed in the next part
+            record.finish(manifest, environment, runner.outcomes, time.monotonic() - started)
+            beside = against.lines(args.against.name, args.earlier, manifest, runner.outcomes) if args.earlier else ()
+            summary.write_results(args.outdir, scratch, manifest, runner.outcomes, beside)
+
+        runner.save = save
         runner.run(parts)
-        record.finish(manifest, environment, runner.outcomes, time.monotonic() - started)
-        summary.write_results(args.outdir, scratch, manifest, runner.outcomes)
     print((args.outdir / "summary.md").read_text(encoding="utf-8"), flush=True)
     return 1 if any(outcome.status == FAILED for outcome in runner.outcomes) else 0
 

@@ -137,7 +137,7 @@ class EngineJob:
         if self.variants:
             self.job = shortened(self.job, VARIANT_OUTPUT)
         self.shown_model = asked.model
-        self.model = str(_tiny_model(args.scratch)) if args.tiny else asked.model
+        self.model = str(tiny_model(args.scratch)) if args.tiny else asked.model
         self.engine: Engine | None = None
         self.load_seconds = 0.0
         self._warnings = WarningsAreFailures()
@@ -242,9 +242,9 @@ class EngineJob:
             "seconds": result.seconds,
             "output_tokens_per_s": job.output_tokens / result.seconds,
             "total_tokens_per_s": (job.input_tokens + job.output_tokens) / result.seconds,
-            "ttft_ms": _quantiles(result.first_token, 1e3),
-            "e2el_ms": _quantiles(result.finished, 1e3),
-            "step_ms": _quantiles(result.step_seconds, 1e3),
+            "ttft_ms": quantiles(result.first_token, 1e3),
+            "e2el_ms": quantiles(result.finished, 1e3),
+            "step_ms": quantiles(result.step_seconds, 1e3),
             "steps": len(result.step_seconds),
             "preemptions": result.preemptions,
             "phase_seconds": result.phases,
@@ -289,7 +289,7 @@ def shortened(job: Job, longest: int) -> Job:
     return dataclasses.replace(job, output_lengths=tuple(min(longest, wanted) for wanted in job.output_lengths))
 
 
-def _quantiles(values: list[float], scale: float) -> dict[str, float]:
+def quantiles(values: list[float], scale: float) -> dict[str, float]:
     ordered = sorted(values)
     picked = statistics.quantiles(ordered, n=100, method="inclusive") if len(ordered) > 1 else ordered * 99
     return {name: picked[i] * scale for name, i in (("p50", 49), ("p90", 89), ("p99", 98))} | {
@@ -297,7 +297,7 @@ def _quantiles(values: list[float], scale: float) -> dict[str, float]:
     }
 
 
-def _tiny_model(folder: Path) -> Path:
+def tiny_model(folder: Path) -> Path:
     path = folder / "tiny.json"
     path.write_text(json.dumps(TINY_CONFIG), encoding="utf-8")
     return path

@@ -6,9 +6,11 @@ Matrix product: random data (zeros run faster). Nothing is set or changed: the c
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,9 +46,18 @@ def _smi(fields: tuple[str, ...]) -> list[str] | None:
     return values if len(values) == len(fields) else None
 
 
+def host_facts(device: str) -> dict[str, str]:
+    """The processor, and a name of this host: a hash of it and of the GPU, alike in every run on the same two."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    gpu = getattr(torch.cuda.get_device_properties(0), "uuid", "no id") if device == "cuda" else "no GPU"
+    return {"cpu": cpu, "host": hashlib.blake2b(f"{cpu}/{gpu}".encode(), digest_size=4).hexdigest()}
+
+
 def torch_facts(device: str) -> dict[str, Any]:
     """What torch says of itself and, on a GPU, of the device."""
-    facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, **host_facts(device)}
     if device == "cuda":
         found = torch.cuda.get_device_properties(0)
         free, total = torch.cuda.mem_get_info(0)

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ci.gpu import tables
@@ -41,13 +41,13 @@ class ProcessEnded(Exception):
 
 
 class CaseProcess:
-    """One child process. ``ask`` sends a request; lines that are no answers go to our log."""
+    """One child process, with the environment ``env`` (None: ours). Lines that are no answers go to our log."""
 
-    def __init__(self, command: Sequence[str]):
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None):
         self.group: str | None = None
         self._process = subprocess.Popen(
             list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=1,
-            encoding="utf-8", errors="replace",
+            encoding="utf-8", errors="replace", env=env,
         )  # fmt: skip
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 TORCH = ("torch", "numpy")
 MODEL = (*TORCH, "transformers", "tokenizers", "safetensors")
@@ -12,13 +13,15 @@ REPORT = ("pandas", "pyarrow", "plotly", "scipy")
 
 GRACE_S = 15.0  # past its time a part may finish what it has begun; then it is stopped
 LEAST_S = 20.0  # with less left a part is not begun
+OVERHEAD_S = 60.0  # of an entry: installing wheels, the last part's grace, the summary
 
 
 @dataclass(frozen=True)
 class Part:
     """``module`` of this package, run with ``arguments``. ``needs``: import names; ``gpu_needs``: on a GPU as well.
 
-    ``quick_s``, ``full_s``: seconds after which it begins no new measurement; 0: left out of such a run.
+    ``quick_s``, ``full_s``: seconds after which it begins no new measurement; 0: left out of such a run (both: only an
+    entry of the queue has it).
     ``isolated``: the module has cases, each run in a child process; ``wrapper``: a command that runs these processes.
     """
 
@@ -87,10 +90,35 @@ PARTS = (
         needs=(*SERVER, *CLIENT, *REPORT), result="sweep", isolated=False,
     ),
     Part(
+        "before-after", "turns", "two commits of the engine in turns: job, decode steps, mixed steps", 0.0, 0.0, MODEL,
+        arguments=("--pair", "before-after"), result="engine.json", isolated=False,
+    ),
+    Part(
         "tune", "tune", "kernel configurations for this architecture", 0.0, 900.0,
         needs=(*TORCH, "click", "rich", "psutil"), result="tuned.json", isolated=False,
     ),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A prepared run of docs/gpu.md's queue. ``seconds``: of each of its parts, by name, in their order."""
+
+    name: str
+    seconds: Mapping[str, float] = field(hash=False)
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds for everything, installing wheels and writing the summary included."""
+        return sum(self.seconds.values()) + OVERHEAD_S
+
+    def parts(self) -> list[Part]:
+        """The parts, each with this entry's seconds."""
+        by_name = {part.name: part for part in PARTS}
+        return [replace(by_name[name], quick_s=seconds, full_s=seconds) for name, seconds in self.seconds.items()]
+
+
+ENTRIES = {entry.name: entry for entry in (Entry("before-after", {"facts": 25.0, "before-after": 180.0}),)}
 
 
 def select_parts(names: list[str], quick: bool) -> list[Part]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -59,12 +60,13 @@ def finish(manifest: dict[str, Any], environment: Environment, outcomes: list[Ou
         "seconds": round(seconds, 1),
         "parts": [
             {"part": o.name, "status": o.status, "reason": o.reason, "seconds": round(o.seconds, 1),
-             "headline": o.data.get("headline", ""), "skipped": o.data.get("skipped", [])}
+             "headline": o.data.get("headline", ""), "device": o.device, "skipped": o.data.get("skipped", [])}
             for o in outcomes
         ],
     }  # fmt: skip
 
 
+@functools.cache
 def versions(python: str) -> dict[str, str | None]:
     """Of the packages that the parts saw."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,13 @@ class Outcome:
     seconds: float = 0.0
     result: str = ""
     data: dict[str, Any] = field(default_factory=dict)
+    device: dict[str, float] = field(default_factory=dict)  # device_state: power, throttling, clocks
+
+    @property
+    def throttled_s(self) -> float | None:
+        """Seconds in which power or heat held the clocks down; None where the driver does not tell."""
+        seconds = [value for name, value in self.device.items() if name.startswith("throttled")]
+        return sum(seconds) if seconds else None
 
     @property
     def line(self) -> str:
@@ -34,8 +42,13 @@ class Outcome:
         return f"{self.status} {self.name}: {self.reason or self.data.get('headline') or self.what}"
 
 
-def write_results(outdir: Path, scratch: Path, manifest: dict[str, Any], outcomes: list[Outcome]) -> None:
-    """Everything into ``outdir``; what is too large is left out, and the summary says so."""
+def write_results(
+    outdir: Path, scratch: Path, manifest: dict[str, Any], outcomes: list[Outcome], beside: Sequence[str] = ()
+) -> None:
+    """Everything into ``outdir``; what is too large is left out, and the summary says so.
+
+    ``beside``: lines about an earlier run.
+    """
     assert len(FILES) <= MAX_FILES
     left_out: list[str] = []
     written = {"log.txt": _log(scratch, outcomes), "manifest.json": _json(manifest)}
@@ -54,7 +67,7 @@ def write_results(outdir: Path, scratch: Path, manifest: dict[str, Any], outcome
             left_out.append(f"{name} ({source.stat().st_size / 2**20:.0f} MiB)")
         elif source.is_file():
             shutil.copyfile(source, outdir / name)
-    text = render(manifest, outcomes, left_out)
+    text = render(manifest, outcomes, left_out, beside)
     (outdir / "summary.md").write_text(text, encoding="utf-8")
 
 
@@ -78,7 +91,7 @@ def _log(scratch: Path, outcomes: list[Outcome]) -> bytes:
     return b"".join(pieces)
 
 
-def render(manifest: dict[str, Any], outcomes: list[Outcome], left_out: list[str]) -> str:
+def render(manifest: dict[str, Any], outcomes: list[Outcome], left_out: list[str], beside: Sequence[str] = ()) -> str:
     """The summary as Markdown."""
     device, versions = manifest.get("device") or {}, manifest.get("versions") or {}
     name = device.get("name") or "no GPU"
@@ -90,11 +103,24 @@ def render(manifest: dict[str, Any], outcomes: list[Outcome], left_out: list[str
     lines += [
         f"{manifest['started']}, driver {manifest.get('nvidia_smi', {}).get('driver_version', '–')}, "
         f"torch {versions.get('torch')}, triton {versions.get('triton')}, transformers {versions.get('transformers')}, "
-        f"Python {versions.get('python')}, code {_code(manifest)}",
+        f"Python {versions.get('python')}, code {_code(manifest)}, host {device.get('host', '–')} "
+        f"({device.get('cpu', '–')})",
+        "",
+        f"Ceilings here: {_ceilings(manifest)}.",
         "",
         *_table(
-            ["part", "result", "seconds", "what"],
-            [[o.name, o.status, f"{o.seconds:.0f}", o.reason or o.data.get("headline") or o.what] for o in outcomes],
+            ["part", "result", "seconds", "W", "throttled s", "what"],
+            [
+                [
+                    o.name,
+                    o.status,
+                    f"{o.seconds:.0f}",
+                    _number(o.device.get("power_w")),
+                    _number(o.throttled_s),
+                    o.reason or o.data.get("headline") or o.what,
+                ]
+                for o in outcomes
+            ],
         ),
     ]
     failed = _troubles("Failed", outcomes, "failures")
@@ -103,11 +129,21 @@ def render(manifest: dict[str, Any], outcomes: list[Outcome], left_out: list[str
     lines += failed
     for (title, columns), rows in _tables(outcomes).items():
         lines += [f"## {title}", "", *_table(list(columns), rows)]
+    lines += beside
     lines += _troubles("Skipped inside the parts", outcomes, "skipped")
     notes = [*manifest.get("notes", []), *(f"left out, over {MAX_BYTES >> 20} MiB: {name}" for name in left_out)]
     if notes:
         lines += ["## Notes", "", *(f"- {_cell(note)}" for note in notes), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _ceilings(manifest: dict[str, Any]) -> str:
+    ceilings = manifest.get("ceilings") or {}
+    return ", ".join(f"{name.replace('_', ' ')} {value:,.4g}" for name, value in ceilings.items()) or "not measured"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
 
 
 def _code(manifest: dict[str, Any]) -> str:

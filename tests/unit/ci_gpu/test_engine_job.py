@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(engine_job._tiny_model(tmp_path_factory.mktemp("model")))
+    return str(engine_job.tiny_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +59,9 @@ def test_the_cost_is_that_of_the_loaded_model(engine, model):
 
 
 def test_quantiles_are_of_the_samples():
-    found = engine_job._quantiles([0.004, 0.001, 0.003, 0.002, 0.005], 1e3)
+    found = engine_job.quantiles([0.004, 0.001, 0.003, 0.002, 0.005], 1e3)
     assert found == pytest.approx({"p50": 3.0, "p90": 4.6, "p99": 4.96, "max": 5.0})
-    assert engine_job._quantiles([0.002], 1e3) == {"p50": 2.0, "p90": 2.0, "p99": 2.0, "max": 2.0}
+    assert engine_job.quantiles([0.002], 1e3) == {"p50": 2.0, "p90": 2.0, "p99": 2.0, "max": 2.0}
 
 
 def job_of(scratch, *own: str, **values) -> EngineJob:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+from pathlib import Path
+
+import pytest
 
 from ci.gpu import __main__ as runner_module
 from ci.gpu import tune
 from ci.gpu.engine_job import WarningsAreFailures
 from ci.gpu.part import PartReport
-from ci.gpu.parts import PARTS, plan_seconds, select_parts
+from ci.gpu.parts import ENTRIES, PARTS, plan_seconds, select_parts
 from ci.gpu.requirements import BROUGHT, read_requirements
 from kernels import tuning
 from kvbench.cli.main import cli
@@ -20,7 +23,8 @@ def test_which_parts_run():
     def names(*asked, quick=False):
         return [part.name for part in select_parts(list(asked), quick)]
 
-    assert names() == [part.name for part in PARTS]
+    assert names() == [part.name for part in PARTS if part.full_s]
+    assert names("before-after") == ["facts", "before-after"]  # of an entry of the queue, and by name
     assert "tune" not in names(quick=True) and "sweep" in names(quick=True)
     assert names("kernels") == ["facts", "kernels"]
     assert names("tune", quick=True) == ["facts", "tune"]
@@ -38,6 +42,21 @@ def test_a_quick_run_fits_its_limit_and_saved_time_goes_to_later_parts():
     assert first < plan_seconds(parts, True, 10_000.0) <= 2 * first
     assert plan_seconds(parts[-1:], True, 300.0) > 250
     assert plan_seconds(parts, True, 10.0) < 0
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_entry_begins_with_the_ceilings_and_fits_a_command_of_ten_minutes(name, tmp_path):
+    _, parts = runner_module.parse([str(tmp_path / "out"), "--entry", name])
+    assert [part.name for part in parts] == list(ENTRIES[name].seconds) and parts[0].name == "facts"
+    assert all(part.seconds(quick=False) == ENTRIES[name].seconds[part.name] for part in parts)
+    assert sum(ENTRIES[name].seconds.values()) < ENTRIES[name].limit_s <= 600
+
+
+def test_the_page_of_the_queue_has_every_entry_with_its_command_and_its_seconds():
+    page = Path("docs/gpu.md").read_text(encoding="utf-8")
+    for entry in ENTRIES.values():
+        assert f"ci/gpu/queue.sh {entry.name} " in page and f"ci/gpu/bring.sh {entry.name}" in page
+        assert f"{entry.limit_s:.0f} s" in page
 
 
 WHEELS = {  # import name -> the wheel that is it or brings it

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ci.gpu import __main__ as runner_module
-from ci.gpu import record, summary
+from ci.gpu import against, record, summary
 from ci.gpu.environment import Environment
 from ci.gpu.parts import Part
 from ci.gpu.summary import FAILED, PASSED, SKIPPED, Outcome
@@ -106,6 +106,45 @@ def test_a_part_leaves_nothing_running_and_keeps_what_it_had(run, tmp_path, hang
     wait_until(lambda: not alive(int(pid.read_text())))
 
 
+def test_what_a_part_measured_is_on_disk_before_the_next_one_begins(tmp_path, monkeypatch):
+    """A run that is killed leaves the parts that ended, and their summary."""
+    out = tmp_path / "out"
+    look = f"print(open({str(out / 'summary.md')!r}).read(), open({str(out / 'kernels.json')!r}).read())"
+    parts = [scripted("first", "write(rows=[{'case': 'x', 'us': 2.5}])", result="kernels.json"), scripted("next", look)]
+    monkeypatch.setattr(runner_module, "select_parts", lambda names, quick: [replace(p, full_s=60.0) for p in parts])
+    monkeypatch.setattr(Part, "needed", lambda self, device: self.needs)
+    monkeypatch.setattr(runner_module.signal, "signal", lambda number, handler: None)
+    assert runner_module.main([str(out), "--device", "cpu", "--tiny"]) == 0
+    log = (out / "log.txt").read_text()
+    assert "| first | passed |" in log and '"us": 2.5' in log
+
+
+def test_what_the_gpu_did_over_a_part_is_recorded(run, monkeypatch):
+    readings = iter([{"at": 10.0, "energy_j": 100.0}, {"at": 12.0, "energy_j": 1300.0, "throttled_by_heat_s": 9.0}])
+    monkeypatch.setattr(runner_module, "read_state", lambda: next(readings))
+    outcomes, text = run(scripted("good", "write(headline='all well')"))
+    assert outcomes["good"].device == {"power_w": 600.0} and "| 600 | – | all well |" in text
+
+
+@pytest.mark.parametrize("host", ["same", "another", None])
+def test_runs_on_one_host_are_compared_and_others_are_not(tmp_path, host):
+    (tmp_path / "manifest.json").write_text(json.dumps({"device": {"host": host}}))
+    rows = [{"case": "decode", "us": 200.0}, {"case": "gone", "us": 1.0}]
+    (tmp_path / "kernels.json").write_text(json.dumps({"kernels": {"rows": rows}}))
+    (tmp_path / "engine.json").write_text(json.dumps({"job": {"rows": [{"run": "run 0", "output_tokens_per_s": 4e4}]}}))
+    now = [
+        Outcome("kernels", "x", PASSED, data={"rows": [{"case": "decode", "us": 150.0}, {"case": "new", "us": 1.0}]}),
+        Outcome("job", "x", PASSED, data={"rows": [{"run": "run 0", "output_tokens_per_s": 5e4}]}),
+    ]
+    lines = against.lines("then", against.read_run(tmp_path), {"device": {"host": "same"}}, now)
+    shown = [line for line in lines if "decode" in line or "run 0" in line]
+    if host == "same":
+        assert [line.split(" | ")[1:] for line in shown] == [["200", "150", "0.750 |"], ["40,000", "50,000", "1.250 |"]]
+        assert not any("gone" in line or "new" in line for line in lines)
+    else:
+        assert not shown and "Not compared" in "".join(lines)
+
+
 def test_without_time_a_part_is_not_begun(run):
     outcomes, _ = run(scripted("late", "write()"), seconds=0.0)
     assert outcomes["late"].status == SKIPPED and outcomes["late"].reason.startswith("no time left")
@@ -195,6 +234,9 @@ def test_the_summary_says_what_kind_of_run_it_was():
         (["OUT", "--time-limit", "3"], "too short"),
         (["OUT", "--time-limit", "nan"], "too short"),
         (["FILE"], "is a file"),
+        (["OUT", "--entry", "peer"], "invalid choice: 'peer'"),
+        (["OUT", "--entry", "before-after", "--part", "kernels"], "exclude one another"),
+        (["OUT", "--against", "FULL"], "FULL is no result of ci/gpu.sh"),
         (["FULL"], "holds other files (mine.csv)"),
     ],
 )

@@ -1,0 +1,52 @@
+"""An earlier run beside this one, if both are of one host: hosts differ by more than most changes of the code do.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ci.gpu.summary import Outcome
+
+FIGURES = {"us": "case", "output_tokens_per_s": "run"}  # of a row: what is compared, and what names the row
+
+
+def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """The manifest and the figures of an OUTDIR. Raises ValueError where the folder is none."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        parts: dict[str, dict[str, Any]] = {}
+        for path in (folder / "kernels.json", folder / "engine.json"):
+            parts |= json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return manifest, figures(parts)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{folder} is no result of ci/gpu.sh: {error}") from error
+
+
+def figures(parts: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Times [us] and rates [tokens/s] by part and row; of several rows of a name the last."""
+    return {
+        f"{part}: {row[name]} [{figure}]": row[figure]
+        for part, data in parts.items()
+        for row in data.get("rows", [])
+        for figure, name in FIGURES.items()
+        if figure in row and name in row
+    }
+
+
+def lines(
+    name: str, earlier: tuple[dict[str, Any], dict[str, float]], manifest: dict[str, Any], outcomes: list[Outcome]
+) -> list[str]:
+    """The figures of both runs as Markdown, or why they are not compared. ``earlier``: what ``read_run`` returned."""
+    earlier_manifest, before = earlier
+    now = figures({outcome.name: outcome.data for outcome in outcomes})
+    title = [f"## Beside {name}", ""]
+    hosts = [(run.get("device") or {}).get("host") for run in (earlier_manifest, manifest)]
+    if hosts[0] is None or hosts[0] != hosts[1]:
+        return [*title, f"Not compared: that run was on host {hosts[0]}, this one is on {hosts[1]}.", ""]
+    rows = [f"| {name} | {before[name]:,.5g} | {now[name]:,.5g} | {now[name] / before[name]:.3f} |"
+            for name in now if before.get(name)]  # fmt: skip
+    return [*title, "| figure | then | now | now over then |", "| --- | --- | --- | --- |", *rows, ""]

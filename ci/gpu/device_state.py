@@ -1,0 +1,56 @@
+"""What the first GPU does over a part, from NVML's counters, which are read before and after it only.
+
+nvidia-smi beside a measured job stops a busy GPU for 0.25 to 0.33 s.
+"""
+
+from __future__ import annotations
+
+import time
+
+Reading = dict[str, float]
+
+
+def read_state() -> Reading:
+    """The clocks [MHz], the temperature [degrees C], and counters since the driver was loaded: energy [J], and seconds
+    in which power or heat held the clocks down. What the driver does not tell is left out; all but ``at`` without one.
+    """
+    state = {"at": time.monotonic()}
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # there is no such package, no driver, or no GPU
+        return state
+    ask = {
+        "energy_j": lambda: 1e-3 * pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu),
+        "throttled_by_power_s": lambda: 1e-9 * violation(pynvml.NVML_PERF_POLICY_POWER),
+        "throttled_by_heat_s": lambda: 1e-9 * violation(pynvml.NVML_PERF_POLICY_THERMAL),
+        "sm_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+        "memory_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM),
+        "celsius": lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+    }
+
+    def violation(policy: int) -> int:
+        return pynvml.nvmlDeviceGetViolationStatus(gpu, policy).violationTime
+
+    try:
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+        for name, read in ask.items():
+            try:
+                state[name] = read()
+            except pynvml.NVMLError:
+                continue
+    except pynvml.NVMLError:
+        return state
+    finally:
+        pynvml.nvmlShutdown()
+    return state
+
+
+def change(before: Reading, after: Reading) -> Reading:
+    """The mean power [W] and the seconds throttled between two readings, and the clocks and temperature at the end."""
+    found = {name: value for name, value in after.items() if name in ("sm_mhz", "memory_mhz", "celsius")}
+    grown = {name: after[name] - before[name] for name in after if name in before and name.endswith(("_s", "_j", "at"))}
+    if "energy_j" in grown and grown["at"] > 0:
+        found["power_w"] = grown["energy_j"] / grown["at"]
+    return {name: round(value, 3) for name, value in (found | grown).items() if name not in ("energy_j", "at")}

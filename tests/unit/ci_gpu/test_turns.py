@@ -1,0 +1,104 @@
+"""Engines in turns: who is asked when, what is kept, and what a side that fails costs."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from ci.gpu import turns
+from ci.gpu.part import PartReport
+from ci.gpu.turns import Launch, Pair, Side
+from tests.support.sweep_parts import alive
+
+MODULE = "tests.support.turn_sides"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The report after ``launches`` of two turns each, the second side being of ``kind``; no process is left."""
+    monkeypatch.setenv("PYTHONPATH", str(turns.ROOT))
+
+    def measured(kind: str, launches: int = 1, seconds: float = 120.0) -> PartReport:
+        pair = Pair((Side("first", MODULE, "base"), Side("second", MODULE, kind)), launches)
+        monkeypatch.setitem(turns.PAIRS, "tested", pair)
+        out = tmp_path / "part.json"
+        arguments = ["--out", str(out), "--device", "cpu", "--seconds", "60", "--scratch", str(tmp_path), "--tiny"]
+        report = PartReport(out, seconds)
+        for number in range(launches):
+            Launch(pair, report, arguments, number).run(2)
+        processes = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("*-*")]
+        assert len(processes) == 2 * launches and not any(map(alive, processes))
+        return report
+
+    return measured
+
+
+def test_sides_take_turns_and_who_begins_changes(run):
+    report = run("other", launches=2)
+    rows = sorted(report.data["rows"], key=lambda row: row["at"])
+    assert [(row["launch"], row["turn"], row["side"]) for row in rows] == [
+        (1, 1, "first"), (1, 1, "second"), (1, 2, "second"), (1, 2, "first"),
+        (2, 1, "first"), (2, 1, "second"), (2, 2, "second"), (2, 2, "first"),
+    ]  # fmt: skip
+    assert {row["case"] for row in rows} == {"job"}  # the only one that both sides have
+    assert len({row["process"] for row in rows}) == 4  # one a side and launch, alive from turn to turn
+    loaded = [report.data[f"{name}: loaded_at"] for name in ("first", "second")]
+    assert max(loaded) < rows[4]["at"] and not report.data["failures"]
+
+
+def test_the_table_has_the_medians_and_the_ratio_in_each_turn(run):
+    (table,) = run("other", launches=2).data["tables"]
+    assert table["rows"] == [["job", "output tokens/s", "150", "75", "0.500 (0.500 to 0.500)", "4"]]
+    assert table["columns"][2:4] == ["first", "second"]
+
+
+def test_ratios_are_of_one_turn_and_one_launch():
+    measured = [("a", 1, 1, 4.0), ("b", 1, 1, 2.0), ("a", 2, 1, 10.0), ("b", 2, 1, 40.0), ("b", 2, 2, 7.0)]
+    rows = [dict(zip(("side", "launch", "turn", "rate"), values, strict=True)) for values in measured]
+    assert turns.ratios(rows, "rate", "a", "b") == [0.5, 4.0]
+
+
+def test_a_side_that_dies_costs_its_own_turns(run):
+    report = run("dies")
+    (failure,) = report.data["failures"]
+    assert failure["what"] == "second: job" and "SIGKILL" in failure["reason"]
+    assert [row["turn"] for row in report.data["rows"] if row["side"] == "first"] == [1, 2]
+    assert [row["turn"] for row in report.data["rows"] if row["side"] == "second"] == [1]
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("refuses", "no memory for the KV cache"), ("hangs", "stopped after")])
+def test_a_side_that_does_not_load_leaves_the_other_measured_alone(run, kind, reason):
+    report = run(kind, seconds=10.0)
+    (failure,) = report.data["failures"]
+    assert failure["what"] == "second: load" and reason in failure["reason"]
+    assert [(row["case"], row["turn"]) for row in report.data["rows"]] == [
+        ("job", 1), ("steps", 1), ("job", 2), ("steps", 2)
+    ]  # fmt: skip
+
+
+def test_no_turn_begins_that_the_time_does_not_hold(run, monkeypatch):
+    monkeypatch.setattr(PartReport, "time_left", property(lambda self: 60.0 if not self.data["rows"] else -1.0))
+    report = run("other")
+    assert [row["side"] for row in report.data["rows"]] == ["first"]
+    assert [skipped["what"] for skipped in report.data["skipped"]] == ["job, launch 1, turn 2"]
+
+
+def test_another_commit_that_was_not_brought_along_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "ROOT", tmp_path)
+    out = tmp_path / "part.json"
+    words = [
+        "--pair",
+        "before-after",
+        "--out",
+        str(out),
+        "--device",
+        "cuda",
+        "--seconds",
+        "60",
+        "--scratch",
+        str(tmp_path),
+    ]
+    monkeypatch.setattr(sys, "argv", ["turns", *words])
+    assert turns.main() == 0
+    assert "ci/gpu/bring.sh before-after" in out.read_text()
