@@ -1,68 +1,13 @@
-"""How busy the GPU is, and with what: nvidia-smi's samples beside a run, and a profiled window."""
+"""How busy the GPU is, and with what, in a profiled window."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import shutil
-import statistics
-import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-FIELDS = ("utilization.gpu", "power.draw", "clocks.sm", "temperature.gpu")
-PERIOD_MS = 200
 MAX_KERNELS = 30
-
-
-class SmiSampler:
-    """A context in which ``nvidia-smi`` reads ``FIELDS`` of GPU 0 every ``PERIOD_MS``; it reads, and sets nothing.
-
-    Not for a run that is measured: it stops a busy GPU for 0.25 to 0.33 s (H200, driver 580).
-    ``summary`` afterwards: means, ``samples``, empty where there is no nvidia-smi or no sample.
-    """
-
-    def __init__(self, enabled: bool):
-        self._enabled = enabled and shutil.which("nvidia-smi") is not None
-        self._process: subprocess.Popen[str] | None = None
-        self.summary: dict[str, float] = {}
-
-    def __enter__(self) -> SmiSampler:
-        if self._enabled:
-            query = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
-            with contextlib.suppress(OSError):
-                self._process = subprocess.Popen(
-                    [*query, "-lms", str(PERIOD_MS)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-                )
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._process is None:
-            return
-        self._process.terminate()
-        try:
-            text, _ = self._process.communicate(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            text, _ = self._process.communicate()
-        self.summary = summarise(text)
-
-
-def summarise(text: str) -> dict[str, float]:
-    """Means of the lines of numbers in ``text``; a line that nvidia-smi had not finished is left out."""
-    rows = []
-    for line in text.splitlines():
-        values = [value.strip() for value in line.split(",")]
-        with contextlib.suppress(ValueError):
-            if len(values) == len(FIELDS):
-                rows.append([float(value) for value in values])
-    if not rows:
-        return {}
-    means = {
-        field: round(statistics.fmean(column), 1) for field, column in zip(FIELDS, zip(*rows, strict=True), strict=True)
-    }
-    return means | {"samples": len(rows)}
 
 
 def covered_share(intervals: Iterable[tuple[float, float]]) -> float | None:

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from ci.gpu.busy import SmiSampler, profile_device
+from ci.gpu.busy import profile_device
+from ci.gpu.device_state import change, read_state
 from ci.gpu.nano_shape import NUM_SEQUENCES, Job, ModelCost, draw_job, floor_seconds, model_cost
 from ci.gpu.part import Planned, Report, read_ceilings
 from engine.build import build_engine
@@ -57,7 +58,7 @@ TINY_CONFIG = {
 
 @dataclasses.dataclass(frozen=True)
 class JobResult:
-    """One run of a job. Times in seconds from the moment at which all requests are there."""
+    """One run of a job. Times in seconds from before the first request is added, as nano-vllm's benchmark counts."""
 
     seconds: float
     first_token: list[float]  # per request
@@ -74,11 +75,12 @@ def run_job(engine: Engine, job: Job, name: str, ends: float = math.inf) -> JobR
     vocab = engine.model_info.vocab_size
     count = len(job.prompts)
     first, finished, lengths = [0.0] * count, [0.0] * count, [0] * count
+    started = time.perf_counter()
     for index, (prompt, wanted) in enumerate(zip(job.prompts, job.output_lengths, strict=True)):
         params = SamplingParams(max_tokens=wanted, temperature=TEMPERATURE, ignore_eos=True)
         engine.add_request(Request(f"{name}-{index}", tuple(token % vocab for token in prompt), params))
     before, steps = engine.stats(), []
-    started = last = time.perf_counter()
+    last = time.perf_counter()
     while engine.has_work():
         outputs = engine.step()
         now = time.perf_counter()
@@ -186,11 +188,10 @@ class EngineJob:
                 load_format="dummy",
                 dtype="float32" if self.args.device == "cpu" else "bfloat16",
                 device=self.args.device,
-                kv_budget=4 * 2**20 if tiny else None,
                 max_model_len=64 if tiny else 2048,
                 max_num_seqs=4 if tiny else NUM_SEQUENCES,
                 max_num_batched_tokens=32 if tiny else 8192,
-                **settings,
+                **({"kv_budget": 4 * 2**20} if tiny else {}) | settings,
             )
         )
         self.load_seconds = time.perf_counter() - started
@@ -202,18 +203,16 @@ class EngineJob:
         self.warm_up()
 
     def warm_up(self) -> None:
-        """All prompts once, with short outputs, not measured; nvidia-smi reads power and clocks meanwhile."""
+        """All prompts once, with short outputs, not measured."""
         assert self.engine is not None
-        with SmiSampler(self.args.device == "cuda") as sampler:
-            run_job(self.engine, shortened(self.job, WARM_UP_TOKENS), "warm-up")
-        if not self.variants:
-            self.report.put(nvidia_smi_in_warm_up=sampler.summary)
+        run_job(self.engine, shortened(self.job, WARM_UP_TOKENS), "warm-up")
 
     def measure(self, name: str) -> None:
         """One run of the job: a row, or a failure that says what is missing."""
         assert self.engine is not None
-        job = self.job
+        job, before = self.job, read_state()
         result = run_job(self.engine, job, name, time.monotonic() + self.report.time_left)
+        device = change(before, read_state())
         if result.output_lengths != list(job.output_lengths):
             done, took = sum(result.output_lengths), result.seconds
             self.report.fail(
@@ -223,7 +222,7 @@ class EngineJob:
             )
             return
         variant = name if self.variants else None
-        self.report.row(run=name, variant=variant, **self._figures(result))
+        self.report.row(run=name, variant=variant, device=device, **self._figures(result))
         if self.args.device == "cuda" and not self.variants:
             self.report.put(peak_memory_bytes=torch.cuda.max_memory_allocated())
 

@@ -28,7 +28,7 @@ CASE_S = 60.0  # after which a case counts as hung
 TURNS = 6  # in all
 FIGURES = {  # of a row, what a table shows: title, and digits
     "output_tokens_per_s": ("output tokens/s", 0), "tokens_a_step": ("tokens a step", 0),
-    "replayed_share": ("share replayed from graphs", 2), "step_ms": ("ms a step, median", 3),
+    "replayed_share": ("share replayed from graphs", 2), "median_step_ms": ("ms a step, median", 3),
     **{f"{phase}_ms": (f"of it {phase}, mean", 3) for phase in ("schedule", "prepare", "execute", "sample", "output")},
 }  # fmt: skip
 
@@ -125,7 +125,7 @@ class Launch:
             kind, value = answer["add"], answer["value"]
             succeeded = succeeded and kind != "failures"
             if kind == "rows":
-                self._add(kind, {"side": name, **place, **value})
+                self._add(kind, {"side": name, "case": case, **place, **value})
             elif kind == "data":
                 self._add(kind, {f"{name}: {key}": fact for key, fact in value.items()})
             else:

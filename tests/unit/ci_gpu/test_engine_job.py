@@ -37,7 +37,7 @@ def test_every_request_brings_what_it_asked_for(engine):
     assert result.output_lengths == list(job.output_lengths)
     assert min(result.first_token) > 0 and max(result.finished) <= result.seconds
     assert all(first <= last for first, last in zip(result.first_token, result.finished, strict=True))
-    assert sum(result.step_seconds) == pytest.approx(result.seconds)
+    assert 0.9 * result.seconds < sum(result.step_seconds) < result.seconds  # adding the requests counts, too
     assert len(result.step_seconds) == engine.stats().steps - before
     assert set(result.phases) == {"schedule", "prepare", "execute", "sample", "output"}
     assert 0 < sum(result.phases.values()) < result.seconds

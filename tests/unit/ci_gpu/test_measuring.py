@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 import torch
@@ -31,20 +30,11 @@ def test_covered_share(intervals, share):
     assert busy.covered_share(intervals) == share
 
 
-def test_summarise_takes_means_and_leaves_broken_lines_out():
-    text = "50, 100.0, 1200, 40\n70, 200.0, 1400, 42\n[N/A], 1, 1, 1\n99, 2\n"
-    assert busy.summarise(text) == {
-        "utilization.gpu": 60.0, "power.draw": 150.0, "clocks.sm": 1300.0, "temperature.gpu": 41.0, "samples": 2
-    }  # fmt: skip
-    assert busy.summarise("") == {}
-
-
 FAKE_SMI = """#!/usr/bin/env bash
 for argument in "$@"; do
   case "$argument" in
     --query-gpu=*clocks_throttle*) exit 6 ;;
     --query-gpu=*) fields="${argument#--query-gpu=}" ;;
-    -lms) while true; do echo "80, 300.0, 1500, 50"; sleep 0.05; done ;;
     -*) ;;
   esac
 done
@@ -66,18 +56,9 @@ def test_a_field_that_the_driver_does_not_know_costs_only_itself(fake_smi):
     assert set(found.values()) == {"x"}
 
 
-def test_the_sampler_reads_beside_a_run_and_ends_with_it(fake_smi):
-    with busy.SmiSampler(True) as sampler:
-        time.sleep(0.3)
-    assert sampler.summary["utilization.gpu"] == 80.0 and sampler.summary["samples"] >= 2
-    assert sampler._process.poll() is not None
-
-
-def test_the_sampler_does_without_the_tool(monkeypatch, tmp_path):
+def test_without_the_tool_nothing_is_known(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with busy.SmiSampler(True) as sampler:
-        pass
-    assert sampler.summary == {} and facts.smi_query() == {}
+    assert facts.smi_query() == {}
 
 
 def test_measure_calls_the_step_and_orders_the_percentiles():
