@@ -76,7 +76,8 @@ class EngineTurns(EngineJob):
     def _add(self, name: str, prompt_tokens: int, output_tokens: int) -> None:
         """A request of ``prompt_tokens``, and of as many of ``output_tokens`` as the model's length leaves."""
         assert self.engine is not None and self.engine.config.max_model_len is not None
-        prompt = tuple((zlib.crc32(name.encode()) + i * 31) % self.engine.model_info.vocab_size for i in range(prompt_tokens))
+        first, vocab = zlib.crc32(name.encode()), self.engine.model_info.vocab_size
+        prompt = tuple((first + i * 31) % vocab for i in range(prompt_tokens))
         most = min(output_tokens, self.engine.config.max_model_len - prompt_tokens)
         params = SamplingParams(max_tokens=most, temperature=TEMPERATURE, ignore_eos=True)
         self.engine.add_request(Request(name, prompt, params))
