@@ -89,7 +89,7 @@ def train_bpe(texts: Iterable[str], pre_tokenizer: PreTokenizer, vocab_size: int
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, model_max_length: int, **more: str) -> None:
     """Writes tokenizer.json and tokenizer_config.json; ``more``: further keys of the latter."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **more,
