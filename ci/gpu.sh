@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and times kvbench on this machine's NVIDIA GPU; see ci/gpu.sh --help and ci/gpu/.
 #
-#   ci/gpu.sh OUTDIR [--quick] [--wheels DIR] [--part NAME ...] [--time-limit SECONDS] [--commit SHA]
+#   ci/gpu.sh OUTDIR [--quick] [--wheels DIR] [--part NAME ... | --entry NAME] [--against OUTDIR] [--time-limit SECONDS]
 #
 # Needs: a CUDA build of torch, Triton and transformers in python3 (3.11 or newer; another one: PYTHON=...), no network.
 # What else is missing comes from a folder of wheels, into a temporary environment: ci/gpu_wheels.sh fills such a folder

@@ -12,7 +12,7 @@ from ci.gpu.part import Planned, Report
 
 
 class CASES:
-    """A base of 100 tokens/s and step times, or another of 50 tokens/s that dies, hangs or refuses to load."""
+    """A base of 100 tokens/s and step times, or another of 50 tokens/s that dies, warns, hangs or refuses to load."""
 
     workers = 1
 
@@ -29,6 +29,8 @@ class CASES:
             (self.scratch / f"{self.kind}-{os.getpid()}").touch()
             if self.kind == "refuses":
                 raise ValueError("no memory for the KV cache")
+            if self.kind == "warns":
+                report.fail("engine.x", "decode without CUDA graphs")
             if self.kind == "hangs":
                 time.sleep(600)
             report.put(loaded_at=time.monotonic())

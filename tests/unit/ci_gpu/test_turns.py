@@ -67,6 +67,12 @@ def test_a_side_that_dies_costs_its_own_turns(run):
     assert [row["turn"] for row in report.data["rows"] if row["side"] == "second"] == [1]
 
 
+def test_a_warning_while_loading_is_told_and_costs_nothing(run):
+    report = run("warns")
+    assert [failure["what"] for failure in report.data["failures"]] == ["second: engine.x"]
+    assert [row["side"] for row in report.data["rows"]] == ["first", "second", "second", "first"]
+
+
 @pytest.mark.parametrize(("kind", "reason"), [("refuses", "no memory for the KV cache"), ("hangs", "stopped after")])
 def test_a_side_that_does_not_load_leaves_the_other_measured_alone(run, kind, reason):
     report = run(kind, seconds=10.0)
