@@ -87,6 +87,22 @@ PARTS = (
         needs=(*SERVER, *CLIENT, *REPORT), result="sweep", isolated=False,
     ),
     Part(
+        "settings", "settings", "engine time of settings against paged, beside the simulator's predictions", 0.0, 480.0,
+        needs=(*SERVER, *CLIENT, *REPORT), result="engine.json", isolated=False,
+    ),
+    Part(
+        "sharpness", "sharpness", "pairs of equal sides: how far launched and lockstep ones scatter", 0.0, 480.0,
+        needs=(*SERVER, *CLIENT, *REPORT), result="engine.json", isolated=False,
+    ),
+    Part(
+        "quality", "commands", "what configurations change in kvbench-tiny's answers", 0.0, 200.0,
+        needs=(*SERVER, *CLIENT, *REPORT), arguments=("quality",), result="engine.json", isolated=False,
+    ),
+    Part(
+        "paging-cost", "commands", "what a page table costs the decode kernel: the claim's verdict", 0.0, 60.0,
+        needs=(*SERVER, *CLIENT, *REPORT), arguments=("claims",), result="engine.json", isolated=False,
+    ),
+    Part(
         "tune", "tune", "kernel configurations for this architecture", 0.0, 900.0,
         needs=(*TORCH, "click", "rich", "psutil"), result="tuned.json", isolated=False,
     ),

@@ -94,8 +94,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence_and_writes_nothing(tmp_path):
 def test_the_sweep_it_asks_for_is_one_that_kvbench_accepts(tmp_path, monkeypatch, capsys, quick):
     monkeypatch.chdir(ROOT)
     command = sweep.sweep_command("cuda", quick, False, tmp_path)
-    assert command[:4] == [sys.executable, "-m", "kvbench", "sweep"]
-    assert cli.main([*command[3:], "--dry-run"], standalone_mode=False) == 0
+    assert cli.main([*command, "--dry-run"], standalone_mode=False) == 0
     told = capsys.readouterr().out
     assert "gpu profile" in told and "paged-p16-c" in told and "contiguous-c" in told
     assert ("2 configurations" in told) == quick
