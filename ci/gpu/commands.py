@@ -6,11 +6,16 @@ Part ``quality``: what the configurations of workloads/mixed.yaml change in the 
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from ci.gpu.part import PartReport, part_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 END_GRACE_S = 10.0  # to stop servers and close the run
@@ -34,3 +39,77 @@ def newest_run(folder: Path) -> Path | None:
     """The latest run's folder, if there is one."""
     runs = sorted(folder.glob("*/*/manifest.json"), key=os.path.getmtime)
     return runs[-1].parent if runs else None
+
+
+def quality_command(args: argparse.Namespace, folder: Path, seconds: float) -> list[str]:
+    """``kvbench quality`` of all configurations of the workload; of the baseline alone where it is tiny."""
+    profile = "gpu" if args.device == "cuda" else "cpu"
+    words = ["quality", "workloads/mixed.yaml", "--profile", profile, "--output", str(folder / "quality.json")]
+    return [*words, *(("-o", "sweep={}") if args.tiny else ())]
+
+
+def keep_quality(report: PartReport, data: dict[str, Any]) -> None:
+    """A row a configuration, the control first; what is of none of them: the part's own values."""
+    configurations = {"control (A/A)": data.pop("control"), **data.pop("configurations")}
+    report.put(**data)
+    shown = []
+    for name, figures in configurations.items():
+        report.row(configuration=name, **figures)
+        greedy, passkey, pool = figures["greedy"], figures["passkey"], figures.get("full_pool")
+        shown.append(
+            [name, f"{figures['mean']:.2g} ({figures['mean_low']:.2g} to {figures['mean_high']:.2g})",
+             f"{figures['perplexity_change']:+.2%}", f"{greedy['agree']} of {greedy['answers']}",
+             f"{passkey['right']} of {passkey['asked']}", f"{pool['agree']} of {pool['answers']}" if pool else "–",
+             "; ".join(figures.get("outside", ())) or "within"]
+        )  # fmt: skip
+    columns = ["configuration", "mean KLD", "perplexity", "equal answers", "passkeys", "equal, full pool", "limits"]
+    report.table(f"Answers of {data['model']} on {data['facts']['device']}", columns, shown)
+    outside = sum(bool(figures.get("outside")) for figures in configurations.values())
+    report.put(headline=f"{len(shown) - 1} configurations, {outside} outside the limits")
+
+
+def claims_command(args: argparse.Namespace, folder: Path, seconds: float) -> list[str]:
+    """``kvbench claims`` of what paging costs the kernel."""
+    profile = "gpu" if args.device == "cuda" else "cpu"
+    return ["claims", "--only", "paging-cost", "--profile", profile, "--minutes", f"{seconds / 60:.2f}",
+            "--output-dir", str(folder)]  # fmt: skip
+
+
+def keep_claims(report: PartReport, data: dict[str, Any]) -> None:
+    """A row a claim."""
+    for claim in data["claims"]:
+        report.row(**claim)
+    shown = [[claim["name"], claim["verdict"], claim["evidence"], claim["reason"]] for claim in data["claims"]]
+    report.table("Claims", ["claim", "verdict", "evidence", "reason"], shown)
+    report.put(headline="; ".join(f"{claim['name']}: {claim['verdict']}" for claim in data["claims"]))
+
+
+COMMANDS = {  # by name: its words, its result in the folder, what keeps that, exit codes that are no failure
+    "quality": (quality_command, "quality.json", keep_quality, (0,)),
+    "claims": (claims_command, "claims/*/claims.json", keep_claims, (0, 3)),
+}
+
+
+def main() -> int:
+    """The part; 1 if the command failed."""
+    parser = part_parser(__doc__)
+    parser.add_argument("command", choices=COMMANDS)
+    args = parser.parse_args()
+    report = PartReport(args.out, args.seconds)
+    make, result, keep, good = COMMANDS[args.command]
+    folder = args.scratch / args.command
+    folder.mkdir(parents=True, exist_ok=True)
+    seconds = max(1.0, report.time_left - END_GRACE_S)
+    words = make(args, folder, seconds)
+    code, interrupted = run_kvbench(words, seconds)
+    for path in folder.glob(result):
+        keep(report, json.loads(path.read_text(encoding="utf-8")))
+    if interrupted:
+        report.skip(f"kvbench {args.command}", f"it did not end in {seconds:.0f} s")
+    elif code not in good or not report.data["rows"]:
+        report.fail(f"kvbench {args.command}", f"ended with code {code}: see the log")
+    return report.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -95,6 +95,10 @@ PARTS = (
         needs=(*SERVER, *CLIENT, *REPORT), result="engine.json", isolated=False,
     ),
     Part(
+        "long-decode", "time_kernels", "decode of long and skewed batches", 0.0, 60.0,
+        arguments=("--decode-from", "32768"), result="kernels.json",
+    ),
+    Part(
         "quality", "commands", "what configurations change in kvbench-tiny's answers", 0.0, 200.0,
         needs=(*SERVER, *CLIENT, *REPORT), arguments=("quality",), result="engine.json", isolated=False,
     ),

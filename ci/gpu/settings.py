@@ -39,7 +39,7 @@ SLOTS = "kv_slot_steps_total_"
 LONGEST = 3  # a sitting's first launch may take so many times its limit
 TINY_DEVICE = "H200"  # simulated where there is no GPU
 
-MIXED = ("load.concurrency=[64]", "load.num_requests=[96]")
+MIXED = ("load.concurrency=[64]", "load.num_requests=[64]")
 DECODE_HEAVY = (
     "load.concurrency=[64]", "load.num_requests=[64]", "engine.max_model_len=2048",
     "load.prompts={kind: synthetic, classes: "
@@ -73,19 +73,19 @@ class Comparison:
                 f"sweep={json.dumps(swept)}"]  # fmt: skip
 
 
-DTYPES = ("fp8_e4m3", "int8_per_token_head", "int4_per_token_head")
+FP8, INT8, INT4 = "fp8_e4m3", "int8_per_token_head", "int4_per_token_head"
 COMPARISONS = (
     Comparison("memory", "mixed lengths, 64 users", MIXED,
                {"layout": ("contiguous",), "enable_prefix_caching": (True,)}),
     Comparison("decode", "256 tokens in, 1,024 out, 64 users", DECODE_HEAVY,
-               {"layout": ("contiguous",), "kv_cache_dtype": DTYPES, "page_size": (1, 256),
+               {"layout": ("contiguous",), "kv_cache_dtype": (FP8, INT4), "page_size": (1, 256),
                 "preemption_mode": ("swap",)}, 7000),
     Comparison("format", "mixed lengths, 64 users", MIXED,
-               {"kv_cache_dtype": DTYPES, "page_size": (1, 64, 256)}),
+               {"kv_cache_dtype": (FP8, INT8, INT4), "page_size": (1, 64, 256)}),
 )  # fmt: skip
 TINY = (
     Comparison("memory", "4 requests (tiny)", TINY_LOAD, {"layout": ("contiguous",)}, 97),
-    Comparison("format", "4 requests (tiny)", TINY_LOAD, {"kv_cache_dtype": DTYPES[1:2], "page_size": (64,)}, 97),
+    Comparison("format", "4 requests (tiny)", TINY_LOAD, {"kv_cache_dtype": (INT8,), "page_size": (64,)}, 97),
 )
 
 

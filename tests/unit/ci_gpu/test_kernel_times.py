@@ -104,7 +104,7 @@ def test_what_goes_beyond_a_quick_run_is_timed_last_and_in_another_process(monke
     full, quick = (
         [
             (case.name, case.group)
-            for case in KernelTimes(Namespace(device="cuda", facts=None, tiny=False, quick=q)).plan()
+            for case in KernelTimes(Namespace(device="cuda", facts=None, tiny=False, quick=q, own=[])).plan()
         ]
         for q in (False, True)
     )
