@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -33,12 +32,6 @@ def run_kvbench(words: list[str], seconds: float) -> tuple[int, bool]:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait(), True
-
-
-def newest_run(folder: Path) -> Path | None:
-    """The latest run's folder, if there is one."""
-    runs = sorted(folder.glob("*/*/manifest.json"), key=os.path.getmtime)
-    return runs[-1].parent if runs else None
 
 
 def quality_command(args: argparse.Namespace, folder: Path, seconds: float) -> list[str]:

@@ -11,15 +11,16 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ci.gpu.commands import ROOT, newest_run, run_kvbench
+from ci.gpu.commands import ROOT, run_kvbench
 from ci.gpu.part import PartReport, part_parser
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import read_json
-from kvbench.lockstep.sitting import METRICS, Sitting
+from kvbench.lockstep.process import EngineFailedError
+from kvbench.lockstep.sitting import METRICS, MOST_LAUNCHES, Sitting
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.engine_time import EFFECTS, FOLDER
 from kvbench.runs.folder import DONE, RunFolder
@@ -31,9 +32,10 @@ from kvbench.workload.file import load_workload
 WORKLOAD = "workloads/mixed.yaml"
 GIB = 2**30
 WEIGHTS_BYTES, SPARE_BYTES, ENGINE_BYTES = 15 * GIB, 3 * GIB, 3 * GIB // 2  # an engine's: graphs and workspace
-MIB_STEP, LEAST_MIB = 100, 2000
+MIB_STEP = 100
 LAUNCHES = 2
 PREDICTION_SECONDS = 60.0
+ONE_LAUNCH_SECONDS = 75.0  # about: kept for each of the sittings that follow
 END_SECONDS = 8.0  # to stop the engines
 SLOTS = "kv_slot_steps_total_"
 LONGEST = 3  # a sitting's first launch may take so many times its limit
@@ -61,16 +63,17 @@ class Comparison:
     sweep: Mapping[str, tuple[Any, ...]]
     budget_mib: int = 16400
 
-    @property
-    def engines(self) -> int:
-        """The baseline's among them."""
-        return 1 + sum(map(len, self.sweep.values()))
+    def fit(self, free_bytes: int) -> Comparison:
+        """The same with the largest budget of which all engines fit a card; they share the weights."""
+        engines = 1 + sum(map(len, self.sweep.values()))
+        room = (free_bytes - WEIGHTS_BYTES - SPARE_BYTES) / engines - ENGINE_BYTES
+        return replace(self, budget_mib=min(self.budget_mib, int(room / 2**20) // MIB_STEP * MIB_STEP))
 
-    def words(self, budget_mib: int) -> list[str]:
+    @property
+    def words(self) -> list[str]:
         """``key=value`` over the workload's."""
-        swept = {name: list(values) for name, values in self.sweep.items()}
-        return [*self.overrides, "engine.max_num_seqs=64", f"engine.kv_budget={budget_mib}MiB",
-                f"sweep={json.dumps(swept)}"]  # fmt: skip
+        budget, sweep = f"engine.kv_budget={self.budget_mib}MiB", f"sweep={json.dumps(self.sweep)}"
+        return [*self.overrides, "engine.max_num_seqs=64", budget, sweep]
 
 
 FP8, INT8, INT4 = "fp8_e4m3", "int8_per_token_head", "int4_per_token_head"
@@ -89,29 +92,15 @@ TINY = (
 )
 
 
-def budget_mib(engines: int, most: int, free_bytes: int) -> int:
-    """MiB of KV for each of ``engines`` that share the weights on a card with ``free_bytes``, ``most`` at most."""
-    room = (free_bytes - WEIGHTS_BYTES - SPARE_BYTES) / engines - ENGINE_BYTES
-    return min(most, int(room / 2**20) // MIB_STEP * MIB_STEP)
-
-
-def simulate(words: list[str], profile: str, device: str, folder: Path) -> dict[str, dict[str, float | None]]:
-    """The metrics of a sitting's cells on a simulated ``device``; empty where that failed, which the log explains."""
-    command = ["sweep", WORKLOAD, "--profile", profile, "--simulate", "--device", device, "--repeats", "1",
-               "--no-report", "--no-quality", "--output-dir", str(folder)]  # fmt: skip
-    run_kvbench([*command, *(part for word in words for part in ("-o", word))], PREDICTION_SECONDS)
-    run = newest_run(folder)
-    return {path.parents[2].name: metrics_of(path) for path in run.glob(f"cells/*/loads/1/{DONE}")} if run else {}
-
-
-def metrics_of(done: Path) -> dict[str, float | None]:
-    """What a sitting compares, of one load."""
-    values = flatten(read_json(done)["metrics"])
+def metrics_of(load: Path) -> dict[str, float | None]:
+    """What a sitting compares, of the folder of one load."""
+    values = flatten(read_json(load / DONE)["metrics"])
     return {metric: value_of(values, metric) for metric in METRICS}
 
 
-def memory_use(counters: Mapping[str, float]) -> dict[str, float]:
+def memory_use(load: Path) -> dict[str, float]:
     """Means over the steps of a load: sequences that decode, and the share of the KV slots that hold tokens."""
+    counters = read_json(load / "counters.json")
     slots = {key: value for key, value in counters.items() if key.startswith(SLOTS)}
     return {
         "decoding": counters["scheduled_tokens_total_decode"] / counters["steps_total"],
@@ -121,83 +110,77 @@ def memory_use(counters: Mapping[str, float]) -> dict[str, float]:
 
 
 class Measurement:
-    """One comparison as it is run with a budget, and what has come of it.
+    """A comparison on this machine: its design, the simulated ratios by cell, and the launches in ``folder``."""
 
-    ``predicted``: the ratio to the baseline of each metric, by cell; empty before ``predict``.
-    """
-
-    def __init__(self, comparison: Comparison, budget_mib: int, args: Any, report: PartReport):
-        self.name, self.load, self.budget_mib = comparison.name, comparison.load, budget_mib
-        self.words = comparison.words(budget_mib)
+    def __init__(self, comparison: Comparison, args: Any, report: PartReport):
+        self.comparison, self.report = comparison, report
         self.profile = "gpu" if args.device == "cuda" else "cpu"
         self.folder = args.scratch / "settings" / comparison.name
+        self.workload = load_workload(ROOT / WORKLOAD, profile=self.profile, overrides=comparison.words)
+        self.design, _ = plan_sweep(self.workload, check=check_configuration)
+        self.base = next(cell.cell_id for cell in self.design.cells if cell.configuration.is_baseline)
         self.predicted: dict[str, dict[str, float]] = {}
-        self._report, self._device = report, ""
-        self._workload = load_workload(ROOT / WORKLOAD, profile=self.profile, overrides=self.words)
-        self._design, _ = plan_sweep(self._workload, check=check_configuration)
-        self._base = next(cell.cell_id for cell in self._design.cells if cell.configuration.is_baseline)
 
     def predict(self, device: str) -> None:
-        """Simulate the same design on ``device`` and keep the ratios."""
-        metrics, self._device = simulate(self.words, self.profile, device, self.folder / "simulated"), device
-        base = metrics.pop(self._base, {})
-        self.predicted = {
-            cell: {name: value / base[name] for name, value in values.items() if value and base.get(name)}
-            for cell, values in metrics.items()
-        }
-        if not self.predicted:
-            self._report.skip(f"predictions of {self.name}", f"nothing was simulated on {device}: see the log")
-        self._report.put(predictions={**self._report.data.get("predictions", {}), self.name: self.predicted})
+        """Simulate the same design on ``device`` and put the ratios to the baseline down."""
+        name, folder = self.comparison.name, self.folder / "simulated"
+        words = ["sweep", WORKLOAD, "--profile", self.profile, "--simulate", "--device", device, "--repeats", "1"]
+        words += ["--no-report", "--no-quality", "--output-dir", str(folder)]
+        run_kvbench([*words, *(part for word in self.comparison.words for part in ("-o", word))], PREDICTION_SECONDS)
+        cells = {load.parents[1].name: metrics_of(load) for load in folder.glob("*/*/cells/*/loads/1")}
+        if (base := cells.pop(self.base, None)) is None:
+            self.report.skip(f"predictions of {name}", f"its baseline was not simulated on {device}: see the log")
+            return
+        for cell, metrics in cells.items():
+            self.predicted[cell] = {m: value / base[m] for m, value in metrics.items() if value and base[m]}
+        self.report.put(predictions=self.report.data.get("predictions", {}) | {name: self.predicted}, simulated=device)
 
-    def measure(self, limit_s: float, launches: int | None) -> None:
-        """Run at most ``launches`` launches (None: as many as there is time for) within ``limit_s``."""
+    def measure(self, limit_s: float, launches: int) -> None:
+        """Run at most ``launches`` launches within ``limit_s``."""
 
         def is_enough(done: int) -> bool:
             self.put_down()
-            return launches is not None and done >= launches
+            return done >= launches
 
-        sitting = Sitting(
-            RunFolder(self.folder), self._workload, self._design, capacities(self._design, check_configuration),
-            limit_s / LONGEST, limit_s, lambda text: print(text if isinstance(text, str) else text(), flush=True),
-            lambda: None, is_enough, "the part's time",
-        )  # fmt: skip
+        name = self.comparison.name
         try:
-            notes = sitting.execute()["notes"]
+            sitting = Sitting(
+                RunFolder(self.folder), self.workload, self.design, capacities(self.design, check_configuration),
+                limit_s / LONGEST, limit_s, lambda text: print(text() if callable(text) else text, flush=True),
+                lambda: None, is_enough, "the part's time",
+            )  # fmt: skip
+            for note in sitting.execute()["notes"]:
+                self.report.skip(name, note)
+            self.put_down()
+        except EngineFailedError as error:
+            self.report.error(name, error)
         except (MeasurementError, UsageError) as error:
-            self._report.skip(self.name, str(error))
-            return
-        for note in notes:
-            self._report.skip(self.name, note)
-        self.put_down()
+            self.report.skip(name, str(error))
 
     def put_down(self) -> None:
         """Rows and table of the launches that are there, in the place of those before."""
-        effects = read_json(self.folder / FOLDER / EFFECTS)
-        by_cell: dict[str, dict[str, Any]] = {}
-        for effect in effects["effects"]:
-            by_cell.setdefault(effect["cell"], {})[effect["metric"]] = effect
-        rows = [row for row in self._report.data["rows"] if row["sitting"] != self.name]
-        shown = []
-        for cell in self._design.cells:
-            measured = by_cell.get(cell.cell_id, {})
-            if not measured and cell.cell_id != self._base:
-                continue  # no room, or refused: a note says so
-            load = self.folder / FOLDER / "cells" / cell.cell_id / "loads" / "1"
-            row = {
-                "sitting": self.name, "load": self.load, "kv_budget_mib": self.budget_mib, "cell": cell.cell_id,
-                "setting": cell.configuration.label, "launches": effects["launches"], **metrics_of(load / DONE),
-                **memory_use(read_json(load / "counters.json")), "effects": measured,
-                "predicted": self.predicted.get(cell.cell_id, {}),
-            }  # fmt: skip
-            rows.append(row)
-            shown.append(table_row(row))
-        self._report.data["rows"] = rows
-        self._report.data["headline"] = f"{sum('effects' in row and bool(row['effects']) for row in rows)} comparisons"
-        columns = ["setting", "tokens/s", "ratio (95 %)", f"predicted, {self._device}", "p95 TTFT ms", "ratio (95 %)",
-                   "predicted", "p95 ITL ms", "ratio (95 %)", "predicted", "decoding", "KV with tokens", "preempted",
-                   "launches"]  # fmt: skip
-        title = f"Engine time of settings: {self.load}, {self.budget_mib:,} MiB of KV each ({self.name})"
-        self._report.table(title, columns, shown)
+        measured, compared = read_json(self.folder / FOLDER / EFFECTS), self.comparison
+        effects: dict[str, dict[str, Any]] = {self.base: {}}
+        for effect in measured["effects"]:
+            effects.setdefault(effect["cell"], {})[effect["metric"]] = effect
+        rows = []
+        for cell in self.design.cells:
+            if cell.cell_id in effects:  # else it had no room, and a note says so
+                load = self.folder / FOLDER / "cells" / cell.cell_id / "loads" / "1"
+                rows.append(
+                    {"sitting": compared.name, "load": compared.load, "kv_budget_mib": compared.budget_mib,
+                     "cell": cell.cell_id, "setting": cell.configuration.label, "launches": measured["launches"],
+                     **metrics_of(load), **memory_use(load),
+                     "effects": effects[cell.cell_id], "predicted": self.predicted.get(cell.cell_id, {})}
+                )  # fmt: skip
+        others = [row for row in self.report.data["rows"] if row["sitting"] != compared.name]
+        self.report.data["rows"] = [*others, *rows]
+        self.report.data["headline"] = f"{sum(bool(row['effects']) for row in [*others, *rows])} comparisons"
+        title = f"Engine time of settings: {compared.load}, {compared.budget_mib:,} MiB of KV each ({compared.name})"
+        ratios = ("of paged (95 %)", f"predicted, {self.report.data['simulated']}")
+        columns = ["setting", "tokens/s", *ratios, "p95 TTFT ms", *ratios, "p95 ITL ms", *ratios, "decoding",
+                   "KV with tokens", "preempted", "launches"]  # fmt: skip
+        self.report.table(title, columns, [table_row(row) for row in rows])
 
 
 def table_row(row: Mapping[str, Any]) -> list[str]:
@@ -218,24 +201,22 @@ def ratio(effect: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """The part; 1 if something failed."""
+    """The part; 1 if a sitting failed."""
     args = part_parser(__doc__).parse_args()
     report = PartReport(args.out, args.seconds)
     device = (read_json(args.facts) if args.facts.is_file() else {}).get("device", {})
-    name, free = device.get("name", TINY_DEVICE), device.get("memory_free_bytes", 0)
+    free = device.get("memory_free_bytes", 0)
     measurements = []
-    for comparison in TINY if args.tiny else COMPARISONS:
-        most = comparison.budget_mib
-        budget = most if args.tiny else budget_mib(comparison.engines, most, free)
-        if budget < min(LEAST_MIB, most):
-            report.skip(comparison.name, f"{free / GIB:.0f} GiB are free, too few for {comparison.engines} engines")
+    for comparison in TINY if args.tiny else [each.fit(free) for each in COMPARISONS]:
+        if comparison.budget_mib > 0:
+            measurements.append(Measurement(comparison, args, report))
         else:
-            measurements.append(Measurement(comparison, budget, args, report))
+            report.skip(comparison.name, f"its engines have no room in {free / GIB:.0f} GiB")
     for measurement in measurements:
-        measurement.predict(name)
+        measurement.predict(device.get("name", TINY_DEVICE))
     for left, measurement in zip(range(len(measurements), 0, -1), measurements, strict=True):
-        share = 2 / (left + 1)  # half of the time for the first of three, and what it leaves for the others
-        measurement.measure((report.time_left - END_SECONDS) * share, None if left == 1 and not args.tiny else LAUNCHES)
+        limit_s = max(1.0, report.time_left - END_SECONDS - (left - 1) * ONE_LAUNCH_SECONDS)
+        measurement.measure(limit_s, LAUNCHES if left > 1 or args.tiny else MOST_LAUNCHES)
     return report.exit_code
 
 

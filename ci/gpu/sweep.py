@@ -6,12 +6,13 @@ When its time is over the sweep is interrupted as by Ctrl-C, and the report is m
 from __future__ import annotations
 
 import csv
+import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from ci.gpu.commands import END_GRACE_S, newest_run, run_kvbench
+from ci.gpu.commands import END_GRACE_S, run_kvbench
 from ci.gpu.part import PartReport, part_parser
 
 WORKLOAD = "workloads/mixed.yaml"
@@ -34,6 +35,12 @@ def sweep_command(device: str, quick: bool, tiny: bool, folder: Path) -> list[st
     profile = "gpu" if device == "cuda" else "cpu"
     words = ["sweep", WORKLOAD, "--profile", profile, "--output-dir", str(folder)]
     return [*words, *(TINY if tiny else QUICK if quick else ())]
+
+
+def newest_run(folder: Path) -> Path | None:
+    """The latest run's folder, if there is one."""
+    runs = sorted(folder.glob("*/*/manifest.json"), key=os.path.getmtime)
+    return runs[-1].parent if runs else None
 
 
 def read_cells(path: Path) -> list[dict[str, Any]]:
