@@ -39,11 +39,11 @@ def put_down(report: PartReport, folder: Path, method: str) -> None:
     coefficient, chance = bimodality(launches)
     report.put(precision=scatter.to_dict("records"), launches_tokens_per_s=launches.tolist(), bimodality=coefficient,
                bimodality_of_normal_samples=chance)  # fmt: skip
-    shown = [
-        [row.metric, row.method, str(row.pairs), f"{row.pair_s:.0f}",
-         f"{row.sd:.2%} ({row.sd_low:.2%} to {row.sd_high:.2%})", f"{row.standard_error:.2%}"]
-        for row in scatter.itertuples()
-    ]  # fmt: skip
+    shown = []
+    for row in scatter.itertuples():
+        sd, error = f"{row.sd:.2%} ({row.sd_low:.2%} to {row.sd_high:.2%})", f"{row.standard_error:.2%}"
+        figures = [sd, error] if row.pairs > 1 else ["–", "–"]
+        shown.append([row.metric, row.method, str(row.pairs), f"{row.pair_s:.0f}", *figures])
     report.table("Pairs of equal sides", ["metric", "method", "pairs", "s a pair", "sd of a pair (95 %)",
                                           f"standard error after {EQUAL_MINUTES:g} min"], shown)  # fmt: skip
     report.put(headline=f"{pairs.groupby(['method', 'pair']).ngroups} pairs")
