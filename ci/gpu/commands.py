@@ -34,10 +34,13 @@ def run_kvbench(words: list[str], seconds: float) -> tuple[int, bool]:
         return process.wait(), True
 
 
-def quality_command(args: argparse.Namespace, folder: Path, seconds: float) -> list[str]:
-    """``kvbench quality`` of all configurations of the workload; of the baseline alone where it is tiny."""
-    profile = "gpu" if args.device == "cuda" else "cpu"
-    words = ["quality", "workloads/mixed.yaml", "--profile", profile, "--output", str(folder / "quality.json")]
+def words_of(args: argparse.Namespace, folder: Path, seconds: float) -> list[str]:
+    """The command and its options. Where it is tiny, quality is that of the baseline alone."""
+    profile = ["--profile", "gpu" if args.device == "cuda" else "cpu"]
+    if args.command == "claims":
+        minutes = f"{seconds / 60:.2f}"
+        return ["claims", "--only", "paging-cost", *profile, "--minutes", minutes, "--output-dir", str(folder)]
+    words = ["quality", "workloads/mixed.yaml", *profile, "--output", str(folder / "quality.json")]
     return [*words, *(("-o", "sweep={}") if args.tiny else ())]
 
 
@@ -61,13 +64,6 @@ def keep_quality(report: PartReport, data: dict[str, Any]) -> None:
     report.put(headline=f"{len(shown) - 1} configurations, {outside} outside the limits")
 
 
-def claims_command(args: argparse.Namespace, folder: Path, seconds: float) -> list[str]:
-    """``kvbench claims`` of what paging costs the kernel."""
-    profile = "gpu" if args.device == "cuda" else "cpu"
-    return ["claims", "--only", "paging-cost", "--profile", profile, "--minutes", f"{seconds / 60:.2f}",
-            "--output-dir", str(folder)]  # fmt: skip
-
-
 def keep_claims(report: PartReport, data: dict[str, Any]) -> None:
     """A row a claim."""
     for claim in data["claims"]:
@@ -77,29 +73,26 @@ def keep_claims(report: PartReport, data: dict[str, Any]) -> None:
     report.put(headline="; ".join(f"{claim['name']}: {claim['verdict']}" for claim in data["claims"]))
 
 
-COMMANDS = {  # by name: its words, its result in the folder, what keeps that, exit codes that are no failure
-    "quality": (quality_command, "quality.json", keep_quality, (0,)),
-    "claims": (claims_command, "claims/*/claims.json", keep_claims, (0, 3)),
-}
+RESULTS = {"quality": ("quality.json", keep_quality), "claims": ("claims/*/claims.json", keep_claims)}
+EXIT_UNDECIDED = 3  # of claims
 
 
 def main() -> int:
     """The part; 1 if the command failed."""
     parser = part_parser(__doc__)
-    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("command", choices=RESULTS)
     args = parser.parse_args()
     report = PartReport(args.out, args.seconds)
-    make, result, keep, good = COMMANDS[args.command]
     folder = args.scratch / args.command
     folder.mkdir(parents=True, exist_ok=True)
     seconds = max(1.0, report.time_left - END_GRACE_S)
-    words = make(args, folder, seconds)
-    code, interrupted = run_kvbench(words, seconds)
+    code, interrupted = run_kvbench(words_of(args, folder, seconds), seconds)
+    result, keep = RESULTS[args.command]
     for path in folder.glob(result):
         keep(report, json.loads(path.read_text(encoding="utf-8")))
     if interrupted:
         report.skip(f"kvbench {args.command}", f"it did not end in {seconds:.0f} s")
-    elif code not in good or not report.data["rows"]:
+    elif code not in (0, EXIT_UNDECIDED) or not report.data["rows"]:
         report.fail(f"kvbench {args.command}", f"ended with code {code}: see the log")
     return report.exit_code
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -141,7 +139,7 @@ def test_predictions_are_on_disk_before_anything_is_measured_and_stand_beside_it
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [(MeasurementError("c4 did not end"), 0), (EngineFailedError("it crashed", SimpleNamespace()), 1)],
+    [(MeasurementError("c4 did not end"), 0), (EngineFailedError("it crashed", None), 1), (KeyError("x"), 1)],
 )
 def test_what_was_measured_before_a_sitting_broke_is_kept_and_the_next_one_begins(run, end, code):
     told, data = run([1, end], [1, 2, []])
@@ -159,8 +157,11 @@ def test_a_sitting_leaves_time_for_a_launch_of_each_that_follows(run):
     assert last == pytest.approx(400 - settings.END_SECONDS, abs=3)
 
 
-def test_a_card_without_room_skips_the_comparison(run, tmp_path, monkeypatch):
+def test_without_room_or_predictions_it_says_so(run, tmp_path, monkeypatch):
     (tmp_path / "none").write_text(json.dumps({"device": {"name": "L4", "memory_free_bytes": 22 * GIB}}))
-    monkeypatch.setattr(settings, "TINY", tuple(replace(each).fit(22 * GIB) for each in settings.COMPARISONS))
-    code, data = run()
-    assert code == 0 and not FakeSitting.made and len(data["skipped"]) == 3 and "22 GiB" in data["skipped"][0]["reason"]
+    small = settings.COMPARISONS[0].fit(22 * GIB)
+    monkeypatch.setattr(settings, "TINY", (small, settings.TINY[0]))
+    monkeypatch.setattr(settings, "run_kvbench", lambda words, seconds: (2, False))
+    code, data = run([1, []])
+    assert code == 0 and "22 GiB" in data["skipped"][0]["reason"] and "L4" in data["skipped"][1]["reason"]
+    assert [row["predicted"] for row in data["rows"]] == [{}, {}] and data["tables"][0]["rows"][1][3] == "–"
