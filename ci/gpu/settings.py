@@ -156,7 +156,7 @@ class Measurement:
             self.put_down()
         except Exception as error:  # whatever one sitting raises, the next ones are still worth running
             if isinstance(error, (MeasurementError, UsageError)) and not isinstance(error, EngineFailedError):
-                self.report.skip(name, str(error))
+                self.report.skip(name, f"in {limit_s:.0f} s: {error}")
             else:
                 self.report.error(name, error)
 
@@ -218,8 +218,11 @@ def main() -> int:
     for measurement in measurements:
         measurement.predict(device.get("name", TINY_DEVICE))
     for left, measurement in zip(range(len(measurements), 0, -1), measurements, strict=True):
-        limit_s = max(1.0, report.time_left - END_SECONDS - (left - 1) * ONE_LAUNCH_SECONDS)
+        seconds = max(1.0, report.time_left - END_SECONDS)
+        limit_s = max(seconds / left, seconds - (left - 1) * ONE_LAUNCH_SECONDS)
         measurement.measure(limit_s, LAUNCHES if left > 1 or args.tiny else MOST_LAUNCHES)
+    if not report.data["rows"]:
+        report.put(not_run="no sitting ended a launch")
     return report.exit_code
 
 

@@ -70,6 +70,8 @@ def main() -> int:
             report.skip(f"{method} pairs", str(error))
         else:
             put_down(report, folder, method)
+    if not report.data["rows"]:
+        report.put(not_run="no pair was whole in its time")
     print((folder / "log.txt").read_text(encoding="utf-8", errors="replace"))
     return report.exit_code
 

@@ -147,14 +147,15 @@ def test_what_was_measured_before_a_sitting_broke_is_kept_and_the_next_one_begin
     assert data["tables"][0]["rows"][0][-1].startswith("1 (") and data["tables"][1]["rows"][0][-1] == "2"
     assert str(end) in (data["failures"] if code else data["skipped"])[0]["reason"]
     told, data = run([end], [1, 2, []])
-    assert told == code and {row["sitting"] for row in data["rows"]} == {"format"}
+    assert told == code and {row["sitting"] for row in data["rows"]} == {"format"} and "not_run" not in data
+    assert run([end], [end])[1]["not_run"]
 
 
-def test_a_sitting_leaves_time_for_a_launch_of_each_that_follows(run):
-    run([1, 2, []], [1, 2, []], seconds=400)
-    first, last = (made.limit_s * settings.LONGEST for made in FakeSitting.made)
-    assert first == pytest.approx(400 - settings.END_SECONDS - settings.ONE_LAUNCH_SECONDS, abs=3)
-    assert last == pytest.approx(400 - settings.END_SECONDS, abs=3)
+@pytest.mark.parametrize(("seconds", "first"), [(400, 400 - 8 - 75), (158, 75), (60, 26)])
+def test_a_sitting_leaves_time_for_a_launch_of_each_that_follows_or_its_share(run, seconds, first):
+    run([1, 2, []], [1, 2, []], seconds=seconds)
+    limits = [made.limit_s * settings.LONGEST for made in FakeSitting.made]
+    assert limits == [pytest.approx(first, abs=2), pytest.approx(seconds - 8, abs=2)]
 
 
 def test_without_room_or_predictions_it_says_so(run, tmp_path, monkeypatch):
