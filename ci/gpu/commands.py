@@ -21,7 +21,7 @@ END_GRACE_S = 10.0  # to stop servers and close the run
 
 
 def run_kvbench(words: list[str], seconds: float) -> tuple[int, bool]:
-    """Exit code, and whether it had to be interrupted."""
+    """Run a command; its exit code, and whether it had to be interrupted."""
     process = subprocess.Popen([sys.executable, "-m", "kvbench", *words], cwd=ROOT)
     try:
         return process.wait(timeout=seconds), False
@@ -35,7 +35,7 @@ def run_kvbench(words: list[str], seconds: float) -> tuple[int, bool]:
 
 
 def words_of(args: argparse.Namespace, folder: Path, seconds: float) -> list[str]:
-    """The command and its options. Where it is tiny, quality is that of the baseline alone."""
+    """The command and its options; where it is tiny, quality is that of the baseline alone."""
     profile = ["--profile", "gpu" if args.device == "cuda" else "cpu"]
     if args.command == "claims":
         minutes = f"{seconds / 60:.2f}"
@@ -91,7 +91,7 @@ def main() -> int:
     for path in folder.glob(result):
         keep(report, json.loads(path.read_text(encoding="utf-8")))
     if interrupted:
-        report.skip(f"kvbench {args.command}", f"it did not end in {seconds:.0f} s")
+        report.put(not_run=f"kvbench {args.command} did not end in {seconds:.0f} s")
     elif code not in (0, EXIT_UNDECIDED) or not report.data["rows"]:
         report.fail(f"kvbench {args.command}", f"ended with code {code}: see the log")
     return report.exit_code

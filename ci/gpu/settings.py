@@ -56,7 +56,7 @@ TINY_LOAD = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """One sitting. ``sweep``: values by setting, each beside the baseline; ``budget_mib``: of each engine, at most."""
+    """A sitting to be. ``sweep``: values by setting, each beside the baseline; ``budget_mib``: of each engine."""
 
     name: str
     load: str
@@ -72,7 +72,7 @@ class Comparison:
 
     @property
     def words(self) -> list[str]:
-        """``key=value`` over the workload's."""
+        """The settings over the workload's, as ``key=value``."""
         budget, sweep = f"engine.kv_budget={self.budget_mib}MiB", f"sweep={json.dumps(self.sweep)}"
         return [*self.overrides, "engine.max_num_seqs=64", budget, sweep]
 
@@ -95,13 +95,13 @@ TINY = (
 
 
 def metrics_of(load: Path) -> dict[str, float | None]:
-    """What a sitting compares, of the folder of one load."""
+    """Reads what a sitting compares from the folder of one load."""
     values = flatten(read_json(load / DONE)["metrics"])
     return {metric: value_of(values, metric) for metric in METRICS}
 
 
 def memory_use(load: Path) -> dict[str, float]:
-    """Means over the steps of a load: sequences that decode, and the share of the KV slots that hold tokens."""
+    """Reads means over the steps of a load: sequences that decode, and the share of KV slots that hold tokens."""
     counters = read_json(load / "counters.json")
     slots = {key: value for key, value in counters.items() if key.startswith(SLOTS)}
     return {
@@ -124,7 +124,7 @@ class Measurement:
         self.predicted: dict[str, dict[str, float]] = {}
 
     def predict(self, device: str) -> None:
-        """Simulate the same design on ``device`` and put the ratios to the baseline down."""
+        """Simulate the same design on ``device`` and keep the ratios to the baseline."""
         name, folder = self.comparison.name, self.folder / "simulated"
         words = ["sweep", WORKLOAD, "--profile", self.profile, "--simulate", "--device", device, "--repeats", "1"]
         words += ["--no-report", "--no-quality", "--output-dir", str(folder)]
@@ -161,7 +161,7 @@ class Measurement:
                 self.report.error(name, error)
 
     def put_down(self) -> None:
-        """Rows and table of the launches that are there, in the place of those before."""
+        """Put rows and table of all launches so far in the place of those before."""
         measured, compared = read_json(self.folder / FOLDER / EFFECTS), self.comparison
         effects: dict[str, dict[str, Any]] = {self.base: {}}
         for effect in measured["effects"]:
@@ -198,7 +198,7 @@ def table_row(row: Mapping[str, Any]) -> list[str]:
 
 
 def ratio(effect: Mapping[str, Any]) -> str:
-    """1.234 (1.200 to 1.270)"""
+    """Shows an effect as 1.234 (1.200 to 1.270)."""
     low, high = effect["low"], effect["high"]
     return f"{effect['ratio']:.3f}" + (f" ({low:.3f} to {high:.3f})" if low and high and math.isfinite(high) else "")
 

@@ -28,7 +28,7 @@ TINY = ("page_size=16", *WORKLOAD, "--profile", "cpu", "-o", "load.num_requests=
 
 
 def put_down(report: PartReport, folder: Path, method: str) -> None:
-    """All pairs so far, in the place of those before. ``method``: that was measured last."""
+    """Put all pairs so far in the place of those before. ``method``: the one that was measured last."""
     pairs = read_pairs(folder)
     if method not in set(pairs["method"]):
         report.skip(f"{method} pairs", "none was whole in its time: see the log")

@@ -50,7 +50,7 @@ class KernelTimes:
         self._main, self._extreme = self._todo(args.quick) if least is None else (self._long(least), {})
 
     def _long(self, least: int) -> dict[str, Callable[[], None]]:
-        """By name, decodes with a sequence of ``least`` tokens or more; all tiny ones."""
+        """The decodes that have a sequence of ``least`` tokens or more, by name; all tiny ones."""
         decodes = cases.tiny_decode_cases() if self.tiny else cases.decode_cases(False)
         return {c.name: partial(self.decode, c) for c in decodes if self.tiny or max(c.lengths) >= least}
 

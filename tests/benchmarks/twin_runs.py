@@ -88,7 +88,7 @@ def launch_throughputs(pairs: pd.DataFrame) -> np.ndarray:
 
 
 def bimodality(values: np.ndarray, draws: int = 4000) -> tuple[float, float]:
-    """Sarle's bimodality coefficient, and the share of normal samples of this size in which it is as large.
+    """Compute Sarle's bimodality coefficient, and the share of normal samples of this size that have as much.
 
     With the correction for small samples (SAS/STAT; Pfister et al., Frontiers in Psychology 4:700, 2013). It cannot
     tell two modes from a skewed distribution. NaN of fewer than 4 values, or of equal ones.
@@ -142,7 +142,7 @@ def report(pairs: pd.DataFrame, minutes: float, words: Sequence[str]) -> str:
 
 
 def _shares(text: str) -> dict[str, float]:
-    """``launched=2,lockstep=1`` as shares by method."""
+    """Read shares by method from ``launched=2,lockstep=1``."""
     return {method: float(share or 1) for method, _, share in (part.partition("=") for part in text.split(","))}
 
 
