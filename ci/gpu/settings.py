@@ -207,7 +207,7 @@ def main() -> int:
     """The part; 1 if a sitting failed."""
     args = part_parser(__doc__).parse_args()
     report = PartReport(args.out, args.seconds)
-    device = (read_json(args.facts) if args.facts.is_file() else {}).get("device", {})
+    device = (read_json(args.facts) if args.facts and args.facts.is_file() else {}).get("device", {})
     free = device.get("memory_free_bytes", 0)
     measurements = []
     for comparison in TINY if args.tiny else [each.fit(free) for each in COMPARISONS]:
