@@ -74,6 +74,7 @@ def decode_cases(quick: bool) -> list[Decode]:
     if not quick:
         cases += [Decode(batch, context) for batch in (1, 8, 32, 256) for context in (1024, 4096)]
         cases += [Decode(8, 32768), Decode(1, 131072), Decode(1, 8192, kv="fp8_e4m3"), Decode(256, 1024, 1)]
+        cases.append(Decode(1, 32768, kv="fp8_e4m3", against=single.name))
     return cases
 
 

@@ -92,6 +92,24 @@ PARTS = (
     Part(
         "before-after", "turns", "two commits of the engine in turns: job, decode steps, mixed steps", 0.0, 0.0, MODEL,
         arguments=("--pair", "before-after"), result="engine.json", isolated=False,
+        "settings", "settings", "engine time of settings against paged, beside the simulator's predictions", 0.0, 0.0,
+        needs=(*SERVER, *CLIENT, *REPORT), result="engine.json", isolated=False,
+    ),
+    Part(
+        "sharpness", "sharpness", "pairs of equal sides: how far launched and lockstep ones scatter", 0.0, 0.0,
+        needs=(*SERVER, *CLIENT, *REPORT), result="engine.json", isolated=False,
+    ),
+    Part(
+        "long-decode", "time_kernels", "decode of long and skewed batches", 0.0, 0.0,
+        arguments=("--decode-from", "32768"), result="kernels.json",
+    ),
+    Part(
+        "quality", "commands", "what configurations change in kvbench-tiny's answers", 0.0, 0.0,
+        needs=(*SERVER, *CLIENT, *REPORT), arguments=("quality",), result="engine.json", isolated=False,
+    ),
+    Part(
+        "paging-cost", "commands", "what a page table costs the decode kernel: the claim's verdict", 0.0, 0.0,
+        needs=(*SERVER, *CLIENT, *REPORT), arguments=("claims",), result="engine.json", isolated=False,
     ),
     Part(
         "tune", "tune", "kernel configurations for this architecture", 0.0, 900.0,
@@ -118,7 +136,18 @@ class Entry:
         return [replace(by_name[name], quick_s=seconds, full_s=seconds) for name, seconds in self.seconds.items()]
 
 
-ENTRIES = {entry.name: entry for entry in (Entry("before-after", {"facts": 25.0, "before-after": 180.0}),)}
+ENTRIES = {
+    entry.name: entry
+    for entry in (
+        Entry("settings", {"facts": 20.0, "settings": 520.0}),
+        Entry("before-after", {"facts": 25.0, "before-after": 220.0}),
+        Entry("sharpness", {"facts": 20.0, "sharpness": 520.0}),
+        Entry(
+            "long",
+            {"facts": 20.0, "engine-qwen3-14b": 180.0, "long-decode": 40.0, "paging-cost": 45.0, "quality": 230.0},
+        ),
+    )
+}
 
 
 def select_parts(names: list[str], quick: bool) -> list[Part]:

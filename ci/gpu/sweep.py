@@ -5,19 +5,16 @@ When its time is over the sweep is interrupted as by Ctrl-C, and the report is m
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from ci.gpu.commands import END_GRACE_S, run_kvbench
 from ci.gpu.part import PartReport, part_parser
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKLOAD = "workloads/mixed.yaml"
 QUICK = (
     "--repeats", "1", "--only", "paged-p16-c*", "--only", "contiguous-c*",
@@ -28,7 +25,6 @@ TINY = (
     "-o", "load.concurrency=[2]", "-o", "load.num_requests=[4]", "-o", "engine.kv_budget=40MiB",
     "--no-quality",
 )  # fmt: skip
-END_GRACE_S = 10.0  # to stop servers and close the run
 REPORT_SECONDS = 15.0
 KEPT = ("report.html", "summary.csv")
 EXIT_INVALID = 4
@@ -37,22 +33,8 @@ EXIT_INVALID = 4
 def sweep_command(device: str, quick: bool, tiny: bool, folder: Path) -> list[str]:
     """The sweep as ``kvbench`` is asked for it, results into ``folder``."""
     profile = "gpu" if device == "cuda" else "cpu"
-    command = [sys.executable, "-m", "kvbench", "sweep", WORKLOAD, "--profile", profile, "--output-dir", str(folder)]
-    return [*command, *(TINY if tiny else QUICK if quick else ())]
-
-
-def run_sweep(command: list[str], seconds: float) -> tuple[int, bool]:
-    """Exit code, and whether it had to be interrupted."""
-    process = subprocess.Popen(command, cwd=ROOT)
-    try:
-        return process.wait(timeout=seconds), False
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-    try:
-        return process.wait(timeout=END_GRACE_S), True
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait(), True
+    words = ["sweep", WORKLOAD, "--profile", profile, "--output-dir", str(folder)]
+    return [*words, *(TINY if tiny else QUICK if quick else ())]
 
 
 def newest_run(folder: Path) -> Path | None:
@@ -120,17 +102,15 @@ def main() -> int:
     report = PartReport(args.out, args.seconds)
     folder = args.scratch / "sweep"
     command = sweep_command(args.device, args.quick, args.tiny, folder)
-    report.data["command"] = ["kvbench", *command[3:]]
-    code, interrupted = run_sweep(command, max(1.0, report.time_left - END_GRACE_S - REPORT_SECONDS))
+    report.data["command"] = ["kvbench", *command]
+    code, interrupted = run_kvbench(command, max(1.0, report.time_left - END_GRACE_S - REPORT_SECONDS))
     run = newest_run(folder)
     if run is None:
         report.fail("kvbench sweep", f"ended with code {code} before anything was measured: see the log")
         return 1
     if interrupted:
         report.skip("cells of the sweep that were not finished", "no time left")
-        again = [sys.executable, "-m", "kvbench", "report", str(run)]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(again, cwd=ROOT, timeout=REPORT_SECONDS, check=False)
+        run_kvbench(["report", str(run)], REPORT_SECONDS)
     elif code not in (0, EXIT_INVALID):
         report.fail("kvbench sweep", f"ended with code {code}: see the log")
     cells = read_cells(run / "summary.csv") if (run / "summary.csv").is_file() else []

@@ -7,6 +7,7 @@ and written, against the copy ceiling; swaps the bytes that cross the link, agai
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,7 +44,15 @@ class KernelTimes:
         self.ceilings = read_ceilings(args.facts)
         self.seconds = 0.01 if args.tiny else 0.2 if args.quick else 0.5
         self.report = Report(0.0)
-        self._main, self._extreme = self._todo(args.quick)
+        own = argparse.ArgumentParser()
+        own.add_argument("--decode-from", type=int, help="only decodes with a sequence of at least so many tokens")
+        least = own.parse_args(args.own).decode_from
+        self._main, self._extreme = self._todo(args.quick) if least is None else (self._long(least), {})
+
+    def _long(self, least: int) -> dict[str, Callable[[], None]]:
+        """The decodes that have a sequence of ``least`` tokens or more, by name; all tiny ones."""
+        decodes = cases.tiny_decode_cases() if self.tiny else cases.decode_cases(False)
+        return {c.name: partial(self.decode, c) for c in decodes if self.tiny or max(c.lengths) >= least}
 
     def _todo(self, quick: bool) -> tuple[dict[str, Callable[[], None]], dict[str, Callable[[], None]]]:
         """By name, what is timed: what a quick run has, and what goes beyond."""

@@ -1,18 +1,19 @@
-"""How sharp pairs in turns (--method twins) are beside launched pairs, in the same minutes on the same machine.
+"""How sharp pairs in turns (--method twins, lockstep) are beside launched pairs, in equal minutes on the same machine.
 
     python -m tests.benchmarks.twin_runs OUT --minutes 40 -- page_size=32 --target vllm --target-python PYTHON \\
         --target-args=--enforce-eager --workload workloads/ci_timing.yaml -o 'load.num_requests=[48]'
 
-Measures one side against itself by both methods in turn (``kvbench calibrate``, in rounds, so that both meet the same
-weather), each for half of the minutes, and writes OUT/pairs.csv (every pair) and OUT/README.md: by method and metric
-how far one pair scatters, and the standard error that equal minutes leave. What was begun is gone on with: rounds that
-OUT holds are not measured again.
+Measures one side against itself by several methods in turn (``kvbench calibrate``, in rounds, so that all meet the same
+weather), each for its share of the minutes, and writes OUT/pairs.csv (every pair) and OUT/README.md: by method and
+metric how far one pair scatters, and the standard error that equal minutes leave; and whether the throughputs of
+launches have one mode. What was begun is gone on with: rounds that OUT holds are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,12 +25,15 @@ from scipy import stats
 
 from kvbench.common.machine import environment
 
-METHODS = ("twins", "launched")
+METHODS = {"twins": 1.0, "launched": 1.0}  # shares of the minutes
 MOST_PAIRS = 20  # of one round: what `kvbench calibrate` allows
+TWO_MODES = 5 / 9  # the bimodality coefficient of a uniform distribution: above it, two modes are likely
 _LIMIT_S = 7200
 
 
-def measure(out: Path, method: str, number: int, minutes: float, words: Sequence[str]) -> None:
+def measure(
+    out: Path, method: str, number: int, minutes: float, words: Sequence[str], limit_s: float = _LIMIT_S
+) -> None:
     """One round of one method, unless it is there. SystemExit where it leaves no pairs."""
     folder = out / f"{method}-{number}"
     if list(folder.glob("compare/*/pairs.csv")):
@@ -39,7 +43,7 @@ def measure(out: Path, method: str, number: int, minutes: float, words: Sequence
     with (out / "log.txt").open("ab") as log:
         subprocess.run(
             [*command, "--output-dir", str(folder), "--store", str(folder)],
-            stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, check=False,
+            stdout=log, stderr=subprocess.STDOUT, timeout=limit_s, check=False,
         )  # fmt: skip
     if not list(folder.glob("compare/*/pairs.csv")):
         raise SystemExit(f"round {number} of {method} left no pairs: see {out / 'log.txt'}")
@@ -77,13 +81,37 @@ def precision(pairs: pd.DataFrame, minutes: float) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
+def launch_throughputs(pairs: pd.DataFrame) -> np.ndarray:
+    """The mean output tokens/s of each launched server over its cells."""
+    of = pairs[(pairs["method"] == "launched") & (pairs["metric"] == "output_throughput")]
+    return of.groupby(["round", "pair"])[["base", "candidate"]].mean().to_numpy(float).ravel()
+
+
+def bimodality(values: np.ndarray, draws: int = 4000) -> tuple[float, float]:
+    """Compute Sarle's bimodality coefficient, and the share of normal samples of this size that have as much.
+
+    With the correction for small samples (SAS/STAT; Pfister et al., Frontiers in Psychology 4:700, 2013). It cannot
+    tell two modes from a skewed distribution. NaN of fewer than 4 values, or of equal ones.
+    """
+    n = len(values)
+    if n < 4 or not np.ptp(values):
+        return math.nan, math.nan
+
+    def coefficient(samples: np.ndarray) -> np.ndarray:
+        skew, kurtosis = (f(samples, axis=-1, bias=False) for f in (stats.skew, stats.kurtosis))
+        return (skew**2 + 1) / (kurtosis + 3 * (n - 1) ** 2 / ((n - 2) * (n - 3)))
+
+    found = float(coefficient(values))
+    return found, float(np.mean(coefficient(np.random.default_rng(0).normal(size=(draws, n))) >= found))
+
+
 def report(pairs: pd.DataFrame, minutes: float, words: Sequence[str]) -> str:
     """README.md."""
     cpu, table = environment()["cpu"], precision(pairs, minutes)
     lines = [
         "# Pairs in turns beside launched pairs",
         "",
-        f"`python -m tests.benchmarks.twin_runs`: one side against itself, {minutes:g} minutes a method, in turn; "
+        f"`python -m tests.benchmarks.twin_runs`: one side against itself, methods in turn; "
         f"`kvbench calibrate {' '.join(words)}`. Machine: {cpu['model']}, {cpu['cores']} cores.",
         "",
         f"| metric | method | pairs | s a pair | mean | SD of one pair (95 %) | standard error after {minutes:g} min |",
@@ -96,28 +124,44 @@ def report(pairs: pd.DataFrame, minutes: float, words: Sequence[str]) -> str:
     ]
     for metric, of in table.groupby("metric"):
         by_method = of.set_index("method")
-        if set(METHODS) <= set(by_method.index):
-            launched, twins = by_method.loc["launched"], by_method.loc["twins"]
-            sharper = launched.standard_error / twins.standard_error
-            low, high = sharper / np.sqrt(stats.f.ppf((0.975, 0.025), launched.pairs - 1, twins.pairs - 1))
-            lines += ["", f"{metric}: twins are {sharper:.2f} times as sharp (95 %: {low:.2f} to {high:.2f})."]
+        for method in by_method.index.difference(["launched"]) if "launched" in by_method.index else ():
+            launched, other = by_method.loc["launched"], by_method.loc[method]
+            sharper = launched.standard_error / other.standard_error
+            low, high = sharper / np.sqrt(stats.f.ppf((0.975, 0.025), launched.pairs - 1, other.pairs - 1))
+            lines += ["", f"{metric}: {method} are {sharper:.2f} times as sharp (95 %: {low:.2f} to {high:.2f})."]
+    launches = np.sort(launch_throughputs(pairs))
+    coefficient, chance = bimodality(launches)
+    if not math.isnan(coefficient):
+        values = ", ".join(f"{x:,.0f}" for x in launches)
+        lines += [
+            "",
+            f"Output tokens/s of {len(launches)} launches: {values}. Bimodality coefficient {coefficient:.2f} (above "
+            f"{TWO_MODES:.2f} two modes are likely; of normal samples {chance:.0%} have as much).",
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _shares(text: str) -> dict[str, float]:
+    """Read shares by method from ``launched=2,lockstep=1``."""
+    return {method: float(share or 1) for method, _, share in (part.partition("=") for part in text.split(","))}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--minutes", type=float, default=40.0, help="in all, half of them for each method")
+    parser.add_argument("--minutes", type=float, default=40.0, help="in all")
+    parser.add_argument("--methods", type=_shares, default=METHODS, help="with shares (default: twins=1,launched=1)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("words", nargs="+", help="side and options of kvbench calibrate, after --")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    methods, minutes_a_share = list(options.methods), options.minutes / options.rounds / sum(options.methods.values())
     for number in range(1, options.rounds + 1):
-        for method in METHODS if number % 2 else METHODS[::-1]:
-            measure(options.out, method, number, options.minutes / 2 / options.rounds, options.words)
+        for method in methods if number % 2 else methods[::-1]:
+            measure(options.out, method, number, minutes_a_share * options.methods[method], options.words)
             pairs = read_pairs(options.out)
             pairs.to_csv(options.out / "pairs.csv", index=False)
-            text = report(pairs, options.minutes / 2, options.words)
+            text = report(pairs, options.minutes / len(methods), options.words)
             (options.out / "README.md").write_text(text)
             print(text, flush=True)
 

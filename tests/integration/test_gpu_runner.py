@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ci.gpu import summary, sweep
+from ci.gpu import kernel_cases, summary, sweep
 from kvbench.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +68,28 @@ def test_checks_kernels_and_engine_end_to_end(tmp_path):
     assert text.strip() in out
 
 
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_settings_and_long_decodes_end_to_end(tmp_path):
+    """Real engines in turns, and the simulator's predictions of the same design."""
+    parts = ("settings", "long-decode", "paging-cost")
+    code, out, err = finish(start(tmp_path, "out", "--device", "cpu", "--tiny", "--part", *parts))
+    assert code == 0, out + err
+    told = json.loads((tmp_path / "out" / "engine.json").read_text())
+    rows = {(row["sitting"], row["cell"]): row for row in told["settings"]["rows"]}
+    assert rows.keys() == {
+        ("memory", "paged-p16-c4"), ("memory", "contiguous-c4"), ("format", "paged-p16-c4"), ("format", "paged-p64-c4"),
+        ("format", "paged-p16-int8_per_token_head-c4"),
+    }  # fmt: skip
+    contiguous = rows["memory", "contiguous-c4"]
+    assert contiguous["launches"] == 2 and contiguous["decoding"] < rows["memory", "paged-p16-c4"]["decoding"]
+    effect = contiguous["effects"]["output_throughput"]
+    assert effect["low"] < effect["ratio"] < effect["high"] and 0.3 < contiguous["predicted"]["output_throughput"] < 1
+    assert told["paging-cost"]["rows"][0]["verdict"]
+    long = json.loads((tmp_path / "out" / "kernels.json").read_text())["long-decode"]["rows"]
+    assert {row["case"] for row in long} == {case.name for case in kernel_cases.tiny_decode_cases()}
+    assert "Engine time of settings" in (tmp_path / "out" / "summary.md").read_text()
+
+
 def test_a_termination_still_leaves_a_summary(tmp_path):
     process = start(tmp_path, "out", "--device", "cpu", "--tiny", "--part", "check", "kernels")
     for line in process.stdout:  # of the part that follows facts
@@ -94,8 +116,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence_and_writes_nothing(tmp_path):
 def test_the_sweep_it_asks_for_is_one_that_kvbench_accepts(tmp_path, monkeypatch, capsys, quick):
     monkeypatch.chdir(ROOT)
     command = sweep.sweep_command("cuda", quick, False, tmp_path)
-    assert command[:4] == [sys.executable, "-m", "kvbench", "sweep"]
-    assert cli.main([*command[3:], "--dry-run"], standalone_mode=False) == 0
+    assert cli.main([*command, "--dry-run"], standalone_mode=False) == 0
     told = capsys.readouterr().out
     assert "gpu profile" in told and "paged-p16-c" in told and "contiguous-c" in told
     assert ("2 configurations" in told) == quick

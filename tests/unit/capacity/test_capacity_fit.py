@@ -118,7 +118,7 @@ def test_a_contiguous_cache_holds_as_many_whatever_the_length():
 @pytest.mark.parametrize(
     ("text", "count", "name"),
     [("4xA100-80GB", 4, "A100-80GB"), ("4 x a100-80gb", 4, "A100-80GB"), ("L4", 1, "L4"), ("2xH100", 2, "H100-80GB"),
-     ("NVIDIA RTX 4090", 1, "RTX-4090")],
+     ("NVIDIA RTX 4090", 1, "RTX-4090"), ("NVIDIA H100 80GB HBM3", 1, "H100-80GB")],
 )  # fmt: skip
 def test_gpus_as_they_are_written(text, count, name):
     found = parse_gpus(text)

@@ -104,7 +104,7 @@ def test_what_goes_beyond_a_quick_run_is_timed_last_and_in_another_process(monke
     full, quick = (
         [
             (case.name, case.group)
-            for case in KernelTimes(Namespace(device="cuda", facts=None, tiny=False, quick=q)).plan()
+            for case in KernelTimes(Namespace(device="cuda", facts=None, tiny=False, quick=q, own=[])).plan()
         ]
         for q in (False, True)
     )
@@ -112,3 +112,16 @@ def test_what_goes_beyond_a_quick_run_is_timed_last_and_in_another_process(monke
     assert {group for _, group in full[len(quick) :]} == {"extreme"} and len(set(full)) == len(full)
     names = {name for name, _ in full}
     assert names >= {case.name for case in (*kernel_cases.decode_cases(False), *kernel_cases.prefill_cases(False))}
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_long_decodes_are_timed_alone(monkeypatch, tiny):
+    monkeypatch.setattr(time_kernels, "get_backend", lambda name: None)
+    own = ["--decode-from", "32768"]
+    args = Namespace(device="cpu" if tiny else "cuda", facts=None, tiny=tiny, quick=False, own=own)
+    long = [case.name for case in KernelTimes(args).plan()]
+    cases = kernel_cases.tiny_decode_cases() if tiny else [
+        Decode(1, 32768), Decode(64, 512, longest=32768), Decode(8, 32768), Decode(1, 131072),
+        Decode(1, 32768, kv="fp8_e4m3"),
+    ]  # fmt: skip
+    assert sorted(long) == sorted(case.name for case in cases)

@@ -1,0 +1,118 @@
+"""The parts that run kvbench commands: their time limit, what they keep of the results, and how they fail."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+
+import pytest
+
+from ci.gpu import commands, sharpness
+from kvbench.cli.main import cli
+
+ENDS, ASKED, KILLED = "exit 3", "trap 'exit 130' INT; sleep 60 & wait", "trap '' INT; sleep 60"
+
+
+@pytest.mark.parametrize(
+    ("script", "seconds", "expected"), [(ENDS, 30, (3, False)), (ASKED, 0.5, (130, True)), (KILLED, 0.5, (-9, True))]
+)
+def test_a_command_is_interrupted_as_by_ctrl_c_when_its_time_is_over(script, seconds, expected, tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/bash\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(commands.sys, "executable", str(python))
+    monkeypatch.setattr(commands, "END_GRACE_S", 0.5)
+    assert commands.run_kvbench([], seconds) == expected
+
+
+FIGURES = {
+    "mean": 0.002, "mean_low": 0.001, "mean_high": 0.003, "perplexity_change": 0.0125,
+    "greedy": {"agree": 8, "answers": 9}, "passkey": {"right": 6, "asked": 7},
+}  # fmt: skip
+QUALITY = {
+    "model": "kvbench-tiny", "facts": {"device": "cuda"}, "control": FIGURES,
+    "configurations": {"int4": FIGURES | {"full_pool": {"agree": 4, "answers": 5}, "outside": ["its p99 is off"]}},
+}  # fmt: skip
+CLAIMS = {"claims": [{"name": "paging-cost", "verdict": "undecided", "evidence": "+4 %", "reason": "too wide"}]}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a part's ``main`` with words of its own: its exit code and its JSON."""
+
+    def of(module, *words, seconds="100"):
+        out = tmp_path / "part.json"
+        argv = ["part", *words, "--out", str(out), "--device", "cuda", "--seconds", seconds, "--scratch", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", argv)
+        return module.main(), json.loads(out.read_text()) if out.exists() else {}
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("command", "ending", "result", "outcome"),
+    [
+        ("quality", (0, False), QUALITY, (0, 2, 0)), ("quality", (2, False), None, (1, 0, 0)),
+        ("quality", (130, True), None, (0, 0, 1)), ("quality", (0, False), None, (1, 0, 0)),
+        ("claims", (3, False), CLAIMS, (0, 1, 0)), ("claims", (4, False), CLAIMS, (1, 1, 0)),
+        ("claims", (130, True), CLAIMS, (0, 1, 1)),
+    ],
+)  # fmt: skip
+def test_rows_come_from_the_result_whatever_became_of_the_command(run, monkeypatch, command, ending, result, outcome):
+    def kvbench(words, seconds):
+        assert seconds < 100 and cli.commands[words[0]].make_context(words[0], words[1:])  # options that it knows
+        where = dict(itertools.pairwise(words))
+        if result is not None and command == "quality":
+            (commands.Path(where["--output"])).write_text(json.dumps(result))
+        elif result is not None:
+            folder = commands.Path(where["--output-dir"]) / "claims" / "now"
+            folder.mkdir(parents=True)
+            (folder / "claims.json").write_text(json.dumps(result))
+        return ending
+
+    monkeypatch.setattr(commands, "run_kvbench", kvbench)
+    code, data = run(commands, command)
+    assert (code, len(data["rows"]), "not_run" in data) == outcome and len(data["failures"]) == code
+    if result is QUALITY:
+        assert [row["configuration"] for row in data["rows"]] == ["control (A/A)", "int4"]
+        assert data["tables"][0]["rows"][1] == [
+            "int4", "0.002 (0.001 to 0.003)", "+1.25%", "8 of 9", "6 of 7", "4 of 5", "its p99 is off"
+        ]  # fmt: skip
+        assert data["headline"] == "1 configurations, 1 outside the limits"
+    elif result is CLAIMS:
+        assert data["tables"][0]["rows"] == [["paging-cost", "undecided", "+4 %", "too wide"]]
+
+
+PAIRS = "pair,cell,first,metric,unit,base,candidate,log_ratio\n"
+
+
+@pytest.mark.parametrize("launched", [0, 4])
+def test_sharpness_keeps_the_pairs_of_each_method_that_left_some(run, monkeypatch, launched):
+    asked = {}
+
+    def measure(out, method, number, minutes, words, limit_s):
+        asked[method] = minutes * 60
+        count = 3 if method == "lockstep" else launched
+        if count == 0:
+            raise SystemExit("round 1 of launched left no pairs")
+        folder = out / f"{method}-1" / "compare" / "x"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(json.dumps({"seconds": [20.0] * count}))
+        rows = [f"{n},a,base,output_throughput,tokens/s,{100 + n % 2},200,0.0{n}" for n in range(1, count + 1)]
+        (folder / "pairs.csv").write_text(PAIRS + "\n".join(rows))
+        (out / "log.txt").write_text("what calibrate said")
+
+    monkeypatch.setattr(sharpness, "measure", measure)
+    code, data = run(sharpness, seconds="440")
+    assert code == 0 and len(data["rows"]) == 3 + launched and data["headline"] == f"{3 + launched} pairs"
+    assert asked == {"lockstep": pytest.approx(100, abs=2), "launched": pytest.approx(320, abs=2)}
+    scatter = {row["method"]: row for row in data["precision"]}
+    assert scatter["lockstep"]["sd"] == pytest.approx(0.01) and scatter["lockstep"]["pair_s"] == 20.0
+    assert scatter["lockstep"]["standard_error"] == pytest.approx(0.01 / 15**0.5)  # 15 pairs in 5 minutes
+    assert data["launches_tokens_per_s"] == [100.0, 100.0, 101.0, 101.0, *[200.0] * 4][: 2 * launched]
+    if launched:
+        assert data["bimodality_of_normal_samples"] < 0.05 and not data["skipped"]
+        assert data["tables"][1]["rows"][0][:2] == ["8", "100 100 101 101 200 200 200 200"]
+    else:
+        assert data["bimodality"] is None and data["skipped"][0]["reason"] == "round 1 of launched left no pairs"
