@@ -10,6 +10,7 @@ MODEL = (*TORCH, "transformers", "tokenizers", "safetensors")
 SERVER = (*MODEL, "fastapi", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client", "jinja2")
 CLIENT = ("locust", "gevent", "httpx", "psutil", "yaml", "click", "rich")
 REPORT = ("pandas", "pyarrow", "plotly", "scipy")
+HARNESS = (*SERVER, *CLIENT, *REPORT)
 
 GRACE_S = 15.0  # past its time a part may finish what it has begun; then it is stopped
 LEAST_S = 20.0  # with less left a part is not begun
@@ -28,8 +29,8 @@ class Part:
     name: str
     module: str
     what: str
-    quick_s: float
-    full_s: float
+    quick_s: float = 0.0
+    full_s: float = 0.0
     needs: tuple[str, ...] = TORCH
     gpu_needs: tuple[str, ...] = ("triton",)
     arguments: tuple[str, ...] = ()
@@ -87,29 +88,31 @@ PARTS = (
     ),
     Part(
         "sweep", "sweep", "gpu profile of workloads/mixed.yaml through the server", 130.0, 3600.0,
-        needs=(*SERVER, *CLIENT, *REPORT), result="sweep", isolated=False,
+        needs=HARNESS, result="sweep", isolated=False,
     ),
     Part(
-        "before-after", "turns", "two commits of the engine in turns: job, decode steps, mixed steps", 0.0, 0.0, MODEL,
+        "before-after", "turns", "two commits of the engine in turns: job, decode steps, mixed steps", needs=MODEL,
         arguments=("--pair", "before-after"), result="engine.json", isolated=False,
-        "settings", "settings", "engine time of settings against paged, beside the simulator's predictions", 0.0, 0.0,
-        needs=(*SERVER, *CLIENT, *REPORT), result="engine.json", isolated=False,
     ),
     Part(
-        "sharpness", "sharpness", "pairs of equal sides: how far launched and lockstep ones scatter", 0.0, 0.0,
-        needs=(*SERVER, *CLIENT, *REPORT), result="engine.json", isolated=False,
+        "settings", "settings", "engine time of settings against paged, beside the simulator's predictions",
+        needs=HARNESS, result="engine.json", isolated=False,
     ),
     Part(
-        "long-decode", "time_kernels", "decode of long and skewed batches", 0.0, 0.0,
-        arguments=("--decode-from", "32768"), result="kernels.json",
+        "sharpness", "sharpness", "pairs of equal sides: how far launched and lockstep ones scatter",
+        needs=HARNESS, result="engine.json", isolated=False,
     ),
     Part(
-        "quality", "commands", "what configurations change in kvbench-tiny's answers", 0.0, 0.0,
-        needs=(*SERVER, *CLIENT, *REPORT), arguments=("quality",), result="engine.json", isolated=False,
+        "long-decode", "time_kernels", "decode of long and skewed batches", arguments=("--decode-from", "32768"),
+        result="kernels.json",
     ),
     Part(
-        "paging-cost", "commands", "what a page table costs the decode kernel: the claim's verdict", 0.0, 0.0,
-        needs=(*SERVER, *CLIENT, *REPORT), arguments=("claims",), result="engine.json", isolated=False,
+        "quality", "commands", "what configurations change in kvbench-tiny's answers", needs=HARNESS,
+        arguments=("quality",), result="engine.json", isolated=False,
+    ),
+    Part(
+        "paging-cost", "commands", "what a page table costs the decode kernel: the claim's verdict", needs=HARNESS,
+        arguments=("claims",), result="engine.json", isolated=False,
     ),
     Part(
         "tune", "tune", "kernel configurations for this architecture", 0.0, 900.0,
@@ -139,9 +142,9 @@ class Entry:
 ENTRIES = {
     entry.name: entry
     for entry in (
-        Entry("settings", {"facts": 20.0, "settings": 520.0}),
+        Entry("settings", {"facts": 20.0, "settings": 490.0}),
         Entry("before-after", {"facts": 25.0, "before-after": 220.0}),
-        Entry("sharpness", {"facts": 20.0, "sharpness": 520.0}),
+        Entry("sharpness", {"facts": 20.0, "sharpness": 490.0}),
         Entry(
             "long",
             {"facts": 20.0, "engine-qwen3-14b": 180.0, "long-decode": 40.0, "paging-cost": 45.0, "quality": 230.0},
