@@ -15,7 +15,7 @@
 #
 # From CI, on a runner with a GPU (--quick takes less than 10 minutes and always leaves a summary):
 #   ci/gpu_wheels.sh wheels                       # on a machine with network, once; keep the folder as a cache
-#   ci/gpu.sh gpu-results --quick --wheels wheels # exit code 0 passed, 1 a check or part failed, 2 usage or no GPU
+#   ci/gpu.sh gpu-results --quick --wheels wheels # exit code 0 passed, 1 a part failed or none ran, 2 usage or no GPU
 #   cat gpu-results/summary.md >> "$GITHUB_STEP_SUMMARY"   # and upload gpu-results as an artifact
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

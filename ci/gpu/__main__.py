@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         "measured in the same sitting, and write a summary of at most 8 files. No network is used and no setting of "
         "the GPU is changed.",
         epilog="Parts: " + "; ".join(f"{part.name} ({part.what})" for part in PARTS) + ". Exit codes: 0 all that could "
-        "run passed, 1 a check or part failed, 2 bad arguments or no GPU.",
+        "run passed, 1 a check or part failed or none ran, 2 bad arguments or no GPU.",
     )
     found.add_argument("outdir", type=Path, metavar="OUTDIR", help="where the results go; made if it is not there")
     found.add_argument(
@@ -250,7 +250,8 @@ def main(argv: list[str] | None = None) -> int:
         runner.save = save
         runner.run(parts)
     print((args.outdir / "summary.md").read_text(encoding="utf-8"), flush=True)
-    return 1 if any(outcome.status == FAILED for outcome in runner.outcomes) else 0
+    ended = {outcome.status for outcome in runner.outcomes if outcome.name != "facts"}
+    return 1 if FAILED in ended or PASSED not in ended else 0
 
 
 if __name__ == "__main__":
