@@ -190,9 +190,12 @@ class Runner:
 
 
 def _child_environment() -> dict[str, str]:
-    """Ours, so that parts find our packages and KVBENCH_PEERS, never look for a network, and compile for the device."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("KVBENCH_PEERS"))))
-    found = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    """Ours, so that parts find the repository's packages, never look for a network, and compile for the device.
+
+    ``KVBENCH_PEERS``: folders with packages of other engines, which come last.
+    """
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("KVBENCH_PEERS"))))
+    found = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     found.pop("TRITON_INTERPRET", None)
     return found
 

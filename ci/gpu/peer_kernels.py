@@ -1,8 +1,8 @@
 """Part ``peer-kernels``: decode kernels of other projects beside ours, on the very same tensors.
 
 One layer's decode, Llama-8B's heads, pages of 16 in random order. All sequences' outputs are compared with float64
-arithmetic before the timing and after each of its rounds; a wrong one is a failure and no row. All kernels of a case are
-timed in turns. What a project plans once a step, and not once a layer, is planned beforehand.
+arithmetic before the timing and after each of its rounds; a wrong one is a failure and no row. A case times all kernels
+in turns. What a project plans once a step, and not once a layer, is planned beforehand.
 
 FP8: vLLM's two kernels get FP8 queries, as vLLM gives them on a Hopper GPU, and are less exact for it; to make these is
 not timed. Ours and FlashInfer's take the queries as they are. FlashInfer's second kernel, for the scale of V, is timed.

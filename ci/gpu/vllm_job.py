@@ -52,7 +52,7 @@ class VllmJob:
         own = argparse.ArgumentParser()
         own.add_argument("--backend", default="FLASH_ATTN", help="vLLM's attention backend")
         own.add_argument("--step-tokens", type=int, help="vLLM's max_num_batched_tokens, if not its default")
-        self._asked, self._scratch, self._tiny = own.parse_args(args.own), args.scratch, args.tiny
+        self._asked, self._scratch, self._tiny = own.parse_known_args(args.own)[0], args.scratch, args.tiny
         self._job = draw_job(TINY_SEQUENCES, 8, 32) if args.tiny else draw_job()
         self._llm: Any = None
 
@@ -62,16 +62,22 @@ class VllmJob:
 
     def run(self, name: str, report: Report) -> None:
         """One case."""
-        if importlib.util.find_spec("vllm") is None:
-            report.skip(name, "vLLM is not on this machine: bring it along with ci/gpu/bring.sh peers")
-        elif name == "load":
+        if name == "load":
             self._load(report)
         elif self._llm is None:
             report.skip(name, "vLLM's engine was not built")
         else:
-            report.row(case=name, **self._generate(self._job))
+            row = self._generate(self._job)
+            report.row(case=name, **row)
+            if not row["complete"]:
+                report.fail(
+                    name, f"{row['output_tokens']:,} output tokens, not the {self._job.output_tokens:,} asked for"
+                )
 
     def _load(self, report: Report) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            report.fail("load", "vLLM is not on this machine: bring it along with ci/gpu/bring.sh peers")
+            return
         started = time.perf_counter()
         os.environ.update(ENVIRONMENT, VLLM_CACHE_ROOT=str(self._scratch / "vllm"))
         sys.modules["flashinfer"] = None  # type: ignore[assignment]  # if it is there, vLLM tunes it, for nothing here
@@ -82,7 +88,7 @@ class VllmJob:
         self._generate(shortened(self._job, WARM_UP_TOKENS))
         config = self._llm.llm_engine.vllm_config
         facts = {name: functools.reduce(_attribute, path.split("."), config) for name, path in FACTS.items()}
-        report.put(config={name: v if isinstance(v, (bool, int)) else str(v) for name, v in facts.items()})
+        report.put(config={name: getattr(value, "name", value) for name, value in facts.items()})  # an enum by its name
 
     def _arguments(self) -> dict[str, Any]:
         """Those of vllm.LLM. The share of the memory is only what must be free at the start: the KV has its own."""
