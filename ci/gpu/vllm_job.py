@@ -86,9 +86,11 @@ class VllmJob:
         self._llm = vllm.LLM(**self._arguments())
         report.put(version=vllm.__version__, load_seconds=time.perf_counter() - started)
         self._generate(shortened(self._job, WARM_UP_TOKENS))
-        config = self._llm.llm_engine.vllm_config
-        facts = {name: functools.reduce(_attribute, path.split("."), config) for name, path in FACTS.items()}
-        report.put(config={name: getattr(value, "name", value) for name, value in facts.items()})  # an enum by its name
+        config, facts = self._llm.llm_engine.vllm_config, {}
+        for name, path in FACTS.items():
+            value = functools.reduce(lambda value, key: getattr(value, key, None), path.split("."), config)
+            facts[name] = value if type(value) in (bool, int) else str(getattr(value, "name", value))
+        report.put(config=facts)
 
     def _arguments(self) -> dict[str, Any]:
         """Those of vllm.LLM. The share of the memory is only what must be free at the start: the KV has its own."""
@@ -120,10 +122,6 @@ class VllmJob:
 
 
 CASES = VllmJob
-
-
-def _attribute(value: Any, name: str) -> Any:
-    return getattr(value, name, None)
 
 
 def _model_folder(scratch: Path) -> Path:

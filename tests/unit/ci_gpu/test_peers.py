@@ -93,7 +93,7 @@ def test_a_kernel_that_took_its_process_along_is_not_tried_again(args, fakes, mo
 
 
 def test_vllm_is_loaded_once_and_asked_for_the_job_again(args, fakes):
-    args.own = ["--step-tokens", "8192"]
+    args.own = ["--pair", "peers", "--step-tokens", "8192"]  # the turns tell every side all they were told
     part, report = VllmJob(args), Report(60.0)
     assert [case.name for case in part.plan()] == ["load", "job"] and len({c.group for c in part.plan()}) == 1
     for name in ("job", "load", "job", "job"):
