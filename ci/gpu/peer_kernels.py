@@ -31,13 +31,11 @@ from kernels.quantized import FP8_DTYPE, FP8_MAX, QuantizedKV
 from kernels.tune.problems import distance
 
 PAGE, ROUNDS = 16, 3
-CASE_SECONDS = 180.0  # imports and compilers in the first ones
 SHAPES = ((64, 4096), (64, 8192), (1, 32768))
 TRIAL = (2, 256)  # comes first: a kernel that ends its process does so where little is lost
 FP8_QUERY_LIMIT = 0.1  # of a row's norm; queries and softmax weights of 3 mantissa bits are 0.04 to 0.06 away
 SPLITS = 32  # vLLM's flash_attn_max_num_splits_for_cuda_graph
 SEGMENTS, LEAST_GRID = 16, 128  # vLLM's TritonAttentionMetadataBuilder
-WORKSPACE_BYTES = 256 * 2**20  # FlashInfer's
 
 
 @dataclass(frozen=True)
@@ -93,10 +91,10 @@ def draw(case: Decode, heads: AttentionHeads, dtype: torch.dtype, device: str) -
 
 def ours(x: Inputs, backend: str) -> Callable[[], object]:
     """Our kernel, as the engine launches it."""
-    kernels, t = get_backend(backend), x.t
-    plan = kernels.plan_decode(t.page_starts, t.seq_lens, PAGE, max_tokens=x.longest)
-    args = (t.q, t.k, t.v, t.page_starts, t.seq_lens, PAGE, AttentionOptions(x.scale))
-    return partial(kernels.decode_attention, *args, out=x.out, plan=plan)
+    kernels, pages = get_backend(backend), (x.t.page_starts, x.t.seq_lens, PAGE)
+    plan = kernels.plan_decode(*pages, max_tokens=x.longest)
+    options = AttentionOptions(x.scale)
+    return partial(kernels.decode_attention, x.t.q, x.t.k, x.t.v, *pages, options, out=x.out, plan=plan)
 
 
 def flash_attention_3(x: Inputs) -> Callable[[], object]:
@@ -133,14 +131,11 @@ def vllm_triton(x: Inputs) -> Callable[[], object]:
 
 
 def flashinfer(x: Inputs, tensor_cores: bool) -> Callable[[], object]:
-    """FlashInfer's batch decode over a paged cache."""
+    """FlashInfer's batch decode over a paged cache; on tensor cores its FlashAttention 2, as it chooses itself."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-    q, pages, workspace = x.t.q, (x.lens + PAGE - 1) // PAGE, torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
-    backend = "fa2" if tensor_cores else "auto"  # what "auto" would take, and what ci/gpu/bring.sh compiles
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(
-        workspace.to(q.device), "NHD", use_tensor_cores=tensor_cores, backend=backend
-    )
+    q, pages, workspace = x.t.q, (x.lens + PAGE - 1) // PAGE, torch.zeros(256 << 20, dtype=torch.uint8)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace.to(q.device), "NHD", use_tensor_cores=tensor_cores)
     used = torch.arange(x.table.shape[1], device=q.device) < pages[:, None]
     wrapper.plan(
         torch.cat([pages.new_zeros(1), pages.cumsum(0)]).int(), x.table[used], x.lens - (pages - 1) * PAGE,
@@ -177,8 +172,8 @@ class PeerKernels:
         self.cases = {case.name: case for case in drawn}
 
     def plan(self) -> list[Planned]:
-        """The trials first."""
-        return [Planned(name, seconds=CASE_SECONDS) for name in self.cases]
+        """The trials first, in which imports and compilers take their time."""
+        return [Planned(name, seconds=180.0) for name in self.cases]
 
     def run(self, name: str, report: Report) -> None:
         """Check all kernels, then time in turns those that run."""

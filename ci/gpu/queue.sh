@@ -4,11 +4,7 @@
 #   ci/gpu/queue.sh NAME OUTDIR [options of ci/gpu.sh]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-if [ $# -lt 2 ]; then
-  sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-  [[ "${1:-}" == -h || "${1:-}" == --help ]] || { echo "ci/gpu/queue.sh: error: name an entry and a folder" >&2; exit 2; }
-  exit 0
-fi
+[ $# -ge 2 ] || { sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 name="$1" outdir="$2" bring="$root/.bring" more=(); shift 2
 [ ! -d "$bring/wheels" ] || more+=(--wheels "$bring/wheels")
 if [[ " $* " == *" --tiny "* ]]; then

@@ -15,7 +15,6 @@ import os
 import shutil
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from ci.gpu.engine_job import TEMPERATURE, TINY_SEQUENCES, WARM_UP_TOKENS, shortened
@@ -94,11 +93,14 @@ class VllmJob:
 
     def _arguments(self) -> dict[str, Any]:
         """Those of vllm.LLM. The share of the memory is only what must be free at the start: the KV has its own."""
+        model = self._scratch / f"vllm-{MODEL}"  # for vLLM a model, of which it needs the shape alone
+        model.mkdir(exist_ok=True)
+        shutil.copyfile(CONFIG_DIR / f"{MODEL}.json", model / "config.json")
         arguments = {
-            "model": str(_model_folder(self._scratch)), "load_format": "dummy", "skip_tokenizer_init": True,
-            "dtype": "bfloat16", "seed": 0, "max_model_len": 2048, "max_num_seqs": NUM_SEQUENCES,
-            "enable_prefix_caching": False, "attention_backend": self._asked.backend,
+            "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0,
+            "max_model_len": 2048, "max_num_seqs": NUM_SEQUENCES, "enable_prefix_caching": False,
             "kv_cache_memory_bytes": TINY_KV_BYTES if self._tiny else KV_BYTES, "gpu_memory_utilization": 0.1,
+            "attention_backend": self._asked.backend,
         }  # fmt: skip
         return arguments | ({"max_num_batched_tokens": self._asked.step_tokens} if self._asked.step_tokens else {})
 
@@ -122,11 +124,3 @@ class VllmJob:
 
 
 CASES = VllmJob
-
-
-def _model_folder(scratch: Path) -> Path:
-    """A folder that vLLM takes for a model: the shape alone."""
-    folder = scratch / f"vllm-{MODEL}"
-    folder.mkdir(exist_ok=True)
-    shutil.copyfile(CONFIG_DIR / f"{MODEL}.json", folder / "config.json")
-    return folder

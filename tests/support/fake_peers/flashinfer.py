@@ -6,8 +6,8 @@ from tests.support.paged_attention import attend
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
-    def __init__(self, float_workspace_buffer, kv_layout, use_tensor_cores, backend):
-        assert kv_layout == "NHD" and backend == ("fa2" if use_tensor_cores else "auto")
+    def __init__(self, float_workspace_buffer, kv_layout, use_tensor_cores):
+        assert kv_layout == "NHD"
 
     def plan(
         self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type,
