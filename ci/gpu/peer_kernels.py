@@ -33,7 +33,7 @@ from kernels.tune.problems import distance
 PAGE, ROUNDS = 16, 3
 SHAPES = ((64, 4096), (64, 8192), (1, 32768))
 TRIAL = (2, 256)  # comes first: a kernel that ends its process does so where little is lost
-FP8_QUERY_LIMIT = 0.15  # of a row's norm; the worst row is 0.05 to 0.08 away: queries and softmax weights of 3 mantissa bits
+FP8_QUERY_LIMIT = 0.15  # of a row's norm; queries and weights of 3 mantissa bits leave the worst row 0.05 to 0.08 away
 SPLITS = 32  # vLLM's flash_attn_max_num_splits_for_cuda_graph
 SEGMENTS, LEAST_GRID = 16, 128  # vLLM's TritonAttentionMetadataBuilder
 
