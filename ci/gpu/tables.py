@@ -9,12 +9,15 @@ from typing import Any
 
 from ci.gpu.part import PartReport, ratio_text
 
+OURS = "kvbench"  # our kernels, beside others'
 SHOWN_KERNELS = 8  # of those that the profile keeps
 
 
 def conclude(module: str, report: PartReport, args: Any) -> None:
     """Tables and headline of ``module``'s part."""
-    tables = {"facts": ceilings, "time_kernels": kernels, "check_tokens": tokens, "engine_job": engine}
+    tables = {
+        "facts": ceilings, "time_kernels": kernels, "check_tokens": tokens, "engine_job": engine, "peer_kernels": peers,
+    }  # fmt: skip
     tables.get(module, checks)(report, args)
     report.save()
 
@@ -79,6 +82,26 @@ def kernels(report: PartReport, args: Any) -> None:
     report.table(
         "Kernels (time: median; ratio: of the measured ceiling)", ["case", "us", "reached", "ratio", "aim"], rows
     )
+
+
+def peers(report: PartReport, args: Any) -> None:
+    """One row a kernel, ours first, and one column a case."""
+    rows = {(row["kernel"], row["case"]): row for row in report.data["rows"]}
+    kernels, cases = ({OURS: None} | {key[0]: None for key in rows}), list(dict.fromkeys(key[1] for key in rows))
+    for (_, case), row in rows.items():
+        row["of_ours"] = row["us"] / rows[OURS, case]["us"] if (OURS, case) in rows else None
+    shown = [[kernel, *(_peer_cell(rows.get((kernel, case))) for case in cases)] for kernel in kernels]
+    title = "Decode kernels of other projects, the same tensors: us (time over ours; share of the read ceiling)"
+    report.table(title, ["kernel", *cases], shown)
+    ratios = {key: row["of_ours"] for key, row in rows.items() if key[0] != OURS and row["of_ours"]}
+    fastest = min(ratios, key=ratios.__getitem__, default=None)
+    report.data["headline"] = f"{len(rows)} times of kernels" + (
+        f"; the fastest peer takes {ratios[fastest]:.2f} of our time ({', '.join(fastest)})" if fastest else ""
+    )
+
+
+def _peer_cell(row: dict[str, Any] | None) -> str:
+    return f"{row['us']:,.1f} ({ratio_text(row['of_ours'])}; {ratio_text(row['ratio'])})" if row else "–"
 
 
 def engine(report: PartReport, args: Any) -> None:
