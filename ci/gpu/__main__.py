@@ -240,6 +240,9 @@ def main(argv: list[str] | None = None) -> int:
         scratch = Path(name)
         manifest = record.begin(vars(args))
         environment = prepare(scratch, args.wheels, started + INSTALL_SHARE * limit)
+        if peers := os.environ.get("KVBENCH_PEERS"):
+            folders = ", ".join(Path(folder).name for folder in peers.split(os.pathsep))
+            environment.notes.append(f"packages of other engines come from {folders}")
         runner = Runner(args, scratch, environment, started + limit)
 
         def save() -> None:  # what is written comes back even if we are killed in the next part

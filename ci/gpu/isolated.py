@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import os
 import queue
 import shlex
 import shutil
@@ -21,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ci.gpu import tables
@@ -104,17 +106,30 @@ class CaseProcess:
                 return
 
     def stop(self, ask: bool = True) -> int:
-        """End the process, gently with ``ask``; its exit code."""
+        """End the process and what it started, gently with ``ask``; its exit code."""
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         if ask:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
+        family = list(_descendants(self._process.pid))
         self._process.kill()
         code = self._process.wait()
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for reader in self._readers:
             reader.join(1.0)
         return code
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """The processes that ``pid`` and its descendants have started and that still run."""
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # its thread has ended
+            for child in map(int, path.read_text().split()):
+                yield child
+                yield from _descendants(child)
 
 
 class CaseRunner:

@@ -91,6 +91,11 @@ PARTS = (
         needs=HARNESS, result="sweep", isolated=False,
     ),
     Part(
+        "peer-job", "turns", "nano-vllm's job: kvbench and vLLM in turns", needs=MODEL, arguments=("--pair", "peers"),
+        result="engine.json", isolated=False,
+    ),
+    Part("peer-kernels", "peer_kernels", "decode kernels of other projects beside ours", result="kernels.json"),
+    Part(
         "before-after", "turns", "two commits of the engine in turns: job, decode steps, mixed steps", needs=MODEL,
         arguments=("--pair", "before-after"), result="engine.json", isolated=False,
     ),
@@ -142,6 +147,7 @@ class Entry:
 ENTRIES = {
     entry.name: entry
     for entry in (
+        Entry("peers", {"facts": 20.0, "peer-job": 240.0, "peer-kernels": 170.0}),
         Entry("settings", {"facts": 20.0, "settings": 490.0}),
         Entry("before-after", {"facts": 25.0, "before-after": 220.0}),
         Entry("sharpness", {"facts": 20.0, "sharpness": 490.0}),

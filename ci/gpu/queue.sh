@@ -10,11 +10,12 @@ name="$1" outdir="$2" bring="$root/.bring" more=(); shift 2
 if [[ " $* " == *" --tiny "* ]]; then
   export KVBENCH_PEERS="$root/tests/support/fake_peers"
 elif [ -d "$bring/peers" ]; then
-  peers="$(mktemp -d)"
+  peers="$bring/unpacked"
+  mkdir -p "$peers"
   export KVBENCH_PEERS="$peers/site:$peers/flashinfer" FLASHINFER_CUDA_ARCH_LIST=9.0a FLASHINFER_WORKSPACE_BASE="$peers"
   PEER_PARTS="$peers/parts" bash "$bring/peers/join_peers.sh" "$bring/peers" "$peers/site" \
     || echo "vLLM could not be unpacked: its parts are skipped" >&2
-  { mkdir "$peers/flashinfer" && tar -xJf "$bring/peers/flashinfer.tar.xz" -C "$peers/flashinfer"; } \
+  { mkdir -p "$peers/flashinfer" && tar -xJf "$bring/peers/flashinfer.tar.xz" -C "$peers/flashinfer"; } \
     || echo "FlashInfer could not be unpacked: its kernels are skipped" >&2
 fi
 exec "$root/ci/gpu.sh" "$outdir" --entry "$name" "${more[@]}" "$@"

@@ -49,7 +49,8 @@ def put_down(report: PartReport, folder: Path, method: str) -> None:
     report.put(headline=f"{pairs.groupby(['method', 'pair']).ngroups} pairs")
     if not len(launches):
         return
-    modes = [str(len(launches)), " ".join(f"{value:,.0f}" for value in launches), f"{coefficient:.2f}", f"{chance:.0%}"]
+    shape = ["–", "–"] if np.isnan(coefficient) else [f"{coefficient:.2f}", f"{chance:.0%}"]
+    modes = [str(len(launches)), " ".join(f"{value:,.0f}" for value in launches), *shape]
     columns = ["launches", "output tokens/s", f"bimodality coefficient (two modes: above {TWO_MODES:.2f})",
                "normal samples with as much"]  # fmt: skip
     report.table("Launched servers", columns, [modes])

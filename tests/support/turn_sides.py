@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ class CASES:
             if self.kind == "warns":
                 report.fail("engine.x", "decode without CUDA graphs")
             if self.kind == "hangs":
+                child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+                (self.scratch / f"child-{child.pid}").touch()
                 time.sleep(600)
             report.put(loaded_at=time.monotonic())
             return
