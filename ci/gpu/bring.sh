@@ -5,8 +5,9 @@
 #   ci/gpu/bring.sh before-after REF           engine/ and kernels/ of the commit REF
 #   ci/gpu/bring.sh settings|sharpness|long    wheels of what the GPU's image lacks
 #
-# What an earlier call left is removed. For Python 3.12 on x86-64 Linux. PYTHON packs and compiles (python3); to compile
-# it needs torch and Python 3.12. PEER_TOOLS: the folder of make_peers.py (../shared/gpu_peers).
+# What an earlier call left is removed. For Python 3.12 on x86-64 Linux. PYTHON (python3) packs; where it is a 3.12 and
+# nvcc 13 is here, FlashInfer's kernels are compiled, in an environment that is made for it (5 GB, removed in the end).
+# PEER_TOOLS: the folder of make_peers.py (../shared/gpu_peers).
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 cd "$root"
@@ -18,19 +19,22 @@ image+=,typing-extensions,urllib3,uvloop,werkzeug  # what it has
 
 fail() { echo "ci/gpu/bring.sh: error: $1; see ci/gpu/bring.sh --help" >&2; exit 2; }
 
-bring_peers() {  # the packs, and FlashInfer's four kernels, without whose sources nothing is compiled on the GPU's time
-  local work site kernel; work="$(mktemp -d)"; site="$work/fi"
+build=(torch==2.11.0 numpy ninja einops tabulate tqdm requests nvidia-ml-py click packaging)  # to compile FlashInfer
+
+bring_peers() {  # the packs, with FlashInfer's four kernels: the GPU's time is not for compilers
+  local work site builder kernel; work="$(mktemp -d)"; site="$work/fi" builder="$work/env/bin/python"
   trap "rm -rf '$work'" EXIT
   "$python" "$tools/make_peers.py" "$work" --part-mib 60
   "$python" "$tools/make_flashinfer.py" "$work"
-  if MAX_JOBS="$(nproc)" PYTHON="$python" bash "$tools/flashinfer_compile.sh" "$site" "$work" \
-      decode_bf16 decode_fp8 prefill_bf16 prefill_fp8 > "$work/log" 2>&1; then
+  if { "$python" -m venv "$work/env" && "$builder" -m pip install -q "${build[@]}" &&
+      MAX_JOBS="$(nproc)" PYTHON="$builder" bash "$tools/flashinfer_compile.sh" "$site" "$work" \
+        decode_bf16 decode_fp8 prefill_bf16 prefill_fp8; } > "$work/log" 2>&1; then
     for kernel in "$work"/.cache/flashinfer/*/*/cached_ops/*/*.so; do
       install -D "$kernel" "$site/flashinfer/data/aot/$(basename "$kernel" .so)/$(basename "$kernel")"
     done
     rm -rf "$site"/flashinfer/data/{cutlass,cccl,spdlog,include}
   else
-    echo "FlashInfer's kernels are left to the GPU's machine, nvcc failed here: $(tail -n 1 "$work/log")" >&2
+    echo "FlashInfer's kernels are left to the GPU's machine, they could not be compiled here: $(tail -n 1 "$work/log")" >&2
   fi
   rm -rf "$site"/*tvm_ffi*  # vLLM's pack has it
   mkdir -p .bring/peers
@@ -40,7 +44,7 @@ bring_peers() {  # the packs, and FlashInfer's four kernels, without whose sourc
 
 name="${1:-}" ref="${2:-}"
 case "$name" in
-  -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+  -h | --help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
   peers) [ -f "$tools/make_peers.py" ] || fail "there is no make_peers.py in $tools: set PEER_TOOLS to its folder" ;;
   before-after)
     [ -n "$ref" ] || fail "before-after needs a commit"
