@@ -37,7 +37,7 @@ class CASES:
                 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
                 (self.scratch / f"child-{child.pid}").touch()
                 time.sleep(600)
-            report.put(loaded_at=time.monotonic())
+            report.put(loaded_at=time.monotonic(), imports_from=Path(sys.path[0]).name)
             return
         self.jobs += 1
         if self.kind == "dies" and self.jobs == 2:

@@ -46,6 +46,7 @@ def test_sides_take_turns_and_who_begins_changes(run):
     assert len({row["process"] for row in rows}) == 4  # one a side and launch, alive from turn to turn
     loaded = [report.data[f"{name}: loaded_at"] for name in ("first", "second")]
     assert max(loaded) < rows[4]["at"] and not report.data["failures"]
+    assert [report.data[f"{name}: imports_from"] for name in ("first", "second")] == ["base", "other"]
 
 
 def test_the_table_has_the_medians_and_the_ratio_in_each_turn(run):
