@@ -100,11 +100,11 @@ class Launch:
             what = f"{case}, launch {self._number + 1}, turn {turn + 1}"
             self._add("skipped", {"what": what, "reason": "no time left"})
             return names
-        left = list(names)
+        left, ends = list(names), time.monotonic() + self._report.time_left
         for name in names[:: 1 if turn % 2 == 0 else -1]:
             started = time.monotonic()
             try:
-                self._ask(name, case, place, min(CASE_S, self._report.time_left))
+                self._ask(name, case, place, min(CASE_S, ends - started))
             except ProcessEnded as ended:
                 self._add("failures", {"what": f"{name}: {case}", "reason": str(ended)})
                 left.remove(name)

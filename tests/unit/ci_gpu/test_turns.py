@@ -88,7 +88,7 @@ def test_a_side_that_does_not_load_leaves_the_other_measured_alone(run, kind, re
 def test_no_turn_begins_that_the_time_does_not_hold(run, monkeypatch):
     monkeypatch.setattr(PartReport, "time_left", property(lambda self: 60.0 if not self.data["rows"] else -1.0))
     report = run("other")
-    assert [row["side"] for row in report.data["rows"]] == ["first"]
+    assert [row["side"] for row in report.data["rows"]] == ["first", "second"]
     assert [skipped["what"] for skipped in report.data["skipped"]] == ["job, launch 1, turn 2"]
 
 
