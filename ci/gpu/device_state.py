@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 Reading = dict[str, float]
+NOW = ("sm_mhz", "memory_mhz", "celsius")  # of a reading, what is no counter
 
 
 def read_state() -> Reading:
@@ -49,8 +50,8 @@ def read_state() -> Reading:
 
 def change(before: Reading, after: Reading) -> Reading:
     """The mean power [W] and the seconds throttled between two readings, and the clocks and temperature at the end."""
-    found = {name: value for name, value in after.items() if name in ("sm_mhz", "memory_mhz", "celsius")}
-    grown = {name: after[name] - before[name] for name in after if name in before and name.endswith(("_s", "_j", "at"))}
-    if "energy_j" in grown and grown["at"] > 0:
-        found["power_w"] = grown["energy_j"] / grown["at"]
-    return {name: round(value, 3) for name, value in (found | grown).items() if name not in ("energy_j", "at")}
+    grown = {name: after[name] - before[name] for name in after if name in before and name not in NOW}
+    seconds, joules = grown.pop("at"), grown.pop("energy_j", None)
+    power = {"power_w": joules / seconds} if joules is not None and seconds > 0 else {}
+    now = {name: after[name] for name in NOW if name in after}
+    return {name: round(value, 3) for name, value in (power | grown | now).items()}

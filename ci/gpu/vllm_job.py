@@ -18,12 +18,12 @@ import time
 from typing import Any
 
 from ci.gpu.engine_job import TEMPERATURE, TINY_SEQUENCES, WARM_UP_TOKENS, shortened
+from ci.gpu.engine_turns import KV_BYTES, MODEL
 from ci.gpu.nano_shape import NUM_SEQUENCES, Job, draw_job
 from ci.gpu.part import Planned, Report
 from engine.model.spec import CONFIG_DIR
 
-MODEL = "qwen3-0.6b"
-KV_BYTES, TINY_KV_BYTES = 32 * 2**30, 4 * 2**20
+TINY_KV_BYTES = 4 * 2**20
 LOAD_SECONDS, JOB_SECONDS = 240.0, 90.0
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
