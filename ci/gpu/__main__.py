@@ -80,11 +80,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Part]]:
         arguments.error(
             f"{args.outdir} holds other files ({', '.join(others[:3])}): name an empty folder, or a new one"
         )
-    if args.entry and args.parts:
-        arguments.error("--entry and --part exclude one another: an entry names its parts")
     try:
         args.earlier = against.read_run(args.against) if args.against else None
-        parts = ENTRIES[args.entry].parts() if args.entry else select_parts(args.parts, args.quick)
+        parts = ENTRIES[args.entry].parts(args.parts) if args.entry else select_parts(args.parts, args.quick)
     except ValueError as error:
         arguments.error(str(error))
     return args, parts
@@ -124,7 +122,7 @@ class Runner:
         self.args, self.scratch, self.environment, self.deadline = args, scratch, environment, deadline
         self.child = Child()
         self.outcomes: list[Outcome] = []
-        self.save: Callable[[], None] = lambda: None  # called after every part
+        self.save: Callable[[list[Outcome]], None] = lambda outcomes: None
 
     @property
     def time_left(self) -> float:
@@ -159,7 +157,7 @@ class Runner:
     def _keep(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         print(outcome.line, flush=True)
-        self.save()
+        self.save(self.outcomes)
 
     def _run_part(self, part: Part, seconds: float) -> Outcome:
         def skipped(reason: str) -> Outcome:
@@ -173,8 +171,14 @@ class Runner:
         command += ["--out", str(self._out(part)), "--device", self.args.device, "--seconds", f"{seconds:.1f}"]
         command += ["--facts", str(self.scratch / "facts.json"), "--scratch", str(self.scratch)]
         command += [flag for flag, on in (("--quick", self.args.quick), ("--tiny", self.args.tiny)) if on]
+
+        def save_so_far() -> None:
+            so_far = Outcome(part.name, part.what, FAILED, "had not ended", result=part.result, data=self._result(part))
+            self.save([*self.outcomes, so_far])
+
         log, before = self.scratch / f"{part.name}.log", read_state()
-        ended = self.child.run(command, log, max(LEAST_S, seconds + GRACE_S), ROOT, _child_environment())
+        limit_s = max(LEAST_S, seconds + GRACE_S)
+        ended = self.child.run(command, log, limit_s, ROOT, _child_environment(), save_so_far)
         data = self._result(part)
         status, reason = PASSED, ""
         if ended.timed_out:
@@ -205,7 +209,7 @@ class Runner:
 def _child_environment() -> dict[str, str]:
     """Ours, so that parts find the repository's packages, never look for a network, and compile for the device.
 
-    ``KVBENCH_PEERS``: folders with packages of other engines, which come last.
+    ``KVBENCH_PEERS``: folders with packages of other engines, which come after the repository.
     """
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("KVBENCH_PEERS"))))
     found = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
@@ -245,10 +249,10 @@ def main(argv: list[str] | None = None) -> int:
             environment.notes.append(f"packages of other engines come from {folders}")
         runner = Runner(args, scratch, environment, started + limit)
 
-        def save() -> None:  # what is written comes back even if we are killed in the next part
-            record.finish(manifest, environment, runner.outcomes, time.monotonic() - started)
-            beside = against.lines(args.against.name, args.earlier, manifest, runner.outcomes) if args.earlier else ()
-            summary.write_results(args.outdir, scratch, manifest, runner.outcomes, beside)
+        def save(outcomes: list[Outcome]) -> None:  # what is written comes back even if we are killed
+            record.finish(manifest, environment, outcomes, time.monotonic() - started)
+            beside = against.lines(args.against.name, args.earlier, manifest, outcomes) if args.earlier else ()
+            summary.write_results(args.outdir, scratch, manifest, outcomes, beside)
 
         runner.save = save
         runner.run(parts)

@@ -5,13 +5,16 @@ Standard library only.
 
 from __future__ import annotations
 
+import collections
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 from ci.gpu.summary import Outcome
 
-FIGURES = {"us": "case", "output_tokens_per_s": "run"}  # of a row: what is compared, and what names the row
+FIGURES = ("us", "output_tokens_per_s", "median_step_ms")  # what is compared of a row
+NAMES = ("case", "run", "variant", "kernel", "side")  # what tells rows of a part apart
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
@@ -27,14 +30,15 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def figures(parts: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Times [us] and rates [tokens/s] by part and row; of several rows of a name the last."""
-    return {
-        f"{part}: {row[name]} [{figure}]": row[figure]
-        for part, data in parts.items()
-        for row in data.get("rows", [])
-        for figure, name in FIGURES.items()
-        if figure in row and name in row
-    }
+    """The figures by part and row; of several rows of the same names, such as turns, the median."""
+    values = collections.defaultdict(list)
+    for part, data in parts.items():
+        for row in data.get("rows", []):
+            names = [part, *dict.fromkeys(str(row[name]) for name in NAMES if row.get(name) is not None)]
+            for figure in FIGURES:
+                if figure in row:
+                    values[f"{', '.join(names)} [{figure}]"].append(row[figure])
+    return {name: statistics.median(rows) for name, rows in values.items()}
 
 
 def lines(

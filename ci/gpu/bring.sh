@@ -48,7 +48,9 @@ case "$name" in
   peers) [ -f "$tools/make_peers.py" ] || fail "there is no make_peers.py in $tools: set PEER_TOOLS to its folder" ;;
   before-after)
     [ -n "$ref" ] || fail "before-after needs a commit"
-    commit="$(git rev-parse --verify --quiet --end-of-options "$ref^{commit}")" || fail "there is no commit '$ref'" ;;
+    commit="$(git rev-parse --verify --quiet --end-of-options "$ref^{commit}")" || fail "there is no commit '$ref'"
+    git cat-file -e "$commit:engine/parent.py" 2> /dev/null \
+      || fail "'$ref' is too old: ci/gpu/engine_turns.py needs an engine that has engine/parent.py" ;;
   settings | sharpness | long) ;;
   *) fail "there is no entry '$name': name peers, before-after, settings, sharpness or long" ;;
 esac

@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 STOP_GRACE_S = 5.0
+MEANWHILE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,16 @@ class Child:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self, command: Sequence[str], log: Path, seconds: float, cwd: Path, env: Mapping[str, str]) -> Ended:
-        """Run to its end, or stop it after ``seconds``."""
+    def run(
+        self,
+        command: Sequence[str],
+        log: Path,
+        seconds: float,
+        cwd: Path,
+        env: Mapping[str, str],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Ended:
+        """Run to its end, or stop it after ``seconds``. ``meanwhile``: called every ``MEANWHILE_S``."""
         started = time.monotonic()
         with log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -38,9 +47,13 @@ class Child:
                 env=dict(env), start_new_session=True,
             )  # fmt: skip
             try:
-                code, timed_out = self._process.wait(timeout=seconds), False
-            except subprocess.TimeoutExpired:
-                code, timed_out = self.stop(), True
+                while (left := started + seconds - time.monotonic()) > 0:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self._process.wait(timeout=min(left, MEANWHILE_S))
+                        break
+                    meanwhile()
+                timed_out = self._process.poll() is None
+                code = self.stop() if timed_out else self._process.returncode
             finally:
                 self._signal(signal.SIGKILL)  # what it started and left behind, or all of it when we are interrupted
                 self._process = None

@@ -18,6 +18,7 @@ from ci.gpu.part import PartReport, part_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 END_GRACE_S = 10.0  # to stop servers and close the run
+QUALITY_SWEEP = "{kv_cache_dtype: [auto, fp8_e4m3, int8_per_token_head, int4_per_token_head]}"
 
 
 def run_kvbench(words: list[str], seconds: float) -> tuple[int, bool]:
@@ -41,7 +42,7 @@ def words_of(args: argparse.Namespace, folder: Path, seconds: float) -> list[str
         minutes = f"{seconds / 60:.2f}"
         return ["claims", "--only", "paging-cost", *profile, "--minutes", minutes, "--output-dir", str(folder)]
     words = ["quality", "workloads/mixed.yaml", *profile, "--output", str(folder / "quality.json")]
-    return [*words, *(("-o", "sweep={}") if args.tiny else ())]
+    return [*words, "-o", f"sweep={'{}' if args.tiny else QUALITY_SWEEP}"]
 
 
 def keep_quality(report: PartReport, data: dict[str, Any]) -> None:

@@ -30,11 +30,11 @@ class EngineTurns(EngineJob):
         self.decoding, self.context, self.steps = (2, 8, 4) if args.tiny else (DECODING, CONTEXT, STEPS)
 
     def plan(self) -> list[Planned]:
-        """Loading first."""
+        """Loading, then what is measured."""
         return [Planned(name) for name in (LOAD, "job", *STEP_TOKENS)]
 
     def run(self, name: str, report: Report) -> None:
-        """One case."""
+        """Run one case."""
         self.report = self._warnings.report = report
         if name == LOAD:
             self.load(**({} if self.args.tiny else {"kv_budget": KV_BYTES}))
@@ -44,7 +44,7 @@ class EngineTurns(EngineJob):
             self._run_steps(STEP_TOKENS[name] // (64 if self.args.tiny else 1))
 
     def _run_steps(self, tokens: int) -> None:
-        """Steady steps of ``tokens`` tokens; 0: of the decoding sequences alone."""
+        """Measure steady steps of ``tokens`` tokens; 0: of the decoding sequences alone."""
         assert self.engine is not None, "a side that did not load is asked nothing more"
         engine, prompt = self.engine, max(0, tokens - self.decoding)
         for index in range(self.decoding):
@@ -66,9 +66,12 @@ class EngineTurns(EngineJob):
             engine.step()
         scheduled = [stats.prefill_tokens_scheduled + stats.decode_tokens_scheduled for stats in (before, after)]
         phases = {name: after.phase_seconds[name] - before.phase_seconds[name] for name in after.phase_seconds}
+        tokens_a_step = (scheduled[1] - scheduled[0]) / self.steps
+        if tokens_a_step != self.decoding + prompt:
+            self.report.fail("steps", f"{tokens_a_step:g} tokens a step in place of {self.decoding + prompt}")
         self.report.row(
             median_step_ms=quantiles(seconds[-self.steps :], 1e3)["p50"],
-            tokens_a_step=(scheduled[1] - scheduled[0]) / self.steps,
+            tokens_a_step=tokens_a_step,
             replayed_share=(after.replayed_steps - before.replayed_steps) / self.steps,
             **{f"{name}_ms": 1e3 * spent / self.steps for name, spent in phases.items()},
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 TORCH = ("torch", "numpy")
@@ -103,9 +103,12 @@ PARTS = (
         "settings", "settings", "engine time of settings against paged, beside the simulator's predictions",
         needs=HARNESS, result="engine.json", isolated=False,
     ),
-    Part(
-        "sharpness", "sharpness", "pairs of equal sides: how far launched and lockstep ones scatter",
-        needs=HARNESS, result="engine.json", isolated=False,
+    *(
+        Part(
+            f"{method}-pairs", "sharpness", f"{method} pairs of equal sides: how far they scatter", needs=HARNESS,
+            arguments=(method,), result="engine.json", isolated=False,
+        )
+        for method in ("launched", "lockstep")
     ),
     Part(
         "long-decode", "time_kernels", "decode of long and skewed batches", arguments=("--decode-from", "32768"),
@@ -128,20 +131,30 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A prepared run of docs/gpu.md's queue. ``seconds``: of each of its parts, by name, in their order."""
+    """A prepared run of docs/gpu.md's queue. ``seconds``: what each of its parts takes, by name, in their order."""
 
     name: str
     seconds: Mapping[str, float] = field(hash=False)
 
     @property
     def limit_s(self) -> float:
-        """Seconds for everything, installing wheels and writing the summary included."""
+        """The seconds for everything, installing wheels and writing the summary included."""
         return sum(self.seconds.values()) + OVERHEAD_S
 
-    def parts(self) -> list[Part]:
-        """The parts, each with this entry's seconds."""
+    def parts(self, names: Collection[str] = ()) -> list[Part]:
+        """The parts, each with this entry's seconds; with ``names`` only these, and facts.
+
+        Raises:
+            ValueError: the entry has no part of such a name.
+        """
+        if unknown := set(names) - set(self.seconds):
+            raise ValueError(f"{self.name} has no part {min(unknown)!r}: its parts are {', '.join(self.seconds)}")
         by_name = {part.name: part for part in PARTS}
-        return [replace(by_name[name], quick_s=seconds, full_s=seconds) for name, seconds in self.seconds.items()]
+        return [
+            replace(by_name[name], quick_s=seconds, full_s=seconds)
+            for name, seconds in self.seconds.items()
+            if not names or name in ("facts", *names)
+        ]
 
 
 ENTRIES = {
@@ -150,7 +163,7 @@ ENTRIES = {
         Entry("peers", {"facts": 20.0, "peer-job": 240.0, "peer-kernels": 170.0}),
         Entry("settings", {"facts": 20.0, "settings": 490.0}),
         Entry("before-after", {"facts": 25.0, "before-after": 220.0}),
-        Entry("sharpness", {"facts": 20.0, "sharpness": 490.0}),
+        Entry("sharpness", {"facts": 20.0, "launched-pairs": 360.0, "lockstep-pairs": 130.0}),
         Entry(
             "long",
             {"facts": 20.0, "engine-qwen3-14b": 180.0, "long-decode": 40.0, "paging-cost": 45.0, "quality": 230.0},

@@ -148,10 +148,10 @@ def flashinfer(x: Inputs, tensor_cores: bool) -> Callable[[], object]:
 
 FP8_QUERIES = (flash_attention_3, vllm_triton)
 PEERS: dict[str, Callable[[Inputs], Callable[[], object]]] = {
-    "FlashInfer, tensor cores": partial(flashinfer, tensor_cores=True),
-    "FlashInfer, CUDA cores": partial(flashinfer, tensor_cores=False),
     "vLLM's Triton": vllm_triton,
     "FlashAttention 3 of vLLM": flash_attention_3,
+    "FlashInfer, tensor cores": partial(flashinfer, tensor_cores=True),  # last: it may have to be compiled
+    "FlashInfer, CUDA cores": partial(flashinfer, tensor_cores=False),
 }
 
 

@@ -85,13 +85,13 @@ def kernels(report: PartReport, args: Any) -> None:
 
 
 def peers(report: PartReport, args: Any) -> None:
-    """One row a kernel, ours first, and one column a case."""
+    """Shows a row a kernel, ours first, and a column a case."""
     rows = {(row["kernel"], row["case"]): row for row in report.data["rows"]}
     kernels, cases = ({OURS: None} | {key[0]: None for key in rows}), list(dict.fromkeys(key[1] for key in rows))
     for (_, case), row in rows.items():
         row["of_ours"] = row["us"] / rows[OURS, case]["us"] if (OURS, case) in rows else None
     shown = [[kernel, *(_peer_cell(rows.get((kernel, case))) for case in cases)] for kernel in kernels]
-    title = "Decode kernels of other projects, the same tensors: us (time over ours; share of the read ceiling)"
+    title = "Decode kernels of other projects, us (time over ours; share of the read ceiling; launched: no graph)"
     report.table(title, ["kernel", *cases], shown)
     ratios = {key: row["of_ours"] for key, row in rows.items() if key[0] != OURS and row["of_ours"]}
     fastest = min(ratios, key=ratios.__getitem__, default=None)
@@ -101,7 +101,10 @@ def peers(report: PartReport, args: Any) -> None:
 
 
 def _peer_cell(row: dict[str, Any] | None) -> str:
-    return f"{row['us']:,.1f} ({ratio_text(row['of_ours'])}; {ratio_text(row['ratio'])})" if row else "–"
+    if row is None:
+        return "–"
+    how = "" if row["graph"] else ", launched"
+    return f"{row['us']:,.1f} ({ratio_text(row['of_ours'])}; {ratio_text(row['ratio'])}{how})"
 
 
 def engine(report: PartReport, args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Parts whose engines stay alive, each in a process of its own, and take turns, so that all meet the same machine.
+"""Runs parts whose engines stay alive in processes of their own and take turns, so that all meet the same machine.
 
 ``peer-job``: kvbench and vLLM on nano-vllm's job. ``before-after``: two commits of the engine on that job, on steps
 that only decode, and on steps of 512 and 2,048 tokens. Every side computes a case once a turn; who begins changes from
@@ -23,18 +23,18 @@ from ci.gpu.part import PartReport, part_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD = "load"  # the case that each side has first: building its engine
-LOAD_SHARE = 0.6  # of the time that is left: when a side that does not load is given up
+LOAD_SHARE = 0.75  # of the time that is left: when a side that does not load is given up
 CASE_S = 60.0  # after which a case counts as hung
 TURNS = 6  # in all
 FIGURES = {  # of a row, what a table shows: title, and digits
-    "output_tokens_per_s": ("output tokens/s", 0), "tokens_a_step": ("tokens a step", 0),
-    "replayed_share": ("share replayed from graphs", 2), "median_step_ms": ("ms a step, median", 3),
+    "output_tokens_per_s": ("output tokens/s", 0), "replayed_share": ("share replayed from graphs", 2),
+    "median_step_ms": ("ms a step, median", 3),
     **{f"{phase}_ms": (f"of it {phase}, mean", 3) for phase in ("schedule", "prepare", "execute", "sample", "output")},
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Side:
+class EngineSide:
     """An engine by its ``name``: a module with ``CASES``. ``folder``: its packages come from there first."""
 
     name: str
@@ -46,16 +46,16 @@ class Side:
 class Pair:
     """Two sides, the first being the base. ``launches``: of both, one after the other."""
 
-    sides: tuple[Side, Side]
+    sides: tuple[EngineSide, EngineSide]
     launches: int
 
 
 PAIRS = {
     "peers": Pair(
-        (Side("kvbench", "ci.gpu.engine_turns"), Side("vLLM", "ci.gpu.vllm_job")), 1
+        (EngineSide("kvbench", "ci.gpu.engine_turns"), EngineSide("vLLM", "ci.gpu.vllm_job")), 1
     ),  # vLLM compiles for a minute
     "before-after": Pair(
-        (Side("before", "ci.gpu.engine_turns", ".bring/before"), Side("after", "ci.gpu.engine_turns")), 2
+        (EngineSide("before", "ci.gpu.engine_turns", ".bring/before"), EngineSide("after", "ci.gpu.engine_turns")), 2
     ),
 }
 
@@ -94,14 +94,14 @@ class Launch:
         return [case["name"] for case in answer["plan"] if case["name"] != LOAD] if loaded else []
 
     def _measure(self, turn: int, case: str, names: list[str]) -> list[str]:
-        """One case on the sides of ``names``; those that can still be asked."""
+        """Asks the sides of ``names`` for one case; returns those that can be asked again."""
         place = {"launch": self._number + 1, "turn": turn + 1}
         if self._report.time_left < 1.2 * self._took.get(case, 0.0) * len(names):
             what = f"{case}, launch {self._number + 1}, turn {turn + 1}"
             self._add("skipped", {"what": what, "reason": "no time left"})
             return names
         left, ends = list(names), time.monotonic() + self._report.time_left
-        for name in names[:: 1 if turn % 2 == 0 else -1]:
+        for name in names[:: 1 if (turn + self._number) % 2 == 0 else -1]:
             started = time.monotonic()
             try:
                 self._ask(name, case, place, min(CASE_S, ends - started))
@@ -137,11 +137,11 @@ class Launch:
             self._report.add(kind, value)
 
 
-def _command(side: Side, arguments: list[str]) -> list[str]:
+def _command(side: EngineSide, arguments: list[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "ci.gpu.worker", side.module, *arguments]
 
 
-def _environment(side: Side) -> dict[str, str]:
+def _environment(side: EngineSide) -> dict[str, str]:
     paths = [str(ROOT / side.folder)] if side.folder else []
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", str(ROOT))])}
 
@@ -186,6 +186,9 @@ def main() -> int:
         if side.folder and not (ROOT / side.folder).is_dir() and not args.tiny:  # a dry run compares equal sides
             report.put(not_run=f"{side.folder} is not there: fill it with ci/gpu/bring.sh {args.pair}")
             return 0
+        commit = ROOT / side.folder / "COMMIT"
+        if side.folder and commit.is_file():
+            report.put(**{f"{side.name}: commit": commit.read_text(encoding="utf-8").strip()})
     for number in range(pair.launches):
         if report.time_left < took:
             report.skip(f"launch {number + 1}", "no time left")

@@ -2,13 +2,12 @@
 
 Case ``load`` builds and warms the engine up. Case ``job`` is one run of the whole job, timed from the call of
 ``generate`` until it returns; prompts and sampling parameters are made before. vLLM's own defaults but for what the
-job asks for: as much KV as ours, no text, no reuse of prompts. ``--backend``: FLASH_ATTN is what vLLM 0.26 chooses on a
-Hopper GPU; named here, it cannot silently fall back to another. ``--step-tokens``: instead of its 16,384.
+job asks for: as much KV as ours, no text, no reuse of prompts. FLASH_ATTN is what vLLM 0.26 chooses on a Hopper GPU;
+named here, it cannot silently fall back to another backend.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
 import os
@@ -48,10 +47,7 @@ class VllmJob:
     workers = 1  # nothing else may run on the device
 
     def __init__(self, args: Any):
-        own = argparse.ArgumentParser()
-        own.add_argument("--backend", default="FLASH_ATTN", help="vLLM's attention backend")
-        own.add_argument("--step-tokens", type=int, help="vLLM's max_num_batched_tokens, if not its default")
-        self._asked, self._scratch, self._tiny = own.parse_known_args(args.own)[0], args.scratch, args.tiny
+        self._scratch, self._tiny = args.scratch, args.tiny
         self._job = draw_job(TINY_SEQUENCES, 8, 32) if args.tiny else draw_job()
         self._llm: Any = None
 
@@ -92,17 +88,16 @@ class VllmJob:
         report.put(config=facts)
 
     def _arguments(self) -> dict[str, Any]:
-        """Those of vllm.LLM. The share of the memory is only what must be free at the start: the KV has its own."""
+        """The arguments of vllm.LLM. The share of the memory is what must be free at the start; the KV has its own."""
         model = self._scratch / f"vllm-{MODEL}"  # for vLLM a model, of which it needs the shape alone
         model.mkdir(exist_ok=True)
         shutil.copyfile(CONFIG_DIR / f"{MODEL}.json", model / "config.json")
-        arguments = {
+        return {
             "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0,
             "max_model_len": 2048, "max_num_seqs": NUM_SEQUENCES, "enable_prefix_caching": False,
             "kv_cache_memory_bytes": TINY_KV_BYTES if self._tiny else KV_BYTES, "gpu_memory_utilization": 0.1,
-            "attention_backend": self._asked.backend,
+            "attention_backend": "FLASH_ATTN",
         }  # fmt: skip
-        return arguments | ({"max_num_batched_tokens": self._asked.step_tokens} if self._asked.step_tokens else {})
 
     def _generate(self, job: Job) -> dict[str, Any]:
         """One run of ``job``, as a row has it."""

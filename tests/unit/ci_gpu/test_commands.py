@@ -87,32 +87,49 @@ def test_rows_come_from_the_result_whatever_became_of_the_command(run, monkeypat
 PAIRS = "pair,cell,first,metric,unit,base,candidate,log_ratio\n"
 
 
-@pytest.mark.parametrize("launched", [0, 4])
-def test_sharpness_keeps_the_pairs_of_each_method_that_left_some(run, monkeypatch, launched):
-    asked = {}
+def run_sharpness(run, monkeypatch, method, count):
+    """Code and JSON of the part where ``calibrate`` leaves ``count`` pairs, and the seconds that it was given."""
+    given = []
 
-    def measure(out, method, number, minutes, words, limit_s):
-        asked[method] = minutes * 60
-        count = 3 if method == "lockstep" else launched
+    def measure(out, asked, number, minutes, words, limit_s):
+        given.append(minutes * 60)
+        (out / "log.txt").write_text("what calibrate said")
         if count == 0:
             raise SystemExit("round 1 of launched left no pairs")
-        folder = out / f"{method}-1" / "compare" / "x"
+        folder = out / f"{asked}-1" / "compare" / "x"
         folder.mkdir(parents=True)
         (folder / "manifest.json").write_text(json.dumps({"seconds": [20.0] * count}))
         rows = [f"{n},a,base,output_throughput,tokens/s,{100 + n % 2},200,0.0{n}" for n in range(1, count + 1)]
         (folder / "pairs.csv").write_text(PAIRS + "\n".join(rows))
-        (out / "log.txt").write_text("what calibrate said")
 
     monkeypatch.setattr(sharpness, "measure", measure)
-    code, data = run(sharpness, seconds="440")
-    assert code == 0 and len(data["rows"]) == 3 + launched and data["headline"] == f"{3 + launched} pairs"
-    assert asked == {"lockstep": pytest.approx(100, abs=2), "launched": pytest.approx(320, abs=2)}
-    scatter = {row["method"]: row for row in data["precision"]}
-    assert scatter["lockstep"]["sd"] == pytest.approx(0.01) and scatter["lockstep"]["pair_s"] == 20.0
-    assert scatter["lockstep"]["standard_error"] == pytest.approx(0.01 / 15**0.5)  # 15 pairs in 5 minutes
-    assert data["launches_tokens_per_s"] == [100.0, 100.0, 101.0, 101.0, *[200.0] * 4][: 2 * launched]
-    if launched:
-        assert data["bimodality_of_normal_samples"] < 0.05 and not data["skipped"]
-        assert data["tables"][1]["rows"][0][:2] == ["8", "100 100 101 101 200 200 200 200"]
-    else:
-        assert data["bimodality"] is None and data["skipped"][0]["reason"] == "round 1 of launched left no pairs"
+    code, data = run(sharpness, method, seconds="440")
+    return code, data, given
+
+
+def test_sharpness_keeps_every_pair_their_scatter_and_the_modes_of_launches(run, monkeypatch):
+    code, data, given = run_sharpness(run, monkeypatch, "launched", 4)
+    assert code == 0 and len(data["rows"]) == 4 and data["headline"] == "4 pairs"
+    assert given == [pytest.approx(440 - sharpness.END_SECONDS, abs=2)]
+    assert data["launches_tokens_per_s"] == [100.0, 100.0, 101.0, 101.0, *[200.0] * 4]
+    assert data["bimodality_of_normal_samples"] < 0.05
+    assert data["tables"][1]["rows"][0][:2] == ["8", "100 100 101 101 200 200 200 200"]
+
+
+def test_lockstep_pairs_have_a_scatter_and_no_launches(run, monkeypatch):
+    code, data, _ = run_sharpness(run, monkeypatch, "lockstep", 3)
+    (scatter,) = data["precision"]
+    assert code == 0 and scatter["sd"] == pytest.approx(0.01) and scatter["pair_s"] == 20.0
+    assert scatter["standard_error"] == pytest.approx(0.01 / 15**0.5)  # 15 pairs in 5 minutes
+    assert data["bimodality"] is None and len(data["tables"]) == 1
+
+
+def test_one_pair_has_no_scatter_and_none_is_said(run, monkeypatch):
+    assert run_sharpness(run, monkeypatch, "lockstep", 1)[1]["tables"][0]["rows"][0][-2:] == ["–", "–"]
+    code, data, _ = run_sharpness(run, monkeypatch, "launched", 0)
+    assert code == 0 and "left no pairs" in data["not_run"]
+
+
+def test_calibrate_takes_the_words_of_both_shapes():
+    for words in (sharpness.FULL, sharpness.TINY):
+        assert cli.commands["calibrate"].make_context("calibrate", [*words, "--method", "launched"])

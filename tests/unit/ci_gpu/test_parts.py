@@ -52,6 +52,13 @@ def test_an_entry_begins_with_the_ceilings_and_fits_a_command_of_ten_minutes(nam
     assert sum(ENTRIES[name].seconds.values()) < ENTRIES[name].limit_s <= 575
 
 
+def test_an_entry_may_be_narrowed_to_some_of_its_parts(tmp_path):
+    _, parts = runner_module.parse([str(tmp_path / "out"), "--entry", "long", "--part", "quality"])
+    assert [(part.name, part.full_s) for part in parts] == [
+        (name, ENTRIES["long"].seconds[name]) for name in ("facts", "quality")
+    ]
+
+
 def test_the_page_of_the_queue_has_every_entry_in_its_order_with_its_seconds():
     page = Path("docs/gpu.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -15,7 +16,7 @@ from ci.gpu.part import PartReport, Report
 from ci.gpu.peer_kernels import PEERS, PeerKernels
 from ci.gpu.tables import OURS
 from ci.gpu.vllm_job import VllmJob
-from tests.support.git_repo import make_repo
+from tests.support.git_repo import commit_all, make_repo
 
 ROOT = Path(__file__).resolve().parents[3]
 FAKES = ROOT / "tests/support/fake_peers"
@@ -48,7 +49,7 @@ def test_kernels_are_compared_and_timed_on_the_same_tensors(args, fakes, tmp_pat
     tables.peers(report, args)
     (table,) = report.data["tables"]
     assert [row[0] for row in table["rows"]] == [OURS, *PEERS] and len(table["columns"]) == 3
-    assert all("(1.00; –)" in cell for cell in table["rows"][0][1:])
+    assert all("(1.00; –, launched)" in cell for cell in table["rows"][0][1:])
 
 
 def late(x):
@@ -93,14 +94,14 @@ def test_a_kernel_that_took_its_process_along_is_not_tried_again(args, fakes, mo
 
 
 def test_vllm_is_loaded_once_and_asked_for_the_job_again(args, fakes):
-    args.own = ["--pair", "peers", "--step-tokens", "8192"]  # the turns tell every side all they were told
+    args.own = ["--pair", "peers"]  # the turns tell every side all they were told
     part, report = VllmJob(args), Report(60.0)
     assert [case.name for case in part.plan()] == ["load", "job"] and len({c.group for c in part.plan()}) == 1
     for name in ("job", "load", "job", "job"):
         part.run(name, report)
     assert [skip["what"] for skip in report.data["skipped"]] == ["job"]
     config = report.data["config"]
-    assert config["attention_backend"] == "FLASH_ATTN" and config["max_num_batched_tokens"] == 8192
+    assert config["attention_backend"] == "FLASH_ATTN" and config["max_num_batched_tokens"] == 16384
     for row in report.data["rows"]:
         assert row["complete"] and row["output_tokens"] == part._job.output_tokens
         assert row["output_tokens_per_s"] == pytest.approx(row["output_tokens"] / row["seconds"])
@@ -118,7 +119,12 @@ def test_without_vllm_nothing_is_loaded(args):
 def repository(tmp_path):
     """A repository with the two scripts, and commands run in it."""
     files = {f"ci/gpu/{name}": (ROOT / "ci/gpu" / name).read_text() for name in ("bring.sh", "queue.sh")}
-    files |= {"engine/file.py": "engine", "kernels/file.py": "kernels", ".gitignore": "/.bring/\n"}
+    files |= {
+        "engine/file.py": "engine",
+        "engine/parent.py": "",
+        "kernels/file.py": "kernels",
+        ".gitignore": "/.bring/\n",
+    }
     files["ci/gpu.sh"] = '#!/bin/sh\necho "$KVBENCH_PEERS|$*"\n'
     home = make_repo(tmp_path / "repository", files)
     (home / "ci/gpu.sh").chmod(0o755)
@@ -148,9 +154,13 @@ def test_an_earlier_commit_is_brought_alone_and_only_if_it_can_travel(repository
     assert sorted(path.name for path in repository.joinpath(".bring").iterdir()) == ["before"]
     assert sorted(path.name for path in before.iterdir()) == ["COMMIT", "engine", "kernels"]
     assert (before / "engine/file.py").read_text() == "engine" and len((before / "COMMIT").read_text()) == 41
+    (repository / "engine/parent.py").unlink()
+    commit_all(repository, "older")
+    done = run(repository, "bring.sh", "before-after", "HEAD")
+    assert done.returncode == 2 and "too old" in done.stderr and before.is_dir()
     with (repository / "large").open("wb") as file:
         file.truncate(65 * 2**20)
-    done = run(repository, "bring.sh", "before-after", "HEAD")
+    done = run(repository, "bring.sh", "before-after", "HEAD~1")
     assert done.returncode == 1 and "together 2 MiB more than the 64" in done.stderr
 
 
@@ -163,12 +173,20 @@ def test_the_queue_uses_what_was_brought(repository, tmp_path, join, trouble):
     peers.mkdir(parents=True)
     (peers / "join_peers.sh").write_text(join)
     (peers / "part1").write_text("vllm")
-    subprocess.run(["tar", "-C", str(FAKES), "-cJf", str(peers / "flashinfer.tar.xz"), "flashinfer.py"], check=True)
+    compiled = tmp_path / "packed/flashinfer/data/aot"
+    compiled.mkdir(parents=True)
+    packing = ["tar", "-C", str(tmp_path / "packed"), "-cJf", str(peers / "flashinfer.tar.xz"), "flashinfer"]
+    subprocess.run(packing, check=True)
     done = run(repository, "queue.sh", "peers", "out", "--quick", TMPDIR=str(tmp_path))
     folders, _, told = done.stdout.strip().partition("|")
     assert done.returncode == 0 and told == "out --entry peers --quick" and trouble in done.stderr
     site, flashinfer = map(Path, folders.split(":"))
-    assert (site / "part1").is_file() is not bool(trouble) and (flashinfer / "flashinfer.py").is_file()
+    assert (site / "part1").is_file() is not bool(trouble) and (flashinfer / "flashinfer/data/aot").is_dir()
+    compiled.rmdir()
+    subprocess.run(packing, check=True)
+    shutil.rmtree(repository / ".bring/unpacked")
+    done = run(repository, "queue.sh", "peers", "out")
+    assert done.stdout.startswith(f"{site}|") and "not compiled" in done.stderr
     (repository / ".bring/wheels").mkdir()
     done = run(repository, "queue.sh", "peers", "out", "--device", "cpu", "--tiny")
     assert done.stdout.startswith(

@@ -119,6 +119,27 @@ def test_what_a_part_measured_is_on_disk_before_the_next_one_begins(tmp_path, mo
     assert "| first | passed |" in log and '"us": 2.5' in log
 
 
+def test_what_a_part_has_measured_so_far_is_on_disk_while_it_runs(tmp_path, monkeypatch):
+    """A run that is killed in a long part leaves what it had."""
+    monkeypatch.setattr("ci.gpu.children.MEANWHILE_S", 0.2)
+    out = tmp_path / "out"
+    code = (
+        "import os, time\n"
+        "write(rows=[{'case': 'x', 'us': 2.5}])\n"
+        f"summary = {str(out / 'summary.md')!r}\n"
+        "while not os.path.exists(summary): time.sleep(0.05)\n"
+        f"print(open(summary).read(), open({str(out / 'kernels.json')!r}).read())\n"
+    )
+    part = replace(scripted("slow", code, result="kernels.json"), full_s=60.0)
+    monkeypatch.setattr(runner_module, "select_parts", lambda names, quick: [part])
+    monkeypatch.setattr(Part, "needed", lambda self, device: self.needs)
+    monkeypatch.setattr(runner_module.signal, "signal", lambda number, handler: None)
+    assert runner_module.main([str(out), "--device", "cpu", "--tiny"]) == 0
+    log = (out / "log.txt").read_text()
+    assert "| slow | FAILED |" in log and "had not ended" in log and '"us": 2.5' in log
+    assert "| slow | passed |" in (out / "summary.md").read_text()
+
+
 def test_what_the_gpu_did_over_a_part_is_recorded(run, monkeypatch):
     readings = iter([{"at": 10.0, "energy_j": 100.0}, {"at": 12.0, "energy_j": 1300.0, "throttled_by_heat_s": 9.0}])
     monkeypatch.setattr(runner_module, "read_state", lambda: next(readings))
@@ -130,16 +151,24 @@ def test_what_the_gpu_did_over_a_part_is_recorded(run, monkeypatch):
 def test_runs_on_one_host_are_compared_and_others_are_not(tmp_path, host):
     (tmp_path / "manifest.json").write_text(json.dumps({"device": {"host": host}}))
     rows = [{"case": "decode", "us": 200.0}, {"case": "gone", "us": 1.0}]
+    rows += [{"case": "shape", "kernel": kernel, "us": us} for kernel, us in (("ours", 10.0), ("theirs", 30.0))]
     (tmp_path / "kernels.json").write_text(json.dumps({"kernels": {"rows": rows}}))
     (tmp_path / "engine.json").write_text(json.dumps({"job": {"rows": [{"run": "run 0", "output_tokens_per_s": 4e4}]}}))
+    newer = [
+        {"case": "decode", "us": 150.0},
+        {"case": "new", "us": 1.0},
+        {"case": "shape", "kernel": "ours", "us": 20.0},
+    ]
     now = [
-        Outcome("kernels", "x", PASSED, data={"rows": [{"case": "decode", "us": 150.0}, {"case": "new", "us": 1.0}]}),
+        Outcome("kernels", "x", PASSED, data={"rows": newer}),
         Outcome("job", "x", PASSED, data={"rows": [{"run": "run 0", "output_tokens_per_s": 5e4}]}),
     ]
     lines = against.lines("then", against.read_run(tmp_path), {"device": {"host": "same"}}, now)
-    shown = [line for line in lines if "decode" in line or "run 0" in line]
+    shown = [line for line in lines if any(name in line for name in ("decode", "run 0", "ours", "theirs"))]
     if host == "same":
-        assert [line.split(" | ")[1:] for line in shown] == [["200", "150", "0.750 |"], ["40,000", "50,000", "1.250 |"]]
+        assert [line.split(" | ")[1:] for line in shown] == [
+            ["200", "150", "0.750 |"], ["10", "20", "2.000 |"], ["40,000", "50,000", "1.250 |"]
+        ]  # fmt: skip
         assert not any("gone" in line or "new" in line for line in lines)
     else:
         assert not shown and "Not compared" in "".join(lines)
@@ -235,7 +264,7 @@ def test_the_summary_says_what_kind_of_run_it_was():
         (["OUT", "--time-limit", "nan"], "too short"),
         (["FILE"], "is a file"),
         (["OUT", "--entry", "peer"], "invalid choice: 'peer'"),
-        (["OUT", "--entry", "before-after", "--part", "kernels"], "exclude one another"),
+        (["OUT", "--entry", "before-after", "--part", "kernels"], "before-after has no part 'kernels'"),
         (["OUT", "--against", "FULL"], "FULL is no result of ci/gpu.sh"),
         (["FULL"], "holds other files (mine.csv)"),
     ],

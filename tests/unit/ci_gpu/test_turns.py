@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
 
 from ci.gpu import turns
 from ci.gpu.part import PartReport
-from ci.gpu.turns import Launch, Pair, Side
+from ci.gpu.turns import EngineSide, Launch, Pair
 from tests.support.sweep_parts import alive, wait_until
 
 MODULE = "tests.support.turn_sides"
@@ -20,7 +21,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(turns.ROOT))
 
     def measured(kind: str, launches: int = 1, seconds: float = 120.0) -> PartReport:
-        pair = Pair((Side("first", MODULE, "base"), Side("second", MODULE, kind)), launches)
+        pair = Pair((EngineSide("first", MODULE, "base"), EngineSide("second", MODULE, kind)), launches)
         monkeypatch.setitem(turns.PAIRS, "tested", pair)
         out = tmp_path / "part.json"
         arguments = ["--out", str(out), "--device", "cpu", "--seconds", "60", "--scratch", str(tmp_path), "--tiny"]
@@ -40,7 +41,7 @@ def test_sides_take_turns_and_who_begins_changes(run):
     rows = sorted(report.data["rows"], key=lambda row: row["at"])
     assert [(row["launch"], row["turn"], row["side"]) for row in rows] == [
         (1, 1, "first"), (1, 1, "second"), (1, 2, "second"), (1, 2, "first"),
-        (2, 1, "first"), (2, 1, "second"), (2, 2, "second"), (2, 2, "first"),
+        (2, 1, "second"), (2, 1, "first"), (2, 2, "first"), (2, 2, "second"),
     ]  # fmt: skip
     assert {row["case"] for row in rows} == {"job"}  # the only one that both sides have
     assert len({row["process"] for row in rows}) == 4  # one a side and launch, alive from turn to turn
@@ -90,6 +91,19 @@ def test_no_turn_begins_that_the_time_does_not_hold(run, monkeypatch):
     report = run("other")
     assert [row["side"] for row in report.data["rows"]] == ["first", "second"]
     assert [skipped["what"] for skipped in report.data["skipped"]] == ["job, launch 1, turn 2"]
+
+
+def test_the_commit_that_was_brought_along_is_recorded(tmp_path, monkeypatch):
+    """Neither side can load here; who they were is on disk all the same."""
+    before = tmp_path / ".bring" / "before"
+    before.mkdir(parents=True)
+    (before / "COMMIT").write_text("abc123\n")
+    monkeypatch.setattr(turns, "ROOT", tmp_path)
+    monkeypatch.setattr(turns, "_command", lambda side, arguments: [sys.executable, "-c", "raise SystemExit(3)"])
+    out = tmp_path / "part.json"
+    words = ["--pair", "before-after", "--out", str(out), "--device", "cuda", "--seconds", "60", "--scratch", "x"]
+    monkeypatch.setattr(sys, "argv", ["turns", *words])
+    assert turns.main() == 1 and json.loads(out.read_text())["before: commit"] == "abc123"
 
 
 def test_another_commit_that_was_not_brought_along_is_said(tmp_path, monkeypatch):
