@@ -207,14 +207,14 @@ class Runner:
 
 
 def _child_environment() -> dict[str, str]:
-    """Ours, so that parts find the repository's packages, never look for a network, and compile for the device.
+    """Returns our environment, with the repository's packages, no network, and kernels compiled for the device.
 
     ``KVBENCH_PEERS``: folders with packages of other engines, which come after the repository.
     """
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("KVBENCH_PEERS"))))
-    found = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    found.pop("TRITON_INTERPRET", None)
-    return found
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    return environment
 
 
 def _last_lines(log: Path) -> str:

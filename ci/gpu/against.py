@@ -1,4 +1,4 @@
-"""An earlier run beside this one, if both are of one host: hosts differ by more than most changes of the code do.
+"""Shows an earlier run beside this one if both are of one host: hosts differ by more than most changes of the code do.
 
 Standard library only.
 """
@@ -18,7 +18,7 @@ NAMES = ("case", "run", "variant", "kernel", "side")  # what tells rows of a par
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """The manifest and the figures of an OUTDIR. Raises ValueError where the folder is none."""
+    """Reads the manifest and the figures of an OUTDIR. Raises ValueError where the folder is none."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         parts: dict[str, dict[str, Any]] = {}
@@ -30,7 +30,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def figures(parts: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The figures by part and row; of several rows of the same names, such as turns, the median."""
+    """Collects the figures by part and row; rows of the same names, such as turns, give their median."""
     values = collections.defaultdict(list)
     for part, data in parts.items():
         for row in data.get("rows", []):
@@ -44,7 +44,7 @@ def figures(parts: dict[str, dict[str, Any]]) -> dict[str, float]:
 def lines(
     name: str, earlier: tuple[dict[str, Any], dict[str, float]], manifest: dict[str, Any], outcomes: list[Outcome]
 ) -> list[str]:
-    """The figures of both runs as Markdown, or why they are not compared. ``earlier``: what ``read_run`` returned."""
+    """Shows the figures of both runs as Markdown, or why they are not compared. ``earlier``: from ``read_run``."""
     earlier_manifest, before = earlier
     now = figures({outcome.name: outcome.data for outcome in outcomes})
     title = [f"## Beside {name}", ""]

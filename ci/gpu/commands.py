@@ -22,7 +22,7 @@ QUALITY_SWEEP = "{kv_cache_dtype: [auto, fp8_e4m3, int8_per_token_head, int4_per
 
 
 def run_kvbench(words: list[str], seconds: float) -> tuple[int, bool]:
-    """Run a command; its exit code, and whether it had to be interrupted."""
+    """Runs a command and returns its exit code and whether it had to be interrupted."""
     process = subprocess.Popen([sys.executable, "-m", "kvbench", *words], cwd=ROOT)
     try:
         return process.wait(timeout=seconds), False
@@ -36,7 +36,7 @@ def run_kvbench(words: list[str], seconds: float) -> tuple[int, bool]:
 
 
 def words_of(args: argparse.Namespace, folder: Path, seconds: float) -> list[str]:
-    """The command and its options; where it is tiny, quality is that of the baseline alone."""
+    """Returns the command and its options; a tiny run has the quality of the baseline alone."""
     profile = ["--profile", "gpu" if args.device == "cuda" else "cpu"]
     if args.command == "claims":
         minutes = f"{seconds / 60:.2f}"
@@ -46,7 +46,7 @@ def words_of(args: argparse.Namespace, folder: Path, seconds: float) -> list[str
 
 
 def keep_quality(report: PartReport, data: dict[str, Any]) -> None:
-    """A row a configuration, the control first; what is of none of them: the part's own values."""
+    """Adds a row for each configuration, the control first, and keeps the rest as the part's own values."""
     configurations = {"control (A/A)": data.pop("control"), **data.pop("configurations")}
     report.put(**data)
     shown = []
@@ -66,7 +66,7 @@ def keep_quality(report: PartReport, data: dict[str, Any]) -> None:
 
 
 def keep_claims(report: PartReport, data: dict[str, Any]) -> None:
-    """A row a claim."""
+    """Adds a row for each claim."""
     for claim in data["claims"]:
         report.row(**claim)
     shown = [[claim["name"], claim["verdict"], claim["evidence"], claim["reason"]] for claim in data["claims"]]

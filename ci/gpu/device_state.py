@@ -1,6 +1,6 @@
-"""What the first GPU does over a part, from NVML's counters, which are read before and after it only.
+"""Reads what the first GPU does over a part from NVML's counters, before and after it.
 
-nvidia-smi beside a measured job stops a busy GPU for 0.25 to 0.33 s.
+nvidia-smi beside a measured job would stop a busy GPU for 0.25 to 0.33 s.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ NOW = ("sm_mhz", "memory_mhz", "celsius")  # of a reading, what is no counter
 
 
 def read_state() -> Reading:
-    """The clocks [MHz], the temperature [degrees C], and counters since the driver was loaded: energy [J], and seconds
-    in which power or heat held the clocks down. What the driver does not tell is left out; all but ``at`` without one.
+    """Reads clocks [MHz], temperature [degrees C], and counters since the driver was loaded: energy [J], and seconds in
+    which power or heat held the clocks down. What the driver does not tell is left out; without a GPU only ``at`` [s] is
+    there.
     """
     state = {"at": time.monotonic()}
     try:
@@ -49,7 +50,7 @@ def read_state() -> Reading:
 
 
 def change(before: Reading, after: Reading) -> Reading:
-    """The mean power [W] and the seconds throttled between two readings, and the clocks and temperature at the end."""
+    """Returns the mean power [W] and the seconds throttled between two readings, and the state at the end."""
     grown = {name: after[name] - before[name] for name in after if name in before and name not in NOW}
     seconds, joules = grown.pop("at"), grown.pop("energy_j", None)
     power = {"power_w": joules / seconds} if joules is not None and seconds > 0 else {}

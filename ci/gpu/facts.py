@@ -47,7 +47,7 @@ def _smi(fields: tuple[str, ...]) -> list[str] | None:
 
 
 def host_facts(device: str) -> dict[str, str]:
-    """The processor, and a name of this host: a hash of it and of the GPU, alike in every run on the same two."""
+    """Names the processor and this host, by a hash of processor and GPU that is the same in each run on these two."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -142,7 +142,7 @@ class Entry:
         return sum(self.seconds.values()) + OVERHEAD_S
 
     def parts(self, names: Collection[str] = ()) -> list[Part]:
-        """The parts, each with this entry's seconds; with ``names`` only these, and facts.
+        """Returns the parts with this entry's seconds; with ``names`` only these, and facts.
 
         Raises:
             ValueError: the entry has no part of such a name.

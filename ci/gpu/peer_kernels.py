@@ -76,7 +76,7 @@ class Inputs:
 
 
 def draw(case: Decode, heads: AttentionHeads, dtype: torch.dtype, device: str) -> Inputs:
-    """Tensors of ``case``, and the answer."""
+    """Draws the tensors of ``case`` and computes the answer."""
     t, options = cases.make_decode(case, heads, dtype, device), AttentionOptions(heads.dim**-0.5)
     q, scales, sides = t.q, (1.0, 1.0, 1.0), (t.k, t.v)
     if isinstance(t.k, QuantizedKV):
@@ -156,7 +156,7 @@ PEERS: dict[str, Callable[[Inputs], Callable[[], object]]] = {
 
 
 class PeerKernels:
-    """A case a shape and kind of KV."""
+    """The cases: each decode shape with each kind of KV."""
 
     workers = 1  # nothing else may run on the device
 
@@ -176,7 +176,7 @@ class PeerKernels:
         return [Planned(name, seconds=180.0) for name in self.cases]
 
     def run(self, name: str, report: Report) -> None:
-        """Check all kernels, then time in turns those that run."""
+        """Checks all kernels, then times in turns those that run."""
         x = draw(self.cases[name], self.heads, self.dtype, self.device)
         steps, errors = {}, {}
         for kernel in self.kernels:

@@ -7,9 +7,9 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 [ $# -ge 2 ] || { sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 name="$1" outdir="$2" bring="$root/.bring" more=(); shift 2
 [ ! -d "$bring/wheels" ] || more+=(--wheels "$bring/wheels")
-if [[ " $* " == *" --tiny "* ]]; then
+if [[ "$name" = peers && " $* " == *" --tiny "* ]]; then
   export KVBENCH_PEERS="$root/tests/support/fake_peers"
-elif [ -d "$bring/peers" ]; then
+elif [[ "$name" = peers && -d "$bring/peers" ]]; then
   peers="$bring/unpacked"
   mkdir -p "$peers"
   export KVBENCH_PEERS="$peers/site:$peers/flashinfer" FLASHINFER_CUDA_ARCH_LIST=9.0a FLASHINFER_WORKSPACE_BASE="$peers"

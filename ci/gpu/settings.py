@@ -56,7 +56,7 @@ TINY_LOAD = (
 
 @dataclass(frozen=True)
 class SettingsGroup:
-    """A sitting to be. ``sweep``: values by setting, each beside the baseline; ``budget_mib``: of each engine."""
+    """Settings that are measured in one sitting. ``sweep``: values by setting; ``budget_mib``: KV of each engine."""
 
     name: str
     load: str
@@ -79,7 +79,7 @@ class SettingsGroup:
 
 # In 7,000 MiB 43 of the 64 long answers fit, so that there is something to swap.
 FP8, INT8, INT4 = "fp8_e4m3", "int8_per_token_head", "int4_per_token_head"
-COMPARISONS = (
+GROUPS = (
     SettingsGroup("memory", "mixed lengths, 64 users", MIXED,
                {"layout": ("contiguous",), "enable_prefix_caching": (True,)}),
     SettingsGroup("decode", "256 tokens in, 1,024 out, 64 users", DECODE_HEAVY,
@@ -101,8 +101,8 @@ def metrics_of(load: Path) -> dict[str, float | None]:
 def means(
     effects: Mapping[str, Mapping[str, Any]], cell: str, first: Mapping[str, float | None]
 ) -> dict[str, float | None]:
-    """The values of a cell, means over the launches; of the baseline, from any effect against it. ``first``: in the
-    first launch, which is all there is where nothing was compared."""
+    """Returns the values of a cell as means over the launches. ``first``: those of the first launch, which stand where
+    the cell was compared with none."""
     of_cell = {name: effect["value"] for name, effect in effects.get(cell, {}).items()}
     of_base = {name: effect["base"] for against in effects.values() for name, effect in against.items()}
     return {name: (of_cell or of_base).get(name, value) for name, value in first.items()}
@@ -120,23 +120,23 @@ def memory_use(load: Path) -> dict[str, float]:
 
 
 class GroupRun:
-    """A comparison on this machine: its design, the simulated ratios by cell, and the launches in ``folder``."""
+    """A group on this machine: its design, the simulated ratios by cell, and the launches in ``folder``."""
 
-    def __init__(self, comparison: SettingsGroup, args: Any, report: PartReport):
-        self.comparison, self.report = comparison, report
+    def __init__(self, group: SettingsGroup, args: Any, report: PartReport):
+        self.group, self.report = group, report
         self.profile = "gpu" if args.device == "cuda" else "cpu"
-        self.folder = args.scratch / "settings" / comparison.name
-        self.workload = load_workload(ROOT / WORKLOAD, profile=self.profile, overrides=comparison.words)
+        self.folder = args.scratch / "settings" / group.name
+        self.workload = load_workload(ROOT / WORKLOAD, profile=self.profile, overrides=group.words)
         self.design, _ = plan_sweep(self.workload, check=check_configuration)
         self.base = next(cell.cell_id for cell in self.design.cells if cell.configuration.is_baseline)
         self.predicted: dict[str, dict[str, float]] = {}
 
     def predict(self, device: str) -> None:
-        """Simulate the same design on ``device`` and keep the ratios to the baseline."""
-        name, folder = self.comparison.name, self.folder / "simulated"
+        """Simulates the same design on ``device`` and keep the ratios to the baseline."""
+        name, folder = self.group.name, self.folder / "simulated"
         words = ["sweep", WORKLOAD, "--profile", self.profile, "--simulate", "--device", device, "--repeats", "1"]
         words += ["--no-report", "--no-quality", "--output-dir", str(folder)]
-        run_kvbench([*words, *(part for word in self.comparison.words for part in ("-o", word))], PREDICTION_SECONDS)
+        run_kvbench([*words, *(part for word in self.group.words for part in ("-o", word))], PREDICTION_SECONDS)
         cells = {load.parents[1].name: metrics_of(load) for load in folder.glob("*/*/cells/*/loads/1")}
         if (base := cells.pop(self.base, None)) is None:
             self.report.skip(f"predictions of {name}", f"its baseline was not simulated on {device}: see the log")
@@ -146,13 +146,13 @@ class GroupRun:
         self.report.put(predictions=self.report.data.get("predictions", {}) | {name: self.predicted}, simulated=device)
 
     def measure(self, limit_s: float, launches: int) -> None:
-        """Run at most ``launches`` launches within ``limit_s``."""
+        """Runs at most ``launches`` launches within ``limit_s``."""
 
         def is_enough(done: int) -> bool:
             self.put_down()
             return done >= launches
 
-        name = self.comparison.name
+        name = self.group.name
         try:
             sitting = Sitting(
                 RunFolder(self.folder), self.workload, self.design, capacities(self.design, check_configuration),
@@ -169,8 +169,8 @@ class GroupRun:
                 self.report.error(name, error)
 
     def put_down(self) -> None:
-        """Put rows and table of all launches so far in the place of those before."""
-        measured, compared = read_json(self.folder / FOLDER / EFFECTS), self.comparison
+        """Puts rows and table of all launches so far in the place of those before."""
+        measured, compared = read_json(self.folder / FOLDER / EFFECTS), self.group
         effects: dict[str, dict[str, Any]] = {self.base: {}}
         for effect in measured["effects"]:
             effects.setdefault(effect["cell"], {})[effect["metric"]] = effect
@@ -217,18 +217,18 @@ def main() -> int:
     report = PartReport(args.out, args.seconds)
     device = (read_json(args.facts) if args.facts and args.facts.is_file() else {}).get("device", {})
     free = device.get("memory_free_bytes", 0)
-    measurements = []
-    for comparison in TINY if args.tiny else [each.fit(free) for each in COMPARISONS]:
-        if comparison.budget_mib > 0:
-            measurements.append(GroupRun(comparison, args, report))
+    runs = []
+    for group in TINY if args.tiny else (group.fit(free) for group in GROUPS):
+        if group.budget_mib > 0:
+            runs.append(GroupRun(group, args, report))
         else:
-            report.skip(comparison.name, f"its engines have no room in {free / GIB:.0f} GiB")
-    for measurement in measurements:
-        measurement.predict(device.get("name", TINY_DEVICE))
-    for left, measurement in zip(range(len(measurements), 0, -1), measurements, strict=True):
+            report.skip(group.name, f"its engines have no room in {free / GIB:.0f} GiB")
+    for run in runs:
+        run.predict(device.get("name", TINY_DEVICE))
+    for left, run in zip(range(len(runs), 0, -1), runs, strict=True):
         seconds = max(1.0, report.time_left - END_SECONDS)
         limit_s = max(seconds / left, seconds - (left - 1) * ONE_LAUNCH_SECONDS)
-        measurement.measure(limit_s, LAUNCHES if left > 1 or args.tiny else MOST_LAUNCHES)
+        run.measure(limit_s, LAUNCHES if left > 1 or args.tiny else MOST_LAUNCHES)
     if not report.data["rows"]:
         report.put(not_run="no sitting ended a launch")
     return report.exit_code

@@ -32,7 +32,7 @@ class Outcome:
 
     @property
     def throttled_s(self) -> float | None:
-        """Seconds in which power or heat held the clocks down; None where the driver does not tell."""
+        """The seconds in which power or heat held the clocks down; None where the driver does not tell."""
         seconds = [value for name, value in self.device.items() if name.startswith("throttled")]
         return sum(seconds) if seconds else None
 

@@ -83,7 +83,7 @@ class Launch:
                 process.stop(ask=False)
 
     def _load(self, name: str) -> list[str]:
-        """Builds the side's engine; the cases that it can measure, none where it failed."""
+        """Builds the side's engine and returns the cases that it can measure; none where it failed."""
         try:
             seconds = LOAD_SHARE * self._report.time_left
             (answer,) = self._processes[name].ask({}, PLAN_SECONDS, time.monotonic() + seconds)
@@ -113,7 +113,7 @@ class Launch:
         return left
 
     def _ask(self, name: str, case: str, place: dict[str, int], seconds: float) -> bool:
-        """Runs a case on one side and keeps what it adds, under the side's name; whether the case itself did not fail.
+        """Runs a case on one side, keeps what it adds under the side's name, and tells whether the case succeeded.
 
         Raises:
             ProcessEnded: the side's process is gone, or took too long.
@@ -147,7 +147,7 @@ def _environment(side: EngineSide) -> dict[str, str]:
 
 
 def ratios(rows: list[dict[str, Any]], figure: str, base: str, other: str) -> list[float]:
-    """The figure of ``other`` over that of ``base`` in every turn that both have."""
+    """Divides the figure of ``other`` by that of ``base`` in every turn that both have."""
     by_turn = {(row["side"], row["launch"], row["turn"]): row[figure] for row in rows}
     pairs = [(value, by_turn.get((other, *place))) for (side, *place), value in by_turn.items() if side == base]
     return [theirs / value for value, theirs in pairs if theirs is not None and value]

@@ -1,4 +1,4 @@
-"""The batch job of nano-vllm through vLLM, in a process that keeps its engine from one case to the next.
+"""Runs nano-vllm's batch job through vLLM, in a process that keeps its engine from one case to the next.
 
 Case ``load`` builds and warms the engine up. Case ``job`` is one run of the whole job, timed from the call of
 ``generate`` until it returns; prompts and sampling parameters are made before. vLLM's own defaults but for what the
@@ -52,11 +52,11 @@ class VllmJob:
         self._llm: Any = None
 
     def plan(self) -> list[Planned]:
-        """The engine, and one run."""
+        """Loading, and one run of the job."""
         return [Planned("load", seconds=LOAD_SECONDS), Planned("job", seconds=JOB_SECONDS)]
 
     def run(self, name: str, report: Report) -> None:
-        """One case."""
+        """Runs one case."""
         if name == "load":
             self._load(report)
         elif self._llm is None:
@@ -100,7 +100,7 @@ class VllmJob:
         }  # fmt: skip
 
     def _generate(self, job: Job) -> dict[str, Any]:
-        """One run of ``job``, as a row has it."""
+        """Runs ``job`` once and returns the row of it."""
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": list(prompt)} for prompt in job.prompts]

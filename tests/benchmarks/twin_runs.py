@@ -101,8 +101,8 @@ def bimodality(values: np.ndarray, draws: int = 4000) -> tuple[float, float]:
         skew, kurtosis = (f(samples, axis=-1, bias=False) for f in (stats.skew, stats.kurtosis))
         return (skew**2 + 1) / (kurtosis + 3 * (n - 1) ** 2 / ((n - 2) * (n - 3)))
 
-    found = float(coefficient(values))
-    return found, float(np.mean(coefficient(np.random.default_rng(0).normal(size=(draws, n))) >= found))
+    measured = float(coefficient(values))
+    return measured, float(np.mean(coefficient(np.random.default_rng(0).normal(size=(draws, n))) >= measured))
 
 
 def report(pairs: pd.DataFrame, minutes: float, words: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ def measurement(comparison, folder):
 
 def test_every_setting_is_compared_with_paged_kv_of_page_16_on_the_8b_shape(tmp_path):
     compared = {"mixed": set(), "decode": set()}
-    for comparison in settings.COMPARISONS:
+    for comparison in settings.GROUPS:
         made = measurement(comparison, tmp_path)
         base, *others = made.design.configurations
         assert base.settings["model"] == "llama-3.1-8b" and base.settings["load_format"] == "dummy"
@@ -52,7 +52,7 @@ def test_every_setting_is_compared_with_paged_kv_of_page_16_on_the_8b_shape(tmp_
 
 @pytest.mark.parametrize("free_gib", [40, 78.5, 139])
 def test_a_budget_is_the_largest_of_which_all_engines_fit(free_gib):
-    for comparison in settings.COMPARISONS:
+    for comparison in settings.GROUPS:
         engines = 1 + sum(map(len, comparison.sweep.values()))
         fitted = comparison.fit(int(free_gib * GIB)).budget_mib
 
@@ -170,7 +170,7 @@ def test_a_sitting_leaves_time_for_a_launch_of_each_that_follows_or_its_share(ru
 
 def test_without_room_or_predictions_it_says_so(run, tmp_path, monkeypatch):
     (tmp_path / "none").write_text(json.dumps({"device": {"name": "L4", "memory_free_bytes": 22 * GIB}}))
-    small = settings.COMPARISONS[0].fit(22 * GIB)
+    small = settings.GROUPS[0].fit(22 * GIB)
     monkeypatch.setattr(settings, "TINY", (small, settings.TINY[0]))
     monkeypatch.setattr(settings, "run_kvbench", lambda words, seconds: (2, False))
     code, data = run([1, []])
