@@ -12,9 +12,10 @@ NOW = ("sm_mhz", "memory_mhz", "celsius")  # of a reading, what is no counter
 
 
 def read_state() -> Reading:
-    """Reads clocks [MHz], temperature [degrees C], and counters since the driver was loaded: energy [J], and seconds in
-    which power or heat held the clocks down. What the driver does not tell is left out; without a GPU only ``at`` [s] is
-    there.
+    """Reads clocks, temperature and counters of energy and throttling; without a GPU, only the time ``at`` [s].
+
+    Counters are since the driver was loaded: energy [J], seconds in which power or heat held the clocks down. What the
+    driver does not tell is left out.
     """
     state = {"at": time.monotonic()}
     try:
