@@ -105,7 +105,8 @@ def no_gpu() -> str | None:
     except subprocess.TimeoutExpired:
         return f"torch did not answer within {GPU_PROBE_SECONDS:.0f} s whether there is a GPU: look at nvidia-smi"
     except (ValueError, IndexError):
-        return f"there is no torch that {sys.executable} can import: install a CUDA build of torch, or set PYTHON"
+        reason = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        return f"{sys.executable} cannot import torch ({reason}): install a CUDA build of torch, or set PYTHON"
     if not found["available"]:
         built = f"for CUDA {found['cuda']}" if found["cuda"] else "for the CPU"
         return (
@@ -233,7 +234,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.device == "cuda" and (sentence := no_gpu()):
         print(f"ci/gpu.sh: {sentence}", file=sys.stderr)
         return 2
-    args.outdir.mkdir(parents=True, exist_ok=True)
+    try:
+        args.outdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"ci/gpu.sh: {args.outdir} cannot be made: {error.strerror}; name another folder", file=sys.stderr)
+        return 2
     for path in summary.left_over(args.outdir):
         path.unlink()
     own_limit = ENTRIES[args.entry].limit_s if args.entry else QUICK_LIMIT_S if args.quick else FULL_LIMIT_S

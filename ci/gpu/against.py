@@ -50,7 +50,11 @@ def lines(
     title = [f"## Beside {name}", ""]
     hosts = [(run.get("device") or {}).get("host") for run in (earlier_manifest, manifest)]
     if hosts[0] is None or hosts[0] != hosts[1]:
-        return [*title, f"Not compared: that run was on host {hosts[0]}, this one is on {hosts[1]}.", ""]
+        return [
+            *title,
+            f"Not compared: that run was on host {hosts[0] or 'unknown'}, this one is on {hosts[1] or 'unknown'}.",
+            "",
+        ]
     rows = [f"| {name} | {before[name]:,.5g} | {now[name]:,.5g} | {now[name] / before[name]:.3f} |"
             for name in now if before.get(name)]  # fmt: skip
     return [*title, "| figure | then | now | now over then |", "| --- | --- | --- | --- |", *rows, ""]

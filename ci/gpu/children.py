@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.parent import die_with
+
 STOP_GRACE_S = 5.0
 MEANWHILE_S = 20.0
 
@@ -40,11 +42,11 @@ class Child:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Ended:
         """Run to its end, or stop it after ``seconds``. ``meanwhile``: called every ``MEANWHILE_S``."""
-        started = time.monotonic()
+        started, parent = time.monotonic(), os.getpid()
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=cwd,
-                env=dict(env), start_new_session=True,
+                env=dict(env), start_new_session=True, preexec_fn=lambda: die_with(parent),
             )  # fmt: skip
             try:
                 while (left := started + seconds - time.monotonic()) > 0:

@@ -7,10 +7,10 @@ is short. Kept are every pair, the scatter by metric, and whether throughputs of
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from subprocess import TimeoutExpired
 
 import numpy as np
+import pandas as pd
 
 from ci.gpu.part import PartReport, part_parser
 from tests.benchmarks.twin_runs import TWO_MODES, bimodality, launch_throughputs, measure, precision, read_pairs
@@ -27,9 +27,8 @@ FULL = (
 TINY = ("page_size=16", *WORKLOAD, "--profile", "cpu", "-o", "load.num_requests=[6]")
 
 
-def keep_pairs(report: PartReport, folder: Path) -> None:
+def keep_pairs(report: PartReport, pairs: pd.DataFrame) -> None:
     """Adds every pair, and the tables of their scatter and of the launches."""
-    pairs = read_pairs(folder)
     report.data["rows"] = pairs.to_dict("records")
     scatter = precision(pairs, EQUAL_MINUTES)
     launches = np.sort(launch_throughputs(pairs))
@@ -64,7 +63,11 @@ def main() -> int:
     seconds = min(report.time_left, TINY_SECONDS) if args.tiny else report.time_left
     try:
         measure(folder, args.method, 1, (seconds - END_SECONDS) / 60, TINY if args.tiny else FULL, seconds)
-        keep_pairs(report, folder)
+        pairs = read_pairs(folder)
+        if pairs.empty:
+            report.put(not_run="no pair was valid: the log says why, such as other programs' work beside it")
+        else:
+            keep_pairs(report, pairs)
     except (SystemExit, TimeoutExpired) as error:
         report.put(not_run=str(error))
     print((folder / "log.txt").read_text(encoding="utf-8", errors="replace"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 MAX_FILES, MAX_BYTES = 8, 16 * 2**20
 LOG_BYTES_A_PART = 512 * 1024
 FILES = (
@@ -60,7 +61,7 @@ def write_results(
         if len(content) > MAX_BYTES:
             left_out.append(f"{name} ({len(content) / 2**20:.0f} MiB)")
         else:
-            (outdir / name).write_bytes(content)
+            (outdir / name).write_bytes(_without_paths(content.decode(errors="replace"), scratch).encode())
     for name in ("report.html", "summary.csv", "tuned.json"):
         source = scratch / name
         if source.is_file() and source.stat().st_size > MAX_BYTES:
@@ -68,7 +69,12 @@ def write_results(
         elif source.is_file():
             shutil.copyfile(source, outdir / name)
     text = render(manifest, outcomes, left_out, beside)
-    (outdir / "summary.md").write_text(text, encoding="utf-8")
+    (outdir / "summary.md").write_text(_without_paths(text, scratch), encoding="utf-8")
+
+
+def _without_paths(text: str, scratch: Path) -> str:
+    """Leaves out where this machine has the repository and the run's temporary files: results are shown around."""
+    return text.replace(f"{scratch}/", "").replace(f"{ROOT}/", "")
 
 
 def left_over(outdir: Path) -> list[Path]:
@@ -150,7 +156,7 @@ def _code(manifest: dict[str, Any]) -> str:
     git = manifest.get("git") or {}
     sha = git.get("sha") or manifest["arguments"].get("commit")
     state = " (with changes)" if git.get("dirty") else ""
-    return f"{(sha or 'of no known commit')[:12]}{state}, sources {manifest.get('sources', '–')}"
+    return f"{sha[:12] if sha else 'of no known commit'}{state}, sources {manifest.get('sources', '–')}"
 
 
 def _tables(outcomes: list[Outcome]) -> dict[tuple[str, tuple[str, ...]], list[list[str]]]:

@@ -33,6 +33,8 @@ def checks(report: PartReport, args: Any) -> None:
 def ceilings(report: PartReport, args: Any) -> None:
     """The best figure of each ceiling."""
     rows = report.data["rows"]
+    if not rows:
+        report.data["not_run"] = "no time left"
     found: dict[str, float] = {}
     for row in rows:
         found[row["ceiling"]] = max(row["value"], found.get(row["ceiling"], 0.0))
@@ -93,6 +95,9 @@ def peers(report: PartReport, args: Any) -> None:
     shown = [[kernel, *(_peer_cell(rows.get((kernel, case))) for case in cases)] for kernel in kernels]
     title = "Decode kernels of other projects, us (time over ours; share of the read ceiling; launched: no graph)"
     report.table(title, ["kernel", *cases], shown)
+    if all(kernel == OURS for kernel, _ in rows):
+        reasons = [skipped["reason"] for skipped in report.data["skipped"]]
+        report.data["not_run"] = f"no kernel of another project was timed: {reasons[0] if reasons else 'no time left'}"
     ratios = {key: row["of_ours"] for key, row in rows.items() if key[0] != OURS and row["of_ours"]}
     fastest = min(ratios, key=ratios.__getitem__, default=None)
     report.data["headline"] = f"{len(rows)} times of kernels" + (

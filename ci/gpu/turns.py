@@ -169,8 +169,15 @@ def summarise(report: PartReport, names: list[str]) -> None:
         ratio = f"{statistics.median(turns):.3f} ({min(turns):.3f} to {max(turns):.3f})" if turns else "–"
         shown.append([case, title, *cells, ratio, str(len(turns))])
     base, other = names
-    columns = ["case", "figure", base, other, f"{other} over {base}: median (least to most of the turns)", "turns"]
-    report.table("Engines in turns on one GPU", columns, shown)
+    medians = [f"{name}{' ' + commit[:10] if (commit := report.data.get(f'{name}: commit')) else ''}" for name in names]
+    columns = [
+        "case",
+        "figure (median)",
+        *medians,
+        f"{other} over {base} in each turn: median (least to most)",
+        "turns",
+    ]
+    report.table("Engines in turns on one GPU, Qwen3-0.6B's shape", columns, shown)
     if shown:
         report.data["headline"] = f"{shown[0][0]}: {base} {shown[0][2]}, {other} {shown[0][3]} {shown[0][1]}"
     report.save()
@@ -183,9 +190,12 @@ def main() -> int:
     args, _ = parser.parse_known_args()
     report, pair, took = PartReport(args.out, args.seconds), PAIRS[args.pair], 0.0
     for side in pair.sides:
-        if side.folder and not (ROOT / side.folder).is_dir() and not args.tiny:  # a dry run compares equal sides
-            report.put(not_run=f"{side.folder} is not there: fill it with ci/gpu/bring.sh {args.pair}")
-            return 0
+        if side.folder and not (ROOT / side.folder).is_dir():
+            reason = f"{side.folder} is not there: fill it with ci/gpu/bring.sh {args.pair}"
+            if not args.tiny:
+                report.put(not_run=reason)
+                return 0
+            report.skip(side.name, f"{reason}; this tree's engine stands in for it")
         commit = ROOT / side.folder / "COMMIT"
         if side.folder and commit.is_file():
             report.put(**{f"{side.name}: commit": commit.read_text(encoding="utf-8").strip()})

@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 
+import pandas as pd
 import pytest
 
 from ci.gpu import commands, sharpness
@@ -97,7 +98,7 @@ def run_sharpness(run, monkeypatch, method, count):
         if count == 0:
             raise SystemExit("round 1 of launched left no pairs")
         folder = out / f"{asked}-1" / "compare" / "x"
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "manifest.json").write_text(json.dumps({"seconds": [20.0] * count}))
         rows = [f"{n},a,base,output_throughput,tokens/s,{100 + n % 2},200,0.0{n}" for n in range(1, count + 1)]
         (folder / "pairs.csv").write_text(PAIRS + "\n".join(rows))
@@ -128,6 +129,8 @@ def test_one_pair_has_no_scatter_and_none_is_said(run, monkeypatch):
     assert run_sharpness(run, monkeypatch, "lockstep", 1)[1]["tables"][0]["rows"][0][-2:] == ["–", "–"]
     code, data, _ = run_sharpness(run, monkeypatch, "launched", 0)
     assert code == 0 and "left no pairs" in data["not_run"]
+    monkeypatch.setattr(sharpness, "read_pairs", lambda folder: pd.DataFrame(columns=PAIRS.strip().split(",")))
+    assert "no pair was valid" in run_sharpness(run, monkeypatch, "lockstep", 1)[1]["not_run"]
 
 
 def test_calibrate_takes_the_words_of_both_shapes():

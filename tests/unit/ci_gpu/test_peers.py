@@ -13,6 +13,7 @@ import pytest
 
 from ci.gpu import peer_kernels, tables
 from ci.gpu.part import PartReport, Report
+from ci.gpu.parts import ENTRIES
 from ci.gpu.peer_kernels import PEERS, PeerKernels
 from ci.gpu.tables import OURS
 from ci.gpu.vllm_job import VllmJob
@@ -91,6 +92,14 @@ def test_a_kernel_that_took_its_process_along_is_not_tried_again(args, fakes, mo
     assert "did not survive" in skip["reason"] and len(report.data["rows"]) == 1 + len(PEERS) - 1
     with pytest.raises(RuntimeError):  # with FP8 it may be another kernel
         part.run(fp8, report)
+
+
+def test_ours_alone_is_no_comparison(tmp_path):
+    report = PartReport(tmp_path / "part.json", 60.0)
+    report.skip("decode: FlashInfer", "it is not here")
+    report.row(case="decode", kernel=OURS, us=10.0, ratio=0.9, graph=True)
+    tables.peers(report, None)
+    assert "it is not here" in report.data["not_run"] and report.data["tables"][0]["rows"][0][0] == OURS
 
 
 def test_vllm_is_loaded_once_and_asked_for_the_job_again(args, fakes):
@@ -173,6 +182,7 @@ def test_the_queue_uses_what_was_brought(repository, tmp_path, join, trouble):
     peers.mkdir(parents=True)
     (peers / "join_peers.sh").write_text(join)
     (peers / "part1").write_text("vllm")
+    (peers / "SHA256SUMS").write_text(join)
     compiled = tmp_path / "packed/flashinfer/data/aot"
     compiled.mkdir(parents=True)
     packing = ["tar", "-C", str(tmp_path / "packed"), "-cJf", str(peers / "flashinfer.tar.xz"), "flashinfer"]
@@ -184,8 +194,9 @@ def test_the_queue_uses_what_was_brought(repository, tmp_path, join, trouble):
     assert (site / "part1").is_file() is not bool(trouble) and (flashinfer / "flashinfer/data/aot").is_dir()
     compiled.rmdir()
     subprocess.run(packing, check=True)
-    shutil.rmtree(repository / ".bring/unpacked")
-    done = run(repository, "queue.sh", "peers", "out")
+    shutil.rmtree(site.parent)
+    assert site.parent.parent == tmp_path and sorted(path.name for path in peers.parent.iterdir()) == ["peers"]
+    done = run(repository, "queue.sh", "peers", "out", TMPDIR=str(tmp_path))
     assert done.stdout.startswith(f"{site}|") and "not compiled" in done.stderr
     (repository / ".bring/wheels").mkdir()
     done = run(repository, "queue.sh", "peers", "out", "--device", "cpu", "--tiny")
@@ -193,3 +204,5 @@ def test_the_queue_uses_what_was_brought(repository, tmp_path, join, trouble):
         f"{repository}/tests/support/fake_peers|out --entry peers --wheels {repository}/.bring"
     )
     assert run(repository, "queue.sh", "peers").returncode == 2
+    helped = run(repository, "queue.sh", "--help")
+    assert helped.returncode == 0 and all(name in helped.stdout for name in ENTRIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -174,6 +175,34 @@ def test_runs_on_one_host_are_compared_and_others_are_not(tmp_path, host):
         assert not shown and "Not compared" in "".join(lines)
 
 
+def test_a_part_does_not_outlive_a_runner_that_is_killed(tmp_path):
+    """Else it would hold the GPU in the next run."""
+    pid = tmp_path / "pid"
+    part = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    runner = (
+        "import os, sys; from pathlib import Path; from ci.gpu.children import Child; "
+        f"Child().run([sys.executable, '-c', {part!r}], Path({str(tmp_path / 'log')!r}), 600, '.', os.environ)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", runner])
+    wait_until(lambda: pid.is_file() and pid.read_text())
+    process.kill()
+    process.wait()
+    wait_until(lambda: not alive(int(pid.read_text())))
+
+
+def test_results_name_no_folder_of_this_machine(folders):
+    out, scratch = folders
+    reason = f"File {scratch}/tiny.json, {summary.ROOT}/engine/x.py"
+    outcome = Outcome(
+        "job", "x", FAILED, reason, result="engine.json", data={"rows": [{"model": f"{scratch}/tiny.json"}]}
+    )
+    (scratch / "job.log").write_text(reason)
+    summary.write_results(out, scratch, manifest_of(), [outcome])
+    for path in out.iterdir():
+        assert str(scratch) not in path.read_text() and str(summary.ROOT) not in path.read_text()
+    assert "tiny.json, engine/x.py" in (out / "summary.md").read_text()
+
+
 def test_without_time_a_part_is_not_begun(run):
     outcomes, _ = run(scripted("late", "write()"), seconds=0.0)
     assert outcomes["late"].status == SKIPPED and outcomes["late"].reason.startswith("no time left")
@@ -299,11 +328,17 @@ def test_nothing_of_an_earlier_run_is_left_to_be_taken_for_this_ones(tmp_path, m
     assert "# no GPU" in capsys.readouterr().out
 
 
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert runner_module.main([str(tmp_path / "file" / "out"), "--device", "cpu", "--tiny"]) == 2
+    assert "cannot be made" in capsys.readouterr().err
+
+
 def test_no_torch_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "python").write_text("#!/bin/sh\necho 'No module named torch' >&2\nexit 1\n")
     (tmp_path / "python").chmod(0o755)
-    assert "no torch" in runner_module.no_gpu()
+    assert "cannot import torch (No module named torch)" in runner_module.no_gpu()
     (tmp_path / "python").write_text(
         '#!/bin/sh\necho \'a warning\'\necho \'{"torch": "2.11.0", "cuda": "13.0", "available": true}\'\n'
     )

@@ -123,4 +123,8 @@ def test_another_commit_that_was_not_brought_along_is_said(tmp_path, monkeypatch
     ]
     monkeypatch.setattr(sys, "argv", ["turns", *words])
     assert turns.main() == 0
-    assert "ci/gpu/bring.sh before-after" in out.read_text()
+    assert "ci/gpu/bring.sh before-after" in json.loads(out.read_text())["not_run"]
+    monkeypatch.setattr(sys, "argv", ["turns", *words, "--tiny"])
+    monkeypatch.setattr(turns, "_command", lambda side, arguments: [sys.executable, "-c", "raise SystemExit(3)"])
+    assert turns.main() == 1  # a dry run goes on with this tree's engine, and says so
+    assert "stands in for it" in json.loads(out.read_text())["skipped"][0]["reason"]
