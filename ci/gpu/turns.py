@@ -65,6 +65,7 @@ class Launch:
 
     def __init__(self, pair: Pair, report: PartReport, arguments: list[str], number: int):
         self._pair, self._report, self._number = pair, report, number
+        self._shape = "tiny shape" if "--tiny" in arguments else "Qwen3-0.6B's shape"
         self._processes = {side.name: CaseProcess(_command(side, arguments), _environment(side)) for side in pair.sides}
         self._lock = threading.Lock()  # sides load at the same time
         self._took: dict[str, float] = {}  # by case, the longest time on any side [s]
@@ -109,7 +110,7 @@ class Launch:
                 self._add("failures", {"what": f"{name}: {case}", "reason": str(ended)})
                 left.remove(name)
             self._took[case] = max(self._took.get(case, 0.0), time.monotonic() - started)
-        summarise(self._report, [side.name for side in self._pair.sides])
+        summarise(self._report, [side.name for side in self._pair.sides], self._shape)
         return left
 
     def _ask(self, name: str, case: str, place: dict[str, int], seconds: float) -> bool:
@@ -153,7 +154,7 @@ def ratios(rows: list[dict[str, Any]], figure: str, base: str, other: str) -> li
     return [theirs / value for value, theirs in pairs if theirs is not None and value]
 
 
-def summarise(report: PartReport, names: list[str]) -> None:
+def summarise(report: PartReport, names: list[str], shape: str) -> None:
     """Makes one table row a case and figure: each side's median, and the ratio of the sides in each turn."""
     measured, shown = report.data["rows"], []
     for case, figure in itertools.product(dict.fromkeys(row["case"] for row in measured), FIGURES):
@@ -177,7 +178,7 @@ def summarise(report: PartReport, names: list[str]) -> None:
         f"{other} over {base} in each turn: median (least to most)",
         "turns",
     ]
-    report.table("Engines in turns on one GPU, Qwen3-0.6B's shape", columns, shown)
+    report.table(f"Engines in turns, {shape}", columns, shown)
     if shown:
         report.data["headline"] = f"{shown[0][0]}: {base} {shown[0][2]}, {other} {shown[0][3]} {shown[0][1]}"
     report.save()
