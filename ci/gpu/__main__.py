@@ -20,8 +20,8 @@ from ci.gpu.device_state import change, read_state
 from ci.gpu.environment import Environment, prepare
 from ci.gpu.parts import ENTRIES, GRACE_S, LEAST_S, PARTS, Part, plan_seconds, select_parts
 from ci.gpu.summary import FAILED, PASSED, SKIPPED, Outcome
+from kvbench.common.packages import REPOSITORY
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICK_LIMIT_S, FULL_LIMIT_S = 570.0, 4 * 3600.0
 SUMMARY_S = 5.0  # kept for the summary
 LOG_SUFFIXES = (".log", ".out", ".err", ".txt")
@@ -81,7 +81,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Part]]:
             f"{args.outdir} holds other files ({', '.join(others[:3])}): name an empty folder, or a new one"
         )
     try:
-        args.earlier = against.read_run(args.against) if args.against else None
+        args.against = against.read_run(args.against) if args.against else None
         parts = ENTRIES[args.entry].parts(args.parts) if args.entry else select_parts(args.parts, args.quick)
     except ValueError as error:
         arguments.error(str(error))
@@ -179,7 +179,7 @@ class Runner:
 
         log, before = self.scratch / f"{part.name}.log", read_state()
         limit_s = max(LEAST_S, seconds + GRACE_S)
-        ended = self.child.run(command, log, limit_s, ROOT, _child_environment(), save_so_far)
+        ended = self.child.run(command, log, limit_s, REPOSITORY, _child_environment(), save_so_far)
         data = self._result(part)
         status, reason = PASSED, ""
         if ended.timed_out:
@@ -212,7 +212,7 @@ def _child_environment() -> dict[str, str]:
 
     ``KVBENCH_PEERS``: folders with packages of other engines, which come after the repository.
     """
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("KVBENCH_PEERS"))))
+    paths = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("KVBENCH_PEERS"))))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("TRITON_INTERPRET", None)
     return environment
@@ -256,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
 
         def save(outcomes: list[Outcome]) -> None:  # what is written comes back even if we are killed
             record.finish(manifest, environment, outcomes, time.monotonic() - started)
-            beside = against.lines(args.against.name, args.earlier, manifest, outcomes) if args.earlier else ()
+            beside = against.lines(args.against, manifest, outcomes) if args.against else ()
             summary.write_results(args.outdir, scratch, manifest, outcomes, beside)
 
         runner.save = save

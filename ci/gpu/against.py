@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import json
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,23 @@ FIGURES = ("us", "output_tokens_per_s", "median_step_ms")  # what is compared of
 NAMES = ("case", "run", "variant", "kernel", "side")  # what tells rows of a part apart
 
 
-def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """Reads the manifest and the figures of an OUTDIR. Raises ValueError where the folder is none."""
+@dataclass(frozen=True)
+class EarlierRun:
+    """A run by the ``name`` of its OUTDIR, with its host (None: unknown) and figures."""
+
+    name: str
+    host: str | None
+    figures: dict[str, float]
+
+
+def read_run(folder: Path) -> EarlierRun:
+    """Reads an OUTDIR. Raises ValueError where the folder is none."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         parts: dict[str, dict[str, Any]] = {}
         for path in (folder / "kernels.json", folder / "engine.json"):
             parts |= json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return manifest, figures(parts)
+        return EarlierRun(folder.name, host_of(manifest), figures(parts))
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{folder} is no result of ci/gpu.sh: {error}") from error
 
@@ -41,20 +51,19 @@ def figures(parts: dict[str, dict[str, Any]]) -> dict[str, float]:
     return {name: statistics.median(rows) for name, rows in values.items()}
 
 
-def lines(
-    name: str, earlier: tuple[dict[str, Any], dict[str, float]], manifest: dict[str, Any], outcomes: list[Outcome]
-) -> list[str]:
-    """Shows the figures of both runs as Markdown, or why they are not compared. ``earlier``: from ``read_run``."""
-    earlier_manifest, before = earlier
+def host_of(manifest: dict[str, Any]) -> str | None:
+    """Returns the host that a run was on; None where its manifest does not tell."""
+    return (manifest.get("device") or {}).get("host")
+
+
+def lines(earlier: EarlierRun, manifest: dict[str, Any], outcomes: list[Outcome]) -> list[str]:
+    """Shows the figures of both runs as Markdown, or why they are not compared."""
+    before, host = earlier.figures, host_of(manifest)
     now = figures({outcome.name: outcome.data for outcome in outcomes})
-    title = [f"## Beside {name}", ""]
-    hosts = [(run.get("device") or {}).get("host") for run in (earlier_manifest, manifest)]
-    if hosts[0] is None or hosts[0] != hosts[1]:
-        return [
-            *title,
-            f"Not compared: that run was on host {hosts[0] or 'unknown'}, this one is on {hosts[1] or 'unknown'}.",
-            "",
-        ]
+    title = [f"## Beside {earlier.name}", ""]
+    if host is None or host != earlier.host:
+        hosts = f"that run was on host {earlier.host or 'unknown'}, this one is on {host or 'unknown'}"
+        return [*title, f"Not compared: {hosts}.", ""]
     rows = [f"| {name} | {before[name]:,.5g} | {now[name]:,.5g} | {now[name] / before[name]:.3f} |"
             for name in now if before.get(name)]  # fmt: skip
     return [*title, "| figure | then | now | now over then |", "| --- | --- | --- | --- |", *rows, ""]

@@ -10,12 +10,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from ci.gpu.part import Planned, Report
+from kvbench.common.packages import REPOSITORY
 
-ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("tests/unit/kernels/triton_*.py", "tests/unit/engine/kv/test_kv_mover.py")  # those that know the device
 MAX_WORKERS = 4
 FILE_SECONDS = 3600.0  # a file stops itself when the part's time is over
@@ -57,7 +56,12 @@ def run_pytest(path: str, seconds: float) -> tuple[int | None, str]:
                path]  # fmt: skip
     try:
         done = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=max(1.0, seconds)
+            command,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=max(1.0, seconds),
         )
     except subprocess.TimeoutExpired as stopped:
         return None, (stopped.stdout or b"").decode(errors="replace")
@@ -80,7 +84,7 @@ def put_down(report: Report, path: str, code: int | None, text: str) -> None:
 
 def device_test_files() -> list[str]:
     """Relative to the repository."""
-    return [str(path.relative_to(ROOT)) for pattern in TESTS for path in sorted(ROOT.glob(pattern))]
+    return [str(path.relative_to(REPOSITORY)) for pattern in TESTS for path in sorted(REPOSITORY.glob(pattern))]
 
 
 def read_results(text: str) -> dict[str, str]:

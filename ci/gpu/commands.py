@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from ci.gpu.part import PartReport, part_parser
+from kvbench.common.packages import REPOSITORY
 
-ROOT = Path(__file__).resolve().parents[2]
 END_GRACE_S = 10.0  # to stop servers and close the run
+WORKLOAD = "workloads/mixed.yaml"
+PROFILES = {"cuda": "gpu", "cpu": "cpu"}  # of a workload, by a part's device
 QUALITY_SWEEP = "{kv_cache_dtype: [auto, fp8_e4m3, int8_per_token_head, int4_per_token_head]}"
 
 
 def run_kvbench(words: list[str], seconds: float) -> tuple[int, bool]:
     """Runs a command and returns its exit code and whether it had to be interrupted."""
-    process = subprocess.Popen([sys.executable, "-m", "kvbench", *words], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-m", "kvbench", *words], cwd=REPOSITORY)
     try:
         return process.wait(timeout=seconds), False
     except subprocess.TimeoutExpired:
@@ -37,11 +39,11 @@ def run_kvbench(words: list[str], seconds: float) -> tuple[int, bool]:
 
 def words_of(args: argparse.Namespace, folder: Path, seconds: float) -> list[str]:
     """Returns the command and its options; a tiny run has the quality of the baseline alone."""
-    profile = ["--profile", "gpu" if args.device == "cuda" else "cpu"]
+    profile = ["--profile", PROFILES[args.device]]
     if args.command == "claims":
         minutes = f"{seconds / 60:.2f}"
         return ["claims", "--only", "paging-cost", *profile, "--minutes", minutes, "--output-dir", str(folder)]
-    words = ["quality", "workloads/mixed.yaml", *profile, "--output", str(folder / "quality.json")]
+    words = ["quality", WORKLOAD, *profile, "--output", str(folder / "quality.json")]
     return [*words, "-o", f"sweep={'{}' if args.tiny else QUALITY_SWEEP}"]
 
 

@@ -289,6 +289,7 @@ def shortened(job: Job, longest: int) -> Job:
 
 
 def quantiles(values: list[float], scale: float) -> dict[str, float]:
+    """Returns p50, p90, p99 and the most of ``values``, each times ``scale``."""
     ordered = sorted(values)
     picked = statistics.quantiles(ordered, n=100, method="inclusive") if len(ordered) > 1 else ordered * 99
     return {name: picked[i] * scale for name, i in (("p50", 49), ("p90", 89), ("p99", 98))} | {
@@ -297,6 +298,7 @@ def quantiles(values: list[float], scale: float) -> dict[str, float]:
 
 
 def tiny_model(folder: Path) -> Path:
+    """Writes the config of a model that a CPU runs in seconds."""
     path = folder / "tiny.json"
     path.write_text(json.dumps(TINY_CONFIG), encoding="utf-8")
     return path

@@ -10,13 +10,13 @@ import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ci.gpu.part import Planned, Report
 from ci.gpu.timing import WRITING, measure
+from kvbench.common.cpu import cpu_model
 
 SMI_FIELDS = (
     "name", "driver_version", "compute_cap", "memory.total", "memory.used", "clocks.sm", "clocks.mem", "clocks.max.sm",
@@ -48,9 +48,7 @@ def _smi(fields: tuple[str, ...]) -> list[str] | None:
 
 def host_facts(device: str) -> dict[str, str]:
     """Names the processor and this host, by a hash of processor and GPU that is the same in each run on these two."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    cpu = cpu_model()
     gpu = getattr(torch.cuda.get_device_properties(0), "uuid", "no id") if device == "cuda" else "no GPU"
     return {"cpu": cpu, "host": hashlib.blake2b(f"{cpu}/{gpu}".encode(), digest_size=4).hexdigest()}
 

@@ -158,6 +158,6 @@ def sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {' / '.join(shown)}"
 
 
-def ratio_text(value: float | None) -> str:
-    """For a table; a dash where there is none."""
-    return "–" if value is None else f"{value:.2f}"
+def number_text(value: float | None, form: str = ".2f") -> str:
+    """Shows a number in a table; a dash where there is none."""
+    return "–" if value is None else format(value, form)

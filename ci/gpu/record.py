@@ -15,8 +15,8 @@ from typing import Any
 
 from ci.gpu.environment import Environment
 from ci.gpu.summary import Outcome
+from kvbench.common.packages import REPOSITORY
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("kernels", "engine", "kvbench", "ci")
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "numpy", "numba", "locust", "fastapi", "uvicorn", "httptools",
@@ -40,9 +40,9 @@ def begin(arguments: dict[str, Any]) -> dict[str, Any]:
         "format": 1,
         "kind": "ci/gpu.sh",  # `kvbench view` and `history` leave it out
         "started": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "arguments": {key: value.name if isinstance(value, Path) else value for key, value in arguments.items()},
-        "git": git_state(ROOT),
-        "sources": sources_hash(ROOT),
+        "arguments": {key: getattr(value, "name", value) for key, value in arguments.items()},
+        "git": git_state(REPOSITORY),
+        "sources": sources_hash(REPOSITORY),
         "machine": {"os": platform.system(), "architecture": platform.machine(), "cores": os.cpu_count(),
                     "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")},
         "tools": {name: bool(shutil.which(name)) for name in ("nvidia-smi", "nvcc", "cc")},

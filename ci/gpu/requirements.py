@@ -9,7 +9,9 @@ import re
 import tomllib
 from pathlib import Path
 
-PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+from kvbench.common.packages import REPOSITORY
+
+PYPROJECT = REPOSITORY / "pyproject.toml"
 BROUGHT = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")  # never replaced
 FOR_TESTS = ("pytest", "pytest-timeout", "hypothesis")  # of the extra `test`: what the device tests need
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ci.gpu.commands import ROOT, run_kvbench
-from ci.gpu.part import PartReport, part_parser
+from ci.gpu.commands import PROFILES, WORKLOAD, run_kvbench
+from ci.gpu.part import PartReport, number_text, part_parser
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import read_json
+from kvbench.common.packages import REPOSITORY
 from kvbench.lockstep.process import EngineFailedError
 from kvbench.lockstep.sitting import METRICS, MOST_LAUNCHES, Sitting
 from kvbench.runs.aggregate import flatten
@@ -29,7 +30,6 @@ from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import capacities, plan_sweep
 from kvbench.workload.file import load_workload
 
-WORKLOAD = "workloads/mixed.yaml"
 GIB = 2**30
 WEIGHTS_BYTES, SPARE_BYTES, ENGINE_BYTES = 15 * GIB, 3 * GIB, 3 * GIB // 2  # an engine's: graphs and workspace
 MIB_STEP = 100
@@ -124,15 +124,15 @@ class GroupRun:
 
     def __init__(self, group: SettingsGroup, args: Any, report: PartReport):
         self.group, self.report = group, report
-        self.profile = "gpu" if args.device == "cuda" else "cpu"
+        self.profile = PROFILES[args.device]
         self.folder = args.scratch / "settings" / group.name
-        self.workload = load_workload(ROOT / WORKLOAD, profile=self.profile, overrides=group.words)
+        self.workload = load_workload(REPOSITORY / WORKLOAD, profile=self.profile, overrides=group.words)
         self.design, _ = plan_sweep(self.workload, check=check_configuration)
         self.base = next(cell.cell_id for cell in self.design.cells if cell.configuration.is_baseline)
         self.predicted: dict[str, dict[str, float]] = {}
 
     def predict(self, device: str) -> None:
-        """Simulates the same design on ``device`` and keep the ratios to the baseline."""
+        """Simulates the same design on ``device`` and keeps the ratios to the baseline."""
         name, folder = self.group.name, self.folder / "simulated"
         words = ["sweep", WORKLOAD, "--profile", self.profile, "--simulate", "--device", device, "--repeats", "1"]
         words += ["--no-report", "--no-quality", "--output-dir", str(folder)]
@@ -170,7 +170,7 @@ class GroupRun:
 
     def put_down(self) -> None:
         """Puts rows and table of all launches so far in the place of those before."""
-        measured, compared = read_json(self.folder / FOLDER / EFFECTS), self.group
+        measured, group = read_json(self.folder / FOLDER / EFFECTS), self.group
         effects: dict[str, dict[str, Any]] = {self.base: {}}
         for effect in measured["effects"]:
             effects.setdefault(effect["cell"], {})[effect["metric"]] = effect
@@ -179,15 +179,15 @@ class GroupRun:
             if cell.cell_id in effects:  # else it had no room, and a note says so
                 load = self.folder / FOLDER / "cells" / cell.cell_id / "loads" / "1"
                 rows.append(
-                    {"sitting": compared.name, "load": compared.load, "kv_budget_mib": compared.budget_mib,
+                    {"sitting": group.name, "load": group.load, "kv_budget_mib": group.budget_mib,
                      "cell": cell.cell_id, "setting": cell.configuration.label, "launches": measured["launches"],
                      **means(effects, cell.cell_id, metrics_of(load)), **memory_use(load),
                      "effects": effects[cell.cell_id], "predicted": self.predicted.get(cell.cell_id, {})}
                 )  # fmt: skip
-        others = [row for row in self.report.data["rows"] if row["sitting"] != compared.name]
+        others = [row for row in self.report.data["rows"] if row["sitting"] != group.name]
         self.report.data["rows"] = [*others, *rows]
         self.report.data["headline"] = f"{sum(bool(row['effects']) for row in [*others, *rows])} comparisons"
-        title = f"Engine time of settings: {compared.load}, {compared.budget_mib:,} MiB of KV each ({compared.name})"
+        title = f"Engine time of settings: {group.load}, {group.budget_mib:,} MiB of KV each ({group.name})"
         ratios = ("of paged (95 %)", f"predicted, {self.report.data['simulated']}")
         columns = ["setting", "tokens/s", *ratios, "p95 TTFT ms", *ratios, "p95 ITL ms", *ratios, "decoding",
                    "KV with tokens", "preempted", "launches"]  # fmt: skip
@@ -198,9 +198,9 @@ def table_row(row: Mapping[str, Any]) -> list[str]:
     """A row of the summary's table."""
     cells = [row["setting"]]
     for metric, digits in (("output_throughput", 0), ("p95_ttft_ms", 0), ("p95_itl_ms", 1)):
-        effect, value, predicted = row["effects"].get(metric), row[metric], row["predicted"].get(metric)
-        cells += ["–" if value is None else f"{value:,.{digits}f}", ratio(effect) if effect else "–",
-                  "–" if predicted is None else f"{predicted:.3f}"]  # fmt: skip
+        effect = row["effects"].get(metric)
+        cells += [number_text(row[metric], f",.{digits}f"), ratio(effect) if effect else "–",
+                  number_text(row["predicted"].get(metric), ".3f")]  # fmt: skip
     launches = f"{row['launches']}{' (its own scatter alone)' if row['launches'] == 1 else ''}"
     return [*cells, f"{row['decoding']:.1f}", f"{row['kv_usage']:.0%}", f"{row['preemptions']:.0f}", launches]
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from ci.gpu.part import number_text
+from kvbench.common.packages import REPOSITORY
+
 MAX_FILES, MAX_BYTES = 8, 16 * 2**20
 LOG_BYTES_A_PART = 512 * 1024
 FILES = (
@@ -74,7 +76,7 @@ def write_results(
 
 def _without_paths(text: str, scratch: Path) -> str:
     """Leaves out where this machine has the repository and the run's temporary files: results are shown around."""
-    return text.replace(f"{scratch}/", "").replace(f"{ROOT}/", "")
+    return text.replace(f"{scratch}/", "").replace(f"{REPOSITORY}/", "")
 
 
 def left_over(outdir: Path) -> list[Path]:
@@ -121,8 +123,8 @@ def render(manifest: dict[str, Any], outcomes: list[Outcome], left_out: list[str
                     o.name,
                     o.status,
                     f"{o.seconds:.0f}",
-                    _number(o.device.get("power_w")),
-                    _number(o.throttled_s),
+                    number_text(o.device.get("power_w"), ".3g"),
+                    number_text(o.throttled_s, ".3g"),
                     o.reason or o.data.get("headline") or o.what,
                 ]
                 for o in outcomes
@@ -146,10 +148,6 @@ def render(manifest: dict[str, Any], outcomes: list[Outcome], left_out: list[str
 def _ceilings(manifest: dict[str, Any]) -> str:
     ceilings = manifest.get("ceilings") or {}
     return ", ".join(f"{name.replace('_', ' ')} {value:,.4g}" for name, value in ceilings.items()) or "not measured"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
 
 
 def _code(manifest: dict[str, Any]) -> str:

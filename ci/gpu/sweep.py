@@ -12,10 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ci.gpu.commands import END_GRACE_S, run_kvbench
+from ci.gpu.commands import END_GRACE_S, PROFILES, WORKLOAD, run_kvbench
 from ci.gpu.part import PartReport, part_parser
 
-WORKLOAD = "workloads/mixed.yaml"
 QUICK = (
     "--repeats", "1", "--only", "paged-p16-c*", "--only", "contiguous-c*",
     "-o", "load.concurrency=[64]", "-o", "load.num_requests=[128]", "--lockstep-minutes", "0", "--no-quality",
@@ -32,8 +31,7 @@ EXIT_INVALID = 4
 
 def sweep_command(device: str, quick: bool, tiny: bool, folder: Path) -> list[str]:
     """The sweep as ``kvbench`` is asked for it, results into ``folder``."""
-    profile = "gpu" if device == "cuda" else "cpu"
-    words = ["sweep", WORKLOAD, "--profile", profile, "--output-dir", str(folder)]
+    words = ["sweep", WORKLOAD, "--profile", PROFILES[device], "--output-dir", str(folder)]
     return [*words, *(TINY if tiny else QUICK if quick else ())]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ci.gpu.part import PartReport, ratio_text
+from ci.gpu.part import PartReport, number_text
 
 OURS = "kvbench"  # our kernels, beside others'
 SHOWN_KERNELS = 8  # of those that the profile keeps
@@ -78,7 +78,7 @@ def kernels(report: PartReport, args: Any) -> None:
                 missed += [] if good else [row["case"]]
             elif row.get(key) is not None and key in ("time_ratio", "of_torch_speed"):
                 notes.append(f"{key} {row[key]:.2f}")
-        rows.append([row["case"], f"{row['us']:,.1f}", speed, ratio_text(row["ratio"]), "; ".join(notes)])
+        rows.append([row["case"], f"{row['us']:,.1f}", speed, number_text(row["ratio"]), "; ".join(notes)])
     report.data["missed"] = missed
     report.data["headline"] = f"{len(rows)} kernels timed" + (f", {len(missed)} below their aim" if aimed else "")
     report.table(
@@ -109,7 +109,7 @@ def _peer_cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return "–"
     how = "" if row["graph"] else ", launched"
-    return f"{row['us']:,.1f} ({ratio_text(row['of_ours'])}; {ratio_text(row['ratio'])}{how})"
+    return f"{row['us']:,.1f} ({number_text(row['of_ours'])}; {number_text(row['ratio'])}{how})"
 
 
 def engine(report: PartReport, args: Any) -> None:

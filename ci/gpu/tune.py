@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ci.gpu.part import PartReport, part_parser
+from kvbench.common.packages import REPOSITORY
 
-ROOT = Path(__file__).resolve().parents[2]
 START_S = 20.0  # imports, and the compilation that is under way when the time is over
 QUICK = ("--head-dim", "128", "--page-size", "16")
 
@@ -51,7 +51,7 @@ def main() -> int:
         report.save()
         return 0
     folder = args.scratch / "tuned"
-    done = subprocess.run(tune_command(folder, args.quick, args.seconds), cwd=ROOT, check=False)
+    done = subprocess.run(tune_command(folder, args.quick, args.seconds), cwd=REPOSITORY, check=False)
     tables = sorted(folder.glob("sm_*.json"))
     if done.returncode != 0:
         report.fail("kvbench tune", f"ended with code {done.returncode}: see the log")

@@ -15,13 +15,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ci.gpu.isolated import PLAN_SECONDS, CaseProcess, ProcessEnded
 from ci.gpu.part import PartReport, part_parser
+from kvbench.common.packages import REPOSITORY
 
-ROOT = Path(__file__).resolve().parents[2]
 LOAD = "load"  # the case that each side has first: building its engine
 LOAD_SHARE = 0.75  # of the time that is left: when a side that does not load is given up
 CASE_S = 60.0  # after which a case counts as hung
@@ -143,8 +142,8 @@ def _command(side: EngineSide, arguments: list[str]) -> list[str]:
 
 
 def _environment(side: EngineSide) -> dict[str, str]:
-    paths = [str(ROOT / side.folder)] if side.folder else []
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", str(ROOT))])}
+    paths = [str(REPOSITORY / side.folder)] if side.folder else []
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", str(REPOSITORY))])}
 
 
 def ratios(rows: list[dict[str, Any]], figure: str, base: str, other: str) -> list[float]:
@@ -191,13 +190,13 @@ def main() -> int:
     args, _ = parser.parse_known_args()
     report, pair, took = PartReport(args.out, args.seconds), PAIRS[args.pair], 0.0
     for side in pair.sides:
-        if side.folder and not (ROOT / side.folder).is_dir():
+        if side.folder and not (REPOSITORY / side.folder).is_dir():
             reason = f"{side.folder} is not there: fill it with ci/gpu/bring.sh {args.pair}"
             if not args.tiny:
                 report.put(not_run=reason)
                 return 0
             report.skip(side.name, f"{reason}; this tree's engine stands in for it")
-        commit = ROOT / side.folder / "COMMIT"
+        commit = REPOSITORY / side.folder / "COMMIT"
         if side.folder and commit.is_file():
             report.put(**{f"{side.name}: commit": commit.read_text(encoding="utf-8").strip()})
     for number in range(pair.launches):

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 import kvbench
+from kvbench.common.cpu import cpu_model
 from kvbench.common.git import git_state
 
 BOOT_HEADER = "x-kvbench-boot"
@@ -35,7 +36,7 @@ def machine() -> dict[str, Any]:
     """Processor, cores this process may use, memory in bytes, operating system."""
     return {
         "cpu": {
-            "model": _cpu_model(),
+            "model": cpu_model(),
             "architecture": platform.machine(),
             "cores": usable_cores(),
             "cores_total": os.cpu_count(),
@@ -48,16 +49,6 @@ def machine() -> dict[str, Any]:
 def usable_cores() -> int:
     """Cores this process may run on (a container may have fewer than the machine)."""
     return len(os.sched_getaffinity(0))
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.lower().startswith(("model name", "hardware")):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
 
 
 def gpus() -> list[dict[str, str]]:

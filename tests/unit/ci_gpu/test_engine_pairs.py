@@ -18,7 +18,7 @@ MODULE = "tests.support.turn_sides"
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """The report after ``launches`` of two turns each, the second side being of ``kind``; no process is left."""
-    monkeypatch.setenv("PYTHONPATH", str(turns.ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(turns.REPOSITORY))
 
     def measured(kind: str, launches: int = 1, seconds: float = 120.0) -> PartReport:
         pair = Pair((EngineSide("first", MODULE, "base"), EngineSide("second", MODULE, kind)), launches)
@@ -98,7 +98,7 @@ def test_the_commit_that_was_brought_along_is_recorded(tmp_path, monkeypatch):
     before = tmp_path / ".bring" / "before"
     before.mkdir(parents=True)
     (before / "COMMIT").write_text("abc123\n")
-    monkeypatch.setattr(turns, "ROOT", tmp_path)
+    monkeypatch.setattr(turns, "REPOSITORY", tmp_path)
     monkeypatch.setattr(turns, "_command", lambda side, arguments: [sys.executable, "-c", "raise SystemExit(3)"])
     out = tmp_path / "part.json"
     words = ["--pair", "before-after", "--out", str(out), "--device", "cuda", "--seconds", "60", "--scratch", "x"]
@@ -107,7 +107,7 @@ def test_the_commit_that_was_brought_along_is_recorded(tmp_path, monkeypatch):
 
 
 def test_another_commit_that_was_not_brought_along_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(turns, "ROOT", tmp_path)
+    monkeypatch.setattr(turns, "REPOSITORY", tmp_path)
     out = tmp_path / "part.json"
     words = [
         "--pair",

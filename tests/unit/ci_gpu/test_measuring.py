@@ -9,9 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ci.gpu import busy, facts
-from ci.gpu.check_suite import ROOT, device_test_files, put_down
+from ci.gpu.check_suite import device_test_files, put_down
 from ci.gpu.part import PartReport, Report, plain, sentence
 from ci.gpu.timing import READING, WRITING, Flush, measure
+from kvbench.common.packages import REPOSITORY
 
 
 @pytest.mark.parametrize(
@@ -181,4 +182,4 @@ def test_plain_has_no_number_that_json_lacks():
 def test_the_device_tests_of_the_repository_are_found():
     found = device_test_files()
     assert "tests/unit/kernels/triton_checks.py" in found and "tests/unit/engine/kv/test_kv_mover.py" in found
-    assert all((ROOT / path).is_file() for path in found)
+    assert all((REPOSITORY / path).is_file() for path in found)

@@ -164,7 +164,7 @@ def test_runs_on_one_host_are_compared_and_others_are_not(tmp_path, host):
         Outcome("kernels", "x", PASSED, data={"rows": newer}),
         Outcome("job", "x", PASSED, data={"rows": [{"run": "run 0", "output_tokens_per_s": 5e4}]}),
     ]
-    lines = against.lines("then", against.read_run(tmp_path), {"device": {"host": "same"}}, now)
+    lines = against.lines(against.read_run(tmp_path), {"device": {"host": "same"}}, now)
     shown = [line for line in lines if any(name in line for name in ("decode", "run 0", "ours", "theirs"))]
     if host == "same":
         assert [line.split(" | ")[1:] for line in shown] == [
@@ -192,14 +192,14 @@ def test_a_part_does_not_outlive_a_runner_that_is_killed(tmp_path):
 
 def test_results_name_no_folder_of_this_machine(folders):
     out, scratch = folders
-    reason = f"File {scratch}/tiny.json, {summary.ROOT}/engine/x.py"
+    reason = f"File {scratch}/tiny.json, {summary.REPOSITORY}/engine/x.py"
     outcome = Outcome(
         "job", "x", FAILED, reason, result="engine.json", data={"rows": [{"model": f"{scratch}/tiny.json"}]}
     )
     (scratch / "job.log").write_text(reason)
     summary.write_results(out, scratch, manifest_of(), [outcome])
     for path in out.iterdir():
-        assert str(scratch) not in path.read_text() and str(summary.ROOT) not in path.read_text()
+        assert str(scratch) not in path.read_text() and str(summary.REPOSITORY) not in path.read_text()
     assert "tiny.json, engine/x.py" in (out / "summary.md").read_text()
 
 
@@ -359,3 +359,12 @@ def test_the_manifest_has_no_paths(tmp_path):
     args, _ = runner_module.parse([str(tmp_path / "found"), "--wheels", str(tmp_path), "--quick"])
     told = json.dumps(record.begin(vars(args)))
     assert str(tmp_path.parent) not in told and '"outdir": "found"' in told and f'"wheels": "{tmp_path.name}"' in told
+
+
+def test_of_an_earlier_run_the_manifest_has_the_name_alone(tmp_path):
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    (earlier / "manifest.json").write_text(json.dumps({"device": {"host": "same", "name": "a GPU"}}))
+    args, _ = runner_module.parse([str(tmp_path / "out"), "--against", str(earlier)])
+    arguments = json.loads(json.dumps(record.begin(vars(args))))["arguments"]
+    assert arguments["against"] == "earlier" and "a GPU" not in json.dumps(arguments)
