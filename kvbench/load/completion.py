@@ -36,6 +36,7 @@ class Completion:
     ``chunk_times``/``chunk_tokens``: chunks that carried a token (text, reasoning, a call, or token ids with text still
     held back); ``chunk_tokens`` is None where the server sent no token ids. ``first``: the first token of any kind;
     ``first_output``: the first text or call, None where all was reasoning, ``first`` where no token had any text.
+    ``first_reasoning``: the first chunk of reasoning, None where none was streamed.
     ``coalesced``: token chunks that arrived in one read with the one before of their sequence although the server sent
     them apart. ``chunk_choices``: which sequence each chunk belongs to; None for a request of one. ``token_ids`` and
     ``text``: those of sequence 0, then of sequence 1 and so on, a line break between two texts; text without reasoning.
@@ -55,6 +56,7 @@ class Completion:
     text: str = ""
     first: float | None = None
     first_output: float | None = None
+    first_reasoning: float | None = None
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
@@ -282,7 +284,8 @@ def _add_chunks(out: Completion, chunks: Sequence[Chunk], pause: Callable[[], No
     ids = [chunk.ids for chunk in chunks]
     out.chunk_tokens = None if None in ids else [len(own) for own in ids]
     out.first = next((chunk.when for chunk in chunks), None)
-    thinks = any(chunk.kind == _THOUGHT for chunk in chunks)
+    out.first_reasoning = next((chunk.when for chunk in chunks if chunk.kind == _THOUGHT), None)
+    thinks = out.first_reasoning is not None
     output = (chunk.when for chunk in chunks if chunk.text or chunk.kind == _CALL)
     out.first_output = next(output, None if thinks else out.first)
     streamed = len(out.chunk_times) if out.chunk_tokens is None else sum(out.chunk_tokens)
