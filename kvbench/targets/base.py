@@ -20,7 +20,8 @@ from kvbench.common.secrets import api_key, without_key
 from kvbench.common.server_errors import SERVER_FAULT, error_sentence, in_its_words
 from kvbench.common.text import shorten
 from kvbench.load.blocking import connect, exchange
-from kvbench.load.http import Address, Dialect, MalformedStream, Response, call_bytes, tls_context
+from kvbench.load.dialect import Dialect
+from kvbench.load.http import Address, MalformedStream, Response, call_bytes, tls_context
 from kvbench.requests.request import RequestSpec
 from kvbench.targets import discovery
 from kvbench.targets.preset import CAPACITY_TOLERANCE, Preset

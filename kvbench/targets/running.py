@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError, UsageError
 from kvbench.common.text import listing
-from kvbench.load.http import Dialect
+from kvbench.load.dialect import Dialect
 from kvbench.targets.base import PLAIN_ACCESS, Access, ModelFacts, Target
 from kvbench.targets.model_export import shipped_tokenizer
 from kvbench.targets.preset import Preset
