@@ -293,7 +293,7 @@ def _add_chunks(out: Completion, chunks: Sequence[Chunk], pause: Callable[[], No
     output = (chunk.when for chunk in chunks if chunk.text or chunk.kind == CALL)
     out.first_output = next(output, None if thinks else out.first)
     streamed = len(out.chunk_times) if out.chunk_tokens is None else sum(out.chunk_tokens)
-    if thinks and out.reasoning_tokens is None:
+    if thinks and not out.reasoning_tokens:  # some servers stream reasoning and count 0
         out.reasoning_tokens = _count_reasoning(out, chunks)
     if not thinks:
         out.unstreamed_tokens = max(0, min(out.reasoning_tokens or 0, (out.output_tokens or 0) - streamed))

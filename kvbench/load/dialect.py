@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
@@ -13,12 +13,11 @@ from kvbench.common.secrets import api_key
 from kvbench.load.endpoints import ENDPOINTS, Endpoint
 from kvbench.load.http import Address, call_bytes
 from kvbench.requests.request import ANSWERS, RequestSpec
+from kvbench.workload.request_form import EndpointName, check_extra_body
 
 if TYPE_CHECKING:
     from kvbench.load.spec import LoadSpec
 
-EndpointName = Literal["completions", "chat", "responses", "messages"]
-_OURS = ("model", "prompt", "messages", "input", "max_tokens", "max_output_tokens", "stream")
 _FINISHED = ("length", "stop", "eos", "eos_token", "stop_sequence", "tool_calls", "function_call")
 
 
@@ -81,18 +80,16 @@ class Dialect(StrictModel):
         fields = {"model": model, **self.api.prompt(request), limit: request.max_tokens, "temperature": temperature}
         return {**fields, **self.api.fields, **self.extra_body}
 
-    def headers(self, key: str | None) -> list[str]:
-        """The header lines of a request. ``key``: the API key, None without."""
-        lines = [f"Authorization: Bearer {key}"] if key else []
-        return lines + [line.format(key=key) for line in self.api.headers if key or "{key}" not in line]
-
-
-def check_extra_body(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields. Raises ValueError for one that the load sets."""
-    for name in fields:
-        if name in _OURS:
-            raise ValueError(f"extra_body cannot set {name!r}: the load sets it; remove it.")
-    return fields
+    def streamed_body(self, model: str, request: RequestSpec, temperature: float, ignore_eos: bool) -> dict[str, Any]:
+        """The fields of a request whose answer is streamed."""
+        fields = self.body(model, request, temperature) | {"stream": True, **_answers(request)}
+        if self.ignore_eos:
+            fields["ignore_eos"] = ignore_eos
+        if self.stream_options:
+            fields["stream_options"] = {"include_usage": True}
+        if self.return_token_ids:
+            fields["return_token_ids"] = True
+        return fields | self.extra_body
 
 
 OPENAI = Dialect()
@@ -109,23 +106,19 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
             f"request {request.index} is a prompt of token ids, which this server does not take; give it text: prompts "
             "of kind text with send_text: true."
         )
-    body = dialect.body(spec.model, request, 0.0 if known else spec.temperature)
-    body |= {"stream": True, **_answers(request)}
-    if dialect.ignore_eos:
-        body["ignore_eos"] = spec.ignore_eos or known
-    if dialect.stream_options:
-        body["stream_options"] = {"include_usage": True}
-    if dialect.return_token_ids:
-        body["return_token_ids"] = True
+    temperature = 0.0 if known else spec.temperature
+    body = dialect.streamed_body(spec.model, request, temperature, spec.ignore_eos or known)
     if spec.send_priority and request.priority:  # 0 is what a server takes where nothing is said
         body["priority"] = request.priority
-    payload = json.dumps(body | dialect.extra_body, separators=(",", ":")).encode()
+    payload = json.dumps(body, separators=(",", ":")).encode()
+    key = api_key(spec.api_key_env) if spec.api_key_env else None
     head = [
         "Accept: text/event-stream",
         "x-kvbench-stamp: 1",  # the built-in server then says when it sent each chunk; others ignore it
         *(["x-kvbench-kv-facts: 1"] if known else []),  # and where the answer's KV was
         *([] if dialect.keep_alive else ["Connection: close"]),
-        *dialect.headers(api_key(spec.api_key_env) if spec.api_key_env else None),
+        *([f"Authorization: Bearer {key}"] if key else []),
+        *dialect.api.header_lines(key),
     ]
     return call_bytes(address, "POST", dialect.api.path, head, payload)
 

@@ -92,6 +92,10 @@ class Endpoint:
     headers: tuple[str, ...] = ()
     lacks: Mapping[str, Any] = field(default_factory=dict)
 
+    def header_lines(self, key: str | None) -> list[str]:
+        """The API's own header lines; those of the API key where there is one."""
+        return [line.format(key=key) for line in self.headers if key or "{key}" not in line]
+
 
 # Requests
 
@@ -100,18 +104,16 @@ def _completions_prompt(request: RequestSpec) -> dict[str, Any]:
     return {"prompt": list(request.prompt_token_ids or ()) if request.prompt is None else request.prompt}
 
 
-def _messages(request: RequestSpec) -> list[dict[str, str]]:
+def _chat_prompt(request: RequestSpec) -> dict[str, Any]:
     """The conversation before the prompt, user and assistant in turn, and the prompt as the user's last message."""
     texts = (*request.history, request.prompt or "")
-    return [{"role": "assistant" if number % 2 else "user", "content": text} for number, text in enumerate(texts)]
-
-
-def _chat_prompt(request: RequestSpec) -> dict[str, Any]:
-    return {"messages": _messages(request)}
+    return {"messages": [{"role": ("user", "assistant")[number % 2], "content": x} for number, x in enumerate(texts)]}
 
 
 def _responses_prompt(request: RequestSpec) -> dict[str, Any]:
-    return {"input": _messages(request) if request.history else request.prompt or ""}
+    if not request.history:
+        return {"input": request.prompt or ""}
+    return {"input": [{"type": "message", **message} for message in _chat_prompt(request)["messages"]]}
 
 
 # Events
@@ -261,7 +263,14 @@ def _messages_usage(usage: Any) -> Usage:
     computed, output, cached, written = (
         None if usage.get(name) is None else _count(name, usage[name]) for name in names
     )
-    return Usage(None if computed is None else computed + (cached or 0) + (written or 0), output, cached)
+    details = usage.get("output_tokens_details")
+    thinking = details.get("thinking_tokens") if isinstance(details, dict) else None
+    return Usage(
+        None if computed is None else computed + (cached or 0) + (written or 0),
+        output,
+        cached,
+        None if thinking is None else _count("thinking_tokens", thinking),
+    )
 
 
 def _add_delta(text: Any, kind: str, sink: Sink) -> None:
@@ -283,7 +292,7 @@ def _count(name: str, count: Any) -> int:
 
 
 _ONLY_TEXTS = {"token_id_prompts": False}
-_TYPED = {**_ONLY_TEXTS, "stream_options": False, "ignore_eos": False, "return_token_ids": False, "answers": []}
+_TYPED = {**_ONLY_TEXTS, "stream_options": False, "return_token_ids": False, "answers": []}
 ENDPOINTS: Mapping[str, Endpoint] = {
     endpoint.name: endpoint
     for endpoint in (
@@ -295,7 +304,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
         ),
         Endpoint(
             "messages", "/v1/messages", _chat_prompt, read_messages, "content",
-            headers=("anthropic-version: 2023-06-01", "x-api-key: {key}"), lacks=_TYPED,
+            headers=("anthropic-version: 2023-06-01", "x-api-key: {key}"), lacks={**_TYPED, "ignore_eos": False},
         ),
     )
 }  # fmt: skip
