@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvbench.cli.options import FiniteRange
+from kvbench.load.endpoints import PATHS
 
 _RATE = FiniteRange(0, 1)
 
@@ -23,6 +24,18 @@ _RATE = FiniteRange(0, 1)
 )  # fmt: skip
 @click.option("--tokens-per-chunk", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--events-per-write", type=click.IntRange(1), default=1, show_default=True, help="Chunks sent at once.")
+@click.option(
+    "--endpoint", "endpoints", type=click.Choice([*PATHS]), multiple=True, default=[*PATHS],
+    help="The only one that is served; may be repeated.  [default: all]",
+)  # fmt: skip
+@click.option(
+    "--deltas", metavar="KIND[:COUNT],...", default="text", show_default=True,
+    help="Kinds of an answer's tokens in their order, as in reasoning:8,text (kinds below).",
+)  # fmt: skip
+@click.option(
+    "--template-tokens", type=click.IntRange(0), default=0, show_default=True,
+    help="What a chat template adds to the tokens of messages.",
+)  # fmt: skip
 @click.option("--in-step", is_flag=True, help="All streams' chunks on common ticks, as an engine's steps send them.")
 @click.option("--fail-rate", type=_RATE, default=0.0, show_default=True, help="Share of requests answered 500.")
 @click.option("--truncate-rate", type=_RATE, default=0.0, show_default=True, help="Share closed in mid-stream.")
@@ -34,21 +47,28 @@ _RATE = FiniteRange(0, 1)
 @click.option("--tls-key", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="PEM; of --tls-cert.")
 @click.option("--api-key-env", metavar="NAME", help="Environment variable with the key that requests must carry.")
 def mock_server(**options: Any) -> int:
-    """Serve an OpenAI-compatible API that computes nothing.
+    """Serve the APIs of OpenAI and Anthropic's messages, computing nothing.
 
     Its tokens come on a known schedule.
 
     Every chunk is stamped with the moment of its sending where the request asks for it (x-kvbench-stamp: 1); GET
     /stamps tells all schedules and sends afterwards. One request changes the schedule through its model's name, as a
     query of ttft_ms, itl_ms, jitter, in_step, tokens_per_chunk, events_per_write, cached_tokens, textless (tokens at
-    the end without text) and fault. A word of a text is a token. The shares of --fail-rate, --truncate-rate and
-    --drop-rate are 1 at most together.
+    the end without text), deltas, split (what is written goes out in pieces of so many bytes) and fault. A word of a
+    text is a token; POST /tokenize counts them. The shares of --fail-rate, --truncate-rate and --drop-rate are 1 at
+    most together.
+
+    Kinds of deltas: text, reasoning_content, reasoning, reasoning_details, refusal, tool_calls; role (a chunk without
+    a token), empty (a token without text), hidden (reasoning that only the usage counts) and held (text that comes with
+    the next chunk). The last one without a count takes the rest, another one is one token. Completions have no
+    reasoning; messages no refusal.
 
     \b
     Example:
       kvbench mock-server --port 8000 --ttft-ms 100 --itl-ms 20 --jitter 0.1 --truncate-rate 0.01
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --model 'mock?ttft_ms=20&itl_ms=5'
+      kvbench mock-server --endpoint chat --deltas reasoning_content:32,text --template-tokens 6
     \b
     Prints "ready URL" once it serves. No files are written.
     Exit codes: 0 stopped by SIGINT or SIGTERM, 2 bad input.

@@ -146,7 +146,11 @@ def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) ->
 
     ``before``: the turn before it as it was drawn; ``answered``: as it was sent, and the server's answer to it. Where
     the server did not return the ids of its whole answer, the one drawn beforehand stays (``unknown_answers`` says so).
+    Messages have its text.
     """
+    if request.history:
+        sent = answered.request
+        return dataclasses.replace(request, history=(*sent.history, sent.prompt or "", answered.completion.text))
     answer = tuple(answered.completion.token_ids) if knows_answer(answered) else None
     ids = continued(request, before, answered.request.prompt_token_ids or (), answer)
     return dataclasses.replace(request, prompt_token_ids=ids)
@@ -155,7 +159,7 @@ def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) ->
 def unknown_answers(samples: Sequence[Sample]) -> dict[str, str]:
     """A note when prompts of later turns hold drawn answers instead of the server's own, as was wanted."""
     known = {(s.request.session, s.request.turn): knows_answer(s) for s in samples}
-    wanted = [s.request for s in samples if s.request.new_tokens and s.sent]
+    wanted = [s.request for s in samples if s.request.new_tokens and s.sent and not s.request.history]
     without = sum(not known.get((r.session, r.turn - 1), False) for r in wanted)
     if not without:
         return {}

@@ -12,7 +12,7 @@ import numpy as np
 from kvbench.metrics.sequences import gaps_within
 
 if TYPE_CHECKING:
-    from kvbench.load.http import Dialect
+    from kvbench.load.dialect import Dialect
     from kvbench.load.samples import Sample
 
 MAX_SLIP_MS = 5.0

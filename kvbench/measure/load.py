@@ -83,7 +83,12 @@ def requests_for(load: LoadConfig, point: LoadPoint, target: Target, seed: int, 
     UsageError for canaries that are not of the model that it serves.
     """
     facts, canaries = target.model, canaries_for(load, target)
-    sizes = {"vocab_size": facts.vocab_size, "max_model_len": facts.max_model_len}
+    if facts.max_model_len is None and getattr(load.prompts, "length_scale", None) == "auto":
+        raise MeasurementError(
+            "the server does not tell its longest sequence, which length_scale: auto needs: give --max-model-len N"
+        )
+    longest = facts.most_tokens - (target.template_tokens or 0)
+    sizes = {"vocab_size": facts.vocab_size, "max_model_len": longest}
     try:
         made = launch.make_requests(load, point, **sizes, seed=seed, repeat=repeat, canaries=canaries)
     except ValueError as error:

@@ -1,7 +1,8 @@
-"""The mock server: one asyncio process that speaks enough HTTP/1.1 for an OpenAI-compatible completions API.
+"""The mock server: one asyncio process that speaks enough HTTP/1.1 for the APIs of OpenAI and Anthropic.
 
-Routes: POST .../completions, GET /health, /v1/models, /server_info, /metrics and /stamps (every request with its
-prompt, receipt, due and send times in seconds of perf_counter, which all processes of a machine share).
+Routes: POST to the endpoints (under any prefix) and /tokenize, GET /health, /v1/models, /server_info, /metrics and
+/stamps (every request with its prompt, its receipt, and of each chunk the kind, due and send time, in seconds of
+perf_counter, which all processes of a machine share).
 
 asyncio's own loop sends within ``write``, right after the stamp. uvloop, which gathers a turn's writes, gained nothing
 when both were measured.
@@ -16,23 +17,27 @@ import re
 import signal
 import ssl
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from kvbench.calibration.mock.formats import FORMATS, Format
 from kvbench.calibration.mock.settings import MockSettings
 from kvbench.common.errors import UsageError
 from kvbench.common.kernel_timer import DueCalls
 from kvbench.common.machine import BOOT_HEADER, boot_id
 from kvbench.common.ports import free_port
 from kvbench.common.secrets import api_key
+from kvbench.load.endpoints import PATHS
 
 KEPT_STAMPS = 20_000  # of the newest requests
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
 _STAMPED = re.compile(rb"\r\nx-kvbench-stamp:[ \t]*1", re.IGNORECASE)
-_KEY = re.compile(rb"\r\nauthorization:[ \t]*bearer[ \t]+([^\r\n]*)", re.IGNORECASE)
+_KEY = re.compile(rb"\r\n(?:authorization:[ \t]*bearer[ \t]|x-api-key:)[ \t]*([^\r\n]*)", re.IGNORECASE)
 
 
 class Pacer:
@@ -55,25 +60,18 @@ class Answer:
         transport: asyncio.Transport,
         pacer: Pacer,
         settings: MockSettings,
-        body: dict[str, Any],
+        form: Format,
         stamp: dict[str, Any],
         *,
         stamped: bool,
         on_end: Callable[[], None],
     ) -> None:
         self._transport, self._pacer, self._settings, self._stamp = transport, pacer, settings, stamp
-        self._fault, self._on_end, self._stamped = settings.fault, on_end, stamped
-        self._total = int(body.get("max_tokens") or 16)
-        self._chunks = -(-self._total // settings.tokens_per_chunk)
+        self._fault, self._on_end, self._stamped, self._format = settings.fault, on_end, stamped, form
+        self._chunks, self._deltas = form.plan.moments, form.plan.deltas()
         self._writes = -(-self._chunks // settings.events_per_write)
         self._gaps = settings.gaps_s(self._writes, stamp["number"])
-        self._with_ids = bool(body.get("return_token_ids")) and self._fault != "no_ids"
-        self._usage = {
-            "prompt_tokens": count_tokens(body.get("prompt") or ""),
-            "completion_tokens": self._total,
-            "prompt_tokens_details": {"cached_tokens": settings.cached_tokens},
-        }
-        self._streams = bool(body.get("stream"))
+        self._streams = bool(stamp["body"].get("stream"))
         self._due = stamp["received"]
         self._next = 0  # write
 
@@ -83,7 +81,7 @@ class Answer:
             boot = boot_id() if self._stamped else None
             boot_line = "" if boot is None else f"{BOOT_HEADER}: {boot}\r\n"
             head = f"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n{boot_line}\r\n"
-            self._transport.write(b"HTTP/1.1 200 OK\r\n" + head.encode())
+            self._write("HTTP/1.1 200 OK\r\n" + head, self._format.beginning())
         self._wait()
 
     def _wait(self) -> None:
@@ -106,42 +104,34 @@ class Answer:
             self._end(close=True)
             return
         self._next += 1
-        numbers = range(first, min(first + per_write, self._chunks))
         now = time.perf_counter()
-        if self._streams:
-            self._transport.write(b"".join([self._frame(self._event(k, now)) for k in numbers]))
-        self._stamp["sends"].extend([now] * len(numbers))
-        self._stamp["due"].extend([self._due] * len(numbers))
+        deltas = [delta for delta in islice(self._deltas, per_write) if delta is not None]
+        if self._streams and deltas:
+            sent = f',"kvbench":{{"sent":{now:.7f}}}' if self._stamped else ""
+            now = self._write("", [self._format.delta(delta, sent) for delta in deltas]) or now
+        self._stamp["kinds"].extend([delta.kind for delta in deltas])
+        self._stamp["sends"].extend([now] * len(deltas))
+        self._stamp["due"].extend([self._due] * len(deltas))
         if self._next < self._writes:
             self._wait()
         else:
             self._finish()
 
-    def _event(self, k: int, now: float) -> bytes:
-        per_chunk = self._settings.tokens_per_chunk
-        begin, end = k * per_chunk, min((k + 1) * per_chunk, self._total)
-        finish = '"length"' if end == self._total else "null"
-        ids = f',"token_ids":{list(range(begin, end))}' if self._with_ids else ""
-        sent = f',"kvbench":{{"sent":{now:.7f}}}' if self._stamped else ""
-        text = f" w{k}" * max(0, min(end, self._total - self._settings.textless) - begin)
-        return (
-            f'{{"id":"mock","object":"text_completion","model":"mock","choices":'
-            f'[{{"index":0,"text":"{text}","finish_reason":{finish}{ids}}}]{sent}}}'
-        ).encode()
-
-    def _frame(self, data: bytes) -> bytes:
-        payload = b"data: " + data + b"\n\n"
-        return b"%x\r\n%b\r\n" % (len(payload), payload)
+    def _write(self, head: str, events: list[str], end: str = "") -> float | None:
+        """Sends events, each as one chunk of HTTP. The last piece's moment where ``split`` makes several."""
+        data = (head + "".join([f"{len(event):x}\r\n{event}\r\n" for event in events]) + end).encode()
+        size, now = self._settings.split, None
+        while size and len(data) > size:
+            self._transport.write(data[:size])
+            data, now = data[size:], time.perf_counter()
+        self._transport.write(data)
+        return now
 
     def _finish(self) -> None:
         if self._streams:
-            usage = json.dumps({"id": "mock", "choices": [], "usage": self._usage}).encode()
-            self._transport.write(self._frame(usage) + self._frame(b"[DONE]") + b"0\r\n\r\n")
+            self._write("", self._format.end(), "0\r\n\r\n")
         else:
-            text = "".join(f" w{k}" for k in range(self._total))
-            choice = {"index": 0, "text": text, "finish_reason": "length", "logprobs": None}
-            whole = {"id": "mock", "object": "text_completion", "model": "mock", "choices": [choice]}
-            self._transport.write(response("200 OK", whole | {"usage": self._usage}))
+            self._transport.write(response("200 OK", self._format.whole()))
         self._end(close=self._fault == "close_after")
 
     def _end(self, close: bool) -> None:
@@ -149,6 +139,15 @@ class Answer:
             self._transport.close()
         self._stamp["end"] = time.perf_counter()
         self._on_end()
+
+
+def prompt_of(content: Any) -> str | list[int]:
+    """A text or token ids as they are; of messages and their parts the texts, a line each. TypeError."""
+    if isinstance(content, dict):
+        return prompt_of(content.get("content") or content.get("text") or "")
+    if isinstance(content, list) and not (content and isinstance(content[0], int)):
+        return "\n".join([prompt_of(part) for part in content])
+    return content
 
 
 def count_tokens(prompt: str | list[int]) -> int:
@@ -223,8 +222,14 @@ class Connection(asyncio.Protocol):
             if key is None or key[1].decode("latin-1").strip() != state.api_key:
                 self._refuse("401 Unauthorized", "the API key is missing or wrong")
                 return
-        if method == b"POST" and path.endswith("/completions"):
-            self._complete(head, body, received)
+        suffixes = {known.removeprefix("/v1"): name for name, known in PATHS.items()}
+        fitting = [suffix for suffix in suffixes if path.endswith(suffix)]
+        endpoint = suffixes[max(fitting, key=len)] if fitting else ""  # a chat's path ends as a completion's does
+        if method == b"POST" and endpoint in settings.endpoints:
+            self._complete(FORMATS[endpoint], head, body, received)
+            return
+        if method == b"POST" and path == "/tokenize":
+            self._tokenize(body)
             return
         model = {"id": "mock", "object": "model", "owned_by": "kvbench-mock", "max_model_len": settings.max_model_len}
         answers = {
@@ -243,20 +248,39 @@ class Connection(asyncio.Protocol):
     def _refuse(self, status: str, message: str) -> None:
         self._transport.write(response(status, {"error": {"message": message, "type": "mock"}}))
 
-    def _complete(self, head: bytes, raw: bytes, received: float) -> None:
+    def _tokenize(self, raw: bytes) -> None:
+        """Answers as vLLM's route of that name does."""
+        try:
+            body = json.loads(raw)
+            name = "messages" if "messages" in body else "prompt"
+            words = prompt_of(body[name]).split()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._refuse("400 Bad Request", f"not a tokenize request: {error}")
+            return
+        settings = self._state.settings
+        ids = [*range(settings.template_tokens if name == "messages" else 0)]
+        ids += [zlib.crc32(word.encode()) % settings.vocab_size for word in words]
+        answer = {"count": len(ids), "max_model_len": settings.max_model_len, "tokens": ids}
+        self._transport.write(response("200 OK", answer))
+
+    def _complete(self, form: type[Format], head: bytes, raw: bytes, received: float) -> None:
         state = self._state
         number = state.requests
         state.requests += 1
         try:
             body = json.loads(raw)
             settings = state.settings.for_request(number, str(body["model"]))
-            prompt = body["prompt"]
-        except (ValueError, KeyError, TypeError) as error:
-            self._refuse("400 Bad Request", f"not a completions request: {error}")
+            *others, needed = form.prompts
+            prompt = prompt_of(
+                [*(body[name] for name in others if name in body), body[needed]] if others else body[needed]
+            )
+            answer = form(settings, body, count_tokens(prompt))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._refuse("400 Bad Request", f"not a request of this endpoint: {error}")
             return
         stamp = {
             "number": number, "prompt": prompt, "received": received, "fault": settings.fault, "sends": [], "due": [],
-            "body": body, "end": None,
+            "kinds": [], "body": body, "end": None,
         }  # fmt: skip
         state.stamps.append(stamp)
         if settings.fault == "silent":
@@ -266,7 +290,7 @@ class Connection(asyncio.Protocol):
             return
         self._count(1)
         Answer(
-            self._transport, self._pacer, settings, body, stamp,
+            self._transport, self._pacer, settings, answer, stamp,
             stamped=_STAMPED.search(head) is not None, on_end=lambda: self._ended(stamp),
         ).start()  # fmt: skip
 

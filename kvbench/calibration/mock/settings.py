@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
+from kvbench.calibration.mock.deltas import TEXT, script
+from kvbench.load.endpoints import PATHS
+
 FAULTS = ("truncate", "drop", "stall", "silent", "close_after", "no_ids")
 _HTTP_ERROR = re.compile(r"http[45]\d\d")  # a status and no stream
 _ROUNDING = 1e-9  # of shares that are 1 together
@@ -23,7 +26,10 @@ class MockSettings:
     of variation (gamma distributed, the means stay). ``tokens_per_chunk``: tokens in one chunk, ``events_per_write``:
     chunks sent at once. ``in_step``: the chunks of all streams fall on common ticks of ``itl_ms``, as those of an
     engine's steps do. ``textless``: so many of the last tokens have no text, as an end token has none.
-    ``cached_tokens``: of every prompt, as its usage tells. ``fail_rate``, ``truncate_rate``,
+    ``cached_tokens``: of every prompt, as its usage tells. ``deltas``: the kinds of the answer's tokens in their order,
+    ``kind[:count],...`` (see ``deltas.script``); ``split``: what is written goes out in pieces of so many bytes, whose
+    last one is stamped. ``endpoints``: those that are served. ``template_tokens``: those that a chat template adds to
+    the tokens of messages. ``fail_rate``, ``truncate_rate``,
     ``drop_rate``: of the requests, this share is answered 500, closed in the middle, or closed without an answer at the
     moment of its first chunk; exact in every stretch of 1/rate requests, at places drawn from ``seed``. ValueError for
     shares that are more than all requests together.
@@ -37,6 +43,8 @@ class MockSettings:
     in_step: bool = False
     textless: int = 0
     cached_tokens: int = 0
+    deltas: str = TEXT
+    split: int = 0
     fault: str = ""
     fail_rate: float = 0.0
     truncate_rate: float = 0.0
@@ -44,12 +52,15 @@ class MockSettings:
     seed: int = 0
     vocab_size: int = 32000
     max_model_len: int = 32768
+    endpoints: tuple[str, ...] = tuple(PATHS)
+    template_tokens: int = 0
 
     def __post_init__(self) -> None:
         shares = {"fail rate": self.fail_rate, "truncate rate": self.truncate_rate, "drop rate": self.drop_rate}
         if sum(shares.values()) > 1 + _ROUNDING:
             shown = ", ".join(f"{name} {share:g}" for name, share in shares.items())
             raise ValueError(f"{shown}: together they are more than 1, which is every request; lower one of them")
+        script(self.deltas)
 
     def for_request(self, number: int, model: str) -> MockSettings:
         """Settings of request ``number`` (from 0) to ``model``, whose query changes them: ``mock?itl_ms=5``.
@@ -85,6 +96,7 @@ def _struck(number: int, rate: float, seed: int) -> bool:
 _CONVERT = {
     "ttft_ms": float, "itl_ms": float, "jitter": float, "fault": str,
     "tokens_per_chunk": int, "events_per_write": int, "cached_tokens": int, "textless": int,
+    "deltas": str, "split": int,
     "in_step": lambda text: text not in ("0", "false"),
 }  # fmt: skip
 
