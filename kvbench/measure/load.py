@@ -119,8 +119,8 @@ def measure_load(
     ``server_faults`` (those of the three that are the server's own doing, not the client's or the machine's),
     ``disturbances`` (those that the machine
     or the client's lateness made, and that may be gone when the load is measured again), ``calibration``, ``metrics``,
-    ``endpoint``, ``template_tokens`` (of the server's chat template, None where not known), ``prompt_tokens_added`` (the
-    least, median and most tokens that the server counts beyond the drawn ones of a text, None without texts),
+    ``endpoint``, ``template_tokens`` (that the server's chat template adds, None where not known),
+    ``prompt_tokens_added`` (least, median and most tokens that it counts beyond the drawn ones of a text, or None),
     ``machine``, ``prefix_cache`` and ``prefix_cache_bounds`` [tokens], ``started_at``, ``ended_at`` and ``wall_s``.
 
     Raises:

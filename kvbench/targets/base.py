@@ -195,7 +195,8 @@ class Target:
     ``starts_cold``: we launched it, so its cache is empty before its first load.
     ``model``: known after ``start``. ``check``: called again and again during ``start``; may raise to end it.
     ``notes``: what a reader of the figures must know of how the server is asked. ``form``: of the load's requests.
-    ``exact_texts``: a text that is made of ids has as many tokens. ``template_tokens``: how many its chat template adds to a single message; None: not known.
+    ``exact_texts``: a text that is made of ids has as many tokens. ``template_tokens``: how many its chat template adds
+    to a single message; None: not known.
     """
 
     preset: Preset = BUILT_IN
