@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.common.console import make_table, print_plain, print_table
-from kvbench.common.text import calibration_words, failure_words, slo_words
+from kvbench.common.text import calibration_words, failure_words, plural, slo_words
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.latency import (
     LATENCIES,
@@ -199,7 +199,7 @@ def _reasoning(metrics: Mapping[str, Any]) -> str:
     total, reasoning = metrics["total_output_tokens"], metrics["total_reasoning_tokens"]
     share = "" if reasoning is None else f"; {reasoning:,} of {total:,} output tokens were reasoning"
     silent = metrics["without_output"]
-    missing = f"; {silent} requests reasoned to their end, and have no TTFO" if silent else ""
+    missing = f"; {plural(silent, 'request')} reasoned to the end, without a TTFO" if silent else ""
     return f"output tokens/s {text}over the whole run{share}{missing}"
 
 
