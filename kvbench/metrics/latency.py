@@ -28,9 +28,10 @@ with its own tokens; an SLO's limit is for the slowest.
 chosen at the end (best_of, beams) come in one chunk each: they have no tpot and no itl, and ttft is the whole time.
 Only tokens that are returned are output.
 
-Other tools differ: vLLM's ``tpot`` divides by the tokenizer's own count, GuideLLM's includes TTFT, and AIPerf's
-ITL is a mean per request. Percentiles interpolate linearly between order statistics (Hyndman and Fan 1996,
-type 7; NumPy's default). ``samples_needed``: how many samples a percentile needs.
+Other tools differ: GuideLLM's ``tpot`` includes TTFT, ITL of both GuideLLM and AIPerf is a mean per request, and
+vLLM's TTFT may be of a chunk with nothing but a role (docs/measuring.md has them side by side). Percentiles
+interpolate linearly between order statistics (Hyndman and Fan 1996, type 7; NumPy's default). ``samples_needed``: how
+many samples a percentile needs.
 """
 
 from __future__ import annotations
