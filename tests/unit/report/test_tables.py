@@ -134,9 +134,9 @@ def test_reasoning_has_columns_where_it_is() -> None:
     assert (rate.sort, rate.note) == (40.0, "75 %")
     assert flat_rows(run(thinks))[0]["non_reasoning_tokens_per_s"] == 40.0
     assert not {"reasoning_ms_p50", "non_reasoning_tokens_per_s"} & {c.key for c in main_table(run(plain)).columns}
-    silent = changed(cell(), told | {"total_reasoning_tokens": None, "without_output": 3}, steady_latency={})
-    value = entries(main_table(run(silent)))
-    assert value["non_reasoning_tokens_per_s"].note == "9 without output" and "ttfo_ms_p95" not in value
+    silent = changed(cell("contiguous"), told | {"total_reasoning_tokens": None, "without_output": 3})
+    value = entries(main_table(run(changed(cell(), steady_latency={"ttfo_ms": {"p95": 900.0}}), silent)), "contiguous")
+    assert (value["non_reasoning_tokens_per_s"].note, value["ttfo_ms_p95"].text) == ("9 without output", "–")
 
 
 def test_goodput_has_its_share_and_its_steady_window() -> None:
