@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 MAX_WALL_STEP_S = 0.05
 _MAX_UNSTAMPED_SHARE = 0.01
+FIRST_TIMES = ("first", "first_output", "first_reasoning")  # moments of a Completion, each None where it has none
 
 
 SCHEMA = pa.schema(
@@ -47,6 +48,7 @@ SCHEMA = pa.schema(
         ("turn", pa.int64()),
         ("prompt_tokens", pa.int64()),
         ("output_tokens", pa.int64()),
+        ("reasoning_tokens", pa.int64()),
         ("unstreamed_tokens", pa.int64()),
         ("cached_tokens", pa.int64()),
         ("prefix_tokens", pa.int64()),
@@ -56,6 +58,7 @@ SCHEMA = pa.schema(
         ("queued_s", pa.float64()),
         ("first", pa.float64()),
         ("first_output", pa.float64()),
+        ("first_reasoning", pa.float64()),
         ("last", pa.float64()),
         ("end", pa.float64()),
         ("chunk_times", pa.list_(pa.float64())),
@@ -115,6 +118,7 @@ class Sample:
             "turn": request.turn,
             "prompt_tokens": sent if done.prompt_tokens is None else done.prompt_tokens,
             "output_tokens": done.output_tokens or 0,
+            "reasoning_tokens": done.reasoning_tokens,
             "unstreamed_tokens": done.unstreamed_tokens,
             "cached_tokens": done.cached_tokens,
             "prefix_tokens": request.prefix_tokens,
@@ -122,8 +126,7 @@ class Sample:
             "t0": self.t0 - zero,
             "ts": self.ts - zero,
             "queued_s": self.queued_s,
-            "first": None if done.first is None else done.first - zero,
-            "first_output": None if done.first_output is None else done.first_output - zero,
+            **{name: None if (at := getattr(done, name)) is None else at - zero for name in FIRST_TIMES},
             "last": times[-1] if times else None,
             "end": self.end - zero,
             "chunk_times": times,
