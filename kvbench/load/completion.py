@@ -403,7 +403,7 @@ def _check(out: Completion, max_tokens: int, dialect: Dialect, n: int, best_of: 
             out.fail("usage_mismatch", f"usage says {reported} tokens, {sum(out.chunk_tokens)} ids were streamed")
     elif chunks > reported:
         out.fail("usage_mismatch", f"usage says {reported} tokens, but {chunks} chunks had content")
-    elif chunks == 0 and reported > 0:
+    elif chunks == 0 and reported > (out.reasoning_tokens or 0):
         out.fail("usage_mismatch", f"usage says {reported} tokens, but no chunk had content")
 
 

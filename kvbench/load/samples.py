@@ -17,7 +17,14 @@ from kvbench.common.errors import storage_sentence
 from kvbench.common.files import write_atomically, write_json
 from kvbench.load.canaries import write_wrong_answers, wrong_words
 from kvbench.load.completion import Completion
-from kvbench.load.validity import client_report, invalid_reasons, other_prompts, percentile_ms, short_outputs
+from kvbench.load.validity import (
+    client_report,
+    invalid_reasons,
+    other_prompts,
+    percentile_ms,
+    short_outputs,
+    tokens_added,
+)
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.metrics.steady_window import steady_state
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
 
 MAX_WALL_STEP_S = 0.05
 _MAX_UNSTAMPED_SHARE = 0.01
+FIRST_TIMES = ("first", "first_output", "first_reasoning")  # moments of a Completion, each None where it has none
 
 
 SCHEMA = pa.schema(
@@ -40,6 +48,7 @@ SCHEMA = pa.schema(
         ("turn", pa.int64()),
         ("prompt_tokens", pa.int64()),
         ("output_tokens", pa.int64()),
+        ("reasoning_tokens", pa.int64()),
         ("unstreamed_tokens", pa.int64()),
         ("cached_tokens", pa.int64()),
         ("prefix_tokens", pa.int64()),
@@ -49,6 +58,7 @@ SCHEMA = pa.schema(
         ("queued_s", pa.float64()),
         ("first", pa.float64()),
         ("first_output", pa.float64()),
+        ("first_reasoning", pa.float64()),
         ("last", pa.float64()),
         ("end", pa.float64()),
         ("chunk_times", pa.list_(pa.float64())),
@@ -108,6 +118,7 @@ class Sample:
             "turn": request.turn,
             "prompt_tokens": sent if done.prompt_tokens is None else done.prompt_tokens,
             "output_tokens": done.output_tokens or 0,
+            "reasoning_tokens": done.reasoning_tokens,
             "unstreamed_tokens": done.unstreamed_tokens,
             "cached_tokens": done.cached_tokens,
             "prefix_tokens": request.prefix_tokens,
@@ -115,8 +126,7 @@ class Sample:
             "t0": self.t0 - zero,
             "ts": self.ts - zero,
             "queued_s": self.queued_s,
-            "first": None if done.first is None else done.first - zero,
-            "first_output": None if done.first_output is None else done.first_output - zero,
+            **{name: None if (at := getattr(done, name)) is None else at - zero for name in FIRST_TIMES},
             "last": times[-1] if times else None,
             "end": self.end - zero,
             "chunk_times": times,
@@ -260,7 +270,8 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
     """
     samples, zero, clocked = outcome.samples, outcome.zero, outcome.clocked
     short, too_short = short_outputs(samples, spec.ignore_eos)
-    of_server = too_short + other_prompts(samples, spec.dialect)
+    of_server = too_short + other_prompts(samples, spec.dialect, exact_texts=bool(requests.notes.get("exact_texts")))
+    added = tokens_added(samples) if spec.dialect.usage else []
     missing = len(requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
     load = {
         "started_at": datetime.fromtimestamp(clocked.started_unix, UTC).isoformat(),
@@ -275,6 +286,7 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
         "incomplete": missing > 0 or not ended_well,
         "max_in_flight": most_in_flight(samples),
         "client": {**outcome.client, "short_outputs": short},
+        "prompt_tokens_added": [min(added), float(np.median(added)), max(added)] if added else None,
         "invalid_reasons": invalid_reasons(outcome.client, missing) + outcome.reasons + of_server,
         "notes": {**requests.notes, **_clock_note(clocked), **unknown_answers(samples)},
         "locust": {"num_requests": outcome.locust_totals[0], "num_failures": outcome.locust_totals[1]},

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.common.console import make_table, print_plain, print_table
-from kvbench.common.text import calibration_words, failure_words, slo_words
+from kvbench.common.text import calibration_words, failure_words, plural, slo_words
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.latency import (
     LATENCIES,
@@ -30,6 +30,7 @@ from kvbench.workload.load_section import LoadConfig
 _ROWS = (
     ("ttft_ms", "TTFT"),
     ("ttfo_ms", "  first output (TTFO)"),
+    ("reasoning_ms", "  reasoning time"),
     ("client_queue_ms", "  queued in the client"),
     ("sequence_ttft_ms", "  of each sequence"),
     ("tpot_ms", "TPOT"),
@@ -101,7 +102,8 @@ def _percentile(values: Mapping[str, Any], which: str) -> str:
 def lines(kept: Mapping[str, Any]) -> list[str]:
     """What is not in the table, one sentence each."""
     metrics = kept["metrics"]
-    sentences = [_warm_up(kept), _lengths(kept), *_remarks(metrics), _throughput(metrics), _goodput(kept)]
+    sentences = [_warm_up(kept), _lengths(kept), _prompts(kept), *_remarks(metrics)]
+    sentences += [_throughput(metrics), _reasoning(metrics), _goodput(kept)]
     sentences += [*_requests(metrics), _canaries(metrics), _cache(kept)]
     if any(plateau.get("steady_start_s") is None for plateau in metrics.get("plateaus") or ()):
         sentences.append(
@@ -132,6 +134,18 @@ def _lengths(kept: Mapping[str, Any]) -> str:
     if lengths["auto"]:
         text += f" (length_scale: auto, for the server's max_model_len {lengths['max_model_len']:,})"
     return text + f", longest prompt with its output: {lengths['longest_total_tokens']:,} tokens"
+
+
+def _prompts(kept: Mapping[str, Any]) -> str:
+    """What the prompts came to on the server, beside what was drawn."""
+    added = kept.get("prompt_tokens_added")
+    if not added or not any(added):
+        return ""
+    least, median, most = added
+    spread = "" if least == most else f" ({least} to {most})"
+    template = kept.get("template_tokens")
+    of_template = "" if template is None else f", {template} of them by its chat template"
+    return f"prompts: the server counts {median:g} tokens{spread} more than were drawn{of_template}"
 
 
 def lengths_of(load: LoadConfig, requests: Sequence[Any], max_model_len: int) -> dict[str, Any] | None:
@@ -187,6 +201,19 @@ def _throughput(metrics: Mapping[str, Any]) -> str:
     requests = metrics.get("steady_request_throughput") or 0.0
     steady_words = f"{steady:.1f} over the steady window ({window:.1f} s)"
     return f"output tokens/s: {steady_words}; {over_all}; requests/s in the steady window: {requests:.2f}"
+
+
+def _reasoning(metrics: Mapping[str, Any]) -> str:
+    """Output tokens a second without reasoning, and how much of the output was reasoning; empty without any."""
+    whole, steady = (metrics.get(f"{when}non_reasoning_output_throughput") for when in ("", "steady_"))
+    if whole is None:
+        return ""
+    text = f"without reasoning: {'' if steady is None else f'{steady:.1f} over the steady window; '}{whole:.1f} "
+    total, reasoning = metrics["total_output_tokens"], metrics["total_reasoning_tokens"]
+    share = "" if reasoning is None else f"; {reasoning:,} of {total:,} output tokens were reasoning"
+    silent = metrics["without_output"]
+    missing = f"; {plural(silent, 'request')} reasoned to the end, without a TTFO" if silent else ""
+    return f"output tokens/s {text}over the whole run{share}{missing}"
 
 
 def _goodput(kept: Mapping[str, Any]) -> str:

@@ -206,6 +206,7 @@ def result_row(
         chunk_choices=list(sequences) if sequences is not None and spec.n > 1 else None,
         token_ids=list(token_ids),
         first=times[0] if times else None,
+        first_output=times[0] if times else None,
         finish_reason=finish_reason,
         output_tokens=sum(tokens),
         cached_tokens=cached,

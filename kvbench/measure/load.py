@@ -119,6 +119,8 @@ def measure_load(
     ``server_faults`` (those of the three that are the server's own doing, not the client's or the machine's),
     ``disturbances`` (those that the machine
     or the client's lateness made, and that may be gone when the load is measured again), ``calibration``, ``metrics``,
+    ``endpoint``, ``template_tokens`` (that the server's chat template adds, None where not known),
+    ``prompt_tokens_added`` (least, median and most tokens that it counts beyond the drawn ones of a text, or None),
     ``machine``, ``prefix_cache`` and ``prefix_cache_bounds`` [tokens], ``started_at``, ``ended_at`` and ``wall_s``.
 
     Raises:
@@ -283,6 +285,9 @@ class PreparedLoad:
             "disturbances": _disturbed_calibration(calibration) + client_reasons(outcome) + disturbed,
             "calibration": calibration.to_json() if calibration else None,
             "metrics": metrics,
+            "endpoint": setup.target.dialect.endpoint,
+            "template_tokens": setup.target.template_tokens,
+            "prompt_tokens_added": outcome.get("prompt_tokens_added"),
             "machine": report,
             "prefix_cache": cache.counts,
             "prefix_cache_bounds": dataclasses.asdict(cache.bounds) if cache.bounds else None,

@@ -198,7 +198,14 @@ def hit_bounds(
         page_size=int(page_size or 1),
         caching=caching,
         total_pages=before.gauges.get("kv_pages_total") if before and page_size else None,
+        template_tokens=_template_tokens(requests),
     )
+
+
+def _template_tokens(requests: Sequence[RequestSpec]) -> int | None:
+    """The tokens that a chat template adds to texts of known tokens; None where either is not known."""
+    notes = getattr(requests, "notes", {})
+    return notes.get("template_tokens") if notes.get("exact_texts") else None
 
 
 def _change(before: MetricsSample | None, after: MetricsSample | None, counter: str) -> float | None:

@@ -5,8 +5,10 @@ The definitions, as in docs/measuring.md (measured by the client, in ms):
 - ``ttft``      first token of any kind (text, reasoning, tool call) - t0 (intended start in open loop, send in closed
                 loop)
 - ``ttft_send`` the same from the send
-- ``ttfo``      time to first output: first text or tool call - t0; there only where it is not ttft: where reasoning
-                comes first, or a token whose text is held back
+- ``ttfo``      time to first output: first text or tool call - t0. Not ttft where reasoning comes first, or a token
+                whose text is held back; undefined for a request that reasoned to its end (``without_output``)
+- ``reasoning`` reasoning time: first output - first chunk of reasoning; undefined where no reasoning was streamed, or
+                no output came after it
 - ``e2el``      last chunk - t0
 - ``tpot``      (last - first token's chunk) / (output_tokens - 1), output_tokens from the server's usage;
                 undefined (left out, not 0) for one token, or all tokens in one chunk. Reasoning tokens for which no
@@ -14,18 +16,22 @@ The definitions, as in docs/measuring.md (measured by the client, in ms):
                 after it
 - ``itl``       every gap between chunks that carry tokens, pooled over requests
 - ``client_queue`` the part of ttft for which a request waited in the client for a place under max_concurrency
-- throughput    over the whole run and over the steady window (``steady_window.py``), of successful requests only
+- throughput    over the whole run and over the steady window (``steady_window.py``), of successful requests only;
+                ``non_reasoning_output_throughput``: as ``non_reasoning_weights`` counts output tokens, where requests
+                reasoned
 - ``goodput``   requests per second that met every SLO, of the whole run and of the steady window
 
 A request may return several sequences (n > 1, beams). Its ttft is the first token of any of them and its e2el the
-last chunk of all. tpot and itl are of each sequence by itself, with its own tokens; an SLO's limit is for the slowest.
+last chunk of all; first output and first reasoning are those of any, too. tpot and itl are of each sequence by itself,
+with its own tokens; an SLO's limit is for the slowest.
 ``sequence_ttft`` is the first chunk with a token of each sequence - t0, where there are several. Sequences that are
 chosen at the end (best_of, beams) come in one chunk each: they have no tpot and no itl, and ttft is the whole time.
 Only tokens that are returned are output.
 
-Other tools differ: vLLM's ``tpot`` divides by the tokenizer's own count, GuideLLM's includes TTFT, and AIPerf's
-ITL is a mean per request. Percentiles interpolate linearly between order statistics (Hyndman and Fan 1996,
-type 7; NumPy's default). ``samples_needed``: how many samples a percentile needs.
+Other tools differ: GuideLLM's ``tpot`` includes TTFT, ITL of both GuideLLM and AIPerf is a mean per request, and
+vLLM's TTFT may be of a chunk with nothing but a role (docs/measuring.md has them side by side). Percentiles
+interpolate linearly between order statistics (Hyndman and Fan 1996, type 7; NumPy's default). ``samples_needed``: how
+many samples a percentile needs.
 """
 
 from __future__ import annotations
@@ -64,6 +70,7 @@ _TOO_MANY = 429
 _GATEWAY_ERRORS = (502, 504)  # HTTP: a proxy says them of a server that does not answer
 LATENCIES = ("ttft_ms", "ttft_send_ms", "tpot_ms", "itl_ms", "e2el_ms")
 _THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
+_NON_REASONING = "non_reasoning_output_throughput"
 
 
 @lru_cache(maxsize=64)
@@ -152,12 +159,30 @@ def times_to_end(request: Mapping[str, Any]) -> np.ndarray:
     return sequences.last_to_end(() if times is None else times, _choices(request.get("chunk_choices")))
 
 
+def _stored(requests: pd.DataFrame, name: str) -> np.ndarray:
+    """A column of numbers; all NaN where an earlier version wrote the file without it. float64 [requests]"""
+    return requests[name].to_numpy(dtype=float) if name in requests else np.full(len(requests), np.nan)
+
+
 def _streamed_tokens(requests: pd.DataFrame) -> np.ndarray:
     """The output tokens of each row that came in chunks. float64 [requests]"""
-    totals = requests["output_tokens"].to_numpy(dtype=float)
-    if "unstreamed_tokens" not in requests:
-        return totals
-    return totals - np.nan_to_num(requests["unstreamed_tokens"].to_numpy(dtype=float))
+    return _stored(requests, "output_tokens") - np.nan_to_num(_stored(requests, "unstreamed_tokens"))
+
+
+def _streams_reasoning(requests: pd.DataFrame) -> np.ndarray:
+    """Tests which rows have chunks of reasoning. Bool [requests]"""
+    return ~np.isnan(_stored(requests, "first_reasoning"))
+
+
+def _reasoning_tokens(requests: pd.DataFrame) -> np.ndarray:
+    """The reasoning tokens of each row; NaN where not known, or 0 by the usage though some came. float64 [requests]"""
+    tokens = _stored(requests, "reasoning_tokens")
+    return np.where(_streams_reasoning(requests) & (tokens == 0), np.nan, tokens)
+
+
+def _reasoned(requests: pd.DataFrame) -> np.ndarray:
+    """Tests which rows reasoned, streamed or hidden. Bool [requests]"""
+    return _streams_reasoning(requests) | (_reasoning_tokens(requests) > 0)
 
 
 def _sequence_tpots(requests: pd.DataFrame) -> list[np.ndarray]:
@@ -168,20 +193,20 @@ def _sequence_tpots(requests: pd.DataFrame) -> list[np.ndarray]:
 
 
 def request_latencies(requests: pd.DataFrame) -> pd.DataFrame:
-    """ttft_ms, ttft_send_ms, ttfo_ms, tpot_ms, e2el_ms of each row (NaN: undefined); tpot_ms: of its slowest sequence.
+    """ttft_ms, ttft_send_ms, ttfo_ms, reasoning_ms, tpot_ms, e2el_ms of each row (NaN: undefined).
 
-    ttfo_ms is undefined too in files of earlier versions, which do not tell it.
+    tpot_ms: of its slowest sequence. ttfo_ms and reasoning_ms are undefined where an earlier version wrote the file.
     """
     import pandas as pd
 
-    stored = requests.assign(first_output=np.nan) if "first_output" not in requests else requests
-    columns = ("first", "first_output", "last", "t0", "ts")
-    first, output, last, t0, ts = (stored[name].to_numpy(dtype=float) for name in columns)
+    columns = ("first", "first_output", "first_reasoning", "last", "t0", "ts")
+    first, output, reasoning, last, t0, ts = (_stored(requests, name) for name in columns)
     return pd.DataFrame(
         {
             "ttft_ms": (first - t0) * MS,
             "ttft_send_ms": (first - ts) * MS,
             "ttfo_ms": (output - t0) * MS,
+            "reasoning_ms": np.where(output >= reasoning, output - reasoning, np.nan) * MS,
             "tpot_ms": np.array([np.fmax.reduce(own) for own in _sequence_tpots(requests)], dtype=float) * MS,
             "e2el_ms": (last - t0) * MS,
         },
@@ -212,17 +237,36 @@ def inter_token_latencies(requests: pd.DataFrame) -> np.ndarray:
     return np.concatenate([np.empty(0), *request_gaps(requests)]) * MS
 
 
-def chunk_weights(requests: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Arrival time [s] and tokens of every chunk: ``([chunks], [chunks])`` float64.
+def _tokens_of_chunks(requests: pd.DataFrame) -> list[np.ndarray]:
+    """The tokens of each row's chunks: its output tokens shared out evenly where they are not known. [requests]"""
+    rows = zip(_chunk_times(requests), _chunk_tokens(requests), requests["output_tokens"], strict=True)
+    return [np.full(len(t), float(total) / max(len(t), 1)) if own is None else own for t, own, total in rows]
 
-    Where ``chunk_tokens`` are not known, a request's output tokens are shared out evenly over its chunks.
+
+def chunk_weights(requests: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Arrival time [s] and tokens of every chunk (``_tokens_of_chunks``): ``([chunks], [chunks])`` float64."""
+    empty = np.empty(0)
+    return np.concatenate([empty, *_chunk_times(requests)]), np.concatenate([empty, *_tokens_of_chunks(requests)])
+
+
+def non_reasoning_weights(requests: pd.DataFrame) -> np.ndarray:
+    """The tokens of every chunk that are no reasoning, in the order of ``chunk_weights``. float64 [chunks]
+
+    Where reasoning was streamed, chunks before the first output have none, and the others share the output tokens less
+    the reasoning tokens; where these are not known, the others have what they brought. Where no reasoning was streamed,
+    all chunks share the output tokens less the ``unstreamed_tokens``.
     """
-    times = _chunk_times(requests)
-    weights = [
-        np.full(len(t), float(total) / max(len(t), 1)) if tokens is None else tokens
-        for t, tokens, total in zip(times, _chunk_tokens(requests), requests["output_tokens"], strict=True)
-    ]
-    return np.concatenate([np.empty(0), *times]), np.concatenate([np.empty(0), *weights])
+    left = _stored(requests, "output_tokens") - _reasoning_tokens(requests)
+    known = np.where(left < 0, np.nan, left)  # below 0: the server counts reasoning beside its output tokens
+    totals = np.where(_streams_reasoning(requests), known, _streamed_tokens(requests))
+    begins = np.where(_streams_reasoning(requests), _stored(requests, "first_output"), -np.inf)
+    weights = [np.empty(0)]
+    rows = zip(_chunk_times(requests), _tokens_of_chunks(requests), begins, totals, strict=True)
+    for times, tokens, begin, total in rows:
+        own = np.where(times >= begin, tokens, 0.0)
+        brought = own.sum()
+        weights.append(own if np.isnan(total) or not brought else own * (total / brought))
+    return np.concatenate(weights)
 
 
 def _multi_token_chunks(requests: pd.DataFrame) -> int:
@@ -309,6 +353,7 @@ def leading_latencies(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
 def throughput(requests: pd.DataFrame, window: Window) -> dict[str, float | None]:
     """Requests, output tokens and total tokens per second of successful rows inside ``window`` [s].
 
+    Where requests reasoned, also output tokens without reasoning (``non_reasoning_weights``).
     An output token counts when its chunk arrives, a prompt when its first token arrives (the server has read it by
     then), a request by the share of its time in the window. None without a window.
     """
@@ -325,7 +370,10 @@ def throughput(requests: pd.DataFrame, window: Window) -> dict[str, float | None
     first = np.array([t[0] if len(t) else np.nan for t in _chunk_times(good)], dtype=float)
     prompts = float(good["prompt_tokens"].to_numpy(dtype=float)[inside(first)].sum())
     served, span = float(_shares_inside(good, window).sum()), end - begin
-    return dict(zip(_THROUGHPUTS, (served / span, output / span, (output + prompts) / span), strict=True))
+    rates: dict[str, float | None] = {}
+    if _reasoned(good).any():
+        rates[_NON_REASONING] = float(non_reasoning_weights(good)[inside(times)].sum()) / span
+    return dict(zip(_THROUGHPUTS, (served / span, output / span, (output + prompts) / span), strict=True)) | rates
 
 
 def _shares_inside(requests: pd.DataFrame, window: tuple[float, float]) -> np.ndarray:
@@ -378,14 +426,13 @@ def _latencies(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """The distribution of each latency.
 
     ``client_queue_ms`` only where a request waited under max_concurrency, ``sequence_ttft_ms`` only where one has
-    several sequences, and ``ttfo_ms`` only where one has another than its ttft.
+    several sequences, ``ttfo_ms`` and ``reasoning_ms`` only where one has them.
     """
     values = request_latencies(rows)
     out = {name: distribution(values[name].dropna().to_numpy()) for name in values}
-    ttfo = out["ttfo_ms"] if (values["ttfo_ms"] > values["ttft_ms"]).any() else None
     out["tpot_ms"] = distribution(times_per_output_token(rows))
     out["itl_ms"] = distribution(inter_token_latencies(rows))
-    out = {name: out[name] for name in LATENCIES} | ({} if ttfo is None else {"ttfo_ms": ttfo})
+    out = {name: each for name, each in out.items() if name in LATENCIES or each["n"]}
     if len(firsts := sequence_ttfts(rows)):
         out["sequence_ttft_ms"] = distribution(firsts)
     if "queued_s" in rows and (rows["queued_s"] > 0).any():
@@ -429,8 +476,9 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
     Times [s since load start], results in ms and per second; see the module's docstring for definitions. ``failed``
     counts requests that were sent; ``not_sent`` the turns of a conversation after one of its turns had failed.
     ``failure_messages``: by kind; ``refused_by_server``: those of ``failed`` that the server answered with an error of
-    its own, ``rejected_by_server``: with one that blames the request. ``slo_misses``: successful requests over each
-    limit of the SLO, by its name. ``canaries``: as ``counted``.
+    its own, ``rejected_by_server``: with one that blames the request. ``without_output``: successful requests that
+    reasoned to their end. ``slo_misses``: successful requests over each limit of the SLO, by its name. ``canaries``: as
+    ``counted``.
     """
     good = _successful(requests)
     unsent = requests["error_kind"] == SESSION_BROKEN
@@ -465,6 +513,8 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
         "total_input_tokens": int(good["prompt_tokens"].sum()),
         "total_cached_tokens": _total_cached(good),
         "total_output_tokens": int(good["output_tokens"].sum()),
+        "total_reasoning_tokens": _total_reasoning(good),
+        "without_output": int((_reasoned(good) & np.isnan(_stored(good, "first_output"))).sum()),
         "multi_token_chunks": _multi_token_chunks(good),
         "unstreamed_tokens": int(good["output_tokens"].sum() - _streamed_tokens(good).sum()),
         "tokens_per_chunk": _tokens_per_chunk(good),
@@ -480,6 +530,13 @@ def _total_cached(good: pd.DataFrame) -> int | None:
     """Prompt tokens that requests were told to be cached; None where no request was told."""
     told = good["cached_tokens"].dropna() if "cached_tokens" in good else ()
     return int(told.sum()) if len(told) else None
+
+
+def _total_reasoning(good: pd.DataFrame) -> int | None:
+    """Reasoning tokens; None where the usage of no request tells them, or not of one that streamed some."""
+    tokens = _reasoning_tokens(good)
+    unknown = np.isnan(tokens)
+    return None if unknown.all() or (unknown & _streams_reasoning(good)).any() else int(np.nansum(tokens))
 
 
 def _messages(failed: pd.DataFrame) -> Iterable[str]:

@@ -9,7 +9,8 @@ import numpy as np
 if TYPE_CHECKING:
     import pandas as pd
 
-_MOMENTS, _LISTS = ("t0", "ts", "first", "first_output", "last", "end"), ("chunk_times", "sent_times")
+_MOMENTS = ("t0", "ts", "first", "first_output", "first_reasoning", "last", "end")
+_LISTS = ("chunk_times", "sent_times")
 TIMES = (*_MOMENTS, *_LISTS)  # the columns of requests.parquet that are times
 
 
@@ -31,7 +32,7 @@ def running_time(times: np.ndarray, frozen: np.ndarray) -> np.ndarray:
 
 def in_running_time(requests: pd.DataFrame, frozen: np.ndarray) -> pd.DataFrame:
     """Rows of requests.parquet (times since load start [s]) with every time as ``running_time`` tells it."""
-    stored = [name for name in _MOMENTS if name in requests]  # files of earlier versions have no first_output
+    stored = [name for name in _MOMENTS if name in requests]  # files of earlier versions lack some
     moments = {name: running_time(requests[name].to_numpy(dtype=float), frozen) for name in stored}
     lists = {
         name: [None if each is None else running_time(np.asarray(each, dtype=float), frozen) for each in requests[name]]

@@ -37,6 +37,11 @@ def glossary(run: Run) -> list[tuple[str, str]]:
         ),
         ("ttft", "Time to first token of any kind, from the send (closed loop) or the intended start (open loop)."),
         ("ttfo", "Time to first output (text or tool call), shown where it is not ttft: reasoning comes before it."),
+        (
+            "reasoning",
+            "From a request's first chunk of reasoning to its first output. Output tok/s without reasoning counts the "
+            "output tokens that the usage does not call reasoning, in the chunks from the first output on.",
+        ),
         ("tpot", "Time per output token of one request: (last chunk − first chunk) / (output tokens − 1)."),
         ("itl, e2el", "Each gap between two chunks, pooled over requests; and from the start to the last chunk."),
         ("client queue", "Where a cap limits the requests in flight: the wait in the client, which is part of ttft."),

@@ -25,6 +25,7 @@ _PERCENTILES = (
     ("ttft_ms", "p95"),
     ("ttfo_ms", "p50"),
     ("ttfo_ms", "p95"),
+    ("reasoning_ms", "p50"),
     ("client_queue_ms", "p95"),
     ("tpot_ms", "p50"),
     ("tpot_ms", "p95"),
@@ -126,6 +127,12 @@ def main_table(run: Run) -> Table:
             "output tok/s",
             "steady window: median, lowest–highest repeat; then the whole run, ramp-up and drain included",
             _throughput,
+        ),
+        Column(
+            "non_reasoning_tokens_per_s",
+            "tok/s without reasoning",
+            "output tokens/s without reasoning, in the same window; small: reasoning's share of the output tokens",
+            _without_reasoning,
         ),
         Column(
             "ratio",
@@ -269,6 +276,8 @@ def _percentile_column(metric: str, which: str) -> Column:
     if metric == "client_queue_ms":
         title = "client queue"
         hint = f"the part of TTFT for which requests waited in the client because of the cap; {hint}"
+    elif metric == "reasoning_ms":
+        title, hint = "reasoning", f"from a request's first chunk of reasoning to its first text or tool call; {hint}"
     elif metric == "ttfo_ms":
         hint = f"to the first text or tool call, where reasoning or text held back comes before it; {hint}"
     elif metric == "ttft_ms":
@@ -280,7 +289,8 @@ def _percentile_column(metric: str, which: str) -> Column:
         (value, uncertain), is_steady = cell.percentile(metric, which), cell.has_steady_latency
         (other, few), per_chunk = cell.percentile(metric, which, not is_steady), cell.several_tokens_per_chunk
         shown, ttft = words.milliseconds(value), cell.percentile("ttft_ms", which)[0]
-        if metric == "ttfo_ms" and (value is None or shown == words.milliseconds(ttft)):
+        silent = cell.count("without_output")  # requests that have a TTFT and no TTFO
+        if metric == "ttfo_ms" and not silent and (value is None or shown == words.milliseconds(ttft)):
             return Value("as TTFT")
         notes = [] if value is None or is_steady else [WHOLE_RUN]
         if other is not None and metric == "ttft_ms":
@@ -308,6 +318,17 @@ def _throughput(cell: MeasuredCell) -> Value:
     elif whole is not None:
         notes.append(f"whole {words.tokens_per_s(whole)}")
     return Value(words.tokens_per_s(s.median), s.median, "\n".join(notes))
+
+
+def _without_reasoning(cell: MeasuredCell) -> Value:
+    """The entry of output tokens/s without reasoning; empty where no request reasoned."""
+    name = f"{'steady_' if cell.has_steady else ''}non_reasoning_output_throughput"
+    rate = median(cell.per_repeat(name))
+    reasoning, total = cell.per_repeat("total_reasoning_tokens"), cell.count("total_output_tokens")
+    notes = [words.percent(sum(reasoning.values()) / total)] if len(reasoning) == len(cell.repeats) and total else []
+    if silent := cell.count("without_output"):
+        notes.append(f"{silent} without output")
+    return Value(words.tokens_per_s(rate), rate, "\n".join(notes))
 
 
 def _goodput(cell: MeasuredCell) -> Value:

@@ -15,13 +15,14 @@ from kvbench.metrics.latency import goodput_share
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.model import MeasuredCell, all_steady, all_steady_latency, prefix_hits
 
-LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el")
+LATENCIES = ("ttft", "ttft_send", "ttfo", "reasoning", "tpot", "itl", "e2el")
 _STATISTICS = {f"p{q}": f"p{q}" for q in (50, 90, 95, 99)} | {"median": "p50", "mean": "mean", "max": "max"}
 _PARTS_OF_A_CELL = ("pooled", "capacity")
 
 SIMULATED_SECONDS = "simulated_seconds_total_"  # before the part of a step, as gemm: counters of a simulated engine
 THROUGHPUT = "output_tokens_per_s"  # as in summary.csv: of the steady window, of the whole run where there is none
-_OF_WHOLE_RUN = ("output_throughput", "request_throughput", "total_token_throughput")  # vLLM's names and definition
+_THROUGHPUTS = ("output", "non_reasoning_output", "request", "total_token")
+_OF_WHOLE_RUN = tuple(f"{kind}_throughput" for kind in _THROUGHPUTS)  # as vLLM defines them
 
 Values = Mapping[str, float]
 
@@ -70,9 +71,9 @@ _SHORT: Mapping[str, str] = {
     "pages_owned_after": "server.pages_owned_after",
 }
 _PLAIN = (
-    *(f"{when}{kind}_throughput" for kind in ("output", "request", "total_token") for when in ("", "steady_")),
+    *(f"{when}{name}" for name in _OF_WHOLE_RUN for when in ("", "steady_")),
     "goodput", "steady_goodput", "completed", "failed", "duration_s", "total_input_tokens", "total_output_tokens",
-    "total_cached_tokens", "multi_token_chunks", "prefix_cache_hit_rate",
+    "total_cached_tokens", "total_reasoning_tokens", "without_output", "multi_token_chunks", "prefix_cache_hit_rate",
 )  # fmt: skip
 SHORT_NAMES = (THROUGHPUT, *_PLAIN, *_COMPUTED, *_SHORT)
 

@@ -105,7 +105,7 @@ class Tally:
     kv_usage: Level = field(default_factory=Level)
 
     def end(self, ended: Ended, limits: Mapping[str, float]) -> None:
-        """``limits`` [ms] of ttft_ms, tpot_ms, itl_ms and e2el_ms."""
+        """``limits`` [ms] of ttft_ms, ttfo_ms (the same here), tpot_ms, itl_ms and e2el_ms."""
         self.sent_first = min(self.sent_first, ended.sent)
         if ended.error is not None:
             self.failed += 1
@@ -133,7 +133,7 @@ class Tally:
         self.output_tokens += tokens
         self.cached_tokens += ended.cached
         if limits:
-            values = {"ttft_ms": ttft, "e2el_ms": e2el, "tpot_ms": max(tpots, default=0.0)}
+            values = {"ttft_ms": ttft, "ttfo_ms": ttft, "e2el_ms": e2el, "tpot_ms": max(tpots, default=0.0)}
             values["itl_ms"] = float(gaps.max()) if len(gaps) else 0.0
             self.good += all(values[name] * MS <= limit for name, limit in limits.items())
 

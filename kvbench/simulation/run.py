@@ -177,7 +177,8 @@ def sustainable_rate(run: Callable[[float], bool], first: float, tolerance: floa
 
 def reasons_missed(result: SimulationResult, conditions: Sequence[Condition]) -> list[str]:
     """Why the run does not meet the conditions, or could not serve what came; empty where it does."""
-    metrics = result.figures | {"goodput_share": goodput_share(result.figures)}
+    same = {"ttfo_ms": result.figures["ttft_ms"]}  # nothing is reasoned
+    metrics = result.figures | same | {"goodput_share": goodput_share(result.figures)}
     growth = queue_growth(result.due, result.ends)
     return [miss.text for miss in misses(conditions, metrics, growth, _OVERLOAD)]
 

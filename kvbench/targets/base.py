@@ -195,13 +195,15 @@ class Target:
     ``starts_cold``: we launched it, so its cache is empty before its first load.
     ``model``: known after ``start``. ``check``: called again and again during ``start``; may raise to end it.
     ``notes``: what a reader of the figures must know of how the server is asked. ``form``: of the load's requests.
-    ``template_tokens``: how many its chat template adds to a single message; None: not known.
+    ``exact_texts``: a text that is made of ids has as many tokens. ``template_tokens``: how many its chat template adds
+    to a single message; None: not known.
     """
 
     preset: Preset = BUILT_IN
     starts_cold: bool = False
     notes: tuple[str, ...] = ()
     form: RequestForm = DEFAULT_FORM
+    exact_texts: bool = True
     template_tokens: int | None = 0
     model: ModelFacts
     check: Callable[[], None] = staticmethod(lambda: None)
@@ -258,7 +260,12 @@ class Target:
         if self.dialect.token_id_prompts or all(r.prompt is not None for r in requests):
             return requests
         as_messages = self.dialect.endpoint != "completions"
-        return with_texts(requests, self._make_text, as_messages=as_messages)
+        made = with_texts(requests, self._make_text, as_messages=as_messages)
+        made.notes |= {
+            "exact_texts": self.exact_texts,
+            "template_tokens": self.template_tokens if as_messages else None,
+        }
+        return made
 
     def _make_text(self, ids: Any) -> str:
         if self._text_of_ids is None:

@@ -80,15 +80,16 @@ class OpenAITarget(Target):
         self._check_sizes({"--vocab-size": (vocab_size, own_vocab), "--max-model-len": (max_model_len, own_length)})
         vocab, length = vocab_size or own_vocab, max_model_len or own_length
         self.model = ModelFacts(name or str(row.get("id")), int(vocab or _DRAWN_IDS), length)
-        if self._text_of_ids is not None or not vocab:  # ids of an unknown vocabulary cannot be drawn
+        has_tokenizer = self._text_of_ids is not None
+        if has_tokenizer or not vocab:  # ids of an unknown vocabulary cannot be drawn
             self._takes = {"token_id_prompts": False}
         if not vocab and self.dialect.endpoint == "completions" and self.preset.dialect.token_id_prompts:
             self.notes += (_NO_VOCABULARY,)
         if self.preset is GENERIC:
             self._find_form()
         if not self.dialect.token_id_prompts:
-            if self._text_of_ids is None and (info.get("tokenizer") or {}).get("name") != _SHIPPED:
-                self.notes += (_SHIPPED_TEXTS,)
+            self.exact_texts = has_tokenizer or (info.get("tokenizer") or {}).get("name") == _SHIPPED
+            self.notes += () if self.exact_texts else (_SHIPPED_TEXTS,)
             self.learn_template()
         if length is None:
             self.notes += (_UNTOLD_LENGTH,)

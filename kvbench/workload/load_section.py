@@ -75,6 +75,8 @@ class Slo(StrictModel):
 
     ttft_ms: float | None = Field(default=None, gt=0)
     """time to first token"""
+    ttfo_ms: float | None = Field(default=None, gt=0)
+    """time to first output (text or a tool call): a request that reasons to its end misses it"""
     tpot_ms: float | None = Field(default=None, gt=0)
     """time per output token"""
     itl_ms: float | None = Field(default=None, gt=0)

@@ -13,7 +13,7 @@ import numpy as np
 from kvbench.load.completion import Completion
 from kvbench.load.multi.clock import ClockMap, clock_reasons
 from kvbench.load.multi.shards import Shard
-from kvbench.load.samples import Clocked, Sample, client_figures
+from kvbench.load.samples import FIRST_TIMES, Clocked, Sample, client_figures
 from kvbench.load.validity import invalid_reasons
 from kvbench.requests.request import RequestSpec
 
@@ -72,9 +72,9 @@ def samples_from_bytes(
     for index, user, t0, ts, end, queued_s, fields in in_slices(msgpack.unpackb(data)):
         done = Completion(**fields)
         done.chunk_times, done.sent_times = moved(done.chunk_times), moved(done.sent_times)
-        done.first, done.first_output = (
-            None if moment is None else moved([moment])[0] for moment in (done.first, done.first_output)
-        )
+        for name in FIRST_TIMES:
+            if (moment := getattr(done, name)) is not None:
+                setattr(done, name, moved([moment])[0])
         samples.append(Sample(requests[index], user + first_user, *moved([t0, ts, end]), done, queued_s))
     return samples
 

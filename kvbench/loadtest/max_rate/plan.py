@@ -18,7 +18,7 @@ from kvbench.workload.load_section import LoadConfig, Slo
 
 _FIRST_RATE = 1.0  # of a closed-loop workload, which has none
 _BELOW, _ABOVE = 64.0, 1024.0  # how far from the first rate the search goes by itself
-_INCLUDE_THE_WAIT = ("ttft_ms", "e2el_ms")
+_INCLUDE_THE_WAIT = ("ttft_ms", "ttfo_ms", "e2el_ms")
 _REACHED = {**QUANTILES, "max": 1.0}  # share of the longest wait, as waits grow evenly; the mean is half of it
 
 

@@ -21,7 +21,7 @@ from kvbench.loadtest.max_rate.threshold import Interval, Posterior, interval, p
 from kvbench.metrics.latency import QUANTILES, samples_needed, too_many_failed
 from kvbench.metrics.steady_window import in_system
 
-LATENCIES = ("ttft", "ttft_send", "tpot", "itl", "e2el", "client_queue")
+LATENCIES = ("ttft", "ttft_send", "ttfo", "tpot", "itl", "e2el", "client_queue")
 STATISTICS = {**{name: name for name in QUANTILES}, "median": "p50", "mean": "mean", "max": "max"}
 ATTEMPTS = 2  # runs in a row at one rate that are too short, or too much for the client, before that is believed
 INVALID_ATTEMPTS = 6  # in a row that other work disturbed, before the search gives up: it comes and goes

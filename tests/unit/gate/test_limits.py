@@ -145,6 +145,18 @@ def test_goodput_share_counts_those_that_failed_and_a_percentile_of_few_samples_
     assert len(few.details) == len(enough.details) + 1
 
 
+def test_limits_on_reasoning_and_the_first_output():
+    there = cell()
+    for repeat in there.repeats:
+        repeat.metrics["steady_latency"].update(ttfo_ms={"p95": 900.0}, reasoning_ms={"p95": 700.0})
+        repeat.metrics.update(without_output=2, steady_non_reasoning_output_throughput=12.0)
+    names = {"p95_ttfo_ms": 900.0, "p95_reasoning_ms": 700.0, "without_output": 2}
+    for name, most in (names | {"steady_non_reasoning_output_throughput": 12.0}).items():
+        assert name in SHORT_NAMES and only(Limit("metric", name, high=most), there).outcome == PASS
+        assert only(Limit("metric", name, high=most * 0.99), there).outcome == FAIL
+    assert only(Limit("metric", "p95_reasoning_ms", high=9), cell()).outcome == INVALID
+
+
 def test_shares_and_server_counters():
     there = cell(
         preemptions=5,
@@ -339,7 +351,8 @@ def test_units():
     units = {
         "p95_ttft_ms": "ms", "steady_latency.itl_ms.p50": "ms", "peak_rss_bytes": "bytes", "failure_rate": "share",
         "server.kv_waste_bytes_peak": "bytes", "kv_cache_usage_perc": "share", "output_throughput": "tokens/s",
-        "steady_request_throughput": "requests/s", "goodput": "requests/s", "goodput_share": "share",
+        "steady_request_throughput": "requests/s", "p95_reasoning_ms": "ms",
+        "non_reasoning_output_throughput": "tokens/s", "goodput": "requests/s", "goodput_share": "share",
         "num_preemptions": "", "duration_s": "",
     }  # fmt: skip
     assert {name: unit_of(name) for name in units} == units

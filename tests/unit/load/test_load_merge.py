@@ -37,6 +37,7 @@ def sample(index: int, ts: float, end: float, *, itl: float = 0.02, late: float 
         text="abc",
         first=sent[0] + late,
         first_output=sent[1] + late,
+        first_reasoning=sent[2] + late,
         finish_reason="length",
         prompt_tokens=1,
         output_tokens=len(sent),
@@ -74,6 +75,7 @@ def test_samples_survive_the_way_and_land_on_the_masters_clock() -> None:
                 sent_times=[shown(t) for t in s.completion.sent_times],
                 first=shown(s.completion.first),
                 first_output=shown(s.completion.first_output),
+                first_reasoning=shown(s.completion.first_reasoning),
             ),
         )
         for s in truth
@@ -83,18 +85,21 @@ def test_samples_survive_the_way_and_land_on_the_masters_clock() -> None:
         assert now.request is was.request
         assert now.user == was.user + 10
         assert [now.t0, now.ts, now.end] == pytest.approx([was.t0, was.ts, was.end], abs=1e-6)
-        for name in ("chunk_times", "sent_times", "first", "first_output"):
+        for name in ("chunk_times", "sent_times", "first", "first_output", "first_reasoning"):
             assert getattr(now.completion, name) == pytest.approx(getattr(was.completion, name), abs=1e-6)
         same = ("token_ids", "text", "finish_reason", "output_tokens", "cached_tokens", "error_kind", "error", "ok")
         assert all(getattr(now.completion, n) == getattr(was.completion, n) for n in same)
         assert now.queued_s == was.queued_s
 
 
-def test_a_row_has_both_first_times_and_the_tokens_that_were_not_streamed(tmp_path) -> None:
-    write_samples(tmp_path / "r.parquet", [sample(0, 5.0, 6.0, unstreamed_tokens=2), sample(1, 5.0, 6.0)], 5.0)
+def test_a_row_has_all_first_times_and_the_tokens_of_reasoning(tmp_path) -> None:
+    hidden = {"unstreamed_tokens": 2, "reasoning_tokens": 3, "first_reasoning": None}
+    write_samples(tmp_path / "r.parquet", [sample(0, 5.0, 6.0, **hidden), sample(1, 5.0, 6.0)], 5.0)
     rows = pd.read_parquet(tmp_path / "r.parquet")
     assert rows["first"].tolist() == pytest.approx([0.0201] * 2) and rows["unstreamed_tokens"].tolist() == [2, 0]
     assert rows["first_output"].tolist() == pytest.approx([0.0401] * 2)
+    assert rows["first_reasoning"].tolist() == pytest.approx([np.nan, 0.0601], nan_ok=True)
+    assert rows["reasoning_tokens"].tolist() == pytest.approx([3, np.nan], nan_ok=True)
 
 
 def test_most_in_flight_is_that_of_counting_at_every_moment() -> None:

@@ -338,7 +338,7 @@ def test_sequences_that_end_without_text_are_told_apart_by_all_their_tokens() ->
 def test_a_usage_whose_counts_are_no_whole_numbers_is_malformed_and_named(name: str, count: object) -> None:
     usage = {"prompt_tokens": 4, "completion_tokens": 1, name: count}
     out = judged(HEAD, chunk(token("a", None, "stop", usage=usage)) + ending(1))
-    assert out.error_kind == "malformed" and name in out.error and json.dumps(count) in out.error
+    assert out.error_kind == "malformed" and name in out.error and str(count) in out.error
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_fewer_requests_than_users_are_refused(choose, section, chosen, named):
 
 def test_goodput_is_read_as_vllm_writes_it(choose):
     assert parse_goodput(("ttft:200 tpot:50",)) == {"ttft_ms": 200, "tpot_ms": 50}
-    assert parse_goodput(("ttft:200", "e2el:1.5")) == {"ttft_ms": 200, "e2el_ms": 1.5}
+    assert parse_goodput(("ttfo:200", "e2el:1.5")) == {"ttfo_ms": 200, "e2el_ms": 1.5}
     slo = choose(CLOSED, goodput=("ttft:200", "tpot:50"))[0].load.slo
     assert slo_words(slo.model_dump()) == "ttft <= 200 ms and tpot <= 50 ms" and slo_words(None) == ""
 

@@ -177,6 +177,21 @@ def test_the_first_output_has_a_row_where_its_figures_are_not_those_of_the_first
     assert "TTFO" not in shown(result([], failed=2))
 
 
+def test_reasoning_has_a_row_and_a_line():
+    measured = result([0.1])
+    assert "reasoning" not in shown(measured)
+    measured["metrics"] |= {"reasoning_ms": distribution([250.0]), "non_reasoning_output_throughput": 4.0}
+    row = next(line for line in shown(measured).splitlines() if "reasoning time" in line)
+    assert row.split()[2:4] == ["250.0", "250.0*"]
+    (line,) = (line for line in lines(kept(measured)) if "without reasoning" in line)
+    assert line == "output tokens/s without reasoning: 4.0 over the whole run"
+    more = {"steady_non_reasoning_output_throughput": 5.0, "total_reasoning_tokens": 2, "without_output": 1}
+    measured["metrics"] |= more | {"total_output_tokens": 3000}
+    (line,) = (line for line in lines(kept(measured)) if "without reasoning" in line)
+    assert "5.0 over the steady window; 4.0 over the whole run" in line
+    assert "2 of 3,000 output tokens" in line and "1 request reasoned to the end" in line
+
+
 def test_the_client_queue_has_a_row_where_requests_waited_and_reasons_are_last():
     waited = shown(result([0.3, 0.4], queued=0.2, invalid_reasons=["other processes used 2 cores"], valid=False))
     row = next(line for line in waited.splitlines() if "queued in the client" in line)

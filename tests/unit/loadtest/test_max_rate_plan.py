@@ -50,8 +50,10 @@ def test_the_least_overload_that_a_run_shows():
         ("p50_ttft<=2s", None, 4),
         ("p95_ttft<=2s,p99_e2el<=99s,p99_tpot<=9ms", None, 2 / 0.95),
         ("max_e2el<=2s", None, 2),
+        ("p50_ttfo<=2s", None, 4),
         ("p95_tpot<=50ms,p95_ttft_send<=1s", None, math.inf),
         ("goodput>=80%", Slo(ttft_ms=4000, tpot_ms=9), 5),
+        ("goodput>=80%", Slo(ttfo_ms=4000), 5),
         ("goodput>=80%", Slo(tpot_ms=9), math.inf),
     ],
 )

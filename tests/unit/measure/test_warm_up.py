@@ -136,7 +136,7 @@ def test_as_many_stream_at_once_as_the_load_has_users_and_fall_through_every_siz
 
     monkeypatch.setattr(warming, "send_single", stream)
     server = Server(lambda n: True)
-    server.requests, server.model = measured * 3, SimpleNamespace(max_model_len=longest)
+    server.requests, server.model = measured * 3, SimpleNamespace(most_tokens=longest)
     setup = server.subject()
     setup.settings = {"max_num_seqs": 20}
     assert warm_up(setup, users(24), 4) == WarmUp(24, 19, 5, "full", 20)

@@ -70,8 +70,82 @@ def test_the_first_output_is_there_where_it_is_not_the_first_token() -> None:
     thinks, plain = row(first_output=1.9), row(first_output=1.5)
     check(summary(thinks, plain), ttft_ms__max=500.0, ttfo_ms__n=2, ttfo_ms__max=900.0, ttfo_ms__min=500.0)
     check(summary(thinks, row(first_output=None)), ttfo_ms__n=1)  # one whose tokens were all reasoning
-    for same in (plain, row()):  # or a file of before it was stored
-        assert "ttfo_ms" not in summary(same)
+    check(summary(plain), ttfo_ms__p50=500.0)  # a limit on it holds for servers that do not reason, too
+    for unknown in (row(first_output=None), row()):  # all was reasoning; a file of before it was stored
+        assert "ttfo_ms" not in summary(unknown)
+
+
+REASONED = row(chunk_times=[1.1, 1.2, 1.3, 1.4, 1.5], output_tokens=10, first_reasoning=1.2, first_output=1.4)
+
+
+def test_reasoning_time_is_from_the_first_reasoning_to_the_first_output() -> None:
+    at_once = row(first_reasoning=1.5, first_output=1.5)
+    text_first, only = row(first_reasoning=1.7, first_output=1.5), row(first_reasoning=1.5, first_output=None)
+    got = summary(REASONED, at_once, text_first, only, row(first_output=1.5))
+    check(got, reasoning_ms__n=2, reasoning_ms__max=200.0, reasoning_ms__min=0.0, without_output=1, ttfo_ms__n=4)
+    check(got, tpot_ms__min=400.0 / 9)  # over all tokens, reasoning included
+    check(summary(only), without_output=1, non_reasoning_output_throughput=0.0)
+    for without in (text_first, row(first_output=1.5), row()):
+        assert "reasoning_ms" not in summary(without) and summary(without)["without_output"] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "inside", "total", "reasoning"),
+    [
+        # times 1.1 to 1.5, 10 tokens; first output at 1.4; the window (1, 1.4] has one of the two chunks of output
+        ({"reasoning_tokens": 7}, 1.5, 3.0, 7),  # the usage tells: 3 tokens in two chunks
+        ({"reasoning_tokens": 7, "chunk_tokens": [2, 1, 2, 4, 1]}, 3 * 4 / 5, 3.0, 7),
+        ({"reasoning_tokens": None}, 2.0, 4.0, None),  # two tokens a chunk
+        ({"reasoning_tokens": None, "chunk_tokens": [2, 1, 2, 4, 1]}, 4.0, 5.0, None),
+        ({"reasoning_tokens": 0}, 2.0, 4.0, None),  # a server that streams reasoning and does not count it
+        ({"reasoning_tokens": 10}, 0.0, 0.0, 10),
+        ({"reasoning_tokens": 11}, 2.0, 4.0, 11),  # which cannot be among the output tokens
+        ({"reasoning_tokens": 10, "first_output": None}, 0.0, 0.0, 10),
+        ({"first_reasoning": None, "first_output": 1.1, "reasoning_tokens": 5, "unstreamed_tokens": 5}, 4.0, 5.0, 5),
+        ({"first_reasoning": None, "first_output": 1.1, "reasoning_tokens": 5, "unstreamed_tokens": 0}, 8.0, 10.0, 5),
+    ],
+)
+def test_output_tokens_without_reasoning(given: dict, inside: float, total: float, reasoning: int | None) -> None:
+    one = row(**REASONED | given)
+    in_window = metrics.throughput(frame(one), (1.0, 1.4))
+    check(in_window, non_reasoning_output_throughput=inside / 0.4)
+    got = summary(one, row(first_output=1.5))  # and 3 tokens of one that did not reason; from 1.0 to 2.01
+    check(got, non_reasoning_output_throughput=(total + 3) / 1.01, output_throughput=13 / 1.01)
+    check(got, total_reasoning_tokens=reasoning, total_output_tokens=13)
+    busy = summary(one, row(), load=TWO)
+    check(busy, steady_start_s=1.0, steady_end_s=1.51, steady_non_reasoning_output_throughput=(total + 1) / 0.51)
+
+
+def test_without_reasoning_nothing_is_said_of_it_and_its_tokens_are_not_known_or_none() -> None:
+    assert "non_reasoning_output_throughput" not in summary(row()) and summary(row())["total_reasoning_tokens"] is None
+    told = summary(row(reasoning_tokens=0), row(reasoning_tokens=None))
+    assert told["total_reasoning_tokens"] == 0 and "non_reasoning_output_throughput" not in told
+    some = summary(row(reasoning_tokens=2, first_reasoning=1.5), row(reasoning_tokens=None, first_reasoning=1.5))
+    assert some["total_reasoning_tokens"] is None
+
+
+def test_output_tokens_without_reasoning_are_those_of_counting_token_by_token() -> None:
+    """Loads of streams that reason first, each chunk with its tokens and the usage with the sum, in random windows."""
+    rng = np.random.default_rng(4)
+    for _ in range(30):
+        rows, tokens = [], []
+        for _ in range(20):
+            times, sizes = np.cumsum(rng.uniform(0.01, 0.3, 12)), rng.integers(1, 4, 12)
+            thoughts = int(rng.integers(0, 13))
+            outputs = list(zip(times[thoughts:], sizes[thoughts:], strict=True))
+            tokens += outputs
+            rows.append(
+                row(
+                    ts=0.0, t0=0.0, chunk_times=times.tolist(), chunk_tokens=sizes.tolist(),
+                    output_tokens=int(sizes.sum()), first_reasoning=times[0] if thoughts else None,
+                    first_output=outputs[0][0] if outputs else None,
+                    reasoning_tokens=int(sizes[:thoughts].sum()) if rng.random() < 0.5 else None,
+                )
+            )  # fmt: skip
+        begin, end = np.sort(rng.uniform(0, 2, 2))
+        counted = sum(size for when, size in tokens if begin < when <= end)
+        got = metrics.throughput(frame(*rows), (begin, end))["non_reasoning_output_throughput"]
+        assert got * (end - begin) == pytest.approx(counted)
 
 
 def test_tokens_that_were_not_streamed_are_not_divided_into_the_time_after_them() -> None:
@@ -128,15 +202,17 @@ def test_failures_count_as_failures_only() -> None:
         ({"itl_ms": 300.5}, 3),  # one chunk has no gap to be too long
         ({"itl_ms": 290.0}, 2),  # the longest gap counts, not the mean
         ({"itl_ms": 99.0}, 1),
+        ({"ttfo_ms": 500.0}, 2),  # met at the limit; missed by one that was all reasoning
+        ({"ttfo_ms": 900.0}, 3),
         (None, None),
     ],
 )
 def test_goodput_needs_every_limit_met(slo: dict | None, met: int | None) -> None:
     rows = (
-        row(),  # ttft 500, tpot 250
-        row(chunk_times=[1.9, 2.0, 2.1]),  # ttft 900
+        row(first_output=1.5),  # ttft 500, tpot 250
+        row(chunk_times=[1.9, 2.0, 2.1], first_output=1.9),  # ttft 900
         row(chunk_times=[1.5, 2.0, 2.5]),  # tpot 500
-        row(chunk_times=[1.5], output_tokens=1),  # no tpot
+        row(chunk_times=[1.5], output_tokens=1, first_output=1.5),  # no tpot
         row(ok=False, error_kind="timeout"),
     )  # longest gaps: 300, 100, 500, none
     check(summary(*rows, slo=slo), goodput=None if met is None else met / (2.51 - 1.0))

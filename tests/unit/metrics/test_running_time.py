@@ -56,14 +56,17 @@ def test_a_load_begun_in_a_freeze_begins_with_the_thaw():
 
 def test_every_time_of_a_request_is_mapped_and_a_missing_one_stays():
     given_rows = frame(
-        row(ts=0.5, t0=0.25, first=3.5, first_output=4.5, chunk_times=[3.5, 4.5], end=5.0), row(ts=4.0, t0=4.0, end=5.0)
+        row(ts=0.5, t0=0.25, first=3.5, first_output=4.5, first_reasoning=4.0, chunk_times=[3.5, 4.5], end=5.0),
+        row(ts=4.0, t0=4.0, end=5.0),
     )
     for name in TIMES:
         if name not in given_rows:
             given_rows[name] = None
     found = in_running_time(given_rows, np.array([[1.0, 3.0]]))
-    assert found[["t0", "ts", "first", "first_output", "end"]].iloc[0].tolist() == [0.25, 0.5, 1.5, 2.5, 3.0]
-    before = in_running_time(given_rows.drop(columns="first_output"), np.array([[1.0, 3.0]]))  # it was stored
-    assert before["first"].equals(found["first"]) and "first_output" not in before
+    moments = ["t0", "ts", "first", "first_output", "first_reasoning", "end"]
+    assert found[moments].iloc[0].tolist() == [0.25, 0.5, 1.5, 2.5, 2.0, 3.0]
+    later = ["first_output", "first_reasoning"]  # were stored from some version on
+    before = in_running_time(given_rows.drop(columns=later), np.array([[1.0, 3.0]]))
+    assert before["first"].equals(found["first"]) and not {*later} & {*before}
     assert list(found["chunk_times"].iloc[0]) == [1.5, 2.5] and found["sent_times"].iloc[0] is None
     assert found["output_tokens"].tolist() == given_rows["output_tokens"].tolist()

@@ -121,6 +121,24 @@ def test_the_first_output_has_columns_where_it_is_seen_to_be_later_than_the_firs
     assert not {"ttfo_ms_p50", "ttfo_ms_p95"} & {column.key for column in main_table(run(same, plain)).columns}
 
 
+def test_reasoning_has_columns_where_it_is() -> None:
+    steady = {"ttfo_ms": dict(cell().pooled["ttft_ms"]), "reasoning_ms": {"p50": 800.0}}
+    told = {
+        "steady_non_reasoning_output_throughput": 40.0, "non_reasoning_output_throughput": 30.0,
+        "total_reasoning_tokens": 60, "total_output_tokens": 80, "without_output": 0,
+    }  # fmt: skip
+    thinks, plain = changed(cell(), told, steady_latency=steady), cell("contiguous")
+    value = entries(main_table(run(thinks, plain)), "paged (page 16)")
+    assert value["reasoning_ms_p50"].text == "800" and value["ttft_ms_p95"].text and "ttfo_ms_p95" not in value
+    rate = value["non_reasoning_tokens_per_s"]
+    assert (rate.sort, rate.note) == (40.0, "75 %")
+    assert flat_rows(run(thinks))[0]["non_reasoning_tokens_per_s"] == 40.0
+    assert not {"reasoning_ms_p50", "non_reasoning_tokens_per_s"} & {c.key for c in main_table(run(plain)).columns}
+    silent = changed(cell("contiguous"), told | {"total_reasoning_tokens": None, "without_output": 3})
+    value = entries(main_table(run(changed(cell(), steady_latency={"ttfo_ms": {"p95": 900.0}}), silent)), "contiguous")
+    assert (value["non_reasoning_tokens_per_s"].note, value["ttfo_ms_p95"].text) == ("9 without output", "–")
+
+
 def test_goodput_has_its_share_and_its_steady_window() -> None:
     good = changed(cell(), {"goodput": 2.0, "steady_goodput": 2.5, "duration_s": 18.0})  # 48 requests a repeat
     table = main_table(run(good, workload={"load": {"slo": {"ttft_ms": 200.0, "tpot_ms": None}}}))

@@ -53,7 +53,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "name": "mixed",
         "model": {"config": "llama-3.1-8b"},
         "engine": engine,
-        "load": LOAD | {"slo": {"ttft_ms": 100, "tpot_ms": 50}},
+        "load": LOAD | {"slo": {"ttfo_ms": 100, "tpot_ms": 50}},
     }
     path.write_text(yaml.safe_dump(data))
     return path
@@ -69,7 +69,7 @@ def folder(workload: Path) -> Path:
 def test_figures_gathered_on_the_way_are_those_of_all_rows(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     rows = pd.read_parquet(folder / "requests.parquet")
-    expected = summarise(rows, {"mode": "open"}, {"ttft_ms": 100.0, "tpot_ms": 50.0})
+    expected = summarise(rows, {"mode": "open"}, {"ttfo_ms": 100.0, "tpot_ms": 50.0})
     assert summary["simulated"] is True and len(rows) == 120
     assert summary["num_preemptions"] > 0 and 0 < summary["goodput"] < summary["request_throughput"]
     for name in ("completed", "failed", "duration_s", "request_throughput", "output_throughput", "goodput",
@@ -191,7 +191,7 @@ def test_the_highest_rate_that_meets_a_limit(tmp_path: Path, capsys: pytest.Capt
     closed = {"name": "closed", "model": {"config": "llama-3.1-8b"}, "load": {"concurrency": [2], "num_requests": [4]}}
     path = tmp_path / "closed.yaml"
     path.write_text(yaml.safe_dump(closed | {"load": closed["load"] | {"prompts": prompts}}))
-    simulated("simulate", path, "--device", "L4", "--find-max-rate", "p95_ttft<=2000ms", "--run-seconds", 3,
+    simulated("simulate", path, "--device", "L4", "--find-max-rate", "p95_ttfo<=2000ms", "--run-seconds", 3,
               "--tolerance", 0.4, "--json")  # fmt: skip
     answer = json.loads(capsys.readouterr().out)
     missed = min(trial["rate"] for trial in answer["trials"] if not trial["met"])

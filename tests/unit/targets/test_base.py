@@ -192,7 +192,7 @@ def test_what_cannot_be_asked_at_all_is_refused_at_once(capsys, command, words, 
     assert "hush" not in output
 
 
-MODELS = {"/v1/models": (200, {"data": [{"id": "m", "max_model_len": 256}]})}
+MODELS = {"/v1/models": (200, {"data": [{"id": "m", "max_model_len": 256}]}), "/v1/completions": (200, {})}
 HEALTH = {"/health": (200, {})}
 
 
@@ -208,7 +208,7 @@ def started(answers, preset=None, **options):
 
 
 def posted(server):
-    return [path for method, path, *_ in server.asked if method == "POST"]
+    return [path for method, path, *_ in server.asked if method == "POST" and path != "/v1/completions"]
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_ids_become_texts_for_a_server_that_takes_no_ids():
         assert len(target.as_sent(REQUESTS)[0].prompt.split()) == 3  # of the tokenizer that ships
         target._text_of_ids = ids_as_words
         sent = target.as_sent(REQUESTS)
-        assert sent.notes["sent_as"] == "text" and sent[1].prompt == "as it is"
+        assert sent.notes["sent_as"] == "text" and not sent.notes["exact_texts"] and sent[1].prompt == "as it is"
         assert (sent[0].prompt, sent[0].prompt_token_ids, sent[0].prefix_tokens) == ("17 4 300", (17, 4, 300), 2)
         target.complete([5, 6], 1, 5.0)
         assert server.asked[-1][3]["prompt"] == "5 6"

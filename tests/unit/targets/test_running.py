@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,13 @@ from kvbench.requests.request import RequestSpec
 from kvbench.targets.model_export import shipped_tokenizer
 from kvbench.targets.presets import GENERIC, PRESETS
 from kvbench.targets.running import OpenAITarget
+from kvbench.workload.request_form import RequestForm
 from tests.support.scripted_http import scripted_server
 
 
 def row(**more):
-    return {"/v1/models": (200, {"data": [{"id": "m", "owned_by": "someone", **more}]})}
+    models = {"data": [{"id": "m", "owned_by": "someone", **more}]}
+    return {"/v1/models": (200, models), "/v1/completions": (200, {})}
 
 
 def sizes(answers, preset=GENERIC, **given):
@@ -51,21 +52,33 @@ def test_sizes_are_read_where_the_server_tells_them(answers, given, found):
 
 
 @pytest.mark.parametrize(
-    ("answers", "preset", "given", "options"),
+    ("answers", "preset", "given", "found", "options"),
     [
-        (row(), "vllm", {}, {"--vocab-size", "--max-model-len"}),
-        (row(max_model_len=900), "vllm", {}, {"--vocab-size"}),
-        (row(), "vllm", {"vocab_size": 5}, {"--max-model-len"}),
-        ({}, "transformers", {}, {"--model", "--max-model-len"}),  # it lists no models, and takes texts
-        ({}, "transformers", {"model": "m", "vocab_size": 5}, {"--max-model-len"}),
+        (row(), "vllm", {}, (8192, None), {"--vocab-size", "--max-model-len", "--tokenizer"}),
+        (row(max_model_len=900), "vllm", {}, (8192, 900), {"--vocab-size", "--tokenizer"}),
+        (row(), "vllm", {"vocab_size": 5}, (5, None), {"--max-model-len"}),
+        ({}, "transformers", {"model": "m"}, (8192, None), {"--max-model-len", "--tokenizer"}),  # it takes texts
     ],
 )
-def test_everything_that_is_missing_is_asked_for_in_one_sentence(answers, preset, given, options):
-    with pytest.raises(UsageError) as error:
-        sizes(answers, PRESETS[preset], **given)
-    asked = str(error.value).partition(": give ")[2]
-    assert {word for word in asked.split() if word.startswith("--")} == options
-    assert asked.count("config.json") == len(options - {"--model"})  # where to find the sizes
+def test_what_is_not_told_is_done_without_and_the_options_that_tell_it_are_named(
+    answers, preset, given, found, options
+):
+    with scripted_server({"/health": (200, {})} | answers) as server:
+        target = OpenAITarget(server.url, preset=PRESETS[preset], **given)
+        target.start({}, Path())
+        target.stop()
+    assert (target.model.vocab_size, target.model.max_model_len) == found
+    assert target.model.most_tokens == (found[1] or target.model.most_tokens) > 800
+    assert {word for note in target.notes for word in note.split() if word.startswith("--")} == options
+    assert target.dialect.token_id_prompts == ("vocab_size" in given)
+
+
+def test_a_server_that_lists_no_models_needs_the_name_of_one():
+    with pytest.raises(UsageError, match="give --model NAME"):
+        sizes({}, PRESETS["transformers"])
+    with pytest.raises(UsageError, match="give --model NAME"):
+        sizes({"/v1/completions": (200, {})})
+    assert sizes({"/v1/completions": (200, {})}, model="m", vocab_size=7) == (7, None)
 
 
 @pytest.mark.parametrize("given", [{"vocab_size": 8193}, {"max_model_len": 2049}])
@@ -89,8 +102,6 @@ FINE = row(max_model_len=900, meta=LLAMA)
         (FINE | {"/server_info": (200, {"engine": {"max_num_seqs": 3.5}})}, "engine.max_num_seqs: 3.5"),
         (FINE | {"/server_info": (200, {"engine": {"enable_prefix_caching": "no"}})}, "enable_prefix_caching: 'no'"),
         (FINE | {"/server_info": (200, {"server": {"notes": "none"}})}, "server.notes: 'none'"),
-        (row(max_model_len=-1), "--max-model-len N"),
-        (row(max_model_len=True, meta={"n_vocab": 2**40}), "--vocab-size N (vocab_size"),
         ({"/v1/models": (200, {"data": [{"id": "m\ud800"}]})}, "lists no models"),
         ({"/v1/models": (200, {"data": [{"id": "\x1b[2J"}]})}, "can be printed"),
         ({"/v1/models": (200, {"data": [{"id": 5}]})}, "data.0.id: 5 is not a string"),
@@ -126,43 +137,102 @@ def test_metrics_that_cannot_be_printed_are_refused_in_words_that_can():
     assert str(error.value).isprintable()
 
 
-TEXT = (200, {"choices": [{"text": " x"}]})
+@pytest.mark.parametrize("told", [{"max_model_len": -1}, {"max_model_len": True, "meta": {"n_vocab": 2**40}}])
+def test_impossible_sizes_are_as_if_they_were_not_told(told):
+    assert sizes(row(**told)) == (8192, None)
 
 
-def completions(ids, text=TEXT):
-    return {"/v1/completions": lambda body: text if isinstance(body["prompt"], str) else ids}
+STREAM = (200, 'data: {"choices": [{"index": 0, "text": " x", "finish_reason": "length"}]}\n\ndata: [DONE]\n\n')
+REFUSED, GONE = (400, {"error": "no"}), (404, {"detail": "Not Found"})
+API = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses"}
+API |= {"messages": "/v1/messages"}
+
+
+def taking(*wanted):
+    """An answer that refuses bodies in which one of ``wanted`` is missing, or there where it begins with a dash."""
+
+    def answer(body):
+        ids = {"ids"} if isinstance(body.get("prompt"), list) else set()
+        fits = all((name[1:] not in body.keys() | ids) if name[0] == "-" else name in body for name in wanted)
+        return STREAM if fits else (400, {"error": "no"})
+
+    return answer
 
 
 @pytest.mark.parametrize(
-    ("answers", "preset", "given", "texts", "noted"),
+    ("answers", "given", "endpoint", "lacks"),
     [
-        (completions(TEXT), GENERIC, {}, False, False),
-        (completions((422, "no list")), GENERIC, {}, True, True),
-        (completions((400, "no list")), GENERIC, {"tokenizer": shipped_tokenizer()}, True, False),  # as it was asked
-        (completions((400, "no list"), (400, "no")), GENERIC, {}, False, False),  # it refuses everything
-        (completions((500, "down")), GENERIC, {}, False, False),  # not because of the ids
-        (completions((400, "no list")), PRESETS["vllm"], {}, False, False),  # which takes them
-        (completions((400, "no list")), PRESETS["vllm"], {"tokenizer": shipped_tokenizer()}, True, False),
-        (completions((400, "no list")), PRESETS["transformers"], {"model": "m", "max_model_len": 9}, True, True),
+        ({"completions": taking()}, {}, "completions", set()),
+        ({"completions": taking("-ids")}, {}, "completions", {"token_id_prompts"}),
+        ({"completions": taking("-ids", "-ignore_eos")}, {}, "completions", {"token_id_prompts", "ignore_eos"}),
+        ({"completions": GONE, "chat": taking("messages", "ignore_eos")}, {}, "chat", {"token_id_prompts"}),
+        ({"completions": REFUSED, "chat": taking("max_tokens", "-return_token_ids")}, {}, "chat",
+         {"token_id_prompts", "ignore_eos"}),
+        ({"chat": taking("max_completion_tokens", "-max_tokens")}, {}, "chat", {"token_id_prompts", "ignore_eos"}),
+        ({"responses": taking("input", "max_output_tokens", "-ignore_eos")}, {}, "responses",
+         {"token_id_prompts", "ignore_eos"}),
+        ({"responses": GONE, "messages": taking("max_tokens", "-ignore_eos")}, {}, "messages",
+         {"token_id_prompts", "ignore_eos"}),
+        ({"completions": taking(), "chat": taking()}, {"endpoint": "chat"}, "chat", {"token_id_prompts"}),
+        ({"completions": (500, "down"), "chat": taking()}, {}, "completions", set()),  # for the warm-up to tell
+        ({"completions": (401, "who?"), "chat": taking()}, {}, "completions", set()),
     ],
-)
-@pytest.mark.parametrize("vocabulary", [{}, {"vocab_size": 50}])  # without one it is asked at once: texts need none
-def test_a_server_that_refuses_token_ids_gets_texts(answers, preset, given, texts, noted, vocabulary):
-    with scripted_server({"/health": (200, {})} | row(max_model_len=900) | answers) as server:
-        target = OpenAITarget(server.url, preset=preset, **given, **(vocabulary if texts else {"vocab_size": 50}))
-        try:
-            target.start({}, Path())
-            with suppress(MeasurementError):
-                target.complete([7, 8, 9], 1, 5.0)  # as a warm-up does
-            (request,) = target.as_sent([RequestSpec(0, "a", (7, 8, 9), None, 4)])
-            notes = ((target.server_info() or {}).get("server") or {}).get("notes") or []
-        finally:
-            target.stop()
-    assert (request.prompt is not None, target.dialect.token_id_prompts) == (texts, not texts)
+)  # fmt: skip
+def test_a_server_of_no_known_kind_is_asked_what_it_takes(answers, given, endpoint, lacks):
+    found = row(max_model_len=900)
+    del found["/v1/completions"]
+    with scripted_server(found | {API[name]: answer for name, answer in answers.items()}) as server:
+        target = OpenAITarget(server.url, vocab_size=50, form=RequestForm(**given))
+        target.start({}, Path())
+        (request,) = target.as_sent([RequestSpec(0, "a", (7, 8, 9), None, 4)])
+        target.stop()
+    assert target.dialect.endpoint == endpoint
+    switches = ("token_id_prompts", "ignore_eos")
+    assert {name for name in switches if not getattr(target.dialect, name)} == lacks
+    assert (request.prompt is None) == ("token_id_prompts" not in lacks) == (not target.notes)
     assert len((request.prompt or "a b c").split()) == 3
-    assert bool(notes) == noted and all("--tokenizer DIR" in note for note in notes)
+    assert any(f"requests go to {API[endpoint]}" in note for note in target.notes) == (
+        endpoint != given.get("endpoint", "completions")
+    )
+    assert target.ends_answers == ("ignore_eos" in lacks)
+
+
+@pytest.mark.parametrize("given", [{}, {"endpoint": "chat"}])
+def test_a_server_that_takes_no_request_at_all_is_refused_with_what_it_answered(given):
+    answers = row(max_model_len=900) | {"/v1/completions": REFUSED, "/v1/chat/completions": (422, {"error": "never"})}
+    with scripted_server(answers) as server, pytest.raises(UsageError, match='422 "never"') as error:
+        OpenAITarget(server.url, form=RequestForm(**given)).start({}, Path())
+    assert str(error.value).count("answered") == (1 if given else 4)
+
+
+def test_a_server_of_a_known_kind_is_taken_at_its_word():
+    answers = row(max_model_len=900) | {"/v1/completions": REFUSED}
+    with scripted_server(answers) as server:
+        target = OpenAITarget(server.url, preset=PRESETS["vllm"], vocab_size=50)
+        target.start({}, Path())
+        assert target.dialect.token_id_prompts and not target.notes
+        assert "/v1/completions" not in [path for _, path, *_ in server.asked]
+        target.stop()
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "info", "exact"),
+    [(None, {}, False), (shipped_tokenizer(), {}, True), (None, {"tokenizer": {"name": "bpe8k"}}, True)],
+)
+def test_texts_are_exact_where_the_servers_tokenizer_is_known(tokenizer, info, exact):
+    def tokenize(body):
+        return 200, {"count": 6 if "messages" in body else 1}
+
+    answers = row(max_model_len=900) | {"/v1/completions": GONE, "/v1/chat/completions": STREAM, "/tokenize": tokenize}
+    with scripted_server(answers | {"/server_info": (200, info)}) as server:
+        target = OpenAITarget(server.url, tokenizer=tokenizer)
+        target.start({}, Path())
+        notes = target.as_sent([RequestSpec(0, "a", (7, 8, 9), None, 4)]).notes
+        target.stop()
+    assert notes == {"sent_as": "messages", "exact_texts": exact, "template_tokens": 5}
+    assert any("--tokenizer DIR" in note for note in target.notes) == (not exact)
 
 
 def test_texts_take_any_vocabulary_that_is_given():
-    answers = row(max_model_len=900) | completions((422, "no list"))
+    answers = row(max_model_len=900) | {"/v1/completions": taking("-ids")}
     assert sizes(answers) == (8192, 900) and sizes(answers, vocab_size=50000) == (50000, 900)
