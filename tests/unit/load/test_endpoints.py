@@ -70,7 +70,7 @@ CHAT_STREAMS = {  # frames; times of the tokens; first output, first reasoning; 
                     delta({"content": "a", "reasoning_details": []}, "stop"), usage(3), DONE], [2, 3, 4], 4, 2, 2, "a"),
     "sglang": ([delta({"role": "assistant", "content": "", "reasoning_content": None}),
                 delta({"reasoning_content": "r", "content": None}), delta({"reasoning_content": None, "content": "a"}),
-                delta({"reasoning_content": None}, "stop"), usage(2, reasoning_tokens=1), DONE], [2, 3], 3, 2, 1, "a"),
+                delta({"reasoning_content": None}, "stop"), usage(6, reasoning_tokens=4), DONE], [2, 3], 3, 2, 4, "a"),
     "refusal": ([ROLE, delta({"refusal": "I"}), delta({"refusal": " no"}, "stop"), usage(2), DONE],
                 [2, 3], 2, None, None, ""),
     "call": ([ROLE, delta(call("", name="f")), delta(call('{"a"')), delta(call(":1}")), delta({}, "tool_calls"),
@@ -81,6 +81,10 @@ CHAT_STREAMS = {  # frames; times of the tokens; first output, first reasoning; 
                        [2, 3], None, 2, 2, ""),
     "hidden reasoning": ([ROLE, delta({"content": "a"}), delta({"content": "b"}, "stop"), usage(9, **thought(7)), DONE],
                          [2, 3], 2, None, 7, "ab"),
+    "all in the first frame": ([delta({"reasoning": "r", "role": "assistant"}), delta({"content": "a"}, "stop"),
+                                usage(2), DONE], [1, 2], 2, 1, 1, "a"),
+    "call beside reasoning": ([ROLE, delta({**call("{}"), "reasoning": "r"}, "tool_calls"), usage(2), DONE],
+                              [2], 2, None, None, ""),
     "several a frame": ([ROLE, delta({"reasoning": "r s"}), delta({"content": "a b c"}, "stop"), usage(5), DONE],
                         [2, 3], 3, 2, None, "a b c"),
     "role in every frame": ([delta({"role": "assistant", "content": "a"}),
@@ -108,6 +112,12 @@ def test_a_chat_of_transformers_serve_ends_without_a_mark_and_begins_before_the_
     out = judged("chat", frames, preset="transformers")
     assert out.ok and (out.chunk_times, out.first_output, out.reasoning_tokens) == ([2, 3], 3, 1)
     assert judged("chat", frames).error_kind == "no_done"
+
+
+def test_an_answer_of_hidden_reasoning_alone_succeeds_without_a_token_that_came() -> None:
+    out = judged("chat", [ROLE, delta({}, "length"), usage(4, **thought(4)), DONE])
+    assert out.ok and (out.first, out.chunk_times, out.streamed_tokens) == (None, [], 0)
+    assert judged("chat", [ROLE, delta({}, "length"), usage(4, **thought(3)), DONE]).error_kind == "usage_mismatch"
 
 
 def test_sequences_of_a_chat_are_kept_apart() -> None:
@@ -146,9 +156,9 @@ RESPONSES = {
     "refusal": ([BEGUN, part("refusal", "no"), ended("completed", 1)], [2], 2, None, None, "stop"),
     "call": ([BEGUN, NAMED, part("function_call_arguments", "{"), part("function_call_arguments", "}"),
               ended("completed", 2)], [3, 4], 3, None, None, "stop"),
-    "call, named by a token": ([BEGUN, NAMED, part("function_call_arguments", "{"),
-                                part("function_call_arguments", "}"), part("function_call_arguments", ""),
-                                ended("completed", 2)], [3, 4], 3, None, None, "stop"),
+    "transformers' whole call": ([BEGUN, NAMED | {"item": {"type": "function_call", "arguments": "{}"}},
+                                 {"type": "response.function_call_arguments.done", "arguments": "{}"},
+                                 ended("completed", 3)], [2], 2, None, None, "stop"),
     "transformers counts no reasoning": ([BEGUN, part("reasoning_text", "r", unnamed=True),
                                           part("output_text", "a", unnamed=True),
                                           ended("completed", 2, details={"output_tokens_details":
