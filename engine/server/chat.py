@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from engine.server.answer_parts import THINK, AnswerParts
 from engine.server.completions import choice_fields, collect, stream_response
+from engine.server.detokenizer import SilentDecoder, TextDecoder
 from engine.server.errors import CLIENT_LEFT, invalid, unsupported
 from engine.server.generation import Generation, ServerState, check_body, in_thread_if_long
 from engine.server.protocol import CHAT_BODIES, ChatBody, ChatMessage, ReasoningChatBody, ToolChatBody, parse
@@ -25,7 +26,7 @@ async def chat_completions(state: ServerState, request: Request, raw: bytes) -> 
     check_body(state, body, 1)
     generate = body.add_generation_prompt is not False
     prompt = await chat_ids(state.tokenizer, body.messages, generate, template_options(state, body))
-    new_parts = answer_parts(state, body, prompt)
+    new_parts = splitter(state, body, prompt)
     generation = await Generation.start(state, body, [prompt], None, new_parts)
     head = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -34,7 +35,7 @@ async def chat_completions(state: ServerState, request: Request, raw: bytes) -> 
         "model": state.model_name,
     }
     if body.stream:
-        return stream_response(generation, body, request, head, chat=True, split=new_parts is not None)
+        return stream_response(generation, body, request, head, chat=True)
     texts = await collect(generation, request)
     if texts is None:
         return Response(status_code=CLIENT_LEFT)
@@ -43,7 +44,10 @@ async def chat_completions(state: ServerState, request: Request, raw: bytes) -> 
         answer = choice_fields(choice)
         answer["message"] = {"role": "assistant", "content": text}
         if new_parts is not None:
-            answer["message"] = new_parts().push(text, final=True).message()
+            delta = new_parts(SilentDecoder()).split(text, final=True)
+            for call in delta.get("tool_calls", ()):
+                del call["index"]  # which only streams have
+            answer["message"] = {"role": "assistant", "content": None, **delta}
         if body.return_token_ids:
             answer["token_ids"] = token_ids
         choices.append(answer)
@@ -69,14 +73,14 @@ def template_options(state: ServerState, body: ChatBody) -> dict[str, Any]:
 PROMPT_END = 16  # tokens, in which a tag and space behind it have room
 
 
-def answer_parts(state: ServerState, body: ChatBody, prompt: Sequence[int]) -> Callable[[], AnswerParts] | None:
+def splitter(state: ServerState, body: ChatBody, prompt: Sequence[int]) -> Callable[[TextDecoder], AnswerParts] | None:
     """What splits the text of a choice; None where nothing does."""
-    reasoning, tools = isinstance(body, ReasoningChatBody), isinstance(body, ToolChatBody) and body.may_call
-    if not (reasoning or tools):
-        return None
-    thinking = reasoning and state.tokenizer.decode(prompt[-PROMPT_END:], False).rstrip().endswith(THINK)
-    shown = not reasoning or body.include_reasoning is not False
-    return functools.partial(AnswerParts, reasoning, tools, thinking, shown)
+    tools = isinstance(body, ToolChatBody) and bool(body.tools) and body.tool_choice != "none"
+    if isinstance(body, ReasoningChatBody):
+        thinking = state.tokenizer.decode(prompt[-PROMPT_END:], False).rstrip().endswith(THINK)
+        show = body.include_reasoning is not False
+        return functools.partial(AnswerParts, reasoning=True, tools=tools, thinking=thinking, show_reasoning=show)
+    return functools.partial(AnswerParts, reasoning=False, tools=True) if tools else None
 
 
 # Of apply_chat_template and of what it calls: not the client's to set.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from engine.engine_loop import Delivery
 from engine.sequence import SamplingParams
-from engine.server.answer_parts import AnswerParts, Delta, TokenByToken
+from engine.server.answer_parts import AnswerParts, Delta
 from engine.server.detokenizer import StopStrings, TextDecoder
 from engine.server.metrics import ServerMetrics
 
@@ -16,7 +16,7 @@ FAILURE_OF = {"abort": "shutdown", "error": "engine_error"}  # the engine's fini
 class Piece(NamedTuple):
     """What one engine output adds to one choice. ``text`` is empty while a character is incomplete.
 
-    ``delta``: the text split into thoughts, answer and tool calls, where the server does so.
+    ``delta``: the text split by ``AnswerParts``; None where it is not.
     """
 
     choice: Choice
@@ -50,7 +50,6 @@ class Choice:
         params: SamplingParams,
         arrival: float,
         metrics: ServerMetrics,
-        parts: AnswerParts | None = None,
     ):
         self.index = index
         self.num_tokens = 0
@@ -59,8 +58,8 @@ class Choice:
         self.finish_reason: str | None = None
         self.kv_facts: dict[str, Any] | None = None  # in its last event, where the request asks for it
         self.stop_reason: str | int | None = None  # the stop string, or the id among stop_token_ids, that ended it
-        self.parts = parts
-        self._decoder = decoder if parts is None else TokenByToken(decoder, parts)
+        self.parts = decoder if isinstance(decoder, AnswerParts) else None
+        self._decoder = decoder
         self._stops = StopStrings(stops) if stops else None
         self._stop_ids = params.stop_token_ids
         self._metrics = metrics
@@ -101,11 +100,9 @@ class Choice:
                 reason, self.stop_reason = "stop", self._stops.matched
         if reason is not None:
             self._finish(reason)
-        return Piece(self, text, tokens, reason) if self.parts is None else self._split(text, tokens, reason)
-
-    def _split(self, text: str, tokens: tuple[int, ...], reason: str | None) -> Piece:
-        assert self.parts is not None
-        delta = self.parts.push(text, final=reason is not None)
+        if self.parts is None:
+            return Piece(self, text, tokens, reason)
+        delta = self.parts.split(text, final=reason is not None)
         if reason == "stop" and self.parts.num_calls:
             reason = self.finish_reason = "tool_calls"
         return Piece(self, text, tokens, reason, delta)

@@ -74,14 +74,13 @@ def stream_response(
     head: dict[str, Any],
     *,
     chat: bool,
-    split: bool = False,
     echoes: list[str] | None = None,
 ) -> EventStream:
     """The answer to ``stream: true``."""
     form = EventFormat(
         head,
         chat,
-        split=split,
+        split=generation.choices[0].parts is not None,
         token_ids=bool(body.return_token_ids),
         stamp=bool(body.kvbench_stamp) or request.headers.get("x-kvbench-stamp") == "1",
         include_usage=body.include_usage,

@@ -161,23 +161,23 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
-        self._held = ""
+        self.held = ""
         self.matched: str | None = None
         self.rest = ""
 
     def push(self, text: str, final: bool = False) -> str:
         """The text that may go out; ``matched`` is set when a stop string ended it. ``final``: no text will follow."""
         assert self.matched is None, "text after the stop string"
-        text = self._held + text
+        text = self.held + text
         _, start, stop = min(
             ((at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0),
             default=(-1, -1, None),
         )
         if stop is not None:
-            self.matched, self._held, self.rest = stop, "", text[start + len(stop) :]
+            self.matched, self.held, self.rest = stop, "", text[start + len(stop) :]
             return text[:start]
         held = 0 if final else self._held_length(text)
-        self._held = text[len(text) - held :]
+        self.held = text[len(text) - held :]
         return text[: len(text) - held]
 
     def _held_length(self, text: str) -> int:

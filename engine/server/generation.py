@@ -23,6 +23,7 @@ from engine.scheduling.scheduler import QueueFull
 from engine.sequence import Request, SamplingParams
 from engine.server.answer_parts import TAGS, AnswerParts
 from engine.server.choices import Choice, EngineFailure, Piece
+from engine.server.detokenizer import TextDecoder
 from engine.server.errors import APIError, invalid, queue_full, shown, unprocessable
 from engine.server.metrics import ServerMetrics
 from engine.server.protocol import GenerationBody
@@ -87,9 +88,9 @@ class Generation:
         body: GenerationBody,
         prompts: Sequence[Sequence[int]],
         default_max_tokens: int | None,
-        new_parts: Callable[[], AnswerParts] | None = None,
+        new_parts: Callable[[TextDecoder], AnswerParts] | None = None,
     ) -> Generation:
-        """Submit everything that ``body`` asks for, after ``check_body``. ``new_parts`` splits one choice's text.
+        """Submit everything that ``body`` asks for, after ``check_body``. ``new_parts`` makes the decoder of a choice.
 
         Raises:
             APIError: 400, 422, 429 or 503, and then nothing is left in the engine.
@@ -114,8 +115,8 @@ class Generation:
             )
             for _ in range(params.n):
                 decoder = state.tokenizer.decoder(skip_special, prompt)
-                parts = new_parts() if new_parts else None
-                choices.append(Choice(len(choices), decoder, body.stops, params, arrival, state.metrics, parts))
+                decoder = new_parts(decoder) if new_parts else decoder
+                choices.append(Choice(len(choices), decoder, body.stops, params, arrival, state.metrics))
         generation = cls(state, requests, choices)
         try:
             generation._stream = await state.engine.submit(requests)

@@ -252,14 +252,10 @@ class ReasoningChatBody(ChatBody):
 class ToolChatBody(ChatBody):
     """With ``--tool-call-parser``."""
 
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
+    tools: BoundedList[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: Literal[True] | None = None
     parse_tool_calls: Literal[True] | None = None  # llama.cpp's
-
-    @property
-    def may_call(self) -> bool:
-        return bool(self.tools) and self.tool_choice != "none"
 
     def check_fields(self) -> None:
         super().check_fields()

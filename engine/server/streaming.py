@@ -25,10 +25,7 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+_compact = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class EventFormat:
@@ -68,7 +65,7 @@ class EventFormat:
             opening = f'{self._head}{{"index":{choice.index},'
             self._starts[choice.index] = opening + self._before
             start = opening + self._before_first
-        parts = [start, quote(piece.text) if piece.delta is None else piece.delta.fields()]
+        parts = [start, quote(piece.text) if piece.delta is None else _compact(piece.delta)[1:-1]]
         if piece.finish_reason is None:
             parts.append(self._going_on)
         else:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.server.answer_parts import HEADER_CHARACTERS, AnswerParts, CallDelta, Delta
+from engine.server.answer_parts import HEADER_CHARACTERS, AnswerParts, Delta
 
 BODIES = {  # the text between the tags of a call -> its name and arguments
     '{"name": "f", "arguments": {"x": "}\\"{\\\\", "y": {}}}': ("f", '{"x": "}\\"{\\\\", "y": {}}'),
@@ -65,79 +63,97 @@ def cut(text: str, sizes: list[int]) -> list[str]:
 
 
 def joined(deltas: list[Delta]) -> tuple[str, str, list[tuple[str, str]]]:
-    """What a client makes of the deltas: OpenAI's format through JSON."""
+    """What a client makes of the deltas."""
     said, calls = {"reasoning": "", "content": ""}, []
-    for delta in deltas:
-        fields: dict[str, Any] = json.loads("{" + delta.fields() + "}")
-        assert fields, "an event says nothing"
-        for call in fields.pop("tool_calls", ()):
+    for delta in map(dict, deltas):
+        assert delta, "an event says nothing"
+        for call in delta.pop("tool_calls", ()):
             if call["index"] == len(calls):
                 assert call["type"] == "function"
                 calls.append([call["id"], call["function"]["name"], ""])
             assert ("id" in call) == ("name" in call["function"]) == (calls[call["index"]][2] == "")
             calls[call["index"]][2] += call["function"]["arguments"]
-        for name, text in fields.items():
+        for name, text in delta.items():
             said[name] += text
     assert len({call[0] for call in calls}) == len(calls)
     return said["reasoning"], said["content"], [(name, arguments) for _, name, arguments in calls]
 
 
+class Itself:
+    """A decoder of tokens that are their text."""
+
+    def push(self, tokens: list[str]) -> str:
+        return "".join(tokens)
+
+    def flush(self) -> str:
+        return ""
+
+
+def parts_of(*, reasoning: bool = True, tools: bool = True, **options: bool) -> AnswerParts:
+    return AnswerParts(Itself(), reasoning=reasoning, tools=tools, **options)
+
+
 @given(TEXTS, CUTS, st.sampled_from([(True, False), (False, True), (True, True)]), st.booleans(), st.booleans())
 def test_any_pieces_give_the_parts_of_the_whole(text, sizes, parsers, thinking, late) -> None:
-    thinking = thinking and parsers[0]
-    reasoning, content, calls, places = oracle(text, *parsers, thinking)
-    parts = AnswerParts(*parsers, thinking)
+    options = dict(zip(("reasoning", "tools", "thinking"), (*parsers, thinking and parsers[0]), strict=True))
+    *expected, places = oracle(text, **options)
+    parts = parts_of(**options)
     deltas, starts, at, waiting = [], [], 0, ""
     for piece in filter(None, cut(text, sizes)):
-        parts.add_token(len(piece))
+        waiting += parts.push([piece])
         starts.append(at)
         at += len(piece)
-        waiting += piece  # a stop string may hold text back beyond its token
-        if not late:
-            deltas.append(parts.push(waiting))
+        if not late:  # a stop string may hold text back beyond its token
+            deltas.append(parts.split(waiting))
             waiting = ""
-    deltas.append(parts.push(waiting, final=True))
-    assert joined(deltas) == (reasoning, content, calls)
-    assert parts.num_calls == len(calls)
+    deltas.append(parts.split(waiting, final=True))
+    assert joined(deltas) == joined([parts_of(**options).split(text, final=True)]) == tuple(expected)
+    assert parts.num_calls == len(expected[2])
     assert parts.reasoning_tokens == len(places & set(starts))
-    whole = AnswerParts(*parsers, thinking).push(text, final=True).message()
-    assert (whole.get("reasoning", ""), whole["content"] or "") == (reasoning, content)
-    assert [tuple(call["function"].values()) for call in whole.get("tool_calls", [])] == calls
 
 
 @pytest.mark.parametrize("body", NO_CALLS)
 def test_what_is_no_call_stays_text(body: str) -> None:
     for end in ("</tool_call>", ""):
         text = f"<tool_call>{body}{end}"
-        assert AnswerParts(False, True).push(text, final=True) == Delta("", text, ())
+        assert parts_of().split(text, final=True) == {"content": text}
 
 
 @pytest.mark.parametrize(("spaces", "arguments"), [(0, '{"a":1}'), (1, '{"a": 1}')])
 def test_arguments_are_streamed_where_they_begin_within_the_first_characters(spaces: int, arguments: str) -> None:
     header = '{"name": "f", "arguments":'
     body = header + " " * (HEADER_CHARACTERS - len(header) - 1 + spaces) + '{"a":1}}'
-    for pieces in (list(body), [body]):
-        parts = AnswerParts(False, True)
-        parts.push("<tool_call>")
-        early = [parts.push(piece) for piece in pieces]
-        assert joined([*early, parts.push("</tool_call>")]) == ("", "", [("f", arguments)])
-        assert any(delta.calls for delta in early) == (spaces == 0)
+    for pieces in (body, [body]):
+        parts = parts_of()
+        early = [parts.split(piece) for piece in ("<tool_call>", *pieces)]
+        assert joined([*early, parts.split("</tool_call>")]) == ("", "", [("f", arguments)])
+        assert any("tool_calls" in delta for delta in early) == (spaces == 0)
 
 
 def test_only_what_may_become_a_tag_is_held_back() -> None:
-    parts = AnswerParts(True, True)
-    said = [parts.push(piece) for piece in ("text <", "t", "ea", "<think>a</", "think>", "<tool", '_call>{"name": "f"')]
-    said += [parts.push(piece) for piece in (', "arguments": ', '{"x', '": 1', "}}", "</tool_call>")]
-    assert [delta[:2] for delta in said[:6]] == [("", "text "), ("", ""), ("", "<tea"), ("a", ""), ("", ""), ("", "")]
-    assert [delta.calls for delta in said[6:8]] == [(), ()]
-    assert [delta.calls[0].arguments for delta in said[8:11]] == ['{"x', '": 1', "}"]
-    assert said[9].calls == (CallDelta(0, None, None, '": 1'),)
-    assert said[11] == parts.push("", final=True) == Delta("", "", ())
+    parts = parts_of()
+    texts = (
+        "text <",
+        "t",
+        "ea",
+        "<think>a</",
+        "think>",
+        '<tool_call>{"name": "f"',
+        ', "arguments": ',
+        '{"x": 1',
+        "}}",
+        "",
+    )
+    deltas = [parts.split(text) for text in texts]
+    nothing = {"content": ""}
+    assert deltas[:5] == [{"content": "text "}, nothing, {"content": "<tea"}, {"reasoning": "a"}, nothing]
+    assert deltas[5:7] == [nothing] * 2
+    assert [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas[7:9]] == ['{"x": 1', "}"]
+    assert deltas[8] == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
+    assert deltas[9] == parts.split("</tool_call>", final=True) == nothing
 
 
 def test_thoughts_that_are_left_out_are_counted() -> None:
-    parts = AnswerParts(True, False, thinking=True, show_reasoning=False)
-    for token in ("I ", "see", "</think>", "Yes"):
-        parts.add_token(len(token))
-    assert parts.push("I see</think>Yes", final=True) == Delta("", "Yes", ())
+    parts = parts_of(thinking=True, show_reasoning=False)
+    assert parts.split(parts.push(["I ", "see", "</think>", "Yes"]), final=True) == {"content": "Yes"}
     assert parts.reasoning_tokens == 2
