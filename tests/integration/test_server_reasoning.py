@@ -55,36 +55,55 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
         yield made
 
 
-# A thought that the model opens itself, and one that the template has opened.
-THINKING = pytest.mark.parametrize(
-    "options", [{"chat_template_kwargs": {"enable_thinking": thinking}} for thinking in (False, True)]
-)
-
-
 def said(message: Any) -> tuple[Any, Any, list[tuple[str, str]]]:
     """Reasoning, content, and name and arguments of the calls."""
     calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
-    return getattr(message, "reasoning", None), message.content, calls
+    return getattr(message, "reasoning", None), message.content or None, calls
 
 
 EXPECTED = (THOUGHT, TEXT, [("look", arguments) for arguments in ARGUMENTS])
+UNCALLED = (THOUGHT, TEXT + "".join(CALLS), [])
 NUM_THOUGHTS = len(tokens(f"<think>{THOUGHT}</think>")) - len(tokens("<think>")) - len(tokens("</think>"))
 
 
-@THINKING
-def test_a_whole_answer(client: openai.OpenAI, options: dict) -> None:
-    body = {"model": "fake", "messages": ASK, "tools": TOOLS, "n": 2, "extra_body": options}
-    answer = client.chat.completions.create(**body)
-    assert [said(choice.message) for choice in answer.choices] == [EXPECTED] * 2
-    assert [choice.finish_reason for choice in answer.choices] == ["tool_calls"] * 2
-    assert len({call.id for choice in answer.choices for call in choice.message.tool_calls}) == 4
-    assert answer.usage.completion_tokens_details.reasoning_tokens == 2 * NUM_THOUGHTS
-    assert answer.usage.completion_tokens == 2 * (len(tokens(ANSWER)) + 1)
+@pytest.mark.parametrize(
+    ("options", "expected", "finish"),
+    [
+        ({}, EXPECTED, "tool_calls"),  # the template has opened the thought
+        ({"chat_template_kwargs": {"enable_thinking": False}}, EXPECTED, "tool_calls"),  # the model opens it
+        ({"include_reasoning": False}, (None, *EXPECTED[1:]), "tool_calls"),
+        ({"tool_choice": "none"}, UNCALLED, "stop"),
+        ({"tools": []}, UNCALLED, "stop"),
+        ({"stop": ["ait."]}, (THOUGHT, "W", []), "stop"),
+        ({"stop": ['what": "a']}, (THOUGHT, TEXT, [("look", '{"')]), "tool_calls"),
+        ({"stop": [".</think>"]}, (THOUGHT[:-1], None, []), "stop"),
+        ({"max_tokens": len(tokens(ANSWER))}, EXPECTED, "length"),
+    ],
+)
+def test_whole_answers_and_what_the_client_makes_of_streams(
+    client: openai.OpenAI, options: dict, expected: tuple, finish: str
+) -> None:
+    body = {"model": "fake", "messages": ASK, "extra_body": {"tools": TOOLS, **options}}
+    whole = client.chat.completions.create(**body, n=2)
+    with client.chat.completions.stream(**body, stream_options={"include_usage": True}) as stream:
+        events = list(stream)
+        try:
+            final = stream.get_final_completion()
+        except openai.LengthFinishReasonError as error:  # of every server
+            final = error.completion
+    for choice in (*whole.choices, *final.choices):
+        assert (said(choice.message), choice.finish_reason) == (expected, finish)
+    assert len({call.id for choice in whole.choices for call in choice.message.tool_calls or ()}) == 2 * len(
+        expected[2]
+    )
+    done = [(event.name, event.arguments) for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert done == expected[2]
+    counts = [answer.usage.completion_tokens_details.reasoning_tokens for answer in (whole, final)]
+    assert counts == [count * (NUM_THOUGHTS - (expected[0] == THOUGHT[:-1])) for count in (2, 1)]
 
 
-@THINKING
-def test_a_stream_has_one_chunk_a_token(server: RunningServer, options: dict) -> None:
-    body = {"messages": ASK, "tools": TOOLS, "stream": True, "return_token_ids": True, "kvbench_stamp": True, **options}
+def test_a_stream_has_one_event_a_token(server: RunningServer) -> None:
+    body = {"messages": ASK, "tools": TOOLS, "stream": True, "return_token_ids": True, "kvbench_stamp": True}
     body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     events = server.post("/v1/chat/completions", body).events
     usage = events.pop()["usage"]
@@ -93,52 +112,11 @@ def test_a_stream_has_one_chunk_a_token(server: RunningServer, options: dict) ->
     assert [choice["finish_reason"] for choice in choices] == [None] * len(tokens(ANSWER)) + ["tool_calls"]
     assert all(choice["delta"] and choice["logprobs"] is None for choice in choices)
     assert choices[0]["delta"]["role"] == "assistant"
+    assert sum("tool_calls" in choice["delta"] for choice in choices) > 4, "arguments come in pieces"
     counts = [event["usage"]["completion_tokens_details"]["reasoning_tokens"] for event in events]
     assert counts == sorted(counts)
     assert counts[-1] == usage["completion_tokens_details"]["reasoning_tokens"] == NUM_THOUGHTS
     assert all(event["kvbench"]["sent"] > 0 for event in events)
-
-
-@THINKING
-def test_the_streaming_helper_of_the_client(client: openai.OpenAI, options: dict) -> None:
-    with client.chat.completions.stream(model="fake", messages=ASK, tools=TOOLS, extra_body=options) as stream:
-        events = list(stream)
-        final = stream.get_final_completion()
-    assert said(final.choices[0].message) == EXPECTED
-    assert final.choices[0].finish_reason == "tool_calls"
-    done = [(event.name, event.arguments) for event in events if event.type == "tool_calls.function.arguments.done"]
-    assert done == EXPECTED[2]
-    pieces = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
-    assert len(pieces) > len(done), "arguments come in pieces"
-
-
-@pytest.mark.parametrize(
-    ("options", "expected", "finish"),
-    [
-        ({"include_reasoning": False}, (None, *EXPECTED[1:]), "tool_calls"),
-        ({"tool_choice": "none"}, (THOUGHT, TEXT + "".join(CALLS), []), "stop"),
-        ({"tools": []}, (THOUGHT, TEXT + "".join(CALLS), []), "stop"),
-        ({"stop": ["ait."]}, (THOUGHT, "W", []), "stop"),
-        ({"stop": [', "arguments'], "tool_choice": "none"}, (THOUGHT, TEXT + CALLS[0].partition(",")[0], []), "stop"),
-        ({"stop": [".</think>"]}, (THOUGHT[:-1], None, []), "stop"),
-        ({"max_tokens": len(tokens(ANSWER))}, EXPECTED, "length"),
-    ],
-)
-def test_options_of_a_chat(client: openai.OpenAI, options: dict, expected: tuple, finish: str) -> None:
-    body = {"model": "fake", "messages": ASK, "extra_body": {"tools": TOOLS, **options}}
-    answer = client.chat.completions.create(**body)
-    usage = {"include_usage": True}
-    *chunks, last = client.chat.completions.create(**body, stream=True, stream_options=usage)
-    whole = answer.choices[0]
-    assert (said(whole.message), whole.finish_reason) == (expected, finish)
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert "".join(getattr(delta, "reasoning", "") for delta in deltas) == (expected[0] or "")
-    assert "".join(delta.content or "" for delta in deltas) == (expected[1] or "")
-    assert sum(bool(call.id) for delta in deltas for call in delta.tool_calls or ()) == len(expected[2])
-    assert chunks[-1].choices[0].finish_reason == finish
-    counted = answer.usage.completion_tokens_details.reasoning_tokens
-    assert counted == last.usage.completion_tokens_details.reasoning_tokens
-    assert counted == NUM_THOUGHTS - (expected[0] == THOUGHT[:-1])
 
 
 @pytest.mark.parametrize(

@@ -151,9 +151,3 @@ def test_only_what_may_become_a_tag_is_held_back() -> None:
     assert [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas[7:9]] == ['{"x": 1', "}"]
     assert deltas[8] == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
     assert deltas[9] == parts.split("</tool_call>", final=True) == nothing
-
-
-def test_thoughts_that_are_left_out_are_counted() -> None:
-    parts = parts_of(thinking=True, show_reasoning=False)
-    assert parts.split(parts.push(["I ", "see", "</think>", "Yes"]), final=True) == {"content": "Yes"}
-    assert parts.reasoning_tokens == 2
