@@ -104,13 +104,17 @@ def load_tokenizer(config: EngineConfig, model: ModelInfo) -> ServerTokenizer:
     Raises:
         ValueError: ``config.tokenizer`` is named and cannot be loaded.
     """
+    check_tokenizer_folder(config)
+    return _load(tokenizer_folder(config), model, config.max_model_len)
+
+
+def tokenizer_folder(config: EngineConfig) -> Path:
+    """The folder of the tokenizer that a server of this configuration has."""
     if config.tokenizer is not None:
-        check_tokenizer_folder(config)
-        return _load(Path(config.tokenizer).expanduser(), model, config.max_model_len)
+        return Path(config.tokenizer).expanduser()
     folder = model_folder(config.model)
-    if folder is not None and any((folder / name).is_file() for name in _FILES):
-        return _load(folder, model, config.max_model_len)
-    return _load(SHIPPED, model, config.max_model_len)
+    own = folder is not None and any((folder / name).is_file() for name in _FILES)
+    return folder if folder is not None and own else SHIPPED
 
 
 def _max_characters(backend: Tokenizer, max_model_len: int | None) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kvbench.cli.options import (
+    FORM_OPTIONS,
     NO_CALIBRATION,
     OVERRIDES,
     PROFILE,
@@ -17,6 +18,7 @@ from kvbench.cli.options import (
     SEED,
     FiniteRange,
     add_options,
+    with_form,
 )
 from kvbench.common.ports import LOCUST_PORT
 
@@ -106,6 +108,7 @@ _PROCESS_OPTIONS = (
 @add_options(*PROMPT_OPTIONS)
 @PROFILE
 @OVERRIDES
+@add_options(*FORM_OPTIONS)
 @SEED
 @add_options(*_LOAD_OPTIONS, *RUNNING_SERVER_OPTIONS, NO_CALIBRATION, *_SEARCH_OPTIONS, *_PROCESS_OPTIONS)
 def load(**options: Any) -> int:
@@ -157,4 +160,4 @@ def load(**options: Any) -> int:
 
     context = click.get_current_context()
     given = [name for name in options if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
-    return load_command(given=given, **options)
+    return load_command(given=given, **with_form(options))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from kvbench.common.errors import UsageError
 from kvbench.common.files import why_unwritable
+from kvbench.common.parsing import parse_json
+from kvbench.workload.request_form import EndpointName
 
 if TYPE_CHECKING:
     from kvbench.workload.file import Workload
@@ -115,6 +118,13 @@ OVERRIDES = click.option(
     "-o", "--override", "overrides", multiple=True, metavar="KEY=VALUE",
     help="Set a value of the workload after the profile, e.g. -o engine.kv_budget=64MiB. Repeatable.",
 )  # fmt: skip
+FORM_OPTIONS = (
+    click.option("--endpoint-type", type=click.Choice(get_args(EndpointName)),
+                 help="Send the load to completions, chat completions, OpenAI's Responses or Anthropic's messages "
+                 "(default: the workload's load.endpoint, else completions, or the first that a running server has)."),
+    click.option("--extra-body", metavar="JSON",
+                 help="Further fields of each request, e.g. '{\"reasoning_effort\": \"low\"}'."),
+)  # fmt: skip
 SEED = click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), help="Seed of prompts and order (default: the file's)."
 )
@@ -154,6 +164,21 @@ ANSWER_OPTIONS = (
                  help="Requests of a load (default: three times the users, 16 at least; 130 at a rate)."),
     *_SWEPT_OPTIONS,
 )  # fmt: skip
+
+
+def with_form(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with those of ``FORM_OPTIONS`` as overrides of the workload. UsageError."""
+    endpoint, extra_body = options.pop("endpoint_type"), options.pop("extra_body")
+    overrides = [f"load.endpoint={endpoint}"] if endpoint else []
+    if extra_body is not None:
+        try:
+            is_object = isinstance(parse_json(extra_body), dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            raise UsageError(f"--extra-body {extra_body!r} is no JSON object: write for example '{{\"top_k\": 20}}'")
+        overrides.append(f"load.extra_body={extra_body}")
+    return options | {"overrides": (*options["overrides"], *overrides)}
 
 
 def workload_of(workload: str | None, options: Mapping[str, Any], **how: Any) -> Workload:

@@ -12,6 +12,7 @@ import click
 
 from kvbench.cli.options import (
     ANSWER_OPTIONS,
+    FORM_OPTIONS,
     NO_CALIBRATION,
     OVERRIDES,
     PROFILE,
@@ -20,6 +21,7 @@ from kvbench.cli.options import (
     add_options,
     ray_options,
     target_options,
+    with_form,
     workload_of,
 )
 from kvbench.common.errors import UsageError, say
@@ -42,6 +44,7 @@ _MOST_PREDICTED_STEPS = 200_000  # of all loads: about a minute
 @add_options(*ANSWER_OPTIONS)
 @PROFILE
 @OVERRIDES
+@add_options(*FORM_OPTIONS)
 @SEED
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of every cell, each on a fresh server.")
 @click.option("--max-minutes", type=FiniteRange(min=0, min_open=True),
@@ -149,6 +152,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     console = Console()
     context = click.get_current_context()
     given = [name for name in options if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+    options = with_form(options)
     check_goes_with(given, RAY_OPTIONS, [f"--executor {options['executor']}"])
     if resume and workload is None and Path(resume).suffix in (".yaml", ".yml"):
         workload, resume = resume, "latest"  # `--resume WORKLOAD` reads as one would mean it

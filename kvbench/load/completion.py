@@ -15,18 +15,15 @@ from typing import Any, NamedTuple
 from kvbench.common.machine import BOOT_HEADER, boot_id
 from kvbench.common.secrets import without_key
 from kvbench.common.server_errors import error_sentence, is_error
-from kvbench.load.http import OPENAI, Dialect, MalformedStream, Response, ServerEvent, events
+from kvbench.load.dialect import OPENAI, Dialect
+from kvbench.load.endpoints import CALL, NOT_STREAMED, ROLE, THOUGHT, UnreadableEvent, Usage
+from kvbench.load.http import MalformedStream, Response, ServerEvent, events
 
 _SLICE = 32  # events parsed between two pauses: about 0.15 ms
 _MOST_TOKENS = 1 << 31  # ids and counts are stored in 32 bits
-_TEXT, _IDS = (str, type(None)), (list, type(None))
-_THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details")  # DeepSeek and vLLM; newer vLLM; OpenRouter
-_CALLS = ("tool_calls", "function_call", "refusal")
-_CALL, _THOUGHT, _ROLE = "call", "thought", "role"
-_WORDS = ("text", "summary", "data", "name", "arguments", "function")  # of a thought or a call, where it holds any
 _BEGINNING = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\Z|:|(?:data|event|id|retry|error)\b)")  # of a stream of events
-_NOT_STREAMED = "the whole answer came as one JSON object, though a stream was asked for"
 SENT_TOGETHER_S = 0.0005
+_decode = json.JSONDecoder().decode  # json.loads asks first what it got: 3 % of an event's cost
 
 
 @dataclass
@@ -111,11 +108,81 @@ class Chunk(NamedTuple):
     ends: bool
 
 
-class _Parsed(NamedTuple):
-    """All chunks, in order, and the finish reasons of each sequence."""
+class _Stream:
+    """Collects what the events of one stream say (``endpoints.Sink``): chunks in order, counts, reasons, the end.
 
-    chunks: list[Chunk]
-    reasons: list[list[str]]
+    ``reasons``: the finish reasons of each sequence. ``_one_clock``: the server's stamps are of this machine's clock.
+    """
+
+    def __init__(self, out: Completion, dialect: Dialect, n: int, response: Response, times: Sequence[float]) -> None:
+        self.chunks: list[Chunk] = []
+        self.reasons: list[list[str]] = [[] for _ in range(n)]
+        self._out, self._read_event, self._times, self._ends = out, dialect.api.read, times, response.ends
+        boot = response.headers.get(BOOT_HEADER)  # of the machine that stamps the chunks, where it tells
+        self._one_clock = boot is not None and boot == boot_id()
+        self._when, self._read, self._sent, self._told = 0.0, 0, None, None  # of the event that is read
+
+    def take(self, event: ServerEvent) -> None:
+        """Adds one event. MalformedStream."""
+        out, data = self._out, event.data
+        if event.name == b"error":
+            out.fail("server_error", error_sentence(data) or "an error event without a message")
+            return
+        late = "{} came after the end of the stream" if out.done else None
+        try:
+            body = _decode(data.decode())
+        except (ValueError, RecursionError):
+            raise MalformedStream(late or "{} is not JSON", data) from None
+        if is_error(body):
+            out.fail("server_error", error_sentence(data))
+            return
+        if late or not isinstance(body, dict):
+            raise MalformedStream(late or "{} is not an object", data)
+        self._read = bisect_right(self._ends, event.end - 1)  # the piece that brought the event's last byte
+        self._when = self._times[self._read]
+        stamp = body.get("kvbench") if self._one_clock else None  # the built-in server's send time; else ignored
+        self._sent = stamp["sent"] if isinstance(stamp, dict) and isinstance(stamp.get("sent"), float) else None
+        self._told = None  # unless the event has a usage
+        try:
+            self._read_event(body, self)
+        except UnreadableEvent as error:
+            raise MalformedStream(str(error), data) from None
+
+    def chunk(
+        self,
+        sequence: int,
+        text: str = "",
+        ids: list[int] | None = None,
+        kind: str = "",
+        filled: bool = False,
+        reason: str | None = None,
+    ) -> None:
+        reasons = self.reasons
+        if not (isinstance(sequence, int) and 0 <= sequence < len(reasons)):
+            raise UnreadableEvent(f"a choice of {{}} has an index beyond the {len(reasons)} asked for")
+        if reason:
+            reasons[sequence].append(reason)
+        self.chunks.append(
+            Chunk(sequence, self._when, self._read, self._sent, self._told, text, ids, kind, filled, reason is not None)
+        )
+
+    def usage(self, usage: Usage) -> None:
+        out = self._out
+        prompt, output, cached, reasoning = usage
+        out.prompt_tokens = out.prompt_tokens if prompt is None else prompt
+        out.output_tokens = out.output_tokens if output is None else output
+        out.cached_tokens = out.cached_tokens if cached is None else cached
+        out.reasoning_tokens = out.reasoning_tokens if reasoning is None else reasoning
+        self._told = output
+
+    def end(self) -> None:
+        self._out.done = True
+
+    def fail(self, kind: str, message: str) -> None:
+        self._out.fail(kind, message)
+
+    def kv_facts(self, sequence: int, facts: Mapping[str, Any]) -> None:
+        self._out.kv_facts.append((sequence, json.dumps(facts)))
 
 
 def judge(
@@ -137,11 +204,11 @@ def judge(
     of so many, all of which the usage counts.
     """
     out, response = Completion(chunk_choices=[] if n > 1 else None), Response(chunks)
-    parsed, problem = _Parsed([], [[] for _ in range(n)]), None
+    stream, problem = _Stream(out, dialect, n, response, times), None
     out.http_status = response.status or None
     if response.status == 200:
         try:
-            problem = _other_answer(response) or _read_events(out, parsed, response, times, pause)
+            problem = _other_answer(response, dialect) or _read_events(out, stream, response, pause)
         except MalformedStream as error_in_it:
             problem = "malformed", str(error_in_it)
     if error_kind is not None:  # unless the server itself told an error before
@@ -156,15 +223,15 @@ def judge(
     elif response.status != 200:
         out.fail("http_error", ": ".join(filter(None, (f"HTTP {response.status}", response.sentence))))
     else:
-        brought = _with_tokens(out, parsed.chunks)
+        brought = _with_tokens(out, stream.chunks)
         _add_chunks(out, brought, pause)
-        _join(out, brought, parsed.reasons, dialect)
+        _join(out, brought, stream.reasons, dialect)
         _check(out, max_tokens, dialect, n, best_of)
     _close(out)
     return out
 
 
-def _other_answer(response: Response) -> tuple[str, str] | None:
+def _other_answer(response: Response, dialect: Dialect) -> tuple[str, str] | None:
     """Returns kind and sentence of the failure where no stream of events came; None for a stream."""
     if response.encoding:
         return "malformed", response.sentence
@@ -176,19 +243,17 @@ def _other_answer(response: Response) -> tuple[str, str] | None:
         answer = None
     if is_error(answer):
         return "server_error", response.sentence
-    if isinstance(answer, dict) and "choices" in answer:
-        return "not_streamed", _NOT_STREAMED
+    if isinstance(answer, dict) and dialect.api.answer in answer:
+        return "not_streamed", NOT_STREAMED
     return "malformed", f'the answer is no stream of events: "{response.sentence}"'
 
 
 def _read_events(
-    out: Completion, parsed: _Parsed, response: Response, times: Sequence[float], pause: Callable[[], None]
+    out: Completion, stream: _Stream, response: Response, pause: Callable[[], None]
 ) -> tuple[str, str] | None:
     """Adds all events. Kind and sentence of the failure where the end is missing. MalformedStream."""
     pause()
     found, rest = events(response.body)
-    boot = response.headers.get(BOOT_HEADER)  # of the machine that stamps the chunks, where it tells
-    one_clock = boot is not None and boot == boot_id()
     for number, event in enumerate(found):
         if number % _SLICE == _SLICE - 1:
             pause()
@@ -197,74 +262,13 @@ def _read_events(
         if event.data == b"[DONE]" and event.name != b"error":
             out.done = True
             continue
-        read = bisect_right(response.ends, event.end - 1)  # the piece that brought the event's last byte
-        _take(out, parsed, event, times[read], read, one_clock)
+        stream.take(event)
     if not (response.complete or response.until_close):
         return "truncated", "the response's last chunk is missing"
     if rest.strip():
         inside = MalformedStream("the stream ends inside an event: {}", rest)
         return "truncated" if not out.done else "malformed", str(inside)
     return None
-
-
-def _take(out: Completion, parsed: _Parsed, event: ServerEvent, when: float, read: int, one_clock: bool) -> None:
-    """Adds one event. ``one_clock``: the server's stamps are of this machine's clock."""
-    data, (chunks, reasons) = event.data, parsed
-    if event.name == b"error":
-        out.fail("server_error", error_sentence(data) or "an error event without a message")
-        return
-    late = "{} came after [DONE]" if out.done else None
-    try:
-        body = json.loads(data.decode())  # of bytes, json would first guess the encoding
-    except (ValueError, RecursionError):
-        raise MalformedStream(late or "{} is not JSON", data) from None
-    if is_error(body):
-        out.fail("server_error", error_sentence(data))
-        return
-    if late or not isinstance(body, dict):
-        raise MalformedStream(late or "{} is not an object", data)
-    told = None
-    if body.get("usage"):
-        _take_usage(out, body["usage"])
-        told = out.output_tokens
-    if not (choices := body.get("choices")):
-        return
-    stamp = body.get("kvbench") if one_clock else None  # the built-in server's send time; any other value is ignored
-    sent = stamp["sent"] if isinstance(stamp, dict) and isinstance(stamp.get("sent"), float) else None
-    try:
-        for choice in choices:
-            text, delta = choice.get("text"), choice.get("delta") or {}
-            if text is None:
-                text = delta.get("content")
-            ids, reason, number = choice.get("token_ids"), choice.get("finish_reason"), choice.get("index") or 0
-            if not (isinstance(text, _TEXT) and isinstance(ids, _IDS) and isinstance(reason, _TEXT)):
-                raise MalformedStream("a choice of {} has a field of another type than the API's", data)
-            if not (isinstance(number, int) and 0 <= number < len(reasons)):
-                raise MalformedStream(f"a choice of {{}} has an index beyond the {len(reasons)} asked for", data)
-            if isinstance(choice.get("message"), dict):  # in place of a delta
-                out.fail("not_streamed", _NOT_STREAMED)
-            if reason:
-                reasons[number].append(reason)
-            if isinstance(facts := choice.get("kv_facts"), dict):
-                out.kv_facts.append((number, json.dumps(facts)))
-            kind = _kind(delta) if delta else ""
-            filled = bool(text or ids) or kind in (_CALL, _THOUGHT)
-            chunks.append(Chunk(number, when, read, sent, told, text or "", ids, kind, filled, reason is not None))
-    except (AttributeError, KeyError, TypeError, RecursionError):
-        raise MalformedStream("{} has no readable choice", data) from None
-
-
-def _kind(delta: Mapping[str, Any]) -> str:
-    """Names the part of a delta besides text; a role comes last, since some servers repeat it in every chunk."""
-    kinds = {_CALL: _CALLS, _THOUGHT: _THOUGHTS, _ROLE: ("role",)}
-    return next((kind for kind, names in kinds.items() if any(_has_words(delta.get(name)) for name in names)), "")
-
-
-def _has_words(value: Any) -> bool:
-    """Tests whether a part of a delta holds text; servers send empty ones of every kind."""
-    if isinstance(value, dict):
-        value = [value.get(name) for name in _WORDS]
-    return any(map(_has_words, value)) if isinstance(value, list) else isinstance(value, str) and value != ""
 
 
 def _add_chunks(out: Completion, chunks: Sequence[Chunk], pause: Callable[[], None]) -> None:
@@ -284,13 +288,23 @@ def _add_chunks(out: Completion, chunks: Sequence[Chunk], pause: Callable[[], No
     ids = [chunk.ids for chunk in chunks]
     out.chunk_tokens = None if None in ids else [len(own) for own in ids]
     out.first = next((chunk.when for chunk in chunks), None)
-    out.first_reasoning = next((chunk.when for chunk in chunks if chunk.kind == _THOUGHT), None)
+    out.first_reasoning = next((chunk.when for chunk in chunks if chunk.kind == THOUGHT), None)
     thinks = out.first_reasoning is not None
-    output = (chunk.when for chunk in chunks if chunk.text or chunk.kind == _CALL)
+    output = (chunk.when for chunk in chunks if chunk.text or chunk.kind == CALL)
     out.first_output = next(output, None if thinks else out.first)
     streamed = len(out.chunk_times) if out.chunk_tokens is None else sum(out.chunk_tokens)
+    if thinks and not out.reasoning_tokens:  # some servers stream reasoning and count 0
+        out.reasoning_tokens = _count_reasoning(out, chunks)
     if not thinks:
         out.unstreamed_tokens = max(0, min(out.reasoning_tokens or 0, (out.output_tokens or 0) - streamed))
+
+
+def _count_reasoning(out: Completion, chunks: Sequence[Chunk]) -> int | None:
+    """Counts the tokens in chunks of reasoning; None where chunks may hold several and no ids tell how many."""
+    reasoning = [chunk for chunk in chunks if chunk.kind == THOUGHT and not chunk.text]
+    if out.chunk_tokens is not None:
+        return sum(len(chunk.ids or ()) for chunk in reasoning)
+    return len(reasoning) if len(chunks) == out.output_tokens else None
 
 
 def _with_tokens(out: Completion, chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -299,7 +313,7 @@ def _with_tokens(out: Completion, chunks: Sequence[Chunk]) -> list[Chunk]:
     if out.output_tokens is None or all(chunk.ids is not None for chunk in filled or chunks):
         return filled
     first = {chunk.sequence: chunk.when for chunk in reversed(filled)}  # a role before it only announces an answer
-    possible = [c for c in chunks if c.filled or c.kind != _ROLE or c.when > first.get(c.sequence, math.inf)]
+    possible = [c for c in chunks if c.filled or c.kind != ROLE or c.when > first.get(c.sequence, math.inf)]
     empty = _told_by_running_usage(possible) if filled else None
     if empty is None:
         empty = _told_by_tokens_left(possible, out.output_tokens - len(filled))
@@ -362,23 +376,6 @@ def _join(out: Completion, chunks: Sequence[Chunk], reasons: Sequence[list[str]]
         out.finish_reason = min(own[-1] for own in reasons)
 
 
-def _take_usage(out: Completion, usage: Any) -> None:
-    try:
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
-        prompt, output = usage["prompt_tokens"], usage["completion_tokens"]
-    except (KeyError, TypeError, AttributeError):
-        lacks = "usage {} lacks readable prompt_tokens or completion_tokens"
-        raise MalformedStream(lacks, str(usage)) from None
-    told = {"prompt_tokens": prompt, "completion_tokens": output, "cached_tokens": cached, "reasoning_tokens": thought}
-    for name, count in told.items():
-        if count is None and name in ("cached_tokens", "reasoning_tokens"):
-            continue
-        if type(count) is not int or not 0 <= count < _MOST_TOKENS:
-            raise MalformedStream(f"usage has {name} {{}}, which is no whole number of tokens", json.dumps(count))
-    out.prompt_tokens, out.output_tokens, out.cached_tokens, out.reasoning_tokens = prompt, output, cached, thought
-
-
 def _check(out: Completion, max_tokens: int, dialect: Dialect, n: int, best_of: int | None) -> None:
     """The definition of success. Each failure's sentence says what was missing."""
     if out.finish_reason is None:
@@ -406,7 +403,7 @@ def _check(out: Completion, max_tokens: int, dialect: Dialect, n: int, best_of: 
             out.fail("usage_mismatch", f"usage says {reported} tokens, {sum(out.chunk_tokens)} ids were streamed")
     elif chunks > reported:
         out.fail("usage_mismatch", f"usage says {reported} tokens, but {chunks} chunks had content")
-    elif chunks == 0 and reported > 0:
+    elif chunks == 0 and reported > (out.reasoning_tokens or 0):
         out.fail("usage_mismatch", f"usage says {reported} tokens, but no chunk had content")
 
 

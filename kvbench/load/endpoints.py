@@ -1,13 +1,312 @@
-"""The APIs through which a load can be sent."""
+"""The APIs through which a load can be sent: what a request says, and what the events of its stream mean.
+
+A new API is one row of ``ENDPOINTS``: its path, how a prompt stands in a body, and a function that reads one event.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
-PATHS: Mapping[str, str] = {
-    "completions": "/v1/completions",
-    "chat": "/v1/chat/completions",
-    "responses": "/v1/responses",
-    "messages": "/v1/messages",
+from kvbench.common.server_errors import error_sentence
+from kvbench.requests.request import RequestSpec
+
+TEXT, CALL, THOUGHT, ROLE = "", "call", "thought", "role"
+_PARTS = {  # of a chat's delta beside its content
+    "tool_calls": CALL, "function_call": CALL, "refusal": CALL,
+    "reasoning_content": THOUGHT,  # DeepSeek, SGLang, llama.cpp, older vLLM
+    "reasoning": THOUGHT,  # vLLM
+    "reasoning_details": THOUGHT,  # OpenRouter
+    "role": ROLE,
+}  # fmt: skip
+_RANKS = {CALL: 3, THOUGHT: 2, ROLE: 1, TEXT: 0}  # a role comes last: some servers repeat it in every chunk
+_WORDS = ("text", "summary", "data", "name", "arguments", "function")  # of a thought or a call, where it holds any
+_MOST_TOKENS = 1 << 31  # counts are stored in 32 bits
+_STRING, _IDS = (str, type(None)), (list, type(None))
+
+
+class UnreadableEvent(Exception):
+    """An event is not what its API says it is; ``{}`` in the sentence stands for the event."""
+
+
+class Sink(Protocol):
+    """What a reader may say of an event. UnreadableEvent for what cannot be."""
+
+    def chunk(
+        self,
+        sequence: int,
+        text: str = "",
+        ids: list[int] | None = None,
+        kind: str = TEXT,
+        filled: bool = False,
+        reason: str | None = None,
+    ) -> None:
+        """Adds a chunk of one sequence.
+
+        ``kind``: what it holds besides text. ``filled``: it shows that it brought a token; of the others only the
+        usage may tell. ``reason``: its finish_reason.
+        """
+
+    def usage(self, usage: Usage) -> None:
+        """Takes the counts of tokens; later ones replace earlier ones, None replaces nothing."""
+
+    def end(self) -> None:
+        """Notes the end mark of the stream."""
+
+    def fail(self, kind: str, message: str) -> None:
+        """Notes a failure; the first one counts."""
+
+    def kv_facts(self, sequence: int, facts: Mapping[str, Any]) -> None:
+        """Keeps what the built-in server tells of a canary's KV."""
+
+
+class Usage(NamedTuple):
+    """Tokens of a request by the server's usage; None: not told. ``cached``: of ``prompt``, ``reasoning``: of
+    ``output``."""
+
+    prompt: int | None = None
+    output: int | None = None
+    cached: int | None = None
+    reasoning: int | None = None
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One API for text generation.
+
+    ``prompt``: the fields of a body that hold a request's prompt; ``limit``: the name of ``max_tokens`` there.
+    ``fields``: further fields of a request; ``headers``: header lines, ``{key}`` is the API key.
+    ``read``: says to a sink what an event's JSON holds. ``answer``: the field that whole answers have.
+    ``lacks``: fields of a dialect that have these values with every server.
+    """
+
+    name: str
+    path: str
+    prompt: Callable[[RequestSpec], dict[str, Any]]
+    read: Callable[[dict[str, Any], Sink], None]
+    answer: str
+    limit: str = "max_tokens"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    headers: tuple[str, ...] = ()
+    lacks: Mapping[str, Any] = field(default_factory=dict)
+
+    def header_lines(self, key: str | None) -> list[str]:
+        """The API's own header lines; those of the API key where there is one."""
+        return [line.format(key=key) for line in self.headers if key or "{key}" not in line]
+
+
+# Requests
+
+
+def _completions_prompt(request: RequestSpec) -> dict[str, Any]:
+    return {"prompt": list(request.prompt_token_ids or ()) if request.prompt is None else request.prompt}
+
+
+def _chat_prompt(request: RequestSpec) -> dict[str, Any]:
+    """The conversation before the prompt, user and assistant in turn, and the prompt as the user's last message."""
+    texts = (*request.history, request.prompt or "")
+    return {"messages": [{"role": ("user", "assistant")[number % 2], "content": x} for number, x in enumerate(texts)]}
+
+
+def _responses_prompt(request: RequestSpec) -> dict[str, Any]:
+    if not request.history:
+        return {"input": request.prompt or ""}
+    return {"input": [{"type": "message", **message} for message in _chat_prompt(request)["messages"]]}
+
+
+# Events
+
+
+def read_choices(event: dict[str, Any], sink: Sink) -> None:
+    """Reads an event of completions or of chat."""
+    if usage := event.get("usage"):
+        sink.usage(_choices_usage(usage))
+    if not (choices := event.get("choices")):
+        return
+    try:
+        for choice in choices:
+            text, delta = choice.get("text"), choice.get("delta") or {}
+            if text is None:
+                text = delta.get("content")
+            ids, reason = choice.get("token_ids"), choice.get("finish_reason")
+            if not (isinstance(text, _STRING) and isinstance(ids, _IDS) and isinstance(reason, _STRING)):
+                raise UnreadableEvent("a choice of {} has a field of another type than the API's")
+            if isinstance(choice.get("message"), dict):  # in place of a delta
+                sink.fail("not_streamed", NOT_STREAMED)
+            number = choice.get("index") or 0
+            kind = _kind(delta) if delta else TEXT
+            filled = bool(text or ids) or kind is CALL or kind is THOUGHT
+            sink.chunk(number, text or "", ids, kind, filled, reason)
+            if isinstance(facts := choice.get("kv_facts"), dict):
+                sink.kv_facts(number, facts)
+    except (AttributeError, KeyError, TypeError, RecursionError):
+        raise UnreadableEvent("{} has no readable choice") from None
+
+
+NOT_STREAMED = "the whole answer came as one JSON object, though a stream was asked for"
+
+
+def _kind(delta: Mapping[str, Any]) -> str:
+    """Names the part of a delta besides its content, the highest of ``_RANKS`` where it has several."""
+    kind = TEXT
+    for name, value in delta.items():
+        part = _PARTS.get(name)
+        if part is not None and _RANKS[part] > _RANKS[kind] and _has_words(value):
+            kind = part
+    return kind
+
+
+def _has_words(value: Any) -> bool:
+    """Tests whether a part of a delta holds text; servers send empty ones of every kind."""
+    if isinstance(value, dict):
+        value = [value.get(name) for name in _WORDS]
+    return any(map(_has_words, value)) if isinstance(value, list) else isinstance(value, str) and value != ""
+
+
+def _choices_usage(usage: Any) -> Usage:
+    counts = _usage(usage, "prompt_tokens", "completion_tokens", "prompt_tokens_details", "completion_tokens_details")
+    if counts.reasoning is None and (outside := usage.get("reasoning_tokens")) is not None:  # SGLang's place for it
+        return counts._replace(reasoning=_count("reasoning_tokens", outside))
+    return counts
+
+
+def _usage(usage: Any, prompt: str, output: str, of_prompt: str, of_output: str) -> Usage:
+    """The counts of a usage whose fields have these names. UnreadableEvent for what is no whole number of tokens."""
+    if not isinstance(usage, dict):
+        raise UnreadableEvent("the usage of {} is not an object")
+    cached, reasoning = usage.get(of_prompt), usage.get(of_output)
+    if cached is not None:
+        cached = cached.get("cached_tokens") if isinstance(cached, dict) else None
+    if reasoning is not None:
+        reasoning = reasoning.get("reasoning_tokens") if isinstance(reasoning, dict) else None
+    return Usage(
+        _count(prompt, usage.get(prompt)),
+        _count(output, usage.get(output)),
+        None if cached is None else _count("cached_tokens", cached),
+        None if reasoning is None else _count("reasoning_tokens", reasoning),
+    )
+
+
+# https://platform.openai.com/docs/api-reference/responses-streaming: the deltas of each kind of output.
+_RESPONSE_DELTAS = {
+    "response.output_text.delta": TEXT,
+    "response.reasoning_text.delta": THOUGHT,
+    "response.reasoning_summary_text.delta": THOUGHT,
+    "response.refusal.delta": CALL,
+    "response.function_call_arguments.delta": CALL,
+    "response.custom_tool_call_input.delta": CALL,
+    "response.mcp_call_arguments.delta": CALL,
+    "response.code_interpreter_call_code.delta": CALL,
 }
-"""Path by the name of the endpoint: OpenAI's three, and Anthropic's."""
+_RESPONSE_ENDS = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
+_RESPONSE_REASONS = {"completed": "stop", "max_output_tokens": "length"}
+
+
+def read_responses(event: dict[str, Any], sink: Sink) -> None:
+    """Reads an event of OpenAI's Responses, in which only deltas bring tokens."""
+    name = event.get("type")
+    if (kind := _RESPONSE_DELTAS.get(name)) is not None:
+        _add_delta(event.get("delta"), kind, sink)
+    elif name == "response.output_item.added":
+        if _dict(event, "item").get("type") == "function_call":  # its name may have come with a token
+            sink.chunk(0, kind=CALL)
+    elif name in _RESPONSE_ENDS:
+        response = _dict(event, "response")
+        if usage := response.get("usage"):
+            names = ("input_tokens", "output_tokens", "input_tokens_details", "output_tokens_details")
+            sink.usage(_usage(usage, *names))
+        status = response.get("status") or str(name).removeprefix("response.")
+        if status == "failed":
+            sink.fail("server_error", error_sentence(json.dumps(response).encode()) or "the response failed")
+        reason = _dict(response, "incomplete_details").get("reason") or status
+        sink.chunk(0, reason=_RESPONSE_REASONS.get(reason, str(reason)))
+        sink.end()
+
+
+# https://docs.claude.com/en/docs/build-with-claude/streaming
+_MESSAGE_DELTAS = {  # by type: the field that holds it
+    "text_delta": ("text", TEXT),
+    "thinking_delta": ("thinking", THOUGHT),
+    "input_json_delta": ("partial_json", CALL),
+}
+_MESSAGE_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
+
+
+def read_messages(event: dict[str, Any], sink: Sink) -> None:
+    """Reads an event of Anthropic's messages, in which only deltas of content blocks bring tokens."""
+    name = event.get("type")
+    if name == "content_block_delta":
+        delta = _dict(event, "delta")
+        part, kind = _MESSAGE_DELTAS.get(str(delta.get("type")), (None, TEXT))
+        if part is not None:
+            _add_delta(delta.get(part), kind, sink)
+    elif name == "content_block_start":
+        if _dict(event, "content_block").get("type") == "tool_use":  # its name may have come with a token
+            sink.chunk(0, kind=CALL)
+    elif name == "message_start":
+        sink.usage(_messages_usage(_dict(event, "message").get("usage") or {}))
+    elif name == "message_delta":
+        sink.usage(_messages_usage(event.get("usage") or {}))
+        if reason := _dict(event, "delta").get("stop_reason"):
+            sink.chunk(0, reason=_MESSAGE_REASONS.get(reason, str(reason)))
+    elif name == "message_stop":
+        sink.end()
+
+
+def _messages_usage(usage: Any) -> Usage:
+    """The counts that there are; Anthropic's input tokens are those that the cache neither had nor got."""
+    if not isinstance(usage, dict):
+        raise UnreadableEvent("the usage of {} is not an object")
+    names = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    computed, output, cached, written = (
+        None if usage.get(name) is None else _count(name, usage[name]) for name in names
+    )
+    details = usage.get("output_tokens_details")
+    thinking = details.get("thinking_tokens") if isinstance(details, dict) else None
+    return Usage(
+        None if computed is None else computed + (cached or 0) + (written or 0),
+        output,
+        cached,
+        None if thinking is None else _count("thinking_tokens", thinking),
+    )
+
+
+def _add_delta(text: Any, kind: str, sink: Sink) -> None:
+    if not isinstance(text, str):
+        raise UnreadableEvent("{} has no readable delta")
+    sink.chunk(0, text if kind == TEXT else "", None, kind, text != "")
+
+
+def _dict(owner: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = owner.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _count(name: str, count: Any) -> int:
+    """The number of tokens. UnreadableEvent for what is none."""
+    if type(count) is not int or not 0 <= count < _MOST_TOKENS:
+        raise UnreadableEvent(f"the usage of {{}} has {name} {str(count)[:40]!r}, which is no whole number of tokens")
+    return count
+
+
+_ONLY_TEXTS = {"token_id_prompts": False}
+_TYPED = {**_ONLY_TEXTS, "stream_options": False, "return_token_ids": False, "answers": []}
+ENDPOINTS: Mapping[str, Endpoint] = {
+    endpoint.name: endpoint
+    for endpoint in (
+        Endpoint("completions", "/v1/completions", _completions_prompt, read_choices, "choices"),
+        Endpoint("chat", "/v1/chat/completions", _chat_prompt, read_choices, "choices", lacks=_ONLY_TEXTS),
+        Endpoint(
+            "responses", "/v1/responses", _responses_prompt, read_responses, "output",
+            limit="max_output_tokens", fields={"store": False}, lacks=_TYPED,
+        ),
+        Endpoint(
+            "messages", "/v1/messages", _chat_prompt, read_messages, "content",
+            headers=("anthropic-version: 2023-06-01", "x-api-key: {key}"), lacks={**_TYPED, "ignore_eos": False},
+        ),
+    )
+}  # fmt: skip
+"""In the order in which a server is asked for them: OpenAI's three and Anthropic's."""
+PATHS: Mapping[str, str] = {name: endpoint.path for name, endpoint in ENDPOINTS.items()}

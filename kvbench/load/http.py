@@ -1,4 +1,4 @@
-"""HTTP and server-sent events of the load client: a request's bytes, a response's framing, TLS certificates.
+"""HTTP and server-sent events of the load client: a call's bytes, a response's framing, TLS certificates.
 
 Framing is followed by httptools (llhttp, a C parser): 0.15 us a chunk, where a loop of ours over the chunks' sizes took
 0.87 us (256 chunks of 170 bytes). Nothing in here waits or looks at a clock.
@@ -6,27 +6,17 @@ Framing is followed by httptools (llhttp, a C parser): 0.15 us a chunk, where a 
 
 from __future__ import annotations
 
-import json
 import re
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httptools
-from pydantic import Field, field_validator
 
-from kvbench.common.schema import StrictModel
-from kvbench.common.secrets import api_key
 from kvbench.common.server_errors import error_sentence
-from kvbench.requests.request import ANSWERS, RequestSpec
 
-if TYPE_CHECKING:
-    from kvbench.load.spec import LoadSpec
-
-_OURS = ("model", "prompt", "max_tokens", "stream")
-_FINISHED = ("length", "stop", "eos", "eos_token", "stop_sequence", "tool_calls", "function_call")
 _MOST_HEAD_BYTES = 65536
 _SURPLUS = "something came after the response's end"
 _BOM = b"\xef\xbb\xbf"
@@ -66,95 +56,6 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Dialect(StrictModel):
-    """The defaults are the API of vLLM and of the built-in server.
-
-    ``done_marker``: streams end with ``data: [DONE]``. ``stream_options``: ``stream_options.include_usage`` is sent.
-    ``usage``: the server reports usage (without it, output tokens are the streamed ids, else the chunks with
-    content). ``token_id_prompts``: a prompt may be a list of token ids (else its text is sent). ``ignore_eos``: the
-    field of that name is understood and sent. ``return_token_ids``: likewise. ``extra_body``: merged into
-    each request's JSON. ``endpoint``: path of the completions.
-    ``answers``: those of n, best_of and beam_width that a request may have. ``returns_all_beams``: n must be that
-    width.
-    ``keep_alive``: a connection may carry several requests; False for a server that closes it without saying so.
-    ``finish_reasons``: those of a stream that came to its end; any other (abort, error, timeout) is a failure.
-    """
-
-    done_marker: bool = True
-    stream_options: bool = True
-    usage: bool = True
-    token_id_prompts: bool = True
-    ignore_eos: bool = True
-    return_token_ids: bool = True
-    answers: list[str] = Field(default_factory=lambda: [*ANSWERS])
-    returns_all_beams: bool = False
-    keep_alive: bool = True
-    finish_reasons: list[str] = Field(default_factory=lambda: [*_FINISHED])
-    extra_body: dict[str, Any] = Field(default_factory=dict)
-    endpoint: str = "/v1/completions"
-
-    def refusal(self, answers: Mapping[str, int | None]) -> str | None:
-        """Why the server cannot be asked for ``answers`` (n, best_of and beam_width); None if it can."""
-        wanted = {name: value for name, value in answers.items() if value and (value > 1 or name == "beam_width")}
-        if unknown := [name for name in wanted if name not in self.answers]:
-            return f"it has no {' and no '.join(unknown)}"
-        beams = wanted.get("beam_width", 1)
-        if self.returns_all_beams and beams > wanted.get("n", 1):
-            return f"it returns all {beams} beams, so n must be {beams}"
-        return None
-
-    @field_validator("endpoint")
-    @classmethod
-    def _path(cls, value: str) -> str:
-        if not value.startswith("/"):
-            raise ValueError(f"endpoint {value!r} is no path; write for example /v1/completions.")
-        return value
-
-    @field_validator("extra_body")
-    @classmethod
-    def _not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for key in value:
-            if key in _OURS:
-                raise ValueError(f"extra_body cannot set {key!r}: the load sets it; remove it.")
-        return value
-
-
-OPENAI = Dialect()
-
-
-def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> bytes:
-    """The whole request, head and body, in the dialect of the load's server.
-
-    ValueError for a prompt that the server cannot be sent, or a key that is not where the spec says.
-    """
-    dialect, known = spec.dialect, request.canary is not None  # what a greedy answer of that length is
-    body: dict[str, Any] = {
-        "model": spec.model,
-        "prompt": _prompt(spec, request),
-        "max_tokens": request.max_tokens,
-        "temperature": 0.0 if known else spec.temperature,
-        "stream": True,
-        **_answers(request),
-    }
-    if dialect.ignore_eos:
-        body["ignore_eos"] = spec.ignore_eos or known
-    if dialect.stream_options:
-        body["stream_options"] = {"include_usage": True}
-    if dialect.return_token_ids:
-        body["return_token_ids"] = True
-    if spec.send_priority and request.priority:  # 0 is what a server takes where nothing is said
-        body["priority"] = request.priority
-    payload = json.dumps(body | dialect.extra_body, separators=(",", ":")).encode()
-    head = [
-        "Accept: text/event-stream",
-        "x-kvbench-stamp: 1",  # the built-in server then says when it sent each chunk; others ignore it
-        *(["x-kvbench-kv-facts: 1"] if known else []),  # and where the answer's KV was
-        *([] if dialect.keep_alive else ["Connection: close"]),
-        *([f"Authorization: Bearer {api_key(spec.api_key_env)}"] if spec.api_key_env else []),
-    ]
-    return call_bytes(address, "POST", dialect.endpoint, head, payload)
-
-
 def call_bytes(address: Address, method: str, path: str, head: Sequence[str] = (), payload: bytes = b"") -> bytes:
     """One HTTP request, head and JSON body. Every call asks for an answer that is not compressed."""
     lines = [
@@ -168,27 +69,6 @@ def call_bytes(address: Address, method: str, path: str, head: Sequence[str] = (
     if method == "POST":
         lines.append(f"Content-Length: {len(payload)}")
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + payload
-
-
-def _answers(request: RequestSpec) -> dict[str, Any]:
-    """How many sequences are drawn and returned, in vLLM's names: ``best_of`` is also how many beams there are."""
-    fields: dict[str, Any] = {"n": request.n} if request.n > 1 else {}
-    if request.beam_width is not None:
-        fields |= {"use_beam_search": True, "temperature": 0.0}  # which samples nothing
-    if request.width > request.n:
-        fields["best_of"] = request.width
-    return fields
-
-
-def _prompt(spec: LoadSpec, request: RequestSpec) -> str | list[int]:
-    if request.prompt is not None:
-        return request.prompt
-    if not spec.dialect.token_id_prompts:
-        raise ValueError(
-            f"request {request.index} is a prompt of token ids, which this server does not take; give it text: prompts "
-            "of kind text with send_text: true."
-        )
-    return list(request.prompt_token_ids or ())
 
 
 def tls_context(verify: bool = True, ca_file: str | None = None) -> ssl.SSLContext:

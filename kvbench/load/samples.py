@@ -17,7 +17,14 @@ from kvbench.common.errors import storage_sentence
 from kvbench.common.files import write_atomically, write_json
 from kvbench.load.canaries import write_wrong_answers, wrong_words
 from kvbench.load.completion import Completion
-from kvbench.load.validity import client_report, invalid_reasons, other_prompts, percentile_ms, short_outputs
+from kvbench.load.validity import (
+    client_report,
+    invalid_reasons,
+    other_prompts,
+    percentile_ms,
+    short_outputs,
+    tokens_added,
+)
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.metrics.steady_window import steady_state
@@ -146,7 +153,11 @@ def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) ->
 
     ``before``: the turn before it as it was drawn; ``answered``: as it was sent, and the server's answer to it. Where
     the server did not return the ids of its whole answer, the one drawn beforehand stays (``unknown_answers`` says so).
+    Messages have its text.
     """
+    if request.history:
+        sent = answered.request
+        return dataclasses.replace(request, history=(*sent.history, sent.prompt or "", answered.completion.text))
     answer = tuple(answered.completion.token_ids) if knows_answer(answered) else None
     ids = continued(request, before, answered.request.prompt_token_ids or (), answer)
     return dataclasses.replace(request, prompt_token_ids=ids)
@@ -155,7 +166,7 @@ def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) ->
 def unknown_answers(samples: Sequence[Sample]) -> dict[str, str]:
     """A note when prompts of later turns hold drawn answers instead of the server's own, as was wanted."""
     known = {(s.request.session, s.request.turn): knows_answer(s) for s in samples}
-    wanted = [s.request for s in samples if s.request.new_tokens and s.sent]
+    wanted = [s.request for s in samples if s.request.new_tokens and s.sent and not s.request.history]
     without = sum(not known.get((r.session, r.turn - 1), False) for r in wanted)
     if not without:
         return {}
@@ -256,7 +267,8 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
     """
     samples, zero, clocked = outcome.samples, outcome.zero, outcome.clocked
     short, too_short = short_outputs(samples, spec.ignore_eos)
-    of_server = too_short + other_prompts(samples, spec.dialect)
+    of_server = too_short + other_prompts(samples, spec.dialect, exact_texts=bool(requests.notes.get("exact_texts")))
+    added = tokens_added(samples) if spec.dialect.usage else []
     missing = len(requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
     load = {
         "started_at": datetime.fromtimestamp(clocked.started_unix, UTC).isoformat(),
@@ -271,6 +283,7 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
         "incomplete": missing > 0 or not ended_well,
         "max_in_flight": most_in_flight(samples),
         "client": {**outcome.client, "short_outputs": short},
+        "prompt_tokens_added": [min(added), float(np.median(added)), max(added)] if added else None,
         "invalid_reasons": invalid_reasons(outcome.client, missing) + outcome.reasons + of_server,
         "notes": {**requests.notes, **_clock_note(clocked), **unknown_answers(samples)},
         "locust": {"num_requests": outcome.locust_totals[0], "num_failures": outcome.locust_totals[1]},

@@ -14,7 +14,8 @@ from gevent.queue import Queue
 from kvbench.load.client import RawStream, StreamingClient
 from kvbench.load.completion import Completion, judge
 from kvbench.load.connection import StreamFailure, Timeouts
-from kvbench.load.http import Address, http_request, tls_context
+from kvbench.load.dialect import http_request
+from kvbench.load.http import Address, tls_context
 from kvbench.load.loop_lag import PreciseSleep
 from kvbench.load.samples import Sample, with_history
 from kvbench.load.server_health import ServerHealth
@@ -279,5 +280,5 @@ class LoadSession:
             exception=None if outcome.ok else RuntimeError(f"{outcome.error_kind}: {outcome.error}"),
             context={"sample": sample},
             start_time=sample.t0,
-            url=self.spec.dialect.endpoint,
+            url=self.spec.dialect.api.path,
         )

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from kvbench.common.ports import LOCUST_PORT
 from kvbench.common.schema import StrictModel, explain
 from kvbench.common.secrets import with_key
-from kvbench.load.http import Dialect
+from kvbench.load.dialect import Dialect
 from kvbench.requests.request import RequestList, read_requests
 
 ARRIVE_S = 300.0  # how long a master waits for workers on other machines

@@ -12,7 +12,7 @@ import numpy as np
 from kvbench.metrics.sequences import gaps_within
 
 if TYPE_CHECKING:
-    from kvbench.load.http import Dialect
+    from kvbench.load.dialect import Dialect
     from kvbench.load.samples import Sample
 
 MAX_SLIP_MS = 5.0
@@ -162,9 +162,28 @@ def prompt_differences(samples: Sequence[Sample]) -> list[int]:
     ]
 
 
-def other_prompts(samples: Sequence[Sample], dialect: Dialect) -> list[str]:
-    """Why the server served another load than was sent: its counts of the prompts' tokens are others."""
+def tokens_added(samples: Sequence[Sample]) -> list[int]:
+    """The tokens that the server counts beyond the drawn ones in each prompt that was sent as a text."""
+    return [
+        s.completion.prompt_tokens - len(s.request.prompt_token_ids)
+        for s in samples
+        if s.completion.ok
+        and s.completion.prompt_tokens is not None
+        and s.request.prompt is not None
+        and s.request.prompt_token_ids is not None
+        and not s.request.history
+    ]
+
+
+def other_prompts(samples: Sequence[Sample], dialect: Dialect, *, exact_texts: bool = False) -> list[str]:
+    """Why the server served another load than was sent: its counts of the prompts' tokens are others.
+
+    ``exact_texts``: texts have as many tokens as were drawn; a chat template adds the same number to each.
+    """
     known = prompt_differences([s for s in samples if s.completion.ok]) if dialect.usage else []
+    if exact_texts and dialect.usage and (added := tokens_added(samples)):
+        by_template = int(np.median(added))
+        known += [tokens - by_template for tokens in added]
     others = [abs(tokens) for tokens in known if abs(tokens) > MOST_SPECIAL_TOKENS]
     if len(others) <= MAX_OTHER_PROMPTS * len(known):
         return []

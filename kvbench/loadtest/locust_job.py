@@ -58,6 +58,7 @@ class LocustJob:
             model=options.kvbench_model or None,
             vocab_size=options.kvbench_vocab_size,
             max_model_len=options.kvbench_max_model_len,
+            form=self.workload.load.form,
         )
         target.start({}, Path())
         try:
@@ -65,14 +66,15 @@ class LocustJob:
         finally:
             target.stop()
         load, point = self.workload.load, self.point
-        requests = launch.make_requests(
-            load, point, vocab_size=model.vocab_size, max_model_len=model.max_model_len, seed=self.workload.seed,
+        drawn = launch.make_requests(
+            load, point, vocab_size=model.vocab_size, max_model_len=model.most_tokens, seed=self.workload.seed,
             repeat=test,
         )  # fmt: skip
+        requests = target.as_sent(drawn)
         fields = launch.load_spec(
             load, point, base_url=target.base_url, model=model.name, requests_file=Path(), out_dir=Path(),
             send_priority=launch.takes_priority({"target": host}, info),
-        )  # fmt: skip
+        ) | target.client_fields()  # fmt: skip
         if point.mode == "closed":
             fields["concurrency"] = users
         return LoadSpec.model_validate(fields), RequestList(requests, getattr(requests, "notes", None))

@@ -101,7 +101,14 @@ def _percentile(values: Mapping[str, Any], which: str) -> str:
 def lines(kept: Mapping[str, Any]) -> list[str]:
     """What is not in the table, one sentence each."""
     metrics = kept["metrics"]
-    sentences = [_warm_up(kept), _lengths(kept), *_remarks(metrics), _throughput(metrics), _goodput(kept)]
+    sentences = [
+        _warm_up(kept),
+        _lengths(kept),
+        _prompts(kept),
+        *_remarks(metrics),
+        _throughput(metrics),
+        _goodput(kept),
+    ]
     sentences += [*_requests(metrics), _canaries(metrics), _cache(kept)]
     if any(plateau.get("steady_start_s") is None for plateau in metrics.get("plateaus") or ()):
         sentences.append(
@@ -132,6 +139,18 @@ def _lengths(kept: Mapping[str, Any]) -> str:
     if lengths["auto"]:
         text += f" (length_scale: auto, for the server's max_model_len {lengths['max_model_len']:,})"
     return text + f", longest prompt with its output: {lengths['longest_total_tokens']:,} tokens"
+
+
+def _prompts(kept: Mapping[str, Any]) -> str:
+    """What the prompts came to on the server, beside what was drawn."""
+    added = kept.get("prompt_tokens_added")
+    if not added or not any(added):
+        return ""
+    least, median, most = added
+    spread = "" if least == most else f" ({least} to {most})"
+    template = kept.get("template_tokens")
+    of_template = "" if template is None else f", {template} of them by its chat template"
+    return f"prompts: the server counts {median:g} tokens{spread} more than were drawn{of_template}"
 
 
 def lengths_of(load: LoadConfig, requests: Sequence[Any], max_model_len: int) -> dict[str, Any] | None:

@@ -42,13 +42,14 @@ from kvbench.loadtest.options import (
 from kvbench.loadtest.result import lengths_of, show, stored
 from kvbench.measure.live_server import LiveServer
 from kvbench.measure.load import DRAIN, PREPARE, LoadSetup, UnstoredError, measure_load, requests_for
-from kvbench.measure.server_state import with_default_cache_state
+from kvbench.measure.server_state import with_server_defaults
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
 from kvbench.runs.work import FolderWork, begun, kept, work_in
 from kvbench.targets.base import Target
 from kvbench.targets.choose import preset_named, running_server
 from kvbench.workload.design import LoadPoint, load_point
+from kvbench.workload.request_form import RequestForm
 
 _RUN = 1  # of a single load; 0 is the warm-up's
 
@@ -76,13 +77,14 @@ def load_command(
         loaded, point = choose_load(workload, chosen, **how)
     else:
         loaded, point, plan = plan_search(workload, find_max_rate, chosen, how, options)
-    target = _running_target(options)
+    target = _running_target(options, loaded.load.form)
     target.start({}, Path())
     console = Console()
     say = partial(print_plain, console)
     try:
-        if (load := with_default_cache_state(loaded.load, target)) is not loaded.load:
-            resolved = {**loaded.resolved, "load": {**loaded.resolved["load"], "cache_state": load.cache_state}}
+        if (load := with_server_defaults(loaded.load, target)) is not loaded.load:
+            changed = {"cache_state": load.cache_state, "ignore_eos": load.ignore_eos}
+            resolved = {**loaded.resolved, "load": {**loaded.resolved["load"], **changed}}
             loaded = dataclasses.replace(loaded, load=load, resolved=resolved)
         for note in target.notes:
             say(f"note: {note}")
@@ -119,12 +121,12 @@ def load_command(
         target.stop()
 
 
-def _running_target(options: Mapping[str, Any]) -> Target:
+def _running_target(options: Mapping[str, Any], form: RequestForm) -> Target:
     """The running server that the options name. Raises UsageError."""
     if not options["url"]:
         raise UsageError("--url is missing: the server, e.g. --url http://127.0.0.1:8000")
     kind = preset_named(options["preset"])
-    return running_server("--url", options["url"], options, kind)()
+    return running_server("--url", options["url"], options, kind, form)()
 
 
 @contextmanager
@@ -188,6 +190,7 @@ def target_facts(target: Target) -> dict[str, Any]:
     """Which server was measured, for a manifest: url, model and what tells versions apart; never a key."""
     model = dataclasses.asdict(target.model)
     facts = {"url": target.base_url, "preset": target.preset.name, "version": target.version()}
+    facts |= {"endpoint": target.dialect.endpoint, "template_tokens": target.template_tokens}
     return facts | {"model": model.pop("name"), **model}
 
 
@@ -309,7 +312,7 @@ class LoadRunner:
             **stored(setup.load, point, self.folder.manifest["target"], result),
             **({"warm_up": warm.to_json()} if warm else {}),
             "notes": [*setup.target.notes],
-            "lengths": lengths_of(setup.load, requests, setup.target.model.max_model_len),
+            "lengths": lengths_of(setup.load, requests, setup.target.model.most_tokens),
             "prefix_caching": ((setup.info or {}).get("engine") or {}).get("enable_prefix_caching"),
             "requests_file": path.name,
             "requests_sha256": digest,

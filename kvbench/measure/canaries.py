@@ -24,7 +24,7 @@ def canaries_for(load: LoadConfig, target: Target) -> CanarySet | None:
     told: Mapping[str, Any] = (target.server_info() or {}).get("model") or {}
     try:
         made = canaries_of(load, str(told.get("name") or target.model.name))
-        fitting(made, target.model.vocab_size, target.model.max_model_len)
+        fitting(made, target.model.vocab_size, target.model.most_tokens)
     except ValueError as error:
         raise UsageError(str(error)) from None
     served = told.get("weights_fingerprint")

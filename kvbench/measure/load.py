@@ -83,7 +83,12 @@ def requests_for(load: LoadConfig, point: LoadPoint, target: Target, seed: int, 
     UsageError for canaries that are not of the model that it serves.
     """
     facts, canaries = target.model, canaries_for(load, target)
-    sizes = {"vocab_size": facts.vocab_size, "max_model_len": facts.max_model_len}
+    if facts.max_model_len is None and getattr(load.prompts, "length_scale", None) == "auto":
+        raise MeasurementError(
+            "the server does not tell its longest sequence, which length_scale: auto needs: give --max-model-len N"
+        )
+    longest = facts.most_tokens - (target.template_tokens or 0)
+    sizes = {"vocab_size": facts.vocab_size, "max_model_len": longest}
     try:
         made = launch.make_requests(load, point, **sizes, seed=seed, repeat=repeat, canaries=canaries)
     except ValueError as error:
@@ -114,6 +119,8 @@ def measure_load(
     ``server_faults`` (those of the three that are the server's own doing, not the client's or the machine's),
     ``disturbances`` (those that the machine
     or the client's lateness made, and that may be gone when the load is measured again), ``calibration``, ``metrics``,
+    ``endpoint``, ``template_tokens`` (of the server's chat template, None where not known), ``prompt_tokens_added`` (the
+    least, median and most tokens that the server counts beyond the drawn ones of a text, None without texts),
     ``machine``, ``prefix_cache`` and ``prefix_cache_bounds`` [tokens], ``started_at``, ``ended_at`` and ``wall_s``.
 
     Raises:
@@ -278,6 +285,9 @@ class PreparedLoad:
             "disturbances": _disturbed_calibration(calibration) + client_reasons(outcome) + disturbed,
             "calibration": calibration.to_json() if calibration else None,
             "metrics": metrics,
+            "endpoint": setup.target.dialect.endpoint,
+            "template_tokens": setup.target.template_tokens,
+            "prompt_tokens_added": outcome.get("prompt_tokens_added"),
             "machine": report,
             "prefix_cache": cache.counts,
             "prefix_cache_bounds": dataclasses.asdict(cache.bounds) if cache.bounds else None,

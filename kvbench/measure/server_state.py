@@ -68,8 +68,10 @@ def leak_reasons(after: MetricsSample | None) -> list[str]:
     return [f"{count:g} {what} {RELEASE_BOUND_S:g} s after the last request ended" for count, what in kept if count]
 
 
-def with_default_cache_state(load: LoadConfig, target: Target) -> LoadConfig:
-    """The load, as ``steady`` where it declares no cache state and a server that runs already cannot be emptied."""
+def with_server_defaults(load: LoadConfig, target: Target) -> LoadConfig:
+    """The load, with what it does not declare as a server that runs already can do it."""
+    if target.ends_answers and "ignore_eos" not in load.model_fields_set:
+        load = load.model_copy(update={"ignore_eos": False})
     if "cache_state" in load.model_fields_set or target.starts_cold or target.reset_prefix_cache() is not None:
         return load
     way = f" ({target.preset.reset_way})" if target.preset.reset_way else ""
@@ -196,7 +198,14 @@ def hit_bounds(
         page_size=int(page_size or 1),
         caching=caching,
         total_pages=before.gauges.get("kv_pages_total") if before and page_size else None,
+        template_tokens=_template_tokens(requests),
     )
+
+
+def _template_tokens(requests: Sequence[RequestSpec]) -> int | None:
+    """The tokens that a chat template adds to texts of known tokens; None where either is not known."""
+    notes = getattr(requests, "notes", {})
+    return notes.get("template_tokens") if notes.get("exact_texts") else None
 
 
 def _change(before: MetricsSample | None, after: MetricsSample | None, counter: str) -> float | None:

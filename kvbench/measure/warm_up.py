@@ -123,7 +123,7 @@ def _concurrent_requests(setup: LoadSetup, requests: Sequence[RequestSpec], coun
 
     Each size lasts ``_STEPS_A_SIZE`` tokens.
     """
-    sizes, room = captured_sizes(count), max(1, setup.target.model.max_model_len // 2)
+    sizes, room = captured_sizes(count), max(1, setup.target.model.most_tokens // 2)
     made = []
     for number in range(count):
         prompt = _shuffled(requests[number % len(requests)])[: min(_SHORT_PROMPT, room)]

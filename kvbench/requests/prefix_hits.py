@@ -6,6 +6,7 @@ A server that counts hits outside these bounds did not have its cache in the sta
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,8 +39,12 @@ def predict_hits(
     page_size: int = 1,
     caching: bool = True,
     total_pages: float | None = None,
+    template_tokens: int | None = None,
 ) -> HitBounds | None:
     """The bounds; None when a prompt is sent as text, whose tokens only the server knows.
+
+    ``template_tokens``: texts have the tokens that were drawn, and a chat template adds so many. How many of them are
+    in front, and so shared by all prompts, is not known: the most is where all are, the least where none is.
 
     ``high``: what a cache without limit serves in the best order of arrival (the real order is not known). Of the
     requests that look a page up, the first finds nothing unless the cache had the page. With ``page_size`` 1 this holds
@@ -51,8 +56,13 @@ def predict_hits(
     """
     if not caching:
         return HitBounds(0, 0)
-    if any(r.prompt is not None or r.prompt_token_ids is None for r in requests):
+    texts = any(r.prompt is not None for r in requests)
+    if any(r.prompt_token_ids is None or r.history for r in requests) or (texts and template_tokens is None):
         return None
+    if texts:
+        sizes = {"cache_state": cache_state, "page_size": page_size, "total_pages": total_pages}
+        behind, before = (predict_hits(_behind(requests, head), **sizes) for head in (0, template_tokens or 0))
+        return HitBounds(min(behind.low, before.low), before.high) if behind and before else None
     prefixes = distinct_prefixes(requests) if cache_state == "primed" else []
     if cache_state == "steady":
         return HitBounds(0, sum(len(_full(r.prompt_token_ids or (), page_size)) for r in requests))
@@ -61,6 +71,20 @@ def predict_hits(
     if prefixes and total_pages is not None and _pages_written(requests, prefixes, page_size) <= total_pages:
         low = sum(min(r.prefix_tokens // page_size, _lookups(r, page_size)) for r in requests) * page_size
     return HitBounds(low, high)
+
+
+def _behind(requests: Sequence[RequestSpec], tokens: int) -> list[RequestSpec]:
+    """The requests as token ids, behind so many that all have."""
+    head = (-1,) * tokens
+    return [
+        dataclasses.replace(
+            request,
+            prompt=None,
+            prompt_token_ids=head + (request.prompt_token_ids or ()),
+            prefix_tokens=tokens + request.prefix_tokens if request.prefix_tokens else 0,
+        )
+        for request in requests
+    ]
 
 
 def outside(hits: float, bounds: HitBounds, cache_state: str, *, complete: bool) -> str | None:

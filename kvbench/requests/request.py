@@ -27,6 +27,7 @@ class RequestSpec:
     when the previous answer has been parsed, if that is later (by milliseconds).
     ``new_tokens``: of a turn whose history is to hold the server's own answers: how many of its last ids are new (the
     ids before them hold answers drawn beforehand, for a server that does not tell its token ids); else 0.
+    ``history``: texts of the conversation before ``prompt``, user and assistant in turn, for APIs that take messages.
     ``n``: answers that are returned; ``best_of``: of so many that are drawn (None: n); ``beam_width``: of a beam search
     with so many beams (None: no search). ``max_tokens`` is of each answer.
     ``canary``: its name where the right answer is known; ``expected_token_ids`` and ``expected``: that answer.
@@ -44,6 +45,7 @@ class RequestSpec:
     turn: int = 0
     think_s: float = 0.0
     new_tokens: int = 0
+    history: tuple[str, ...] = ()
     n: int = 1
     best_of: int | None = None
     beam_width: int | None = None
@@ -86,7 +88,8 @@ class RequestSpec:
         if ids is None and text is None:
             raise KeyError("prompt_token_ids or prompt")
         numbers = {"arrival_s": float, "prefix_tokens": int, "priority": int, "session": int, "turn": int}
-        numbers |= {"think_s": float, "new_tokens": int, **dict.fromkeys(ANSWERS, int)}
+        numbers |= {"think_s": float, "new_tokens": int, "history": tuple}
+        numbers |= dict.fromkeys(ANSWERS, int)
         numbers |= {"canary": str, "expected_token_ids": compact, "expected": str}
         return cls(
             index=int(row["index"]),
@@ -99,7 +102,7 @@ class RequestSpec:
 
 
 # Keys that a row leaves out where they are this.
-_LEFT_OUT = {"priority": 0, "session": None, "turn": 0, "think_s": 0.0, "new_tokens": 0}
+_LEFT_OUT = {"priority": 0, "session": None, "turn": 0, "think_s": 0.0, "new_tokens": 0, "history": ()}
 _LEFT_OUT |= {"n": 1, "best_of": None, "beam_width": None}
 _LEFT_OUT |= {"canary": None, "expected_token_ids": None, "expected": None}
 

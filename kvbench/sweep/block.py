@@ -16,7 +16,7 @@ from kvbench.common.files import write_json
 from kvbench.common.text import failed_words
 from kvbench.load import launch
 from kvbench.measure.load import LoadSetup, UnstoredError, measure_load
-from kvbench.measure.server_state import with_default_cache_state
+from kvbench.measure.server_state import with_server_defaults
 from kvbench.measure.warm_up import warm_up
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.folder import DONE, RunFolder
@@ -222,7 +222,7 @@ class BlockRunner:
                 raise
             raise MeasurementError(str(error)) from None
         self.served.append(block.block_id)
-        load, seed = with_default_cache_state(self.workload.load, target), self.workload.seed
+        load, seed = with_server_defaults(self.workload.load, target), self.workload.seed
         info = target.server_info()
         if wrong := contradiction(configuration.settings, self.capacity.get(configuration.config_id, {}), info):
             raise MeasurementError(f"the server of {configuration.label} has other settings: {wrong}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,15 @@ from kvbench.common.secrets import api_key, without_key
 from kvbench.common.server_errors import SERVER_FAULT, error_sentence, in_its_words
 from kvbench.common.text import shorten
 from kvbench.load.blocking import connect, exchange
-from kvbench.load.http import Address, Dialect, MalformedStream, Response, call_bytes, tls_context
+from kvbench.load.dialect import Dialect
+from kvbench.load.http import Address, MalformedStream, Response, call_bytes, tls_context
 from kvbench.requests.request import RequestSpec
 from kvbench.targets import discovery
 from kvbench.targets.preset import CAPACITY_TOLERANCE, Preset
 from kvbench.targets.presets import BUILT_IN, METRIC_KINDS
 from kvbench.targets.prometheus import MetricsSample, parse_metrics
 from kvbench.targets.prompt_texts import TextOfIds, with_texts
+from kvbench.workload.request_form import DEFAULT_FORM, RequestForm
 from kvbench.workload.settings import effective
 
 _LOGGED_TO = 0.01 * 2**20  # bytes: llama.cpp's log has MiB with two digits behind the point
@@ -37,8 +39,8 @@ FACTS_TIMEOUT_S = 60.0  # vLLM runs a dozen programs at the first call, to descr
 _HEALTH_TIMEOUT_S = 2.0
 _GONE_S = 0.1  # a process's connections close before its parent hears of its end
 _KEY_REFUSED = (401, 403)
-_NO_SUCH_PATH = (404, 405, 501)
-_REFUSED = (400, 404, 405, 413, 422)  # a retry of the request would fail again
+NO_SUCH_PATH = (404, 405, 501)
+REFUSED = (400, 404, 405, 413, 422)  # a retry of the request would fail again
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,13 @@ class HttpCalls:
         self._head = [f"{name}: {value}" for name, value in access.headers().items()]
         self._tls = access.trust(base_url)
 
-    def call(self, method: str, path: str, *, body: Any = None, timeout_s: float | None = None) -> HttpAnswer:
-        """Raises MeasurementError when no whole answer comes, UsageError for a URL that cannot be spoken to."""
+    def call(
+        self, method: str, path: str, *, body: Any = None, timeout_s: float | None = None, headers: Sequence[str] = ()
+    ) -> HttpAnswer:
+        """The answer; ``headers``: further lines.
+
+        Raises MeasurementError when no whole answer comes, UsageError for a URL that cannot be spoken to.
+        """
         limit = self.timeout_s if timeout_s is None else timeout_s
         due, connection = time.perf_counter() + limit, None
         try:
@@ -115,7 +122,7 @@ class HttpCalls:
         except ValueError as error:
             raise UsageError(str(error)) from None
         payload = b"" if body is None else json.dumps(body).encode()
-        request = call_bytes(address, method, path, [*self._head, "Connection: close"], payload)
+        request = call_bytes(address, method, path, [*self._head, *headers, "Connection: close"], payload)
         try:
             with connect(address, due, self._tls if address.tls else None) as connection:
                 response = Response(exchange(connection, request, due, MOST_BYTES)[1])
@@ -126,6 +133,11 @@ class HttpCalls:
         if response.encoding:
             raise self.error(f"{path}: {response.sentence}")
         return HttpAnswer(response.status, response.body, response.headers.get("location"))
+
+    @property
+    def key(self) -> str | None:
+        """The API key; None without."""
+        return api_key(self.access.api_key_env) if self.access.api_key_env else None
 
     def error(self, text: str, kind: type[MeasurementError] = MeasurementError) -> MeasurementError:
         """``text`` follows the server's URL; a key that the server repeated is taken out."""
@@ -160,13 +172,21 @@ def _no_answer(error: Exception, connected: bool, limit_s: float) -> str:
     return f"did not answer ({cause}): {way_out}"
 
 
+_NO_LIMIT = 1 << 30  # tokens
+
+
 @dataclass(frozen=True)
 class ModelFacts:
-    """The model that prompts are made for. ``max_model_len``: tokens of prompt + output."""
+    """The model that prompts are made for. ``max_model_len``: tokens of prompt + output; None: not told."""
 
     name: str
     vocab_size: int
-    max_model_len: int
+    max_model_len: int | None
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest sequence; without a limit where the server does not tell it."""
+        return self.max_model_len or _NO_LIMIT
 
 
 class Target:
@@ -174,12 +194,16 @@ class Target:
 
     ``starts_cold``: we launched it, so its cache is empty before its first load.
     ``model``: known after ``start``. ``check``: called again and again during ``start``; may raise to end it.
-    ``notes``: what a reader of the figures must know of how the server is asked.
+    ``notes``: what a reader of the figures must know of how the server is asked. ``form``: of the load's requests.
+    ``exact_texts``: a text that is made of ids has as many tokens. ``template_tokens``: how many its chat template adds to a single message; None: not known.
     """
 
     preset: Preset = BUILT_IN
     starts_cold: bool = False
     notes: tuple[str, ...] = ()
+    form: RequestForm = DEFAULT_FORM
+    exact_texts: bool = True
+    template_tokens: int | None = 0
     model: ModelFacts
     check: Callable[[], None] = staticmethod(lambda: None)
 
@@ -208,8 +232,16 @@ class Target:
 
     @property
     def dialect(self) -> Dialect:
-        """What the server's API does differently."""
-        return self.preset.dialect
+        """What the server's API does differently, at the endpoint that the load is sent to."""
+        dialect, form = self.preset.dialect, self.form
+        if form.endpoint is not None:
+            dialect = dialect.at(form.endpoint)
+        return dialect.model_copy(update={"extra_body": {**dialect.extra_body, **form.extra_body}})
+
+    @property
+    def ends_answers(self) -> bool:
+        """True where the server ends answers at its model's end token, whatever the load says."""
+        return False
 
     def client_fields(self) -> dict[str, Any]:
         """The fields of the load client's spec that depend on this server: its dialect, key and TLS."""
@@ -226,7 +258,13 @@ class Target:
                 raise MeasurementError(why)
         if self.dialect.token_id_prompts or all(r.prompt is not None for r in requests):
             return requests
-        return with_texts(requests, self._make_text)
+        as_messages = self.dialect.endpoint != "completions"
+        made = with_texts(requests, self._make_text, as_messages=as_messages)
+        made.notes |= {
+            "exact_texts": self.exact_texts,
+            "template_tokens": self.template_tokens if as_messages else None,
+        }
+        return made
 
     def _make_text(self, ids: Any) -> str:
         if self._text_of_ids is None:
@@ -265,7 +303,9 @@ class Target:
         answer = self.answer_at("/v1/models")
         if answer.status != 200:
             later = ": begin again once it serves" if answer.status >= SERVER_FAULT else ""
-            raise MeasurementError(self.http.said("/v1/models", answer) + later)
+            raise (RefusedError if answer.status in NO_SUCH_PATH else MeasurementError)(
+                self.http.said("/v1/models", answer) + later
+            )
         models = answer.json()
         try:
             discovery.check_models(models)
@@ -350,21 +390,51 @@ class Target:
             return not (isinstance(body, dict) and body.get("success") is False)
         if answer.status == self.preset.reset_busy:
             return False
-        if answer.status in _NO_SUCH_PATH:
+        if answer.status in NO_SUCH_PATH:
             return None
         raise MeasurementError(self.http.said(path, answer))
 
     def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> None:
         """One unmeasured completion (warm-up, priming). Raises MeasurementError; RefusedError if it cannot succeed."""
+        dialect = self.dialect
+        body = dialect.body(self.model.name, self._request(prompt, max_tokens), 0.0)
+        headers = dialect.api.header_lines(self.http.key)
+        answer = self.http.call("POST", dialect.api.path, body=body, timeout_s=timeout_s, headers=headers)
+        self.http.check_access(answer)
+        whole = answer.json()
+        if (
+            answer.status != 200 or not isinstance(whole, dict) or not whole.get(dialect.api.answer)
+        ):  # or a proxy's page
+            raise (RefusedError if answer.status in REFUSED else MeasurementError)(
+                self.http.said(dialect.api.path, answer)
+            )
+
+    def _request(self, prompt: Any, max_tokens: int) -> RequestSpec:
+        """A request for a text or token ids, of which a text is made where the server takes none."""
         if isinstance(prompt, list) and not self.dialect.token_id_prompts:
             prompt = self._make_text(prompt)
-        body = {"model": self.model.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
-        path = self.dialect.endpoint
-        answer = self.http.call("POST", path, body=body | self.dialect.extra_body, timeout_s=timeout_s)
-        self.http.check_access(answer)
-        found = answer.json()
-        if answer.status != 200 or not isinstance(found, dict) or not found.get("choices"):  # or a proxy's error page
-            raise (RefusedError if answer.status in _REFUSED else MeasurementError)(self.http.said(path, answer))
+        ids, text = (None, prompt) if isinstance(prompt, str) else (tuple(prompt), None)
+        return RequestSpec(0, "", ids, text, max_tokens)
+
+    def learn_template(self) -> None:
+        """Asks how many tokens the chat template adds, where the server has /tokenize for messages."""
+        if self.dialect.endpoint == "completions":
+            return
+        text = self._make_text([1])
+        counts = [
+            self._count_tokens({"messages": [{"role": "user", "content": text}]}),
+            self._count_tokens({"prompt": text, "add_special_tokens": False}),
+        ]
+        self.template_tokens = None if None in counts else counts[0] - counts[1]
+
+    def _count_tokens(self, fields: Mapping[str, Any]) -> int | None:
+        try:
+            answer = self.http.call("POST", "/tokenize", body={"model": self.model.name, **fields})
+        except MeasurementError:
+            return None
+        counted = answer.json() if answer.status == 200 else None
+        count = counted.get("count") if isinstance(counted, dict) else None
+        return count if discovery.is_size(count) else None
 
 
 def reason_of(target: Target, error: MeasurementError) -> str:

@@ -19,7 +19,9 @@ from kvbench.common.text import nearest
 from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
 from kvbench.targets.launched import ProcessTarget
+from kvbench.targets.prompt_texts import TextOfIds, TokenizerWords
 from kvbench.workload.file import MODEL_SECTION, runs_on_cpu
+from kvbench.workload.request_form import DEFAULT_FORM, RequestForm
 
 if TYPE_CHECKING:
     from engine.kv.budget import KVCapacity
@@ -45,8 +47,9 @@ class BuiltinTarget(ProcessTarget):
         port: int = 0,
         start_timeout_s: float = 180.0,
         env: Mapping[str, str | None] | None = None,
+        form: RequestForm = DEFAULT_FORM,
     ) -> None:
-        super().__init__(port=port, start_timeout_s=start_timeout_s)
+        super().__init__(port=port, start_timeout_s=start_timeout_s, form=form)
         self.command, self.env = tuple(command), dict(env or {})
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
@@ -59,11 +62,21 @@ class BuiltinTarget(ProcessTarget):
         with self._launched(command, log, env=self.env):
             ready = self._wait_ready(lambda: _READY.search(log.read_bytes()))
             self._logged_at_start = ready.end()
-            Target.__init__(self, ready[1].decode())
+            Target.__init__(self, ready[1].decode(), text_of_ids=self._text_of_ids_for(settings))
             try:
                 self.model = model_facts(self.server_info() or {}, self.models()[0])
+                self.learn_template()
             except MeasurementError as error:
                 raise MeasurementError(reason_of(self, error)) from None
+
+    def _text_of_ids_for(self, settings: Mapping[str, Any]) -> TextOfIds | None:
+        """Makes texts with the server's own tokenizer; None where it is sent ids."""
+        if self.dialect.token_id_prompts:
+            return None
+        from engine.config import EngineConfig
+        from engine.server.tokenizer import tokenizer_folder
+
+        return TokenizerWords(tokenizer_folder(EngineConfig.from_mapping(settings))).text
 
     def _ended_at_start(self, code: int) -> Exception:
         if code != 2:

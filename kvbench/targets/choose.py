@@ -27,6 +27,7 @@ from kvbench.workload.design import Block, Design, plan_sweep
 from kvbench.workload.file import Workload
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.prompts_section import SyntheticPrompts
+from kvbench.workload.request_form import RequestForm
 
 BUILTIN = "the built-in server, or a command in its place"
 RUNNING = "a server that runs already (--target URL)"
@@ -169,7 +170,7 @@ def _builtin(workload: Workload, options: Mapping[str, Any]) -> ChosenTarget:
 
     def make() -> Target:
         limit = options["start_timeout"] or _START_S
-        return BuiltinTarget(command=command, port=options["port"], start_timeout_s=limit)
+        return BuiltinTarget(command=command, port=options["port"], start_timeout_s=limit, form=workload.load.form)
 
     manifest = _manifest(options, backend="custom" if serve_cmd else "kvbench", shared=True)
     return ChosenTarget(workload, make, check_configuration, manifest)
@@ -180,7 +181,7 @@ def _running(workload: Workload, options: Mapping[str, Any], preset: Preset) -> 
     url = options["target"]
     given = {key: options[key] for key in _RUNNING_OPTIONS if options.get(key)}
     kept = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
-    new_target = running_server("--target", url, options, preset)
+    new_target = running_server("--target", url, options, preset, workload.load.form)
     manifest = _manifest(options, backend=preset.name, shared=server_at(url).local)
     return ChosenTarget(
         dataclasses.replace(workload, engine={"target": url}, sweep={}),
@@ -191,7 +192,9 @@ def _running(workload: Workload, options: Mapping[str, Any], preset: Preset) -> 
     )
 
 
-def running_server(flag: str, url: str, options: Mapping[str, Any], preset: Preset) -> Callable[[], OpenAITarget]:
+def running_server(
+    flag: str, url: str, options: Mapping[str, Any], preset: Preset, form: RequestForm
+) -> Callable[[], OpenAITarget]:
     """Makes the target of a server that runs already; ``flag``: of the URL. Raises UsageError."""
     require_url(flag, url)
     check_tls([name for name, value in options.items() if value], flag, url)
@@ -201,7 +204,7 @@ def running_server(flag: str, url: str, options: Mapping[str, Any], preset: Pres
     access.trust(url)
     given = {key: options[key] for key in ("model", "vocab_size", "max_model_len")}
     tokenizer = Path(options["tokenizer"]) if options.get("tokenizer") else None
-    return lambda: OpenAITarget(url, **given, preset=preset, access=access, tokenizer=tokenizer)
+    return lambda: OpenAITarget(url, **given, preset=preset, access=access, tokenizer=tokenizer, form=form)
 
 
 def _launched(
@@ -235,7 +238,7 @@ def _launched(
 
     def make() -> Target:
         limit = options["start_timeout"] or _FOREIGN_START_S
-        return LaunchedTarget(launcher, folders, port=options["port"], start_timeout_s=limit)
+        return LaunchedTarget(launcher, folders, port=options["port"], start_timeout_s=limit, form=load.form)
 
     return ChosenTarget(
         workload,

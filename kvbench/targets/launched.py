@@ -25,6 +25,7 @@ from kvbench.targets.cores import bound_cores, core_words
 from kvbench.targets.launch_plan import HOST, Launcher
 from kvbench.targets.model_export import ModelFolders, ServedModel
 from kvbench.targets.prompt_texts import TextOfIds, TokenizerWords, ids_as_words
+from kvbench.workload.request_form import DEFAULT_FORM, RequestForm
 
 _VERSION_TIMEOUT_S = 60.0
 _CAPACITY = ("num_pages", "capacity_tokens", "page_size")
@@ -40,8 +41,8 @@ class ProcessTarget(Target):
     grace_s = 6.0  # between TERM and KILL
     poll_s = 0.05  # between two checks whether it is ready
 
-    def __init__(self, *, port: int, start_timeout_s: float) -> None:
-        self.port, self.start_timeout_s = port, start_timeout_s
+    def __init__(self, *, port: int, start_timeout_s: float, form: RequestForm = DEFAULT_FORM) -> None:
+        self.port, self.start_timeout_s, self.form = port, start_timeout_s, form
         self._process: processes.Child | None = None
         self._log = Path()
         self._logged_at_start = 0  # bytes of its log when it was ready
@@ -139,9 +140,15 @@ class LaunchedTarget(ProcessTarget):
     poll_s = 0.2
 
     def __init__(
-        self, launcher: Launcher, folders: ModelFolders, *, port: int = 0, start_timeout_s: float = 180.0
+        self,
+        launcher: Launcher,
+        folders: ModelFolders,
+        *,
+        port: int = 0,
+        start_timeout_s: float = 180.0,
+        form: RequestForm = DEFAULT_FORM,
     ) -> None:
-        super().__init__(port=port, start_timeout_s=start_timeout_s)
+        super().__init__(port=port, start_timeout_s=start_timeout_s, form=form)
         self.launcher, self.folders = launcher, folders
         self.preset, self.grace_s = launcher.preset, launcher.preset.grace_s
         self._settings: Mapping[str, Any] = {}
@@ -159,6 +166,7 @@ class LaunchedTarget(ProcessTarget):
             Target.__init__(self, f"http://{HOST}:{port}", preset=self.preset, text_of_ids=_text_of_ids(served))
             self._wait_ready(self._serves)
             self._learn_model(served, settings)
+            self.learn_template()
             self._check_device(settings)
 
     def _serves(self) -> bool:
@@ -171,9 +179,7 @@ class LaunchedTarget(ProcessTarget):
             known = self.launcher.arithmetic(settings)
             name = Path(str(settings.get("model", "")))
             return ServedModel(name, None, known.get("vocab_size"), known.get("max_model_len"))
-        return self.folders.get(
-            settings, drop_eos=not self.preset.dialect.ignore_eos, model_format=self.preset.model_format
-        )
+        return self.folders.get(settings, drop_eos=not self.dialect.ignore_eos, model_format=self.preset.model_format)
 
     def _learn_model(self, served: ServedModel, settings: Mapping[str, Any]) -> None:
         """The model's name from the server; its sizes from its config, or else from the server."""

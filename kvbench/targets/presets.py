@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.machine import usable_cores
-from kvbench.load.http import OPENAI, Dialect
+from kvbench.load.dialect import OPENAI, Dialect
 from kvbench.targets.cores import cores_for
 from kvbench.targets.preset import (
     COMMON,

@@ -65,10 +65,32 @@ def _one_token_words(tokenizer: Any, lead: str, words: Sequence[str]) -> list[st
     return list(alone.values()) if row == list(alone) else []
 
 
-def with_texts(requests: list[RequestSpec], text: TextOfIds) -> RequestList:
-    """The requests, each with a text. Ids stay, for lengths and prefixes; a text that is there stays as it is."""
-    notes: dict[str, Any] = {**getattr(requests, "notes", {}), "sent_as": "text"}
-    made = [
-        r if r.prompt is not None else dataclasses.replace(r, prompt=text(r.prompt_token_ids or ())) for r in requests
-    ]
+def with_texts(requests: list[RequestSpec], text: TextOfIds, *, as_messages: bool = False) -> RequestList:
+    """The requests, each with a text. Ids stay, for lengths and prefixes; a text that is there stays as it is.
+
+    ``as_messages``: a later turn's text is its new tokens only, after the texts of the turns and answers before it.
+    """
+    notes: dict[str, Any] = {**getattr(requests, "notes", {}), "sent_as": "messages" if as_messages else "text"}
+    turns: dict[tuple[int | None, int], RequestSpec] = {}
+    made = []
+    for request in requests:
+        if request.prompt is None:
+            before = turns.get((request.session, request.turn - 1)) if request.session is not None else None
+            request = _message(request, before, text) if as_messages and before else _whole(request, text)
+        turns[request.session, request.turn] = request
+        made.append(request)
     return RequestList(made, notes)
+
+
+def _whole(request: RequestSpec, text: TextOfIds) -> RequestSpec:
+    return dataclasses.replace(request, prompt=text(request.prompt_token_ids or ()))
+
+
+def _message(request: RequestSpec, before: RequestSpec, text: TextOfIds) -> RequestSpec:
+    """The turn as a conversation, if its drawn prompt goes on from the turn ``before`` it and its drawn answer."""
+    ids, sent = request.prompt_token_ids or (), before.prompt_token_ids or ()
+    answered = len(sent) + before.max_tokens
+    if before.prompt is None or ids[: len(sent)] != sent or len(ids) <= answered:
+        return _whole(request, text)
+    history = (*before.history, before.prompt, text(ids[len(sent) : answered]))
+    return dataclasses.replace(request, history=history, prompt=text(ids[answered:]))

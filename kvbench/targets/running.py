@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError, UsageError
-from kvbench.common.text import listing
-from kvbench.load.http import Dialect
-from kvbench.targets.base import PLAIN_ACCESS, Access, ModelFacts, Target
+from kvbench.load.dialect import Dialect
+from kvbench.load.endpoints import ENDPOINTS, PATHS
+from kvbench.targets.base import NO_SUCH_PATH, PLAIN_ACCESS, REFUSED, Access, HttpAnswer, ModelFacts, Target
 from kvbench.targets.model_export import shipped_tokenizer
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import BUILT_IN, GENERIC
 from kvbench.targets.prompt_texts import TokenizerWords
+from kvbench.workload.request_form import DEFAULT_FORM, RequestForm
 
 _DRAWN_IDS = 8192  # of a vocabulary that nobody tells: they become words, and are not sent
+_SHIPPED = "bpe8k"  # the name of the tokenizer that ships, as a server tells it
 _SHIPPED_TEXTS = (
-    "the server takes no token ids: random prompts are sent as texts of the tokenizer that ships, whose lengths in its "
-    "own tokens are only about right; --tokenizer DIR (a folder with its tokenizer.json) makes them exact"
+    "prompts are sent as texts of the tokenizer that ships, whose lengths in the server's own tokens are only about "
+    "right: --tokenizer DIR (a folder with its tokenizer.json) makes them exact"
 )
+_NO_VOCABULARY = (
+    "the server does not tell its vocabulary, so no token ids are drawn: --vocab-size N (vocab_size in the model's "
+    "config.json) does, for a server that takes them"
+)
+_UNTOLD_LENGTH = (
+    "the server does not tell its longest sequence, so prompts are not held against it: --max-model-len N does"
+)
+# What a server may refuse of a request, tried in this order: the fields of vLLM, then also the name of max_tokens.
+_PLAIN = {"ignore_eos": False, "return_token_ids": False}
+_FORMS: tuple[Mapping[str, bool], ...] = ({}, _PLAIN, {**_PLAIN, "max_completion_tokens": True})
 
 
 class OpenAITarget(Target):
-    """``url``: with or without ``/v1``. Sizes that /v1/models and /server_info do not tell must be given.
+    """``url``: with or without ``/v1``. Sizes that /v1/models and /server_info do not tell are given, or not known.
 
     The workload's engine settings do not reach such a server, so only one configuration can be measured.
-    ``preset``: what kind of server it is; ``tokenizer``: a folder: prompts are sent as texts that are made with it. A
-    server of no known kind that refuses token ids and takes a text gets texts too, of the tokenizer that ships.
+    ``preset``: what kind of server it is; ``tokenizer``: a folder: prompts are sent as texts that are made with it.
+    A server of no known kind is asked what it takes: which endpoint, token ids or texts, vLLM's fields or none.
+    ``form``: of the load's requests.
     """
 
     def __init__(
@@ -41,18 +54,18 @@ class OpenAITarget(Target):
         preset: Preset = GENERIC,
         access: Access = PLAIN_ACCESS,
         tokenizer: Path | None = None,
+        form: RequestForm = DEFAULT_FORM,
     ) -> None:
         text_of_ids = TokenizerWords(tokenizer).text if tokenizer else None
         base_url = url.rstrip("/").removesuffix("/completions").removesuffix("/chat").removesuffix("/v1")
         super().__init__(base_url, preset=preset, access=access, text_of_ids=text_of_ids)
+        self.form = form
         self._given = (model, vocab_size, max_model_len)
-        self._sends_texts = tokenizer is not None or not preset.dialect.token_id_prompts
-        if self._sends_texts and tokenizer is None:
-            self.notes += (_SHIPPED_TEXTS,)
+        self._takes: Mapping[str, Any] = {}  # what it was found to take, as fields of a dialect
         self._caches_prefixes = True
 
     def start(self, settings: Mapping[str, Any], log: Path) -> None:
-        """Checks that it answers; launches nothing. Raises UsageError or MeasurementError."""
+        """Asks what it serves and takes; launches nothing. Raises UsageError or MeasurementError."""
         name, vocab_size, max_model_len = self._given
         try:
             row = self._row_of(name)
@@ -64,42 +77,78 @@ class OpenAITarget(Target):
         self._caches_prefixes = (info.get("engine") or {}).get("enable_prefix_caching") is not False
         own_vocab, own_length = self.told_sizes(row)
         own_vocab = (info.get("model") or {}).get("vocab_size") or own_vocab
-        self.model = ModelFacts(name or str(row.get("id")), 0, 0)  # sizes: below
-        if not (vocab_size or own_vocab):  # which texts do not need
-            with suppress(MeasurementError):
-                self.complete([1, 2], 1, self.http.timeout_s)
-        if self._sends_texts:
-            own_vocab = own_vocab or vocab_size or _DRAWN_IDS
-        self._require(
-            {
-                "--model NAME": ("the name of its model", name, row.get("id")),
-                "--vocab-size N (vocab_size in the model's config.json)": ("its vocabulary", vocab_size, own_vocab),
-                "--max-model-len N (max_position_embeddings in config.json, or as the server was started)": (
-                    "its longest sequence", max_model_len, own_length
-                ),
-            }
-        )  # fmt: skip
-        self.model = ModelFacts(self.model.name, int(vocab_size or own_vocab), int(max_model_len or own_length))
+        self._check_sizes({"--vocab-size": (vocab_size, own_vocab), "--max-model-len": (max_model_len, own_length)})
+        vocab, length = vocab_size or own_vocab, max_model_len or own_length
+        self.model = ModelFacts(name or str(row.get("id")), int(vocab or _DRAWN_IDS), length)
+        has_tokenizer = self._text_of_ids is not None
+        if has_tokenizer or not vocab:  # ids of an unknown vocabulary cannot be drawn
+            self._takes = {"token_id_prompts": False}
+        if not vocab and self.dialect.endpoint == "completions" and self.preset.dialect.token_id_prompts:
+            self.notes += (_NO_VOCABULARY,)
+        if self.preset is GENERIC:
+            self._find_form()
+        if not self.dialect.token_id_prompts:
+            self.exact_texts = has_tokenizer or (info.get("tokenizer") or {}).get("name") == _SHIPPED
+            self.notes += () if self.exact_texts else (_SHIPPED_TEXTS,)
+            self.learn_template()
+        if length is None:
+            self.notes += (_UNTOLD_LENGTH,)
 
     @property
     def dialect(self) -> Dialect:
-        return super().dialect.model_copy(update={"token_id_prompts": not self._sends_texts})
+        return super().dialect.model_copy(update=self._takes)
 
-    def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> None:
-        """Sends one completion; a server of no known kind that refuses token ids gets texts from then on, if it can."""
+    @property
+    def ends_answers(self) -> bool:
+        return not self.dialect.ignore_eos
+
+    def _find_form(self) -> None:
+        """Finds the first endpoint, and the first form of a request there, that the server takes.
+
+        A server that fails or does not answer now is left to the warm-up. UsageError where it takes none.
+        """
+        given, takes = self.form, self._takes
+        endpoints = (given.endpoint,) if given.endpoint else tuple(ENDPOINTS)
+        refusals: list[str] = []
+        for endpoint in endpoints:
+            self.form = dataclasses.replace(given, endpoint=endpoint)
+            ids = super().dialect.token_id_prompts and takes.get("token_id_prompts", True)
+            for prompts, fields in [({}, {})] * ids + [({"token_id_prompts": False}, fields) for fields in _FORMS]:
+                self._takes = {**prompts, **fields}
+                answer = self._answer_to_one_token()
+                if answer is None or answer.status == 200:
+                    self._note_form(given, takes)
+                    return
+                if answer.status not in REFUSED and answer.status not in NO_SUCH_PATH:
+                    self.form, self._takes = given, takes
+                    return
+                refused = self.http.said(self.dialect.api.path, answer)
+                if answer.status in NO_SUCH_PATH:
+                    break
+            refusals.append(refused.removeprefix(self.base_url))
+        raise UsageError(f"{self.base_url} takes no request of a load: {'; '.join(refusals)}")
+
+    def _answer_to_one_token(self) -> HttpAnswer | None:
+        """The answer to a streamed request as a load's are, of one token; None: none came in time."""
+        dialect = self.dialect
+        body = dialect.streamed_body(self.model.name, self._request([1, 2], 1), 0.0, ignore_eos=True)
         try:
-            super().complete(prompt, max_tokens, timeout_s)
-        except RefusedError:
-            if not isinstance(prompt, list) or self.preset is not GENERIC or self._sends_texts:
-                raise
-            self._sends_texts = True
-            try:
-                super().complete(prompt, max_tokens, timeout_s)
-            except MeasurementError:
-                self._sends_texts = False
-            if not self._sends_texts:
-                raise
-            self.notes += (_SHIPPED_TEXTS,)
+            return self.http.call("POST", dialect.api.path, body=body, headers=dialect.api.header_lines(self.http.key))
+        except MeasurementError:
+            return None
+
+    def _note_form(self, given: RequestForm, takes: Mapping[str, Any]) -> None:
+        """Says what differs from what was asked for."""
+        endpoint = self.form.endpoint
+        if endpoint != (given.endpoint or "completions"):
+            self.notes += (f"the server has no {PATHS['completions']}: requests go to {PATHS[str(endpoint)]}",)
+        elif endpoint == "completions" and "token_id_prompts" in self._takes.keys() - takes.keys():
+            self.notes += ("the server takes no token ids",)
+        if self._takes.get("ignore_eos") is False:
+            self.notes += (
+                "the server refuses ignore_eos and return_token_ids, so they are not sent: answers end where its model "
+                "ends them",
+            )
 
     def _make_text(self, ids: Any) -> str:
         if self._text_of_ids is None:
@@ -116,8 +165,11 @@ class OpenAITarget(Target):
             answer = self.answer_at(self.preset.health)
             if answer.status != 200:
                 raise UsageError(self.http.said(self.preset.health, answer))
-            return {}
-        rows = self.models()
+            return self._unlisted(name)
+        try:
+            rows = self.models()
+        except RefusedError:
+            return self._unlisted(name)
         if name is None:
             return rows[0]
         for wanted in (name, name.partition("?")[0]):  # the mock server takes settings as a query
@@ -126,20 +178,17 @@ class OpenAITarget(Target):
         known = ", ".join(str(row["id"]) for row in rows)
         raise UsageError(f"{self.base_url} serves no model {name!r}: its models are {known}")
 
-    def _require(self, facts: Mapping[str, tuple[str, Any, Any]]) -> None:
-        """Raises UsageError that names every fact that is missing, or the size that is more than the server has.
+    def _unlisted(self, name: str | None) -> dict[str, Any]:
+        """The empty row of a server that lists no models. UsageError where nobody names its model."""
+        if name is None:
+            raise UsageError(f"{self.base_url} does not list the name of its model: give --model NAME")
+        return {}
 
-        ``facts``: by option: what it is, as given, as the server tells it.
-        """
-        missing = {option: what for option, (what, given, own) in facts.items() if not given and not own}
-        if missing:
-            raise UsageError(
-                f"{self.base_url} does not tell {listing([*missing.values()])}: give {' and '.join(missing)}"
-            )
-        for option, (_, given, own) in facts.items():
-            if isinstance(given, int) and own and given > int(own):
-                name = option.partition(" ")[0]
-                raise UsageError(f"{name} {given} is more than the {own} that {self.base_url} tells: leave it out")
+    def _check_sizes(self, sizes: Mapping[str, tuple[int | None, int | None]]) -> None:
+        """Raises UsageError for a size that is more than the server has. ``sizes``: by option, as given and as told."""
+        for option, (given, own) in sizes.items():
+            if given and own and given > int(own):
+                raise UsageError(f"{option} {given} is more than the {own} that {self.base_url} tells: leave it out")
 
     def server_info(self) -> dict[str, Any] | None:
         """As ``Target``; of a server of a known kind what its preset and its version tell."""

@@ -10,11 +10,12 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_serializer, model_validator
+from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
 from kvbench.common.schema import StrictModel
 from kvbench.workload.design import LoadPoint, load_point
 from kvbench.workload.prompts_section import Counts, Prompts, Sessions, SyntheticPrompts, TracePrompts, as_tuple
+from kvbench.workload.request_form import EndpointName, RequestForm, check_extra_body
 
 # A key that means something only beside certain values of another key: key -> (the other key, those values).
 _OPEN, _RAMP = ("mode", ("open",)), ("arrivals", ("ramp",))
@@ -121,6 +122,13 @@ class LoadConfig(StrictModel):
     """requests of a load; one number, or one for each load"""
     prompts: Prompts
     """where prompts come from"""
+    endpoint: EndpointName | None = None
+    """the API that the load is sent to: completions, chat (/v1/chat/completions) or responses (OpenAI's), messages
+    (Anthropic's); left out: completions, or the first of them that a server has which runs already. All but completions
+    take texts, to which the server's chat template adds tokens"""
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    """further fields of each request's JSON, e.g. {reasoning_effort: low} or {chat_template_kwargs: {enable_thinking:
+    false}}"""
     repeats: int = Field(default=3, ge=1, le=1000)
     """how often each cell is measured, each time on a fresh server; a verdict needs 3"""
     cache_state: Literal["cold", "primed", "steady"] = "cold"
@@ -178,8 +186,18 @@ class LoadConfig(StrictModel):
             raise ValueError(mistake)
         return self
 
+    @field_validator("extra_body")
+    @classmethod
+    def _not_the_loads_own(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return check_extra_body(fields)
+
     def _mistakes(self) -> Iterator[str]:
         """A sentence for each thing that contradicts another, is missing or makes no load."""
+        if self.endpoint not in (None, "completions") and self.canaries is not None:
+            yield (
+                f"canaries are prompts of completions, and endpoint {self.endpoint} puts a chat template around them, "
+                "so that their answers are not known; remove canaries, or endpoint."
+            )
         if self.mode == "closed" and self.arrivals not in ("poisson", "constant"):  # older files have one of these
             yield f"arrivals: {self.arrivals} has no meaning with mode: closed; set mode: open."
         for key, conditions in _ONLY_WITH.items():
@@ -262,6 +280,11 @@ class LoadConfig(StrictModel):
                     f"class {each.name!r} has n {each.n} answers to each turn, and a conversation goes on from one; "
                     "remove n, or sessions."
                 )
+
+    @property
+    def form(self) -> RequestForm:
+        """The form of its requests."""
+        return RequestForm(self.endpoint, self.extra_body)
 
     @property
     def counted_by_time(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from kvbench.load.completion import Completion
 from kvbench.load.connection import Address
-from kvbench.load.http import Dialect, http_request
+from kvbench.load.dialect import Dialect, http_request
 from kvbench.load.launch import takes_priority
 from kvbench.load.samples import Sample, with_history
 from kvbench.load.spec import LoadSpec
@@ -32,10 +32,10 @@ def test_the_request_speaks_the_servers_dialect() -> None:
     assert body["prompt"] == [5, 6]
     assert body["stream_options"] == {"include_usage": True}
     assert (body["ignore_eos"], body["return_token_ids"], body["stream"]) == (True, True, True)
-    other = {"stream_options": False, "ignore_eos": False, "return_token_ids": False, "endpoint": "/generate"}
+    other = {"stream_options": False, "ignore_eos": False, "return_token_ids": False, "endpoint": "chat"}
     head, body = parts(request, dialect=other | {"extra_body": {"min_tokens": 3}})
-    assert head.startswith(b"POST /p/generate HTTP/1.1")
-    assert body.keys() == {"model", "prompt", "max_tokens", "temperature", "stream", "min_tokens"}
+    assert head.startswith(b"POST /p/v1/chat/completions HTTP/1.1")
+    assert body.keys() == {"model", "messages", "max_tokens", "temperature", "stream", "min_tokens"}
     assert b"Connection" not in head and b"\r\nConnection: close" in parts(request, dialect={"keep_alive": False})[0]
     with pytest.raises(ValueError, match="request 0 is a prompt of token ids, which this server does not take"):
         parts(request, dialect={"token_id_prompts": False})

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from kvbench.common.schema import explain
 from kvbench.load.completion import Completion, judge
-from kvbench.load.http import OPENAI, Dialect, MalformedStream, Response, ResponseReader, events
+from kvbench.load.dialect import OPENAI, Dialect
+from kvbench.load.http import MalformedStream, Response, ResponseReader, events
 from kvbench.targets.presets import PRESETS
 
 TRANSFORMERS = PRESETS["transformers"].dialect
@@ -471,7 +472,7 @@ def test_a_server_without_usage_is_counted_by_its_ids_else_by_its_chunks() -> No
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"endpoint": "v1/completions"}, "endpoint 'v1/completions' is no path"),
+        ({"endpoint": "v1/completions"}, "'v1/completions'"),
         ({"extra_body": {"prompt": "x"}}, "extra_body cannot set 'prompt'"),
         ({"done_markers": False}, "did you mean `done_marker`?"),
         ({"usage": "no"}, "'no' is not true or false"),

@@ -8,7 +8,7 @@ import pytest
 
 from engine.boot import BOOT_HEADER, boot_id
 from kvbench.load.completion import Completion, judge
-from kvbench.load.http import Dialect
+from kvbench.load.dialect import Dialect
 from kvbench.load.samples import Clocked, Outcome, Sample, write_outcome
 from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import (

@@ -12,7 +12,8 @@ import pytest
 from transformers import GenerationConfig
 
 from engine.server.protocol import ChatBody, CompletionBody, parse
-from kvbench.load.http import Address, http_request
+from kvbench.load.dialect import http_request
+from kvbench.load.http import Address
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestSpec
 

@@ -1,0 +1,133 @@
+"""A request of a load as its server takes it: which API, which fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, field_validator
+
+from kvbench.common.schema import StrictModel
+from kvbench.common.secrets import api_key
+from kvbench.load.endpoints import ENDPOINTS, Endpoint
+from kvbench.load.http import Address, call_bytes
+from kvbench.requests.request import ANSWERS, RequestSpec
+from kvbench.workload.request_form import EndpointName, check_extra_body
+
+if TYPE_CHECKING:
+    from kvbench.load.spec import LoadSpec
+
+_FINISHED = ("length", "stop", "eos", "eos_token", "stop_sequence", "tool_calls", "function_call")
+
+
+class Dialect(StrictModel):
+    """What a server's API takes and sends. The defaults are those of vLLM and of the built-in server.
+
+    ``endpoint``: which of ``ENDPOINTS`` the load is sent to.
+    ``done_marker``: streams end with the API's end mark. ``stream_options``: ``stream_options.include_usage`` is sent.
+    ``usage``: the server reports usage (without it, output tokens are the streamed ids, else the chunks with
+    content). ``token_id_prompts``: a prompt may be a list of token ids (else its text is sent). ``ignore_eos``: the
+    field of that name is understood and sent. ``return_token_ids``: likewise. ``max_completion_tokens``: that field
+    takes the place of ``max_tokens``. ``extra_body``: merged into each request's JSON.
+    ``answers``: those of n, best_of and beam_width that a request may have. ``returns_all_beams``: n must be that
+    width.
+    ``keep_alive``: a connection may carry several requests; False for a server that closes it without saying so.
+    ``finish_reasons``: those of a stream that came to its end; any other (abort, error, timeout) is a failure.
+    """
+
+    endpoint: EndpointName = "completions"
+    done_marker: bool = True
+    stream_options: bool = True
+    usage: bool = True
+    token_id_prompts: bool = True
+    ignore_eos: bool = True
+    return_token_ids: bool = True
+    max_completion_tokens: bool = False
+    answers: list[str] = Field(default_factory=lambda: [*ANSWERS])
+    returns_all_beams: bool = False
+    keep_alive: bool = True
+    finish_reasons: list[str] = Field(default_factory=lambda: [*_FINISHED])
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def api(self) -> Endpoint:
+        """The row of its endpoint."""
+        return ENDPOINTS[self.endpoint]
+
+    def at(self, endpoint: str) -> Dialect:
+        """The same server's at another endpoint, without what that does not have."""
+        return self.model_copy(update={"endpoint": endpoint, **ENDPOINTS[endpoint].lacks})
+
+    def refusal(self, answers: Mapping[str, int | None]) -> str | None:
+        """Why the server cannot be asked for ``answers`` (n, best_of and beam_width); None if it can."""
+        wanted = {name: value for name, value in answers.items() if value and (value > 1 or name == "beam_width")}
+        if unknown := [name for name in wanted if name not in self.answers]:
+            return f"it has no {' and no '.join(unknown)}"
+        beams = wanted.get("beam_width", 1)
+        if self.returns_all_beams and beams > wanted.get("n", 1):
+            return f"it returns all {beams} beams, so n must be {beams}"
+        return None
+
+    @field_validator("extra_body")
+    @classmethod
+    def _not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return check_extra_body(value)
+
+    def body(self, model: str, request: RequestSpec, temperature: float) -> dict[str, Any]:
+        """The fields of a request, without those of a stream."""
+        limit = "max_completion_tokens" if self.max_completion_tokens else self.api.limit
+        fields = {"model": model, **self.api.prompt(request), limit: request.max_tokens, "temperature": temperature}
+        return {**fields, **self.api.fields, **self.extra_body}
+
+    def streamed_body(self, model: str, request: RequestSpec, temperature: float, ignore_eos: bool) -> dict[str, Any]:
+        """The fields of a request whose answer is streamed."""
+        fields = self.body(model, request, temperature) | {"stream": True, **_answers(request)}
+        if self.ignore_eos:
+            fields["ignore_eos"] = ignore_eos
+        if self.stream_options:
+            fields["stream_options"] = {"include_usage": True}
+        if self.return_token_ids:
+            fields["return_token_ids"] = True
+        return fields | self.extra_body
+
+
+OPENAI = Dialect()
+
+
+def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> bytes:
+    """The whole request, head and body, in the dialect of the load's server.
+
+    ValueError for a prompt that the server cannot be sent, or a key that is not where the spec says.
+    """
+    dialect, known = spec.dialect, request.canary is not None  # what a greedy answer of that length is
+    if request.prompt is None and not dialect.token_id_prompts:
+        raise ValueError(
+            f"request {request.index} is a prompt of token ids, which this server does not take; give it text: prompts "
+            "of kind text with send_text: true."
+        )
+    temperature = 0.0 if known else spec.temperature
+    body = dialect.streamed_body(spec.model, request, temperature, spec.ignore_eos or known)
+    if spec.send_priority and request.priority:  # 0 is what a server takes where nothing is said
+        body["priority"] = request.priority
+    payload = json.dumps(body, separators=(",", ":")).encode()
+    key = api_key(spec.api_key_env) if spec.api_key_env else None
+    head = [
+        "Accept: text/event-stream",
+        "x-kvbench-stamp: 1",  # the built-in server then says when it sent each chunk; others ignore it
+        *(["x-kvbench-kv-facts: 1"] if known else []),  # and where the answer's KV was
+        *([] if dialect.keep_alive else ["Connection: close"]),
+        *([f"Authorization: Bearer {key}"] if key else []),
+        *dialect.api.header_lines(key),
+    ]
+    return call_bytes(address, "POST", dialect.api.path, head, payload)
+
+
+def _answers(request: RequestSpec) -> dict[str, Any]:
+    """How many sequences are drawn and returned, in vLLM's names: ``best_of`` is also how many beams there are."""
+    fields: dict[str, Any] = {"n": request.n} if request.n > 1 else {}
+    if request.beam_width is not None:
+        fields |= {"use_beam_search": True, "temperature": 0.0}  # which samples nothing
+    if request.width > request.n:
+        fields["best_of"] = request.width
+    return fields

@@ -1,0 +1,30 @@
+"""The form of a load's requests: the API that they are sent to, and further fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+EndpointName = Literal["completions", "chat", "responses", "messages"]
+"""OpenAI's three APIs and Anthropic's."""
+_OURS = ("model", "prompt", "messages", "input", "max_tokens", "max_output_tokens", "stream")
+
+
+@dataclass(frozen=True)
+class RequestForm:
+    """The form that a load asks for. ``endpoint``: None: completions, or what the server has."""
+
+    endpoint: EndpointName | None = None
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+
+DEFAULT_FORM = RequestForm()
+
+
+def check_extra_body(fields: dict[str, Any]) -> dict[str, Any]:
+    """The further fields of a request's JSON. Raises ValueError for one that the load sets."""
+    for name in fields:
+        if name in _OURS:
+            raise ValueError(f"extra_body cannot set {name!r}: the load sets it; remove it.")
+    return fields
