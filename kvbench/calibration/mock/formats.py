@@ -6,18 +6,20 @@ import json
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvbench.calibration.mock.deltas import CALL, EMPTY, HIDDEN, REFUSAL, ROLE, TEXT, THOUGHTS, Plan, script
 from kvbench.calibration.mock.settings import MockSettings
 
-_FUNCTION, _SIGNATURE = "count_words", "bW9jaw=="  # of a call, and of thoughts
+_FUNCTION, _SIGNATURE = "count_words", "bW9jaw=="  # of calls, and of thoughts
 _TOKENS = 16  # of an answer, where the request sets no limit
 _ASSISTANT = {"role": "assistant", "content": ""}
 
+Event = dict[str, Any]
+
 
 class Format:
-    """One answer, which an endpoint's own class writes.
+    """One answer; a class for each endpoint has ``delta``, ``end`` and ``whole`` (which comes after all deltas).
 
     ``limits``: the token limit's names in a request; ``prompts``: those of the prompt's parts, of which the last is
     needed; ``own``: the endpoint's names of the kinds of deltas that it has; ``reasons``: why an answer ended, where it
@@ -34,55 +36,35 @@ class Format:
         self.plan = plan = Plan(script(settings.deltas), most, settings.tokens_per_chunk, settings.textless)
         if lacking := [kind for kind, *_ in plan.runs if kind not in (*self.own, EMPTY, HIDDEN)]:
             raise ValueError(f"it has no {lacking[0]} deltas, but {', '.join(self.own)}, {EMPTY} and {HIDDEN}")
-        self._prompt_tokens, self._cached = prompt_tokens, settings.cached_tokens
-        if "prompt" not in self.prompts:
-            self._prompt_tokens += settings.template_tokens
+        self._prompt = prompt_tokens + (0 if "prompt" in self.prompts else settings.template_tokens)
+        self._cached = settings.cached_tokens
         self._with_ids = bool(body.get("return_token_ids")) and settings.fault != "no_ids"
         self._with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         limited, stopped, called = self.reasons
         self._reason = called if plan.runs[-1][0] == CALL else limited if plan.limited else stopped
-        self._head = {"id": "mock", "model": "mock", "created": int(time.time())}
+        self._head: Event = {"id": "mock", "model": "mock", "created": int(time.time())}
 
     def beginning(self) -> list[str]:
         """Events before the first delta."""
         return []
 
-    def delta(self, kind: str, text: str, begin: int, end: int, place: int, sent: str) -> str:
-        """Events of a delta (see ``Plan.deltas``). ``sent``: last fields of the event that has the delta."""
-        raise NotImplementedError
-
-    def end(self) -> list[str]:
-        """Events after the last delta."""
-        raise NotImplementedError
-
-    def whole(self) -> dict[str, Any]:
-        """The answer to a request without ``stream``."""
-        raise NotImplementedError
-
-    def _parts(self) -> list[tuple[str, str]]:
-        """Consecutive deltas of one kind as one text each, with the endpoint's name of the kind."""
-        parts = list[tuple[str, str]]()
-        for kind, text, _, _, place in filter(None, self.plan.deltas()):
-            if kind not in (ROLE, EMPTY):
-                joins = parts and parts[-1][0] == self.own[kind] and not (kind == CALL and place == 0)
-                parts.append((self.own[kind], (parts.pop()[1] if joins else "") + text))
-        return parts
-
-    def _usage(self) -> dict[str, Any]:
-        """The usage as completions and chat tell it."""
-        prompt, output = self._prompt_tokens, self.plan.tokens
+    def _usage(self, prompt: str = "prompt", output: str = "completion") -> Event:
+        """The usage in OpenAI's two namings."""
         return {
-            "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": self._cached},
-            "completion_tokens_details": {"reasoning_tokens": self.plan.thoughts},
-        }  # fmt: skip
+            f"{prompt}_tokens": self._prompt,
+            f"{output}_tokens": self.plan.tokens,
+            "total_tokens": self._prompt + self.plan.tokens,
+            f"{prompt}_tokens_details": {"cached_tokens": self._cached},
+            f"{output}_tokens_details": {"reasoning_tokens": self.plan.thoughts},
+        }
 
 
-def _data(body: Mapping[str, Any], sent: str = "") -> str:
+def _data(body: Event, sent: str = "") -> str:
+    """An event of that body, with further fields ``sent``."""
     return f"data: {json.dumps(body)[:-1]}{sent}}}\n\n"
 
 
-def _typed(body: Mapping[str, Any], sent: str = "") -> str:
+def _typed(body: Event, sent: str = "") -> str:
     return f"event: {body['type']}\n{_data(body, sent)}"
 
 
@@ -105,8 +87,8 @@ class Completions(Format):
         last = [self.delta(EMPTY, "", tokens, tokens, 0, "")] if hidden else []
         return [*last, _data(self._head | {"choices": [], "usage": self._usage()}), "data: [DONE]\n\n"]
 
-    def whole(self) -> dict[str, Any]:
-        text = "".join(text for _, text in self._parts())
+    def whole(self) -> Event:
+        text = "".join(delta[1] for delta in self.plan.deltas() if delta)
         choice = {"index": 0, "text": text, "finish_reason": self._reason, "logprobs": None}
         return self._head | {"object": "text_completion", "choices": [choice], "usage": self._usage()}
 
@@ -116,23 +98,38 @@ class Chat(Format):
 
     limits = ("max_completion_tokens", "max_tokens")
     own = MappingProxyType({kind: kind for kind in (*THOUGHTS, REFUSAL, CALL, ROLE)} | {TEXT: "content"})
-    _call = -1  # number of the newest
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._message: Event = {"role": "assistant", "content": None, "refusal": None}
 
     def beginning(self) -> list[str]:
         return [] if self.plan.runs[0][0] == ROLE else [self._chunk(_ASSISTANT)]
 
     def delta(self, kind: str, text: str, begin: int, end: int, place: int, sent: str) -> str:
-        ids = {"token_ids": list(range(begin, end))} if self._with_ids else {}
+        name = self.own.get(kind, "content")
+        value: Any = text
         if kind == ROLE:
             return self._chunk(_ASSISTANT, sent)
         if kind == CALL:
-            self._call += place == 0
-            call = _call(self._call, text) if place == 0 else {"function": {"arguments": text}}
-            return self._chunk({CALL: [{"index": self._call} | call]}, sent, **ids)
-        name = self.own.get(kind, "content")
-        return self._chunk({name: _words(name, text)}, sent, **ids)
+            value = [self._call(text, place == 0)]
+        else:
+            if kind == "reasoning_details":
+                value = [{"type": "reasoning.text", "text": text, "index": 0}]
+            self._message[name] = (self._message.get(name) or type(value)()) + value
+        ids = {"token_ids": list(range(begin, end))} if self._with_ids else {}
+        return self._chunk({name: value}, sent, **ids)
 
-    def _chunk(self, delta: Mapping[str, Any], sent: str = "", reason: str | None = None, **ids: Any) -> str:
+    def _call(self, arguments: str, named: bool) -> Event:
+        calls = self._message.setdefault(CALL, [])
+        if named:
+            function = {"name": _FUNCTION, "arguments": arguments}
+            calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
+            return {"index": len(calls) - 1, **calls[-1]}
+        calls[-1]["function"]["arguments"] += arguments
+        return {"index": len(calls) - 1, "function": {"arguments": arguments}}
+
+    def _chunk(self, delta: Event, sent: str = "", reason: str | None = None, **ids: Any) -> str:
         choice = {"index": 0, "delta": delta, "finish_reason": reason, **ids}
         usage = {"usage": None} if self._with_usage else {}
         return _data(self._head | {"object": "chat.completion.chunk", "choices": [choice]} | usage, sent)
@@ -142,38 +139,25 @@ class Chat(Format):
         told = [_data(usage)] if self._with_usage else []
         return [self._chunk({}, reason=self._reason), *told, "data: [DONE]\n\n"]
 
-    def whole(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
-        for name, text in self._parts():
-            before = message.get(name)
-            part = [_call(len(before or ()), text)] if name == CALL else _words(name, text)
-            message[name] = part if before is None else before + part
-        choice = {"index": 0, "message": message, "finish_reason": self._reason, "logprobs": None}
+    def whole(self) -> Event:
+        choice = {"index": 0, "message": self._message, "finish_reason": self._reason, "logprobs": None}
         return self._head | {"object": "chat.completion", "choices": [choice], "usage": self._usage()}
-
-
-def _call(number: int, arguments: str) -> dict[str, Any]:
-    return {"id": f"call_{number}", "type": "function", "function": {"name": _FUNCTION, "arguments": arguments}}
-
-
-def _words(name: str, text: str) -> Any:
-    return [{"type": "reasoning.text", "text": text, "index": 0}] if name == "reasoning_details" else text
 
 
 class _Blocks(Format):
     """An answer of typed events, in which consecutive tokens of one kind are a block.
 
-    The endpoint's class writes a block and the events of its beginning, its deltas and its end.
+    The endpoint's class writes a ``_block`` and the events by which it is ``_opened``, ``_written`` and ``_closed``.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._blocks = list[dict[str, Any]]()  # those that ended
+        self._blocks = list[Event]()  # those that ended
         self._name, self._text = "", ""  # of the open one
 
     def delta(self, kind: str, text: str, begin: int, end: int, place: int, sent: str) -> str:
         name = (self._name or self.own[TEXT]) if kind == EMPTY else self.own[kind]
-        events, called = list[dict[str, Any]](), kind == CALL and place == 0
+        events, called = list[Event](), kind == CALL and place == 0
         if name != self._name or called:
             events = [*self._close(), *self._opened(name)]
             self._name = name
@@ -182,123 +166,110 @@ class _Blocks(Format):
             self._text += text
         return "".join([_typed(event, sent if event is events[-1] else "") for event in events])
 
-    def _close(self, status: str = "completed") -> list[dict[str, Any]]:
+    def _close(self, status: str = "completed") -> list[Event]:
         """Ends the open block, if there is one; its last events."""
         if not self._name:
             return []
-        block = self._block(self._name, self._text, len(self._blocks), status)
+        block = self._block(self._name, self._text, status)
         events = self._closed(self._name, block)
         self._blocks.append(block)
         self._text = ""
         return events
 
-    def _whole_blocks(self) -> list[dict[str, Any]]:
-        return [self._block(name, text, number, "completed") for number, (name, text) in enumerate(self._parts())]
-
-
-class _Item(NamedTuple):
-    """An item of the Responses API. ``words``: the field of its text, in its one part (a call has none)."""
-
-    item: Mapping[str, Any]
-    part: Mapping[str, Any]
-    words: str = "text"
-    parts: str = "content"
-    event: str = "content_part"  # of a part that is added or done
-
 
 _ARGUMENTS = "function_call_arguments"
 _ITEMS = {
-    "output_text": _Item({"type": "message", "role": "assistant"}, {"type": "output_text", "annotations": []}),
-    "refusal": _Item({"type": "message", "role": "assistant"}, {"type": "refusal"}, "refusal"),
-    "reasoning_text": _Item({"type": "reasoning", "summary": []}, {"type": "reasoning_text"}),
-    "reasoning_summary_text": _Item(
-        {"type": "reasoning"}, {"type": "summary_text"}, parts="summary", event="reasoning_summary_part"
-    ),
-    _ARGUMENTS: _Item({"type": "function_call", "name": _FUNCTION}, {}, "arguments"),
+    "output_text": ("message", "content", "output_text", "text"),
+    "refusal": ("message", "content", "refusal", "refusal"),
+    "reasoning_text": ("reasoning", "content", "reasoning_text", "text"),
+    "reasoning_summary_text": ("reasoning", "summary", "summary_text", "text"),
+    _ARGUMENTS: ("function_call", "", "", "arguments"),
 }
-"""Item by the name of its deltas."""
+"""Type of an item, the field of its part, the part's type and the field of its text, by the name of its deltas."""
+_FIELDS = {
+    "message": {"role": "assistant"},
+    "reasoning": {"summary": []},
+    "function_call": {"name": _FUNCTION},
+    "output_text": {"annotations": []},
+}
+"""Further fields, by the type of an item or a part."""
 
 
 class Responses(_Blocks):
-    """OpenAI's Responses API."""
+    """OpenAI's Responses API, in which a block is an item of the output."""
 
     limits, prompts = ("max_output_tokens",), ("instructions", "input")
-    own = MappingProxyType({
-        TEXT: "output_text", REFUSAL: "refusal", CALL: _ARGUMENTS, "reasoning_content": "reasoning_text",
-        "reasoning": "reasoning_text", "reasoning_details": "reasoning_summary_text",
-    })  # fmt: skip
+    own = MappingProxyType(
+        dict.fromkeys(THOUGHTS, "reasoning_text")
+        | {"reasoning_details": "reasoning_summary_text", TEXT: "output_text", REFUSAL: "refusal", CALL: _ARGUMENTS}
+    )
     reasons = ("incomplete", "completed", "completed")
     _number = -1  # of the newest event
 
     def beginning(self) -> list[str]:
-        answer = self._answer("in_progress", None)
-        return [_typed(self._event(kind, response=answer)) for kind in ("created", "in_progress")]
+        return [_typed(self._event(kind, response=self._answer("in_progress"))) for kind in ("created", "in_progress")]
 
     def end(self) -> list[str]:
         events = self._close(self._reason)
-        events.append(self._event(self._reason, response=self._answer(self._reason, self._usage())))
+        events.append(self._event(self._reason, response=self._answer(self._reason)))
         return [_typed(event) for event in events]
 
-    def whole(self) -> dict[str, Any]:
-        self._blocks = self._whole_blocks()
-        return self._answer(self._reason, self._usage())
+    def whole(self) -> Event:
+        self._close(self._reason)
+        return self._answer(self._reason)
 
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **fields: Any) -> Event:
         self._number += 1
         return {"type": f"response.{kind}", **fields, "sequence_number": self._number}
 
-    def _block(self, name: str, text: str, number: int, status: str) -> dict[str, Any]:
-        item = {"id": f"item_{number}", **_ITEMS[name].item, "status": status}
-        if name == _ARGUMENTS:
-            return item | {"call_id": f"call_{number}", "arguments": text}
-        return item | {_ITEMS[name].parts: [] if status == "in_progress" else [_part(name, text)]}
+    def _place(self, name: str) -> Event:
+        """Where the open item is, and in it the only part."""
+        number, holder = len(self._blocks), _ITEMS[name][1]
+        return {"item_id": f"item_{number}", "output_index": number} | ({f"{holder}_index": 0} if holder else {})
 
-    def _opened(self, name: str) -> list[dict[str, Any]]:
+    def _part(self, name: str, what: str) -> list[Event]:
+        """The event that says ``what`` of the part, with the text until now."""
+        _, holder, part, words = _ITEMS[name]
+        if not holder:
+            return []
+        event = "reasoning_summary_part" if holder == "summary" else "content_part"
+        content = {"type": part, words: self._text} | _FIELDS.get(part, {})
+        return [self._event(f"{event}.{what}", **self._place(name), part=content)]
+
+    def _block(self, name: str, text: str, status: str) -> Event:
+        kind, holder, part, words = _ITEMS[name]
         number = len(self._blocks)
-        item = self._block(name, "", number, "in_progress")
-        return [self._event("output_item.added", output_index=number, item=item), *self._part_event(name, "added")]
+        item = {"id": f"item_{number}", "type": kind, "status": status} | _FIELDS[kind]
+        if not holder:
+            return item | {"call_id": f"call_{number}", words: text}
+        return item | {holder: [{"type": part, words: text} | _FIELDS.get(part, {})] if text else []}
 
-    def _written(self, name: str, text: str) -> dict[str, Any]:
+    def _opened(self, name: str) -> list[Event]:
+        item = self._block(name, "", "in_progress")
+        return [
+            self._event("output_item.added", output_index=len(self._blocks), item=item),
+            *self._part(name, "added"),
+        ]
+
+    def _written(self, name: str, text: str) -> Event:
         logprobs = {"logprobs": []} if name == "output_text" else {}
         return self._event(f"{name}.delta", **self._place(name), delta=text, **logprobs)
 
-    def _closed(self, name: str, block: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _closed(self, name: str, block: Event) -> list[Event]:
         return [
-            self._event(f"{name}.done", **self._place(name), **{_ITEMS[name].words: self._text}),
-            *self._part_event(name, "done"),
+            self._event(f"{name}.done", **self._place(name), **{_ITEMS[name][3]: self._text}),
+            *self._part(name, "done"),
             self._event("output_item.done", output_index=len(self._blocks), item=block),
         ]
 
-    def _part_event(self, name: str, what: str) -> list[dict[str, Any]]:
-        if name == _ARGUMENTS:
-            return []
-        return [self._event(f"{_ITEMS[name].event}.{what}", **self._place(name), part=_part(name, self._text))]
-
-    def _place(self, name: str) -> dict[str, Any]:
-        number, index = len(self._blocks), {"content": "content_index", "summary": "summary_index"}
-        part = {} if name == _ARGUMENTS else {index[_ITEMS[name].parts]: 0}
-        return {"item_id": f"item_{number}", "output_index": number, **part}
-
-    def _usage(self) -> dict[str, Any]:
-        prompt, output = self._prompt_tokens, self.plan.tokens
-        return {
-            "input_tokens": prompt, "output_tokens": output, "total_tokens": prompt + output,
-            "input_tokens_details": {"cached_tokens": self._cached},
-            "output_tokens_details": {"reasoning_tokens": self.plan.thoughts},
-        }  # fmt: skip
-
-    def _answer(self, status: str, usage: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _answer(self, status: str) -> Event:
+        head = {"id": "resp_mock", "object": "response", "created_at": self._head["created"], "model": "mock"}
+        asked = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "temperature": 1.0, "top_p": 1.0}
+        nothing = dict.fromkeys(("error", "instructions", "metadata"))
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {
-            "id": "resp_mock", "object": "response", "created_at": self._head["created"], "status": status,
-            "model": "mock", "error": None, "incomplete_details": incomplete, "instructions": None, "metadata": {},
-            "output": self._blocks, "parallel_tool_calls": True, "tool_choice": "auto", "tools": [],
-            "temperature": 1.0, "top_p": 1.0, "usage": usage,
-        }  # fmt: skip
-
-
-def _part(name: str, text: str) -> dict[str, Any]:
-    return {**_ITEMS[name].part, _ITEMS[name].words: text}
+        usage = None if status == "in_progress" else self._usage("input", "output")
+        result = {"output": self._blocks, "usage": usage, "status": status, "incomplete_details": incomplete}
+        return head | asked | nothing | result
 
 
 _DELTAS = {
@@ -310,58 +281,57 @@ _DELTAS = {
 
 
 class Messages(_Blocks):
-    """Anthropic's messages."""
+    """Anthropic's messages, in which a block is one of the content."""
 
     prompts = ("system", "messages")
     own = MappingProxyType(dict.fromkeys(THOUGHTS, "thinking") | {TEXT: "text", CALL: "tool_use"})
     reasons = ("max_tokens", "end_turn", "tool_use")
 
     def beginning(self) -> list[str]:
-        message = self._message(None, []) | {"usage": self._counts(1)}
-        return [_typed({"type": "message_start", "message": message}), _typed({"type": "ping"})]
+        return [_typed({"type": "message_start", "message": self._answer(None, 1)}), _typed({"type": "ping"})]
 
     def end(self) -> list[str]:
-        stopped = {"stop_reason": self._reason, "stop_sequence": None}
-        last = {"type": "message_delta", "delta": stopped, "usage": self._usage()}
+        answer = self._answer(self._reason, self.plan.tokens)
+        stopped = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
+        last = {"type": "message_delta", "delta": stopped, "usage": answer["usage"]}
         return [_typed(event) for event in (*self._close(), last, {"type": "message_stop"})]
 
-    def whole(self) -> dict[str, Any]:
-        return self._message(self._reason, self._whole_blocks()) | {"usage": self._usage()}
+    def whole(self) -> Event:
+        self._close()
+        return self._answer(self._reason, self.plan.tokens)
 
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": f"content_block_{kind}", "index": len(self._blocks), **fields}
 
-    def _block(self, name: str, text: str, number: int, status: str) -> dict[str, Any]:
+    def _block(self, name: str, text: str, status: str) -> Event:
         if name == "tool_use":
-            return {"type": name, "id": f"toolu_{number}", "name": _FUNCTION, "input": json.loads(text or "{}")}
-        signature = {"signature": "" if status == "in_progress" else _SIGNATURE} if name == "thinking" else {}
-        return {"type": name, name: text, **signature}
+            call = {"id": f"toolu_{len(self._blocks)}", "name": _FUNCTION, "input": json.loads(text or "{}")}
+            return {"type": name} | call
+        signature = {"signature": _SIGNATURE if text else ""} if name == "thinking" else {}
+        return {"type": name, name: text} | signature
 
-    def _opened(self, name: str) -> list[dict[str, Any]]:
-        return [self._event("start", content_block=self._block(name, "", len(self._blocks), "in_progress"))]
+    def _opened(self, name: str) -> list[Event]:
+        return [self._event("start", content_block=self._block(name, "", "in_progress"))]
 
-    def _written(self, name: str, text: str) -> dict[str, Any]:
+    def _written(self, name: str, text: str) -> Event:
         kind, field = _DELTAS[name]
         return self._event("delta", delta={"type": kind, field: text})
 
-    def _closed(self, name: str, block: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _closed(self, name: str, block: Event) -> list[Event]:
         signed = self._event("delta", delta={"type": "signature_delta", "signature": _SIGNATURE})
         return [*([signed] if name == "thinking" else []), self._event("stop")]
 
-    def _message(self, reason: str | None, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": "msg_mock", "type": "message", "role": "assistant", "model": "mock", "content": content}
-        return head | {"stop_reason": reason, "stop_sequence": None}
-
-    def _usage(self) -> dict[str, Any]:
-        return self._counts(self.plan.tokens) | {"output_tokens_details": {"thinking_tokens": self.plan.thoughts}}
-
-    def _counts(self, output: int) -> dict[str, Any]:
-        fresh = self._prompt_tokens - self._cached  # Anthropic counts them apart
-        cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": self._cached}
-        return {"input_tokens": fresh, **cached, "output_tokens": output}
+    def _answer(self, reason: str | None, output: int) -> Event:
+        head = {"id": "msg_mock", "type": "message", "role": "assistant", "model": "mock", "content": self._blocks}
+        fresh = self._prompt - self._cached  # they are counted apart here
+        usage = {"input_tokens": fresh, "cache_read_input_tokens": self._cached, "cache_creation_input_tokens": 0}
+        usage |= {"output_tokens": output}
+        if reason:
+            usage["output_tokens_details"] = {"thinking_tokens": self.plan.thoughts}
+        return head | {"stop_reason": reason, "stop_sequence": None, "usage": usage}
 
 
-FORMATS: Mapping[str, type[Format]] = {
+FORMATS: Mapping[str, type[Any]] = {
     "completions": Completions,
     "chat": Chat,
     "responses": Responses,
