@@ -33,7 +33,7 @@ def script(text: str) -> tuple[Run, ...]:
         count = int(digits) if colon else None if rest else 1
         if kind == HELD and number < len(parts):
             held += count or 0
-        elif kind == HELD or (held and kind in (ROLE, HIDDEN)):
+        elif kind == HELD or (held and kind in (ROLE, EMPTY, HIDDEN)):
             raise ValueError(f"deltas {text!r}: held text comes with the next chunk, so text must follow it")
         else:
             runs.append(Run(kind, count, held))

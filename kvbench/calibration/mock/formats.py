@@ -33,6 +33,8 @@ class Format:
 
     def __init__(self, settings: MockSettings, body: Mapping[str, Any], prompt_tokens: int) -> None:
         most = next((int(body[name]) for name in self.limits if body.get(name)), _TOKENS)
+        if most < 1:
+            raise ValueError(f"{most} is no number of tokens; ask for 1 or more")
         self.plan = plan = Plan(script(settings.deltas), most, settings.tokens_per_chunk, settings.textless)
         if lacking := [kind for kind, *_ in plan.runs if kind not in (*self.own, EMPTY, HIDDEN)]:
             raise ValueError(f"it has no {lacking[0]} deltas, but {', '.join(self.own)}, {EMPTY} and {HIDDEN}")
@@ -331,7 +333,8 @@ class Messages(_Blocks):
         return head | {"stop_reason": reason, "stop_sequence": None, "usage": usage}
 
 
-FORMATS: Mapping[str, type[Any]] = {
+AnswerFormat = Completions | Chat | Responses | Messages
+FORMATS: Mapping[str, type[AnswerFormat]] = {
     "completions": Completions,
     "chat": Chat,
     "responses": Responses,

@@ -1,7 +1,7 @@
 """The mock server: one asyncio process that speaks enough HTTP/1.1 for the APIs of OpenAI and Anthropic.
 
 Routes: POST to the endpoints (under any prefix) and /tokenize, GET /health, /v1/models, /server_info, /metrics and
-/stamps (every request with its prompt, its receipt, and of each chunk that was due and sent, in seconds of
+/stamps (every request with its prompt, the kinds of its chunks in order, its receipt, due and send times in seconds of
 perf_counter, which all processes of a machine share).
 
 asyncio's own loop sends within ``write``, right after the stamp. uvloop, which gathers a turn's writes, gained nothing
@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvbench.calibration.mock.formats import FORMATS, Format
+from kvbench.calibration.mock.formats import FORMATS, AnswerFormat
 from kvbench.calibration.mock.settings import MockSettings
 from kvbench.common.errors import UsageError
 from kvbench.common.kernel_timer import DueCalls
@@ -60,7 +60,7 @@ class Answer:
         transport: asyncio.Transport,
         pacer: Pacer,
         settings: MockSettings,
-        form: Format,
+        form: AnswerFormat,
         stamp: dict[str, Any],
         *,
         stamped: bool,
@@ -266,7 +266,7 @@ class Connection(asyncio.Protocol):
         answer = {"count": len(ids), "max_model_len": settings.max_model_len, "tokens": ids}
         self._transport.write(response("200 OK", answer))
 
-    def _complete(self, form: type[Format], head: bytes, raw: bytes, received: float) -> None:
+    def _complete(self, form: type[AnswerFormat], head: bytes, raw: bytes, received: float) -> None:
         state = self._state
         number = state.requests
         state.requests += 1
@@ -274,9 +274,8 @@ class Connection(asyncio.Protocol):
             body = json.loads(raw)
             settings = state.settings.for_request(number, str(body["model"]))
             *others, needed = form.prompts
-            prompt = prompt_of(
-                [*(body[name] for name in others if name in body), body[needed]] if others else body[needed]
-            )
+            parts = [*(body[name] for name in others if name in body), body[needed]]
+            prompt = prompt_of(parts if len(parts) > 1 else parts[0])
             answer = form(settings, body, count_tokens(prompt))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             self._refuse("400 Bad Request", f"not a request of this endpoint: {error}")

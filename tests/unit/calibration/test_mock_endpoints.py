@@ -209,13 +209,18 @@ def test_deltas_go_out_at_their_moments(url: str, endpoint: str, deltas: str, mo
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "kind"),
-    [("completions", "reasoning"), ("completions", "tool_calls"), ("messages", "refusal"), ("responses", "role")],
-)
-def test_a_kind_that_an_endpoint_lacks_is_refused(url: str, endpoint: str, kind: str) -> None:
+    ("endpoint", "deltas", "fields", "words"),
+    [
+        ("completions", "text,reasoning", {}, "no reasoning"), ("completions", "tool_calls", {}, "no tool_calls"),
+        ("messages", "refusal", {}, "no refusal deltas"), ("responses", "role,text", {}, "no role deltas"),
+        ("chat", "text", {"max_tokens": -1}, "-1"), ("chat", "text", {"max_tokens": "many"}, "many"),
+        ("chat", "text", {"messages": 5}, "int"), ("responses", "text", {"input": [[1]]}, "list"),
+    ],
+)  # fmt: skip
+def test_what_an_endpoint_has_no_answer_to_is_refused(url, endpoint, deltas, fields, words) -> None:
     with pytest.raises(urllib.error.HTTPError, match="400") as refused:
-        post(url, PATHS[endpoint], **body_of(endpoint, 6, model=f"mock?deltas=text,{kind}"))
-    assert f"no {kind} deltas" in json.loads(refused.value.read())["error"]["message"]
+        post(url, PATHS[endpoint], **body_of(endpoint, 6, model=f"mock?deltas={deltas}") | fields)
+    assert words in json.loads(refused.value.read())["error"]["message"]
 
 
 def test_a_plan_ends_with_the_limit_or_with_the_script() -> None:
@@ -268,6 +273,7 @@ def test_tokenize_counts_words_and_the_template(url: str) -> None:
     [
         ("thoughts:3", "thoughts"), ("text:0", "'0'"), ("text:-1", "'-1'"), ("text:", "''"), ("", "''"),
         ("text,held", "must follow"), ("held:2,hidden:2,text", "must follow"), ("held,role,text", "must follow"),
+        ("held,empty,text", "must follow"),
     ],
 )  # fmt: skip
 def test_an_impossible_script_is_refused_by_the_command_and_for_one_request(url, capsys, deltas, words) -> None:
