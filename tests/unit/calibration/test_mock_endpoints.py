@@ -259,6 +259,23 @@ def test_only_the_endpoints_that_were_named_are_served() -> None:
                 post(address, PATHS[endpoint], **body_of(endpoint, 4, model="mock"))
 
 
+def test_each_official_client_sends_its_key_in_its_own_header() -> None:
+    with own_mock("--api-key-env", "MOCK_KEY", MOCK_KEY="right") as (_, address):
+        for key in ("right", "wrong"):
+            with (
+                openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0) as client,
+                anthropic.Anthropic(base_url=address, api_key=key, max_retries=0) as claude,
+            ):
+                calls = (lambda: client.responses.create(model="mock", input=PROMPT),
+                         lambda: claude.messages.create(model="mock", messages=MESSAGES, max_tokens=2))  # fmt: skip
+                for call in calls:
+                    if key == "right":
+                        assert call().id
+                        continue
+                    with pytest.raises((openai.AuthenticationError, anthropic.AuthenticationError)):
+                        call()
+
+
 def test_tokenize_counts_words_and_the_template(url: str) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "two words"}, {"type": "image_url"}]}]
     for body, count in (({"prompt": PROMPT}, 4), ({"messages": MESSAGES}, 4 + TEMPLATE), ({"messages": parts}, 5)):
