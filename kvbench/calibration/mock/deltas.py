@@ -29,8 +29,7 @@ def script(text: str) -> tuple[Run, ...]:
             raise ValueError(f"deltas {text!r}: there is no kind {kind!r}; it is one of {', '.join(KINDS)}")
         if colon and not (digits.isdecimal() and int(digits)):
             raise ValueError(f"deltas {text!r}: {digits!r} is no number of tokens from 1 on; write {kind}:4")
-        rest = number == len(parts) and kind != ROLE
-        count = int(digits) if colon else None if rest else 1
+        count = int(digits) if colon else 1 if number < len(parts) else None
         if kind == HELD and number < len(parts):
             held += count or 0
         elif kind == HELD or (held and kind in (ROLE, EMPTY, HIDDEN)):
