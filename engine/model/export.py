@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.tokenizer.words import CHAT_TEMPLATE
+
 if TYPE_CHECKING:
     from engine.model.loader import LoadedModel
 
@@ -74,7 +76,7 @@ def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
 
     tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(vocab_size)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

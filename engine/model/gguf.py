@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.tokenizer.words import CHAT_TEMPLATE
+
 if TYPE_CHECKING:
     import torch
     from gguf import GGUFWriter
@@ -133,6 +135,7 @@ def _add_words(writer: GGUFWriter, vocab_size: int) -> None:
     writer.add_token_scores([0.0] * vocab_size)
     writer.add_token_types([TokenType.NORMAL] * vocab_size)
     writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
 
 
 def _add_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:

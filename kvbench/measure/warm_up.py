@@ -39,7 +39,7 @@ _MARGIN_S = 30.0
 _LOOK_S = 1.0  # between looks at the health of a server that has not answered
 _UNHEALTHY_LOOKS = 2
 _SILENT_S = 30.0  # a busy engine may hold the interpreter for one long step
-_FIRST_WORD = "Warm-up:"
+_FIRST_WORD = "0"  # every tokenizer has it, also one of the words of ids; llama.cpp refuses what its vocabulary lacks
 _SEED = 0x5EED  # other lengths and contents than any measured request, where they are drawn
 
 

@@ -395,10 +395,10 @@ class Target:
             return None
         raise MeasurementError(self.http.said(path, answer))
 
-    def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> None:
+    def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> dict[str, Any]:
         """One unmeasured completion (warm-up, priming). Raises MeasurementError; RefusedError if it cannot succeed."""
         dialect = self.dialect
-        body = dialect.body(self.model.name, self._request(prompt, max_tokens), 0.0)
+        body = {"stream": False, **dialect.body(self.model.name, self._request(prompt, max_tokens), 0.0)}
         headers = dialect.api.header_lines(self.http.key)
         answer = self.http.call("POST", dialect.api.path, body=body, timeout_s=timeout_s, headers=headers)
         self.http.check_access(answer)
@@ -409,6 +409,7 @@ class Target:
             raise (RefusedError if answer.status in REFUSED else MeasurementError)(
                 self.http.said(dialect.api.path, answer)
             )
+        return whole
 
     def _request(self, prompt: Any, max_tokens: int) -> RequestSpec:
         """A request for a text or token ids, of which a text is made where the server takes none."""
@@ -421,10 +422,9 @@ class Target:
         """Asks how many tokens the chat template adds, where the server has /tokenize for messages."""
         if self.dialect.endpoint == "completions":
             return
-        text = self._make_text([1])
         counts = [
-            self._count_tokens({"messages": [{"role": "user", "content": text}]}),
-            self._count_tokens({"prompt": text, "add_special_tokens": False}),
+            self._count_tokens({"messages": [{"role": "user", "content": "a"}]}),
+            self._count_tokens({"prompt": "a", "add_special_tokens": False}),
         ]
         self.template_tokens = None if None in counts else counts[0] - counts[1]
 

@@ -197,6 +197,7 @@ def running_server(
 ) -> Callable[[], OpenAITarget]:
     """Makes the target of a server that runs already; ``flag``: of the URL. Raises UsageError."""
     require_url(flag, url)
+    preset.require_endpoint(form.endpoint)
     check_tls([name for name, value in options.items() if value], flag, url)
     ca_file = options.get("tls_ca_file")
     access = Access(options.get("api_key_env"), not options.get("no_tls_verify"), str(ca_file) if ca_file else None)
@@ -211,6 +212,7 @@ def _launched(
     workload: Workload, options: Mapping[str, Any], preset: Preset, template: CommandTemplate | None
 ) -> ChosenTarget:
     load, notes = workload.load, []
+    preset.require_endpoint(load.endpoint)
     if template is not None:
         if not options["only"]:  # else ``ChosenTarget.require`` looks at the cells that are left
             template.require(workload.sweep)

@@ -31,6 +31,9 @@ _VERSION_TIMEOUT_S = 60.0
 _CAPACITY = ("num_pages", "capacity_tokens", "page_size")
 # Begins a word, or stands behind = : , " ' and the like; a slash behind a name or a slash is not the root's.
 _ABSOLUTE_PATH = re.compile(r"(?<![\w/.~%+-])/(?:[^\s/\"'=:,]+/+)*([^\s/\"'=:,]+)/*")
+_PROMPT_TOKENS = ("prompt_tokens", "input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+_EOS_TAKEN_OUT = "the model folder has no end-of-sequence token where the load ignores it, since requests cannot say so"
+_EOS_IN_FILE = "an answer may end before its length, since requests cannot say that the end of a sequence is ignored"
 _Found = TypeVar("_Found")
 
 
@@ -192,6 +195,14 @@ class LaunchedTarget(ProcessTarget):
             raise MeasurementError(f"neither the model's config nor {self.preset.title} tells vocabulary and length")
         self.model = ModelFacts(str(row["id"]), int(vocab), length)
 
+    def learn_template(self) -> None:
+        """As ``Target``; else from the usage of a prompt that is one token without it."""
+        super().learn_template()
+        if self.template_tokens is None and self._text_of_ids is not None:
+            usage = self.complete([1], 1, self.start_timeout_s).get("usage") or {}
+            counts = [usage[name] for name in _PROMPT_TOKENS if isinstance(usage.get(name), int)]
+            self.template_tokens = sum(counts) - 1 if counts else None
+
     def _check_device(self, settings: Mapping[str, Any]) -> None:
         """Raises MeasurementError if the server does not run on the device that the workload asks for."""
         wanted, pattern = settings.get("device"), self.preset.device_pattern
@@ -236,10 +247,16 @@ class LaunchedTarget(ProcessTarget):
                 "title": self.preset.title,
                 "command": self._shown_command(),
                 "environment": {k: _shown(v) for k, v in self._environment.items() if v is not None},
-                "quirks": list(self.preset.quirks),
+                "quirks": [*self.preset.quirks_at(self.dialect.endpoint), *self._end_quirks()],
                 "notes": _binding_notes(self.preset.title, cores, threads),
             },
         }
+
+    def _end_quirks(self) -> list[str]:
+        """How answers end where requests cannot say that the end of a sequence is ignored."""
+        if self.dialect.ignore_eos:
+            return []
+        return [_EOS_IN_FILE if self.preset.model_format == "gguf" else _EOS_TAKEN_OUT]
 
     def _logged_capacity(self) -> dict[str, Any]:
         """Tokens, bytes and types of the KV cache, from the log of a server that says so there only."""

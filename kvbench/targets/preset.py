@@ -12,7 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvbench.common.errors import UsageError
+from kvbench.common.text import listing
 from kvbench.load.dialect import OPENAI, Dialect
+from kvbench.load.endpoints import PATHS
 from kvbench.targets.prometheus import OURS, MetricNames
 from kvbench.workload.file import runs_on_cpu
 
@@ -167,7 +170,8 @@ class Preset:
     ``greedy_forks``: it returns several answers to a prompt at temperature 0 too, which are the same.
     ``device_pattern``: finds the device in its /server_info.
     ``kv_log_pattern``: finds in its log, for each KV cache, its ``MiB``, ``tokens`` and the types of ``K`` and ``V``.
-    ``quirks``: what a reader of the numbers should know.
+    ``quirks``: what a reader of the numbers should know. ``endpoints``: the APIs that it has, each with what a reader
+    of numbers over it should know besides.
     """
 
     name: str
@@ -193,6 +197,7 @@ class Preset:
     device_pattern: str | None = None
     kv_log_pattern: str | None = None
     quirks: tuple[str, ...] = ()
+    endpoints: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict.fromkeys(PATHS, ()))
 
     @property
     def passed_on(self) -> frozenset[str]:
@@ -210,6 +215,15 @@ class Preset:
         """Whether the server has this value of the setting and no other."""
         setting = self.settings.get(name)
         return setting is not None and setting.values is not None and tuple(setting.values) == (value,)
+
+    def quirks_at(self, endpoint: str) -> list[str]:
+        """What a reader of the numbers should know of a load that is sent to this endpoint."""
+        return [*self.quirks, *self.endpoints.get(endpoint, ())]
+
+    def require_endpoint(self, name: str | None) -> None:
+        """Raises UsageError where servers of this kind do not have the endpoint; None: any will do."""
+        if name is not None and name not in self.endpoints:
+            raise UsageError(f"{self.title} has no {PATHS[name]}, only the endpoints {listing([*self.endpoints])}")
 
     def refuses_answers(self, cls: str | None, answers: Mapping[str, int | None]) -> str | None:
         """Why requests of class ``cls`` cannot have ``answers`` (n, best_of, beam_width); None when they can."""

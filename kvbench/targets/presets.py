@@ -31,9 +31,9 @@ from kvbench.targets.preset import (
 from kvbench.targets.prometheus import OURS, MetricNames
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
-_NO_IDS_BACK = OPENAI.model_copy(update={"return_token_ids": False, "answers": []})
 _TEXT_ONLY = "prompts are sent as text, since it takes no token ids"
-_EOS_TAKEN_OUT = "the model folder has no end-of-sequence token where the load ignores it, since requests cannot say so"
+_NO_REASONING = "its usage does not tell how many tokens of an answer are reasoning"
+_NO_IDS_BACK = OPENAI.model_copy(update={"return_token_ids": False, "answers": []})
 
 # vLLM. https://docs.vllm.ai/en/v0.32.0/cli/serve/ (flags), /usage/metrics/ (names), /getting_started/installation/cpu/
 # (libraries to preload, thread binding), vllm/entrypoints/serve/dev/cache/api_router.py (/reset_prefix_cache).
@@ -72,6 +72,10 @@ def _vllm_chunk_refusal(value: Any, context: Context) -> str | None:
 
 def _vllm_async_refusal(value: Any, context: Context) -> str | None:
     return "its CPU backend schedules synchronously" if value and context.on_cpu else None
+
+
+# reasoning/basic_parsers.py, count_reasoning_tokens: it looks for <think> in the answer, not in the prompt
+_VLLM_REASONING = "its usage says 0 reasoning tokens where the chat template has opened the thought already"
 
 
 def _vllm_budget(value: Any, context: Context) -> str:
@@ -160,6 +164,12 @@ VLLM = Preset(
     start_guess_s=100.0,  # imports, and the compilation of a first start
     device_pattern=r"device_config=(\w+)",
     quirks=("a preempted request is computed anew; its prefix hits are not counted as those of new requests",),
+    endpoints={
+        "completions": (),
+        "chat": (_VLLM_REASONING,),
+        "responses": (_VLLM_REASONING,),
+        "messages": (_NO_REASONING,),
+    },
 )
 
 # SGLang. https://docs.sglang.io/docs/advanced_features/server_arguments (flags),
@@ -235,6 +245,7 @@ SGLANG = Preset(
         "the KV budget becomes --max-total-tokens, by kvbench's arithmetic of bytes a token",
         "prefix-cache queries are all prompt tokens of finished requests",
     ),
+    endpoints={"completions": (), "chat": (), "responses": (), "messages": (_NO_REASONING,)},
 )
 
 # Hugging Face's text-generation-inference: docs/source/reference/launcher.md (flags, PREFIX_CACHING and the like),
@@ -297,11 +308,8 @@ TGI = Preset(
     version_path="/info",
     dialect=Dialect(token_id_prompts=False, ignore_eos=False, return_token_ids=False, answers=[]),
     grace_s=20.0,
-    quirks=(
-        _TEXT_ONLY,
-        _EOS_TAKEN_OUT,
-        "the prefix cache cannot be emptied: a fresh server for each load that needs it cold",
-    ),
+    quirks=("the prefix cache cannot be emptied: a fresh server for each load that needs it cold",),
+    endpoints={"completions": (_TEXT_ONLY,), "chat": (_NO_REASONING,)},
 )
 
 # llama.cpp: tools/server/README.md of ggml-org/llama.cpp (flags; GET /metrics, which needs --metrics; GET /props; POST
@@ -380,6 +388,7 @@ LLAMACPP = Preset(
         "it does not tell how full that buffer is",
         "when the buffer is full it fails all requests that run and empties it",
     ),
+    endpoints={"completions": (), **dict.fromkeys(("chat", "responses", "messages"), (_NO_REASONING,))},
 )
 
 # transformers serve with continuous batching. https://huggingface.co/docs/transformers/serving, cli/serve.py,
@@ -442,11 +451,14 @@ TRANSFORMERS = Preset(
     ),
     quirks=(
         "streams end without [DONE], with usage in the last chunk",
-        _TEXT_ONLY,
-        _EOS_TAKEN_OUT,
         "it has no /metrics and cannot empty its prefix cache: a fresh server for each load that needs it cold",
         "max_model_len keeps the prompts within bounds; the server does not get it",
     ),
+    endpoints={
+        "completions": (_TEXT_ONLY,),
+        "chat": (_NO_REASONING, "its first chunk, the role alone, comes before the model has run and is no token"),
+        "responses": ("its usage says 0 reasoning tokens, however many there were",),
+    },
 )
 
 PRESETS: Mapping[str, Preset] = {each.name: each for each in (VLLM, SGLANG, TGI, LLAMACPP, TRANSFORMERS)}

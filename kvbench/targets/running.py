@@ -198,7 +198,7 @@ class OpenAITarget(Target):
                 return info
             server = (info or {}).get("server")
             return {**(info or {}), "server": {**(server if isinstance(server, dict) else {}), "notes": [*self.notes]}}
-        version, quirks = self.version(), list(self.preset.quirks)
+        version, quirks = self.version(), self.preset.quirks_at(self.dialect.endpoint)
         if self.preset.kv_log_pattern is not None:
             quirks.append("it tells size and type of its KV cache in its log only, so they are not known here")
         return {

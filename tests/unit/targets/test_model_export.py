@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from engine.config import EngineConfig
 from engine.model import gguf as gguf_file
-from engine.model.export import export_model
+from engine.model.export import copy_tokenizer, export_model, save_word_tokenizer
 from engine.model.loader import load_model
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.targets import model_export
-from kvbench.targets.model_export import ModelFolders, text_tokenizer
+from kvbench.targets.model_export import ModelFolders, shipped_tokenizer, text_tokenizer
 from kvbench.targets.prompt_texts import ids_as_words
 from tests.integration.test_target_transformers import MODEL
 from tests.support.sweep_parts import alive, wait_until
@@ -165,6 +168,31 @@ def test_random_weights_are_those_of_the_built_in_engine_and_the_words_are_the_i
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     ids = [17, 4, 511, 0, 4]
     assert tokenizer.encode(ids_as_words(ids)).ids == ids and tokenizer.decode(ids) == "17 4 511 0 4"
+
+
+@pytest.mark.parametrize("vocab_size", [5, 64, 512, 8193])
+def test_a_message_in_words_of_ids_becomes_those_ids_between_two_marks(tmp_path, vocab_size):
+    save_word_tokenizer(tmp_path, vocab_size)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+
+    def ids(*contents: Sequence[int]) -> list[int]:
+        turns = zip(itertools.cycle(("user", "assistant")), map(ids_as_words, contents), strict=False)
+        messages = [{"role": role, "content": text} for role, text in turns]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+    last = vocab_size - 1
+    assert ids([last, 0, 2]) == [3, last, 0, 2, 4]
+    assert ids([1], [last, last], [0]) == [3, 1, 4, last, last, 3, 0, 4]  # begins as the turn before it did
+
+
+def test_the_tokenizer_that_ships_goes_along_with_its_chat_template(tmp_path):
+    copy_tokenizer(shipped_tokenizer(), tmp_path)
+    messages = [{"role": "user", "content": " a word"}]
+    texts = [
+        AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        for folder in (shipped_tokenizer(), tmp_path)
+    ]
+    assert texts == ["<|user|> a word<|assistant|>"] * 2
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from engine.model.gguf import refusal, write_gguf
 from engine.model.spec import MODEL_DIR
+from engine.tokenizer.words import CHAT_TEMPLATE
 
 pytest.importorskip("gguf")
 
@@ -82,6 +83,7 @@ def test_every_weight_is_in_the_file_under_the_name_that_llama_cpp_looks_for(tmp
     assert facts["llama.attention.head_count_kv"] == 2 and facts["llama.block_count"] == 2
     assert facts["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-3)
     assert facts["tokenizer.ggml.tokens"][17] == "\u258117" and len(facts["tokenizer.ggml.tokens"]) == 40
+    assert facts["tokenizer.chat_template"] == CHAT_TEMPLATE
 
 
 def test_queries_and_keys_are_ordered_for_a_rope_of_neighbouring_pairs(tmp_path):
