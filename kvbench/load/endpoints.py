@@ -210,7 +210,7 @@ def read_responses(event: dict[str, Any], sink: Sink) -> None:
     if (kind := _RESPONSE_DELTAS.get(name)) is not None:
         _add_delta(event.get("delta"), kind, sink)
     elif name == "response.output_item.added":
-        if _dict(event, "item").get("arguments"):  # a whole call, as transformers serve sends it
+        if _dict(event, "item").get("name"):  # of a call: its first token, or all of it (transformers serve)
             sink.chunk(0, kind=CALL, filled=True)
     elif name in _RESPONSE_ENDS:
         response = _dict(event, "response")
@@ -242,6 +242,9 @@ def read_messages(event: dict[str, Any], sink: Sink) -> None:
         part, kind = _MESSAGE_DELTAS.get(str(delta.get("type")), (None, TEXT))
         if part is not None:
             _add_delta(delta.get(part), kind, sink)
+    elif name == "content_block_start":
+        if _dict(event, "content_block").get("name"):
+            sink.chunk(0, kind=CALL, filled=True)
     elif name == "message_start":
         sink.usage(_messages_usage(_dict(event, "message").get("usage") or {}))
     elif name == "message_delta":
