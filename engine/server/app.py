@@ -15,7 +15,8 @@ from starlette.responses import JSONResponse, Response
 
 from engine.async_engine import EngineClient
 from engine.engine_loop import EngineUnavailable
-from engine.server.chat import chat_completions, chat_ids
+from engine.server.arguments import ServeOptions
+from engine.server.chat import chat_body, chat_completions, chat_ids
 from engine.server.completions import completions
 from engine.server.errors import CLIENT_LEFT, APIError, install_error_handlers, invalid
 from engine.server.generation import ServerState, in_thread_if_long
@@ -32,12 +33,13 @@ STOP_SECONDS = 2.0  # for a running step to end when the server stops
 Endpoint = Callable[[ServerState, Request, bytes], Awaitable[Response]]
 
 
-def create_app(engine: EngineClient, tokenizer: ServerTokenizer, served_model_name: str | None = None) -> FastAPI:
+def create_app(engine: EngineClient, tokenizer: ServerTokenizer, options: ServeOptions) -> FastAPI:
     """The application for one engine, which its lifespan starts and stops."""
-    name = served_model_name or engine.model_info.name
-    aliases = frozenset() if served_model_name else frozenset({engine.config.model})
+    name = options.served_model_name or engine.model_info.name
+    aliases = frozenset() if options.served_model_name else frozenset({engine.config.model})
     metrics = ServerMetrics(engine.config, engine.capacity, engine.last_stats, engine.process_ids())
-    state = ServerState(engine, tokenizer, metrics, name, aliases, int(time.time()))
+    parsers = options.reasoning_parser, options.tool_call_parser
+    state = ServerState(engine, tokenizer, metrics, name, aliases, int(time.time()), *parsers)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -51,15 +53,15 @@ def create_app(engine: EngineClient, tokenizer: ServerTokenizer, served_model_na
     _add_generation_routes(app, state)
     _add_tool_routes(app, state)
     _add_status_routes(app, state)
-    app.openapi = functools.partial(_openapi, app.openapi)
+    app.openapi = functools.partial(_openapi, app.openapi, chat_body(state))
     return app
 
 
-def _openapi(generate: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _openapi(generate: Callable[[], dict[str, Any]], chat: type[ChatBody]) -> dict[str, Any]:
     """FastAPI's description with the models of the bodies, which it does not know."""
     document = generate()
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    for model in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody):
+    for model in (CompletionBody, chat, TokenizeBody, DetokenizeBody):
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas |= {**schema.pop("$defs", {}), model.__name__: schema}
     return document
@@ -127,7 +129,7 @@ def _too_large(size: int, limit: int) -> APIError:
 
 def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
     _post(app, state, "/v1/completions", completions, CompletionBody, counted=True)
-    _post(app, state, "/v1/chat/completions", chat_completions, ChatBody, counted=True)
+    _post(app, state, "/v1/chat/completions", chat_completions, chat_body(state), counted=True)
 
 
 def _add_tool_routes(app: FastAPI, state: ServerState) -> None:
@@ -220,5 +222,7 @@ def describe_server(state: ServerState) -> dict[str, Any]:
         **state.engine.describe(),
         "served_model_name": state.model_name,
         "tokenizer": {"name": state.tokenizer.name, "text_refusal": state.tokenizer.text_refusal},
+        "reasoning_parser": state.reasoning_parser,
+        "tool_call_parser": state.tool_call_parser,
         "started": state.started,
     }

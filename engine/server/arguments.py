@@ -13,6 +13,8 @@ from engine import config as settings
 from engine.config import EngineConfig
 
 DEFAULT_PORT = 8000
+REASONING_PARSERS = ("deepseek_r1", "qwen3")  # vLLM's names
+TOOL_CALL_PARSERS = ("hermes",)
 
 HELP = {
     "model": "what to serve: a local folder with config.json and *.safetensors, a config JSON, or the name of a model "
@@ -84,7 +86,8 @@ class ServeOptions:
 
     ``port`` 0: any free one. ``step_log``: see ``StepLog``. ``frontend_multiprocessing``: HTTP and the engine in a
     process each (``engine.engine_process``); None: where the engine runs on a GPU. ``watchdog_timeout``: seconds
-    without a sign of life from a busy engine after which /health is 503.
+    without a sign of life from a busy engine after which /health is 503. ``reasoning_parser``, ``tool_call_parser``:
+    how the answers of chats are split (``AnswerParts``).
     """
 
     host: str = "127.0.0.1"
@@ -93,6 +96,8 @@ class ServeOptions:
     step_log: str | None = None
     frontend_multiprocessing: bool | None = None
     watchdog_timeout: float = 300.0
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -147,6 +152,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=ServeOptions.watchdog_timeout,
         help="after so long without the end of a step or a reply from an engine that has work, /health is 503; nothing "
         "is stopped. Longer than any step takes. (default: %(default)g)",
+    )
+    server.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        help="split answers of chats at <think> and </think>: what lies between comes as reasoning and counts as "
+        "reasoning_tokens. A chat template that ends with <think> begins the answer in thought. Both do the same.",
+    )
+    server.add_argument(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        help='take tools in chats, and <tool_call>{"name": ..., "arguments": {...}}</tool_call> in answers as calls.',
     )
     engine = parser.add_argument_group("engine")
     for field in dataclasses.fields(EngineConfig):

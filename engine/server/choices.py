@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from engine.engine_loop import Delivery
 from engine.sequence import SamplingParams
+from engine.server.answer_parts import AnswerParts, Delta
 from engine.server.detokenizer import StopStrings, TextDecoder
 from engine.server.metrics import ServerMetrics
 
@@ -13,12 +14,16 @@ FAILURE_OF = {"abort": "shutdown", "error": "engine_error"}  # the engine's fini
 
 
 class Piece(NamedTuple):
-    """What one engine output adds to one choice. ``text`` is empty while a character is incomplete."""
+    """What one engine output adds to one choice. ``text`` is empty while a character is incomplete.
+
+    ``delta``: the text split by ``AnswerParts``; None where it is not.
+    """
 
     choice: Choice
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    delta: Delta | None = None
 
 
 class EngineFailure(Exception):
@@ -34,7 +39,7 @@ class Choice:
 
     __slots__ = (
         "_arrival", "_decoder", "_first_at", "_last_at", "_metrics", "_scheduled_at", "_stop_ids", "_stops",
-        "finish_reason", "index", "kv_facts", "num_cached", "num_discarded", "num_tokens", "stop_reason",
+        "finish_reason", "index", "kv_facts", "num_cached", "num_discarded", "num_tokens", "parts", "stop_reason",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +58,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.kv_facts: dict[str, Any] | None = None  # in its last event, where the request asks for it
         self.stop_reason: str | int | None = None  # the stop string, or the id among stop_token_ids, that ended it
+        self.parts = decoder if isinstance(decoder, AnswerParts) else None
         self._decoder = decoder
         self._stops = StopStrings(stops) if stops else None
         self._stop_ids = params.stop_token_ids
@@ -94,7 +100,12 @@ class Choice:
                 reason, self.stop_reason = "stop", self._stops.matched
         if reason is not None:
             self._finish(reason)
-        return Piece(self, text, tokens, reason)
+        if self.parts is None:
+            return Piece(self, text, tokens, reason)
+        delta = self.parts.split(text, final=reason is not None)
+        if reason == "stop" and self.parts.num_calls:
+            reason = self.finish_reason = "tool_calls"
+        return Piece(self, text, tokens, reason, delta)
 
     def _time(self, delivery: Delivery) -> None:
         now = delivery.at

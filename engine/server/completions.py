@@ -80,6 +80,7 @@ def stream_response(
     form = EventFormat(
         head,
         chat,
+        split=generation.choices[0].parts is not None,
         token_ids=bool(body.return_token_ids),
         stamp=bool(body.kvbench_stamp) or request.headers.get("x-kvbench-stamp") == "1",
         include_usage=body.include_usage,

@@ -156,27 +156,28 @@ class StopStrings:
     """Finds the stop string that is complete first, however the text is cut into pieces.
 
     Text that may be the beginning of a stop string is held back. Of stop strings that end at the same character the
-    longest counts. The stop string itself is not part of the output.
+    longest counts. The stop string itself is not part of the output; ``rest`` is what came after it.
     """
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
-        self._held = ""
+        self.held = ""
         self.matched: str | None = None
+        self.rest = ""
 
     def push(self, text: str, final: bool = False) -> str:
         """The text that may go out; ``matched`` is set when a stop string ended it. ``final``: no text will follow."""
         assert self.matched is None, "text after the stop string"
-        text = self._held + text
+        text = self.held + text
         _, start, stop = min(
             ((at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0),
             default=(-1, -1, None),
         )
         if stop is not None:
-            self.matched, self._held = stop, ""
+            self.matched, self.held, self.rest = stop, "", text[start + len(stop) :]
             return text[:start]
         held = 0 if final else self._held_length(text)
-        self._held = text[len(text) - held :]
+        self.held = text[len(text) - held :]
         return text[: len(text) - held]
 
     def _held_length(self, text: str) -> int:

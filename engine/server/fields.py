@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from engine.server.errors import APIError, shown, unsupported
 
 _TEMPLATE = "chat_template_kwargs"  # which completions do not have
+_WITH_PARSER = "leave it out, or send it to /v1/chat/completions of a server with {}"
+_CALLS, _THOUGHTS = _WITH_PARSER.format("--tool-call-parser"), _WITH_PARSER.format("--reasoning-parser")
 _CALLED_OTHERWISE = {"prompt": "messages", "messages": "prompt", "enable_thinking": _TEMPLATE}
 LONGEST_NAME = 64  # characters of an unknown name that are read and shown
 
@@ -96,10 +98,10 @@ _FIELDS = (
     Refused("structured_outputs", "vLLM", (), "gives the answer a form"),
     Refused("function_call", "OpenAI", ("none", "auto"), "asks for a call of a function"),
     Refused("functions", "OpenAI", ([],), "adds functions to the prompt"),
-    Refused("tool_choice", "OpenAI", ("none", "auto"), "asks for a call of a tool"),
-    Refused("tools", "OpenAI", ([],), "adds tools to the prompt"),
+    Refused("tool_choice", "OpenAI", ("none", "auto"), "asks for a call of a tool", _CALLS),
+    Refused("tools", "OpenAI", ([],), "adds tools to the prompt", _CALLS),
     # thoughts of models that reason
-    Refused("include_reasoning", "vLLM", (True,), "leaves thoughts out of the answer"),
+    Refused("include_reasoning", "vLLM", (True,), "leaves thoughts out of the answer", _THOUGHTS),
     Refused("reasoning_budget_tokens", "llama.cpp", (-1,), "limits thoughts"),
     Refused("reasoning_control", "llama.cpp", (False,), "lets thoughts be ended from outside"),
     Refused("reasoning_effort", "OpenAI", (), "changes how long a model reasons", "use chat_template_kwargs"),

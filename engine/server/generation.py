@@ -21,7 +21,9 @@ from engine.engine_loop import EngineUnavailable
 from engine.scheduling.beam import check_beam_search
 from engine.scheduling.scheduler import QueueFull
 from engine.sequence import Request, SamplingParams
+from engine.server.answer_parts import TAGS, AnswerParts
 from engine.server.choices import Choice, EngineFailure, Piece
+from engine.server.detokenizer import TextDecoder
 from engine.server.errors import APIError, invalid, queue_full, shown, unprocessable
 from engine.server.metrics import ServerMetrics
 from engine.server.protocol import GenerationBody
@@ -38,7 +40,10 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True)
 class ServerState:
-    """What the endpoints share. ``model_name``: the clients' name of the model; ``aliases``: other names for it."""
+    """What the endpoints share. ``model_name``: the clients' name of the model; ``aliases``: other names for it.
+
+    ``reasoning_parser``, ``tool_call_parser``: of chats; None: their answers are not split.
+    """
 
     engine: EngineClient
     tokenizer: ServerTokenizer
@@ -46,6 +51,8 @@ class ServerState:
     model_name: str
     aliases: frozenset[str]
     started: int  # Unix seconds
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -76,15 +83,20 @@ class Generation:
 
     @classmethod
     async def start(
-        cls, state: ServerState, body: GenerationBody, prompts: Sequence[Sequence[int]], default_max_tokens: int | None
+        cls,
+        state: ServerState,
+        body: GenerationBody,
+        prompts: Sequence[Sequence[int]],
+        default_max_tokens: int | None,
+        new_parts: Callable[[TextDecoder], AnswerParts] | None = None,
     ) -> Generation:
-        """Submit everything that ``body`` asks for, after ``check_body``.
+        """Submit everything that ``body`` asks for, after ``check_body``. ``new_parts`` makes the decoder of a choice.
 
         Raises:
             APIError: 400, 422, 429 or 503, and then nothing is left in the engine.
         """
         arrival = time.monotonic()
-        skip_special = body.skip_special_tokens is not False
+        skip_special = body.skip_special_tokens is not False and not (new_parts and state.tokenizer.hides(TAGS))
         requests: list[Request] = []
         choices: list[Choice] = []
         for prompt in prompts:
@@ -103,6 +115,7 @@ class Generation:
             )
             for _ in range(params.n):
                 decoder = state.tokenizer.decoder(skip_special, prompt)
+                decoder = new_parts(decoder) if new_parts else decoder
                 choices.append(Choice(len(choices), decoder, body.stops, params, arrival, state.metrics))
         generation = cls(state, requests, choices)
         try:
@@ -160,12 +173,15 @@ class Generation:
         prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
         completion_tokens = sum(choice.num_tokens + choice.num_discarded for choice in self.choices)
         firsts = (self._by_sequence[request.request_id, 0] for request in self.requests)
-        return {
+        usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached for choice in firsts)},
         }
+        if self.state.reasoning_parser is not None and (parts := [c.parts for c in self.choices if c.parts]):
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(each.reasoning_tokens for each in parts)}
+        return usage
 
 
 def sampling_params(

@@ -117,7 +117,7 @@ def make_server(
 ) -> Server:
     """The server for a loaded engine, ready to ``serve(sockets=[...])``."""
     config = uvicorn.Config(
-        create_app(engine, tokenizer, options.served_model_name),
+        create_app(engine, tokenizer, options),
         http=Protocol,
         ws="none",
         loop="auto",  # uvloop where it is installed

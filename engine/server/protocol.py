@@ -241,6 +241,48 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class ReasoningChatBody(ChatBody):
+    """With ``--reasoning-parser``. ``include_reasoning`` false: thoughts are counted and left out."""
+
+    include_reasoning: bool | None = None
+    separate_reasoning: Literal[True] | None = None  # SGLang's
+    stream_reasoning: Literal[True] | None = None
+
+
+class ToolChatBody(ChatBody):
+    """With ``--tool-call-parser``."""
+
+    tools: BoundedList[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: Literal[True] | None = None
+    parse_tool_calls: Literal[True] | None = None  # llama.cpp's
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.tool_choice not in (None, "auto", "none"):
+            sentence = f"tool_choice cannot be {shown(self.tool_choice)}: the model chooses whether to call and what"
+            raise unsupported(f'{sentence}; send "auto" or "none"', "tool_choice")
+        for tool in self.tools or ():
+            function = tool.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            if tool.get("type") != "function" or not isinstance(name, str):
+                form = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+                raise invalid(f"tools cannot have {shown(tool)}: each is {form}", "tools", _BAD)
+
+
+class ReasoningToolChatBody(ReasoningChatBody, ToolChatBody):
+    """With both."""
+
+
+# By whether the server has a parser of thoughts, and one of tool calls.
+CHAT_BODIES: dict[tuple[bool, bool], type[ChatBody]] = {
+    (False, False): ChatBody,
+    (True, False): ReasoningChatBody,
+    (False, True): ToolChatBody,
+    (True, True): ReasoningToolChatBody,
+}
+
+
 class TokenizeBody(_Body):
     """POST /tokenize: a prompt, or the messages of a chat, with the options of its template."""
 

@@ -25,28 +25,30 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+_compact = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class EventFormat:
-    """The JSON of one stream's events. ``head`` holds id, object, created and model; ``chat``: deltas, not texts."""
+    """The JSON of one stream's events. ``head`` holds id, object, created and model; ``chat``: deltas, not texts.
+
+    ``split``: pieces have deltas of their own.
+    """
 
     def __init__(
         self,
         head: dict[str, Any],
         chat: bool,
         *,
+        split: bool = False,
         token_ids: bool = False,
         stamp: bool = False,
         include_usage: bool = False,
         continuous_usage: bool = False,
     ):
         self._head = "data: " + _compact(head)[:-1] + ',"choices":['
-        self._before = '"delta":{"content":' if chat else '"text":'
-        self._before_first = '"delta":{"role":"assistant","content":' if chat else '"text":'
+        content = "" if split else '"content":'
+        self._before = f'"delta":{{{content}' if chat else '"text":'
+        self._before_first = f'"delta":{{"role":"assistant",{content}' if chat else '"text":'
         self._after = ("}" if chat else "") + ',"logprobs":null,"finish_reason":'
         self._going_on = self._after + "null"
         self._token_ids = token_ids
@@ -63,7 +65,7 @@ class EventFormat:
             opening = f'{self._head}{{"index":{choice.index},'
             self._starts[choice.index] = opening + self._before
             start = opening + self._before_first
-        parts = [start, quote(piece.text)]
+        parts = [start, quote(piece.text) if piece.delta is None else _compact(piece.delta)[1:-1]]
         if piece.finish_reason is None:
             parts.append(self._going_on)
         else:

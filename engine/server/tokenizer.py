@@ -63,6 +63,11 @@ class ServerTokenizer:
         decoder = self.decoder(skip_special_tokens)
         return decoder.push(ids) + decoder.flush()
 
+    def hides(self, texts: Sequence[str]) -> bool:
+        """Whether one of ``texts`` is a special token, which decoders leave out."""
+        ids = [self.backend.token_to_id(text) for text in texts] if self.backend is not None else []
+        return any(i is not None and not self.backend.decode([i]) for i in ids)
+
     def decoder(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> TextDecoder:
         """A new incremental decoder of what follows ``prompt``, one for each sequence."""
         if self.vocabulary is not None:

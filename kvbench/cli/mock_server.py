@@ -30,7 +30,7 @@ _RATE = FiniteRange(0, 1)
 )  # fmt: skip
 @click.option(
     "--deltas", metavar="KIND[:COUNT],...", default="text", show_default=True,
-    help="Kinds of an answer's tokens in their order, as in reasoning:8,text (kinds below).",
+    help="Kinds of an answer's tokens in their order, as in reasoning:8,text (see above).",
 )  # fmt: skip
 @click.option(
     "--template-tokens", type=click.IntRange(0), default=0, show_default=True,
@@ -47,9 +47,10 @@ _RATE = FiniteRange(0, 1)
 @click.option("--tls-key", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="PEM; of --tls-cert.")
 @click.option("--api-key-env", metavar="NAME", help="Environment variable with the key that requests must carry.")
 def mock_server(**options: Any) -> int:
-    """Serve the APIs of OpenAI and Anthropic's messages, computing nothing.
+    """Serve chat and other APIs that compute nothing.
 
-    Its tokens come on a known schedule.
+    They are completions, chat completions and Responses as OpenAI's, and messages as Anthropic's. Their tokens come on
+    a known schedule.
 
     Every chunk is stamped with the moment of its sending where the request asks for it (x-kvbench-stamp: 1); GET
     /stamps tells all schedules and sends afterwards. One request changes the schedule through its model's name, as a
@@ -58,10 +59,10 @@ def mock_server(**options: Any) -> int:
     text is a token; POST /tokenize counts them. The shares of --fail-rate, --truncate-rate and --drop-rate are 1 at
     most together.
 
-    Kinds of deltas: text, reasoning_content, reasoning, reasoning_details, refusal, tool_calls; role (a chunk without
-    a token), empty (a token without text), hidden (reasoning that only the usage counts) and held (text that comes with
-    the next chunk). The last one without a count takes the rest, another one is one token. Completions have no
-    reasoning; messages no refusal.
+    Kinds of deltas: text, reasoning_content, reasoning, reasoning_details, refusal, tool_calls, role (a chunk without a
+    token), empty (a token without text), hidden (reasoning that only the usage counts) and held (text that comes with
+    the next chunk). The last without a count takes the rest; another is one token. An endpoint that has no such delta
+    answers 400: reasoning over completions, for one.
 
     \b
     Example:

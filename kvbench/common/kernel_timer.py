@@ -11,6 +11,7 @@ from itertools import count
 
 _CLOCK_MONOTONIC, _ABSOLUTE = 1, 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_TIMES = ctypes.c_long * 4  # seconds and nanoseconds of the period, then of the first moment
 
 
 def kernel_timer() -> int:
@@ -23,8 +24,8 @@ def kernel_timer() -> int:
 
 def set_timer(fd: int, first: float, period: float = 0.0) -> None:
     """``fd`` becomes readable at ``first`` [s, perf_counter] and every ``period`` [s] after."""
-    parts = [part for t in (period, first) for part in (int(t), int(t % 1 * 1e9))]
-    _LIBC.timerfd_settime(fd, _ABSOLUTE, (ctypes.c_long * 4)(*parts), None)
+    times = _TIMES(int(period), int(period % 1 * 1e9), int(first), int(first % 1 * 1e9))
+    _LIBC.timerfd_settime(fd, _ABSOLUTE, times, None)
 
 
 class DueCalls:

@@ -210,8 +210,8 @@ def read_responses(event: dict[str, Any], sink: Sink) -> None:
     if (kind := _RESPONSE_DELTAS.get(name)) is not None:
         _add_delta(event.get("delta"), kind, sink)
     elif name == "response.output_item.added":
-        if _dict(event, "item").get("type") == "function_call":  # its name may have come with a token
-            sink.chunk(0, kind=CALL)
+        if _dict(event, "item").get("name"):  # of a call: its first token, or all of it (transformers serve)
+            sink.chunk(0, kind=CALL, filled=True)
     elif name in _RESPONSE_ENDS:
         response = _dict(event, "response")
         if usage := response.get("usage"):
@@ -243,8 +243,8 @@ def read_messages(event: dict[str, Any], sink: Sink) -> None:
         if part is not None:
             _add_delta(delta.get(part), kind, sink)
     elif name == "content_block_start":
-        if _dict(event, "content_block").get("type") == "tool_use":  # its name may have come with a token
-            sink.chunk(0, kind=CALL)
+        if _dict(event, "content_block").get("name"):
+            sink.chunk(0, kind=CALL, filled=True)
     elif name == "message_start":
         sink.usage(_messages_usage(_dict(event, "message").get("usage") or {}))
     elif name == "message_delta":

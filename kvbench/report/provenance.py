@@ -279,6 +279,10 @@ def _made_from(cell: MeasuredCell, prompts: Mapping[str, Any]) -> str:
             parts.append(f"prompts share its pages, {recorded:g} tokens made {size:g}")
     if "text" in notes:
         parts.append(f"text of {notes['text']}")
+    if endpoint := notes.get("endpoint"):
+        tokens = number(notes.get("template_tokens"))
+        adds = "" if tokens is None else f", whose chat template adds {words.plural(int(tokens), 'token')}"
+        parts.append(f"sent to {endpoint}{adds}")
     return ", ".join(parts)
 
 

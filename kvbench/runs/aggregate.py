@@ -32,6 +32,7 @@ _SAMPLE_COLUMNS = (
     "index", "class", "prompt_tokens", "output_tokens", "finish_reason", "ok", *_OF_CANARIES, "text",
 )  # fmt: skip
 _OF_ONE_LOAD = "canaries"  # a note that only says which draw a load's canaries are of
+_OF_A_REPEAT = ("machine", "prefix_cache", "prefix_cache_bounds", "prompt_tokens_added")
 _TOTALS = ("completed", "failed", "total_input_tokens", "total_output_tokens")
 _RATES = ("request_throughput", "output_throughput", "total_token_throughput")
 _VLLM_STATISTICS = (("mean", "mean"), ("median", "p50"), ("std", "std"), ("p99", "p99"))  # vLLM's name, ours
@@ -213,7 +214,7 @@ def _summary(
                 "requests_sha256": d.get("requests_sha256"),
                 "metrics": d["metrics"],
                 "server": counters[r],
-                **{key: d[key] for key in ("machine", "prefix_cache", "prefix_cache_bounds") if d.get(key)},
+                **{key: d[key] for key in _OF_A_REPEAT if d.get(key)},
             }
             for r, d in done.items()
         ],

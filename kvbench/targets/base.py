@@ -261,10 +261,9 @@ class Target:
             return requests
         as_messages = self.dialect.endpoint != "completions"
         made = with_texts(requests, self._make_text, as_messages=as_messages)
-        made.notes |= {
-            "exact_texts": self.exact_texts,
-            "template_tokens": self.template_tokens if as_messages else None,
-        }
+        made.notes["exact_texts"] = self.exact_texts
+        if as_messages:
+            made.notes |= {"endpoint": self.dialect.api.path, "template_tokens": self.template_tokens}
         return made
 
     def _make_text(self, ids: Any) -> str:

@@ -118,10 +118,12 @@ class RunningServer(ServerClient):
 
 
 @contextlib.contextmanager
-def running_server(engine: Engine, tokenizer: ServerTokenizer | None = None) -> Iterator[RunningServer]:
+def running_server(
+    engine: Engine, tokenizer: ServerTokenizer | None = None, **server_options: Any
+) -> Iterator[RunningServer]:
     """Serves ``engine`` until the block ends, and then stops within the promised 5 seconds."""
     ready = threading.Event()
-    options = ServeOptions(port=0)
+    options = ServeOptions(port=0, **server_options)
     sock = reserve_socket(options.host, 0)
     server = make_server(AsyncEngine(engine), tokenizer or shipped_tokenizer(), options, ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)

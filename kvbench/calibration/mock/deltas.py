@@ -19,16 +19,6 @@ class Run(NamedTuple):
     held: int = 0
 
 
-class Delta(NamedTuple):
-    """One chunk with tokens ``begin`` to ``end``. ``place``: from 0 within its run."""
-
-    kind: str
-    begin: int
-    end: int
-    text: str
-    place: int = 0
-
-
 @lru_cache(maxsize=256)
 def script(text: str) -> tuple[Run, ...]:
     """Reads ``kind[:count],...``; without a count the last kind takes the rest, another one token. ValueError."""
@@ -39,11 +29,10 @@ def script(text: str) -> tuple[Run, ...]:
             raise ValueError(f"deltas {text!r}: there is no kind {kind!r}; it is one of {', '.join(KINDS)}")
         if colon and not (digits.isdecimal() and int(digits)):
             raise ValueError(f"deltas {text!r}: {digits!r} is no number of tokens from 1 on; write {kind}:4")
-        rest = number == len(parts) and kind != ROLE
-        count = int(digits) if colon else None if rest else 1
+        count = int(digits) if colon else 1 if number < len(parts) else None
         if kind == HELD and number < len(parts):
             held += count or 0
-        elif kind == HELD or (held and kind in (ROLE, HIDDEN)):
+        elif kind == HELD or (held and kind in (ROLE, EMPTY, HIDDEN)):
             raise ValueError(f"deltas {text!r}: held text comes with the next chunk, so text must follow it")
         else:
             runs.append(Run(kind, count, held))
@@ -73,26 +62,28 @@ class Plan:
             self.thoughts += held + count if kind in (*THOUGHTS, HIDDEN) else 0
         self.limited = self.tokens == most
         self._per_chunk, self._worded = per_chunk, self.tokens - textless
+        self.kinds = [(kind, -(-count // per_chunk)) for kind, count, _ in self.runs if kind != HIDDEN]
         self.moments = sum(-(-count // per_chunk) - (-held // per_chunk) for _, count, held in self.runs)
 
-    def deltas(self) -> Iterator[Delta | None]:
-        """One a moment of the schedule; None where no chunk is sent."""
+    def deltas(self) -> Iterator[tuple[str, str, int, int, int] | None]:
+        """One a moment of the schedule; None where no chunk is sent.
+
+        Kind, text, the first token and the one after the last, and the place in its run (from 0).
+        """
         moment = begin = limit = 0
+        size, worded = self._per_chunk, self._worded
         for kind, count, held in self.runs:
-            for _ in range(-(-held // self._per_chunk)):
+            for _ in range(-(-held // size)):
                 yield None
                 moment += 1
             end, limit = begin + held, limit + held + (0 if kind == ROLE else count)
-            places = -(-count // self._per_chunk)
+            places = -(-count // size)
             for place in range(places):
-                end = min(end + self._per_chunk, limit)
-                if kind == HIDDEN:
-                    yield None
-                else:
-                    text = "" if kind == EMPTY else f" w{moment}" * (min(end, self._worded) - begin)
-                    if kind == CALL:
-                        text = _arguments(text, place, place + 1 == places)
-                    yield Delta(kind, begin, end, text, place)
+                end = min(end + size, limit)
+                words = f" w{moment}" * (min(end, worded) - begin)
+                if kind == CALL:
+                    words = _arguments(words, place, place + 1 == places)
+                yield None if kind == HIDDEN else (kind, "" if kind == EMPTY else words, begin, end, place)
                 begin = end
                 moment += 1
 

@@ -6,39 +6,24 @@ import json
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvbench.calibration.mock.deltas import CALL, EMPTY, HIDDEN, REFUSAL, ROLE, TEXT, THOUGHTS, Delta, Plan, script
+from kvbench.calibration.mock.deltas import CALL, EMPTY, HIDDEN, REFUSAL, ROLE, TEXT, THOUGHTS, Plan, script
 from kvbench.calibration.mock.settings import MockSettings
 
-_FUNCTION, _SIGNATURE = "count_words", "bW9jaw=="  # of a call, of thoughts
+_FUNCTION, _SIGNATURE = "count_words", "bW9jaw=="  # of calls, and of thoughts
 _TOKENS = 16  # of an answer, where the request sets no limit
+_ASSISTANT = {"role": "assistant", "content": ""}
 
-
-class Usage(NamedTuple):
-    """Tokens of a request. ``cached``: of ``prompt``; ``thoughts``: of ``output``."""
-
-    prompt: int
-    cached: int
-    output: int
-    thoughts: int
-
-    def openai(self) -> dict[str, Any]:
-        """The object of completions and chat."""
-        return {
-            "prompt_tokens": self.prompt, "completion_tokens": self.output, "total_tokens": self.prompt + self.output,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-            "completion_tokens_details": {"reasoning_tokens": self.thoughts},
-        }  # fmt: skip
+Event = dict[str, Any]
 
 
 class Format:
-    """One answer of an endpoint, which a class of its own writes.
+    """One answer; a class for each endpoint has ``delta``, ``end`` and ``whole`` (which comes after all deltas).
 
-    ``limits``: the token limit's names in a request; ``prompts``: those of the prompt's parts, the last is needed;
-    ``own``: the endpoint's names of the kinds of deltas that it has; ``reasons``: why the answer ended, where it
-    reached the limit, came to its end or called a function. ``sent``: what an event with a delta gets as its last
-    fields.
+    ``limits``: the token limit's names in a request; ``prompts``: those of the prompt's parts, of which the last is
+    needed; ``own``: the endpoint's names of the kinds of deltas that it has; ``reasons``: why an answer ended, where it
+    reached the limit, came to its end or called a function. ValueError for deltas that the endpoint does not have.
     """
 
     limits: tuple[str, ...] = ("max_tokens",)
@@ -47,49 +32,42 @@ class Format:
     reasons = ("length", "stop", "tool_calls")
 
     def __init__(self, settings: MockSettings, body: Mapping[str, Any], prompt_tokens: int) -> None:
-        """ValueError for a body that the endpoint has no answer to."""
         most = next((int(body[name]) for name in self.limits if body.get(name)), _TOKENS)
-        plan = self.plan = Plan(script(settings.deltas), most, settings.tokens_per_chunk, settings.textless)
-        if missing := [kind for kind, *_ in plan.runs if kind not in (*self.own, EMPTY, HIDDEN)]:
-            raise ValueError(f"it has no {missing[0]} deltas, but {', '.join(self.own)}, {EMPTY} and {HIDDEN}")
-        template = settings.template_tokens if "prompt" not in self.prompts else 0
-        self._usage = Usage(prompt_tokens + template, settings.cached_tokens, plan.tokens, plan.thoughts)
+        if most < 1:
+            raise ValueError(f"{most} is no number of tokens; ask for 1 or more")
+        self.plan = plan = Plan(script(settings.deltas), most, settings.tokens_per_chunk, settings.textless)
+        if lacking := [kind for kind, *_ in plan.runs if kind not in (*self.own, EMPTY, HIDDEN)]:
+            raise ValueError(f"it has no {lacking[0]} deltas, but {', '.join(self.own)}, {EMPTY} and {HIDDEN}")
+        self._prompt = prompt_tokens + (0 if "prompt" in self.prompts else settings.template_tokens)
+        self._cached = settings.cached_tokens
         self._with_ids = bool(body.get("return_token_ids")) and settings.fault != "no_ids"
         self._with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        self._created = int(time.time())
         limited, stopped, called = self.reasons
         self._reason = called if plan.runs[-1][0] == CALL else limited if plan.limited else stopped
+        self._head: Event = {"id": "mock", "model": "mock", "created": int(time.time())}
 
     def beginning(self) -> list[str]:
         """Events before the first delta."""
         return []
 
-    def delta(self, delta: Delta, sent: str) -> str:
-        """Events of a delta."""
-        raise NotImplementedError
-
-    def end(self) -> list[str]:
-        """Events after the last delta."""
-        raise NotImplementedError
-
-    def whole(self) -> dict[str, Any]:
-        """The answer to a request without ``stream``."""
-        raise NotImplementedError
-
-    def _parts(self) -> list[tuple[str, str]]:
-        """Consecutive deltas of one kind as one text each, with the endpoint's name of the kind."""
-        parts = list[tuple[str, str]]()
-        for delta in self.plan.deltas():
-            if delta is None or delta.kind in (ROLE, EMPTY):
-                continue
-            kind, begins = self.own[delta.kind], delta.kind == CALL and delta.place == 0
-            text = parts.pop()[1] if parts and parts[-1][0] == kind and not begins else ""
-            parts.append((kind, text + delta.text))
-        return parts
+    def _usage(self, prompt: str = "prompt", output: str = "completion") -> Event:
+        """The usage in OpenAI's two namings."""
+        return {
+            f"{prompt}_tokens": self._prompt,
+            f"{output}_tokens": self.plan.tokens,
+            "total_tokens": self._prompt + self.plan.tokens,
+            f"{prompt}_tokens_details": {"cached_tokens": self._cached},
+            f"{output}_tokens_details": {"reasoning_tokens": self.plan.thoughts},
+        }
 
 
-def _data(body: Mapping[str, Any], sent: str = "") -> str:
+def _data(body: Event, sent: str = "") -> str:
+    """An event of that body, with further fields ``sent``."""
     return f"data: {json.dumps(body)[:-1]}{sent}}}\n\n"
+
+
+def _typed(body: Event, sent: str = "") -> str:
+    return f"event: {body['type']}\n{_data(body, sent)}"
 
 
 class Completions(Format):
@@ -98,235 +76,202 @@ class Completions(Format):
     prompts = ("prompt",)
     own = MappingProxyType({TEXT: "text"})
 
-    def delta(self, delta: Delta, sent: str) -> str:
-        finish = "null" if delta.end < self.plan.tokens else f'"{self._reason}"'
-        ids = f',"token_ids":{list(range(delta.begin, delta.end))}' if self._with_ids else ""
+    def delta(self, kind: str, text: str, begin: int, end: int, place: int, sent: str) -> str:
+        finish = "null" if end < self.plan.tokens else f'"{self._reason}"'
+        ids = f',"token_ids":{list(range(begin, end))}' if self._with_ids else ""
         return (
             f'data: {{"id":"mock","object":"text_completion","model":"mock","choices":'
-            f'[{{"index":0,"text":"{delta.text}","finish_reason":{finish}{ids}}}]{sent}}}\n\n'
+            f'[{{"index":0,"text":"{text}","finish_reason":{finish}{ids}}}]{sent}}}\n\n'
         )
 
     def end(self) -> list[str]:
-        hidden = self.plan.runs[-1][0] == HIDDEN  # so that no chunk has told the finish_reason
-        last = [self.delta(Delta(EMPTY, self.plan.tokens, self.plan.tokens, ""), "")] if hidden else []
-        return [*last, _data({"id": "mock", "choices": [], "usage": self._usage.openai()}), "data: [DONE]\n\n"]
+        tokens, hidden = self.plan.tokens, self.plan.runs[-1][0] == HIDDEN  # then no chunk had the finish_reason
+        last = [self.delta(EMPTY, "", tokens, tokens, 0, "")] if hidden else []
+        return [*last, _data(self._head | {"choices": [], "usage": self._usage()}), "data: [DONE]\n\n"]
 
-    def whole(self) -> dict[str, Any]:
-        text = "".join(text for _, text in self._parts())
+    def whole(self) -> Event:
+        text = "".join(delta[1] for delta in self.plan.deltas() if delta)
         choice = {"index": 0, "text": text, "finish_reason": self._reason, "logprobs": None}
-        head = {"id": "mock", "object": "text_completion", "created": self._created, "model": "mock"}
-        return head | {"choices": [choice], "usage": self._usage.openai()}
+        return self._head | {"object": "text_completion", "choices": [choice], "usage": self._usage()}
 
 
 class Chat(Format):
     """OpenAI's chat completions; fields for reasoning as DeepSeek and vLLM (two) and OpenRouter name them."""
 
     limits = ("max_completion_tokens", "max_tokens")
-    own = {kind: kind for kind in (*THOUGHTS, REFUSAL, CALL, ROLE)} | {TEXT: "content"}
-    _calls = -1  # number of the newest
-
-    def beginning(self) -> list[str]:
-        scripted = self.plan.runs[0][0] == ROLE
-        return [] if scripted else [self._chunk({"role": "assistant", "content": ""})]
-
-    def delta(self, delta: Delta, sent: str) -> str:
-        ids = {"token_ids": list(range(delta.begin, delta.end))} if self._with_ids else {}
-        if delta.kind == ROLE:
-            return self._chunk({"role": "assistant", "content": ""}, sent)
-        if delta.kind == CALL:
-            self._calls += delta.place == 0
-            call = {"index": self._calls} | _call(self._calls, delta.text, named=delta.place == 0)
-            return self._chunk({CALL: [call]}, sent, **ids)
-        kind = self.own.get(delta.kind, "content")
-        return self._chunk({kind: _words(kind, delta.text)}, sent, **ids)
-
-    def _chunk(self, delta: Mapping[str, Any], sent: str = "", reason: str | None = None, **more: Any) -> str:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason, **more}
-        usage = {"usage": None} if self._with_usage else {}
-        return _data(self._head("chat.completion.chunk") | {"choices": [choice]} | usage, sent)
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": "chatcmpl-mock", "object": kind, "created": self._created, "model": "mock"}
-
-    def end(self) -> list[str]:
-        usage = self._head("chat.completion.chunk") | {"choices": [], "usage": self._usage.openai()}
-        return [
-            self._chunk({}, reason=self._reason),
-            *([_data(usage)] if self._with_usage else []),
-            "data: [DONE]\n\n",
-        ]
-
-    def whole(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
-        for kind, text in self._parts():
-            before = message.get(kind)
-            part = [_call(len(before or ()), text)] if kind == CALL else _words(kind, text)
-            message[kind] = part if before is None else before + part
-        choice = {"index": 0, "message": message, "finish_reason": self._reason, "logprobs": None}
-        return self._head("chat.completion") | {"choices": [choice], "usage": self._usage.openai()}
-
-
-def _call(number: int, arguments: str, named: bool = True) -> dict[str, Any]:
-    if not named:
-        return {"function": {"arguments": arguments}}
-    return {
-        "id": f"call_{number}", "type": "function", "function": {"name": _FUNCTION, "arguments": arguments},
-    }  # fmt: skip
-
-
-def _words(kind: str, text: str) -> Any:
-    if kind != "reasoning_details":
-        return text
-    return [{"type": "reasoning.text", "text": text, "format": "unknown", "index": 0}]
-
-
-class _Blocks(Format):
-    """An answer of typed events, in which consecutive tokens of one kind are a block that begins and ends."""
+    own = MappingProxyType({kind: kind for kind in (*THOUGHTS, REFUSAL, CALL, ROLE)} | {TEXT: "content"})
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._blocks = list[dict[str, Any]]()  # those that ended
-        self._kind, self._text = "", ""  # of the open one
+        self._message: Event = {"role": "assistant", "content": None, "refusal": None}
 
-    def delta(self, delta: Delta, sent: str) -> str:
-        kind = (self._kind or self.own[TEXT]) if delta.kind == EMPTY else self.own[delta.kind]
-        events, named = [], delta.kind == CALL and delta.place == 0
-        if kind != self._kind or named:
-            events = [*self._close(), *self._opened(kind)]
-            self._kind, self._text = kind, ""
-        if delta.text or not named:
-            events.append(self._written(kind, delta.text))
-            self._text += delta.text
+    def beginning(self) -> list[str]:
+        return [] if self.plan.runs[0][0] == ROLE else [self._chunk(_ASSISTANT)]
+
+    def delta(self, kind: str, text: str, begin: int, end: int, place: int, sent: str) -> str:
+        name = self.own.get(kind, "content")
+        value: Any = text
+        if kind == ROLE:
+            return self._chunk(_ASSISTANT, sent)
+        if kind == CALL:
+            value = [self._call(text, place == 0)]
+        else:
+            if kind == "reasoning_details":
+                value = [{"type": "reasoning.text", "text": text, "index": 0}]
+            self._message[name] = (self._message.get(name) or type(value)()) + value
+        ids = {"token_ids": list(range(begin, end))} if self._with_ids else {}
+        return self._chunk({name: value}, sent, **ids)
+
+    def _call(self, arguments: str, named: bool) -> Event:
+        calls = self._message.setdefault(CALL, [])
+        if named:
+            function = {"name": _FUNCTION, "arguments": arguments}
+            calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
+            return {"index": len(calls) - 1, **calls[-1]}
+        calls[-1]["function"]["arguments"] += arguments
+        return {"index": len(calls) - 1, "function": {"arguments": arguments}}
+
+    def _chunk(self, delta: Event, sent: str = "", reason: str | None = None, **ids: Any) -> str:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason, **ids}
+        usage = {"usage": None} if self._with_usage else {}
+        return _data(self._head | {"object": "chat.completion.chunk", "choices": [choice]} | usage, sent)
+
+    def end(self) -> list[str]:
+        usage = self._head | {"object": "chat.completion.chunk", "choices": [], "usage": self._usage()}
+        told = [_data(usage)] if self._with_usage else []
+        return [self._chunk({}, reason=self._reason), *told, "data: [DONE]\n\n"]
+
+    def whole(self) -> Event:
+        choice = {"index": 0, "message": self._message, "finish_reason": self._reason, "logprobs": None}
+        return self._head | {"object": "chat.completion", "choices": [choice], "usage": self._usage()}
+
+
+class _Blocks(Format):
+    """An answer of typed events, in which consecutive tokens of one kind are a block.
+
+    The endpoint's class writes a ``_block`` and the events by which it is ``_opened``, ``_written`` and ``_closed``.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._blocks = list[Event]()  # those that ended
+        self._name, self._text = "", ""  # of the open one
+
+    def delta(self, kind: str, text: str, begin: int, end: int, place: int, sent: str) -> str:
+        name = (self._name or self.own[TEXT]) if kind == EMPTY else self.own[kind]
+        events, called = list[Event](), kind == CALL and place == 0
+        if name != self._name or called:
+            events = [*self._close(), *self._opened(name)]
+            self._name = name
+        if text or not called:
+            events.append(self._written(name, text))
+            self._text += text
         return "".join([_typed(event, sent if event is events[-1] else "") for event in events])
 
-    def _close(self, limited: bool = False) -> list[dict[str, Any]]:
-        """The events that end the open block, if there is one."""
-        if not self._kind:
+    def _close(self, status: str = "completed") -> list[Event]:
+        """Ends the open block, if there is one; its last events."""
+        if not self._name:
             return []
-        block = self._block(self._kind, self._text, "incomplete" if limited else "completed")
-        events = self._closed(self._kind, block)
+        block = self._block(self._name, self._text, status)
+        events = self._closed(self._name, block)
         self._blocks.append(block)
+        self._text = ""
         return events
 
-    def _all_blocks(self) -> list[dict[str, Any]]:
-        for kind, text in self._parts():
-            self._blocks.append(self._block(kind, text, "completed"))
-        return self._blocks
 
-    def _block(self, kind: str, text: str, status: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _opened(self, kind: str) -> list[dict[str, Any]]:
-        raise NotImplementedError
-
-    def _written(self, kind: str, text: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _closed(self, kind: str, block: Mapping[str, Any]) -> list[dict[str, Any]]:
-        raise NotImplementedError
-
-
-def _typed(body: Mapping[str, Any], sent: str = "") -> str:
-    return f"event: {body['type']}\n{_data(body, sent)}"
-
-
-class _Item(NamedTuple):
-    """An item of the Responses API. ``item`` without its parts; ``part``: type of its one part; ``words``: its text."""
-
-    item: Mapping[str, Any]
-    parts: str = "content"
-    part: str = ""
-    words: str = "text"
-    events: str = "content_part"
-
-
-_CALL_ITEM = "function_call_arguments"
+_ARGUMENTS = "function_call_arguments"
 _ITEMS = {
-    "output_text": _Item({"type": "message", "role": "assistant"}, part="output_text"),
-    "refusal": _Item({"type": "message", "role": "assistant"}, part="refusal", words="refusal"),
-    "reasoning_text": _Item({"type": "reasoning", "summary": []}, part="reasoning_text"),
-    "reasoning_summary_text": _Item({"type": "reasoning"}, "summary", "summary_text", events="reasoning_summary_part"),
-    _CALL_ITEM: _Item({"type": "function_call", "name": _FUNCTION}, "", words="arguments"),
+    "output_text": ("message", "content", "output_text", "text"),
+    "refusal": ("message", "content", "refusal", "refusal"),
+    "reasoning_text": ("reasoning", "content", "reasoning_text", "text"),
+    "reasoning_summary_text": ("reasoning", "summary", "summary_text", "text"),
+    _ARGUMENTS: ("function_call", "", "", "arguments"),
 }
-"""Item by the name of its deltas."""
+"""Type of an item, the field of its part, the part's type and the field of its text, by the name of its deltas."""
+_FIELDS = {
+    "message": {"role": "assistant"},
+    "reasoning": {"summary": []},
+    "function_call": {"name": _FUNCTION},
+    "output_text": {"annotations": []},
+}
+"""Further fields, by the type of an item or a part."""
 
 
 class Responses(_Blocks):
-    """OpenAI's Responses API."""
+    """OpenAI's Responses API, in which a block is an item of the output."""
 
     limits, prompts = ("max_output_tokens",), ("instructions", "input")
-    own = dict.fromkeys(THOUGHTS, "reasoning_text") | {
-        "reasoning_details": "reasoning_summary_text", TEXT: "output_text", REFUSAL: "refusal", CALL: _CALL_ITEM,
-    }  # fmt: skip
+    own = MappingProxyType(
+        dict.fromkeys(THOUGHTS, "reasoning_text")
+        | {"reasoning_details": "reasoning_summary_text", TEXT: "output_text", REFUSAL: "refusal", CALL: _ARGUMENTS}
+    )
     reasons = ("incomplete", "completed", "completed")
-    _number = -1
+    _number = -1  # of the newest event
 
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def beginning(self) -> list[str]:
+        return [_typed(self._event(kind, response=self._answer("in_progress"))) for kind in ("created", "in_progress")]
+
+    def end(self) -> list[str]:
+        events = self._close(self._reason)
+        events.append(self._event(self._reason, response=self._answer(self._reason)))
+        return [_typed(event) for event in events]
+
+    def whole(self) -> Event:
+        self._close(self._reason)
+        return self._answer(self._reason)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
         self._number += 1
         return {"type": f"response.{kind}", **fields, "sequence_number": self._number}
 
-    def _block(self, kind: str, text: str, status: str) -> dict[str, Any]:
-        row, number = _ITEMS[kind], len(self._blocks)
-        item = {"id": f"item_{number}", **row.item, "status": status}
-        if kind == _CALL_ITEM:
-            return item | {"call_id": f"call_{number}", "arguments": text}
-        empty = status == "in_progress"
-        return item | {row.parts: [] if empty else [self._part(kind, text)]}
+    def _place(self, name: str) -> Event:
+        """Where the open item is, and in it the only part."""
+        number, holder = len(self._blocks), _ITEMS[name][1]
+        return {"item_id": f"item_{number}", "output_index": number} | ({f"{holder}_index": 0} if holder else {})
 
-    def _part(self, kind: str, text: str) -> dict[str, Any]:
-        annotations = {"annotations": []} if kind == "output_text" else {}
-        return {"type": _ITEMS[kind].part, _ITEMS[kind].words: text} | annotations
+    def _part(self, name: str, what: str) -> list[Event]:
+        """The event that says ``what`` of the part, with the text until now."""
+        _, holder, part, words = _ITEMS[name]
+        if not holder:
+            return []
+        event = "reasoning_summary_part" if holder == "summary" else "content_part"
+        content = {"type": part, words: self._text} | _FIELDS.get(part, {})
+        return [self._event(f"{event}.{what}", **self._place(name), part=content)]
 
-    def _place(self, kind: str) -> dict[str, Any]:
-        """Where the open item and its part are."""
+    def _block(self, name: str, text: str, status: str) -> Event:
+        kind, holder, part, words = _ITEMS[name]
         number = len(self._blocks)
-        parts = {"content": {"content_index": 0}, "summary": {"summary_index": 0}}
-        return {"item_id": f"item_{number}", "output_index": number} | parts.get(_ITEMS[kind].parts, {})
+        item = {"id": f"item_{number}", "type": kind, "status": status} | _FIELDS[kind]
+        if not holder:
+            return item | {"call_id": f"call_{number}", words: text}
+        return item | {holder: [{"type": part, words: text} | _FIELDS.get(part, {})] if text else []}
 
-    def _opened(self, kind: str) -> list[dict[str, Any]]:
-        row, number = _ITEMS[kind], len(self._blocks)
-        events = [self._event("output_item.added", output_index=number, item=self._block(kind, "", "in_progress"))]
-        if row.part:
-            events.append(self._event(f"{row.events}.added", **self._place(kind), part=self._part(kind, "")))
-        return events
+    def _opened(self, name: str) -> list[Event]:
+        item = self._block(name, "", "in_progress")
+        return [
+            self._event("output_item.added", output_index=len(self._blocks), item=item),
+            *self._part(name, "added"),
+        ]
 
-    def _written(self, kind: str, text: str) -> dict[str, Any]:
-        logprobs = {"logprobs": []} if kind == "output_text" else {}
-        return self._event(f"{kind}.delta", **self._place(kind), delta=text, **logprobs)
+    def _written(self, name: str, text: str) -> Event:
+        logprobs = {"logprobs": []} if name == "output_text" else {}
+        return self._event(f"{name}.delta", **self._place(name), delta=text, **logprobs)
 
-    def _closed(self, kind: str, block: Mapping[str, Any]) -> list[dict[str, Any]]:
-        row, place = _ITEMS[kind], self._place(kind)
-        events = [self._event(f"{kind}.done", **place, **{row.words: self._text})]
-        if row.part:
-            events.append(self._event(f"{row.events}.done", **place, part=self._part(kind, self._text)))
-        return [*events, self._event("output_item.done", output_index=len(self._blocks), item=block)]
+    def _closed(self, name: str, block: Event) -> list[Event]:
+        return [
+            self._event(f"{name}.done", **self._place(name), **{_ITEMS[name][3]: self._text}),
+            *self._part(name, "done"),
+            self._event("output_item.done", output_index=len(self._blocks), item=block),
+        ]
 
-    def beginning(self) -> list[str]:
-        answer = self._answer("in_progress")
-        return [_typed(self._event(kind, response=answer)) for kind in ("created", "in_progress")]
-
-    def end(self) -> list[str]:
-        closed = self._close(limited=self._reason == "incomplete")
-        return [_typed(event) for event in (*closed, self._event(self._reason, response=self._answer(self._reason)))]
-
-    def whole(self) -> dict[str, Any]:
-        self._all_blocks()
-        return self._answer(self._reason)
-
-    def _answer(self, status: str) -> dict[str, Any]:
-        prompt, cached, output, thoughts = self._usage
-        usage = {
-            "input_tokens": prompt, "output_tokens": output, "total_tokens": prompt + output,
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens_details": {"reasoning_tokens": thoughts},
-        }  # fmt: skip
+    def _answer(self, status: str) -> Event:
+        head = {"id": "resp_mock", "object": "response", "created_at": self._head["created"], "model": "mock"}
+        asked = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "temperature": 1.0, "top_p": 1.0}
+        nothing = dict.fromkeys(("error", "instructions", "metadata"))
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {
-            "id": "resp_mock", "object": "response", "created_at": self._created, "status": status, "model": "mock",
-            "error": None, "incomplete_details": incomplete, "instructions": None, "metadata": {}, "tools": [],
-            "output": self._blocks, "parallel_tool_calls": True, "tool_choice": "auto", "temperature": 1.0,
-            "top_p": 1.0, "usage": None if status == "in_progress" else usage,
-        }  # fmt: skip
+        usage = None if status == "in_progress" else self._usage("input", "output")
+        result = {"output": self._blocks, "usage": usage, "status": status, "incomplete_details": incomplete}
+        return head | asked | nothing | result
 
 
 _DELTAS = {
@@ -338,65 +283,61 @@ _DELTAS = {
 
 
 class Messages(_Blocks):
-    """Anthropic's messages."""
+    """Anthropic's messages, in which a block is one of the content."""
 
     prompts = ("system", "messages")
-    own = dict.fromkeys(THOUGHTS, "thinking") | {TEXT: "text", CALL: "tool_use"}
+    own = MappingProxyType(dict.fromkeys(THOUGHTS, "thinking") | {TEXT: "text", CALL: "tool_use"})
     reasons = ("max_tokens", "end_turn", "tool_use")
 
-    def _block(self, kind: str, text: str, status: str) -> dict[str, Any]:
-        if kind == "tool_use":
-            call = {"id": f"toolu_{len(self._blocks)}", "name": _FUNCTION, "input": json.loads(text or "{}")}
-            return {"type": kind} | call
-        signature = {"signature": "" if status == "in_progress" else _SIGNATURE} if kind == "thinking" else {}
-        return {"type": kind, kind: text} | signature
-
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return {"type": f"content_block_{kind}", "index": len(self._blocks), **fields}
-
-    def _opened(self, kind: str) -> list[dict[str, Any]]:
-        return [self._event("start", content_block=self._block(kind, "", "in_progress"))]
-
-    def _written(self, kind: str, text: str) -> dict[str, Any]:
-        name, field = _DELTAS[kind]
-        return self._event("delta", delta={"type": name, field: text})
-
-    def _closed(self, kind: str, block: Mapping[str, Any]) -> list[dict[str, Any]]:
-        signed = self._event("delta", delta={"type": "signature_delta", "signature": _SIGNATURE})
-        return [*([signed] if kind == "thinking" else []), self._event("stop")]
-
     def beginning(self) -> list[str]:
-        begun = self._message(None) | {"usage": self._counts(1)}
-        del begun["usage"]["output_tokens_details"]
-        return [_typed({"type": "message_start", "message": begun}), _typed({"type": "ping"})]
+        return [_typed({"type": "message_start", "message": self._answer(None, 1)}), _typed({"type": "ping"})]
 
     def end(self) -> list[str]:
-        usage = self._counts(self._usage.output)
-        stopped = {"stop_reason": self._reason, "stop_sequence": None}
-        last = {"type": "message_delta", "delta": stopped, "usage": usage}
+        answer = self._answer(self._reason, self.plan.tokens)
+        stopped = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
+        last = {"type": "message_delta", "delta": stopped, "usage": answer["usage"]}
         return [_typed(event) for event in (*self._close(), last, {"type": "message_stop"})]
 
-    def whole(self) -> dict[str, Any]:
-        return self._message(self._reason) | {"content": self._all_blocks(), "usage": self._counts(self._usage.output)}
+    def whole(self) -> Event:
+        self._close()
+        return self._answer(self._reason, self.plan.tokens)
 
-    def _message(self, reason: str | None) -> dict[str, Any]:
-        return {
-            "id": "msg_mock", "type": "message", "role": "assistant", "model": "mock", "content": [],
-            "stop_reason": reason, "stop_sequence": None,
-        }  # fmt: skip
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": f"content_block_{kind}", "index": len(self._blocks), **fields}
 
-    def _counts(self, output: int) -> dict[str, Any]:
-        prompt, cached, _, thoughts = self._usage
-        return {
-            "input_tokens": prompt - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
-            "output_tokens": output, "output_tokens_details": {"thinking_tokens": thoughts},
-        }  # fmt: skip
+    def _block(self, name: str, text: str, status: str) -> Event:
+        if name == "tool_use":
+            call = {"id": f"toolu_{len(self._blocks)}", "name": _FUNCTION, "input": json.loads(text or "{}")}
+            return {"type": name} | call
+        signature = {"signature": _SIGNATURE if text else ""} if name == "thinking" else {}
+        return {"type": name, name: text} | signature
+
+    def _opened(self, name: str) -> list[Event]:
+        return [self._event("start", content_block=self._block(name, "", "in_progress"))]
+
+    def _written(self, name: str, text: str) -> Event:
+        kind, field = _DELTAS[name]
+        return self._event("delta", delta={"type": kind, field: text})
+
+    def _closed(self, name: str, block: Event) -> list[Event]:
+        signed = self._event("delta", delta={"type": "signature_delta", "signature": _SIGNATURE})
+        return [*([signed] if name == "thinking" else []), self._event("stop")]
+
+    def _answer(self, reason: str | None, output: int) -> Event:
+        head = {"id": "msg_mock", "type": "message", "role": "assistant", "model": "mock", "content": self._blocks}
+        fresh = self._prompt - self._cached  # they are counted apart here
+        usage = {"input_tokens": fresh, "cache_read_input_tokens": self._cached, "cache_creation_input_tokens": 0}
+        usage |= {"output_tokens": output}
+        if reason:
+            usage["output_tokens_details"] = {"thinking_tokens": self.plan.thoughts}
+        return head | {"stop_reason": reason, "stop_sequence": None, "usage": usage}
 
 
-FORMATS: Mapping[str, type[Format]] = {
+AnswerFormat = Completions | Chat | Responses | Messages
+FORMATS: Mapping[str, type[AnswerFormat]] = {
     "completions": Completions,
     "chat": Chat,
     "responses": Responses,
     "messages": Messages,
 }
-"""Format by the endpoint's name."""
+"""The class that writes an answer, by the endpoint's name."""

@@ -1,7 +1,7 @@
 """The mock server: one asyncio process that speaks enough HTTP/1.1 for the APIs of OpenAI and Anthropic.
 
 Routes: POST to the endpoints (under any prefix) and /tokenize, GET /health, /v1/models, /server_info, /metrics and
-/stamps (every request with its prompt, its receipt, and of each chunk the kind, due and send time, in seconds of
+/stamps (every request with its prompt, the kinds of its chunks in order, its receipt, due and send times in seconds of
 perf_counter, which all processes of a machine share).
 
 asyncio's own loop sends within ``write``, right after the stamp. uvloop, which gathers a turn's writes, gained nothing
@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvbench.calibration.mock.formats import FORMATS, Format
+from kvbench.calibration.mock.formats import FORMATS, AnswerFormat
 from kvbench.calibration.mock.settings import MockSettings
 from kvbench.common.errors import UsageError
 from kvbench.common.kernel_timer import DueCalls
@@ -60,7 +60,7 @@ class Answer:
         transport: asyncio.Transport,
         pacer: Pacer,
         settings: MockSettings,
-        form: Format,
+        form: AnswerFormat,
         stamp: dict[str, Any],
         *,
         stamped: bool,
@@ -72,7 +72,7 @@ class Answer:
         self._writes = -(-self._chunks // settings.events_per_write)
         self._gaps = settings.gaps_s(self._writes, stamp["number"])
         self._streams = bool(stamp["body"].get("stream"))
-        self._due = stamp["received"]
+        self._sends, self._dues, self._due = stamp["sends"], stamp["due"], stamp["received"]
         self._next = 0  # write
 
     def start(self) -> None:
@@ -81,13 +81,12 @@ class Answer:
             boot = boot_id() if self._stamped else None
             boot_line = "" if boot is None else f"{BOOT_HEADER}: {boot}\r\n"
             head = f"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n{boot_line}\r\n"
-            self._write("HTTP/1.1 200 OK\r\n" + head, self._format.beginning())
+            self._write("HTTP/1.1 200 OK\r\n" + head + chunked(self._format.beginning()))
         self._wait()
 
     def _wait(self) -> None:
         self._due += next(self._gaps)
-        tick = self._settings.itl_ms / 1000
-        if self._settings.in_step and tick and not self._next:
+        if not self._next and self._settings.in_step and (tick := self._settings.itl_ms / 1000):
             self._due = -(-self._due // tick) * tick
         self._pacer.at(self._due, self._on_due)
 
@@ -96,40 +95,39 @@ class Answer:
         if self._transport.is_closing():
             return
         per_write = self._settings.events_per_write
-        first = self._next * per_write
-        halfway = first >= self._chunks // 2
-        if self._fault == "stall" and halfway:
-            return  # nothing more comes, and nothing ends
-        if self._fault == "drop" or (self._fault == "truncate" and halfway):
-            self._end(close=True)
-            return
+        if self._fault:
+            halfway = self._next * per_write >= self._chunks // 2
+            if self._fault == "stall" and halfway:
+                return  # nothing more comes, and nothing ends
+            if self._fault == "drop" or (self._fault == "truncate" and halfway):
+                self._end(close=True)
+                return
         self._next += 1
         now = time.perf_counter()
-        deltas = [delta for delta in islice(self._deltas, per_write) if delta is not None]
-        if self._streams and deltas:
-            sent = f',"kvbench":{{"sent":{now:.7f}}}' if self._stamped else ""
-            now = self._write("", [self._format.delta(delta, sent) for delta in deltas]) or now
-        self._stamp["kinds"].extend([delta.kind for delta in deltas])
-        self._stamp["sends"].extend([now] * len(deltas))
-        self._stamp["due"].extend([self._due] * len(deltas))
+        sent = f',"kvbench":{{"sent":{now:.7f}}}' if self._stamped else ""
+        events = [self._format.delta(*delta, sent) for delta in islice(self._deltas, per_write) if delta]
+        if self._streams and events:
+            now = self._write(chunked(events)) or now
+        self._sends += [now] * len(events)
+        self._dues += [self._due] * len(events)
         if self._next < self._writes:
             self._wait()
         else:
             self._finish()
 
-    def _write(self, head: str, events: list[str], end: str = "") -> float | None:
-        """Sends events, each as one chunk of HTTP. The last piece's moment where ``split`` makes several."""
-        data = (head + "".join([f"{len(event):x}\r\n{event}\r\n" for event in events]) + end).encode()
-        size, now = self._settings.split, None
-        while size and len(data) > size:
-            self._transport.write(data[:size])
-            data, now = data[size:], time.perf_counter()
+    def _write(self, text: str) -> float | None:
+        """Sends a text of ASCII. The moment of the last piece, where ``split`` makes several of it."""
+        data, now = text.encode(), None
+        if size := self._settings.split:
+            while len(data) > size:
+                self._transport.write(data[:size])
+                data, now = data[size:], time.perf_counter()
         self._transport.write(data)
         return now
 
     def _finish(self) -> None:
         if self._streams:
-            self._write("", self._format.end(), "0\r\n\r\n")
+            self._write(chunked(self._format.end()) + "0\r\n\r\n")
         else:
             self._transport.write(response("200 OK", self._format.whole()))
         self._end(close=self._fault == "close_after")
@@ -139,6 +137,11 @@ class Answer:
             self._transport.close()
         self._stamp["end"] = time.perf_counter()
         self._on_end()
+
+
+def chunked(events: list[str]) -> str:
+    """Events, each as one chunk of HTTP."""
+    return "".join([f"{len(event):x}\r\n{event}\r\n" for event in events])
 
 
 def prompt_of(content: Any) -> str | list[int]:
@@ -263,7 +266,7 @@ class Connection(asyncio.Protocol):
         answer = {"count": len(ids), "max_model_len": settings.max_model_len, "tokens": ids}
         self._transport.write(response("200 OK", answer))
 
-    def _complete(self, form: type[Format], head: bytes, raw: bytes, received: float) -> None:
+    def _complete(self, form: type[AnswerFormat], head: bytes, raw: bytes, received: float) -> None:
         state = self._state
         number = state.requests
         state.requests += 1
@@ -271,16 +274,15 @@ class Connection(asyncio.Protocol):
             body = json.loads(raw)
             settings = state.settings.for_request(number, str(body["model"]))
             *others, needed = form.prompts
-            prompt = prompt_of(
-                [*(body[name] for name in others if name in body), body[needed]] if others else body[needed]
-            )
+            parts = [*(body[name] for name in others if name in body), body[needed]]
+            prompt = prompt_of(parts if len(parts) > 1 else parts[0])
             answer = form(settings, body, count_tokens(prompt))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             self._refuse("400 Bad Request", f"not a request of this endpoint: {error}")
             return
         stamp = {
             "number": number, "prompt": prompt, "received": received, "fault": settings.fault, "sends": [], "due": [],
-            "kinds": [], "body": body, "end": None,
+            "kinds": answer.plan.kinds, "body": body, "end": None,
         }  # fmt: skip
         state.stamps.append(stamp)
         if settings.fault == "silent":

@@ -81,9 +81,9 @@ class MockSettings:
     def gaps_s(self, count: int, number: int) -> Iterator[float]:
         """Seconds from receipt to the first write, then from each write to the next, ``count`` in all."""
         draw = random.Random(f"{self.seed}:{number}")
+        shape = 1 / self.jitter**2 if self.jitter else 0.0
         for k in range(count):
             mean = (self.itl_ms if k else self.ttft_ms) / 1000
-            shape = 1 / self.jitter**2 if self.jitter else 0.0
             yield mean * draw.gammavariate(shape, 1 / shape) if shape and mean else mean
 
 

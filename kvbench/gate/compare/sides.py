@@ -311,7 +311,7 @@ def _of_build(build: Build, workload: Workload, options: Mapping[str, Any]) -> C
     manifest = {**dict.fromkeys(STORED), "backend": "kvbench", "shared_machine": True}
     return ChosenTarget(
         workload,
-        lambda: BuiltinTarget(command=command, start_timeout_s=limit, env=build.env),
+        lambda: BuiltinTarget(command=command, start_timeout_s=limit, env=build.env, form=workload.load.form),
         check_configuration,
         manifest,
     )

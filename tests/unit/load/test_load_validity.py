@@ -207,6 +207,10 @@ def test_a_server_that_reads_other_prompts_than_were_sent_is_invalid() -> None:
     for unknown in (prompts(0, text="a text"), prompts(9, new_tokens=5), prompts(None), prompts(0, ok=False)):
         assert other_prompts(unknown, Dialect()) == []
     assert other_prompts(prompts(0), Dialect(usage=False)) == []
+    cut, template = prompts(*[58] * 98, 40, 9, text="a text"), prompts(*[58] * 200, text="a text")
+    assert other_prompts(cut, Dialect()) == other_prompts(template, Dialect(), exact_texts=True) == []
+    (said,) = other_prompts(cut, Dialect(), exact_texts=True)
+    assert "counted 2 of 100 prompts" in said and "by up to 49 tokens" in said
     assert client_report(prompts(50, 51, 0), [], 0.1, 1.0, "closed")["prompt_token_mismatches"] == 2
 
 

@@ -156,6 +156,31 @@ def test_the_lower_end_holds_in_every_order(seed: int) -> None:
         assert bounds.low <= served(requests, 4, primed) <= bounds.high
 
 
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("state", ["cold", "primed"])
+def test_behind_a_chat_template_the_ends_hold_wherever_its_tokens_are(state: str, seed: int) -> None:
+    """Of 5 tokens that the template adds, 0 to 5 are in front of the text."""
+    draw = random.Random(seed)
+    families = [tuple(draw.randrange(3) for _ in range(draw.randrange(4, 20))) for _ in range(2)]
+    texts = [
+        dataclasses.replace(request([*family, *(draw.randrange(3) for _ in range(draw.randrange(0, 9)))], len(family)),
+                            prompt="as messages")
+        for family in draw.choices(families, k=10)
+    ]  # fmt: skip
+    bounds = predict_hits(texts, cache_state=state, page_size=4, total_pages=1e6, template_tokens=5)
+    assert predict_hits(texts, cache_state=state, page_size=4, total_pages=1e6) is None
+    for front in range(6):
+        head, tail = (-1,) * front, (-2,) * (5 - front)
+        sent = [request([*head, *text.prompt_token_ids, *tail]) for text in texts]
+        cache: set[tuple[int, ...]] = set()
+        if state == "primed":
+            served([request([*head, *family, *tail]) for family in families], 4, cache)
+        draw.shuffle(sent)
+        assert bounds.low <= served(sent, 4, cache) <= bounds.high
+    turn = dataclasses.replace(texts[0], history=("a", "b"))  # between its messages are template tokens too
+    assert predict_hits([*texts, turn], cache_state=state, page_size=4, template_tokens=5) is None
+
+
 @pytest.mark.parametrize(
     ("hits", "complete", "numbers"),
     [

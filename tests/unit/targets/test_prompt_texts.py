@@ -10,8 +10,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import engine.tokenizer
 from kvbench.common.errors import UsageError
+from kvbench.load.completion import Completion
+from kvbench.load.samples import Sample, with_history
 from kvbench.requests.build import build_requests
-from kvbench.targets.prompt_texts import TokenizerWords, with_texts
+from kvbench.requests.request import RequestSpec
+from kvbench.targets.prompt_texts import TokenizerWords, ids_as_words, with_texts
 from kvbench.workload.file import load_workload
 
 BPE = Path(engine.tokenizer.__file__).parent / "bpe8k"
@@ -82,6 +85,24 @@ def test_a_workload_shares_as_much_as_text_as_it_does_as_ids():
         return sum(max(in_common(prompts[i], prompts[j]) for j in range(i)) for i in range(1, len(prompts)))
 
     assert shared(ids) <= shared(as_read) <= 1.002 * shared(ids)
+
+
+def turn(number, ids, session=0, **more):
+    return RequestSpec(number, "a", tuple(ids), None, 2, session=session, turn=number, **more)
+
+
+def test_turns_of_a_conversation_become_messages():
+    """Drawn prompts hold the answers of two tokens that were drawn before: 1 2, then 3 4 (5 6), then 7 (8 9) 10."""
+    drawn = [turn(0, [1, 2]), turn(1, [1, 2, 8, 9, 3]), turn(2, [1, 2, 8, 9, 3, 5, 6, 4]), turn(0, [1, 2], session=1)]
+    drawn.append(turn(1, [7, 7, 7, 7, 7, 7], session=1))  # does not go on from the turn before it
+    sent = with_texts(drawn, ids_as_words, as_messages=True)
+    assert [(r.history, r.prompt) for r in sent] == [
+        ((), "1 2"), (("1 2", "8 9"), "3"), (("1 2", "8 9", "3", "5 6"), "4"), ((), "1 2"), ((), "7 7 7 7 7 7"),
+    ]  # fmt: skip
+    assert [r.prompt_token_ids for r in sent] == [r.prompt_token_ids for r in drawn]
+    assert [r.prompt for r in with_texts(drawn, ids_as_words)][1] == "1 2 8 9 3"
+    answered = Sample(sent[0], 0, 0.0, 0.0, 1.0, Completion(text="said"))
+    assert with_history(sent[1], drawn[0], answered).history == ("1 2", "said")  # history: actual
 
 
 def test_a_tokenizer_with_too_few_words_is_refused_with_the_way_out(tmp_path):

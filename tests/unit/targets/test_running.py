@@ -229,7 +229,8 @@ def test_texts_are_exact_where_the_servers_tokenizer_is_known(tokenizer, info, e
         target.start({}, Path())
         notes = target.as_sent([RequestSpec(0, "a", (7, 8, 9), None, 4)]).notes
         target.stop()
-    assert notes == {"sent_as": "messages", "exact_texts": exact, "template_tokens": 5}
+    own = {"exact_texts": exact, "template_tokens": 5, "endpoint": "/v1/chat/completions"}
+    assert notes == {"sent_as": "messages", **own}
     assert any("--tokenizer DIR" in note for note in target.notes) == (not exact)
 
 

@@ -1,0 +1,208 @@
+"""Thoughts and tool calls of chats, read by OpenAI's client: scripted answers, and a real model of random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.server.tokenizer import SHIPPED, load_tokenizer
+from tests.integration.test_server_real_model import MODEL
+from tests.support.fake_engine import fake_engine, saying
+from tests.support.http_server import RunningServer, running_server, shipped_tokenizer
+
+PARSERS = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+ASK = [{"role": "user", "content": "Look it up."}]
+THOUGHT, TEXT, ARGUMENTS = "I must look \U0001f980.", "Wait. ", ['{"what": "a \\"}\\" b"}', "{}"]
+CALLS = [f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>\n' for arguments in ARGUMENTS]
+ANSWER = f"<think>{THOUGHT}</think>{TEXT}{''.join(CALLS)}"
+# That of docs/commands.md, and tools.
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}{{ tools | tojson }}"
+    "<|assistant|>{% if enable_thinking is not false %}<think>{% endif %}"
+)
+
+
+def tokens(text: str) -> tuple[int, ...]:
+    return tuple(shipped_tokenizer().encode(text))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Says ANSWER, whose tags are several tokens each, and then the end-of-text token."""
+    folder = tmp_path_factory.mktemp("tokenizer") / "thinker"
+    shutil.copytree(SHIPPED, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    engine = fake_engine(saying(*tokens(ANSWER), 0))
+    tokenizer = load_tokenizer(EngineConfig("fake", tokenizer=str(folder)), engine.model_info)
+    with running_server(engine, tokenizer, **PARSERS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=30) as made:
+        yield made
+
+
+def said(message: Any) -> tuple[Any, Any, list[tuple[str, str]]]:
+    """Reasoning, content, and name and arguments of the calls."""
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+    return getattr(message, "reasoning", None), message.content or None, calls
+
+
+EXPECTED = (THOUGHT, TEXT, [("look", arguments) for arguments in ARGUMENTS])
+UNCALLED = (THOUGHT, TEXT + "".join(CALLS), [])
+NUM_THOUGHTS = len(tokens(f"<think>{THOUGHT}</think>")) - len(tokens("<think>")) - len(tokens("</think>"))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "finish"),
+    [
+        ({}, EXPECTED, "tool_calls"),  # the template has opened the thought
+        ({"chat_template_kwargs": {"enable_thinking": False}}, EXPECTED, "tool_calls"),  # the model opens it
+        ({"include_reasoning": False}, (None, *EXPECTED[1:]), "tool_calls"),
+        ({"tool_choice": "none"}, UNCALLED, "stop"),
+        ({"tools": []}, UNCALLED, "stop"),
+        ({"stop": ["ait."]}, (THOUGHT, "W", []), "stop"),
+        ({"stop": ['what": "a']}, (THOUGHT, TEXT, [("look", '{"')]), "tool_calls"),
+        ({"stop": [".</think>"]}, (THOUGHT[:-1], None, []), "stop"),
+        ({"max_tokens": len(tokens(ANSWER))}, EXPECTED, "length"),
+    ],
+)
+def test_whole_answers_and_what_the_client_makes_of_streams(
+    client: openai.OpenAI, options: dict, expected: tuple, finish: str
+) -> None:
+    body = {"model": "fake", "messages": ASK, "extra_body": {"tools": TOOLS, **options}}
+    whole = client.chat.completions.create(**body, n=2)
+    with client.chat.completions.stream(**body, stream_options={"include_usage": True}) as stream:
+        events = list(stream)
+        try:
+            final = stream.get_final_completion()
+        except openai.LengthFinishReasonError as error:  # of every server
+            final = error.completion
+    for choice in (*whole.choices, *final.choices):
+        assert (said(choice.message), choice.finish_reason) == (expected, finish)
+    assert len({call.id for choice in whole.choices for call in choice.message.tool_calls or ()}) == 2 * len(
+        expected[2]
+    )
+    done = [(event.name, event.arguments) for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert done == expected[2]
+    counts = [answer.usage.completion_tokens_details.reasoning_tokens for answer in (whole, final)]
+    assert counts == [count * (NUM_THOUGHTS - (expected[0] == THOUGHT[:-1])) for count in (2, 1)]
+
+
+def test_a_stream_has_one_event_a_token(server: RunningServer) -> None:
+    body = {"messages": ASK, "tools": TOOLS, "stream": True, "return_token_ids": True, "kvbench_stamp": True}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    events = server.post("/v1/chat/completions", body).events
+    usage = events.pop()["usage"]
+    choices = [event["choices"][0] for event in events]
+    assert [choice["token_ids"] for choice in choices] == [[i] for i in (*tokens(ANSWER), 0)]
+    assert [choice["finish_reason"] for choice in choices] == [None] * len(tokens(ANSWER)) + ["tool_calls"]
+    assert all(choice["delta"] and choice["logprobs"] is None for choice in choices)
+    assert choices[0]["delta"]["role"] == "assistant"
+    assert sum("tool_calls" in choice["delta"] for choice in choices) > 4, "arguments come in pieces"
+    counts = [event["usage"]["completion_tokens_details"]["reasoning_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == usage["completion_tokens_details"]["reasoning_tokens"] == NUM_THOUGHTS
+    assert all(event["kvbench"]["sent"] > 0 for event in events)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"tool_choice": "required"}, "unsupported"),
+        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "unsupported"),
+        ({"tools": [{"type": "function", "function": {}}]}, "invalid_value"),
+        ({"tools": [{"type": "custom", "custom": {"name": "look"}}]}, "invalid_value"),
+        ({"tools": "look"}, "invalid_value"),
+        ({"parallel_tool_calls": False}, "invalid_value"),
+        ({"separate_reasoning": False}, "invalid_value"),
+    ],
+)
+def test_what_is_refused(server: RunningServer, fields: dict, code: str) -> None:
+    reply = server.post("/v1/chat/completions", {"messages": ASK, "tools": TOOLS, **fields})
+    (name,) = fields
+    assert (reply.status, reply.error["param"].partition(".")[0], reply.error["code"]) == (400, name, code)
+
+
+def test_without_the_options_nothing_is_split_and_tools_are_refused() -> None:
+    with running_server(fake_engine(saying(*tokens(ANSWER), 0)), tool_call_parser="hermes") as server:
+        refused = server.post("/v1/chat/completions", {"messages": ASK, "tools": TOOLS})
+        assert (refused.error["param"], "--tokenizer" in refused.error["message"]) == ("tools", True)
+    with running_server(fake_engine(saying(*tokens(ANSWER), 0))) as server:
+        for name, value in (("tools", TOOLS), ("tool_choice", "required"), ("include_reasoning", False)):
+            refused = server.post("/v1/chat/completions", {"messages": ASK, name: value})
+            assert (refused.status, refused.error["param"], refused.error["code"]) == (400, name, "unsupported")
+        answer = server.post("/v1/chat/completions", {"messages": ASK}).json
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": ANSWER}
+        assert "completion_tokens_details" not in answer["usage"]
+        assert "tools" not in server.get("/openapi.json").json["components"]["schemas"]["ChatBody"]["properties"]
+
+
+WORDS = [
+    "<think>", "I ", "must ", "look.", "</think>", "Wait. ", "<tool_call>", '{"name": "look", ', '"arguments": {"x',
+    '": 1', "}}", "</tool_call>",
+]  # fmt: skip
+
+
+def word_tokenizer(folder: Path, words: dict[int, str], special: bool) -> str:
+    """A tokenizer whose tokens are words; the prompt is those of TEMPLATE."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in words.items()}, unk_token=words[0]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
+    if special:
+        tokenizer.add_special_tokens([word for word in words.values() if word.startswith("<")])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% if tools %}{% for m in messages %}{{ m.content }}{% endfor %}{% endif %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_real_model_of_random_weights(tmp_path: Path, opened: bool) -> None:
+    """Its greedy answer is always the same, so a tokenizer can be made in which that has thoughts and a call."""
+    (tmp_path / "tiny.json").write_text(json.dumps(MODEL))
+    config = EngineConfig(model=str(tmp_path / "tiny.json"), kv_budget=2**20, max_model_len=256, max_num_seqs=16)
+    words = WORDS[opened:]
+    with running_server(build_engine(config)) as server:
+        for start in range(4, 400, 4):
+            prompt = [start, start + 1, start + 2]
+            body = {"prompt": prompt, "max_tokens": len(words) + 1, "temperature": 0, "return_token_ids": True}
+            *ids, end = server.post("/v1/completions", body).json["choices"][0]["token_ids"]
+            if len({*prompt, *ids, end, 0}) == len(words) + 5:
+                break
+        else:
+            pytest.fail("no prompt has an answer of different tokens")
+    named = {0: "?", **{i: f"w{i}" for i in prompt}, **dict(zip(ids, words, strict=True))}
+    if opened:
+        named[prompt[-1]] = "<think>"
+    folder = word_tokenizer(tmp_path / "words", named, special=opened)
+    engine = build_engine(dataclasses.replace(config, tokenizer=folder))
+    body = {"messages": [{"role": "user", "content": " ".join(named[i] for i in prompt)}], "tools": TOOLS}
+    body |= {"temperature": 0, "stop_token_ids": [end]}
+    with running_server(engine, load_tokenizer(engine.config, engine.model_info), **PARSERS) as server:
+        whole = server.post("/v1/chat/completions", body).json
+        streamed = server.post("/v1/chat/completions", {**body, "stream": True}).events
+    (choice,) = whole["choices"]
+    (call,) = choice["message"].pop("tool_calls")
+    assert choice["message"] == {"role": "assistant", "content": "Wait. ", "reasoning": "I must look."}
+    assert (call["function"], choice["finish_reason"]) == ({"name": "look", "arguments": '{"x": 1}'}, "tool_calls")
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+    deltas = [event["choices"][0]["delta"] for event in streamed]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "I must look."
+    assert "".join(delta.get("content", "") for delta in deltas) == "Wait. "
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert calls == [{"name": "look", "arguments": '{"x'}, {"arguments": '": 1'}, {"arguments": "}"}]
