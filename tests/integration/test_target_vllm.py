@@ -26,7 +26,8 @@ def test_a_sweep_of_vllm(tmp_path, endpoint):
     path = bench.write(
         model={"config": "tiny.json", "dtype": "float32"}, engine=ENGINE, sweep={"preemption_mode": ["swap"]},
         load={
-            "endpoint": endpoint, "concurrency": [2, 4], "repeats": 1, "cache_state": "cold", "timeout_s": 60.0, "num_requests": 12,
+            "endpoint": endpoint, "concurrency": [2, 4], "repeats": 1, "cache_state": "cold", "timeout_s": 60.0,
+            "num_requests": 12,
             "prompts": {
                 "kind": "synthetic", "shared_prefix": {"tokens": 64, "share": 1.0},
                 "classes": [{"name": "a", "share": 1.0, "prompt_tokens": [4, 32], "output_tokens": [4, 12]}],
