@@ -38,6 +38,7 @@ class Format:
         self.plan = plan = Plan(script(settings.deltas), most, settings.tokens_per_chunk, settings.textless)
         if lacking := [kind for kind, *_ in plan.runs if kind not in (*self.own, EMPTY, HIDDEN)]:
             raise ValueError(f"it has no {lacking[0]} deltas, but {', '.join(self.own)}, {EMPTY} and {HIDDEN}")
+        self._tokens = plan.tokens
         self._prompt = prompt_tokens + (0 if "prompt" in self.prompts else settings.template_tokens)
         self._cached = settings.cached_tokens
         self._with_ids = bool(body.get("return_token_ids")) and settings.fault != "no_ids"
@@ -77,7 +78,7 @@ class Completions(Format):
     own = MappingProxyType({TEXT: "text"})
 
     def delta(self, kind: str, text: str, begin: int, end: int, place: int, sent: str) -> str:
-        finish = "null" if end < self.plan.tokens else f'"{self._reason}"'
+        finish = "null" if end < self._tokens else f'"{self._reason}"'
         ids = f',"token_ids":{list(range(begin, end))}' if self._with_ids else ""
         return (
             f'data: {{"id":"mock","object":"text_completion","model":"mock","choices":'
