@@ -23,7 +23,7 @@ from kvbench.common.text import plural
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.cores import bound_cores, core_words
 from kvbench.targets.launch_plan import HOST, Launcher
-from kvbench.targets.model_export import ModelFolders, ServedModel
+from kvbench.targets.model_export import ModelFolders, ServedModel, shipped_tokenizer
 from kvbench.targets.prompt_texts import TextOfIds, TokenizerWords, ids_as_words
 from kvbench.workload.request_form import DEFAULT_FORM, RequestForm
 
@@ -166,7 +166,9 @@ class LaunchedTarget(ProcessTarget):
         command = self.launcher.command(settings, model=str(served.path), port=port, scratch=str(scratch))
         self._environment = self.preset.launch_environment(self.launcher.context(settings))
         with self._launched(command, log, env=self._environment, scratch=scratch):
-            Target.__init__(self, f"http://{HOST}:{port}", preset=self.preset, text_of_ids=_text_of_ids(served))
+            self.exact_texts = self.launcher.passes_model
+            text_of_ids = _text_of_ids(served) if self.exact_texts else TokenizerWords(shipped_tokenizer()).text
+            Target.__init__(self, f"http://{HOST}:{port}", preset=self.preset, text_of_ids=text_of_ids)
             self._wait_ready(self._serves)
             self._learn_model(served, settings)
             self.learn_template()
@@ -198,7 +200,7 @@ class LaunchedTarget(ProcessTarget):
     def learn_template(self) -> None:
         """As ``Target``; else from the usage of a prompt that is one token without it."""
         super().learn_template()
-        if self.template_tokens is None and self._text_of_ids is not None:
+        if self.template_tokens is None and self.exact_texts and self._text_of_ids is not None:
             usage = self.complete([1], 1, self.start_timeout_s).get("usage") or {}
             counts = [usage[name] for name in _PROMPT_TOKENS if isinstance(usage.get(name), int)]
             self.template_tokens = sum(counts) - 1 if counts else None

@@ -18,14 +18,16 @@ ENGINE = {
 
 @pytest.mark.skipif("LLAMA_SERVER" not in os.environ, reason="LLAMA_SERVER names no llama-server")
 @pytest.mark.timeout(400)
-def test_a_sweep_of_llama_cpp(tmp_path):
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_sweep_of_llama_cpp(tmp_path, endpoint):
     pytest.importorskip("gguf")
     bench = Bench(tmp_path, {"KVBENCH_NO_CALIBRATION": "1"})
     (tmp_path / "tiny.json").write_text(json.dumps(MODEL | {"head_dim": 32}))
     path = bench.write(
         model={"config": "tiny.json", "load_format": "dummy", "dtype": "float32"}, engine=ENGINE, sweep={},
         load={
-            "concurrency": [2, 5], "repeats": 1, "cache_state": "cold", "timeout_s": 60.0, "num_requests": 20,
+            "endpoint": endpoint, "concurrency": [2, 5], "repeats": 1, "cache_state": "cold", "timeout_s": 60.0,
+            "num_requests": 20,
             "prompts": {
                 "kind": "synthetic", "shared_prefix": {"tokens": 32, "share": 1.0},
                 "classes": [{"name": "a", "share": 1.0, "prompt_tokens": [4, 8], "output_tokens": [2, 60]}],

@@ -33,12 +33,13 @@ REFUSED = dict(zip(("contiguous", "paged-p16-fp8_e4m3", "paged-p16-noprefix"), S
     reason="transformers serve needs the packages of its extra: pip install 'transformers[serving]'",
 )
 @pytest.mark.timeout(900)  # it imports torch, a minute on a busy machine
-def test_a_sweep_of_transformers_serve(tmp_path):
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_sweep_of_transformers_serve(tmp_path, endpoint):
     bench = Bench(tmp_path, {"KVBENCH_NO_CALIBRATION": "1"})
     (tmp_path / "tiny.json").write_text(json.dumps(MODEL))
     path = bench.write(
         model={"config": "tiny.json", "dtype": "float32"}, engine=ENGINE, sweep=SWEEP,
-        load={"concurrency": [2], "repeats": 1, "cache_state": "cold", "timeout_s": 240.0},
+        load={"endpoint": endpoint, "concurrency": [2], "repeats": 1, "cache_state": "cold", "timeout_s": 240.0},
     )  # fmt: skip
     done = bench.sweep(str(path), "--target", "transformers", "--target-python", sys.executable, fake=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,8 +63,10 @@ def test_a_sweep_of_transformers_serve(tmp_path):
     rows = pd.read_parquet(load / "requests.parquet")
     result = json.loads((load / "done.json").read_text())
     requests = [json.loads(line) for line in (run / result["requests_file"]).read_text().splitlines()]
-    # The texts that were sent have exactly the tokens that were drawn, and no EOS cut an answer short.
-    assert sorted(rows["prompt_tokens"]) == sorted(len(r["prompt_token_ids"]) for r in requests)
+    # The texts that were sent have exactly the tokens that were drawn, and no EOS cut an answer short. Over chat two
+    # marks are added to each.
+    marks = 2 if endpoint == "chat" else 0
+    assert sorted(rows["prompt_tokens"]) == sorted(len(r["prompt_token_ids"]) + marks for r in requests)
     assert sorted(rows["output_tokens"]) == sorted(r["max_tokens"] for r in requests)
     assert result["metrics"]["completed"] == 6 and result["metrics"]["failed"] == 0
     counters = json.loads((load / "counters.json").read_text())

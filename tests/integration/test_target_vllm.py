@@ -19,13 +19,15 @@ BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4  # layers x (K and V) x KV heads x head_dim x
 
 @pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python with vLLM's CPU build")
 @pytest.mark.timeout(400)
-def test_a_sweep_of_vllm(tmp_path):
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_sweep_of_vllm(tmp_path, endpoint):
     bench = Bench(tmp_path, {"KVBENCH_NO_CALIBRATION": "1"})
     (tmp_path / "tiny.json").write_text(json.dumps(MODEL | {"head_dim": 32}))
     path = bench.write(
         model={"config": "tiny.json", "dtype": "float32"}, engine=ENGINE, sweep={"preemption_mode": ["swap"]},
         load={
-            "concurrency": [2, 4], "repeats": 1, "cache_state": "cold", "timeout_s": 60.0, "num_requests": 12,
+            "endpoint": endpoint, "concurrency": [2, 4], "repeats": 1, "cache_state": "cold", "timeout_s": 60.0,
+            "num_requests": 12,
             "prompts": {
                 "kind": "synthetic", "shared_prefix": {"tokens": 64, "share": 1.0},
                 "classes": [{"name": "a", "share": 1.0, "prompt_tokens": [4, 32], "output_tokens": [4, 12]}],

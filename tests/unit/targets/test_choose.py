@@ -77,6 +77,25 @@ def test_answers_that_a_server_cannot_give_are_refused_before_its_launch(workloa
     assert chosen(workload(load=load(n=2, beam_width=2)), **URL, preset="vllm").workload
 
 
+@pytest.mark.parametrize(
+    ("options", "endpoint", "lacks"),
+    [
+        (VLLM_HERE, "messages", None),
+        ({"target": "transformers", "target_python": sys.executable}, "messages", "/v1/messages"),
+        (URL | {"preset": "tgi"}, "chat", None),
+        (URL | {"preset": "tgi"}, "responses", "/v1/responses"),
+        (URL, "responses", None),  # which it is asked for
+    ],
+)
+def test_an_endpoint_that_a_kind_of_server_lacks_is_refused_before_its_launch(workload, options, endpoint, lacks):
+    made = workload(load={"endpoint": endpoint})
+    if lacks is None:
+        assert chosen(made, **options).workload
+    else:
+        with pytest.raises(UsageError, match=f"{lacks}.* completions"):
+            chosen(made, **options)
+
+
 def chosen(workload, stored=None, **options):
     return choose(workload, NOTHING | options, stored or {})
 

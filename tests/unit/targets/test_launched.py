@@ -1,27 +1,38 @@
-"""What a launched server made of its KV budget, where it says so in its log only."""
+"""What a launched server made of its KV budget, where it says so in its log only, and what it is over each endpoint."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 
+from kvbench.load.endpoints import PATHS
 from kvbench.targets.base import contradiction
 from kvbench.targets.launch_plan import Launcher
 from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.model_export import ServedModel
 from kvbench.targets.presets import PRESETS
+from kvbench.workload.request_form import RequestForm
 
 SERVER = """#!{python} -SE
 import http.server, json, sys
 print({log!r}, flush=True)
+USAGES = {usages!r}
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         found = {{"data": [{{"id": "m", "meta": {{"n_vocab": 8192, "n_ctx": 2048}}}}]}}
         self.send_response(404 if self.path == "/metrics" else 200)
         self.end_headers()
         self.wfile.write(json.dumps(found).encode())
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        known = self.path in USAGES and asked["stream"] is False
+        self.send_response(200 if known else 404)
+        self.end_headers()
+        answer = dict.fromkeys(("choices", "output", "content"), [1]) | {{"usage": USAGES.get(self.path)}}
+        self.wfile.write(json.dumps(answer).encode())
     def log_message(self, *words):
         print("size = 1.00 MiB (  1 cells, 8 layers), K (f16): 0.5 MiB, V (f16): 0.5 MiB", flush=True)  # of a request
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
@@ -33,19 +44,26 @@ SETTINGS = {"layout": "paged", "kv_budget": "97MiB", "dtype": "float32"}
 KNOWN = {"kv_budget_bytes": 97 << 20, "bytes_per_token": 16384, "capacity_tokens": 6144}
 
 
-def told(tmp_path, log):
-    """server_info of a llama-server with this log at its start."""
+@contextmanager
+def launched(tmp_path, log="", usages=None, endpoint=None, asked=None):
+    """A llama-server with this log at its start. ``usages``: of its answers, by path; ``asked``: of its folder."""
     program = tmp_path / "llama-server"
-    program.write_text(SERVER.format(python=sys.executable, log=log))
+    program.write_text(SERVER.format(python=sys.executable, log=log, usages=usages or {}))
     program.chmod(0o755)
     served = ServedModel(tmp_path / "m.gguf", None, 8192, 4096)
-    folders = SimpleNamespace(scratch=tmp_path, get=lambda settings, **more: served)
+
+    def get(settings, **more):
+        if asked is not None:
+            asked.update(more)
+        return served
+
     launcher = Launcher(PRESETS["llamacpp"], str(program), lambda settings: {"capacity_tokens": 6192})
-    target = LaunchedTarget(launcher, folders, start_timeout_s=20.0)
+    folders = SimpleNamespace(scratch=tmp_path, get=get)
+    target = LaunchedTarget(launcher, folders, start_timeout_s=20.0, form=RequestForm(endpoint))
     target.start(SETTINGS, tmp_path / "server.log")
     try:
         assert target.model.max_model_len == 2048
-        return target.server_info()
+        yield target
     finally:
         target.stop()
 
@@ -66,8 +84,31 @@ def told(tmp_path, log):
     ],
 )
 def test_tokens_bytes_and_type_of_the_cache_are_read_and_held_against_the_budget(tmp_path, log, capacity, wrong):
-    info = told(tmp_path, log)
+    with launched(tmp_path, log) as target:
+        info = target.server_info()
     names = ("capacity_tokens", "kv_bytes", "kv_type")
     assert info["capacity"] == (dict(zip(names, capacity, strict=True)) if capacity else {})
     found = contradiction(SETTINGS, KNOWN, info)
     assert found is None if wrong is None else wrong in found
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "usage", "template_tokens", "keeps_on"),
+    [
+        ("completions", {}, 0, True),
+        ("chat", {"prompt_tokens": 3, "total_tokens": 4}, 2, True),
+        ("responses", {"input_tokens": 10, "output_tokens": 1}, 9, True),
+        ("messages", {"input_tokens": 1, "cache_read_input_tokens": 2, "output_tokens": 1}, 2, False),
+        ("chat", {}, None, True),
+    ],
+)
+def test_a_chat_template_counts_by_usage_and_an_end_that_cannot_be_ignored_is_said(
+    tmp_path, endpoint, usage, template_tokens, keeps_on
+):
+    asked = {}
+    with launched(tmp_path, usages={PATHS[endpoint]: usage}, endpoint=endpoint, asked=asked) as target:
+        assert target.template_tokens == template_tokens
+        quirks = target.server_info()["server"]["quirks"]
+    assert any("may end before its length" in quirk for quirk in quirks) is not keeps_on
+    assert asked["drop_eos"] is not keeps_on
+    assert any("reasoning" in quirk for quirk in quirks) is (endpoint != "completions")
