@@ -39,6 +39,7 @@ FACTS_TIMEOUT_S = 60.0  # vLLM runs a dozen programs at the first call, to descr
 _HEALTH_TIMEOUT_S = 2.0
 _GONE_S = 0.1  # a process's connections close before its parent hears of its end
 _KEY_REFUSED = (401, 403)
+_PROMPT_TOKENS = ("prompt_tokens", "input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 NO_SUCH_PATH = (404, 405, 501)
 REFUSED = (400, 404, 405, 413, 422)  # a retry of the request would fail again
 
@@ -402,12 +403,10 @@ class Target:
         answer = self.http.call("POST", dialect.api.path, body=body, timeout_s=timeout_s, headers=headers)
         self.http.check_access(answer)
         whole = answer.json()
-        if (
-            answer.status != 200 or not isinstance(whole, dict) or not whole.get(dialect.api.answer)
-        ):  # or a proxy's page
-            raise (RefusedError if answer.status in REFUSED else MeasurementError)(
-                self.http.said(dialect.api.path, answer)
-            )
+        is_answer = answer.status == 200 and isinstance(whole, dict) and whole.get(dialect.api.answer)
+        if not is_answer:  # or it is a proxy's page
+            kind = RefusedError if answer.status in REFUSED else MeasurementError
+            raise kind(self.http.said(dialect.api.path, answer))
         return whole
 
     def _request(self, prompt: Any, max_tokens: int) -> RequestSpec:
@@ -418,7 +417,7 @@ class Target:
         return RequestSpec(0, "", ids, text, max_tokens)
 
     def learn_template(self) -> None:
-        """Asks how many tokens the chat template adds, where the server has /tokenize for messages."""
+        """Finds how many tokens the chat template adds: by /tokenize, else by the usage of a text of one token."""
         if self.dialect.endpoint == "completions":
             return
         counts = [
@@ -426,6 +425,13 @@ class Target:
             self._count_tokens({"prompt": "a", "add_special_tokens": False}),
         ]
         self.template_tokens = None if None in counts else counts[0] - counts[1]
+        if self.template_tokens is None and self.exact_texts and self._text_of_ids is not None:
+            try:
+                usage = self.complete([1], 1, FACTS_TIMEOUT_S).get("usage") or {}
+            except MeasurementError:
+                return
+            told = [usage[name] for name in _PROMPT_TOKENS if isinstance(usage.get(name), int)]
+            self.template_tokens = sum(told) - 1 if told else None
 
     def _count_tokens(self, fields: Mapping[str, Any]) -> int | None:
         try:

@@ -31,7 +31,6 @@ _VERSION_TIMEOUT_S = 60.0
 _CAPACITY = ("num_pages", "capacity_tokens", "page_size")
 # Begins a word, or stands behind = : , " ' and the like; a slash behind a name or a slash is not the root's.
 _ABSOLUTE_PATH = re.compile(r"(?<![\w/.~%+-])/(?:[^\s/\"'=:,]+/+)*([^\s/\"'=:,]+)/*")
-_PROMPT_TOKENS = ("prompt_tokens", "input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 _EOS_TAKEN_OUT = "the model folder has no end-of-sequence token where the load ignores it, since requests cannot say so"
 _EOS_IN_FILE = "an answer may end before its length, since requests cannot say that the end of a sequence is ignored"
 _Found = TypeVar("_Found")
@@ -196,14 +195,6 @@ class LaunchedTarget(ProcessTarget):
         if length is None or not vocab:
             raise MeasurementError(f"neither the model's config nor {self.preset.title} tells vocabulary and length")
         self.model = ModelFacts(str(row["id"]), int(vocab), length)
-
-    def learn_template(self) -> None:
-        """As ``Target``; else from the usage of a prompt that is one token without it."""
-        super().learn_template()
-        if self.template_tokens is None and self.exact_texts and self._text_of_ids is not None:
-            usage = self.complete([1], 1, self.start_timeout_s).get("usage") or {}
-            counts = [usage[name] for name in _PROMPT_TOKENS if isinstance(usage.get(name), int)]
-            self.template_tokens = sum(counts) - 1 if counts else None
 
     def _check_device(self, settings: Mapping[str, Any]) -> None:
         """Raises MeasurementError if the server does not run on the device that the workload asks for."""

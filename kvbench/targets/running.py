@@ -30,7 +30,7 @@ _NO_VOCABULARY = (
 _UNTOLD_LENGTH = (
     "the server does not tell its longest sequence, so prompts are not held against it: --max-model-len N does"
 )
-# What a server may refuse of a request, tried in this order: the fields of vLLM, then also the name of max_tokens.
+# What a server may refuse of a request, tried in this order: the fields of vLLM, then a chat's name of max_tokens too.
 _PLAIN = {"ignore_eos": False, "return_token_ids": False}
 _FORMS: tuple[Mapping[str, bool], ...] = ({}, _PLAIN, {**_PLAIN, "max_completion_tokens": True})
 
@@ -113,8 +113,9 @@ class OpenAITarget(Target):
         for endpoint in endpoints:
             self.form = dataclasses.replace(given, endpoint=endpoint)
             ids = super().dialect.token_id_prompts and takes.get("token_id_prompts", True)
-            for prompts, fields in [({}, {})] * ids + [({"token_id_prompts": False}, fields) for fields in _FORMS]:
-                self._takes = {**prompts, **fields}
+            texts = _FORMS if endpoint == "chat" else _FORMS[:-1]
+            for fields in [{}] * ids + [{"token_id_prompts": False, **fields} for fields in texts]:
+                self._takes = fields
                 answer = self._answer_to_one_token()
                 if answer is None or answer.status == 200:
                     self._note_form(given, takes)

@@ -110,6 +110,7 @@ def test_a_load_is_kept_whole_with_vllms_field_names_and_without_the_key(url, wo
     assert (manifest["status"], manifest["kind"], manifest["seed"]) == ("complete", "load", 9)
     assert manifest["target"] == {
         "url": url, "preset": "openai", "version": None, "model": "fake", "vocab_size": 8192, "max_model_len": 256,
+        "endpoint": "completions", "template_tokens": 0,
     }  # fmt: skip
     assert manifest["workload"]["load"]["slo"] == {"ttft_ms": 2000.0, "tpot_ms": 500.0}
     assert manifest["versions"]["kvbench"] and manifest["calibration"]["left_out"]
@@ -175,7 +176,7 @@ def test_a_server_that_says_nothing_of_itself_while_the_load_runs_is_not_measure
     [(4, 40, 17), (8, 12, 6), (1, 5, 5)],  # many requests are refused; too few to suspect it by; none
 )
 def test_a_server_that_is_killed_amid_the_load_is_said_to_be_away_and_after_how_many(workload, users, requests, fatal):
-    rule = {"path": "stream", "do": "mid_kill", "first": fatal}
+    rule = {"path": "stream", "do": "mid_kill", "first": fatal + 1}  # one asks what the server takes
     words = ("--max-concurrency", users, "--num-prompts", requests, "--num-warmups", 0)
     with fake_server(*CACHING, fire=[rule], FAKE_TOKEN_S="0.02") as (_, url), pytest.raises(MeasurementError) as failed:
         load(workload, "--url", url, *words)

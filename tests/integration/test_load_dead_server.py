@@ -50,6 +50,8 @@ class Sick:
             return WELL if self.completions < self.served else self.health
         if path != "/v1/completions":
             return (404, {"detail": "Not Found"}) if path == "/metrics" else None
+        if body.get("stream") and body["max_tokens"] == 1:  # it asks what the server takes
+            return STREAM
         self.completions += 1
         if self.completions > self.served:
             return self.after

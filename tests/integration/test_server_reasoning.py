@@ -25,11 +25,10 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 ASK = [{"role": "user", "content": "Look it up."}]
 THOUGHT, TEXT, ARGUMENTS = "I must look \U0001f980.", "Wait. ", ['{"what": "a \\"}\\" b"}', "{}"]
 CALLS = [f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>\n' for arguments in ARGUMENTS]
-ANSWER = f"<think>{THOUGHT}</think>{TEXT}{''.join(CALLS)}"
-# That of docs/commands.md, and tools.
+ANSWER = f"{THOUGHT}</think>{TEXT}{''.join(CALLS)}"
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}{{ tools | tojson }}"
-    "<|assistant|>{% if enable_thinking is not false %}<think>{% endif %}"
+    "<|assistant|>{% if enable_thinking is not false %}<think>\n{% endif %}"
 )
 
 
@@ -62,26 +61,29 @@ def said(message: Any) -> tuple[Any, Any, list[tuple[str, str]]]:
 
 
 EXPECTED = (THOUGHT, TEXT, [("look", arguments) for arguments in ARGUMENTS])
+UNTHOUGHT = (None, f"{THOUGHT}</think>{TEXT}", EXPECTED[2])
 UNCALLED = (THOUGHT, TEXT + "".join(CALLS), [])
-NUM_THOUGHTS = len(tokens(f"<think>{THOUGHT}</think>")) - len(tokens("<think>")) - len(tokens("</think>"))
+ENDED = len(tokens(f"{THOUGHT}</think>"))
+NUM_THOUGHTS = ENDED - len(tokens("</think>"))
 
 
 @pytest.mark.parametrize(
-    ("options", "expected", "finish"),
+    ("options", "expected", "finish", "count"),
     [
-        ({}, EXPECTED, "tool_calls"),  # the template has opened the thought
-        ({"chat_template_kwargs": {"enable_thinking": False}}, EXPECTED, "tool_calls"),  # the model opens it
-        ({"include_reasoning": False}, (None, *EXPECTED[1:]), "tool_calls"),
-        ({"tool_choice": "none"}, UNCALLED, "stop"),
-        ({"tools": []}, UNCALLED, "stop"),
-        ({"stop": ["ait."]}, (THOUGHT, "W", []), "stop"),
-        ({"stop": ['what": "a']}, (THOUGHT, TEXT, [("look", '{"')]), "tool_calls"),
-        ({"stop": [".</think>"]}, (THOUGHT[:-1], None, []), "stop"),
-        ({"max_tokens": len(tokens(ANSWER))}, EXPECTED, "length"),
+        ({}, EXPECTED, "tool_calls", NUM_THOUGHTS),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, UNTHOUGHT, "tool_calls", 0),
+        ({"include_reasoning": False}, (None, *EXPECTED[1:]), "tool_calls", NUM_THOUGHTS),
+        ({"tool_choice": "none"}, UNCALLED, "stop", NUM_THOUGHTS),
+        ({"tools": []}, UNCALLED, "stop", NUM_THOUGHTS),
+        ({"stop": ["ait."]}, (THOUGHT, "W", []), "stop", NUM_THOUGHTS),
+        ({"stop": ['what": "a']}, (THOUGHT, TEXT, [("look", '{"')]), "tool_calls", NUM_THOUGHTS),
+        ({"stop": [".</think>"]}, (THOUGHT[:-1], None, []), "stop", NUM_THOUGHTS - 1),
+        ({"max_tokens": ENDED - 1}, (THOUGHT + "</think", None, []), "length", ENDED - 1),
+        ({"max_tokens": len(tokens(ANSWER))}, EXPECTED, "length", NUM_THOUGHTS),
     ],
 )
 def test_whole_answers_and_what_the_client_makes_of_streams(
-    client: openai.OpenAI, options: dict, expected: tuple, finish: str
+    client: openai.OpenAI, options: dict, expected: tuple, finish: str, count: int
 ) -> None:
     body = {"model": "fake", "messages": ASK, "extra_body": {"tools": TOOLS, **options}}
     whole = client.chat.completions.create(**body, n=2)
@@ -99,7 +101,7 @@ def test_whole_answers_and_what_the_client_makes_of_streams(
     done = [(event.name, event.arguments) for event in events if event.type == "tool_calls.function.arguments.done"]
     assert done == expected[2]
     counts = [answer.usage.completion_tokens_details.reasoning_tokens for answer in (whole, final)]
-    assert counts == [count * (NUM_THOUGHTS - (expected[0] == THOUGHT[:-1])) for count in (2, 1)]
+    assert counts == [2 * count, count]
 
 
 def test_a_stream_has_one_event_a_token(server: RunningServer) -> None:
@@ -125,7 +127,7 @@ def test_a_stream_has_one_event_a_token(server: RunningServer) -> None:
         ({"tool_choice": "required"}, "unsupported"),
         ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "unsupported"),
         ({"tools": [{"type": "function", "function": {}}]}, "invalid_value"),
-        ({"tools": [{"type": "custom", "custom": {"name": "look"}}]}, "invalid_value"),
+        ({"tools": [{"type": "custom", "function": {"name": "look"}}]}, "invalid_value"),
         ({"tools": "look"}, "invalid_value"),
         ({"parallel_tool_calls": False}, "invalid_value"),
         ({"separate_reasoning": False}, "invalid_value"),
@@ -134,6 +136,9 @@ def test_a_stream_has_one_event_a_token(server: RunningServer) -> None:
 def test_what_is_refused(server: RunningServer, fields: dict, code: str) -> None:
     reply = server.post("/v1/chat/completions", {"messages": ASK, "tools": TOOLS, **fields})
     (name,) = fields
+    described = server.get("/openapi.json").json
+    content = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert name in described["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]["properties"]
     assert (reply.status, reply.error["param"].partition(".")[0], reply.error["code"]) == (400, name, code)
 
 
@@ -200,6 +205,7 @@ def test_a_real_model_of_random_weights(tmp_path: Path, opened: bool) -> None:
     (call,) = choice["message"].pop("tool_calls")
     assert choice["message"] == {"role": "assistant", "content": "Wait. ", "reasoning": "I must look."}
     assert (call["function"], choice["finish_reason"]) == ({"name": "look", "arguments": '{"x": 1}'}, "tool_calls")
+    assert set(call) == {"id", "type", "function"}
     assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
     deltas = [event["choices"][0]["delta"] for event in streamed]
     assert "".join(delta.get("reasoning", "") for delta in deltas) == "I must look."

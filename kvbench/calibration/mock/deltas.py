@@ -71,25 +71,27 @@ class Plan:
         Kind, text, the first token and the one after the last, and the place in its run (from 0).
         """
         moment = begin = limit = 0
-        size, worded = self._per_chunk, self._worded
+        size = self._per_chunk
         for kind, count, held in self.runs:
-            for _ in range(-(-held // size)):
+            places, idle = -(-count // size), -(-held // size)
+            if kind == HIDDEN:
+                places, idle = 0, places
+            for _ in range(idle):
                 yield None
-                moment += 1
+            moment += idle
             end, limit = begin + held, limit + held + (0 if kind == ROLE else count)
-            places = -(-count // size)
+            worded = 0 if kind == EMPTY else self._worded
             for place in range(places):
                 end = min(end + size, limit)
                 words = f" w{moment}" * (min(end, worded) - begin)
-                if kind == CALL:
-                    words = _arguments(words, place, place + 1 == places)
-                yield None if kind == HIDDEN else (kind, "" if kind == EMPTY else words, begin, end, place)
+                yield kind, _arguments(words, place, places) if kind == CALL else words, begin, end, place
                 begin = end
                 moment += 1
+            begin = limit
 
 
-def _arguments(words: str, place: int, last: bool) -> str:
+def _arguments(words: str, place: int, places: int) -> str:
     """A piece of a call's arguments, which are one JSON object; the first piece has the function's name instead."""
     if place == 0:
-        return "{}" if last else ""
-    return ('{"words":"' if place == 1 else "") + words + ('"}' if last else "")
+        return "{}" if places == 1 else ""
+    return ('{"words":"' if place == 1 else "") + words + ('"}' if place + 1 == places else "")

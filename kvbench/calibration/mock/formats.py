@@ -38,6 +38,7 @@ class Format:
         self.plan = plan = Plan(script(settings.deltas), most, settings.tokens_per_chunk, settings.textless)
         if lacking := [kind for kind, *_ in plan.runs if kind not in (*self.own, EMPTY, HIDDEN)]:
             raise ValueError(f"it has no {lacking[0]} deltas, but {', '.join(self.own)}, {EMPTY} and {HIDDEN}")
+        self._tokens = plan.tokens
         self._prompt = prompt_tokens + (0 if "prompt" in self.prompts else settings.template_tokens)
         self._cached = settings.cached_tokens
         self._with_ids = bool(body.get("return_token_ids")) and settings.fault != "no_ids"
@@ -77,7 +78,7 @@ class Completions(Format):
     own = MappingProxyType({TEXT: "text"})
 
     def delta(self, kind: str, text: str, begin: int, end: int, place: int, sent: str) -> str:
-        finish = "null" if end < self.plan.tokens else f'"{self._reason}"'
+        finish = "null" if end < self._tokens else f'"{self._reason}"'
         ids = f',"token_ids":{list(range(begin, end))}' if self._with_ids else ""
         return (
             f'data: {{"id":"mock","object":"text_completion","model":"mock","choices":'
@@ -180,21 +181,15 @@ class _Blocks(Format):
 
 
 _ARGUMENTS = "function_call_arguments"
-_ITEMS = {
-    "output_text": ("message", "content", "output_text", "text"),
-    "refusal": ("message", "content", "refusal", "refusal"),
-    "reasoning_text": ("reasoning", "content", "reasoning_text", "text"),
-    "reasoning_summary_text": ("reasoning", "summary", "summary_text", "text"),
-    _ARGUMENTS: ("function_call", "", "", "arguments"),
+_MESSAGE = {"type": "message", "role": "assistant"}
+_ITEMS: Mapping[str, tuple[Event, str, Event, str]] = {
+    "output_text": (_MESSAGE, "content", {"type": "output_text", "annotations": []}, "text"),
+    "refusal": (_MESSAGE, "content", {"type": "refusal"}, "refusal"),
+    "reasoning_text": ({"type": "reasoning", "summary": []}, "content", {"type": "reasoning_text"}, "text"),
+    "reasoning_summary_text": ({"type": "reasoning"}, "summary", {"type": "summary_text"}, "text"),
+    _ARGUMENTS: ({"type": "function_call", "name": _FUNCTION}, "", {}, "arguments"),
 }
-"""Type of an item, the field of its part, the part's type and the field of its text, by the name of its deltas."""
-_FIELDS = {
-    "message": {"role": "assistant"},
-    "reasoning": {"summary": []},
-    "function_call": {"name": _FUNCTION},
-    "output_text": {"annotations": []},
-}
-"""Further fields, by the type of an item or a part."""
+"""By the name of its deltas an item, the field of its part, the part, and the field of the text."""
 
 
 class Responses(_Blocks):
@@ -232,26 +227,23 @@ class Responses(_Blocks):
     def _part(self, name: str, what: str) -> list[Event]:
         """The event that says ``what`` of the part, with the text until now."""
         _, holder, part, words = _ITEMS[name]
-        if not holder:
+        event = {"content": "content_part", "summary": "reasoning_summary_part"}.get(holder)
+        if event is None:
             return []
-        event = "reasoning_summary_part" if holder == "summary" else "content_part"
-        content = {"type": part, words: self._text} | _FIELDS.get(part, {})
-        return [self._event(f"{event}.{what}", **self._place(name), part=content)]
+        return [self._event(f"{event}.{what}", **self._place(name), part=part | {words: self._text})]
 
     def _block(self, name: str, text: str, status: str) -> Event:
-        kind, holder, part, words = _ITEMS[name]
+        item, holder, part, words = _ITEMS[name]
         number = len(self._blocks)
-        item = {"id": f"item_{number}", "type": kind, "status": status} | _FIELDS[kind]
+        item = {"id": f"item_{number}", "status": status} | item
         if not holder:
             return item | {"call_id": f"call_{number}", words: text}
-        return item | {holder: [{"type": part, words: text} | _FIELDS.get(part, {})] if text else []}
+        return item | {holder: [part | {words: text}] if text else []}
 
     def _opened(self, name: str) -> list[Event]:
         item = self._block(name, "", "in_progress")
-        return [
-            self._event("output_item.added", output_index=len(self._blocks), item=item),
-            *self._part(name, "added"),
-        ]
+        added = self._event("output_item.added", output_index=len(self._blocks), item=item)
+        return [added, *self._part(name, "added")]
 
     def _written(self, name: str, text: str) -> Event:
         logprobs = {"logprobs": []} if name == "output_text" else {}
@@ -325,9 +317,8 @@ class Messages(_Blocks):
 
     def _answer(self, reason: str | None, output: int) -> Event:
         head = {"id": "msg_mock", "type": "message", "role": "assistant", "model": "mock", "content": self._blocks}
-        fresh = self._prompt - self._cached  # they are counted apart here
-        usage = {"input_tokens": fresh, "cache_read_input_tokens": self._cached, "cache_creation_input_tokens": 0}
-        usage |= {"output_tokens": output}
+        cached = {"cache_read_input_tokens": self._cached, "cache_creation_input_tokens": 0}
+        usage: Event = {"input_tokens": self._prompt - self._cached, **cached, "output_tokens": output}
         if reason:
             usage["output_tokens_details"] = {"thinking_tokens": self.plan.thoughts}
         return head | {"stop_reason": reason, "stop_sequence": None, "usage": usage}

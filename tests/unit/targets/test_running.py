@@ -234,6 +234,27 @@ def test_texts_are_exact_where_the_servers_tokenizer_is_known(tokenizer, info, e
     assert any("--tokenizer DIR" in note for note in target.notes) == (not exact)
 
 
+@pytest.mark.parametrize(
+    ("usage", "tokens"),
+    [({"prompt_tokens": 7}, 6), ({"input_tokens": 3, "cache_read_input_tokens": 4}, 6), ({}, None), (None, None)],
+)
+def test_the_template_is_known_by_the_usage_of_a_single_token_where_nothing_counts_messages(usage, tokens):
+    def chat(body):
+        assert body["stream"] or body["max_tokens"] == 1
+        return STREAM if body["stream"] else (200, {"choices": [{}], "usage": usage})
+
+    answers = row(max_model_len=900) | {"/v1/completions": GONE, "/v1/chat/completions": chat}
+    with scripted_server(answers) as server:
+        for tokenizer, known in (
+            (shipped_tokenizer(), tokens),
+            (None, None),
+        ):  # texts of an unknown tokenizer: nobody's
+            target = OpenAITarget(server.url, tokenizer=tokenizer)
+            target.start({}, Path())
+            target.stop()
+            assert target.template_tokens == known
+
+
 def test_texts_take_any_vocabulary_that_is_given():
     answers = row(max_model_len=900) | {"/v1/completions": taking("-ids")}
     assert sizes(answers) == (8192, 900) and sizes(answers, vocab_size=50000) == (50000, 900)

@@ -150,4 +150,5 @@ def test_only_what_may_become_a_tag_is_held_back() -> None:
     assert deltas[5:7] == [nothing] * 2
     assert [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas[7:9]] == ['{"x": 1', "}"]
     assert deltas[8] == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
-    assert deltas[9] == parts.split("</tool_call>", final=True) == nothing
+    assert deltas[9] == parts.split("</tool_call>") == parts.split(" ") == nothing
+    assert [parts.split(text) for text in ("\na", " b")] == [{"content": "a"}, {"content": " b"}]
