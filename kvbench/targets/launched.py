@@ -166,7 +166,7 @@ class LaunchedTarget(ProcessTarget):
         self._environment = self.preset.launch_environment(self.launcher.context(settings))
         with self._launched(command, log, env=self._environment, scratch=scratch):
             self.exact_texts = self.launcher.passes_model
-            text_of_ids = _text_of_ids(served) if self.exact_texts else TokenizerWords(shipped_tokenizer()).text
+            text_of_ids = _text_of_ids(served) if self.exact_texts else _shipped_text
             Target.__init__(self, f"http://{HOST}:{port}", preset=self.preset, text_of_ids=text_of_ids)
             self._wait_ready(self._serves)
             self._learn_model(served, settings)
@@ -224,6 +224,7 @@ class LaunchedTarget(ProcessTarget):
         capacity |= {name: int(value) for name, value in sample.facts.items() if name in _CAPACITY} if sample else {}
         version, device = self.version(), settings.get("device")
         threads, cores = self._threads(settings), self.bound_cores()
+        end = _EOS_IN_FILE if self.preset.model_format == "gguf" else _EOS_TAKEN_OUT
         return {
             "engine": settings | ({"page_size": capacity["page_size"]} if "page_size" in capacity else {}),
             "model": {"name": self._model_name(), "vocab_size": self.model.vocab_size, **self._facts},
@@ -240,16 +241,10 @@ class LaunchedTarget(ProcessTarget):
                 "title": self.preset.title,
                 "command": self._shown_command(),
                 "environment": {k: _shown(v) for k, v in self._environment.items() if v is not None},
-                "quirks": [*self.preset.quirks_at(self.dialect.endpoint), *self._end_quirks()],
+                "quirks": [*self.preset.quirks_at(self.dialect.endpoint), *([] if self.dialect.ignore_eos else [end])],
                 "notes": _binding_notes(self.preset.title, cores, threads),
             },
         }
-
-    def _end_quirks(self) -> list[str]:
-        """How answers end where requests cannot say that the end of a sequence is ignored."""
-        if self.dialect.ignore_eos:
-            return []
-        return [_EOS_IN_FILE if self.preset.model_format == "gguf" else _EOS_TAKEN_OUT]
 
     def _logged_capacity(self) -> dict[str, Any]:
         """Tokens, bytes and types of the KV cache, from the log of a server that says so there only."""
@@ -296,6 +291,15 @@ def _text_of_ids(served: ServedModel) -> TextOfIds | None:
     if served.tokenizer is None:
         return ids_as_words
     return TokenizerWords(served.tokenizer).text if (served.tokenizer / "tokenizer.json").is_file() else None
+
+
+@functools.cache
+def _shipped_words() -> TokenizerWords:
+    return TokenizerWords(shipped_tokenizer())
+
+
+def _shipped_text(ids: Sequence[int]) -> str:
+    return _shipped_words().text(ids)
 
 
 def _binding_notes(title: str, cores: Sequence[int], threads: int | None) -> list[str]:
