@@ -291,7 +291,8 @@ def _add_chunks(out: Completion, chunks: Sequence[Chunk], pause: Callable[[], No
     out.first_reasoning = next((chunk.when for chunk in chunks if chunk.kind == THOUGHT), None)
     thinks = out.first_reasoning is not None
     output = (chunk.when for chunk in chunks if chunk.text or chunk.kind == CALL)
-    out.first_output = next(output, None if thinks else out.first)
+    all_reasoning = thinks or 0 < (out.output_tokens or 0) <= (out.reasoning_tokens or 0)
+    out.first_output = next(output, None if all_reasoning else out.first)
     streamed = len(out.chunk_times) if out.chunk_tokens is None else sum(out.chunk_tokens)
     if thinks and not out.reasoning_tokens:  # some servers stream reasoning and count 0
         out.reasoning_tokens = _count_reasoning(out, chunks)

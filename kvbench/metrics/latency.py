@@ -252,13 +252,12 @@ def chunk_weights(requests: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 def non_reasoning_weights(requests: pd.DataFrame) -> np.ndarray:
     """The tokens of every chunk that are no reasoning, in the order of ``chunk_weights``. float64 [chunks]
 
-    Where reasoning was streamed, chunks before the first output have none, and the others share the output tokens less
-    the reasoning tokens; where these are not known, the others have what they brought. Where no reasoning was streamed,
-    all chunks share the output tokens less the ``unstreamed_tokens``.
+    Chunks share the output tokens less the reasoning tokens; where reasoning was streamed, those before the first
+    output have none. Where the reasoning tokens are not known, chunks have what they brought.
     """
     left = _stored(requests, "output_tokens") - _reasoning_tokens(requests)
     known = np.where(left < 0, np.nan, left)  # below 0: the server counts reasoning beside its output tokens
-    totals = np.where(_streams_reasoning(requests), known, _streamed_tokens(requests))
+    totals = np.where(_streams_reasoning(requests) | ~np.isnan(known), known, _streamed_tokens(requests))
     begins = np.where(_streams_reasoning(requests), _stored(requests, "first_output"), -np.inf)
     weights = [np.empty(0)]
     rows = zip(_chunk_times(requests), _tokens_of_chunks(requests), begins, totals, strict=True)

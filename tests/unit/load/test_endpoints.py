@@ -117,6 +117,10 @@ def test_a_chat_of_transformers_serve_ends_without_a_mark_and_begins_before_the_
 def test_an_answer_of_hidden_reasoning_alone_succeeds_without_a_token_that_came() -> None:
     out = judged("chat", [ROLE, delta({}, "length"), usage(4, **thought(4)), DONE])
     assert out.ok and (out.first, out.chunk_times, out.streamed_tokens) == (None, [], 0)
+    ids = [ROLE, delta({"content": ""}, token_ids=[7]), delta({"content": ""}, "length", token_ids=[8])]
+    out = judged("chat", [*ids, usage(2, **thought(2)), DONE])  # left out of the answer, not out of its chunks
+    assert out.ok and (out.chunk_times, out.first, out.first_output) == ([2, 3], 2, None)
+    assert judged("chat", [*ids, usage(2, **thought(1)), DONE]).first_output == 2
     assert judged("chat", [ROLE, delta({}, "length"), usage(4, **thought(3)), DONE]).error_kind == "usage_mismatch"
 
 

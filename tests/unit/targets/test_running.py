@@ -248,7 +248,7 @@ def test_the_template_is_known_by_the_usage_of_a_single_token_where_nothing_coun
         for tokenizer, known in (
             (shipped_tokenizer(), tokens),
             (None, None),
-        ):  # texts of an unknown tokenizer: nobody's
+        ):  # None: texts are only about right
             target = OpenAITarget(server.url, tokenizer=tokenizer)
             target.start({}, Path())
             target.stop()
