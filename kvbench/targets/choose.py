@@ -167,6 +167,8 @@ def preset_named(name: str | None) -> Preset:
 def _builtin(workload: Workload, options: Mapping[str, Any]) -> ChosenTarget:
     serve_cmd = options["serve_cmd"]
     command = split_command(serve_cmd) if serve_cmd else BUILTIN_COMMAND
+    if not serve_cmd:
+        BUILT_IN.require_endpoint(workload.load.endpoint)
 
     def make() -> Target:
         limit = options["start_timeout"] or _START_S

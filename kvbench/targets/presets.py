@@ -14,6 +14,7 @@ from typing import Any
 
 from kvbench.common.machine import usable_cores
 from kvbench.load.dialect import OPENAI, Dialect
+from kvbench.load.endpoints import PATHS
 from kvbench.targets.cores import cores_for
 from kvbench.targets.preset import (
     COMMON,
@@ -464,10 +465,20 @@ TRANSFORMERS = Preset(
 )
 
 PRESETS: Mapping[str, Preset] = {each.name: each for each in (VLLM, SGLANG, TGI, LLAMACPP, TRANSFORMERS)}
-BUILT_IN = Preset(name="openai", title="the server", reset_path="/reset_prefix_cache", greedy_forks=True)
+BUILT_IN = Preset(
+    name="openai",
+    title="the server",
+    reset_path="/reset_prefix_cache",
+    greedy_forks=True,
+    endpoints={"completions": (), "chat": ()},
+)
 # What is assumed of a server that nobody has named. Many ignore fields that they do not know, use_beam_search and
 # best_of among them, and would be measured as if they searched; of n, the client counts the sequences that end.
 GENERIC = dataclasses.replace(
-    BUILT_IN, dialect=Dialect(answers=["n"]), greedy_forks=False, reset_way="name its kind with --preset"
+    BUILT_IN,
+    dialect=Dialect(answers=["n"]),
+    greedy_forks=False,
+    reset_way="name its kind with --preset",
+    endpoints=dict.fromkeys(PATHS, ()),
 )
 METRIC_KINDS = (VLLM.metrics, SGLANG.metrics, TGI.metrics, LLAMACPP.metrics, OURS)

@@ -85,6 +85,9 @@ def test_answers_that_a_server_cannot_give_are_refused_before_its_launch(workloa
         (URL | {"preset": "tgi"}, "chat", None),
         (URL | {"preset": "tgi"}, "responses", "/v1/responses"),
         (URL, "responses", None),  # which it is asked for
+        ({}, "chat", None),
+        ({}, "responses", "/v1/responses"),
+        ({"serve_cmd": f"{sys.executable} -m it"}, "responses", None),
     ],
 )
 def test_an_endpoint_that_a_kind_of_server_lacks_is_refused_before_its_launch(workload, options, endpoint, lacks):
