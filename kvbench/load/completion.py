@@ -286,7 +286,8 @@ def _add_chunks(out: Completion, chunks: Sequence[Chunk], pause: Callable[[], No
     if out.chunk_choices is not None:
         out.chunk_choices = [chunk.sequence for chunk in chunks]
     ids = [chunk.ids for chunk in chunks]
-    out.chunk_tokens = None if None in ids else [len(own) for own in ids]
+    ids_known = None not in ids
+    out.chunk_tokens = [len(own) for own in ids] if ids_known else None
     out.first = next((chunk.when for chunk in chunks), None)
     out.first_reasoning = next((chunk.when for chunk in chunks if chunk.kind == THOUGHT), None)
     thinks = out.first_reasoning is not None
@@ -294,7 +295,7 @@ def _add_chunks(out: Completion, chunks: Sequence[Chunk], pause: Callable[[], No
     all_reasoning = thinks or 0 < (out.output_tokens or 0) <= (out.reasoning_tokens or 0)
     out.first_output = next(output, None if all_reasoning else out.first)
     streamed = len(out.chunk_times) if out.chunk_tokens is None else sum(out.chunk_tokens)
-    if thinks and not out.reasoning_tokens:  # some servers stream reasoning and count 0
+    if thinks and (ids_known or not out.reasoning_tokens):  # some servers stream reasoning and count 0, or another part
         out.reasoning_tokens = _count_reasoning(out, chunks)
     if not thinks:
         out.unstreamed_tokens = max(0, min(out.reasoning_tokens or 0, (out.output_tokens or 0) - streamed))

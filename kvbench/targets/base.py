@@ -256,7 +256,8 @@ class Target:
         MeasurementError when it cannot be asked for them, or there is no tokenizer to make texts with.
         """
         for request in requests:
-            if request.answers and (why := self.preset.refuses_answers(request.cls, request.answers)):
+            why = request.answers and self.preset.refuses_answers(request.cls, request.answers, self.form.endpoint)
+            if why:
                 raise MeasurementError(why)
         if self.dialect.token_id_prompts or all(r.prompt is not None for r in requests):
             return requests

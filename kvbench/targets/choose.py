@@ -118,7 +118,7 @@ def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, 
 def check_answers(load: LoadConfig, preset: Preset) -> None:
     """Raises UsageError where a class wants answers that servers of this kind cannot give."""
     for each in load.prompts.classes if isinstance(load.prompts, SyntheticPrompts) else ():
-        if why := preset.refuses_answers(each.name, each.answers):
+        if why := preset.refuses_answers(each.name, each.answers, load.endpoint):
             raise UsageError(why)
 
 

@@ -225,9 +225,11 @@ class Preset:
         if name is not None and name not in self.endpoints:
             raise UsageError(f"{self.title} has no {PATHS[name]}, only the endpoints {listing([*self.endpoints])}")
 
-    def refuses_answers(self, cls: str | None, answers: Mapping[str, int | None]) -> str | None:
+    def refuses_answers(
+        self, cls: str | None, answers: Mapping[str, int | None], endpoint: str | None = None
+    ) -> str | None:
         """Why requests of class ``cls`` cannot have ``answers`` (n, best_of, beam_width); None when they can."""
-        if (why := self.dialect.refusal(answers)) is None:
+        if (why := self.dialect.at(endpoint or "completions").refusal(answers)) is None:
             return None
         way_out = "" if self.command else ", as far as is known: name its kind with --preset, or ask for n only"
         return f"{self.title} cannot serve class {cls!r}: {why}{way_out}"

@@ -91,7 +91,7 @@ CHAT_STREAMS = {  # frames; times of the tokens; first output, first reasoning; 
                              delta({"role": "assistant", "content": "b"}, "length"), usage(2), DONE],
                             [1, 2], 1, None, None, "ab"),
     "ids": ([ROLE, delta({}, token_ids=[7]), delta({"reasoning": "rs"}, token_ids=[8, 9]),
-             delta({"content": "a"}, "stop", token_ids=[10]), usage(4), DONE], [2, 3, 4], 4, 3, 2, "a"),
+             delta({"content": "a"}, "stop", token_ids=[10]), usage(4, **thought(1)), DONE], [2, 3, 4], 4, 3, 2, "a"),
 }  # fmt: skip
 
 

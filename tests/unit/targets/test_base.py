@@ -5,6 +5,7 @@ is called in its own way; what it says of itself is compared with its configurat
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gzip
 import re
 import shutil
@@ -440,6 +441,12 @@ def test_a_server_that_nobody_has_named_is_not_asked_for_beams():
     beams = [RequestSpec(0, "a", (5, 6), None, 3, n=2, beam_width=2)]
     with started({}) as (unnamed, _), pytest.raises(MeasurementError, match="--preset"):
         unnamed.as_sent(beams)
+    several = [dataclasses.replace(beams[0], beam_width=None)]
+    for endpoint, takes in (("completions", True), ("chat", True), ("responses", False)):
+        path = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}.get(endpoint, "/v1/responses")
+        refuses = contextlib.nullcontext() if takes else pytest.raises(MeasurementError, match="no n")
+        with started({path: (200, {})}, form=RequestForm(endpoint)) as (target, _), refuses:
+            assert target.as_sent(several)
     own = {"/v1/models": (200, {"data": [{"id": "m", "owned_by": "kvbench"}]})}
     with started(own) as (target, _):
         assert target.as_sent(beams) is beams
