@@ -31,6 +31,7 @@ from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.presets import GENERIC, PRESETS
 from kvbench.targets.prompt_texts import ids_as_words
 from kvbench.targets.running import OpenAITarget
+from kvbench.workload.request_form import RequestForm
 from tests.support.loads import ROOT, fake_server, free_port, own_mock
 from tests.support.raw_server import raw_server, read_request
 from tests.support.scripted_http import scripted_server
