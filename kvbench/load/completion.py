@@ -223,10 +223,12 @@ def judge(
     elif response.status != 200:
         out.fail("http_error", ": ".join(filter(None, (f"HTTP {response.status}", response.sentence))))
     else:
+        limited = _count_reasoning_beside(out)
         brought = _with_tokens(out, stream.chunks)
         _add_chunks(out, brought, pause)
         _join(out, brought, stream.reasons, dialect)
-        _check(out, max_tokens, dialect, n, best_of)
+        answered = sum(chunk.kind != THOUGHT for chunk in brought)  # a summary of reasoning has tokens of its own
+        _check(out, limited, answered, max_tokens, dialect, n, best_of)
     _close(out)
     return out
 
@@ -294,11 +296,9 @@ def _add_chunks(out: Completion, chunks: Sequence[Chunk], pause: Callable[[], No
     output = (chunk.when for chunk in chunks if chunk.text or chunk.kind == CALL)
     all_reasoning = thinks or 0 < (out.output_tokens or 0) <= (out.reasoning_tokens or 0)
     out.first_output = next(output, None if all_reasoning else out.first)
-    streamed = len(out.chunk_times) if out.chunk_tokens is None else sum(out.chunk_tokens)
     if thinks and (ids_known or not out.reasoning_tokens):  # some servers stream reasoning and count 0, or another part
         out.reasoning_tokens = _count_reasoning(out, chunks)
-    if not thinks:
-        out.unstreamed_tokens = max(0, min(out.reasoning_tokens or 0, (out.output_tokens or 0) - streamed))
+    out.unstreamed_tokens = _count_hidden(out, chunks)
 
 
 def _count_reasoning(out: Completion, chunks: Sequence[Chunk]) -> int | None:
@@ -309,13 +309,32 @@ def _count_reasoning(out: Completion, chunks: Sequence[Chunk]) -> int | None:
     return len(reasoning) if len(chunks) == out.output_tokens else None
 
 
+def _count_hidden(out: Completion, chunks: Sequence[Chunk]) -> int:
+    """Counts the reasoning tokens for which no chunk came, as far as they can be told from chunks of several tokens.
+
+    Beside chunks of reasoning there are some where each chunk of the rest has one token: a summary was streamed, or a
+    part. A tag in the text shows that the reasoning is in it.
+    """
+    output, reasoning = out.output_tokens or 0, out.reasoning_tokens or 0
+    if not reasoning:
+        return 0
+    if out.chunk_tokens is not None:
+        return max(0, min(reasoning, output - sum(out.chunk_tokens)))
+    thoughts = sum(chunk.kind == THOUGHT for chunk in chunks)
+    if thoughts:
+        return max(0, reasoning - thoughts) if len(chunks) - thoughts == output - reasoning else 0
+    if any("think>" in chunk.text for chunk in chunks):
+        return 0
+    return max(0, min(reasoning, output - len(chunks)))
+
+
 def _with_tokens(out: Completion, chunks: Sequence[Chunk]) -> list[Chunk]:
     """The chunks that brought tokens: those with content, and those without it where the usage tells of tokens."""
     filled = [chunk for chunk in chunks if chunk.filled]
     if out.output_tokens is None or all(chunk.ids is not None for chunk in filled or chunks):
         return filled
     first = {chunk.sequence: chunk.when for chunk in reversed(filled)}  # a role before it only announces an answer
-    possible = [c for c in chunks if c.filled or c.kind != ROLE or c.when > first.get(c.sequence, math.inf)]
+    possible = [c for c in chunks if c.filled or c.ends or c.kind != ROLE or c.when > first.get(c.sequence, math.inf)]
     empty = _told_by_running_usage(possible) if filled else None
     if empty is None:
         empty = _told_by_tokens_left(possible, out.output_tokens - len(filled))
@@ -378,33 +397,47 @@ def _join(out: Completion, chunks: Sequence[Chunk], reasons: Sequence[list[str]]
         out.finish_reason = min(own[-1] for own in reasons)
 
 
-def _check(out: Completion, max_tokens: int, dialect: Dialect, n: int, best_of: int | None) -> None:
-    """The definition of success. Each failure's sentence says what was missing."""
+def _count_reasoning_beside(out: Completion) -> int | None:
+    """Adds reasoning tokens that the usage counts beside the output tokens; returns those that max_tokens limits."""
+    limited = out.output_tokens
+    if limited and (out.reasoning_tokens or 0) > limited:
+        out.output_tokens = limited + (out.reasoning_tokens or 0)
+    return limited
+
+
+def _check(
+    out: Completion, limited: int | None, answered: int, max_tokens: int, dialect: Dialect, n: int, best_of: int | None
+) -> None:
+    """The definition of success. Each failure's sentence says what was missing.
+
+    ``limited``: the tokens that ``max_tokens`` limits; ``answered``: chunks that are no reasoning.
+    """
     if out.finish_reason is None:
         of = f" of each of the {n} choices" if n > 1 else ""
         out.fail("no_finish_reason", f"the stream ended without a finish_reason{of}")
     elif out.finish_reason not in dialect.finish_reasons:
         out.fail("not_finished", f"the server gave up: finish_reason {out.finish_reason[:40]!r}")
     if not out.done and dialect.done_marker:
-        out.fail("no_done", "the stream ended without [DONE]")
+        out.fail("no_done", f"the stream ended without {dialect.api.end_mark}")
     if out.output_tokens is None and not dialect.usage:
         out.output_tokens = len(out.chunk_times) if out.chunk_tokens is None else sum(out.chunk_tokens)
     if out.output_tokens is None:
-        out.fail("no_usage", "the stream carried no usage (stream_options.include_usage was asked for)")
+        asked = " (stream_options.include_usage was asked for)" if dialect.stream_options else ""
+        out.fail("no_usage", f"the stream carried no usage{asked}")
         return
     chunks, reported = len(out.chunk_times), out.output_tokens
     if (out.cached_tokens or 0) > (out.prompt_tokens or 0):
         out.fail("usage_mismatch", f"usage says {out.cached_tokens} of {out.prompt_tokens} prompt tokens were cached")
     most, of = (best_of or n) * max_tokens, f" of each of {best_of or n} sequences" if (best_of or n) > 1 else ""
-    if reported > most:
+    if (limited or 0) > most:
         out.fail("usage_mismatch", f"usage says {reported} tokens, but max_tokens{of} was {max_tokens}")
     elif best_of is not None and best_of > n:
         _leave_out_candidates(out, n * max_tokens)
     elif out.chunk_tokens is not None and chunks:
         if sum(out.chunk_tokens) != out.streamed_tokens:
             out.fail("usage_mismatch", f"usage says {reported} tokens, {sum(out.chunk_tokens)} ids were streamed")
-    elif chunks > reported:
-        out.fail("usage_mismatch", f"usage says {reported} tokens, but {chunks} chunks had content")
+    elif answered > reported:
+        out.fail("usage_mismatch", f"usage says {reported} tokens, but {answered} chunks had content")
     elif chunks == 0 and reported > (out.reasoning_tokens or 0):
         out.fail("usage_mismatch", f"usage says {reported} tokens, but no chunk had content")
 

@@ -22,7 +22,7 @@ _PARTS = {  # of a chat's delta beside its content
     "role": ROLE,
 }  # fmt: skip
 _RANKS = {CALL: 3, THOUGHT: 2, ROLE: 1, TEXT: 0}  # a role comes last: some servers repeat it in every chunk
-_WORDS = ("text", "summary", "data", "name", "arguments", "function")  # of a thought or a call, where it holds any
+_WORDS = ("text", "summary", "thinking", "name", "arguments", "function")  # of a thought or a call; not encrypted data
 _MOST_TOKENS = 1 << 31  # counts are stored in 32 bits
 _STRING, _IDS = (str, type(None)), (list, type(None))
 
@@ -79,6 +79,7 @@ class Endpoint:
     ``prompt``: the fields of a body that hold a request's prompt; ``limit``: the name of ``max_tokens`` there.
     ``fields``: further fields of a request; ``headers``: header lines, ``{key}`` is the API key.
     ``read``: says to a sink what an event's JSON holds. ``answer``: the field that whole answers have.
+    ``end_mark``: what ends a stream. ``least``: the smallest ``max_tokens`` that every server takes.
     ``lacks``: fields of a dialect that have these values with every server.
     """
 
@@ -88,6 +89,8 @@ class Endpoint:
     read: Callable[[dict[str, Any], Sink], None]
     answer: str
     limit: str = "max_tokens"
+    end_mark: str = "[DONE]"
+    least: int = 1
     fields: Mapping[str, Any] = field(default_factory=dict)
     headers: tuple[str, ...] = ()
     lacks: Mapping[str, Any] = field(default_factory=dict)
@@ -130,6 +133,10 @@ def read_choices(event: dict[str, Any], sink: Sink) -> None:
             text, delta = choice.get("text"), choice.get("delta") or {}
             if text is None:
                 text = delta.get("content")
+                if isinstance(text, list):  # Mistral's parts
+                    thoughts = [part for part in text if part.get("type") == "thinking"]
+                    text = "".join(part["text"] for part in text if part.get("type") == "text")
+                    delta = {**delta, "reasoning_details": thoughts}
             ids, reason = choice.get("token_ids"), choice.get("finish_reason")
             if not (isinstance(text, _STRING) and isinstance(ids, _IDS) and isinstance(reason, _STRING)):
                 raise UnreadableEvent("a choice of {} has a field of another type than the API's")
@@ -201,7 +208,7 @@ _RESPONSE_DELTAS = {
     "response.code_interpreter_call_code.delta": CALL,
 }
 _RESPONSE_ENDS = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
-_RESPONSE_REASONS = {"completed": "stop", "max_output_tokens": "length"}
+_RESPONSE_REASONS = {"completed": "stop", "max_output_tokens": "length", "incomplete": "length"}
 
 
 def read_responses(event: dict[str, Any], sink: Sink) -> None:
@@ -300,11 +307,11 @@ ENDPOINTS: Mapping[str, Endpoint] = {
         Endpoint("chat", "/v1/chat/completions", _chat_prompt, read_choices, "choices", lacks=_ONLY_TEXTS),
         Endpoint(
             "responses", "/v1/responses", _responses_prompt, read_responses, "output",
-            limit="max_output_tokens", fields={"store": False}, lacks=_TYPED,
+            limit="max_output_tokens", end_mark="response.completed", least=16, fields={"store": False}, lacks=_TYPED,
         ),
         Endpoint(
             "messages", "/v1/messages", _chat_prompt, read_messages, "content",
-            headers=("anthropic-version: 2023-06-01", "x-api-key: {key}"), lacks={**_TYPED, "ignore_eos": False},
+            end_mark="message_stop", headers=("anthropic-version: 2023-06-01", "x-api-key: {key}"), lacks={**_TYPED, "ignore_eos": False},
         ),
     )
 }  # fmt: skip

@@ -68,6 +68,15 @@ CHAT_STREAMS = {  # frames; times of the tokens; first output, first reasoning; 
     "openrouter": ([ROLE, delta({"reasoning_details": [{"type": "reasoning.text", "text": "r"}]}),
                     delta({"reasoning_details": [{"type": "reasoning.summary", "summary": "s"}]}),
                     delta({"content": "a", "reasoning_details": []}, "stop"), usage(3), DONE], [2, 3, 4], 4, 2, 2, "a"),
+    "encrypted": ([ROLE, delta({"reasoning_details": [{"type": "reasoning.encrypted", "data": "eyJ"}]}),
+                   delta({"content": "a"}), delta({"content": "b"}, "stop"), usage(9, **thought(7)), DONE],
+                  [3, 4], 3, None, 7, "ab"),
+    "mistral": ([delta({"role": "assistant", "content": ""}),
+                 delta({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "r"}]}]}),
+                 delta({"content": [{"type": "text", "text": "a"}]}), delta({"content": "b"}, "stop"), usage(3), DONE],
+                [2, 3, 4], 3, 2, 1, "ab"),
+    "tgi, an end token alone": ([delta({"role": "assistant", "content": ""}, "stop"), usage(1), DONE],
+                                [1], 1, None, None, ""),
     "sglang": ([delta({"role": "assistant", "content": "", "reasoning_content": None}),
                 delta({"reasoning_content": "r", "content": None}), delta({"reasoning_content": None, "content": "a"}),
                 delta({"reasoning_content": None}, "stop"), usage(6, reasoning_tokens=4), DONE], [2, 3], 3, 2, 4, "a"),
@@ -103,7 +112,20 @@ def test_each_kind_of_delta_has_its_moment_in_a_chat(name: str) -> None:
     assert (out.chunk_times, out.first) == (times, times[0])
     assert (out.first_output, out.first_reasoning) == (first_output, first_reasoning)
     assert (out.reasoning_tokens, out.text, out.prompt_tokens) == (reasoning, text, 5)
-    assert out.unstreamed_tokens == (7 if name == "hidden reasoning" else 0)
+    assert out.unstreamed_tokens == (7 if name in ("hidden reasoning", "encrypted") else 0)
+
+
+def test_reasoning_that_is_counted_beside_the_output_is_output_too() -> None:
+    frames = [
+        ROLE,
+        *[delta({"reasoning_content": "r"})] * 5,
+        delta({"content": "a"}, "stop"),
+        usage(1, **thought(5)),
+        DONE,
+    ]
+    out = judged("chat", frames, most=1)
+    assert out.ok and (out.output_tokens, out.reasoning_tokens, out.streamed_tokens) == (6, 5, 6)
+    assert judged("chat", [*frames[:-2], usage(2, **thought(5)), DONE], most=1).error_kind == "usage_mismatch"
 
 
 def test_a_chat_of_transformers_serve_ends_without_a_mark_and_begins_before_the_model() -> None:

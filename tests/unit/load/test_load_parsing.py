@@ -295,10 +295,13 @@ def reasoned(total: int, thought: int) -> bytes:
         (words("a", "b", "c"), 7, 4, 1, 4),  # hidden: the reasoning came without a chunk
         (words("a", "b", "c"), 3, 0, 1, 0),
         (words("ab", "cd"), 8, 4, 1, 4),  # and chunks of two tokens after it
-        (words("a", "b", "c"), 3, 4, 1, 0),  # a server that does not count reasoning among the output
+        (words("a", "b", "c"), 3, 4, 1, 4),  # a server that does not count reasoning among the output
+        (words("ab<think>", "c", "d</think>"), 6, 4, 1, 0),  # the reasoning is in the text, two tokens a chunk
         (words("", "", "", "a", "b"), 5, 3, 1, 0),  # each of its tokens had a chunk, without text
         (words("", "a", "b"), 6, 4, 2, 4),  # one chunk without text does not tell of four tokens
-        ([delta(reasoning="r"), *words("a", "b")[:2]], 8, 6, 1, 0),  # a summary: it was streamed
+        ([delta(reasoning="r"), *words("a", "b")[:2]], 8, 6, 1, 5),  # a summary: most of it was not streamed
+        ([delta(reasoning="r s"), *words("a b", "c d")[:2]], 8, 4, 1, 0),  # all was, in chunks of several tokens
+        ([*[delta(reasoning="r")] * 6, *words("a", "b")[:2]], 5, 3, 1, 0),  # a summary that is longer than what it sums
     ],
 )
 def test_reasoning_that_is_not_streamed_was_before_the_first_chunk(
@@ -306,6 +309,7 @@ def test_reasoning_that_is_not_streamed_was_before_the_first_chunk(
 ) -> None:
     out = judged(HEAD, *reads, reasoned(total, thought))
     assert out.ok, out.error
+    total += thought if thought > total else 0
     assert (out.first, out.unstreamed_tokens, out.streamed_tokens) == (first, unstreamed, total - unstreamed)
 
 
