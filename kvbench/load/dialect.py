@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from kvbench.common.schema import StrictModel
 from kvbench.common.secrets import api_key
 from kvbench.load.endpoints import ENDPOINTS, Endpoint
 from kvbench.load.http import Address, call_bytes
 from kvbench.requests.request import ANSWERS, RequestSpec
-from kvbench.workload.request_form import EndpointName, check_extra_body
+from kvbench.workload.request_form import EndpointName, ExtraBody
 
 if TYPE_CHECKING:
     from kvbench.load.spec import LoadSpec
@@ -29,7 +29,8 @@ class Dialect(StrictModel):
     ``usage``: the server reports usage (without it, output tokens are the streamed ids, else the chunks with
     content). ``token_id_prompts``: a prompt may be a list of token ids (else its text is sent). ``ignore_eos``: the
     field of that name is understood and sent. ``return_token_ids``: likewise. ``max_completion_tokens``: that field
-    takes the place of ``max_tokens``. ``extra_body``: merged into each request's JSON.
+    takes the place of ``max_tokens``. ``temperature``: the field is sent. ``extra_body``: merged into each
+    request's JSON.
     ``answers``: those of n, best_of and beam_width that a request may have. ``returns_all_beams``: n must be that
     width.
     ``keep_alive``: a connection may carry several requests; False for a server that closes it without saying so.
@@ -44,11 +45,12 @@ class Dialect(StrictModel):
     ignore_eos: bool = True
     return_token_ids: bool = True
     max_completion_tokens: bool = False
+    temperature: bool = True
     answers: list[str] = Field(default_factory=lambda: [*ANSWERS])
     returns_all_beams: bool = False
     keep_alive: bool = True
     finish_reasons: list[str] = Field(default_factory=lambda: [*_FINISHED])
-    extra_body: dict[str, Any] = Field(default_factory=dict)
+    extra_body: ExtraBody = Field(default_factory=dict)
 
     @property
     def api(self) -> Endpoint:
@@ -69,16 +71,11 @@ class Dialect(StrictModel):
             return f"it returns all {beams} beams, so n must be {beams}"
         return None
 
-    @field_validator("extra_body")
-    @classmethod
-    def _not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return check_extra_body(value)
-
     def body(self, model: str, request: RequestSpec, temperature: float) -> dict[str, Any]:
         """The fields of a request, without those of a stream."""
         limit = "max_completion_tokens" if self.max_completion_tokens else self.api.limit
-        fields = {"model": model, **self.api.prompt(request), limit: request.max_tokens, "temperature": temperature}
-        return {**fields, **self.api.fields, **self.extra_body}
+        fields = {"model": model, **self.api.prompt(request), limit: request.max_tokens, **self.api.fields}
+        return fields | ({"temperature": temperature} if self.temperature else {}) | self.extra_body
 
     def streamed_body(self, model: str, request: RequestSpec, temperature: float, ignore_eos: bool) -> dict[str, Any]:
         """The fields of a request whose answer is streamed."""

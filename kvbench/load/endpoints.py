@@ -310,8 +310,8 @@ ENDPOINTS: Mapping[str, Endpoint] = {
             limit="max_output_tokens", end_mark="response.completed", least=16, fields={"store": False}, lacks=_TYPED,
         ),
         Endpoint(
-            "messages", "/v1/messages", _chat_prompt, read_messages, "content",
-            end_mark="message_stop", headers=("anthropic-version: 2023-06-01", "x-api-key: {key}"), lacks={**_TYPED, "ignore_eos": False},
+            "messages", "/v1/messages", _chat_prompt, read_messages, "content", end_mark="message_stop",
+            headers=("anthropic-version: 2023-06-01", "x-api-key: {key}"), lacks={**_TYPED, "ignore_eos": False},
         ),
     )
 }  # fmt: skip

@@ -6,12 +6,15 @@ Every process of a distributed test makes the same requests from the same seed, 
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvbench.load import launch
 from kvbench.load.spec import LoadSpec
+from kvbench.measure.load import requests_for
+from kvbench.measure.server_state import with_default_ends
 from kvbench.requests.request import RequestList
 from kvbench.targets.choose import require_url
 from kvbench.targets.running import OpenAITarget
@@ -62,17 +65,16 @@ class LocustJob:
         )
         target.start({}, Path())
         try:
-            model, info = target.model, target.server_info()
+            info = target.server_info()
+            load = with_default_ends(self.workload.load.model_copy(update={"canaries": None}), target)
+            requests = requests_for(load, self.point, target, self.workload.seed, test)
         finally:
             target.stop()
-        load, point = self.workload.load, self.point
-        drawn = launch.make_requests(
-            load, point, vocab_size=model.vocab_size, max_model_len=model.most_tokens, seed=self.workload.seed,
-            repeat=test,
-        )  # fmt: skip
-        requests = target.as_sent(drawn)
+        for note in target.notes:
+            print(f"kvbench: {note}", file=sys.stderr)
+        point = self.point
         fields = launch.load_spec(
-            load, point, base_url=target.base_url, model=model.name, requests_file=Path(), out_dir=Path(),
+            load, point, base_url=target.base_url, model=target.model.name, requests_file=Path(), out_dir=Path(),
             send_priority=launch.takes_priority({"target": host}, info),
         ) | target.client_fields()  # fmt: skip
         if point.mode == "closed":

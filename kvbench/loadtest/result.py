@@ -142,13 +142,14 @@ def _prompts(kept: Mapping[str, Any]) -> str:
     if not added or not any(added):
         return ""
     least, median, most = added
-    spread = "" if least == most else f" ({least} to {most})"
+    spread = "" if least == most else f" ({least:+d} to {most:+d})"
     template = kept.get("template_tokens")
     of_template = "" if template is None else f", {template} of them by its chat template"
-    return f"prompts: the server counts {median:g} tokens{spread} more than were drawn{of_template}"
+    word = "more" if median >= 0 else "fewer"
+    return f"prompts: the server counts {abs(median):g} tokens {word} than were drawn{spread}{of_template}"
 
 
-def lengths_of(load: LoadConfig, requests: Sequence[Any], max_model_len: int) -> dict[str, Any] | None:
+def lengths_of(load: LoadConfig, requests: Sequence[Any], max_model_len: int | None) -> dict[str, Any] | None:
     """metrics.json's ``lengths``: how those of ``requests`` were scaled; None where nothing was or could be."""
     wanted = getattr(load.prompts, "length_scale", 1.0)
     scale = getattr(requests, "notes", {}).get("length_scale")  # not of a trace's texts, which are never cut

@@ -21,6 +21,11 @@ def canaries_for(load: LoadConfig, target: Target) -> CanarySet | None:
     """
     if load.canaries is None:
         return None
+    if target.dialect.endpoint != "completions":
+        raise UsageError(
+            f"canaries are prompts of completions, and requests go to {target.dialect.api.path}, where a chat template "
+            "changes what is asked: leave load.canaries out"
+        )
     told: Mapping[str, Any] = (target.server_info() or {}).get("model") or {}
     try:
         made = canaries_of(load, str(told.get("name") or target.model.name))

@@ -68,10 +68,16 @@ def leak_reasons(after: MetricsSample | None) -> list[str]:
     return [f"{count:g} {what} {RELEASE_BOUND_S:g} s after the last request ended" for count, what in kept if count]
 
 
-def with_server_defaults(load: LoadConfig, target: Target) -> LoadConfig:
-    """The load, with what it does not declare as a server that runs already can do it."""
+def with_default_ends(load: LoadConfig, target: Target) -> LoadConfig:
+    """The load; without ignore_eos where it does not declare that, and the server ends answers as its model does."""
     if target.ends_answers and "ignore_eos" not in load.model_fields_set:
-        load = load.model_copy(update={"ignore_eos": False})
+        return load.model_copy(update={"ignore_eos": False})
+    return load
+
+
+def with_server_defaults(load: LoadConfig, target: Target) -> LoadConfig:
+    """The load, where it declares no ends of answers or no state of the cache with those that the server can have."""
+    load = with_default_ends(load, target)
     if "cache_state" in load.model_fields_set or target.starts_cold or target.reset_prefix_cache() is not None:
         return load
     way = f" ({target.preset.reset_way})" if target.preset.reset_way else ""

@@ -32,7 +32,7 @@ _SAMPLE_COLUMNS = (
     "index", "class", "prompt_tokens", "output_tokens", "finish_reason", "ok", *_OF_CANARIES, "text",
 )  # fmt: skip
 _OF_ONE_LOAD = "canaries"  # a note that only says which draw a load's canaries are of
-_OF_A_REPEAT = ("machine", "prefix_cache", "prefix_cache_bounds", "prompt_tokens_added")
+_OF_A_REPEAT = ("machine", "prefix_cache", "prefix_cache_bounds", "endpoint", "template_tokens", "prompt_tokens_added")
 _TOTALS = ("completed", "failed", "total_input_tokens", "total_output_tokens")
 _RATES = ("request_throughput", "output_throughput", "total_token_throughput")
 _VLLM_STATISTICS = (("mean", "mean"), ("median", "p50"), ("std", "std"), ("p99", "p99"))  # vLLM's name, ours

@@ -238,6 +238,8 @@ class Target:
         dialect, form = self.preset.dialect, self.form
         if form.endpoint is not None:
             dialect = dialect.at(form.endpoint)
+        if form.endpoint in self.preset.ends_answers_at:
+            dialect = dialect.model_copy(update={"ignore_eos": False})
         return dialect.model_copy(update={"extra_body": {**dialect.extra_body, **form.extra_body}})
 
     @property
@@ -259,11 +261,11 @@ class Target:
             why = request.answers and self.preset.refuses_answers(request.cls, request.answers, self.form.endpoint)
             if why:
                 raise MeasurementError(why)
-        if self.dialect.token_id_prompts or all(r.prompt is not None for r in requests):
-            return requests
         as_messages = self.dialect.endpoint != "completions"
+        if self.dialect.token_id_prompts or (all(r.prompt is not None for r in requests) and not as_messages):
+            return requests
         made = with_texts(requests, self._make_text, as_messages=as_messages)
-        made.notes["exact_texts"] = self.exact_texts
+        made.notes["exact_texts"] = self.exact_texts and all(r.prompt is None for r in requests)
         if as_messages:
             made.notes |= {"endpoint": self.dialect.api.path, "template_tokens": self.template_tokens}
         return made
@@ -302,7 +304,8 @@ class Target:
 
     def models(self) -> list[dict[str, Any]]:
         """The rows of /v1/models, at least one. Raises MeasurementError when the answer is not OpenAI-shaped."""
-        answer = self.answer_at("/v1/models")
+        headers = self.dialect.api.header_lines(self.http.key)
+        answer = self.http.check_access(self.http.call("GET", "/v1/models", headers=headers))
         if answer.status != 200:
             later = ": begin again once it serves" if answer.status >= SERVER_FAULT else ""
             raise (RefusedError if answer.status in NO_SUCH_PATH else MeasurementError)(
@@ -399,40 +402,45 @@ class Target:
     def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> dict[str, Any]:
         """One unmeasured completion (warm-up, priming). Raises MeasurementError; RefusedError if it cannot succeed."""
         dialect = self.dialect
-        body = {"stream": False, **dialect.body(self.model.name, self._request(prompt, max_tokens), 0.0)}
+        body = dialect.body(self.model.name, self._request(prompt, max_tokens), self.form.temperature)
         headers = dialect.api.header_lines(self.http.key)
-        answer = self.http.call("POST", dialect.api.path, body=body, timeout_s=timeout_s, headers=headers)
+        answer = self.http.call(
+            "POST", dialect.api.path, body=body | {"stream": False}, timeout_s=timeout_s, headers=headers
+        )
         self.http.check_access(answer)
         whole = answer.json()
-        is_answer = answer.status == 200 and isinstance(whole, dict) and whole.get(dialect.api.answer)
+        is_answer = answer.status == 200 and isinstance(whole, dict) and dialect.api.answer in whole
         if not is_answer:  # or it is a proxy's page
             kind = RefusedError if answer.status in REFUSED else MeasurementError
             raise kind(self.http.said(dialect.api.path, answer))
         return whole
 
     def _request(self, prompt: Any, max_tokens: int) -> RequestSpec:
-        """A request for a text or token ids, of which a text is made where the server takes none."""
+        """A request for a text or token ids, of which a text is made where the server takes none.
+
+        It asks for no fewer tokens than every server of its API takes.
+        """
         if isinstance(prompt, list) and not self.dialect.token_id_prompts:
             prompt = self._make_text(prompt)
         ids, text = (None, prompt) if isinstance(prompt, str) else (tuple(prompt), None)
-        return RequestSpec(0, "", ids, text, max_tokens)
+        return RequestSpec(0, "", ids, text, max(max_tokens, self.dialect.api.least))
 
     def learn_template(self) -> None:
-        """Finds how many tokens the chat template adds: by /tokenize, else by the usage of a text of one token."""
+        """Finds how many tokens the chat template adds: by the usage of a text of one token, else by /tokenize."""
         if self.dialect.endpoint == "completions":
             return
-        counts = [
-            self._count_tokens({"messages": [{"role": "user", "content": "a"}]}),
-            self._count_tokens({"prompt": "a", "add_special_tokens": False}),
-        ]
-        self.template_tokens = None if None in counts else counts[0] - counts[1]
-        if self.template_tokens is None and self.exact_texts and self._text_of_ids is not None:
+        if self.exact_texts and self._text_of_ids is not None:
             try:
                 usage = self.complete([1], 1, FACTS_TIMEOUT_S).get("usage") or {}
             except MeasurementError:
+                usage = {}
+            counts = [usage[name] for name in _PROMPT_TOKENS if isinstance(usage.get(name), int)]
+            if counts:
+                self.template_tokens = sum(counts) - 1
                 return
-            told = [usage[name] for name in _PROMPT_TOKENS if isinstance(usage.get(name), int)]
-            self.template_tokens = sum(told) - 1 if told else None
+        of_messages = self._count_tokens({"messages": [{"role": "user", "content": "a"}]})
+        of_text = self._count_tokens({"prompt": "a", "add_special_tokens": False})
+        self.template_tokens = None if of_messages is None or of_text is None else of_messages - of_text
 
     def _count_tokens(self, fields: Mapping[str, Any]) -> int | None:
         try:

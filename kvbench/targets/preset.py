@@ -170,6 +170,7 @@ class Preset:
     ``greedy_forks``: it returns several answers to a prompt at temperature 0 too, which are the same.
     ``device_pattern``: finds the device in its /server_info.
     ``kv_log_pattern``: finds in its log, for each KV cache, its ``MiB``, ``tokens`` and the types of ``K`` and ``V``.
+    ``ends_answers_at``: the endpoints that pass over ``ignore_eos``.
     ``quirks``: what a reader of the numbers should know. ``endpoints``: the APIs that it has, each with what a reader
     of numbers over it should know besides.
     """
@@ -194,6 +195,7 @@ class Preset:
     grace_s: float = 10.0
     start_guess_s: float = 60.0
     greedy_forks: bool = False
+    ends_answers_at: tuple[str, ...] = ()
     device_pattern: str | None = None
     kv_log_pattern: str | None = None
     quirks: tuple[str, ...] = ()

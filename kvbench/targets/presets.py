@@ -34,7 +34,6 @@ from kvbench.targets.prometheus import OURS, MetricNames
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
 _TEXT_ONLY = "prompts are sent as text, since it takes no token ids"
 _NO_REASONING = "its usage does not tell how many tokens of an answer are reasoning"
-_ENDS_EARLY = "an answer may end before its length: there it has no ignore_eos, and passes over the field"
 _NO_IDS_BACK = OPENAI.model_copy(update={"return_token_ids": False, "answers": []})
 
 # vLLM. https://docs.vllm.ai/en/v0.32.0/cli/serve/ (flags), /usage/metrics/ (names), /getting_started/installation/cpu/
@@ -244,11 +243,12 @@ SGLANG = Preset(
     version_path="/server_info",
     dialect=_NO_IDS_BACK.model_copy(update={"answers": ["n"]}),
     grace_s=15.0,
+    ends_answers_at=("responses",),
     quirks=(
         "the KV budget becomes --max-total-tokens, by kvbench's arithmetic of bytes a token",
         "prefix-cache queries are all prompt tokens of finished requests",
     ),
-    endpoints={"completions": (), "chat": (), "responses": (_ENDS_EARLY,), "messages": (_NO_REASONING,)},
+    endpoints={"completions": (), "chat": (), "responses": (), "messages": (_NO_REASONING,)},
 )
 
 # Hugging Face's text-generation-inference: docs/source/reference/launcher.md (flags, PREFIX_CACHING and the like),

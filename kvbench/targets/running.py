@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError, UsageError
+from kvbench.load.completion import judge
 from kvbench.load.dialect import Dialect
 from kvbench.load.endpoints import ENDPOINTS, PATHS
 from kvbench.targets.base import NO_SUCH_PATH, PLAIN_ACCESS, REFUSED, Access, HttpAnswer, ModelFacts, Target
@@ -27,12 +28,24 @@ _NO_VOCABULARY = (
     "the server does not tell its vocabulary, so no token ids are drawn: --vocab-size N (vocab_size in the model's "
     "config.json) does, for a server that takes them"
 )
+_TOLD_WITH_200 = 400  # an error in place of an answer
+_REFUSALS = (*REFUSED, *NO_SUCH_PATH)
 _UNTOLD_LENGTH = (
     "the server does not tell its longest sequence, so prompts are not held against it: --max-model-len N does"
 )
-# What a server may refuse of a request, tried in this order: the fields of vLLM, then a chat's name of max_tokens too.
+# What a server may refuse of a request, tried in this order: vLLM's fields, max_tokens, a temperature.
 _PLAIN = {"ignore_eos": False, "return_token_ids": False}
-_FORMS: tuple[Mapping[str, bool], ...] = ({}, _PLAIN, {**_PLAIN, "max_completion_tokens": True})
+_FORMS: tuple[Mapping[str, bool], ...] = (
+    {},
+    _PLAIN,
+    _PLAIN | {"max_completion_tokens": True},
+    _PLAIN | {"max_completion_tokens": True, "temperature": False},
+)
+_REFUSED_FIELDS = {
+    "ignore_eos": "the server refuses ignore_eos and return_token_ids, so answers end where its model ends them",
+    "temperature": "the server refuses the temperature, so its own is used",
+    "done_marker": "the server's streams have no end mark; finish_reason and usage show that they are whole",
+}
 
 
 class OpenAITarget(Target):
@@ -57,7 +70,9 @@ class OpenAITarget(Target):
         form: RequestForm = DEFAULT_FORM,
     ) -> None:
         text_of_ids = TokenizerWords(tokenizer).text if tokenizer else None
-        base_url = url.rstrip("/").removesuffix("/completions").removesuffix("/chat").removesuffix("/v1")
+        base_url = url.rstrip("/")
+        for path in (*PATHS.values(), "/v1"):
+            base_url = base_url.removesuffix(path)
         super().__init__(base_url, preset=preset, access=access, text_of_ids=text_of_ids)
         self.form = form
         self._given = (model, vocab_size, max_model_len)
@@ -83,10 +98,10 @@ class OpenAITarget(Target):
         has_tokenizer = self._text_of_ids is not None
         if has_tokenizer or not vocab:  # ids of an unknown vocabulary cannot be drawn
             self._takes = {"token_id_prompts": False}
-        if not vocab and self.dialect.endpoint == "completions" and self.preset.dialect.token_id_prompts:
-            self.notes += (_NO_VOCABULARY,)
         if self.preset is GENERIC:
             self._find_form()
+        if not vocab and self.dialect.endpoint == "completions" and self.preset.dialect.token_id_prompts:
+            self.notes += (_NO_VOCABULARY,)
         if not self.dialect.token_id_prompts:
             self.exact_texts = has_tokenizer or (info.get("tokenizer") or {}).get("name") == _SHIPPED
             self.notes += () if self.exact_texts else (_SHIPPED_TEXTS,)
@@ -105,51 +120,64 @@ class OpenAITarget(Target):
     def _find_form(self) -> None:
         """Finds the first endpoint, and the first form of a request there, that the server takes.
 
-        A server that fails or does not answer now is left to the warm-up. UsageError where it takes none.
+        An endpoint that fails, asks for a key or does not answer now is there, and left to the warm-up. UsageError
+        where the server takes no request at all.
         """
-        given, takes = self.form, self._takes
-        endpoints = (given.endpoint,) if given.endpoint else tuple(ENDPOINTS)
+        wanted, given = self.form, self._takes
         refusals: list[str] = []
-        for endpoint in endpoints:
-            self.form = dataclasses.replace(given, endpoint=endpoint)
-            ids = super().dialect.token_id_prompts and takes.get("token_id_prompts", True)
-            texts = _FORMS if endpoint == "chat" else _FORMS[:-1]
-            for fields in [{}] * ids + [{"token_id_prompts": False, **fields} for fields in texts]:
-                self._takes = fields
-                answer = self._answer_to_one_token()
-                if answer is None or answer.status == 200:
-                    self._note_form(given, takes)
+        for endpoint in (wanted.endpoint,) if wanted.endpoint else tuple(ENDPOINTS):
+            self.form, self._takes = dataclasses.replace(wanted, endpoint=endpoint), given
+            for form in self._forms():
+                self._takes = {**given, **form}
+                outcome = self._try_form()
+                if outcome is None:
+                    self._note_form(wanted, given, refusals)
                     return
-                if answer.status not in REFUSED and answer.status not in NO_SUCH_PATH:
-                    self.form, self._takes = given, takes
+                if outcome.status not in _REFUSALS:
+                    self._takes = given
+                    self._note_form(wanted, given, refusals)
                     return
-                refused = self.http.said(self.dialect.api.path, answer)
-                if answer.status in NO_SUCH_PATH:
+                refusal = self.http.said(self.dialect.api.path, outcome).removeprefix(self.base_url)
+                if outcome.status in NO_SUCH_PATH:
                     break
-            refusals.append(refused.removeprefix(self.base_url))
+            refusals.append(refusal)
         raise UsageError(f"{self.base_url} takes no request of a load: {'; '.join(refusals)}")
 
-    def _answer_to_one_token(self) -> HttpAnswer | None:
-        """The answer to a streamed request as a load's are, of one token; None: none came in time."""
+    def _forms(self) -> list[Mapping[str, bool]]:
+        """The forms of a request to try at the endpoint, with token ids first where there may be any."""
+        forms = [form for form in _FORMS if self.dialect.endpoint == "chat" or "max_completion_tokens" not in form]
+        texts = [{**form, "token_id_prompts": False} for form in forms]
+        return [*(forms if self.dialect.token_id_prompts else ()), *texts]
+
+    def _try_form(self) -> HttpAnswer | None:
+        """Sends a request of the present form, as a load's are; the answer where the server did not take it.
+
+        What does not answer in time is not refused. Streams that lack nothing but the end mark are known from here on.
+        """
         dialect = self.dialect
-        body = dialect.streamed_body(self.model.name, self._request([1, 2], 1), 0.0, ignore_eos=True)
+        request = self._request([1, 2], 1)
+        body = dialect.streamed_body(self.model.name, request, self.form.temperature, ignore_eos=True)
+        headers = dialect.api.header_lines(self.http.key)
         try:
-            return self.http.call("POST", dialect.api.path, body=body, headers=dialect.api.header_lines(self.http.key))
+            answer = self.http.call("POST", dialect.api.path, body=body, headers=headers)
         except MeasurementError:
             return None
+        if answer.status != 200:
+            return answer
+        stream = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(answer.body), answer.body)
+        outcome = judge([0.0], [stream], request.max_tokens, dialect=dialect)
+        if outcome.error_kind == "no_done":
+            self._takes = {**self._takes, "done_marker": False}
+        return dataclasses.replace(answer, status=_TOLD_WITH_200) if outcome.error_kind == "server_error" else None
 
-    def _note_form(self, given: RequestForm, takes: Mapping[str, Any]) -> None:
-        """Says what differs from what was asked for."""
-        endpoint = self.form.endpoint
-        if endpoint != (given.endpoint or "completions"):
-            self.notes += (f"the server has no {PATHS['completions']}: requests go to {PATHS[str(endpoint)]}",)
-        elif endpoint == "completions" and "token_id_prompts" in self._takes.keys() - takes.keys():
+    def _note_form(self, wanted: RequestForm, given: Mapping[str, Any], refusals: Sequence[str]) -> None:
+        """Says what differs from what was asked for, and what the server said to the endpoint before."""
+        if self.form.endpoint != (wanted.endpoint or "completions"):
+            path = PATHS[str(self.form.endpoint)]
+            self.notes += (f"requests go to {path}, as the server refuses others: {refusals[0]}",)
+        elif not self.dialect.token_id_prompts and "token_id_prompts" in self._takes.keys() - given.keys():
             self.notes += ("the server takes no token ids",)
-        if self._takes.get("ignore_eos") is False:
-            self.notes += (
-                "the server refuses ignore_eos and return_token_ids, so they are not sent: answers end where its model "
-                "ends them",
-            )
+        self.notes += tuple(note for name, note in _REFUSED_FIELDS.items() if self._takes.get(name) is False)
 
     def _make_text(self, ids: Any) -> str:
         if self._text_of_ids is None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
 
 EndpointName = Literal["completions", "chat", "responses", "messages"]
 """OpenAI's three APIs and Anthropic's."""
-_OURS = ("model", "prompt", "messages", "input", "max_tokens", "max_output_tokens", "stream")
+_OURS = (
+    "model", "prompt", "messages", "input", "max_tokens", "max_completion_tokens", "max_output_tokens", "stream",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -16,15 +20,19 @@ class RequestForm:
     """The form that a load asks for. ``endpoint``: None: completions, or what the server has."""
 
     endpoint: EndpointName | None = None
+    temperature: float = 0.0
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
 
 DEFAULT_FORM = RequestForm()
 
 
-def check_extra_body(fields: dict[str, Any]) -> dict[str, Any]:
-    """The further fields of a request's JSON. Raises ValueError for one that the load sets."""
+def _not_ours(fields: dict[str, Any]) -> dict[str, Any]:
     for name in fields:
         if name in _OURS:
             raise ValueError(f"extra_body cannot set {name!r}: the load sets it; remove it.")
     return fields
+
+
+ExtraBody = Annotated[dict[str, Any], AfterValidator(_not_ours)]
+"""Further fields of a request's JSON, none of which the load sets."""

@@ -143,18 +143,23 @@ def test_impossible_sizes_are_as_if_they_were_not_told(told):
 
 
 STREAM = (200, 'data: {"choices": [{"index": 0, "text": " x", "finish_reason": "length"}]}\n\ndata: [DONE]\n\n')
+USAGE = 'data: {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 1}}\n\n'
+SAID = (200, 'data: {"error": {"message": "no such model here"}}\n\ndata: [DONE]\n\n')
 REFUSED, GONE = (400, {"error": "no"}), (404, {"detail": "Not Found"})
 API = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses"}
 API |= {"messages": "/v1/messages"}
 
 
 def taking(*wanted):
-    """An answer that refuses bodies in which one of ``wanted`` is missing, or there where it begins with a dash."""
+    """An answer that refuses bodies in which one of ``wanted`` is missing, or there where it begins with a dash.
+
+    OpenAI's Responses take no fewer than 16 tokens.
+    """
 
     def answer(body):
-        ids = {"ids"} if isinstance(body.get("prompt"), list) else set()
-        fits = all((name[1:] not in body.keys() | ids) if name[0] == "-" else name in body for name in wanted)
-        return STREAM if fits else (400, {"error": "no"})
+        fields = body.keys() | ({"ids"} if isinstance(body.get("prompt"), list) else set())
+        fits = all((name[1:] not in fields) if name[0] == "-" else name in fields for name in wanted)
+        return STREAM if fits and body.get("max_output_tokens", 16) >= 16 else (400, {"error": "no"})
 
     return answer
 
@@ -165,6 +170,7 @@ def taking(*wanted):
         ({"completions": taking()}, {}, "completions", set()),
         ({"completions": taking("-ids")}, {}, "completions", {"token_id_prompts"}),
         ({"completions": taking("-ids", "-ignore_eos")}, {}, "completions", {"token_id_prompts", "ignore_eos"}),
+        ({"completions": taking("ids", "-ignore_eos")}, {}, "completions", {"ignore_eos"}),
         ({"completions": GONE, "chat": taking("messages", "ignore_eos")}, {}, "chat", {"token_id_prompts"}),
         ({"completions": REFUSED, "chat": taking("max_tokens", "-return_token_ids")}, {}, "chat",
          {"token_id_prompts", "ignore_eos"}),
@@ -176,6 +182,11 @@ def taking(*wanted):
         ({"completions": taking(), "chat": taking()}, {"endpoint": "chat"}, "chat", {"token_id_prompts"}),
         ({"completions": (500, "down"), "chat": taking()}, {}, "completions", set()),  # for the warm-up to tell
         ({"completions": (401, "who?"), "chat": taking()}, {}, "completions", set()),
+        ({"completions": GONE, "chat": (429, "slowly")}, {}, "chat", {"token_id_prompts"}),  # it is there, and busy
+        ({"completions": SAID, "chat": taking()}, {}, "chat", {"token_id_prompts"}),  # an error told with 200
+        ({"chat": taking("max_completion_tokens", "-temperature")}, {}, "chat",
+         {"token_id_prompts", "ignore_eos", "temperature"}),
+        ({"completions": (200, STREAM[1].partition("data: [DONE]")[0] + USAGE)}, {}, "completions", {"done_marker"}),
     ],
 )  # fmt: skip
 def test_a_server_of_no_known_kind_is_asked_what_it_takes(answers, given, endpoint, lacks):
@@ -187,9 +198,10 @@ def test_a_server_of_no_known_kind_is_asked_what_it_takes(answers, given, endpoi
         (request,) = target.as_sent([RequestSpec(0, "a", (7, 8, 9), None, 4)])
         target.stop()
     assert target.dialect.endpoint == endpoint
-    switches = ("token_id_prompts", "ignore_eos")
+    switches = ("token_id_prompts", "ignore_eos", "temperature", "done_marker")
     assert {name for name in switches if not getattr(target.dialect, name)} == lacks
-    assert (request.prompt is None) == ("token_id_prompts" not in lacks) == (not target.notes)
+    assert (request.prompt is None) == ("token_id_prompts" not in lacks)
+    assert any("--tokenizer DIR" in note for note in target.notes) == (request.prompt is not None)
     assert len((request.prompt or "a b c").split()) == 3
     assert any(f"requests go to {API[endpoint]}" in note for note in target.notes) == (
         endpoint != given.get("endpoint", "completions")
