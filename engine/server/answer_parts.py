@@ -24,7 +24,7 @@ _HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,\s*"argument
 
 
 class Delta(TypedDict, total=False):
-    """What is new of an answer, in OpenAI's format; empty content where there is nothing."""
+    """The new part of an answer, in OpenAI's format; empty content where there is nothing."""
 
     reasoning: str
     content: str
@@ -127,7 +127,7 @@ class AnswerParts:
         return self._decoder.flush()
 
     def split(self, text: str, final: bool = False) -> Delta:
-        """What ``text`` adds. Text that may begin a tag is held back; ``final``: no text will follow."""
+        """Returns what ``text`` adds. Text that may begin a tag is held back; ``final``: no text will follow."""
         self._delta = {}
         sure = "<" not in text and not self._tags.held
         self._add(text if sure else self._tags.push(text, final))

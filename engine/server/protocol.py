@@ -242,7 +242,7 @@ class ChatBody(GenerationBody):
 
 
 class ReasoningChatBody(ChatBody):
-    """With ``--reasoning-parser``. ``include_reasoning`` false: thoughts are counted and left out."""
+    """The body on a server with ``--reasoning-parser``. ``include_reasoning`` false: thoughts are counted and left out."""
 
     include_reasoning: bool | None = None
     separate_reasoning: Literal[True] | None = None  # SGLang's
@@ -250,7 +250,7 @@ class ReasoningChatBody(ChatBody):
 
 
 class ToolChatBody(ChatBody):
-    """With ``--tool-call-parser``."""
+    """The body on a server with ``--tool-call-parser``."""
 
     tools: BoundedList[dict[str, Any]] | None = None
     tool_choice: Any = None
@@ -271,7 +271,7 @@ class ToolChatBody(ChatBody):
 
 
 class ReasoningToolChatBody(ReasoningChatBody, ToolChatBody):
-    """With both."""
+    """The body on a server with both parsers."""
 
 
 # By whether the server has a parser of thoughts, and one of tool calls.

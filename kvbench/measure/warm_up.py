@@ -237,7 +237,7 @@ def complete(target: Target, prompt: Any, tokens: int, timeout_s: float) -> tupl
 
 
 def _shuffled(request: Any) -> Any:
-    """The request's token ids or words in random order; a text gets a first word that no measured prompt has.
+    """The request's token ids or words in random order; a text gets a first word that few measured prompts have.
 
     A text may be a single word, or have no blanks; a prefix cache keeps prompts by their beginning.
     """

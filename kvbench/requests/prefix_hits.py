@@ -74,7 +74,7 @@ def predict_hits(
 
 
 def _behind(requests: Sequence[RequestSpec], tokens: int) -> list[RequestSpec]:
-    """The requests as token ids, behind so many that all have."""
+    """The requests as token ids, after ``tokens`` ids that all of them share."""
     head = (-1,) * tokens
     return [
         dataclasses.replace(

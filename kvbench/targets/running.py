@@ -49,7 +49,7 @@ _REFUSED_FIELDS = {
 
 
 class OpenAITarget(Target):
-    """``url``: with or without ``/v1``. Sizes that /v1/models and /server_info do not tell are given, or not known.
+    """A server at ``url``, with or without ``/v1`` and what follows there. Sizes that /v1/models and /server_info do not tell are given, or not known.
 
     The workload's engine settings do not reach such a server, so only one configuration can be measured.
     ``preset``: what kind of server it is; ``tokenizer``: a folder: prompts are sent as texts that are made with it.

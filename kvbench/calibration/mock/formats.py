@@ -1,4 +1,4 @@
-"""How each endpoint writes an answer: its deltas as events, a stream's beginning and end, and a whole answer."""
+"""The wire formats of answers by endpoint: deltas as events, a stream's beginning and end, a whole answer."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ _ITEMS: Mapping[str, tuple[Event, str, Event, str]] = {
     "reasoning_summary_text": ({"type": "reasoning"}, "summary", {"type": "summary_text"}, "text"),
     _ARGUMENTS: ({"type": "function_call", "name": _FUNCTION}, "", {}, "arguments"),
 }
-"""By the name of its deltas an item, the field of its part, the part, and the field of the text."""
+"""A row for each name of deltas: the item, the field of its part, the part, and the field of the text."""
 
 
 class Responses(_Blocks):
@@ -271,7 +271,7 @@ _DELTAS = {
     "text": ("text_delta", "text"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""Type of a delta and its field, by the type of its block."""
+"""The type of a delta and its field, by the type of its block."""
 
 
 class Messages(_Blocks):
