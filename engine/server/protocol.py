@@ -242,7 +242,10 @@ class ChatBody(GenerationBody):
 
 
 class ReasoningChatBody(ChatBody):
-    """The body on a server with ``--reasoning-parser``. ``include_reasoning`` false: thoughts are counted and left out."""
+    """The body on a server with ``--reasoning-parser``.
+
+    ``include_reasoning`` false: thoughts are counted and left out.
+    """
 
     include_reasoning: bool | None = None
     separate_reasoning: Literal[True] | None = None  # SGLang's

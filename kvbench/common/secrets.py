@@ -24,6 +24,8 @@ def api_key(variable: str) -> str:
     Raises:
         ValueError: there is none, or it cannot stand in an HTTP header. The message never holds the key.
     """
+    if not variable.isidentifier():  # perhaps the key itself, which is not repeated
+        raise ValueError("--api-key-env takes the name of the environment variable that holds the key, not the key")
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ValueError(f"--api-key-env {variable}: this variable holds no key; export it")

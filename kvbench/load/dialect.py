@@ -29,7 +29,8 @@ class Dialect(StrictModel):
     ``usage``: the server reports usage (without it, output tokens are the streamed ids, else the chunks with
     content). ``token_id_prompts``: a prompt may be a list of token ids (else its text is sent). ``ignore_eos``: the
     field of that name is understood and sent. ``return_token_ids``: likewise. ``max_completion_tokens``: that field
-    takes the place of ``max_tokens``. ``temperature``: the field is sent. ``extra_body``: merged into each
+    takes the place of ``max_tokens``. ``temperature``: the field is sent; ``api_fields``: likewise
+    those of the endpoint. ``extra_body``: merged into each
     request's JSON.
     ``answers``: those of n, best_of and beam_width that a request may have. ``returns_all_beams``: n must be that
     width.
@@ -46,6 +47,7 @@ class Dialect(StrictModel):
     return_token_ids: bool = True
     max_completion_tokens: bool = False
     temperature: bool = True
+    api_fields: bool = True
     answers: list[str] = Field(default_factory=lambda: [*ANSWERS])
     returns_all_beams: bool = False
     keep_alive: bool = True
@@ -74,7 +76,8 @@ class Dialect(StrictModel):
     def body(self, model: str, request: RequestSpec, temperature: float) -> dict[str, Any]:
         """The fields of a request, without those of a stream."""
         limit = "max_completion_tokens" if self.max_completion_tokens else self.api.limit
-        fields = {"model": model, **self.api.prompt(request), limit: request.max_tokens, **self.api.fields}
+        fields = {"model": model, **self.api.prompt(request), limit: request.max_tokens}
+        fields |= self.api.fields if self.api_fields else {}
         return fields | ({"temperature": temperature} if self.temperature else {}) | self.extra_body
 
     def streamed_body(self, model: str, request: RequestSpec, temperature: float, ignore_eos: bool) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class Address:
             raise ValueError(f"the URL {url!r} is neither http:// nor https://; write http://127.0.0.1:8000.")
         if not parts.hostname:
             raise ValueError(f"the URL {url!r} names no host; write http://127.0.0.1:8000.")
+        if parts.query or parts.fragment:
+            raise ValueError(f"the URL {url!r} has a query, which would not be sent; leave out what follows the path.")
         tls = parts.scheme == "https"
         try:
             port = parts.port or (443 if tls else 80)

@@ -18,8 +18,10 @@ from kvbench.common.files import write_atomically, write_json
 from kvbench.load.canaries import write_wrong_answers, wrong_words
 from kvbench.load.completion import Completion
 from kvbench.load.validity import (
+    asked_output_tokens,
     client_report,
     invalid_reasons,
+    nothing_streamed,
     other_prompts,
     percentile_ms,
     short_outputs,
@@ -156,11 +158,12 @@ def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) ->
 
     ``before``: the turn before it as it was drawn; ``answered``: as it was sent, and the server's answer to it. Where
     the server did not return the ids of its whole answer, the one drawn beforehand stays (``unknown_answers`` says so).
-    Messages have its text.
+    Messages have its text, and the one drawn beforehand where it has none (a tool call, reasoning alone).
     """
     if request.history:
         sent = answered.request
-        return dataclasses.replace(request, history=(*sent.history, sent.prompt or "", answered.completion.text))
+        said = answered.completion.text or request.history[-1]
+        return dataclasses.replace(request, history=(*sent.history, sent.prompt or "", said))
     answer = tuple(answered.completion.token_ids) if knows_answer(answered) else None
     ids = continued(request, before, answered.request.prompt_token_ids or (), answer)
     return dataclasses.replace(request, prompt_token_ids=ids)
@@ -271,6 +274,7 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
     samples, zero, clocked = outcome.samples, outcome.zero, outcome.clocked
     short, too_short = short_outputs(samples, spec.ignore_eos)
     of_server = too_short + other_prompts(samples, spec.dialect, exact_texts=bool(requests.notes.get("exact_texts")))
+    of_server += nothing_streamed(samples)
     added = tokens_added(samples) if spec.dialect.usage else []
     missing = len(requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
     load = {
@@ -285,7 +289,7 @@ def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended
         "failed": sum(s.sent and not s.completion.ok for s in samples),
         "incomplete": missing > 0 or not ended_well,
         "max_in_flight": most_in_flight(samples),
-        "client": {**outcome.client, "short_outputs": short},
+        "client": {**outcome.client, "short_outputs": short, "asked_output_tokens": asked_output_tokens(samples)},
         "prompt_tokens_added": [min(added), float(np.median(added)), max(added)] if added else None,
         "invalid_reasons": invalid_reasons(outcome.client, missing) + outcome.reasons + of_server,
         "notes": {**requests.notes, **_clock_note(clocked), **unknown_answers(samples)},

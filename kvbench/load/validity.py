@@ -194,6 +194,22 @@ def other_prompts(samples: Sequence[Sample], dialect: Dialect, *, exact_texts: b
     ]
 
 
+def asked_output_tokens(samples: Sequence[Sample]) -> int:
+    """The output tokens that the successful requests asked for at most."""
+    return sum(s.request.n * s.request.max_tokens for s in samples if s.completion.ok)
+
+
+def nothing_streamed(samples: Sequence[Sample]) -> list[str]:
+    """Why a load shows no times: every answer was reasoning that was not streamed."""
+    done = [s for s in samples if s.completion.ok]
+    if not done or any(s.completion.chunk_times for s in done):
+        return []
+    return [
+        f"none of {len(done)} answers streamed a token: all were reasoning that only the usage tells; ask for longer "
+        "answers, or for less reasoning."
+    ]
+
+
 def short_outputs(samples: Sequence[Sample], ignore_eos: bool) -> tuple[int, list[str]]:
     """Outputs that ended before the length that ``ignore_eos`` asked for, and the reason when they are too many."""
     done = [s for s in samples if s.completion.ok] if ignore_eos else []

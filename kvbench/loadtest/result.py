@@ -9,6 +9,7 @@ from rich.console import Console
 
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.text import calibration_words, failure_words, plural, slo_words
+from kvbench.load.validity import MAX_SHORT_SHARE
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.latency import (
     LATENCIES,
@@ -243,6 +244,10 @@ def _requests(metrics: Mapping[str, Any]) -> list[str]:
         parts.append(f"{unsent} later turns of their conversations were not sent")
     client, first = metrics.get("client") or {}, metrics.get("first_failure")
     parts += [f"{client[name]} {words}" for name, words in _COUNTS.items() if client.get(name)]
+    asked, came = client.get("asked_output_tokens") or 0, metrics.get("total_output_tokens") or 0
+    if came < (1 - MAX_SHORT_SHARE) * asked:
+        means = (tokens / metrics["completed"] for tokens in (came, asked))
+        parts.append("answers had {:.1f} tokens on average, and {:.1f} were asked for at most".format(*means))
     sent = metrics["completed"] + metrics["failed"]
     most = failure_words(metrics.get("failure_messages") or {}, sent, kinds=True)
     return [

@@ -438,7 +438,7 @@ class Target:
             if counts:
                 self.template_tokens = sum(counts) - 1
                 return
-        of_messages = self._count_tokens({"messages": [{"role": "user", "content": "a"}]})
+        of_messages = self._count_tokens({"messages": [{"role": "user", "content": "a"}], **self.form.extra_body})
         of_text = self._count_tokens({"prompt": "a", "add_special_tokens": False})
         self.template_tokens = None if of_messages is None or of_text is None else of_messages - of_text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,16 @@ _REFUSALS = (*REFUSED, *NO_SUCH_PATH)
 _UNTOLD_LENGTH = (
     "the server does not tell its longest sequence, so prompts are not held against it: --max-model-len N does"
 )
-# What a server may refuse of a request, tried in this order: vLLM's fields, max_tokens, a temperature.
+# What a server may refuse of a request, tried in this order: vLLM's fields, then others of each API.
 _PLAIN = {"ignore_eos": False, "return_token_ids": False}
-_FORMS: tuple[Mapping[str, bool], ...] = (
-    {},
-    _PLAIN,
-    _PLAIN | {"max_completion_tokens": True},
-    _PLAIN | {"max_completion_tokens": True, "temperature": False},
-)
+_NEWER = {**_PLAIN, "max_completion_tokens": True}
+_FORMS: Mapping[str, tuple[Mapping[str, bool], ...]] = {
+    "completions": ({}, _PLAIN, {**_PLAIN, "stream_options": False}),
+    "chat": ({}, _PLAIN, _NEWER, {**_NEWER, "temperature": False}, {**_PLAIN, "stream_options": False}),
+    "responses": ({}, _PLAIN, {**_PLAIN, "temperature": False}, {**_PLAIN, "api_fields": False}),
+    "messages": ({}, {"temperature": False}),
+}
+_UNMEASURABLE = ("server_error", "not_streamed", "no_usage", "no_finish_reason")
 _REFUSED_FIELDS = {
     "ignore_eos": "the server refuses ignore_eos and return_token_ids, so answers end where its model ends them",
     "temperature": "the server refuses the temperature, so its own is used",
@@ -49,8 +52,9 @@ _REFUSED_FIELDS = {
 
 
 class OpenAITarget(Target):
-    """A server at ``url``, with or without ``/v1`` and what follows there. Sizes that /v1/models and /server_info do not tell are given, or not known.
+    """A server at ``url``, which may have ``/v1`` and what follows it.
 
+    Sizes that /v1/models and /server_info do not tell are given, or not known.
     The workload's engine settings do not reach such a server, so only one configuration can be measured.
     ``preset``: what kind of server it is; ``tokenizer``: a folder: prompts are sent as texts that are made with it.
     A server of no known kind is asked what it takes: which endpoint, token ids or texts, vLLM's fields or none.
@@ -145,7 +149,7 @@ class OpenAITarget(Target):
 
     def _forms(self) -> list[Mapping[str, bool]]:
         """The forms of a request to try at the endpoint, with token ids first where there may be any."""
-        forms = [form for form in _FORMS if self.dialect.endpoint == "chat" or "max_completion_tokens" not in form]
+        forms = _FORMS[self.dialect.endpoint]
         texts = [{**form, "token_id_prompts": False} for form in forms]
         return [*(forms if self.dialect.token_id_prompts else ()), *texts]
 
@@ -168,7 +172,10 @@ class OpenAITarget(Target):
         outcome = judge([0.0], [stream], request.max_tokens, dialect=dialect)
         if outcome.error_kind == "no_done":
             self._takes = {**self._takes, "done_marker": False}
-        return dataclasses.replace(answer, status=_TOLD_WITH_200) if outcome.error_kind == "server_error" else None
+        if outcome.error_kind in _UNMEASURABLE:
+            sentence = json.dumps({"error": outcome.error}).encode()
+            return dataclasses.replace(answer, status=_TOLD_WITH_200, body=sentence)
+        return None
 
     def _note_form(self, wanted: RequestForm, given: Mapping[str, Any], refusals: Sequence[str]) -> None:
         """Says what differs from what was asked for, and what the server said to the endpoint before."""

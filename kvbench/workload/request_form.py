@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ EndpointName = Literal["completions", "chat", "responses", "messages"]
 """OpenAI's three APIs and Anthropic's."""
 _OURS = (
     "model", "prompt", "messages", "input", "max_tokens", "max_completion_tokens", "max_output_tokens", "stream",
+    "stream_options", "temperature", "ignore_eos", "n", "best_of", "use_beam_search",
 )  # fmt: skip
 
 
@@ -31,6 +33,10 @@ def _not_ours(fields: dict[str, Any]) -> dict[str, Any]:
     for name in fields:
         if name in _OURS:
             raise ValueError(f"extra_body cannot set {name!r}: the load sets it; remove it.")
+    try:
+        json.dumps(fields, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"extra_body has a value that JSON cannot hold ({error}); write it as a text.") from None
     return fields
 
 

@@ -92,6 +92,9 @@ def test_the_built_in_server_takes_conversations_whose_cached_tokens_are_as_many
     [
         (("--extra-body", "[1]"), "is no JSON object"),
         (("--extra-body", '{"max_tokens": 3}'), "extra_body cannot set 'max_tokens'"),
+        (("--extra-body", '{"max_completion_tokens": 3}'), "extra_body cannot set"),
+        (("-o", "load.extra_body={a: 2026-01-01}"), "JSON cannot hold"),
+        (("-o", "load.extra_body={a: .nan}"), "JSON cannot hold"),
         (("--canaries", "0.1"), "chat template"),
         (("-o", "load.endpoint=voice"), "'voice'"),
     ],
@@ -99,6 +102,12 @@ def test_the_built_in_server_takes_conversations_whose_cached_tokens_are_as_many
 def test_what_no_endpoint_takes_is_refused_before_anything_is_sent(words, sentence, tmp_path):
     with pytest.raises(UsageError, match=sentence.replace("[", r"\[")):
         load(workload(tmp_path, num_requests=8), "--url", "http://127.0.0.1:1", *words)
+
+
+def test_answers_that_end_early_are_told_where_the_server_ends_them(tmp_path, capsys):
+    with own_mock("--endpoint", "messages", "--ttft-ms", "5", "--itl-ms", "1", "--deltas", "text:3") as (_, url):
+        load("--url", url, *LOAD, "--output-dir", tmp_path / "out")
+    assert "answers had 3.0 tokens on average, and 8.0 were asked for" in capsys.readouterr().out
 
 
 def test_further_fields_reach_the_server(tmp_path):

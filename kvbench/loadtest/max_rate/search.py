@@ -51,6 +51,11 @@ class Condition:
         """The measured value [ms, or a share of the requests sent]; None when nothing was measured."""
         if self.metric == "goodput":
             return metrics.get("goodput_share")
+        quantile = QUANTILES.get(self.stat)
+        if self.metric == "ttfo_ms" and quantile is not None:  # a request without an output waits for ever
+            completed, without = (metrics.get(name) or 0 for name in ("completed", "without_output"))
+            if without and math.ceil(quantile * (completed - 1)) >= completed - without:
+                return math.inf
         return (metrics.get(self.metric) or {}).get(self.stat)
 
     def met(self, metrics: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from kvbench.load.validity import (
     client_reasons,
     client_report,
     invalid_reasons,
+    nothing_streamed,
     other_prompts,
     short_outputs,
     stamp_errors,
@@ -196,6 +198,14 @@ def prompts(*told: int | None, text: str | None = None, new_tokens: int = 0, ok:
     request = RequestSpec(0, "c", tuple(range(50)), text, 2, new_tokens=new_tokens)
     kind = None if ok else "truncated"
     return [Sample(request, 0, 0.0, 0.0, 1.0, Completion(error_kind=kind, done=ok, prompt_tokens=n)) for n in told]
+
+
+def test_a_load_of_which_nothing_was_streamed_shows_no_times() -> None:
+    hidden = prompts(50, 50)
+    (reason,) = nothing_streamed(hidden)
+    assert "none of 2 answers" in reason
+    seen = [replace(hidden[0], completion=Completion(done=True, chunk_times=[1.0]))]
+    assert nothing_streamed(hidden + seen) == nothing_streamed(prompts(50, ok=False)) == []
 
 
 def test_a_server_that_reads_other_prompts_than_were_sent_is_invalid() -> None:

@@ -113,3 +113,9 @@ def test_bounds_follow_from_the_first_rate_and_the_options(options, own, start, 
 def test_what_does_not_fit_is_refused_by_the_options_that_were_given(options, named):
     with pytest.raises(UsageError, match=f"^{named}"):
         plan(**options).bounds(4.0)
+
+
+@pytest.mark.parametrize(("without", "met"), [(0, True), (4, True), (5, False), (100, False)])
+def test_requests_without_an_output_wait_for_ever_for_it(without, met):
+    (condition,) = parse_conditions("p95_ttfo<=500ms")
+    assert condition.met({"ttfo_ms": {"p95": 100.0}, "completed": 100, "without_output": without}) == met

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -142,24 +143,39 @@ def test_impossible_sizes_are_as_if_they_were_not_told(told):
     assert sizes(row(**told)) == (8192, None)
 
 
-STREAM = (200, 'data: {"choices": [{"index": 0, "text": " x", "finish_reason": "length"}]}\n\ndata: [DONE]\n\n')
 USAGE = 'data: {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 1}}\n\n'
+TOKEN = 'data: {"choices": [{"index": 0, "text": " x", "finish_reason": "length"}]}\n\n'
+STREAM, UNCOUNTED = (200, TOKEN + USAGE + "data: [DONE]\n\n"), (200, TOKEN + "data: [DONE]\n\n")
 SAID = (200, 'data: {"error": {"message": "no such model here"}}\n\ndata: [DONE]\n\n')
+TYPED = {
+    "responses": [
+        {"type": "response.output_text.delta", "delta": "x"},
+        {"type": "response.completed", "response": {"usage": {"input_tokens": 2, "output_tokens": 1}}},
+    ],
+    "messages": [
+        {"type": "message_start", "message": {"usage": {"input_tokens": 2, "output_tokens": 1}}},
+        {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "x"}},
+        {"type": "message_delta", "delta": {"stop_reason": "max_tokens"}, "usage": {"output_tokens": 1}},
+        {"type": "message_stop"},
+    ],
+}
 REFUSED, GONE = (400, {"error": "no"}), (404, {"detail": "Not Found"})
 API = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses"}
 API |= {"messages": "/v1/messages"}
 
 
-def taking(*wanted):
+def taking(*wanted, api=None):
     """An answer that refuses bodies in which one of ``wanted`` is missing, or there where it begins with a dash.
 
     OpenAI's Responses take no fewer than 16 tokens.
     """
+    typed = (200, "".join(f"data: {json.dumps(event)}\n\n" for event in TYPED.get(api, ())))
+    stream = STREAM if api is None else typed
 
     def answer(body):
         fields = body.keys() | ({"ids"} if isinstance(body.get("prompt"), list) else set())
         fits = all((name[1:] not in fields) if name[0] == "-" else name in fields for name in wanted)
-        return STREAM if fits and body.get("max_output_tokens", 16) >= 16 else (400, {"error": "no"})
+        return stream if fits and body.get("max_output_tokens", 16) >= 16 else (400, {"error": "no"})
 
     return answer
 
@@ -175,18 +191,21 @@ def taking(*wanted):
         ({"completions": REFUSED, "chat": taking("max_tokens", "-return_token_ids")}, {}, "chat",
          {"token_id_prompts", "ignore_eos"}),
         ({"chat": taking("max_completion_tokens", "-max_tokens")}, {}, "chat", {"token_id_prompts", "ignore_eos"}),
-        ({"responses": taking("input", "max_output_tokens", "-ignore_eos")}, {}, "responses",
+        ({"responses": taking("input", "max_output_tokens", "-ignore_eos", api="responses")}, {}, "responses",
          {"token_id_prompts", "ignore_eos"}),
-        ({"responses": GONE, "messages": taking("max_tokens", "-ignore_eos")}, {}, "messages",
+        ({"responses": GONE, "messages": taking("max_tokens", "-ignore_eos", api="messages")}, {}, "messages",
          {"token_id_prompts", "ignore_eos"}),
         ({"completions": taking(), "chat": taking()}, {"endpoint": "chat"}, "chat", {"token_id_prompts"}),
         ({"completions": (500, "down"), "chat": taking()}, {}, "completions", set()),  # for the warm-up to tell
         ({"completions": (401, "who?"), "chat": taking()}, {}, "completions", set()),
         ({"completions": GONE, "chat": (429, "slowly")}, {}, "chat", {"token_id_prompts"}),  # it is there, and busy
         ({"completions": SAID, "chat": taking()}, {}, "chat", {"token_id_prompts"}),  # an error told with 200
+        ({"completions": UNCOUNTED, "chat": taking()}, {}, "chat", {"token_id_prompts"}),  # nothing tells its tokens
+        ({"responses": taking("input", "-store", api="responses")}, {}, "responses",
+         {"token_id_prompts", "ignore_eos"}),
         ({"chat": taking("max_completion_tokens", "-temperature")}, {}, "chat",
          {"token_id_prompts", "ignore_eos", "temperature"}),
-        ({"completions": (200, STREAM[1].partition("data: [DONE]")[0] + USAGE)}, {}, "completions", {"done_marker"}),
+        ({"completions": (200, TOKEN + USAGE)}, {}, "completions", {"done_marker"}),
     ],
 )  # fmt: skip
 def test_a_server_of_no_known_kind_is_asked_what_it_takes(answers, given, endpoint, lacks):
