@@ -179,10 +179,11 @@ class OpenAITarget(Target):
 
     def _note_form(self, wanted: RequestForm, given: Mapping[str, Any], refusals: Sequence[str]) -> None:
         """Says what differs from what was asked for, and what the server said to the endpoint before."""
-        if self.form.endpoint != (wanted.endpoint or "completions"):
-            path = PATHS[str(self.form.endpoint)]
+        endpoint = self.form.endpoint
+        if endpoint != (wanted.endpoint or "completions"):
+            path = PATHS[str(endpoint)]
             self.notes += (f"requests go to {path}, as the server refuses others: {refusals[0]}",)
-        elif not self.dialect.token_id_prompts and "token_id_prompts" in self._takes.keys() - given.keys():
+        elif endpoint == "completions" and "token_id_prompts" in self._takes.keys() - given.keys():
             self.notes += ("the server takes no token ids",)
         self.notes += tuple(note for name, note in _REFUSED_FIELDS.items() if self._takes.get(name) is False)
 
