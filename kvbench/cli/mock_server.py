@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from kvbench.cli.options import FiniteRange
-from kvbench.load.endpoints import PATHS
+from kvbench.workload.request_form import EndpointName
 
 _RATE = FiniteRange(0, 1)
+_ENDPOINTS = get_args(EndpointName)
 
 
 @click.command(name="mock-server")
@@ -25,7 +26,7 @@ _RATE = FiniteRange(0, 1)
 @click.option("--tokens-per-chunk", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--events-per-write", type=click.IntRange(1), default=1, show_default=True, help="Chunks sent at once.")
 @click.option(
-    "--endpoint", "endpoints", type=click.Choice([*PATHS]), multiple=True, default=[*PATHS],
+    "--endpoint", "endpoints", type=click.Choice(_ENDPOINTS), multiple=True, default=_ENDPOINTS,
     help="The only one that is served; may be repeated.  [default: all]",
 )  # fmt: skip
 @click.option(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from kvbench.common.schema import StrictModel
 from kvbench.common.secrets import api_key
 from kvbench.load.endpoints import ENDPOINTS, Endpoint
 from kvbench.load.http import Address, call_bytes
 from kvbench.requests.request import ANSWERS, RequestSpec
-from kvbench.workload.request_form import EndpointName, ExtraBody
+from kvbench.workload.request_form import EndpointName, check_extra_body
 
 if TYPE_CHECKING:
     from kvbench.load.spec import LoadSpec
@@ -52,7 +52,7 @@ class Dialect(StrictModel):
     returns_all_beams: bool = False
     keep_alive: bool = True
     finish_reasons: list[str] = Field(default_factory=lambda: [*_FINISHED])
-    extra_body: ExtraBody = Field(default_factory=dict)
+    extra_body: Annotated[dict[str, Any], AfterValidator(check_extra_body)] = Field(default_factory=dict)
 
     @property
     def api(self) -> Endpoint:

@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_serializer, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_serializer, model_validator
 
 from kvbench.common.schema import StrictModel
 from kvbench.workload.design import LoadPoint, load_point
 from kvbench.workload.prompts_section import Counts, Prompts, Sessions, SyntheticPrompts, TracePrompts, as_tuple
-from kvbench.workload.request_form import EndpointName, ExtraBody, RequestForm
+from kvbench.workload.request_form import EndpointName, RequestForm, check_extra_body
 
 # A key that means something only beside certain values of another key: key -> (the other key, those values).
 _OPEN, _RAMP = ("mode", ("open",)), ("arrivals", ("ramp",))
@@ -128,7 +128,7 @@ class LoadConfig(StrictModel):
     """the API that the load is sent to: completions, chat (/v1/chat/completions) or responses (OpenAI's), messages
     (Anthropic's); left out: completions, or the first of them that a server has which runs already. All but completions
     take texts, to which the server's chat template adds tokens"""
-    extra_body: ExtraBody = Field(default_factory=dict)
+    extra_body: Annotated[dict[str, Any], AfterValidator(check_extra_body)] = Field(default_factory=dict)
     """further fields of each request's JSON, e.g. {reasoning_effort: low} or {chat_template_kwargs: {enable_thinking:
     false}}"""
     repeats: int = Field(default=3, ge=1, le=1000)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
-
-from pydantic import AfterValidator
+from typing import Any, Literal
 
 EndpointName = Literal["completions", "chat", "responses", "messages"]
 """OpenAI's three APIs and Anthropic's."""
@@ -29,7 +27,8 @@ class RequestForm:
 DEFAULT_FORM = RequestForm()
 
 
-def _not_ours(fields: dict[str, Any]) -> dict[str, Any]:
+def check_extra_body(fields: dict[str, Any]) -> dict[str, Any]:
+    """The further fields of a request's JSON. Raises ValueError for one that the load sets, or that JSON has not."""
     for name in fields:
         if name in _OURS:
             raise ValueError(f"extra_body cannot set {name!r}: the load sets it; remove it.")
@@ -38,7 +37,3 @@ def _not_ours(fields: dict[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"extra_body has a value that JSON cannot hold ({error}); write it as a text.") from None
     return fields
-
-
-ExtraBody = Annotated[dict[str, Any], AfterValidator(_not_ours)]
-"""Further fields of a request's JSON, none of which the load sets."""
