@@ -63,8 +63,10 @@ class Sink(Protocol):
 
 
 class Usage(NamedTuple):
-    """Tokens of a request by the server's usage; None: not told. ``cached``: of ``prompt``, ``reasoning``: of
-    ``output``."""
+    """The tokens of a request by the server's usage; None: not told.
+
+    ``cached``: of ``prompt``; ``reasoning``: of ``output``.
+    """
 
     prompt: int | None = None
     output: int | None = None
@@ -213,7 +215,7 @@ _RESPONSE_REASONS = {"completed": "stop", "max_output_tokens": "length", "incomp
 
 def read_responses(event: dict[str, Any], sink: Sink) -> None:
     """Reads an event of OpenAI's Responses, in which only deltas bring tokens."""
-    name = event.get("type")
+    name = str(event.get("type"))
     if (kind := _RESPONSE_DELTAS.get(name)) is not None:
         _add_delta(event.get("delta"), kind, sink)
     elif name == "response.output_item.added":
@@ -224,11 +226,11 @@ def read_responses(event: dict[str, Any], sink: Sink) -> None:
         if usage := response.get("usage"):
             names = ("input_tokens", "output_tokens", "input_tokens_details", "output_tokens_details")
             sink.usage(_usage(usage, *names))
-        status = response.get("status") or str(name).removeprefix("response.")
+        status = response.get("status") or name.removeprefix("response.")
         if status == "failed":
             sink.fail("server_error", error_sentence(json.dumps(response).encode()) or "the response failed")
-        reason = _dict(response, "incomplete_details").get("reason") or status
-        sink.chunk(0, reason=_RESPONSE_REASONS.get(reason, str(reason)))
+        reason = str(_dict(response, "incomplete_details").get("reason") or status)
+        sink.chunk(0, reason=_RESPONSE_REASONS.get(reason, reason))
         sink.end()
 
 
@@ -243,7 +245,7 @@ _MESSAGE_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "
 
 def read_messages(event: dict[str, Any], sink: Sink) -> None:
     """Reads an event of Anthropic's messages, in which only deltas of content blocks bring tokens."""
-    name = event.get("type")
+    name = str(event.get("type"))
     if name == "content_block_delta":
         delta = _dict(event, "delta")
         part, kind = _MESSAGE_DELTAS.get(str(delta.get("type")), (None, TEXT))
@@ -257,7 +259,7 @@ def read_messages(event: dict[str, Any], sink: Sink) -> None:
     elif name == "message_delta":
         sink.usage(_messages_usage(event.get("usage") or {}))
         if reason := _dict(event, "delta").get("stop_reason"):
-            sink.chunk(0, reason=_MESSAGE_REASONS.get(reason, str(reason)))
+            sink.chunk(0, reason=_MESSAGE_REASONS.get(str(reason), str(reason)))
     elif name == "message_stop":
         sink.end()
 

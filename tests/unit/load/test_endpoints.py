@@ -23,7 +23,7 @@ DONE = "[DONE]"
 
 def frame(body: Any) -> bytes:
     """One event, with the line ``event:`` where the API has typed events."""
-    typed = isinstance(body, dict) and "type" in body and not body.get("unnamed")
+    typed = isinstance(body, dict) and isinstance(body.get("type"), str) and not body.get("unnamed")
     name = b"event: " + body["type"].encode() + b"\n" if typed else b""
     return name + b"data: " + (DONE if body == DONE else json.dumps(body)).encode() + b"\n\n"
 
@@ -292,6 +292,10 @@ FAILURES = [
     ("messages", [opened(), block("text_delta", "a"), {"type": "error", "error": {"type": "o", "message": "died"}}],
      "server_error"),
     ("messages", [opened(), *closed("end_turn", 1), block("text_delta", "a")], "malformed"),
+    ("messages", [opened(), {"type": "content_block_delta", "delta": {"type": []}}, *closed([], 1)],
+     "no_finish_reason"),
+    ("responses", [BEGUN, {"type": []}, ended("incomplete", 5, incomplete_details={"reason": {}})], "usage_mismatch"),
+    ("responses", [BEGUN, part("output_text", "a"), ended(["x"], 1)], "not_finished"),
 ]  # fmt: skip
 
 
