@@ -60,7 +60,11 @@ def chat_body(state: ServerState) -> type[ChatBody]:
 
 
 def template_options(state: ServerState, body: ChatBody) -> dict[str, Any]:
-    """What the chat template gets beside the messages. Raises APIError: 400 for tools that it does not read."""
+    """The options that the chat template gets beside the messages.
+
+    Raises:
+        APIError: 400 for tools that it does not read.
+    """
     options = body.chat_template_kwargs or {}
     if not (isinstance(body, ToolChatBody) and body.tools):
         return options
@@ -74,7 +78,7 @@ PROMPT_END = 16  # tokens, in which a tag and space behind it have room
 
 
 def splitter(state: ServerState, body: ChatBody, prompt: Sequence[int]) -> Callable[[TextDecoder], AnswerParts] | None:
-    """What splits the text of a choice; None where nothing does."""
+    """Makes what splits the text of a choice; None where nothing does."""
     tools = isinstance(body, ToolChatBody) and bool(body.tools) and body.tool_choice != "none"
     if isinstance(body, ReasoningChatBody):
         thinking = state.tokenizer.decode(prompt[-PROMPT_END:], False).rstrip().endswith(THINK)

@@ -14,7 +14,7 @@ FAILURE_OF = {"abort": "shutdown", "error": "engine_error"}  # the engine's fini
 
 
 class Piece(NamedTuple):
-    """What one engine output adds to one choice. ``text`` is empty while a character is incomplete.
+    """The part of one choice that one engine output adds. ``text`` is empty while a character is incomplete.
 
     ``delta``: the text split by ``AnswerParts``; None where it is not.
     """

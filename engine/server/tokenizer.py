@@ -64,7 +64,7 @@ class ServerTokenizer:
         return decoder.push(ids) + decoder.flush()
 
     def hides(self, texts: Sequence[str]) -> bool:
-        """Whether one of ``texts`` is a special token, which decoders leave out."""
+        """Tests whether one of ``texts`` is a special token, which decoders leave out."""
         ids = [self.backend.token_to_id(text) for text in texts] if self.backend is not None else []
         return any(i is not None and not self.backend.decode([i]) for i in ids)
 

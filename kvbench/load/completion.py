@@ -16,11 +16,10 @@ from kvbench.common.machine import BOOT_HEADER, boot_id
 from kvbench.common.secrets import without_key
 from kvbench.common.server_errors import error_sentence, is_error
 from kvbench.load.dialect import OPENAI, Dialect
-from kvbench.load.endpoints import CALL, NOT_STREAMED, ROLE, THOUGHT, UnreadableEvent, Usage
+from kvbench.load.endpoints import CALL, MOST_TOKENS, NOT_STREAMED, ROLE, THOUGHT, UnreadableEvent, Usage
 from kvbench.load.http import MalformedStream, Response, ServerEvent, events
 
 _SLICE = 32  # events parsed between two pauses: about 0.15 ms
-_MOST_TOKENS = 1 << 31  # ids and counts are stored in 32 bits
 _BEGINNING = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\Z|:|(?:data|event|id|retry|error)\b)")  # of a stream of events
 SENT_TOGETHER_S = 0.0005
 _decode = json.JSONDecoder().decode  # json.loads asks first what it got: 3 % of an event's cost
@@ -196,7 +195,7 @@ def judge(
     n: int = 1,
     best_of: int | None = None,
 ) -> Completion:
-    """Parses a stream. It succeeded only with a finish_reason, a [DONE] and a usage that matches.
+    """Parses a stream. It succeeded only with a finish_reason, the end mark and a usage that matches.
 
     ``times[i]`` is the arrival of ``chunks[i]``; ``error_kind``: how the transport failed, if it did; ``pause`` is
     called between slices of work, so that the event loop can read other streams; ``dialect``: which of the three the
@@ -455,8 +454,8 @@ def _leave_out_candidates(out: Completion, most: int) -> None:
 def _close(out: Completion) -> None:
     """Removes what Parquet cannot store: impossible token ids, halves of characters."""
     ids = out.token_ids
-    if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < _MOST_TOKENS):
-        wild = next(i for i in ids if type(i) is not int or not 0 <= i < _MOST_TOKENS)
+    if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < MOST_TOKENS):
+        wild = next(i for i in ids if type(i) is not int or not 0 <= i < MOST_TOKENS)
         out.fail("malformed", f"{str(wild)[:40]!r} is no token id")
         out.token_ids = []
     out.text, out.error, out.finish_reason = map(_storable, (out.text, out.error, out.finish_reason))

@@ -22,7 +22,7 @@ _FINISHED = ("length", "stop", "eos", "eos_token", "stop_sequence", "tool_calls"
 
 
 class Dialect(StrictModel):
-    """What a server's API takes and sends. The defaults are those of vLLM and of the built-in server.
+    """The things that a server's API takes and sends. The defaults are those of vLLM and of the built-in server.
 
     ``endpoint``: which of ``ENDPOINTS`` the load is sent to.
     ``done_marker``: streams end with the API's end mark. ``stream_options``: ``stream_options.include_usage`` is sent.

@@ -23,7 +23,7 @@ _PARTS = {  # of a chat's delta beside its content
 }  # fmt: skip
 _RANKS = {CALL: 3, THOUGHT: 2, ROLE: 1, TEXT: 0}  # a role comes last: some servers repeat it in every chunk
 _WORDS = ("text", "summary", "thinking", "name", "arguments", "function")  # of a thought or a call; not encrypted data
-_MOST_TOKENS = 1 << 31  # counts are stored in 32 bits
+MOST_TOKENS = 1 << 31  # ids and counts are stored in 32 bits
 _STRING, _IDS = (str, type(None)), (list, type(None))
 
 
@@ -32,7 +32,7 @@ class UnreadableEvent(Exception):
 
 
 class Sink(Protocol):
-    """What a reader may say of an event. UnreadableEvent for what cannot be."""
+    """The things that a reader may say of an event. UnreadableEvent for what cannot be."""
 
     def chunk(
         self,
@@ -295,7 +295,7 @@ def _dict(owner: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _count(name: str, count: Any) -> int:
     """The number of tokens. UnreadableEvent for what is none."""
-    if type(count) is not int or not 0 <= count < _MOST_TOKENS:
+    if type(count) is not int or not 0 <= count < MOST_TOKENS:
         raise UnreadableEvent(f"the usage of {{}} has {name} {str(count)[:40]!r}, which is no whole number of tokens")
     return count
 

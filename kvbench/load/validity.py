@@ -200,7 +200,7 @@ def asked_output_tokens(samples: Sequence[Sample]) -> int:
 
 
 def nothing_streamed(samples: Sequence[Sample]) -> list[str]:
-    """Why a load shows no times: every answer was reasoning that was not streamed."""
+    """Returns a reason where a load shows no times: every answer was reasoning that was not streamed."""
     done = [s for s in samples if s.completion.ok]
     if not done or any(s.completion.chunk_times for s in done):
         return []

@@ -138,7 +138,7 @@ def _lengths(kept: Mapping[str, Any]) -> str:
 
 
 def _prompts(kept: Mapping[str, Any]) -> str:
-    """What the prompts came to on the server, beside what was drawn."""
+    """A sentence on the tokens that prompts came to on the server, beside those that were drawn."""
     added = kept.get("prompt_tokens_added")
     if not added or not any(added):
         return ""

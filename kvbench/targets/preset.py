@@ -219,7 +219,7 @@ class Preset:
         return setting is not None and setting.values is not None and tuple(setting.values) == (value,)
 
     def quirks_at(self, endpoint: str) -> list[str]:
-        """What a reader of the numbers should know of a load that is sent to this endpoint."""
+        """The facts that a reader of the numbers should know of a load that is sent to this endpoint."""
         return [*self.quirks, *self.endpoints.get(endpoint, ())]
 
     def require_endpoint(self, name: str | None) -> None:

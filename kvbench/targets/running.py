@@ -29,8 +29,7 @@ _NO_VOCABULARY = (
     "the server does not tell its vocabulary, so no token ids are drawn: --vocab-size N (vocab_size in the model's "
     "config.json) does, for a server that takes them"
 )
-_TOLD_WITH_200 = 400  # an error in place of an answer
-_REFUSALS = (*REFUSED, *NO_SUCH_PATH)
+_REFUSALS = (200, *REFUSED, *NO_SUCH_PATH)  # 200: with an error, or what cannot be measured, in place of a stream
 _UNTOLD_LENGTH = (
     "the server does not tell its longest sequence, so prompts are not held against it: --max-model-len N does"
 )
@@ -133,16 +132,13 @@ class OpenAITarget(Target):
             self.form, self._takes = dataclasses.replace(wanted, endpoint=endpoint), given
             for form in self._forms():
                 self._takes = {**given, **form}
-                outcome = self._try_form()
-                if outcome is None:
+                answer = self._try_form()
+                if answer is None or answer.status not in _REFUSALS:
+                    self._takes = self._takes if answer is None else given
                     self._note_form(wanted, given, refusals)
                     return
-                if outcome.status not in _REFUSALS:
-                    self._takes = given
-                    self._note_form(wanted, given, refusals)
-                    return
-                refusal = self.http.said(self.dialect.api.path, outcome).removeprefix(self.base_url)
-                if outcome.status in NO_SUCH_PATH:
+                refusal = self.http.said(self.dialect.api.path, answer).removeprefix(self.base_url)
+                if answer.status in NO_SUCH_PATH:
                     break
             refusals.append(refusal)
         raise UsageError(f"{self.base_url} takes no request of a load: {'; '.join(refusals)}")
@@ -173,8 +169,7 @@ class OpenAITarget(Target):
         if outcome.error_kind == "no_done":
             self._takes = {**self._takes, "done_marker": False}
         if outcome.error_kind in _UNMEASURABLE:
-            sentence = json.dumps({"error": outcome.error}).encode()
-            return dataclasses.replace(answer, status=_TOLD_WITH_200, body=sentence)
+            return dataclasses.replace(answer, body=json.dumps({"error": outcome.error}).encode())
         return None
 
     def _note_form(self, wanted: RequestForm, given: Mapping[str, Any], refusals: Sequence[str]) -> None:

@@ -38,6 +38,8 @@ KEPT_STAMPS = 20_000  # of the newest requests
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
 _STAMPED = re.compile(rb"\r\nx-kvbench-stamp:[ \t]*1", re.IGNORECASE)
 _KEY = re.compile(rb"\r\n(?:authorization:[ \t]*bearer[ \t]|x-api-key:)[ \t]*([^\r\n]*)", re.IGNORECASE)
+_ROUTES = sorted(((path.removeprefix("/v1"), name) for name, path in PATHS.items()), key=lambda route: -len(route[0]))
+"""Ends of paths and their endpoints, the longest first: a chat's path ends as a completion's does."""
 
 
 class Pacer:
@@ -229,9 +231,7 @@ class Connection(asyncio.Protocol):
             if key is None or key[1].decode("latin-1").strip() != state.api_key:
                 self._refuse("401 Unauthorized", "the API key is missing or wrong")
                 return
-        suffixes = {known.removeprefix("/v1"): name for name, known in PATHS.items()}
-        fitting = [suffix for suffix in suffixes if path.endswith(suffix)]
-        endpoint = suffixes[max(fitting, key=len)] if fitting else ""  # a chat's path ends as a completion's does
+        endpoint = next((name for suffix, name in _ROUTES if path.endswith(suffix)), "")
         if method == b"POST" and endpoint in settings.endpoints:
             self._complete(FORMATS[endpoint], head, body, received)
             return

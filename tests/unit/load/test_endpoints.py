@@ -194,14 +194,18 @@ RESPONSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RESPONSES)
-def test_each_kind_of_delta_has_its_moment_in_a_response(name: str) -> None:
-    frames, times, first_output, first_reasoning, reasoning, reason = RESPONSES[name]
-    out = judged("responses", frames)
+def check_typed(endpoint: str, stream: tuple, cached: int) -> None:
+    frames, times, first_output, first_reasoning, reasoning, reason = stream
+    out = judged(endpoint, frames)
     assert out.ok, out.error
     assert (out.chunk_times, out.first_output, out.first_reasoning) == (times, first_output, first_reasoning)
     assert (out.reasoning_tokens, out.finish_reason) == (reasoning, reason)
-    assert (out.prompt_tokens, out.cached_tokens) == (5, 2)
+    assert (out.prompt_tokens, out.cached_tokens) == (5, cached)
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+def test_each_kind_of_delta_has_its_moment_in_a_response(name: str) -> None:
+    check_typed("responses", RESPONSES[name], cached=2)
 
 
 def block(kind: str, text: str) -> dict[str, Any]:
@@ -235,12 +239,7 @@ MESSAGES = {
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_each_kind_of_delta_has_its_moment_in_a_message(name: str) -> None:
-    frames, times, first_output, first_reasoning, reasoning, reason = MESSAGES[name]
-    out = judged("messages", frames)
-    assert out.ok, out.error
-    assert (out.chunk_times, out.first_output, out.first_reasoning) == (times, first_output, first_reasoning)
-    assert (out.reasoning_tokens, out.finish_reason, out.prompt_tokens) == (reasoning, reason, 5)
-    assert out.cached_tokens == (2 if name in ("text", "thinking") else 1)
+    check_typed("messages", MESSAGES[name], cached=2 if name in ("text", "thinking") else 1)
 
 
 ALL = {("chat", n): s[0] for n, s in CHAT_STREAMS.items()} | {("responses", n): s[0] for n, s in RESPONSES.items()}

@@ -236,6 +236,12 @@ def test_a_server_that_takes_no_request_at_all_is_refused_with_what_it_answered(
     assert str(error.value).count("answered") == (1 if given else 4)
 
 
+def test_a_stream_that_cannot_be_measured_is_refused_with_the_status_that_it_had():
+    answers, said = row(max_model_len=900) | {"/v1/completions": UNCOUNTED}, r"/v1/completions answered 200 .*no usage"
+    with scripted_server(answers) as server, pytest.raises(UsageError, match=said):
+        OpenAITarget(server.url).start({}, Path())
+
+
 def test_a_server_of_a_known_kind_is_taken_at_its_word():
     answers = row(max_model_len=900) | {"/v1/completions": REFUSED}
     with scripted_server(answers) as server:
