@@ -48,7 +48,8 @@ from kvbench.metrics.latency import too_many_failed
 from kvbench.runs.work import FolderWork, begun, kept, work_in
 from kvbench.targets.base import Target
 from kvbench.targets.choose import preset_named, running_server
-from kvbench.workload.design import LoadPoint, load_point
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.load_section import load_point
 from kvbench.workload.request_form import RequestForm
 
 _RUN = 1  # of a single load; 0 is the warm-up's

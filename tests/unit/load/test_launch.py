@@ -13,8 +13,7 @@ from kvbench.common.errors import MeasurementError
 from kvbench.load import launch
 from kvbench.load.spec import LoadSpec
 from kvbench.targets.base import reason_of
-from kvbench.workload.design import load_point
-from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.load_section import LoadConfig, load_point
 
 PROMPTS = {"kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]}
 
