@@ -206,19 +206,16 @@ class PreparedLoad:
     def drive(
         self,
         on_progress: launch.Progress,
-        on_phase: launch.Phase = lambda phase, pid: None,
         *,
         on_reading: OnReading = lambda sample: None,
-        all_ours: bool = False,
         spare: Path | None = None,
     ) -> Driven:
         """Sends the load to its end; raw samples and logs are in ``out`` then. Raises MeasurementError.
 
-        ``on_reading``: as in ``measure_load``; ``all_ours``: as in ``MachineWatch``. ``spare``: an empty folder for the
-        samples if ``out`` has no room.
+        ``on_reading``: as in ``measure_load``. ``spare``: an empty folder for the samples if ``out`` has no room.
         """
         setup, target = self.setup, self.setup.target
-        machine = MachineWatch(target.server(), all_ours=all_ours)
+        machine = MachineWatch(target.server())
         spec = launch.load_spec(
             setup.load, self.point, base_url=target.base_url, model=target.model.name,
             requests_file=self.requests_file, out_dir=self.out,
@@ -229,7 +226,6 @@ class PreparedLoad:
             setup.on_phase(phase)
             if phase != DRAIN:
                 machine.on_phase(phase, pid)
-                on_phase(phase, pid)
 
         with MetricsPoller(lambda: target.metrics(), setup.poll_s, on_reading) as poller:
             launch.drive(
