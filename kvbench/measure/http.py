@@ -24,6 +24,7 @@ from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.foreign_cpu import MachineWatch, contention_reasons
 from kvbench.common.text import failed_words, failure_words
 from kvbench.load import launch
+from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import UNKNOWN_STREAMS, client_reasons
 from kvbench.measure import server_state
 from kvbench.measure.instrument import Instrument, Job, UnstoredError
@@ -31,7 +32,7 @@ from kvbench.measure.server import Server
 from kvbench.measure.warm_up import warm_up
 from kvbench.metrics.canaries import wrong_words
 from kvbench.metrics.latency import is_refusal, summarise, too_many_failed
-from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.requests.request import RequestList, RequestSpec, store_requests
 from kvbench.targets.base import Target, contradiction, reason_of
 from kvbench.targets.prometheus import MetricsPoller, MetricsSample, counter_changes, gauge_summary
 from kvbench.workload.design import Block, Cell, LoadPoint
@@ -113,7 +114,7 @@ class TargetInstrument(Instrument):
         self._check()
         folder, listener = self.job.folder.path, self.job.listener
         requests = self.server.requests(cell.load, repeat)
-        path, digest = launch.store_requests(requests, folder / "requests", f"{cell.load.load_id}-{repeat}")
+        path, digest = store_requests(requests, folder / "requests", f"{cell.load.load_id}-{repeat}")
         listener.load_started(cell, repeat, len(requests))
         drawn = {"requests_file": str(path.relative_to(folder)), "requests_sha256": digest}
         return {**drawn, **self.facts, **self.send(cell.load, requests, path, out)}
@@ -206,11 +207,12 @@ class _Load:
         """Sends the load to its end; ``spare``: an empty folder for the samples if ``out`` has no room."""
         job, server, target = self.job, self.server, self.server.target
         machine = MachineWatch(target.server())
-        spec = launch.load_spec(
+        spec = LoadSpec.of(
             server.load, self.point, base_url=target.base_url, model=target.model.name,
-            requests_file=self.requests_file.resolve(), out_dir=self.out.resolve(),
-            send_priority=launch.takes_priority(server.settings, server.info),
-        ) | target.client_fields() | dict(job.clients.spec) | {"spare_dir": str(spare)}  # fmt: skip
+            requests_file=str(self.requests_file.resolve()), out_dir=str(self.out.resolve()),
+            send_priority=launch.takes_priority(server.settings, server.info), spare_dir=str(spare),
+            **target.client_fields() | dict(job.clients.spec),
+        )  # fmt: skip
 
         def on_phase(phase: str, pid: int) -> None:
             job.listener.load_phase(phase)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.load import launch
+from kvbench.requests.build import build_requests
 from kvbench.requests.canaries import CanarySet, canaries_of, fitting
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.targets.base import Target
@@ -65,7 +65,10 @@ def requests_for(load: LoadConfig, point: LoadPoint, target: Target, seed: int, 
     longest = facts.most_tokens - (target.template_tokens or 0)
     sizes = {"vocab_size": facts.vocab_size, "max_model_len": longest}
     try:
-        made = launch.make_requests(load, point, **sizes, seed=seed, repeat=repeat, canaries=canaries)
+        made = build_requests(
+            load, **sizes, seed=seed, repeat=repeat, concurrency=point.concurrency, rate=point.request_rate,
+            canaries=canaries,
+        )  # fmt: skip
     except ValueError as error:
         raise MeasurementError(f"no requests can be made: {error}") from None
     return target.as_sent(made if canaries is None else as_taken(made, canaries, target))
