@@ -32,6 +32,7 @@ from kvbench.measure.server import Server
 from kvbench.measure.warm_up import warm_up
 from kvbench.metrics.canaries import wrong_words
 from kvbench.metrics.latency import is_refusal, summarise, too_many_failed
+from kvbench.metrics.model import LoadMetrics
 from kvbench.requests.request import RequestList, RequestSpec, store_requests
 from kvbench.targets.base import Target, contradiction, reason_of
 from kvbench.targets.prometheus import MetricsPoller, MetricsSample, counter_changes, gauge_summary
@@ -242,7 +243,8 @@ class _Load:
         if not judges_this_machine(self.job.clients.workers is None, sent.machine.server.local, workers_here):
             machine["foreign_cpu_cores"] = machine["steal_share"] = None
         calibration = recalibrated(self.job, server, self.calibration, outcome, metrics)
-        metrics["client"] |= {"cpu_s_per_1000_output_tokens": client_cost(machine, metrics)}
+        client = metrics.client.model_copy(update={"cpu_s_per_1000_output_tokens": client_cost(machine, metrics)})
+        metrics = metrics.model_copy(update={"client": client})
         complete = int(metrics.get("completed") or 0) == len(self.requests)
         cache = server_state.cache_use(
             server.load, self.requests, server.info, before, after, complete=complete, metrics=metrics
@@ -350,7 +352,7 @@ def recalibrated(
 
 def collect_metrics(
     out: Path, load: LoadConfig, outcome: Mapping[str, Any], poller: MetricsPoller, before: MetricsSample | None
-) -> tuple[dict[str, Any], str | None]:
+) -> tuple[LoadMetrics, str | None]:
     """Metrics of a load that ended, and why the server's activity during it is unknown (None: it is known)."""
     metrics = summarise(pd.read_parquet(out / "requests.parquet"), outcome, load.slo.model_dump() if load.slo else None)
     if before is None or not poller.failures or _during(outcome, metrics, poller):
