@@ -43,13 +43,11 @@ class Record(BaseModel):
 
     # A bridge while readers move from mappings to attributes.
     def keys(self) -> list[str]:
-        return [*self.model_fields_set]
+        names = (*type(self).model_fields, *(self.model_extra or ()))
+        return [name for name in names if name in self.model_fields_set]
 
     def items(self) -> Iterator[tuple[str, Any]]:
         return iter((name, self[name]) for name in self.keys())
-
-    def values(self) -> Iterator[Any]:
-        return iter(self[name] for name in self.keys())
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.model_fields_set:
