@@ -23,6 +23,7 @@ from kvbench.load.spec import ARRIVE_S
 from kvbench.requests.build import build_requests
 from kvbench.requests.canaries import CanarySet
 from kvbench.requests.request import conversations, notes_path, write_requests
+from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.settings import effective
@@ -107,13 +108,13 @@ def load_spec(
     }
 
 
-def takes_priority(settings: Mapping[str, Any], info: Mapping[str, Any] | None) -> bool:
+def takes_priority(settings: Mapping[str, Any], info: ServerInfo) -> bool:
     """Whether the server is sent the requests' priorities: one that works first come, first served refuses them.
 
     ``settings``: the configuration under test; ``info``: /server_info. A server that was running before
     (``target`` in ``settings``) and does not tell how it schedules is sent what the workload sets.
     """
-    policy = ((info or {}).get("engine") or {}).get("scheduling_policy")
+    policy = info.engine.scheduling_policy
     if policy is None and "target" not in settings:
         policy = effective(settings, "scheduling_policy")
     return policy in (None, "priority")

@@ -313,7 +313,7 @@ class LoadRunner:
             **({"warm_up": warm.to_json()} if warm else {}),
             "notes": [*setup.target.notes],
             "lengths": lengths_of(setup.load, requests, setup.target.model.max_model_len),
-            "prefix_caching": ((setup.info or {}).get("engine") or {}).get("enable_prefix_caching"),
+            "prefix_caching": setup.info.engine.enable_prefix_caching,
             "requests_file": path.name,
             "requests_sha256": digest,
         }

@@ -9,6 +9,7 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.requests.canaries import CanarySet, canaries_of, fitting
 from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import Target
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.settings import effective
@@ -26,13 +27,13 @@ def canaries_for(load: LoadConfig, target: Target) -> CanarySet | None:
             f"canaries are prompts of completions, and requests go to {target.dialect.api.path}, where a chat template "
             "changes what is asked: leave load.canaries out"
         )
-    told: Mapping[str, Any] = (target.server_info() or {}).get("model") or {}
+    told = target.server_info().model
     try:
-        made = canaries_of(load, str(told.get("name") or target.model.name))
+        made = canaries_of(load, told.name or target.model.name)
         fitting(made, target.model.vocab_size, target.model.most_tokens)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    served = told.get("weights_fingerprint")
+    served = told.weights_fingerprint
     if served and served not in made.weights_fingerprints:
         raise UsageError(
             f"the canaries are of {made.model} with the weights {' or '.join(made.weights_fingerprints)}, and the "
@@ -49,8 +50,7 @@ def as_taken(requests: RequestList, made: CanarySet, target: Target) -> RequestL
     refuses several greedy answers, or has no room for them side by side, each is asked for one.
     """
     texts = {each.canary_id: each.prompt for each in made.canaries} if not target.dialect.token_id_prompts else {}
-    engine = (target.server_info() or {}).get("engine") or {}
-    forks = target.preset.greedy_forks and engine.get("max_num_seqs") != 1
+    forks = target.preset.greedy_forks and target.server_info().engine.max_num_seqs != 1
 
     def taken(request: RequestSpec) -> RequestSpec:
         if request.canary is None:
@@ -60,11 +60,10 @@ def as_taken(requests: RequestList, made: CanarySet, target: Target) -> RequestL
     return RequestList(map(taken, requests), requests.notes)
 
 
-def fails_by_one(settings: Mapping[str, Any], info: Mapping[str, Any] | None) -> bool:
+def fails_by_one(settings: Mapping[str, Any], info: ServerInfo) -> bool:
     """Whether one wrong canary fails a load: its server's KV is in the model's own precision, or does not tell.
 
     A quantised KV answers some wrongly also on an idle engine, and the gate compares with how many that are.
     ``settings``: the configuration under test; ``info``: /server_info.
     """
-    told = ((info or {}).get("engine") or {}).get("kv_cache_dtype")
-    return (told or effective(settings, "kv_cache_dtype")) == "auto"
+    return (info.engine.kv_cache_dtype or effective(settings, "kv_cache_dtype")) == "auto"

@@ -30,6 +30,7 @@ from kvbench.measure import server_state
 from kvbench.measure.canaries import as_taken, canaries_for, fails_by_one
 from kvbench.metrics.canaries import wrong_words
 from kvbench.metrics.latency import is_refusal, summarise, too_many_failed
+from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import Target
 from kvbench.targets.prometheus import (
     POLL_INTERVAL_S,
@@ -62,7 +63,7 @@ class LoadSetup:
     seed: int
     target: Target
     settings: Mapping[str, Any]
-    info: Mapping[str, Any] | None
+    info: ServerInfo
     server_log: Path | None
     check: Callable[[], None]
     client: Mapping[str, Any] = field(default_factory=dict)

@@ -106,10 +106,9 @@ def warm_up(
 
 def warm_up_concurrency(setup: LoadSetup, point: LoadPoint, requests: Sequence[RequestSpec]) -> int:
     """The most sequences that the load has in flight, as far as the server takes so many into a step."""
-    engine = (setup.info or {}).get("engine") or {}
     users = point.concurrency or setup.load.max_concurrency or _OPEN_IN_FLIGHT
     sequences = min(users, len(requests)) * max(request.width for request in requests)
-    a_step = engine.get("max_num_seqs") or setup.settings.get("max_num_seqs") or sequences
+    a_step = setup.info.engine.max_num_seqs or setup.settings.get("max_num_seqs") or sequences
     return min(sequences, a_step, _MOST_IN_FLIGHT)
 
 

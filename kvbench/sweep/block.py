@@ -20,6 +20,7 @@ from kvbench.measure.server_state import with_server_defaults
 from kvbench.measure.warm_up import warm_up
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.folder import DONE, RunFolder
+from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import Target, contradiction, reason_of
 from kvbench.targets.builtin import ServerRefusedError
 from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsSample, OnReading
@@ -141,7 +142,7 @@ class BlockRunner:
     run: RunFolder
     new_target: Callable[[], Target]
     listener: Listener
-    on_server: Callable[[Block, Mapping[str, Any] | None, Target], None]
+    on_server: Callable[[Block, ServerInfo, Target], None]
     check_interrupt: Callable[[], None]
     failures: list[Failure] = field(default_factory=list)
     served: list[str] = field(default_factory=list)

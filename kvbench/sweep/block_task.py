@@ -21,6 +21,7 @@ from kvbench.common.errors import Interrupted, MeasurementError, UsageError, sto
 from kvbench.common.files import pack, read_json, write_json
 from kvbench.requests.request import notes_path
 from kvbench.runs.folder import RunFolder
+from kvbench.runs.server_info import ServerInfo
 from kvbench.sweep.block import BlockRunner, Failure
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.choose import choose
@@ -66,7 +67,7 @@ class Status:
 class ServerUp:
     """``info``: its /server_info; ``model``: its facts of the model."""
 
-    info: Mapping[str, Any] | None
+    info: ServerInfo
     model: ModelFacts
 
 

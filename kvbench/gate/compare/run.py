@@ -49,6 +49,7 @@ from kvbench.runs.folder import MANIFEST, RunFolder, create_run
 from kvbench.runs.manifest import add_notes
 from kvbench.runs.repeats import not_comparable
 from kvbench.runs.resume import stored_workload
+from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import kept, orderly_end
 from kvbench.sweep.block import BlockRunner, Listener
 from kvbench.targets.base import Target
@@ -489,13 +490,11 @@ class Comparison:
             )
         return runners
 
-    def _on_server(
-        self, workload: PairedWorkload, side: str, block: Block, info: Mapping[str, Any] | None, target: Target
-    ) -> None:
+    def _on_server(self, workload: PairedWorkload, side: str, block: Block, info: ServerInfo, target: Target) -> None:
         """Stores what the server says of itself, or compares it with what the first one of its configuration said."""
-        facts = {**(info or {}), "served_model": dataclasses.asdict(target.model)}
+        facts = {**info.stored(), "served_model": dataclasses.asdict(target.model)}
         match = next(m for m in workload.matches if m.of(side) == block.configuration)
-        for note in add_notes(self.manifest, facts):
+        for note in add_notes(self.manifest, info):
             self._say(f"note: {note}")
         record_server(self.manifest, match, side, facts, alone=block.alone, force=self.options["force"])
 
