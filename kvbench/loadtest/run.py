@@ -321,7 +321,7 @@ class LoadRunner:
             **({"warm_up": warm.to_json()} if warm else {}),
             "notes": [*target.notes],
             "lengths": lengths_of(server.load, requests, target.model.max_model_len),
-            "prefix_caching": server.engine.get("enable_prefix_caching"),
+            "prefix_caching": server.info.engine.enable_prefix_caching,
             "requests_file": path.name,
             "requests_sha256": digest,
         }

@@ -17,6 +17,7 @@ from kvbench.common.errors import MeasurementError
 from kvbench.common.files import write_json
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.folder import DONE, RunFolder
+from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import Target
 from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsSample
 from kvbench.workload.design import Block, Cell, LoadPoint
@@ -76,7 +77,7 @@ class Job:
     new_target: Callable[[], Target]
     listener: Listener = field(default_factory=Listener)
     check: Callable[[], None] = lambda: None
-    on_server: Callable[[Block, Mapping[str, Any] | None, Target], None] = lambda block, info, target: None
+    on_server: Callable[[Block, ServerInfo, Target], None] = lambda block, info, target: None
     capacity: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     calibrate: Calibrate | None = None
     poll_s: float = POLL_INTERVAL_S

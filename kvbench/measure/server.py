@@ -12,6 +12,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.requests.build import build_requests
 from kvbench.requests.canaries import CanarySet, canaries_of, fitting
 from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import Target
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
@@ -31,14 +32,9 @@ class Server:
     seed: int
     target: Target
     settings: Mapping[str, Any]
-    info: Mapping[str, Any] | None
+    info: ServerInfo
     log: Path | None
     check: Callable[[], None]
-
-    @property
-    def engine(self) -> Mapping[str, Any]:
-        """What it says of its engine's settings; nothing where it does not tell."""
-        return (self.info or {}).get("engine") or {}
 
     def requests(self, point: LoadPoint, repeat: int, seed: int | None = None) -> RequestList:
         """The requests of one load. Raises MeasurementError when none can be made for this server."""
@@ -49,7 +45,7 @@ class Server:
 
         A quantised KV answers some wrongly also on an idle engine, and the gate compares with how many that are.
         """
-        return (self.engine.get("kv_cache_dtype") or effective(self.settings, "kv_cache_dtype")) == "auto"
+        return (self.info.engine.kv_cache_dtype or effective(self.settings, "kv_cache_dtype")) == "auto"
 
 
 def requests_for(load: LoadConfig, point: LoadPoint, target: Target, seed: int, repeat: int) -> RequestList:
@@ -86,13 +82,13 @@ def canaries_for(load: LoadConfig, target: Target) -> CanarySet | None:
             f"canaries are prompts of completions, and requests go to {target.dialect.api.path}, where a chat template "
             "changes what is asked: leave load.canaries out"
         )
-    model: Mapping[str, Any] = (target.server_info() or {}).get("model") or {}
+    model = target.server_info().model
     try:
-        canaries = canaries_of(load, str(model.get("name") or target.model.name))
+        canaries = canaries_of(load, model.name or target.model.name)
         fitting(canaries, target.model.vocab_size, target.model.most_tokens)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    served = model.get("weights_fingerprint")
+    served = model.weights_fingerprint
     if served and served not in canaries.weights_fingerprints:
         raise UsageError(
             f"the canaries are of {canaries.model} with the weights {' or '.join(canaries.weights_fingerprints)}, and "
@@ -110,8 +106,7 @@ def as_taken(requests: RequestList, canaries: CanarySet, target: Target) -> Requ
     """
     by_ids = target.dialect.token_id_prompts
     texts = {} if by_ids else {canary.canary_id: canary.prompt for canary in canaries.canaries}
-    engine = (target.server_info() or {}).get("engine") or {}
-    forks = target.preset.greedy_forks and engine.get("max_num_seqs") != 1
+    forks = target.preset.greedy_forks and target.server_info().engine.max_num_seqs != 1
 
     def taken(request: RequestSpec) -> RequestSpec:
         if request.canary is None:

@@ -104,7 +104,7 @@ def warm_up_concurrency(server: Server, point: LoadPoint, requests: Sequence[Req
     """The most sequences that the load has in flight, as far as the server takes so many into a step."""
     users = point.concurrency or server.load.max_concurrency or _OPEN_IN_FLIGHT
     sequences = min(users, len(requests)) * max(request.width for request in requests)
-    a_step = server.engine.get("max_num_seqs") or server.settings.get("max_num_seqs") or sequences
+    a_step = server.info.engine.max_num_seqs or server.settings.get("max_num_seqs") or sequences
     return min(sequences, a_step, _MOST_IN_FLIGHT)
 
 

@@ -23,6 +23,7 @@ from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job, Listener
 from kvbench.requests.request import notes_path
 from kvbench.runs.folder import RunFolder
+from kvbench.runs.server_info import ServerInfo
 from kvbench.sweep.block import BlockRunner, Failure
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.choose import choose
@@ -68,7 +69,7 @@ class Status:
 class ServerUp:
     """``info``: its /server_info; ``model``: its facts of the model."""
 
-    info: Mapping[str, Any] | None
+    info: ServerInfo
     model: ModelFacts
 
 

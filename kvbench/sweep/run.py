@@ -43,6 +43,7 @@ from kvbench.runs.manifest import add_notes, add_server, build_manifest
 from kvbench.runs.quality import read_quality
 from kvbench.runs.repeats import is_disturbed, repeat_notes
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
+from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import FolderWork, kept, work_in
 from kvbench.sweep.block import BlockRunner, Failure, Unanswered, why_unanswered
 from kvbench.sweep.capacity import memory_notes
@@ -619,18 +620,17 @@ def failed_loads(failures: Sequence[Failure]) -> list[str]:
 
 def _manifest_writer(
     run: RunFolder, manifest: dict[str, Any], tell: Callable[[str], None], *, force: bool
-) -> Callable[[Block, Mapping[str, Any] | None, Target], None]:
+) -> Callable[[Block, ServerInfo, Target], None]:
     """Stores the report of each configuration's first server on itself, and refuses a server that differs.
 
     ``tell``: gets its notes, each once.
     """
 
-    def write(block: Block, info: Mapping[str, Any] | None, target: Target) -> None:
-        info = dict(info or {})
+    def write(block: Block, info: ServerInfo, target: Target) -> None:
         config_id = block.configuration.config_id
-        accept_server(manifest, config_id, info, force=force)
-        manifest["model"] = manifest.get("model") or dataclasses.asdict(target.model) | (info.get("model") or {})
-        if capacity := info.get("capacity"):  # what the server has made of the budget wins over the arithmetic
+        accept_server(manifest, config_id, info.stored(), force=force)
+        manifest["model"] = manifest.get("model") or dataclasses.asdict(target.model) | info.stored().get("model", {})
+        if capacity := info.stored().get("capacity"):  # what the server has made of the budget wins over the arithmetic
             known = manifest["capacity"].setdefault(config_id, {})
             known |= capacity | {"kv_budget_bytes": capacity.get("budget_bytes", known.get("kv_budget_bytes"))}
         for note in add_notes(manifest, info):

@@ -61,6 +61,7 @@ from kvbench.measure.instrument import Job, Listener
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.repeats import not_comparable
 from kvbench.runs.resume import stored_workload
+from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import kept, orderly_end
 from kvbench.sweep.block import BlockRunner
 from kvbench.targets.base import Target
@@ -505,14 +506,11 @@ class Comparison:
             runners[side, each.name] = BlockRunner(HttpInstrument(job))
         return runners
 
-    def _on_server(
-        self, workload: PairedWorkload, side: str, block: Block, info: Mapping[str, Any] | None, target: Target
-    ) -> None:
+    def _on_server(self, workload: PairedWorkload, side: str, block: Block, info: ServerInfo, target: Target) -> None:
         """Stores what the server says of itself, or compares it with what the first one of its configuration said."""
-        facts = {**(info or {}), "served_model": dataclasses.asdict(target.model)}
+        facts = {**info.stored(), "served_model": dataclasses.asdict(target.model)}
         match = next(m for m in workload.matches if m.of(side) == block.configuration)
-        said = (facts.get("server") or {}).get("notes") or ()
-        new = [note for note in said if note not in self.manifest.notes]
+        new = [note for note in info.server.notes if note not in self.manifest.notes]
         self.manifest.notes = (*self.manifest.notes, *new)
         for note in new:
             self._say(f"note: {note}")

@@ -15,6 +15,7 @@ from kvbench.measure import warm_up as warming
 from kvbench.measure.single_request import ATTEMPTS
 from kvbench.measure.warm_up import WarmUp, captured_sizes, warm_up, warm_up_concurrency
 from kvbench.requests.request import RequestSpec
+from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.design import LoadPoint
 
 ALONE = LoadPoint("c1", "closed", 1, None, 9)
@@ -40,7 +41,13 @@ class Server:
         made = self.requests
         load = SimpleNamespace(timeout_s=20.0)
         return SimpleNamespace(
-            seed=1, load=load, target=self, requests=lambda *args: made, engine={}, settings={}, check=lambda: None
+            seed=1,
+            load=load,
+            target=self,
+            requests=lambda *args: made,
+            info=ServerInfo(),
+            settings={},
+            check=lambda: None,
         )
 
 
@@ -167,7 +174,11 @@ def test_as_many_stream_at_once_as_the_load_has_users_and_fall_through_every_siz
 )
 @pytest.mark.parametrize("width", [1, 3])
 def test_what_the_load_and_the_server_take_bounds_the_warm_up(point, load, engine, settings, most, width):
-    setup = SimpleNamespace(engine=engine, settings=settings, load=SimpleNamespace(**{"max_concurrency": None, **load}))
+    setup = SimpleNamespace(
+        info=ServerInfo.read({"engine": engine}),
+        settings=settings,
+        load=SimpleNamespace(**{"max_concurrency": None, **load}),
+    )
     requests = [RequestSpec(i, "a", (1,), None, 4, n=width) for i in range(30)]
     limit = engine.get("max_num_seqs") or settings.get("max_num_seqs") or 512
     found = warm_up_concurrency(setup, point or LoadPoint("r4", "open", None, 4.0, 30), requests)

@@ -11,6 +11,7 @@ from kvbench.common.errors import Interrupted, MeasurementError
 from kvbench.measure.http import HttpInstrument, TargetInstrument
 from kvbench.measure.instrument import Job
 from kvbench.runs.folder import create_run
+from kvbench.runs.server_info import ServerInfo
 from kvbench.sweep.block import BlockRunner, Unanswered, why_unanswered
 from kvbench.sweep.order import Measured
 from kvbench.sweep.run import UnansweredError, _ends_without_answers
@@ -67,7 +68,7 @@ class Up(Target):
         pass
 
     def server_info(self):
-        return {}
+        return ServerInfo()
 
     def check_alive(self):
         if self.gone:
