@@ -18,6 +18,7 @@ from kvbench.measure.instrument import Job, Listener
 from kvbench.measure.server import Server
 from kvbench.runs.folder import create_run
 from kvbench.runs.repeats import is_disturbed
+from kvbench.runs.server_info import ServerInfo
 from kvbench.sweep.block import BlockRunner
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.design import plan_sweep
@@ -171,7 +172,7 @@ def test_a_warm_up_that_hangs_is_a_measurement_error(tmp_path, monkeypatch):
         target = OpenAITarget(url)
         target.start({}, tmp_path / "log")
         target.complete = lambda *args: time.sleep(0.5)
-        subject = Server(workload.load, 0, target, {"target": url}, None, None, lambda: None)
+        subject = Server(workload.load, 0, target, {"target": url}, ServerInfo(), None, lambda: None)
         with pytest.raises(MeasurementError, match="warm-up request was not answered within"):
             warming.warm_up(subject, workload.load_points[0])
         target.stop()
