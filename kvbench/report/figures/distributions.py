@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.metrics.latency import inter_token_latencies, request_latencies, times_per_output_token
+from kvbench.metrics.latency import request_latencies
+from kvbench.metrics.rows import inter_token_latencies, times_per_output_token
 from kvbench.report.style import Drawing, LineStyle, compact, ecdf, finish, legend_outside, log_axis, looks, safe, under
 from kvbench.report.tables import UNCERTAIN
 from kvbench.runs.model import MeasuredCell, Run, all_steady_latency
