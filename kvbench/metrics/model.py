@@ -252,7 +252,7 @@ class LoadOutcome(Record):
     incomplete: bool = False
     max_in_flight: int | None = None
     client: ClientFigures = ClientFigures()
-    prompt_tokens_added: tuple[float, float, float] | None = None
+    prompt_tokens_added: tuple[int, float, int] | None = None
     invalid_reasons: tuple[str, ...] = ()
     notes: Mapping[str, Any] = {}
     locust: LocustTotals | None = None
