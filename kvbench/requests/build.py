@@ -17,9 +17,9 @@ import numpy as np
 
 from kvbench.requests.arrivals import draw_times, notes_of, recorded_times
 from kvbench.requests.canaries import CanarySet, fitting, mix
-from kvbench.requests.draw import draw_conversations, draw_lengths, draw_requests
+from kvbench.requests.draw import Drawing, draw_conversations, draw_lengths, draw_requests
 from kvbench.requests.from_trace import draw_trace
-from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.requests.request import Notes, RequestList, RequestSpec
 from kvbench.traces.tokenizer import find_file, load_tokenizer
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.prompts_section import SyntheticPrompts, TextPrompts
@@ -50,24 +50,21 @@ def build_requests(
     count = load.count_for(rate if is_open else concurrency)
     key = _key(load, seed, repeat, concurrency, rate)
     rng, clock = random_streams(load, seed, repeat, concurrency, rate, piece)
-    prefix_rng = np.random.default_rng(key) if piece else None  # those of the first piece
+    first_rng = np.random.default_rng(key) if piece else rng  # shared prefixes are those of the first piece
+    drawing = Drawing(vocab_size, max_model_len, rng, first_rng)
     times = None
     if load.counted_by_time:
         times = draw_times(load, rate, None, clock)
         count = len(times)
     prompts = load.prompts
     if isinstance(prompts, TextPrompts):
-        requests, notes = _text(prompts, count or 0, vocab_size, rng)
+        requests, notes = _text(prompts, count or 0, drawing)
     elif not isinstance(prompts, SyntheticPrompts):
-        requests, notes = draw_trace(
-            prompts, count, vocab_size, max_model_len, rng, count_sessions=load.counted_by_time
-        )
+        requests, notes = draw_trace(prompts, count, drawing, count_sessions=load.counted_by_time)
     elif load.sessions is None:
-        requests, notes = draw_requests(prompts, count or 0, vocab_size, max_model_len, rng, prefix_rng)
+        requests, notes = draw_requests(prompts, count or 0, drawing)
     else:
-        requests, notes = draw_conversations(
-            prompts, load.sessions, count or 0, vocab_size, max_model_len, rng, prefix_rng
-        )
+        requests, notes = draw_conversations(prompts, load.sessions, count or 0, drawing)
     recorded = is_open and load.arrivals == "trace"
     if recorded:
         times = recorded_times(load, [r.arrival_s for r in requests if not r.turn], clock)
@@ -105,11 +102,9 @@ def _key(load: LoadConfig, seed: int, repeat: int, concurrency: int | None, rate
     return [seed, repeat, 0 if value in (None, math.inf) else round(value * 1_000_000), load.mode == "open"]
 
 
-def _text(
-    prompts: TextPrompts, count: int, vocab_size: int, rng: np.random.Generator
-) -> tuple[list[RequestSpec], dict]:
-    lines = _read_lines(prompts.file)
-    tokenizer = load_tokenizer(prompts.tokenizer, vocab_size)
+def _text(prompts: TextPrompts, count: int, drawing: Drawing) -> tuple[list[RequestSpec], Notes]:
+    lines, rng = _read_lines(prompts.file), drawing.rng
+    tokenizer = load_tokenizer(prompts.tokenizer, drawing.vocab_size)
     encoded = [tuple(item.ids) for item in tokenizer.encode_batch([line + "\n" for line in lines])]
     if prompts.shared_prefix_lines >= len(lines):
         raise ValueError(

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.requests.draw import draw_lengths, random_tokens
+from kvbench.requests.draw import Drawing, draw_lengths
 from kvbench.requests.prefix_hits import shared_beginnings
-from kvbench.requests.request import RequestSpec, compact
+from kvbench.requests.request import Notes, RequestSpec, compact
 from kvbench.requests.shared_pages import page_prompts, shared_pages
 from kvbench.traces.model import UNKNOWN, Trace, file_names, known_times, select
 from kvbench.traces.read import read_trace
@@ -25,14 +25,8 @@ Ids = tuple[int, ...]
 
 
 def draw_trace(
-    prompts: TracePrompts,
-    count: int | None,
-    vocab_size: int,
-    max_model_len: int,
-    rng: np.random.Generator,
-    *,
-    count_sessions: bool = False,
-) -> tuple[list[RequestSpec], dict[str, Any]]:
+    prompts: TracePrompts, count: int | None, drawing: Drawing, *, count_sessions: bool = False
+) -> tuple[list[RequestSpec], Notes]:
     """The requests in the trace's order, and notes for the report. ``arrival_s`` is None where the trace has no time.
 
     Args:
@@ -41,8 +35,8 @@ def draw_trace(
     Raises:
         ValueError: a trace that cannot be read or that does not say what the workload needs.
     """
-    part, paths, in_sessions = _chosen(prompts, count, rng, count_sessions)
-    part, ids, outputs, notes = _contents(prompts, part, vocab_size, max_model_len, rng)
+    part, paths, in_sessions = _chosen(prompts, count, drawing.rng, count_sessions)
+    part, ids, outputs, notes = _contents(prompts, part, drawing)
     ids = list(ids)
     owners = part.session.tolist() if in_sessions and part.session is not None else range(len(part))
     if part.prompts is not None:  # what only turns of one session have is not shared
@@ -65,17 +59,15 @@ class TraceStream:
 
     requests: Iterator[RequestSpec]
     arrival_s: np.ndarray | None
-    notes: dict[str, Any]
+    notes: Notes
 
 
-def stream_trace(
-    prompts: TracePrompts, count: int | None, vocab_size: int, max_model_len: int, rng: np.random.Generator
-) -> TraceStream | None:
+def stream_trace(prompts: TracePrompts, count: int | None, drawing: Drawing) -> TraceStream | None:
     """The trace as a stream; None where it is replayed in sessions. Raises ValueError as ``draw_trace`` does."""
-    part, paths, in_sessions = _chosen(prompts, count, rng, False)
+    part, paths, in_sessions = _chosen(prompts, count, drawing.rng, False)
     if in_sessions:
         return None
-    part, ids, outputs, notes = _contents(prompts, part, vocab_size, max_model_len, rng)
+    part, ids, outputs, notes = _contents(prompts, part, drawing)
     times = None if part.arrival_s is None else known_times(part)
     requests = _requests(prompts, part, ids, outputs, in_sessions)
     return TraceStream(requests, times, _about(prompts, part, paths, in_sessions) | notes)
@@ -108,15 +100,13 @@ def _chosen(
     return part, paths, in_sessions
 
 
-def _contents(
-    prompts: TracePrompts, part: Trace, vocab_size: int, max_model_len: int, rng: np.random.Generator
-) -> tuple[Trace, Iterable[Ids], np.ndarray, dict[str, Any]]:
+def _contents(prompts: TracePrompts, part: Trace, drawing: Drawing) -> tuple[Trace, Iterable[Ids], np.ndarray, Notes]:
     """The requests that can be sent, their prompts' token ids in this order, their outputs, and notes."""
     if part.prompts is not None:
-        return _of_texts(prompts, part, vocab_size, max_model_len, rng)
+        return _of_texts(prompts, part, drawing)
     if part.page_ids is not None:
-        return part, *page_prompts(part, prompts.length_scale, vocab_size, max_model_len, rng)
-    return part, *_of_lengths(prompts, part, vocab_size, max_model_len, rng)
+        return part, *page_prompts(part, prompts.length_scale, drawing)
+    return part, *_of_lengths(prompts, part, drawing)
 
 
 def _requests(
@@ -135,7 +125,7 @@ def _requests(
         )
 
 
-def _about(prompts: TracePrompts, part: Trace, paths: Sequence[str], in_sessions: bool) -> dict[str, Any]:
+def _about(prompts: TracePrompts, part: Trace, paths: Sequence[str], in_sessions: bool) -> Notes:
     return {
         "trace": file_names(paths),
         "trace_format": part.format,
@@ -206,21 +196,17 @@ def _with_outputs(prompts: TracePrompts, trace: Trace, rng: np.random.Generator)
     return dataclasses.replace(trace, output_tokens=outputs)
 
 
-def _of_lengths(
-    prompts: TracePrompts, trace: Trace, vocab_size: int, max_model_len: int, rng: np.random.Generator
-) -> tuple[Iterator[Ids], np.ndarray, dict[str, Any]]:
+def _of_lengths(prompts: TracePrompts, trace: Trace, drawing: Drawing) -> tuple[Iterator[Ids], np.ndarray, Notes]:
     """Random token ids of the trace's lengths, each drawn when it is asked for: nothing is shared."""
     longest = int((trace.prompt_tokens + trace.output_tokens).max())
     fixed = prompts.length_scale != "auto"
-    scale = float(prompts.length_scale) if fixed else fit_scale(max(longest, 1), max_model_len)
-    ids = (random_tokens(int(n), vocab_size, rng) for n in scale_lengths(trace.prompt_tokens, scale))
+    scale = float(prompts.length_scale) if fixed else fit_scale(max(longest, 1), drawing.max_model_len)
+    ids = (drawing.tokens(int(n)) for n in scale_lengths(trace.prompt_tokens, scale))
     notes = {"contents": "random tokens", "length_scale": scale, "longest_total_tokens_in_trace": longest}
     return ids, scale_lengths(trace.output_tokens, scale), notes
 
 
-def _of_texts(
-    prompts: TracePrompts, trace: Trace, vocab_size: int, max_model_len: int, rng: np.random.Generator
-) -> tuple[Trace, list[Ids], np.ndarray, dict[str, Any]]:
+def _of_texts(prompts: TracePrompts, trace: Trace, drawing: Drawing) -> tuple[Trace, list[Ids], np.ndarray, Notes]:
     """The requests that fit, their texts as token ids, and their outputs.
 
     What does not fit is left out with all later turns of its session. Where a trace with texts has the
@@ -230,6 +216,7 @@ def _of_texts(
         raise ValueError(
             f"length_scale {prompts.length_scale} would cut texts; remove it (what is too long is left out)."
         )
+    vocab_size, max_model_len = drawing.vocab_size, drawing.max_model_len
     known = tokenised(trace, load_tokenizer(prompts.tokenizer, vocab_size))
     outputs = np.maximum(1, known.output_tokens)
     lengths = np.maximum(1, known.prompt_tokens)
@@ -249,7 +236,7 @@ def _of_texts(
     ids: list[Ids] = []
     for i in keep:
         if not trace.prompts[i]:
-            ids.append(random_tokens(int(lengths[i]), vocab_size, rng))
+            ids.append(drawing.tokens(int(lengths[i])))
             continue
         prompt = known.prompts[i] or (0,)  # an empty text: a model needs something to go on from
         if max(prompt) >= vocab_size:

@@ -13,6 +13,8 @@ from typing import Any
 _MOST_SHARED = 1 << 20  # no vocabulary is larger
 ANSWERS = ("n", "best_of", "beam_width")
 """The fields of a request that say how many answers are drawn, and how many of them returned."""
+Notes = dict[str, Any]
+"""What a report should say of how a load's requests were made, by the names in load.json."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def _numbers(bits: int) -> tuple[int, ...]:
 class RequestList(list[RequestSpec]):
     """The requests of one load, with ``notes`` for the report (e.g. the scale applied to a trace's lengths)."""
 
-    def __init__(self, requests: Iterable[RequestSpec], notes: dict[str, Any] | None = None) -> None:
+    def __init__(self, requests: Iterable[RequestSpec], notes: Notes | None = None) -> None:
         super().__init__(requests)
         self.notes = dict(notes or {})
 

@@ -22,6 +22,7 @@ from kvbench.requests.request import RequestSpec, continued, conversations
 if TYPE_CHECKING:
     import pandas as pd
 
+Row = Mapping[str, Any]  # of requests.parquet
 _SILENCE_S = 0.003  # the chunks of one step came 0.1 ms apart on 2 busy cores, and 99.9 % of them within 3 ms
 COLUMNS = ("index", "ts", "first", "chunk_times", "cached_tokens", "output_tokens", "output_token_ids")
 
@@ -53,7 +54,7 @@ def served_requests(
     return found
 
 
-def prompts_sent(requests: Sequence[RequestSpec], rows: Mapping[int, Mapping[str, Any]]) -> dict[int, Ids]:
+def prompts_sent(requests: Sequence[RequestSpec], rows: Mapping[int, Row]) -> dict[int, Ids]:
     """Token ids of the prompts as they were sent, by index: later turns hold the server's own answers.
 
     ``rows``: of requests.parquet, by index; a turn after one without a row was not sent.
@@ -72,7 +73,7 @@ def prompts_sent(requests: Sequence[RequestSpec], rows: Mapping[int, Mapping[str
     return found
 
 
-def answer(row: Mapping[str, Any]) -> Ids | None:
+def answer(row: Row) -> Ids | None:
     """The token ids of a request's output; None where the server did not return all of them."""
     ids = row.get("output_token_ids")
     if ids is None or isinstance(ids, float) or not len(ids) or len(ids) != _count(row.get("output_tokens")):
@@ -84,7 +85,7 @@ def _count(value: Any) -> int:
     return 0 if value is None or math.isnan(value) else int(value)
 
 
-def _chunks(row: Mapping[str, Any]) -> np.ndarray:
+def _chunks(row: Row) -> np.ndarray:
     """When chunks with tokens arrived [s]; empty where none did. float64 [chunks]"""
     times = row.get("chunk_times")
     if times is not None and not isinstance(times, float) and len(times):

@@ -5,21 +5,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
-from kvbench.requests.draw import LOWEST_TOKEN, random_tokens
+from kvbench.requests.draw import LOWEST_TOKEN, Drawing, random_tokens
 from kvbench.requests.prefix_hits import shared_beginnings
+from kvbench.requests.request import Notes
 from kvbench.traces.model import Trace
 
 Ids = tuple[int, ...]
 _KEPT_TOKENS = 4_000_000  # of pages that were made: 32 MB; others are made again
 
 
-def page_prompts(
-    trace: Trace, length_scale: float | str, vocab_size: int, max_model_len: int, rng: np.random.Generator
-) -> tuple[Iterator[Ids], np.ndarray, dict[str, Any]]:
+def page_prompts(trace: Trace, length_scale: float | str, drawing: Drawing) -> tuple[Iterator[Ids], np.ndarray, Notes]:
     """Token ids of each request, made when they are asked for, output lengths, and notes for the report.
 
     A page id becomes a page of tokens that depends on the id and the seed only; pages of different ids differ in their
@@ -32,9 +30,9 @@ def page_prompts(
         ValueError: lengths that fit at no page size, or pages so short that there are not enough different ones.
     """
     assert trace.page_ids is not None and trace.page_size is not None
-    size = _scaled_page(trace, length_scale, max_model_len)
+    size = _scaled_page(trace, length_scale, drawing.max_model_len)
     distinct = 1 + max((max(ids) for ids in trace.page_ids if ids), default=0)
-    pages = _Pages(size, vocab_size, distinct + len(trace), int(rng.integers(2**63)))
+    pages = _Pages(size, drawing.vocab_size, distinct + len(trace), int(drawing.rng.integers(2**63)))
     full, rest, outputs = _lengths(trace, size)
     notes = {
         "contents": "random tokens that share the pages of the trace's page ids",

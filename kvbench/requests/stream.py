@@ -19,8 +19,9 @@ import numpy as np
 
 from kvbench.requests.arrivals import draw_times, recorded_times
 from kvbench.requests.build import build_requests, check_fits, random_streams
+from kvbench.requests.draw import Drawing
 from kvbench.requests.from_trace import TraceStream, stream_trace
-from kvbench.requests.request import RequestSpec, conversations, distinct_prefixes
+from kvbench.requests.request import Notes, RequestSpec, conversations, distinct_prefixes
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.prompts_section import SyntheticPrompts, TracePrompts
 
@@ -37,7 +38,7 @@ class RequestStream:
 
     conversations: Iterator[list[RequestSpec]]
     requests: int | None
-    notes: dict[str, Any]
+    notes: Notes
     prefixes: list[tuple[int, ...]] = field(default_factory=list)
 
 
@@ -57,7 +58,7 @@ def stream_requests(
     if isinstance(load.prompts, TracePrompts) and not load.counted_by_time:
         rng, clock = random_streams(load, seed, repeat, concurrency, rate)
         count = load.count_for(rate if load.mode == "open" else concurrency)
-        trace = stream_trace(load.prompts, count, vocab_size, max_model_len, rng)
+        trace = stream_trace(load.prompts, count, Drawing(vocab_size, max_model_len, rng, rng))
         if trace is not None:
             return _of_trace(load, trace, rate, clock, max_model_len)
     count = load.count_for(rate if load.mode == "open" else concurrency)
