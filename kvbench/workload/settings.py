@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+Settings = Mapping[str, Any]
+"""An engine's settings, by their names in EngineConfig."""
+
 
 @dataclass(frozen=True)
 class _Setting:
@@ -75,18 +78,18 @@ def canonical(name: str, value: Any) -> Any:
     return _ALSO_CALLED.get((name, value), value) if isinstance(value, str) else value
 
 
-def defaults_beside(settings: Mapping[str, Any]) -> dict[str, Any]:
+def defaults_beside(settings: Settings) -> dict[str, Any]:
     """The known defaults of an engine with these ``settings``."""
     return {**DEFAULTS, **DEFAULTS_ON.get(settings.get("device", "auto"), {})}
 
 
-def effective(settings: Mapping[str, Any], name: str) -> Any:
+def effective(settings: Settings, name: str) -> Any:
     """A setting's value, or what holds where it is left out (None: the server's own choice)."""
     value = settings.get(name)
     return defaults_beside(settings).get(name) if value is None else value
 
 
-def applies(name: str, settings: Mapping[str, Any]) -> bool:
+def applies(name: str, settings: Settings) -> bool:
     """Whether the setting ``name`` means anything beside ``settings``."""
     if name not in ONLY_WITH:
         return True
@@ -121,7 +124,7 @@ def phrase(name: str, value: Any) -> str:
     return f"{words} reservation" if name == "reservation" else f"{setting_title(name)} {words}"
 
 
-def config_id_of(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
+def config_id_of(settings: Settings, varied: Mapping[str, Any]) -> str:
     """A configuration in cell ids: its layout with page size or reservation, then what varies.
 
     The layout is missing where a server was launched by a command that does not say it.
@@ -154,7 +157,7 @@ def slug(value: Any) -> str:
     return text or "none"
 
 
-def label_of(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
+def label_of(settings: Settings, varied: Mapping[str, Any]) -> str:
     """A configuration for people."""
     if "target" in settings:
         return str(settings["target"])
