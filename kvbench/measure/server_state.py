@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common.errors import MeasurementError
-from kvbench.measure.warm_up import complete
+from kvbench.measure.single_request import complete
 from kvbench.requests.prefix_hits import HitBounds, outside, predict_hits, unverified
 from kvbench.requests.request import RequestSpec, distinct_prefixes
 from kvbench.runs.server_info import ServerInfo

@@ -56,12 +56,14 @@ from kvbench.gate.verdict.pairs import CLOCKS
 from kvbench.gate.verdict.terminal import print_verdict
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, Finding, Verdict
 from kvbench.lockstep.process import OPEN_LIMIT_S
+from kvbench.measure.http import HttpInstrument
+from kvbench.measure.instrument import Job, Listener
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.repeats import not_comparable
 from kvbench.runs.resume import stored_workload
 from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import kept, orderly_end
-from kvbench.sweep.block import BlockRunner, Listener
+from kvbench.sweep.block import BlockRunner
 from kvbench.targets.base import Target
 from kvbench.workload.design import Block, Cell
 from kvbench.workload.file import Workload, load_workload
@@ -490,17 +492,18 @@ class Comparison:
         for each, side in itertools.product(self.workloads, SIDES):
             run, choice = self.folder.run(side, each.name), each.sides[side].choice
             run.path.mkdir(parents=True, exist_ok=True)
-            runners[side, each.name] = BlockRunner(
+            job = Job(
                 choice.workload,
                 run,
                 choice.new_target,
                 LoadsShown(self.show),
-                partial(self._on_server, each, side),
                 self._check_time,
-                calibrate=calibrator,
+                on_server=partial(self._on_server, each, side),
                 capacity=each.capacity[side],
+                calibrate=calibrator,
                 poll_s=POLL_S,
             )
+            runners[side, each.name] = BlockRunner(HttpInstrument(job))
         return runners
 
     def _on_server(self, workload: PairedWorkload, side: str, block: Block, info: ServerInfo, target: Target) -> None:

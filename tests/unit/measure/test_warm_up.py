@@ -10,8 +10,10 @@ from unittest.mock import Mock
 import pytest
 
 from kvbench.common.errors import MeasurementError, RefusedError
+from kvbench.measure import single_request
 from kvbench.measure import warm_up as warming
-from kvbench.measure.warm_up import ATTEMPTS, WarmUp, captured_sizes, warm_up, warm_up_concurrency
+from kvbench.measure.single_request import ATTEMPTS
+from kvbench.measure.warm_up import WarmUp, captured_sizes, warm_up, warm_up_concurrency
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.design import LoadPoint
@@ -54,6 +56,7 @@ def run(monkeypatch):
     def warm(server, requests=1):
         clock = SimpleNamespace(monotonic=lambda: server.now, sleep=lambda s: setattr(server, "now", server.now + s))
         monkeypatch.setattr(warming, "time", clock)
+        monkeypatch.setattr(single_request, "time", clock)
         return warm_up(server.subject(), ALONE, requests)
 
     return warm
