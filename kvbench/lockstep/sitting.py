@@ -172,7 +172,7 @@ class Sitting:
         """
         names = [each for each in self.design.configurations if each.is_baseline or each in self._others]
         order.shuffle(names)
-        room = free_memory()["this machine"] - sum(self._budget(each) for each in names if each.is_baseline)
+        room = free_memory() - sum(self._budget(each) for each in names if each.is_baseline)
         seats = []
         for each in names:
             budget = 0 if each.is_baseline else self._budget(each)
