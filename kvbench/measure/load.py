@@ -31,6 +31,7 @@ from kvbench.measure import server_state
 from kvbench.measure.canaries import as_taken, canaries_for, fails_by_one
 from kvbench.metrics.canaries import wrong_words
 from kvbench.metrics.latency import is_refusal, summarise, too_many_failed
+from kvbench.metrics.model import LoadMetrics
 from kvbench.requests.build import build_requests
 from kvbench.targets.base import Target
 from kvbench.targets.prometheus import (
@@ -257,7 +258,8 @@ class PreparedLoad:
         if not judges_this_machine(setup.sends_here, machine.server.local, workers_here):
             report["foreign_cpu_cores"] = report["steal_share"] = None
         calibration = recalibrated(setup, self.calibration, outcome, metrics)
-        metrics["client"] |= {"cpu_s_per_1000_output_tokens": client_cost(report, metrics)}
+        client = metrics.client.model_copy(update={"cpu_s_per_1000_output_tokens": client_cost(report, metrics)})
+        metrics = metrics.model_copy(update={"client": client})
         complete = int(metrics.get("completed") or 0) == len(self.requests)
         cache = server_state.cache_use(
             setup.load, self.requests, setup.info, before, after, complete=complete, metrics=metrics
@@ -362,7 +364,7 @@ def recalibrated(
 
 def collect_metrics(
     out: Path, load: LoadConfig, outcome: Mapping[str, Any], poller: MetricsPoller, before: MetricsSample | None
-) -> tuple[dict[str, Any], str | None]:
+) -> tuple[LoadMetrics, str | None]:
     """Metrics of a load that ended, and why the server's activity during it is unknown (None: it is known)."""
     metrics = summarise(pd.read_parquet(out / "requests.parquet"), outcome, load.slo.model_dump() if load.slo else None)
     if before is None or not poller.failures or _during(outcome, metrics, poller):
