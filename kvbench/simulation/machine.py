@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from engine.config import EngineConfig, format_bytes
 from engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of, settle_length
-from engine.model.spec import DTYPE_BYTES
 from kvbench.capacity.fit import Settings, memory_of
 from kvbench.capacity.gpus import GPU, known_gpus
 from kvbench.capacity.model import PlannedModel
@@ -91,7 +90,7 @@ class Machine:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.spec.text_config["vocab_size"])
+        return self.model.config.vocab_size
 
     def settle(self, settings: Mapping[str, Any]) -> tuple[EngineConfig, KVCapacity]:
         """The engine settings and their KV capacity; ``kv_budget`` is of all GPUs together.
@@ -145,7 +144,7 @@ class Machine:
         for group in self.model.layers:
             heads = max(1, group.kv.kv_heads // self.gpus) * self.gpus
             layers += [LayerKV(heads, group.kv.head_dim, group.kv.value_dim)] * group.count
-        return KVShape(tuple(layers), DTYPE_BYTES[self.model.spec.default_dtype])
+        return KVShape(tuple(layers), self.model.dtype_bytes)
 
     def step_timer(self, config: EngineConfig) -> StepTimer:
         """The cost model for an engine of these settings. Raises UsageError where the tables are of another KV."""
@@ -160,7 +159,7 @@ class Machine:
         return MeasuredOperators(self.tables, self.known, around)
 
     def _surroundings(self, config: EngineConfig) -> GpuShare:
-        text, performance = self.model.spec.text_config, self.gpu.performance
+        performance = self.gpu.performance
         assert performance is not None
         layers = sum(group.count for group in self.model.layers)
         slot_bytes = self.model.token_bytes(config.kv_cache_dtype, gpus=self.gpus)
@@ -168,12 +167,12 @@ class Machine:
         if self.gpus > 1:
             # A ring sends each byte 2 (n - 1) / n times over each link, which is how bus bandwidth is defined.
             share = 2 * (self.gpus - 1) / self.gpus
-            token_bytes = text["hidden_size"] * DTYPE_BYTES[self.model.spec.default_dtype]
+            token_bytes = self.model.config.hidden_size * self.model.dtype_bytes
             token_s = share * token_bytes / performance.all_reduce_bytes_per_s
             all_reduce = AllReduce(2 * layers, token_s, self.known.all_reduce_s)
         return GpuShare(
             layers=layers,
-            heads=self.model.query_heads // self.gpus,
+            heads=self.model.config.num_attention_heads // self.gpus,
             kv_heads=max(1, self.model.layers[0].kv.kv_heads // self.gpus),
             processors=performance.processors,
             experts=experts_of(self.model),

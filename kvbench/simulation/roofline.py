@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from engine.execution.simulated_executor import StepWork
-from engine.model.spec import DTYPE_BYTES
 from kvbench.capacity.gpus import GPU
 from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import weights_of
@@ -34,9 +33,9 @@ class Roofline(CostModel):
         around: GpuShare,
     ) -> None:
         super().__init__(calibration, around)
-        performance, text = gpu.performance, model.spec.text_config
+        performance, config = gpu.performance, model.config
         assert performance is not None
-        weights, dtype = weights_of(model), DTYPE_BYTES[model.spec.default_dtype]
+        weights, dtype = weights_of(model), model.dtype_bytes
         counted = weights.parameters
         of_weight = weights.total_bytes / counted.total
         flops = performance.fp8_flops if 0.9 < of_weight < 1.5 else performance.bf16_flops
@@ -46,18 +45,17 @@ class Roofline(CostModel):
         self._experts = around.experts
         sparse = around.experts is not None and counted.experts
         self._expert = counted.experts / gpus / around.experts[0] if sparse else 0.0  # one of each layer
-        hidden, inner = text["hidden_size"], text.get("intermediate_size") or text["ffn_dim"]
         rows = around.heads + 2 * around.kv_heads
-        moved = 3 * inner / gpus + 2 * rows * model.layers[0].kv.head_dim  # norms are served by the cache
+        moved = 3 * config.inner / gpus + 2 * rows * model.layers[0].kv.head_dim  # norms are served by the cache
         self._element_token_s = around.layers * moved * dtype / self._bytes_per_s
         self._layers = around.layers
-        head = text["vocab_size"] * hidden / gpus
+        head = config.vocab_size * config.hidden_size / gpus
         self._head_s, self._head_token_s = head * dtype / self._bytes_per_s, 2 * head / self._flops
-        self._draw_s = text["vocab_size"] * _LOGIT_BYTES / self._bytes_per_s
+        self._draw_s = config.vocab_size * _LOGIT_BYTES / self._bytes_per_s
         self._set_attention(model, gpu, gpus, kv_cache_dtype, around)
 
     def _set_attention(self, model: PlannedModel, gpu: GPU, gpus: int, kv_cache_dtype: str, around: GpuShare) -> None:
-        performance, text = gpu.performance, model.spec.text_config
+        performance, config = gpu.performance, model.config
         assert performance is not None
         kv_bytes_per_s = performance.decode * gpu.bytes_per_s
         self._write_token_s = model.token_bytes(kv_cache_dtype, gpus=gpus) / self._bytes_per_s
@@ -65,8 +63,9 @@ class Roofline(CostModel):
         self._wave = max(1.0, LONGEST_SHARE * around.processors / around.kv_heads)
         self._groups = []  # window, seconds to read a token's KV, seconds of a query token with one token that it sees
         for group in model.layers:
-            key = group.kv.head_dim if not group.latent else text["qk_nope_head_dim"] + text["qk_rope_head_dim"]
-            value = group.kv.value_dim if not group.latent else text["v_head_dim"]
+            key, value = group.kv.head_dim, group.kv.value_dim
+            if group.latent:
+                key, value = (config.qk_nope_head_dim or 0) + (config.qk_rope_head_dim or 0), config.v_head_dim or 0
             work = 2 * around.heads * (key + value) * group.count / (performance.prefill * performance.bf16_flops)
             read = model.group_bytes(group, kv_cache_dtype, gpus=gpus) / kv_bytes_per_s
             self._groups.append((group.window or float("inf"), read, work))
