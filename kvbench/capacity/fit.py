@@ -127,7 +127,7 @@ def activation_bytes(model: PlannedModel, step: Step, gpus: int) -> int:
     of a token.
     """
     config = model.config
-    inner = max(config.inner, (config.num_experts_per_tok or 0) * config.expert_inner)
+    inner = max(config.inner, config.num_experts_per_tok * config.expert_inner)
     states = 2 * step.tokens * config.hidden_size * _ACTIVATION_BYTES
     sampling = step.sequences * config.vocab_size * SAMPLING_BYTES_PER_LOGIT
     return states + max(sampling, 3 * step.tokens * inner * _ACTIVATION_BYTES // gpus)

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from engine.kv.budget import KVShape, LayerKV
 from engine.model.spec import DTYPE_BYTES, ModelSpec, find_model, shipped_models
@@ -25,7 +25,7 @@ _CACHED = {"full_attention", "sliding_attention"}
 _OTHER_STATES = ("mamba_", "ssm_", "linear_")  # beginnings of keys of layers that cache something else
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 _Count = Annotated[int, Field(gt=0)]
-_CountOrZero = Annotated[int, Field(ge=0)]
+_CountOrZero = Annotated[int, BeforeValidator(lambda value: 0 if value is None else value), Field(ge=0)]
 
 
 class _Part(BaseModel):
@@ -61,7 +61,7 @@ class _Config(_Part):
 
 
 class DecoderConfig(_Config):
-    """The fields of a decoder's config that a plan reads; None or 0: those that only some models have."""
+    """The fields of a decoder's config that a plan reads; None and 0: those that it does not have."""
 
     model_type: str | None = None
     hidden_size: _Count
@@ -76,22 +76,22 @@ class DecoderConfig(_Config):
     attention_bias: Any = None
 
     layer_types: list[str] | None = None
-    sliding_window: _CountOrZero | None = None
-    max_window_layers: _CountOrZero | None = None
+    sliding_window: _CountOrZero = 0
+    max_window_layers: _CountOrZero = 0
 
-    kv_lora_rank: _CountOrZero | None = None
-    q_lora_rank: _CountOrZero | None = None
-    qk_rope_head_dim: _CountOrZero | None = None
-    qk_nope_head_dim: _CountOrZero | None = None
-    v_head_dim: _CountOrZero | None = None
+    kv_lora_rank: _CountOrZero = 0
+    q_lora_rank: _CountOrZero = 0
+    qk_rope_head_dim: _CountOrZero = 0
+    qk_nope_head_dim: _CountOrZero = 0
+    v_head_dim: _CountOrZero = 0
 
-    num_local_experts: _CountOrZero | None = None
-    num_experts: _CountOrZero | None = None
-    n_routed_experts: _CountOrZero | None = None
-    n_shared_experts: _CountOrZero | None = None
-    num_experts_per_tok: _CountOrZero | None = None
-    moe_intermediate_size: _CountOrZero | None = None
-    first_k_dense_replace: _CountOrZero | None = None
+    num_local_experts: _CountOrZero = 0
+    num_experts: _CountOrZero = 0
+    n_routed_experts: _CountOrZero = 0
+    n_shared_experts: _CountOrZero = 0
+    num_experts_per_tok: _CountOrZero = 0
+    moe_intermediate_size: _CountOrZero = 0
+    first_k_dense_replace: _CountOrZero = 0
     mlp_only_layers: list[int] | None = None
 
     @property
@@ -111,7 +111,7 @@ class DecoderConfig(_Config):
     @property
     def routed_experts(self) -> int:
         """The routed experts of a layer."""
-        return self.num_local_experts or self.num_experts or self.n_routed_experts or 0
+        return self.num_local_experts or self.num_experts or self.n_routed_experts
 
     @model_validator(mode="before")
     @classmethod
@@ -130,7 +130,7 @@ class DecoderConfig(_Config):
         if self.routed_experts:
             needed.append("num_experts_per_tok")
         for name in needed:
-            if getattr(self, name) is None:
+            if not getattr(self, name):
                 raise ValueError(f"{name} is missing; add it")
         if "sliding_attention" in (self.layer_types or ()) and not self.sliding_window:
             raise ValueError("layer_types has sliding_attention, and sliding_window is missing; add it")
@@ -283,7 +283,7 @@ def _planned(spec: ModelSpec, other_parameters: int = 0) -> PlannedModel:
         raise UsageError(f"the config of model {spec.name!r} cannot be planned with: {reason}") from None
     cached = spec.kv_shape("float32").layers
     if config.kv_lora_rank:
-        row = LayerKV(1, config.kv_lora_rank + (config.qk_rope_head_dim or 0), 0)
+        row = LayerKV(1, config.kv_lora_rank + config.qk_rope_head_dim, 0)
         layers = (CachedLayers(len(cached), row, latent=True),)
     else:
         _check_layers(spec, config)

@@ -116,18 +116,18 @@ def count_parameters(model: PlannedModel) -> Parameters:
 def experts_of(model: PlannedModel) -> tuple[int, int] | None:
     """Routed experts of a layer, and those that one token goes through; None: the model has none."""
     count = model.config.routed_experts
-    return (count, model.config.num_experts_per_tok or 0) if count else None
+    return (count, model.config.num_experts_per_tok) if count else None
 
 
 def _attention(config: DecoderConfig) -> tuple[int, int]:
     """Of one layer: the numbers in matrices, and those in biases and norms."""
     hidden, heads, kind = config.hidden_size, config.num_attention_heads, config.model_type
     if rank := config.kv_lora_rank:
-        rope, nope, value = config.qk_rope_head_dim or 0, config.qk_nope_head_dim or 0, config.v_head_dim or 0
+        rope, nope, value = config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
         compressed, queries = config.q_lora_rank, heads * (nope + rope)
         q = hidden * compressed + compressed * queries if compressed else hidden * queries
         kv = hidden * (rank + rope) + rank * heads * (nope + value)
-        return q + kv + heads * value * hidden, rank + (compressed or 0)
+        return q + kv + heads * value * hidden, rank + compressed
     dim = config.head_dim or hidden // heads
     queries, keys = heads * dim, (config.num_key_value_heads or heads) * dim
     vectors = 0
@@ -144,7 +144,7 @@ def _sparse_layers(config: DecoderConfig) -> int:
     """The number of layers with experts."""
     if not config.routed_experts:
         return 0
-    return config.num_hidden_layers - (config.first_k_dense_replace or 0) - len(config.mlp_only_layers or ())
+    return config.num_hidden_layers - config.first_k_dense_replace - len(config.mlp_only_layers or ())
 
 
 def _experts(config: DecoderConfig) -> tuple[int, int, int, int]:
@@ -155,7 +155,7 @@ def _experts(config: DecoderConfig) -> tuple[int, int, int, int]:
         router += count  # the correction of the load balancing
     if config.model_type == "gpt_oss":
         router += count + count * (2 * inner + hidden)  # biases of router and experts
-    return one * count, one * (config.num_experts_per_tok or 0), one * (config.n_shared_experts or 0), router
+    return one * count, one * config.num_experts_per_tok, one * config.n_shared_experts, router
 
 
 def _padding(config: DecoderConfig) -> float:

@@ -7,10 +7,10 @@ scheduled_ts and arrival_time [s] may be missing), and may have meta.json (model
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -24,16 +24,15 @@ from kvbench.common.schema import explain
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation.drive import Drive, Ended
 from kvbench.simulation.machine import Machine
-from kvbench.simulation.replica import Replica
+from kvbench.simulation.replica import EngineSettings, Replica
 
-_TAKEN = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_dtype")  # of vLLM's arguments
 _TOKEN_IDS = 1 << 13  # of made-up prompts; fewer than any vocabulary has
 _SERIES = ("t", "running", "kv_cache_pct")
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """``requests``: lengths and arrivals [s]. Of each in their order, in seconds:
+    """A measured run; ``requests``: lengths and arrivals [s]. Of each in their order, in seconds:
 
     ttft: from when the engine saw it, or with ``from_arrival`` from its arrival, to its first token
     tpot: mean time between its tokens
@@ -45,7 +44,7 @@ class MeasuredRun:
 
     name: str
     engine: str
-    settings: Mapping[str, Any]
+    settings: EngineSettings
     requests: Sequence[RequestSpec]
     ttft: np.ndarray
     tpot: np.ndarray
@@ -74,7 +73,7 @@ class RunPrediction:
     notes: Sequence[str]
 
 
-class _Row(BaseModel):
+class _Request(BaseModel):
     """One line of requests.jsonl."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -87,6 +86,53 @@ class _Row(BaseModel):
     arrival_time: float | None = None
 
 
+class _EngineArguments(BaseModel):
+    """Those of vLLM that the built-in engine has too, and over how many GPUs the model was split."""
+
+    max_num_seqs: Any = None
+    max_num_batched_tokens: Any = None
+    max_model_len: Any = None
+    kv_cache_dtype: Any = None
+    tensor_parallel_size: int | None = Field(default=None, exclude=True)
+
+
+class _KVCache(BaseModel):
+    enable_prefix_caching: bool | None = True  # vLLM's default
+    block_size: int | None = None
+    num_kv_tokens: int | None = None
+
+
+class _Meta(BaseModel):
+    """meta.json."""
+
+    model: str | None = None
+    vllm_version: str | None = None
+    engine_kwargs: _EngineArguments | None = None
+    kv_cache: _KVCache | None = None
+
+
+class _Instance(BaseModel):
+    hardware: str | None = None
+
+
+class _Node(BaseModel):
+    instances: list[_Instance] | None = None
+
+
+class _Cluster(BaseModel):
+    """config.json."""
+
+    nodes: list[_Node] | None = None
+
+    @property
+    def hardware(self) -> str | None:
+        """That of the first engine."""
+        return next((instance.hardware for node in self.nodes or () for instance in node.instances or ()), None)
+
+
+File = TypeVar("File", bound=BaseModel)
+
+
 def read_measured_run(folder: Path) -> MeasuredRun:
     """Raises UsageError for a folder that holds no such run."""
     if (folder / "requests.jsonl").is_file():
@@ -97,77 +143,62 @@ def read_measured_run(folder: Path) -> MeasuredRun:
 
 
 def _read_vllm(folder: Path) -> MeasuredRun:
-    rows = list(_lines(folder / "requests.jsonl"))
-    meta = _json(folder / "meta.json")
-    kwargs, cache = meta.get("engine_kwargs") or {}, meta.get("kv_cache") or {}
-    settings = {name: kwargs[name] for name in _TAKEN if kwargs.get(name) is not None}
-    settings["enable_prefix_caching"] = bool(cache.get("enable_prefix_caching", True))  # vLLM's default
-    if cache.get("block_size"):
-        settings["page_size"] = cache["block_size"]
-    scheduled = [row.scheduled_ts for row in rows]
-    version = meta.get("vllm_version")
+    rows, meta = list(_lines(folder / "requests.jsonl")), _read_file(folder / "meta.json", _Meta)
+    arguments, cache = meta.engine_kwargs or _EngineArguments(), meta.kv_cache or _KVCache()
+    settings = arguments.model_dump(exclude_none=True) | {"enable_prefix_caching": bool(cache.enable_prefix_caching)}
+    if cache.block_size:
+        settings["page_size"] = cache.block_size
+    scheduled = [row.first_token_ts - row.scheduled_ts for row in rows if row.scheduled_ts is not None]
+    arrivals = [row.arrival_time for row in rows if row.arrival_time is not None]
+    if len(arrivals) < len(rows):
+        arrivals = [row.queued_ts for row in rows]  # the engine's own stamp, which is only made between two steps
     return MeasuredRun(
-        name="/".join(folder.resolve().parts[-2:]),
-        engine=f"vLLM {version}" if version else "vLLM",
+        **_requests(folder, rows, arrivals),
+        engine=f"vLLM {meta.vllm_version}" if meta.vllm_version else "vLLM",
         settings=settings,
-        requests=_specs(rows, _arrivals(rows)),
-        ttft=np.array([row.first_token_ts - row.queued_ts for row in rows]),
-        tpot=_tpot([(row.first_token_ts, row.last_token_ts, row.output_toks) for row in rows]),
-        prefill=None if None in scheduled else np.array([r.first_token_ts - r.scheduled_ts for r in rows]),
-        slots=cache.get("num_kv_tokens"),
+        prefill=np.array(scheduled) if len(scheduled) == len(rows) else None,
+        slots=cache.num_kv_tokens,
         series=_series(folder / "timeseries.csv"),
-        device=_hardware(folder / "config.json"),
-        model=meta.get("model"),
-        gpus=kwargs.get("tensor_parallel_size"),
+        device=_read_file(folder / "config.json", _Cluster).hardware,
+        model=meta.model,
+        gpus=arguments.tensor_parallel_size,
     )
 
 
-def _lines(path: Path) -> Iterable[_Row]:
+def _lines(path: Path) -> Iterator[_Request]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         try:
-            yield _Row.model_validate_json(line)
+            yield _Request.model_validate_json(line)
         except ValidationError as error:
             raise UsageError(f"{path}, line {number}: {explain(error, '')[0]}") from None
 
 
-def _arrivals(rows: Sequence[_Row]) -> list[float]:
-    """When the requests reached the engine; its own stamp is only made between two of its steps."""
-    if all(row.arrival_time is not None for row in rows):
-        return [float(row.arrival_time or 0.0) for row in rows]
-    return [row.queued_ts for row in rows]
-
-
-def _specs(rows: Sequence[_Row], arrivals: Sequence[float]) -> list[RequestSpec]:
-    """With prompts that share nothing: their texts are not known."""
+def _requests(folder: Path, rows: Sequence[_Request], arrivals: Sequence[float]) -> dict[str, Any]:
+    """What both kinds of files tell. The prompts share nothing: their texts are not known."""
     began, specs = min(arrivals, default=0.0), []
     for index, (row, at) in enumerate(zip(rows, arrivals, strict=True)):
         ids = tuple(np.random.default_rng(index).integers(0, _TOKEN_IDS, row.input_toks).tolist())
         specs.append(RequestSpec(index, "measured", ids, None, row.output_toks, arrival_s=at - began))
-    return specs
+    return {
+        "name": "/".join(folder.resolve().parts[-2:]),
+        "requests": specs,
+        "ttft": np.array([row.first_token_ts - row.queued_ts for row in rows]),
+        "tpot": _tpot((row.first_token_ts, row.last_token_ts, row.output_toks) for row in rows),
+    }
 
 
 def _tpot(times: Iterable[tuple[float, float, int]]) -> np.ndarray:
     return np.array([(last - first) / (tokens - 1) if tokens > 1 else np.nan for first, last, tokens in times])
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+def _read_file(path: Path, model: type[File]) -> File:
+    """A file that may be missing. Raises UsageError."""
     try:
-        found = read_json(path)
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON: {error}") from None
-    return found if isinstance(found, dict) else {}
-
-
-def _hardware(path: Path) -> str | None:
-    """Of the first engine in a cluster's config.json."""
-    for node in _json(path).get("nodes") or ():
-        for instance in node.get("instances") or ():
-            return instance.get("hardware")
-    return None
+        return model.model_validate(read_json(path) if path.is_file() else {})
+    except ValidationError as error:
+        raise UsageError(f"{path}: {explain(error, '')[0]}") from None
 
 
 def _series(path: Path) -> pd.DataFrame:
@@ -181,29 +212,23 @@ def _series(path: Path) -> pd.DataFrame:
 
 
 def _read_own(folder: Path) -> MeasuredRun:
-    frame = pd.read_parquet(folder / "requests.parquet")
+    path = folder / "requests.parquet"
+    frame = pd.read_parquet(path)
     needed = ("t0", "prompt_tokens", "output_tokens", "chunk_times")
     if missing := [name for name in needed if name not in frame]:
-        raise UsageError(f"{folder / 'requests.parquet'} has no column {', '.join(missing)}")
+        raise UsageError(f"{path} has no column {', '.join(missing)}")
     frame = frame[(frame["chunk_times"].map(len) > 0) & (frame["output_tokens"] > 0)].sort_values("t0")
     if frame.empty:
-        raise UsageError(f"{folder / 'requests.parquet'} has no request with tokens")
+        raise UsageError(f"{path} has no request with tokens")
     rows = [
-        _Row(
+        _Request(
             input_toks=int(row.prompt_tokens), output_toks=int(row.output_tokens), queued_ts=float(row.t0),
             first_token_ts=float(row.chunk_times[0]), last_token_ts=float(row.chunk_times[-1]),
         )
         for row in frame.itertuples()
     ]  # fmt: skip
-    return MeasuredRun(
-        name="/".join(folder.resolve().parts[-2:]),
-        engine="a server that `kvbench load` measured",
-        settings={},
-        requests=_specs(rows, [row.queued_ts for row in rows]),
-        ttft=np.array([row.first_token_ts - row.queued_ts for row in rows]),
-        tpot=_tpot([(row.first_token_ts, row.last_token_ts, row.output_toks) for row in rows]),
-        from_arrival=True,
-    )
+    about = _requests(folder, rows, [row.queued_ts for row in rows])
+    return MeasuredRun(**about, engine="a server that `kvbench load` measured", settings={}, from_arrival=True)
 
 
 class _Observed(Replica):
@@ -220,11 +245,9 @@ class _Observed(Replica):
 
 
 def predict(run: MeasuredRun, machine: Machine) -> RunPrediction:
-    """The run again, simulated on ``machine``. Raises UsageError where it cannot be, or the model does not fit."""
-    settings = dict(run.settings)
-    if run.slots is not None:
-        settings["kv_budget"] = _budget(run, machine)
-    config, capacity = machine.settle(settings)
+    """Simulates the run again on ``machine``. Raises UsageError where it cannot be, or the model does not fit."""
+    budget = {} if run.slots is None else {"kv_budget": _budget(run.slots, run.settings, machine)}
+    config, capacity = machine.settle({**run.settings, **budget})
     cost = machine.step_timer(config)
     replica = _Observed(config, capacity, machine.vocab_size, cost)
     ended: dict[int, Ended] = {}
@@ -253,12 +276,12 @@ def predict(run: MeasuredRun, machine: Machine) -> RunPrediction:
     )
 
 
-def _budget(run: MeasuredRun, machine: Machine) -> int:
+def _budget(slots: int, settings: EngineSettings, machine: Machine) -> int:
     """Bytes that hold as many tokens as the measured engine did."""
-    config, _ = machine.settle(run.settings)
-    assert config.max_model_len is not None and run.slots is not None
+    config, _ = machine.settle(settings)
+    assert config.max_model_len is not None
     table = config.max_num_seqs * -(-config.max_model_len // config.page_size) * PAGE_TABLE_ENTRY_BYTES
-    return run.slots * machine.kv_shape().slot_bytes(config.kv_cache_dtype) + table
+    return slots * machine.kv_shape().slot_bytes(config.kv_cache_dtype) + table
 
 
 def series_errors(run: MeasuredRun, predicted: RunPrediction) -> dict[str, float]:
@@ -266,28 +289,26 @@ def series_errors(run: MeasuredRun, predicted: RunPrediction) -> dict[str, float
 
     A column that was not measured, or is 0 throughout, is left out.
     """
-    found = {}
+    distances = {}
     for name in _SERIES[1:]:
         if name in run.series and run.series[name].any():
-            at = predicted_at(predicted, run.series["t"].to_numpy(), name)
-            found[name] = float(np.abs(at - run.series[name].to_numpy()).mean())
-    return found
+            values = predicted_at(predicted, run.series["t"].to_numpy(), name)
+            distances[name] = float(np.abs(values - run.series[name].to_numpy()).mean())
+    return distances
 
 
 def predicted_at(predicted: RunPrediction, times: np.ndarray, column: str) -> np.ndarray:
     """The predicted ``running`` or ``kv_cache_pct`` at each of ``times`` [s since the first arrival]."""
-    known = predicted.series
-    index = np.searchsorted(known["t"].to_numpy(), times, side="right") - 1
-    values = known[column].to_numpy(dtype=float)
+    index = np.searchsorted(predicted.series["t"].to_numpy(), times, side="right") - 1
+    values = predicted.series[column].to_numpy(dtype=float)
     return np.where(index < 0, 0.0, values[np.maximum(index, 0)])
 
 
 def machine_for(run: MeasuredRun, device: str | None, model: str | None, gpus: int | None) -> tuple[str, str, int]:
     """Device, model and GPUs of a run: as given, else as it states. Raises UsageError where neither says."""
-    for name, value in (("device", device or run.device), ("model", model or run.model)):
-        if not value:
-            raise UsageError(f"{run.name} does not say on which {name} it ran: give --{name}")
     for name, given, stated in (("device", device, run.device), ("model", model, run.model)):
+        if not given and not stated:
+            raise UsageError(f"{run.name} does not say on which {name} it ran: give --{name}")
         if given and stated and not _same_name(given, stated):
             raise UsageError(f"{run.name} ran on the {name} {stated}, and --{name} is {given}: leave it out")
     return str(device or run.device), str(model or run.model), gpus or run.gpus or 1

@@ -178,7 +178,7 @@ SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "v
     ],
 )
 def test_a_config_that_no_model_has_is_refused_in_one_sentence(tmp_path, more, says):
-    (tmp_path / "config.json").write_text(f'{json.dumps({"model_type": "llama", **SIZES})[:-1]}, {more}}}')
+    (tmp_path / "config.json").write_text(f"{json.dumps({'model_type': 'llama', **SIZES})[:-1]}, {more}}}")
     with pytest.raises(ValueError, match=says) as error:
         find_model(str(tmp_path), "dummy")
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
