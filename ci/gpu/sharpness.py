@@ -1,6 +1,6 @@
 """Parts ``launched-pairs`` and ``lockstep-pairs``: how far pairs of equal sides scatter on this device.
 
-`kvbench calibrate` measures them (see tests/benchmarks/twin_runs.py); a launched pair starts two servers, so its load
+`kvbench calibrate` measures them (see tests/benchmarks/method_runs.py); a launched pair starts two servers, so its load
 is short. Kept are every pair, the scatter by metric, and whether throughputs of launches have two modes.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ci.gpu.part import PartReport, part_parser
-from tests.benchmarks.twin_runs import TWO_MODES, bimodality, launch_throughputs, measure, precision, read_pairs
+from tests.benchmarks.method_runs import TWO_MODES, bimodality, launch_throughputs, measure, precision, read_pairs
 
 METHODS = ("launched", "lockstep")
 TINY_SECONDS = 100.0

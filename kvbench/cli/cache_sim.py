@@ -78,6 +78,6 @@ def cache_sim(**options: Any) -> int:
         for name in _NOT_WITH_TIERS:
             del options[name]
         return tiers_command(**options, **tiers)
-    from kvbench.trace_analysis.cache_sim import cache_sim_command
+    from kvbench.trace_analysis.commands import cache_sim_command
 
     return cache_sim_command(**options)

@@ -26,11 +26,10 @@ _SHARED = (
                  "{worktree} are replaced (default: pip install)."),
     click.option("--rebuild", is_flag=True, help="Build git refs anew, though a build of them is kept."),
     click.option("--start-timeout", type=FiniteRange(min=1), help="Seconds for a server to be ready."),
-    click.option("--method", type=click.Choice(["auto", "lockstep", "twins", "launched"]), default="auto",
+    click.option("--method", type=click.Choice(["auto", "lockstep", "launched"]), default="auto",
                  show_default=True,
-                 help="lockstep: kvbench's own engine in its own time, both sides taking turns step by step; twins: "
-                 "both servers at once under the same load, one frozen while the other runs, in their running time "
-                 "over HTTP; launched: servers one after the other, over HTTP. auto: lockstep where both sides can."),
+                 help="lockstep: kvbench's own engine in its own time, both sides taking turns step by step; "
+                 "launched: servers one after the other, over HTTP. auto: lockstep where both sides can."),
     click.option("--max-minutes", type=FiniteRange(min=0, min_open=True), metavar="N",
                  help="Nothing is begun that would not end by then, by what it took before: no first launch, no pair, "
                  "no repeat of a disturbed one; what runs on is cut. The pairs that are whole are judged. Builds and "

@@ -49,6 +49,6 @@ def describe(**options: Any) -> int:
     \b
     Exit codes: 0 shown, 2 bad input. No files are written but --plot's.
     """
-    from kvbench.trace_analysis.describe import describe_command
+    from kvbench.trace_analysis.commands import describe_command
 
     return describe_command(**options)

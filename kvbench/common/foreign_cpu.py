@@ -244,22 +244,16 @@ def _busiest(
 
 
 class MachineWatch:
-    """Reads the CPU times when a load's first request is due and when its last one has ended.
+    """Reads the CPU times when a load's first request is due and when its last one has ended."""
 
-    ``all_ours``: whatever we launched is ours, as where two servers are measured at once.
-    """
-
-    def __init__(self, server: ServerProcess, *, all_ours: bool = False) -> None:
-        self.server, self.all_ours = server, all_ours
+    def __init__(self, server: ServerProcess) -> None:
+        self.server = server
         self._readings: dict[str, CpuReading | None] = {}
         self._energy_j: dict[str, float | None] = {}
 
     def on_phase(self, phase: str, client_pid: int) -> None:
         """``begin`` or ``measured``, as the load client says them."""
-        found = read_cpu(self.server, client_pid)
-        if found is not None and self.all_ours and (ours := tree_cpu_s(os.getpid())) is not None:
-            found = dataclasses.replace(found, own_s=ours - (found.client_s or 0.0) - (found.server_s or 0.0))
-        self._readings[phase] = found
+        self._readings[phase] = read_cpu(self.server, client_pid)
         self._energy_j[phase] = gpu_energy_j() if self.server.local else None
 
     def report(self) -> dict[str, Any]:

@@ -141,8 +141,8 @@ def stop(process: Child, grace_s: float = 6.0) -> int:
     -SIGKILL when not even that has ended it in time: a process stuck in the kernel goes as soon as it gets out.
     """
     known = process.remember()
-    signal_family(process, signal.SIGTERM)
-    signal_family(process, signal.SIGCONT)  # a stopped process gets a TERM only when it goes on
+    _signal_family(process, signal.SIGTERM)
+    _signal_family(process, signal.SIGCONT)  # a stopped process gets a TERM only when it goes on
     try:
         code = process.wait(timeout=grace_s)
     except subprocess.TimeoutExpired:
@@ -156,21 +156,10 @@ def stop(process: Child, grace_s: float = 6.0) -> int:
     return code
 
 
-def signal_family(process: Child, number: int) -> None:
+def _signal_family(process: Child, number: int) -> None:
     """Sends a signal to the child's process group and to all members of its family that ``remember`` has seen."""
     _signal_group(process.pid, number)
     _signal_each((p for p in process.known if _group(p) != process.pid), number)
-
-
-def resident_bytes(process: Child) -> int:
-    """Memory that the child and its family have in use, shared pages once for each."""
-    members, total = set(process.remember()), 0
-    with contextlib.suppress(psutil.Error):
-        members.add(psutil.Process(process.pid))
-    for member in members:
-        with contextlib.suppress(psutil.Error):
-            total += member.memory_info().rss
-    return total
 
 
 def family(pid: int, mark: str) -> set[psutil.Process]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from engine.config import EngineConfig, format_bytes
+from engine.config import EngineConfig
 from engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of, settle_length
 from kvbench.capacity.fit import GIB, Settings, memory_of
 from kvbench.capacity.gpus import GPU, known_gpus
 from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import experts_of, weights_of
 from kvbench.common.errors import UsageError
-from kvbench.common.text import listing
+from kvbench.common.text import format_bytes, listing
 from kvbench.simulation.cost_model import TYPICAL, Calibration, GpuShare, Roofline
 from kvbench.simulation.replica import EngineSettings, Replica, StepTimer
 from kvbench.simulation.tables import MeasuredOperators, Tables

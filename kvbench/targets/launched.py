@@ -10,14 +10,13 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError
 from kvbench.common.foreign_cpu import ServerProcess
-from kvbench.common.freezer import Freezer, freezer_of
 from kvbench.common.ports import free_port
 from kvbench.common.text import plural
 from kvbench.targets.base import ModelFacts, Target
@@ -106,15 +105,6 @@ class ProcessTarget(Target):
 
     def server(self) -> ServerProcess:
         return ServerProcess(None if self._process is None else self._process.pid)
-
-    def freezer(self) -> AbstractContextManager[Freezer]:
-        """What freezes and thaws the server that was started, with its family."""
-        assert self._process is not None, "the server was not started"
-        return freezer_of(self._process)
-
-    def memory_bytes(self) -> int:
-        """Host memory of the server with its family; pages that they share count for each."""
-        return 0 if self._process is None else processes.resident_bytes(self._process)
 
     def bound_cores(self) -> list[int]:
         """The cores that the server's threads are bound to; empty if they are free."""

@@ -18,26 +18,19 @@ refuses it). The pages kept are those of a plain LRU in which a prompt's first p
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
-from engine.config import format_bytes
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
-from engine.model.spec import find_model
 from engine.sequence import Request
 from engine.sequence import Sequence as EngineSequence
-from kvbench.common.console import make_table, print_plain, print_table
-from kvbench.common.errors import UsageError
-from kvbench.traces.model import Trace, file_names
-from kvbench.traces.read import read_page_ids
+from kvbench.common.text import format_bytes
+from kvbench.traces.model import Trace
 
 _END = 0  # the token that is never matched; any number will do
 
@@ -263,70 +256,8 @@ def cache_facts(result: Simulation) -> list[str]:
     ]
 
 
-def cache_sim_command(
-    trace: tuple[Path, ...],
-    *,
-    format: str,
-    pages: tuple[str, ...],
-    page_size: int | None,
-    warm_up: int,
-    kv_bytes_per_token: int | None,
-    model: str | None,
-    kv_cache_dtype: str | None,
-    as_json: bool,
-    html: Path | None,
-) -> int:
-    """Runs ``kvbench cache-sim`` without tiers. Raises UsageError."""
-    try:
-        bytes_per_token = _bytes_per_token(kv_bytes_per_token, model, kv_cache_dtype)
-        sizes = parse_pages(pages) if pages else None
-        read = read_page_ids(trace, format, page_size)
-        with Console(stderr=True).status(f"replaying {len(read):,} requests"):
-            result = simulate(read, sizes, warm_up, bytes_per_token)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    title = f"{file_names(trace)}: prefix-cache hit rate against capacity"
-    if html is not None:
-        from kvbench.trace_analysis.page import cache_figure
-
-        html.write_text(cache_figure(result, title).figure.to_html(include_plotlyjs=True), encoding="utf-8")
-    if as_json:
-        print(json.dumps({"trace": file_names(trace), **_as_dict(result)}, indent=2))
-    else:
-        heads, rows = cache_table(result)
-        print_cache(title, heads, rows, cache_facts(result), html, numbers_from=0)
-    return 0
-
-
-def print_cache(
-    title: str,
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    lines: Sequence[str],
-    html: Path | None,
-    numbers_from: int,
-) -> None:
-    """Prints a simulated cache: title, table, sentences, and where its figure is."""
-    console = Console()
-    print_plain(console, title)
-    print_table(console, make_table(heads, rows, numbers_from=numbers_from))
-    for line in [*lines, *([f"figure: {html}"] if html else [])]:
-        print_plain(console, line)
-
-
-def _bytes_per_token(given: int | None, model: str | None, kv_cache_dtype: str | None) -> int | None:
-    if given is not None and (model or kv_cache_dtype):
-        raise ValueError("--kv-bytes-per-token says what --model would: give one of them")
-    if model is None:
-        if kv_cache_dtype:
-            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype!r} needs --model, whose KV it is the format of")
-        return given
-    spec = find_model(model, "dummy")
-    return spec.kv_shape(spec.default_dtype).slot_bytes(kv_cache_dtype or "auto")
-
-
-def _as_dict(result: Simulation) -> dict[str, Any]:
-    """What ``--json`` prints beside the trace's name."""
+def cache_dict(result: Simulation) -> dict[str, Any]:
+    """What ``cache-sim --json`` prints beside the trace's name."""
     trace = result.trace
     entries = [
         {**p.as_dict(), "evicted_pages": p.run.evictions, "requests_longer_than_pool": p.run.num_cut}

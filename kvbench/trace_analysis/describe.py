@@ -1,28 +1,22 @@
-"""``kvbench trace describe``: what a trace holds: lengths, arrivals, memory, sessions and prefixes."""
+"""What a trace holds: lengths, arrivals, memory, sessions and prefixes."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
-from kvbench.common.console import make_table, print_plain, print_table
-from kvbench.common.errors import UsageError
-from kvbench.trace_analysis.cache_sim import Simulation, cache_table, parse_pages, simulate
+from kvbench.trace_analysis.cache_sim import Simulation, simulate
 from kvbench.traces.model import Trace, file_names
-from kvbench.traces.read import read_trace
 
 PAGE_SIZES = (16, 64, 256)
 CONTEXTS = (2048, 8192, 32768)
 WINDOWS_S = (1, 10, 60)
 _LEAST_WINDOWS = 5  # a variance of fewer says nothing
-_TEXT_PAGE = 16  # tokens a page of texts
 
 
 @dataclass(frozen=True)
@@ -274,60 +268,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.1f}"
 
 
-def describe_command(
-    files: tuple[Path, ...],
-    *,
-    name: str,
-    page_size: int | None,
-    tokenizer: str | None,
-    pages: tuple[str, ...],
-    kv_bytes_per_token: int | None,
-    as_json: bool,
-    plot: Path | None,
-) -> int:
-    """Runs ``kvbench trace describe``. Raises UsageError."""
-    try:
-        capacities = parse_pages(pages) if pages else None
-        with Console(stderr=True).status("reading"):
-            trace = read_trace(files, name, page_size)
-            if tokenizer is not None:
-                from kvbench.traces.tokenizer import load_tokenizer, tokenised
-
-                if trace.prompts is None:
-                    raise ValueError(f"--tokenizer {tokenizer!r} has nothing to count: {files[0]} has no texts")
-                trace = tokenised(trace, load_tokenizer(tokenizer), page_size or _TEXT_PAGE)
-            if page_size is not None and trace.page_ids is None:
-                raise ValueError(f"--page-size {page_size} has no meaning: {files[0]} has no page ids")
-            description = describe(files, trace, capacities, kv_bytes_per_token)
-            given = {"--pages": pages, "--kv-bytes-per-token": kv_bytes_per_token}
-            if description.cache is None and (useless := [flag for flag, value in given.items() if value]):
-                raise ValueError(f"{useless[0]} has no meaning: {description.why_no_cache}; leave it out")
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    if plot is not None:
-        from kvbench.trace_analysis.page import page
-
-        plot.write_text(page(description), encoding="utf-8")
-    if as_json:
-        print(json.dumps(_as_dict(description), indent=2))
-    else:
-        _print(Console(), description, plot)
-    return 0
-
-
-def _print(console: Console, description: Description, plot: Path | None) -> None:
-    for line in about(description):
-        print_plain(console, line)
-    print_table(console, make_table(LENGTH_HEADS, length_rows(description)))
-    for line in facts(description):
-        print_plain(console, line)
-    if description.cache is not None:
-        print_table(console, make_table(*cache_table(description.cache), numbers_from=0))
-    if plot is not None:
-        print_plain(console, f"figures: {plot}")
-
-
-def _as_dict(description: Description) -> dict[str, Any]:
+def as_dict(description: Description) -> dict[str, Any]:
     """What ``--json`` prints. Rates are shares, 0 to 1; null where the trace does not tell."""
     trace, cache = description.trace, description.cache
     memory, arrivals, sessions = (

@@ -29,7 +29,7 @@ from kvbench.common.machine import gpus
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.compare.sides import OpenSide, PairedWorkload
 from kvbench.gate.timing.plan import SIDES, Match, Turn
-from kvbench.load.launch import bound_s, store_requests
+from kvbench.load.launch import bound_s
 from kvbench.lockstep import load as loads
 from kvbench.lockstep.process import (
     LOCKSTEP_COMMAND,
@@ -40,6 +40,7 @@ from kvbench.lockstep.process import (
     why_not_stepped,
 )
 from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, take_turns, warm_up
+from kvbench.requests.request import store_requests
 from kvbench.runs.folder import DONE
 from kvbench.sweep.block import Failure
 from kvbench.workload.design import Cell

@@ -36,8 +36,6 @@ from kvbench.gate.compare.pair_runner import FailedAttempt, LaunchedPairs, Metho
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.compare.served_check import ServedCheck
 from kvbench.gate.compare.sides import RUN, PairedWorkload, Side, open_workloads, parse_side
-from kvbench.gate.compare.twin_pairs import NOTE as TWINS_NOTE
-from kvbench.gate.compare.twin_pairs import TwinPairs, why_not_twins
 from kvbench.gate.policy import Policy, load_policy
 from kvbench.gate.timing.noise import FEWEST_PAIRS
 from kvbench.gate.timing.plan import BASE, SIDES, Match, Turn, turns
@@ -58,7 +56,8 @@ from kvbench.workload.design import Block, Cell
 from kvbench.workload.file import Workload, load_workload
 
 COMPARE, CALIBRATE = "compare", "calibrate"
-AUTO, LOCKSTEP, TWINS, LAUNCHED, STORED_RUNS = "auto", "lockstep", "twins", "launched", "stored runs"
+AUTO, LOCKSTEP, LAUNCHED, STORED_RUNS = "auto", "lockstep", "launched", "stored runs"
+TWINS = "twins"  # of older comparisons: they are judged, and not gone on with
 _WITH_RESUME = ("resume", "max_minutes", "output_dir", "force")  # options of an execution, not of its comparison
 # A reading of /metrics takes the engine's thread from its steps. Four a second, as a sweep takes them, delay one gap in
 # twenty on a small machine, which is where p95 lies; what changed over a load is exact however few there are.
@@ -158,6 +157,11 @@ def _run(request: _Request, console: Console, held: ExitStack) -> tuple[CompareF
     if folder is not None and (finished := finished_verdict(folder, request.policy)):
         say(f"{folder.path} is finished: nothing is measured, and this is its verdict")
         return folder, finished
+    if folder is not None and folder.manifest().get("method") == TWINS:
+        raise UsageError(
+            f"{folder.path} was measured with --method twins, which this kvbench does not have: start a new comparison "
+            f"(`kvbench gate {folder.path}` judges the pairs of one that is complete)"
+        )
     builds = held.enter_context(Builds(rebuild=options["rebuild"], build_cmd=options["build_cmd"], say=say))
     try:
         workloads = open_workloads(request.sides, request.workloads, {**options, "port": 0}, builds, held)
@@ -203,10 +207,6 @@ def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str
         return STORED_RUNS, None
     if wanted == LAUNCHED:
         return LAUNCHED, None
-    if wanted == TWINS:
-        if reason := why_not_twins(workloads):
-            raise UsageError(f"--method twins cannot be used: {reason}; leave it out")
-        return TWINS, TWINS_NOTE
     with tempfile.TemporaryDirectory() as scratch:
         reason = why_not_lockstep(workloads, Path(scratch) / "engine.log")
     if reason is None:
@@ -463,8 +463,6 @@ class Comparison:
         self._say(f"{attempt.where} failed{again} ({counted}): {attempt}")
 
     def _method(self, check: Callable[[], None], show: Callable[[str], None]) -> Method:
-        if self.manifest["method"] == TWINS:
-            return TwinPairs(self._runners(check, show), self.manifest["order_seed"])
         if self.manifest["method"] != LOCKSTEP:
             return LaunchedPairs(self._runners(check, show), self.clock)
         workloads = {each.name: each for each in self.workloads}

@@ -23,7 +23,7 @@ _DOTS = {
     "round": "A dot of single requests is one round: one request to either server, both of one launch.",
     "repeat": "A dot is one repeat: the first configuration against the second, under the same requests.",
 }
-CLOCKS = {  # by the method that the pairs were measured by
+CLOCKS = {  # by the method that the pairs were measured by; twins: of older comparisons
     "lockstep": "Times are the engines' own, in turns step by step, without HTTP.",
     "twins": "Times are the servers' own running time over HTTP, in turns: one was frozen while the other ran.",
 }

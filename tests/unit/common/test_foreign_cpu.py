@@ -19,7 +19,6 @@ from kvbench.common import foreign_cpu
 from kvbench.common.foreign_cpu import (
     CpuReading,
     ForeignWatch,
-    MachineWatch,
     ServerProcess,
     contention_reasons,
     machine_report,
@@ -120,24 +119,6 @@ def test_a_burner_is_foreign_unless_it_is_the_server():
         report = machine_report(start[0], end[0], ServerProcess(server.pid))
     assert used > 0.05 and report["server_cpu_cores"] > 0.05
     assert report["foreign_cpu_cores"] >= used / 2  # readings of a busy machine are taken some time apart
-
-
-@linux
-def test_beside_a_second_server_of_ours_all_that_we_launched_is_ours():
-    """Its CPU is foreign to a load that is measured alone, and not to one of two that are measured at once."""
-    with running(IDLE) as (client, _), running(BURN) as (other, _), running(IDLE) as (own, _):
-        server = ServerProcess(own.pid)
-        alone, twin = MachineWatch(server), MachineWatch(server, all_ours=True)
-        before = tree_cpu_s(other.pid)
-        for watch in (alone, twin):
-            watch.on_phase("begin", client.pid)
-        wait_until(lambda: tree_cpu_s(other.pid) - before > 0.5)
-        burnt = tree_cpu_s(other.pid) - before
-        for watch in (twin, alone):
-            watch.on_phase("measured", client.pid)
-    found = {watch: watch.report()["foreign_cpu_cores"] for watch in (alone, twin)}
-    seconds = alone.report()["seconds"]
-    assert (found[alone] - found[twin]) * seconds == pytest.approx(burnt, abs=0.25)
 
 
 @linux

@@ -130,6 +130,19 @@ def test_another_build_needs_force_and_other_cells_are_refused_with_it(compare):
     assert len(compare.begun) == 1
 
 
+def test_an_older_comparison_by_twins_is_judged_and_not_gone_on_with(compare, opens_nothing):
+    _, folder, _ = compare(*SIDES, *WORDS, measure=lambda comparison: end(comparison, 10))
+    for status, resumed in (("complete", 0), ("incomplete", 2)):
+        write_json(
+            folder / "manifest.json", read_json(folder / "manifest.json") | {"method": "twins", "status": status}
+        )
+        opens_nothing()
+        code, _, said = compare("--resume", str(folder))
+        assert code == resumed and ("start a new comparison" in said) == (resumed == 2), said
+        if status == "complete":
+            assert compare(str(folder), subcommand="gate")[0] == 0
+
+
 def test_the_folder_is_locked_while_it_is_measured_and_free_afterwards(compare, opens_nothing):
     def measure(comparison):
         with pytest.raises(UsageError, match="being written"), comparison.folder.locked():

@@ -9,7 +9,8 @@ from scipy.stats import binomtest
 
 from kvbench.common.errors import UsageError
 from kvbench.gate.timing.plan import cell_rows, match_designs, turns
-from kvbench.workload.design import load_point, make_design
+from kvbench.workload.design import make_design
+from kvbench.workload.load_section import load_point
 
 LOADS = (
     load_point("closed", concurrency=4, rate=None, num_requests=8),

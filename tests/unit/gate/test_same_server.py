@@ -8,7 +8,8 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_json
 from kvbench.gate.compare.manifest import record_server, require_same_requests, server_differences
 from kvbench.gate.timing.plan import match_designs
-from kvbench.workload.design import load_point, make_design
+from kvbench.workload.design import make_design
+from kvbench.workload.load_section import load_point
 from tests.support.compare_folders import noisy_pairs, stored_comparison
 
 POINTS = (load_point("closed", concurrency=4, rate=None, num_requests=8),)

@@ -17,7 +17,8 @@ from kvbench.gate.policy import load_policy
 from kvbench.gate.timing.plan import SIDES, match_designs
 from kvbench.gate.verdict.outputs import write_outputs
 from kvbench.targets.builtin import BuiltinTarget
-from kvbench.workload.design import load_point, make_design
+from kvbench.workload.design import make_design
+from kvbench.workload.load_section import load_point
 from tests.support.compare_folders import noisy_pairs, stored_comparison
 from tests.support.loads import FAKE
 from tests.support.verdicts import read

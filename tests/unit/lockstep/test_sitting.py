@@ -132,7 +132,7 @@ def test_a_configuration_that_is_refused_is_named_and_the_others_are_measured(si
 
 
 def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch):
-    monkeypatch.setattr(sitting, "free_memory", lambda: {"this machine": 3 << 30})
+    monkeypatch.setattr(sitting, "free_memory", lambda: 3 << 30)
     made = sit(20, page_size=[8], max_num_batched_tokens=[48])
     made.capacity = {each.config_id: LIMITS | {"kv_budget_bytes": 1 << 30} for each in made.design.configurations}
     by_size = next(each for each in made.design.configurations if "48" in each.config_id)
@@ -143,7 +143,7 @@ def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch)
 
 
 def test_on_a_gpu_each_engine_needs_a_budget_and_the_hosts_memory_is_not_asked(sit, monkeypatch):
-    monkeypatch.setattr(sitting, "free_memory", lambda: {"this machine": 1 << 20})
+    monkeypatch.setattr(sitting, "free_memory", lambda: 1 << 20)
     monkeypatch.setattr(sitting, "runs_on_cpu", lambda device: False)
     with pytest.raises(MeasurementError, match="set kv_budget"):
         sit(20, page_size=[8]).execute()

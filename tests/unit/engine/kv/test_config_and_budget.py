@@ -5,11 +5,12 @@ import re
 import pytest
 
 from engine.build import build_engine
-from engine.config import EngineConfig, format_bytes, parse_bytes
+from engine.config import EngineConfig
 from engine.kv.budget import KVShape, LayerKV, capacity_of, settle_length
 from engine.model.spec import find_model
 from engine.sequence import Request, SamplingParams
 from engine.server.arguments import build_parser, options_of
+from engine.sizes import format_bytes, parse_bytes
 from tests.support.hf_parts import model_folder
 
 SHAPE = KVShape((LayerKV(1, 8, 8),), 4)  # 64 bytes a slot, as fp8 16

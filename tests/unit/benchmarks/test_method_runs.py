@@ -8,13 +8,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.benchmarks import twin_runs
-from tests.benchmarks.twin_runs import TWO_MODES, bimodality, precision, read_pairs
+from tests.benchmarks import method_runs
+from tests.benchmarks.method_runs import TWO_MODES, bimodality, precision, read_pairs
 
 
 def test_equal_minutes_are_compared_whatever_a_pair_takes(tmp_path):
     rng = np.random.default_rng(5)
-    for method, sd, seconds in (("twins", 0.01, 60.0), ("launched", 0.03, 30.0)):
+    for method, sd, seconds in (("lockstep", 0.01, 60.0), ("launched", 0.03, 30.0)):
         for number in (1, 2):
             folder = tmp_path / f"{method}-{number}" / "compare" / "x"
             folder.mkdir(parents=True)
@@ -26,9 +26,9 @@ def test_equal_minutes_are_compared_whatever_a_pair_takes(tmp_path):
             )
     table = precision(read_pairs(tmp_path), 20.0).set_index("method")
     assert table["pairs"].tolist() == [1000, 1000]
-    assert table["sd"].to_dict() == pytest.approx({"launched": 0.03, "twins": 0.01}, rel=0.1)
+    assert table["sd"].to_dict() == pytest.approx({"launched": 0.03, "lockstep": 0.01}, rel=0.1)
     assert (table["sd_low"] < table["sd"]).all() and (table["sd"] < table["sd_high"]).all()
-    expected = {"launched": 0.03 / 40**0.5, "twins": 0.01 / 20**0.5}  # so many pairs fit into 20 minutes
+    expected = {"launched": 0.03 / 40**0.5, "lockstep": 0.01 / 20**0.5}  # so many pairs fit into 20 minutes
     assert table["standard_error"].to_dict() == pytest.approx(expected, rel=0.1)
 
 
@@ -47,14 +47,17 @@ def test_bimodality_is_sarles_coefficient_beside_that_of_normal_samples():
 
 @pytest.mark.parametrize(
     ("methods", "expected"),
-    [([], {"twins": 4.0, "launched": 4.0}), (["--methods", "launched=3,lockstep"], {"launched": 6.0, "lockstep": 2.0})],
+    [
+        ([], {"lockstep": 4.0, "launched": 4.0}),
+        (["--methods", "launched=3,lockstep"], {"launched": 6.0, "lockstep": 2.0}),
+    ],
 )
 def test_each_method_gets_its_share_of_the_minutes(methods, expected, tmp_path, monkeypatch):
     asked = {}
-    monkeypatch.setattr(twin_runs, "measure", lambda out, method, number, m, words: asked.update({method: m}))
-    monkeypatch.setattr(twin_runs, "read_pairs", lambda out: pd.DataFrame())
-    monkeypatch.setattr(twin_runs, "report", lambda pairs, minutes, words: "")
-    argv = ["twin_runs", str(tmp_path), "--minutes", "8", "--rounds", "1", *methods, "--", "page_size=16"]
+    monkeypatch.setattr(method_runs, "measure", lambda out, method, number, m, words: asked.update({method: m}))
+    monkeypatch.setattr(method_runs, "read_pairs", lambda out: pd.DataFrame())
+    monkeypatch.setattr(method_runs, "report", lambda pairs, minutes, words: "")
+    argv = ["method_runs", str(tmp_path), "--minutes", "8", "--rounds", "1", *methods, "--", "page_size=16"]
     monkeypatch.setattr("sys.argv", argv)
-    twin_runs.main()
+    method_runs.main()
     assert asked == expected

@@ -1,7 +1,7 @@
-"""How sharp pairs in turns (--method twins, lockstep) are beside launched pairs, in equal minutes on the same machine.
+"""How sharp pairs in turns (lockstep) are beside launched pairs, in equal minutes on the same machine.
 
-    python -m tests.benchmarks.twin_runs OUT --minutes 40 -- page_size=32 --target vllm --target-python PYTHON \\
-        --target-args=--enforce-eager --workload workloads/ci_timing.yaml -o 'load.num_requests=[48]'
+    python -m tests.benchmarks.method_runs OUT --minutes 40 -- page_size=32 \\
+        --workload workloads/ci_timing.yaml -o 'load.num_requests=[48]'
 
 Measures one side against itself by several methods in turn (``kvbench calibrate``, in rounds, so that all meet the same
 weather), each for its share of the minutes, and writes OUT/pairs.csv (every pair) and OUT/README.md: by method and
@@ -25,7 +25,7 @@ from scipy import stats
 
 from kvbench.common.machine import environment
 
-METHODS = {"twins": 1.0, "launched": 1.0}  # shares of the minutes
+METHODS = {"lockstep": 1.0, "launched": 1.0}  # shares of the minutes
 MOST_PAIRS = 20  # of one round: what `kvbench calibrate` allows
 TWO_MODES = 5 / 9  # the bimodality coefficient of a uniform distribution: above it, two modes are likely
 _LIMIT_S = 7200
@@ -111,7 +111,7 @@ def report(pairs: pd.DataFrame, minutes: float, words: Sequence[str]) -> str:
     lines = [
         "# Pairs in turns beside launched pairs",
         "",
-        f"`python -m tests.benchmarks.twin_runs`: one side against itself, methods in turn; "
+        f"`python -m tests.benchmarks.method_runs`: one side against itself, methods in turn; "
         f"`kvbench calibrate {' '.join(words)}`. Machine: {cpu['model']}, {cpu['cores']} cores.",
         "",
         f"| metric | method | pairs | s a pair | mean | SD of one pair (95 %) | standard error after {minutes:g} min |",
@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=40.0, help="in all")
-    parser.add_argument("--methods", type=_shares, default=METHODS, help="with shares (default: twins=1,launched=1)")
+    parser.add_argument("--methods", type=_shares, default=METHODS, help="with shares (default: lockstep=1,launched=1)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("words", nargs="+", help="side and options of kvbench calibrate, after --")
     options = parser.parse_args()
