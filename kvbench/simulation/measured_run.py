@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
 from engine.sequence import Sequence as EngineSequence
@@ -59,10 +59,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """Of each request in their order as in ``MeasuredRun``; ``series``: after each step, columns as there.
-
-    seconds: GPU and host time by class; notes: what a reader must know
-    """
+    """Of each request as in ``MeasuredRun``; series: after each step; seconds: GPU and host time by class."""
 
     ttft: np.ndarray
     tpot: np.ndarray
@@ -70,7 +67,7 @@ class RunPrediction:
     series: pd.DataFrame
     preemptions: int
     seconds: Mapping[str, float]
-    notes: Sequence[str]
+    notes: list[str]
 
 
 class _Request(BaseModel):
@@ -86,48 +83,30 @@ class _Request(BaseModel):
     arrival_time: float | None = None
 
 
-class _EngineArguments(BaseModel):
-    """Those of vLLM that the built-in engine has too, and over how many GPUs the model was split."""
-
-    max_num_seqs: Any = None
-    max_num_batched_tokens: Any = None
-    max_model_len: Any = None
-    kv_cache_dtype: Any = None
-    tensor_parallel_size: int | None = Field(default=None, exclude=True)
+def _at(*path: str | int) -> Any:
+    """A field that may be missing, at this path of a JSON file."""
+    return Field(default=None, validation_alias=AliasPath(*path))
 
 
-class _KVCache(BaseModel):
-    enable_prefix_caching: bool | None = True  # vLLM's default
-    block_size: int | None = None
-    num_kv_tokens: int | None = None
+class _Arguments(BaseModel):
+    """Arguments of vLLM that the built-in engine has too, from meta.json."""
+
+    max_num_seqs: Any = _at("engine_kwargs", "max_num_seqs")
+    max_num_batched_tokens: Any = _at("engine_kwargs", "max_num_batched_tokens")
+    max_model_len: Any = _at("engine_kwargs", "max_model_len")
+    kv_cache_dtype: Any = _at("engine_kwargs", "kv_cache_dtype")
+    enable_prefix_caching: bool = Field(True, validation_alias=AliasPath("kv_cache", "enable_prefix_caching"))
+    page_size: int | None = _at("kv_cache", "block_size")
 
 
 class _Meta(BaseModel):
-    """meta.json."""
+    """What else meta.json says, and config.json of the hardware (of the first engine in a cluster)."""
 
     model: str | None = None
-    vllm_version: str | None = None
-    engine_kwargs: _EngineArguments | None = None
-    kv_cache: _KVCache | None = None
-
-
-class _Instance(BaseModel):
-    hardware: str | None = None
-
-
-class _Node(BaseModel):
-    instances: list[_Instance] | None = None
-
-
-class _Cluster(BaseModel):
-    """config.json."""
-
-    nodes: list[_Node] | None = None
-
-    @property
-    def hardware(self) -> str | None:
-        """That of the first engine."""
-        return next((instance.hardware for node in self.nodes or () for instance in node.instances or ()), None)
+    version: str | None = _at("vllm_version")
+    slots: int | None = _at("kv_cache", "num_kv_tokens")
+    gpus: int | None = _at("engine_kwargs", "tensor_parallel_size")
+    device: str | None = _at("nodes", 0, "instances", 0, "hardware")
 
 
 File = TypeVar("File", bound=BaseModel)
@@ -143,25 +122,22 @@ def read_measured_run(folder: Path) -> MeasuredRun:
 
 
 def _read_vllm(folder: Path) -> MeasuredRun:
-    rows, meta = list(_lines(folder / "requests.jsonl")), _read_file(folder / "meta.json", _Meta)
-    arguments, cache = meta.engine_kwargs or _EngineArguments(), meta.kv_cache or _KVCache()
-    settings = arguments.model_dump(exclude_none=True) | {"enable_prefix_caching": bool(cache.enable_prefix_caching)}
-    if cache.block_size:
-        settings["page_size"] = cache.block_size
+    rows = list(_lines(folder / "requests.jsonl"))
+    arguments, meta = (_read_file(folder / "meta.json", model) for model in (_Arguments, _Meta))
     scheduled = [row.first_token_ts - row.scheduled_ts for row in rows if row.scheduled_ts is not None]
     arrivals = [row.arrival_time for row in rows if row.arrival_time is not None]
     if len(arrivals) < len(rows):
         arrivals = [row.queued_ts for row in rows]  # the engine's own stamp, which is only made between two steps
     return MeasuredRun(
         **_requests(folder, rows, arrivals),
-        engine=f"vLLM {meta.vllm_version}" if meta.vllm_version else "vLLM",
-        settings=settings,
+        engine=f"vLLM {meta.version}" if meta.version else "vLLM",
+        settings=arguments.model_dump(exclude_none=True),
         prefill=np.array(scheduled) if len(scheduled) == len(rows) else None,
-        slots=cache.num_kv_tokens,
+        slots=meta.slots,
         series=_series(folder / "timeseries.csv"),
-        device=_read_file(folder / "config.json", _Cluster).hardware,
+        device=_read_file(folder / "config.json", _Meta).device,
         model=meta.model,
-        gpus=arguments.tensor_parallel_size,
+        gpus=meta.gpus,
     )
 
 
@@ -212,21 +188,18 @@ def _series(path: Path) -> pd.DataFrame:
 
 
 def _read_own(folder: Path) -> MeasuredRun:
-    path = folder / "requests.parquet"
-    frame = pd.read_parquet(path)
+    frame = pd.read_parquet(path := folder / "requests.parquet")
     needed = ("t0", "prompt_tokens", "output_tokens", "chunk_times")
     if missing := [name for name in needed if name not in frame]:
         raise UsageError(f"{path} has no column {', '.join(missing)}")
     frame = frame[(frame["chunk_times"].map(len) > 0) & (frame["output_tokens"] > 0)].sort_values("t0")
     if frame.empty:
         raise UsageError(f"{path} has no request with tokens")
+    columns = (frame[name].tolist() for name in needed)
     rows = [
-        _Request(
-            input_toks=int(row.prompt_tokens), output_toks=int(row.output_tokens), queued_ts=float(row.t0),
-            first_token_ts=float(row.chunk_times[0]), last_token_ts=float(row.chunk_times[-1]),
-        )
-        for row in frame.itertuples()
-    ]  # fmt: skip
+        _Request(input_toks=prompt, output_toks=output, queued_ts=t0, first_token_ts=times[0], last_token_ts=times[-1])
+        for t0, prompt, output, times in zip(*columns, strict=True)
+    ]
     about = _requests(folder, rows, [row.queued_ts for row in rows])
     return MeasuredRun(**about, engine="a server that `kvbench load` measured", settings={}, from_arrival=True)
 
@@ -234,9 +207,7 @@ def _read_own(folder: Path) -> MeasuredRun:
 class _Observed(Replica):
     """Keeps when the engine saw each request, and its sequence."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.seen: dict[int, tuple[float, EngineSequence]] = {}
+    seen: dict[int, tuple[float, EngineSequence]]
 
     def add(self, request_id: str, spec: RequestSpec, at: float) -> EngineSequence:
         sequence = super().add(request_id, spec, at)
@@ -250,6 +221,7 @@ def predict(run: MeasuredRun, machine: Machine) -> RunPrediction:
     config, capacity = machine.settle({**run.settings, **budget})
     cost = machine.step_timer(config)
     replica = _Observed(config, capacity, machine.vocab_size, cost)
+    replica.seen = {}
     ended: dict[int, Ended] = {}
     series: list[tuple[float, int, float]] = []
 
