@@ -44,7 +44,7 @@ from kvbench.simulation.measured_run import (
     series_errors,
 )
 from kvbench.simulation.predict import predicted_cells, unit_costs_of
-from kvbench.simulation.replica import EngineSettings
+from kvbench.simulation.replica import SettingsByName
 from kvbench.simulation.unit_costs import write_unit_costs
 
 _FIGURES = {"ttft_mean": "mean TTFT", "ttft_p95": "p95 TTFT", "tpot_mean": "mean TPOT", "tpot_p95": "p95 TPOT"}
@@ -89,7 +89,7 @@ class _Runs:
     model: str | None
     gpus: int | None
     ops: Path | None
-    settings: EngineSettings
+    settings: SettingsByName
 
     def read(self, folder: Path) -> tuple[MeasuredRun, Machine]:
         run = read_measured_run(folder)
@@ -172,7 +172,7 @@ def calibrate_command(
     return 0
 
 
-def _settings(words: Sequence[str]) -> EngineSettings:
+def _settings(words: Sequence[str]) -> SettingsByName:
     """The settings of --engine. Raises UsageError."""
     settings = {}
     for word in words:
@@ -218,8 +218,13 @@ def _table(predictions: Sequence[_Prediction]) -> Any:
     return table
 
 
+<<<<<<< HEAD
 def _draw(prediction: _Prediction, path: Path) -> None:
     from kvbench.report.figures.predicted_run import predicted_figure
+=======
+def _draw(row: _Row, path: Path) -> None:
+    from kvbench.report.predictions import predicted_figure
+>>>>>>> main
 
     title = f"{prediction.run.name}: simulated over measured ({prediction.how})"
     figure = predicted_figure(prediction.run.series, prediction.predicted.series, title)

@@ -18,7 +18,7 @@ from kvbench.common.schema import explain
 from kvbench.simulation.cost_model import Calibration, CostModel, Provenance
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.measured_run import MeasuredRun, RunPrediction, predict
-from kvbench.simulation.replica import EngineSettings
+from kvbench.simulation.replica import SettingsByName
 from kvbench.simulation.unit_costs import robust_nnls
 
 FORMAT = 1
@@ -190,7 +190,7 @@ def logged_work(prompt: int, decodes: int, kv_slots: int) -> StepWork:
     return StepWork(((prompt, 0),) if prompt else (), decodes, context, mean, decodes + bool(prompt))
 
 
-def fit_steps(log: LoggedSteps, machine: Machine, settings: EngineSettings, names: Sequence[str]) -> Calibration:
+def fit_steps(log: LoggedSteps, machine: Machine, settings: SettingsByName, names: Sequence[str]) -> Calibration:
     """The calibration, and in its provenance the errors on the last third of the steps, to which nothing is fitted.
 
     names: of LOG_NAMES. A step takes its kernels times ``kernels``, plus ``host_s``, plus in steps with prompts

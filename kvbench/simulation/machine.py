@@ -14,7 +14,7 @@ from kvbench.capacity.weights import experts_of, weights_of
 from kvbench.common.errors import UsageError
 from kvbench.common.text import format_bytes, listing
 from kvbench.simulation.cost_model import TYPICAL, Calibration, GpuShare, Roofline
-from kvbench.simulation.replica import EngineSettings, Replica, StepTimer
+from kvbench.simulation.replica import Replica, SettingsByName, StepTimer
 from kvbench.simulation.tables import MeasuredOperators, Tables
 
 
@@ -95,7 +95,7 @@ class Machine:
     def num_layers(self) -> int:
         return sum(group.count for group in self.model.layers)
 
-    def settle(self, settings: EngineSettings) -> tuple[EngineConfig, KVCapacity]:
+    def settle(self, settings: SettingsByName) -> tuple[EngineConfig, KVCapacity]:
         """The engine settings and their KV capacity; ``kv_budget`` is of all GPUs together.
 
         Raises UsageError for settings that cannot be, and for a model that does not fit, with the numbers.
@@ -177,7 +177,7 @@ class Machine:
             reduce_token_s=reduced_bytes / performance.all_reduce_bytes_per_s,
         )
 
-    def replica(self, settings: EngineSettings, number: int = 0) -> Replica:
+    def replica(self, settings: SettingsByName, number: int = 0) -> Replica:
         """An idle engine. Raises UsageError as ``settle`` does."""
         config, capacity = self.settle(settings)
         return Replica(config, capacity, self.vocab_size, self.step_timer(config), number)

@@ -24,7 +24,7 @@ from kvbench.common.schema import explain
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation.drive import Drive, Ended
 from kvbench.simulation.machine import Machine
-from kvbench.simulation.replica import EngineSettings, Replica
+from kvbench.simulation.replica import Replica, SettingsByName
 
 _TOKEN_IDS = 1 << 13  # of made-up prompts; fewer than any vocabulary has
 _SERIES = ("t", "running", "kv_cache_pct")
@@ -44,7 +44,7 @@ class MeasuredRun:
 
     name: str
     engine: str
-    settings: EngineSettings
+    settings: SettingsByName
     requests: Sequence[RequestSpec]
     ttft: np.ndarray
     tpot: np.ndarray
@@ -248,7 +248,7 @@ def predict(run: MeasuredRun, machine: Machine) -> RunPrediction:
     )
 
 
-def _budget(slots: int, settings: EngineSettings, machine: Machine) -> int:
+def _budget(slots: int, settings: SettingsByName, machine: Machine) -> int:
     """Bytes that hold as many tokens as the measured engine did."""
     config, _ = machine.settle(settings)
     assert config.max_model_len is not None

@@ -30,8 +30,8 @@ from kvbench.runs.model import MeasuredCell, Repeat, Run, number
 from kvbench.runs.predictions import METRICS, Predicted, write_predictions
 from kvbench.runs.resume import stored_workload
 from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, prime
-from kvbench.simulation.replica import EngineSettings, Replica, StepTimer
-from kvbench.simulation.sweep_driver import row_of
+from kvbench.simulation.instrument import row_of
+from kvbench.simulation.replica import Replica, SettingsByName, StepTimer
 from kvbench.simulation.unit_costs import MeasuredSteps, UnitCostModel, UnitCosts, fit_unit_costs, measured
 from kvbench.workload.load_section import LoadConfig
 
@@ -223,12 +223,12 @@ def _loads_of(run: Run) -> tuple[list[_Load], list[str]]:
     return loads, left_out
 
 
-def _engine(cell: MeasuredCell, run: Run) -> EngineSettings:
+def _engine(cell: MeasuredCell, run: Run) -> SettingsByName:
     """The settings that the cell's server said it had; empty where it said none."""
     return ((run.manifest.get("servers") or {}).get(cell.config_id) or {}).get("engine") or {}
 
 
-def _why_not(cell: MeasuredCell, engine: EngineSettings, run: Run, load: LoadConfig) -> str | None:
+def _why_not(cell: MeasuredCell, engine: SettingsByName, run: Run, load: LoadConfig) -> str | None:
     if cell.doubt:
         return f"its measurement is {cell.doubt}"
     if not engine:
@@ -242,7 +242,7 @@ def _why_not(cell: MeasuredCell, engine: EngineSettings, run: Run, load: LoadCon
     return None
 
 
-def _load(cell: MeasuredCell, engine: EngineSettings, repeat: Repeat, run: Run, load: LoadConfig) -> _Load | None:
+def _load(cell: MeasuredCell, engine: SettingsByName, repeat: Repeat, run: Run, load: LoadConfig) -> _Load | None:
     """None where its files are not kept. Raises UsageError for one that cannot be replayed."""
     folder = cell.folder / "loads" / str(repeat.repeat)
     if not (folder / DONE).is_file() or not (folder / "requests.parquet").is_file():

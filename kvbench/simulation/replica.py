@@ -16,7 +16,7 @@ from kvbench.requests.request import RequestSpec
 
 StepTimer = Callable[[StepWork], StepTime]
 """A cost model: the time of a step from its work."""
-EngineSettings = Mapping[str, Any]
+SettingsByName = Mapping[str, Any]
 """Settings of the engine by name, as a workload's ``engine`` section has them."""
 
 
