@@ -218,13 +218,8 @@ def _table(predictions: Sequence[_Prediction]) -> Any:
     return table
 
 
-<<<<<<< HEAD
 def _draw(prediction: _Prediction, path: Path) -> None:
-    from kvbench.report.figures.predicted_run import predicted_figure
-=======
-def _draw(row: _Row, path: Path) -> None:
     from kvbench.report.predictions import predicted_figure
->>>>>>> main
 
     title = f"{prediction.run.name}: simulated over measured ({prediction.how})"
     figure = predicted_figure(prediction.run.series, prediction.predicted.series, title)
