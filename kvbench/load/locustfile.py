@@ -28,12 +28,11 @@ from locust.stats import CSV_STATS_INTERVAL_SEC, RequestStats
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
 from kvbench.load import process
-from kvbench.load.connection import StreamFailure
+from kvbench.load.client import StreamFailure
 from kvbench.load.multi.messages import send_statistics
 from kvbench.load.multi.shards import make_shards
 from kvbench.load.samples import Sample
-from kvbench.load.session import LoadSession
-from kvbench.load.users import ClosedLoopUser, OpenLoopUser
+from kvbench.load.session import ClosedLoopUser, LoadSession, OpenLoopUser
 from kvbench.loadtest.locust_job import LocustJob, add_arguments, job_of
 from kvbench.metrics.sequences import gaps_within, times_per_output_token
 

@@ -16,7 +16,7 @@ from kvbench.common.files import pack, write_json
 from kvbench.loadtest.max_rate.plan import at_rate, mean_rate
 from kvbench.loadtest.max_rate.search import Condition, misses, queue_growth
 from kvbench.metrics.latency import goodput_share
-from kvbench.requests.stream import RequestStream, stream_requests
+from kvbench.requests.build import RequestStream, stream_requests
 from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import machine_of
 from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, Ended, prime
