@@ -21,8 +21,8 @@ from kvbench.common.git import git_state
 from kvbench.common.option_rules import RAY_OPTIONS, check_goes_with
 from kvbench.common.text import plural
 from kvbench.simulation.choose import files_digest, machine_of, profile_of, simulated_workload
+from kvbench.simulation.drive import ROUTERS
 from kvbench.simulation.pool import RayOptions, map_simulations
-from kvbench.simulation.routing import ROUTERS
 from kvbench.simulation.run import (
     SimulationJob,
     job_at_rate,

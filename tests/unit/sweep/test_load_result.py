@@ -256,7 +256,8 @@ def of_lengths(*totals, **notes):
 
 def test_by_what_lengths_were_scaled_is_shown_where_they_were_or_could_have_been():
     found = lengths_of(trace_load(), of_lengths(900, 7979, length_scale=1.0), 32768)
-    assert any("x 1 " in line and "32,768" in line and "7,979" in line for line in lines(kept(result()) | {"lengths": found}))
+    said = lines(kept(result()) | {"lengths": found})
+    assert any("x 1 " in line and "32,768" in line and "7,979" in line for line in said)
     half = lengths_of(trace_load(length_scale=0.5), of_lengths(50, length_scale=0.5), 256)
     assert (half["scale"], half["auto"], half["longest_total_tokens"]) == (0.5, False, 50)
     assert lengths_of(trace_load(), of_lengths(50), 256) is None  # texts, which are not cut
