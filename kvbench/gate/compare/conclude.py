@@ -28,9 +28,9 @@ from kvbench.gate.timing.pairs import PairTable, hypotheses
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, PairedCell
 from kvbench.gate.timing.rules import CELL, OVERALL, MetricRule, TimingRules
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict, worst
-from kvbench.runs.aggregate import flatten
+from kvbench.metrics.definitions import figure
 from kvbench.runs.folder import DONE
-from kvbench.runs.metric_names import value_of, window_of
+from kvbench.runs.metric_names import window_of
 
 _CLOCK_NAMES = {LOCKSTEP: " in engine time", TWINS: " in running time"}  # other pairs are in served time
 ATTEMPTS_ALPHA = 0.004  # of the test on servers that fail, beside the looks' alphas: 8 attempts to none
@@ -42,8 +42,8 @@ def read_values(
     """By side, [pairs, cells, metrics] in the metrics' units; NaN where a load has no such metric."""
     values = {side: np.full((len(pairs), len(cells), len(metrics)), np.nan) for side in SIDES}
     for side, (i, pair), (j, cell) in itertools.product(SIDES, enumerate(pairs), enumerate(cells)):
-        measured = flatten(folder.done(cell, side, pair)["metrics"])
-        values[side][i, j] = [np.nan if (v := value_of(measured, m.name)) is None else v for m in metrics]
+        measured = [folder.done(cell, side, pair).metrics.value(figure(metric.name).path) for metric in metrics]
+        values[side][i, j] = [np.nan if value is None else value for value in measured]
     return values
 
 

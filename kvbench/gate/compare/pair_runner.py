@@ -10,9 +10,7 @@ from kvbench.gate.compare.clock import Clock
 from kvbench.gate.compare.folder import CompareFolder, FailedAttempt
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Turn
 from kvbench.gate.timing.rules import MetricRule
-from kvbench.runs.aggregate import flatten
-from kvbench.runs.metric_names import value_of
-from kvbench.runs.repeats import not_comparable
+from kvbench.metrics.definitions import figure
 from kvbench.sweep.block import BlockRunner, Failure
 
 ATTEMPTS = 3  # of one configuration in one pair
@@ -118,14 +116,14 @@ class PairRunner:
             for cell in cells:
                 if (done := self.folder.done(cell, side, pair)) is not None:
                     loads[side, cell.name] = done
-                    reasons[side] += [f"{cell.on(side)}: {each}" for each in not_comparable(done)]
-                    faults[side] += [f"{cell.on(side)}: {each}" for each in done["server_faults"]]
+                    reasons[side] += [f"{cell.on(side)}: {each}" for each in done.not_comparable]
+                    faults[side] += [f"{cell.on(side)}: {each}" for each in done.server_faults]
         if any(reasons.values()):
             return reasons, faults
         for cell in cells:  # a ratio with a metric that only one side has is none
-            values = {side: flatten(loads[side, cell.name]["metrics"]) for side in SIDES}
             for metric in self.metrics:
-                there = {side: (value_of(values[side], metric.name) or 0.0) > 0.0 for side in SIDES}
+                path = figure(metric.name).path
+                there = {side: (loads[side, cell.name].metrics.value(path) or 0.0) > 0.0 for side in SIDES}
                 for side in SIDES if any(there.values()) else ():
                     reasons[side] += [] if there[side] else [f"{cell.on(side)}: it has no {metric.title}"]
         return reasons, reasons

@@ -50,14 +50,12 @@ from kvbench.gate.compare.sides import RUN, PairedWorkload, Side, open_workloads
 from kvbench.gate.policy import Policy, load_policy
 from kvbench.gate.timing.noise import FEWEST_PAIRS
 from kvbench.gate.timing.plan import BASE, SIDES, Match, Turn, turns
-from kvbench.gate.verdict.github import publish
-from kvbench.gate.verdict.outputs import report_verdict, write_outputs
+from kvbench.gate.verdict.outputs import publish, report_verdict, write_outputs
 from kvbench.gate.verdict.pairs import CLOCKS
 from kvbench.gate.verdict.terminal import print_verdict
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, Finding, Verdict
 from kvbench.lockstep.process import OPEN_LIMIT_S
 from kvbench.runs.folder import RunFolder, create_run
-from kvbench.runs.repeats import not_comparable
 from kvbench.runs.resume import stored_workload
 from kvbench.runs.work import kept, orderly_end
 from kvbench.sweep.block import BlockRunner, Listener
@@ -351,8 +349,8 @@ class Comparison:
         repeat = self.folder.whole_pairs(cells) + 1
         for cell, side in itertools.product(cells, SIDES):
             done = self.folder.done(cell, side, repeat)
-            if done is not None and not done["valid"]:
-                why = "; ".join(not_comparable(done))
+            if done is not None and not done.valid:
+                why = "; ".join(done.not_comparable)
                 text = f"repeat {repeat} of {cell.on(side)} of {side} is invalid ({why}), and ends what can be paired"
                 if repeat == 1:
                     raise MeasurementError(f"{text}: measure that run again")

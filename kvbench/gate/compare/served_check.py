@@ -25,6 +25,7 @@ from typing import ClassVar
 
 from kvbench.common.errors import MeasurementError
 from kvbench.common.records import Record, read_record, write_record
+from kvbench.effects.comparison import contradicts
 from kvbench.gate.compare.folder import CompareFolder, FailedAttempt
 from kvbench.gate.compare.pair_runner import most_attempts
 from kvbench.gate.compare.sides import PairedWorkload
@@ -34,13 +35,13 @@ from kvbench.gate.timing.served import LAUNCHES, SERVED_RULES, ServedJudgement, 
 from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import FAIL, PASS, Finding, worst
 from kvbench.measure.single_request import Latencies, send_single
+from kvbench.metrics.definitions import METRICS
 from kvbench.requests.request import RequestSpec
-from kvbench.runs.ratios import contradicts
 from kvbench.targets.base import reason_of
 
 FILE = "served.json"
 SUITE = "served"
-JUDGED = {"ttft_ms": "TTFT", "e2e_ms": "end-to-end latency"}
+JUDGED = {"ttft_ms": METRICS["ttft"].short, "e2e_ms": METRICS["e2el"].title}
 ROUNDS = 60  # of one launch
 SECONDS = 10.0  # that one launch's rounds may take; with slow requests there are fewer, but ``_FEWEST``
 _FEWEST = 20  # 2^-20 is far below any alpha, and the bounds are ranks 5 and 16
