@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from kvbench.gate.compare.folder import LOCKSTEP, TWINS, CompareFolder, CompareM
 from kvbench.gate.compare.served_check import served_findings, served_notes
 from kvbench.gate.policy import Policy
 from kvbench.gate.timing.explain import ByCell, moved_between, where_it_went
-from kvbench.gate.timing.judge import Judgement, findings_of, judge, sentence
+from kvbench.gate.timing.judge import Judgement, judge, sentence
 from kvbench.gate.timing.pairs import PairTable, hypotheses
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, PairedCell
 from kvbench.gate.timing.rules import CELL, OVERALL, MetricRule, TimingRules
@@ -47,13 +47,11 @@ def read_values(
     return values
 
 
-def read_table(folder: CompareFolder, cells: Sequence[PairedCell], rules: TimingRules, pairs: int) -> PairTable:
-    """The first ``pairs`` pairs as a table. Raises ValueError where they cannot be compared."""
-    return _table(read_values(folder, cells, rules.metrics, range(1, pairs + 1)), cells, rules)
-
-
-def _table(values: Mapping[str, np.ndarray], cells: Sequence[PairedCell], rules: TimingRules) -> PairTable:
-    names = [cell.name for cell in cells]
+def read_table(
+    folder: CompareFolder, cells: Sequence[PairedCell], rules: TimingRules, pairs: Sequence[int]
+) -> PairTable:
+    """Reads pairs as a table. Raises ValueError where they cannot be compared."""
+    values, names = read_values(folder, cells, rules.metrics, pairs), [cell.name for cell in cells]
     classes = [rules.class_of(name) for name in names]
     return PairTable.from_values(values[BASE], values[CANDIDATE], names, classes, rules.metrics)
 
@@ -130,13 +128,12 @@ def conclude(folder: CompareFolder, manifest: CompareManifest, policy: Policy, *
         text = next((f.sentence for f in extra if f.outcome == outcome), nothing)
         notes += _end_notes(folder, manifest, rules.looks[0].pairs, goes_on=by_the_clock)
         return replace(common, outcome=outcome, sentence=text, findings=extra, notes=tuple(notes))
-    values = read_values(folder, cells, rules.metrics, range(1, measured + 1))
     try:
-        judgement = look_at(_table(values, cells, rules), rules, manifest.early_looks)
+        judgement = look_at(read_table(folder, cells, rules, range(1, measured + 1)), rules, manifest.early_looks)
     except ValueError as error:
         raise UsageError(f"{folder.path}: {error}") from None
     look = {"pairs": judgement.pairs, "look": judgement.look.pairs, "alpha": judgement.look.alpha}
-    tested = findings_of(judgement, *(values[side][: judgement.pairs] for side in SIDES))
+    tested = judgement.findings
     served = served_findings(folder, tested) if pairs is None else ()  # a look is at pairs alone
     extra, notes = (*extra, *served), [*notes, *served_notes(served)]
     moved = ()
@@ -235,7 +232,7 @@ def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Ver
 def pair_line(folder: CompareFolder, cells: Sequence[PairedCell], rules: TimingRules, pair: int) -> str:
     """One pair's change of each metric, for the progress of a run."""
     try:
-        table = _table(read_values(folder, cells, rules.metrics, [pair]), cells, rules)
+        table = read_table(folder, cells, rules, [pair])
     except ValueError as error:
         return str(error)
     tested, level = hypotheses(table), CELL if len(cells) == 1 else OVERALL

@@ -37,7 +37,7 @@ def store_noise(folder: CompareFolder, rules: TimingRules, request: CompareReque
     if pairs < FEWEST_PAIRS:
         say(f"no noise is stored: {rest}")
         return EXIT_INVALID
-    noise = noise_of(read_table(folder, cells, rules, pairs), rules)
+    noise = noise_of(read_table(folder, cells, rules, range(1, pairs + 1)), rules)
     name = request.runner_class or runner_class(environment())
     facts = {"runner_class": name, "side": manifest.base.name, "workloads": tuple(manifest.workloads)}
     facts |= {"started": manifest.started, "ended": manifest.ended, "method": manifest.method}

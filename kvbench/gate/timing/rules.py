@@ -52,8 +52,10 @@ class MetricRule:
         """A relative change for the worse (0.03: 3 % longer, 3 % less) as a distance in log(candidate / base)."""
         return -math.log1p(-relative) if self.higher_is_better else math.log1p(relative)
 
-    def relative_of(self, harm: float) -> float:
-        """The relative change for the worse of a distance in log(candidate / base); negative: for the better."""
+    def relative_of(self, harm: float) -> float | None:
+        """The relative change for the worse of a distance in log(candidate / base); None of an infinite one."""
+        if not math.isfinite(harm):
+            return None
         return -math.expm1(-harm) if self.higher_is_better else math.expm1(harm)
 
 
