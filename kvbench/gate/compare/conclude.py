@@ -1,4 +1,4 @@
-"""From the folder of a comparison to its verdict; a stored folder can be judged again, also by another policy."""
+"""The verdict on the folder of a comparison; a stored one can be judged again, also by another policy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ATTEMPTS_ALPHA = 0.004  # of the test on servers that fail, beside the looks' al
 def read_values(
     folder: CompareFolder, cells: Sequence[PairedCell], metrics: Sequence[MetricRule], pairs: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """By side, [pairs, cells, metrics] in the metrics' units; NaN where a load has no such metric."""
+    """Reads the values of both sides [pairs, cells, metrics] in the metrics' units; NaN where a load has none."""
     values = {side: np.full((len(pairs), len(cells), len(metrics)), np.nan) for side in SIDES}
     for side, (i, pair), (j, cell) in itertools.product(SIDES, enumerate(pairs), enumerate(cells)):
         measured = [folder.done(cell, side, pair).metrics.value(figure(metric.name).path) for metric in metrics]
@@ -169,7 +169,7 @@ def _no_whole_pair(stopped: str) -> Finding:
 
 
 def _end_notes(folder: CompareFolder, manifest: CompareManifest, pairs: int, *, goes_on: bool) -> list[str]:
-    """How a comparison that ended early goes on, with the minutes that ``pairs`` more take, or else why it ended."""
+    """Notes how a comparison that ended early goes on, with the minutes that ``pairs`` more take, or why it ended."""
     if not manifest.stopped:
         return []
     if not goes_on:
@@ -181,8 +181,10 @@ def _end_notes(folder: CompareFolder, manifest: CompareManifest, pairs: int, *, 
 
 
 def _with_full_titles(rules: TimingRules, manifest: CompareManifest) -> TimingRules:
-    """The rules with metrics whose titles say which clock their times are of (no reader may take them for served), and
-    that a throughput is of the whole run."""
+    """Adds the clock of their times to the titles of the metrics, and that a throughput is of the whole run.
+
+    No reader may take them for served ones.
+    """
 
     def title(metric: MetricRule) -> str:
         window = window_of(metric.name)

@@ -1,4 +1,4 @@
-"""The folder of a comparison: a run folder of each side and workload, the pairs as their repeats, and the manifest.
+"""The folder of a comparison and its manifest: a run folder of each side and workload, the pairs as repeats.
 
 results/compare/<UTC time>-<git short sha>/
   manifest.json                                 what is compared, how, on what; kind "compare"
@@ -39,7 +39,7 @@ _WAY_OUT = "use the kvbench that measured it, or measure again"
 
 
 class SideFacts(Record):
-    """What a side is: as it was given, then of a git ref its commit and build, of a stored run what its manifest says.
+    """A side as it was given; of a git ref also its commit and build, of a stored run what its manifest says.
 
     ``environment``: a digest of the installed versions; ``target``: as in a run's manifest.
     """
@@ -58,7 +58,7 @@ class SideFacts(Record):
 
 
 class ServerFacts(Record):
-    """What a server says of itself, as far as both sides must agree in it; the rest is stored too."""
+    """A server's words on itself, as far as both sides must agree in them; the rest is stored too."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -89,7 +89,7 @@ class FailedAttempt:
 
     @property
     def where(self) -> str:
-        """``pair 3 of mixed/paged``"""
+        """The place in words: ``pair 3 of mixed/paged``."""
         return f"pair {self.pair} of {self.turn}" if self.pair else self.turn
 
     @property
@@ -201,7 +201,7 @@ class CompareManifest(Record):
 
 
 def is_comparison(path: Path) -> bool:
-    """Whether the folder is of a comparison."""
+    """Tests whether the folder is of a comparison."""
     manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
     return isinstance(manifest, dict) and manifest.get("kind") == KIND
 
@@ -251,12 +251,12 @@ class CompareFolder:
         return read_record(LoadResult, self.load(cell, side, pair) / DONE, _WAY_OUT) if is_done else None
 
     def is_whole(self, cells: Sequence[PairedCell], pair: int) -> bool:
-        """Whether all loads of the pair are finished and valid, on both sides."""
+        """Tests whether all loads of the pair are finished and valid, on both sides."""
         loads = (self.done(cell, side, pair) for cell in cells for side in SIDES)
         return all(done is not None and done.valid for done in loads)
 
     def whole_pairs(self, cells: Sequence[PairedCell]) -> int:
-        """How many pairs are whole, from the first on."""
+        """Counts the pairs that are whole, from the first on."""
         return next(n for n in itertools.count() if not cells or not self.is_whole(cells, n + 1))
 
     def set_aside(self, match: Match, pair: int) -> None:

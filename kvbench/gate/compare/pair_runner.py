@@ -18,7 +18,7 @@ ATTEMPTS_TO_BLAME = 8  # where the candidate's server alone fails each time: 2^-
 
 
 def most_attempts(failed: Sequence[FailedAttempt]) -> int:
-    """How many attempts there may be, these among them."""
+    """Returns how many attempts there may be, these among them."""
     blamed = all(each.blamed == CANDIDATE for each in failed)
     return max(len(failed), ATTEMPTS_TO_BLAME if blamed else ATTEMPTS)
 
@@ -55,7 +55,9 @@ class LaunchedPairs:
 
 @dataclass(frozen=True)
 class PairRunner:
-    """``method``: how a pair is measured. ``metrics``: those that a load must have if the other side's load has them.
+    """Measures pairs, each until it is whole or given up.
+
+    ``method``: how a pair is measured. ``metrics``: those that a load must have if the other side's load has them.
 
     ``on_measured`` gets the side that was first in a good attempt; ``on_failed`` a failed attempt and how many attempts
     there may be. ``resume``: as in ``FailedAttempt``. ``clock``: allows each attempt, by how long earlier ones took.
@@ -105,7 +107,7 @@ class PairRunner:
     def _judge(
         self, turn: Turn, pair: int, failures: Mapping[str, Sequence[Failure]]
     ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """By side, why the attempt failed, and which of these reasons are the server's fault."""
+        """Returns by side why the attempt failed, and which of these reasons are the server's fault."""
         reasons: dict[str, list[str]] = {side: [] for side in SIDES}
         faults: dict[str, list[str]] = {side: [] for side in SIDES}
         cells, loads = turn.match.paired_cells, {}

@@ -1,4 +1,4 @@
-"""``kvbench compare`` and ``kvbench calibrate``: pair after pair, a look after some of them, an end in time."""
+"""The commands ``compare`` and ``calibrate``: pair after pair, a look after some of them, an end in time."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is compared, and how. ``folder``: of the comparison that is resumed, None for a new one."""
+    """A comparison that is to be measured. ``folder``: of one that is resumed, None for a new one."""
 
     subcommand: str
     request: CompareRequest
@@ -86,7 +86,7 @@ class _Plan:
 
 
 def compare_command(request: CompareRequest) -> int:
-    """``kvbench compare``. Raises UsageError and MeasurementError."""
+    """Runs ``kvbench compare``. Raises UsageError and MeasurementError."""
     with ExitStack() as held:
         plan = _make_plan(request, COMPARE, held)
         folder, verdict = _run(plan, Console(), held)
@@ -98,7 +98,7 @@ def compare_command(request: CompareRequest) -> int:
 
 
 def calibrate_pairs_command(request: CompareRequest) -> int:
-    """``kvbench calibrate``. Raises UsageError and MeasurementError."""
+    """Runs ``kvbench calibrate``. Raises UsageError and MeasurementError."""
     console = Console()
     with ExitStack() as held:
         plan = _make_plan(request, CALIBRATE, held)
@@ -201,7 +201,7 @@ def _begin(plan: _Plan, workloads: Sequence[PairedWorkload]) -> CompareFolder:
 
 
 def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str, str | None]:
-    """How pairs are measured, and a note on it: on its clock, or why it is not the sharpest way. Raises UsageError."""
+    """Chooses how pairs are measured, with a note on its clock, or on why it is not the sharpest way. UsageError."""
     if any(opened.stored for each in workloads for opened in each.sides.values()):
         if wanted != AUTO:
             raise UsageError(f"--method {wanted} goes with what is measured, and stored runs are already: leave it out")
@@ -287,7 +287,7 @@ class Comparison:
 
     @property
     def stop_early(self) -> bool:
-        """Whether a look may end it. Pairs that calibrate a runner are all measured, whatever they show."""
+        """Tests whether a look may end it. Pairs that calibrate a runner are all measured, whatever they show."""
         return self.manifest.subcommand == COMPARE
 
     @property
@@ -431,13 +431,13 @@ class Comparison:
         return None
 
     def _pair_s(self) -> float:
-        """How long a pair takes: as attempts did, else as pairs before --resume, else as its launches; 0: unknown."""
+        """Guesses what a pair takes: as attempts, else as pairs before --resume, else as its launches; 0: unknown."""
         keys = [match.key for match in self.matches]
         attempts = sum(map(self.clock.attempt_s, keys))
         return attempts if self.clock.took.keys() >= set(keys) else longest(self.manifest.seconds) or attempts
 
     def _say_pair(self, pair: int, looks: Sequence[int]) -> None:
-        """What ``pair`` measured, and how long it is until something can be decided."""
+        """Says what ``pair`` measured, and how long it is until something can be decided."""
         seconds, up_to = self.manifest.seconds, "up to " if self.stop_early else ""
         ahead = next((look for look in looks if look >= pair), self.pairs) if self.stop_early else self.pairs
         left = clock((ahead - pair) * sum(seconds) / len(seconds))
@@ -515,7 +515,7 @@ class Comparison:
         self._record(match, side, facts, alone=block.alone)
 
     def _on_engine(self, workload: PairedWorkload, side: str, match: Match, info: Mapping[str, Any]) -> None:
-        """As ``_on_server``, for an engine without a server."""
+        """Does what ``_on_server`` does, for an engine without a server."""
         model = info.get("model") or {}
         served = {name: model.get(name) for name in ("name", "vocab_size", "max_model_len")}
         self._record(match, side, {**info, "served_model": served}, alone=False)

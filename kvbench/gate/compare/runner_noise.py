@@ -59,7 +59,7 @@ def store_noise(folder: CompareFolder, rules: TimingRules, request: CompareReque
 
 
 def noise_notes(request: CompareRequest, workloads: Collection[str], method: str, rules: TimingRules) -> list[str]:
-    """What the stored noise of this class of machines says of the limits of ``rules`` for these workloads.
+    """Notes what the stored noise of this class of machines says of the limits of ``rules``.
 
     Measured with other workloads, or by another method, it says nothing. Raises UsageError for a file that holds no
     noise.

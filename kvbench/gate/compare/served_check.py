@@ -181,7 +181,7 @@ def _requests(rng: random.Random, vocabulary: int, count: int) -> list[RequestSp
 
 
 def read_served(folder: CompareFolder) -> Mapping[str, tuple[Launch, ...]]:
-    """By configuration and launch, the rounds of served.json; empty without one. Raises UsageError."""
+    """Reads the rounds of served.json by configuration and launch; empty without one. Raises UsageError."""
     path = folder.path / FILE
     return read_record(ServedRounds, path, "use the kvbench that measured it").checks if path.is_file() else {}
 
@@ -189,8 +189,10 @@ def read_served(folder: CompareFolder) -> Mapping[str, tuple[Launch, ...]]:
 def served_findings(
     folder: CompareFolder, engine: Sequence[Finding], rules: ServedRules = SERVED_RULES
 ) -> tuple[Finding, ...]:
-    """What the served check found, none where there was none. ``engine``: the same comparison's findings in engine
-    time, which tell how much of a difference lies outside of the engine."""
+    """Judges the rounds of the served check, if there was one.
+
+    ``engine``: the comparison's findings in engine time, which tell how much of a difference lies outside of it.
+    """
     checks = {key: launches for key, launches in read_served(folder).items() if launches}
     return tuple(
         _finding(key, name, judged, engine)
@@ -200,7 +202,7 @@ def served_findings(
 
 
 def served_notes(findings: Sequence[Finding]) -> list[str]:
-    """Where base and candidate, which are medians, visibly contradict the change, which is the median of the rounds."""
+    """Notes where base and candidate, medians, visibly contradict the change, which is the median of the rounds."""
     return [
         f"{each.title}: the change {each.figures['difference_ms']:+.3g} ms is the median of the rounds' differences, "
         f"and the medians shown differ by {each.candidate - each.base:+.3g} ms"
@@ -210,7 +212,7 @@ def served_notes(findings: Sequence[Finding]) -> list[str]:
 
 
 def _judge(launches: Sequence[Launch], workloads: int, rules: ServedRules) -> dict[str, ServedJudgement]:
-    """By latency. All tests of the comparison share one alpha."""
+    """Judges each latency; all tests of the comparison share one alpha."""
     return {
         name: judge_served(
             *([[getattr(each, side)[name] for each in rounds] for rounds in launches] for side in SIDES),
@@ -264,7 +266,7 @@ def _finding(key: str, name: str, judged: ServedJudgement, engine: Sequence[Find
 
 
 def _where(judged: ServedJudgement, engine: Sequence[Finding]) -> str:
-    """Whether the difference lies outside of the engine: what engine time changed explains less than half of it."""
+    """Says whether the difference lies outside of the engine: engine time explains less than half of it."""
     compared = [f for f in engine if f.change is not None and f.higher_is_better is not None]
     compared = [f for f in compared if f.suite == OVERALL] or compared  # known better than those of single cells
     if not compared:

@@ -99,7 +99,7 @@ def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
 
 
 def _critical_t(harm: np.ndarray, pairs: int, alpha: float) -> float:
-    """From the flips of the first ``pairs``; if there are fewer, extrapolated by the effective number of tests."""
+    """Takes it from the flips of the first ``pairs``; of fewer it is extrapolated by the effective number of tests."""
     known = min(len(harm), pairs)
     first = harm[:known] - harm[:known].mean(axis=0)
     if known == pairs:
@@ -147,7 +147,7 @@ def _noise(tested: Hypotheses, columns: Sequence[int], t_criticals: Mapping[int,
 
 
 def warnings_of(noise: RunnerNoise, rules: TimingRules) -> tuple[str, ...]:
-    """Where ``rules`` ask for more than this runner shows at their last look, and what is wrong with its pairs."""
+    """Says where ``rules`` ask for more than this runner shows at their last look, and what is wrong with its pairs."""
     last = rules.looks[-1].pairs
     found = []
     if noise.pairs < ENOUGH_PAIRS:

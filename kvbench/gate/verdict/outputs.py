@@ -74,7 +74,7 @@ class Benchmark:
     higher_is_better: bool
 
     def to_json(self) -> dict[str, str | float]:
-        """As customBiggerIsBetter and customSmallerIsBetter read it; a range is drawn only as ``± number``."""
+        """The entry as the action's custom tools read it; a range is drawn only as ``± number``."""
         entry = {"name": wording.line(self.name), "unit": wording.line(self.unit), "value": self.value}
         drawn = {"range": f"± {self.spread:.6g}"} if self.spread and wording.is_number(self.spread) else {}
         return {**entry, **drawn, "extra": wording.clean(self.extra)}
