@@ -27,7 +27,7 @@ from kvbench.common.errors import MeasurementError
 from kvbench.common.records import Record, read_record, write_record
 from kvbench.effects.comparison import contradicts
 from kvbench.gate.compare.folder import CompareFolder, FailedAttempt
-from kvbench.gate.compare.pair_runner import most_attempts
+from kvbench.gate.compare.pair_runner import OnFailed, Reasons, measure_again
 from kvbench.gate.compare.sides import PairedWorkload
 from kvbench.gate.timing.plan import SIDES, Match
 from kvbench.gate.timing.rules import OVERALL
@@ -79,7 +79,7 @@ class ServedCheck:
     order_seed: int
     check: Callable[[], None]
     show: Callable[[str], None]
-    on_failed: Callable[[FailedAttempt, int], None]
+    on_failed: OnFailed
     resume: int = 0
     rules: ServedRules = SERVED_RULES
     rounds: int = ROUNDS
@@ -106,27 +106,24 @@ class ServedCheck:
         return worst([each.outcome for each in judged.values()]) == PASS
 
     def _measure(self, workload: PairedWorkload, match: Match, launch: int) -> Launch | FailedAttempt:
-        """The rounds of one launch of both servers; attempts in which one fails are repeated, the other side first."""
+        """Measures the rounds of one launch of both servers; attempts in which one fails are repeated."""
         rng = random.Random(f"kvbench-served/{self.order_seed}/{match.key}/{launch}")
-        sides = rng.sample(SIDES, 2)
-        failed: list[FailedAttempt] = []
-        while True:
-            rounds, reasons = self._attempt(workload, match, sides, rng, f"{launch + 1}-{len(failed) + 1}")
-            if not any(reasons.values()):
-                return rounds
-            turn = f"the served check of {match.key}"
-            failed.append(FailedAttempt(0, len(failed) + 1, turn, sides[0], reasons, reasons, self.resume))
-            most = most_attempts(failed)
-            self.on_failed(failed[-1], most)
-            if len(failed) == most:
-                return failed[-1]
-            sides = sides[::-1]
+        rounds: list[Round] = []
+
+        def attempt(sides: Sequence[str], number: int) -> tuple[Reasons, Reasons]:
+            nonlocal rounds
+            rounds, reasons = self._attempt(workload, match, sides, rng, f"{launch + 1}-{number}")
+            return reasons, reasons
+
+        turn = f"the served check of {match.key}"
+        ended = measure_again(attempt, rng.sample(SIDES, 2), 0, turn, self.on_failed, self.resume)
+        return ended if isinstance(ended, FailedAttempt) else rounds
 
     def _attempt(
         self, workload: PairedWorkload, match: Match, sides: Sequence[str], rng: random.Random, name: str
-    ) -> tuple[Launch, dict[str, list[str]]]:
-        """The rounds of both servers, and by side why they failed. ``sides``: the one that is launched first first."""
-        reasons: dict[str, list[str]] = {side: [] for side in SIDES}
+    ) -> tuple[list[Round], Reasons]:
+        """Measures the rounds of both servers; by side why they failed. ``sides``: the first one is launched first."""
+        reasons: Reasons = {side: [] for side in SIDES}
         targets = {side: workload.sides[side].choice.new_target() for side in sides}
         limits = {side: workload.sides[side].choice.workload.load.timeout_s for side in sides}
         rounds: list[Round] = []
