@@ -55,9 +55,7 @@ OnEngine = Callable[[PairedWorkload, str, Match, Mapping[str, Any]], None]
 
 def lockstep_command(side: OpenSide) -> tuple[tuple[str, ...], Mapping[str, str | None]] | None:
     """The command and environment of a side's engine process; None where the engine is not the built-in one."""
-    if side.stored or side.choice.runs_already or side.choice.manifest.get("backend") != "kvbench":
-        return None
-    if side.choice.manifest.get("serve_cmd"):
+    if not side.has_own_engine:
         return None
     if side.build is None:
         return LOCKSTEP_COMMAND, {}
