@@ -23,8 +23,8 @@ from kvbench.common.text import plural
 from kvbench.loadtest.max_rate.search import Condition, parse_conditions
 from kvbench.loadtest.options import LoadOptions, check_named_load, choose_load, workload_source
 from kvbench.simulation.choose import files_digest, machine_of, profile_of, simulated_workload
+from kvbench.simulation.drive import ROUTERS
 from kvbench.simulation.pool import RayOptions, map_simulations
-from kvbench.simulation.routing import ROUTERS
 from kvbench.simulation.run import (
     SimulationJob,
     job_at_rate,
