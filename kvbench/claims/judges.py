@@ -18,7 +18,7 @@ from kvbench.claims.measure import Measured
 from kvbench.common.stats import welch_interval
 from kvbench.common.text import listing, plural
 from kvbench.lockstep.intervals import Effect, effect_of_values
-from kvbench.report.changes import amount
+from kvbench.report.comparisons import amount
 from kvbench.runs.engine_time import LEVEL_WITHIN
 
 HELD, DID_NOT_HOLD, DEPENDS, UNDECIDED = "held", "did not hold", "depends", "undecided"

@@ -18,7 +18,7 @@ from kvbench.cli.main import cli, main
 from kvbench.common.errors import UsageError
 from kvbench.common.stats import welch_interval
 from kvbench.report.changes import BEHIND, OPEN, THROUGHPUT
-from kvbench.report.compared_cells import MOST_SIDES, Group, differences, groups_of, obstacles, one_group, ratios
+from kvbench.report.side_by_side import MOST_SIDES, Group, differences, groups_of, obstacles, one_group, ratios
 from kvbench.report.side_by_side import drawings, engine_time, markdown, page
 from kvbench.runs.model import MeasuredCell, Run
 from tests.support.report_cells import cell, in_engine_time, refused, run, wrong

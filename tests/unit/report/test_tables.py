@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvbench.report.client_quality import quality_sentences, quality_table
-from kvbench.report.compared_cells import Side, ratios
+from kvbench.report.side_by_side import Side, ratios
 from kvbench.report.comparisons import compare, leaders
 from kvbench.report.document import Section, chapters
 from kvbench.report.figures.distributions import EVERY, distributions
