@@ -10,7 +10,7 @@ from dataclasses import asdict
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import DEFAULT_CPU_BUDGET, EngineConfig, format_bytes
+from engine.config import DEFAULT_CPU_BUDGET, EngineConfig
 from engine.engine import Engine
 from engine.execution.executor import TorchExecutor, available_cpus
 from engine.execution.graphs import GraphSizes, cuda_capture
@@ -25,6 +25,7 @@ from engine.model.kv_outliers import balance_keys
 from engine.model.loader import LoadedModel, load_model, wants_fusion
 from engine.model.support_check import find_host_waits
 from engine.sequence import Request, SamplingParams
+from engine.sizes import format_bytes
 from kernels.cpu_memory import keep_freed_memory
 
 Tell = Callable[[str], None]

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from engine.sizes import parse_bytes
 
 LAYOUTS = ("paged", "contiguous")
 RESERVATIONS = ("max", "pow2", "oracle")
@@ -28,25 +29,6 @@ GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/usr/lib/wsl/lib/libcuda.so
 # computes each: there a step of thousands would hold up every stream for seconds.
 CPU_BATCH, GPU_BATCH = (64, 512), (256, 8192)
 DEFAULT_CPU_BUDGET = 256 * 2**20  # bytes of KV on a CPU when ``kv_budget`` is None
-_UNITS = {
-    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
-
-
-def parse_bytes(value: int | str) -> int:
-    """Bytes from ``134217728``, ``"128MiB"``, ``"1.5 GiB"`` or ``"500MB"``; ValueError for a fraction of a byte."""
-    if isinstance(value, bool | float):
-        raise ValueError(f"a size in bytes cannot be {value!r}: give an integer or a text such as '128MiB'")
-    if isinstance(value, int):
-        return value
-    match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-    if not match or match[2].lower() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size: give bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB")
-    unit = _UNITS[match[2].lower()]
-    if unit == 1 and "." in match[1]:
-        raise ValueError(f"the size {value!r} is a fraction of a byte: give a unit, such as '{match[1]}GiB'")
-    return int(float(match[1]) * unit)
 
 
 def runs_on_cpu(device: str) -> bool:
@@ -57,16 +39,6 @@ def runs_on_cpu(device: str) -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") or not any(map(os.path.exists, GPU_DRIVERS)):
         return True
     return importlib.metadata.version("torch").endswith("+cpu")
-
-
-def format_bytes(count: int) -> str:
-    """``134217728`` -> ``128 MiB``; three significant digits."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.4g} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")
 
 
 @dataclass(frozen=True)

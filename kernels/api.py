@@ -28,6 +28,20 @@ class AttentionOptions:
     sinks: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class PrefillBatch:
+    """The chunks of prompts that one step computes, the same for all layers.
+
+    ``page_starts [B, max_pages]`` int64: the first slot of each page. ``query_starts [B + 1]``: sequence b's queries
+    are its LAST ``query_starts[b+1] - query_starts[b]`` tokens. ``seq_lens [B]`` counts cached and new tokens.
+    """
+
+    page_starts: torch.Tensor
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    page_size: int
+
+
 class AttentionBackend(Protocol):
     """Stateless from outside; one object serves all layers, and one thread at a time calls it.
 
@@ -95,10 +109,7 @@ class AttentionBackend(Protocol):
         q: torch.Tensor,
         k_cache: KVCache,
         v_cache: KVCache,
-        page_starts: torch.Tensor,
-        query_starts: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_size: int,
+        batch: PrefillBatch,
         options: AttentionOptions,
         *,
         out: torch.Tensor | None = None,
@@ -107,11 +118,9 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Causal attention of packed queries ``q [T, H, D]`` -> ``[T, H, Dv]``.
 
-        Sequence b's queries are its LAST ``query_starts[b+1] - query_starts[b]`` tokens; ``seq_lens``
-        counts cached and new tokens, whose KV is already written. ``new_kv``: the packed new K and V
-        of the same T tokens, so that a sequence without earlier context needs no gather (not used with a
-        quantised cache).
-        ``plan`` comes from this backend's ``plan_prefill``.
+        The KV of the new tokens is already written. ``new_kv``: their packed K and V, so that a sequence without
+        earlier context needs no gather (not used with a quantised cache). ``plan`` comes from this backend's
+        ``plan_prefill``.
         """
         ...
 
@@ -122,19 +131,10 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def plan_prefill(
-        self,
-        page_starts: torch.Tensor,
-        query_starts: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_size: int,
-        *,
-        max_queries: int,
-        max_tokens: int,
-    ) -> Any:
+    def plan_prefill(self, batch: PrefillBatch, *, max_queries: int, max_tokens: int) -> Any:
         """What prefill can know before the first layer, once per step (pass it as ``plan=``).
 
-        ``max_queries``: no sequence has more new tokens; ``max_tokens``: no ``seq_lens`` is larger.
+        ``max_queries``: no sequence has more new tokens; ``max_tokens``: none of ``batch.seq_lens`` is larger.
         """
         ...
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.api import AttentionOptions, KVCache, KVPair, check_heads, dense_rows
+from kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, check_heads, dense_rows
 from kernels.kv_formats import find_format
 from kernels.numba_codes import KIND_OF, UNIT
 from kernels.numba_cpu import NUM_ARGS, build_worker, run_decode, work_layout
@@ -189,10 +189,7 @@ class NumbaBackend(TorchBackend):
         q: torch.Tensor,
         k_cache: KVCache,
         v_cache: KVCache,
-        page_starts: torch.Tensor,
-        query_starts: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_size: int,
+        batch: PrefillBatch,
         options: AttentionOptions,
         *,
         out: torch.Tensor | None = None,
@@ -200,18 +197,9 @@ class NumbaBackend(TorchBackend):
         plan: PrefillPlan | None = None,
     ) -> torch.Tensor:
         if plan is None:
-            plan = PrefillPlan(page_starts, query_starts, seq_lens, page_size)
+            plan = PrefillPlan(batch)
         return self._scratch.prefill.attend(q, k_cache, v_cache, plan, options, out=out, new_kv=new_kv)
 
-    def plan_prefill(
-        self,
-        page_starts: torch.Tensor,
-        query_starts: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_size: int,
-        *,
-        max_queries: int,
-        max_tokens: int,
-    ) -> PrefillPlan:
+    def plan_prefill(self, batch: PrefillBatch, *, max_queries: int, max_tokens: int) -> PrefillPlan:
         """Slots and masks of every sequence, made once and used by all layers."""
-        return PrefillPlan(page_starts, query_starts, seq_lens, page_size)
+        return PrefillPlan(batch)

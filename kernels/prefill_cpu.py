@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.api import AttentionOptions, KVCache, KVPair, dense_rows
+from kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, dense_rows
 from kernels.numba_amx import DEPTH, has_amx
 from kernels.numba_prefill import (
     C_KEYS,
@@ -54,12 +54,10 @@ class Chunks:
 class PrefillPlan:
     """Where a step's sequences lie, per sliding window, found when first asked for and used by all layers."""
 
-    def __init__(
-        self, page_starts: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int
-    ) -> None:
-        self._page_starts, self._page_size = page_starts, page_size
-        self._query_starts: list[int] = query_starts.tolist()
-        self._seq_lens: list[int] = seq_lens.tolist()
+    def __init__(self, batch: PrefillBatch) -> None:
+        self._page_starts, self._page_size = batch.page_starts, batch.page_size
+        self._query_starts: list[int] = batch.query_starts.tolist()
+        self._seq_lens: list[int] = batch.seq_lens.tolist()
         self._chunks: dict[int | None, Chunks] = {}
 
     def chunks(self, window: int | None) -> Chunks:

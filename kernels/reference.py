@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels.api import AttentionOptions, KVCache, KVPair, check_heads
+from kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, check_heads
 from kernels.kv_formats import find_format
 from kernels.quantized import QuantizedKV
 
@@ -123,20 +123,15 @@ class TorchBackend:
         out: torch.Tensor | None = None,
         plan: Any | None = None,
     ) -> torch.Tensor:
-        query_starts = torch.arange(q.shape[0] + 1)
-        return self.prefill_attention(
-            q, k_cache, v_cache, page_starts, query_starts, seq_lens, page_size, options, out=out
-        )
+        batch = PrefillBatch(page_starts, torch.arange(q.shape[0] + 1), seq_lens, page_size)
+        return self.prefill_attention(q, k_cache, v_cache, batch, options, out=out)
 
     def prefill_attention(
         self,
         q: torch.Tensor,
         k_cache: KVCache,
         v_cache: KVCache,
-        page_starts: torch.Tensor,
-        query_starts: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_size: int,
+        batch: PrefillBatch,
         options: AttentionOptions,
         *,
         out: torch.Tensor | None = None,
@@ -146,7 +141,7 @@ class TorchBackend:
         if out is None:
             out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
         window = options.sliding_window
-        starts, lens = query_starts.tolist(), seq_lens.tolist()
+        starts, lens = batch.query_starts.tolist(), batch.seq_lens.tolist()
         for b, seq_len in enumerate(lens):
             lo, hi = starts[b], starts[b + 1]
             if lo == hi:
@@ -156,7 +151,7 @@ class TorchBackend:
                 continue
             oldest = seq_len - (hi - lo)  # first query's token
             first = 0 if window is None else max(0, oldest + 1 - window)
-            slots = token_slots(page_starts[b], first, seq_len, page_size)
+            slots = token_slots(batch.page_starts[b], first, seq_len, batch.page_size)
             mask = visible_mask(hi - lo, seq_len - first, seq_len, window, q.device)
             out[lo:hi] = attend_explicit(q[lo:hi], load_rows(k_cache, slots), load_rows(v_cache, slots), mask, options)
         return out
@@ -167,15 +162,6 @@ class TorchBackend:
         """Nothing to prepare."""
         return
 
-    def plan_prefill(
-        self,
-        page_starts: torch.Tensor,
-        query_starts: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_size: int,
-        *,
-        max_queries: int,
-        max_tokens: int,
-    ) -> None:
+    def plan_prefill(self, batch: PrefillBatch, *, max_queries: int, max_tokens: int) -> None:
         """Nothing to prepare."""
         return

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from triton import knobs
 
-from kernels.api import AttentionOptions, KVCache, KVPair, check_heads, dense_rows
+from kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, check_heads, dense_rows
 from kernels.kv_formats import find_format
 from kernels.reference import TorchBackend
 from kernels.triton_launch import Attention, Chip, Splits, launch_write
@@ -128,10 +128,7 @@ class TritonBackend(TorchBackend):
         q: torch.Tensor,
         k_cache: KVCache,
         v_cache: KVCache,
-        page_starts: torch.Tensor,
-        query_starts: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_size: int,
+        batch: PrefillBatch,
         options: AttentionOptions,
         *,
         out: torch.Tensor | None = None,
@@ -143,9 +140,9 @@ class TritonBackend(TorchBackend):
         if q.shape[0] == 0:
             return out
         if plan is None:  # all new tokens could be of one sequence
-            plan = PrefillPlan(q.shape[0], page_starts.shape[1] * page_size)
-        attention = self._attention(q, k_cache, v_cache, page_starts, page_size, options, out)
-        attention.prefill(query_starts, seq_lens, plan.max_queries, plan.max_tokens, self._splits)
+            plan = PrefillPlan(q.shape[0], batch.page_starts.shape[1] * batch.page_size)
+        attention = self._attention(q, k_cache, v_cache, batch.page_starts, batch.page_size, options, out)
+        attention.prefill(batch.query_starts, batch.seq_lens, plan.max_queries, plan.max_tokens, self._splits)
         return out
 
     def _attention(self, q, k_cache, v_cache, page_starts, page_size, options, out) -> Attention:
@@ -158,15 +155,6 @@ class TritonBackend(TorchBackend):
         """Nothing is launched yet: the first layer of each window has its work listed."""
         return DecodePlan(seq_lens, max_tokens)
 
-    def plan_prefill(
-        self,
-        page_starts: torch.Tensor,
-        query_starts: torch.Tensor,
-        seq_lens: torch.Tensor,
-        page_size: int,
-        *,
-        max_queries: int,
-        max_tokens: int,
-    ) -> PrefillPlan:
+    def plan_prefill(self, batch: PrefillBatch, *, max_queries: int, max_tokens: int) -> PrefillPlan:
         """The bounds themselves: the number of programs follows from them."""
         return PrefillPlan(max_queries, max_tokens)

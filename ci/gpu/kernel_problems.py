@@ -5,13 +5,13 @@ KV caches are hostile (kernels.tune.problems), outputs poisoned beforehand.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kernels import get_backend
-from kernels.api import AttentionBackend, AttentionOptions, KVCache
+from kernels.api import AttentionBackend, AttentionOptions, KVCache, PrefillBatch
 from kernels.quantized import QuantizedKV, raw_tensors
 from kernels.tune.problems import HostileKV, as_float64, distance, hostile_kv, wide
 
@@ -112,15 +112,16 @@ def check_prefill(case: Case, drawn: Drawn, backend: Any, device: str, reference
     lens = torch.tensor(drawn.lengths, device=device)
     starts = torch.tensor([0, *torch.tensor(drawn.new).cumsum(0).tolist()], device=device)
     out = torch.full((total, heads, case.v_dim), float("nan"), dtype=case.dtype, device=device)
-    args = (drawn.page_starts, starts, lens, drawn.page_size)
-    plan = backend.plan_prefill(*args, max_queries=max(drawn.new), max_tokens=max(drawn.lengths))
+    batch = PrefillBatch(drawn.page_starts, starts, lens, drawn.page_size)
+    plan = backend.plan_prefill(batch, max_queries=max(drawn.new), max_tokens=max(drawn.lengths))
     new_kv = None
     if case.kv == "auto":
         slots = torch.cat([s[len(s) - n :] for s, n in zip(drawn.slots, drawn.new, strict=True)])
         new_kv = (drawn.k[slots], drawn.v[slots])
-    backend.prefill_attention(q, drawn.k, drawn.v, *args, drawn.options, out=out, new_kv=new_kv, plan=plan)
+    backend.prefill_attention(q, drawn.k, drawn.v, batch, drawn.options, out=out, new_kv=new_kv, plan=plan)
+    batch = replace(batch, page_starts=same.page_starts)
     expected = get_backend("torch").prefill_attention(
-        q.double(), as_float64(same.k), as_float64(same.v), same.page_starts, *args[1:], wide(drawn.options)
+        q.double(), as_float64(same.k), as_float64(same.v), batch, wide(drawn.options)
     )
     return distance(out, expected)
 

@@ -23,7 +23,7 @@ from ci.gpu.timing import READING, WRITING, Timing, measure
 from engine.kv.manager import Move, MoveKind
 from engine.kv.mover import KVMover
 from kernels import get_backend
-from kernels.api import AttentionOptions
+from kernels.api import AttentionOptions, PrefillBatch
 from kernels.kv_formats import KV_FORMATS
 from kernels.quantized import raw_tensors
 from tests.benchmarks import bench_bars
@@ -138,12 +138,12 @@ class KernelTimes:
         q = torch.randn(total, heads.query, heads.dim, dtype=self.dtype, device=self.device)
         new_kv = tuple(torch.randn(total, heads.kv, heads.dim, dtype=self.dtype, device=self.device) for _ in "kv")
         starts = torch.arange(0, total + 1, case.new, device=self.device)
-        args = (t.page_starts, starts, t.seq_lens, t.page_size)
-        plan = self.backend.plan_prefill(*args, max_queries=case.new, max_tokens=length)
+        batch = PrefillBatch(t.page_starts, starts, t.seq_lens, t.page_size)
+        plan = self.backend.plan_prefill(batch, max_queries=case.new, max_tokens=length)
         options, out = AttentionOptions(heads.dim**-0.5), torch.empty_like(q)
         given = new_kv if case.kv == "auto" else None
         timing = self.timed(
-            lambda: self.backend.prefill_attention(q, t.k, t.v, *args, options, out=out, new_kv=given, plan=plan)
+            lambda: self.backend.prefill_attention(q, t.k, t.v, batch, options, out=out, new_kv=given, plan=plan)
         )
         flop = 4 * case.pairs * heads.query * heads.dim
         theirs = self._torch_prefill(case, q)

@@ -21,9 +21,10 @@ from engine.bench.compare import Bar, Comparison, Turn, compare, parse_bars
 from engine.bench.sides import HF_SIDES, OURS, measure, save_model
 from engine.bench.turns import run_apart
 from engine.bench.vllm_peer import VLLM_SIDES, VllmPeer, speed_settings, vllm_version
-from engine.config import EngineConfig, parse_bytes
+from engine.config import EngineConfig
 from engine.execution.executor import available_cpus
 from engine.model.spec import find_model
+from engine.sizes import parse_bytes
 
 SIDES = (OURS, *HF_SIDES, *VLLM_SIDES)
 VLLM_SKIPPED = (

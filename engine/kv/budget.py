@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.config import EngineConfig, format_bytes
+from engine.config import EngineConfig
+from engine.sizes import format_bytes
 from kernels.kv_formats import find_format
 
 PAGE_TABLE_ENTRY_BYTES = 8  # one int64 slot number

@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine.kv.budget import KVShape, LayerKV
-from kernels.api import AttentionBackend, AttentionOptions, KVCache, KVPair
+from kernels.api import AttentionBackend, AttentionOptions, KVCache, KVPair, PrefillBatch
 from kernels.cpu_memory import cache_zeros
 from kernels.kv_formats import find_format
 from kernels.quantized import QuantizedKV, count_saturated, raw_tensors
@@ -99,6 +99,7 @@ class AttentionHost:
         self.v_caches = [v for _, v in sides]
         self._step: StepTensors | None = None
         self._decode_plan: Any = None
+        self._prefills: PrefillBatch | None = None
         self._prefill_plan: Any = None
 
     def raw_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -119,13 +120,11 @@ class AttentionHost:
                 step.decode_page_starts, step.decode_seq_lens, self.page_size, max_tokens=step.max_decode_tokens
             )
         if step.prefill_seq_lens.numel():
+            self._prefills = PrefillBatch(
+                step.prefill_page_starts, step.query_starts, step.prefill_seq_lens, self.page_size
+            )
             self._prefill_plan = self.backend.plan_prefill(
-                step.prefill_page_starts,
-                step.query_starts,
-                step.prefill_seq_lens,
-                self.page_size,
-                max_queries=step.max_queries,
-                max_tokens=step.max_prefill_tokens,
+                self._prefills, max_queries=step.max_queries, max_tokens=step.max_prefill_tokens
             )
 
     def __call__(
@@ -155,10 +154,7 @@ class AttentionHost:
                 q[first:],
                 k_cache,
                 v_cache,
-                step.prefill_page_starts,
-                step.query_starts,
-                step.prefill_seq_lens,
-                self.page_size,
+                self._prefills,
                 options,
                 out=out[first:],
                 new_kv=None if new_kv is None else (new_kv[0][first:], new_kv[1][first:]),

@@ -14,12 +14,13 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as hf_logging
 
-from engine.config import EngineConfig, format_bytes
+from engine.config import EngineConfig
 from engine.kv.budget import KVShape, LayerKV
 from engine.model.attention import FUSION, PACKED
 from engine.model.compiler import check_compiler, first_sentence
 from engine.model.spec import DTYPE_BYTES, NEEDS_CODE, ModelInfo, ModelSpec, find_model, uses_random_weights
 from engine.model.support_check import check_family, check_logits, measure_kv
+from engine.sizes import format_bytes
 from kernels import default_backend, get_backend
 from kernels.api import AttentionBackend
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kernels.api import AttentionOptions
+from kernels.api import AttentionOptions, PrefillBatch
 from kernels.launch import Tiles
 from kernels.reference import TorchBackend
 from kernels.triton_launch import Attention, Chip, Splits
@@ -85,10 +85,11 @@ class Problem:
     def expected(self) -> torch.Tensor:
         """``[queries, heads, Dv]`` float64."""
         kv, backend = self._kv, TorchBackend()
-        caches = self._q.double(), as_float64(kv.k), as_float64(kv.v), kv.page_starts
+        tensors = self._q.double(), as_float64(kv.k), as_float64(kv.v)
         if self.case.kernel == "decode":
-            return backend.decode_attention(*caches, self._lens, kv.page_size, self._options)
-        return backend.prefill_attention(*caches, self._starts, self._lens, kv.page_size, self._options)
+            return backend.decode_attention(*tensors, kv.page_starts, self._lens, kv.page_size, self._options)
+        batch = PrefillBatch(kv.page_starts, self._starts, self._lens, kv.page_size)
+        return backend.prefill_attention(*tensors, batch, self._options)
 
 
 class Checker:

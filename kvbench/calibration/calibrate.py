@@ -33,6 +33,7 @@ from kvbench.common.foreign_cpu import MAX_STEAL_SHARE, MachineWatch, ServerProc
 from kvbench.common.machine import machine, usable_cores, versions
 from kvbench.load import launch
 from kvbench.load.completion import SENT_TOGETHER_S
+from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, lag_limit_ms, percentile_ms
 from kvbench.requests.request import RequestSpec, write_requests
 
@@ -296,17 +297,17 @@ def _measure(settings: CalibrationSettings) -> tuple[Figures, dict[str, Any]]:
         mock = MockProcess(folder, flags)
         with mock as url:
             watch = MachineWatch(ServerProcess(mock.pid))
-            spec = {
-                "base_url": url,
-                "model": "mock",
-                "mode": "closed",
-                "concurrency": settings.streams,
-                "requests_file": str(folder / "requests.jsonl"),
-                "out_dir": str(folder / "out"),
-                "timeout_s": settings.seconds + _TIMEOUT_S,
-                "processes": settings.processes,
+            spec = LoadSpec(
+                base_url=url,
+                model="mock",
+                mode="closed",
+                concurrency=settings.streams,
+                requests_file=str(folder / "requests.jsonl"),
+                out_dir=str(folder / "out"),
+                timeout_s=settings.seconds + _TIMEOUT_S,
+                processes=settings.processes,
                 **trust,
-            }
+            )
             launch.drive(
                 spec,
                 total=count,

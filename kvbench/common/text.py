@@ -1,11 +1,13 @@
-"""Numbers and lists as text: one way to write each quantity."""
+"""Numbers and lists as text: one way to write each quantity. Sizes in bytes are the engine's (engine/sizes.py)."""
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from engine.sizes import format_bytes as format_bytes
+from engine.sizes import parse_bytes as parse_bytes
 
 _MESSAGE_CHARACTERS = 120  # of a server's message
 
@@ -187,24 +189,3 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers_
     """Lines of a Markdown table; columns from ``numbers_from`` on are right-aligned. Entries are escaped already."""
     rule = ["---:" if i >= numbers_from else "---" for i in range(len(heads))]
     return [f"| {' | '.join(row)} |" for row in (heads, rule, *rows)]
-
-
-_UNITS = {
-    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
-
-
-def parse_bytes(value: int | str) -> int:
-    """Bytes from ``134217728``, ``"128MiB"``, ``"1.5 GiB"`` or ``"500MB"``. Raises ValueError."""
-    if isinstance(value, bool | float):
-        raise ValueError(f"a size in bytes cannot be {value!r}: give an integer or a text such as '128MiB'")
-    if isinstance(value, int):
-        return value
-    match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-    if not match or match[2].lower() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size: give bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB")
-    unit = _UNITS[match[2].lower()]
-    if unit == 1 and "." in match[1]:
-        raise ValueError(f"the size {value!r} is a fraction of a byte: give a unit, such as '{match[1]}GiB'")
-    return int(float(match[1]) * unit)

@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BeforeValidator,
     Field,
-    TypeAdapter,
     ValidationError,
     create_model,
     field_validator,
@@ -30,6 +29,7 @@ from pydantic import (
 )
 
 from kvbench.common.errors import UsageError
+from kvbench.common.records import Record
 from kvbench.common.schema import StrictModel, explain
 from kvbench.common.text import parse_bytes
 from kvbench.gate.timing.rules import DEFAULT_RULES, LEVELS, MOST_PAIRS, Look, MetricRule, TimingRules
@@ -84,6 +84,14 @@ def matches(name: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(name if "/" in glob else last, glob) for glob in globs)
 
 
+class StoredPolicy(Record):
+    """The timing rules that a comparison began with, and the file that they came from."""
+
+    file: str | None
+    digest: str
+    rules: TimingRules
+
+
 @dataclass(frozen=True)
 class Policy:
     """``source``: the file, None for kvbench's own rules."""
@@ -102,15 +110,13 @@ class Policy:
         """Which policy judged, for a verdict."""
         return {"policy": str(self.source or "kvbench's own rules"), "policy_digest": self.digest}
 
-    def to_json(self) -> dict[str, Any]:
+    def stored(self) -> StoredPolicy:
         """For the manifest of a comparison, without the limits."""
-        rules = dataclasses.asdict(self.timing)
-        return {"file": str(self.source) if self.source else None, "digest": self.digest, "rules": rules}
+        return StoredPolicy(file=str(self.source) if self.source else None, digest=self.digest, rules=self.timing)
 
     @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> Policy:
-        timing = TypeAdapter(TimingRules).validate_python(stored["rules"])
-        return cls(timing, source=Path(stored["file"]) if stored["file"] else None)
+    def of(cls, stored: StoredPolicy) -> Policy:
+        return cls(stored.rules, source=Path(stored.file) if stored.file else None)
 
 
 def load_policy(path: Path | str | None) -> Policy:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from kvbench.common.schema import StrictModel
-from kvbench.common.secrets import api_key
 from kvbench.load.endpoints import ENDPOINTS, Endpoint
-from kvbench.load.http import Address, call_bytes
 from kvbench.requests.request import ANSWERS, RequestSpec
 from kvbench.workload.request_form import EndpointName, check_extra_body
-
-if TYPE_CHECKING:
-    from kvbench.load.spec import LoadSpec
 
 _FINISHED = ("length", "stop", "eos", "eos_token", "stop_sequence", "tool_calls", "function_call")
 
@@ -93,34 +87,6 @@ class Dialect(StrictModel):
 
 
 OPENAI = Dialect()
-
-
-def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> bytes:
-    """The whole request, head and body, in the dialect of the load's server.
-
-    ValueError for a prompt that the server cannot be sent, or a key that is not where the spec says.
-    """
-    dialect, known = spec.dialect, request.canary is not None  # what a greedy answer of that length is
-    if request.prompt is None and not dialect.token_id_prompts:
-        raise ValueError(
-            f"request {request.index} is a prompt of token ids, which this server does not take; give it text: prompts "
-            "of kind text with send_text: true."
-        )
-    temperature = 0.0 if known else spec.temperature
-    body = dialect.streamed_body(spec.model, request, temperature, spec.ignore_eos or known)
-    if spec.send_priority and request.priority:  # 0 is what a server takes where nothing is said
-        body["priority"] = request.priority
-    payload = json.dumps(body, separators=(",", ":")).encode()
-    key = api_key(spec.api_key_env) if spec.api_key_env else None
-    head = [
-        "Accept: text/event-stream",
-        "x-kvbench-stamp: 1",  # the built-in server then says when it sent each chunk; others ignore it
-        *(["x-kvbench-kv-facts: 1"] if known else []),  # and where the answer's KV was
-        *([] if dialect.keep_alive else ["Connection: close"]),
-        *([f"Authorization: Bearer {key}"] if key else []),
-        *dialect.api.header_lines(key),
-    ]
-    return call_bytes(address, "POST", dialect.api.path, head, payload)
 
 
 def _answers(request: RequestSpec) -> dict[str, Any]:

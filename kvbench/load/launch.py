@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import queue
 import signal
@@ -17,14 +16,10 @@ from typing import Any
 
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
-from kvbench.common.files import write_json
 from kvbench.common.text import plural
-from kvbench.load.spec import ARRIVE_S
-from kvbench.requests.build import build_requests
-from kvbench.requests.canaries import CanarySet
-from kvbench.requests.request import conversations, notes_path, write_requests
-from kvbench.workload.design import LoadPoint
-from kvbench.workload.load_section import LoadConfig
+from kvbench.load.spec import ARRIVE_S, LoadSpec
+from kvbench.requests.request import conversations
+from kvbench.workload.load_section import LoadConfig, LoadPoint
 from kvbench.workload.settings import effective
 
 _PREFIX = "kvbench load: "  # before what the client says of an end that it foresaw
@@ -36,43 +31,9 @@ _EXIT_LIMIT_S = 10.0
 _SILENCE_S = {"start": 400.0, "begin": 30.0, "measured": 120.0}
 _SILENCE_PER_REQUEST_S = 0.05  # to read and write them
 
-_FROM_WORKLOAD = (
-    "max_concurrency", "timeout_s", "connect_timeout_s", "first_byte_timeout_s", "idle_timeout_s", "ignore_eos",
-    "temperature", "processes",
-)  # fmt: skip
-
 Progress = Callable[[int, int, int, float], None]  # done, total, failed, elapsed seconds
 Phase = Callable[[str, int], None]  # "begin", DRAIN or "measured", the client's pid
 DRAIN = "drain"  # the last request is sent, and answers are still to come
-
-
-def make_requests(
-    load: LoadConfig,
-    point: LoadPoint,
-    *,
-    vocab_size: int,
-    max_model_len: int,
-    seed: int,
-    repeat: int,
-    canaries: CanarySet | None = None,
-) -> list[Any]:
-    """The requests of one load, ``canaries`` among them; the same for every configuration. ValueError (a sentence)."""
-    at = {"concurrency": point.concurrency} if point.mode == "closed" else {"rate": point.request_rate}
-    return build_requests(
-        load, vocab_size=vocab_size, max_model_len=max_model_len, seed=seed, repeat=repeat, canaries=canaries, **at
-    )
-
-
-def store_requests(requests: list[Any], folder: Path, name: str) -> tuple[Path, str]:
-    """Writes the requests to a file whose name holds their hash; its path and sha256."""
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f".{name}.jsonl"
-    write_requests(scratch, requests)
-    digest = hashlib.sha256(scratch.read_bytes()).hexdigest()
-    path = folder / f"{name}-{digest[:8]}.jsonl"
-    notes_path(scratch).replace(notes_path(path))
-    scratch.replace(path)
-    return path, digest
 
 
 def bound_s(load: LoadConfig, point: LoadPoint, requests: list[Any]) -> float:
@@ -81,30 +42,6 @@ def bound_s(load: LoadConfig, point: LoadPoint, requests: list[Any]) -> float:
     chains = [len(turns) * load.timeout_s + sum(r.think_s for r in turns) for turns in conversations(requests)]
     at_once = point.concurrency or load.max_concurrency or len(chains) or 1
     return last_arrival + -(-len(chains) // at_once) * max(chains, default=0.0) + _MARGIN_S
-
-
-def load_spec(
-    load: LoadConfig,
-    point: LoadPoint,
-    *,
-    base_url: str,
-    model: str,
-    requests_file: Path,
-    out_dir: Path,
-    send_priority: bool,
-) -> dict[str, Any]:
-    """The content of SPEC.json for the client process. ``send_priority``: see ``takes_priority``."""
-    return {
-        "base_url": base_url,
-        "model": model,
-        "mode": point.mode,
-        "concurrency": point.concurrency,
-        "request_rate": point.request_rate,
-        "requests_file": str(requests_file),
-        "out_dir": str(out_dir),
-        "send_priority": send_priority,
-        **{name: getattr(load, name) for name in _FROM_WORKLOAD},
-    }
 
 
 def takes_priority(settings: Mapping[str, Any], info: Mapping[str, Any] | None) -> bool:
@@ -120,7 +57,7 @@ def takes_priority(settings: Mapping[str, Any], info: Mapping[str, Any] | None) 
 
 
 def drive(
-    spec: Mapping[str, Any],
+    spec: LoadSpec,
     *,
     total: int,
     limit_s: float,
@@ -138,9 +75,9 @@ def drive(
     Raises:
         MeasurementError: the client could not drive the load or did not end within ``limit_s``.
     """
-    out = Path(spec["out_dir"])
+    out = Path(spec.out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "spec.json", spec)
+    spec.write(out / "spec.json")
     log, answered = out / "client.log", _Answered(total)
     with log.open("wb") as errors:
         process = processes.launch(

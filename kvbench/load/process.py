@@ -18,7 +18,7 @@ from locust.runners import STATE_STOPPED, Runner
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK
 from kvbench.load.connection import StreamFailure
 from kvbench.load.loop_lag import LagProbe
-from kvbench.load.samples import Clocked
+from kvbench.load.outcome import Clocked
 from kvbench.load.session import LoadSession
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
 

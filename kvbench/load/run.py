@@ -20,7 +20,7 @@ from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, storage_sentence
 from kvbench.load import process
 from kvbench.load.connection import StreamFailure
 from kvbench.load.multi.shards import useful_workers
-from kvbench.load.samples import Outcome, client_figures, write_outcome
+from kvbench.load.outcome import Outcome, client_figures, write_outcome
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec, parse, read_spec, requests_of
 from kvbench.requests.request import RequestList

@@ -14,12 +14,11 @@ from gevent.queue import Queue
 from kvbench.load.client import RawStream, StreamingClient
 from kvbench.load.completion import Completion, judge
 from kvbench.load.connection import StreamFailure, Timeouts
-from kvbench.load.dialect import http_request
 from kvbench.load.http import Address, tls_context
 from kvbench.load.loop_lag import PreciseSleep
 from kvbench.load.samples import Sample, with_history
 from kvbench.load.server_health import ServerHealth
-from kvbench.load.spec import LoadSpec
+from kvbench.load.spec import LoadSpec, http_request
 from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.requests.request import RequestSpec, conversations
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from kvbench.common.files import write_json
 from kvbench.common.ports import LOCUST_PORT
 from kvbench.common.schema import StrictModel, explain
-from kvbench.common.secrets import with_key
+from kvbench.common.secrets import api_key, with_key
 from kvbench.load.dialect import Dialect
-from kvbench.requests.request import RequestList, read_requests
+from kvbench.load.http import Address, call_bytes
+from kvbench.requests.request import RequestList, RequestSpec, read_requests
+
+if TYPE_CHECKING:  # the load process starts without the workload file's models
+    from kvbench.workload.load_section import LoadConfig, LoadPoint
 
 ARRIVE_S = 300.0  # how long a master waits for workers on other machines
 
@@ -49,6 +54,16 @@ class LoadSpec(StrictModel):
     dialect: Dialect = Dialect()
     processes: int = Field(default=1, ge=1)
 
+    @classmethod
+    def of(cls, load: LoadConfig, point: LoadPoint, **fields: Any) -> LoadSpec:
+        """The spec that sends ``load`` at ``point``; ``fields``: those that neither of them has."""
+        shared = load.model_dump(include=set(cls.model_fields)) | vars(point)
+        return cls.model_validate({name: shared[name] for name in cls.model_fields if name in shared} | fields)
+
+    def write(self, path: Path) -> None:
+        """Writes SPEC.json for ``read_spec``."""
+        write_json(path, self.model_dump(exclude_unset=True))
+
     @model_validator(mode="after")
     def _closed_needs_users(self) -> LoadSpec:
         if self.mode == "closed" and self.concurrency is None:
@@ -75,6 +90,34 @@ def read_spec(path: str | Path) -> LoadSpec:
         return spec.model_copy(update={"model": with_key(spec.model, spec.api_key_env)}) if spec.api_key_env else spec
     except ValidationError as error:
         raise ValueError(" ".join(explain(error, "spec"))) from error
+
+
+def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> bytes:
+    """The whole request, head and body, in the dialect of the load's server.
+
+    ValueError for a prompt that the server cannot be sent, or a key that is not where the spec says.
+    """
+    dialect, known = spec.dialect, request.canary is not None  # what a greedy answer of that length is
+    if request.prompt is None and not dialect.token_id_prompts:
+        raise ValueError(
+            f"request {request.index} is a prompt of token ids, which this server does not take; give it text: prompts "
+            "of kind text with send_text: true."
+        )
+    temperature = 0.0 if known else spec.temperature
+    body = dialect.streamed_body(spec.model, request, temperature, spec.ignore_eos or known)
+    if spec.send_priority and request.priority:  # 0 is what a server takes where nothing is said
+        body["priority"] = request.priority
+    payload = json.dumps(body, separators=(",", ":")).encode()
+    key = api_key(spec.api_key_env) if spec.api_key_env else None
+    head = [
+        "Accept: text/event-stream",
+        "x-kvbench-stamp: 1",  # the built-in server then says when it sent each chunk; others ignore it
+        *(["x-kvbench-kv-facts: 1"] if known else []),  # and where the answer's KV was
+        *([] if dialect.keep_alive else ["Connection: close"]),
+        *([f"Authorization: Bearer {key}"] if key else []),
+        *dialect.api.header_lines(key),
+    ]
+    return call_bytes(address, "POST", dialect.api.path, head, payload)
 
 
 def requests_of(spec: LoadSpec) -> RequestList:

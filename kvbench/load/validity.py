@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from kvbench.load.dialect import Dialect
+from kvbench.load.samples import Sample
 from kvbench.metrics.sequences import gaps_within
-
-if TYPE_CHECKING:
-    from kvbench.load.dialect import Dialect
-    from kvbench.load.samples import Sample
 
 MAX_SLIP_MS = 5.0
 MAX_CPU_FRACTION = 0.70

@@ -73,13 +73,12 @@ class LocustJob:
         for note in target.notes:
             print(f"kvbench: {note}", file=sys.stderr)
         point = self.point
-        fields = launch.load_spec(
-            load, point, base_url=target.base_url, model=target.model.name, requests_file=Path(), out_dir=Path(),
-            send_priority=launch.takes_priority({"target": host}, info),
-        ) | target.client_fields()  # fmt: skip
-        if point.mode == "closed":
-            fields["concurrency"] = users
-        return LoadSpec.model_validate(fields), RequestList(requests, getattr(requests, "notes", None))
+        fields = target.client_fields() | ({"concurrency": users} if point.mode == "closed" else {})
+        spec = LoadSpec.of(
+            load, point, base_url=target.base_url, model=target.model.name, requests_file="", out_dir="",
+            send_priority=launch.takes_priority({"target": host}, info), **fields,
+        )  # fmt: skip
+        return spec, RequestList(requests, getattr(requests, "notes", None))
 
 
 def job_of(options: Any) -> LocustJob:

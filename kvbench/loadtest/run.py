@@ -26,7 +26,6 @@ from kvbench.common.errors import (
     UsageError,
 )
 from kvbench.common.files import check_output_dir, read_json, write_json
-from kvbench.load import launch
 from kvbench.loadtest.folder import METRICS, LoadFolder, describe, open_folder
 from kvbench.loadtest.max_rate.plan import SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.loadtest.max_rate.run import RateSearch
@@ -45,10 +44,12 @@ from kvbench.measure.load import DRAIN, PREPARE, LoadSetup, UnstoredError, measu
 from kvbench.measure.server_state import with_server_defaults
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
+from kvbench.requests.request import store_requests
 from kvbench.runs.work import FolderWork, begun, kept, work_in
 from kvbench.targets.base import Target
 from kvbench.targets.choose import preset_named, running_server
-from kvbench.workload.design import LoadPoint, load_point
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.load_section import load_point
 from kvbench.workload.request_form import RequestForm
 
 _RUN = 1  # of a single load; 0 is the warm-up's
@@ -287,7 +288,7 @@ class LoadRunner:
             print_plain(self.console, f"note: {new[0]}")
             made = None
         requests = made or setup.requests(point, number)
-        path, digest = launch.store_requests(requests, out, "requests")
+        path, digest = store_requests(requests, out, "requests")
         name = point.load_id
         server = LiveServer()
         with status_line(self.console, f"{name}: {len(requests)} requests", more=server.rows) as update:

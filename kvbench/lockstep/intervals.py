@@ -58,7 +58,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import ndimage, stats
+import scipy  # its parts load when they are used: stats takes a second
 
 from kvbench.common.stats import detectable_errors
 from kvbench.runs.engine_time import LEVEL_WITHIN
@@ -155,7 +155,7 @@ def as_it_recurs(seconds: np.ndarray) -> np.ndarray:
     """
     median = np.median(seconds, axis=0)
     longer = seconds / median
-    around = ndimage.median_filter(longer, size=(1,) * median.ndim + (_AROUND,), mode="nearest")
+    around = scipy.ndimage.median_filter(longer, size=(1,) * median.ndim + (_AROUND,), mode="nearest")
     return np.minimum(longer, RECURS * around) * median
 
 
@@ -237,10 +237,10 @@ def pooled_effects(alone: Mapping[str, Effect], log_ratios: Mapping[str, Sequenc
         variances = np.var(y, axis=0, ddof=1)
         widest = int(np.argmax(variances))
         rest, of_rest = noise(np.delete(y, widest, axis=1))
-        if not of_rest or stats.f.sf(variances[widest] / (2 * rest), len(y) - 1, of_rest) > _SCATTERS_MORE / len(names):
+        own, limit = len(y) - 1, _SCATTERS_MORE / len(names)
+        if not of_rest or scipy.stats.f.sf(variances[widest] / (2 * rest), own, of_rest) > limit:
             if _baseline_scatters_more(y):
                 return dict(alone)
-            own = len(y) - 1
             moderated = (_COMMON_FREEDOM * 2 * square + own * variances) / (_COMMON_FREEDOM + own)
             errors = dict(zip(names, np.sqrt(moderated / len(y)), strict=True))
             means = {name: float(np.mean(log_ratios[name])) for name in names}
@@ -258,7 +258,7 @@ def _baseline_scatters_more(y: np.ndarray) -> bool:
     """
     square, freedom = noise(y[:, 1:] - y[:, :1])  # of the others: the baseline drops out
     expected = square * (1 + 1 / y.shape[1])  # if the baseline is like them
-    return bool(np.var(y.mean(axis=1), ddof=1) > stats.f.isf(_SCATTERS_MORE, len(y) - 1, freedom) * expected)
+    return bool(np.var(y.mean(axis=1), ddof=1) > scipy.stats.f.isf(_SCATTERS_MORE, len(y) - 1, freedom) * expected)
 
 
 def noise(y: np.ndarray) -> tuple[float, int]:
@@ -293,8 +293,8 @@ def for_other_requests(
     drawn = [np.log(_weighted_quantile(each, counts, quantile)) for each in (base, other)]
     error = float(np.std(drawn[1] - drawn[0]))
     center, low, high = (math.log(x) for x in (found.ratio, found.low, found.high))
-    seen = math.hypot(math.log1p(found.smallest_seen), sum(stats.norm.ppf([(1 + CONFIDENCE) / 2, 0.8])) * error)
-    half = math.hypot((high - low) / 2, stats.norm.ppf((1 + CONFIDENCE) / 2) * error)
+    seen = math.hypot(math.log1p(found.smallest_seen), sum(scipy.stats.norm.ppf([(1 + CONFIDENCE) / 2, 0.8])) * error)
+    half = math.hypot((high - low) / 2, scipy.stats.norm.ppf((1 + CONFIDENCE) / 2) * error)
     low, high = math.exp(center - half), math.exp(center + half)
     return dataclasses.replace(found, low=low, high=high, smallest_seen=math.expm1(seen))
 
@@ -318,7 +318,7 @@ def error_over_launches(log_ratios: np.ndarray, within: np.ndarray) -> np.ndarra
     """
     n = len(log_ratios)
     between = np.std(log_ratios, axis=0, ddof=1) / math.sqrt(n)
-    least = stats.norm.ppf((1 + _WITHIN_LAUNCHES) / 2) * np.sqrt((within**2).sum(axis=0)) / n
+    least = scipy.stats.norm.ppf((1 + _WITHIN_LAUNCHES) / 2) * np.sqrt((within**2).sum(axis=0)) / n
     return np.maximum(between, least / _quantile(n - 1))
 
 
@@ -335,14 +335,14 @@ def _effect(
 
 @functools.cache
 def _quantile(freedom: int) -> float:
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+    return float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
 
 def with_confidence(found: Effect, confidence: float) -> Effect:
     """The effect with an interval of another confidence than 95 %, where its noise is known from its own launches."""
     if not found.launches > 1 or math.isnan(found.low):
         return found
-    wider = float(stats.t.ppf((1 + confidence) / 2, found.launches - 1)) / _quantile(found.launches - 1)
+    wider = float(scipy.stats.t.ppf((1 + confidence) / 2, found.launches - 1)) / _quantile(found.launches - 1)
     low, high = (found.ratio * (end / found.ratio) ** wider for end in (found.low, found.high))
     return dataclasses.replace(found, low=low, high=high)
 

@@ -26,10 +26,10 @@ import pyarrow.parquet as pq
 
 from kvbench.common.files import write_atomically, write_json
 from kvbench.load.completion import Completion
-from kvbench.load.launch import make_requests
 from kvbench.load.samples import SCHEMA, Sample
 from kvbench.lockstep.turns import STEP_COLUMNS, Seat, take_turns
 from kvbench.metrics.latency import summarise
+from kvbench.requests.build import build_requests
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
 from kvbench.targets.prometheus import counter_changes, parse_metrics
 from kvbench.workload.design import LoadPoint
@@ -71,7 +71,10 @@ def requests_of(
     notes: dict[str, Any] = {}
     for part in range(times):
         of = (repeat - 1) * times + part + 1
-        made = make_requests(load, point, vocab_size=vocab_size, max_model_len=max_model_len, seed=seed, repeat=of)
+        made = build_requests(
+            load, vocab_size=vocab_size, max_model_len=max_model_len, seed=seed, repeat=of,
+            concurrency=point.concurrency, rate=point.request_rate,
+        )  # fmt: skip
         notes = made.notes
         drawn += [dataclasses.replace(each, index=len(drawn) + i) for i, each in enumerate(made)]
     return RequestList(drawn, notes)

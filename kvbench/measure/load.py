@@ -25,11 +25,14 @@ from kvbench.common.files import read_json, utc_now, write_json
 from kvbench.common.foreign_cpu import MachineWatch, contention_reasons
 from kvbench.common.text import failed_words, failure_words
 from kvbench.load import launch
+from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import UNKNOWN_STREAMS, client_reasons
 from kvbench.measure import server_state
 from kvbench.measure.canaries import as_taken, canaries_for, fails_by_one
 from kvbench.metrics.canaries import wrong_words
 from kvbench.metrics.latency import is_refusal, summarise, too_many_failed
+from kvbench.metrics.model import LoadMetrics
+from kvbench.requests.build import build_requests
 from kvbench.targets.base import Target
 from kvbench.targets.prometheus import (
     POLL_INTERVAL_S,
@@ -90,7 +93,10 @@ def requests_for(load: LoadConfig, point: LoadPoint, target: Target, seed: int, 
     longest = facts.most_tokens - (target.template_tokens or 0)
     sizes = {"vocab_size": facts.vocab_size, "max_model_len": longest}
     try:
-        made = launch.make_requests(load, point, **sizes, seed=seed, repeat=repeat, canaries=canaries)
+        made = build_requests(
+            load, **sizes, seed=seed, repeat=repeat, concurrency=point.concurrency, rate=point.request_rate,
+            canaries=canaries,
+        )  # fmt: skip
     except ValueError as error:
         raise MeasurementError(f"no requests can be made: {error}") from None
     return target.as_sent(made if canaries is None else as_taken(made, canaries, target))
@@ -216,11 +222,13 @@ class PreparedLoad:
         """
         setup, target = self.setup, self.setup.target
         machine = MachineWatch(target.server())
-        spec = launch.load_spec(
+        fields = target.client_fields() | dict(setup.client) | ({"spare_dir": str(spare)} if spare else {})
+        spec = LoadSpec.of(
             setup.load, self.point, base_url=target.base_url, model=target.model.name,
-            requests_file=self.requests_file, out_dir=self.out,
+            requests_file=str(self.requests_file), out_dir=str(self.out),
             send_priority=launch.takes_priority(setup.settings, setup.info),
-        ) | target.client_fields() | dict(setup.client) | ({"spare_dir": str(spare)} if spare else {})  # fmt: skip
+            **fields,
+        )  # fmt: skip
 
         def tell(phase: str, pid: int) -> None:
             setup.on_phase(phase)
@@ -250,7 +258,8 @@ class PreparedLoad:
         if not judges_this_machine(setup.sends_here, machine.server.local, workers_here):
             report["foreign_cpu_cores"] = report["steal_share"] = None
         calibration = recalibrated(setup, self.calibration, outcome, metrics)
-        metrics["client"] |= {"cpu_s_per_1000_output_tokens": client_cost(report, metrics)}
+        client = metrics.client.model_copy(update={"cpu_s_per_1000_output_tokens": client_cost(report, metrics)})
+        metrics = metrics.model_copy(update={"client": client})
         complete = int(metrics.get("completed") or 0) == len(self.requests)
         cache = server_state.cache_use(
             setup.load, self.requests, setup.info, before, after, complete=complete, metrics=metrics
@@ -355,7 +364,7 @@ def recalibrated(
 
 def collect_metrics(
     out: Path, load: LoadConfig, outcome: Mapping[str, Any], poller: MetricsPoller, before: MetricsSample | None
-) -> tuple[dict[str, Any], str | None]:
+) -> tuple[LoadMetrics, str | None]:
     """Metrics of a load that ended, and why the server's activity during it is unknown (None: it is known)."""
     metrics = summarise(pd.read_parquet(out / "requests.parquet"), outcome, load.slo.model_dump() if load.slo else None)
     if before is None or not poller.failures or _during(outcome, metrics, poller):

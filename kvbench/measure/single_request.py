@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from kvbench.load.blocking import connect, exchange
 from kvbench.load.completion import judge
-from kvbench.load.dialect import http_request
 from kvbench.load.http import Address, MalformedStream, tls_context
-from kvbench.load.spec import LoadSpec
+from kvbench.load.spec import LoadSpec, http_request
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.base import MOST_BYTES, Target
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from kvbench.common.errors import UsageError
 from kvbench.common.git import git_state
 from kvbench.common.machine import versions
-from kvbench.load.launch import make_requests
 from kvbench.quality.figures import Measured, figures, full_pool_figures
 from kvbench.quality.passkeys import FILLER, make_passkeys
 from kvbench.quality.prompts import FOLDER, SETS, Prompt, in_tokens, read_set
+from kvbench.requests.build import build_requests
 from kvbench.requests.canaries import SHIPPED, Canary, as_request, canaries_of, read_canaries
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.quality import QualityResult, limits_of, outside_of
@@ -454,9 +454,11 @@ def gather(context: int, loaded: LoadedModel, tokenizer: ServerTokenizer, worklo
 
 def _workload_prompts(workload: Workload, loaded: LoadedModel, context: int) -> list[Prompt]:
     """The first prompts of the workload's first load that have token ids."""
-    requests = make_requests(
+    point = workload.load_points[0]
+    requests = build_requests(
         workload.load,
-        workload.load_points[0],
+        concurrency=point.concurrency,
+        rate=point.request_rate,
         vocab_size=loaded.info.vocab_size,
         max_model_len=context,
         seed=workload.seed,

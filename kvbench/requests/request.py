@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -179,6 +180,18 @@ def write_requests(path: str | Path, requests: Iterable[RequestSpec]) -> None:
         for request in requests:
             file.write(json.dumps(request.to_row(), ensure_ascii=False, separators=(",", ":")) + "\n")
     notes_path(path).write_text(json.dumps(getattr(requests, "notes", {}), indent=2) + "\n", encoding="utf-8")
+
+
+def store_requests(requests: Iterable[RequestSpec], folder: Path, name: str) -> tuple[Path, str]:
+    """Writes the requests to a file whose name holds their hash; its path and sha256."""
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / f".{name}.jsonl"
+    write_requests(scratch, requests)
+    digest = hashlib.sha256(scratch.read_bytes()).hexdigest()
+    path = folder / f"{name}-{digest[:8]}.jsonl"
+    notes_path(scratch).replace(notes_path(path))
+    scratch.replace(path)
+    return path, digest
 
 
 def read_requests(path: str | Path) -> RequestList:

@@ -16,7 +16,7 @@ from rich.console import Console
 from kvbench import __version__
 from kvbench.common.console import print_plain, status_line
 from kvbench.common.errors import UsageError, say
-from kvbench.common.files import check_output_dir, unpack
+from kvbench.common.files import as_stored, check_output_dir, unpack
 from kvbench.common.git import git_state
 from kvbench.common.option_rules import RAY_OPTIONS, check_goes_with
 from kvbench.common.text import plural
@@ -74,7 +74,7 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     console = Console()
     results = _results(jobs, conditions, options)
     if options["as_json"]:
-        print_plain(console, json.dumps(results if len(results) > 1 else results[0], indent=1))
+        print_plain(console, json.dumps(as_stored(results if len(results) > 1 else results[0]), indent=1))
     elif conditions:
         search_table(console, results)
     else:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from engine.config import EngineConfig, format_bytes
+from engine.config import EngineConfig
 from engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of, settle_length
 from engine.model.spec import DTYPE_BYTES
 from kvbench.capacity.fit import Settings, memory_of
@@ -14,7 +14,7 @@ from kvbench.capacity.gpus import GPU, known_gpus
 from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import experts_of, weights_of
 from kvbench.common.errors import UsageError
-from kvbench.common.text import listing
+from kvbench.common.text import format_bytes, listing
 from kvbench.simulation.cost_model import TYPICAL, AllReduce, Calibration, GpuShare, Moves
 from kvbench.simulation.replica import Replica, StepTimer
 from kvbench.simulation.roofline import Roofline

@@ -22,7 +22,8 @@ from engine.counters import PHASES
 from engine.sequence import TokenOutput
 from kvbench.common.files import write_atomically
 from kvbench.load.samples import SCHEMA
-from kvbench.metrics.latency import MS, distribution, weighted_distribution
+from kvbench.metrics.latency import distribution, weighted_distribution
+from kvbench.metrics.rows import MS
 from kvbench.metrics.sequences import gaps_within, times_per_output_token
 from kvbench.metrics.steady_window import comes_at, steady_state
 from kvbench.simulation.drive import Ended

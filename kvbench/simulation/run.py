@@ -23,9 +23,9 @@ from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, prime
 from kvbench.simulation.recorder import Recorder, row_writer
 from kvbench.simulation.replica import Replica
 from kvbench.simulation.routing import ROUTERS
-from kvbench.workload.design import LoadPoint, load_point
+from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import SimulateSection
-from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.load_section import LoadConfig, load_point
 
 _REPEAT = 1  # of a load that `kvbench load` sends: the same requests
 _OVERLOAD = 0.05  # a share by which more may come than is served, before a rate counts as missed

@@ -21,7 +21,8 @@ from engine.sequence import TokenOutput
 from kvbench.common.files import utc_now, write_atomically, write_json
 from kvbench.load.completion import Completion
 from kvbench.load.launch import Progress
-from kvbench.load.samples import SCHEMA, Sample, most_in_flight
+from kvbench.load.outcome import most_in_flight
+from kvbench.load.samples import SCHEMA, Sample
 from kvbench.lockstep.load import result_row
 from kvbench.measure.load import LoadSetup, failure_reasons, refusal, store_server
 from kvbench.measure.server_state import cache_use, leak_reasons

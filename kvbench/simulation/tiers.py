@@ -21,12 +21,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.config import format_bytes
 from engine.execution.simulated_executor import StepWork
 from kvbench.capacity.fit import Settings, memory_of
 from kvbench.capacity.weights import weights_of
 from kvbench.common.errors import UsageError
-from kvbench.common.text import parse_bytes
+from kvbench.common.text import format_bytes, parse_bytes
 from kvbench.simulation.machine import Machine
 from kvbench.trace_analysis.cache_sim import PagedPrefixes, hit_rates
 from kvbench.traces.model import Trace

@@ -9,11 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from engine.config import format_bytes
 from kvbench.capacity.gpus import parse_gpus
 from kvbench.capacity.model import plan_model
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import UsageError
+from kvbench.common.text import format_bytes
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.tiers import FirstTokens, Tier, TieredSimulation, TierValue, parse_tiers, simulate_tiers
 from kvbench.traces.model import file_names

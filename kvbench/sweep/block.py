@@ -18,7 +18,7 @@ from kvbench.load import launch
 from kvbench.measure.load import LoadSetup, UnstoredError, measure_load
 from kvbench.measure.server_state import with_server_defaults
 from kvbench.measure.warm_up import warm_up
-from kvbench.requests.request import RequestSpec
+from kvbench.requests.request import RequestSpec, store_requests
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.targets.base import Target, contradiction, reason_of
 from kvbench.targets.builtin import ServerRefusedError
@@ -276,7 +276,7 @@ class BlockRunner:
     def draw(self, setup: LoadSetup, cell: Cell, repeat: int) -> tuple[list[Any], Path, dict[str, Any]]:
         """The requests of a load, the file that they are stored in, and what done.json says of both."""
         requests = setup.requests(cell.load, repeat)
-        path, digest = launch.store_requests(requests, self.run.path / "requests", f"{cell.load.load_id}-{repeat}")
+        path, digest = store_requests(requests, self.run.path / "requests", f"{cell.load.load_id}-{repeat}")
         facts = {"cell_id": cell.cell_id, "repeat": repeat, "requests_file": str(path.relative_to(self.run.path))}
         return requests, path, facts | {"requests_sha256": digest}
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from kvbench.common.console import print_plain
 from kvbench.common.errors import UsageError
 from kvbench.common.text import clock, plural
-from kvbench.load import launch
+from kvbench.requests.build import build_requests
 from kvbench.requests.canaries import CanarySet, canaries_of
 from kvbench.sweep.block import HTTP, Driver
 from kvbench.sweep.capacity import Lengths, lengths_of
@@ -50,9 +50,9 @@ def preflight(workload: Workload, design: Design, check: Check, driver: Driver =
         try:
             canaries = _canaries(workload, cell.configuration.settings)
             for repeat in range(1, workload.load.repeats + 1):
-                requests = launch.make_requests(
-                    workload.load, cell.load, vocab_size=vocab, max_model_len=limit, seed=workload.seed, repeat=repeat,
-                    canaries=canaries,
+                requests = build_requests(
+                    workload.load, vocab_size=vocab, max_model_len=limit, seed=workload.seed, repeat=repeat,
+                    concurrency=cell.load.concurrency, rate=cell.load.request_rate, canaries=canaries,
                 )  # fmt: skip
         except (ValueError, OSError) as error:
             raise UsageError(f"{cell.cell_id}: {error}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.config import format_bytes
+from kvbench.common.text import format_bytes
 from kvbench.trace_analysis.cache_sim import Point, Simulation
 from kvbench.trace_analysis.describe import Description
 from kvbench.traces.model import file_names

@@ -14,13 +14,12 @@ import math
 import random
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.workload.settings import ONLY_WITH, applies, config_id_of, defaults_beside, effective, label_of, slug
-
-if TYPE_CHECKING:
-    from kvbench.workload.file import Workload
+from kvbench.workload.file import Workload
+from kvbench.workload.load_section import LoadPoint
+from kvbench.workload.settings import ONLY_WITH, applies, config_id_of, defaults_beside, effective, label_of
 
 _MOST_COUNTED = 500  # combinations: more are not told apart just for a note
 Check = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # settings -> capacity; ValueError for impossible ones
@@ -35,18 +34,6 @@ class Configuration:
     settings: Mapping[str, Any]
     varied: Mapping[str, Any]
     is_baseline: bool
-
-
-@dataclass(frozen=True)
-class LoadPoint:
-    """One load: ``concurrency`` users (closed) or ``request_rate`` requests/s (open; None: set by ``arrivals``)."""
-
-    load_id: str
-    mode: str
-    concurrency: int | None
-    request_rate: float | None
-    num_requests: int | None
-    arrivals: str = "poisson"
 
 
 @dataclass(frozen=True)
@@ -180,19 +167,6 @@ def _name(unique: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> tuple[Co
         taken.add(config_id.lower())
         named.append(Configuration(config_id, label_of(settings, varied), dict(settings), varied, settings is baseline))
     return tuple(named)
-
-
-def load_point(
-    mode: str, *, concurrency: int | None, rate: float | None, num_requests: int | None, arrivals: str = "poisson"
-) -> LoadPoint:
-    """The load point with its id: ``c24`` for 24 users, ``r4`` for 4 requests/s, else the kind of its arrivals.
-
-    Arrivals without a single rate: ``trace``, ``ramp``, ``step``.
-    """
-    own = "trace" if arrivals == "poisson" else arrivals
-    open_id = own if rate is None else f"r{slug(f'{rate:g}')}"
-    load_id = f"c{concurrency}" if mode == "closed" else open_id
-    return LoadPoint(load_id, mode, concurrency, rate, num_requests, arrivals)
 
 
 def select(design: Design, patterns: Sequence[str]) -> Design:

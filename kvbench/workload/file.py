@@ -19,8 +19,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.packages import REPOSITORY
 from kvbench.common.schema import StrictModel, explain
 from kvbench.common.text import nearest, shorten
-from kvbench.workload.design import LoadPoint
-from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.load_section import LoadConfig, LoadPoint
 from kvbench.workload.settings import canonical
 
 PROFILES = ("cpu", "gpu")

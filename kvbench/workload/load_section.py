@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_serializer, model_validator
 
 from kvbench.common.schema import StrictModel
-from kvbench.workload.design import LoadPoint, load_point
 from kvbench.workload.prompts_section import Counts, Prompts, Sessions, SyntheticPrompts, TracePrompts, as_tuple
 from kvbench.workload.request_form import EndpointName, RequestForm, check_extra_body
+from kvbench.workload.settings import slug
 
 # A key that means something only beside certain values of another key: key -> (the other key, those values).
 _OPEN, _RAMP = ("mode", ("open",)), ("arrivals", ("ramp",))
@@ -68,6 +69,31 @@ Rates = Annotated[
     Field(min_length=1),
 ]
 TimeOut = Annotated[float, Field(gt=0, le=86400)]
+
+
+@dataclass(frozen=True)
+class LoadPoint:
+    """One load: ``concurrency`` users (closed) or ``request_rate`` requests/s (open; None: set by ``arrivals``)."""
+
+    load_id: str
+    mode: str
+    concurrency: int | None
+    request_rate: float | None
+    num_requests: int | None
+    arrivals: str = "poisson"
+
+
+def load_point(
+    mode: str, *, concurrency: int | None, rate: float | None, num_requests: int | None, arrivals: str = "poisson"
+) -> LoadPoint:
+    """The load point with its id: ``c24`` for 24 users, ``r4`` for 4 requests/s, else the kind of its arrivals.
+
+    Arrivals without a single rate: ``trace``, ``ramp``, ``step``.
+    """
+    own = "trace" if arrivals == "poisson" else arrivals
+    open_id = own if rate is None else f"r{slug(f'{rate:g}')}"
+    load_id = f"c{concurrency}" if mode == "closed" else open_id
+    return LoadPoint(load_id, mode, concurrency, rate, num_requests, arrivals)
 
 
 class Slo(StrictModel):

@@ -22,6 +22,7 @@ import pandas as pd
 from kvbench.calibration.mock.process import MockProcess
 from kvbench.load import launch
 from kvbench.load.dialect import Dialect
+from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestSpec, write_requests
 
 TTFT, ITL, TOKENS, USERS = 60.0, 10.0, 24, 16
@@ -43,10 +44,10 @@ def errors(url: str, endpoint: str, deltas: str, split: int, count: int, folder:
     write_requests(folder / "requests.jsonl", requests)
     model = f"mock?ttft_ms={TTFT:g}&itl_ms={ITL:g}&deltas={deltas}" + (f"&split={split}" if split else "")
     dialect = Dialect(token_id_prompts=False).at(endpoint)
-    spec = {
-        "base_url": url, "model": model, "mode": "closed", "concurrency": USERS, "timeout_s": 60.0,
-        "requests_file": str(folder / "requests.jsonl"), "out_dir": str(folder), "dialect": dialect.model_dump(),
-    }  # fmt: skip
+    spec = LoadSpec(
+        base_url=url, model=model, mode="closed", concurrency=USERS, timeout_s=60.0,
+        requests_file=str(folder / "requests.jsonl"), out_dir=str(folder), dialect=dialect,
+    )  # fmt: skip
     launch.drive(spec, total=count, limit_s=120.0, on_progress=lambda *of: None)
     rows = pd.read_parquet(folder / "requests.parquet")
     assert rows["ok"].all(), rows["error"].dropna().iloc[0]

@@ -45,6 +45,8 @@ from bench_kv import (
 )
 from bench_timing import CUDA, DEVICE, Step, choose, note, race
 
+from kernels.api import PrefillBatch
+
 SHAPES = choose(  # (batch, context): 8 x 4096 on a CPU and 64 x 4096 on a GPU have bars
     full=[(64, 4096), (64, 8192), (1, 32768)] if CUDA else [(32, 1024), (8, 4096), (1, 32768)],
     quick=[(64, 4096)] if CUDA else [(8, 4096)],
@@ -154,11 +156,9 @@ def prefill_step(kv: str, cache: Cache, q: torch.Tensor, new_kv: tuple, batch: i
     """One layer's chunked prefill of the engine."""
     backend, out = backend_for(kv), torch.empty_like(q)
     starts = torch.arange(batch + 1, device=DEVICE) * new
-    plan = backend.plan_prefill(
-        cache.page_starts, starts, cache.seq_lens, cache.page_size, max_queries=new, max_tokens=total
-    )
-    args = (q, cache.k, cache.v, cache.page_starts, starts, cache.seq_lens, cache.page_size, OPTIONS)
-    return lambda: backend.prefill_attention(*args, out=out, new_kv=new_kv, plan=plan)
+    chunks = PrefillBatch(cache.page_starts, starts, cache.seq_lens, cache.page_size)
+    plan = backend.plan_prefill(chunks, max_queries=new, max_tokens=total)
+    return lambda: backend.prefill_attention(q, cache.k, cache.v, chunks, OPTIONS, out=out, new_kv=new_kv, plan=plan)
 
 
 def prefill_rivals(cache: Cache, q: torch.Tensor, batch: int, new: int, total: int) -> dict[str, Step]:

@@ -12,9 +12,8 @@ import pytest
 from bench_timing import choose, note
 
 from kvbench.simulation.run import SimulationJob, run_job
-from kvbench.workload.design import load_point
 from kvbench.workload.file import SimulateSection
-from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.load_section import LoadConfig, load_point
 
 USERS = choose(full=256, quick=256, smoke=4)
 REQUESTS = choose(full=2000, quick=1000, smoke=8)

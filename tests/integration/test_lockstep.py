@@ -20,9 +20,8 @@ from kvbench.gate.compare import lockstep_pairs
 from kvbench.lockstep import load as loads
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import Seat, take_turns
-from kvbench.workload.design import load_point
 from kvbench.workload.file import load_workload
-from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.load_section import LoadConfig, load_point
 from tests.support.sweep_parts import ROOT
 
 TINY = {

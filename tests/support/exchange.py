@@ -21,9 +21,8 @@ import gevent  # noqa: E402
 from kvbench.load.client import StreamingClient  # noqa: E402
 from kvbench.load.completion import judge  # noqa: E402
 from kvbench.load.connection import Address, Timeouts  # noqa: E402
-from kvbench.load.dialect import http_request  # noqa: E402
 from kvbench.load.http import tls_context  # noqa: E402
-from kvbench.load.spec import LoadSpec  # noqa: E402
+from kvbench.load.spec import LoadSpec, http_request  # noqa: E402
 from kvbench.requests.request import RequestSpec  # noqa: E402
 
 

@@ -16,8 +16,8 @@ from gevent import monkey
 
 from kvbench.load import process
 from kvbench.load.client import RawStream
+from kvbench.load.outcome import read_delays
 from kvbench.load.process import Measuring
-from kvbench.load.samples import read_delays
 from kvbench.load.session import LoadSession, Returned
 from kvbench.load.spec import LoadSpec
 from kvbench.load.users import InFlightCap

@@ -26,10 +26,10 @@ from typing import Any
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import utc_now, write_json
 from kvbench.common.machine import gpus
-from kvbench.gate.compare.folder import CompareFolder
+from kvbench.gate.compare.folder import CompareFolder, LockstepFacts
 from kvbench.gate.compare.sides import OpenSide, PairedWorkload
 from kvbench.gate.timing.plan import SIDES, Match, Turn
-from kvbench.load.launch import bound_s, store_requests
+from kvbench.load.launch import bound_s
 from kvbench.lockstep import load as loads
 from kvbench.lockstep.process import (
     LOCKSTEP_COMMAND,
@@ -40,6 +40,7 @@ from kvbench.lockstep.process import (
     why_not_stepped,
 )
 from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, take_turns, warm_up
+from kvbench.requests.request import store_requests
 from kvbench.runs.folder import DONE
 from kvbench.sweep.block import Failure
 from kvbench.workload.design import Cell
@@ -108,16 +109,16 @@ def _same_cores(
 
 @dataclass(frozen=True)
 class LockstepPairs:
-    """``facts``: the manifest's ``lockstep``: the steps of a turn, and by cell how often a pair computes its load.
+    """Pairs of engines that take turns, into the folder of a comparison.
 
-    Both are chosen in the first pair and kept, so that all pairs are alike. ``on_engine``: called with what each engine
-    says of itself; may refuse it with a UsageError. ``open_limit_s``: for an engine's start. ``check``: may raise to
-    end the measurement.
+    ``facts``: chosen in the first pair and kept in the manifest, so that all pairs are alike. ``on_engine``: called
+    with what each engine says of itself; may refuse it with a UsageError. ``open_limit_s``: for an engine's start.
+    ``check``: may raise to end the measurement.
     """
 
     folder: CompareFolder
     workloads: Mapping[str, PairedWorkload]
-    facts: dict[str, Any]
+    facts: LockstepFacts
     order_seed: int
     on_engine: OnEngine
     open_limit_s: float
@@ -178,7 +179,7 @@ class LockstepPairs:
         max_model_len = min(int(each["max_model_len"]) for each in known)
         cost = warm_up(list(seats.values()), users, max_model_len, time.monotonic() + _WARM_UP_LIMIT_S)
         decode_step_s = mean_step(list(seats.values()), decodes_only=True)
-        length = self.facts.setdefault("turn_lengths", {}).setdefault(match.key, choose_turn(cost))
+        length = self.facts.turn_lengths.setdefault(match.key, choose_turn(cost))
         for index in turn.order:
             cells = {side: match.cells(side)[index] for side in sides}
             self.show(f"pair {pair}: {cells[sides[0]].cell_id}, both engines in turns")
@@ -198,7 +199,7 @@ class LockstepPairs:
 
         Once in an open loop, which takes as long as its arrivals.
         """
-        known = self.facts.setdefault("times", {})
+        known = self.facts.times
         if next(iter(cells.values())).load.mode == "open":
             return 1
         if name not in known:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvbench.gate.compare.clock import Clock
-from kvbench.gate.compare.folder import CompareFolder
-from kvbench.gate.timing.plan import CANDIDATE, SIDES, Turn, cell_rows
+from kvbench.gate.compare.folder import CompareFolder, FailedAttempt
+from kvbench.gate.timing.plan import CANDIDATE, SIDES, Turn
 from kvbench.gate.timing.rules import MetricRule
 from kvbench.runs.aggregate import flatten
 from kvbench.runs.metric_names import value_of
@@ -17,37 +17,6 @@ from kvbench.sweep.block import BlockRunner, Failure
 
 ATTEMPTS = 3  # of one configuration in one pair
 ATTEMPTS_TO_BLAME = 8  # where the candidate's server alone fails each time: 2^-8 rules chance out (see conclude.py)
-
-
-@dataclass(frozen=True)
-class FailedAttempt:
-    """An attempt at a pair that failed, and the ``reasons`` by side.
-
-    ``pair``: 0 for the served check. ``faults``: the reasons that are the server's own fault. ``first``: the side that
-    was launched first. ``resume``: how often the comparison had been resumed; each time attempts are counted from 1.
-    """
-
-    pair: int
-    attempt: int
-    turn: str
-    first: str
-    reasons: Mapping[str, Sequence[str]]
-    faults: Mapping[str, Sequence[str]]
-    resume: int = 0
-
-    @property
-    def where(self) -> str:
-        """``pair 3 of mixed/paged``"""
-        return f"pair {self.pair} of {self.turn}" if self.pair else self.turn
-
-    @property
-    def blamed(self) -> str | None:
-        """The side whose server failed while nothing else went wrong on either side."""
-        found = [side for side in SIDES if self.reasons[side]]
-        return found[0] if len(found) == 1 and len(self.reasons[found[0]]) == len(self.faults[found[0]]) else None
-
-    def __str__(self) -> str:
-        return "; ".join(f"{side}: {each}" for side in SIDES for each in self.reasons[side])
 
 
 def most_attempts(failed: Sequence[FailedAttempt]) -> int:
@@ -108,7 +77,7 @@ class PairRunner:
         Raises OutOfTimeError.
         """
         for turn in turns:
-            is_whole = self.folder.is_whole(cell_rows([turn.match]), pair)
+            is_whole = self.folder.is_whole(turn.match.paired_cells, pair)
             if not is_whole and (given_up := self._run_turn(turn, pair)):
                 return given_up
         return None
@@ -141,22 +110,22 @@ class PairRunner:
         """By side, why the attempt failed, and which of these reasons are the server's fault."""
         reasons: dict[str, list[str]] = {side: [] for side in SIDES}
         faults: dict[str, list[str]] = {side: [] for side in SIDES}
-        cells, loads = cell_rows([turn.match]), {}
+        cells, loads = turn.match.paired_cells, {}
         for side in SIDES:
             for failure in failures[side]:
                 reasons[side].append(f"{failure.cell_id}: {failure.reason}")
                 faults[side] += reasons[side][-1:] if failure.of_server else []
             for cell in cells:
                 if (done := self.folder.done(cell, side, pair)) is not None:
-                    loads[side, cell["name"]] = done
-                    reasons[side] += [f"{cell[side]}: {each}" for each in not_comparable(done)]
-                    faults[side] += [f"{cell[side]}: {each}" for each in done["server_faults"]]
+                    loads[side, cell.name] = done
+                    reasons[side] += [f"{cell.on(side)}: {each}" for each in not_comparable(done)]
+                    faults[side] += [f"{cell.on(side)}: {each}" for each in done["server_faults"]]
         if any(reasons.values()):
             return reasons, faults
         for cell in cells:  # a ratio with a metric that only one side has is none
-            values = {side: flatten(loads[side, cell["name"]]["metrics"]) for side in SIDES}
+            values = {side: flatten(loads[side, cell.name]["metrics"]) for side in SIDES}
             for metric in self.metrics:
                 there = {side: (value_of(values[side], metric.name) or 0.0) > 0.0 for side in SIDES}
                 for side in SIDES if any(there.values()) else ():
-                    reasons[side] += [] if there[side] else [f"{cell[side]}: it has no {metric.title}"]
+                    reasons[side] += [] if there[side] else [f"{cell.on(side)}: it has no {metric.title}"]
         return reasons, reasons

@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.files import read_json, write_json
-from kvbench.gate.compare.folder import CompareFolder
-from kvbench.gate.compare.pair_runner import FailedAttempt, most_attempts
+from kvbench.common.errors import MeasurementError
+from kvbench.common.records import Record, read_record, write_record
+from kvbench.gate.compare.folder import CompareFolder, FailedAttempt
+from kvbench.gate.compare.pair_runner import most_attempts
 from kvbench.gate.compare.sides import PairedWorkload
 from kvbench.gate.timing.plan import SIDES, Match
 from kvbench.gate.timing.rules import OVERALL
@@ -46,9 +46,24 @@ SECONDS = 10.0  # that one launch's rounds may take; with slow requests there ar
 _FEWEST = 20  # 2^-20 is far below any alpha, and the bounds are ranks 5 and 16
 _WARM_UP = 5
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 24, 8
-_FORMAT = 1
 
-Round = Mapping[str, Any]
+
+class Round(Record):
+    """One request to either server: the side that was asked first, and by side the ms of each latency."""
+
+    first: str
+    base: dict[str, float | None]
+    candidate: dict[str, float | None]
+
+
+Launch = Sequence[Round]
+
+
+class ServedRounds(Record):
+    """served.json: the launches of each configuration that was checked."""
+
+    FORMAT: ClassVar[int] = 1
+    checks: Mapping[str, tuple[Launch, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -70,7 +85,7 @@ class ServedCheck:
 
     def run(self, workloads: Sequence[PairedWorkload]) -> FailedAttempt | None:
         """Measures what is missing; returns the last attempt at a workload that it gave up."""
-        checks = read_served(self.folder)
+        checks = {key: list(launches) for key, launches in read_served(self.folder).items()}
         keys = [each.matches[0].key for each in workloads if each.matches]
         for each in workloads:
             if not each.matches:
@@ -82,14 +97,14 @@ class ServedCheck:
                 if isinstance(found, FailedAttempt):
                     return found
                 launches.append(found)
-                write_json(self.folder.path / FILE, {"format": _FORMAT, "checks": checks})
+                write_record(self.folder.path / FILE, ServedRounds(checks=checks))
         return None
 
-    def _passes(self, launches: Sequence[Sequence[Round]], workloads: int) -> bool:
+    def _passes(self, launches: Sequence[Launch], workloads: int) -> bool:
         judged = _judge(launches, workloads, self.rules)
         return worst([each.outcome for each in judged.values()]) == PASS
 
-    def _measure(self, workload: PairedWorkload, match: Match, launch: int) -> list[Round] | FailedAttempt:
+    def _measure(self, workload: PairedWorkload, match: Match, launch: int) -> Launch | FailedAttempt:
         """The rounds of one launch of both servers; attempts in which one fails are repeated, the other side first."""
         rng = random.Random(f"kvbench-served/{self.order_seed}/{match.key}/{launch}")
         sides = rng.sample(SIDES, 2)
@@ -108,7 +123,7 @@ class ServedCheck:
 
     def _attempt(
         self, workload: PairedWorkload, match: Match, sides: Sequence[str], rng: random.Random, name: str
-    ) -> tuple[list[Round], dict[str, list[str]]]:
+    ) -> tuple[Launch, dict[str, list[str]]]:
         """The rounds of both servers, and by side why they failed. ``sides``: the one that is launched first first."""
         reasons: dict[str, list[str]] = {side: [] for side in SIDES}
         targets = {side: workload.sides[side].choice.new_target() for side in sides}
@@ -150,7 +165,7 @@ class ServedCheck:
                     order = rng.sample(SIDES, 2)
                     seen = {side: send(side, request) for side in order}
                     if None not in seen.values():
-                        rounds.append({"first": order[0], **{s: dataclasses.asdict(seen[s]) for s in SIDES}})
+                        rounds.append(Round(first=order[0], **{s: dataclasses.asdict(seen[s]) for s in SIDES}))
             finally:
                 gc.enable()
         return rounds, reasons
@@ -164,15 +179,10 @@ def _requests(rng: random.Random, vocabulary: int, count: int) -> list[RequestSp
     ]
 
 
-def read_served(folder: CompareFolder) -> dict[str, list[list[Round]]]:
+def read_served(folder: CompareFolder) -> Mapping[str, tuple[Launch, ...]]:
     """By configuration and launch, the rounds of served.json; empty without one. Raises UsageError."""
     path = folder.path / FILE
-    if not path.is_file():
-        return {}
-    found = read_json(path)
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
-        raise UsageError(f"{path} is not what this kvbench writes (format {_FORMAT}): use the kvbench that measured it")
-    return found["checks"]
+    return read_record(ServedRounds, path, "use the kvbench that measured it").checks if path.is_file() else {}
 
 
 def served_findings(
@@ -198,11 +208,11 @@ def served_notes(findings: Sequence[Finding]) -> list[str]:
     ]
 
 
-def _judge(launches: Sequence[Sequence[Round]], workloads: int, rules: ServedRules) -> dict[str, ServedJudgement]:
+def _judge(launches: Sequence[Launch], workloads: int, rules: ServedRules) -> dict[str, ServedJudgement]:
     """By latency. All tests of the comparison share one alpha."""
     return {
         name: judge_served(
-            *([[each[side][name] for each in rounds] for rounds in launches] for side in SIDES),
+            *([[getattr(each, side)[name] for each in rounds] for rounds in launches] for side in SIDES),
             workloads * len(JUDGED),
             rules,
         )

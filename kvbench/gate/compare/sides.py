@@ -30,6 +30,8 @@ from kvbench.common.packages import REPOSITORY
 from kvbench.common.text import nearest
 from kvbench.gate.compare.builds import WORKING_TREE, Build, Builds, fill, find_commit, find_sha, is_kvbench, top_folder
 from kvbench.gate.compare.clock import LAUNCH, Clock
+from kvbench.gate.compare.folder import SideFacts
+from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.verdict.wording import shortened
 from kvbench.runs.folder import MANIFEST, RunFolder
@@ -56,6 +58,7 @@ from kvbench.workload.file import Workload, apply_override, differing_keys, reso
 REF, CMD, URL, SET, RUN = "ref", "cmd", "url", "set", "run"
 _TITLES = {REF: "a git ref", CMD: "a launch command", URL: "a URL", SET: "settings", RUN: "a folder of results"}
 # option -> the kinds of side that it means something for
+_LAUNCHED_BY = ("target", "serve_cmd")
 _KINDS_OF = {"target": (SET,), "serve_cmd": (REF, SET), "repo": (REF,), "build_cmd": (REF,), "rebuild": (REF,)}
 _CHOICES = (
     "give a git ref (`.`: the working tree), a launch command with {port}, a URL, settings (page_size=16), or the "
@@ -91,8 +94,9 @@ class Side:
     def settings(self) -> dict[str, Any]:
         return parse_settings(self.text) if self.kind == SET else {}
 
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "text": self.text, "name": self.name, "settings": self.settings}
+    def facts(self, **more: Any) -> SideFacts:
+        """For a manifest, with ``more`` that is known of it."""
+        return SideFacts(kind=self.kind, text=self.text, name=self.name, settings=self.settings, **more)
 
 
 def parse_side(text: str, repo: Path = REPOSITORY) -> Side:
@@ -200,9 +204,13 @@ class OpenSide:
 
     side: Side
     choice: ChosenTarget
-    facts: Mapping[str, Any]
+    facts: SideFacts
     build: Build | None = None
     stored: Path | None = None
+
+    @property
+    def is_commit(self) -> bool:
+        return self.build is not None and self.build.commit.changes is None
 
     @property
     def name(self) -> str:
@@ -213,33 +221,37 @@ class OpenSide:
         return f"{self.side.name} ({commit.sha[:7]}{' with changes' if commit.changes else ''})"
 
 
-def open_side(side: Side, workload: Workload, options: Mapping[str, Any], builds: Builds | None = None) -> OpenSide:
+def open_side(side: Side, workload: Workload, request: CompareRequest, builds: Builds | None = None) -> OpenSide:
     """Chooses or builds what is launched. Raises UsageError, and MeasurementError where a build fails.
 
-    Of the command line's ``options`` those that do not apply to this side are ignored; ``require_used`` refuses those
-    that apply to neither.
+    Options that do not apply to this side are ignored; ``require_used`` refuses those that apply to neither.
     """
-    kind = _target_kind(side, options)
-    kept = {name: options.get(name) if kind in kinds else None for name, kinds in KINDS_OF.items()}
-    kept |= {name: options.get(name) if side.kind in kinds else None for name, kinds in _KINDS_OF.items()}
     if side.kind == RUN:
         return _open_run(side, workload)
-    build, facts = None, side.to_json()
+    options = _target_options(side, request)
+    build = None
     if side.kind == REF:
-        build = (builds or Builds()).build(find_commit(Path(kept["repo"] or REPOSITORY), side.text))
-        choice = _of_build(build, workload, kept)
-        facts |= build.facts()
+        build = (builds or Builds()).build(find_commit(request.repository, side.text))
+        choice = _of_build(build, workload, options)
     elif side.kind == SET:
-        choice = _with_settings(side, workload, kept)
+        choice = _with_settings(side, workload, options)
     else:
-        choice = choose(workload, kept | {"target" if side.kind == URL else "serve_cmd": side.text}, {})
-    facts |= {"command": _command(choice, build), "target": dict(choice.manifest)}
+        choice = choose(workload, options | {"target" if side.kind == URL else "serve_cmd": side.text}, {})
+    more = build.facts() if build else {}
+    more |= {"command": _command(choice, build), "target": dict(choice.manifest)}
     if build is None and choice.manifest.get("backend") == "kvbench":
-        facts |= {"git": git_state(REPOSITORY), "versions": versions()}
-    return OpenSide(side, choice, facts, build)
+        more |= {"git": git_state(REPOSITORY), "versions": versions()}
+    return OpenSide(side, choice, side.facts(**more), build)
 
 
-def require_used(sides: Sequence[Side], options: Mapping[str, Any]) -> None:
+def _target_options(side: Side, request: CompareRequest) -> dict[str, Any]:
+    """The options of ``choose`` that apply to a side; the others are None."""
+    kind = _target_kind(side, request)
+    options = {name: getattr(request, name, None) if kind in kinds else None for name, kinds in KINDS_OF.items()}
+    return options | {name: getattr(request, name) if side.kind in _KINDS_OF[name] else None for name in _LAUNCHED_BY}
+
+
+def require_used(sides: Sequence[Side], request: CompareRequest) -> None:
     """Raises UsageError for an option that applies to neither side, and for sides that cannot be measured in pairs."""
     kinds = {side.kind for side in sides}
     if RUN in kinds and len(kinds) > 1:
@@ -251,24 +263,23 @@ def require_used(sides: Sequence[Side], options: Mapping[str, Any]) -> None:
     bare = [text for text in commands if not is_template(text) and _SERVER[-1] not in text.split()]
     if bare and any(is_template(text) for text in commands):
         raise UsageError(f"{bare[0]!r} has no {{port}}, which must be in it. {_NO_PORT}")
-    targets = [_target_kind(side, options) for side in sides]
-    check_target_options(targets, {name: options.get(name) for name in KINDS_OF})
+    targets = [_target_kind(side, request) for side in sides]
+    check_target_options(targets, {name: getattr(request, name, None) for name in KINDS_OF})
     for name, used_by in _KINDS_OF.items():
-        if options.get(name) and not kinds.intersection(used_by):
+        if getattr(request, name) and not kinds.intersection(used_by):
             what = " or ".join(_TITLES[kind] for kind in used_by)
             raise UsageError(f"--{name.replace('_', '-')} goes with a side that is {what}: leave it out")
 
 
-def _target_kind(side: Side, options: Mapping[str, Any]) -> str:
+def _target_kind(side: Side, request: CompareRequest) -> str:
     if side.kind == RUN:
         return _TITLES[RUN]
     if side.kind == URL:
         return RUNNING
     if side.kind == CMD:
         return TEMPLATE if is_template(side.text) else BUILTIN
-    command = options.get("serve_cmd")
-    command = fill(command, Path("python"), Path("source")) if command else None
-    return kind_of(options.get("target") if side.kind == SET else None, command)
+    command = fill(request.serve_cmd, Path("python"), Path("source")) if request.serve_cmd else None
+    return kind_of(request.target if side.kind == SET else None, command)
 
 
 def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -> ChosenTarget:
@@ -360,9 +371,10 @@ def _open_run(side: Side, workload: Workload) -> OpenSide:
     if keys := [key for key in differing_keys(manifest["workload"], now) if key.split(".")[0] not in _FREE]:
         raise UsageError(f"{side.text} was measured with another workload: it differs in {', '.join(keys[:5])}")
     stored = stored_workload(manifest)
-    facts = {**side.to_json(), "folder": str(run.path)}
-    facts |= {key: manifest.get(key) for key in ("git", "versions", "command", "started", "ended", "target")}
-    facts |= {"simulated": simulated} if (simulated := manifest.get("simulated")) else {}
+    kept = ("git", "versions", "command", "started", "ended", "target")
+    facts = side.facts(folder=str(run.path), **{key: manifest.get(key) for key in kept})
+    if simulated := manifest.get("simulated"):
+        facts = facts.model_copy(update={"simulated": simulated})
     choice = ChosenTarget(stored, _no_target, lambda settings: {}, {key: manifest.get(key) for key in STORED})
     return OpenSide(side, choice, facts, stored=run.path)
 
@@ -384,7 +396,7 @@ class PairedWorkload:
     def notes(self) -> list[str]:
         found = [f"{self.name}, {side}: {note}" for side in SIDES for note in self.sides[side].choice.notes]
         same = same_sides(*(self.sides[side] for side in SIDES))
-        simulated = all(self.sides[side].facts.get("simulated") for side in SIDES)
+        simulated = all(self.sides[side].facts.simulated for side in SIDES)
         found += [f"{self.name}: both sides are simulated, nothing was measured"] if simulated else []
         return [*found, same] if same else found
 
@@ -440,7 +452,7 @@ def same_sides(base: OpenSide, candidate: OpenSide) -> str | None:
 
 def require_same_clock(base: OpenSide, candidate: OpenSide) -> None:
     """Raises UsageError where only one of two stored runs is simulated: a prediction is no baseline."""
-    simulated = [side.name for side in (base, candidate) if side.facts.get("simulated")]
+    simulated = [side.name for side in (base, candidate) if side.facts.simulated]
     if len(simulated) == 1:
         raise UsageError(
             f"{simulated[0]} is simulated and the other run was measured: compare two simulated runs or two measured "
@@ -451,7 +463,7 @@ def require_same_clock(base: OpenSide, candidate: OpenSide) -> None:
 def open_workloads(
     sides: Mapping[str, Side],
     workloads: Sequence[Workload],
-    options: Mapping[str, Any],
+    request: CompareRequest,
     builds: Builds,
     held: ExitStack,
 ) -> tuple[PairedWorkload, ...]:
@@ -459,7 +471,7 @@ def open_workloads(
 
     Raises UsageError, and MeasurementError where a build fails.
     """
-    require_used(list(sides.values()), options)
+    require_used(list(sides.values()), request)
     names = [workload.name for workload in workloads]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
         raise UsageError(
@@ -471,11 +483,11 @@ def open_workloads(
         for name in SIDES:
             # Its own copy: what one side's target settles must not reach the other's.
             own = dataclasses.replace(workload, resolved=copy.deepcopy(dict(workload.resolved)))
-            opened[name] = open_side(sides[name], own, options, builds)
+            opened[name] = open_side(sides[name], own, request, builds)
             held.callback(opened[name].choice.close)
         require_same_clock(*(opened[name] for name in SIDES))
         for name, side in opened.items():
-            designs[name], capacity[name] = _design(side, options["only"])
+            designs[name], capacity[name] = _design(side, request.only)
         matches = match_designs(workload.name, designs[BASE], designs[CANDIDATE])
         found.append(PairedWorkload(workload.name, opened, matches, capacity))
     if not any(each.matches for each in found):

@@ -11,22 +11,20 @@ are not, the two sides differ in more than the build.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
-from pydantic import TypeAdapter
 from scipy import stats
 
+from kvbench.common.records import Record
 from kvbench.gate.timing.pairs import Hypotheses, PairTable, hypotheses, in_words
 from kvbench.gate.timing.power import critical_t_of, effective_tests, smallest_detectable, smallest_margin
 from kvbench.gate.timing.rules import CELL, CLASS, OVERALL, MetricRule, TimingRules
 from kvbench.gate.timing.signflip import critical_t
 from kvbench.gate.verdict.wording import sentence, share
 
-FORMAT = "kvbench-noise/2"
 ENOUGH_PAIRS = 20
 FEWEST_PAIRS = 4
 _SURE = 0.01  # a bias this improbable, over all hypotheses of the table, is one
@@ -63,23 +61,23 @@ class Noise:
     worst_margin: ByLook
 
 
-@dataclass(frozen=True)
-class RunnerNoise:
-    """The noise of a runner, from ``pairs`` A/A pairs of ``cells`` cells."""
+class RunnerNoise(Record):
+    """The noise of a runner, from ``pairs`` A/A pairs of ``cells`` cells, and how it was measured.
+
+    ``side``: the name of what was compared with itself; ``method``: as in the manifest of a comparison.
+    """
+
+    FORMAT: ClassVar[str] = "kvbench-noise/2"
 
     pairs: int
     cells: int
     each: tuple[Noise, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **dataclasses.asdict(self)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RunnerNoise:
-        """From what ``to_json`` returned, read from a file. Raises ValueError for another format."""
-        if data.get("format") != FORMAT:
-            raise ValueError(f"a runner's noise of format {data.get('format')!r}: this kvbench reads {FORMAT}")
-        return TypeAdapter(cls).validate_python(data)
+    runner_class: str = ""
+    side: str = ""
+    workloads: tuple[str, ...] = ()
+    started: str | None = None
+    ended: str | None = None
+    method: str = "launched"
 
     def of(self, metric: str, level: str | None = None) -> tuple[Noise, ...]:
         """The lines of a metric, at one level or all."""
@@ -97,7 +95,7 @@ def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
         groups.setdefault((h.metric_index, h.level, h.stands_for), []).append(i)
     by_metric = sorted(groups.items(), key=lambda item: item[0][0])
     lines = tuple(_noise(tested, columns, t_criticals, rules) for _, columns in by_metric)
-    return RunnerNoise(table.pairs, len(table.cells), lines)
+    return RunnerNoise(pairs=table.pairs, cells=len(table.cells), each=lines)
 
 
 def _critical_t(harm: np.ndarray, pairs: int, alpha: float) -> float:

@@ -38,8 +38,8 @@ from kvbench.load.multi.merge import (
 )
 from kvbench.load.multi.messages import TOKEN_VARIABLE, proof, proven
 from kvbench.load.multi.shards import cap_note, make_shards, useful_workers
+from kvbench.load.outcome import Clocked, Outcome, write_outcome
 from kvbench.load.process import PROGRESS_S, LoadEvents
-from kvbench.load.samples import Clocked, Outcome, write_outcome
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestList
 

@@ -13,7 +13,8 @@ import numpy as np
 from kvbench.load.completion import Completion
 from kvbench.load.multi.clock import ClockMap, clock_reasons
 from kvbench.load.multi.shards import Shard
-from kvbench.load.samples import FIRST_TIMES, Clocked, Sample, client_figures
+from kvbench.load.outcome import Clocked, client_figures
+from kvbench.load.samples import FIRST_TIMES, Sample
 from kvbench.load.validity import invalid_reasons
 from kvbench.requests.request import RequestSpec
 

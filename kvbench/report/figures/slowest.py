@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from kvbench.common import text as words
-from kvbench.metrics.latency import MS, inter_token_latencies, times_to_end
+from kvbench.metrics.rows import MS, inter_token_latencies, times_to_end
 from kvbench.report.comparisons import baseline, best
 from kvbench.report.figures.axes import compact, label_above, legend_outside, room_for_labels
 from kvbench.report.style import Drawing, finish

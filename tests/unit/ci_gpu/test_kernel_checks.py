@@ -37,10 +37,10 @@ class Faulty(TorchBackend):
             out[seq_lens == 0] = 1e-9
         return out
 
-    def prefill_attention(self, q, k, v, *args, out=None, **more):
-        super().prefill_attention(q, k, v, *args, out=out, **more)
+    def prefill_attention(self, q, k, v, batch, options, *, out=None, **more):
+        super().prefill_attention(q, k, v, batch, options, out=out, **more)
         if self.fault == "prefill: the last row of the longest sequence":
-            last = int(args[1][1]) - 1  # the first sequence is the longest
+            last = int(batch.query_starts[1]) - 1  # the first sequence is the longest
             out[last] += 0.1 * out[last].flip(-1)
         return out
 

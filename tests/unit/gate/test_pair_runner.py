@@ -11,7 +11,8 @@ from kvbench.gate.compare.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME, Launch
 from kvbench.gate.timing.plan import SIDES, match_designs, turns
 from kvbench.gate.timing.rules import DEFAULT_RULES
 from kvbench.sweep.block import Failure
-from kvbench.workload.design import load_point, make_design
+from kvbench.workload.design import make_design
+from kvbench.workload.load_section import load_point
 from tests.support.compare_folders import write_load
 
 POINTS = (load_point("closed", concurrency=4, rate=None, num_requests=8),)

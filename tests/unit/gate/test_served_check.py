@@ -11,13 +11,15 @@ import pytest
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, EXIT_REGRESSION, Interrupted, UsageError
 from kvbench.common.files import read_json, write_json
 from kvbench.gate.compare.conclude import conclude, judge_again
+from kvbench.gate.compare.folder import GivenUp
 from kvbench.gate.compare.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME
 from kvbench.gate.compare.served_check import FILE, ServedCheck
 from kvbench.gate.policy import load_policy
 from kvbench.gate.timing.plan import SIDES, match_designs
 from kvbench.gate.verdict.outputs import write_outputs
 from kvbench.targets.builtin import BuiltinTarget
-from kvbench.workload.design import load_point, make_design
+from kvbench.workload.design import make_design
+from kvbench.workload.load_section import load_point
 from tests.support.compare_folders import noisy_pairs, stored_comparison
 from tests.support.loads import FAKE
 from tests.support.verdicts import read
@@ -51,7 +53,7 @@ class Check:
         return self
 
     def verdict(self, **manifest):
-        return conclude(self.folder, self.folder.manifest() | manifest, POLICY)
+        return conclude(self.folder, self.folder.manifest().model_copy(update=manifest), POLICY)
 
 
 def test_the_same_server_passes_and_each_round_is_kept(tmp_path):
@@ -148,8 +150,7 @@ def test_a_server_that_does_not_serve_is_told_with_its_side_and_reason(tmp_path,
     assert [each.blamed for each in done.failed] == [blamed] * attempts and done.gave_up == done.failed[-1]
     assert {each.first for each in done.failed} == set(SIDES)  # in turn
     assert not (tmp_path / FILE).exists()
-    voids = [vars(each) for each in done.failed]
-    verdict = done.verdict(voids=voids, void={"pair": 0, "turn": done.gave_up.turn})
+    verdict = done.verdict(voids=tuple(done.failed), void=GivenUp(0, done.gave_up.turn))
     assert verdict.exit_code == code and words in verdict.sentence
     assert "pair 0" not in str(verdict.to_json())
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from kernels import get_backend
-from kernels.api import AttentionBackend, AttentionOptions, KVCache
+from kernels.api import AttentionBackend, AttentionOptions, KVCache, PrefillBatch
 from kernels.kv_formats import KV_FORMATS
 from kernels.quantized import FP8_MAX, QuantizedKV
 from kernels.tune.problems import HostileKV, as_float64, hostile_kv, wide
@@ -132,13 +132,13 @@ def _compare_prefill(backend: AttentionBackend, comparison: Comparison, planned:
     # As the engine has it: heads first in memory, so neither tokens nor heads are contiguous rows.
     q = p.random(p.shape[0] * p.kv_heads, sum(p.new), p.shape[1]).transpose(0, 1)
     starts = torch.tensor([0, *itertools.accumulate(p.new)], device=p.device, dtype=p.index_dtype)
-    where = (cache.page_starts, starts, comparison.lens, cache.page_size)
-    plan = backend.plan_prefill(*where, max_queries=max(p.new), max_tokens=max(p.lens)) if planned else None
-    comparison.check(backend.prefill_attention, expect, q, *where, plan=plan)
+    batch = PrefillBatch(cache.page_starts, starts, comparison.lens, cache.page_size)
+    plan = backend.plan_prefill(batch, max_queries=max(p.new), max_tokens=max(p.lens)) if planned else None
+    comparison.check(backend.prefill_attention, expect, q, batch, plan=plan)
     if comparison.every_form:
         slots = torch.cat([s[len(s) - n :] for s, n in zip(cache.slots, p.new, strict=True)])
         new_kv = tuple(x[slots].to(p.dtype) for x in comparison.exact)
-        comparison.check(backend.prefill_attention, expect, q, *where, plan=plan, new_kv=new_kv)
+        comparison.check(backend.prefill_attention, expect, q, batch, plan=plan, new_kv=new_kv)
 
 
 def filled(kind: str, rows: torch.Tensor, slots: int | None = None, scale: float | None = None) -> KVCache:
@@ -170,7 +170,8 @@ def attend_both(
     starts, lens = torch.tensor([table], device=q.device), torch.tensor([length], device=q.device)
     one = torch.tensor([0, 1], device=q.device)
     decoded = backend.decode_attention(q, k, v, starts, lens, page_size, PLAIN)
-    return decoded, backend.prefill_attention(q, k, v, starts, one, lens, page_size, PLAIN)
+    batch = PrefillBatch(starts, one, lens, page_size)
+    return decoded, backend.prefill_attention(q, k, v, batch, PLAIN)
 
 
 def check_live_nan_is_not_hidden(backend: AttentionBackend, kind: str, device: str = "cpu") -> None:

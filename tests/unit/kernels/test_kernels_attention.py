@@ -22,7 +22,7 @@ from kernel_cases import (
 )
 
 from kernels import get_backend
-from kernels.api import AttentionOptions
+from kernels.api import AttentionOptions, PrefillBatch
 from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS, KVFormat
 from kernels.numba_amx import has_amx
 from kernels.quantized import FP8_MAX, QuantizedKV
@@ -127,8 +127,9 @@ def test_torch_backend_serves_half_precision(dtype):
 def test_what_numba_cannot_compute_is_refused_and_not_read_as_something_else():
     options, one = AttentionOptions(0.1), (torch.tensor([[0]]), torch.tensor([3]), 8)
     q, cache = torch.randn(1, 2, 64), torch.randn(8, 2, 64)
+    batch = PrefillBatch(one[0], torch.tensor([0, 5]), *one[1:])
     with pytest.raises(ValueError, match="sequence 0 has 5 new tokens but a length of 3"):
-        NUMBA.prefill_attention(torch.randn(5, 2, 64), cache, cache, one[0], torch.tensor([0, 5]), *one[1:], options)
+        NUMBA.prefill_attention(torch.randn(5, 2, 64), cache, cache, batch, options)
     half, in_half = q.bfloat16(), cache.bfloat16()
     for tensors in (
         (q, in_half, in_half),
@@ -147,8 +148,9 @@ def test_prefill_of_neighbouring_pages_in_another_order():
     """First and last slot look like one run of slots, but the pages between are swapped."""
     torch.manual_seed(0)
     q, k, v = torch.randn(10, 4, 64), torch.randn(16, 2, 64), torch.randn(16, 2, 64)
-    args = (torch.tensor([[0, 8, 4, 12]]), torch.tensor([0, 10]), torch.tensor([16]), 4, AttentionOptions(scale=0.1))
-    expected, got = (backend.prefill_attention(q, k, v, *args) for backend in BACKENDS)
+    batch = PrefillBatch(torch.tensor([[0, 8, 4, 12]]), torch.tensor([0, 10]), torch.tensor([16]), 4)
+    options = AttentionOptions(scale=0.1)
+    expected, got = (backend.prefill_attention(q, k, v, batch, options) for backend in BACKENDS)
     torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -238,9 +240,9 @@ def test_a_token_attends_the_same_however_it_was_chunked(backend, format):
     new_kv = cache.k[cache.slots[0]], cache.v[cache.slots[0]]
 
     def prefill(begin: int, end: int, k=k, v=v) -> torch.Tensor:
-        args = (cache.page_starts, torch.tensor([0, end - begin]), torch.tensor([end]), cache.page_size, options)
+        batch = PrefillBatch(cache.page_starts, torch.tensor([0, end - begin]), torch.tensor([end]), cache.page_size)
         new = new_kv[0][begin:end], new_kv[1][begin:end]
-        return backend.prefill_attention(q[begin:end], k, v, *args, new_kv=new)
+        return backend.prefill_attention(q[begin:end], k, v, batch, options, new_kv=new)
 
     whole = prefill(0, length)
     for bounds in ((0, 11, 45), (0, 44, 45), range(length + 1)):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import get_backend
-from kernels.api import AttentionOptions
+from kernels.api import AttentionOptions, PrefillBatch
 
 
 def by_loops(q, k, v, position, scale, window, softcap, sink):
@@ -35,7 +35,7 @@ def test_reference_is_the_definition(window, softcap, with_sinks):
     k_cache, v_cache = torch.full((24, 2, 8), math.nan).double(), torch.full((24, 2, 5), math.nan).double()
     get_backend("torch").write_kv(k, v, k_cache, v_cache, slots)
     out = get_backend("torch").prefill_attention(
-        q, k_cache, v_cache, page_starts, torch.tensor([0, new]), torch.tensor([seq_len]), page_size,
+        q, k_cache, v_cache, PrefillBatch(page_starts, torch.tensor([0, new]), torch.tensor([seq_len]), page_size),
         AttentionOptions(0.3, window, softcap, sinks if with_sinks else None),
     )  # fmt: skip
     for i in range(new):
@@ -49,10 +49,8 @@ def test_reference_is_the_definition(window, softcap, with_sinks):
 def test_reference_agrees_with_sdpa():
     torch.manual_seed(1)
     q, k, v = torch.randn(40, 8, 16), torch.randn(40, 2, 16), torch.randn(40, 2, 16)
-    starts = torch.tensor([[0]])
-    out = get_backend("torch").prefill_attention(
-        q, k, v, starts, torch.tensor([0, 40]), torch.tensor([40]), 64, AttentionOptions(scale=0.25)
-    )
+    batch = PrefillBatch(torch.tensor([[0]]), torch.tensor([0, 40]), torch.tensor([40]), 64)
+    out = get_backend("torch").prefill_attention(q, k, v, batch, AttentionOptions(scale=0.25))
     heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
     expected = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=0.25, enable_gqa=True)
     torch.testing.assert_close(out, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)

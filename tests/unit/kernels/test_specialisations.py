@@ -30,7 +30,7 @@ import kernels
 from engine.execution import sampler
 from engine.sequence import Request, SamplingParams, Sequence
 from kernels import triton_sample
-from kernels.api import AttentionOptions
+from kernels.api import AttentionOptions, PrefillBatch
 from kernels.triton_backend import TritonBackend
 from kernels.triton_launch import Chip
 from kernels.triton_layers import Heads, Norm, Rotation, act_mul, add_norm, rotate_and_write
@@ -153,12 +153,13 @@ class Server:
 
     def prefill(self, pages: torch.Tensor, queries: int) -> None:
         """Chunks of ``queries`` tokens behind one decode in the same tensors, in a buffer of the step's numbers."""
-        batch = len(pages)
-        lengths = torch.full((batch + 1,), 300)[1:]
-        starts = torch.arange(batch + 2)[1:] * queries
+        count = len(pages)
+        lengths = torch.full((count + 1,), 300)[1:]
+        starts = torch.arange(count + 2)[1:] * queries
         q = self.heads(1 + queries, HEADS)[1:]
-        plan = self.backend.plan_prefill(pages, starts, lengths, PAGE, max_queries=queries, max_tokens=PAGES * PAGE)
-        self.backend.prefill_attention(q, *self.caches, pages, starts, lengths, PAGE, self.options, plan=plan)
+        batch = PrefillBatch(pages, starts, lengths, PAGE)
+        plan = self.backend.plan_prefill(batch, max_queries=queries, max_tokens=PAGES * PAGE)
+        self.backend.prefill_attention(q, *self.caches, batch, self.options, plan=plan)
 
 
 def test_every_kernel_is_compiled_for_few_variants_over_all_batches(variants, monkeypatch):

@@ -25,7 +25,7 @@ from triton_cases import DEVICE, INTERPRETED, backend_on, check, interpreted_bfl
 import kernels.triton_launch
 import kernels.triton_plan
 from kernels import get_backend
-from kernels.api import AttentionOptions
+from kernels.api import AttentionOptions, PrefillBatch
 from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8
 from kernels.triton_launch import Attention, Chip, Splits
 from kernels.triton_plan import DecodePlan
@@ -197,7 +197,8 @@ def test_plans_read_no_tensor():
     """A meta tensor has no values: reading one of a CUDA tensor would wait for the GPU."""
     backend, nothing = backend_on(4), torch.empty(3, 4, dtype=torch.int64, device="meta")
     assert backend.plan_decode(nothing, nothing[:, 0], 16, max_tokens=50).max_tokens == 50
-    assert backend.plan_prefill(nothing, nothing[0], nothing[:, 0], 16, max_queries=4, max_tokens=50).max_queries == 4
+    batch = PrefillBatch(nothing, nothing[0], nothing[:, 0], 16)
+    assert backend.plan_prefill(batch, max_queries=4, max_tokens=50).max_queries == 4
 
 
 @pytest.mark.parametrize("captured", [True, False])

@@ -9,10 +9,10 @@ import pytest
 
 from kvbench.load.completion import Completion
 from kvbench.load.connection import Address
-from kvbench.load.dialect import Dialect, http_request
+from kvbench.load.dialect import Dialect
 from kvbench.load.launch import takes_priority
 from kvbench.load.samples import Sample, with_history
-from kvbench.load.spec import LoadSpec
+from kvbench.load.spec import LoadSpec, http_request
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.presets import PRESETS
 

@@ -32,7 +32,7 @@ def sample(ids=(8, 9, 3), text="", answers=1, index=4, **fields) -> Sample:
 
 
 def kept(path, *samples, notes=NOTES):
-    write_wrong_answers(path / "w.jsonl", samples, notes)
+    write_wrong_answers(path / "w.jsonl", [(s.request, s.completion) for s in samples], notes)
     return [json.loads(line) for line in (path / "w.jsonl").read_text().splitlines()]
 
 
@@ -64,11 +64,11 @@ def test_a_canary_is_asked_for_greedily_to_its_end_and_for_its_kv_and_other_requ
     ],
 )
 def test_which_answers_are_wrong_and_from_where_on(got, wrong):
-    found = [(number, each.position) for number, each in wrong_answers(got)]
+    found = [(number, each.position) for number, each in wrong_answers(got.request, got.completion)]
     assert found == wrong
     row = got.to_row(0.0)
     assert bool(row["canary_wrong"]) == bool(wrong) and row["ok"] == got.completion.ok
-    assert row["canary"] == got.request.canary and row["canary_wrong"] == wrong_words(got)
+    assert row["canary"] == got.request.canary and row["canary_wrong"] == wrong_words(got.request, got.completion)
 
 
 def test_what_is_kept_of_a_wrong_answer(tmp_path):
@@ -85,7 +85,8 @@ def test_what_is_kept_of_a_wrong_answer(tmp_path):
 def test_other_servers_tell_nothing_of_their_kv_and_right_answers_leave_no_file(tmp_path):
     (row,) = kept(tmp_path, sample((), "8 no"), notes={})
     assert all(row[name] is None for name in (*KV_FACTS, "seed", "repeat", "got_token_ids")) and row["got"] == "8 no"
-    write_wrong_answers(tmp_path / "none.jsonl", [sample()], NOTES)
+    right = sample()
+    write_wrong_answers(tmp_path / "none.jsonl", [(right.request, right.completion)], NOTES)
     assert not (tmp_path / "none.jsonl").exists()
 
 

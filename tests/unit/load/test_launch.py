@@ -11,10 +11,9 @@ import pytest
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError
 from kvbench.load import launch
-from kvbench.load.spec import LoadSpec
+from kvbench.load.spec import LoadSpec, read_spec
 from kvbench.targets.base import reason_of
-from kvbench.workload.design import load_point
-from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.load_section import LoadConfig, load_point
 
 PROMPTS = {"kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]}
 
@@ -27,16 +26,11 @@ def test_the_client_is_told_the_whole_load(tmp_path, concurrency, rate):
         | {"timeout_s": 9, "connect_timeout_s": 2, "first_byte_timeout_s": 3, "idle_timeout_s": 4}
     )
     point = load_point(mode, concurrency=concurrency, rate=rate, num_requests=5)
-    spec = launch.load_spec(
-        load,
-        point,
-        base_url="http://127.0.0.1:1",
-        model="m",
-        requests_file=tmp_path / "r",
-        out_dir=tmp_path,
-        send_priority=True,
-    )
-    read = LoadSpec.model_validate(spec)
+    where = {"base_url": "http://127.0.0.1:1", "requests_file": str(tmp_path / "r"), "out_dir": str(tmp_path)}
+    spec = LoadSpec.of(load, point, model="m", send_priority=True, dialect={"done_marker": False}, **where)
+    spec.write(tmp_path / "spec.json")
+    read = read_spec(tmp_path / "spec.json")
+    assert read == spec and not read.dialect.done_marker
     assert (read.mode, read.concurrency, read.request_rate) == (mode, concurrency, rate)
     phases = (read.connect_timeout_s, read.first_byte_timeout_s, read.idle_timeout_s, read.timeout_s)
     assert phases == (2, 3, 4, 9)
@@ -56,7 +50,10 @@ def client(monkeypatch, code):
 
 
 def drive(tmp_path, total=1, **options):
-    launch.drive({"out_dir": str(tmp_path)}, total=total, limit_s=20, on_progress=lambda *a: None, **options)
+    spec = LoadSpec(
+        base_url="", model="", mode="closed", concurrency=1, requests_file="", out_dir=str(tmp_path), timeout_s=1.0
+    )
+    launch.drive(spec, total=total, limit_s=20, on_progress=lambda *a: None, **options)
 
 
 def test_a_client_that_does_not_end_is_stopped_with_a_sentence(tmp_path, monkeypatch):

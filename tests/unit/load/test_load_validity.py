@@ -10,7 +10,8 @@ import pytest
 from engine.boot import BOOT_HEADER, boot_id
 from kvbench.load.completion import Completion, judge
 from kvbench.load.dialect import Dialect
-from kvbench.load.samples import Clocked, Outcome, Sample, write_outcome
+from kvbench.load.outcome import Clocked, Outcome, write_outcome
+from kvbench.load.samples import Sample
 from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import (
     busiest_second,

@@ -34,7 +34,7 @@ def result(ttfts=(0.1,), *, failed=0, slo=None, queued=0.0, **more):
                 "error_kind": None if i < len(ttfts) else "truncated",
             }
         )  # fmt: skip
-    metrics = summarise(pd.DataFrame(rows), {"mode": "open"}, slo)
+    metrics = summarise(pd.DataFrame(rows), {"mode": "open"}, slo).to_json()
     return {"valid": True, "invalid_reasons": [], "metrics": metrics, "started_at": "2026-01-01", "machine": {}} | more
 
 
@@ -172,7 +172,7 @@ def test_the_star_is_explained_where_there_is_one(count, noted):
 def test_the_first_output_has_a_row_where_its_figures_are_not_those_of_the_first_token(ttfo, seen):
     measured = result([0.1])
     if ttfo is not None:
-        measured["metrics"]["ttfo_ms"] = distribution([ttfo])
+        measured["metrics"]["ttfo_ms"] = distribution([ttfo]).to_json()
     assert ("TTFO" in shown(measured)) == seen
     assert "TTFO" not in shown(result([], failed=2))
 

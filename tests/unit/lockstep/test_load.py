@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kvbench.lockstep.load import Computed, is_repeatable, typical
-from kvbench.workload.design import load_point
-from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.load_section import LoadConfig, load_point
 
 CLASSES = [{"name": "chat", "share": 1.0, "prompt_tokens": 8, "output_tokens": 8}]
 LOAD = {"mode": "closed", "concurrency": [2], "num_requests": [4], "ignore_eos": True,

@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from kvbench.metrics import latency as metrics
+from kvbench.metrics import rows as rows_of
 from tests.support.request_rows import frame, queued_at_the_end, row
 
 ONE = {"mode": "closed", "concurrency": 1}
@@ -26,7 +27,7 @@ def summary(*rows: dict, load: dict = ONE, slo: dict | None = None) -> dict[str,
         ):
             add(f"{prefix}.{key}", inner)
 
-    for key, value in metrics.summarise(frame(*rows), load, slo).items():
+    for key, value in metrics.summarise(frame(*rows), load, slo).to_json().items():
         add(key, value)
     return flat
 
@@ -179,7 +180,7 @@ def test_throughput_counts_what_arrived_inside_the_window() -> None:
 def test_a_request_counts_by_its_share_in_the_window_and_unknown_chunks_share_the_tokens() -> None:
     one = frame(row(ts=1.0, chunk_times=[2.0, 3.0], output_tokens=2, end=5.0))
     check(metrics.throughput(one, (1.0, 4.0)), request_throughput=3 / 4 / 3, output_throughput=2 / 3)
-    times, weights = metrics.chunk_weights(frame(row(output_tokens=6), row(chunk_times=[3.0, 4.0], output_tokens=2)))
+    times, weights = rows_of.chunk_weights(frame(row(output_tokens=6), row(chunk_times=[3.0, 4.0], output_tokens=2)))
     assert times.tolist() == [1.5, 1.7, 2.0, 3.0, 4.0] and weights.tolist() == [2, 2, 2, 1, 1]
 
 
@@ -235,7 +236,7 @@ def test_pooled_percentiles_are_of_the_pool() -> None:
     got = metrics.pooled(loads)["ttft_ms"]
     every = np.concatenate([(f["first"] - f["t0"]) * 1000 for f in loads])
     check(got, n=220, p90=float(np.percentile(every, 90)))
-    parts = [metrics.latency_summary(f)["ttft_ms"]["p90"] for f in loads]
+    parts = [metrics.pooled([f]).ttft_ms.p90 for f in loads]
     assert abs(got["p90"] - np.mean(parts)) > 50
 
 

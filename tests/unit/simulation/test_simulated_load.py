@@ -25,8 +25,7 @@ from kvbench.simulation.sweep_driver import SimulatedDriver
 from kvbench.simulation.target import SimulatedTarget
 from kvbench.targets.base import ModelFacts
 from kvbench.targets.prometheus import parse_metrics
-from kvbench.workload.design import load_point
-from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.load_section import LoadConfig, load_point
 
 STEP_S = 0.01  # whatever a step computes
 SETTINGS = {"page_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512}

@@ -15,7 +15,8 @@ from kvbench.common.files import read_json, write_json
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.repeats import is_disturbed
 from kvbench.sweep.order import Measured, blocks_in_time, blocks_left
-from kvbench.workload.design import Block, load_point, make_design, plan_blocks
+from kvbench.workload.design import Block, make_design, plan_blocks
+from kvbench.workload.load_section import load_point
 from tests.unit.calibration.test_calibration import taken as taken_calibration
 
 LOADS = [load_point("closed", concurrency=c, rate=None, num_requests=8) for c in (1, 4)]

@@ -16,7 +16,8 @@ from kvbench.common.text import clock
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.choose import START_GUESS_S
 from kvbench.targets.prometheus import MetricsSample
-from kvbench.workload.design import load_point, make_design, plan_blocks
+from kvbench.workload.design import make_design, plan_blocks
+from kvbench.workload.load_section import load_point
 from tests.support.sweep_parts import wait_until
 
 LOADS = [load_point("closed", concurrency=c, rate=None, num_requests=8) for c in (1, 4)]

@@ -21,7 +21,8 @@ from kvbench.sweep.block import BlockRunner
 from kvbench.sweep.block_task import BlockEnded, BlockTask, LoadDone, Status
 from kvbench.sweep.order import Measured, blocks_left
 from kvbench.sweep.ray_executor import CellNeeds, RayExecutor, RayMachines, machines_for, needs_of
-from kvbench.workload.design import load_point, make_design, plan_blocks
+from kvbench.workload.design import make_design, plan_blocks
+from kvbench.workload.load_section import load_point
 from tests.support.fake_ray import FakeCluster, node
 
 LOADS = [load_point("closed", concurrency=c, rate=None, num_requests=8) for c in (1, 4)]

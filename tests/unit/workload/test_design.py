@@ -15,8 +15,9 @@ from engine.server.arguments import build_parser, command_line, options_of
 from kvbench.common.errors import UsageError
 from kvbench.sweep.plan import planned_blocks, preflight
 from kvbench.targets.builtin import check_configuration
-from kvbench.workload.design import load_point, make_design, normalise, plan_blocks, plan_sweep, select
+from kvbench.workload.design import make_design, normalise, plan_blocks, plan_sweep, select
 from kvbench.workload.file import load_workload, resolve
+from kvbench.workload.load_section import load_point
 from kvbench.workload.settings import DEFAULTS, DEFAULTS_ON, ONLY_WITH, phrase, value_words
 
 BASE = {"layout": "paged", "page_size": 16, "enable_prefix_caching": False, "max_num_seqs": 64}

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.load.launch import make_requests
+from kvbench.requests.build import build_requests
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import load_workload
@@ -26,7 +26,8 @@ def workload(answers, profile="cpu", **how):
 def requests(loaded):
     (point,) = loaded.load_points
     limit = loaded.engine["max_model_len"]
-    return make_requests(loaded.load, point, vocab_size=8192, max_model_len=limit, seed=loaded.seed, repeat=1)
+    at = {"concurrency": point.concurrency, "rate": point.request_rate}
+    return build_requests(loaded.load, vocab_size=8192, max_model_len=limit, seed=loaded.seed, repeat=1, **at)
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])

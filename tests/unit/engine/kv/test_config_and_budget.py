@@ -5,11 +5,12 @@ import re
 import pytest
 
 from engine.build import build_engine
-from engine.config import EngineConfig, format_bytes, parse_bytes
+from engine.config import EngineConfig
 from engine.kv.budget import KVShape, LayerKV, capacity_of, settle_length
 from engine.model.spec import find_model
 from engine.sequence import Request, SamplingParams
 from engine.server.arguments import build_parser, options_of
+from engine.sizes import format_bytes, parse_bytes
 from tests.support.hf_parts import model_folder
 
 SHAPE = KVShape((LayerKV(1, 8, 8),), 4)  # 64 bytes a slot, as fp8 16
@@ -178,7 +179,7 @@ SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "v
     ],
 )
 def test_a_config_that_no_model_has_is_refused_in_one_sentence(tmp_path, more, says):
-    (tmp_path / "config.json").write_text(f'{json.dumps({"model_type": "llama", **SIZES})[:-1]}, {more}}}')
+    (tmp_path / "config.json").write_text(f"{json.dumps({'model_type': 'llama', **SIZES})[:-1]}, {more}}}")
     with pytest.raises(ValueError, match=says) as error:
         find_model(str(tmp_path), "dummy")
     assert "\n" not in str(error.value) and len(str(error.value)) < 300

@@ -12,9 +12,8 @@ import pytest
 from transformers import GenerationConfig
 
 from engine.server.protocol import ChatBody, CompletionBody, parse
-from kvbench.load.dialect import http_request
 from kvbench.load.http import Address
-from kvbench.load.spec import LoadSpec
+from kvbench.load.spec import LoadSpec, http_request
 from kvbench.requests.request import RequestSpec
 
 TEXT_PARTS = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]

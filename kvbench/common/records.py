@@ -1,0 +1,95 @@
+"""Records: typed contents of the JSON files of a run folder, with one reader and one writer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvbench.common.errors import UsageError
+from kvbench.common.files import read_json, write_json
+
+_MOST_SHOWN = 60  # characters of a value in a message
+
+
+class Record(BaseModel):
+    """A frozen record. Keys that its class does not have are left out when it is read; NaN and infinities are refused.
+
+    ``FORMAT``: the version in the file's ``format``; None: the file has none. Older versions are as ``upgrade`` says.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, ser_json_inf_nan="null")
+    FORMAT: ClassVar[int | str | None] = None
+
+    @classmethod
+    def parse(cls, data: Any) -> Self:
+        """Returns the record of plain JSON data. Raises ValueError with the first field that does not fit."""
+        if cls.FORMAT is not None and isinstance(data, dict) and data.get("format", cls.FORMAT) != cls.FORMAT:
+            raise ValueError(f"format is {data['format']!r}, and this kvbench reads {cls.FORMAT!r}")
+        try:
+            return cls.model_validate_json(json.dumps(data), strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(map(str, first["loc"])) or "the whole"
+            raise ValueError(f"{field} is {_short(first['input'])}: {first['msg'].lower()}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields that were set, as plain data for a file."""
+        stored = {} if self.FORMAT is None else {"format": self.FORMAT}
+        return stored | self.model_dump(exclude_unset=True)
+
+    # A bridge while readers move from mappings to attributes.
+    def keys(self) -> list[str]:
+        names = (*type(self).model_fields, *(self.model_extra or ()))
+        return [name for name in names if name in self.model_fields_set]
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        return iter((name, self[name]) for name in self.keys())
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.model_fields_set:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name) if name in self.model_fields_set else default
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.model_fields_set
+
+    def __len__(self) -> int:
+        return len(self.model_fields_set)
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self.items()) == other if isinstance(other, dict) else super().__eq__(other)
+
+    __hash__ = object.__hash__
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self, **other}
+
+
+Mapping.register(Record)
+R = TypeVar("R", bound=Record)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ..."
+
+
+def read_record(kind: type[R], path: Path, what_to_do: str) -> R:
+    """Reads a file as a record of ``kind``. Raises UsageError: what is wrong with it, and ``what_to_do``."""
+    data = read_json(path)
+    try:
+        return kind.parse(data)
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read: {error}; {what_to_do}") from None
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Writes a record atomically."""
+    write_json(path, record.to_json())

@@ -1,0 +1,317 @@
+"""The files of a run folder as records: done.json, summary.json and manifest.json.
+
+Older versions left fields out; those have the value that means "not known" here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from kvbench.common.records import Record
+from kvbench.metrics.definitions import SERVED, SIMULATED
+from kvbench.metrics.model import CanaryCounts, LoadMetrics, PooledLatencies
+
+COMPLETE, INCOMPLETE = "complete", "incomplete"
+COST_NOTES = "cost_model"
+"""Of a cell's notes: sentences on the step times of a simulation."""
+
+
+class MachineReport(Record):
+    """How busy the machine was during a load [cores, share, s]; None where the system does not tell."""
+
+    foreign_cpu_cores: float | None = None
+    steal_share: float | None = None
+    load_average: float | None = None
+    cores: int | None = None
+    server_cpu_cores: float | None = None
+    client_cpu_cores: float | None = None
+    seconds: float | None = None
+    gpu_energy_j: float | None = None
+
+
+class CacheCounts(Record):
+    """What the prefix cache did in a load [tokens]; None where not known.
+
+    state: that of the load, declared or the default
+    counted: hits by /metrics; told: cached tokens by the usage of the answers; hits: the larger of both, of queries
+    unverified: why the state is not verified; disagree: that both counts should be equal and are not
+    from_before: hits of a steady cache that only prompts from before the load explain
+    """
+
+    state: str | None = None
+    counted: float | None = None
+    told: float | None = None
+    hits: float | None = None
+    queries: float | None = None
+    unverified: str | None = None
+    disagree: str | bool | None = None
+    from_before: float | None = None
+
+
+class CacheBounds(Record):
+    """The fewest and the most tokens that could hit, by the prompts and the declared state of the cache."""
+
+    low: float
+    high: float
+
+
+class WarmUpResult(Record):
+    """Requests sent and answered before a load, failed attempts, why the last failed, and the most in flight."""
+
+    requests: int = 0
+    answered: int = 0
+    failures: int = 0
+    last: str | None = None
+    in_flight: int = 0
+
+
+class LoadResult(Record):
+    """One load that was measured: done.json.
+
+    valid: neither invalid_reasons, refused nor wrong_answers; refused: how much of it the server served; wrong_answers:
+        how many canaries were answered wrongly, where that fails the load
+    server_faults: the reasons that are the server's doing; disturbances: those that the machine or the client's
+        lateness made, and that may be gone when the load is measured again
+    template_tokens: that the server's chat template adds; prompt_tokens_added: least, median and most tokens that the
+        server counts beyond the drawn ones of a text
+    """
+
+    FORMAT: ClassVar[int] = 1
+
+    cell_id: str = ""
+    repeat: int = 0
+    requests_file: str | None = None
+    requests_sha256: str | None = None
+    server_start_s: float | None = None
+    warm_up: WarmUpResult | None = None
+    valid: bool = True
+    invalid_reasons: tuple[str, ...] = ()
+    refused: str | None = None
+    wrong_answers: str | None = None
+    server_faults: tuple[str, ...] = ()
+    disturbances: tuple[str, ...] = ()
+    calibration: Mapping[str, Any] | None = None
+    clock: str = SERVED
+    metrics: LoadMetrics
+    endpoint: str | None = None
+    template_tokens: int | None = None
+    prompt_tokens_added: tuple[float, float, float] | None = None
+    machine: MachineReport = MachineReport()
+    prefix_cache: CacheCounts = CacheCounts()
+    prefix_cache_bounds: CacheBounds | None = None
+    started_at: str = ""
+    ended_at: str = ""
+    wall_s: float = 0.0
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Tests whether nothing but the machine or the client's lateness made the load invalid.
+
+        Neither makes answers wrong, so a load with wrong ones counts, however disturbed.
+        """
+        reasons = self.invalid_reasons
+        return bool(reasons) and not self.wrong_answers and set(reasons) <= set(self.disturbances)
+
+    @property
+    def not_comparable(self) -> list[str]:
+        """Why its figures may not be compared: it is invalid, refused too much, or answered canaries wrongly."""
+        return [*self.invalid_reasons, *(why for why in (self.refused, self.wrong_answers) if why)]
+
+
+class CellLoad(Record):
+    """The load of a cell: ``concurrency`` requests at once, or ``request_rate`` a second ("inf": all at once)."""
+
+    load_id: str = ""
+    mode: Literal["closed", "open"] = "closed"
+    concurrency: int | None = None
+    request_rate: float | Literal["inf"] | None = None
+    num_requests: int | None = None
+    arrivals: str | None = None
+
+    @property
+    def value(self) -> float:
+        """Concurrent requests or requests/s; 0 where the arrivals have no single rate."""
+        value = self.request_rate if self.mode == "open" else self.concurrency
+        return math.inf if value == "inf" else float(value or 0.0)
+
+
+class Capacity(Record):
+    """What the KV of a configuration holds; None where not known."""
+
+    model_config = ConfigDict(extra="allow")
+
+    capacity_tokens: float | None = None
+    max_model_len: int | None = None
+    kv_budget_bytes: float | None = None
+    kv_bytes: float | None = None
+    kv_type: str | None = None
+    bytes_per_token: float | None = None
+    bytes_per_slot: float | None = None
+    scale_bytes_per_token: float | None = None
+    scale_bytes_per_slot: float | None = None
+
+
+class RepeatSummary(Record):
+    """One repeat of a cell."""
+
+    repeat: int
+    started_at: str | None = None
+    requests_sha256: str | None = None
+    metrics: LoadMetrics = LoadMetrics()
+    server: Mapping[str, float | None] = {}
+    machine: MachineReport = MachineReport()
+    prefix_cache: CacheCounts = CacheCounts()
+    prefix_cache_bounds: CacheBounds | None = None
+    endpoint: str | None = None
+    template_tokens: int | None = None
+    prompt_tokens_added: tuple[float, float, float] | None = None
+
+
+class Spread(Record):
+    """Median, mean, extremes and sample standard deviation (None for one value) over repeats."""
+
+    median: float
+    mean: float
+    min: float
+    max: float
+    sd: float | None
+    n: int
+    values: tuple[float, ...]
+
+
+class CellSummary(Record):
+    """All repeats of a cell together: summary.json, which also has the fields of a ``vllm bench serve`` result.
+
+    invalid_repeats: reasons of repeats that are left out, by repeat; notes: how the requests were made
+    """
+
+    FORMAT: ClassVar[int] = 1
+    model_config = ConfigDict(extra="allow")
+
+    simulated: Mapping[str, Any] | bool | None = None
+    cell_id: str = ""
+    config_id: str = ""
+    label: str = ""
+    is_baseline: bool = False
+    varied: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
+    load: CellLoad = CellLoad()
+    notes: Mapping[str, Any] = {}
+    capacity: Capacity = Capacity()
+    repeats: tuple[RepeatSummary, ...] = ()
+    aggregate: Mapping[str, Spread] = {}
+    pooled: PooledLatencies = PooledLatencies()
+    valid: bool = True
+    invalid_reasons: tuple[str, ...] = ()
+    invalid_repeats: Mapping[str, tuple[str, ...]] = {}
+    refused: tuple[str, ...] = ()
+    wrong_answers: tuple[str, ...] = ()
+    canaries: CanaryCounts | None = None
+
+
+class GitState(Record):
+    """The commit that was measured; None outside a repository."""
+
+    sha: str | None = None
+    short_sha: str | None = None
+    dirty: bool = False
+
+
+class Processor(Record):
+    """The processor of the machine; ``cores``: those that may be used."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    architecture: str | None = None
+    cores: int | None = None
+    cores_total: int | None = None
+
+
+class PlannedBlock(Record):
+    """One fresh server: its configuration, its repeat and the cells it is measured with."""
+
+    block_id: str
+    repeat: int
+    configuration: str
+    cells: tuple[str, ...]
+
+
+class FailedLoad(Record):
+    """A load without a result."""
+
+    model_config = ConfigDict(extra="allow")
+
+    cell_id: str | None = None
+    repeat: int | None = None
+    reason: str | None = None
+
+
+class SetAside(Record):
+    """A disturbed load that was measured again, and where it is kept."""
+
+    cell_id: str
+    repeat: int
+    reasons: tuple[str, ...] = ()
+    folder: str | None = None
+
+
+class Manifest(Record):
+    """What a sweep measured, with what, on what: manifest.json. Fields that only some targets have are kept too."""
+
+    FORMAT: ClassVar[int] = 1
+    model_config = ConfigDict(extra="allow")
+
+    kind: str | None = None
+    status: str = INCOMPLETE
+    workload: Mapping[str, Any]
+    workload_name: str = ""
+    workload_file: str | None = None
+    profile: str | None = None
+    command: tuple[str, ...] = ()
+    git: GitState = GitState()
+    versions: Mapping[str, str | None] = {}
+    cpu: Processor = Processor()
+    gpus: tuple[Mapping[str, Any], ...] = ()
+    memory_bytes: int | None = None
+    os: str | None = None
+    device: str | Mapping[str, Any] | None = None
+    dtype: str | None = None
+    kernel_backend: str | None = None
+    num_threads: int | str | None = None
+    seeds: Mapping[str, int | None] = {}
+    shared_machine: bool = True
+    started: str | None = None
+    ended: str | None = None
+    model: Mapping[str, Any] | None = None
+    backend: str | None = None
+    plan: tuple[PlannedBlock, ...]
+    failures: tuple[FailedLoad, ...] = ()
+    left_out: tuple[tuple[str, int], ...] = ()
+    set_aside: tuple[SetAside, ...] = ()
+    notes: tuple[str, ...] = ()
+    servers: Mapping[str, Mapping[str, Any]] = {}
+    resumed: tuple[Mapping[str, Any], ...] = ()
+    max_minutes: float | None = None
+    measured_s: float | None = None
+    lockstep_minutes: float | None = None
+    simulated: Mapping[str, Any] | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.status == COMPLETE
+
+    @property
+    def clock(self) -> str:
+        """The clock of the times of its loads."""
+        return SIMULATED if self.simulated else SERVED
+
+    @property
+    def load_section(self) -> Mapping[str, Any]:
+        """The workload's section ``load``."""
+        section = self.workload.get("load")
+        return section if isinstance(section, Mapping) else {}
