@@ -25,7 +25,7 @@ from kvbench.gate.policy import WITHIN, Limit, Policy, matches
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
 from kvbench.report.comparisons import paging_pair
-from kvbench.report.simulated import on_what, title
+from kvbench.report.provenance import on_what, title
 from kvbench.runs import metric_names
 from kvbench.runs.model import WRONG, MeasuredCell, Run
 from kvbench.runs.quality import QualityResult, figure, read_quality

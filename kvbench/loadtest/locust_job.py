@@ -13,7 +13,7 @@ from typing import Any
 
 from kvbench.load import launch
 from kvbench.load.spec import LoadSpec
-from kvbench.measure.load import requests_for
+from kvbench.measure.server import requests_for
 from kvbench.measure.server_state import with_default_ends
 from kvbench.requests.request import RequestList
 from kvbench.targets.choose import require_url

@@ -39,15 +39,19 @@ from kvbench.loadtest.options import (
     workload_source,
 )
 from kvbench.loadtest.result import lengths_of, show, stored
+from kvbench.measure.http import DRAIN, PREPARE, HttpInstrument
+from kvbench.measure.instrument import Clients, Job, Listener, UnstoredError
 from kvbench.measure.live_server import LiveServer
-from kvbench.measure.load import DRAIN, PREPARE, LoadSetup, UnstoredError, measure_load, requests_for
+from kvbench.measure.server import Server, requests_for
 from kvbench.measure.server_state import with_server_defaults
 from kvbench.measure.warm_up import WarmUp, warm_up
 from kvbench.metrics.latency import too_many_failed
 from kvbench.requests.request import store_requests
+from kvbench.runs.folder import RunFolder
 from kvbench.runs.work import FolderWork, begun, kept, work_in
 from kvbench.targets.base import Target
 from kvbench.targets.choose import preset_named, running_server
+from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import load_point
 from kvbench.workload.request_form import RequestForm
@@ -105,14 +109,17 @@ def load_command(
                 work.check()
                 target.check_alive()
 
-            setup = LoadSetup(
-                loaded.load, loaded.seed, target, {"target": target.base_url}, target.server_info(), None, check,
-                client=clients.spec, arguments=clients.arguments, sends_here=clients.workers is None,
-                calibrate=calibrator if clients.workers is None else None, on_phase=told.phase,
+            job = Job(
+                loaded, RunFolder(path), lambda: target, told, check,
+                calibrate=calibrator if clients.workers is None else None,
+                clients=Clients(clients.spec, clients.arguments, clients.workers),
             )  # fmt: skip
+            instrument = HttpInstrument(job)
+            settings = {"target": target.base_url}
+            instrument.server = Server(loaded.load, loaded.seed, target, settings, target.server_info(), None, check)
             if clients.notice:
                 say(clients.notice)
-            runner = LoadRunner(setup, point, folder, console, options["num_warmups"], calibrator, requests, told)
+            runner = LoadRunner(instrument, point, folder, console, options["num_warmups"], calibrator, requests, told)
             if output_dir is not None:
                 work.close = partial(runner.say_what_is_kept, work, resume_command(manifest["command"], resume))
             next_step = "give the same command and --resume" if output_dir is not None else ""
@@ -158,17 +165,25 @@ _PHASES = {
 }
 
 
-class StatusText:
+class StatusText(Listener):
     """Shows the current phase: in the status line on a terminal, as a printed line elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._name = self._phase = ""
+        self._server = LiveServer()
         self._update: Callable[[str], None] = lambda text: None
 
     def begin(self, name: str, update: Callable[[str], None]) -> None:
         """``update`` shows the text of a line about the load ``name`` from here on."""
-        self._name, self._update = name, update
+        self._name, self._update, self._server = name, update, LiveServer()
+
+    def rows(self, width: int) -> Sequence[str]:
+        """What the server says of itself."""
+        return self._server.rows(width)
+
+    def server_read(self, sample: MetricsSample) -> None:
+        self._server.take(sample)
 
     def say(self, text: str) -> None:
         """Something else that takes seconds is being done."""
@@ -177,14 +192,14 @@ class StatusText:
         else:
             print_plain(self._console, text)
 
-    def phase(self, phase: str) -> None:
+    def load_phase(self, phase: str) -> None:
         """What the load does from here on."""
         self._phase = _PHASES[phase]
         self._update(f"{self._name}: {self._phase}")
 
-    def progress(self, done: int, total: int, failed: int, seconds: float) -> None:
+    def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
         """How far it is."""
-        self._update(f"{self._name}: {self._phase}, {done}/{total} requests, {failed} failed, {seconds:.0f} s")
+        self._update(f"{self._name}: {self._phase}, {done}/{total} requests, {failed} failed, {elapsed_s:.0f} s")
 
 
 def target_facts(target: Target) -> dict[str, Any]:
@@ -202,7 +217,7 @@ class LoadRunner:
     ``requests``: of a load at ``point``.
     """
 
-    setup: LoadSetup
+    instrument: HttpInstrument
     point: LoadPoint
     folder: LoadFolder
     console: Console
@@ -219,7 +234,7 @@ class LoadRunner:
             print_plain(self.console, "this load is finished and is not run again")
             result = read_json(metrics_file)
         else:
-            result = self.measure(self.setup, self.point, _RUN, self.folder.path, self.requests)
+            result = self.measure(self.point, _RUN, self.folder.path, self.requests)
             outcome = {name: result[name] for name in ("valid", "refused", "wrong_answers")}
             try:
                 write_json(metrics_file, result)
@@ -240,21 +255,25 @@ class LoadRunner:
 
     def search(self, plan: SearchPlan, next_step: str) -> int:
         """A search over rates; the exit code. ``next_step``: how to go on with one that is not at its end."""
-        load = self.setup.load
+        server = self.instrument.server
+        load = server.load
         native_rate, least = None, self.point.num_requests
         if load.arrivals == "trace":
             native_rate, least = mean_rate(self.requests), len(self.requests)
 
         def check() -> None:
-            self.setup.check()
+            server.check()
             search.check_time()
 
         def measure(rate: float, count: int, number: int, out: Path) -> dict[str, Any]:
             point = self.point
             if native_rate is None:
                 point = load_point("open", concurrency=None, rate=rate, num_requests=count, arrivals=load.arrivals)
-            setup = dataclasses.replace(self.setup, load=at_rate(load, rate, count, native_rate), check=check)
-            return self.measure(setup, point, number, out, None, failures_invalidate=False)
+            run_load = at_rate(load, rate, count, native_rate)
+            self.instrument.server = dataclasses.replace(server, load=run_load, check=check)
+            return self.measure(point, number, out, None)
+
+        self.instrument.job.failures_invalidate = False
 
         bounds, length = plan.bounds(native_rate or self.point.request_rate), plan.run_length(load, least)
         search = RateSearch(
@@ -275,46 +294,34 @@ class LoadRunner:
         if not (self.measured or any(self.folder.finished_runs())):
             work.next_step = begun(command)
 
-    def measure(
-        self, setup: LoadSetup, point: LoadPoint, number: int, out: Path, made: list[Any] | None, **how: Any
-    ) -> dict[str, Any]:
+    def measure(self, point: LoadPoint, number: int, out: Path, made: list[Any] | None) -> dict[str, Any]:
         """One load, after the warm-up if it is the first; what metrics.json holds.
 
         ``made``: its requests; None: those of run ``number`` are drawn.
         """
-        notes_before = len(setup.target.notes)
-        warm = None if self.measured else self._warm_up(setup, point)
-        if new := setup.target.notes[notes_before:]:  # it takes no token ids
+        server, target = self.instrument.server, self.instrument.server.target
+        notes_before = len(target.notes)
+        warm = None if self.measured else self._warm_up(server, point)
+        if new := target.notes[notes_before:]:  # it takes no token ids
             print_plain(self.console, f"note: {new[0]}")
             made = None
-        requests = made or setup.requests(point, number)
+        requests = made or server.requests(point, number)
         path, digest = store_requests(requests, out, "requests")
         name = point.load_id
-        server = LiveServer()
-        with status_line(self.console, f"{name}: {len(requests)} requests", more=server.rows) as update:
+        with status_line(self.console, f"{name}: {len(requests)} requests", more=self.told.rows) as update:
             self.told.begin(name, update)
             unstored = None
             try:
-                result = measure_load(
-                    setup,
-                    point,
-                    requests,
-                    path.resolve(),
-                    out.resolve(),
-                    first=not self.measured,
-                    on_progress=self.told.progress,
-                    on_reading=server.take,
-                    **how,
-                )
+                result = self.instrument.send(point, requests, path, out)
             except UnstoredError as error:
                 result, unstored = error.result, error
         self.measured += 1
         kept = {
-            **stored(setup.load, point, self.folder.manifest["target"], result),
+            **stored(server.load, point, self.folder.manifest["target"], result),
             **({"warm_up": warm.to_json()} if warm else {}),
-            "notes": [*setup.target.notes],
-            "lengths": lengths_of(setup.load, requests, setup.target.model.max_model_len),
-            "prefix_caching": ((setup.info or {}).get("engine") or {}).get("enable_prefix_caching"),
+            "notes": [*target.notes],
+            "lengths": lengths_of(server.load, requests, target.model.max_model_len),
+            "prefix_caching": server.info.engine.enable_prefix_caching,
             "requests_file": path.name,
             "requests_sha256": digest,
         }
@@ -323,7 +330,7 @@ class LoadRunner:
             raise unstored
         return kept
 
-    def _warm_up(self, setup: LoadSetup, point: LoadPoint) -> WarmUp:
+    def _warm_up(self, server: Server, point: LoadPoint) -> WarmUp:
         began, answers = time.monotonic(), ["no request answered"]
 
         def on_answer(answered: int, of: int) -> None:
@@ -331,6 +338,6 @@ class LoadRunner:
 
         with status_line(self.console, "warming up") as update:
             update(lambda: f"warming up: {answers[-1]}, {time.monotonic() - began:.0f} s")
-            warm = warm_up(setup, point, self.warm_ups, on_answer)
+            warm = warm_up(server, point, self.warm_ups, on_answer)
         self.folder.update(warm_up=warm.to_json())
         return warm

@@ -191,7 +191,7 @@ def _table(rows: Sequence[_Row]) -> Any:
 
 
 def _draw(row: _Row, path: Path) -> None:
-    from kvbench.report.figures.predicted_run import predicted_figure
+    from kvbench.report.predictions import predicted_figure
 
     title = f"{row.run.name}: simulated over measured ({row.how})"
     figure = predicted_figure(row.run.series, row.predicted.series, title)

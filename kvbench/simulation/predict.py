@@ -27,8 +27,8 @@ from kvbench.runs.folder import DONE
 from kvbench.runs.model import MeasuredCell, Repeat, Run, number
 from kvbench.runs.predictions import METRICS, Predicted, write_predictions
 from kvbench.runs.resume import stored_workload
+from kvbench.simulation.instrument import row_of
 from kvbench.simulation.replay import ReplayedLoad, replay, step_ends, works_of
-from kvbench.simulation.sweep_driver import row_of
 from kvbench.simulation.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs, measured
 from kvbench.workload.load_section import LoadConfig
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from kvbench.common.console import QUIET_S, LiveText, Part, fit, print_plain
 from kvbench.common.text import clock, failed_words
+from kvbench.measure.instrument import Listener
 from kvbench.measure.live_server import LiveServer
 from kvbench.metrics.latency import has_steady_latency, leading_latencies
 from kvbench.targets.choose import START_GUESS_S
@@ -68,7 +69,7 @@ class Estimator:
         return sum(self.start_s() + sum(self.load_s(c) for c in b.cells) for b in blocks if b.cells)
 
 
-class SweepProgress:
+class SweepProgress(Listener):
     """The sweep's listener. ``blocks`` are those still to run, until ``expect`` tells others.
 
     ``grows``: loads may come in or drop out for the time that there is, so their number is only about right;

@@ -23,6 +23,7 @@ from kvbench.load.blocking import connect, exchange
 from kvbench.load.dialect import Dialect
 from kvbench.load.http import Address, MalformedStream, Response, call_bytes, tls_context
 from kvbench.requests.request import RequestSpec
+from kvbench.runs.server_info import ServerInfo, is_size
 from kvbench.targets import discovery
 from kvbench.targets.preset import CAPACITY_TOLERANCE, Preset
 from kvbench.targets.presets import BUILT_IN, METRIC_KINDS
@@ -331,7 +332,7 @@ class Target:
             generation = props.get("default_generation_settings") if isinstance(props, dict) else None
             lengths.append(generation.get("n_ctx") if isinstance(generation, dict) else None)
         vocab = meta.get("n_vocab") or row.get("vocab_size")
-        return (vocab if discovery.is_size(vocab) else None), min(filter(discovery.is_size, lengths), default=None)
+        return (vocab if is_size(vocab) else None), min(filter(is_size, lengths), default=None)
 
     def version(self) -> str | None:
         """The version that the server's API gives; None where it gives none."""
@@ -339,19 +340,16 @@ class Target:
         found = answer.get(self.preset.version_key) if isinstance(answer, dict) else None
         return str(found).removesuffix("-unknown") if found else None  # llama.cpp built without its commit
 
-    def server_info(self) -> dict[str, Any] | None:
-        """None when the server has none. Raises MeasurementError when no answer comes, or one that cannot be true."""
+    def server_info(self) -> ServerInfo:
+        """What the server says of itself. Raises MeasurementError when no answer comes, or one that cannot be true."""
         answer = self.http.call("GET", "/server_info", timeout_s=FACTS_TIMEOUT_S)
-        info = answer.json() if answer.status == 200 else None
-        if not isinstance(info, dict):
-            return None
+        told = answer.json() if answer.status == 200 else None
         try:
-            discovery.check_server_info(info)
+            return ServerInfo.read(told) if isinstance(told, dict) else ServerInfo()
         except ValueError as error:
             raise self.http.error(
                 f"/server_info is not what an engine says of itself ({error}): name its kind with --preset NAME"
             ) from None
-        return info
 
     def metrics(self) -> MetricsSample | None:
         """One reading of /metrics; None when the server has none. MeasurementError when it cannot be read."""
@@ -449,7 +447,7 @@ class Target:
             return None
         counted = answer.json() if answer.status == 200 else None
         count = counted.get("count") if isinstance(counted, dict) else None
-        return count if discovery.is_size(count) else None
+        return count if is_size(count) else None
 
 
 def reason_of(target: Target, error: MeasurementError) -> str:
@@ -463,36 +461,35 @@ def reason_of(target: Target, error: MeasurementError) -> str:
     return str(error)
 
 
-def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: Mapping[str, Any] | None) -> str | None:
+def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: ServerInfo) -> str | None:
     """How the server's page size, length or KV capacity differs from its configuration; None: it does not, or unknown.
 
     A capacity differs if it is off by more than 2 % and a page: in tokens, or in bytes where the server tells them.
 
-    ``settings``: of the configuration. ``info``: as ``server_info``. ``known``: of the configuration before its launch:
+    ``settings``: of the configuration. ``known``: of the configuration before its launch:
     ``kv_budget_bytes``, ``bytes_per_token`` and ``scale_bytes_per_token`` (a part of it) if the server was given the
     budget; ``capacity_tokens`` if our arithmetic tells how many fit; ``max_model_len``.
     """
-    engine, capacity = ((info or {}).get(part) or {} for part in ("engine", "capacity"))
     paged = effective(settings, "layout") == "paged"
-    pages, wanted = capacity.get("page_size") or engine.get("page_size"), settings.get("page_size")
+    pages, wanted = info.capacity.page_size or info.engine.page_size, settings.get("page_size")
     if paged and wanted and pages and int(pages) != int(wanted):
         return (
             f"its pages have {int(pages)} tokens, and the configuration is for pages of {wanted}: pass page_size on "
             f"({{page_size}} in a --serve-cmd), or ask for what it has, -o engine.page_size={int(pages)}"
         )
-    length, asked = engine.get("max_model_len"), known.get("max_model_len")
+    length, asked = info.engine.max_model_len, known.get("max_model_len")
     if length and asked and int(length) < int(asked):  # lowered to what a GPU had free: each layout to another length
         return (
             f"its memory holds one sequence of {int(length)} tokens and not of {asked}, as the configuration is for: "
             f"raise kv_budget, or give all configurations one length, -o engine.max_model_len={int(length)}"
         )
-    tokens, each, held = capacity.get("capacity_tokens"), known.get("bytes_per_token"), capacity.get("kv_bytes")
+    tokens, each, held = info.capacity.capacity_tokens, known.get("bytes_per_token"), info.capacity.kv_bytes
     if not tokens or not each:
         return None
     if held and abs(held - tokens * each) > CAPACITY_TOLERANCE * tokens * each + _LOGGED_TO:
         return (
             f"its KV cache of {int(tokens):,} tokens takes {held:,} bytes, {held / tokens:,.0f} a token "
-            f"({capacity.get('kv_type')}), and the configuration is for {each:,} a token: give both one dtype, "
+            f"({info.capacity.kv_type}), and the configuration is for {each:,} a token: give both one dtype, "
             "-o model.dtype=float32 ({dtype} in a --serve-cmd)"
         )
     least = known.get("capacity_tokens") or known["kv_budget_bytes"] / each

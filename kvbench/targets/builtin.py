@@ -16,6 +16,7 @@ from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.ports import free_port
 from kvbench.common.text import nearest
+from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
 from kvbench.targets.launched import ProcessTarget
@@ -64,7 +65,7 @@ class BuiltinTarget(ProcessTarget):
             self._logged_at_start = ready.end()
             Target.__init__(self, ready[1].decode(), text_of_ids=self._text_of_ids_for(settings))
             try:
-                self.model = model_facts(self.server_info() or {}, self.models()[0])
+                self.model = model_facts(self.server_info(), self.models()[0])
                 self.learn_template()
             except MeasurementError as error:
                 raise MeasurementError(reason_of(self, error)) from None
@@ -85,11 +86,9 @@ class BuiltinTarget(ProcessTarget):
         return ServerRefusedError(last or "the server refused its settings and did not say why")
 
 
-def model_facts(info: Mapping[str, Any], row: Mapping[str, Any]) -> ModelFacts:
+def model_facts(info: ServerInfo, row: Mapping[str, Any]) -> ModelFacts:
     """From /server_info and the row of /v1/models. Raises MeasurementError when a size is missing."""
-    model = info.get("model") or {}
-    length = row.get("max_model_len") or (info.get("engine") or {}).get("max_model_len")
-    vocab = model.get("vocab_size")
+    length, vocab = row.get("max_model_len") or info.engine.max_model_len, info.model.vocab_size
     if not length or not vocab:
         raise MeasurementError("/server_info of the server lacks vocab_size or max_model_len")
     return ModelFacts(str(row["id"]), int(vocab), int(length))

@@ -19,6 +19,7 @@ from kvbench.common.errors import MeasurementError
 from kvbench.common.foreign_cpu import ServerProcess
 from kvbench.common.ports import free_port
 from kvbench.common.text import plural
+from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.cores import bound_cores, core_words
 from kvbench.targets.launch_plan import HOST, Launcher
@@ -191,7 +192,7 @@ class LaunchedTarget(ProcessTarget):
         wanted, pattern = settings.get("device"), self.preset.device_pattern
         if pattern is None or wanted not in ("cpu", "cuda"):
             return
-        found = re.search(pattern, str(super().server_info() or ""))
+        found = re.search(pattern, str(super().server_info().stored()))
         if found and found[1] != wanted:
             raise MeasurementError(
                 f"{self.preset.title} runs on {found[1]}, and the workload asks for {wanted}: take a build for it "
@@ -203,7 +204,7 @@ class LaunchedTarget(ProcessTarget):
         program, module = self.launcher.program, self.preset.module
         return super().version() or (package_version(program, module) if program and module else None)
 
-    def server_info(self) -> dict[str, Any]:
+    def server_info(self) -> ServerInfo:
         """What the launch gave the server and what the server says of itself, in the shape of our own /server_info."""
         settings = self.launcher.passed_on(self._settings)
         try:
@@ -215,7 +216,7 @@ class LaunchedTarget(ProcessTarget):
         version, device = self.version(), settings.get("device")
         threads, cores = self._threads(settings), self.bound_cores()
         end = _EOS_IN_FILE if self.preset.model_format == "gguf" else _EOS_TAKEN_OUT
-        return {
+        told = {
             "engine": settings | ({"page_size": capacity["page_size"]} if "page_size" in capacity else {}),
             "model": {"name": self._model_name(), "vocab_size": self.model.vocab_size, **self._facts},
             "resolved": {
@@ -235,6 +236,7 @@ class LaunchedTarget(ProcessTarget):
                 "notes": _binding_notes(self.preset.title, cores, threads),
             },
         }
+        return ServerInfo.read(told)
 
     def _logged_capacity(self) -> dict[str, Any]:
         """Tokens, bytes and types of the KV cache, from the log of a server that says so there only."""

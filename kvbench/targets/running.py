@@ -12,6 +12,7 @@ from kvbench.common.errors import MeasurementError, RefusedError, UsageError
 from kvbench.load.completion import judge
 from kvbench.load.dialect import Dialect
 from kvbench.load.endpoints import ENDPOINTS, PATHS
+from kvbench.runs.server_info import ServerFacts, ServerInfo
 from kvbench.targets.base import NO_SUCH_PATH, PLAIN_ACCESS, REFUSED, Access, HttpAnswer, ModelFacts, Target
 from kvbench.targets.model_export import shipped_tokenizer
 from kvbench.targets.preset import Preset
@@ -89,12 +90,12 @@ class OpenAITarget(Target):
             row = self._row_of(name)
             if self.preset is GENERIC and row.get("owned_by") == "kvbench":  # as the built-in server names itself
                 self.preset = BUILT_IN
-            info = self.server_info() or {}
+            info = self.server_info()
         except MeasurementError as error:
             raise UsageError(str(error)) from None
-        self._caches_prefixes = (info.get("engine") or {}).get("enable_prefix_caching") is not False
+        self._caches_prefixes = info.engine.enable_prefix_caching is not False
         own_vocab, own_length = self.told_sizes(row)
-        own_vocab = (info.get("model") or {}).get("vocab_size") or own_vocab
+        own_vocab = info.model.vocab_size or own_vocab
         self._check_sizes({"--vocab-size": (vocab_size, own_vocab), "--max-model-len": (max_model_len, own_length)})
         vocab, length = vocab_size or own_vocab, max_model_len or own_length
         self.model = ModelFacts(name or str(row.get("id")), int(vocab or _DRAWN_IDS), length)
@@ -106,7 +107,7 @@ class OpenAITarget(Target):
         if not vocab and self.dialect.endpoint == "completions" and self.preset.dialect.token_id_prompts:
             self.notes += (_NO_VOCABULARY,)
         if not self.dialect.token_id_prompts:
-            self.exact_texts = has_tokenizer or (info.get("tokenizer") or {}).get("name") == _SHIPPED
+            self.exact_texts = has_tokenizer or info.tokenizer.name == _SHIPPED
             self.notes += () if self.exact_texts else (_SHIPPED_TEXTS,)
             self.learn_template()
         if length is None:
@@ -222,18 +223,14 @@ class OpenAITarget(Target):
             if given and own and given > int(own):
                 raise UsageError(f"{option} {given} is more than the {own} that {self.base_url} tells: leave it out")
 
-    def server_info(self) -> dict[str, Any] | None:
+    def server_info(self) -> ServerInfo:
         """As ``Target``; of a server of a known kind what its preset and its version tell."""
         if self.preset in (GENERIC, BUILT_IN):
             info = super().server_info()
-            if not self.notes:
-                return info
-            server = (info or {}).get("server")
-            return {**(info or {}), "server": {**(server if isinstance(server, dict) else {}), "notes": [*self.notes]}}
+            server = info.server.model_copy(update={"notes": self.notes})
+            return info.model_copy(update={"server": server}) if self.notes else info
         version, quirks = self.version(), self.preset.quirks_at(self.dialect.endpoint)
         if self.preset.kv_log_pattern is not None:
             quirks.append("it tells size and type of its KV cache in its log only, so they are not known here")
-        return {
-            "versions": {self.preset.name: version} if version else {},
-            "server": {"kind": self.preset.name, "title": self.preset.title, "quirks": quirks, "notes": [*self.notes]},
-        }
+        facts = {"kind": self.preset.name, "title": self.preset.title, "quirks": quirks, "notes": self.notes}
+        return ServerInfo(versions={self.preset.name: version} if version else {}, server=ServerFacts(**facts))

@@ -56,11 +56,14 @@ from kvbench.gate.verdict.pairs import CLOCKS
 from kvbench.gate.verdict.terminal import print_verdict
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, Finding, Verdict
 from kvbench.lockstep.process import OPEN_LIMIT_S
+from kvbench.measure.http import HttpInstrument
+from kvbench.measure.instrument import Job, Listener
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.repeats import not_comparable
 from kvbench.runs.resume import stored_workload
+from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import kept, orderly_end
-from kvbench.sweep.block import BlockRunner, Listener
+from kvbench.sweep.block import BlockRunner
 from kvbench.targets.base import Target
 from kvbench.workload.design import Block, Cell
 from kvbench.workload.file import Workload, load_workload
@@ -489,27 +492,25 @@ class Comparison:
         for each, side in itertools.product(self.workloads, SIDES):
             run, choice = self.folder.run(side, each.name), each.sides[side].choice
             run.path.mkdir(parents=True, exist_ok=True)
-            runners[side, each.name] = BlockRunner(
+            job = Job(
                 choice.workload,
                 run,
                 choice.new_target,
                 LoadsShown(self.show),
-                partial(self._on_server, each, side),
                 self._check_time,
-                calibrate=calibrator,
+                on_server=partial(self._on_server, each, side),
                 capacity=each.capacity[side],
+                calibrate=calibrator,
                 poll_s=POLL_S,
             )
+            runners[side, each.name] = BlockRunner(HttpInstrument(job))
         return runners
 
-    def _on_server(
-        self, workload: PairedWorkload, side: str, block: Block, info: Mapping[str, Any] | None, target: Target
-    ) -> None:
+    def _on_server(self, workload: PairedWorkload, side: str, block: Block, info: ServerInfo, target: Target) -> None:
         """Stores what the server says of itself, or compares it with what the first one of its configuration said."""
-        facts = {**(info or {}), "served_model": dataclasses.asdict(target.model)}
+        facts = {**info.stored(), "served_model": dataclasses.asdict(target.model)}
         match = next(m for m in workload.matches if m.of(side) == block.configuration)
-        said = (facts.get("server") or {}).get("notes") or ()
-        new = [note for note in said if note not in self.manifest.notes]
+        new = [note for note in info.server.notes if note not in self.manifest.notes]
         self.manifest.notes = (*self.manifest.notes, *new)
         for note in new:
             self._say(f"note: {note}")

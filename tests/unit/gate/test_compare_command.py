@@ -276,7 +276,9 @@ class Machine:
             check()
             self.now = min(until, self.now + self.STEP)
 
-    def runner(self, workload, folder, new_target, listener, on_server, check, **more):
+    def runner(self, instrument):
+        listener, folder, check = instrument.job.listener, instrument.job.folder, instrument.job.check
+
         def run_block(block):
             self.sides += 1
             listener.load_started(block.cells[0], block.repeat, 6)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvbench.loadtest.result import lengths_of, lines, show, stored
-from kvbench.measure.load import client_cost
+from kvbench.measure.http import client_cost
 from kvbench.metrics.latency import distribution, goodput_share, summarise
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.workload.design import LoadPoint

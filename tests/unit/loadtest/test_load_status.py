@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from kvbench.loadtest.run import StatusText
-from kvbench.measure.load import DRAIN, PREPARE
+from kvbench.measure.http import DRAIN, PREPARE
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -21,8 +21,8 @@ def test_each_phase_takes_the_place_of_the_one_before(terminal: bool) -> None:
     assert ("calibrating" in out.getvalue()) != terminal
     seen = []
     for phase in (PREPARE, "begin", DRAIN, "measured"):
-        told.phase(phase)
-        told.progress(3, 8, 1, 2.0)
+        told.load_phase(phase)
+        told.load_progress(3, 8, 1, 2.0)
         seen.append(line[-1])
         assert "calibrating" not in line[-1] and "3/8 requests, 1 failed" in line[-1]
     assert len(set(seen)) == 4 and "waiting for the last answers" in seen[2]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.common.files import read_json
-from kvbench.measure.load import collect_metrics, judges_this_machine, store_server
+from kvbench.measure.http import collect_metrics, judges_this_machine, store_server
 from kvbench.targets.prometheus import MetricsSample
 from tests.support.request_rows import frame, row
 

@@ -1,4 +1,4 @@
-"""Drives the loads of a sweep on a simulated engine, and leaves the files that a load over HTTP leaves.
+"""Runs loads on a simulated engine, and leaves the files that a load over HTTP leaves.
 
 All times in them are of the engine's virtual clock, which ``clock: simulated`` in load.json and done.json says. The
 same load gives the same bytes of requests.parquet, server.parquet and counters.json on any machine. There is no client
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from kvbench.load.launch import Progress
 from kvbench.load.outcome import most_in_flight
 from kvbench.load.samples import SCHEMA, Sample
 from kvbench.lockstep.load import result_row
-from kvbench.measure.load import LoadSetup, failure_reasons, refusal, store_server
+from kvbench.measure.http import TargetInstrument, failure_reasons, refusal, store_server
+from kvbench.measure.server import Server
 from kvbench.measure.server_state import cache_use, leak_reasons
 from kvbench.metrics.latency import SESSION_BROKEN, summarise
 from kvbench.requests.request import RequestList, RequestSpec, conversations, distinct_prefixes
@@ -32,8 +33,9 @@ from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, prime
 from kvbench.simulation.replica import Replica
 from kvbench.simulation.target import CLOCK, SimulatedTarget
-from kvbench.targets.prometheus import MetricsPoller, MetricsSample, OnReading
-from kvbench.workload.design import LoadPoint
+from kvbench.targets.prometheus import MetricsPoller, MetricsSample
+from kvbench.workload.design import Block, LoadPoint
+from kvbench.workload.load_section import LoadConfig
 
 _MOST_READINGS = 400  # of a load
 _FIRST_INTERVAL_S = 1e-3  # about the shortest step
@@ -71,47 +73,40 @@ class Readings:
         self._due = self.samples[-1].at + self._interval
 
 
-class SimulatedDriver:
-    """``Driver`` of a sweep (kvbench/sweep/block.py) for a ``SimulatedTarget``."""
+class SimulatedInstrument(TargetInstrument):
+    """Runs loads on a ``SimulatedTarget``, whose clock it reads."""
 
-    times_this_machine = False
+    clock = CLOCK
+    disturbed_by_machine = False
 
-    def guess_s(self, point: LoadPoint, requests: Sequence[RequestSpec], profile: str) -> float:
+    @classmethod
+    def guess_s(cls, point: LoadPoint, requests: Sequence[RequestSpec], profile: str) -> float:
         return sum(r.width * r.max_tokens for r in requests) / _GUESS_TOKENS_PER_S + 0.1
 
-    def warm_up(self, setup: LoadSetup, point: LoadPoint) -> Mapping[str, Any]:
-        return {"requests": 0, "answered": 0, "failures": 0, "last": None}
+    def warm_up(self, block: Block, point: LoadPoint) -> None:
+        """There is nothing to warm up."""
+        self.facts["warm_up"] = {"requests": 0, "answered": 0, "failures": 0, "last": None}
 
-    def measure(
-        self,
-        setup: LoadSetup,
-        point: LoadPoint,
-        requests: list[Any],
-        requests_file: Path,
-        out: Path,
-        *,
-        first: bool,
-        on_progress: Progress,
-        on_reading: OnReading,
-    ) -> dict[str, Any]:
-        """Runs the load to its end and judges it; what done.json says of it. Raises what ``setup.check`` raises."""
+    def send(self, point: LoadPoint, requests: RequestList, requests_file: Path, out: Path) -> dict[str, Any]:
+        """Runs the load to its end and judges it; what done.json says of it. Raises what ``Job.check`` raises."""
         started_at, began = utc_now(), time.monotonic()
-        target = setup.target
+        server, target = self.server, self.server.target
         assert isinstance(target, SimulatedTarget)
-        prepare(target, setup, requests, first=first)
+        prepare(target, server.load, requests, first=self.loads == 0)
+        self.loads += 1
         before = target.metrics()
-        ended, readings = drive(setup, target, point, requests, on_progress)
+        ended, readings = drive(server, target, point, requests, self.job.listener.load_progress)
         rows = [row_of(each) for each in with_unsent(ended, requests)]
         with write_atomically(out / "requests.parquet") as scratch:
             pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
-        outcome = _outcome(point, requests, ended, setup)
+        outcome = _outcome(point, requests, ended, server)
         write_json(out / "load.json", outcome)
-        metrics = summarise(pd.DataFrame(rows), outcome, setup.load.slo.model_dump() if setup.load.slo else None)
+        metrics = summarise(pd.DataFrame(rows), outcome, server.load.slo.model_dump() if server.load.slo else None)
         after = target.metrics()
         poller = MetricsPoller(lambda: None, samples=readings)
         store_server(out, outcome | {"zero_perf_counter": 0.0}, metrics, poller, before, after)
         complete = metrics["completed"] == len(requests)
-        cache = cache_use(setup.load, requests, setup.info, before, after, complete=complete)
+        cache = cache_use(server.load, requests, server.info, before, after, complete=complete)
         refused = refusal(metrics)
         faults = [*leak_reasons(after), *cache.reasons, *(() if refused else failure_reasons(metrics))]
         return {
@@ -133,12 +128,11 @@ class SimulatedDriver:
         }
 
 
-def prepare(target: SimulatedTarget, setup: LoadSetup, requests: Sequence[RequestSpec], *, first: bool) -> None:
+def prepare(target: SimulatedTarget, load: LoadConfig, requests: Sequence[RequestSpec], *, first: bool) -> None:
     """Puts the prefix cache into the declared state, as a load over HTTP does, and sets the clock to 0.
 
     Without a state to keep, the engine is made anew: the bytes of a load's files do not depend on loads before it.
     """
-    load = setup.load
     if load.cache_state != "steady":
         target.restart()
     if load.cache_state == "primed" or (load.cache_state == "steady" and first):
@@ -147,7 +141,7 @@ def prepare(target: SimulatedTarget, setup: LoadSetup, requests: Sequence[Reques
 
 
 def drive(
-    setup: LoadSetup, target: SimulatedTarget, point: LoadPoint, requests: Sequence[RequestSpec], on_progress: Progress
+    server: Server, target: SimulatedTarget, point: LoadPoint, requests: Sequence[RequestSpec], on_progress: Progress
 ) -> tuple[list[Ended], list[MetricsSample]]:
     """Sends all requests; how they ended, and what was read of the engine meanwhile."""
     ended: list[Ended] = []
@@ -166,7 +160,7 @@ def drive(
         steps += 1
         readings.after_step()
         if steps % _STEPS_A_CHECK == 0:
-            setup.check()
+            server.check()
 
     closed = point.mode == "closed"
     Drive(
@@ -174,7 +168,7 @@ def drive(
         conversations(requests),
         on_end,
         users=point.concurrency if closed else None,
-        most_in_flight=None if closed else setup.load.max_concurrency,
+        most_in_flight=None if closed else server.load.max_concurrency,
         turnaround_s=TURNAROUND_S,
         on_step=on_step,
     ).run()
@@ -204,11 +198,11 @@ def row_of(one: Ended) -> dict[str, Any]:
 
 
 def _outcome(
-    point: LoadPoint, requests: Sequence[RequestSpec], ended: Sequence[Ended], setup: LoadSetup
+    point: LoadPoint, requests: Sequence[RequestSpec], ended: Sequence[Ended], server: Server
 ) -> dict[str, Any]:
     """load.json."""
-    assert isinstance(setup.target, SimulatedTarget)
-    notes = setup.target.replica.cost_notes
+    assert isinstance(server.target, SimulatedTarget)
+    notes = server.target.replica.cost_notes
     cost_notes = {COST_NOTES: notes} if notes else {}
     samples = [Sample(one.spec, 0, one.due, one.sent, (one.times or [one.sent])[-1], Completion()) for one in ended]
     return {
@@ -216,7 +210,7 @@ def _outcome(
         "duration_s": max((sample.end for sample in samples), default=0.0),
         "mode": point.mode,
         "concurrency": point.concurrency,
-        "max_concurrency": setup.load.max_concurrency,
+        "max_concurrency": server.load.max_concurrency,
         "request_rate": point.request_rate,
         "num_requests": len(requests),
         "completed": sum(one.error is None for one in ended),
