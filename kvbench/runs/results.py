@@ -235,9 +235,9 @@ class Processor(Record):
 class PlannedBlock(Record):
     """One fresh server: its configuration, its repeat and the cells it is measured with."""
 
-    block_id: str
-    repeat: int
-    configuration: str
+    block_id: str = ""
+    repeat: int = 1
+    configuration: str = ""
     cells: tuple[str, ...]
 
 
