@@ -70,7 +70,7 @@ def results(**options: Any) -> int:
 
 def results_command(results: Path, policy: Path | None, output_dir: Path | None, force: bool) -> int:
     """Judge, print and write. Raises UsageError."""
-    from kvbench.common.errors import UsageError
+    from kvbench.common.errors import UsageError, say
     from kvbench.gate.compare.conclude import judge_again
     from kvbench.gate.compare.folder import is_comparison
     from kvbench.gate.limits import judge_sweep
@@ -88,7 +88,12 @@ def results_command(results: Path, policy: Path | None, output_dir: Path | None,
     folder = output_dir or folder
     code = report_verdict(verdict, folder)
     if verdict.kind == "limits":
-        for path in write_benchmarks(sweep_entries(results / "summary.csv", verdict.facts["workload"]), folder):
+        try:
+            entries = sweep_entries(results / "summary.csv", verdict.facts["workload"])
+        except UsageError as error:
+            entries = []
+            say(f"note: {error}")
+        for path in write_benchmarks(entries, folder):
             click.echo(f"written: {path}")
     return code
 

@@ -6,6 +6,7 @@ answered in a sentence and a documented exit code; `all` tries every wrong value
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -234,7 +235,7 @@ class Command:
 
 
 def _no_process(*arguments: Any, **options: Any) -> Any:
-    raise FileNotFoundError(2, "nothing is launched here", "server")
+    raise PermissionError(errno.EACCES, "nothing is launched here", "a server")
 
 
 def _resume(run: Path, other: Path) -> Ended:
@@ -361,7 +362,10 @@ def main(values_each: int | None) -> None:
         every = [(comparison, trial) for trial in trials(comparison, OF_COMPARISON, ("view",), values_each)]
         every += [(run, trial) for trial in trials(run, values_each=values_each)]
         print(f"{len(every)} trials", flush=True)
+        random.Random(1).shuffle(every)  # so that the first trials are of all kinds
         for number, (folder, trial) in enumerate(every):
+            if number % 250 == 0:
+                print(f"{number} tried", flush=True)
             if wrong := try_one(trial, folder, Path(made) / f"work-{number}"):
                 print(f"{trial}: {wrong}", flush=True)
 

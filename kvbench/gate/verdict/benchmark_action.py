@@ -8,9 +8,11 @@ without values has no file.
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvbench.common.errors import UsageError
 from kvbench.common.files import write_json
 from kvbench.common.text import plural
 from kvbench.gate.verdict import wording
@@ -46,23 +48,29 @@ def verdict_entries(verdict: Verdict) -> Entries:
 def sweep_entries(summary_csv: Path, workload: str) -> Entries:
     """The valid cells of a sweep from its summary.csv, named ``<workload>/<cell>/<column>``; none without the file.
 
-    Raises OSError.
+    Raises UsageError for a file that cannot be read.
     """
-    found: Entries = []
     if not summary_csv.is_file():
-        return found
-    with summary_csv.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("valid") == "True"]
-    for row in rows:
-        extra = f"{row.get('configuration', '')}\n{plural(_float(row.get('repeats')), 'repeat')}"
-        for column, (unit, name) in _SWEEP_COLUMNS.items():
-            value, low, high = (_float(row.get(column + end)) for end in ("", "_min", "_max"))
-            if wording.is_number(value):
-                window = row.get(f"{column}_window")
-                about = f"{extra}; {window}" if window else extra
-                entry = _entry(f"{workload}/{row['cell_id']}/{column}", unit, value, (high - low) / 2, about)
-                found.append((name, entry))
-    return found
+        return []
+    try:
+        with summary_csv.open(encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row.get("valid") == "True"]
+        return [entry for row in rows for entry in _cell_entries(row, workload)]
+    except (OSError, ValueError, KeyError, csv.Error) as error:
+        raise UsageError(
+            f"{summary_csv} cannot be read ({error}): `kvbench report {summary_csv.parent}` writes it again"
+        ) from None
+
+
+def _cell_entries(row: Mapping[str, str], workload: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """File and entry of each value of a row of summary.csv. Raises ValueError and KeyError."""
+    extra = f"{row.get('configuration', '')}\n{plural(_float(row.get('repeats')), 'repeat')}"
+    for column, (unit, name) in _SWEEP_COLUMNS.items():
+        value, low, high = (_float(row.get(column + end)) for end in ("", "_min", "_max"))
+        if wording.is_number(value):
+            window = row.get(f"{column}_window")
+            about = f"{extra}; {window}" if window else extra
+            yield name, _entry(f"{workload}/{row['cell_id']}/{column}", unit, value, (high - low) / 2, about)
 
 
 def write_benchmarks(entries: Entries, folder: Path) -> list[Path]:
