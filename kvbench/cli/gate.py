@@ -73,10 +73,9 @@ def results_command(results: Path, policy: Path | None, output_dir: Path | None,
     from kvbench.common.errors import UsageError, say
     from kvbench.gate.compare.conclude import judge_again
     from kvbench.gate.compare.folder import is_comparison
-    from kvbench.gate.limits import judge_sweep
+    from kvbench.gate.limits import judge_sweep, sweep_benchmarks
     from kvbench.gate.policy import load_policy
-    from kvbench.gate.verdict.benchmark_action import sweep_entries, write_benchmarks
-    from kvbench.gate.verdict.outputs import report_verdict
+    from kvbench.gate.verdict.outputs import report_verdict, write_benchmarks
 
     rules = load_policy(policy)
     if not results.is_dir():
@@ -89,11 +88,11 @@ def results_command(results: Path, policy: Path | None, output_dir: Path | None,
     code = report_verdict(verdict, folder)
     if verdict.kind == "limits":
         try:
-            entries = sweep_entries(results / "summary.csv", verdict.facts["workload"])
-        except UsageError as error:
-            entries = []
+            benchmarks = sweep_benchmarks(results / "summary.csv", verdict.facts["workload"])
+        except UsageError as error:  # the verdict stands
+            benchmarks = []
             say(f"note: {error}")
-        for path in write_benchmarks(entries, folder):
+        for path in write_benchmarks(benchmarks, folder):
             click.echo(f"written: {path}")
     return code
 

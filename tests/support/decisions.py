@@ -59,6 +59,26 @@ limits:
 """
 
 
+_SIMULATED = """
+name: small
+seed: 1
+model: {config: llama-32m, load_format: dummy, dtype: float32}
+engine: {layout: paged, page_size: 16, max_num_seqs: 8}
+sweep: {enable_prefix_caching: [true], layout: [contiguous]}
+load:
+  concurrency: [8]
+  num_requests: 24
+  repeats: 3
+  slo: {ttft_ms: 500}
+  prompts:
+    kind: synthetic
+    classes:
+      - {name: short chat, share: 0.7, prompt_tokens: [16, 200], output_tokens: [8, 40]}
+      - {name: long, share: 0.3, prompt_tokens: 600, output_tokens: 8}
+    shared_prefix: [{tokens: 64, share: 0.5, families: 2}]
+"""
+
+
 @dataclass(frozen=True)
 class Ended:
     """A command's exit code and what it printed."""
@@ -241,6 +261,36 @@ def whole_run_decisions(work: Path) -> dict[str, Any]:
         "limits": limit_decisions(run, REPOSITORY / "ci" / "gates.yaml", work),
         "history": history_decisions(run),
     }
+
+
+def simulated_decisions(work: Path) -> dict[str, Any]:
+    """The metrics of each load of a simulated sweep, and what its report decides."""
+    (work / "small.yaml").write_text(_SIMULATED)
+    options = ("--simulate", "--device", "L4", "--model", "llama-3.1-8b", "--output-dir", work / "results")
+    ended = kvbench("sweep", work / "small.yaml", *options)
+    (run,) = (work / "results" / "small").iterdir()
+    loads = {}
+    for path in sorted(run.glob("cells/*/loads/*/done.json")):
+        done = json.loads(path.read_text())
+        loads["/".join(path.parts[-4:-1])] = [done["valid"], _digest_of_numbers(done["metrics"])]
+    said = report_decisions(run, work)
+    names = ("verdict", "answers", "limits", "cells")
+    return {"code": ended.code, "loads": loads, **{name: said[name] for name in names}}
+
+
+def _digest_of_numbers(metrics: Mapping[str, Any]) -> str:
+    """A digest of all numbers in an object but zeros, with their places, in 6 digits."""
+    numbers = []
+
+    def collect(value: Any, place: str) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                collect(inner, f"{place}.{key}")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and value:
+            numbers.append(f"{place} {value:.6g}")
+
+    collect(metrics, "")
+    return digest(" ".join(sorted(numbers)))
 
 
 Pair = dict[str, tuple[float, float]]
@@ -449,6 +499,7 @@ def part_names() -> list[str]:
         "side by side": list(SIDE_BY_SIDE),
         "claims": ["reference"],
         "whole run": ["small"],
+        "simulated": ["small"],
         "counters": ["lock"],
     }
     return [f"{kind}: {name}" for kind, names in kinds.items() for name in names]
@@ -486,6 +537,7 @@ def decide(part: str, work: Path) -> Any:
         "history": lambda: history_decisions(REFERENCE),
         "claims": claim_decisions,
         "whole run": lambda: whole_run_decisions(work),
+        "simulated": lambda: simulated_decisions(work),
         "counters": lambda: counter_decisions(work),
     }[kind]()
 
