@@ -21,7 +21,7 @@ from kvbench.calibration.cache import ClientLoad
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import utc_now, write_json
-from kvbench.common.foreign_cpu import MachineWatch, contention_reasons
+from kvbench.common.foreign_cpu import MachineReport, MachineWatch, contention_reasons
 from kvbench.common.records import read_record
 from kvbench.common.text import failed_words, failure_words
 from kvbench.load import launch
@@ -48,7 +48,8 @@ _GUESS_TOKENS_PER_S = {"cpu": 400.0, "gpu": 4000.0}  # until the first load is m
 class TargetInstrument(Instrument):
     """Loads on a target: a server, or an engine that is asked like one. A subclass says how it is sent a load.
 
-    ``server``: the one that is up. ``facts``: what done.json says of its start and warm-up.
+    ``server``: the one that is up. ``facts``: what done.json says of its start and warm-up. ``requests``: of the load
+    that was begun last.
     """
 
     server: Server
@@ -57,6 +58,7 @@ class TargetInstrument(Instrument):
         super().__init__(job)
         self.target: Target | None = None
         self.facts: dict[str, Any] = {}
+        self.requests = RequestList(())
         self.started = False
         self.loads = 0  # begun on this server
 
@@ -115,7 +117,7 @@ class TargetInstrument(Instrument):
         """Draws the load's requests, stores them and sends them."""
         self._check()
         folder, listener = self.job.folder.path, self.job.listener
-        requests = self.server.requests(cell.load, repeat)
+        requests = self.requests = self.server.requests(cell.load, repeat)
         path, digest = store_requests(requests, folder / "requests", f"{cell.load.load_id}-{repeat}")
         listener.load_started(cell, repeat, len(requests))
         drawn = {"requests_file": str(path.relative_to(folder)), "requests_sha256": digest}
@@ -242,7 +244,7 @@ class _Load:
         machine = sent.machine.report()
         workers_here = bool(metrics["client"].get("workers_here"))
         if not judges_this_machine(self.job.clients.workers is None, sent.machine.server.local, workers_here):
-            machine["foreign_cpu_cores"] = machine["steal_share"] = None
+            machine = machine.model_copy(update={"foreign_cpu_cores": None, "steal_share": None})
         calibration = recalibrated(self.job, server, self.calibration, outcome, metrics)
         client = metrics.client.model_copy(update={"cpu_s_per_1000_output_tokens": client_cost(machine, metrics)})
         metrics = metrics.model_copy(update={"client": client})
@@ -399,14 +401,14 @@ def store_server(
     write_json(out / "counters.json", counters)
 
 
-def client_cost(machine: Mapping[str, Any], metrics: Mapping[str, Any]) -> float | None:
+def client_cost(machine: MachineReport, metrics: Mapping[str, Any]) -> float | None:
     """CPU seconds of the client's processes per 1,000 output tokens of successful requests.
 
     Streaming: as the kernel counts it on this machine, or as the processes report it where some run on others. The
     parsing after the stream is added.
     """
     tokens, client = metrics.get("total_output_tokens"), metrics.get("client") or {}
-    cores, seconds = machine.get("client_cpu_cores"), machine.get("seconds")
+    cores, seconds = machine.client_cpu_cores, machine.seconds
     counted = cores * seconds if cores is not None and seconds else None
     known = [cpu_s for cpu_s in (counted, client.get("cpu_s")) if cpu_s is not None]
     return (max(known) + (client.get("parse_cpu_s") or 0.0)) / tokens * 1000.0 if tokens and known else None
