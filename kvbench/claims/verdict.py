@@ -65,7 +65,7 @@ def too_wide(effect: Effect, limit: str) -> str:
 
 
 def verdict(parts: Sequence[str], evidence: str, reason: str = "", depends: str = "") -> Verdict:
-    """The verdict on a claim of several parts: undecided for ``reason`` while one is; ``depends`` says how they differ."""
+    """The verdict on several parts: undecided for ``reason`` while one is; ``depends`` is the reason if they differ."""
     if UNDECIDED in parts:
         return Verdict(UNDECIDED, evidence, reason)
     return Verdict(parts[0], evidence) if len(set(parts)) == 1 else Verdict(DEPENDS, evidence, depends)
