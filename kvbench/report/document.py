@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import pandas as pd
 
 from kvbench.common import text as words
 from kvbench.effects.comparison import FEWEST
 from kvbench.metrics.definitions import ENGINE
-from kvbench.report import engine_time, hits, kv, limits, predictions, provenance, quality, samples, tables
-from kvbench.report.client_quality import QUALITY_NOTE, quality_sentences, quality_table
-from kvbench.report.comparisons import not_varied, paging
+from kvbench.report import (
+    client_quality,
+    engine_time,
+    hits,
+    kv,
+    limits,
+    predictions,
+    provenance,
+    quality,
+    samples,
+    tables,
+)
+from kvbench.report.comparisons import not_varied
 from kvbench.report.decision import Answer, Decision, NextStep
 from kvbench.report.figures import distributions, effects, frontier, heat_map, slowest, step_time
 from kvbench.report.style import Drawing, LineStyle, looks
-from kvbench.report.tables import Table
+from kvbench.report.tables import Chapter
 from kvbench.runs.model import Run
 
 _BANNERS = {
@@ -26,28 +38,6 @@ _BANNERS = {
     "incomplete": "Incomplete",
     "empty": "No load was measured",
 }
-
-
-@dataclass(frozen=True)
-class Section:
-    """A table with its title, sentences above and a note below; ``folded``: opened by the reader of the page."""
-
-    key: str
-    title: str
-    table: Table
-    note: str = ""
-    sentences: tuple[str, ...] = ()
-    folded: bool = True
-
-
-@dataclass(frozen=True)
-class Chapter:
-    """A heading with its figures and tables; ``sentences`` stand above both."""
-
-    title: str
-    sections: tuple[Section, ...]
-    drawings: tuple[Drawing, ...]
-    sentences: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -91,7 +81,8 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
     state, decision = provenance.validity(run), Decision.of(run)
     banner = _BANNERS[state.status]
     outputs = None if run.simulated else samples.output_samples(run)
-    first = (effects.drawing(run), frontier.drawing(run, price_per_hour))
+    known, points = limits.limits(run), frontier.frontier_frame(run, price_per_hour)
+    first = (effects.drawing(run), frontier.drawing(run, points))
     return Document(
         title=provenance.title(run),
         verdict=decision.headline,
@@ -102,11 +93,11 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
         details=(*provenance.simulated_details(run), *state.reasons, *provenance.warnings(run)),
         baseline=_baseline(decision),
         answers=tuple(decision.answers()),
-        limits=tuple(limits.limit_lines(run)),
+        limits=tuple(limits.limit_lines(run, known)),
         first=tuple(_marked(run, drawing) for drawing in first if drawing),
         chapters=tuple(
             replace(chapter, drawings=tuple(_marked(run, drawing) for drawing in chapter.drawings))
-            for chapter in chapters(run, outputs, price_per_hour)
+            for chapter in chapters(run, known, outputs, points)
         ),
         samples=outputs,
         skipped=tuple(provenance.skipped_notes(run)),
@@ -162,108 +153,30 @@ def _marked(run: Run, drawing: Drawing) -> Drawing:
 # --- The chapters ---
 
 
-def _chapter(heading: str, *parts: str | Drawing | Section | None) -> Chapter:
-    """A chapter of those parts that have something to show."""
-    return Chapter(
-        heading,
-        tuple(part for part in parts if isinstance(part, Section) and part.table.rows),
-        tuple(part for part in parts if isinstance(part, Drawing)),
-        tuple(part for part in parts if isinstance(part, str) and part),
-    )
+def chapters(
+    run: Run, known: Sequence[limits.Limit], outputs: samples.OutputSamples | None, points: pd.DataFrame
+) -> list[Chapter]:
+    """Every chapter that has a table or a figure.
 
-
-def chapters(run: Run, outputs: samples.OutputSamples | None, price_per_hour: float | None = None) -> list[Chapter]:
-    """Every chapter that has a table or a figure; ``outputs``: samples of them."""
-    ledger, cells = kv.ledger_table(run), tables.main_table(run)
-    measurement = tables.NO_TABLE if run.simulated else quality_table(run)
-    every = [
-        _chapter(
-            "As the load grows",
-            limits.growth_sentence(run),
-            Section("growth", "p95 TTFT by load", limits.growth_table(run), limits.GROWTH_NOTE, folded=False),
+    ``known``: what limited each cell; ``outputs``: samples of them; ``points``: as of ``frontier_frame``.
+    """
+    every = {
+        "As the load grows": limits.growth_parts(run),
+        "Quality of the answers": quality.quality_parts(run),
+        "Where the KV bytes went": kv.kv_parts(run),
+        "Latencies": (distributions.drawing(run), *slowest.slowest_parts(run), *tables.group_parts(run)),
+        "Prefix cache: hits": hits.hit_parts(run),
+        "Inside the engine": (*step_time.engine_parts(run), heat_map.drawing(run)),
+        "Predicted by simulation": predictions.prediction_parts(run),
+        "Outputs side by side": (samples.section(outputs),),
+        "All cells": (
+            *tables.cell_parts(run),
+            limits.limit_section(known),
+            frontier.section(points),
+            engine_time.section(run),
+            *tables.setting_parts(run),
+            client_quality.section(run),
         ),
-        _chapter(
-            "Quality of the answers",
-            *quality.answer_sentences(run),
-            quality.price_drawing(run),
-            Section(
-                "answer-quality",
-                "By configuration",
-                quality.answer_quality_table(run),
-                quality.ANSWERS_NOTE,
-                folded=False,
-            ),
-            Section("passkeys", "Where passkeys go wrong", quality.passkey_table(run)),
-        ),
-        _chapter(
-            "Where the KV bytes went",
-            kv.ledger_sentence(run),
-            *(kv.reservation(contiguous) for _, contiguous in paging(run)[-1:]),
-            kv.ledger_figure(run),
-            *(kv.timeline_drawing(run, load) for load in reversed(run.loads)),
-            Section("ledger", "Use by use", ledger, kv.ledger_note(ledger)),
-            Section("memory", "Bytes a token, scales and page table", kv.memory_table(run)),
-        ),
-        _chapter(
-            "Latencies",
-            distributions.drawing(run),
-            slowest.drawing(run),
-            Section("slowest", "The slowest requests", slowest.slowest_table(run)),
-            Section("classes", "By class of request", tables.class_table(run), f"Raw samples. {tables.UNCERTAIN_NOTE}"),
-            Section("turns", "By turn of the conversation", tables.turn_table(run), "Raw samples of all repeats."),
-        ),
-        _chapter(
-            "Prefix cache: hits",
-            *hits.hit_sentences(run),
-            hits.hit_drawing(run),
-            Section("hits", "From what is shared to what was hit", hits.hit_table(run), hits.HITS_NOTE),
-        ),
-        _chapter(
-            "Inside the engine",
-            step_time.drawing(run),
-            heat_map.drawing(run),
-            Section(
-                "simulated_time",
-                "Where the simulated time goes",
-                step_time.simulated_time_table(run),
-                step_time.SIMULATED_TIME_NOTE,
-                folded=False,
-            ),
-            Section("steps", "Step time", step_time.step_time_table(run)),
-        ),
-        _chapter(
-            "Predicted by simulation",
-            *predictions.prediction_sentences(run),
-            Section(
-                "predictions",
-                "Cell by cell",
-                predictions.prediction_table(run),
-                predictions.PREDICTIONS_NOTE,
-                folded=False,
-            ),
-        ),
-        _chapter(
-            "Outputs side by side",
-            Section(
-                "outputs", "Equal to the baseline", samples.agreement_table(outputs), samples.outputs_note(outputs)
-            ),
-        ),
-        _chapter(
-            "All cells",
-            Section("cells", "All cells", tables.with_missing(run, cells), tables.cells_note(run, cells), folded=False),
-            Section("failures", "Failures", tables.failure_table(run)),
-            Section("limits", "What limited each cell", limits.limit_table(run)),
-            Section("frontier", "Throughput against latency", frontier.frontier_table(run, price_per_hour)),
-            Section(
-                "engine_time", "Engine time", engine_time.engine_time_table(run), engine_time.engine_time_note(run)
-            ),
-            Section(
-                "effects", f"Each setting alone, as {run.clock}", tables.effect_table(run), tables.effects_note(run)
-            ),
-            Section("plateaus", "Step by step of the rate", tables.plateau_table(run), tables.PLATEAU_NOTE),
-            Section(
-                "quality", "How good the measurement was", measurement, QUALITY_NOTE, tuple(quality_sentences(run))
-            ),
-        ),
-    ]
-    return [chapter for chapter in every if chapter.sections or chapter.drawings]
+    }
+    made = [Chapter.of(title, parts) for title, parts in every.items()]
+    return [chapter for chapter in made if chapter.sections or chapter.drawings]

@@ -7,7 +7,7 @@ it saw. What a server does not tell is None in ``Facts``, and a rule that needs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -15,7 +15,7 @@ import pandas as pd
 from kvbench.common import text as words
 from kvbench.effects.comparison import Call
 from kvbench.report.comparisons import THROUGHPUT, baseline, change_between, differing, median, short_name
-from kvbench.report.tables import UNCERTAIN, Row, Table, Value, listed_table
+from kvbench.report.tables import UNCERTAIN, Part, Row, Section, Table, Value, listed_table
 from kvbench.runs.kv_ledger import step_seconds
 from kvbench.runs.model import SERVED, MeasuredCell, MeasuredLoad, Run, all_steady_latency, number
 from kvbench.workload.settings import effective
@@ -220,13 +220,14 @@ def limits(run: Run) -> list[Limit]:
     return [limit_of(run, cell) for cell in run.by_load if cell.valid]
 
 
-def limit_table(run: Run) -> Table:
+def limit_section(known: Sequence[Limit]) -> Section:
     """The limit of each valid cell with everything that the rules saw."""
     rows = []
-    for each in limits(run):
+    for each in known:
         shown = (each.cell.name, each.cell.load.short, each.limit, "; ".join(each.evidence) or "–")
         rows.append(Row(each.cell, tuple(Value(text, text) for text in shown), each.cell.load))
-    return listed_table(("configuration", "load", "limit", "seen"), rows, numbers_from=4)
+    table = listed_table(("configuration", "load", "limit", "seen"), rows, numbers_from=4)
+    return Section("limits", "What limited each cell", table)
 
 
 def facts_of(run: Run, cell: MeasuredCell) -> Facts:
@@ -326,14 +327,14 @@ class LimitLine:
         return f"all {len(self.configurations)}" if self.everywhere and not few else words.listing(self.configurations)
 
 
-def limit_lines(run: Run) -> list[LimitLine]:
+def limit_lines(run: Run, known: Sequence[Limit]) -> list[LimitLine]:
     """The limits by load, the highest first, configurations with the same limit together.
 
     A line has the evidence of the baseline, else of the configuration that waited longest for KV, or of which the rules
     saw most.
     """
     groups: dict[tuple[str, str], list[Limit]] = {}
-    for each in limits(run):
+    for each in known:
         groups.setdefault((each.cell.load.short, each.limit), []).append(each)
     lines = []
     for (load, limit), members in groups.items():
@@ -391,11 +392,18 @@ def loads(run: Run) -> list[MeasuredLoad]:
     return [load for load in sized if load.mode == max(modes, key=modes.count, default="")]
 
 
-def growth_table(run: Run) -> Table:
+def growth_parts(run: Run) -> Iterator[Part]:
+    """The chapter on growing loads: which configurations break first, and the table."""
+    found = breaks(run)
+    yield growth_sentence(run, found)
+    yield Section("growth", "p95 TTFT by load", growth_table(run, found), GROWTH_NOTE, folded=False)
+
+
+def growth_table(run: Run, found: Sequence[Break]) -> Table:
     """One row a configuration: p95 TTFT at each load, and where it breaks; no rows of a run with one load."""
     shown = loads(run)
     rows = []
-    for each in breaks(run):
+    for each in found:
         at = {cell.load: cell for cell in each.cells}
         entries = [_p95(at[load], each.steady) if load in at else Value("–") for load in shown]
         entries.append(Value(each.words(run), each.at.load.value if each.at else None, "", "worse" * bool(each.at)))
@@ -413,9 +421,8 @@ def growth_brief(run: Run) -> str:
     return ", ".join([f"{first.name} breaks {first.at.load.where}", *(f"{b.name} {b.at.load.where}" for b in base)])
 
 
-def growth_sentence(run: Run) -> str:
+def growth_sentence(run: Run, found: Sequence[Break]) -> str:
     """Which configurations break first; empty where none does."""
-    found = breaks(run)
     if not any(each.at for each in found):
         return ""
     lightest = found[0].cells[0].load.where

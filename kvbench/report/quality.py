@@ -27,7 +27,7 @@ from kvbench.report.comparisons import (
 )
 from kvbench.report.provenance import model_name, random_weights
 from kvbench.report.style import GREY, Drawing, LineStyle, finish, looks, safe
-from kvbench.report.tables import NO_TABLE, Column, Row, Table, Value, listed_table, texts
+from kvbench.report.tables import NO_TABLE, Column, Part, Row, Section, Table, Value, listed_table, texts
 from kvbench.runs.model import MeasuredCell, Run, number
 from kvbench.runs.quality import MARGINS, figure, is_beyond
 from kvbench.workload.settings import effective, value_words
@@ -162,6 +162,14 @@ def quality_of(run: Run, cell: MeasuredCell) -> Quality:
 
 
 # --- The chapter ---
+
+
+def quality_parts(run: Run) -> Iterator[Part]:
+    """The chapter on the answers: sentences, the figure and the tables."""
+    yield from answer_sentences(run)
+    yield price_drawing(run)
+    yield Section("answer-quality", "By configuration", answer_quality_table(run), ANSWERS_NOTE, folded=False)
+    yield Section("passkeys", "Where passkeys go wrong", passkey_table(run))
 
 
 def answer_sentences(run: Run) -> Iterator[str]:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from kvbench.report.comparisons import baseline
 from kvbench.report.provenance import random_weights
-from kvbench.report.tables import Row, Table, Value, listed_table, texts
+from kvbench.report.tables import Row, Section, Value, listed_table, texts
 from kvbench.runs.model import MeasuredLoad, Run
 
 MOST_REQUESTS = 3
@@ -156,15 +156,12 @@ def _request(facts: pd.Series, key: tuple[int, int], mine: _Output, others: Mapp
     return SampledRequest(*key, str(facts["class"]), *numbers, mine.shown(start), variants)
 
 
-def agreement_table(samples: OutputSamples | None) -> Table:
+def section(samples: OutputSamples | None) -> Section:
     """How many outputs of each configuration are the baseline's; no rows where no outputs are stored."""
     rows = [
-        Row(None, (*texts(each.configuration), Value(str(each), each.equal / each.both)))
-        for each in (samples.agreements if samples else ())
+        Row(None, (*texts(one.configuration), Value(str(one), one.equal / one.both)))
+        for one in (samples.agreements if samples else ())
     ]
-    return listed_table(("configuration", "outputs"), rows)
-
-
-def outputs_note(samples: OutputSamples | None) -> str:
-    """What a difference means where the weights are random."""
-    return "Random weights: a difference says nothing of quality." if samples and samples.random_weights else ""
+    random = "Random weights: a difference says nothing of quality."
+    note = random if samples and samples.random_weights else ""
+    return Section("outputs", "Equal to the baseline", listed_table(("configuration", "outputs"), rows), note)
