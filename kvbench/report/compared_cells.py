@@ -19,9 +19,10 @@ from kvbench.common import text as words
 from kvbench.common.errors import UsageError
 from kvbench.common.stats import welch_interval
 from kvbench.report.comparisons import marked, median
-from kvbench.report.provenance import target
+from kvbench.report.provenance import server_facts, target
 from kvbench.runs.model import NOT_OF_REQUESTS, WRONG, MeasuredCell, Run
 from kvbench.runs.ratios import FEWEST, HIGHER, LEVEL, LOWER, SAME, UNCLEAR, paired_ratio
+from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.settings import applies, effective, setting_title, value_words
 
 FEWEST_SIDES, MOST_SIDES = 2, 6  # cells in a group
@@ -195,7 +196,7 @@ def facts(side: Side, settings: Iterable[str] = ()) -> dict[str, str]:
     ``settings``: further ones, at the built-in engine's default where the cell leaves them out.
     """
     run, cell = side.run, side.cell
-    server = (run.manifest.get("servers") or {}).get(cell.config_id) or {}
+    server = server_facts(run, cell)
     names = sorted({*cell.settings, *(settings if run.is_built_in else ())}.difference(_SAID_ELSEWHERE))
     names = [name for name in names if applies(name, cell.settings)]
     return run_facts(run, server) | _known(
@@ -211,11 +212,11 @@ def facts(side: Side, settings: Iterable[str] = ()) -> dict[str, str]:
     )
 
 
-def run_facts(run: Run, server: Mapping[str, Any] | None = None) -> dict[str, str]:
+def run_facts(run: Run, server: ServerInfo | None = None) -> dict[str, str]:
     """What a run was measured with, as text by name. ``server``: what one of its servers reported."""
     manifest = run.manifest
     git = manifest.get("git") or {}
-    versions = {**(manifest.get("versions") or {}), **((server or {}).get("versions") or {})}
+    versions = {**(manifest.get("versions") or {}), **(server.versions if server else {})}
     changes = " with uncommitted changes" if git.get("dirty") else ""
     return _known(
         {

@@ -469,7 +469,7 @@ def answer(run: Run, each: Choice, subject: str) -> Answer:
         _holds(each),
         str(quality) if not run.simulated and (quantised or quality.outside) else "",
         f"hit rate {words.percent(hits)} as {each.cell.clock}" if hits is not None else "",
-        outlier_words(each.cell, server_facts(run, each.cell).get("kv_outliers") or {}) if quantised else "",
+        outlier_words(each.cell, server_facts(run, each.cell).kv_outliers) if quantised else "",
         saturation_words(each.cell),
     ]
     return Answer(words.upper_first(subject), verdict, ", ".join(filter(None, [numbers(run, each), *extra])), mark)

@@ -30,6 +30,7 @@ from kvbench.gate.policy import StoredPolicy
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Match, PairedCell
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder, move_numbered
 from kvbench.runs.results import LoadResult, Processor
+from kvbench.runs.server_info import ServerInfo
 
 KIND = "compare"
 LOCKSTEP, LAUNCHED, STORED_RUNS = "lockstep", "launched", "stored runs"
@@ -55,20 +56,6 @@ class SideFacts(Record):
     environment: str | None = None
     command: Any = None
     simulated: Any = None
-
-
-class ServerFacts(Record):
-    """A server's words on itself, as far as both sides must agree in them; the rest is stored too."""
-
-    model_config = ConfigDict(extra="allow")
-
-    served_model: _Section = None
-    model: _Section = None
-    resolved: _Section = None
-    versions: _Section = None
-
-    def fact(self, section: str, key: str) -> object:
-        return (getattr(self, section) or {}).get(key)
 
 
 @dataclass(frozen=True)
@@ -177,7 +164,7 @@ class CompareManifest(Record):
     options: CompareRequest = CompareRequest()
     policy: StoredPolicy | None = None
     stored: Mapping[str, Path] = {}
-    servers: Mapping[str, Mapping[str, ServerFacts]] = {}
+    servers: Mapping[str, Mapping[str, ServerInfo]] = {}
     differences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     doubt: str | None = None
