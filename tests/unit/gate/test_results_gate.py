@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import operator
@@ -159,7 +158,7 @@ def test_the_kld_of_the_run_and_of_other_code_which_needs_force(run, gated):
     assert gated(run, KLD.replace("0.02", "0.009"))[0] == 1
     versions = {"torch": "1.0", "transformers": "not told by the run"}
     (run / QUALITY).write_text(
-        json.dumps(dataclasses.replace(MEASURED, git={"sha": "fedcba"}, versions=versions).to_json())
+        json.dumps(MEASURED.model_copy(update={"git": {"sha": "fedcba"}, "versions": versions}).to_json())
     )
     code, verdict = gated(run, KLD)
     ran = json.loads((run / "manifest.json").read_text())["versions"]["torch"]
