@@ -105,6 +105,13 @@ class LockstepFacts:
     times: dict[str, int] = field(default_factory=dict)
 
 
+class ServerCounters(Record):
+    """The counters of the server over one load, by name: counters.json."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, float | None]
+
+
 class GivenWorkload(Record):
     """A workload as it was given, before the sides' own settings."""
 
@@ -236,6 +243,11 @@ class CompareFolder:
         """done.json of a load, None if it is not finished."""
         is_done = self.run(side, cell.workload).is_done(cell.on(side), pair)
         return read_record(LoadResult, self.load(cell, side, pair) / DONE, _WAY_OUT) if is_done else None
+
+    def counters(self, cell: PairedCell, side: str, pair: int) -> Mapping[str, float | None]:
+        """The server's counters over a load. Raises UsageError."""
+        path = self.load(cell, side, pair) / "counters.json"
+        return read_record(ServerCounters, path, _WAY_OUT).model_extra or {}
 
     def is_whole(self, cells: Sequence[PairedCell], pair: int) -> bool:
         """Tests whether all loads of the pair are finished and valid, on both sides."""
