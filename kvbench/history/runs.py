@@ -22,9 +22,10 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.common.parsing import parse_json
 from kvbench.metrics.latency import has_steady_latency
-from kvbench.runs.folder import FORMAT, MANIFEST
-from kvbench.runs.metric_names import value_of, values_of
-from kvbench.runs.model import NOT_OF_REQUESTS
+from kvbench.runs.folder import MANIFEST
+from kvbench.runs.metric_names import load_values, value_of
+from kvbench.runs.model import NOT_OF_REQUESTS, Repeat
+from kvbench.runs.results import Manifest, RepeatSummary
 
 RELEASE = "release.json"
 """Beside a manifest.json in a history: {"release": the name that `kvbench history add --release` was given}."""
@@ -239,8 +240,8 @@ def read_run(folder: Path, notes: list[str]) -> StoredRun:
         raise OtherKind(str(kind))
     if not isinstance(manifest.get("plan"), list) or not isinstance(workload, Mapping):
         raise ValueError("its manifest.json is not that of a sweep")
-    if (written := manifest.get("format", FORMAT)) != FORMAT:
-        raise ValueError(f"it has the format {written!r}, and this kvbench reads {FORMAT}")
+    if (written := manifest.get("format", Manifest.FORMAT)) != Manifest.FORMAT:
+        raise ValueError(f"it has the format {written!r}, and this kvbench reads {Manifest.FORMAT}")
     try:
         started = datetime.fromisoformat(str(manifest.get("started")))
     except ValueError:
@@ -273,8 +274,7 @@ def _cell(summary: Mapping[str, Any], seed: Any, load: Mapping[str, Any]) -> Sto
     repeats = summary.get("repeats")
     if not isinstance(repeats, list):
         raise ValueError("it has no repeats")
-    parts = ("metrics", "server", "prefix_cache")
-    flat = [values_of(*(repeat.get(part) or {} for part in parts)) for repeat in repeats]
+    flat = [_values(repeat) for repeat in repeats]
     values = {
         metric.name: tuple(value for each in flat if (value := value_of(each, metric.name)) is not None)
         for metric in METRICS
@@ -291,6 +291,13 @@ def _cell(summary: Mapping[str, Any], seed: Any, load: Mapping[str, Any]) -> Sto
         definition=sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8],
         values={name: found for name, found in values.items() if found},
     )
+
+
+def _values(repeat: Mapping[str, Any]) -> dict[str, float]:
+    stored = RepeatSummary.parse(repeat)
+    known = Repeat(stored.repeat, stored.metrics, stored.server, cache=stored.prefix_cache)
+    hits, queries = known.prefix_hits or (0.0, 0.0)
+    return load_values(stored.metrics, stored.server, hits / queries if queries else None)
 
 
 def _place(manifest: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -30,7 +30,7 @@ from kvbench.gate.timing.pairs import PairTable, hypotheses
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES
 from kvbench.gate.timing.rules import CELL, OVERALL, MetricRule, TimingRules
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict, worst
-from kvbench.runs.aggregate import flatten
+from kvbench.metrics.model import flatten
 from kvbench.runs.folder import DONE
 from kvbench.runs.metric_names import value_of, window_of
 

@@ -10,7 +10,7 @@ from kvbench.gate.compare.clock import Clock
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Turn, cell_rows
 from kvbench.gate.timing.rules import MetricRule
-from kvbench.runs.aggregate import flatten
+from kvbench.metrics.model import flatten
 from kvbench.runs.metric_names import value_of
 from kvbench.runs.repeats import not_comparable
 from kvbench.sweep.block import BlockRunner, Failure
