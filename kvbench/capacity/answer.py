@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvbench.capacity.fit import GIB, Load, Memory, Settings, fits, memory_of, pick, smallest_fits, tokens_per_s
+from kvbench.capacity.fit import GIB, Load, Memory, Settings, memory_of, pick, smallest_fits
 from kvbench.capacity.gpus import GPU, known_gpus
 from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import Weights, weights_of
@@ -20,27 +21,89 @@ from kvbench.common.text import count, data_size, decimal, listing, plural
 _LENGTHS = (1024, 4096, 8192, 32768, 131072)
 _DEFAULT_CONTEXT = 4096
 _CONVERTS = "has no FP8 in hardware: the kernel has to convert the KV, which not every engine does"
+_OF_VLLM = ("auto", "fp8_e4m3", "fp8_e5m2")  # KV dtypes that vLLM has too
 _size = partial(data_size, decimals=2)  # so that products can be checked by hand
 DROP_FIRST = ("at best\ntokens/s", "memory\nGiB")  # of the table of GPUs, on a narrow terminal
 
 
 @dataclass(frozen=True)
-class Answer:
-    """``memory``: of the GPUs that were asked for or picked; None without.
+class FittingGPUs:
+    """GPUs that hold the load, as the table and ``--json`` have them; price: of all of them, None: not given."""
 
-    ``found``: by kind of GPU the fewest that hold the load. ``prices``: of one GPU, by name.
-    ``vendor``: of those in ``found``; None: of any.
+    gpu: str
+    count: int
+    memory_gib: float
+    kv_gib: float
+    at_once: int
+    tokens_per_s_at_best: float
+    price: float | None
+    converts_fp8: bool
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """The most sequences of ``tokens`` tokens at once, in pages and each in one piece."""
+
+    tokens: int
+    paged: int
+    contiguous: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is planned, and what came of it.
+
+    fitting: by kind of GPU the fewest that hold the load
+    prices: of one GPU, by name
+    memory: of the GPUs that were asked for or picked; None without
+    vendor: of those in ``fitting``; None: of any
     """
 
     model: PlannedModel
     weights: Weights
     settings: Settings
     load: Load
-    found: Sequence[Memory]
+    fitting: Sequence[Memory]
     prices: Mapping[str, float]
     memory: Memory | None
     picked: bool
     vendor: str | None = None
+
+    @property
+    def sequence_bytes(self) -> int:
+        return self.model.sequence_bytes(
+            self.load.context, self.settings.kv_cache_dtype, page_size=self.settings.page_size
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """The KV of the whole load."""
+        return self.load.concurrency * self.sequence_bytes
+
+    @property
+    def shows_gpus(self) -> bool:
+        """Whether the table of GPUs helps: not where named ones hold the load."""
+        named = None if self.picked else self.memory
+        return bool(self.fitting) and not (named and named.fits(self.load))
+
+    def converts(self, gpu: GPU) -> bool:
+        """Whether the KV is FP8 and ``gpu`` does not compute in it."""
+        return self.settings.kv_cache_dtype.startswith("fp8") and not gpu.fp8
+
+    def fitting_gpus(self) -> list[FittingGPUs]:
+        return [
+            FittingGPUs(
+                m.gpu.name,
+                m.count,
+                memory_gib=m.count * m.gpu.memory_bytes / GIB,
+                kv_gib=m.kv / GIB,
+                at_once=m.at_once(self.load.context),
+                tokens_per_s_at_best=m.tokens_per_s(self.load),
+                price=m.count * self.prices[m.gpu.name] if m.gpu.name in self.prices else None,
+                converts_fp8=self.converts(m.gpu),
+            )
+            for m in self.fitting
+        ]
 
 
 def answer(
@@ -65,26 +128,24 @@ def answer(
         raise UsageError(
             f"--context {context} is more than {limited}{whose}: give a shorter one, or {larger}--max-model-len"
         )
-    load, weights = Load(context, concurrency, limit), weights_of(model, quantization)
-    prices = prices or {}
-    found = smallest_fits(model, weights, known_gpus(vendor), settings, load)
-    found.sort(
+    load, weights, prices = Load(context, concurrency, limit), weights_of(model, quantization), prices or {}
+    fitting = smallest_fits(model, weights, known_gpus(vendor), settings, load)
+    fitting.sort(
         key=lambda m: (m.gpu.name not in prices, m.count * prices.get(m.gpu.name, 0), m.count * m.gpu.memory_bytes)
     )
-    memory = pick(found, prices) if choose else None
+    memory = pick(fitting, prices) if choose else None
     if gpus is not None:
         memory = memory_of(model, weights, gpus[1], gpus[0], settings, concurrency)
-    return Answer(model, weights, settings, load, found, prices, memory, choose and memory is not None, vendor)
+    return Answer(model, weights, settings, load, fitting, prices, memory, choose and memory is not None, vendor)
 
 
 def sentences(a: Answer) -> list[str]:
     """First whether it fits, then what there is to know about it."""
     load = f"{plural(a.load.concurrency, 'sequence')} of {count(a.load.context)} tokens"
-    needed = f"{_size(a.weights.total_bytes)} of weights and {_size(_kv_of_load(a))} of KV"
-    lines = [_first(a, load, needed)]
-    if a.memory is not None:
-        lines += [*_about_room(a, a.memory), *_about_dtypes(a, a.memory.gpu)]
-    return lines
+    needed = f"{_size(a.weights.total_bytes)} of weights and {_size(a.kv_bytes)} of KV"
+    if a.memory is None:
+        return [_without_gpus(a, load, needed)]
+    return [_on_gpus(a, a.memory, load, needed), *_about_room(a, a.memory), *_about_dtypes(a, a.memory.gpu)]
 
 
 def _about_room(a: Answer, memory: Memory) -> list[str]:
@@ -93,12 +154,12 @@ def _about_room(a: Answer, memory: Memory) -> list[str]:
         if memory.weights < memory.taken:
             lines.append("A larger --gpu-memory-utilization or a smaller --max-num-seqs can make room.")
         return lines
-    if memory.at_once(a.model, a.settings, a.load.max_model_len) == 0:
+    if memory.at_once(a.load.max_model_len) == 0:
         lines.append(
             f"vLLM starts only with room for one sequence of its max_model_len ({count(a.load.max_model_len)}): "
             f"start it with --max-model-len {a.load.context} or a little more."
         )
-    if memory.at_once(a.model, a.settings, a.load.context) > memory.step.sequences:
+    if memory.at_once(a.load.context) > memory.step.sequences:
         lines.append(
             f"Of these, vLLM runs {count(memory.step.sequences)} at once, its max_num_seqs here; a larger "
             "--max-num-seqs takes memory for activations."
@@ -110,76 +171,71 @@ def _about_dtypes(a: Answer, gpu: GPU) -> list[str]:
     lines = []
     if not gpu.bfloat16 and a.model.spec.default_dtype == "bfloat16":
         lines.append(f"{gpu.name} has no bfloat16: start the engine with --dtype half.")
-    if _converts(a, gpu):
+    if a.converts(gpu):
         lines.append(f"{gpu.name} {_CONVERTS}.")
     return lines
 
 
-def _converts(a: Answer, gpu: GPU) -> bool:
-    """Whether the KV is FP8 and ``gpu`` does not compute in it."""
-    return a.settings.kv_cache_dtype.startswith("fp8") and not gpu.fp8
-
-
-def _first(a: Answer, load: str, needed: str) -> str:
-    if a.memory is None:
-        if not a.found:
-            return (
-                f"No: {a.model.name} with {load} needs {needed}, and neither 1, 2, 4 nor 8 of any "
-                f"{f'{a.vendor.upper()} ' if a.vendor else ''}GPU that kvbench knows hold that."
-            )
-        if a.prices and not any(memory.gpu.name in a.prices for memory in a.found):
-            return f"None of the GPUs with a price holds {a.model.name} with {load}: it needs {needed}."
-        return f"{a.model.name} with {load} needs {needed}; the table has the GPUs that hold it."
-    gpus = f"{a.memory.count} x {a.memory.gpu.name}"
-    one = a.memory.count == 1
-    if a.memory.kv <= 0:
+def _without_gpus(a: Answer, load: str, needed: str) -> str:
+    if not a.fitting:
+        vendor = f"{a.vendor.upper()} " if a.vendor else ""
         return (
-            f"No: {gpus} {'has' if one else 'have'} no room for KV: weights ({_size(a.memory.weights)}), "
-            f"activations and context of {a.model.name} take {_size(a.memory.taken - a.memory.kv)} a GPU, and the "
-            f"engine may take {_size(a.memory.taken)}."
+            f"No: {a.model.name} with {load} needs {needed}, and neither 1, 2, 4 nor 8 of any {vendor}GPU that "
+            "kvbench knows hold that."
         )
-    held = a.memory.at_once(a.model, a.settings, a.load.context)
-    room = f"{_size(a.memory.kv)} a GPU is left for KV, enough for {count(held)} at once"
-    if not fits(a.memory, a.model, a.settings, a.load):
-        verb = "does" if one else "do"
-        return f"No: {gpus} {verb} not hold {a.model.name} with {load}, which needs {needed}; {room}."
+    if a.prices and not any(memory.gpu.name in a.prices for memory in a.fitting):
+        return f"None of the GPUs with a price holds {a.model.name} with {load}: it needs {needed}."
+    return f"{a.model.name} with {load} needs {needed}; the table has the GPUs that hold it."
+
+
+def _on_gpus(a: Answer, memory: Memory, load: str, needed: str) -> str:
+    gpus = f"{memory.count} x {memory.gpu.name}"
+    has, does, hold = ("has", "does", "holds") if memory.count == 1 else ("have", "do", "hold")
+    if memory.kv <= 0:
+        return (
+            f"No: {gpus} {has} no room for KV: weights ({_size(memory.weights)}), activations and context of "
+            f"{a.model.name} take {_size(memory.taken - memory.kv)} a GPU, and the engine may take "
+            f"{_size(memory.taken)}."
+        )
+    room = f"{_size(memory.kv)} a GPU is left for KV, enough for {count(memory.at_once(a.load.context))} at once"
+    if not memory.fits(a.load):
+        return f"No: {gpus} {does} not hold {a.model.name} with {load}, which needs {needed}; {room}."
     if a.picked:
-        cost = a.prices.get(a.memory.gpu.name)
-        why = f"the cheapest at {a.memory.count * cost:.2f} an hour" if cost else "the fewest and smallest GPUs"
+        price = a.prices.get(memory.gpu.name)
+        why = f"the cheapest at {memory.count * price:.2f} an hour" if price else "the fewest and smallest GPUs"
         return f"Take {gpus}, {why} to hold {a.model.name} with {load}: {needed}; {room}."
-    return f"Yes: {gpus} {'holds' if one else 'hold'} {a.model.name} with {load}: {needed}; {room}."
+    return f"Yes: {gpus} {hold} {a.model.name} with {load}: {needed}; {room}."
 
 
 def model_table(a: Answer) -> Table:
     """What the model takes, whatever the GPU."""
-    dtype, window = a.settings.kv_cache_dtype, a.model.window_token_bytes(a.settings.kv_cache_dtype)
-    windows = sorted({group.window for group in a.model.layers if group.window is not None})
-    one = a.model.token_bytes(dtype)
-    rows = [("KV of a token", f"{count(one)} bytes", _attention_words(a, windows, window))]
-    sequence = a.model.sequence_bytes(a.load.context, dtype, page_size=a.settings.page_size)
-    rows.append((f"a sequence of {count(a.load.context)} tokens", _size(sequence), f"pages of {a.settings.page_size}"))
+    one = count(a.model.token_bytes(a.settings.kv_cache_dtype))
+    rows = [
+        ("KV of a token", f"{one} bytes", _attention_words(a)),
+        (f"a sequence of {count(a.load.context)} tokens", _size(a.sequence_bytes), f"pages of {a.settings.page_size}"),
+    ]
     if a.load.concurrency > 1:
-        rows.append((f"{count(a.load.concurrency)} of them", _size(_kv_of_load(a)), ""))
+        rows.append((f"{count(a.load.concurrency)} of them", _size(a.kv_bytes), ""))
     parameters = f"{a.weights.parameters.total / 1e9:.2f} billion parameters; {a.weights.source}"
     rows.append(("weights", _size(a.weights.total_bytes), parameters))
     return _with_notes(make_table(["", a.model.name, "counted as"], rows))
 
 
-def _attention_words(a: Answer, windows: Sequence[int | None], window_bytes: int) -> str:
+def _attention_words(a: Answer) -> str:
     dtype = a.settings.kv_cache_dtype
     kind = "latent (MLA): one row a layer, whole on each GPU" if a.model.layers[0].latent else "K and V of all KV heads"
     words = [kind, f"in {a.model.spec.default_dtype if dtype == 'auto' else dtype}"]
-    if windows:
-        sizes = listing([count(each) for each in windows])
-        words.append(f"{count(window_bytes)} bytes of it in layers that keep only the last {sizes} tokens")
+    windowed = [group for group in a.model.layers if group.window is not None]
+    if windowed:
+        sizes = listing([count(window) for window in sorted({group.window for group in windowed})])
+        size = count(sum(a.model.group_bytes(group, dtype) for group in windowed))
+        words.append(f"{size} bytes of it in layers that keep only the last {sizes} tokens")
         words.append("where the built-in engine and --simulate keep all")
     return ", ".join(words)
 
 
-def memory_table(a: Answer) -> Table:
-    """Where the memory of each GPU goes; needs ``a.memory``."""
-    m = a.memory
-    assert m is not None
+def memory_table(a: Answer, m: Memory) -> Table:
+    """Where the memory of each GPU goes."""
     step = f"a step of {count(m.step.tokens)} tokens and {count(m.step.sequences)} sequences, as vLLM tries at start"
     talk = " and of talking to the others" if m.count > 1 else ""
     rows = [
@@ -200,108 +256,71 @@ def _with_notes(table: Table) -> Table:
     return table
 
 
-def concurrency_table(a: Answer) -> Table:
-    """The most sequences at once by length, paged beside contiguous; needs ``a.memory``."""
+def concurrency_table(a: Answer, memory: Memory) -> Table:
+    """The most sequences at once by length, paged beside contiguous."""
     heads = ["sequences of", "paged", f"contiguous, reserving {count(a.load.max_model_len)}"]
-    rows = [(count(row["tokens"]), count(row["paged"]), count(row["contiguous"])) for row in _by_length(a)]
+    rows = [(count(row.tokens), count(row.paged), count(row.contiguous)) for row in _by_length(a, memory)]
     return make_table(heads, rows, title="How many sequences are in memory at once, at most")
 
 
 def gpus_table(a: Answer) -> Table:
     """The GPUs that hold the load, of each kind the fewest of 1, 2, 4 and 8; with prices only those that have one."""
     heads = ["GPUs", "left for KV,\nGiB a GPU", "sequences\nat once", "memory\nGiB", "at best\ntokens/s"]
-    rows = []
-    found = _found_rows(a)
-    for row in [each for each in found if each["price"]] or found:
-        name = f"{row['count']} x {row['gpu']}{'*' if row['converts_fp8'] else ''}"
-        entries = [name, f"{row['kv_gib']:.1f}", count(row["at_once"])]
-        entries += [decimal(row["memory_gib"]), count(row["tokens_per_s_at_best"])]
+    entries, fitting = [], a.fitting_gpus()
+    for row in [priced for priced in fitting if priced.price] or fitting:
+        entry = [f"{row.count} x {row.gpu}{'*' if row.converts_fp8 else ''}", f"{row.kv_gib:.1f}", count(row.at_once)]
+        entry += [decimal(row.memory_gib), count(row.tokens_per_s_at_best)]
         if a.prices:
-            entries.insert(1, "–" if row["price"] is None else f"{row['price']:.2f}")
-        rows.append(entries)
+            entry.insert(1, "–" if row.price is None else f"{row.price:.2f}")
+        entries.append(entry)
     if a.prices:
         heads.insert(1, "price\nan hour")
     title = f"GPUs that hold {count(a.load.concurrency)} x {count(a.load.context)} tokens"
-    return make_table(heads, rows, title=title)
-
-
-def shows_gpus(a: Answer) -> bool:
-    """Whether the table of GPUs helps: not where named ones hold the load."""
-    named = a.memory is not None and not a.picked
-    return bool(a.found) and not (named and fits(a.memory, a.model, a.settings, a.load))
+    return make_table(heads, entries, title=title)
 
 
 def footnote(a: Answer) -> str:
     """What the arithmetic stands for, and the words of the table of GPUs."""
     notes = []
-    if shows_gpus(a):
-        notes += [f"* {_CONVERTS}."] if any(_converts(a, memory.gpu) for memory in a.found) else []
+    if a.shows_gpus:
+        notes += [f"* {_CONVERTS}."] if any(a.converts(memory.gpu) for memory in a.fitting) else []
         notes.append(
             "At best: weights and KV read once a decode step, at the memory's full bandwidth; no engine reaches it."
         )
-    engine = (
-        "For vLLM with its defaults"
-        if a.settings.kv_cache_dtype in ("auto", "fp8_e4m3", "fp8_e5m2")
-        else f"For vLLM's memory with the built-in engine's {a.settings.kv_cache_dtype}, its scales counted"
-    )
+    engine = "For vLLM with its defaults"
+    if a.settings.kv_cache_dtype not in _OF_VLLM:
+        engine = f"For vLLM's memory with the built-in engine's {a.settings.kv_cache_dtype}, its scales counted"
     return "\n".join([*notes, f"{engine}, tensor parallel. How it is counted: docs/commands.md."])
 
 
 def as_dict(a: Answer) -> dict[str, Any]:
     """The same figures for scripts; sizes in bytes but for those named gib."""
-    dtype, m = a.settings.kv_cache_dtype, a.memory
-    known: dict[str, Any] = {
+    m = a.memory
+    return {
         "model": a.model.name,
         "answer": sentences(a)[0],
-        "kv_cache_dtype": dtype,
+        "kv_cache_dtype": a.settings.kv_cache_dtype,
         "context": a.load.context,
         "concurrency": a.load.concurrency,
         "max_model_len": a.load.max_model_len,
-        "bytes_per_token": a.model.token_bytes(dtype),
-        "sequence_bytes": a.model.sequence_bytes(a.load.context, dtype, page_size=a.settings.page_size),
-        "kv_bytes": _kv_of_load(a),
+        "bytes_per_token": a.model.token_bytes(a.settings.kv_cache_dtype),
+        "sequence_bytes": a.sequence_bytes,
+        "kv_bytes": a.kv_bytes,
         "parameters": a.weights.parameters.total,
         "weight_bytes": a.weights.total_bytes,
-        "gpus": _found_rows(a),
-        "memory": None,
-    }
-    if m is not None:
-        known["memory"] = {
-            "gpu": m.gpu.name, "count": m.count, "fits": fits(m, a.model, a.settings, a.load), "picked": a.picked,
+        "gpus": [dataclasses.asdict(row) for row in a.fitting_gpus()],
+        "memory": m and {
+            "gpu": m.gpu.name, "count": m.count, "fits": m.fits(a.load), "picked": a.picked,
             "memory_bytes": m.gpu.memory_bytes, "taken_bytes": m.taken, "weight_bytes": m.weights,
             "activation_bytes": m.activations, "context_bytes": m.context, "kv_bytes": m.kv,
-            "max_num_batched_tokens": m.step.tokens, "max_num_seqs": m.step.sequences, "at_once": _by_length(a),
-        }  # fmt: skip
-    return known
+            "max_num_batched_tokens": m.step.tokens, "max_num_seqs": m.step.sequences,
+            "at_once": [dataclasses.asdict(row) for row in _by_length(a, m)],
+        },
+    }  # fmt: skip
 
 
-def _by_length(a: Answer) -> list[dict[str, int]]:
-    m, limit = a.memory, a.load.max_model_len
-    assert m is not None
+def _by_length(a: Answer, memory: Memory) -> list[AtOnce]:
+    limit = a.load.max_model_len
     lengths = sorted({length for length in (*_LENGTHS, a.load.context, limit) if length <= limit})
-    contiguous = m.at_once(a.model, a.settings, limit, contiguous=True)
-    return [
-        {"tokens": length, "paged": m.at_once(a.model, a.settings, length), "contiguous": contiguous}
-        for length in lengths
-    ]
-
-
-def _found_rows(a: Answer) -> list[dict[str, Any]]:
-    return [
-        {
-            "gpu": m.gpu.name,
-            "count": m.count,
-            "memory_gib": m.count * m.gpu.memory_bytes / GIB,
-            "kv_gib": m.kv / GIB,
-            "at_once": m.at_once(a.model, a.settings, a.load.context),
-            "tokens_per_s_at_best": tokens_per_s(m, a.model, a.weights, a.settings, a.load),
-            "price": m.count * a.prices[m.gpu.name] if m.gpu.name in a.prices else None,
-            "converts_fp8": _converts(a, m.gpu),
-        }
-        for m in a.found
-    ]
-
-
-def _kv_of_load(a: Answer) -> int:
-    one = a.model.sequence_bytes(a.load.context, a.settings.kv_cache_dtype, page_size=a.settings.page_size)
-    return a.load.concurrency * one
+    contiguous = memory.at_once(limit, contiguous=True)
+    return [AtOnce(length, memory.at_once(length), contiguous) for length in lengths]

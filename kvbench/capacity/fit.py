@@ -62,13 +62,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each of ``count`` GPUs: the share that the engine takes, and what it goes to."""
+    """A model on ``count`` GPUs, and the bytes on each of them: the share that the engine takes, and what it goes to.
 
+    read_bytes: of all GPUs' weights, what a decode step reads at least
+    """
+
+    model: PlannedModel
+    settings: Settings
     gpu: GPU
     count: int
     step: Step
     taken: int
     weights: int
+    read_bytes: int
     activations: int
     context: int
 
@@ -77,10 +83,20 @@ class Memory:
         """What is left for KV; below 0 the weights do not even fit."""
         return self.taken - self.weights - self.activations - self.context
 
-    def at_once(self, model: PlannedModel, settings: Settings, tokens: int, *, contiguous: bool = False) -> int:
+    def at_once(self, tokens: int, *, contiguous: bool = False) -> int:
         """Sequences of ``tokens`` tokens that fit; ``contiguous``: each in one piece, without pages."""
-        page = 1 if contiguous else settings.page_size
-        return max(0, self.kv) // model.sequence_bytes(tokens, settings.kv_cache_dtype, gpus=self.count, page_size=page)
+        page = 1 if contiguous else self.settings.page_size
+        dtype = self.settings.kv_cache_dtype
+        return max(0, self.kv) // self.model.sequence_bytes(tokens, dtype, gpus=self.count, page_size=page)
+
+    def fits(self, load: Load) -> bool:
+        """Whether all sequences of the load are in memory at once."""
+        return self.at_once(load.context) >= load.concurrency
+
+    def tokens_per_s(self, load: Load) -> float:
+        """At best: a decode step reads the weights and all KV once, at the memory's full bandwidth."""
+        one = self.model.sequence_bytes(load.context, self.settings.kv_cache_dtype, gpus=self.count)
+        return load.concurrency * self.gpu.bytes_per_s / (self.read_bytes / self.count + load.concurrency * one)
 
 
 def memory_of(
@@ -90,11 +106,14 @@ def memory_of(
     model.check_split(count)
     step = settings.step_on(gpu, concurrency)
     return Memory(
-        gpu=gpu,
-        count=count,
-        step=step,
+        model,
+        settings,
+        gpu,
+        count,
+        step,
         taken=int(gpu.memory_bytes * settings.gpu_memory_utilization),
         weights=-(-weights.total_bytes // count),
+        read_bytes=weights.read_bytes,
         activations=activation_bytes(model, step, count),
         context=CONTEXT_BYTES + (COMMUNICATION_BYTES if count > 1 else 0),
     )
@@ -107,26 +126,11 @@ def activation_bytes(model: PlannedModel, step: Step, gpus: int) -> int:
     in place of the logits the two projections and their product, split over the GPUs, of a sparse one for each expert
     of a token.
     """
-    text = model.spec.text_config
-    hidden, vocab = text["hidden_size"], text["vocab_size"]
-    inner = text.get("intermediate_size") or text["ffn_dim"]
-    if experts := text.get("num_experts_per_tok"):
-        inner = max(inner, experts * (text.get("moe_intermediate_size") or inner))
-    states = 2 * step.tokens * hidden * _ACTIVATION_BYTES
-    return states + max(
-        step.sequences * vocab * SAMPLING_BYTES_PER_LOGIT, 3 * step.tokens * inner * _ACTIVATION_BYTES // gpus
-    )
-
-
-def fits(memory: Memory, model: PlannedModel, settings: Settings, load: Load) -> bool:
-    """Whether all sequences of the load are in memory at once."""
-    return memory.at_once(model, settings, load.context) >= load.concurrency
-
-
-def tokens_per_s(memory: Memory, model: PlannedModel, weights: Weights, settings: Settings, load: Load) -> float:
-    """At best: a decode step reads the weights and all KV once, at the memory's full bandwidth."""
-    kv = load.concurrency * model.sequence_bytes(load.context, settings.kv_cache_dtype, gpus=memory.count)
-    return load.concurrency * memory.gpu.bytes_per_s / (weights.read_bytes / memory.count + kv)
+    config = model.config
+    inner = max(config.inner, config.num_experts_per_tok * config.expert_inner)
+    states = 2 * step.tokens * config.hidden_size * _ACTIVATION_BYTES
+    sampling = step.sequences * config.vocab_size * SAMPLING_BYTES_PER_LOGIT
+    return states + max(sampling, 3 * step.tokens * inner * _ACTIVATION_BYTES // gpus)
 
 
 def usable(gpu: GPU, model: PlannedModel, settings: Settings) -> bool:
@@ -138,22 +142,22 @@ def smallest_fits(
     model: PlannedModel, weights: Weights, gpus: Sequence[GPU], settings: Settings, load: Load
 ) -> list[Memory]:
     """Of each kind the fewest of 1, 2, 4 and 8 GPUs that hold the load; kinds that do not are left out."""
-    found = []
+    smallest = []
     for gpu in gpus:
         for count in GPU_COUNTS if usable(gpu, model, settings) else ():
             try:
                 memory = memory_of(model, weights, gpu, count, settings, load.concurrency)
             except UsageError:  # cannot be split so
                 continue
-            if fits(memory, model, settings, load):
-                found.append(memory)
+            if memory.fits(load):
+                smallest.append(memory)
                 break
-    return found
+    return smallest
 
 
-def pick(found: Sequence[Memory], prices: Mapping[str, float]) -> Memory | None:
+def pick(fitting: Sequence[Memory], prices: Mapping[str, float]) -> Memory | None:
     """The cheapest of those with a price; without any prices the fewest GPUs, of them the smallest."""
     if prices:
-        priced = [memory for memory in found if memory.gpu.name in prices]
+        priced = [memory for memory in fitting if memory.gpu.name in prices]
         return min(priced, key=lambda m: (m.count * prices[m.gpu.name], m.count), default=None)
-    return min(found, key=lambda memory: (memory.count, memory.gpu.memory_bytes), default=None)
+    return min(fitting, key=lambda memory: (memory.count, memory.gpu.memory_bytes), default=None)

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.text import nearest
@@ -47,19 +46,18 @@ class Performance:
 class GPU:
     """One kind of GPU.
 
-    ``memory_bytes``: the device's total as CUDA or ROCm tells it, less than on the label.
-    ``bytes_per_s``: full memory bandwidth, mostly as the data sheet has it.
-    ``bfloat16``: False before Ampere, where engines refuse bfloat16 and an fp8 KV.
-    ``fp8``: False before Ada and Hopper: the hardware does not compute in FP8.
-    ``vendor``: nvidia or amd.
-    ``performance``: None where it is not known; such a GPU is planned for and not simulated.
+    memory_bytes: the device's total as CUDA or ROCm tells it, less than on the label
+    bytes_per_s: full memory bandwidth, mostly as the data sheet has it
+    bfloat16: False before Ampere, where engines refuse bfloat16 and an fp8 KV
+    fp8: False before Ada and Hopper: the hardware does not compute in FP8
+    performance: None where it is not known; such a GPU is planned for and not simulated
     """
 
     name: str
     memory_bytes: int
     bytes_per_s: float
-    bfloat16: bool
-    fp8: bool
+    bfloat16: bool = True
+    fp8: bool = True
     vendor: str = "nvidia"
     performance: Performance | None = None
 
@@ -87,7 +85,7 @@ def find_gpu(name: str) -> GPU:
     plain = _plain(name)
     if plain not in names:
         near = nearest(plain, names, most=4)
-        known = dict.fromkeys([names[each] for each in near] or gpus)
+        known = dict.fromkeys([names[other] for other in near] or gpus)
         asked = "did you mean" if near else "known are"
         raise UsageError(f"{name!r} is not a GPU that kvbench knows: {asked} {', '.join(known)} (several: 4xA100-80GB)")
     return gpus[names[plain]]
@@ -116,21 +114,20 @@ def _shipped() -> tuple[dict[str, GPU], dict[str, str]]:
     """GPUs by name, and their names by each plain name or alias."""
     gpus, names = {}, {}
     for name, entry in json.loads(_SHIPPED.read_text(encoding="utf-8")).items():
+        stated = {field: entry[field] for field in ("bfloat16", "fp8", "vendor") if field in entry}
+        performance = _performance(entry["performance"]) if "performance" in entry else None
         memory, speed = round(entry["memory_gib"] * 2**30), entry["bandwidth_gb_s"] * 1e9
-        gpus[name] = GPU(name, memory, speed, entry.get("bfloat16", True), entry.get("fp8", True),
-                          entry.get("vendor", "nvidia"), _performance(entry.get("performance")))  # fmt: skip
-        names.update({_plain(each): name for each in (name, *entry.get("aliases", ()))})
+        gpus[name] = GPU(name, memory, speed, performance=performance, **stated)
+        names.update({_plain(alias): name for alias in (name, *entry.get("aliases", ()))})
     return gpus, names
 
 
-def _performance(entry: Mapping[str, Any] | None) -> Performance | None:
-    if entry is None:
-        return None
+def _performance(entry: Mapping[str, float]) -> Performance:
     flops = entry["bf16_tflops"] * 1e12
     return Performance(
         bf16_flops=flops,
         fp8_flops=entry["fp8_tflops"] * 1e12 if entry["fp8_tflops"] else flops,
-        processors=entry["processors"],
+        processors=int(entry["processors"]),
         all_reduce_bytes_per_s=entry["all_reduce_gb_s"] * 1e9,
         host_link_bytes_per_s=entry["host_link_gb_s"] * 1e9,
         **{name: entry[name] for name in ("gemm", "memory", "decode", "prefill", "mixed_decode")},

@@ -8,27 +8,148 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from engine.kv.budget import KVShape, LayerKV
 from engine.model.spec import DTYPE_BYTES, ModelSpec, find_model, shipped_models
-from kvbench.capacity.config import check_config
 from kvbench.common.errors import UsageError
+from kvbench.common.schema import explain
 from kvbench.common.text import nearest
 
 _SHIPPED = Path(__file__).parent / "models.json"
 _SAME_DIMENSIONS = re.compile(r"^meta-|-(instruct|base|it|chat|hf)(?=-|$)")
 _QUANTISED = re.compile(r"(.+)-(fp8|awq|gptq)(-int4|-dynamic)?")
-_CACHED = ("full_attention", "sliding_attention")
+_CACHED = {"full_attention", "sliding_attention"}
+_OTHER_STATES = ("mamba_", "ssm_", "linear_")  # beginnings of keys of layers that cache something else
+_PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
+_Count = Annotated[int, Field(gt=0)]
+_CountOrZero = Annotated[int, BeforeValidator(lambda value: 0 if value is None else value), Field(ge=0)]
+
+
+class _Part(BaseModel):
+    """A part of a config.json; what is not read may be anything."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class _GroupWeights(_Part):
+    num_bits: int | None = None
+
+
+class _Group(_Part):
+    weights: _GroupWeights | None = None
+
+
+class Quantization(_Part):
+    """How a checkpoint says that it is quantised."""
+
+    quant_method: Any = None
+    bits: int | float | None = None
+    w_bit: int | float | None = None
+    config_groups: dict[str, _Group] | None = None
+
+
+class _Config(_Part):
+    """Fields of the outer config, each of which the decoder's own may have too."""
+
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    tie_word_embeddings: bool | None = None
+    quantization_config: Quantization | None = None
+
+
+class DecoderConfig(_Config):
+    """The fields of a decoder's config that a plan reads; None and 0: those that it does not have."""
+
+    model_type: str | None = None
+    hidden_size: _Count
+    num_hidden_layers: _Count
+    num_attention_heads: _Count
+    vocab_size: _Count
+    num_key_value_heads: _Count | None = None
+    head_dim: _Count | None = None
+    intermediate_size: _Count | None = None
+    ffn_dim: _Count | None = None
+    max_position_embeddings: _Count | None = None
+    attention_bias: Any = None
+
+    layer_types: list[str] | None = None
+    sliding_window: _CountOrZero = 0
+    max_window_layers: _CountOrZero = 0
+
+    kv_lora_rank: _CountOrZero = 0
+    q_lora_rank: _CountOrZero = 0
+    qk_rope_head_dim: _CountOrZero = 0
+    qk_nope_head_dim: _CountOrZero = 0
+    v_head_dim: _CountOrZero = 0
+
+    num_local_experts: _CountOrZero = 0
+    num_experts: _CountOrZero = 0
+    n_routed_experts: _CountOrZero = 0
+    n_shared_experts: _CountOrZero = 0
+    num_experts_per_tok: _CountOrZero = 0
+    moe_intermediate_size: _CountOrZero = 0
+    first_k_dense_replace: _CountOrZero = 0
+    mlp_only_layers: list[int] | None = None
+
+    @property
+    def family(self) -> str:
+        return self.model_type or ""
+
+    @property
+    def inner(self) -> int:
+        """The inner dimension of a dense MLP."""
+        return self.intermediate_size or self.ffn_dim or 0
+
+    @property
+    def expert_inner(self) -> int:
+        """The inner dimension of one expert."""
+        return self.moe_intermediate_size or self.inner
+
+    @property
+    def routed_experts(self) -> int:
+        """The routed experts of a layer."""
+        return self.num_local_experts or self.num_experts or self.n_routed_experts
+
+    @model_validator(mode="before")
+    @classmethod
+    def _readable_pattern(cls, text: dict[str, Any]) -> dict[str, Any]:
+        """Checks the pattern where it is read: without layer_types, beside which some models have letters for it."""
+        for name in _PATTERNS if not text.get("layer_types") else ():
+            if not isinstance(text.get(name), int | None):
+                raise ValueError(f"{name} {text[name]!r} is not a whole number; give layer_types instead")
+        return text
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> DecoderConfig:
+        needed = ["ffn_dim", "max_position_embeddings"] if self.model_type == "opt" else ["intermediate_size"]
+        if self.kv_lora_rank:
+            needed += ["qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"]
+        if self.routed_experts:
+            needed.append("num_experts_per_tok")
+        for name in needed:
+            if not getattr(self, name):
+                raise ValueError(f"{name} is missing; add it")
+        if "sliding_attention" in (self.layer_types or ()) and not self.sliding_window:
+            raise ValueError("layer_types has sliding_attention, and sliding_window is missing; add it")
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} num_hidden_layers; give "
+                "one for each layer"
+            )
+        return self
 
 
 @dataclass(frozen=True)
 class CachedLayers:
     """Layers that cache alike.
 
-    ``count``: layers.
-    ``kv``: K and V of one token in one of them. Latent attention (MLA) has one row, which is K and V at once.
-    ``window``: tokens that a layer with a sliding window holds; None: all.
-    ``latent``: MLA; its row is one KV head, which every GPU needs as a whole.
+    count: layers
+    kv: K and V of one token in one of them; latent attention (MLA) has one row, which is K and V at once
+    window: tokens that a layer with a sliding window holds; None: all
+    latent: MLA; its row is one KV head, which every GPU needs as a whole
     """
 
     count: int
@@ -39,10 +160,17 @@ class CachedLayers:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model's config and what its layers cache; ``other_parameters``: those beside the decoder (a vision tower)."""
+    """A model's config and what its layers cache.
+
+    other_parameters: those beside the decoder (a vision tower)
+    quantization, tied: as the config states them; None where it does not
+    """
 
     spec: ModelSpec
+    config: DecoderConfig
     layers: tuple[CachedLayers, ...]
+    quantization: Quantization | None = None
+    tied: bool | None = None
     other_parameters: int = 0
 
     @property
@@ -50,8 +178,9 @@ class PlannedModel:
         return self.spec.name
 
     @property
-    def query_heads(self) -> int:
-        return int(self.spec.text_config["num_attention_heads"])
+    def dtype_bytes(self) -> int:
+        """Bytes of a number in the model's own dtype."""
+        return DTYPE_BYTES[self.spec.default_dtype]
 
     def sequence_bytes(self, tokens: int, kv_cache_dtype: str = "auto", *, gpus: int = 1, page_size: int = 1) -> int:
         """Bytes of the KV of one sequence on each of ``gpus``, in whole pages; a window holds no more than itself."""
@@ -66,21 +195,18 @@ class PlannedModel:
         """Bytes of one token's KV in all layers on each of ``gpus``, the layers with a window among them."""
         return self.sequence_bytes(1, kv_cache_dtype, gpus=gpus)
 
-    def window_token_bytes(self, kv_cache_dtype: str = "auto") -> int:
-        """Those of ``token_bytes`` that are in layers with a sliding window."""
-        return sum(self.group_bytes(group, kv_cache_dtype, 1) for group in self.layers if group.window is not None)
-
     def group_bytes(self, group: CachedLayers, kv_cache_dtype: str = "auto", gpus: int = 1) -> int:
         """Bytes of one token's KV in the layers of ``group`` on each of ``gpus``."""
         heads = max(1, group.kv.kv_heads // gpus)  # a latent row is one head: every GPU has it
         layer = LayerKV(heads, group.kv.head_dim, group.kv.value_dim)
-        return KVShape((layer,) * group.count, DTYPE_BYTES[self.spec.default_dtype]).slot_bytes(kv_cache_dtype)
+        return KVShape((layer,) * group.count, self.dtype_bytes).slot_bytes(kv_cache_dtype)
 
     def check_split(self, gpus: int) -> None:
         """Raises UsageError where tensor parallelism cannot split the heads over ``gpus``."""
-        if self.query_heads % gpus:
+        if self.config.num_attention_heads % gpus:
             raise UsageError(
-                f"{gpus} GPUs do not divide the {self.query_heads} query heads of {self.name}: give a number that does"
+                f"{gpus} GPUs do not divide the {self.config.num_attention_heads} query heads of {self.name}: give a "
+                "number that does"
             )
         kv_heads = self.layers[0].kv.kv_heads
         if max(kv_heads, gpus) % min(kv_heads, gpus):
@@ -91,7 +217,7 @@ class PlannedModel:
 
 
 def plan_model(model: str) -> PlannedModel:
-    """The model of a local folder, of a config.json, or of the dimensions that ship.
+    """Returns the model of a local folder, of a config.json, or of the dimensions that ship.
 
     Of a name, case, organisation and "-Instruct" do not matter.
 
@@ -104,17 +230,17 @@ def plan_model(model: str) -> PlannedModel:
             return _planned(find_model(model, "dummy"))
         except ValueError as error:
             raise UsageError(str(error)) from None
-    found = _by_name(model)
-    if found is None:
+    shipped = _by_name(model)
+    if shipped is None:
         raise UsageError(
             f"{model!r} is neither a model that kvbench knows nor a file or folder: {_known_instead(model)}"
         )
-    return found
+    return shipped
 
 
 def known_models() -> list[PlannedModel]:
     """All models whose dimensions ship."""
-    return list({each.name: each for each in _shipped().values()}.values())
+    return list({model.name: model for model in _shipped().values()}.values())
 
 
 def _by_name(model: str) -> PlannedModel | None:
@@ -129,47 +255,50 @@ def _known_instead(model: str) -> str:
     quantised = _QUANTISED.fullmatch(name)
     if quantised and (plain := _by_name(quantised[1])):
         return f"give its folder, or {plain.name} with --quantization {quantised[2]}"
-    near = nearest(_SAME_DIMENSIONS.sub("", name), _shipped(), most=3)
-    known = [each.name for each in known_models()]
-    said = (
-        f"did you mean {', '.join(_shipped()[each].name for each in near)}?" if near else f"known: {', '.join(known)}."
-    )
-    return f"{said} Another model is given by its folder or config.json, a workload by a file that ends in .yaml"
+    if near := nearest(_SAME_DIMENSIONS.sub("", name), _shipped(), most=3):
+        hint = f"did you mean {', '.join(_shipped()[other].name for other in near)}?"
+    else:
+        hint = f"known: {', '.join(other.name for other in known_models())}."
+    return f"{hint} Another model is given by its folder or config.json, a workload by a file that ends in .yaml"
 
 
 @cache
 def _shipped() -> dict[str, PlannedModel]:
     """By lower-case name and alias: the models and configs of the built-in engine, and those in models.json."""
-    found = {name.lower(): _planned(find_model(name, "dummy")) for name in shipped_models()}
+    models = {name.lower(): _planned(find_model(name, "dummy")) for name in shipped_models()}
     for name, entry in json.loads(_SHIPPED.read_text(encoding="utf-8")).items():
-        same = found[entry["same_as"].lower()].spec.config if "same_as" in entry else {}
+        same = models[entry["same_as"].lower()].spec.config if "same_as" in entry else {}
         spec = ModelSpec(name, {**same, **entry.get("config", {})}, _SHIPPED, None)
         planned = _planned(spec, entry.get("other_parameters", 0))
-        found.update({each.lower(): planned for each in (name, *entry.get("aliases", ()))})
-    return found
+        models.update({other.lower(): planned for other in (name, *entry.get("aliases", ()))})
+    return models
 
 
 def _planned(spec: ModelSpec, other_parameters: int = 0) -> PlannedModel:
     """Raises UsageError for a config that does not say what its layers cache, or layers that cache something else."""
-    check_config(spec)
-    text = spec.text_config
+    try:
+        outer, config = _Config.model_validate(spec.config), DecoderConfig.model_validate(spec.text_config)
+    except ValidationError as error:
+        reason = explain(error, "")[0].removesuffix(".")
+        raise UsageError(f"the config of model {spec.name!r} cannot be planned with: {reason}") from None
     cached = spec.kv_shape("float32").layers
-    if rank := text.get("kv_lora_rank"):
-        row = LayerKV(1, rank + text["qk_rope_head_dim"], 0)
-        return PlannedModel(spec, (CachedLayers(len(cached), row, latent=True),), other_parameters)
-    _check_layers(spec)
-    groups = Counter(zip(cached, spec.windows(len(cached)), strict=True))
-    layers = tuple(CachedLayers(count, kv, window) for (kv, window), count in groups.items())
-    return PlannedModel(spec, layers, other_parameters)
+    if config.kv_lora_rank:
+        row = LayerKV(1, config.kv_lora_rank + config.qk_rope_head_dim, 0)
+        layers = (CachedLayers(len(cached), row, latent=True),)
+    else:
+        _check_layers(spec, config)
+        groups = Counter(zip(cached, spec.windows(len(cached)), strict=True))
+        layers = tuple(CachedLayers(count, kv, window) for (kv, window), count in groups.items())
+    tied = outer.tie_word_embeddings if config.tie_word_embeddings is None else config.tie_word_embeddings
+    quantization = outer.quantization_config or config.quantization_config
+    return PlannedModel(spec, config, layers, quantization, tied, other_parameters)
 
 
-def _check_layers(spec: ModelSpec) -> None:
+def _check_layers(spec: ModelSpec, config: DecoderConfig) -> None:
     """Raises UsageError for layers that cache something else than K and V."""
-    text = spec.text_config
-    others = set(text.get("layer_types") or ()) - set(_CACHED)
-    if others or any(key.startswith(("mamba_", "ssm_", "linear_")) for key in text):
-        what = ", ".join(sorted(others)) or text.get("model_type")
+    others = set(config.layer_types or ()) - _CACHED
+    if others or any(key.startswith(_OTHER_STATES) for key in spec.text_config):
         raise UsageError(
-            f"model {spec.name!r} has layers ({what}) that cache something else than K and V of its tokens: kvbench "
-            "cannot plan their memory"
+            f"model {spec.name!r} has layers ({', '.join(sorted(others)) or config.model_type}) that cache something "
+            "else than K and V of its tokens: kvbench cannot plan their memory"
         )

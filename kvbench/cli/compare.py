@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvbench.cli.options import NO_CALIBRATION, OVERRIDES, PROFILE, SEED, TARGET_OPTIONS, FiniteRange, add_options
+from kvbench.common.errors import UsageError
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -108,9 +109,11 @@ def compare(**options: Any) -> int:
       5    nothing was compared
       130  interrupted; go on with --resume
     """
+    from kvbench.gate.compare.request import CompareRequest
     from kvbench.gate.compare.run import compare_command
 
-    return compare_command(**options)
+    _refuse_changes(options["resume"])
+    return compare_command(CompareRequest(**options))
 
 
 @click.command()
@@ -135,6 +138,24 @@ def calibrate(**options: Any) -> int:
     Exit codes: 0 stored, 2 usage or bad input, 4 a pair could not be measured, 130 interrupted (go on with --resume).
     Files written: STORE/<runner class>.json, and the pairs as `compare` does.
     """
+    from kvbench.gate.compare.request import CompareRequest
     from kvbench.gate.compare.run import calibrate_pairs_command
 
-    return calibrate_pairs_command(**options)
+    _refuse_changes(options["resume"])
+    side = options.pop("side") or "HEAD"
+    return calibrate_pairs_command(CompareRequest(base=side, candidate=side, **options))
+
+
+def _refuse_changes(resumed: Path | None) -> None:
+    """Raises UsageError for an option that would change the comparison that is resumed."""
+    from kvbench.gate.compare.request import OF_AN_EXECUTION
+
+    context = click.get_current_context()
+    for parameter in context.command.params if resumed is not None else ():
+        given = context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+        if given and parameter.name not in OF_AN_EXECUTION:
+            name = parameter.human_readable_name if isinstance(parameter, click.Argument) else parameter.opts[0]
+            raise UsageError(
+                f"{name} cannot change a comparison that has begun ({resumed}): leave it out, or start a new one "
+                "without --resume"
+            )

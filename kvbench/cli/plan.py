@@ -152,7 +152,7 @@ def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]
         raise UsageError("--gpu names the GPUs, so --vendor has nothing to choose: leave it out")
     if (quantization := options["quantization"]) and quantization not in QUANTIZATIONS:
         raise UsageError(f"--quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}: give one of these")
-    found = shown.answer(
+    planned = shown.answer(
         plan_model(name),
         _settings(options),
         context=options["context"],
@@ -165,21 +165,21 @@ def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]
         choose=options["pick"],
     )
     if options["as_json"]:
-        click.echo(json.dumps(shown.as_dict(found), indent=2))
+        click.echo(json.dumps(shown.as_dict(planned), indent=2))
         return 0
     console = Console()
-    for sentence in shown.sentences(found):
+    for sentence in shown.sentences(planned):
         console.print(sentence, highlight=False, markup=False)
-    tables = [shown.model_table(found)]
-    if found.memory is not None:
-        tables.append(shown.memory_table(found))
-        if found.memory.kv > 0:
-            tables.append(shown.concurrency_table(found))
+    tables = [shown.model_table(planned)]
+    if planned.memory is not None:
+        tables.append(shown.memory_table(planned, planned.memory))
+        if planned.memory.kv > 0:
+            tables.append(shown.concurrency_table(planned, planned.memory))
     for table in tables:
         print_table(console, table)
-    if shown.shows_gpus(found):
-        print_table(console, shown.gpus_table(found), drop_first=shown.DROP_FIRST)
-    console.print(shown.footnote(found), highlight=False, markup=False)
+    if planned.shows_gpus:
+        print_table(console, shown.gpus_table(planned), drop_first=shown.DROP_FIRST)
+    console.print(shown.footnote(planned), highlight=False, markup=False)
     return 0
 
 

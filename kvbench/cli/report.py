@@ -90,8 +90,8 @@ def show_report(
     """
     from kvbench.common.console import print_plain, print_table
     from kvbench.report.document import document
-    from kvbench.report.engine_time import engine_time_console
-    from kvbench.report.outputs import DROP_FIRST, console_table, write_report
+    from kvbench.report.page import write_report
+    from kvbench.report.terminal import DROP_FIRST, console_table, engine_time_console
     from kvbench.runs.read import read_run
 
     run = read_run(run_dir)

@@ -30,8 +30,8 @@ from kvbench.common.option_rules import RAY_OPTIONS, check_goes_with, flag
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvbench.measure.instrument import Instrument
     from kvbench.runs.folder import RunFolder
-    from kvbench.sweep.block import Driver
     from kvbench.targets.choose import ChosenTarget
     from kvbench.workload.file import Workload
 
@@ -164,7 +164,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     if options["force"] and run is None:
         raise UsageError("--force goes with --resume: a new run has nothing to differ from; leave it out")
     stored = run.manifest() if run else {}
-    choice, driver = _target_and_driver(loaded, options, stored, resume)
+    choice, instrument = _target_and_instrument(loaded, options, stored, resume)
     only = tuple(options["only"])
     if run:
         only = planned_cells(stored, only) if only else tuple(stored.get("only") or ())
@@ -174,7 +174,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
         stack.callback(choice.close)
         elsewhere = None
         if options["executor"] == "ray":
-            if not driver.times_this_machine:
+            if not instrument.disturbed_by_machine:
                 raise UsageError("a simulated sweep runs on no device: leave --executor ray out")
             from kvbench.sweep.ray_executor import ray_machines
 
@@ -194,15 +194,15 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             force=options["force"],
             max_minutes=options["max_minutes"],
             elsewhere=elsewhere,
-            driver=driver,
+            instrument=instrument,
         )
         return sweep.describe() if dry_run else sweep.execute()
 
 
-def _target_and_driver(
+def _target_and_instrument(
     loaded: Workload, options: Mapping[str, Any], stored: Mapping[str, Any], resume: str | None
-) -> tuple[ChosenTarget, Driver]:
-    """What is measured, or simulated, and what drives its loads. Raises UsageError."""
+) -> tuple[ChosenTarget, type[Instrument]]:
+    """What is measured, or simulated, and with which instrument. Raises UsageError."""
     from kvbench.simulation.choose import check_options
 
     simulates = bool(options["simulate"] or stored.get("simulated"))
@@ -212,16 +212,16 @@ def _target_and_driver(
     if not simulates:
         if loaded.simulate:
             say(f"note: {loaded.name} is measured here; its section `simulate` counts with --simulate only")
-        from kvbench.sweep.block import HTTP
+        from kvbench.measure.http import HttpInstrument
         from kvbench.targets.choose import choose
 
-        return choose(loaded, options, stored), HTTP
+        return choose(loaded, options, stored), HttpInstrument
     from kvbench.simulation.choose import simulated_target, simulated_workload
-    from kvbench.simulation.sweep_driver import SimulatedDriver
+    from kvbench.simulation.instrument import SimulatedInstrument
 
     if not options["simulate"]:
-        return simulated_target(loaded), SimulatedDriver()
-    return simulated_target(*simulated_workload(loaded, options, options["overrides"])), SimulatedDriver()
+        return simulated_target(loaded), SimulatedInstrument
+    return simulated_target(*simulated_workload(loaded, options, options["overrides"])), SimulatedInstrument
 
 
 def _predict_and_show(folder: Path, console: Console) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BeforeValidator,
     Field,
-    TypeAdapter,
     ValidationError,
     create_model,
     field_validator,
@@ -30,6 +29,7 @@ from pydantic import (
 )
 
 from kvbench.common.errors import UsageError
+from kvbench.common.records import Record
 from kvbench.common.schema import StrictModel, explain
 from kvbench.common.text import parse_bytes
 from kvbench.gate.timing.rules import DEFAULT_RULES, LEVELS, MOST_PAIRS, Look, MetricRule, TimingRules
@@ -72,21 +72,29 @@ class Limit:
         return self.name or f"{kinds[self.kind]}{self.what}"
 
     def excess(self, value: float) -> float:
-        """By how much ``value`` is beyond the limit; 0 or less within it."""
+        """Returns by how much ``value`` is beyond the limit; 0 or less within it."""
         over = -math.inf if self.high is None else value - self.high
         under = -math.inf if self.low is None else self.low - value
         return max(over, under)
 
 
 def matches(name: str, globs: Iterable[str]) -> bool:
-    """Whether a glob fits ``name``, ``<workload>/<cell id>``; a glob without a slash is of the cell id."""
+    """Tests whether a glob fits ``name``, ``<workload>/<cell id>``; a glob without a slash is of the cell id."""
     last = name.rpartition("/")[2]
     return any(fnmatchcase(name if "/" in glob else last, glob) for glob in globs)
 
 
+class StoredPolicy(Record):
+    """The timing rules that a comparison began with, and the file that they came from."""
+
+    file: str | None
+    digest: str
+    rules: TimingRules
+
+
 @dataclass(frozen=True)
 class Policy:
-    """``source``: the file, None for kvbench's own rules."""
+    """The rules and limits of the gates. ``source``: the file, None for kvbench's own rules."""
 
     timing: TimingRules
     limits: tuple[Limit, ...] = ()
@@ -94,23 +102,21 @@ class Policy:
 
     @property
     def digest(self) -> str:
-        """Of the timing rules."""
+        """The digest of the timing rules."""
         rules = json.dumps(dataclasses.asdict(self.timing))  # unsorted: the first class that matches a cell counts
         return hashlib.sha256(rules.encode()).hexdigest()[:_DIGEST_LENGTH]
 
     def facts(self) -> dict[str, str]:
-        """Which policy judged, for a verdict."""
+        """Names the policy that judged, for a verdict."""
         return {"policy": str(self.source or "kvbench's own rules"), "policy_digest": self.digest}
 
-    def to_json(self) -> dict[str, Any]:
-        """For the manifest of a comparison, without the limits."""
-        rules = dataclasses.asdict(self.timing)
-        return {"file": str(self.source) if self.source else None, "digest": self.digest, "rules": rules}
+    def stored(self) -> StoredPolicy:
+        """The policy for the manifest of a comparison, without the limits."""
+        return StoredPolicy(file=str(self.source) if self.source else None, digest=self.digest, rules=self.timing)
 
     @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> Policy:
-        timing = TypeAdapter(TimingRules).validate_python(stored["rules"])
-        return cls(timing, source=Path(stored["file"]) if stored["file"] else None)
+    def of(cls, stored: StoredPolicy) -> Policy:
+        return cls(stored.rules, source=Path(stored.file) if stored.file else None)
 
 
 def load_policy(path: Path | str | None) -> Policy:
@@ -134,7 +140,7 @@ def load_policy(path: Path | str | None) -> Policy:
 
 
 def _figure(value: Any) -> Any:
-    """``1.5%`` -> 0.015, ``512MiB`` -> 536870912; numbers as floats; pydantic refuses anything else."""
+    """Reads ``1.5%`` as 0.015 and ``512MiB`` as 536870912; pydantic refuses what is no number then."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return value
     if not isinstance(value, str):
@@ -152,7 +158,7 @@ def _globs(value: Any) -> Any:
 
 
 def _metric_entry(value: Any) -> Any:
-    """``off``, which is YAML's false, as None."""
+    """Reads ``off``, which is YAML's false, as None."""
     if value is None or value is True:
         raise ValueError("this says nothing; give floor or margins, write off, or remove the line.")
     return None if value is False else value
@@ -164,7 +170,7 @@ Globs = Annotated[list[str], BeforeValidator(_globs), Field(min_length=1)]
 
 
 class _LookEntry(StrictModel):
-    """``alpha``: the chance of a false alarm that this look may spend; ``alpha_pass``: that of a false pass."""
+    """A look. ``alpha``: the chance of a false alarm that it may spend; ``alpha_pass``: that of a false pass."""
 
     pairs: int = Field(ge=2, le=MOST_PAIRS)
     alpha: Share
@@ -175,7 +181,7 @@ _Margins = create_model("_Margins", __base__=StrictModel, **dict.fromkeys(LEVELS
 
 
 class _MetricEntry(StrictModel):
-    """``floor``: the least change that can fail; ``margins``: the largest slowdown that still passes, by level."""
+    """A metric. ``floor``: the least change that can fail; ``margins``: the largest one that still passes, by level."""
 
     floor: Share | None = None
     margins: _Margins = _Margins()
@@ -192,7 +198,7 @@ _Metrics = create_model(
 
 
 class _TimingSection(StrictModel):
-    """``metrics``: one that is ``off`` is not judged, one that is not named is judged by the default rules."""
+    """The section ``timing``: a metric that is ``off`` is not judged, one that is not named by the default rules."""
 
     looks: list[_LookEntry] | None = None
     metrics: _Metrics = _Metrics()

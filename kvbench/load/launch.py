@@ -19,6 +19,7 @@ from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
 from kvbench.common.text import plural
 from kvbench.load.spec import ARRIVE_S, LoadSpec
 from kvbench.requests.request import conversations
+from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.load_section import LoadConfig, LoadPoint
 from kvbench.workload.settings import effective
 
@@ -44,13 +45,13 @@ def bound_s(load: LoadConfig, point: LoadPoint, requests: list[Any]) -> float:
     return last_arrival + -(-len(chains) // at_once) * max(chains, default=0.0) + _MARGIN_S
 
 
-def takes_priority(settings: Mapping[str, Any], info: Mapping[str, Any] | None) -> bool:
+def takes_priority(settings: Mapping[str, Any], info: ServerInfo) -> bool:
     """Whether the server is sent the requests' priorities: one that works first come, first served refuses them.
 
     ``settings``: the configuration under test; ``info``: /server_info. A server that was running before
     (``target`` in ``settings``) and does not tell how it schedules is sent what the workload sets.
     """
-    policy = ((info or {}).get("engine") or {}).get("scheduling_policy")
+    policy = info.engine.scheduling_policy
     if policy is None and "target" not in settings:
         policy = effective(settings, "scheduling_policy")
     return policy in (None, "priority")

@@ -34,7 +34,7 @@ from kvbench.load.multi.shards import make_shards
 from kvbench.load.samples import Sample
 from kvbench.load.session import LoadSession
 from kvbench.load.users import ClosedLoopUser, OpenLoopUser
-from kvbench.loadtest.locust_job import LocustJob, add_arguments, job_of
+from kvbench.measure.locust_job import LocustJob, add_arguments, job_of
 from kvbench.metrics.sequences import gaps_within, times_per_output_token
 
 _SHARD, _BEGUN, _ENDED = "kvbench_shard", "kvbench_begun", "kvbench_ended"

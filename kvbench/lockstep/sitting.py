@@ -52,6 +52,7 @@ from kvbench.metrics.rows import request_gaps
 from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.metric_names import value_of
+from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import contradiction
 from kvbench.workload.design import Configuration, Design, LoadPoint
 from kvbench.workload.file import Workload, runs_on_cpu
@@ -188,7 +189,7 @@ class Sitting:
                     raise UsageError("set kv_budget: on a GPU each engine would take most of the memory that is free")
                 limit_s = max(1.0, min(self.open_limit_s, until - time.monotonic()))
                 [info] = open_all([(process, each.config_id, each.settings)], limit_s)
-                if wrong := contradiction(each.settings, self.capacity[each.config_id], info):
+                if wrong := contradiction(each.settings, self.capacity[each.config_id], ServerInfo.read(info)):
                     raise UsageError(wrong)
             except UsageError as error:
                 self._leave_out(each, str(error))

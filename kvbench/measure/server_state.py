@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common.errors import MeasurementError
-from kvbench.measure.warm_up import complete
+from kvbench.measure.single_request import complete
 from kvbench.requests.prefix_hits import HitBounds, outside, predict_hits, unverified
 from kvbench.requests.request import RequestSpec, distinct_prefixes
+from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import Target
 from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.load_section import LoadConfig
@@ -146,7 +147,7 @@ class CacheUse:
 def cache_use(
     load: LoadConfig,
     requests: Sequence[RequestSpec],
-    info: Mapping[str, Any] | None,
+    info: ServerInfo,
     before: MetricsSample | None,
     after: MetricsSample | None,
     *,
@@ -185,7 +186,7 @@ def cache_use(
 def hit_bounds(
     load: LoadConfig,
     requests: Sequence[RequestSpec],
-    info: Mapping[str, Any] | None,
+    info: ServerInfo,
     before: MetricsSample | None,
     after: MetricsSample | None,
 ) -> HitBounds | None:
@@ -194,8 +195,7 @@ def hit_bounds(
     Another engine does not tell its page size: then pages of one token bound it from above, unless it preempted (its
     own pages may count as hits when a sequence comes back).
     """
-    engine = (info or {}).get("engine") or {}
-    page_size, caching = engine.get("page_size"), engine.get("enable_prefix_caching") is not False
+    page_size, caching = info.engine.page_size, info.engine.enable_prefix_caching is not False
     if page_size is None and caching and _change(before, after, "num_preemptions_total"):
         return None
     return predict_hits(

@@ -1,4 +1,4 @@
-"""One streamed request to a server, sent from this process and timed with blocking reads.
+"""Single requests to a server, sent from this process.
 
 A load has a process of its own, since many streams at once need one. With a single request in flight nothing competes
 with its reads, and what is compared here differs by milliseconds.
@@ -7,14 +7,19 @@ with its reads, and what is compared here differs by milliseconds.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvbench.common.errors import MeasurementError, RefusedError
 from kvbench.load.blocking import connect, exchange
 from kvbench.load.completion import judge
 from kvbench.load.http import Address, MalformedStream, tls_context
 from kvbench.load.spec import LoadSpec, http_request
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.base import MOST_BYTES, Target
+
+ATTEMPTS = 3  # of one request: a server that fails now and then can be measured, and its failures are a result
+_PAUSE_S = 0.2  # before a request is sent again
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,35 @@ def send_single(target: Target, request: RequestSpec, timeout_s: float) -> Laten
         raise target.http.error(f" did not answer a single request within {timeout_s:g} s") from None
     except (OSError, MalformedStream) as error:
         raise target.http.error(f" did not answer a single request: {error}") from None
-    found = judge(times, chunks, request.max_tokens, dialect=target.dialect)
-    if not found.ok or found.first is None:
-        raise target.http.error(f" answered a single request wrongly: {found.error or 'no token came'}")
-    gaps = max(found.streamed_tokens, 1) - 1
+    answer = judge(times, chunks, request.max_tokens, dialect=target.dialect)
+    if not answer.ok or answer.first is None:
+        raise target.http.error(f" answered a single request wrongly: {answer.error or 'no token came'}")
+    gaps = max(answer.streamed_tokens, 1) - 1
     return Latencies(
-        ttft_ms=(found.first - began) * 1e3,
-        itl_ms=(found.chunk_times[-1] - found.first) * 1e3 / gaps if gaps else None,
+        ttft_ms=(answer.first - began) * 1e3,
+        itl_ms=(answer.chunk_times[-1] - answer.first) * 1e3 / gaps if gaps else None,
         e2e_ms=(times[-1] - began) * 1e3,
     )
+
+
+def complete(
+    target: Target, prompt: str | Sequence[int], tokens: int, timeout_s: float
+) -> tuple[bool, list[MeasurementError]]:
+    """Whether the prompt was answered within ``timeout_s``, and the error of each failed attempt.
+
+    It is sent ``ATTEMPTS`` times at most, and not again after it was refused.
+    """
+    ends_at = time.monotonic() + timeout_s
+    failures: list[MeasurementError] = []
+    while len(failures) < ATTEMPTS and (left := ends_at - time.monotonic()) > 0:
+        if failures:
+            time.sleep(min(_PAUSE_S, left))
+        try:
+            target.complete(prompt, tokens, max(0.001, ends_at - time.monotonic()))
+        except RefusedError as error:
+            return False, [*failures, error]
+        except MeasurementError as error:
+            failures.append(error)
+        else:
+            return True, failures
+    return False, failures

@@ -15,21 +15,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError
 from kvbench.common.text import plural
-from kvbench.measure.single_request import send_single
+from kvbench.measure.server import Server
+from kvbench.measure.single_request import complete, send_single
 from kvbench.requests.request import RequestSpec
+from kvbench.targets.base import Target
 from kvbench.workload.design import LoadPoint
 
-if TYPE_CHECKING:
-    from kvbench.measure.load import LoadSetup
-    from kvbench.targets.base import Target
-
 WARM_UP_REQUESTS = 4
-ATTEMPTS = 3  # of one request: a server that fails now and then can be measured, and its failures are a result
-_PAUSE_S = 0.2  # before a request is sent again
 _TOKENS = 16
 _SHORT_PROMPT = 32  # tokens, or letters of a text
 _STEPS_A_SIZE = 2
@@ -62,7 +58,7 @@ class WarmUp:
 
 
 def warm_up(
-    setup: LoadSetup, point: LoadPoint, count: int = WARM_UP_REQUESTS, on_answer: OnAnswer = lambda answered, of: None
+    server: Server, point: LoadPoint, count: int = WARM_UP_REQUESTS, on_answer: OnAnswer = lambda answered, of: None
 ) -> WarmUp:
     """Sends ``count`` requests of the load's shape but other contents, then short ones at once: kernels compile.
 
@@ -75,14 +71,14 @@ def warm_up(
     if count < 1:
         return WarmUp(0, 0)
     requests = sorted(
-        setup.requests(point, 0, setup.seed ^ _SEED),
+        server.requests(point, 0, server.seed ^ _SEED),
         key=lambda r: len(r.prompt_token_ids or r.prompt or ()),
     )
     step = max(1, (len(requests) - 1) // max(1, count - 1))
     chosen = requests[::step][:count]
     answered, failures = 0, []
-    at_once = warm_up_concurrency(setup, point, requests)
-    concurrent = _concurrent_requests(setup, requests, at_once) if at_once > 1 else []
+    at_once = warm_up_concurrency(server, point, requests)
+    concurrent = _concurrent_requests(server, requests, at_once) if at_once > 1 else []
     total = len(chosen) + len(concurrent)
     rounds = (  # the shortest alone: what it shows of a dead server needs no others
         (chosen[:1], 1, _complete),
@@ -90,7 +86,7 @@ def warm_up(
         (concurrent, at_once, _stream),
     )
     for some, threads, send in rounds:
-        for is_answered, failed in _results(setup, some, threads, send):
+        for is_answered, failed in _results(server, some, threads, send):
             answered, failures = answered + is_answered, failures + failed
             on_answer(answered, total)
         if not answered:
@@ -104,12 +100,11 @@ def warm_up(
     return WarmUp(total, answered, len(failures), str(failures[-1]) if failures else None, at_once)
 
 
-def warm_up_concurrency(setup: LoadSetup, point: LoadPoint, requests: Sequence[RequestSpec]) -> int:
+def warm_up_concurrency(server: Server, point: LoadPoint, requests: Sequence[RequestSpec]) -> int:
     """The most sequences that the load has in flight, as far as the server takes so many into a step."""
-    engine = (setup.info or {}).get("engine") or {}
-    users = point.concurrency or setup.load.max_concurrency or _OPEN_IN_FLIGHT
+    users = point.concurrency or server.load.max_concurrency or _OPEN_IN_FLIGHT
     sequences = min(users, len(requests)) * max(request.width for request in requests)
-    a_step = engine.get("max_num_seqs") or setup.settings.get("max_num_seqs") or sequences
+    a_step = server.info.engine.max_num_seqs or server.settings.get("max_num_seqs") or sequences
     return min(sequences, a_step, _MOST_IN_FLIGHT)
 
 
@@ -118,12 +113,12 @@ def captured_sizes(most: int) -> list[int]:
     return [*(size for size in (1, 2, 4, *range(8, 256, 8), *range(256, most, 16)) if size < most), most]
 
 
-def _concurrent_requests(setup: LoadSetup, requests: Sequence[RequestSpec], count: int) -> list[RequestSpec]:
+def _concurrent_requests(server: Server, requests: Sequence[RequestSpec], count: int) -> list[RequestSpec]:
     """``count`` short requests whose lengths let the number in flight fall through all captured sizes.
 
     Each size lasts ``_STEPS_A_SIZE`` tokens.
     """
-    sizes, room = captured_sizes(count), max(1, setup.target.model.most_tokens // 2)
+    sizes, room = captured_sizes(count), max(1, server.target.model.most_tokens // 2)
     made = []
     for number in range(count):
         prompt = _shuffled(requests[number % len(requests)])[: min(_SHORT_PROMPT, room)]
@@ -133,24 +128,24 @@ def _concurrent_requests(setup: LoadSetup, requests: Sequence[RequestSpec], coun
     return made
 
 
-_Send = Callable[["LoadSetup", Any], tuple[bool, list[MeasurementError]]]
+_Send = Callable[[Server, Any], tuple[bool, list[MeasurementError]]]
 
 
 def _results(
-    setup: LoadSetup, requests: Sequence[Any], at_once: int, send: _Send
+    server: Server, requests: Sequence[Any], at_once: int, send: _Send
 ) -> Iterator[tuple[bool, list[MeasurementError]]]:
     """Yields what ``send`` returns for each. MeasurementError for a server that is gone or does not answer, and
-    what ``setup.check`` raises."""
-    results, left = _begin(setup, requests, at_once, send), len(requests)
-    limit = (setup.load.timeout_s + _MARGIN_S) * -(-len(requests) // at_once)
-    due, watch = time.monotonic() + limit, HealthWatch(setup.target)
+    what ``server.check`` raises."""
+    results, left = _begin(server, requests, at_once, send), len(requests)
+    limit = (server.load.timeout_s + _MARGIN_S) * -(-len(requests) // at_once)
+    due, watch = time.monotonic() + limit, HealthWatch(server.target)
     while left:
         try:
             result = results.get(timeout=max(0.0, min(_LOOK_S, due - time.monotonic())))
         except queue.Empty:
             if time.monotonic() >= due:
                 raise MeasurementError(f"a warm-up request was not answered within {limit:g} s") from None
-            setup.check()
+            server.check()
             watch.check()
             continue
         if isinstance(result, BaseException):
@@ -181,7 +176,7 @@ class HealthWatch:
             raise MeasurementError(f"the server does not serve: {said}")
 
 
-def _begin(setup: LoadSetup, requests: Sequence[Any], at_once: int, send: _Send) -> queue.SimpleQueue[Any]:
+def _begin(server: Server, requests: Sequence[Any], at_once: int, send: _Send) -> queue.SimpleQueue[Any]:
     """Sends so many at a time; the queue gets what ``send`` returns or raises for each.
 
     The threads are daemons, so that an interruption does not wait for a server that does not answer.
@@ -194,7 +189,7 @@ def _begin(setup: LoadSetup, requests: Sequence[Any], at_once: int, send: _Send)
             while True:
                 request = todo.popleft()
                 try:
-                    results.put(send(setup, request))
+                    results.put(send(server, request))
                 except BaseException as error:
                     results.put(error)
 
@@ -203,37 +198,16 @@ def _begin(setup: LoadSetup, requests: Sequence[Any], at_once: int, send: _Send)
     return results
 
 
-def _complete(setup: LoadSetup, request: Any) -> tuple[bool, list[MeasurementError]]:
-    return complete(setup.target, _shuffled(request), min(_TOKENS, request.max_tokens), setup.load.timeout_s)
+def _complete(server: Server, request: Any) -> tuple[bool, list[MeasurementError]]:
+    return complete(server.target, _shuffled(request), min(_TOKENS, request.max_tokens), server.load.timeout_s)
 
 
-def _stream(setup: LoadSetup, request: RequestSpec) -> tuple[bool, list[MeasurementError]]:
+def _stream(server: Server, request: RequestSpec) -> tuple[bool, list[MeasurementError]]:
     try:
-        send_single(setup.target, request, setup.load.timeout_s)
+        send_single(server.target, request, server.load.timeout_s)
     except MeasurementError as error:
         return False, [error]
     return True, []
-
-
-def complete(target: Target, prompt: Any, tokens: int, timeout_s: float) -> tuple[bool, list[MeasurementError]]:
-    """Whether it was answered within ``timeout_s``, and the error of each failed attempt.
-
-    It is sent ``ATTEMPTS`` times at most, and not again after it was refused.
-    """
-    ends_at = time.monotonic() + timeout_s
-    failures: list[MeasurementError] = []
-    while len(failures) < ATTEMPTS and (left := ends_at - time.monotonic()) > 0:
-        if failures:
-            time.sleep(min(_PAUSE_S, left))
-        try:
-            target.complete(prompt, tokens, max(0.001, ends_at - time.monotonic()))
-        except RefusedError as error:
-            return False, [*failures, error]
-        except MeasurementError as error:
-            failures.append(error)
-        else:
-            return True, failures
-    return False, failures
 
 
 def _shuffled(request: Any) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvbench.common import text as words
-from kvbench.report.tables import Column, Table, Value, cell_table, identity_columns, number_column
-from kvbench.report.wording import Render
+from kvbench.report.tables import Column, Render, Table, Value, cell_table, identity_columns, number_column
 from kvbench.runs.model import MeasuredCell, Run, number
 
 QUALITY_NOTE = (

@@ -18,9 +18,8 @@ import numpy as np
 from kvbench.common import text as words
 from kvbench.common.errors import UsageError
 from kvbench.common.stats import welch_interval
-from kvbench.report.comparisons import median
+from kvbench.report.comparisons import marked, median
 from kvbench.report.provenance import target
-from kvbench.report.wording import marked
 from kvbench.runs.model import NOT_OF_REQUESTS, WRONG, MeasuredCell, Run
 from kvbench.runs.ratios import FEWEST, HIGHER, LEVEL, LOWER, SAME, UNCLEAR, paired_ratio
 from kvbench.workload.settings import applies, effective, setting_title, value_words

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvbench.common import text as words
 from kvbench.runs.model import DOUBTS, MeasuredCell, MeasuredLoad, Run, all_steady, all_steady_latency
 from kvbench.runs.ratios import HIGHER, LOWER, SAME, UNCLEAR, Ratio, RepeatSpread, contradicts, paired_ratio
 from kvbench.workload.settings import applies, effective, setting_title
 
+NOT_TOLD = "not told apart"
+RATIO_MARKS = f"≈ means level, ? {NOT_TOLD} from 1"
 _ASKED = ("layout", "page_size", "kv_cache_dtype")
 SCATTER = 1.5  # largest over smallest throughput of one cell's repeats from which on they are said to scatter
 
@@ -221,3 +224,13 @@ def effects(run: Run) -> list[Effect]:
         values = (effective(settings, setting) for settings in (cell.settings, base.settings))
         found.append(Effect(setting, *values, compare(cell, base)))
     return found
+
+
+def marked_ratio(r: Ratio) -> str:
+    """1.65x; ≈1.02x when level; 1.65x? when not told apart from 1."""
+    return marked(r.median, r.verdict)
+
+
+def marked(ratio: float, verdict: str) -> str:
+    """A ratio with the mark of its verdict, as ``RATIO_MARKS`` explains."""
+    return f"{'≈' if verdict == SAME else ''}{words.ratio(ratio)}{'?' if verdict == UNCLEAR else ''}"

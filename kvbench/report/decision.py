@@ -33,7 +33,7 @@ from kvbench.report.changes import (
     short_name,
 )
 from kvbench.report.comparisons import baseline, differing, median, paging_pair, spread, tokens_held
-from kvbench.report.load_growth import growth_brief
+from kvbench.report.limits import growth_brief
 from kvbench.report.provenance import server_facts
 from kvbench.report.quality import is_quantised, outlier_words, quality_of, saturation_words
 from kvbench.report.tables import UNCERTAIN

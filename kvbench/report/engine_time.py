@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table as ConsoleTable
-from rich.text import Text
-
-from kvbench.common.console import make_table
 from kvbench.report.comparisons import baseline, compare
-from kvbench.report.tables import Column, Row, Table, Value, throughput_ratio
+from kvbench.report.tables import Row, Table, Value, listed_table, throughput_ratio
 from kvbench.runs.engine_time import EngineEffect
 from kvbench.runs.model import Run
 
 _METRICS = {"output_throughput": "output tok/s (whole run)", "p95_ttft_ms": "p95 TTFT", "p95_itl_ms": "p95 ITL"}
 _MARKS = {"ahead": "better", "behind": "worse"}
-_STYLES = {"ahead": "green", "behind": "red"}
 SERVED = "served output tok/s"
 
 
@@ -39,8 +34,7 @@ def engine_time_table(run: Run) -> Table:
         ratio = throughput_ratio(compare(cell, base)) if base else Value("–")
         shown = (Value(cell.name, cell.name), Value(cell.load.short, cell.load.value), *map(_value, found), ratio)
         rows.append(Row(cell, shown, cell.load))
-    heads = ("configuration", "load", *_METRICS.values(), SERVED)
-    return Table(tuple(Column(head, head) for head in heads), tuple(rows))
+    return listed_table(("configuration", "load", *_METRICS.values(), SERVED), rows)
 
 
 def _value(effect: EngineEffect | None) -> Value:
@@ -87,39 +81,3 @@ def engine_time_note(run: Run) -> str:
 def _range(shares: Sequence[float]) -> str:
     """In percent; one number where both ends read alike."""
     return " to ".join(dict.fromkeys(f"{100 * end:.1f}" for end in (min(shares), max(shares))))
-
-
-def engine_time_console(run: Run) -> ConsoleTable | None:
-    """The change of output tokens/s and p95 TTFT for a terminal of 80 columns; None without it."""
-    table = engine_time_table(run)
-    if not table.rows:
-        return None
-    title = f"against the baseline, engine time{'' if run.engine_time.finished else ' (unfinished)'} · change in %"
-    made = make_table(("configuration", "tok/s", "p95 TTFT"), title=title, tight=True)
-    made.columns[0].min_width = 17
-    group, shown = None, []
-    for row in table.rows:
-        if row.group != group:
-            group = row.group
-            made.add_row(Text(row.cell.load.short if row.cell else "not served yet", style="bold"))
-        cell_id = row.cell.cell_id if row.cell else row.values[0].text
-        found = [run.engine_time.of(cell_id, metric) for metric in ("output_throughput", "p95_ttft_ms")]
-        shown += filter(None, found)
-        made.add_row(Text(f"  {row.values[0].text}"), *map(_in_one_line, found))
-    caption = "tok/s of the whole run; ahead: for the better"
-    caption += "\nopen: not decided" * any(effect.call == "open" for effect in shown)
-    made.caption, made.caption_justify = Text(caption), "left"
-    return made
-
-
-def _in_one_line(effect: EngineEffect | None) -> Text:
-    """+13.2 (+12.9 to +13.6) ahead; whole numbers from 100 on"""
-    if effect is None:
-        return Text("–")
-    interval = f" ({_change(effect.low)} to {_change(effect.high)})" if effect.interval else ""
-    return Text(f"{_change(effect.ratio)}{interval} {effect.call}", style=_STYLES.get(effect.call, ""))
-
-
-def _change(ratio: float) -> str:
-    percent = round(100 * (ratio - 1), 1) + 0.0  # no -0.0
-    return f"{percent:+.0f}" if abs(percent) >= 100 else f"{percent:+.1f}"

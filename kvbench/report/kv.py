@@ -1,17 +1,24 @@
-"""Where the KV bytes went: the ledger's figure and table, and what the memory was divided into."""
+"""Where the KV bytes went: the ledger as table, sentence and figure, what the memory is divided into, KV over time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from textwrap import wrap
 
+import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
+from kvbench.report.comparisons import PairedComparison, baseline, best, paging, paging_pair
+from kvbench.report.decision import choices
 from kvbench.report.provenance import server_facts
 from kvbench.report.quality import times
-from kvbench.report.style import GREY, Drawing, finish, safe
+from kvbench.report.style import GREY, Drawing, compact, finish, hatch, safe, thin, under
 from kvbench.report.tables import (
+    NO_TABLE,
     RECOMPUTED,
     Column,
     Table,
@@ -21,15 +28,18 @@ from kvbench.report.tables import (
     number_column,
 )
 from kvbench.runs.kv_ledger import (
+    SLOT_USES,
     USES,
     KvUse,
     Ledger,
     bytes_per_slot,
+    interval_slots,
     ledger,
     scale_bytes_per_slot,
     swapped_bytes,
 )
-from kvbench.runs.model import MeasuredCell, Run, number
+from kvbench.runs.model import WRONG, MeasuredCell, MeasuredLoad, Run, number
+from kvbench.workload.settings import effective
 
 _NOTE = "Every byte of the KV budget by its use, mean of the steady window."
 _NOTES = {  # column that is shown only where it has values -> what the note says of it
@@ -37,8 +47,14 @@ _NOTES = {  # column that is shown only where it has values -> what the note say
     "swapped": "Swapped: to the host and back.",
     "recomputed_tokens": "Recomputed: tokens.",
 }
+_DOUBT = {
+    "": "",
+    "invalid": " Invalid measurement, not to be relied on.",
+    "refused": " The server refused requests, so it did less work: not to be compared.",
+    WRONG: " Canaries were answered wrongly: not to be relied on.",
+}
 # Okabe and Ito's palette again: what is used is dark, what is lost is loud, what is left is pale.
-FILLS = {
+_FILLS = {
     "tokens": "#0072B2",
     "scales": "#0072B2",
     "waste": "#D55E00",
@@ -51,28 +67,45 @@ FILLS = {
 }
 _SCALES = KvUse("scales", "scales of the tokens", "of the tokens' bytes: scales of a quantised KV")
 _LEAST_LABELLED = 0.06  # of the budget: a narrower part has no room for its percentage
+_MIB = 2.0**20
+
+MOST_SHOWN = 5  # configurations over time
+_POINTS = 400  # of all curves of one kind in a figure
+_EVENTS = {  # column -> counter, what its panel is called
+    "prefix_hits": ("prefix_cache_hits_total", "prefix hits, tokens/s"),
+    "preemptions": ("num_preemptions_total", "preemptions/s"),
+    "swapped_out": ("swapped_out_slots_total", "swapped out, MiB/s"),
+}
+_PATTERNS = {"waste": "/", "cached": ".", "pinned": "x", "fragmented": "\\"}
+_LINES = {"running": "solid", "waiting": "dot"}
+_GAP, _BOTTOM = 34, 52  # px between panels, and below them
+_LINE = 19  # characters of a column's title
+_KV_HEIGHT, _SEQUENCES_HEIGHT, _EVENT_HEIGHT = 200, 96, 60  # px
 
 Bars = list[tuple[MeasuredCell, Ledger]]
 
 
+# --- Tables and sentences ---
+
+
 def ledgers(run: Run) -> Bars:
     """Cells that have a ledger, in table order: the highest load first."""
-    return [(cell, found) for cell in run.by_load if (found := ledger(cell)) is not None]
+    return [(cell, one) for cell in run.by_load if (one := ledger(cell)) is not None]
 
 
 def ledger_table(run: Run) -> Table:
     """Configuration, load, the uses that have any bytes, the budget, and what is no part of the budget."""
-    found = ledgers(run)
+    known = ledgers(run)
     every = [
         *identity_columns(),
-        *(_part(use) for use in USES if any(one.parts[use.key] > 0 for _, one in found)),
+        *(_part(use) for use in USES if any(one.parts[use.key] > 0 for _, one in known)),
         _of_ledger("kv_budget", "budget", "bytes of KV, scales and page table", lambda one: one.budget),
         _of_ledger("kv_saved", "saved by sharing", "bytes needed on top if nothing were shared", lambda one: one.saved),
         Column("swapped", "swapped out", "bytes moved to the host, all repeats; small: back, and lost there", _swapped),
         RECOMPUTED,
     ]
-    shown = [c for c in every if c.key not in _NOTES or any(c.of(cell).sort for cell, _ in found)]
-    return cell_table(shown, [cell for cell, _ in found], {column.key for column in shown})
+    shown = [c for c in every if c.key not in _NOTES or any(c.of(cell).sort for cell, _ in known)]
+    return cell_table(shown, [cell for cell, _ in known], {column.key for column in shown})
 
 
 def memory_table(run: Run) -> Table:
@@ -86,11 +119,13 @@ def memory_table(run: Run) -> Table:
         identity_columns()[0],
         number_column("kv_token", "a token", "K and V of one token in all layers, scales too", bytes_per_slot, _size),
         number_column("kv_token_scales", "of it scales", "scales of a quantised KV", scale_bytes_per_slot, _size),
-        number_column("kv_capacity", "capacity, tokens", "what the budget holds", _capacity, words.count),
+        number_column(
+            "kv_capacity", "capacity, tokens", "what the budget holds", _number_of("capacity_tokens"), words.count
+        ),
         Column("kv_page_table", "page table", "at most; small: of the KV budget", _page_table),
         Column("kv_outliers", "largest channel", "of K, in medians; small: of V", lambda cell: _outliers(run, cell)),
     ]
-    return cell_table(every, cells, {"configuration"}, numbers_from=1) if cells else Table((), ())
+    return cell_table(every, cells, {"configuration"}, numbers_from=1) if cells else NO_TABLE
 
 
 def _outliers(run: Run, cell: MeasuredCell) -> Value:
@@ -103,16 +138,14 @@ def _size(value: float | None) -> str:
     return "0" if value == 0 else words.data_size(value)
 
 
-def _capacity(cell: MeasuredCell) -> float | None:
-    return number(cell.capacity.get("capacity_tokens"))
+def _number_of(name: str) -> Callable[[MeasuredCell], float | None]:
+    return lambda cell: number(cell.capacity.get(name))
 
 
 def _page_table(cell: MeasuredCell) -> Value:
-    peaks = [*cell.observed("page_table_bytes").values()]
-    size = max(peaks) if peaks else number(cell.capacity.get("page_table_bytes"))
-    budget = number(cell.capacity.get("kv_budget_bytes"))
-    share = f"{size / budget * 100:.2g} %" if size and budget else ""
-    return Value(_size(size), size, share)
+    size = max(cell.observed("page_table_bytes").values(), default=_number_of("page_table_bytes")(cell))
+    budget = _number_of("kv_budget_bytes")(cell)
+    return Value(_size(size), size, f"{size / budget * 100:.2g} %" if size and budget else "")
 
 
 def ledger_note(table: Table) -> str:
@@ -120,10 +153,10 @@ def ledger_note(table: Table) -> str:
     return " ".join([_NOTE, *(_NOTES[column.key] for column in table.columns if column.key in _NOTES)])
 
 
-def _of_ledger(key: str, title: str, hint: str, of: Callable[[Ledger], float | None]) -> Column:
+def _of_ledger(key: str, title: str, hint: str, value_of: Callable[[Ledger], float | None]) -> Column:
     def size(cell: MeasuredCell) -> float | None:
         one = ledger(cell)
-        return of(one) if one else None
+        return value_of(one) if one else None
 
     return number_column(key, title, hint, size, _size)
 
@@ -150,13 +183,51 @@ def _swapped(cell: MeasuredCell) -> Value:
     return Value(words.data_size(out), out, note)
 
 
+def reservation(pair: PairedComparison) -> str:
+    """What contiguous reserves for a request, and what requests needed; empty where that is not known."""
+    contiguous = pair.b
+    slots = contiguous.settings.get("max_model_len") or contiguous.capacity.get("max_model_len")
+    requests = contiguous.requests()
+    if effective(contiguous.settings, "reservation") != "max" or not slots or requests.empty:
+        return ""
+    tokens = requests["prompt_tokens"] + requests["output_tokens"]
+    return (
+        f"{words.upper_first(contiguous.name)} reserves {words.count(slots)} slots per request; the longest request "
+        f"here had {words.plural(int(tokens.max()), 'token')}, the mean {words.count(float(tokens.mean()))}."
+    )
+
+
+def ledger_sentence(run: Run) -> str:
+    """Where the bytes of the headline's pair went, else those of the baseline or the best; "" without data."""
+    for pair in reversed(paging(run)):
+        if (paged := ledger(pair.a)) and (contiguous := ledger(pair.b)):
+            text = f"At {pair.load.label} {_filled(pair.b, contiguous, ' of the KV budget')}; {_filled(pair.a, paged)}."
+            return text + _DOUBT[pair.doubt]
+    for load in reversed(run.loads):
+        cell = baseline(run, load) or best(run, load)
+        if cell is not None and (one := ledger(cell)):
+            return f"At {load.label} {_filled(cell, one, ' of the KV budget')}."
+    return ""
+
+
+def _filled(cell: MeasuredCell, one: Ledger, whole: str = "") -> str:
+    uses = (("fragmented", "free but scattered"), ("cached", "cached"), ("free", "free"))
+    more = [f"{words.percent(one.share(use))} {what}" for use, what in uses if one.share(use) >= 0.01]
+    tokens, waste = (words.percent(one.share(use)) for use in ("tokens", "waste"))
+    text = f"{cell.name} held tokens in {tokens}{whole} and wasted {waste} on slots reserved and empty"
+    return f"{text} ({', '.join(more)})" if more else text
+
+
+# --- The ledger as a figure ---
+
+
 def ledger_figure(run: Run) -> Drawing | None:
     """A panel a load, a stacked bar a configuration; None when no cell has a ledger."""
-    found = ledgers(run)
-    if not found:
+    known = ledgers(run)
+    if not known:
         return None
-    loads = list(dict.fromkeys(cell.load for cell, _ in found))
-    panels = [[pair for pair in found if pair[0].load == load][::-1] for load in loads]  # plotly draws from below
+    loads = list(dict.fromkeys(cell.load for cell, _ in known))
+    panels = [[pair for pair in known if pair[0].load == load][::-1] for load in loads]  # plotly draws from below
     height = 120 + sum(44 + 36 * len(panel) for panel in panels)
     figure = make_subplots(
         rows=len(loads),
@@ -165,25 +236,22 @@ def ledger_figure(run: Run) -> Drawing | None:
         row_heights=[len(panel) + 0.6 for panel in panels],
         vertical_spacing=min(0.9 / max(1, len(loads) - 1), 40 / (height - 120)),
     )
-    largest = max(one.budget for _, one in found)
+    largest = max(one.budget for _, one in known)
     unit, divisor = next(((u, 2.0**p) for u, p in (("GiB", 30), ("MiB", 20)) if largest >= 2.0**p), ("KiB", 2.0**10))
     for use in (USES[0], _SCALES, *USES[1:]):  # scales right after the tokens that they belong to
-        if any(_segment(one, use.key) > 0 for _, one in found):
+        if any(_segment(one, use.key) > 0 for _, one in known):
             for row, panel in enumerate(panels, start=1):
-                _stack(figure, use, panel, row, divisor)
+                figure.add_trace(_stack(use, panel, divisor, legend=row == 1), row=row, col=1)
     figure.update_annotations(font={"size": 13})  # the panels' titles
     figure.update_xaxes(range=[0, largest / divisor], showgrid=False, showticklabels=False)
     figure.update_xaxes(title_text=f"KV budget, {unit}", showticklabels=True, row=len(loads))
     figure.update_yaxes(showgrid=False)
     finish(figure, height)
     figure.update_layout(barmode="stack", bargap=0.28, margin_t=84)
-    return Drawing(
-        "ledger",
-        "The KV budget by use, mean of the steady window",
-        "Percent of the budget; the table has the parts under 6 %. Hatched: scales, part of the tokens' percentage.",
-        figure,
-        760,
+    caption = (
+        "Percent of the budget; the table has the parts under 6 %. Hatched: scales, part of the tokens' percentage."
     )
+    return Drawing("ledger", "The KV budget by use, mean of the steady window", caption, figure, 760)
 
 
 def _segment(one: Ledger, key: str) -> float:
@@ -191,22 +259,19 @@ def _segment(one: Ledger, key: str) -> float:
     return one.scales if key == "scales" else one.parts[key] - (one.scales if key == "tokens" else 0.0)
 
 
-def _stack(figure: go.Figure, use: KvUse, panel: Bars, row: int, divisor: float) -> None:
-    hatched = use.key == "scales"
-    sizes = [one.scales if hatched else one.parts[use.key] for _, one in panel]  # the tokens' with their scales
+def _stack(use: KvUse, panel: Bars, divisor: float, legend: bool) -> go.Bar:
+    is_scales = use.key == "scales"
+    sizes = [one.scales if is_scales else one.parts[use.key] for _, one in panel]  # the tokens' with their scales
     shares = [size / one.budget for size, (_, one) in zip(sizes, panel, strict=True)]
-    figure.add_bar(
+    return go.Bar(
         y=[safe(cell.marked_name) for cell, _ in panel],
         x=[_segment(one, use.key) / divisor for _, one in panel],
         orientation="h",
         name=use.title,
         legendgroup=use.key,
-        showlegend=row == 1,
-        marker={
-            "color": FILLS[use.key],
-            "pattern": {"shape": "/" if hatched else "", "fillmode": "overlay", "fgcolor": "#fff", "size": 5},
-        },
-        text=["" if hatched or share < _LEAST_LABELLED else words.percent(share) for share in shares],
+        showlegend=legend,
+        marker={"color": _FILLS[use.key], "pattern": hatch("/" if is_scales else "")},
+        text=["" if is_scales or share < _LEAST_LABELLED else words.percent(share) for share in shares],
         textposition="inside",
         insidetextanchor="middle",
         insidetextfont={"color": GREY if use.key in ("free", "rest") else "#fff"},  # pale parts: light and dark pages
@@ -217,6 +282,174 @@ def _stack(figure: go.Figure, use: KvUse, panel: Bars, row: int, divisor: float)
             for (cell, _), size, share in zip(panel, sizes, shares, strict=True)
         ],
         hoverinfo="text",
-        row=row,
-        col=1,
     )
+
+
+# --- Over time ---
+
+
+def _told_usage(run: Run, load: MeasuredLoad) -> list[MeasuredCell]:
+    return [cell for cell in run.at(load) if cell.observed("usage_mean")]
+
+
+def shown_cells(run: Run, load: MeasuredLoad) -> list[MeasuredCell]:
+    """Those of a load that tell how full their KV was, at most MOST_SHOWN.
+
+    Of more these: the baseline, the two layouts that are compared, the fastest, and those whose KV use differs most
+    from the baseline's.
+    """
+    known = _told_usage(run, load)
+    if len(known) <= MOST_SHOWN:
+        return known
+    base = baseline(run, load) or known[0]
+    fastest = choices(run, load)[:1]
+    first = {base.name, *(paging_pair(run) or ()), *(choice.cell.name for choice in fastest)}
+    ranked = sorted(known, key=lambda cell: (cell.name not in first, -_difference(cell, base)))
+    chosen = {cell.name for cell in ranked[:MOST_SHOWN]}
+    return [cell for cell in known if cell.name in chosen]
+
+
+def _difference(a: MeasuredCell, b: MeasuredCell) -> float:
+    """How differently two cells used their KV over the steady window: 0 (alike) to 2."""
+    x, y = ledger(a), ledger(b)
+    if x is not None and y is not None:
+        return sum(abs(x.share(use) - y.share(use)) for use in SLOT_USES)
+    usage = [np.mean(list(cell.observed("usage_mean").values() or [0.0])) for cell in (a, b)]
+    return float(abs(usage[0] - usage[1]))
+
+
+def timeline(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
+    """What one repeat of each cell (that of median throughput) did over time; a row a reading of its server.
+
+    configuration: the cell's name, with "invalid" or "refused" behind it where its figures are not compared
+    t: seconds since the load started; uses and events are means since the reading before
+    tokens .. fragmented: the SLOT_USES in % of the KV's slots, over all steps; NaN where the server does not count them
+    usage: % of the KV in use, as the server says; only where it does not count its slots
+    running, waiting: sequences
+    prefix_hits [tokens/s], preemptions [1/s], swapped_out [MiB/s]: NaN where not counted, and in the first row
+    """
+    points = max(80, _POINTS // max(1, len(cells)))
+    frames = [_of_cell(cell, points) for cell in cells]
+    columns = ["configuration", "t", *SLOT_USES, "usage", *_LINES, *_EVENTS]
+    return pd.concat([f for f in frames if len(f)] or [pd.DataFrame(columns=columns)], ignore_index=True)
+
+
+def _of_cell(cell: MeasuredCell, points: int) -> pd.DataFrame:
+    gauges = cell.gauges()
+    polls = thin(gauges[gauges["repeat"] == cell.typical_repeat].sort_values("t"), points)
+    slots, size = interval_slots(polls), bytes_per_slot(cell)
+    total = polls["kv_slots_total"].reindex(slots.index)
+    columns = {"configuration": cell.marked_name, "t": polls["t"]}
+    columns |= {use: slots[use] / total * 100 for use in SLOT_USES}
+    columns["usage"] = polls["kv_cache_usage_perc"] * 100 if slots.empty else np.nan
+    columns |= {what: polls[f"num_requests_{what}"] for what in _LINES}
+    for name, (counter, _) in _EVENTS.items():
+        rate = polls[counter].diff() / polls["t"].diff() if counter in polls else np.nan
+        columns[name] = rate * ((size or np.nan) / _MIB if name == "swapped_out" else 1.0)
+    return pd.DataFrame(columns, index=polls.index)
+
+
+def timeline_figure(frame: pd.DataFrame) -> go.Figure:
+    """A column a configuration: the KV's uses, the sequences below, then a panel for each event that happened."""
+    names = list(dict.fromkeys(frame["configuration"]))
+    events = [name for name in _EVENTS if (frame[name] > 0).any()]
+    heights = [_KV_HEIGHT, _SEQUENCES_HEIGHT, *[_EVENT_HEIGHT] * len(events)]
+    height = sum(heights) + _GAP * (len(heights) - 1)
+    titles = [_lines(name) for name in names]
+    figure = make_subplots(
+        rows=len(heights),
+        cols=len(names),
+        shared_xaxes=True,
+        shared_yaxes=True,
+        row_heights=heights,
+        vertical_spacing=_GAP / height,
+        horizontal_spacing=0.02,
+        column_titles=["<br>".join(lines) for lines in titles],
+    )
+    figure.update_annotations(font={"size": 12}, yshift=16)
+    in_legend: dict[str, str] = {}
+    for column, name in enumerate(names, start=1):
+        rows = frame[frame["configuration"] == name]
+        _areas(figure, rows, column, in_legend)
+        for what, dash in _LINES.items():
+            line = {"color": GREY, "width": 2, "dash": dash, "shape": "hv"}
+            _trace(figure, rows, what, what, 2, column, "%{y:.0f}", line=line, showlegend=False)
+        for row, event in enumerate(events, start=3):
+            look = {"fill": "tozeroy", "line": {"color": GREY, "width": 1.5, "shape": "vh"}}
+            _trace(figure, rows, event, event, row, column, "%{y:.3~g}", **look, showlegend=False)
+    figure.update_xaxes(range=[0, float(frame["t"].max())])
+    figure.update_xaxes(title_text="seconds", row=len(heights))
+    figure.update_yaxes(range=[0, 100], ticksuffix=" %", dtick=25, row=1)
+    panels = [("sequences running (solid), waiting (dotted)", frame[list(_LINES)])]
+    panels += [(_EVENTS[event][1], frame[event]) for event in events]
+    for row, (label, values) in enumerate(panels, start=2):
+        figure.update_yaxes(range=[0, float(np.nanmax(values)) * 1.08 or 1.0], nticks=4, row=row)
+        top = figure.get_subplot(row, 1).yaxis.domain[1]
+        place = {"x": 0, "y": top, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+        figure.add_annotation(text=label, **place, yshift=2, showarrow=False, font={"size": 12})
+    entries = sum(45 + 6.5 * len(title) for title in in_legend.values())  # px
+    top = 38 + 20 * math.ceil(entries / (_width(len(names)) - 110)) + 16 * max(map(len, titles))
+    finish(figure, height + top + _BOTTOM)
+    figure.update_layout(margin={"t": top, "b": _BOTTOM}, hovermode="x unified", legend={"tracegroupgap": 0})
+    return figure
+
+
+def _width(columns: int) -> int:
+    """How narrow [px] the figure may be; a phone has 370."""
+    return max(370, 140 * columns + 70)
+
+
+def _lines(name: str) -> list[str]:
+    """A configuration's name in lines that are as narrow as its column."""
+    first, *more = name.split(" + ")
+    return [safe(line) for part in (first, *(f"+ {text}" for text in more)) for line in wrap(part, _LINE)]
+
+
+def _areas(figure: go.Figure, rows: pd.DataFrame, column: int, in_legend: dict[str, str]) -> None:
+    """The uses on top of one another; one area for a server that says no more than how full its KV is."""
+    areas = [(0, "usage", "in use")]
+    if rows[list(SLOT_USES)].notna().to_numpy().any():
+        uses = enumerate(use for use in USES if use.key in SLOT_USES)
+        areas = [(i, use.key, use.title) for i, use in uses if (rows[use.key] > 0.05).any()]
+    for rank, key, title in areas:
+        fill = {"fillcolor": _FILLS.get(key, _FILLS["tokens"]), "line": {"width": 0, "shape": "vh"}, "stackgroup": "kv"}
+        if key in _PATTERNS:
+            fill["fillpattern"] = hatch(_PATTERNS[key], 0.25) | {"bgcolor": _FILLS[key]}
+        legend = {"legendgroup": key, "legendrank": rank, "showlegend": key not in in_legend}
+        _trace(figure, rows, key, title, 1, column, "%{y:.0f} %", **legend, **fill)
+        in_legend[key] = title
+
+
+def _trace(
+    figure: go.Figure, rows: pd.DataFrame, key: str, title: str, row: int, column: int, hover: str, **look: object
+) -> None:
+    """One column of the frame; a value that is of the time since the reading before begins there."""
+    x, y = compact(rows["t"]), compact(rows[key].bfill(), 3)
+    figure.add_scatter(x=x, y=y, mode="lines", name=title, hovertemplate=hover, row=row, col=column, **look)
+
+
+def timeline_drawing(run: Run, load: MeasuredLoad) -> Drawing | None:
+    """One load's KV over time; None where no server says how full its KV was."""
+    cells, every = shown_cells(run, load), len(_told_usage(run, load))
+    frame = timeline(cells)
+    if frame.empty:
+        return None
+    caption = "One repeat each, that of median throughput (title: steady window, all); areas: means between readings."
+    if every > len(cells):
+        caption += (
+            f" {len(cells)} of {every} configurations: the baseline, both layouts, and those that used the KV most "
+            "differently."
+        )
+    key = f"kv-timeline-{load.mode}-{load.value:g}"
+    return Drawing(key, _timeline_title(run, load), caption, timeline_figure(frame), _width(len(cells)))
+
+
+def _timeline_title(run: Run, load: MeasuredLoad) -> str:
+    """How much of the KV held tokens in the two layouts, else in the baseline."""
+    names = (paging_pair(run) or ())[::-1]
+    cells = [cell for name in names if (cell := run.cell(name, load))] or [baseline(run, load)]
+    filled = [(cell, one) for cell in cells if cell is not None and (one := ledger(cell))]
+    if not filled:
+        return f"KV over time {under(load)}"
+    shares = ", ".join(f"{cell.name} {words.percent(one.share('tokens'))}" for cell, one in filled)
+    return f"KV holding tokens {under(load)}: {shares}"

@@ -1,4 +1,4 @@
-"""What limited each cell: KV memory, compute, the queue, the client, or none seen, by listed rules. Pure rules.
+"""What limited each cell, by listed rules, and at which load each configuration breaks.
 
 The rules are tried in the order of ``RULES``; the first that holds names the limit, and every rule that holds says what
 it saw. What a server does not tell is None in ``Facts``, and a rule that needs it does not hold.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
 from kvbench.common import text as words
-from kvbench.report.changes import AHEAD, THROUGHPUT, Change, change_between, short_name
+from kvbench.report.changes import AHEAD, THROUGHPUT, change_between, short_name
 from kvbench.report.comparisons import baseline, differing, median
+from kvbench.report.tables import UNCERTAIN, Row, Table, Value, listed_table
 from kvbench.runs.kv_ledger import step_seconds
-from kvbench.runs.model import SERVED, MeasuredCell, Run, number
+from kvbench.runs.model import SERVED, MeasuredCell, MeasuredLoad, Run, all_steady_latency, number
 from kvbench.workload.settings import effective
 
 CLIENT, KV, SEATS, QUEUE, COMPUTE, NOTHING, UNKNOWN = (
@@ -31,6 +31,12 @@ SUBLINEAR = 0.5  # log growth of tokens/s over that of running sequences: 4x the
 CLIENT_BUSY = 0.5  # of a core: from here on its own time shows in the figures; from 0.7 on a load is invalid
 QUEUED = 0.5  # of the mean TTFT spent before admission
 STALLED = 4.0  # p95 ITL over median ITL: prompts stop the others' tokens
+DOUBLES = 2.0
+GROWTH_NOTE = (
+    "p95 TTFT of the raw samples: of the steady window where all loads of a configuration have one, else of the whole "
+    "run. It breaks at the lowest load with more than twice the p95 TTFT of the lightest load; "
+    "beside it what limited the configuration there."
+)
 _MOST_EVIDENCE = 2  # pieces on a line of the first screen
 _KV_LAYOUT = {"layout", "page_size", "reservation"}  # settings of where the KV lies, not of what is computed
 GROWN = 1.0  # requests that more wait in the last third of the arrivals of an open load than in their first
@@ -38,38 +44,27 @@ GROWN = 1.0  # requests that more wait in the last third of the arrivals of an o
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules read of a cell; shares are 0 to 1, None where nobody tells.
+    """What the rules read of a cell; shares are 0 to 1, None where nobody tells."""
 
-    ``asked``: requests or users at once (closed loop)
-    ``running``, ``waiting``: sequences, mean; ``seats``: max_num_seqs
-    ``kv_wait``: share of the time in which requests waited for room; ``kv_peak``: of the budget
-    ``preemptions``: a request
-    ``grown``: requests that more wait in the last third of the arrivals of an open load than in their first
-    ``busy``: of the time in steps
-    ``rate_growth``, ``running_growth``: tokens/s and running sequences over those at the load ``below``
-    ``headroom``: tokens/s of a configuration that only lays its KV out otherwise and is decided to be ahead, over this
-    one's, in the clock ``headroom_in``
-    ``stall``: p95 ITL over median ITL; ``queued``: share of the mean TTFT before admission
-    ``client_cpu``: of a core, worst repeat
-    """
-
-    asked: float | None = None
-    running: float | None = None
+    asked: float | None = None  # requests or users at once (closed loop)
+    running: float | None = None  # sequences, mean
     waiting: float | None = None
-    seats: float | None = None
-    kv_wait: float | None = None
-    kv_peak: float | None = None
-    preemptions: float | None = None
-    grown: float | None = None
-    busy: float | None = None
-    rate_growth: float | None = None
-    running_growth: float | None = None
+    seats: float | None = None  # max_num_seqs
+    kv_wait: float | None = None  # share of the time in which requests waited for room
+    kv_peak: float | None = None  # of the budget
+    preemptions: float | None = None  # a request
+    grown: float | None = (
+        None  # requests that more wait in the last third of an open load than in its first
+    )
+    busy: float | None = None  # of the time in steps
+    rate_growth: float | None = None  # tokens/s over those at the load ``below``
+    running_growth: float | None = None  # running sequences over those there
     below: str = "the load below"
-    headroom: float | None = None
-    headroom_in: str = SERVED
-    stall: float | None = None
-    queued: float | None = None
-    client_cpu: float | None = None
+    headroom: float | None = None  # tokens/s over this one's of a better one that only lays its KV out otherwise
+    headroom_in: str = SERVED  # the clock of that
+    stall: float | None = None  # p95 ITL over median ITL
+    queued: float | None = None  # share of the mean TTFT before admission
+    client_cpu: float | None = None  # of a core, worst repeat
 
     @property
     def scaling(self) -> float | None:
@@ -216,20 +211,28 @@ def limit_of(run: Run, cell: MeasuredCell) -> Limit:
 
 
 def limits(run: Run) -> list[Limit]:
-    """Of every valid cell, the highest load first."""
+    """The limit of every valid cell, the highest load first."""
     return [limit_of(run, cell) for cell in run.by_load if cell.valid]
 
 
+def limit_table(run: Run) -> Table:
+    """The limit of each valid cell with everything that the rules saw."""
+    rows = []
+    for each in limits(run):
+        shown = (each.cell.name, each.cell.load.short, each.limit, "; ".join(each.evidence) or "–")
+        rows.append(Row(each.cell, tuple(Value(text, text) for text in shown), each.cell.load))
+    return listed_table(("configuration", "load", "limit", "seen"), rows, numbers_from=4)
+
+
 def facts_of(run: Run, cell: MeasuredCell) -> Facts:
-    """Read from the stored gauges, counters and latencies of a cell and of its neighbours in the run."""
+    """The stored gauges, counters and latencies of a cell and of its neighbours in the run, as the rules read them."""
     requests, preempted = cell.count("completed"), cell.counter("num_preemptions_total")
     itl, p95 = (cell.percentile("itl_ms", which)[0] for which in ("p50", "p95"))
     queue, ttft = cell.counter("request_queue_time_seconds_sum"), cell.counter("time_to_first_token_seconds_sum")
-    cpu = [float(share) for share in cell.client("cpu_fraction")]
     seats = cell.settings.get("max_num_seqs")
     if seats is None and cell.settings.get("layout") is not None:
         seats = effective(cell.settings, "max_num_seqs")
-    return Facts(
+    facts = Facts(
         asked=cell.load.value if cell.load.mode == "closed" else None,
         running=cell.observed_mean("running_mean"),
         waiting=cell.observed_mean("waiting_mean"),
@@ -239,12 +242,11 @@ def facts_of(run: Run, cell: MeasuredCell) -> Facts:
         preemptions=preempted / requests if preempted is not None and requests else None,
         grown=_queue_growth(cell),
         busy=_busy(cell),
-        **_growth_from_below(run, cell),
-        **_headroom_of(run, cell),
         stall=p95 / itl if p95 and itl else None,
         queued=queue / ttft if queue is not None and ttft else None,
-        client_cpu=max(cpu, default=None),
+        client_cpu=max(map(float, cell.client("cpu_fraction")), default=None),
     )
+    return _with_headroom(_with_growth(facts, run, cell), run, cell)
 
 
 def _busy(cell: MeasuredCell) -> float | None:
@@ -253,30 +255,29 @@ def _busy(cell: MeasuredCell) -> float | None:
     return min(1.0, spent / lasted) if spent is not None and lasted else None
 
 
-def _growth_from_below(run: Run, cell: MeasuredCell) -> dict[str, Any]:
-    """Tokens/s and running sequences over those at the load below; empty without such a load."""
+def _with_growth(facts: Facts, run: Run, cell: MeasuredCell) -> Facts:
+    """Adds tokens/s and running sequences over those at the load below, where there is such a load."""
     below = [load for load in run.loads if load.mode == cell.load.mode and load.value < cell.load.value]
     other = run.cell(cell.name, below[-1]) if below else None
     if other is None or not other.valid or cell.has_steady != other.has_steady:
-        return {}
+        return facts
     rate, rate_below = (median(each.throughput()) for each in (cell, other))
-    ran, ran_below = (each.observed_mean("running_mean") for each in (cell, other))
-    if not rate or not rate_below or not ran or not ran_below:
-        return {}
-    return {"rate_growth": rate / rate_below, "running_growth": ran / ran_below, "below": other.load.short}
+    ran_below = other.observed_mean("running_mean")
+    if not rate or not rate_below or not facts.running or not ran_below:
+        return facts
+    growth = facts.running / ran_below
+    return replace(facts, rate_growth=rate / rate_below, running_growth=growth, below=other.load.short)
 
 
-def _headroom_of(run: Run, cell: MeasuredCell) -> dict[str, Any]:
-    """The most tokens/s of a configuration that computes the same and is decided to be ahead, over this one's."""
-    found: list[Change] = []
+def _with_headroom(facts: Facts, run: Run, cell: MeasuredCell) -> Facts:
+    """Adds the most tokens/s over this one's of a better configuration that computes the same."""
+    better = []
     for other in run.at(cell.load):
-        if other is cell or not other.valid or not differing(cell, other) <= _KV_LAYOUT:
-            continue
-        known = change_between(run, other, cell, THROUGHPUT)
-        if known and known.call == AHEAD:
-            found.append(known)
-    best = max(found, key=lambda each: each.ratio, default=None)
-    return {"headroom": best.ratio, "headroom_in": best.clock} if best else {}
+        if other is not cell and other.valid and differing(cell, other) <= _KV_LAYOUT:
+            known = change_between(run, other, cell, THROUGHPUT)
+            better += [known] if known and known.call == AHEAD else []
+    best = max(better, key=lambda change: change.ratio, default=None)
+    return replace(facts, headroom=best.ratio, headroom_in=best.clock) if best else facts
 
 
 def _queue_growth(cell: MeasuredCell) -> float | None:
@@ -284,21 +285,22 @@ def _queue_growth(cell: MeasuredCell) -> float | None:
 
     None for a load of which every repeat settled: its queue swings, and does not grow.
     """
-    repeats = [each for each in cell.repeats if number(each.metrics.get("steady_end_s")) is None]
+    repeats = [each.repeat for each in cell.repeats if number(each.metrics.get("steady_end_s")) is None]
     if cell.load.mode != "open" or not repeats:
         return None
     gauges, requests = cell.gauges(), cell.requests()
     if gauges.empty or requests.empty:
         return None
-    found = []
+    growths = []
     for repeat in repeats:
-        polls: pd.DataFrame = gauges[gauges["repeat"] == repeat.repeat]
-        last = requests.loc[requests["repeat"] == repeat.repeat, "t0"].max()  # what follows is the drain
-        thirds = [
-            polls[polls["t"].between(last * k / 3, last * (k + 1) / 3)]["num_requests_waiting"].mean() for k in (0, 2)
-        ]
-        found.append(thirds[1] - thirds[0])
-    growth = pd.Series(found, dtype=float).dropna()
+        polls: pd.DataFrame = gauges[gauges["repeat"] == repeat]
+        last = requests.loc[requests["repeat"] == repeat, "t0"].max()  # what follows is the drain
+        first, final = (
+            polls.loc[polls["t"].between(last * k / 3, last * (k + 1) / 3), "num_requests_waiting"].mean()
+            for k in (0, 2)
+        )
+        growths.append(final - first)
+    growth = pd.Series(growths, dtype=float).dropna()
     return float(growth.mean()) if len(growth) else None
 
 
@@ -337,3 +339,85 @@ def limit_lines(run: Run) -> list[LimitLine]:
         told = f"{short_name(speaker.cell, base)}: {evidence}" if len(members) > 1 and evidence else evidence
         lines.append(LimitLine(load, limit, names, told, sum(key[0] == load for key in groups) == 1))
     return lines
+
+
+# --- As the load grows ---
+
+
+@dataclass(frozen=True)
+class Break:
+    """Where one configuration breaks.
+
+    ``cells``: by load, ascending; ``at``: the first cell whose p95 TTFT is over twice the first one's, None: none is;
+    ``steady``: whether all these are of the steady window.
+    """
+
+    name: str
+    cells: tuple[MeasuredCell, ...]
+    at: MeasuredCell | None
+    steady: bool
+
+    def words(self, run: Run) -> str:
+        """at 3/s (KV memory); at 5/s where no limit was seen; not up to 5/s"""
+        if self.at is None:
+            return f"not up to {self.cells[-1].load.short}"
+        limit = limit_of(run, self.at).limit
+        return self.at.load.where + (f" ({limit})" if limit not in (NOTHING, UNKNOWN) else "")
+
+
+def breaks(run: Run) -> list[Break]:
+    """Of each configuration with valid cells at two loads or more of one kind, in display order."""
+    found = []
+    for name in run.configs:
+        cells = [cell for load in loads(run) if (cell := run.cell(name, load)) and cell.valid]
+        steady = all_steady_latency(cells)
+        measured = [(cell, ttft) for cell in cells if (ttft := cell.percentile("ttft_ms", "p95", steady)[0])]
+        if len(measured) > 1:
+            at = next((cell for cell, ttft in measured if ttft > DOUBLES * measured[0][1]), None)
+            found.append(Break(name, tuple(cell for cell, _ in measured), at, steady))
+    return found
+
+
+def loads(run: Run) -> list[MeasuredLoad]:
+    """Those of the most frequent kind (closed, or open at a rate), ascending."""
+    # In a closed loop more users always wait longer; measured, that says nothing of a break.
+    sized = [load for load in run.loads if load.value and (run.simulated or load.mode == "open")]
+    modes = [load.mode for load in sized]
+    return [load for load in sized if load.mode == max(modes, key=modes.count, default="")]
+
+
+def growth_table(run: Run) -> Table:
+    """One row a configuration: p95 TTFT at each load, and where it breaks; no rows of a run with one load."""
+    shown = loads(run)
+    rows = []
+    for each in breaks(run):
+        at = {cell.load: cell for cell in each.cells}
+        entries = [_p95(at[load], each.steady) if load in at else Value("–") for load in shown]
+        entries.append(Value(each.words(run), each.at.load.value if each.at else None, "", "worse" * bool(each.at)))
+        rows.append(Row(each.cells[-1], (Value(each.name, each.name), *entries)))
+    return listed_table(("configuration", *(load.short for load in shown), "breaks"), rows, numbers_from=1)
+
+
+def growth_brief(run: Run) -> str:
+    """contiguous breaks at 3/s, paged (page 16) at 4/s: the first to break, and the baseline; empty where none does."""
+    broken = [each for each in breaks(run) if each.at]
+    if not broken:
+        return ""
+    first = min(broken, key=lambda each: each.at.load if each.at else run.loads[-1])
+    base = [each for each in broken if each.cells[0].is_baseline and each is not first]
+    return ", ".join([f"{first.name} breaks {first.at.load.where}", *(f"{b.name} {b.at.load.where}" for b in base)])
+
+
+def growth_sentence(run: Run) -> str:
+    """Which configurations break first; empty where none does."""
+    found = breaks(run)
+    if not any(each.at for each in found):
+        return ""
+    lightest = found[0].cells[0].load.where
+    told = words.listing([f"{each.name} {each.words(run)}" for each in found])
+    return f"p95 TTFT is over twice its own {lightest}: {told}."
+
+
+def _p95(cell: MeasuredCell, steady: bool) -> Value:
+    value, few = cell.percentile("ttft_ms", "p95", steady)
+    return Value(words.ms(value) + UNCERTAIN * few, value)

@@ -1,10 +1,14 @@
-"""What the simulator predicted beside what was measured, cell by cell, with the error."""
+"""What the simulator predicted beside what was measured: cell by cell with the error, and one run over time."""
 
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
-from kvbench.report.tables import Column, Row, Table, Value
+from kvbench.report.style import GREY, finish, thin
+from kvbench.report.tables import Row, Table, Value, listed_table
 from kvbench.runs.model import Run
 from kvbench.runs.predictions import METRICS, Predicted
 
@@ -14,6 +18,7 @@ PREDICTIONS_NOTE = (
     "same work. An error is what these costs do not know (layout, page size and hashing cost nothing of their own), or "
     "the machine, which was faster or slower during that load."
 )
+_PANELS = {"running": "running sequences", "kv_cache_pct": "KV in use, %"}
 _HEADLINE = ("output tok/s", "p95 TTFT")
 
 
@@ -25,8 +30,7 @@ def prediction_table(run: Run) -> Table:
         if figures := found.cells.get(cell.cell_id):
             head = (Value(cell.name, cell.name), Value(cell.load.short, cell.load.value))
             rows.append(Row(cell, (*head, *(_value(figures.get(name)) for name in METRICS)), cell.load))
-    heads = ("configuration", "load", *METRICS)
-    return Table(tuple(Column(head, head) for head in heads), tuple(rows))
+    return listed_table(("configuration", "load", *METRICS), rows)
 
 
 def _value(figure: Predicted | None) -> Value:
@@ -56,3 +60,29 @@ def prediction_sentences(run: Run) -> list[str]:
 def _short(value: float) -> str:
     """1,031; 12.3; 0.456"""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def predicted_figure(measured: pd.DataFrame, predicted: pd.DataFrame, title: str) -> go.Figure:
+    """Both with the columns t [s], running and kv_cache_pct; of ``measured`` one may be missing, or 0 throughout."""
+    panels = [name for name in _PANELS if name in measured and measured[name].any()] or ["running"]
+    figure = make_subplots(rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.08)
+    for row, name in enumerate(panels, 1):
+        for frame, label, colour, dash in (
+            (measured, "measured", GREY, "solid"),
+            (thin(predicted), "simulated", "#1F77B4", "dot"),
+        ):
+            if name in frame:
+                line = {"color": colour, "dash": dash, "width": 2}
+                curve = go.Scatter(
+                    x=frame["t"], y=frame[name], name=label, mode="lines", line=line, showlegend=row == 1
+                )
+                figure.add_trace(curve, row=row, col=1)
+        figure.update_yaxes(title_text=_PANELS[name], rangemode="tozero", row=row, col=1)
+    figure.update_xaxes(title_text="seconds since the first request", row=len(panels), col=1)
+    finish(figure, 120 + 240 * len(panels))
+    figure.update_layout(
+        title={"text": title, "font": {"size": 14}, "x": 0, "xref": "paper", "xanchor": "left", "y": 0.985},
+        legend={"y": 0.93},
+        margin={"t": 84},
+    )
+    return figure

@@ -1,4 +1,4 @@
-"""From the manifest: whether the run is valid, what limits it, and where it came from."""
+"""What the manifest tells: whether the run is valid, what limits its numbers, where it came from; and the glossary."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 from kvbench.common import text as words
 from kvbench.metrics.canaries import WRONG_ANSWERS
-from kvbench.report import simulated
-from kvbench.report.comparisons import SCATTER, scatters
+from kvbench.report.comparisons import NOT_TOLD, SCATTER, scatters
 from kvbench.requests.prefix_hits import hit_notes
-from kvbench.runs.model import MeasuredCell, Run, number
+from kvbench.runs.model import COST_NOTES, MeasuredCell, Run, number
+from kvbench.runs.ratios import LEVEL
 from kvbench.runs.resume import resumed_differences
 from kvbench.targets.cores import core_words
 from kvbench.targets.launch_plan import is_template, placeholders
@@ -23,6 +23,9 @@ from kvbench.targets.presets import GENERIC
 CODE_PATHS = (
     "The layouts differ in two code paths besides the page table: on the CPU a prefill chunk reads contiguous KV in "
     "place, where paged KV is gathered first; and paged admission keeps some pages spare for the sequences that run."
+)
+_SIMULATED_CODE_PATHS = (
+    "The layouts differ besides the page table: paged admission keeps some pages spare for sequences that run."
 )
 _REPEATS = {  # whether the server ran before -> what one repeat is
     True: (
@@ -35,6 +38,10 @@ _REPEATS = {  # whether the server ran before -> what one repeat is
         "within a repeat. Requests of one server are not independent and never pooled for a comparison."
     ),
 }
+_SIMULATED_REPEATS = (
+    "One repeat is the same simulated engines anew under other requests, drawn from the seed, identical for all "
+    "configurations; ratios are formed within a repeat. Nothing else varies between repeats."
+)
 _SHOWN = (
     "started", "ended", "status", "model", "profile", "device", "cpu", "gpus", "dtype", "seeds", "git", "versions",
 )  # fmt: skip
@@ -151,12 +158,12 @@ def skipped_notes(run: Run) -> list[str]:
 def code_paths(run: Run) -> list[str]:
     """What besides the page table distinguishes the built-in engine's layouts, in a run of both."""
     both = any(cell.is_contiguous for cell in run.cells) and any(cell.is_paged for cell in run.cells)
-    return [simulated.CODE_PATHS if run.simulated else CODE_PATHS] if both and run.is_built_in else []
+    return [_SIMULATED_CODE_PATHS if run.simulated else CODE_PATHS] if both and run.is_built_in else []
 
 
 def repeats_are(run: Run) -> str:
     """What one repeat is: a freshly launched server, or the one that ran before and throughout."""
-    return simulated.REPEATS if run.simulated else _REPEATS["://" in str(run.manifest.get("target"))]
+    return _SIMULATED_REPEATS if run.simulated else _REPEATS["://" in str(run.manifest.get("target"))]
 
 
 def reproduce(run: Run) -> str:
@@ -219,7 +226,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
     quirks = [str(quirk) for info in _servers(run).values() for quirk in (info.get("server") or {}).get("quirks") or ()]
     found = [
         ("target", target(run)),
-        *simulated.facts(run).items(),
+        *_simulated_facts(run).items(),
         *((name, facts.get(name)) for name in _SHOWN if not run.simulated or name not in _OF_THIS_MACHINE),
         ("KV budget", words.listing([words.data_size(b) for b in budgets])),
         ("KV capacity", "; ".join(dict.fromkeys(capacities))),
@@ -293,3 +300,124 @@ def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(filter(None, map(_text, value)))
     return "" if value is None else str(value)
+
+
+# --- Of a simulated run: nothing in it may be taken for a measurement ---
+
+
+def on_what(run: Run) -> str:
+    """4xA100-80GB; empty for a measured run."""
+    count = int(run.simulated.get("tensor_parallel") or 1)
+    return f"{f'{count}x' if count > 1 else ''}{run.simulated.get('device', '')}"
+
+
+def title(run: Run) -> str:
+    """The workload, marked where the run is simulated."""
+    return f"{run.workload} (simulated)" if run.simulated else run.workload
+
+
+def _simulated_facts(run: Run) -> dict[str, Any]:
+    if not run.simulated:
+        return {}
+    known = run.simulated
+    return {"simulated": f"{known.get('model')} on {on_what(run)}", "step times": known.get("cost_model")} | {
+        name: known[name] for name in ("ops", "calibration") if known.get(name)
+    }
+
+
+def simulated_details(run: Run) -> list[str]:
+    """What limits the numbers of a simulated run, the most important first."""
+    if not run.simulated:
+        return []
+    calibrated = run.simulated.get("calibration")
+    source = f"{run.simulated.get('cost_model')}{f' by {calibrated}' if calibrated else ', not calibrated'}"
+    return [
+        f"Nothing was measured: kvbench's own scheduler, pages and prefix cache ran on a virtual clock as "
+        f"{run.simulated.get('model')} on {on_what(run)}, with step times from a cost model ({source}).",
+        *(f"Of the step times: {note}." for note in _cost_notes(run)),
+        "There is no client and no network: TTFT begins when a request reaches the engine, and no request times out.",
+        "A simulation computes no answers: what a quantised KV, or any other change, does to them is for "
+        "`kvbench quality`.",
+    ]
+
+
+def _cost_notes(run: Run) -> list[str]:
+    """What was said of the step times: of sentences that differ in their numbers only the one of the highest load."""
+    kinds: dict[str, str] = {}
+    for cell in run.by_load:
+        for part in cell.notes.get(COST_NOTES) or ():
+            for note in part if isinstance(part, list) else [part]:
+                kinds.setdefault(re.sub(r"[\d.,]+", "#", note), note)
+    return list(kinds.values())
+
+
+# --- The words of the report ---
+
+_SIMULATED = (
+    "simulated",
+    "On a virtual clock: scheduler, pages, prefix cache and swap are the built-in engine's own, and a cost model says "
+    "how long each step takes on the device.",
+)
+_ENGINE_TIME = (
+    "engine time",
+    "The engine's own time, without HTTP and load client, of configurations in turns step by step. Served: as the load "
+    "client saw it over HTTP.",
+)
+
+
+def glossary(run: Run) -> list[tuple[str, str]]:
+    """(word, meaning) in the order of the page."""
+    return [
+        (
+            "pays",
+            "Output tokens/s ahead of the baseline, and neither p95 TTFT nor p95 ITL behind. Little: the gain may be "
+            "smaller than what is called level.",
+        ),
+        ("at a risk; costs", "At a risk: ahead, and a p95 or another load behind. Costs: output tokens/s behind."),
+        (
+            "not decided",
+            "The interval holds both a gain and a loss: the run shows neither a difference nor that there is none.",
+        ),
+        (
+            "safe",
+            "`kvbench quality` found the answers within the limits, each the noise of two equal runs and a margin; or, "
+            "in full precision, all of 20 or more canaries under load were right. Not safe: outside a limit.",
+        ),
+        _SIMULATED if run.simulated else _ENGINE_TIME,
+        ("ttft", "Time to first token of any kind, from the send (closed loop) or the intended start (open loop)."),
+        ("ttfo", "Time to first output (text or tool call), shown where it is not ttft: reasoning comes before it."),
+        (
+            "reasoning",
+            "From a request's first chunk of reasoning to its first output. Output tok/s without reasoning counts the "
+            "output tokens that the usage does not call reasoning, in the chunks from the first output on.",
+        ),
+        ("tpot", "Time per output token of one request: (last chunk − first chunk) / (output tokens − 1)."),
+        ("itl, e2el", "Each gap between two chunks, pooled over requests; and from the start to the last chunk."),
+        ("client queue", "Where a cap limits the requests in flight: the wait in the client, which is part of ttft."),
+        ("goodput", "Requests/s that met every limit of the workload's SLO; failed requests meet none."),
+        (
+            "steady window",
+            "Closed loop: while the asked-for concurrency was reached. Open loop: from the end of the climb to the "
+            "last arrival. Latencies are of the requests due in it, if they are 60 % of all, else of the whole run.",
+        ),
+        (
+            "prefix hits",
+            'Share of prompt tokens that the prefix cache served; "of a–b": what these prompts allow in the declared '
+            "state of the cache. A share outside makes the load invalid.",
+        ),
+        ("waste", "Token slots reserved by a sequence and holding nothing yet, as a share of what is reserved."),
+        ("free, scattered", "Contiguous layout: free slots that would hold a waiting request, but in no single hole."),
+        (
+            "failed",
+            "A request without a finish reason, the end of its stream, or a usage that matches what was streamed. It "
+            "is in no latency and no throughput.",
+        ),
+        ("repeat", repeats_are(run)),
+        (
+            f"verdict, {run.clock}",
+            f"From 3 repeats on. Level: every repeat's ratio within {LEVEL * 100:g} % of 1. Ahead or behind: not "
+            f"level, and the 95 % t interval of the mean log ratio excludes 1. All else is {NOT_TOLD}. Repeats scatter "
+            f"when the largest throughput of a cell is over {SCATTER:g} times its smallest.",
+        ),
+        *(("layouts", text) for text in code_paths(run)),
+    ]

@@ -43,10 +43,10 @@ from kvbench.report.decision import (
     safe_ones,
     wins,
 )
+from kvbench.report.kv import reservation
 from kvbench.report.next_step import NextStep, again, combine, decide, quality_step, sweep_command
 from kvbench.report.provenance import random_weights, validity
 from kvbench.report.quality import is_quantised, quality_of
-from kvbench.report.wording import reservation
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run, all_steady_latency
 from kvbench.runs.quality import figure
 from kvbench.runs.ratios import FEWEST

@@ -14,6 +14,7 @@ import pandas as pd
 
 from kvbench.report.comparisons import baseline
 from kvbench.report.provenance import random_weights
+from kvbench.report.tables import Row, Table, Value, listed_table, texts
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 
 MOST_REQUESTS = 3
@@ -154,3 +155,17 @@ def _where(mine: tuple[Sequence[int], str], theirs: tuple[Sequence[int], str]) -
 def _cut(text: str, start: int) -> str:
     end = start + MOST_CHARACTERS
     return f"{'…' if start else ''}{text[start:end]}{'…' if len(text) > end else ''}"
+
+
+def agreement_table(samples: OutputSamples | None) -> Table:
+    """How many outputs of each configuration are the baseline's; no rows where no outputs are stored."""
+    rows = [
+        Row(None, (*texts(each.configuration), Value(str(each), each.equal / each.both)))
+        for each in (samples.agreements if samples else ())
+    ]
+    return listed_table(("configuration", "outputs"), rows)
+
+
+def outputs_note(samples: OutputSamples | None) -> str:
+    """What a difference means where the weights are random."""
+    return "Random weights: a difference says nothing of quality." if samples and samples.random_weights else ""

@@ -10,6 +10,7 @@ import pandas as pd
 
 from kvbench.common import text as words
 from kvbench.common.files import write_text
+from kvbench.report import kv
 from kvbench.report.changes import ENGINE_TIME, IS_LEVEL, OPEN, change_between
 from kvbench.report.changes import METRICS as CHANGES
 from kvbench.report.compared_cells import (
@@ -24,9 +25,8 @@ from kvbench.report.compared_cells import (
     not_compared,
     ratios,
 )
-from kvbench.report.figures import distributions, effects, kv_timeline
-from kvbench.report.markdown import escape
-from kvbench.report.page import render
+from kvbench.report.figures import distributions, effects
+from kvbench.report.page import escape, render
 from kvbench.report.provenance import brief
 from kvbench.report.style import CONTIGUOUS, DASHES, OTHERS, PAGED, Drawing, LineStyle
 from kvbench.report.tables import MEDIANS, UNCERTAIN, UNCERTAIN_NOTE, Value
@@ -90,13 +90,13 @@ def _of_group(group: Group, number: int, several: bool) -> list[Drawing]:
     of, found = f": {group[0].title}" if several else "", []
     marked = [replace(cell, name=cell.marked_name) for cell in cells]
     looks |= {cell.name: looks[plain.name] for cell, plain in zip(marked, cells, strict=True)}
-    latencies, kv = distributions.distributions(marked), kv_timeline.timeline(cells)  # which marks them itself
+    latencies, over_time = distributions.distributions(marked), kv.timeline(cells)  # which marks them itself
     if len(latencies):
         figure = distributions.distributions_figure(latencies, looks)
         found.append(Drawing(f"distributions-{number}", f"Latencies{of}", _without(cells, latencies), figure, 500))
-    if len(kv):
-        caption = f"One repeat each, that of median throughput. {_without(cells, kv)}".rstrip()
-        figure, width = kv_timeline.timeline_figure(kv), max(480, 140 * len(cells) + 70)
+    if len(over_time):
+        caption = f"One repeat each, that of median throughput. {_without(cells, over_time)}".rstrip()
+        figure, width = kv.timeline_figure(over_time), max(480, 140 * len(cells) + 70)
         found.append(Drawing(f"timeline-{number}", f"KV over time{of}", caption, figure, width))
     return found
 

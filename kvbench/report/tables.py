@@ -1,4 +1,4 @@
-"""The tables of the report: entries, columns, and the table of all cells for HTML, Markdown, CSV and the console."""
+"""The tables of the report, for HTML, Markdown, CSV and the terminal: the table of all cells, and those beside it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,35 @@ from typing import Any
 
 from kvbench.common import text as words
 from kvbench.metrics.latency import LONG_OPEN, SAMPLES_NEEDED
-from kvbench.report.comparisons import PairedComparison, compare, median, reference, spread
-from kvbench.report.wording import RATIO_MARKS, Render, marked_ratio
+from kvbench.report.comparisons import (
+    RATIO_MARKS,
+    PairedComparison,
+    compare,
+    effects,
+    marked_ratio,
+    median,
+    ratio_to_reference,
+    reference,
+    spread,
+)
+from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row
 from kvbench.runs.kv_ledger import accounting
-from kvbench.runs.model import MeasuredCell, Run
-from kvbench.runs.ratios import HIGHER, LOWER, UNCLEAR, Ratio
+from kvbench.runs.model import MeasuredCell, Run, number
+from kvbench.runs.ratios import FEWEST, HIGHER, LOWER, UNCLEAR, Ratio
+from kvbench.workload.settings import setting_title, value_words
 
+Render = Callable[[float | None], str]
 WHOLE_RUN = "whole run"  # beside a throughput or latency that is not of the steady window
 TOKENS_A_CHUNK = "tokens a chunk"  # beside an ITL
 CHUNKS_NOTE = "ITL is between chunks: where they carry several tokens, TPOT is the time of a token."
 MEDIANS = "medians give"  # before the ratio of two medians that contradicts the paired one
 UNCERTAIN = "*"
 UNCERTAIN_NOTE = f"* too few samples for 99 % confidence ({SAMPLES_NEEDED})."
+PLATEAU_NOTE = (
+    "The steady part of each step of the rate, median over repeats. A step that answers far fewer requests/s than its "
+    "rate is beyond what the configuration can serve."
+)
+_CLASS_METRICS = (("ttft_ms", "p50"), ("ttft_ms", "p95"), ("tpot_ms", "p50"), ("tpot_ms", "p95"), ("e2el_ms", "p95"))
 _PERCENTILES = (
     ("ttft_ms", "p50"),
     ("ttft_ms", "p95"),
@@ -72,6 +89,19 @@ class Table:
     numbers_from: int = 2
 
 
+NO_TABLE = Table((), ())
+
+
+def listed_table(heads: Sequence[str], rows: Sequence[Row], numbers_from: int = 2) -> Table:
+    """A table whose columns have a heading and nothing else."""
+    return Table(tuple(Column(head, head) for head in heads), tuple(rows), numbers_from)
+
+
+def texts(*entries: str) -> tuple[Value, ...]:
+    """Entries that are sorted by their texts."""
+    return tuple(Value(text, text) for text in entries)
+
+
 def cell_table(
     every: Sequence[Column], cells: Sequence[MeasuredCell], always: set[str], numbers_from: int = 2
 ) -> Table:
@@ -100,13 +130,6 @@ def number_column(
     return Column(key, title, hint, value)
 
 
-PREEMPTED = number_column(
-    "preemptions",
-    "pre\u00adempted",
-    "preemptions, all repeats",
-    lambda c: c.counter("num_preemptions_total"),
-    words.count,
-)
 RECOMPUTED = number_column(
     "recomputed_tokens",
     "recom\u00adputed",
@@ -119,75 +142,63 @@ RECOMPUTED = number_column(
 def main_table(run: Run) -> Table:
     """All cells, the highest load first, in the columns that this run has values for."""
     ref = reference(run, run.loads[-1]) if run.loads else None
+    slo = words.slo_words(run.load_section.get("slo")) or "every SLO"
+    state = f" ({run.cache_state})" if run.load_section else ""
+    hints = {
+        "throughput": "steady window: median, lowest–highest repeat; then the whole run, ramp-up and drain included",
+        "reasoning": "output tokens/s without reasoning, in the same window; small: reasoning's share of the output "
+        "tokens",
+        "goodput": f"requests/s that met {slo}, whole run; small: their share of all requests, and requests/s in the "
+        "steady window",
+        "hits": "share of prompt tokens found in the prefix cache; small: what prompts and declared cache state allow, "
+        "and whether nothing shows that the cache was in that state (not verified)",
+        "open": "median time that a stream stayed open after its last chunk: not in E2EL, but a user's next request "
+        "waits for it; small: its share of the requests' time",
+    }
+    ratio = Column(
+        "ratio",
+        f"ratio to {ref.name if ref else 'baseline'}",
+        f"paired by repeat; {RATIO_MARKS}",
+        lambda c: _ratio_to(reference(run, c.load), c),
+    )
     every = [
         Column("configuration", "configuration", "engine settings", _configuration),
         identity_columns()[1],
-        Column(
-            "output_tokens_per_s",
-            "output tok/s",
-            "steady window: median, lowest–highest repeat; then the whole run, ramp-up and drain included",
-            _throughput,
-        ),
-        Column(
-            "non_reasoning_tokens_per_s",
-            "tok/s without reasoning",
-            "output tokens/s without reasoning, in the same window; small: reasoning's share of the output tokens",
-            _without_reasoning,
-        ),
-        Column(
-            "ratio",
-            f"ratio to {ref.name if ref else 'baseline'}",
-            f"paired by repeat; {RATIO_MARKS}",
-            lambda c: _ratio_to(reference(run, c.load), c),
-        ),
+        Column("output_tokens_per_s", "output tok/s", hints["throughput"], _throughput),
+        Column("non_reasoning_tokens_per_s", "tok/s without reasoning", hints["reasoning"], _without_reasoning),
+        *([ratio] if len(run.configs) > 1 else []),
         *(_percentile_column(metric, which) for metric, which in _PERCENTILES),
-        Column(
-            "goodput",
-            "goodput",
-            f"requests/s that met {words.slo_words(run.load_section.get('slo')) or 'every SLO'}, whole run; small: "
-            "their share of all requests, and requests/s in the steady window",
-            _goodput,
+        Column("goodput", "goodput", hints["goodput"], _goodput),
+        *_gauge_columns(),
+        number_column(
+            "preemptions",
+            "pre\u00adempted",
+            "preemptions, all repeats",
+            lambda c: c.counter("num_preemptions_total"),
+            words.count,
         ),
-        *_server_columns(run),
-        Column(
-            "open_after_last_ms",
-            "open after last chunk ms",
-            "median time that a stream stayed open after its last chunk: not in E2EL, but a user's next request waits "
-            "for it; small: its share of the requests' time",
-            _open_after_last,
-        ),
+        RECOMPUTED,
+        Column("prefix_hit_rate", f"prefix hits{state}", hints["hits"], _hits),
+        Column("open_after_last_ms", "open after last chunk ms", hints["open"], _open_after_last),
         Column("failed", "failed", "failed requests, all repeats", _failed),
         Column("canaries_wrong", "canaries wrong", "requests with known answers, all repeats", _canaries),
     ]
-    every = [column for column in every if column.key != "ratio" or len(run.configs) > 1]
     return cell_table(every, run.by_load, {"configuration", "load", "output_tokens_per_s", "failed"})
 
 
-def _server_columns(run: Run) -> list[Column]:
-    """From the server's /metrics; empty for a server without one."""
+def _gauge_columns() -> list[Column]:
+    """What the polls of the server's /metrics tell; without values for a server that has none."""
+    mean = "mean in the steady window"
 
     def gauge(key: str, title: str, hint: str, name: str, render: Render) -> Column:
         return number_column(key, title, hint, lambda cell: median(cell.observed(name)), render)
 
-    state = f" ({run.cache_state})" if run.load_section else ""
-    mean = "mean in the steady window"
+    waste = f"slots reserved but unused, share of reserved, {mean}"
     return [
         gauge("running_mean", "running", f"sequences running at once, {mean}", "running_mean", words.decimal),
         gauge("kv_usage_peak", "peak KV", "highest share of the KV budget owned", "usage_max", words.percent),
-        gauge(
-            "waste_share", "waste", f"slots reserved but unused, share of reserved, {mean}", "waste_share",
-            words.percent,
-        ),
-        PREEMPTED,
-        RECOMPUTED,
-        Column(
-            "prefix_hit_rate",
-            f"prefix hits{state}",
-            "share of prompt tokens found in the prefix cache; small: what prompts and declared cache state allow, and "
-            "whether nothing shows that the cache was in that state (not verified)",
-            _hits,
-        ),
-    ]  # fmt: skip
+        gauge("waste_share", "waste", waste, "waste_share", words.percent),
+    ]
 
 
 def flat_rows(run: Run) -> list[dict[str, Any]]:
@@ -366,3 +377,147 @@ def _failed(cell: MeasuredCell) -> Value:
     kinds = sorted({kind for r in cell.repeats for kind in (r.metrics.get("failure_kinds") or {})})
     why = words.failure_words(cell.failure_messages, total, kinds=True) or ", ".join(kinds)
     return Value(f"{failed} of {total}" if failed else "0", failed, why, "worse" if failed else "")
+
+
+# --- The tables beside it ---
+
+
+def failure_table(run: Run) -> Table:
+    """Failed requests by cell and kind, with the most frequent message; loads that failed as a whole first."""
+    rows = [Row(None, (*texts(text), *(Value("–"),) * 3)) for text in run.problems]
+    for cell in run.by_load:
+        for kind, each in cell.failure_messages.items():
+            failure, count = f"{kind}: {each['message']}", f"{each['requests']} of {cell.sent}"
+            rows.append(Row(cell, texts(cell.name, cell.load.short, failure, count), cell.load))
+    return listed_table(("configuration", "load", "failure", "requests"), rows, numbers_from=3)
+
+
+def effect_table(run: Run) -> Table:
+    """One setting changed alone: ratios to the baseline, setting by setting, the highest load first."""
+    listed = effects(run)
+    values = list(dict.fromkeys((e.setting, str(e.value)) for e in listed))
+    settings = list(dict.fromkeys(setting for setting, _ in values))
+    listed.sort(
+        key=lambda e: (settings.index(e.setting), values.index((e.setting, str(e.value))), -e.comparison.load.value)
+    )
+    rows = []
+    for e in listed:
+        c = e.comparison
+        change = " → ".join(value_words(e.setting, value) for value in (e.baseline_value, e.value))
+        latencies = (latency_ratio(c, r) for r in (c.ttft, c.tpot, c.itl))
+        shown = (*texts(setting_title(e.setting), change, c.load.short), throughput_ratio(c), *latencies)
+        rows.append(Row(c.a if c.b.valid else c.b, shown, change))
+    heads = ("setting", "change", "load", "output tok/s", "p95 TTFT", "p50 TPOT", "p95 ITL")
+    return listed_table(heads, rows, numbers_from=3)
+
+
+def class_table(run: Run) -> Table:
+    """Latencies by class of request, the most urgent first; empty when there are fewer than two classes."""
+    table = _group_table(run, "class", lambda cell: cell.latency_groups("per_class"))
+    return table if len({row.group for row in table.rows}) > 1 else NO_TABLE
+
+
+def turn_table(run: Run) -> Table:
+    """Latencies of the first and of later turns of conversations; empty for a workload without."""
+    titles = {"first": "first turn", "later": "later turns"}
+
+    def per_turn(cell: MeasuredCell) -> Mapping[str, Any]:
+        found = cell.latency_groups("per_turn")
+        return {title: found[key] for key, title in titles.items() if found.get(key)}
+
+    return _group_table(run, "turn", per_turn)
+
+
+def _group_table(run: Run, head: str, groups: Callable[[MeasuredCell], Mapping[str, Any]]) -> Table:
+    """Latencies of groups of requests: the highest load first, then by priority, group by group."""
+    found = [(cell, name, summary) for cell in run.by_load for name, summary in groups(cell).items() if summary]
+    names = list(dict.fromkeys(name for _, name, _ in found))
+    loads = list(dict.fromkeys(cell.load for cell, _, _ in found))
+    urgency = {name: int(number(summary.get("priority")) or 0) for _, name, summary in found}
+    urgent = head == "class" and len(set(urgency.values())) > 1
+    found.sort(key=lambda each: (loads.index(each[0].load), urgency[each[1]] * urgent, names.index(each[1])))
+    rows = []
+    for cell, name, summary in found:
+        n = int(number(summary.get("n")) or 0)
+        title = f"{name} (priority {urgency[name]})" if urgent else name
+        latencies = (percentile_value(summary.get(metric) or {}, which) for metric, which in _CLASS_METRICS)
+        whole = "" if cell.has_steady_groups(f"per_{head}") else WHOLE_RUN
+        shown = (Value(title, title), Value(cell.load.short, cell.load.value, whole), Value(cell.name, cell.name))
+        rows.append(Row(cell, (*shown, Value(str(n), n), *latencies), name))
+    heads = (head, "load", "configuration", "requests", *(f"{m[:-3].upper()} {w}" for m, w in _CLASS_METRICS))
+    return listed_table(heads, rows, numbers_from=3)
+
+
+def plateau_table(run: Run) -> Table:
+    """What each step of a changing rate came to, cell by cell; empty where no rate changes."""
+    rows = []
+    for cell in run.cells:
+        steps = [repeat.metrics.get("plateaus") or () for repeat in cell.repeats]
+        if len({len(each) for each in steps}) == 1:
+            for repeats in zip(*steps, strict=True):
+                rows.append(Row(cell, texts(cell.name, *plateau_row(repeats)), cell.name))
+    return listed_table(("configuration", *PLATEAU_HEADS), rows, numbers_from=1)
+
+
+# --- Sentences of the tables ---
+
+
+def smallest_effects(ratios: Mapping[str, Sequence[Ratio | None]]) -> str:
+    """What these repeats could have shown at least, from the least scattered row to the most; ``ratios``: by metric.
+
+    Empty where there is no ratio.
+    """
+    if not any(r for each in ratios.values() for r in each):
+        return ""
+    found = []
+    for metric, each in ratios.items():
+        if sizes := sorted(r.detectable for r in each if r and r.detectable is not None):
+            low, high = (words.percent(size) for size in (sizes[0], sizes[-1]))
+            found.append(f"{low if low == high else f'{low} to {high}'} in {metric}")
+    if not found:
+        return f"Fewer than {FEWEST} repeats have no interval, so no verdict on them."
+    return f"Smallest effect that these repeats could show (80 % power at 95 %), by row: {', '.join(found)}."
+
+
+def sensitivity(run: Run) -> str:
+    """``smallest_effects`` of the ratios to the reference in the table of all cells."""
+    return smallest_effects({"output tok/s": [ratio_to_reference(run, cell) for cell in run.cells if cell.valid]})
+
+
+def served_words(cell: MeasuredCell) -> str:
+    """served 20 of 48 requests and refused the others (28 of 48: "Context size has been exceeded.")"""
+    why = words.failure_words(cell.failure_messages, cell.sent)
+    return f"served {cell.count('completed')} of {cell.sent} requests and refused the others ({why})"
+
+
+def effects_note(run: Run) -> str:
+    """What stands under the table of effects."""
+    compared = [effect.comparison for effect in effects(run) if effect.comparison.valid]
+    shown = {"output tok/s": "throughput", "p95 TTFT": "ttft", "p50 TPOT": "tpot", "p95 ITL": "itl"}
+    seen = smallest_effects({title: [getattr(c, name) for c in compared] for title, name in shown.items()})
+    return f"Ratio to the baseline, paired by repeat: median and, small, lowest to highest. {RATIO_MARKS}. {seen}"
+
+
+def with_missing(run: Run, table: Table) -> Table:
+    """Cells that were planned and not measured as rows of their own."""
+    empty = (Value("–"),) * (len(table.columns) - 1)
+    cells = () if run.not_kept else run.missing
+    missing = tuple(Row(None, (Value(cell, cell, "not measured"), *empty), "missing") for cell in cells)
+    return Table(table.columns, table.rows + missing)
+
+
+def cells_note(run: Run, table: Table) -> str:
+    """What stands under the table of all cells, about the marks that it has."""
+    slo = words.slo_words(run.load_section.get("slo"))
+    entries = [value.text + value.note for row in table.rows for value in row.values]
+    sentences = {
+        f"Medians over repeats, small: lowest to highest; of the steady window, else marked {WHOLE_RUN}. Ratios are "
+        f"paired by repeat: {RATIO_MARKS}.": True,
+        f"{words.upper_first(MEDIANS)}: the ratio of the medians shown.": any(MEDIANS in text for text in entries),
+        sensitivity(run): True,
+        f"Latencies: raw samples of the requests due in the steady window, else marked {WHOLE_RUN}.": True,
+        CHUNKS_NOTE: any(TOKENS_A_CHUNK in text for text in entries),
+        f"Goodput: requests/s that met {slo}.": bool(slo),
+        UNCERTAIN_NOTE: any(UNCERTAIN in text for text in entries),
+    }
+    return " ".join(text for text, holds in sentences.items() if holds and text)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvbench.common.machine import environment
 from kvbench.runs.results import INCOMPLETE, Manifest
+from kvbench.runs.server_info import ServerInfo
 
 
 def build_manifest(
@@ -35,13 +36,13 @@ def build_manifest(
     }
 
 
-def add_server(manifest: dict[str, Any], config_id: str, server_info: Mapping[str, Any]) -> None:
+def add_server(manifest: dict[str, Any], config_id: str, info: ServerInfo) -> None:
     """Stores the report of a configuration's first server on itself, and what all servers ran on.
 
     ``device``, ``dtype``, ``kernel_backend`` and ``num_threads`` are what the servers settled on (``resolved`` of
     /server_info), not what was requested; different values are joined to one text; None when no server reports any.
     """
-    manifest.setdefault("servers", {}).setdefault(config_id, dict(server_info))
+    manifest.setdefault("servers", {}).setdefault(config_id, info.stored())
     resolved = [each["resolved"] for each in manifest["servers"].values() if each.get("resolved")]
     for key in ("device", "dtype", "kernel_backend", "num_threads"):
         values = [_device_name(manifest, each) if key == "device" else each.get(key) for each in resolved]
@@ -49,10 +50,10 @@ def add_server(manifest: dict[str, Any], config_id: str, server_info: Mapping[st
         manifest[key] = ", ".join(map(str, different)) if len(different) > 1 else next(iter(different), None)
 
 
-def add_notes(manifest: dict[str, Any], server_info: Mapping[str, Any]) -> list[str]:
+def add_notes(manifest: dict[str, Any], info: ServerInfo) -> list[str]:
     """Stores the notes on a server, each once; returns those that are new."""
     stored = manifest.setdefault("notes", [])
-    new = [note for note in (server_info.get("server") or {}).get("notes") or () if note not in stored]
+    new = [note for note in info.server.notes if note not in stored]
     stored += new
     return new
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common import text
+from kvbench.common.records import Number
 from kvbench.metrics.definitions import THROUGHPUT, Figure, figure
 from kvbench.metrics.model import Figures, LoadMetrics, flatten
-from kvbench.runs.model import MeasuredCell, Repeat, all_steady, all_steady_latency
+from kvbench.runs.model import MeasuredCell, all_steady, all_steady_latency
+from kvbench.runs.results import CacheCounts, prefix_hits
 
 _PARTS_OF_A_CELL = ("pooled", "capacity")
 SIMULATED_SECONDS = "simulated_seconds_total_"  # before the part of a step, as gemm: counters of a simulated engine
@@ -34,20 +36,15 @@ def check_name(name: str) -> None:
         figure(name)
 
 
-def load_values(metrics: LoadMetrics, server: Mapping[str, float | None], hit_rate: float | None) -> dict[str, float]:
+def values_of(metrics: LoadMetrics, server: Mapping[str, Number | None], cache: CacheCounts) -> dict[str, float]:
     """The values of a load for ``value_of``: its flattened metrics, its counters under ``server.``, its hit rate."""
-    flat = flatten({**metrics.to_json(), "server": server})
-    return flat if hit_rate is None else flat | {"prefix_cache_hit_rate": hit_rate}
-
-
-def values_of(repeat: Repeat) -> dict[str, float]:
-    """``load_values`` of a repeat of a run."""
-    hits, queries = repeat.prefix_hits or (0.0, 0.0)
-    return load_values(repeat.metrics, repeat.server, hits / queries if queries else None)
+    hits, queries = prefix_hits(cache, server) or (0.0, 0.0)
+    rate = {"prefix_cache_hit_rate": hits / queries} if queries else {}
+    return flatten({**metrics.to_json(), "server": server}) | rate
 
 
 def value_of(values: Mapping[str, float], name: str) -> float | None:
-    """The metric of one load; ``values``: as ``load_values`` makes them.
+    """The metric of one load; ``values``: as ``values_of`` makes them.
 
     A latency without ``steady_`` is of the whole run here; ``measured`` takes that of the steady window before it.
     """
@@ -93,14 +90,15 @@ def measured(cell: MeasuredCell, name: str, *others: MeasuredCell) -> MetricValu
         part = getattr(cell, section)
         value = flatten(part).get(rest)
         return MetricValues({} if value is None else {None: value}, _is_uncertain([part], rest))
-    values = {r.repeat: value_of(values_of(r), known.name if known else name) for r in cell.repeats}
+    sought = known.name if known else name
+    values = {r.repeat: value_of(values_of(r.metrics, r.server, r.cache), sought) for r in cell.repeats}
     present = {repeat: value for repeat, value in values.items() if value is not None}
     return MetricValues(present, _is_uncertain([repeat.metrics for repeat in cell.repeats], path))
 
 
 def nearest(cell: MeasuredCell, name: str) -> str | None:
     """The metric of ``cell`` whose dotted name is most like ``name``."""
-    names = {key for repeat in cell.repeats for key in values_of(repeat)}
+    names = {key for repeat in cell.repeats for key in values_of(repeat.metrics, repeat.server, repeat.cache)}
     return next(iter(text.nearest(name, sorted(names))), None)
 
 

@@ -36,6 +36,7 @@ from kvbench.runs.results import (  # noqa: F401 - COST_NOTES for older callers
     Capacity,
     MachineReport,
     Manifest,
+    prefix_hits,
 )
 
 # Keys of a workload's load that are in each cell's own definition, or that do not change the requests.
@@ -112,18 +113,6 @@ class Repeat:
     cache: CacheCounts = field(default_factory=CacheCounts)
     bounds: CacheBounds | None = None
     requests_sha256: str = ""
-
-    @property
-    def prefix_hits(self) -> tuple[float, float] | None:
-        """The prompt tokens found in the prefix cache, and those looked up; None where nobody tells.
-
-        A run that does not hold the counts that are judged has the server's counters only.
-        """
-        counters = (self.server.get(f"prefix_cache_{name}_total") for name in ("hits", "queries"))
-        for hits, queries in ((self.cache.hits, self.cache.queries), tuple(counters)):
-            if hits is not None and queries is not None:
-                return hits, queries
-        return None
 
 
 @dataclass(frozen=True)
@@ -277,7 +266,7 @@ class MeasuredCell:
     @property
     def hit_rate(self) -> float | None:
         """Measured prefix-cache hit rate in tokens, 0 to 1; None where no token was looked up."""
-        counts = [repeat.prefix_hits or (0.0, 0.0) for repeat in self.repeats]
+        counts = [prefix_hits(r.cache, r.server) or (0.0, 0.0) for r in self.repeats]
         hits, queries = map(sum, zip(*counts, strict=True))
         return hits / queries if queries else None
 

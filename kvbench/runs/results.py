@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
+from kvbench.common.foreign_cpu import MachineReport
 from kvbench.common.records import Number, Record
 from kvbench.metrics.definitions import SERVED, SIMULATED
 from kvbench.metrics.model import CanaryCounts, LoadMetrics, PooledLatencies
@@ -18,19 +19,6 @@ from kvbench.metrics.model import CanaryCounts, LoadMetrics, PooledLatencies
 COMPLETE, INCOMPLETE = "complete", "incomplete"
 COST_NOTES = "cost_model"
 """Of a cell's notes: sentences on the step times of a simulation."""
-
-
-class MachineReport(Record):
-    """How busy the machine was during a load [cores, share, s]; None where the system does not tell."""
-
-    foreign_cpu_cores: float | None = None
-    steal_share: float | None = None
-    load_average: float | None = None
-    cores: int | None = None
-    server_cpu_cores: float | None = None
-    client_cpu_cores: float | None = None
-    seconds: float | None = None
-    gpu_energy_j: float | None = None
 
 
 class CacheCounts(Record):
@@ -50,6 +38,18 @@ class CacheCounts(Record):
     unverified: str | None = None
     disagree: str | bool | None = None
     from_before: Number | None = None
+
+
+def prefix_hits(cache: CacheCounts, server: Mapping[str, Number | None]) -> tuple[float, float] | None:
+    """The prompt tokens found in the prefix cache, and those looked up; None where nobody tells.
+
+    A run that does not hold the counts that are judged has the counters of ``server`` only.
+    """
+    counters = (server.get("prefix_cache_hits_total"), server.get("prefix_cache_queries_total"))
+    for hits, queries in ((cache.hits, cache.queries), counters):
+        if hits is not None and queries is not None:
+            return hits, queries
+    return None
 
 
 class CacheBounds(Record):

@@ -14,12 +14,12 @@ from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 from kvbench.common.text import data_size, listing
-from kvbench.simulation import this_cpu
 from kvbench.simulation.calibration import read_calibration
 from kvbench.simulation.cost_model import Calibration
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.tables import find_tables, read_tables
 from kvbench.simulation.target import BACKEND, SimulatedTarget, checked
+from kvbench.simulation.unit_costs import THIS_CPU, this_cpu
 from kvbench.targets.choose import STORED, ChosenTarget
 from kvbench.workload.file import SimulateSection, Workload, resolve
 
@@ -39,7 +39,7 @@ _START_GUESS_S = 0.1
 
 def profile_of(options: Mapping[str, Any]) -> str:
     """The workload's profile that is simulated: the one asked for, else the one for such a device."""
-    return options["profile"] or ("cpu" if options.get("device") == this_cpu.NAME else "gpu")
+    return options["profile"] or ("cpu" if options.get("device") == THIS_CPU else "gpu")
 
 
 def check_options(options: Mapping[str, Any], *, simulates: bool, begun: bool) -> None:
@@ -85,7 +85,7 @@ def simulated_workload(
     notes = _notes_of_model(data, section, workload)
     keys = {each.partition("=")[0].strip() for each in overrides}
     keeps_budget = bool(keys & {"engine", "engine.kv_budget"}) or not given.keys() & _MACHINE
-    keeps_budget |= device == this_cpu.NAME  # where the workload's own budget for a CPU is meant
+    keeps_budget |= device == THIS_CPU  # where the workload's own budget for a CPU is meant
     notes += _leave_out(data, keeps_budget=keeps_budget)
     data |= {"simulate": section, "max_minutes": None}
     made = resolve(data, profile=workload.profile, source=None, where=str(workload.source or workload.name))
@@ -94,8 +94,8 @@ def simulated_workload(
 
 def _devices(text: str) -> tuple[int, str]:
     """How many of what."""
-    if text.strip().lower() == this_cpu.NAME:
-        return 1, this_cpu.NAME
+    if text.strip().lower() == THIS_CPU:
+        return 1, THIS_CPU
     count, gpu = parse_gpus(text)
     return count, gpu.name
 
@@ -144,8 +144,8 @@ def machine_of(section: SimulateSection, model: str) -> Machine:
     files that are not what they should be.
     """
     calibrated = Path(section.calibration) if section.calibration else None
-    if section.device == this_cpu.NAME:
-        return this_cpu.this_cpu(model, calibrated)
+    if section.device == THIS_CPU:
+        return this_cpu(model, calibrated)
     ops = Path(section.ops) if section.ops else None
     calibration = read_calibration(calibrated) if calibrated else None
     return gpu_machine(section.device, model, section.tensor_parallel, ops, calibration)

@@ -20,11 +20,9 @@ from kvbench.common.files import as_stored, check_output_dir, unpack
 from kvbench.common.git import git_state
 from kvbench.common.option_rules import RAY_OPTIONS, check_goes_with
 from kvbench.common.text import plural
-from kvbench.loadtest.max_rate.search import Condition, parse_conditions
-from kvbench.loadtest.options import LoadOptions, check_named_load, choose_load, workload_source
 from kvbench.simulation.choose import files_digest, machine_of, profile_of, simulated_workload
+from kvbench.simulation.drive import ROUTERS
 from kvbench.simulation.pool import RayOptions, map_simulations
-from kvbench.simulation.routing import ROUTERS
 from kvbench.simulation.run import (
     SimulationJob,
     job_at_rate,
@@ -36,6 +34,8 @@ from kvbench.simulation.run import (
     sustainable_rate,
 )
 from kvbench.simulation.show import search_table, show
+from kvbench.sweep.load_options import LoadOptions, check_named_load, choose_load, workload_source
+from kvbench.sweep.max_rate.search import Condition, parse_conditions
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload
 from kvbench.workload.settings import slug

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from engine.config import EngineConfig
 from engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of, settle_length
-from engine.model.spec import DTYPE_BYTES
-from kvbench.capacity.fit import Settings, memory_of
+from kvbench.capacity.fit import GIB, Settings, memory_of
 from kvbench.capacity.gpus import GPU, known_gpus
 from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import experts_of, weights_of
 from kvbench.common.errors import UsageError
 from kvbench.common.text import format_bytes, listing
-from kvbench.simulation.cost_model import TYPICAL, AllReduce, Calibration, GpuShare, Moves
-from kvbench.simulation.replica import Replica, StepTimer
-from kvbench.simulation.roofline import Roofline
+from kvbench.simulation.cost_model import TYPICAL, Calibration, GpuShare, Roofline
+from kvbench.simulation.replica import Replica, SettingsByName, StepTimer
 from kvbench.simulation.tables import MeasuredOperators, Tables
 
 
@@ -47,27 +44,28 @@ class Machine:
         """Raises UsageError where the GPU, the model and the tables do not go together."""
         self.model.check_split(self.gpus)
         if self.gpu.performance is None:
-            known = listing([gpu.name for gpu in known_gpus() if gpu.performance])
+            fast = listing([gpu.name for gpu in known_gpus() if gpu.performance])
             raise UsageError(
                 f"{self.gpu.name} cannot be simulated: kvbench knows its memory, but not its speed. Those that can: "
-                f"{known}"
+                f"{fast}"
             )
-        fitted_on = self.calibration.provenance.get("device") if self.calibration else None
+        fitted_on = self.calibration.provenance.device if self.calibration else None
         if self.calibration and self.calibration.kernels != 1.0 and fitted_on not in (None, self.gpu.name):
             raise UsageError(
                 f"the calibration scales the kernels of {fitted_on}, which says nothing of {self.gpu.name}: fit one "
                 "there, or leave --fit kernels out"
             )
-        if self.tables is not None and self.tables.experts is not None and not experts_of(self.model):
+        if self.tables is None or (self.tables.experts is None) == (experts_of(self.model) is None):
+            return
+        if self.tables.experts is not None:
             raise UsageError(
                 f"{self.tables.folder} has times of experts (moe.csv), and {self.model.name} has none: give the "
                 "tables of this model"
             )
-        if self.tables is not None and self.tables.experts is None and experts_of(self.model):
-            raise UsageError(
-                f"{self.tables.folder} has no moe.csv, and {self.model.name} has experts: measure them, or leave "
-                "--ops out for the data sheet"
-            )
+        raise UsageError(
+            f"{self.tables.folder} has no moe.csv, and {self.model.name} has experts: measure them, or leave --ops out "
+            "for the data sheet"
+        )
 
     @property
     def title(self) -> str:
@@ -80,20 +78,24 @@ class Machine:
         source = f"operator times in {self.tables.folder}" if self.tables else f"data sheet of {self.gpu.name}"
         if self.calibration is None:
             return source
-        of = self.calibration.provenance
-        run, device = of.get("run") or of.get("step_log"), of.get("device")
-        return f"{source}, calibrated" + (f" on {run}" if run else "") + (f" ({device})" if device else "")
+        fitted = self.calibration.provenance
+        run = fitted.run or fitted.step_log
+        return f"{source}, calibrated{f' on {run}' if run else ''}{f' ({fitted.device})' if fitted.device else ''}"
 
     @property
-    def known(self) -> Calibration:
+    def corrections(self) -> Calibration:
         """The calibration that counts: with a data sheet alone, what is typical takes the place of one."""
         return self.calibration or (Calibration() if self.tables else TYPICAL)
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.spec.text_config["vocab_size"])
+        return self.model.config.vocab_size
 
-    def settle(self, settings: Mapping[str, Any]) -> tuple[EngineConfig, KVCapacity]:
+    @property
+    def num_layers(self) -> int:
+        return sum(group.count for group in self.model.layers)
+
+    def settle(self, settings: SettingsByName) -> tuple[EngineConfig, KVCapacity]:
         """The engine settings and their KV capacity; ``kv_budget`` is of all GPUs together.
 
         Raises UsageError for settings that cannot be, and for a model that does not fit, with the numbers.
@@ -102,24 +104,22 @@ class Machine:
             config = EngineConfig.from_mapping({**settings, "model": self.model.name, "device": self.device})
             if config.async_scheduling is None or not self.overlaps:
                 config = replace(config, async_scheduling=self.overlaps)
-            if config.kv_budget is None:
-                config = replace(config, kv_budget=self._room(config))
-            self._check_budget(config)
-            limit, shape = self.model.spec.max_positions, self.kv_shape()
-            assert config.kv_budget is not None
-            config = settle_length(config, limit, shape, config.kv_budget, may_lower=True)
-            return config, capacity_of(config, shape, config.kv_budget)
+            budget = self._room(config) if config.kv_budget is None else config.kv_budget
+            self._check_budget(budget)
+            shape = self.kv_shape()
+            config = settle_length(
+                replace(config, kv_budget=budget), self.model.spec.max_positions, shape, budget, may_lower=True
+            )
+            return config, capacity_of(config, shape, budget)
         except ValueError as error:
             raise UsageError(str(error)) from None
 
-    def _check_budget(self, config: EngineConfig) -> None:
-        weights = weights_of(self.model).total_bytes
-        most = self.gpu.memory_bytes * self.gpus - weights
-        if config.kv_budget is not None and config.kv_budget > most:
+    def _check_budget(self, budget: int) -> None:
+        most = self.gpu.memory_bytes * self.gpus - weights_of(self.model).total_bytes
+        if budget > most:
             raise UsageError(
-                f"kv_budget {config.kv_budget} ({format_bytes(config.kv_budget)}) is more than the "
-                f"{format_bytes(max(0, most))} that {self.gpus}x{self.gpu.name} has beside the weights: lower it, or "
-                "leave it out"
+                f"kv_budget {budget} ({format_bytes(budget)}) is more than the {format_bytes(max(0, most))} that "
+                f"{self.gpus}x{self.gpu.name} has beside the weights: lower it, or leave it out"
             )
 
     def _room(self, config: EngineConfig) -> int:
@@ -134,8 +134,8 @@ class Machine:
         if memory.kv <= 0:
             raise UsageError(
                 f"{self.model.name} does not fit on {self.gpus}x{self.gpu.name}: its weights take "
-                f"{memory.weights / 2**30:.1f} GiB of each GPU's {memory.taken / 2**30:.1f} GiB; take more GPUs or "
-                "larger ones"
+                f"{memory.weights / GIB:.1f} GiB of each GPU's {memory.taken / GIB:.1f} GiB; take more GPUs or larger "
+                "ones"
             )
         return memory.kv * self.gpus
 
@@ -145,43 +145,39 @@ class Machine:
         for group in self.model.layers:
             heads = max(1, group.kv.kv_heads // self.gpus) * self.gpus
             layers += [LayerKV(heads, group.kv.head_dim, group.kv.value_dim)] * group.count
-        return KVShape(tuple(layers), DTYPE_BYTES[self.model.spec.default_dtype])
+        return KVShape(tuple(layers), self.model.dtype_bytes)
 
     def step_timer(self, config: EngineConfig) -> StepTimer:
         """The cost model for an engine of these settings. Raises UsageError where the tables are of another KV."""
-        around = self._surroundings(config)
+        share = self._share(config)
         if self.tables is None:
-            return Roofline(self.model, self.gpu, self.gpus, config.kv_cache_dtype, self.known, around)
+            return Roofline(self.model, self.gpu, self.gpus, config.kv_cache_dtype, self.corrections, share)
         if config.kv_cache_dtype not in ("auto", self.model.spec.default_dtype):
             raise UsageError(
                 f"{self.tables.folder} was measured with KV in the model's own dtype, and kv_cache_dtype is "
                 f"{config.kv_cache_dtype!r}: leave --ops out, and the data sheet is used"
             )
-        return MeasuredOperators(self.tables, self.known, around)
+        return MeasuredOperators(self.tables, self.corrections, share)
 
-    def _surroundings(self, config: EngineConfig) -> GpuShare:
-        text, performance = self.model.spec.text_config, self.gpu.performance
+    def _share(self, config: EngineConfig) -> GpuShare:
+        model, performance, gpus = self.model, self.gpu.performance, self.gpus
         assert performance is not None
-        layers = sum(group.count for group in self.model.layers)
-        slot_bytes = self.model.token_bytes(config.kv_cache_dtype, gpus=self.gpus)
-        all_reduce = None
-        if self.gpus > 1:
-            # A ring sends each byte 2 (n - 1) / n times over each link, which is how bus bandwidth is defined.
-            share = 2 * (self.gpus - 1) / self.gpus
-            token_bytes = text["hidden_size"] * DTYPE_BYTES[self.model.spec.default_dtype]
-            token_s = share * token_bytes / performance.all_reduce_bytes_per_s
-            all_reduce = AllReduce(2 * layers, token_s, self.known.all_reduce_s)
+        # A ring sends each byte 2 (n - 1) / n times over each link, which is how bus bandwidth is defined.
+        reduced_bytes = 2 * (gpus - 1) / gpus * (model.config.hidden_size * model.dtype_bytes)
         return GpuShare(
-            layers=layers,
-            heads=self.model.query_heads // self.gpus,
-            kv_heads=max(1, self.model.layers[0].kv.kv_heads // self.gpus),
+            layers=self.num_layers,
+            heads=model.config.num_attention_heads // gpus,
+            kv_heads=max(1, model.layers[0].kv.kv_heads // gpus),
             processors=performance.processors,
-            experts=experts_of(self.model),
-            moves=Moves(slot_bytes, performance.host_link_bytes_per_s, self.gpu.bytes_per_s),
-            all_reduce=all_reduce,
+            experts=experts_of(model),
+            slot_bytes=model.token_bytes(config.kv_cache_dtype, gpus=gpus),
+            host_link_bytes_per_s=performance.host_link_bytes_per_s,
+            memory_bytes_per_s=self.gpu.bytes_per_s,
+            reduces=2 * self.num_layers if gpus > 1 else 0,
+            reduce_token_s=reduced_bytes / performance.all_reduce_bytes_per_s,
         )
 
-    def replica(self, settings: Mapping[str, Any], number: int = 0) -> Replica:
+    def replica(self, settings: SettingsByName, number: int = 0) -> Replica:
         """An idle engine. Raises UsageError as ``settle`` does."""
         config, capacity = self.settle(settings)
         return Replica(config, capacity, self.vocab_size, self.step_timer(config), number)

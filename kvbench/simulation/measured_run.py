@@ -7,14 +7,14 @@ scheduled_ts and arrival_time [s] may be missing), and may have meta.json (model
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
 from engine.sequence import Sequence as EngineSequence
@@ -24,16 +24,15 @@ from kvbench.common.schema import explain
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation.drive import Drive, Ended
 from kvbench.simulation.machine import Machine
-from kvbench.simulation.replica import Replica
+from kvbench.simulation.replica import Replica, SettingsByName
 
-_TAKEN = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_dtype")  # of vLLM's arguments
 _TOKEN_IDS = 1 << 13  # of made-up prompts; fewer than any vocabulary has
 _SERIES = ("t", "running", "kv_cache_pct")
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """``requests``: lengths and arrivals [s]. Of each in their order, in seconds:
+    """A measured run; ``requests``: lengths and arrivals [s]. Of each in their order, in seconds:
 
     ttft: from when the engine saw it, or with ``from_arrival`` from its arrival, to its first token
     tpot: mean time between its tokens
@@ -45,7 +44,7 @@ class MeasuredRun:
 
     name: str
     engine: str
-    settings: Mapping[str, Any]
+    settings: SettingsByName
     requests: Sequence[RequestSpec]
     ttft: np.ndarray
     tpot: np.ndarray
@@ -60,10 +59,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """Of each request in their order as in ``MeasuredRun``; ``series``: after each step, columns as there.
-
-    seconds: GPU and host time by class; notes: what a reader must know
-    """
+    """Of each request as in ``MeasuredRun``; series: after each step; seconds: GPU and host time by class."""
 
     ttft: np.ndarray
     tpot: np.ndarray
@@ -71,10 +67,10 @@ class RunPrediction:
     series: pd.DataFrame
     preemptions: int
     seconds: Mapping[str, float]
-    notes: Sequence[str]
+    notes: list[str]
 
 
-class _Row(BaseModel):
+class _Request(BaseModel):
     """One line of requests.jsonl."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -85,6 +81,35 @@ class _Row(BaseModel):
     last_token_ts: float
     scheduled_ts: float | None = None
     arrival_time: float | None = None
+
+
+def _at(*path: str | int) -> Any:
+    """A field that may be missing, at this path of a JSON file."""
+    return Field(default=None, validation_alias=AliasPath(*path))
+
+
+class _Arguments(BaseModel):
+    """Arguments of vLLM that the built-in engine has too, from meta.json."""
+
+    max_num_seqs: Any = _at("engine_kwargs", "max_num_seqs")
+    max_num_batched_tokens: Any = _at("engine_kwargs", "max_num_batched_tokens")
+    max_model_len: Any = _at("engine_kwargs", "max_model_len")
+    kv_cache_dtype: Any = _at("engine_kwargs", "kv_cache_dtype")
+    enable_prefix_caching: bool = Field(True, validation_alias=AliasPath("kv_cache", "enable_prefix_caching"))
+    page_size: int | None = _at("kv_cache", "block_size")
+
+
+class _Meta(BaseModel):
+    """What else meta.json says, and config.json of the hardware (of the first engine in a cluster)."""
+
+    model: str | None = None
+    version: str | None = _at("vllm_version")
+    slots: int | None = _at("kv_cache", "num_kv_tokens")
+    gpus: int | None = _at("engine_kwargs", "tensor_parallel_size")
+    device: str | None = _at("nodes", 0, "instances", 0, "hardware")
+
+
+File = TypeVar("File", bound=BaseModel)
 
 
 def read_measured_run(folder: Path) -> MeasuredRun:
@@ -98,76 +123,58 @@ def read_measured_run(folder: Path) -> MeasuredRun:
 
 def _read_vllm(folder: Path) -> MeasuredRun:
     rows = list(_lines(folder / "requests.jsonl"))
-    meta = _json(folder / "meta.json")
-    kwargs, cache = meta.get("engine_kwargs") or {}, meta.get("kv_cache") or {}
-    settings = {name: kwargs[name] for name in _TAKEN if kwargs.get(name) is not None}
-    settings["enable_prefix_caching"] = bool(cache.get("enable_prefix_caching", True))  # vLLM's default
-    if cache.get("block_size"):
-        settings["page_size"] = cache["block_size"]
-    scheduled = [row.scheduled_ts for row in rows]
-    version = meta.get("vllm_version")
+    arguments, meta = (_read_file(folder / "meta.json", model) for model in (_Arguments, _Meta))
+    scheduled = [row.first_token_ts - row.scheduled_ts for row in rows if row.scheduled_ts is not None]
+    arrivals = [row.arrival_time for row in rows if row.arrival_time is not None]
+    if len(arrivals) < len(rows):
+        arrivals = [row.queued_ts for row in rows]  # the engine's own stamp, which is only made between two steps
     return MeasuredRun(
-        name="/".join(folder.resolve().parts[-2:]),
-        engine=f"vLLM {version}" if version else "vLLM",
-        settings=settings,
-        requests=_specs(rows, _arrivals(rows)),
-        ttft=np.array([row.first_token_ts - row.queued_ts for row in rows]),
-        tpot=_tpot([(row.first_token_ts, row.last_token_ts, row.output_toks) for row in rows]),
-        prefill=None if None in scheduled else np.array([r.first_token_ts - r.scheduled_ts for r in rows]),
-        slots=cache.get("num_kv_tokens"),
+        **_requests(folder, rows, arrivals),
+        engine=f"vLLM {meta.version}" if meta.version else "vLLM",
+        settings=arguments.model_dump(exclude_none=True),
+        prefill=np.array(scheduled) if len(scheduled) == len(rows) else None,
+        slots=meta.slots,
         series=_series(folder / "timeseries.csv"),
-        device=_hardware(folder / "config.json"),
-        model=meta.get("model"),
-        gpus=kwargs.get("tensor_parallel_size"),
+        device=_read_file(folder / "config.json", _Meta).device,
+        model=meta.model,
+        gpus=meta.gpus,
     )
 
 
-def _lines(path: Path) -> Iterable[_Row]:
+def _lines(path: Path) -> Iterator[_Request]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         try:
-            yield _Row.model_validate_json(line)
+            yield _Request.model_validate_json(line)
         except ValidationError as error:
             raise UsageError(f"{path}, line {number}: {explain(error, '')[0]}") from None
 
 
-def _arrivals(rows: Sequence[_Row]) -> list[float]:
-    """When the requests reached the engine; its own stamp is only made between two of its steps."""
-    if all(row.arrival_time is not None for row in rows):
-        return [float(row.arrival_time or 0.0) for row in rows]
-    return [row.queued_ts for row in rows]
-
-
-def _specs(rows: Sequence[_Row], arrivals: Sequence[float]) -> list[RequestSpec]:
-    """With prompts that share nothing: their texts are not known."""
+def _requests(folder: Path, rows: Sequence[_Request], arrivals: Sequence[float]) -> dict[str, Any]:
+    """What both kinds of files tell. The prompts share nothing: their texts are not known."""
     began, specs = min(arrivals, default=0.0), []
     for index, (row, at) in enumerate(zip(rows, arrivals, strict=True)):
         ids = tuple(np.random.default_rng(index).integers(0, _TOKEN_IDS, row.input_toks).tolist())
         specs.append(RequestSpec(index, "measured", ids, None, row.output_toks, arrival_s=at - began))
-    return specs
+    return {
+        "name": "/".join(folder.resolve().parts[-2:]),
+        "requests": specs,
+        "ttft": np.array([row.first_token_ts - row.queued_ts for row in rows]),
+        "tpot": _tpot((row.first_token_ts, row.last_token_ts, row.output_toks) for row in rows),
+    }
 
 
 def _tpot(times: Iterable[tuple[float, float, int]]) -> np.ndarray:
     return np.array([(last - first) / (tokens - 1) if tokens > 1 else np.nan for first, last, tokens in times])
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+def _read_file(path: Path, model: type[File]) -> File:
+    """A file that may be missing. Raises UsageError."""
     try:
-        found = read_json(path)
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON: {error}") from None
-    return found if isinstance(found, dict) else {}
-
-
-def _hardware(path: Path) -> str | None:
-    """Of the first engine in a cluster's config.json."""
-    for node in _json(path).get("nodes") or ():
-        for instance in node.get("instances") or ():
-            return instance.get("hardware")
-    return None
+        return model.model_validate(read_json(path) if path.is_file() else {})
+    except ValidationError as error:
+        raise UsageError(f"{path}: {explain(error, '')[0]}") from None
 
 
 def _series(path: Path) -> pd.DataFrame:
@@ -181,37 +188,26 @@ def _series(path: Path) -> pd.DataFrame:
 
 
 def _read_own(folder: Path) -> MeasuredRun:
-    frame = pd.read_parquet(folder / "requests.parquet")
+    frame = pd.read_parquet(path := folder / "requests.parquet")
     needed = ("t0", "prompt_tokens", "output_tokens", "chunk_times")
     if missing := [name for name in needed if name not in frame]:
-        raise UsageError(f"{folder / 'requests.parquet'} has no column {', '.join(missing)}")
+        raise UsageError(f"{path} has no column {', '.join(missing)}")
     frame = frame[(frame["chunk_times"].map(len) > 0) & (frame["output_tokens"] > 0)].sort_values("t0")
     if frame.empty:
-        raise UsageError(f"{folder / 'requests.parquet'} has no request with tokens")
+        raise UsageError(f"{path} has no request with tokens")
+    columns = (frame[name].tolist() for name in needed)
     rows = [
-        _Row(
-            input_toks=int(row.prompt_tokens), output_toks=int(row.output_tokens), queued_ts=float(row.t0),
-            first_token_ts=float(row.chunk_times[0]), last_token_ts=float(row.chunk_times[-1]),
-        )
-        for row in frame.itertuples()
-    ]  # fmt: skip
-    return MeasuredRun(
-        name="/".join(folder.resolve().parts[-2:]),
-        engine="a server that `kvbench load` measured",
-        settings={},
-        requests=_specs(rows, [row.queued_ts for row in rows]),
-        ttft=np.array([row.first_token_ts - row.queued_ts for row in rows]),
-        tpot=_tpot([(row.first_token_ts, row.last_token_ts, row.output_toks) for row in rows]),
-        from_arrival=True,
-    )
+        _Request(input_toks=prompt, output_toks=output, queued_ts=t0, first_token_ts=times[0], last_token_ts=times[-1])
+        for t0, prompt, output, times in zip(*columns, strict=True)
+    ]
+    about = _requests(folder, rows, [row.queued_ts for row in rows])
+    return MeasuredRun(**about, engine="a server that `kvbench load` measured", settings={}, from_arrival=True)
 
 
 class _Observed(Replica):
     """Keeps when the engine saw each request, and its sequence."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.seen: dict[int, tuple[float, EngineSequence]] = {}
+    seen: dict[int, tuple[float, EngineSequence]]
 
     def add(self, request_id: str, spec: RequestSpec, at: float) -> EngineSequence:
         sequence = super().add(request_id, spec, at)
@@ -220,13 +216,12 @@ class _Observed(Replica):
 
 
 def predict(run: MeasuredRun, machine: Machine) -> RunPrediction:
-    """The run again, simulated on ``machine``. Raises UsageError where it cannot be, or the model does not fit."""
-    settings = dict(run.settings)
-    if run.slots is not None:
-        settings["kv_budget"] = _budget(run, machine)
-    config, capacity = machine.settle(settings)
+    """Simulates the run again on ``machine``. Raises UsageError where it cannot be, or the model does not fit."""
+    budget = {} if run.slots is None else {"kv_budget": _budget(run.slots, run.settings, machine)}
+    config, capacity = machine.settle({**run.settings, **budget})
     cost = machine.step_timer(config)
     replica = _Observed(config, capacity, machine.vocab_size, cost)
+    replica.seen = {}
     ended: dict[int, Ended] = {}
     series: list[tuple[float, int, float]] = []
 
@@ -253,12 +248,12 @@ def predict(run: MeasuredRun, machine: Machine) -> RunPrediction:
     )
 
 
-def _budget(run: MeasuredRun, machine: Machine) -> int:
+def _budget(slots: int, settings: SettingsByName, machine: Machine) -> int:
     """Bytes that hold as many tokens as the measured engine did."""
-    config, _ = machine.settle(run.settings)
-    assert config.max_model_len is not None and run.slots is not None
+    config, _ = machine.settle(settings)
+    assert config.max_model_len is not None
     table = config.max_num_seqs * -(-config.max_model_len // config.page_size) * PAGE_TABLE_ENTRY_BYTES
-    return run.slots * machine.kv_shape().slot_bytes(config.kv_cache_dtype) + table
+    return slots * machine.kv_shape().slot_bytes(config.kv_cache_dtype) + table
 
 
 def series_errors(run: MeasuredRun, predicted: RunPrediction) -> dict[str, float]:
@@ -266,28 +261,26 @@ def series_errors(run: MeasuredRun, predicted: RunPrediction) -> dict[str, float
 
     A column that was not measured, or is 0 throughout, is left out.
     """
-    found = {}
+    distances = {}
     for name in _SERIES[1:]:
         if name in run.series and run.series[name].any():
-            at = predicted_at(predicted, run.series["t"].to_numpy(), name)
-            found[name] = float(np.abs(at - run.series[name].to_numpy()).mean())
-    return found
+            values = predicted_at(predicted, run.series["t"].to_numpy(), name)
+            distances[name] = float(np.abs(values - run.series[name].to_numpy()).mean())
+    return distances
 
 
 def predicted_at(predicted: RunPrediction, times: np.ndarray, column: str) -> np.ndarray:
     """The predicted ``running`` or ``kv_cache_pct`` at each of ``times`` [s since the first arrival]."""
-    known = predicted.series
-    index = np.searchsorted(known["t"].to_numpy(), times, side="right") - 1
-    values = known[column].to_numpy(dtype=float)
+    index = np.searchsorted(predicted.series["t"].to_numpy(), times, side="right") - 1
+    values = predicted.series[column].to_numpy(dtype=float)
     return np.where(index < 0, 0.0, values[np.maximum(index, 0)])
 
 
 def machine_for(run: MeasuredRun, device: str | None, model: str | None, gpus: int | None) -> tuple[str, str, int]:
     """Device, model and GPUs of a run: as given, else as it states. Raises UsageError where neither says."""
-    for name, value in (("device", device or run.device), ("model", model or run.model)):
-        if not value:
-            raise UsageError(f"{run.name} does not say on which {name} it ran: give --{name}")
     for name, given, stated in (("device", device, run.device), ("model", model, run.model)):
+        if not given and not stated:
+            raise UsageError(f"{run.name} does not say on which {name} it ran: give --{name}")
         if given and stated and not _same_name(given, stated):
             raise UsageError(f"{run.name} ran on the {name} {stated}, and --{name} is {given}: leave it out")
     return str(device or run.device), str(model or run.model), gpus or run.gpus or 1

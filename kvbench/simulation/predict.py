@@ -8,7 +8,7 @@ does not know, and how much faster or slower the machine was during that load.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,39 +17,132 @@ import numpy as np
 import pandas as pd
 
 from engine.config import EngineConfig
+from engine.execution.simulated_executor import StepTime, StepWork
+from engine.kv.budget import KVCapacity
 from engine.planning import plan_engine
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
 from kvbench.common.text import listing
 from kvbench.metrics.latency import summarise
-from kvbench.requests.request import read_requests
+from kvbench.requests.request import RequestSpec, conversations, distinct_prefixes, read_requests
 from kvbench.runs.folder import DONE
 from kvbench.runs.model import MeasuredCell, Repeat, Run, number
 from kvbench.runs.predictions import METRICS, Predicted, write_predictions
 from kvbench.runs.resume import stored_workload
-from kvbench.simulation.replay import ReplayedLoad, replay, step_ends, works_of
-from kvbench.simulation.sweep_driver import row_of
-from kvbench.simulation.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs, measured
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, prime
+from kvbench.simulation.instrument import row_of
+from kvbench.simulation.replica import Replica, SettingsByName, StepTimer
+from kvbench.simulation.unit_costs import MeasuredSteps, UnitCostModel, UnitCosts, fit_unit_costs, measured
 from kvbench.workload.load_section import LoadConfig
 
 _HOST = ("dtype", "kernel_backend", "num_threads", "torch_compile", "fused_layers")
 """Settings of a server on which its unit costs depend; a cell is predicted from cells that agree in them."""
 _SAME_STEPS = 0.02  # by how much the steps of a replay may differ from those that the server counted
+_EVEN_STEP_S = 0.02  # of a replay whose times do not matter; longer than the turnaround
+
+
+@dataclass(frozen=True)
+class ReplayedLoad:
+    """What is replayed.
+
+    users: of a closed loop; None: requests are sent at their arrivals, at most ``most_in_flight`` at a time
+    primed: the shared prefixes were sent once before the load
+    turnaround_s: 0 in engine time
+    """
+
+    config: EngineConfig
+    capacity: KVCapacity
+    vocab_size: int
+    requests: Sequence[RequestSpec]
+    users: int | None
+    most_in_flight: int | None = None
+    primed: bool = False
+    turnaround_s: float = TURNAROUND_S
+
+    @property
+    def repeats_its_steps(self) -> bool:
+        """Whether its steps are the same however fast they are computed."""
+        return self.users is not None and not any(request.turn for request in self.requests)
+
+
+def replay(
+    load: ReplayedLoad, step_time: StepTimer, on_step: Callable[[float], None] = lambda end: None
+) -> list[Ended]:
+    """What becomes of the requests, in the order of their indices. ``on_step``: gets the end of each step [s]."""
+    replica = Replica(load.config, load.capacity, load.vocab_size, step_time)
+    if load.primed:
+        prime(replica, distinct_prefixes(load.requests))
+    turns = conversations(load.requests)
+    if load.users is None:
+        turns.sort(key=lambda requests: requests[0].arrival_s or 0.0)
+    ended: list[Ended] = []
+    Drive(
+        [replica],
+        turns,
+        ended.append,
+        users=load.users,
+        most_in_flight=load.most_in_flight,
+        turnaround_s=load.turnaround_s,
+        began=replica.clock.now,
+        on_step=lambda replica, outputs: on_step(replica.clock.now),
+    ).run()
+    return sorted(ended, key=lambda end: end.spec.index)
+
+
+def works_of(load: ReplayedLoad) -> tuple[list[StepWork], list[float], list[Ended]]:
+    """The work of each step of a load that repeats its steps, when each ended in a replay, and the requests of it."""
+    works: list[StepWork] = []
+    ends: list[float] = []
+
+    def even(work: StepWork) -> StepTime:
+        works.append(work)
+        return StepTime(_EVEN_STEP_S)
+
+    ended = replay(load, even, ends.append)
+    return works[len(works) - len(ends) :], ends, ended  # without the steps that primed the cache
+
+
+def step_ends(ends: Sequence[float], ended: Sequence[Ended], token_times: Sequence[Sequence[float]]) -> np.ndarray:
+    """When each step of a measured load ended [s], NaN where no token came at its end.
+
+    ends, ended: of a replay, as ``works_of`` returns them
+    token_times: of each request in the order of the indices, when each token came [s]; a request with another number
+        of tokens than in the replay is left out
+    """
+    number = {end: index for index, end in enumerate(ends)}
+    came: list[list[float]] = [[] for _ in ends]
+    for request, times in zip(ended, token_times, strict=True):
+        if len(times) == len(request.times):
+            for simulated, real in zip(request.times, times, strict=True):
+                came[number[simulated]].append(float(real))
+    return np.array([np.median(times) if times else np.nan for times in came])
 
 
 @dataclass(frozen=True)
 class _Load:
     """One measured load of a cell: what can be replayed, what became of its requests, and its metrics.
 
-    ``host``: its server's values of ``_HOST``; ``steps``: that the server counted, None where it did not.
+    host: its server's values of ``_HOST``; steps: that the server counted, None where it did not
     """
 
     cell: MeasuredCell
     replayed: ReplayedLoad
     rows: pd.DataFrame
-    metrics: Mapping[str, Any]
+    repeat: Repeat
     host: tuple[Any, ...]
-    steps: float | None
+
+    def steps(self) -> MeasuredSteps | str:
+        """Its measured steps; a sentence where its replay went another way."""
+        works, ends, ended = works_of(self.replayed)
+        counted = number(self.repeat.server.get("steps_total"))
+        if counted and abs(len(works) / counted - 1.0) > _SAME_STEPS:
+            return (
+                f"nothing is fitted to {self.cell.cell_id}: its replay took {len(works)} steps and its server "
+                f"{counted:.0f}"
+            )
+        began = float(self.rows["t0"].min())
+        ends_measured = step_ends(ends, ended, self.rows["chunk_times"].tolist())
+        return measured(self.replayed.config.kv_cache_dtype, works, ends_measured, began)
 
 
 def predict_run(run: Run, most_steps: float = math.inf) -> Path:
@@ -61,51 +154,52 @@ def predict_run(run: Run, most_steps: float = math.inf) -> Path:
     if counted > most_steps:
         raise UsageError(f"{counted:,.0f} steps take minutes to replay: `kvbench predict {run.folder}` does it")
     loads, left_out = _loads_of(run)
-    measured, notes = _measured(loads)
+    fittable, notes = _fittable(loads)
     notes += left_out
     predicted = {}
-    for cell_id in dict.fromkeys(load.cell.cell_id for load in loads):
-        of_cell = [load for load in loads if load.cell.cell_id == cell_id]
-        others = [s for load, s in measured if load.cell.cell_id != cell_id and load.host == of_cell[0].host]
+    for cell_id, of_cell in _by_cell(loads).items():
+        others = [steps for load, steps in fittable if load.cell.cell_id != cell_id and load.host == of_cell[0].host]
         if not others:
             notes.append(f"{cell_id} is not predicted: no other cell in a closed loop is like it in {listing(_HOST)}")
             continue
         costs = fit_unit_costs(others)
         predicted[cell_id] = _predicted(of_cell, costs)
-        notes += [f"{cell_id}: {note}" for note in costs.timer(of_cell[0].replayed.config.kv_cache_dtype).notes()]
+        timer = UnitCostModel(costs, of_cell[0].replayed.config.kv_cache_dtype)
+        notes += [f"{cell_id}: {note}" for note in timer.notes()]
     if not predicted:
         raise UsageError(
             f"{run.folder} has no other cell in a closed loop to calibrate the simulator on: predict a run with two "
             "cells or more"
         )
-    return write_predictions(run.folder, predicted, fit_unit_costs(steps for _, steps in measured), notes)
+    return write_predictions(run.folder, predicted, fit_unit_costs(steps for _, steps in fittable), notes)
 
 
 def unit_costs_of(run: Run) -> UnitCosts:
-    """Fitted to every cell of a run whose steps are known. Raises UsageError where there is none."""
-    measured, _ = _measured(_loads_of(run)[0])
-    if len({load.host for load, _ in measured}) > 1:
+    """Fits them to every cell of a run whose steps are known. Raises UsageError where there is none."""
+    fittable, _ = _fittable(_loads_of(run)[0])
+    if len({load.host for load, _ in fittable}) > 1:
         raise UsageError(f"{run.folder} varies {' or '.join(_HOST)}, each of which has unit costs of its own")
-    return fit_unit_costs(steps for _, steps in measured)
+    return fit_unit_costs(steps for _, steps in fittable)
 
 
-def _measured(loads: Sequence[_Load]) -> tuple[list[tuple[_Load, MeasuredSteps]], list[str]]:
+def _fittable(loads: Sequence[_Load]) -> tuple[list[tuple[_Load, MeasuredSteps]], list[str]]:
     """The loads that can be fitted to, with their steps, and notes on those whose replay went another way."""
-    found, notes = [], []
+    fittable, notes = [], []
     for load in loads:
-        if not load.replayed.repeats_its_steps:
-            continue
-        works, *replayed = works_of(load.replayed)
-        if load.steps and abs(len(works) / load.steps - 1.0) > _SAME_STEPS:
-            notes.append(
-                f"nothing is fitted to {load.cell.cell_id}: its replay took {len(works)} steps and its server "
-                f"{load.steps:.0f}"
-            )
-            continue
-        began = float(load.rows["t0"].min())
-        ends = step_ends(*replayed, load.rows["chunk_times"].tolist())
-        found.append((load, measured(load.replayed.config.kv_cache_dtype, works, ends, began)))
-    return found, notes
+        if load.replayed.repeats_its_steps:
+            steps = load.steps()
+            if isinstance(steps, str):
+                notes.append(steps)
+            else:
+                fittable.append((load, steps))
+    return fittable, notes
+
+
+def _by_cell(loads: Sequence[_Load]) -> dict[str, list[_Load]]:
+    cells: dict[str, list[_Load]] = {}
+    for load in loads:
+        cells.setdefault(load.cell.cell_id, []).append(load)
+    return cells
 
 
 def _loads_of(run: Run) -> tuple[list[_Load], list[str]]:
@@ -114,12 +208,14 @@ def _loads_of(run: Run) -> tuple[list[_Load], list[str]]:
         raise UsageError(f"{run.folder} is simulated itself: predict a run that was measured")
     if not run.is_built_in or run.manifest.get("serve_cmd"):
         raise UsageError(f"{run.folder} is of another engine, whose scheduler the simulator does not have")
-    loads, left_out, section = [], [], stored_workload(run.manifest).load
+    loads: list[_Load] = []
+    left_out, section = [], stored_workload(run.manifest).load
     for cell in run.cells:
-        why = _why_not(cell, run, section)
-        found = [] if why else [load for each in cell.repeats if (load := _load(cell, each, run, section))]
-        loads += found
-        if not found:
+        engine = _engine(cell, run)
+        why = _why_not(cell, engine, run, section)
+        of_cell = [] if why else [load for each in cell.repeats if (load := _load(cell, engine, each, run, section))]
+        loads += of_cell
+        if not of_cell:
             left_out.append(f"{cell.cell_id} is not predicted: {why or 'its raw samples are not there'}")
     if not loads:
         why = f": {left_out[0]}" if left_out else ""
@@ -127,26 +223,15 @@ def _loads_of(run: Run) -> tuple[list[_Load], list[str]]:
     return loads, left_out
 
 
-def _load(cell: MeasuredCell, repeat: Repeat, run: Run, section: LoadConfig) -> _Load | None:
-    """None where its files are not kept. Raises UsageError for one that cannot be replayed."""
-    folder = cell.folder / "loads" / str(repeat.repeat)
-    if not (folder / DONE).is_file() or not (folder / "requests.parquet").is_file():
-        return None
-    replayed = _replayed(cell, run, section, run.folder / read_json(folder / DONE)["requests_file"])
-    rows = pd.read_parquet(folder / "requests.parquet").sort_values("index")
-    host = tuple(_engine(cell, run).get(name) for name in _HOST)
-    return _Load(cell, replayed, rows, repeat.metrics, host, number(repeat.server.get("steps_total")))
-
-
-def _engine(cell: MeasuredCell, run: Run) -> Mapping[str, Any]:
+def _engine(cell: MeasuredCell, run: Run) -> SettingsByName:
     """The settings that the cell's server said it had; empty where it said none."""
     return ((run.manifest.get("servers") or {}).get(cell.config_id) or {}).get("engine") or {}
 
 
-def _why_not(cell: MeasuredCell, run: Run, load: LoadConfig) -> str | None:
+def _why_not(cell: MeasuredCell, engine: SettingsByName, run: Run, load: LoadConfig) -> str | None:
     if cell.doubt:
         return f"its measurement is {cell.doubt}"
-    if not (engine := _engine(cell, run)):
+    if not engine:
         return "its server's settings are not known"
     if engine.get("async_scheduling"):
         return "its engine plans a step while it computes the one before, so that steps have no time of their own"
@@ -157,53 +242,53 @@ def _why_not(cell: MeasuredCell, run: Run, load: LoadConfig) -> str | None:
     return None
 
 
-def _replayed(cell: MeasuredCell, run: Run, load: LoadConfig, requests: Path) -> ReplayedLoad:
-    """With the settings that the cell's server said it had. Raises UsageError."""
-    stored = _engine(cell, run)
+def _load(cell: MeasuredCell, engine: SettingsByName, repeat: Repeat, run: Run, load: LoadConfig) -> _Load | None:
+    """None where its files are not kept. Raises UsageError for one that cannot be replayed."""
+    folder = cell.folder / "loads" / str(repeat.repeat)
+    if not (folder / DONE).is_file() or not (folder / "requests.parquet").is_file():
+        return None
     try:
-        plan = plan_engine(EngineConfig.from_mapping(stored), on_cpu=stored.get("device") == "cpu")
+        plan = plan_engine(EngineConfig.from_mapping(engine), on_cpu=engine.get("device") == "cpu")
     except ValueError as error:
         raise UsageError(f"{cell.cell_id} cannot be replayed: {error}") from None
     assert plan.capacity is not None, "a server states its budget"
-    return ReplayedLoad(
+    replayed = ReplayedLoad(
         plan.config,
         plan.capacity,
         int(run.manifest["model"]["vocab_size"]),
-        read_requests(requests),
+        read_requests(run.folder / read_json(folder / DONE)["requests_file"]),
         users=int(cell.load.value) if cell.load.mode == "closed" else None,
         most_in_flight=load.max_concurrency,
         primed=load.cache_state == "primed",
     )
+    rows = pd.read_parquet(folder / "requests.parquet").sort_values("index")
+    return _Load(cell, replayed, rows, repeat, tuple(engine.get(name) for name in _HOST))
 
 
 def predicted_cells(run: Run, costs: UnitCosts) -> dict[str, dict[str, Predicted]]:
     """Each cell that can be replayed, with ``costs`` from elsewhere. Raises UsageError where there is none."""
     loads, _ = _loads_of(run)
-    cells = dict.fromkeys(load.cell.cell_id for load in loads)
-    return {cell: _predicted([load for load in loads if load.cell.cell_id == cell], costs) for cell in cells}
+    return {cell_id: _predicted(of_cell, costs) for cell_id, of_cell in _by_cell(loads).items()}
 
 
 def _predicted(loads: Sequence[_Load], costs: UnitCosts) -> dict[str, Predicted]:
     """By metric what was predicted and measured, each the mean over a cell's loads."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    pairs: dict[str, list[tuple[float, float]]] = {}
     for load in loads:
         metrics = predicted_metrics(load.replayed, costs)
         for name, path in METRICS.items():
-            predicted, measured = _at(metrics, path), _at(load.metrics, path)
+            predicted, measured = _at(metrics, path), _at(load.repeat.metrics, path)
             if predicted is not None and measured:
-                found.setdefault(name, []).append((predicted, measured))
-    return {
-        name: Predicted(float(np.mean([p for p, _ in pairs])), float(np.mean([m for _, m in pairs])))
-        for name, pairs in found.items()
-    }
+                pairs.setdefault(name, []).append((predicted, measured))
+    return {name: Predicted(*np.mean(figures, axis=0).tolist()) for name, figures in pairs.items()}
 
 
 def predicted_metrics(load: ReplayedLoad, costs: UnitCosts) -> dict[str, Any]:
     """The metrics of a load as ``summarise`` defines them, from a replay."""
-    ended = replay(load, costs.timer(load.config.kv_cache_dtype))
+    ended = replay(load, UnitCostModel(costs, load.config.kv_cache_dtype))
     mode = "closed" if load.users is not None else "open"
     outcome = {"mode": mode, "concurrency": load.users, "request_rate": None, "client": {}}
-    return summarise(pd.DataFrame([row_of(each) for each in ended]), outcome)
+    return summarise(pd.DataFrame([row_of(end) for end in ended]), outcome)
 
 
 def _at(metrics: Mapping[str, Any], path: str) -> float | None:

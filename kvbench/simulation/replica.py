@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -15,12 +16,16 @@ from kvbench.requests.request import RequestSpec
 
 StepTimer = Callable[[StepWork], StepTime]
 """A cost model: the time of a step from its work."""
+SettingsByName = Mapping[str, Any]
+"""Settings of the engine by name, as a workload's ``engine`` section has them."""
 
 
 class Replica:
-    """``number``: among the replicas of a fleet; ``clock.now``: the end of its last step, and ``step_began`` [s].
+    """An engine of a fleet.
 
-    ``step_time``: its cost model.
+    number: among its replicas
+    step_time: its cost model
+    clock.now: the end of its last step, which began at ``step_began`` [s]
     """
 
     def __init__(
@@ -31,9 +36,9 @@ class Replica:
         self.step_time = step_time
         self.step_began = 0.0
         pipelined = bool(config.async_scheduling)
-        self._executor = executor = SimulatedExecutor(vocab_size, step_time, self.clock, pipelined=pipelined)
+        self._executor = SimulatedExecutor(vocab_size, step_time, self.clock, pipelined=pipelined)
         config = replace(config, async_scheduling=pipelined)
-        self.engine = Engine(config, executor, make_kv_manager(config, capacity), self.clock)
+        self.engine = Engine(config, self._executor, make_kv_manager(config, capacity), self.clock)
 
     def rewind(self) -> None:
         """Sets the clock of an idle engine back to 0; its prefix cache stays."""

@@ -17,26 +17,31 @@ Between the points of a grid all is interpolated linearly. Beyond it the last tw
 
 from __future__ import annotations
 
-import csv
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from engine.execution.simulated_executor import StepWork
 from kvbench.common.errors import UsageError
 from kvbench.common.parsing import read_yaml
 from kvbench.common.text import listing
 from kvbench.simulation.cost_model import LONGEST_SHARE, Calibration, CostModel, GpuShare, Kernels
-from kvbench.simulation.experts import active_experts
 
 _GEMMS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 _ONCE_A_STEP = ("embedding", "final_layernorm")
 _TWICE_A_LAYER = ("layernorm",)  # before attention and before the MLP
+_ATTENTION = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+_LIMITS = (
+    "tokens a step", "sequences that draw a token in a step", "decoding sequences", "tokens of their context",
+    "prompt tokens in a step", "tokens before those of a prompt",
+)  # fmt: skip
+"""What of a step may lie beyond the tables."""
 
 
 class Curve:
@@ -51,11 +56,10 @@ class Curve:
         return self.x[-1]
 
     def __call__(self, x: float) -> float:
-        known = self.x
-        if x <= known[0] or len(known) == 1:
+        if x <= self.x[0] or len(self.x) == 1:
             return self.y[0]
-        at = min(bisect_right(known, x), len(known) - 1)
-        x0, x1, y0, y1 = known[at - 1], known[at], self.y[at - 1], self.y[at]
+        at = min(bisect_right(self.x, x), len(self.x) - 1)
+        x0, x1, y0, y1 = self.x[at - 1], self.x[at], self.y[at - 1], self.y[at]
         return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
@@ -97,7 +101,7 @@ def grid_of(points: Mapping[tuple[float, ...], float]) -> Grid:
     values = np.full([len(axis) for axis in axes], np.nan)
     index = [{x: i for i, x in enumerate(axis)} for axis in axes]
     for where, value in points.items():
-        values[tuple(known[x] for x, known in zip(where, index, strict=True))] = value
+        values[tuple(place[x] for x, place in zip(where, index, strict=True))] = value
     for fill in (_interpolate, _extend):
         for axis in reversed(range(len(axes))):
             fill(np.moveaxis(values, axis, -1), np.asarray(axes[axis]))
@@ -153,14 +157,14 @@ def find_tables(root: Path, gpu: str, model: str, gpus: int) -> Path:
     if (root / "dense.csv").is_file():
         _require_same(root / "meta.yaml", gpu, model)
         return root
-    found = sorted(path.parent for path in root.glob("*/*/tp*/dense.csv"))
-    for folder in found:
+    folders = sorted(path.parent for path in root.glob("*/*/tp*/dense.csv"))
+    for folder in folders:
         device, name, split = folder.parts[-3:]
         if _plain(device) == _plain(gpu) and _plain(name).startswith(_plain(model)) and split == f"tp{gpus}":
             return folder
-    known = ", ".join(str(folder.relative_to(root)) for folder in found) or "no operator tables"
+    has = ", ".join(str(folder.relative_to(root)) for folder in folders) or "no operator tables"
     raise UsageError(
-        f"{root} has no tables of {model} on {gpu} with tensor parallelism {gpus}: it has {known}. Measure them, or "
+        f"{root} has no tables of {model} on {gpu} with tensor parallelism {gpus}: it has {has}. Measure them, or "
         "leave --ops out for the data sheet"
     )
 
@@ -168,14 +172,14 @@ def find_tables(root: Path, gpu: str, model: str, gpus: int) -> Path:
 def _require_same(meta: Path, gpu: str, model: str) -> None:
     """Raises UsageError where the tables say that they are of another GPU or model; they need not say."""
     try:
-        known = read_yaml(meta) if meta.is_file() else None
+        stated = read_yaml(meta) if meta.is_file() else None
     except (OSError, ValueError) as error:
         raise UsageError(f"{meta} cannot be read: {error}") from None
-    known = known if isinstance(known, dict) else {}
-    for what, wanted, found in (("GPU", gpu, known.get("hardware")), ("model", model, known.get("model"))):
-        if found and not _plain(str(found)).startswith(_plain(wanted)):
+    for what, key, wanted in (("GPU", "hardware", gpu), ("model", "model", model)):
+        other = stated[key] if isinstance(stated, dict) and key in stated else None
+        if other and not _plain(str(other)).startswith(_plain(wanted)):
             raise UsageError(
-                f"{meta.parent} has operator times of the {what} {found}, and {wanted} is to be simulated: give the "
+                f"{meta.parent} has operator times of the {what} {other}, and {wanted} is to be simulated: give the "
                 "tables of that one, or leave --ops out for the data sheet"
             )
 
@@ -186,90 +190,86 @@ def _plain(name: str) -> str:
 
 def read_tables(folder: Path) -> Tables:
     """Raises UsageError for a file, a column or an operator that is missing, and for what is no number."""
-    rows = _rows(folder / "dense.csv", ("tokens", "time_us"), "layer")
-    experts = (
-        _rows(folder / "moe.csv", ("tokens", "activated_experts", "time_us")) if (folder / "moe.csv").is_file() else []
-    )
-    needed = _GEMMS[: 2 if experts else 4]
-    if missing := [name for name in needed if name not in {row["layer"] for row in rows}]:
+    dense = _read(folder / "dense.csv", ("tokens", "time_us"), "layer")
+    sequences = _read(folder / "per_sequence.csv", ("sequences", "time_us"), "layer")
+    experts = None
+    if (folder / "moe.csv").is_file():
+        rows = _read(folder / "moe.csv", ("tokens", "activated_experts", "time_us")).itertuples(index=False, name=None)
+        experts = grid_of({(tokens, active): time for tokens, active, time in rows})
+    layers = {*dense["layer"], *sequences["layer"]}
+    if missing := [name for name in _GEMMS[: 2 if experts else 4] if name not in set(dense["layer"])]:
         raise UsageError(
             f"{folder / 'dense.csv'} has no times of {', '.join(missing)}: measure them, or leave --ops out"
         )
-    curves: dict[str, dict[float, float]] = {name: defaultdict(float) for name in ("gemm", "elementwise", "once")}
-    for row in rows:
-        layer = row["layer"]
-        target = "once" if layer in _ONCE_A_STEP else "gemm" if layer in _GEMMS else "elementwise"
-        curves[target][row["tokens"]] += row["time_us"] * (2 if layer in _TWICE_A_LAYER else 1)
+    times: dict[str, dict[float, float]] = {name: defaultdict(float) for name in ("gemm", "elementwise", "once")}
+    for tokens, time, layer in dense.itertuples(index=False, name=None):
+        kind = "once" if layer in _ONCE_A_STEP else "gemm" if layer in _GEMMS else "elementwise"
+        times[kind][tokens] += time * (2 if layer in _TWICE_A_LAYER else 1)
     head: dict[float, float] = defaultdict(float)
-    of_sequences = _rows(folder / "per_sequence.csv", ("sequences", "time_us"), "layer")
-    for row in of_sequences:
-        head[row["sequences"]] += row["time_us"]
-    if len(curves["gemm"]) < 2:
+    for count, time, _ in sequences.itertuples(index=False, name=None):
+        head[count] += time
+    if len(times["gemm"]) < 2:
         raise UsageError(f"{folder / 'dense.csv'} has times of one number of tokens: at least two are needed")
-    named = {row["layer"] for row in rows} | {row["layer"] for row in of_sequences}
-    absent = [name for name in ("layernorm", "lm_head", "sampler") if name not in named]
-    none = {1.0: 0.0}
+    decode, prefill, mixed = _attention(folder / "attention.csv")
     return Tables(
         folder=folder,
-        gemm=Curve(curves["gemm"]),
-        elementwise=Curve(curves["elementwise"] or none),
-        once=Curve(curves["once"] or none),
-        head=Curve(head or none),
-        experts=grid_of({(row["tokens"], row["activated_experts"]): row["time_us"] for row in experts})
-        if experts
-        else None,
-        absent=tuple(absent),
-        **_attention(folder / "attention.csv"),
+        gemm=Curve(times["gemm"]),
+        elementwise=Curve(times["elementwise"] or {1.0: 0.0}),
+        once=Curve(times["once"] or {1.0: 0.0}),
+        head=Curve(head),
+        decode=decode,
+        prefill=prefill,
+        mixed=mixed,
+        experts=experts,
+        absent=tuple(name for name in ("layernorm", "lm_head", "sampler") if name not in layers),
     )
 
 
-def _attention(path: Path) -> dict[str, Grid | None]:
-    names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
-    at = {tuple(row[name] for name in names): row["time_us"] for row in _rows(path, (*names, "time_us"))}
-    decode = {(n, kv): time for (chunk, _, n, kv), time in at.items() if not chunk and n}
-    prefill = {(chunk, kv): time for (chunk, kv, n, _), time in at.items() if chunk and not n}
-    mixed = {where: time for where, time in at.items() if where[0] and where[2]}
+def _attention(path: Path) -> tuple[Grid, Grid, Grid | None]:
+    """Decodes alone, prompts alone, and both together, where that was measured."""
+    rows = _read(path, (*_ATTENTION, "time_us")).itertuples(index=False, name=None)
+    times = {(chunk, before, n, kv): time for chunk, before, n, kv, time in rows}
+    decode = {(n, kv): time for (chunk, _, n, kv), time in times.items() if not chunk and n}
+    prefill = {(chunk, before): time for (chunk, before, n, _), time in times.items() if chunk and not n}
+    mixed = {where: time for where, time in times.items() if where[0] and where[2]}
     for points, what in ((decode, "decode alone (prefill_chunk 0)"), (prefill, "prefill alone (n_decode 0)")):
         if not points:
             raise UsageError(f"{path} has no times of {what}: measure them, or leave --ops out for the data sheet")
-    return {"decode": grid_of(decode), "prefill": grid_of(prefill), "mixed": grid_of(mixed) if mixed else None}
+    return grid_of(decode), grid_of(prefill), grid_of(mixed) if mixed else None
 
 
-def _rows(path: Path, numbers: Sequence[str], text: str | None = None) -> list[dict[str, Any]]:
-    """The rows of a CSV: of ``numbers`` finite and at least 0, with the column ``text`` as it is."""
-    columns = (*numbers, text) if text else tuple(numbers)
+def _read(path: Path, numbers: Sequence[str], *texts: str) -> pd.DataFrame:
+    """The columns ``numbers``, finite and at least 0, then ``texts`` of a CSV. Raises UsageError."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            if missing := [name for name in columns if name not in (reader.fieldnames or ())]:
-                raise UsageError(f"{path} has no column {', '.join(missing)}: an operator table needs it")
-            rows: list[dict[str, Any]] = []
-            for row in reader:
-                try:
-                    rows.append({name: float(row[name]) for name in numbers} | ({text: row[text]} if text else {}))
-                except (TypeError, ValueError):
-                    raise UsageError(f"{path}, line {reader.line_num}: {', '.join(numbers)} must be numbers") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
+        frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{path} cannot be read ({reason}): an operator table needs this file") from None
-    if not rows:
+    if missing := [name for name in (*numbers, *texts) if name not in frame]:
+        raise UsageError(f"{path} has no column {', '.join(missing)}: an operator table needs it")
+    if frame.empty:
         raise UsageError(f"{path} has no rows: an operator table needs them")
-    for row in rows:
-        if bad := [name for name in numbers if not 0 <= row[name] < float("inf")]:
-            raise UsageError(f"{path} has {bad[0]} {row[bad[0]]}: give a number of at least 0")
-    return rows
+    try:
+        frame = frame.astype(dict.fromkeys(numbers, float))
+    except ValueError as error:
+        raise UsageError(f"{path}: {', '.join(numbers)} must be numbers ({error})") from None
+    for name in numbers:
+        wrong = frame[name][~frame[name].between(0, math.inf, inclusive="left")]
+        if len(wrong):
+            raise UsageError(f"{path} has {name} {wrong.iloc[0]}: give a number of at least 0")
+    return frame[[*numbers, *texts]]
 
 
 class MeasuredOperators(CostModel):
     """The cost model of ``tables``."""
 
-    def __init__(self, tables: Tables, calibration: Calibration, around: GpuShare) -> None:
-        super().__init__(calibration, around)
-        self.tables, self._layer_s, self._experts = tables, around.layers * 1e-6, around.experts
+    def __init__(self, tables: Tables, calibration: Calibration, share: GpuShare) -> None:
+        super().__init__(calibration, share)
+        self.tables, self._layer_s = tables, share.layers * 1e-6
         # Sequences that keep all processors busy once: a decode step has a block of threads for each KV head of a
         # sequence, a step with prompts for each query head.
-        self._decode_wave = LONGEST_SHARE * around.processors / around.kv_heads
-        self._mixed_wave = LONGEST_SHARE * around.processors / around.heads
+        self._decode_wave = LONGEST_SHARE * share.processors / share.kv_heads
+        self._mixed_wave = LONGEST_SHARE * share.processors / share.heads
         of_prompts, of_decodes = [tables.prefill.axes], [tables.decode.axes]
         if tables.mixed is not None:
             of_prompts.append(tables.mixed.axes[:2])
@@ -286,10 +286,7 @@ class MeasuredOperators(CostModel):
         for i, value in enumerate((tokens, work.drawn, work.decodes, context, chunk, before)):
             if value > last[i] and value > most[i]:
                 most[i] = value
-        experts = 0.0
-        if tables.experts is not None:
-            assert self._experts is not None
-            experts = tables.experts(tokens, active_experts(tokens, *self._experts, self.calibration.evenness))
+        experts = tables.experts(tokens, self.active_experts(tokens)) if tables.experts is not None else 0.0
         return Kernels(
             gemm=tables.gemm(tokens) * layer_s,
             experts=experts * layer_s,
@@ -323,22 +320,20 @@ class MeasuredOperators(CostModel):
 
         They share the GPU as well as that chunk, and take at least as long as the longest of them alone.
         """
-        work = sum(count * (known + count / 2) for count, known in prefills)
+        work = sum(count * (held + count / 2) for count, held in prefills)
         share = min(1.0, work / (chunk * (before + chunk / 2)))
-        return max(alone * share, max(self.tables.prefill(count, known) for count, known in prefills))
+        return max(alone * share, max(self.tables.prefill(count, held) for count, held in prefills))
 
     def notes(self) -> list[str]:
-        names = ("tokens a step", "sequences that draw a token in a step", "decoding sequences", "tokens of their "
-                 "context", "prompt tokens in a step", "tokens before those of a prompt")  # fmt: skip
-        of = "/".join(self.tables.folder.parts[-3:])
+        name = "/".join(self.tables.folder.parts[-3:])
         absent = [*self.tables.absent, *(["steps with both prompts and decodes"] if self.tables.mixed is None else [])]
+        lacking = [f"the tables of {name} have no times of {listing(absent)}"] if absent else []
         beyond = [
-            f"{name} went up to {met:,.0f} and the tables of {of} end at {last:,.0f} ({met / last:.1f}x): continued "
+            f"{what} went up to {met:,.0f} and the tables of {name} end at {last:,.0f} ({met / last:.1f}x): continued "
             "from their last two points"
-            for name, met, last in zip(names, self._most, self._last, strict=True)
+            for what, met, last in zip(_LIMITS, self._most, self._last, strict=True)
             if met
         ]
-        lacking = [f"the tables of {of} have no times of {listing(absent)}"] if absent else []
         return [*lacking, *beyond, *super().notes()]
 
 

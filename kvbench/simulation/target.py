@@ -12,6 +12,7 @@ from engine.planning import window_note
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.metric_names import SIMULATED_SECONDS as SECONDS
 from kvbench.runs.model import SIMULATED
+from kvbench.runs.server_info import ServerInfo
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.replica import Replica
 from kvbench.targets.base import ModelFacts, Target
@@ -48,13 +49,13 @@ class SimulatedTarget(Target):
     def as_sent(self, requests: list[RequestSpec]) -> list[RequestSpec]:
         return requests
 
-    def server_info(self) -> dict[str, Any]:
+    def server_info(self) -> ServerInfo:
         """In the shape of /server_info."""
         engine, spec = self.replica.engine, self._machine.model.spec
         capacity = engine.capacity
         known = capacity_facts(capacity, self.model.max_model_len)
         at_once = known["max_concurrency_at_max_len"]
-        return {
+        told = {
             "engine": dataclasses.asdict(engine.config),
             "resolved": {"device": CLOCK, "device_name": self._machine.title, "dtype": spec.default_dtype},
             "model": {"name": self.model.name, "vocab_size": self.model.vocab_size},
@@ -66,6 +67,7 @@ class SimulatedTarget(Target):
             "versions": {"python": platform.python_version()},
             "simulated": dict(self._facts),
         }
+        return ServerInfo.read(told)
 
     def metrics(self) -> MetricsSample:
         """The engine's state, at its own time."""

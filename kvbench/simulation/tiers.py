@@ -30,7 +30,6 @@ from kvbench.simulation.machine import Machine
 from kvbench.trace_analysis.cache_sim import PagedPrefixes, hit_rates
 from kvbench.traces.model import Trace
 
-POLICIES = ("lru", "lfu")
 NAMES = ("hbm", "dram", "ssd")
 _SSD_BYTES_PER_S = 6.5e9  # sequential reads of a data-centre drive on PCIe 4.0 x4: as announced of Samsung's PM9A3
 _LATENCY_S = {"hbm": 0.0, "dram": 20e-6, "ssd": 100e-6}  # of a request's load; a page of megabytes takes far longer
@@ -54,22 +53,23 @@ def parse_tiers(text: str, machine: Machine, kv_cache_dtype: str = "auto") -> tu
     HBM that is left out is all that the GPUs have for KV. DRAM is read at the speed of the GPUs' links to the host,
     each GPU its share. Raises UsageError.
     """
-    room, found = _room(machine, kv_cache_dtype), {}
+    room = _room(machine, kv_cache_dtype)
+    sizes: dict[str, Tier] = {}
     for part in text.split(","):
         name, _, rest = part.strip().partition("=")
         name = name.strip().lower()
         if name not in NAMES:
             raise UsageError(f"--tiers {part.strip()!r} names no tier: they are {', '.join(NAMES)}; {_EXAMPLE}")
-        if name in found:
+        if name in sizes:
             raise UsageError(f"--tiers has two sizes of {name}: give one")
-        found[name] = _tier(name, rest.split("@"), machine)
-    hbm = found.setdefault("hbm", Tier("hbm", room, np.inf, 0.0))
+        sizes[name] = _tier(name, rest.split("@"), machine)
+    hbm = sizes.setdefault("hbm", Tier("hbm", room, np.inf, 0.0))
     if hbm.num_bytes > room:
         raise UsageError(
             f"--tiers hbm={format_bytes(hbm.num_bytes)} is more than the {format_bytes(room)} that {machine.gpus}x"
             f"{machine.gpu.name} has for KV beside {machine.model.name}: lower it, or leave hbm out for all of it"
         )
-    return tuple(found[name] for name in NAMES if name in found)
+    return tuple(sizes[name] for name in NAMES if name in sizes)
 
 
 def _room(machine: Machine, kv_cache_dtype: str) -> int:
@@ -243,12 +243,12 @@ class FirstTokens:
         loaded, load_s = [], 0.0
         for number in sorted(set(tiers) - {0}):
             tier = self.tiers[number]
-            each = self.page_bytes / tier.bytes_per_s
-            cheaper = [i for i, t in enumerate(tiers) if t == number and each < self._compute_page_s(i)]
-            gain = sum(self._compute_page_s(i) - each for i in cheaper)
+            page_s = self.page_bytes / tier.bytes_per_s
+            cheaper = [i for i, t in enumerate(tiers) if t == number and page_s < self._compute_page_s(i)]
+            gain = sum(self._compute_page_s(i) - page_s for i in cheaper)
             if gain > tier.latency_s:
                 loaded += cheaper
-                load_s += tier.latency_s + each * len(cheaper)
+                load_s += tier.latency_s + page_s * len(cheaper)
         without = self._compute_s(tokens, range(in_hbm))
         if loaded:
             seconds = load_s + self._compute_s(tokens, [*range(in_hbm), *sorted(loaded)])
@@ -294,31 +294,45 @@ class FirstTokens:
 
 @dataclass(frozen=True)
 class TierValue:
-    """What one tier gives beside those above it.
+    """What one tier gives beside those above it, as ``--json`` has it. Times in s, rates are shares of all pages.
 
-    tier: None: no cache at all
-    num_pages: that it holds
-    hits, loaded: pages hit in it, and those of them that were not computed again
-    mean_s, p95_s: TTFT of all requests with this tier and those above
+    bytes_per_s, latency_s: of loading from it; None of HBM
+    pages_not_computed: of the pages hit in it, those that were not computed again
+    mean_ttft_s, p95_ttft_s: of all requests with this tier and those above; saved: by this one
     """
 
-    tier: Tier | None
+    tier: str
+    bytes: int
+    bytes_per_s: float | None
+    latency_s: float | None
     num_pages: int
-    hits: int
-    loaded: int
-    mean_s: float
-    p95_s: float
+    page_hits: int
+    page_hit_rate: float
+    pages_not_computed: int
+    mean_ttft_s: float
+    p95_ttft_s: float
+    saved_mean_ttft_s: float
+    saved_p95_ttft_s: float
+
+    @property
+    def title(self) -> str:
+        return self.tier.upper()
 
 
 @dataclass(frozen=True)
 class TieredSimulation:
-    """``values``: without a cache, then with each tier added; ``pages``: of the requests that count."""
+    """``mean_ttft_s``, ``p95_ttft_s``: without a cache; ``tiers``: each added to those above it.
+
+    pages: of the requests that count; num_cut: requests longer than HBM
+    """
 
     trace: Trace
     policy: str
     warm_up: int
     times: FirstTokens
-    values: tuple[TierValue, ...]
+    mean_ttft_s: float
+    p95_ttft_s: float
+    tiers: tuple[TierValue, ...]
     pages: int
     num_cut: int
 
@@ -326,9 +340,9 @@ class TieredSimulation:
 def simulate_tiers(trace: Trace, times: FirstTokens, policy: str = "lru", warm_up: int = 0) -> TieredSimulation:
     """Replays ``trace`` without a cache, with HBM, and with one tier after another. ValueError as ``hit_rates``."""
     hit_rates(trace, trace.pages * 0, warm_up)  # raises at once if no request is left to count
-    num_pages = [times.pages_of(tier) for tier in times.tiers]
-    nothing = [times.of(int(tokens), ())[0] for tokens in trace.prompt_tokens[warm_up:]]
-    values = [TierValue(None, 0, 0, 0, *_mean_and_p95(nothing))]
+    num_pages, pages = [times.pages_of(tier) for tier in times.tiers], int(trace.pages[warm_up:].sum())
+    nothing = mean, p95 = _mean_and_p95([times.of(int(tokens), ())[0] for tokens in trace.prompt_tokens[warm_up:]])
+    values = []
     for last, tier in enumerate(times.tiers):
         cache, seconds, hits, loaded = TieredCache(num_pages[: last + 1], policy), [], 0, 0
         for index, (tokens, page_ids) in enumerate(zip(trace.prompt_tokens.tolist(), trace.page_ids, strict=True)):
@@ -338,9 +352,13 @@ def simulate_tiers(trace: Trace, times: FirstTokens, policy: str = "lru", warm_u
                 seconds.append(took)
                 hits += tiers.count(last)
                 loaded += tiers.count(0) if not last else sum(tiers[i] == last for i in fetched)
-        values.append(TierValue(tier, num_pages[last], hits, loaded, *_mean_and_p95(seconds)))
+        before, (mean, p95) = (mean, p95), _mean_and_p95(seconds)
+        speed, latency = (tier.bytes_per_s, tier.latency_s) if np.isfinite(tier.bytes_per_s) else (None, None)
+        counts = (num_pages[last], hits, hits / pages, loaded)
+        saved = (before[0] - mean, before[1] - p95)
+        values.append(TierValue(tier.name, tier.num_bytes, speed, latency, *counts, mean, p95, *saved))
     cut = int((trace.pages[warm_up:] > num_pages[0]).sum())
-    return TieredSimulation(trace, policy, warm_up, times, tuple(values), int(trace.pages[warm_up:].sum()), cut)
+    return TieredSimulation(trace, policy, warm_up, times, *nothing, tuple(values), pages, cut)
 
 
 def _mean_and_p95(seconds: Sequence[float]) -> tuple[float, float]:

@@ -8,14 +8,28 @@ Solving Least Squares Problems, 1974, chapter 23; scipy.optimize.nnls).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from scipy.optimize import nnls
 
+from engine.config import DEFAULT_CPU_BUDGET, EngineConfig
 from engine.execution.simulated_executor import StepTime, StepWork
+from engine.kv.budget import KVShape
+from kvbench.capacity.gpus import GPU
+from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
+from kvbench.common.files import read_json, write_json
+from kvbench.common.schema import explain
+from kvbench.runs.model import Run
+from kvbench.simulation.machine import Machine
+
+THIS_CPU, FORMAT = "this-cpu", "kvbench-unit-costs/1"
 
 UNITS = ("step", "token", "token beyond 8", "token beyond 64", "prefill pair", "drawn token", "prompt", "moved slot")
 """What a step's time is made of, beside the context that its decodes read.
@@ -47,14 +61,6 @@ class UnitCosts:
     units: Mapping[str, float]
     context: Mapping[str, float]
 
-    def timer(self, kv_cache_dtype: str) -> UnitCostModel:
-        """The cost model for an engine with such a KV."""
-        return UnitCostModel(self, kv_cache_dtype)
-
-    def knows(self, kv_cache_dtype: str) -> bool:
-        """Whether a load with such a KV was measured."""
-        return kv_cache_dtype in self.context
-
 
 class UnitCostModel:
     """A step's time from its work. ``seconds``: of all steps so far, by the classes of ``cost_model.CLASSES``."""
@@ -62,15 +68,14 @@ class UnitCostModel:
     def __init__(self, costs: UnitCosts, kv_cache_dtype: str) -> None:
         self.seconds = dict.fromkeys(_CLASSES.values(), 0.0)
         self._costs = [(_CLASSES[name], costs.units[name]) for name in UNITS]
-        measured = costs.knows(kv_cache_dtype)
-        self._context = costs.context[kv_cache_dtype if measured else next(iter(costs.context))]
-        self._note = None if measured else (
-            f"no measured load had a KV in {kv_cache_dtype}, so reading it is charged as in {next(iter(costs.context))}"
-        )  # fmt: skip
+        measured = kv_cache_dtype if kv_cache_dtype in costs.context else next(iter(costs.context))
+        self._context = costs.context[measured]
+        self._note = f"no measured load had a KV in {kv_cache_dtype}, so reading it is charged as in {measured}"
+        self._is_measured = measured == kv_cache_dtype
 
     def notes(self) -> list[str]:
         """What a reader of the results must know of how they came about."""
-        return [self._note] if self._note else []
+        return [] if self._is_measured else [self._note]
 
     def __call__(self, work: StepWork) -> StepTime:
         seconds = self.seconds
@@ -104,11 +109,11 @@ def measured(kv_cache_dtype: str, works: Sequence[StepWork], ends: np.ndarray, b
     Where nothing arrived at a step's end (NaN), its time is in that of the next step with an end.
     """
     amounts = np.array([(*units_of(work), work.decode_context) for work in works], dtype=float)
-    known = np.flatnonzero(np.isfinite(ends))
-    if not len(known):
+    ended = np.flatnonzero(np.isfinite(ends))
+    if not len(ended):
         return MeasuredSteps(kv_cache_dtype, amounts[:0], np.zeros(0))
-    sums = np.add.reduceat(amounts[: known[-1] + 1], np.append(0, known[:-1] + 1), axis=0)
-    return MeasuredSteps(kv_cache_dtype, sums, np.maximum(0.0, np.diff(ends[known], prepend=began)))
+    sums = np.add.reduceat(amounts[: ended[-1] + 1], np.append(0, ended[:-1] + 1), axis=0)
+    return MeasuredSteps(kv_cache_dtype, sums, np.maximum(0.0, np.diff(ends[ended], prepend=began)))
 
 
 def fit_unit_costs(loads: Iterable[MeasuredSteps]) -> UnitCosts:
@@ -130,8 +135,8 @@ def fit_unit_costs(loads: Iterable[MeasuredSteps]) -> UnitCosts:
     seconds = np.concatenate([load.seconds for load in loads])
     costs = robust_nnls(matrix, seconds)
     costs *= seconds.sum() / float((matrix @ costs).sum())
-    found = costs.tolist()
-    return UnitCosts(dict(zip(UNITS, found, strict=False)), dict(zip(dtypes, found[units:], strict=True)))
+    values = costs.tolist()
+    return UnitCosts(dict(zip(UNITS, values, strict=False)), dict(zip(dtypes, values[units:], strict=True)))
 
 
 def robust_nnls(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -145,8 +150,94 @@ def robust_nnls(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
     matrix, weights = matrix / scale, np.ones(len(values))
     for _ in range(_ROUNDS):
         triangle = np.linalg.qr(np.column_stack([matrix, values]) * weights[:, None], mode="r")
-        found, _ = nnls(triangle[:, :-1], triangle[:, -1])
-        residual = np.abs(values - matrix @ found)
+        solution, _ = nnls(triangle[:, :-1], triangle[:, -1])
+        residual = np.abs(values - matrix @ solution)
         typical = max(float(np.median(residual)), 1e-12)
         weights = np.sqrt(np.minimum(1.0, _OUTLIER * typical / np.maximum(residual, 1e-15)))
-    return found / scale
+    return solution / scale
+
+
+class _File(BaseModel):
+    """Unit costs as JSON. ``dtype``: of weights and KV; ``num_threads``: of the engine that was measured."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    format: str = Field(pattern=f"^{FORMAT}$")
+    model: str
+    dtype: str
+    cpu: str
+    num_threads: int = Field(ge=1)
+    run: str
+    units: dict[str, float]
+    context: dict[str, float] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class ThisCPU(Machine):
+    """``costs``: of a step of ``model`` in ``dtype``; ``measured``: on what, by which run."""
+
+    device: ClassVar[str] = "cpu"
+    overlaps: ClassVar[bool] = False
+    costs: UnitCosts = field(default_factory=lambda: UnitCosts({}, {}))
+    dtype: str = "float32"
+    measured: str = ""
+
+    def check(self) -> None:
+        """There is nothing that a data sheet would have to know."""
+
+    @property
+    def cost_model(self) -> str:
+        return f"unit costs fitted to {self.measured}"
+
+    def _room(self, config: EngineConfig) -> int:
+        return DEFAULT_CPU_BUDGET
+
+    def _check_budget(self, budget: int) -> None:
+        """Host memory is not looked at."""
+
+    def kv_shape(self) -> KVShape:
+        return self.model.spec.kv_shape(self.dtype)
+
+    def step_timer(self, config: EngineConfig) -> UnitCostModel:
+        return UnitCostModel(self.costs, config.kv_cache_dtype)
+
+
+def write_unit_costs(path: Path, costs: UnitCosts, run: Run) -> None:
+    """Writes them for ``--calibration`` of a simulation on this CPU; ``run``: what they were fitted to."""
+    manifest = run.manifest
+    stored = _File(
+        format=FORMAT, model=manifest["model"]["name"], dtype=manifest["dtype"], cpu=manifest["cpu"]["model"],
+        num_threads=manifest["num_threads"], run=run.folder.name, **dataclasses.asdict(costs),
+    )  # fmt: skip
+    write_json(path, stored.model_dump())
+
+
+def this_cpu(model: str, calibration: Path | None) -> ThisCPU:
+    """Raises UsageError without unit costs, and for those of another model."""
+    if calibration is None:
+        raise UsageError(
+            f"--device {THIS_CPU} needs unit costs: measure this machine with `kvbench sweep WORKLOAD`, fit them with "
+            f"`kvbench calibrate-model RESULTS --output FILE`, and give --calibration FILE"
+        )
+    stored = read_json(calibration)
+    if isinstance(stored, dict) and ("format" not in stored or stored["format"] != FORMAT):
+        raise UsageError(f"{calibration} has no unit costs of a CPU: fit them with `kvbench calibrate-model RESULTS`")
+    try:
+        fitted = _File.model_validate(stored)
+    except ValidationError as error:
+        raise UsageError(f"{calibration} has no unit costs: {explain(error, '')[0]}") from None
+    if missing := [name for name in UNITS if name not in fitted.units]:
+        raise UsageError(f"{calibration} has no cost of a {missing[0]}: fit it again with `kvbench calibrate-model`")
+    planned = plan_model(model)
+    if planned.name.lower() != fitted.model.lower():
+        raise UsageError(
+            f"{calibration} is of the model {fitted.model}, and {planned.name} is to be simulated: give --model "
+            f"{fitted.model}, or measure {planned.name}"
+        )
+    threads = "threads" if fitted.num_threads > 1 else "thread"
+    return ThisCPU(
+        planned,
+        GPU(THIS_CPU, memory_bytes=0, bytes_per_s=0.0, fp8=False),
+        costs=UnitCosts(fitted.units, fitted.context),
+        dtype=fitted.dtype,
+        measured=f"{fitted.run} on {fitted.num_threads} {threads} of {fitted.cpu}",
+    )

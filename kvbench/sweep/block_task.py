@@ -19,8 +19,11 @@ from kvbench.calibration import cache
 from kvbench.calibration.cache import Calibrator
 from kvbench.common.errors import Interrupted, MeasurementError, UsageError, storage_sentence
 from kvbench.common.files import pack, read_json, write_json
+from kvbench.measure.http import HttpInstrument
+from kvbench.measure.instrument import Job, Listener
 from kvbench.requests.request import notes_path
 from kvbench.runs.folder import RunFolder
+from kvbench.runs.server_info import ServerInfo
 from kvbench.sweep.block import BlockRunner, Failure
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.choose import choose
@@ -66,7 +69,7 @@ class Status:
 class ServerUp:
     """``info``: its /server_info; ``model``: its facts of the model."""
 
-    info: Mapping[str, Any] | None
+    info: ServerInfo
     model: ModelFacts
 
 
@@ -168,21 +171,20 @@ class _Work:
             choice = choose(task.workload, task.options, task.stored)
             try:
                 listener = _Listener(self.events.put, self.run_folder, failures)
-                runner = BlockRunner(
+                job = Job(
                     choice.workload,
                     self.run_folder,
                     lambda: self._new_target(choice.new_target),
                     listener,
-                    lambda block, info, target: self.events.put(ServerUp(info, target.model)),
                     self._check,
-                    failures,
-                    ["an earlier block"] if task.served else [],
+                    on_server=lambda block, info, target: self.events.put(ServerUp(info, target.model)),
+                    capacity=task.capacity,
                     calibrate=Calibrator(
                         self.run_folder.path, task.calibrations is not None, listener.status, listener.status
                     ),
-                    capacity=task.capacity,
-                    keeps_cache=keeps_cache,
                 )
+                served = ["an earlier block"] if task.served else []
+                runner = BlockRunner(HttpInstrument(job), failures, served, keeps_cache)
                 started = runner.run_block(task.block)
             finally:
                 choice.close()
@@ -209,7 +211,7 @@ class _Work:
 
 
 @dataclass
-class _Listener:
+class _Listener(Listener):
     """Passes on what the sweep's display and folder need."""
 
     put: Callable[[Event], None]
@@ -218,12 +220,6 @@ class _Listener:
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
         self.status(f"{cell.cell_id} repeat {repeat}")
-
-    def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
-        pass
-
-    def server_read(self, sample: Any) -> None:
-        pass
 
     def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:
         folder = self.run.load(cell.cell_id, repeat)

@@ -13,9 +13,10 @@ from rich.console import Console
 from kvbench.common.console import print_plain
 from kvbench.common.errors import UsageError
 from kvbench.common.text import clock, plural
+from kvbench.measure.http import HttpInstrument
+from kvbench.measure.instrument import Instrument
 from kvbench.requests.build import build_requests
 from kvbench.requests.canaries import CanarySet, canaries_of
-from kvbench.sweep.block import HTTP, Driver
 from kvbench.sweep.capacity import Lengths, lengths_of
 from kvbench.workload.design import Block, Check, Design, capacities, plan_sweep
 from kvbench.workload.file import Workload
@@ -34,7 +35,9 @@ class Preflight:
     lengths: dict[str, Lengths]
 
 
-def preflight(workload: Workload, design: Design, check: Check, driver: Driver = HTTP) -> Preflight:
+def preflight(
+    workload: Workload, design: Design, check: Check, instrument: type[Instrument] = HttpInstrument
+) -> Preflight:
     """Everything that can be refused before a launch: each configuration, and the prompts of each load. UsageError."""
     capacity = capacities(design, check)
     guesses: dict[str, float] = {}
@@ -56,7 +59,7 @@ def preflight(workload: Workload, design: Design, check: Check, driver: Driver =
                 )  # fmt: skip
         except (ValueError, OSError) as error:
             raise UsageError(f"{cell.cell_id}: {error}") from None
-        guesses[cell.load.load_id] = driver.guess_s(cell.load, requests, workload.profile)
+        guesses[cell.load.load_id] = instrument.guess_s(cell.load, requests, workload.profile)
         lengths[cell.load.load_id] = lengths_of(requests)
     return Preflight(capacity, guesses, lengths)
 

@@ -224,7 +224,7 @@ class RayExecutor:
     """Runs the blocks of ``runner`` on ``machines``; keeps in ``manifest`` which ran which load, and what was lost."""
 
     def __init__(self, machines: RayMachines, runner: BlockRunner, manifest: dict[str, Any]) -> None:
-        self.machines, self.runner, self.manifest = machines, runner, manifest
+        self.machines, self.runner, self.manifest, self.job = machines, runner, manifest, runner.instrument.job
         self._record = manifest["executor"]
         free = [node for node in machines.nodes for _ in range(machines.cell_needs.cells(node))]
         self._slots = TaskSlots(machines.cluster, free, machines.cell_needs.needs, machines.wait_s)
@@ -256,7 +256,7 @@ class RayExecutor:
         calibrations = None if machines.options["no_calibration"] else self._calibrations.get(node.name, [])
         left = dataclasses.replace(block, cells=tuple(c for c in block.cells if c.cell_id not in done))
         task = BlockTask(
-            left, machines.workload, machines.options, machines.stored, runner.capacity, bool(runner.served),
+            left, machines.workload, machines.options, machines.stored, self.job.capacity, bool(runner.served),
             tuple(runner.keeps_cache), calibrations,
         )  # fmt: skip
         self._slots.submit(_Run(block, node, time.monotonic(), done={*done}), node, run_block_task, task)
@@ -264,7 +264,7 @@ class RayExecutor:
 
     def next_finished(self) -> Finished | None:
         while self._slots.running or self._again:
-            self.runner.check_interrupt()
+            self.job.check()
             while self._again and self._slots.free:
                 lost = self._again.pop(0)
                 self.submit(lost.block, lost.done)
@@ -291,7 +291,7 @@ class RayExecutor:
         reason = end.reason if isinstance(end, Lost) else "it ended"
         entry = {"block_id": run.block.block_id, "machine": run.node.name, "reason": reason}
         self._record["lost"].append(entry | {"loads_kept": len(run.done)})
-        write_json(self.runner.run.manifest_path, self.manifest)
+        write_json(self.job.folder.manifest_path, self.manifest)
         self._lost[run.block.block_id] += not isinstance(end, Lost) or end.began
         if left and self._lost[run.block.block_id] < MAX_LOST:
             self._again.append(run)
@@ -308,7 +308,7 @@ class RayExecutor:
                 self._show()
             case ServerUp(info, model):
                 self.runner.served.append(run.block.block_id)
-                self.runner.on_server(run.block, info, cast(Target, SimpleNamespace(model=model)))
+                self.job.on_server(run.block, info, cast(Target, SimpleNamespace(model=model)))
             case LoadDone():
                 self._store(run, event)
             case LoadFailed(cell, failure):
@@ -321,7 +321,7 @@ class RayExecutor:
 
     def _store(self, run: _Run, load: LoadDone) -> None:
         """Puts the load's files to where a sweep of one machine has them."""
-        folder, cell_id, repeat = self.runner.run, load.cell.cell_id, run.block.repeat
+        folder, cell_id, repeat = self.job.folder, load.cell.cell_id, run.block.repeat
         with tempfile.TemporaryDirectory(prefix=".incoming-", dir=folder.path) as scratch:
             unpack(load.files, Path(scratch))
             _move(Path(scratch) / "requests", folder.path / "requests")
@@ -330,11 +330,11 @@ class RayExecutor:
         run.done.add(cell_id)
         self._record["loads"].setdefault(cell_id, {})[str(repeat)] = run.node.name
         write_json(folder.manifest_path, self.manifest)
-        self.runner.listener.load_finished(load.cell, repeat, load.done)
+        self.job.listener.load_finished(load.cell, repeat, load.done)
         self.runner.on_sent(load.cell, why_unanswered(load.done["metrics"]))
 
     def _end(self, run: _Run, end: BlockEnded) -> Finished:
-        unpack(end.files, self.runner.run.path)
+        unpack(end.files, self.job.folder.path)
         self._keep_calibrations(run.node, end.calibrations)
         self.runner.keeps_cache.extend(each for each in end.keeps_cache if each not in self.runner.keeps_cache)
         if end.refused is not None:
@@ -346,14 +346,14 @@ class RayExecutor:
     def _keep_calibrations(self, node: Node, rows: Sequence[Any]) -> None:
         """For further blocks on the machine, and in the run's folder those of all machines."""
         self._calibrations[node.name] = list(rows)
-        path = self.runner.run.path / cache.FILE
+        path = self.job.folder.path / cache.FILE
         known = read_json(path) if path.is_file() else []
         if new := [row for row in rows if row not in known]:
             write_json(path, known + new)
 
     def _show(self) -> None:
         doing = [f"{run.node.name}: {run.doing}" for run in self._slots.running.values()]
-        self.runner.listener.status("; ".join(doing) or "between loads")
+        self.job.listener.status("; ".join(doing) or "between loads")
 
 
 def _move(source: Path, folder: Path) -> None:

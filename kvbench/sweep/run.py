@@ -33,6 +33,8 @@ from kvbench.common.secrets import without_value
 from kvbench.common.text import and_more, clock, plural
 from kvbench.lockstep.process import OPEN_LIMIT_S
 from kvbench.lockstep.sitting import Show, Sitting, begin_anew
+from kvbench.measure.http import HttpInstrument
+from kvbench.measure.instrument import Instrument, Job
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.runs.aggregate import TargetFacts, aggregate_cell
 from kvbench.runs.engine_time import read_engine_time
@@ -41,8 +43,9 @@ from kvbench.runs.manifest import add_notes, add_server, build_manifest
 from kvbench.runs.quality import read_quality
 from kvbench.runs.repeats import is_disturbed, repeat_notes
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
+from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import FolderWork, kept, work_in
-from kvbench.sweep.block import HTTP, BlockRunner, Driver, Failure, Unanswered, why_unanswered
+from kvbench.sweep.block import BlockRunner, Failure, Unanswered, why_unanswered
 from kvbench.sweep.capacity import memory_notes
 from kvbench.sweep.executor import BlockExecutor, Elsewhere, HereExecutor
 from kvbench.sweep.order import LoadKey, Measured, blocks_in_time, blocks_left
@@ -71,7 +74,7 @@ class Sweep:
     ``lockstep_minutes``: at most for engine time, which is measured before the loads (0: it is not), None: as the run
     was begun, or ``LOCKSTEP_MINUTES``; ``open_limit_s``: until an engine of it is there;
     ``wait_idle_minutes``: at most for other programs to leave the machine alone, once they disturb loads (0: never);
-    ``driver``: drives the loads of a server; ``elsewhere``: machines that run the blocks, None: this one does.
+    ``instrument``: measures the loads; ``elsewhere``: machines that run the blocks, None: this one does.
     """
 
     target: ChosenTarget
@@ -87,7 +90,7 @@ class Sweep:
     lockstep_minutes: float | None = None
     open_limit_s: float = OPEN_LIMIT_S
     wait_idle_minutes: float = WAIT_IDLE_MINUTES
-    driver: Driver = HTTP
+    instrument: type[Instrument] = HttpInstrument
     elsewhere: Elsewhere | None = None
     ended_early: str = dataclasses.field(default="", init=False)  # why
     failures: list[Failure] = dataclasses.field(default_factory=list, init=False)
@@ -109,7 +112,7 @@ class Sweep:
         if self.resumed:  # before its cells are looked for in a workload that may not have them
             require_same_workload(self.resumed, self.workload)
         design, blocks = self.target.plan(self.only)
-        return design, blocks, preflight(self.workload, design, self.target.check, self.driver)
+        return design, blocks, preflight(self.workload, design, self.target.check, self.instrument)
 
     def describe(self) -> int:
         """Prints what ``execute`` would run, after the same checks; writes and launches nothing. Raises UsageError."""
@@ -203,19 +206,18 @@ class Sweep:
             self._say_what_is_finished(run, measured)
         at_once = self.elsewhere.at_once if self.elsewhere else 1
         with SweepProgress(self.console, left, estimator, grows=minutes is not None, at_once=at_once) as listener:
-            runner = BlockRunner(
+            job = Job(
                 self.workload,
                 run,
                 self.target.new_target,
                 listener,
-                _manifest_writer(run, manifest, self._note, force=self.force),
                 work.check,
-                self.failures,
-                calibrate=self._calibrator(run, listener.status, self._say),
+                on_server=_manifest_writer(run, manifest, self._note, force=self.force),
                 capacity=capacity,
-                driver=self.driver,
-                on_sent=_ends_without_answers(self.workload.load, len(design.configurations), measured),
+                calibrate=self._calibrator(run, listener.status, self._say),
             )
+            on_sent = _ends_without_answers(self.workload.load, len(design.configurations), measured)
+            runner = BlockRunner(self.instrument(job), self.failures, on_sent=on_sent)
             if left:
                 listener.loads_begin_in(60 * self.lockstep_minutes if self._has_engine_time(design, run) else 0.0)
                 self._measure_engine_time(run, design, capacity, work.check, listener.status)
@@ -435,7 +437,7 @@ class Sweep:
 
     def _times_this_machine(self) -> bool:
         """Whether other programs on this machine disturb the loads."""
-        return self.driver.times_this_machine and self.elsewhere is None
+        return self.instrument.disturbed_by_machine and self.elsewhere is None
 
     def _set_aside(self, run: RunFolder, manifest: dict[str, Any], block: Block, measured: Measured) -> None:
         """Moves the invalid loads of ``block`` away, with the logs of their server, and lists them in the manifest."""
@@ -614,18 +616,17 @@ def failed_loads(failures: Sequence[Failure]) -> list[str]:
 
 def _manifest_writer(
     run: RunFolder, manifest: dict[str, Any], tell: Callable[[str], None], *, force: bool
-) -> Callable[[Block, Mapping[str, Any] | None, Target], None]:
+) -> Callable[[Block, ServerInfo, Target], None]:
     """Stores the report of each configuration's first server on itself, and refuses a server that differs.
 
     ``tell``: gets its notes, each once.
     """
 
-    def write(block: Block, info: Mapping[str, Any] | None, target: Target) -> None:
-        info = dict(info or {})
+    def write(block: Block, info: ServerInfo, target: Target) -> None:
         config_id = block.configuration.config_id
-        accept_server(manifest, config_id, info, force=force)
-        manifest["model"] = manifest.get("model") or dataclasses.asdict(target.model) | (info.get("model") or {})
-        if capacity := info.get("capacity"):  # what the server has made of the budget wins over the arithmetic
+        accept_server(manifest, config_id, info.stored(), force=force)
+        manifest["model"] = manifest.get("model") or dataclasses.asdict(target.model) | info.stored().get("model", {})
+        if capacity := info.stored().get("capacity"):  # what the server has made of the budget wins over the arithmetic
             known = manifest["capacity"].setdefault(config_id, {})
             known |= capacity | {"kv_budget_bytes": capacity.get("budget_bytes", known.get("kv_budget_bytes"))}
         for note in add_notes(manifest, info):

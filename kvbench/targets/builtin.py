@@ -16,12 +16,14 @@ from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.ports import free_port
 from kvbench.common.text import nearest
+from kvbench.runs.server_info import ModelRow, ServerInfo
 from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
 from kvbench.targets.launched import ProcessTarget
-from kvbench.targets.prompt_texts import TextOfIds, TokenizerWords
+from kvbench.targets.prompt_texts import TextOfIds, texts_of
 from kvbench.workload.file import MODEL_SECTION, runs_on_cpu
 from kvbench.workload.request_form import DEFAULT_FORM, RequestForm
+from kvbench.workload.settings import Settings
 
 if TYPE_CHECKING:
     from engine.kv.budget import KVCapacity
@@ -52,7 +54,7 @@ class BuiltinTarget(ProcessTarget):
         super().__init__(port=port, start_timeout_s=start_timeout_s, form=form)
         self.command, self.env = tuple(command), dict(env or {})
 
-    def start(self, settings: Mapping[str, Any], log: Path) -> None:
+    def start(self, settings: Settings, log: Path) -> None:
         """Launch and wait until it serves. Raises ServerRefusedError (bad settings) or MeasurementError."""
         from engine.server.arguments import command_line
 
@@ -64,19 +66,19 @@ class BuiltinTarget(ProcessTarget):
             self._logged_at_start = ready.end()
             Target.__init__(self, ready[1].decode(), text_of_ids=self._text_of_ids_for(settings))
             try:
-                self.model = model_facts(self.server_info() or {}, self.models()[0])
+                self.model = model_facts(self.server_info(), self.models()[0])
                 self.learn_template()
             except MeasurementError as error:
                 raise MeasurementError(reason_of(self, error)) from None
 
-    def _text_of_ids_for(self, settings: Mapping[str, Any]) -> TextOfIds | None:
+    def _text_of_ids_for(self, settings: Settings) -> TextOfIds | None:
         """Makes texts with the server's own tokenizer; None where it is sent ids."""
         if self.dialect.token_id_prompts:
             return None
         from engine.config import EngineConfig
         from engine.server.tokenizer import tokenizer_folder
 
-        return TokenizerWords(tokenizer_folder(EngineConfig.from_mapping(settings))).text
+        return texts_of(tokenizer_folder(EngineConfig.from_mapping(settings)))
 
     def _ended_at_start(self, code: int) -> Exception:
         if code != 2:
@@ -85,14 +87,12 @@ class BuiltinTarget(ProcessTarget):
         return ServerRefusedError(last or "the server refused its settings and did not say why")
 
 
-def model_facts(info: Mapping[str, Any], row: Mapping[str, Any]) -> ModelFacts:
+def model_facts(info: ServerInfo, row: ModelRow) -> ModelFacts:
     """From /server_info and the row of /v1/models. Raises MeasurementError when a size is missing."""
-    model = info.get("model") or {}
-    length = row.get("max_model_len") or (info.get("engine") or {}).get("max_model_len")
-    vocab = model.get("vocab_size")
+    length, vocab = row.max_model_len or info.engine.max_model_len, info.model.vocab_size
     if not length or not vocab:
         raise MeasurementError("/server_info of the server lacks vocab_size or max_model_len")
-    return ModelFacts(str(row["id"]), int(vocab), int(length))
+    return ModelFacts(row.id, vocab, length)
 
 
 def engine_settings_schema() -> dict[str, dict[str, Any]]:
@@ -132,7 +132,7 @@ def kv_dtypes() -> tuple[str, ...]:
     return KV_CACHE_DTYPES
 
 
-def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
+def check_configuration(settings: Settings) -> dict[str, Any]:
     """What the built-in engine would make of ``settings``, without torch and without launching anything.
 
     Returns kv_budget_bytes, bytes_per_token (scale_bytes_per_token of it scales), page_size (contiguous: slots of a

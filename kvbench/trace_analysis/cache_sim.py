@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
 from engine.sequence import Request
 from engine.sequence import Sequence as EngineSequence
+from kvbench.common.text import format_bytes
 from kvbench.traces.model import Trace
 
 _END = 0  # the token that is never matched; any number will do
@@ -48,9 +49,9 @@ class Replay:
 class HitRates:
     """Shares, 0 to 1.
 
-    ``pages``: hits / pages. ``tokens``: tokens of hit pages / prompt tokens. ``full_pages``: as ``pages``, of full
-    pages only (an engine caches no others); None if there are none. ``requests``: requests with a hit.
-    ``median_request``: the median over requests of their share of tokens.
+    pages: hits / pages; tokens: tokens of hit pages / prompt tokens
+    full_pages: as ``pages``, of full pages only (an engine caches no others); None if there are none
+    requests: requests with a hit; median_request: the median over requests of their share of tokens
     """
 
     pages: float
@@ -69,7 +70,12 @@ class Point:
     num_tokens: int
     num_bytes: int | None
 
-    def as_dict(self) -> dict[str, Any]:
+    @property
+    def kv_size(self) -> str:
+        """Bytes of KV for people; empty where those of a token are not known."""
+        return "" if self.num_bytes is None else format_bytes(self.num_bytes)
+
+    def as_dict(self) -> Mapping[str, float | None]:
         """What ``--json`` prints. Rates are shares, 0 to 1."""
         rates = {f"{key}_hit_rate": value for key, value in dataclasses.asdict(self.rates).items()}
         return {"num_pages": self.run.num_pages, "num_tokens": self.num_tokens, "kv_bytes": self.num_bytes, **rates}
@@ -109,9 +115,8 @@ def simulate(
         return Point(run, hit_rates(trace, run.hits, warm_up), tokens, size)
 
     replayed = int(trace.pages.sum()) * (1 + sum(run.num_pages < distinct for run in runs))
-    return Simulation(
-        trace, warm_up, bytes_per_token, tuple(map(point, runs)), point(unlimited), seconds, replayed_pages=replayed
-    )
+    points = tuple(map(point, runs))
+    return Simulation(trace, warm_up, bytes_per_token, points, point(unlimited), seconds, replayed_pages=replayed)
 
 
 class PagedPrefixes:
@@ -200,7 +205,7 @@ def capacities(trace: Trace, distinct: int) -> list[int]:
 
 def parse_pages(texts: Iterable[str]) -> list[int]:
     """``["1k,5k", "2M"]`` -> 1000, 5000, 2000000: ascending, each once. ValueError for what is no number of pages."""
-    found = set()
+    numbers = set()
     for word in ",".join(texts).split(","):
         text = word.strip().replace("_", "")
         unit = {"k": 1000, "m": 1_000_000}.get(text[-1:].lower(), 1)
@@ -210,5 +215,66 @@ def parse_pages(texts: Iterable[str]) -> list[int]:
                 f"--pages {word.strip()!r} is not a number of pages: give whole numbers of at least 1, with k or M for "
                 "thousands and millions and commas only between them, such as 1k,5k,20k"
             )
-        found.add(int(digits) * unit)
-    return sorted(found)
+        numbers.add(int(digits) * unit)
+    return sorted(numbers)
+
+
+def cache_table(result: Simulation) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows: hit rate against capacity; the last row has no limit."""
+    points = [*result.points, result.ceiling]
+    best = result.ceiling.rates.pages
+    columns = {
+        "pages": [*(f"{p.run.num_pages:,}" for p in result.points), "infinite"],
+        "tokens": [*(f"{p.num_tokens:,}" for p in result.points), ""],
+        "KV": [*(p.kv_size for p in result.points), ""],
+        "hits, pages": [f"{p.rates.pages:.2%}" for p in points],
+        "hits, tokens": [f"{p.rates.tokens:.2%}" for p in points],
+        "of ideal": [f"{p.rates.pages / best:.2%}" if best else "-" for p in points],
+        "evicted": [f"{p.run.evictions:,}" for p in points],
+        "cut*": [f"{p.run.num_cut:,}" for p in points],
+    }
+    if result.bytes_per_token is None:
+        del columns["KV"]
+    if not any(p.run.num_cut for p in result.points):
+        del columns["cut*"]
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def cache_facts(result: Simulation) -> list[str]:
+    """The sentences below the table."""
+    trace, ceiling = result.trace, result.ceiling
+    size = f", {ceiling.kv_size}" if ceiling.kv_size else ""
+    counted = f"; the first {result.warm_up:,} warm the cache and are not counted" if result.warm_up else ""
+    cut = "* requests longer than the pool: their first pages only are looked up and kept; an engine refuses them."
+    return [
+        f"{len(trace):,} requests of {int(trace.prompt_tokens.sum()):,} prompt tokens, {int(trace.pages.sum()):,} "
+        f"pages of {trace.page_size} tokens, one request after another{counted}.",
+        f"Format {trace.format}; page size {trace.page_size_from}.",
+        f"{ceiling.run.num_pages:,} pages ({ceiling.num_tokens:,} tokens{size}) keep everything: the ideal.",
+        *([cut] if any(point.run.num_cut for point in result.points) else []),
+        f"Replayed {result.replayed_pages:,} pages in {result.seconds:.2f} s.",
+    ]
+
+
+def cache_dict(result: Simulation) -> dict[str, Any]:
+    """What ``cache-sim --json`` prints beside the trace's name."""
+    trace = result.trace
+    entries = [
+        {**p.as_dict(), "evicted_pages": p.run.evictions, "requests_longer_than_pool": p.run.num_cut}
+        for p in (*result.points, result.ceiling)
+    ]
+    return {
+        "format": trace.format,
+        "page_size": trace.page_size,
+        "page_size_from": trace.page_size_from,
+        "requests": len(trace),
+        "warm_up_requests": result.warm_up,
+        "pages": int(trace.pages.sum()),
+        "prompt_tokens": int(trace.prompt_tokens.sum()),
+        "longest_request_pages": int(trace.pages.max()),
+        "working_set_pages": result.ceiling.run.num_pages,
+        "kv_bytes_per_token": result.bytes_per_token,
+        "capacities": entries[:-1],
+        "infinite_cache": entries[-1],
+        "replay_seconds": result.seconds,
+    }

@@ -1,9 +1,9 @@
-"""What ``kvbench trace describe`` counts in a trace: lengths, arrivals, memory, sessions and prefixes."""
+"""What a trace holds: lengths, arrivals, memory, sessions and prefixes."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.trace_analysis.cache_sim import Simulation, simulate
-from kvbench.traces.model import Trace
+from kvbench.traces.model import Trace, file_names
 
 PAGE_SIZES = (16, 64, 256)
 CONTEXTS = (2048, 8192, 32768)
@@ -31,38 +31,44 @@ class Spread:
     min: float
 
 
+LENGTH_HEADS = ("", *(field.name for field in dataclasses.fields(Spread)), "total")
+
+
 @dataclass(frozen=True)
 class Memory:
     """How much KV the requests need, in tokens of prompt + output, and how much of a reservation they fill.
 
-    ``reserve_max_util``, ``reserve_p99_filled``: filled share when every request gets room for the longest one, or for
-    the 99th percentile (a longer request fills its room). ``reserve_p99_util``: mean length over the 99th percentile,
-    above 1 where a few requests are very long. ``waste``: page size -> share of the pages' slots that stays empty.
-    ``share_up_to``: context length -> share of the requests that fit.
+    reserve_max_util, reserve_p99_filled: filled share when every request gets room for the longest one, or for the
+        99th percentile (a longer request fills its room)
+    reserve_p99_util: mean length over the 99th percentile, above 1 where a few requests are very long
+    waste: page size -> share of the pages' slots that stays empty
+    share_up_to: context length -> share of the requests that fit
     """
 
     total: Spread
     reserve_max_util: float
     reserve_p99_util: float
     reserve_p99_filled: float
-    waste: dict[int, float]
-    share_up_to: dict[int, float]
+    waste: Mapping[int, float]
+    share_up_to: Mapping[int, float]
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """``rate``: requests over span, per second. ``cv``: standard deviation of the gaps over their mean, 1 for Poisson.
+    """When requests come; ``rate``: requests over span [1/s].
 
-    ``zero_gap_share``: share of the gaps that are 0. ``fano``: window [s] -> variance over mean of the requests in one
-    window, 1 for Poisson whatever the window (Fano 1947); None with fewer than 5 whole windows. ``peak_rate_10s``:
-    requests/s in the busiest whole window of 10 s; None likewise.
+    cv: standard deviation of the gaps over their mean, 1 for Poisson
+    zero_gap_share: share of the gaps that are 0
+    fano: window [s] -> variance over mean of the requests in one window, 1 for Poisson whatever the window (Fano 1947);
+        None with fewer than 5 whole windows
+    peak_rate_10s: requests/s in the busiest whole window of 10 s; None likewise
     """
 
     span_s: float
     rate: float
     cv: float
     zero_gap_share: float
-    fano: dict[int, float | None]
+    fano: Mapping[int, float | None]
     peak_rate_10s: float | None
 
 
@@ -79,13 +85,13 @@ class SessionStats:
 class Description:
     """Everything that is counted; None where the trace does not tell.
 
-    ``columns``: as ``length_columns``; ``lengths``: the spread of each; ``why_no_cache``: why ``cache`` is None.
+    columns: as ``length_columns``; lengths: the spread of each; why_no_cache: why ``cache`` is None
     """
 
     paths: tuple[Path, ...]
     trace: Trace
-    columns: dict[str, np.ndarray]
-    lengths: dict[str, Spread]
+    columns: Mapping[str, np.ndarray]
+    lengths: Mapping[str, Spread]
     memory: Memory | None
     arrivals: Arrivals | None
     sessions: SessionStats | None
@@ -180,11 +186,94 @@ def _sessions(trace: Trace) -> SessionStats | None:
     return SessionStats(len(numbers), spread(turns), spread(thinks) if thinks is not None and len(thinks) else None)
 
 
-def as_dict(found: Description) -> dict[str, Any]:
+def about(description: Description) -> list[str]:
+    """The name, size and format of the trace, and what was left out of it."""
+    trace, names = description.trace, file_names(description.paths)
+    lines = [f"{names}: {len(trace):,} request{'s' * (len(trace) != 1)}, format {trace.format}."]
+    if trace.page_size is not None:
+        lines.append(f"Pages of {trace.page_size} tokens ({trace.page_size_from}).")
+    return lines + [f"Left out: {count:,} {why}." for why, count in trace.left_out.items()]
+
+
+def facts(description: Description) -> list[str]:
+    """Sentences on arrivals, sessions, memory and prefixes, and on what the trace does not tell."""
+    sections = (_arrival_facts, _session_facts, _memory_facts, _prefix_facts)
+    return [line for section in sections for line in section(description)]
+
+
+def _arrival_facts(description: Description) -> list[str]:
+    arrivals, tick = description.arrivals, description.trace.tick_s
+    if arrivals is None:
+        return ["Arrivals: the trace has no times to tell a rate from."]
+    fano = ", ".join(f"{w} s {'unknown' if f is None else f'{f:.2f}'}" for w, f in arrivals.fano.items())
+    peak = "" if arrivals.peak_rate_10s is None else f", at most {arrivals.peak_rate_10s:.1f}/s over 10 s"
+    lines = [
+        f"Arrivals: {arrivals.rate:.3f} requests/s over {arrivals.span_s:,.1f} s{peak}.",
+        f"Burstiness: cv of the gaps {arrivals.cv:.2f}, Fano factor in windows of {fano} (1 is Poisson).",
+    ]
+    if tick is not None:
+        lines.append(
+            f"The clock ticks every {tick:g} s: {arrivals.zero_gap_share:.0%} of the gaps are 0, so cv and the Fano "
+            "factor of short windows describe the clock (load.spread_ticks spreads the arrivals)."
+        )
+    return lines
+
+
+def _session_facts(description: Description) -> list[str]:
+    if (sessions := description.sessions) is None:
+        return []
+    turns, think = sessions.turns, sessions.think_s
+    line = f"Sessions: {sessions.count:,}, of {turns.p50:g} turns (median; at most {turns.max:g})"
+    if think is not None:
+        line += f", {think.p50:g} s of thinking between them (median; p90 {think.p90:.1f} s)"
+    return [line + "."]
+
+
+def _memory_facts(description: Description) -> list[str]:
+    if (memory := description.memory) is None:
+        return ["Memory: prompt or output tokens are not known."]
+    waste = ", ".join(f"{share:.2%} of pages of {size}" for size, share in memory.waste.items())
+    fits = ", ".join(f"{size:,}: {share:.1%}" for size, share in memory.share_up_to.items())
+    return [
+        f"Memory: reserved for the longest request ({memory.total.max:,.0f} tokens), {memory.reserve_max_util:.1%} of "
+        f"it would be used; for the p99 ({memory.total.p99:,.0f}), {memory.reserve_p99_filled:.1%}.",
+        f"Unused at the end: {waste}.",
+        f"Requests of at most so many tokens: {fits}.",
+    ]
+
+
+def _prefix_facts(description: Description) -> list[str]:
+    if description.cache is None:
+        return [f"Prefix cache: {description.why_no_cache}."]
+    ceiling = description.cache.ceiling
+    rates = ceiling.rates
+    full = "" if rates.full_pages is None else f", {rates.full_pages:.2%} of full pages"
+    return [
+        f"Ideal prefix cache (endless, cold): {rates.pages:.2%} of pages, {rates.tokens:.2%} of tokens{full}; "
+        f"{rates.requests:.1%} of requests hit something, the median request {rates.median_request:.1%} of its tokens.",
+        f"{ceiling.run.num_pages:,} of {int(description.trace.pages.sum()):,} pages are distinct: "
+        f"{ceiling.num_tokens:,} tokens keep everything.",
+    ]
+
+
+def length_rows(description: Description) -> list[tuple[str, ...]]:
+    """One row for each kind of length, under ``LENGTH_HEADS``."""
+    return [
+        (name.replace("_", " "), *map(_number, dataclasses.astuple(length)), f"{description.columns[name].sum():,}")
+        for name, length in description.lengths.items()
+    ]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.1f}"
+
+
+def as_dict(description: Description) -> dict[str, Any]:
     """What ``--json`` prints. Rates are shares, 0 to 1; null where the trace does not tell."""
-    trace, cache = found.trace, found.cache
+    trace, cache = description.trace, description.cache
     memory, arrivals, sessions = (
-        None if part is None else dataclasses.asdict(part) for part in (found.memory, found.arrivals, found.sessions)
+        None if part is None else dataclasses.asdict(part)
+        for part in (description.memory, description.arrivals, description.sessions)
     )
     if memory is not None:
         memory["waste"] = {f"page_{size}": share for size, share in memory["waste"].items()}
@@ -192,25 +281,26 @@ def as_dict(found: Description) -> dict[str, Any]:
     if arrivals is not None:
         fano = {f"{window}s": value for window, value in arrivals["fano"].items()}
         arrivals |= {"fano": fano, "tick_s": trace.tick_s}
+    prefix_cache = None
+    if cache is not None:
+        prefix_cache = {
+            "pages": int(trace.pages.sum()),
+            "unique_pages": cache.ceiling.run.num_pages,
+            "infinite_cache": cache.ceiling.as_dict(),
+            "capacities": [point.as_dict() for point in cache.points],
+        }
     return {
-        "files": [str(path) for path in found.paths],
+        "files": [str(path) for path in description.paths],
         "format": trace.format,
         "requests": len(trace),
         "left_out": trace.left_out,
         "page_size": trace.page_size,
         "page_size_from": trace.page_size_from or None,
-        "totals": {name: int(values.sum()) for name, values in found.columns.items()},
-        "lengths": {name: dataclasses.asdict(value) for name, value in found.lengths.items()},
+        "totals": {name: int(values.sum()) for name, values in description.columns.items()},
+        "lengths": {name: dataclasses.asdict(length) for name, length in description.lengths.items()},
         "memory": memory,
         "arrivals": arrivals,
         "sessions": sessions,
-        "prefix_cache": None
-        if cache is None
-        else {
-            "pages": int(trace.pages.sum()),
-            "unique_pages": cache.ceiling.run.num_pages,
-            "infinite_cache": cache.ceiling.as_dict(),
-            "capacities": [point.as_dict() for point in cache.points],
-        },
-        "prefix_cache_unknown": found.why_no_cache or None,
+        "prefix_cache": prefix_cache,
+        "prefix_cache_unknown": description.why_no_cache or None,
     }

@@ -8,9 +8,8 @@ from plotly.subplots import make_subplots
 
 from kvbench.report.page import render
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, finish, safe
-from kvbench.trace_analysis.cache_sim import Simulation
-from kvbench.trace_analysis.describe import Description
-from kvbench.trace_analysis.text import LENGTH_HEADS, about, cache_table, facts, kv_size, length_rows
+from kvbench.trace_analysis.cache_sim import Simulation, cache_table
+from kvbench.trace_analysis.describe import LENGTH_HEADS, Description, about, facts, length_rows
 from kvbench.traces.model import Trace, file_names
 
 _POINTS = 400  # of a curve: more are not seen
@@ -25,32 +24,32 @@ _CURVES = {  # column -> name, colour, dash
 _LOG_TICKS = [digit * 10**power for power in range(13) for digit in (1, 2, 5)]
 
 
-def page(found: Description) -> str:
+def page(description: Description) -> str:
     """The whole page."""
-    drawn = [lengths_figure(found), arrivals_figure(found.trace), waste_figure(found)]
-    if found.cache is not None:
-        drawn.insert(2, cache_figure(found.cache))
+    drawn = [lengths_figure(description), arrivals_figure(description.trace), waste_figure(description)]
+    if description.cache is not None:
+        drawn.insert(2, cache_figure(description.cache))
     drawn = [drawing for drawing in drawn if drawing is not None]
-    heads, rows = cache_table(found.cache) if found.cache is not None else ([], [])
+    heads, rows = cache_table(description.cache) if description.cache is not None else ([], [])
     return render(
         "trace.html.j2",
         drawn,
-        title=file_names(found.paths),
-        about=about(found),
-        facts=facts(found),
+        title=file_names(description.paths),
+        about=about(description),
+        facts=facts(description),
         length_heads=LENGTH_HEADS,
-        length_rows=length_rows(found),
+        length_rows=length_rows(description),
         cache_heads=heads,
         cache_rows=rows,
         drawings=drawn,
     )
 
 
-def lengths_figure(found: Description) -> Drawing | None:
+def lengths_figure(description: Description) -> Drawing | None:
     """Share of requests of at most so many tokens (or characters), prompts and outputs apart."""
     figure = go.Figure()
-    unit = "tokens" if any(name.endswith("tokens") for name in found.columns) else "characters"
-    for column, values in found.columns.items():
+    unit = "tokens" if any(name.endswith("tokens") for name in description.columns) else "characters"
+    for column, values in description.columns.items():
         if not column.endswith(unit):
             continue
         name, colour, dash = _CURVES[column]
@@ -69,7 +68,7 @@ def lengths_figure(found: Description) -> Drawing | None:
     figure.update_xaxes(title_text=unit, type="log", tickvals=_LOG_TICKS, tickformat=",")
     figure.update_yaxes(title_text="share of requests, %", range=[0, 101])
     caption = "Cumulative distributions."
-    if (memory := found.memory) is not None:
+    if (memory := description.memory) is not None:
         caption += (
             f" A reservation for the longest request, {memory.total.max:,.0f} tokens, is used to "
             f"{memory.reserve_max_util:.1%} by the mean request of {memory.total.mean:,.0f}."
@@ -127,7 +126,7 @@ def cache_figure(result: Simulation, title: str = "") -> Drawing:
     """Hit rate over capacity, and the ceiling. ``title``: inside the figure, for a page of its own."""
     figure, ceiling = go.Figure(), result.ceiling
     texts = [
-        f"{p.run.num_pages:,} pages, {p.num_tokens:,} tokens{f', {kv_size(p)}' if p.num_bytes else ''}<br>"
+        f"{p.run.num_pages:,} pages, {p.num_tokens:,} tokens{f', {p.kv_size}' if p.num_bytes else ''}<br>"
         f"{p.rates.pages:.2%} of pages, {p.rates.tokens:.2%} of tokens hit<br>"
         f"{p.run.evictions:,} pages evicted, {p.run.num_cut:,} requests longer than the pool"
         for p in result.points
@@ -163,9 +162,9 @@ def cache_figure(result: Simulation, title: str = "") -> Drawing:
     return Drawing("cache", "What could a prefix cache save?", caption, figure)
 
 
-def waste_figure(found: Description) -> Drawing | None:
+def waste_figure(description: Description) -> Drawing | None:
     """Share of the KV memory that holds tokens at a request's end, by the way memory is given."""
-    memory = found.memory
+    memory = description.memory
     if memory is None:
         return None
     bars: list[tuple[str, float, str]] = [

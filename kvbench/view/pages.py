@@ -130,7 +130,7 @@ def _options(rows: Sequence[RunRow]) -> Mapping[str, list[tuple[str, str]]]:
 
 def run(found: Run, links: Links) -> str:
     """The report of a run."""
-    return framed(run_page.page(found, document(found)), links)
+    return framed(run_page.page(document(found)), links)
 
 
 def compared(groups: Sequence[Group], links: Links) -> str:

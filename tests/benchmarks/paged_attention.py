@@ -470,7 +470,7 @@ def prefix_rows(host_s: float = 0.0, host_per_sequence_s: float = 0.0, count: in
 
     host_s, host_per_sequence_s: what the CPU takes beside each step, and beside each of its sequences
     """
-    times = replace(TYPICAL, host_s=host_s, host_per_sequence_s=host_per_sequence_s)
+    times = TYPICAL.model_copy(update={"host_s": host_s, "host_per_sequence_s": host_per_sequence_s})
     testbed = TESTBEDS["LLaMA-13B"]
     testbed = replace(testbed, machine=replace(testbed.machine, calibration=times))
     host = f", {host_s * 1e3:g} ms of CPU a step" if host_s else ""

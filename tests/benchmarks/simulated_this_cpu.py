@@ -27,8 +27,7 @@ from kvbench.lockstep import load as loads
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import Seat, take_turns, warm_up
 from kvbench.metrics.latency import summarise
-from kvbench.simulation.predict import predicted_metrics
-from kvbench.simulation.replay import ReplayedLoad, works_of
+from kvbench.simulation.predict import ReplayedLoad, predicted_metrics, works_of
 from kvbench.simulation.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs, measured
 from kvbench.workload.design import LoadPoint, design_of
 from kvbench.workload.file import Workload, load_workload

@@ -13,7 +13,7 @@ import yaml
 from kvbench.cli import main as cli
 from kvbench.common import foreign_cpu
 from kvbench.load import validity
-from kvbench.measure import warm_up
+from kvbench.measure import single_request
 from tests.support.sweep_parts import ROOT
 
 MOCK = f"{sys.executable} -m kvbench mock-server --port {{port}} --ttft-ms 30 --itl-ms "
@@ -42,7 +42,7 @@ def compare(tmp_path, monkeypatch, capfd):
     for module, names in UNLIMITED.items():
         for name in names:
             monkeypatch.setattr(module, name, 1e6)
-    monkeypatch.setattr(warm_up, "_PAUSE_S", 0.01)  # before a request that failed is sent again
+    monkeypatch.setattr(single_request, "_PAUSE_S", 0.01)  # before a request that failed is sent again
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the mock server is launched in another folder
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "no-git"))  # a commit while this runs must not keep it from resuming
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,7 @@ import yaml
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import REPOSITORY
 from kvbench.gate.compare.builds import Builds, find_commit, is_kvbench, remove_source
+from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.sides import open_side, parse_side
 from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import TINY
@@ -24,7 +25,7 @@ def test_head_is_built_and_its_engine_serves(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(TINY | {"sweep": {}}))
     with Builds(tmp_path / "builds") as builds:
-        opened = open_side(parse_side("HEAD"), load_workload(path, profile="cpu"), {}, builds)
+        opened = open_side(parse_side("HEAD"), load_workload(path, profile="cpu"), CompareRequest(), builds)
         build = opened.build
         assert build is not None and build.commit == commit and is_kvbench(build.source)
         assert build.how == "layered", "HEAD has the dependencies of the kvbench that runs"

@@ -15,7 +15,7 @@ import yaml
 
 from kvbench.cli.main import cli
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.measure import warm_up
+from kvbench.measure import single_request, warm_up
 from kvbench.targets import base
 from tests.support.sweep_parts import TINY
 
@@ -99,7 +99,7 @@ def load(tmp_path, monkeypatch) -> Callable[..., Exception]:
     """Runs the command on a server; the error that it ends with."""
     monkeypatch.setattr(warm_up, "_LOOK_S", 0.05)
     monkeypatch.setattr(warm_up, "_SILENT_S", 0.2)
-    monkeypatch.setattr(warm_up, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(single_request, "_PAUSE_S", 0.01)
     monkeypatch.setattr(base, "_HEALTH_TIMEOUT_S", 0.2)
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump({**TINY, "sweep": {}}))

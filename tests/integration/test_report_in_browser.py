@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.report.document import document
-from kvbench.report.outputs import write_report
+from kvbench.report.page import write_report
 from kvbench.runs.read import read_run
 from tests.support.browser import LAPTOP, PHONE
 from tests.support.synthetic_run import make_run

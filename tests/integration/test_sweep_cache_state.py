@@ -11,11 +11,14 @@ import pytest
 
 from kvbench.common import foreign_cpu as contention
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.measure import load as measuring
 from kvbench.measure import server_state
 from kvbench.measure import warm_up as warming
+from kvbench.measure.http import HttpInstrument
+from kvbench.measure.instrument import Job, Listener
+from kvbench.measure.server import Server
 from kvbench.runs.folder import create_run
 from kvbench.runs.repeats import is_disturbed
+from kvbench.runs.server_info import ServerInfo
 from kvbench.sweep.block import BlockRunner
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.design import plan_sweep
@@ -27,11 +30,8 @@ CACHING = ("--enable-prefix-caching", "--page-size", "4")
 NO_RESET = [{"path": "/reset_prefix_cache", "do": "status", "status": 404}]
 
 
-class Silent:
-    """A listener that says nothing."""
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
+def runner_of(workload, folder, url):
+    return BlockRunner(HttpInstrument(Job(workload, folder, lambda: OpenAITarget(url))))
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def measure(tmp_path):
         folder = create_run(tmp_path / f"results{time.monotonic_ns()}", "tiny", "none")
         _, (planned,) = plan_sweep(workload, ())
         planned = dataclasses.replace(planned, repeat=repeat)
-        runner = BlockRunner(workload, folder, lambda: OpenAITarget(url), Silent(), lambda *args: None, lambda: None)
+        runner = runner_of(workload, folder, url)
         assert runner.run_block(planned)
         assert runner.failures == []
         done = [json.loads(p.read_text()) for p in folder.path.glob("cells/*/loads/*/done.json")]
@@ -106,7 +106,7 @@ def test_hits_without_caching_are_impossible_and_the_machine_of_a_load_is_record
 
 def test_a_display_gets_every_reading_of_the_server_and_causes_none(measure, monkeypatch, tmp_path):
     told = []
-    monkeypatch.setattr(Silent, "server_read", lambda self, sample: told.append(sample), raising=False)
+    monkeypatch.setattr(Listener, "server_read", lambda self, sample: told.append(sample))
     with fake_server() as (_, url):
         measure(url)
     (counters,) = tmp_path.glob("results*/*/*/cells/*/loads/*/counters.json")
@@ -156,11 +156,11 @@ def test_a_target_that_is_gone_after_the_first_block_costs_the_others_and_not_th
     _, blocks = plan_sweep(workload, ())
     folder = create_run(tmp_path / "results", "tiny", "none")
     with fake_server() as (_, url):
-        runner = BlockRunner(workload, folder, lambda: OpenAITarget(url), Silent(), lambda *a: None, lambda: None)
+        runner = runner_of(workload, folder, url)
         assert runner.run_block(blocks[0])
     assert not runner.run_block(blocks[1])
     assert "did not answer" in runner.failures[0].reason
-    fresh = BlockRunner(workload, folder, lambda: OpenAITarget(url), Silent(), lambda *a: None, lambda: None)
+    fresh = runner_of(workload, folder, url)
     with pytest.raises(UsageError, match="did not answer"):
         fresh.run_block(blocks[0])  # at the very start it is the user's mistake
 
@@ -172,7 +172,7 @@ def test_a_warm_up_that_hangs_is_a_measurement_error(tmp_path, monkeypatch):
         target = OpenAITarget(url)
         target.start({}, tmp_path / "log")
         target.complete = lambda *args: time.sleep(0.5)
-        subject = measuring.LoadSetup(workload.load, 0, target, {"target": url}, None, None, lambda: None)
+        subject = Server(workload.load, 0, target, {"target": url}, ServerInfo(), None, lambda: None)
         with pytest.raises(MeasurementError, match="warm-up request was not answered within"):
             warming.warm_up(subject, workload.load_points[0])
         target.stop()

@@ -17,9 +17,7 @@ import pytest
 from kvbench.calibration import cache
 from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Calibration, CalibrationSettings
 from kvbench.common import foreign_cpu
-from kvbench.measure.load import measure_load
-from kvbench.sweep import block
-from kvbench.sweep.block import BlockRunner
+from kvbench.measure.http import HttpInstrument
 from tests.support.loads import fake_server
 from tests.support.sweep_parts import FAKE, Bench, alive, complaints, end, finished, manifest, wait_until
 from tests.unit.calibration.test_calibration import taken
@@ -312,20 +310,15 @@ def disturb(bench, monkeypatch):
     """Makes loads valid but for those of ``left``: how often each (cell, repeat) is still disturbed."""
     left: Counter[tuple[str, int]] = Counter()
     bench.again = True
-    run_load = BlockRunner._run_load
+    run = HttpInstrument.run
 
-    def judged(runner, setup, cell, repeat, *args, **kwargs):
-        def measured(*args, **kwargs):
-            left[cell.cell_id, repeat] -= 1
-            reasons = [OTHERS] if left[cell.cell_id, repeat] >= 0 else []
-            told = {"valid": not reasons, "invalid_reasons": reasons, "disturbances": reasons, "server_faults": []}
-            return measure_load(*args, **kwargs) | told
+    def judged(instrument, cell, repeat, out):
+        left[cell.cell_id, repeat] -= 1
+        reasons = [OTHERS] if left[cell.cell_id, repeat] >= 0 else []
+        told = {"valid": not reasons, "invalid_reasons": reasons, "disturbances": reasons, "server_faults": []}
+        return run(instrument, cell, repeat, out) | told
 
-        with monkeypatch.context() as patch:
-            patch.setattr(block, "measure_load", measured)
-            run_load(runner, setup, cell, repeat, *args, **kwargs)
-
-    monkeypatch.setattr(BlockRunner, "_run_load", judged)
+    monkeypatch.setattr(HttpInstrument, "run", judged)
     monkeypatch.setattr(foreign_cpu, "waits_for_quiet", lambda limit_s, check, on_busy: True)
     return left
 
@@ -468,7 +461,7 @@ def no_room(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("what", ["kvbench.measure.load.store_server", "kvbench.sweep.block.write_json"])
+@pytest.mark.parametrize("what", ["kvbench.measure.http.store_server", "kvbench.measure.instrument.write_json"])
 def test_a_full_disk_does_not_take_a_finished_load_s_line_away(bench, monkeypatch, what):
     monkeypatch.setattr(what, no_room)
     done = bench.sweep(str(bench.write(sweep={}, load={"repeats": 1})), "--no-report")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvbench.common.files import write_json
-from kvbench.gate.compare.folder import FORMAT, KIND, CompareFolder
-from kvbench.gate.timing.plan import SIDES
+from kvbench.gate.compare.folder import KIND, CompareFolder, CompareManifest
+from kvbench.gate.timing.plan import SIDES, PairedCell
 from kvbench.workload.design import make_design
 
 BASE_VALUES = (400.0, 100.0, 20.0)  # tokens/s, ms, ms
@@ -40,13 +41,11 @@ def write_load(path: Path, cell: str, values: Sequence[float], **more: Any) -> N
 def stored_comparison(path: Path, base: np.ndarray, candidate: np.ndarray, cells: Sequence[str]) -> CompareFolder:
     """``base``, ``candidate`` [pairs, cells, 3]; ``cells``: names such as ``mixed/paged-c4``."""
     folder = CompareFolder(path)
-    rows = [{"name": name, "workload": name.split("/")[0], "turn": name} for name in cells]
-    for row in rows:
-        row |= {side: row["name"].split("/")[1] for side in SIDES}
+    rows = [PairedCell(name, *name.split("/")[:1], name, *[name.split("/")[1]] * 2) for name in cells]
     manifest = {
-        "format": FORMAT, "kind": KIND, "subcommand": "compare", "base": {"name": "main"},
-        "candidate": {"name": "topic"}, "reproduce": "kvbench compare main topic", "cells": rows, "order": {},
-        "order_seed": 1, "early_looks": [], "voids": [], "void": None, "notes": [], "differences": [],
+        "format": CompareManifest.FORMAT, "kind": KIND, "subcommand": "compare", "base": {"name": "main"},
+        "candidate": {"name": "topic"}, "reproduce": "kvbench compare main topic", "cells": list(map(asdict, rows)),
+        "order": {}, "order_seed": 1, "early_looks": [], "voids": [], "void": None, "notes": [], "differences": [],
         "cpu": {"model": "a processor", "cores": 2},
         "started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:10:00+00:00",
     }  # fmt: skip
@@ -54,7 +53,7 @@ def stored_comparison(path: Path, base: np.ndarray, candidate: np.ndarray, cells
     for side, values in zip(SIDES, (base, candidate), strict=True):
         for pair, of_pair in enumerate(values, 1):
             for row, of_cell in zip(rows, of_pair, strict=True):
-                write_load(folder.run(side, row["workload"]).load(row[side], pair), row[side], of_cell)
+                write_load(folder.load(row, side, pair), row.on(side), of_cell)
     return folder
 
 

@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from kvbench.cli.main import main
-from kvbench.measure.load import measure_load
-from kvbench.sweep import block, order
+from kvbench.measure.http import HttpInstrument
+from kvbench.sweep import order
 from tests.support.loads import FAKE, ROOT
 
 # A busy test machine may make the client late and take cores from the server; that is not what is tested here.
@@ -100,10 +100,10 @@ class Bench:
         """A command in this process, which has imported what it needs."""
         out, err = io.StringIO(), io.StringIO()
         measures_again = order.measures_again if self.again else lambda done, attempts: False
-        measure = block.measure_load if self.again else undisturbed
+        send = HttpInstrument.send if self.again else undisturbed
         with (
             unittest.mock.patch.object(order, "measures_again", measures_again),
-            unittest.mock.patch.object(block, "measure_load", measure),
+            unittest.mock.patch.object(HttpInstrument, "send", send),
             unittest.mock.patch.dict(os.environ, self.environment(**env)),
             contextlib.chdir(cwd),
             contextlib.redirect_stdout(out),
@@ -138,9 +138,12 @@ class Bench:
         return run
 
 
-def undisturbed(*arguments: Any, **options: Any) -> dict[str, Any]:
-    """``measure_load`` as on a machine where nothing else runs."""
-    found = measure_load(*arguments, **options)
+_SEND = HttpInstrument.send
+
+
+def undisturbed(*arguments: Any) -> dict[str, Any]:
+    """``HttpInstrument.send`` as on a machine where nothing else runs."""
+    found = _SEND(*arguments)
     reasons = [reason for reason in found["invalid_reasons"] if not any(words in reason for words in BUSY_MACHINE)]
     valid = not (reasons or found["refused"] or found["wrong_answers"])
     return found | {"valid": valid, "invalid_reasons": reasons, "disturbances": []}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.report.document import Document, document
-from kvbench.report.outputs import write_report
+from kvbench.report.page import write_report
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
 from tests.support.loads import ROOT, SUPPORT, LoadRunner, own_mock

@@ -1,4 +1,4 @@
-"""From the folder of a comparison to its verdict; a stored folder can be judged again, also by another policy."""
+"""The verdict on the folder of a comparison; a stored one can be judged again, also by another policy."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import itertools
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -20,58 +19,55 @@ from scipy import stats
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_text
 from kvbench.common.text import csv_cell, plural
-from kvbench.gate.compare.folder import CompareFolder
-from kvbench.gate.compare.pair_runner import FailedAttempt
+from kvbench.gate.compare.folder import LOCKSTEP, TWINS, CompareFolder, CompareManifest, FailedAttempt
 from kvbench.gate.compare.served_check import served_findings, served_notes
 from kvbench.gate.policy import Policy
-from kvbench.gate.timing.explain import moved_between, where_it_went
-from kvbench.gate.timing.judge import Judgement, findings_of, judge, sentence
+from kvbench.gate.timing.explain import ByCell, moved_between, where_it_went
+from kvbench.gate.timing.judge import Judgement, judge, sentence
 from kvbench.gate.timing.pairs import PairTable, hypotheses
-from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES
+from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, PairedCell
 from kvbench.gate.timing.rules import CELL, OVERALL, MetricRule, TimingRules
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict, worst
-from kvbench.metrics.model import flatten
+from kvbench.metrics.definitions import figure
 from kvbench.runs.folder import DONE
-from kvbench.runs.metric_names import value_of, window_of
+from kvbench.runs.metric_names import window_of
 
-_CLOCK_NAMES = {"lockstep": "engine time", "twins": "running time"}  # by method; other pairs are in served time
+_CLOCK_NAMES = {LOCKSTEP: " in engine time", TWINS: " in running time"}  # other pairs are in served time
 ATTEMPTS_ALPHA = 0.004  # of the test on servers that fail, beside the looks' alphas: 8 attempts to none
 
 
 def read_values(
-    folder: CompareFolder, cells: Sequence[Mapping[str, Any]], metrics: Sequence[MetricRule], pairs: Sequence[int]
+    folder: CompareFolder, cells: Sequence[PairedCell], metrics: Sequence[MetricRule], pairs: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """By side, [pairs, cells, metrics] in the metrics' units; NaN where a load has no such metric."""
+    """Reads the values of both sides [pairs, cells, metrics] in the metrics' units; NaN where a load has none."""
     values = {side: np.full((len(pairs), len(cells), len(metrics)), np.nan) for side in SIDES}
     for side, (i, pair), (j, cell) in itertools.product(SIDES, enumerate(pairs), enumerate(cells)):
-        measured = flatten(folder.done(cell, side, pair)["metrics"])
-        values[side][i, j] = [np.nan if (v := value_of(measured, m.name)) is None else v for m in metrics]
+        measured = [folder.done(cell, side, pair).metrics.value(figure(metric.name).path) for metric in metrics]
+        values[side][i, j] = [np.nan if value is None else value for value in measured]
     return values
 
 
-def read_table(folder: CompareFolder, cells: Sequence[Mapping[str, Any]], rules: TimingRules, pairs: int) -> PairTable:
-    """The first ``pairs`` pairs as a table. Raises ValueError where they cannot be compared."""
-    return _table(read_values(folder, cells, rules.metrics, range(1, pairs + 1)), cells, rules)
-
-
-def _table(values: Mapping[str, np.ndarray], cells: Sequence[Mapping[str, Any]], rules: TimingRules) -> PairTable:
-    names = [cell["name"] for cell in cells]
+def read_table(
+    folder: CompareFolder, cells: Sequence[PairedCell], rules: TimingRules, pairs: Sequence[int]
+) -> PairTable:
+    """Reads pairs as a table. Raises ValueError where they cannot be compared."""
+    values, names = read_values(folder, cells, rules.metrics, pairs), [cell.name for cell in cells]
     classes = [rules.class_of(name) for name in names]
     return PairTable.from_values(values[BASE], values[CANDIDATE], names, classes, rules.metrics)
 
 
-def write_pairs(folder: CompareFolder, manifest: Mapping[str, Any], metrics: Sequence[MetricRule]) -> Path:
+def write_pairs(folder: CompareFolder, manifest: CompareManifest, metrics: Sequence[MetricRule]) -> Path:
     """Writes pairs.csv: one row for each metric of each cell in each whole pair, with the side that went first."""
-    cells, orders = manifest["cells"], manifest["order"]
+    cells = manifest.cells
     values = read_values(folder, cells, metrics, range(1, folder.whole_pairs(cells) + 1))
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["pair", "cell", "first", "metric", "unit", *SIDES, "log_ratio"])
     for i, j, k in np.ndindex(values[BASE].shape):
-        first = orders.get(str(i + 1), {}).get(cells[j]["turn"], "")  # stored runs were not measured in turn
+        first = manifest.order.get(str(i + 1), {}).get(cells[j].turn, "")  # stored runs were not measured in turn
         base, candidate = (values[side][i, j, k] for side in SIDES)
         ratio = np.log(candidate / base) if base > 0 and candidate > 0 else np.nan
-        row = [i + 1, cells[j]["name"], first, metrics[k].name, metrics[k].unit]
+        row = [i + 1, cells[j].name, first, metrics[k].name, metrics[k].unit]
         writer.writerow([*map(csv_cell, row), *(f"{x:.6g}" for x in (base, candidate, ratio))])
     path = folder.path / "pairs.csv"
     write_text(path, out.getvalue())
@@ -106,38 +102,38 @@ def look_at(table: PairTable, rules: TimingRules, early: Sequence[int] = ()) -> 
     return judgement
 
 
-def conclude(
-    folder: CompareFolder, manifest: Mapping[str, Any], policy: Policy, *, pairs: int | None = None
-) -> Verdict:
+def conclude(folder: CompareFolder, manifest: CompareManifest, policy: Policy, *, pairs: int | None = None) -> Verdict:
     """The verdict on the first ``pairs`` pairs (None: all that are whole), and on what could not be measured.
 
     Raises UsageError where a metric of the policy cannot be compared.
     """
-    rules, cells, stopped = _with_full_titles(policy.timing, manifest), manifest["cells"], manifest.get("stopped")
+    rules, cells, by_the_clock = _with_full_titles(policy.timing, manifest), manifest.cells, manifest.void is None
     there = folder.whole_pairs(cells)
     measured = there if pairs is None else min(pairs, there)
-    facts = _facts(manifest) | policy.facts() | {"pairs": measured}
-    notes = [*manifest.get("notes", ()), *_cache_notes(manifest)]
-    notes += [f"base and candidate differ: {d}" for d in manifest["differences"]]
+    common = Verdict(
+        "compare", PASS, "",
+        base=manifest.base.to_json(),
+        candidate=manifest.candidate.to_json(),
+        reproduce=manifest.reproduce,
+        facts=_facts(manifest) | policy.facts() | {"pairs": measured},
+    )  # fmt: skip
+    notes = [*manifest.notes, *_cache_notes(manifest)]
+    notes += [f"base and candidate differ: {difference}" for difference in manifest.differences]
     extra = _attempt_findings(manifest)
-    made = {"base": manifest["base"], "candidate": manifest["candidate"], "reproduce": manifest["reproduce"]}
     if not measured:
-        if stopped and manifest["void"] is None:  # the clock ended it
-            extra = (_no_whole_pair(stopped), *extra)
-            notes.append(f"go on with: {_more_time(folder, manifest, rules.looks[0].pairs)}")
-        elif stopped:
-            notes.append(f"{stopped}.")
+        if manifest.stopped and by_the_clock:
+            extra = (_no_whole_pair(manifest.stopped), *extra)
         outcome = worst([f.outcome for f in extra])
         nothing = f"nothing was compared: {_why_no_pair(folder, cells)}"
         text = next((f.sentence for f in extra if f.outcome == outcome), nothing)
-        return Verdict("compare", outcome, text, extra, **made, notes=tuple(notes), facts=facts)
-    values = read_values(folder, cells, rules.metrics, range(1, measured + 1))
+        notes += _end_notes(folder, manifest, rules.looks[0].pairs, goes_on=by_the_clock)
+        return replace(common, outcome=outcome, sentence=text, findings=extra, notes=tuple(notes))
     try:
-        judgement = look_at(_table(values, cells, rules), rules, manifest["early_looks"])
+        judgement = look_at(read_table(folder, cells, rules, range(1, measured + 1)), rules, manifest.early_looks)
     except ValueError as error:
         raise UsageError(f"{folder.path}: {error}") from None
-    facts |= {"pairs": judgement.pairs, "look": judgement.look.pairs, "alpha": judgement.look.alpha}
-    tested = findings_of(judgement, *(values[side][: judgement.pairs] for side in SIDES))
+    look = {"pairs": judgement.pairs, "look": judgement.look.pairs, "alpha": judgement.look.alpha}
+    tested = judgement.findings
     served = served_findings(folder, tested) if pairs is None else ()  # a look is at pairs alone
     extra, notes = (*extra, *served), [*notes, *served_notes(served)]
     moved = ()
@@ -150,15 +146,21 @@ def conclude(
     text = sentence(judgement)
     if outcome != judgement.outcome:
         text = next(f.sentence for f in extra if f.outcome == outcome)
-    if stopped and manifest["void"] is None and outcome == INCONCLUSIVE:  # more time may settle it
-        text = f"{stopped}. {text}"
-        notes.append(f"go on with: {_more_time(folder, manifest, max(0, rules.looks[-1].pairs - measured))}")
-    elif stopped:
-        notes.append(f"{stopped}.")
-    if doubt := manifest.get("doubt"):  # in the sentence itself: who reads no further must see it
-        text = f"{text} ({doubt})"
-    notes += judgement.notes
-    return Verdict("compare", outcome, text, (*extra, *tested), **made, moved=moved, notes=tuple(notes), facts=facts)
+    more_time_helps = by_the_clock and outcome == INCONCLUSIVE
+    if manifest.stopped and more_time_helps:
+        text = f"{manifest.stopped}. {text}"
+    notes += _end_notes(folder, manifest, max(0, rules.looks[-1].pairs - measured), goes_on=more_time_helps)
+    if manifest.doubt:  # in the sentence itself: who reads no further must see it
+        text = f"{text} ({manifest.doubt})"
+    return replace(
+        common,
+        outcome=outcome,
+        sentence=text,
+        findings=(*extra, *tested),
+        moved=moved,
+        notes=(*notes, *judgement.notes),
+        facts=common.facts | look,
+    )
 
 
 def _no_whole_pair(stopped: str) -> Finding:
@@ -166,15 +168,27 @@ def _no_whole_pair(stopped: str) -> Finding:
     return Finding("measured/time", "measured", "a pair is measured in the time allowed", INCONCLUSIVE, text)
 
 
-def _with_full_titles(rules: TimingRules, manifest: Mapping[str, Any]) -> TimingRules:
-    """The rules with metrics whose titles say which clock their times are of (no reader may take them for served), and
-    that a throughput is of the whole run."""
-    clock = _CLOCK_NAMES.get(manifest.get("method"))
-    behind = f" in {clock}" if clock else ""
+def _end_notes(folder: CompareFolder, manifest: CompareManifest, pairs: int, *, goes_on: bool) -> list[str]:
+    """Notes how a comparison that ended early goes on, with the minutes that ``pairs`` more take, or why it ended."""
+    if not manifest.stopped:
+        return []
+    if not goes_on:
+        return [f"{manifest.stopped}."]
+    pair_s = max(manifest.seconds, default=manifest.pair_s)
+    minutes = math.ceil(pairs * pair_s / 60)
+    way = folder.resume_command(manifest.subcommand) + (f" --max-minutes {minutes}" if minutes else "")
+    return [f"go on with: {way}"]
+
+
+def _with_full_titles(rules: TimingRules, manifest: CompareManifest) -> TimingRules:
+    """Adds the clock of their times to the titles of the metrics, and that a throughput is of the whole run.
+
+    No reader may take them for served ones.
+    """
 
     def title(metric: MetricRule) -> str:
         window = window_of(metric.name)
-        return f"{metric.title}{f' ({window})' if window else ''}{behind}"
+        return f"{metric.title}{f' ({window})' if window else ''}{_CLOCK_NAMES.get(manifest.method, '')}"
 
     return replace(rules, metrics=tuple(replace(each, title=title(each)) for each in rules.metrics))
 
@@ -182,10 +196,10 @@ def _with_full_titles(rules: TimingRules, manifest: Mapping[str, Any]) -> Timing
 def finished_verdict(folder: CompareFolder, policy: Policy) -> Verdict | None:
     """The verdict of a complete comparison, None where more pairs may still change it."""
     manifest = folder.manifest()
-    if manifest["status"] != "complete":
+    if manifest.status != "complete":
         return None
     verdict = conclude(folder, manifest, policy)
-    return verdict if manifest["stopped"] is None or verdict.outcome in (FAIL, PASS) else None
+    return verdict if manifest.stopped is None or verdict.outcome in (FAIL, PASS) else None
 
 
 def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Verdict, Path]:
@@ -198,15 +212,15 @@ def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Ver
     folder = CompareFolder.open(path)
     with folder.locked() if os.access(path, os.W_OK) else nullcontext():
         manifest = folder.manifest()
-        if manifest.get("status") == "incomplete":
+        if manifest.status == "incomplete":
             raise UsageError(
                 f"{path} is not finished, and judging it now would use up part of the allowed error rate: go on "
-                f"with `{folder.resume_command(manifest['subcommand'])}`"
+                f"with `{folder.resume_command(manifest.subcommand)}`"
             )
-        if manifest["differences"] and not force:
-            differences = "; ".join(manifest["differences"])
+        if manifest.differences and not force:
+            differences = "; ".join(manifest.differences)
             raise UsageError(f"base and candidate differ: {differences}; add --force to judge them anyway")
-        own = Policy.from_json(manifest["policy"]) if manifest.get("policy") else policy  # older ones have none
+        own = Policy.of(manifest.policy) if manifest.policy else policy  # older ones have none
         policy = policy if policy.source else own
         verdict = conclude(folder, manifest, policy)
     if own.digest == policy.digest:
@@ -217,11 +231,10 @@ def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Ver
     return verdict, path / f"judged-{policy.source.stem}"
 
 
-def pair_line(folder: CompareFolder, manifest: Mapping[str, Any], policy: Policy, pair: int) -> str:
+def pair_line(folder: CompareFolder, cells: Sequence[PairedCell], rules: TimingRules, pair: int) -> str:
     """One pair's change of each metric, for the progress of a run."""
-    cells = manifest["cells"]
     try:
-        table = _table(read_values(folder, cells, policy.timing.metrics, [pair]), cells, policy.timing)
+        table = read_table(folder, cells, rules, [pair])
     except ValueError as error:
         return str(error)
     tested, level = hypotheses(table), CELL if len(cells) == 1 else OVERALL
@@ -232,7 +245,7 @@ def pair_line(folder: CompareFolder, manifest: Mapping[str, Any], policy: Policy
     )
 
 
-def _attempt_findings(manifest: Mapping[str, Any]) -> tuple[Finding, ...]:
+def _attempt_findings(manifest: CompareManifest) -> tuple[Finding, ...]:
     """Findings on servers that failed, and on the pair that was given up, if one was.
 
     Without a change, an attempt in which one server alone failed is as likely the candidate's as the base's, since the
@@ -240,15 +253,15 @@ def _attempt_findings(manifest: Mapping[str, Any]) -> tuple[Finding, ...]:
     more often but the test does not show it, the comparison is inconclusive, since the candidate did not finish all its
     loads. A pair that was given up is otherwise invalid.
     """
-    attempts = [FailedAttempt(**each) for each in manifest["voids"]]
-    found, given_up = _failing_servers(attempts), manifest["void"]
-    if given_up is None or (found and found[0].outcome == FAIL):
-        return found
-    of = [each for each in attempts if (each.pair, each.turn) == (given_up["pair"], given_up["turn"])]
-    of = [each for each in of if each.resume == of[-1].resume]  # those that it was given up after
-    turn, text = of[-1].turn, f"could not be measured in {plural(len(of), 'attempt')}: {of[-1]}"
-    details = tuple(map(_attempt_line, of))
-    return Finding(f"measured/{turn}", CELL, f"{turn} is measured", INVALID, f"{turn} {text}", details=details), *found
+    failing, given_up = _failing_servers(manifest.voids), manifest.void
+    if given_up is None or (failing and failing[0].outcome == FAIL):
+        return failing
+    attempts = [each for each in manifest.voids if (each.pair, each.turn) == (given_up.pair, given_up.turn)]
+    attempts = [each for each in attempts if each.resume == attempts[-1].resume]  # those that it was given up after
+    turn = given_up.turn
+    text = f"{turn} could not be measured in {plural(len(attempts), 'attempt')}: {attempts[-1]}"
+    details = tuple(map(_attempt_line, attempts))
+    return Finding(f"measured/{turn}", CELL, f"{turn} is measured", INVALID, text, details=details), *failing
 
 
 def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
@@ -272,23 +285,23 @@ def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
     )  # fmt: skip
 
 
-def _attempt_line(of: FailedAttempt) -> str:
-    resume = f" after resume {of.resume}" if of.resume else ""
-    where = f"pair {of.pair}" if of.pair else of.turn
-    return f"{where}, attempt {of.attempt}{resume} ({of.first} first): {of}"
+def _attempt_line(attempt: FailedAttempt) -> str:
+    resume = f" after resume {attempt.resume}" if attempt.resume else ""
+    where = f"pair {attempt.pair}" if attempt.pair else attempt.turn
+    return f"{where}, attempt {attempt.attempt}{resume} ({attempt.first} first): {attempt}"
 
 
-def _cache_notes(manifest: Mapping[str, Any]) -> list[str]:
+def _cache_notes(manifest: CompareManifest) -> list[str]:
     """A note for each configuration where only one side had a new server for each load."""
     return [
         f"{key}: the prefix cache of {sides[0]} can be emptied by a new server only, so each of its loads has one of "
         "its own, and the other side's have one together: first requests may differ by that"
-        for key, sides in sorted((manifest.get("apart") or {}).items())
+        for key, sides in sorted(manifest.apart.items())
         if len(sides) == 1
     ]
 
 
-def _why_no_pair(folder: CompareFolder, cells: Sequence[Mapping[str, Any]]) -> str:
+def _why_no_pair(folder: CompareFolder, cells: Sequence[PairedCell]) -> str:
     for side, cell in itertools.product(folder.stored, cells):
         if not (done := folder.load(cell, side, 1) / DONE).is_file():
             return (
@@ -298,32 +311,22 @@ def _why_no_pair(folder: CompareFolder, cells: Sequence[Mapping[str, Any]]) -> s
     return "no pair was measured"
 
 
-def _read_counters(folder: CompareFolder, cells: Sequence[Mapping[str, Any]], pairs: int) -> dict[str, Any]:
+def _read_counters(folder: CompareFolder, cells: Sequence[PairedCell], pairs: int) -> ByCell:
     """counters.json of each load: by cell name and side, in the order of the pairs."""
+    numbers = range(1, pairs + 1)
     return {
-        cell["name"]: {
-            side: [read_json(folder.load(cell, side, pair) / "counters.json") for pair in range(1, pairs + 1)]
-            for side in SIDES
-        }
+        cell.name: {side: [read_json(folder.load(cell, side, n) / "counters.json") for n in numbers] for side in SIDES}
         for cell in cells
     }
 
 
-def _more_time(folder: CompareFolder, manifest: Mapping[str, Any], pairs: int) -> str:
-    """The resume command with the minutes that ``pairs`` more pairs take, as far as is known."""
-    each = max(manifest.get("seconds") or (), default=manifest.get("pair_s") or 0.0)
-    minutes = math.ceil(pairs * each / 60)
-    return folder.resume_command(manifest["subcommand"]) + (f" --max-minutes {minutes}" if minutes else "")
-
-
-def _facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    cpu = manifest.get("cpu") or {}
+def _facts(manifest: CompareManifest) -> dict[str, object]:
     return {
-        "started": manifest.get("started"),
-        "ended": manifest.get("ended"),
-        "machine": f"{cpu.get('model')}, {cpu.get('cores')} cores",
-        "gpus": [gpu.get("name") for gpu in manifest.get("gpus") or ()],
-        "method": manifest.get("method", "launched"),
-        "order_seed": manifest["order_seed"],
-        "voids": len(manifest["voids"]),
+        "started": manifest.started,
+        "ended": manifest.ended,
+        "machine": f"{manifest.cpu.model}, {manifest.cpu.cores} cores",
+        "gpus": [gpu.name for gpu in manifest.gpus],
+        "method": manifest.method,
+        "order_seed": manifest.order_seed,
+        "voids": len(manifest.voids),
     }

@@ -1,4 +1,4 @@
-"""The folder of a comparison: a run folder of each side and workload, the pairs as their repeats.
+"""The folder of a comparison and its manifest: a run folder of each side and workload, the pairs as repeats.
 
 results/compare/<UTC time>-<git short sha>/
   manifest.json                                 what is compared, how, on what; kind "compare"
@@ -18,29 +18,197 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
-from kvbench.gate.timing.plan import SIDES, Match, cell_rows
+from kvbench.common.records import Record, read_record, write_record
+from kvbench.gate.compare.request import CompareRequest
+from kvbench.gate.policy import StoredPolicy
+from kvbench.gate.timing.plan import CANDIDATE, SIDES, Match, PairedCell
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder, move_numbered
+from kvbench.runs.results import LoadResult, Processor
 
 KIND = "compare"
-FORMAT = 1
+LOCKSTEP, LAUNCHED, STORED_RUNS = "lockstep", "launched", "stored runs"
+TWINS = "twins"  # of older comparisons: they are judged, and not gone on with
+_Section = Mapping[str, Any] | None
+_WAY_OUT = "use the kvbench that measured it, or measure again"
+
+
+class SideFacts(Record):
+    """A side as it was given; of a git ref also its commit and build, of a stored run what its manifest says.
+
+    ``environment``: a digest of the installed versions; ``target``: as in a run's manifest.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    kind: str = ""
+    text: str = ""
+    name: str = ""
+    sha: str | None = None
+    changes: str | None = None
+    build: str | None = None
+    environment: str | None = None
+    command: Any = None
+    simulated: Any = None
+
+
+class ServerFacts(Record):
+    """A server's words on itself, as far as both sides must agree in them; the rest is stored too."""
+
+    model_config = ConfigDict(extra="allow")
+
+    served_model: _Section = None
+    model: _Section = None
+    resolved: _Section = None
+    versions: _Section = None
+
+    def fact(self, section: str, key: str) -> object:
+        return (getattr(self, section) or {}).get(key)
+
+
+@dataclass(frozen=True)
+class FailedAttempt:
+    """An attempt at a pair that failed, and the ``reasons`` by side.
+
+    ``pair``: 0 for the served check. ``faults``: the reasons that are the server's own fault. ``first``: the side that
+    was launched first. ``resume``: how often the comparison had been resumed; each time attempts are counted from 1.
+    """
+
+    pair: int
+    attempt: int
+    turn: str
+    first: str
+    reasons: Mapping[str, Sequence[str]]
+    faults: Mapping[str, Sequence[str]]
+    resume: int = 0
+
+    @property
+    def where(self) -> str:
+        """The place in words: ``pair 3 of mixed/paged``."""
+        return f"pair {self.pair} of {self.turn}" if self.pair else self.turn
+
+    @property
+    def blamed(self) -> str | None:
+        """The side whose server failed while nothing else went wrong on either side."""
+        failed = [side for side in SIDES if self.reasons[side]]
+        return failed[0] if len(failed) == 1 and len(self.reasons[failed[0]]) == len(self.faults[failed[0]]) else None
+
+    def __str__(self) -> str:
+        return "; ".join(f"{side}: {reason}" for side in SIDES for reason in self.reasons[side])
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """The part of a pair that could not be measured."""
+
+    pair: int
+    turn: str
+
+
+@dataclass
+class LockstepFacts:
+    """The steps of a turn by match, and by cell how often a pair computes its load; alike in all pairs."""
+
+    turn_lengths: dict[str, int] = field(default_factory=dict)
+    times: dict[str, int] = field(default_factory=dict)
+
+
+class GivenWorkload(Record):
+    """A workload as it was given, before the sides' own settings."""
+
+    workload: dict[str, Any]
+    profile: str | None = None
+
+
+class Gpu(Record):
+    """A GPU, as ``kvbench.common.machine.gpus`` tells it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+
+
+class Resumed(Record):
+    """A time that measuring went on, the environment then, and what differed from before."""
+
+    model_config = ConfigDict(extra="allow")
+
+    at: str
+    forced: bool = False
+    differences: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+class CompareManifest(Record):
+    """The manifest of a comparison; what ``kvbench.common.machine.environment`` tells stands in it too.
+
+    given: the workloads before the sides' own settings
+    order: by pair and match, the side that went first; order_seed: what it is drawn from
+    stored: by side, the run of a comparison of stored runs
+    servers: by side and configuration, what the first server of it said of itself
+    apart: by match, the sides whose loads had a server each, since their prefix cache could not be emptied
+    differences: what should be equal on both sides and is not, with --force; doubt: why the probabilities may not hold
+    voids: attempts at pairs that were no measurement; void: what was given up; stopped: why it ended early
+    seconds: that each pair took; pair_s: how long one more is expected to take, 0 where that is not known
+    early_looks: the numbers of pairs after which --max-minutes ended it
+    """
+
+    model_config = ConfigDict(frozen=False, extra="allow")
+    FORMAT: ClassVar[int] = 1
+
+    kind: Literal["compare"] = KIND
+    status: Literal["incomplete", "complete"] = "complete"
+    subcommand: str
+    method: str = LAUNCHED
+    command: tuple[str, ...] = ()
+    reproduce: str
+    base: SideFacts
+    candidate: SideFacts
+    workloads: Mapping[str, Mapping[str, Any]] = {}
+    given: tuple[GivenWorkload, ...] = ()
+    cells: tuple[PairedCell, ...]
+    order_seed: int
+    order: Mapping[str, Mapping[str, str]] = {}
+    options: CompareRequest = CompareRequest()
+    policy: StoredPolicy | None = None
+    stored: Mapping[str, Path] = {}
+    servers: Mapping[str, Mapping[str, ServerFacts]] = {}
+    differences: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    doubt: str | None = None
+    resumed: tuple[Resumed, ...] = ()
+    voids: tuple[FailedAttempt, ...] = ()
+    void: GivenUp | None = None
+    seconds: tuple[float, ...] = ()
+    pair_s: float = 0.0
+    pairs: int = 0
+    early_looks: tuple[int, ...] = ()
+    apart: Mapping[str, tuple[str, ...]] = {}
+    lockstep: LockstepFacts | None = None
+    stopped: str | None = None
+    cpu: Processor = Processor()
+    gpus: tuple[Gpu, ...] = ()
+    started: str | None = None
+    ended: str | None = None
+
+    def of(self, side: str) -> SideFacts:
+        return self.candidate if side == CANDIDATE else self.base
 
 
 def is_comparison(path: Path) -> bool:
-    """Whether the folder is of a comparison."""
+    """Tests whether the folder is of a comparison."""
     manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
     return isinstance(manifest, dict) and manifest.get("kind") == KIND
 
 
 @dataclass(frozen=True)
 class CompareFolder:
-    """Paths of one comparison. ``stored``: the stored run of each side, if such runs are compared.
-
-    A cell is a row of the manifest's ``cells``: name, workload, turn, and by side the cell's id.
-    """
+    """Paths of one comparison. ``stored``: the stored run of each side, if such runs are compared."""
 
     path: Path
     stored: Mapping[str, Path] = field(default_factory=dict)
@@ -48,24 +216,20 @@ class CompareFolder:
     @classmethod
     def open(cls, path: Path) -> CompareFolder:
         """The comparison in ``path``. Raises UsageError."""
-        stored = cls(path).manifest().get("stored") or {}
-        return cls(path, {side: Path(run) for side, run in stored.items()})
+        return cls(path, cls(path).manifest().stored)
 
     @property
     def manifest_path(self) -> Path:
         return self.path / MANIFEST
 
-    def manifest(self) -> dict[str, Any]:
-        """Raises UsageError when it is not of a comparison, or of another format."""
-        manifest = read_json(self.manifest_path)
-        if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
+    def manifest(self) -> CompareManifest:
+        """Raises UsageError when it is not of a comparison, cannot be read, or has another format."""
+        if self.manifest_path.is_file() and not is_comparison(self.path):
             raise UsageError(f"{self.path} is not the folder of a comparison: give one such as results/compare/<time>")
-        if manifest.get("format") != FORMAT:
-            raise UsageError(
-                f"{self.path} has the format {manifest.get('format')!r}, and this kvbench reads {FORMAT}: use the "
-                "kvbench that measured it, or measure again"
-            )
-        return manifest
+        return read_record(CompareManifest, self.manifest_path, _WAY_OUT)
+
+    def write(self, manifest: CompareManifest) -> None:
+        write_record(self.manifest_path, manifest)
 
     def resume_command(self, subcommand: str) -> str:
         """The command that goes on with it, from the current folder."""
@@ -78,21 +242,21 @@ class CompareFolder:
     def run(self, side: str, workload: str) -> RunFolder:
         return RunFolder(self.stored.get(side) or self.path / side / workload)
 
-    def load(self, cell: Mapping[str, Any], side: str, pair: int) -> Path:
-        return self.run(side, cell["workload"]).load(cell[side], pair)
+    def load(self, cell: PairedCell, side: str, pair: int) -> Path:
+        return self.run(side, cell.workload).load(cell.on(side), pair)
 
-    def done(self, cell: Mapping[str, Any], side: str, pair: int) -> dict[str, Any] | None:
+    def done(self, cell: PairedCell, side: str, pair: int) -> LoadResult | None:
         """done.json of a load, None if it is not finished."""
-        is_done = self.run(side, cell["workload"]).is_done(cell[side], pair)
-        return read_json(self.load(cell, side, pair) / DONE) if is_done else None
+        is_done = self.run(side, cell.workload).is_done(cell.on(side), pair)
+        return read_record(LoadResult, self.load(cell, side, pair) / DONE, _WAY_OUT) if is_done else None
 
-    def is_whole(self, cells: Sequence[Mapping[str, Any]], pair: int) -> bool:
-        """Whether all loads of the pair are finished and valid, on both sides."""
+    def is_whole(self, cells: Sequence[PairedCell], pair: int) -> bool:
+        """Tests whether all loads of the pair are finished and valid, on both sides."""
         loads = (self.done(cell, side, pair) for cell in cells for side in SIDES)
-        return all(done is not None and done["valid"] for done in loads)
+        return all(done is not None and done.valid for done in loads)
 
-    def whole_pairs(self, cells: Sequence[Mapping[str, Any]]) -> int:
-        """How many pairs are whole, from the first on."""
+    def whole_pairs(self, cells: Sequence[PairedCell]) -> int:
+        """Counts the pairs that are whole, from the first on."""
         return next(n for n in itertools.count() if not cells or not self.is_whole(cells, n + 1))
 
     def set_aside(self, match: Match, pair: int) -> None:
@@ -101,11 +265,11 @@ class CompareFolder:
             run, config_id = self.run(side, match.workload), match.of(side).config_id
             kept = self.path / "set-aside" / side / match.workload
             logs = [f"{config_id}-{pair}", *(f"{config_id}-{cell.load.load_id}-{pair}" for cell in match.cells(side))]
-            for cell in cell_rows([match]):
+            for cell in match.paired_cells:
                 load = self.load(cell, side, pair)
-                for found in (load, load.with_name(f"failed-{pair}")):
-                    if found.exists():
-                        move_numbered(found, kept / cell[side])
+                for folder in (load, load.with_name(f"failed-{pair}")):
+                    if folder.exists():
+                        move_numbered(folder, kept / cell.on(side))
             for log in map(run.server_log, logs):
                 if log.exists():
                     move_numbered(log, kept / "logs")

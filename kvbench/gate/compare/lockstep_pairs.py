@@ -26,7 +26,7 @@ from typing import Any
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import utc_now, write_json
 from kvbench.common.machine import gpus
-from kvbench.gate.compare.folder import CompareFolder
+from kvbench.gate.compare.folder import CompareFolder, LockstepFacts
 from kvbench.gate.compare.sides import OpenSide, PairedWorkload
 from kvbench.gate.timing.plan import SIDES, Match, Turn
 from kvbench.load.launch import bound_s
@@ -55,9 +55,7 @@ OnEngine = Callable[[PairedWorkload, str, Match, Mapping[str, Any]], None]
 
 def lockstep_command(side: OpenSide) -> tuple[tuple[str, ...], Mapping[str, str | None]] | None:
     """The command and environment of a side's engine process; None where the engine is not the built-in one."""
-    if side.stored or side.choice.runs_already or side.choice.manifest.get("backend") != "kvbench":
-        return None
-    if side.choice.manifest.get("serve_cmd"):
+    if not side.has_own_engine:
         return None
     if side.build is None:
         return LOCKSTEP_COMMAND, {}
@@ -65,7 +63,7 @@ def lockstep_command(side: OpenSide) -> tuple[tuple[str, ...], Mapping[str, str 
 
 
 def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | None:
-    """Why these sides cannot be measured in lockstep, None if they can. Launches each side's engine for a moment."""
+    """Says why these sides cannot be measured in lockstep, None if they can; launches each engine for a moment."""
     for each in workloads:
         for side in SIDES:
             opened = each.sides[side]
@@ -99,7 +97,7 @@ def _requests(workload: PairedWorkload, side: str, cell: Cell, pair: int, times:
 def _same_cores(
     settings: Sequence[Mapping[str, Any]], infos: Iterable[Mapping[str, Any]], rng: random.Random
 ) -> list[int]:
-    """As many cores as either engine has threads; empty for engines that use them all, or a GPU."""
+    """Draws as many cores as either engine has threads; none for engines that use them all, or a GPU."""
     threads = max(each.get("num_threads") or sys.maxsize for each in settings)
     cores = sorted(os.sched_getaffinity(0))
     if threads >= len(cores) or any(info["resolved"]["device"] != "cpu" for info in infos):
@@ -109,16 +107,16 @@ def _same_cores(
 
 @dataclass(frozen=True)
 class LockstepPairs:
-    """``facts``: the manifest's ``lockstep``: the steps of a turn, and by cell how often a pair computes its load.
+    """Pairs of engines that take turns, into the folder of a comparison.
 
-    Both are chosen in the first pair and kept, so that all pairs are alike. ``on_engine``: called with what each engine
-    says of itself; may refuse it with a UsageError. ``open_limit_s``: for an engine's start. ``check``: may raise to
-    end the measurement.
+    ``facts``: chosen in the first pair and kept in the manifest, so that all pairs are alike. ``on_engine``: called
+    with what each engine says of itself; may refuse it with a UsageError. ``open_limit_s``: for an engine's start.
+    ``check``: may raise to end the measurement.
     """
 
     folder: CompareFolder
     workloads: Mapping[str, PairedWorkload]
-    facts: dict[str, Any]
+    facts: LockstepFacts
     order_seed: int
     on_engine: OnEngine
     open_limit_s: float
@@ -179,7 +177,7 @@ class LockstepPairs:
         max_model_len = min(int(each["max_model_len"]) for each in known)
         cost = warm_up(list(seats.values()), users, max_model_len, time.monotonic() + _WARM_UP_LIMIT_S)
         decode_step_s = mean_step(list(seats.values()), decodes_only=True)
-        length = self.facts.setdefault("turn_lengths", {}).setdefault(match.key, choose_turn(cost))
+        length = self.facts.turn_lengths.setdefault(match.key, choose_turn(cost))
         for index in turn.order:
             cells = {side: match.cells(side)[index] for side in sides}
             self.show(f"pair {pair}: {cells[sides[0]].cell_id}, both engines in turns")
@@ -195,11 +193,11 @@ class LockstepPairs:
         pair: int,
         decode_step_s: float,
     ) -> int:
-        """How often one pair computes the load, guessed from how long the warm-up's decode steps took.
+        """Guesses how often one pair computes the load, from how long the warm-up's decode steps took.
 
         Once in an open loop, which takes as long as its arrivals.
         """
-        known = self.facts.setdefault("times", {})
+        known = self.facts.times
         if next(iter(cells.values())).load.mode == "open":
             return 1
         if name not in known:

@@ -1,4 +1,4 @@
-"""The manifest of a comparison: what is compared, how to repeat it, and what must be equal on both sides.
+"""The beginning of a comparison, its going on, and what must be equal on both sides.
 
 Model, device, versions and requests must be equal: a difference in them would be taken for the candidate's. What a
 server does not report is not compared.
@@ -11,29 +11,29 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.common.files import utc_now, write_json
+from kvbench.common.files import utc_now
 from kvbench.common.git import git_state
 from kvbench.common.machine import environment
-from kvbench.gate.compare.folder import FORMAT, KIND, CompareFolder
+from kvbench.gate.compare.folder import (
+    KIND,
+    LOCKSTEP,
+    CompareFolder,
+    CompareManifest,
+    GivenWorkload,
+    LockstepFacts,
+    Resumed,
+    ServerFacts,
+)
+from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.sides import RUN, OpenSide, PairedWorkload
 from kvbench.gate.policy import Policy
-from kvbench.gate.timing.plan import BASE, SIDES, Match, cell_rows
+from kvbench.gate.timing.plan import BASE, SIDES, Match, PairedCell
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.resume import environment_differences
 from kvbench.workload.file import Workload
 
-# Options that the command that repeats the comparison has.
-_REPEATED = (
-    "workloads", "profile", "overrides", "seed", "only", "policy", "repo", "build_cmd", "target", "exact",
-    "target_python", "target_args", "serve_cmd", "preset", "model", "vocab_size", "max_model_len", "tokenizer",
-    "api_key_env", "tls_ca_file", "no_tls_verify", "start_timeout", "max_minutes", "method", "no_calibration", "force",
-)  # fmt: skip
-_FLAG = {"overrides": "-o", "workloads": "--workload"}
-# Options that name files and folders: kept absolute, since a comparison may be resumed from another folder.
-PATHS = ("policy", "repo", "noise", "store", "tokenizer", "tls_ca_file")
 _OF_A_BUILD = ("sha", "changes", "build", "environment")
 _NOT_RANDOM = (
     "stored runs, whose order was not random: the stated probabilities hold only if nothing but the candidate changed "
@@ -43,23 +43,26 @@ _ONE_LAUNCH = (
     "a running server is one launch, in no random order with others: the stated probabilities do not cover what "
     "another launch would change"
 )
-# What must be equal, by section of /server_info -> the engine setting that may make it differ on purpose.
-_FACTS: Mapping[str, Mapping[str, str]] = {
-    "served_model": {"vocab_size": "model", "max_model_len": "max_model_len"},
-    "model": {"weights_fingerprint": "model", "num_parameters": "model"},
-    "resolved": {"device": "device", "device_name": "device"}
-    | {name: name for name in ("dtype", "kernel_backend", "num_threads")},
-}
+# What must be equal: section and key of /server_info, and the engine setting that may make it differ on purpose.
+_FACTS = (
+    ("served_model", "vocab_size", "model"),
+    ("served_model", "max_model_len", "max_model_len"),
+    ("model", "weights_fingerprint", "model"),
+    ("model", "num_parameters", "model"),
+    ("resolved", "device", "device"),
+    ("resolved", "device_name", "device"),
+    *(("resolved", name, name) for name in ("dtype", "kernel_backend", "num_threads")),
+)
 
 
 def new_comparison(
-    options: Mapping[str, Any],
+    request: CompareRequest,
+    subcommand: str,
+    method: str,
     given: Sequence[Workload],
     workloads: Sequence[PairedWorkload],
     policy: Policy,
-    subcommand: str,
     notes: Sequence[str],
-    method: str,
 ) -> CompareFolder:
     """A new folder with its manifest; ``given``: the workloads before the sides' own settings.
 
@@ -68,125 +71,109 @@ def new_comparison(
     Raises UsageError where it cannot be made, or stored runs are not comparable.
     """
     sides = workloads[0].sides
-    stored = {side: sides[side].stored for side in SIDES if sides[side].stored}
+    stored = {side: path for side in SIDES if (path := sides[side].stored)}
     differences = stored_differences(stored, workloads) if stored else []
-    if differences and not options["force"]:
+    if differences and not request.force:
         raise UsageError(f"base and candidate differ: {'; '.join(differences)}; --force compares them all the same")
     running = any(side.choice.runs_already for each in workloads for side in each.sides.values())
-    folder = CompareFolder(create_run(options["output_dir"], KIND, git_state()["short_sha"]).path, stored)
-    seed = options["order_seed"]
-    manifest = {
-        "format": FORMAT,
-        "kind": KIND,
-        "status": "incomplete",
-        "subcommand": subcommand,
-        "method": method,
-        "command": ["kvbench", *sys.argv[1:]],
-        "reproduce": reproduce_command(options, sides, subcommand),
-        **{side: {**sides[side].facts, "name": sides[side].name} for side in SIDES},
-        "workloads": {
+    folder = CompareFolder(create_run(request.output_dir, KIND, git_state()["short_sha"]).path, stored)
+    manifest = CompareManifest(
+        kind=KIND,
+        status="incomplete",
+        subcommand=subcommand,
+        method=method,
+        command=["kvbench", *sys.argv[1:]],
+        reproduce=reproduce_command(request, sides, subcommand),
+        base=sides["base"].facts.model_copy(update={"name": sides["base"].name}),
+        candidate=sides["candidate"].facts.model_copy(update={"name": sides["candidate"].name}),
+        workloads={
             each.name: {side: dict(each.sides[side].choice.workload.resolved) for side in SIDES} for each in workloads
         },
-        "given": [{"workload": dict(each.resolved), "profile": each.profile} for each in given],
-        "cells": _cells(workloads),
-        "order_seed": secrets.randbits(32) if seed is None else seed,
-        "order": {},
-        "options": {key: _absolute(key, value) for key, value in options.items() if key != "resume"}
-        | {side: pinned(sides[side]) for side in SIDES},
-        "policy": policy.to_json(),
-        "stored": {side: str(path.resolve()) for side, path in stored.items()},
-        "servers": {side: {} for side in SIDES},
-        "differences": differences,
-        "notes": [*notes, *(note for each in workloads for note in each.notes)],
-        "doubt": _NOT_RANDOM if stored else _ONE_LAUNCH if running else None,
-        "resumed": [],
-        "voids": [],  # attempts at pairs that were no measurement
-        "void": None,  # the pair that was given up
-        "seconds": [],  # that each pair took
-        "pair_s": 0.0,  # how long one more is expected to take, 0 where that is not known
-        "pairs": 0,
-        "early_looks": [],  # pairs after which --max-minutes ended it
+        given=tuple(GivenWorkload(workload=dict(each.resolved), profile=each.profile) for each in given),
+        cells=_cells(workloads),
+        order_seed=secrets.randbits(32) if request.order_seed is None else request.order_seed,
+        order={},
+        options=request.for_any_folder(pinned(sides["base"]), pinned(sides["candidate"])),
+        policy=policy.stored(),
+        stored={side: path.resolve() for side, path in stored.items()},
+        servers={side: {} for side in SIDES},
+        differences=tuple(differences),
+        notes=(*notes, *(note for each in workloads for note in each.notes)),
+        doubt=_NOT_RANDOM if stored else _ONE_LAUNCH if running else None,
+        resumed=(),
+        voids=(),
+        void=None,
+        seconds=(),
+        pair_s=0.0,
+        pairs=0,
+        early_looks=(),
+        apart={},
+        lockstep=LockstepFacts() if method == LOCKSTEP else None,
+        stopped=None,
+        started=utc_now(),
+        ended=None,
         **environment(),
-        "started": utc_now(),
-        "ended": None,
-    }
-    write_json(folder.manifest_path, manifest)
+    )
+    folder.write(manifest)
     return folder
 
 
-def reproduce_command(options: Mapping[str, Any], sides: Mapping[str, OpenSide], subcommand: str) -> str:
+def reproduce_command(request: CompareRequest, sides: Mapping[str, OpenSide], subcommand: str) -> str:
     """The command that repeats it, with commits in place of branches and tags."""
-    words = ["kvbench", subcommand]
-    for side in SIDES if subcommand == "compare" else (BASE,):
-        words.append(pinned(sides[side]) if _is_commit(sides[side]) else sides[side].side.given)
-    for name in _REPEATED:
-        value, flag = options.get(name), _FLAG.get(name, f"--{name.replace('_', '-')}")
-        if value is True:
-            words.append(flag)
-        elif value is not None and value is not False:
-            for each in value if isinstance(value, tuple | list) else (value,):
-                words += [flag, str(each)]
-    return shlex.join(words)
+    named = [sides[side] for side in (SIDES if subcommand == "compare" else (BASE,))]
+    return shlex.join(request.words(subcommand, [pinned(s) if s.is_commit else s.side.given for s in named]))
 
 
 def pinned(side: OpenSide) -> str:
     """The side as a text that means the same in any folder: a ref as its commit, unless it has uncommitted changes."""
-    if _is_commit(side):
+    if side.is_commit:
         return side.build.commit.sha[:12]
     text = str(Path(side.side.text).expanduser().resolve()) if side.side.kind == RUN else side.side.text
     return f"{side.side.kind}:{text}"
 
 
-def _is_commit(side: OpenSide) -> bool:
-    return side.build is not None and side.build.commit.changes is None
+def _cells(workloads: Sequence[PairedWorkload]) -> tuple[PairedCell, ...]:
+    return tuple(cell for each in workloads for match in each.matches for cell in match.paired_cells)
 
 
-def _absolute(name: str, value: Any) -> Any:
-    if name == "workloads":
-        return [str(Path(each).resolve()) for each in value]
-    return str(Path(value).resolve()) if name in PATHS and value else value
-
-
-def _cells(workloads: Sequence[PairedWorkload]) -> list[dict[str, str]]:
-    return cell_rows([match for each in workloads for match in each.matches])
-
-
-def resume(manifest: dict[str, Any], workloads: Sequence[PairedWorkload], *, force: bool) -> list[str]:
+def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, force: bool) -> list[str]:
     """Notes in the manifest that measuring goes on; returns remarks for the user.
 
     Raises UsageError where code, environment, versions or machine differ from those so far, unless ``force``: the
     manifest then says so. Other cells than it began with are always refused.
     """
-    if _cells(workloads) != manifest["cells"]:
+    if _cells(workloads) != manifest.cells:
         raise UsageError("this kvbench makes other cells of the workload than it began with: start a new comparison")
     now = environment()
-    found, remarks = environment_differences(manifest, now)
+    differences, remarks = environment_differences(manifest.to_json(), now)
     for side in SIDES:
-        then, here = manifest[side], workloads[0].sides[side].facts
-        changed = [key for key in _OF_A_BUILD if key in then and then[key] != here.get(key)]
+        then, here = manifest.of(side), workloads[0].sides[side].facts
+        known = [key for key in _OF_A_BUILD if key in then.model_fields_set]
+        changed = [key for key in known if getattr(then, key) != getattr(here, key)]
         if "changes" in changed:
-            found.append(f"{side} is a working tree whose files have changed since")
+            differences.append(f"{side} is a working tree whose files have changed since")
         elif changed:
-            found.append(f"{side} has another {' and '.join(changed)} than before")
-    if found and not force:
+            differences.append(f"{side} has another {' and '.join(changed)} than before")
+    if differences and not force:
         raise UsageError(
-            f"the comparison was begun under other conditions than now: {'; '.join(found)}. Go back to those, start a "
-            "new one without --resume, or add --force to mix both: the verdict then says so"
+            f"the comparison was begun under other conditions than now: {'; '.join(differences)}. Go back to those, "
+            "start a new one without --resume, or add --force to mix both: the verdict then says so"
         )
-    manifest["options"]["force"] = manifest["options"]["force"] or force
-    manifest["resumed"] += [{"at": utc_now(), **now, "forced": force, "differences": found, "remarks": remarks}]
-    mixed = [f"--force: pairs were measured under different conditions: {each}" for each in found]
-    manifest["notes"] += [note for note in mixed if note not in manifest["notes"]]
+    manifest.options = manifest.options.model_copy(update={"force": manifest.options.force or force})
+    entry = Resumed(at=utc_now(), **now, forced=force, differences=tuple(differences), remarks=tuple(remarks))
+    manifest.resumed = (*manifest.resumed, entry)
+    mixed = [f"--force: pairs were measured under different conditions: {each}" for each in differences]
+    manifest.notes = tuple(dict.fromkeys([*manifest.notes, *mixed]))
     return remarks
 
 
 def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWorkload]) -> list[str]:
-    """What must be equal in two runs and is not: machine, versions, servers, requests; not their commits."""
+    """Lists what must be equal in two runs and is not: machine, versions, servers, requests; not their commits."""
     then, now = (RunFolder(stored[side]).manifest() for side in SIDES)
     found, _ = environment_differences({**then, "git": {}}, now)
     for match in (match for each in workloads for match in each.matches):
         servers = [
-            (manifest.get("servers") or {}).get(match.of(side).config_id) or {}
+            ServerFacts.parse((manifest.get("servers") or {}).get(match.of(side).config_id) or {})
             for side, manifest in zip(SIDES, (then, now), strict=True)
         ]
         found += server_differences(*servers, varied_settings(match))
@@ -196,36 +183,24 @@ def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWor
     return list(dict.fromkeys(found))
 
 
-def server_differences(
-    left: Mapping[str, Any], right: Mapping[str, Any], varied: frozenset[str] = frozenset()
-) -> list[str]:
-    """What two servers report differently, without what the settings in ``varied`` change on purpose.
+def server_differences(left: ServerFacts, right: ServerFacts, varied: frozenset[str] = frozenset()) -> list[str]:
+    """Lists what two servers report differently, without what the settings in ``varied`` change on purpose.
 
     All package versions are compared, and the models' names unless both report a fingerprint of the weights.
     """
-    servers, found = (left, right), []
-
-    def compare(name: str, section: str, key: str) -> None:
-        values = [(server.get(section) or {}).get(key) for server in servers]
-        if None not in values and values[0] != values[1]:
-            found.append(f"{name} ({values[0]} and {values[1]})")
-
-    for section, keys in _FACTS.items():
-        for key, setting in keys.items():
-            if setting not in varied:
-                compare(key, section, key)
-    names = [_model_name(server) for server in servers]
-    fingerprints = all((server.get("model") or {}).get("weights_fingerprint") for server in servers)
-    if not fingerprints and all(names) and names[0] != names[1] and "model" not in varied:
-        found.append(f"model ({names[0]} and {names[1]})")
-    for name in sorted(left.get("versions") or {}):
-        compare(f"version of {name}", "versions", name)
-    return found
+    facts = [(section, key) for section, key, setting in _FACTS if setting not in varied]
+    compared = [(key, left.fact(section, key), right.fact(section, key)) for section, key in facts]
+    fingerprints = [server.fact("model", "weights_fingerprint") for server in (left, right)]
+    if not all(fingerprints) and "model" not in varied:
+        compared.append(("model", _model_name(left), _model_name(right)))
+    names = sorted(left.versions or ())
+    compared += [(f"version of {n}", *(server.fact("versions", n) for server in (left, right))) for n in names]
+    return [f"{name} ({a} and {b})" for name, a, b in compared if None not in (a, b) and a != b]
 
 
-def _model_name(server: Mapping[str, Any]) -> str | None:
+def _model_name(server: ServerFacts) -> str | None:
     """The model's name without folders."""
-    name = (server.get("model") or {}).get("name") or (server.get("served_model") or {}).get("name")
+    name = server.fact("model", "name") or server.fact("served_model", "name")
     return PurePosixPath(str(name)).name if name else None
 
 
@@ -236,7 +211,7 @@ def varied_settings(match: Match) -> frozenset[str]:
 
 
 def record_server(
-    manifest: dict[str, Any], match: Match, side: str, info: Mapping[str, Any], *, alone: bool, force: bool
+    manifest: CompareManifest, match: Match, side: str, facts: ServerFacts, *, alone: bool, force: bool
 ) -> None:
     """Stores what the first server of a configuration reports, and compares every later one with it and with the
     other side's.
@@ -245,12 +220,11 @@ def record_server(
     difference, unless ``force``: the manifest then says so.
     """
     names = {each: f"{match.workload}/{match.of(each).config_id}" for each in SIDES}
-    servers = {each: manifest["servers"][each].get(names[each]) for each in SIDES}
-    if servers[side] is None:
-        servers[side] = manifest["servers"][side][names[side]] = dict(info)
-    if alone and side not in (apart := manifest.setdefault("apart", {}).setdefault(match.key, [])):
-        apart.append(side)
-    if changed := server_differences(servers[side], info):
+    manifest.servers = {**manifest.servers, side: {names[side]: facts, **manifest.servers[side]}}
+    servers = {each: manifest.servers[each].get(names[each]) for each in SIDES}
+    if alone and side not in (apart := manifest.apart.get(match.key, ())):
+        manifest.apart = {**manifest.apart, match.key: (*apart, side)}
+    if changed := server_differences(servers[side], facts):
         what = f"the server of {side} is not the one that was launched before for {names[side]}: {'; '.join(changed)}"
         _refuse_or_store(manifest, [what], "serve the same again, or start a new comparison", force=force)
     if None not in servers.values():
@@ -258,26 +232,27 @@ def record_server(
         _refuse_or_store(manifest, found, "make them the same", force=force)
 
 
-def request_differences(folder: CompareFolder, cells: Sequence[Mapping[str, Any]], pair: int) -> list[str]:
-    """The cells whose two loads of a pair had different requests. ``cells``: rows of the manifest."""
+def request_differences(folder: CompareFolder, cells: Sequence[PairedCell], pair: int) -> list[str]:
+    """The cells whose two loads of a pair had different requests."""
     found = []
     for cell in cells:
-        given = [(folder.done(cell, side, pair) or {}).get("requests_sha256") for side in SIDES]
-        if all(given) and given[0] != given[1]:
-            found.append(f"requests of {cell['name']}")
+        loads = [folder.done(cell, side, pair) for side in SIDES]
+        given = {load.requests_sha256 for load in loads if load and load.requests_sha256}
+        if len(given) > 1:
+            found.append(f"requests of {cell.name}")
     return found
 
 
-def require_same_requests(folder: CompareFolder, manifest: dict[str, Any], pair: int, *, force: bool) -> None:
+def require_same_requests(folder: CompareFolder, manifest: CompareManifest, pair: int, *, force: bool) -> None:
     """Raises UsageError where the loads of a pair had different requests, unless ``force``: the manifest says so."""
-    found = request_differences(folder, manifest["cells"], pair)
+    found = request_differences(folder, manifest.cells, pair)
     _refuse_or_store(manifest, found, "give both the same vocabulary, length and kind of server", force=force)
 
 
-def _refuse_or_store(manifest: dict[str, Any], found: Sequence[str], way_out: str, *, force: bool) -> None:
+def _refuse_or_store(manifest: CompareManifest, found: Sequence[str], way_out: str, *, force: bool) -> None:
     if found and not force:
         raise UsageError(
             f"base and candidate are not the same in what must be equal: {'; '.join(found)}. Either {way_out}, or add "
             "--force to judge them all the same: the verdict then says what differed"
         )
-    manifest["differences"] = sorted({*manifest["differences"], *found})
+    manifest.differences = tuple(sorted({*manifest.differences, *found}))

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK, UsageError
-from kvbench.common.files import read_json, write_json
+from kvbench.common.files import read_json
 from kvbench.common.machine import environment
+from kvbench.common.records import write_record
 from kvbench.gate.compare.conclude import read_table, write_pairs
 from kvbench.gate.compare.folder import CompareFolder
+from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.timing.noise import FEWEST_PAIRS, RunnerNoise, noise_of, warnings_of
 from kvbench.gate.timing.rules import TimingRules
 
@@ -25,24 +27,22 @@ def runner_class(facts: Mapping[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
 
 
-def store_noise(
-    folder: CompareFolder, rules: TimingRules, options: Mapping[str, Any], say: Callable[[str], None]
-) -> int:
+def store_noise(folder: CompareFolder, rules: TimingRules, request: CompareRequest, say: Callable[[str], None]) -> int:
     """Stores the noise that the pairs of a calibration show, and prints it. The command's exit code."""
     manifest = folder.manifest()
-    cells = manifest["cells"]
+    cells = manifest.cells
     write_pairs(folder, manifest, rules.metrics)
     pairs = folder.whole_pairs(cells)
-    rest = f"{pairs} of {options['pairs']} pairs were measured. Go on with --resume {folder.path}"
+    rest = f"{pairs} of {request.pairs} pairs were measured. Go on with --resume {folder.path}"
     if pairs < FEWEST_PAIRS:
         say(f"no noise is stored: {rest}")
         return EXIT_INVALID
-    noise = noise_of(read_table(folder, cells, rules, pairs), rules)
-    name = options["runner_class"] or runner_class(environment())
-    facts = {"runner_class": name, "side": manifest["base"]["name"], "workloads": list(manifest["workloads"])}
-    facts |= {key: manifest[key] for key in ("started", "ended")} | {"method": manifest.get("method", "launched")}
-    path = Path(options["store"]) / f"{name}.json"
-    write_json(path, {**noise.to_json(), **facts})
+    noise = noise_of(read_table(folder, cells, rules, range(1, pairs + 1)), rules)
+    name = request.runner_class or runner_class(environment())
+    facts = {"runner_class": name, "side": manifest.base.name, "workloads": tuple(manifest.workloads)}
+    facts |= {"started": manifest.started, "ended": manifest.ended, "method": manifest.method}
+    path = request.store / f"{name}.json"
+    write_record(path, noise.model_copy(update=facts))
     last = rules.looks[-1].pairs
     for line in noise.each:
         seen = line.detectable[last]
@@ -53,33 +53,32 @@ def store_noise(
     for warning in warnings_of(noise, rules):
         say(f"warning: {warning}")
     say(f"stored: {path}")
-    if pairs < options["pairs"]:
+    if pairs < request.pairs:
         say(rest)
-    return EXIT_INVALID if manifest["void"] else EXIT_OK  # given up, or ended by --max-minutes
+    return EXIT_INVALID if manifest.void else EXIT_OK  # given up, or ended by --max-minutes
 
 
-def noise_notes(options: Mapping[str, Any], workloads: Collection[str], method: str, rules: TimingRules) -> list[str]:
-    """What the stored noise of this class of machines says of the limits of ``rules`` for these workloads.
+def noise_notes(request: CompareRequest, workloads: Collection[str], method: str, rules: TimingRules) -> list[str]:
+    """Notes what the stored noise of this class of machines says of the limits of ``rules``.
 
     Measured with other workloads, or by another method, it says nothing. Raises UsageError for a file that holds no
     noise.
     """
-    path = options["noise"] or FOLDER / f"{options['runner_class'] or runner_class(environment())}.json"
+    path = request.noise or FOLDER / f"{request.runner_class or runner_class(environment())}.json"
     if not path.is_file():
         return []
-    data = read_json(path)
     try:
-        noise, known, by = RunnerNoise.from_json(data), list(data["workloads"]), data.get("method", "launched")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        noise = RunnerNoise.parse(read_json(path))
+    except ValueError as error:
         raise UsageError(f"{path} is no noise of a runner ({error}): write one with `kvbench calibrate`") from None
-    if set(known) != set(workloads):
+    if set(noise.workloads) != set(workloads):
         return [
             f"what this runner can show of {', '.join(workloads)} is not known: {path.name} is its noise under "
-            f"{', '.join(known)}; `kvbench calibrate` measures it"
+            f"{', '.join(noise.workloads)}; `kvbench calibrate` measures it"
         ]
-    if by != method:
+    if noise.method != method:
         return [
             f"what this runner can show with --method {method} is not known: {path.name} is its noise with --method "
-            f"{by}; `kvbench calibrate` measures it"
+            f"{noise.method}; `kvbench calibrate` measures it"
         ]
     return [f"{text} (noise of {path.name})" for text in warnings_of(noise, rules)]

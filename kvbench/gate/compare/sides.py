@@ -23,16 +23,20 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.files import as_stored, read_json
+from kvbench.common.files import as_stored
 from kvbench.common.git import git, git_state
 from kvbench.common.machine import versions
 from kvbench.common.packages import REPOSITORY
+from kvbench.common.records import read_record
 from kvbench.common.text import nearest
 from kvbench.gate.compare.builds import WORKING_TREE, Build, Builds, fill, find_commit, find_sha, is_kvbench, top_folder
 from kvbench.gate.compare.clock import LAUNCH, Clock
+from kvbench.gate.compare.folder import SideFacts
+from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.verdict.wording import shortened
 from kvbench.runs.folder import MANIFEST, RunFolder
+from kvbench.runs.results import CellSummary
 from kvbench.runs.resume import stored_workload
 from kvbench.sweep.plan import preflight
 from kvbench.targets.base import Target
@@ -44,14 +48,16 @@ from kvbench.targets.choose import (
     STORED,
     TEMPLATE,
     ChosenTarget,
+    TargetOptions,
     check_target_options,
-    choose,
+    choose_target,
     kind_of,
 )
 from kvbench.targets.launch_plan import is_template
 from kvbench.targets.presets import PRESETS
 from kvbench.workload.design import Cell, Configuration, Design, make_design, select
 from kvbench.workload.file import Workload, apply_override, differing_keys, resolve
+from kvbench.workload.settings import Settings
 
 REF, CMD, URL, SET, RUN = "ref", "cmd", "url", "set", "run"
 _TITLES = {REF: "a git ref", CMD: "a launch command", URL: "a URL", SET: "settings", RUN: "a folder of results"}
@@ -67,6 +73,8 @@ _NEXT_SETTING = re.compile(rf",\s*(?={_SETTING})")  # a comma inside a value is 
 _LONGEST_NAME = 60
 _START_S = 180.0
 _SERVER = ("-m", "engine.server")
+Capacities = Mapping[str, Mapping[str, Any]]
+"""What the KV of each configuration holds, by its id."""
 _FREE = ("engine", "sweep", "description")  # of the workload: what two stored runs may differ in
 
 
@@ -80,7 +88,7 @@ class Side:
 
     @property
     def name(self) -> str:
-        """For a table."""
+        """A short name for a table."""
         if self.kind == REF and self.text == WORKING_TREE:
             return "working tree"
         if self.kind == RUN:
@@ -88,11 +96,12 @@ class Side:
         return shortened(self.text, _LONGEST_NAME)  # with both ends: two commands may differ in their last word
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         return parse_settings(self.text) if self.kind == SET else {}
 
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "text": self.text, "name": self.name, "settings": self.settings}
+    def facts(self, **more: Any) -> SideFacts:
+        """The facts for a manifest, with ``more`` that is known of it."""
+        return SideFacts(kind=self.kind, text=self.text, name=self.name, settings=self.settings, **more)
 
 
 def parse_side(text: str, repo: Path = REPOSITORY) -> Side:
@@ -161,7 +170,7 @@ def _program(text: str) -> str | None:
 
 
 def _why_nothing(text: str, repo: Path) -> str:
-    """Why ``text`` is of no kind, with what was probably meant."""
+    """Says why ``text`` is of no kind, with what was probably meant."""
     if Path(text).expanduser().exists():
         return f"a file or folder without {MANIFEST}, so no stored run, and no git ref"
     if re.search(r"\s", text):
@@ -173,22 +182,22 @@ def _why_nothing(text: str, repo: Path) -> str:
     return f"no git ref of {top}" + (f" (did you mean {near[0]}?)" if near else "")
 
 
-def parse_settings(text: str) -> dict[str, Any]:
-    """``page_size=16,engine.swap_space=1GiB`` with values as in YAML, as ``-o`` takes them. Raises UsageError."""
-    found: dict[str, Any] = {}
+def parse_settings(text: str) -> Settings:
+    """Reads ``page_size=16,engine.swap_space=1GiB`` with values as in YAML, as ``-o`` does. Raises UsageError."""
+    settings: dict[str, object] = {}
     for part in _NEXT_SETTING.split(text.strip()):
         key, sign, value = part.partition("=")
         name = key.strip().removeprefix("engine.")
         if not sign or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise UsageError(f"{part!r} is no setting of the engine: write NAME=VALUE,NAME=VALUE (page_size=16)")
-        if name in found:
+        if name in settings:
             raise UsageError(f"{text!r} sets {name} twice: give it once")
-        data: dict[str, Any] = {"engine": {}}
+        data: dict[str, dict[str, object]] = {"engine": {}}
         apply_override(data, f"engine.{name}={value}")
-        found |= data["engine"]
-        if isinstance(found[name], dict | list):
+        settings |= data["engine"]
+        if isinstance(settings[name], dict | list):
             raise UsageError(f"{part!r}: a side has one value a setting; give a number, a text, true or false")
-    return found
+    return settings
 
 
 @dataclass(frozen=True)
@@ -200,46 +209,62 @@ class OpenSide:
 
     side: Side
     choice: ChosenTarget
-    facts: Mapping[str, Any]
+    facts: SideFacts
     build: Build | None = None
     stored: Path | None = None
 
     @property
+    def is_commit(self) -> bool:
+        return self.build is not None and self.build.commit.changes is None
+
+    @property
+    def has_own_engine(self) -> bool:
+        """Tests whether it is kvbench's own engine, launched by its own command."""
+        launched = not self.stored and not self.choice.runs_already
+        return launched and _is_builtin(self.choice) and not self.choice.manifest.get("serve_cmd")
+
+    @property
     def name(self) -> str:
-        """For a table; a ref with its commit."""
+        """A short name for a table; of a ref with its commit."""
         if self.build is None:
             return self.side.name
         commit = self.build.commit
         return f"{self.side.name} ({commit.sha[:7]}{' with changes' if commit.changes else ''})"
 
 
-def open_side(side: Side, workload: Workload, options: Mapping[str, Any], builds: Builds | None = None) -> OpenSide:
+def open_side(side: Side, workload: Workload, request: CompareRequest, builds: Builds | None = None) -> OpenSide:
     """Chooses or builds what is launched. Raises UsageError, and MeasurementError where a build fails.
 
-    Of the command line's ``options`` those that do not apply to this side are ignored; ``require_used`` refuses those
-    that apply to neither.
+    Options that do not apply to this side are ignored; ``require_used`` refuses those that apply to neither.
     """
-    kind = _target_kind(side, options)
-    kept = {name: options.get(name) if kind in kinds else None for name, kinds in KINDS_OF.items()}
-    kept |= {name: options.get(name) if side.kind in kinds else None for name, kinds in _KINDS_OF.items()}
     if side.kind == RUN:
         return _open_run(side, workload)
-    build, facts = None, side.to_json()
+    options = _target_options(side, request)
+    build = None
     if side.kind == REF:
-        build = (builds or Builds()).build(find_commit(Path(kept["repo"] or REPOSITORY), side.text))
-        choice = _of_build(build, workload, kept)
-        facts |= build.facts()
+        build = (builds or Builds()).build(find_commit(request.repository, side.text))
+        choice = _of_build(build, workload, options)
     elif side.kind == SET:
-        choice = _with_settings(side, workload, kept)
+        choice = _with_settings(side, workload, options)
     else:
-        choice = choose(workload, kept | {"target" if side.kind == URL else "serve_cmd": side.text}, {})
-    facts |= {"command": _command(choice, build), "target": dict(choice.manifest)}
-    if build is None and choice.manifest.get("backend") == "kvbench":
-        facts |= {"git": git_state(REPOSITORY), "versions": versions()}
-    return OpenSide(side, choice, facts, build)
+        named = {"target" if side.kind == URL else "serve_cmd": side.text}
+        choice = choose_target(workload, dataclasses.replace(options, **named))
+    more = build.facts() if build else {}
+    more |= {"command": _command(choice, build), "target": dict(choice.manifest)}
+    if build is None and _is_builtin(choice):
+        more |= {"git": git_state(REPOSITORY), "versions": versions()}
+    return OpenSide(side, choice, side.facts(**more), build)
 
 
-def require_used(sides: Sequence[Side], options: Mapping[str, Any]) -> None:
+def _target_options(side: Side, request: CompareRequest) -> TargetOptions:
+    """The options that apply to a side."""
+    kind = _target_kind(side, request)
+    names = [name for name, kinds in KINDS_OF.items() if kind in kinds and name in CompareRequest.model_fields]
+    names += [name for name in ("target", "serve_cmd") if side.kind in _KINDS_OF[name]]
+    return TargetOptions(**{name: getattr(request, name) for name in names})
+
+
+def require_used(sides: Sequence[Side], request: CompareRequest) -> None:
     """Raises UsageError for an option that applies to neither side, and for sides that cannot be measured in pairs."""
     kinds = {side.kind for side in sides}
     if RUN in kinds and len(kinds) > 1:
@@ -251,27 +276,26 @@ def require_used(sides: Sequence[Side], options: Mapping[str, Any]) -> None:
     bare = [text for text in commands if not is_template(text) and _SERVER[-1] not in text.split()]
     if bare and any(is_template(text) for text in commands):
         raise UsageError(f"{bare[0]!r} has no {{port}}, which must be in it. {_NO_PORT}")
-    targets = [_target_kind(side, options) for side in sides]
-    check_target_options(targets, {name: options.get(name) for name in KINDS_OF})
+    targets = [_target_kind(side, request) for side in sides]
+    check_target_options(targets, [name for name in KINDS_OF if getattr(request, name, None)])
     for name, used_by in _KINDS_OF.items():
-        if options.get(name) and not kinds.intersection(used_by):
+        if getattr(request, name) and not kinds.intersection(used_by):
             what = " or ".join(_TITLES[kind] for kind in used_by)
             raise UsageError(f"--{name.replace('_', '-')} goes with a side that is {what}: leave it out")
 
 
-def _target_kind(side: Side, options: Mapping[str, Any]) -> str:
+def _target_kind(side: Side, request: CompareRequest) -> str:
     if side.kind == RUN:
         return _TITLES[RUN]
     if side.kind == URL:
         return RUNNING
     if side.kind == CMD:
         return TEMPLATE if is_template(side.text) else BUILTIN
-    command = options.get("serve_cmd")
-    command = fill(command, Path("python"), Path("source")) if command else None
-    return kind_of(options.get("target") if side.kind == SET else None, command)
+    command = fill(request.serve_cmd, Path("python"), Path("source")) if request.serve_cmd else None
+    return kind_of(request.target if side.kind == SET else None, command)
 
 
-def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -> ChosenTarget:
+def _with_settings(side: Side, workload: Workload, options: TargetOptions) -> ChosenTarget:
     """The target for the workload with the side's settings.
 
     Raises UsageError for a setting that is swept, unknown, or that the target does not have.
@@ -280,15 +304,15 @@ def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -
         raise UsageError(
             f"{side.text!r} sets {swept[0]}, which the workload sweeps: leave it out, or add -o 'sweep={{}}'"
         )
-    if options["target"] and options["target"] not in PRESETS:
+    if options.target and options.target not in PRESETS:
         raise UsageError(
-            f"{side.text!r} cannot be given to a server that runs already ({options['target']}): launch it with "
+            f"{side.text!r} cannot be given to a server that runs already ({options.target}): launch it with "
             "--target NAME or --serve-cmd"
         )
     data = copy.deepcopy(dict(workload.resolved))
     data["engine"] = {**(data.get("engine") or {}), **side.settings}
     changed = dataclasses.replace(resolve(data, profile=workload.profile, source=None), source=workload.source)
-    choice = choose(changed, options, {})
+    choice = choose_target(changed, options)
     for name, value in side.settings.items():
         if value is not None and choice.workload.engine.get(name) != value:
             raise UsageError(f"{side.text!r} cannot be measured: {'; '.join(choice.notes)}")
@@ -299,26 +323,31 @@ def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -
     return choice
 
 
-def _of_build(build: Build, workload: Workload, options: Mapping[str, Any]) -> ChosenTarget:
-    if options["serve_cmd"]:
-        return choose(workload, {**options, "serve_cmd": built_command(options["serve_cmd"], build)}, {})
+def _of_build(build: Build, workload: Workload, options: TargetOptions) -> ChosenTarget:
+    if options.serve_cmd:
+        command = built_command(options.serve_cmd, build)
+        return choose_target(workload, dataclasses.replace(options, serve_cmd=command))
     if not is_kvbench(build.source):
         raise UsageError(
             f"{build.commit.repo} is not kvbench's own engine, so how it is launched has to be said: --serve-cmd with "
             "{python} or {worktree} for what was built, and {port}"
         )
-    command, limit = (str(build.python), *_SERVER), options["start_timeout"] or _START_S
-    manifest = {**dict.fromkeys(STORED), "backend": "kvbench", "shared_machine": True}
+    launched = (str(build.python), *_SERVER)
+    limit_s = options.start_timeout or _START_S
     return ChosenTarget(
         workload,
-        lambda: BuiltinTarget(command=command, start_timeout_s=limit, env=build.env, form=workload.load.form),
+        lambda: BuiltinTarget(command=launched, start_timeout_s=limit_s, env=build.env, form=workload.load.form),
         check_configuration,
-        manifest,
+        TargetOptions().manifest("kvbench", shared=True),
     )
 
 
+def _is_builtin(choice: ChosenTarget) -> bool:
+    return choice.manifest.get("backend") == "kvbench"
+
+
 def built_command(text: str, build: Build) -> str:
-    """``text`` with {python} and {worktree} replaced, to be run in the build's environment. Raises UsageError."""
+    """Makes the command that runs in the build's environment, {python} and {worktree} replaced. Raises UsageError."""
     if "{python}" not in text and "{worktree}" not in text:
         raise UsageError(
             f"--serve-cmd {text!r} has neither {{python}} nor {{worktree}}, so it would launch the same program "
@@ -345,7 +374,7 @@ def _command(choice: ChosenTarget, build: Build | None = None) -> str | None:
         return str(command)
     if build is not None:
         return f"{_env_words(build)} {shlex.join([str(build.python), *_SERVER])}"
-    if choice.manifest.get("backend") == "kvbench":
+    if _is_builtin(choice):
         return shlex.join(BUILTIN_COMMAND)
     return choice.manifest.get("target")
 
@@ -360,9 +389,10 @@ def _open_run(side: Side, workload: Workload) -> OpenSide:
     if keys := [key for key in differing_keys(manifest["workload"], now) if key.split(".")[0] not in _FREE]:
         raise UsageError(f"{side.text} was measured with another workload: it differs in {', '.join(keys[:5])}")
     stored = stored_workload(manifest)
-    facts = {**side.to_json(), "folder": str(run.path)}
-    facts |= {key: manifest.get(key) for key in ("git", "versions", "command", "started", "ended", "target")}
-    facts |= {"simulated": simulated} if (simulated := manifest.get("simulated")) else {}
+    kept = ("git", "versions", "command", "started", "ended", "target")
+    facts = side.facts(folder=str(run.path), **{key: manifest.get(key) for key in kept})
+    if simulated := manifest.get("simulated"):
+        facts = facts.model_copy(update={"simulated": simulated})
     choice = ChosenTarget(stored, _no_target, lambda settings: {}, {key: manifest.get(key) for key in STORED})
     return OpenSide(side, choice, facts, stored=run.path)
 
@@ -378,13 +408,13 @@ class PairedWorkload:
     name: str
     sides: Mapping[str, OpenSide]
     matches: tuple[Match, ...]
-    capacity: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    capacity: Mapping[str, Capacities]
 
     @property
     def notes(self) -> list[str]:
         found = [f"{self.name}, {side}: {note}" for side in SIDES for note in self.sides[side].choice.notes]
         same = same_sides(*(self.sides[side] for side in SIDES))
-        simulated = all(self.sides[side].facts.get("simulated") for side in SIDES)
+        simulated = all(self.sides[side].facts.simulated for side in SIDES)
         found += [f"{self.name}: both sides are simulated, nothing was measured"] if simulated else []
         return [*found, same] if same else found
 
@@ -440,7 +470,7 @@ def same_sides(base: OpenSide, candidate: OpenSide) -> str | None:
 
 def require_same_clock(base: OpenSide, candidate: OpenSide) -> None:
     """Raises UsageError where only one of two stored runs is simulated: a prediction is no baseline."""
-    simulated = [side.name for side in (base, candidate) if side.facts.get("simulated")]
+    simulated = [side.name for side in (base, candidate) if side.facts.simulated]
     if len(simulated) == 1:
         raise UsageError(
             f"{simulated[0]} is simulated and the other run was measured: compare two simulated runs or two measured "
@@ -451,7 +481,7 @@ def require_same_clock(base: OpenSide, candidate: OpenSide) -> None:
 def open_workloads(
     sides: Mapping[str, Side],
     workloads: Sequence[Workload],
-    options: Mapping[str, Any],
+    request: CompareRequest,
     builds: Builds,
     held: ExitStack,
 ) -> tuple[PairedWorkload, ...]:
@@ -459,31 +489,31 @@ def open_workloads(
 
     Raises UsageError, and MeasurementError where a build fails.
     """
-    require_used(list(sides.values()), options)
+    require_used(list(sides.values()), request)
     names = [workload.name for workload in workloads]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
         raise UsageError(
             f"two workloads are called {doubled[0]!r}: they need different names, so change `name:` in one"
         )
-    found = []
+    paired = []
     for workload in workloads:
         opened, designs, capacity = {}, {}, {}
         for name in SIDES:
             # Its own copy: what one side's target settles must not reach the other's.
             own = dataclasses.replace(workload, resolved=copy.deepcopy(dict(workload.resolved)))
-            opened[name] = open_side(sides[name], own, options, builds)
+            opened[name] = open_side(sides[name], own, request, builds)
             held.callback(opened[name].choice.close)
         require_same_clock(*(opened[name] for name in SIDES))
         for name, side in opened.items():
-            designs[name], capacity[name] = _design(side, options["only"])
+            designs[name], capacity[name] = _design(side, request.only)
         matches = match_designs(workload.name, designs[BASE], designs[CANDIDATE])
-        found.append(PairedWorkload(workload.name, opened, matches, capacity))
-    if not any(each.matches for each in found):
+        paired.append(PairedWorkload(workload.name, opened, matches, capacity))
+    if not any(each.matches for each in paired):
         raise UsageError(f"{' and '.join(names)}: there is no cell to compare")
-    return tuple(found)
+    return tuple(paired)
 
 
-def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, Mapping[str, Any]]]:
+def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Capacities]:
     """The side's cells, and the capacity of each configuration. Raises UsageError for one that cannot be launched."""
     choice = side.choice
     if side.stored is not None:
@@ -497,18 +527,17 @@ def measured_design(run: RunFolder, workload: Workload) -> Design:
 
     They may be fewer than the workload's (--only), or others (a URL has one configuration, whatever is swept).
     """
-    known = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
-    ids = [configuration.config_id for configuration in known.configurations]
+    declared = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
+    ids = [configuration.config_id for configuration in declared.configurations]
     planned: dict[str, set[str]] = {}
     for block in run.manifest()["plan"]:
         planned.setdefault(block["configuration"], set()).update(block["cells"])
     cells: list[Cell] = []
     for config_id in sorted(planned, key=lambda each: ids.index(each) if each in ids else len(ids)):
         path = run.cell(min(planned[config_id])) / "summary.json"
-        summary = read_json(path) if path.is_file() else {}
-        facts = {"label": config_id, "settings": {}, "varied": {}, "is_baseline": False} | summary
+        summary = read_record(CellSummary, path, "measure the run again") if path.is_file() else CellSummary()
         configuration = Configuration(
-            config_id, *(facts[key] for key in ("label", "settings", "varied", "is_baseline"))
+            config_id, summary.label or config_id, summary.settings, summary.varied, summary.is_baseline
         )
         made = [Cell(f"{config_id}-{load.load_id}", configuration, load) for load in workload.load_points]
         cells += [cell for cell in made if cell.cell_id in planned[config_id]]

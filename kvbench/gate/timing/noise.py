@@ -11,22 +11,20 @@ are not, the two sides differ in more than the build.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
-from pydantic import TypeAdapter
 from scipy import stats
 
+from kvbench.common.records import Record
 from kvbench.gate.timing.pairs import Hypotheses, PairTable, hypotheses, in_words
 from kvbench.gate.timing.power import critical_t_of, effective_tests, smallest_detectable, smallest_margin
 from kvbench.gate.timing.rules import CELL, CLASS, OVERALL, MetricRule, TimingRules
 from kvbench.gate.timing.signflip import critical_t
 from kvbench.gate.verdict.wording import sentence, share
 
-FORMAT = "kvbench-noise/2"
 ENOUGH_PAIRS = 20
 FEWEST_PAIRS = 4
 _SURE = 0.01  # a bias this improbable, over all hypotheses of the table, is one
@@ -63,23 +61,23 @@ class Noise:
     worst_margin: ByLook
 
 
-@dataclass(frozen=True)
-class RunnerNoise:
-    """The noise of a runner, from ``pairs`` A/A pairs of ``cells`` cells."""
+class RunnerNoise(Record):
+    """The noise of a runner, from ``pairs`` A/A pairs of ``cells`` cells, and how it was measured.
+
+    ``side``: the name of what was compared with itself; ``method``: as in the manifest of a comparison.
+    """
+
+    FORMAT: ClassVar[str] = "kvbench-noise/2"
 
     pairs: int
     cells: int
     each: tuple[Noise, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **dataclasses.asdict(self)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RunnerNoise:
-        """From what ``to_json`` returned, read from a file. Raises ValueError for another format."""
-        if data.get("format") != FORMAT:
-            raise ValueError(f"a runner's noise of format {data.get('format')!r}: this kvbench reads {FORMAT}")
-        return TypeAdapter(cls).validate_python(data)
+    runner_class: str = ""
+    side: str = ""
+    workloads: tuple[str, ...] = ()
+    started: str | None = None
+    ended: str | None = None
+    method: str = "launched"
 
     def of(self, metric: str, level: str | None = None) -> tuple[Noise, ...]:
         """The lines of a metric, at one level or all."""
@@ -97,11 +95,11 @@ def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
         groups.setdefault((h.metric_index, h.level, h.stands_for), []).append(i)
     by_metric = sorted(groups.items(), key=lambda item: item[0][0])
     lines = tuple(_noise(tested, columns, t_criticals, rules) for _, columns in by_metric)
-    return RunnerNoise(table.pairs, len(table.cells), lines)
+    return RunnerNoise(pairs=table.pairs, cells=len(table.cells), each=lines)
 
 
 def _critical_t(harm: np.ndarray, pairs: int, alpha: float) -> float:
-    """From the flips of the first ``pairs``; if there are fewer, extrapolated by the effective number of tests."""
+    """Takes it from the flips of the first ``pairs``; of fewer it is extrapolated by the effective number of tests."""
     known = min(len(harm), pairs)
     first = harm[:known] - harm[:known].mean(axis=0)
     if known == pairs:
@@ -121,14 +119,13 @@ def _noise(tested: Hypotheses, columns: Sequence[int], t_criticals: Mapping[int,
     lagged = (apart[1:] * apart[:-1]).sum(axis=0)
     autocorrelation = np.divide(lagged, (apart**2).sum(axis=0), out=np.zeros_like(mean), where=sd > 0)
 
-    def relative(harm: np.ndarray) -> float | None:
-        return first.metric.relative_of(float(harm)) if np.isfinite(harm) else None
+    relative = first.metric.relative_of
 
-    def detectable(of_sd: float) -> ByLook:
-        return {k: relative(smallest_detectable(of_sd, k, t_critical)) for k, t_critical in t_criticals.items()}
+    def detectable(sd: float) -> ByLook:
+        return {k: relative(float(smallest_detectable(sd, k, t))) for k, t in t_criticals.items()}
 
-    def margin(of_sd: float) -> ByLook:
-        return {look.pairs: relative(smallest_margin(of_sd, look.pairs, look.alpha_pass)) for look in rules.looks}
+    def margin(sd: float) -> ByLook:
+        return {look.pairs: relative(float(smallest_margin(sd, look.pairs, look.alpha_pass))) for look in rules.looks}
 
     median_sd, worst_sd = float(np.median(sd)), float(sd[worst])
     return Noise(
@@ -150,7 +147,7 @@ def _noise(tested: Hypotheses, columns: Sequence[int], t_criticals: Mapping[int,
 
 
 def warnings_of(noise: RunnerNoise, rules: TimingRules) -> tuple[str, ...]:
-    """Where ``rules`` ask for more than this runner shows at their last look, and what is wrong with its pairs."""
+    """Says where ``rules`` ask for more than this runner shows at their last look, and what is wrong with its pairs."""
     last = rules.looks[-1].pairs
     found = []
     if noise.pairs < ENOUGH_PAIRS:

@@ -1,4 +1,4 @@
-"""Which loads of base and candidate make a pair, and in which order a pair is run: pure functions.
+"""The loads of base and candidate that make a pair, and the order in which a pair is run: pure functions.
 
 A pair is one newly launched server of each side, one right after the other, under the same requests. For every
 configuration of every pair a random choice decides which side goes first. That makes the sign-flip test exact
@@ -17,6 +17,21 @@ from kvbench.workload.design import Block, Cell, Configuration, Design
 
 BASE, CANDIDATE = "base", "candidate"
 SIDES = (BASE, CANDIDATE)
+
+
+@dataclass(frozen=True)
+class PairedCell:
+    """A cell of a comparison: its name, its workload, the ``key`` of its match, and its id on either side."""
+
+    name: str
+    workload: str
+    turn: str
+    base: str
+    candidate: str
+
+    def on(self, side: str) -> str:
+        """Its id on a side."""
+        return self.base if side == BASE else self.candidate
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,11 @@ class Match:
     def cells(self, side: str) -> tuple[Cell, ...]:
         return self.base_cells if side == BASE else self.candidate_cells
 
+    @property
+    def paired_cells(self) -> list[PairedCell]:
+        cells = zip(self.names, self.base_cells, self.candidate_cells, strict=True)
+        return [PairedCell(name, self.workload, self.key, a.cell_id, b.cell_id) for name, a, b in cells]
+
     def block(self, side: str, pair: int, order: Sequence[int]) -> Block:
         """The launch of one side in pair ``pair``, its loads in ``order`` (indices)."""
         return Block(pair, self.of(side), tuple(self.cells(side)[i] for i in order))
@@ -61,15 +81,6 @@ class Turn:
     @property
     def sides(self) -> tuple[str, str]:
         return SIDES if self.first == BASE else SIDES[::-1]
-
-
-def cell_rows(matches: Sequence[Match]) -> list[dict[str, str]]:
-    """For the manifest: each cell's name, workload and turn, and its id on either side."""
-    return [
-        {"name": name, "workload": match.workload, "turn": match.key, BASE: a.cell_id, CANDIDATE: b.cell_id}
-        for match in matches
-        for name, a, b in zip(match.names, match.base_cells, match.candidate_cells, strict=True)
-    ]
 
 
 def match_designs(workload: str, base: Design, candidate: Design) -> tuple[Match, ...]:

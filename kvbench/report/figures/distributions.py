@@ -12,8 +12,7 @@ from plotly.subplots import make_subplots
 from kvbench.common import text as words
 from kvbench.metrics.latency import request_latencies
 from kvbench.metrics.rows import inter_token_latencies, times_per_output_token
-from kvbench.report.figures.axes import compact, ecdf, legend_outside, log_axis, under
-from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
+from kvbench.report.style import Drawing, LineStyle, compact, ecdf, finish, legend_outside, log_axis, looks, safe, under
 from kvbench.report.tables import UNCERTAIN
 from kvbench.runs.model import MeasuredCell, Run, all_steady_latency
 

@@ -14,9 +14,8 @@ from kvbench.common import text as words
 from kvbench.common.stats import t_interval
 from kvbench.report.changes import short_name
 from kvbench.report.comparisons import baseline, median
-from kvbench.report.figures.axes import log_axis
-from kvbench.report.style import Drawing, LineStyle, finish, looks, safe
-from kvbench.report.tables import UNCERTAIN, Column, Row, Table, Value
+from kvbench.report.style import Drawing, LineStyle, finish, log_axis, looks, safe
+from kvbench.report.tables import UNCERTAIN, Row, Table, Value, listed_table
 from kvbench.runs.model import MeasuredCell, Run, all_steady, all_steady_latency
 from kvbench.runs.ratios import FEWEST
 
@@ -211,7 +210,7 @@ def frontier_table(run: Run, price_per_hour: float | None = None) -> Table:
     whole = _window_words(frame)
     heads = ["configuration", "load", *(_axis_title(frame, axis) for axis in axes)]
     heads += [f"p95 TTFT, ms{whole}", f"median TPOT, ms{whole}"]
-    return Table(tuple(Column(head, head) for head in [*heads, "surely not beaten in both"]), tuple(rows))
+    return listed_table([*heads, "surely not beaten in both"], rows)
 
 
 def drawing(run: Run, price_per_hour: float | None = None) -> Drawing | None:

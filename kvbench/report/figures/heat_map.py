@@ -13,9 +13,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.report.comparisons import baseline, compare
+from kvbench.report.comparisons import baseline, compare, marked_ratio
 from kvbench.report.style import CONTIGUOUS, PAGED, Drawing, finish, safe
-from kvbench.report.wording import marked_ratio
 from kvbench.runs.engine_time import EngineTime
 from kvbench.runs.model import SERVED, SIMULATED, MeasuredCell, MeasuredLoad, Run
 from kvbench.runs.ratios import HIGHER, LOWER

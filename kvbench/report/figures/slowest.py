@@ -13,9 +13,8 @@ import plotly.graph_objects as go
 from kvbench.common import text as words
 from kvbench.metrics.rows import MS, inter_token_latencies, times_to_end
 from kvbench.report.comparisons import baseline, best
-from kvbench.report.figures.axes import compact, label_above, legend_outside, room_for_labels
-from kvbench.report.style import Drawing, finish
-from kvbench.report.tables import Column, Row, Table, Value
+from kvbench.report.style import Drawing, compact, finish, hatch, label_above, legend_outside, room_for_labels
+from kvbench.report.tables import NO_TABLE, Row, Table, Value, listed_table
 from kvbench.runs.model import MeasuredCell, Run
 
 MOST = 10  # requests
@@ -91,11 +90,7 @@ def slowest_figure(frame: pd.DataFrame) -> go.Figure:
                 width=0.4,
                 orientation="h",
                 name=title,
-                marker={
-                    "color": colour,
-                    "line": {"width": 0},
-                    "pattern": {"shape": pattern, "fillmode": "overlay", "fgcolor": "#fff", "size": 5, "solidity": 0.2},
-                },
+                marker={"color": colour, "line": {"width": 0}, "pattern": hatch(pattern, 0.2)},
                 hovertemplate=f"{title}: %{{x:,.0f}} ms, from %{{base:,.0f}} ms on<extra></extra>",
             )
     for place, rows in frame.groupby("request"):
@@ -141,7 +136,7 @@ def slowest_table(run: Run) -> Table:
     """The same requests as numbers; empty where there is no figure."""
     cell = slowest_of(run)
     if cell is None:
-        return Table((), ())
+        return NO_TABLE
     frame = slowest(cell.requests())
     parts = {CLIENT: "in the client ms", FIRST: "first token ms", DECODE: "decode ms", GAP: "long gaps ms"}
     parts = {part: title for part, title in parts.items() if part != CLIENT or (frame["part"] == CLIENT).any()}
@@ -153,7 +148,7 @@ def slowest_table(run: Run) -> Table:
         times = (_time(spent.loc[spent["part"] == part, "ms"], part) for part in parts)
         rows.append(Row(cell, (*(Value(text, text) for text in who), *tokens, _time(spent["ms"], ""), *times)))
     heads = ("#", "class", "request", "prompt tokens", "output tokens", "E2EL ms", *parts.values())
-    return Table(tuple(Column(head, head) for head in heads), tuple(rows), numbers_from=3)
+    return listed_table(heads, rows, numbers_from=3)
 
 
 def _time(lengths: pd.Series, part: str) -> Value:

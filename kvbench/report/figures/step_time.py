@@ -1,4 +1,4 @@
-"""What the engine's steps took: scheduling, preparing, moving KV, executing, sampling, output; a bar a cell."""
+"""What the engine's steps took: scheduling, preparing, moving KV, executing, sampling, output; simulated ones too."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from kvbench.common import text as words
-from kvbench.report.figures.axes import compact, label_above, legend_outside, room_for_labels
-from kvbench.report.style import Drawing, finish
-from kvbench.report.tables import Column, Table, Value, cell_table, identity_columns, number_column
+from kvbench.report.style import Drawing, compact, finish, hatch, label_above, legend_outside, room_for_labels
+from kvbench.report.tables import NO_TABLE, Column, Table, Value, cell_table, identity_columns, number_column
 from kvbench.runs.kv_ledger import share_of_steps
+from kvbench.runs.metric_names import SIMULATED_SECONDS
 from kvbench.runs.model import MeasuredCell, Run
 
-_STEP_SECONDS = "step_time_seconds_total_"
+SIMULATED_TIME_NOTE = (
+    "Shares of the time of all steps. gemm: projections of attention and MLP; experts: routed experts; attention: with "
+    "the write of KV; elementwise: norms, rotary embedding, activation; all-reduce: between the GPUs of a model; head: "
+    "logits and sampling; move: swaps and copies of KV; host: what the CPU adds to a step."
+)
 PHASES = {  # key -> title, what it is, colour, pattern; in the order of a step
     "schedule": ("schedule", "choosing what runs, giving out pages", "#009E73", "/"),
     "prepare": ("prepare", "building the step's inputs", "#E69F00", "\\"),
@@ -21,7 +25,7 @@ PHASES = {  # key -> title, what it is, colour, pattern; in the order of a step
     "sample": ("sample", "choosing tokens", "#56B4E9", "."),
     "output": ("output", "growing, finishing and freeing sequences", "#CC79A7", "-"),
 }
-_LEAST_LABELLED = 0.06  # of the bar: a narrower part has no room for its percentage
+_LEAST_LABELLED = 6  # percent of the bar: a narrower part has no room for its percentage
 _ROW, _HEAD = 40, 34  # px a bar, and above the first of a load
 
 
@@ -30,18 +34,18 @@ def phase_seconds(cell: MeasuredCell) -> dict[str, float]:
 
     What moving KV took is taken out of "prepare", which counts it as well.
     """
-    found = {phase: cell.counter(f"{_STEP_SECONDS}{phase}") for phase in PHASES if phase != "move"}
-    known = {phase: seconds for phase, seconds in found.items() if seconds is not None}
-    if not sum(known.values()):
+    counted = {phase: cell.counter(f"step_time_seconds_total_{phase}") for phase in PHASES if phase != "move"}
+    seconds = {phase: counted.get(phase) or 0.0 for phase in PHASES}
+    if not sum(seconds.values()):
         return {}
-    moved = min(cell.counter("swap_seconds_total") or 0.0, known.get("prepare", 0.0))
-    return {p: moved if p == "move" else known.get(p, 0.0) - moved * (p == "prepare") for p in PHASES}
+    moved = min(cell.counter("swap_seconds_total") or 0.0, seconds["prepare"])
+    return seconds | {"move": moved, "prepare": seconds["prepare"] - moved}
 
 
-def ms_a_step(cell: MeasuredCell, seconds: float | None) -> float | None:
-    """``seconds`` of all repeats in ms a step; None where that is not known."""
+def _ms_a_step(cell: MeasuredCell, seconds: float) -> float | None:
+    """``seconds`` of all repeats in ms a step; None where steps are not counted."""
     steps = cell.counter("steps_total")
-    return seconds * 1000 / steps if seconds is not None and steps else None
+    return seconds * 1000 / steps if steps else None
 
 
 def step_time(run: Run) -> pd.DataFrame:
@@ -51,22 +55,15 @@ def step_time(run: Run) -> pd.DataFrame:
     phase: one of PHASES
     share: of the time of all steps, 0 to 100 %
     ms: a step; NaN where steps are not counted
-    hash_share: of the time of all steps, hashing pages for the prefix cache, 0 to 100 %; it is within "schedule" and
-      "output", NaN where it is not counted
     """
     rows = []
     for cell in run.by_load:
         seconds = phase_seconds(cell)
-        total, hashing = sum(seconds.values()), share_of_steps(cell, "hash_seconds")
-        for phase, spent in seconds.items():
-            rows.append({
-                "cell_id": cell.cell_id, "configuration": cell.marked_name, "valid": cell.valid,
-                "load": cell.load.short, "phase": phase,
-                "share": spent / total * 100, "ms": ms_a_step(cell, spent),
-                "hash_share": None if hashing is None else hashing * 100,
-            })  # fmt: skip
-    columns = ["cell_id", "configuration", "valid", "load", "phase", "share", "ms", "hash_share"]
-    return pd.DataFrame(rows, columns=columns).astype({"share": float, "ms": float, "hash_share": float})
+        total = sum(seconds.values())
+        named = (cell.cell_id, cell.marked_name, cell.valid, cell.load.short)
+        rows += [(*named, phase, spent / total * 100, _ms_a_step(cell, spent)) for phase, spent in seconds.items()]
+    columns = ["cell_id", "configuration", "valid", "load", "phase", "share", "ms"]
+    return pd.DataFrame(rows, columns=columns).astype({"share": float, "ms": float})
 
 
 def step_time_figure(frame: pd.DataFrame) -> go.Figure:
@@ -83,18 +80,14 @@ def step_time_figure(frame: pd.DataFrame) -> go.Figure:
             orientation="h",
             width=16,
             name=title,
-            marker={
-                "color": colour,
-                "line": {"width": 0},
-                "pattern": {"shape": pattern, "fillmode": "overlay", "fgcolor": "#fff", "size": 5, "solidity": 0.2},
-            },
-            text=[f"{share:.0f} %" if share >= _LEAST_LABELLED * 100 else "" for share in rows["share"]],
+            marker={"color": colour, "line": {"width": 0}, "pattern": hatch(pattern, 0.2)},
+            text=[f"{share:.0f} %" if share >= _LEAST_LABELLED else "" for share in rows["share"]],
             textposition="inside",
             insidetextanchor="middle",
             textangle=0,
             textfont={"size": 11},
             constraintext="none",
-            hovertext=[_hover(row, title, what) for row in rows.to_dict("records")],
+            hovertext=[_hover(row.share, row.ms, title, what) for row in rows.itertuples()],
             hoverinfo="text",
         )
     for load, cells in frame.groupby("load", sort=False):
@@ -105,8 +98,7 @@ def step_time_figure(frame: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(range=[height, 0], showticklabels=False, showgrid=False)
     finish(figure, height + 56 + 52)
     legend_outside(figure, 1.0)
-    figure.update_layout(barmode="stack", margin={"t": 24, "b": 52, "l": 16, "r": 40})
-    return figure
+    return figure.update_layout(barmode="stack", margin={"t": 24, "b": 52, "l": 16, "r": 40})
 
 
 def _label(parts: pd.DataFrame) -> str:
@@ -118,15 +110,15 @@ def _label(parts: pd.DataFrame) -> str:
 def _places(frame: pd.DataFrame) -> tuple[dict[str, float], float]:
     """The middle of each cell's bar and the height of all [px from the top]."""
     at, load, places = 0.0, None, {}
-    for row in frame.drop_duplicates("cell_id").to_dict("records"):
-        at += _ROW + _HEAD * (row["load"] != load)
-        places[row["cell_id"]], load = at - 10, row["load"]
+    for row in frame.drop_duplicates("cell_id").itertuples():
+        at += _ROW + _HEAD * (row.load != load)
+        places[row.cell_id], load = at - 10, row.load
     return places, at + 8
 
 
-def _hover(row: dict, title: str, what: str) -> str:
-    ms = "" if pd.isna(row["ms"]) else f", {words.significant(row['ms'])} ms a step"
-    return f"{title}: {words.percent(row['share'] / 100)} of the step time{ms}<br>{what}"
+def _hover(share: float, ms: float, title: str, what: str) -> str:
+    length = "" if pd.isna(ms) else f", {words.significant(ms)} ms a step"
+    return f"{title}: {words.percent(share / 100)} of the step time{length}<br>{what}"
 
 
 def drawing(run: Run) -> Drawing | None:
@@ -144,7 +136,7 @@ def _title(frame: pd.DataFrame) -> str:
     frame = frame[frame["valid"]] if frame["valid"].any() else frame
     shares = frame.pivot_table(index="cell_id", columns="phase", values="share", observed=True) / 100
     largest = str(shares.mean().idxmax())
-    low, high = (words.percent(pick) for pick in (shares[largest].min(), shares[largest].max()))
+    low, high = words.percent(shares[largest].min()), words.percent(shares[largest].max())
     text = f"{words.upper_first(PHASES[largest][0])} takes {low if low == high else f'{low[:-2]}–{high}'} of step time"
     return text if largest == "schedule" else f"{text}; scheduling at most {words.percent(shares['schedule'].max())}"
 
@@ -152,30 +144,54 @@ def _title(frame: pd.DataFrame) -> str:
 def step_time_table(run: Run) -> Table:
     """The same shares a cell, with ms a step, and hashing where there is any; empty where no server tells."""
     cells = [cell for cell in run.by_load if phase_seconds(cell)]
+
+    def whole(cell: MeasuredCell) -> float | None:
+        return _ms_a_step(cell, sum(phase_seconds(cell).values()))
+
+    def hashing(cell: MeasuredCell) -> float | None:
+        return share_of_steps(cell, "hash_seconds")
+
+    hint = "hashing pages for the prefix cache, within schedule and output"
     every = [
         *identity_columns(),
         number_column("steps", "steps", "of all repeats", lambda c: c.counter("steps_total"), words.count),
-        number_column("step_ms", "ms a step", "of all repeats", _whole, words.milliseconds),
+        number_column("step_ms", "ms a step", "of all repeats", whole, words.milliseconds),
         *(_column(phase) for phase in PHASES),
-        number_column(
-            "hash_share", "hashing", "hashing pages for the prefix cache, within schedule and output",
-            lambda c: share_of_steps(c, "hash_seconds"), words.percent,
-        ),
-    ]  # fmt: skip
+        number_column("hash_share", "hashing", hint, hashing, words.percent),
+    ]
     shown = [c for c in every if c.key not in ("move", "hash_share") or any(c.of(cell).sort for cell in cells)]
-    return cell_table(shown, cells, {"configuration", "load"}) if cells else Table((), ())
-
-
-def _whole(cell: MeasuredCell) -> float | None:
-    return ms_a_step(cell, sum(phase_seconds(cell).values()))
+    return cell_table(shown, cells, {"configuration", "load"}) if cells else NO_TABLE
 
 
 def _column(phase: str) -> Column:
     title, what, *_ = PHASES[phase]
 
-    def of(cell: MeasuredCell) -> Value:
+    def value(cell: MeasuredCell) -> Value:
         seconds = phase_seconds(cell)
-        share, ms = seconds[phase] / sum(seconds.values()), ms_a_step(cell, seconds[phase])
+        share, ms = seconds[phase] / sum(seconds.values()), _ms_a_step(cell, seconds[phase])
         return Value(words.percent(share), share, "" if ms is None else f"{words.significant(ms)} ms")
 
-    return Column(phase, title, what, of)
+    return Column(phase, title, what, value)
+
+
+def simulated_time_table(run: Run) -> Table:
+    """The shares of the simulated time of each cell's steps by what they compute; empty for a measured run."""
+    seconds = {cell.cell_id: _simulated_seconds(cell) for cell in run.cells}
+    cells = [cell for cell in run.by_load if sum(seconds[cell.cell_id].values())]
+    names = dict.fromkeys(name for parts in seconds.values() for name, spent in parts.items() if spent)
+
+    def column(name: str) -> Column:
+        def share(cell: MeasuredCell) -> float | None:
+            parts = seconds[cell.cell_id]
+            return parts.get(name, 0.0) / sum(parts.values())
+
+        return number_column(name, name.replace("_", "-"), "share of the time of all steps", share, words.percent)
+
+    columns = [*identity_columns(), *map(column, names)]
+    return cell_table(columns, cells, {"configuration", "load"}) if cells else NO_TABLE
+
+
+def _simulated_seconds(cell: MeasuredCell) -> dict[str, float]:
+    """Seconds by part of a step, of all repeats."""
+    names = {name for repeat in cell.repeats for name in repeat.server if name.startswith(SIMULATED_SECONDS)}
+    return {name.removeprefix(SIMULATED_SECONDS): cell.counter(name) or 0.0 for name in sorted(names)}

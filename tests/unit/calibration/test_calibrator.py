@@ -11,7 +11,9 @@ import pytest
 from kvbench.calibration import cache as chooser
 from kvbench.calibration.cache import Calibrator, ClientLoad, settings_for
 from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Attempt, Calibration, CalibrationSettings
-from kvbench.measure.load import recalibrated
+from kvbench.measure.http import recalibrated
+from kvbench.measure.instrument import Clients
+from kvbench.metrics.model import LoadOutcome
 from tests.unit.calibration.test_calibration import GOOD, taken
 
 
@@ -137,15 +139,15 @@ def test_none_is_begun_without_the_time_for_it_but_the_one_that_judges_what_is_m
 def test_what_a_load_asked_for_is_its_busiest_second() -> None:
     asked = []
     target = SimpleNamespace(base_url="http://h")
-    subject = SimpleNamespace(
-        client={"processes": 1}, load=None, target=target, calibrate=lambda demand, before: asked.append(demand)
-    )
+    server = SimpleNamespace(target=target, load=None)
+    clients = Clients({"processes": 1})
+    job = SimpleNamespace(clients=clients, calibrate=lambda demand, before: asked.append(demand))
     for client in (
         {"chunks": 165_000, "chunks_of_busiest_second": 32_000},  # 5 s of a storm in 100 s
         {"chunks": 165_000, "chunks_of_busiest_second": 1_000},
         {"chunks": 0, "chunks_of_busiest_second": 0},
     ):
-        recalibrated(subject, object(), {"client": client, "max_in_flight": 64}, {"duration_s": 100.0})
+        recalibrated(job, server, object(), LoadOutcome(client=client, max_in_flight=64), {"duration_s": 100.0})
     assert [each.events_per_s for each in asked] == [32_000, 1650, None]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.capacity.answer import answer, as_dict, sentences
-from kvbench.capacity.fit import GIB, Load, Settings, fits, memory_of, pick, smallest_fits, tokens_per_s
+from kvbench.capacity.fit import GIB, Load, Settings, memory_of, pick, smallest_fits
 from kvbench.capacity.gpus import find_gpu, known_gpus, parse_gpus, parse_prices
 from kvbench.capacity.model import plan_model
 from kvbench.capacity.weights import weights_of
@@ -48,7 +48,7 @@ def test_gpt_oss_120b_needs_more_than_the_default_share_of_an_h100():
 def test_pages_of_an_rtx_4090_are_those_of_a_measured_vllm_run():
     found = memory("Llama-3.1-8B", "RTX-4090")
     assert (found.step.tokens, found.step.sequences) == (2048, 256)
-    pages = found.at_once(plan_model("Llama-3.1-8B"), Settings(), 16)
+    pages = found.at_once(16)
     assert pages == pytest.approx(2588, rel=0.02)
 
 
@@ -59,7 +59,7 @@ def test_the_measured_run_has_the_pages_the_step_and_the_memory_that_are_planned
     assert found.gpu.memory_bytes == pytest.approx(meta["hardware"]["device_total_memory_bytes"], rel=0.001)
     arguments = meta["engine_kwargs"]
     assert (found.step.tokens, found.step.sequences) == (arguments["max_num_batched_tokens"], arguments["max_num_seqs"])
-    pages = found.at_once(plan_model("Llama-3.1-8B"), Settings(), meta["kv_cache"]["block_size"])
+    pages = found.at_once(meta["kv_cache"]["block_size"])
     assert pages == pytest.approx(meta["kv_cache"]["num_gpu_blocks"], rel=0.02)
 
 
@@ -81,7 +81,7 @@ def test_the_question_of_the_guide_by_hand():
     counts = {m.gpu.name: m.count for m in found}
     assert counts["H100-80GB"] == 2 and "T4" not in counts
     step_bytes = weights - 151_936 * 5120 * 2 + kv  # the rows of the embedding are not read
-    best = tokens_per_s(chosen, model, weights_of(model), settings, load)
+    best = chosen.tokens_per_s(load)
     assert best == pytest.approx(40 * 4.8e12 / step_bytes, rel=1e-6)
 
 
@@ -95,14 +95,11 @@ def test_cheapest_by_price_else_fewest():
 
 
 def test_all_users_fit_or_not_at_the_very_last_page():
-    model, settings = plan_model("llama-3.1-8b"), Settings()
     found = memory("llama-3.1-8b", "L40S")
-    most = found.at_once(model, settings, 1000)
+    most = found.at_once(1000)
     assert most == found.kv // (63 * 16 * 131_072)  # 1,000 tokens take 63 pages
-    assert fits(found, model, settings, Load(1000, most, 8192)) and not fits(
-        found, model, settings, Load(1000, most + 1, 8192)
-    )
-    assert found.at_once(model, settings, 8192, contiguous=True) == found.kv // (8192 * 131_072)
+    assert found.fits(Load(1000, most, 8192)) and not found.fits(Load(1000, most + 1, 8192))
+    assert found.at_once(8192, contiguous=True) == found.kv // (8192 * 131_072)
 
 
 def test_a_contiguous_cache_holds_as_many_whatever_the_length():

@@ -96,9 +96,9 @@ def test_it_is_resumed_by_what_it_began_with_whatever_the_files_hold_now(compare
     assert points[0] == points[1]
     assert second.workloads[0].sides["candidate"].choice.workload.engine["page_size"] == 32
     assert second.policy.timing == first.policy.timing and second.pairs == 10
-    assert Path(second.manifest["options"]["workloads"][0]) == tmp_path / "tiny.yaml"
-    assert "page_size=16 page_size=32 " in second.manifest["reproduce"]
-    assert "--policy gates.yaml" in second.manifest["reproduce"]  # as it was given
+    assert Path(second.manifest.options.workloads[0]) == tmp_path / "tiny.yaml"
+    assert "page_size=16 page_size=32 " in second.manifest.reproduce
+    assert "--policy gates.yaml" in second.manifest.reproduce  # as it was given
 
 
 def test_other_conditions_need_force_which_is_kept(compare, here):
@@ -108,12 +108,12 @@ def test_other_conditions_need_force_which_is_kept(compare, here):
     code, _, err = compare("--resume", str(folder))
     assert code == 2 and said in err and "--force" in err
     assert compare("--resume", str(folder), "--force")[0] == 130
-    assert len(compare.begun) == 2 and compare.begun[-1].options["force"]
+    assert len(compare.begun) == 2 and compare.begun[-1].request.force
     kept = read_json(folder / "manifest.json")
     assert said in " ".join(kept["notes"]) and kept["resumed"][0]["differences"]
     # What is printed to go on with has no --force: it is kept.
     assert compare(*shlex.split(compare.begun[-1].folder.resume_command("compare"))[2:])[0] == 130
-    assert compare.begun[-1].options["force"]
+    assert compare.begun[-1].request.force
 
 
 def test_another_build_needs_force_and_other_cells_are_refused_with_it(compare):
@@ -216,12 +216,12 @@ WIDE = 101.0  # throughput of a candidate whose pairs scatter too much to be jud
 
 def end(comparison, pairs, stopped=None, candidate=100.0):
     """As if so many pairs had been measured."""
-    for cell, side in itertools.product(comparison.manifest["cells"], ("base", "candidate")):
+    for cell, side in itertools.product(comparison.manifest.cells, ("base", "candidate")):
         for pair in range(1, pairs + 1):
             noise = 1 + 0.001 * (pair * 7 % 5) + (candidate == WIDE) * 0.3 * ((pair + (side == "base")) % 2)
             values = ((candidate if side == "candidate" else 100.0) * noise, 100.0 * noise, 10.0)
-            write_load(comparison.folder.load(cell, side, pair), cell[side], values)
-    comparison.manifest["seconds"] = [30.0] * pairs
+            write_load(comparison.folder.load(cell, side, pair), cell.on(side), values)
+    comparison.manifest.seconds = (30.0,) * pairs
     return comparison.finish(stopped)
 
 
@@ -276,7 +276,9 @@ class Machine:
             check()
             self.now = min(until, self.now + self.STEP)
 
-    def runner(self, workload, folder, new_target, listener, on_server, check, **more):
+    def runner(self, instrument):
+        listener, folder, check = instrument.job.listener, instrument.job.folder, instrument.job.check
+
         def run_block(block):
             self.sides += 1
             listener.load_started(block.cells[0], block.repeat, 6)

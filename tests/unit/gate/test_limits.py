@@ -10,9 +10,9 @@ import pytest
 from kvbench.common.packages import REPOSITORY
 from kvbench.gate.limits import judge_limits
 from kvbench.gate.policy import Limit, load_policy
-from kvbench.gate.verdict.github import annotations
 from kvbench.gate.verdict.junit import junit
 from kvbench.gate.verdict.markdown import summary
+from kvbench.gate.verdict.outputs import annotations
 from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS, Verdict
 from kvbench.gate.verdict.wording import number, percent
 from kvbench.metrics import definitions

@@ -116,9 +116,9 @@ def test_noise_of_other_looks_says_nothing_of_these(noise):
 
 
 def test_noise_survives_json(noise):
-    assert RunnerNoise.from_json(json.loads(json.dumps(noise.to_json()))) == noise
-    with pytest.raises(ValueError, match="format 'x'"):
-        RunnerNoise.from_json({**noise.to_json(), "format": "x"})
+    assert RunnerNoise.parse(json.loads(json.dumps(noise.to_json()))) == noise
+    with pytest.raises(ValueError, match="format is 'x'"):
+        RunnerNoise.parse({**noise.to_json(), "format": "x"})
 
 
 def test_tables_that_show_no_noise_are_refused_and_a_metric_that_no_cell_has_has_no_line():

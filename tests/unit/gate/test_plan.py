@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import binomtest
 
 from kvbench.common.errors import UsageError
-from kvbench.gate.timing.plan import cell_rows, match_designs, turns
+from kvbench.gate.timing.plan import PairedCell, match_designs, turns
 from kvbench.workload.design import make_design
 from kvbench.workload.load_section import load_point
 
@@ -29,10 +29,8 @@ def test_equal_sides_have_the_names_of_their_cells():
         ("mixed/paged-p16-c4", "mixed/paged-p16-r2"),
         ("mixed/contiguous-c4", "mixed/contiguous-r2"),
     ]
-    assert cell_rows(matches)[0] == {
-        "name": "mixed/paged-p16-c4", "workload": "mixed", "turn": "mixed/paged-p16", "base": "paged-p16-c4",
-        "candidate": "paged-p16-c4",
-    }  # fmt: skip
+    (cell, _) = matches[0].paired_cells
+    assert cell == PairedCell("mixed/paged-p16-c4", "mixed", "mixed/paged-p16", "paged-p16-c4", "paged-p16-c4")
 
 
 def test_sides_of_different_settings_are_named_by_both_and_what_cannot_be_paired_is_refused():

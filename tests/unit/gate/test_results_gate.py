@@ -189,7 +189,7 @@ def compared(tmp_path) -> Path:
     folder = tmp_path / "compared"
     stored_comparison(folder, *noisy_pairs(8, 2, 5, (-0.1, 0.0, 0.0)), ("mixed/a-c4", "mixed/b-c4"))
     (tmp_path / "strict.yaml").write_text(STRICT)
-    changed(folder, "manifest.json", status="complete", policy=load_policy(tmp_path / "strict.yaml").to_json())
+    changed(folder, "manifest.json", status="complete", policy=load_policy(tmp_path / "strict.yaml").stored().to_json())
     return folder
 
 

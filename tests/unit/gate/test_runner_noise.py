@@ -6,6 +6,8 @@ import pytest
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK, UsageError
 from kvbench.common.files import read_json, write_json
+from kvbench.gate.compare.folder import GivenUp
+from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.policy import load_policy
 from tests.support.compare_folders import noisy_pairs, stored_comparison
@@ -16,20 +18,20 @@ RULES = load_policy(None).timing
 def calibrated(tmp_path, pairs, void=None):
     """The exit code of a calibration of 20 pairs that ended after so many, and what it stored."""
     folder = stored_comparison(tmp_path / "run", *noisy_pairs(pairs, 1, 3), ["mixed/a-c4"])
-    write_json(folder.manifest_path, folder.manifest() | {"workloads": {"mixed": {}}, "void": void})
-    options = {"pairs": 20, "runner_class": "here", "store": str(tmp_path / "noise")}
-    code = store_noise(folder, RULES, options, lambda text: None)
+    folder.write(folder.manifest().model_copy(update={"workloads": {"mixed": {}}, "void": void}))
+    request = CompareRequest(pairs=20, runner_class="here", store=tmp_path / "noise")
+    code = store_noise(folder, RULES, request, lambda text: None)
     path = tmp_path / "noise" / "here.json"
     return code, path if path.is_file() else None
 
 
 def notes(path, *workloads):
-    return noise_notes({"noise": path, "runner_class": None}, workloads, "launched", RULES)
+    return noise_notes(CompareRequest(noise=path), workloads, "launched", RULES)
 
 
 @pytest.mark.parametrize(
     ("pairs", "void", "code"),
-    [(20, None, EXIT_OK), (12, None, EXIT_OK), (12, {"pair": 13, "turn": "mixed/a"}, EXIT_INVALID)],
+    [(20, None, EXIT_OK), (12, None, EXIT_OK), (12, GivenUp(13, "mixed/a"), EXIT_INVALID)],
 )
 def test_the_pairs_that_are_there_are_stored_however_the_calibration_ended(tmp_path, pairs, void, code):
     left, path = calibrated(tmp_path, pairs, void)
@@ -39,7 +41,7 @@ def test_the_pairs_that_are_there_are_stored_however_the_calibration_ended(tmp_p
     assert len(few) == (pairs < 20)
     (unknown,) = notes(path, "prefix", "mixed")  # the noise under other workloads says nothing
     assert "prefix, mixed" in unknown and "kvbench calibrate" in unknown
-    (other,) = noise_notes({"noise": path, "runner_class": None}, ["mixed"], "twins", RULES)  # nor by another method
+    (other,) = noise_notes(CompareRequest(noise=path), ["mixed"], "twins", RULES)  # nor by another method
     assert "--method twins" in other and "--method launched" in other
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_json
+from kvbench.gate.compare.folder import CompareManifest, ServerFacts, SideFacts
 from kvbench.gate.compare.manifest import record_server, require_same_requests, server_differences
 from kvbench.gate.timing.plan import match_designs
 from kvbench.workload.design import make_design
@@ -30,13 +31,19 @@ def other(section, **facts):
     return OURS | {section: OURS[section] | facts}
 
 
+def new_manifest():
+    sides = {"base": SideFacts(name="a"), "candidate": SideFacts(name="b")}
+    servers = {"base": {}, "candidate": {}}
+    return CompareManifest(subcommand="compare", reproduce="", cells=(), order_seed=1, **sides, servers=servers)
+
+
 @pytest.fixture
 def manifest():
-    return {"servers": {"base": {}, "candidate": {}}, "differences": []}
+    return new_manifest()
 
 
 def record(manifest, side, info=OURS, *, match=None, alone=False, force=False):
-    record_server(manifest, match or matched(), side, info, alone=alone, force=force)
+    record_server(manifest, match or matched(), side, ServerFacts.parse(info), alone=alone, force=force)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +64,7 @@ def record(manifest, side, info=OURS, *, match=None, alone=False, force=False):
     ],
 )
 def test_what_two_servers_differ_in(left, right, found):
-    for expected, said in zip(found, server_differences(left, right), strict=True):
+    for expected, said in zip(found, server_differences(*map(ServerFacts.parse, (left, right))), strict=True):
         assert said.startswith(expected)
 
 
@@ -66,10 +73,10 @@ def test_the_other_side_is_held_to_the_first_and_its_own_settings_may_differ(man
     with pytest.raises(UsageError, match=r"dtype \(float32 and bfloat16\).*--force"):
         record(manifest, "candidate", other("resolved", dtype="bfloat16"))
     varied = matched(candidate={"dtype": "bfloat16"})
-    fresh = {"servers": {"base": {}, "candidate": {}}, "differences": []}
+    fresh = new_manifest()
     record(fresh, "base", match=varied)
     record(fresh, "candidate", other("resolved", dtype="bfloat16"), match=varied)
-    assert fresh["differences"] == []
+    assert not fresh.differences
 
 
 def test_every_later_launch_is_held_to_the_first_of_its_side(manifest):
@@ -79,14 +86,14 @@ def test_every_later_launch_is_held_to_the_first_of_its_side(manifest):
     with pytest.raises(UsageError, match=r"the server of candidate is not the one .* version of torch \(2 and 2.1\)"):
         record(manifest, "candidate", changed)
     record(manifest, "candidate", changed, force=True)
-    assert ["torch" in each for each in manifest["differences"]] == [True]
-    assert list(manifest["servers"]["candidate"].values()) == [OURS]
+    assert ["torch" in each for each in manifest.differences] == [True]
+    assert list(manifest.servers["candidate"].values()) == [ServerFacts.parse(OURS)]
 
 
 def test_sides_whose_loads_had_a_server_each_are_kept_once(manifest):
     for side in ("base", "base", "candidate"):
         record(manifest, side, alone=True)
-    assert manifest["apart"] == {"w/paged": ["base", "candidate"]}
+    assert manifest.apart == {"w/paged": ("base", "candidate")}
 
 
 def test_both_halves_of_a_pair_need_the_same_requests(tmp_path):
@@ -100,4 +107,4 @@ def test_both_halves_of_a_pair_need_the_same_requests(tmp_path):
     with pytest.raises(UsageError, match=r"requests of w/b-c4\."):
         require_same_requests(folder, manifest, 2, force=False)
     require_same_requests(folder, manifest, 2, force=True)
-    assert manifest["differences"] == ["requests of w/b-c4"]
+    assert manifest.differences == ("requests of w/b-c4",)

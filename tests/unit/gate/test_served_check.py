@@ -11,6 +11,7 @@ import pytest
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, EXIT_REGRESSION, Interrupted, UsageError
 from kvbench.common.files import read_json, write_json
 from kvbench.gate.compare.conclude import conclude, judge_again
+from kvbench.gate.compare.folder import GivenUp
 from kvbench.gate.compare.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME
 from kvbench.gate.compare.served_check import FILE, ServedCheck
 from kvbench.gate.policy import load_policy
@@ -52,7 +53,7 @@ class Check:
         return self
 
     def verdict(self, **manifest):
-        return conclude(self.folder, self.folder.manifest() | manifest, POLICY)
+        return conclude(self.folder, self.folder.manifest().model_copy(update=manifest), POLICY)
 
 
 def test_the_same_server_passes_and_each_round_is_kept(tmp_path):
@@ -149,8 +150,7 @@ def test_a_server_that_does_not_serve_is_told_with_its_side_and_reason(tmp_path,
     assert [each.blamed for each in done.failed] == [blamed] * attempts and done.gave_up == done.failed[-1]
     assert {each.first for each in done.failed} == set(SIDES)  # in turn
     assert not (tmp_path / FILE).exists()
-    voids = [vars(each) for each in done.failed]
-    verdict = done.verdict(voids=voids, void={"pair": 0, "turn": done.gave_up.turn})
+    verdict = done.verdict(voids=tuple(done.failed), void=GivenUp(0, done.gave_up.turn))
     assert verdict.exit_code == code and words in verdict.sentence
     assert "pair 0" not in str(verdict.to_json())
 

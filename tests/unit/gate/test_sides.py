@@ -19,6 +19,7 @@ from kvbench.gate.compare import builds as builds_module
 from kvbench.gate.compare.builds import Builds
 from kvbench.gate.compare.clock import Clock
 from kvbench.gate.compare.manifest import pinned, reproduce_command
+from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.sides import (
     PairedWorkload,
     Side,
@@ -41,6 +42,7 @@ from tests.support.git_repo import git, make_repo, make_tiny_kvbench
 from tests.support.sweep_parts import TINY
 
 PYTHON = shlex.quote(sys.executable)
+NOTHING = CompareRequest()
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +132,14 @@ def test_what_means_nothing_is_refused(tiny, text, says, tmp_path):
 
 
 def test_settings_are_laid_on_the_workload(tiny, workload):
-    base, candidate = (open_side(parse_side(text, tiny), workload, {}) for text in ("page_size=32", "page_size=8"))
+    base, candidate = (open_side(parse_side(text, tiny), workload, NOTHING) for text in ("page_size=32", "page_size=8"))
     assert base.choice.workload.engine == {**workload.engine, "page_size": 32}
     changed = candidate.choice.workload
     assert changed.resolved["engine"]["page_size"] == 8
     assert (changed.load, changed.source) == (workload.load, workload.source)
-    assert isinstance(base.choice.new_target(), BuiltinTarget) and base.facts["settings"] == {"page_size": 32}
+    assert isinstance(base.choice.new_target(), BuiltinTarget) and base.facts.settings == {"page_size": 32}
     assert workload.engine["page_size"] == 16 and same_sides(base, candidate) is None
-    assert "A/A" in same_sides(candidate, open_side(parse_side("engine.page_size=8", tiny), workload, {}))
+    assert "A/A" in same_sides(candidate, open_side(parse_side("engine.page_size=8", tiny), workload, NOTHING))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_settings_that_cannot_be_are_refused(tiny, workload, tmp_path, monkeypat
     (tmp_path / "vllm.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(UsageError, match=says):
-        open_side(parse_side(text, tiny), dataclasses.replace(workload, sweep=sweep), options)
+        open_side(parse_side(text, tiny), dataclasses.replace(workload, sweep=sweep), CompareRequest(**options))
 
 
 def test_a_command_and_a_url_become_targets(tiny, workload):
@@ -163,22 +165,22 @@ def test_a_command_and_a_url_become_targets(tiny, workload):
         (f"{PYTHON} -m engine.server", {"start_timeout": 7.0}, BuiltinTarget, "engine.server"),
         ("http://127.0.0.1:9", {"vocab_size": 99}, OpenAITarget, "http://127.0.0.1:9"),
     ):
-        opened = open_side(parse_side(text, tiny), workload, options)
+        opened = open_side(parse_side(text, tiny), workload, CompareRequest(**options))
         target = opened.choice.new_target()
-        assert isinstance(target, kind) and opened.facts["command"].endswith(command)
+        assert isinstance(target, kind) and opened.facts.command.endswith(command)
         assert kind is not BuiltinTarget or target.start_timeout_s == 7.0
-        assert json.dumps(opened.facts, default=str)
+        assert json.dumps(opened.facts.to_json(), default=str)
         opened.choice.close()
     assert opened.choice.workload.engine == {"target": "http://127.0.0.1:9"}
 
 
 def test_a_ref_is_built_and_its_own_engine_is_launched(tiny, workload, builds, tmp_path):
-    opened = open_side(parse_side("main", tiny), workload, {"repo": tiny}, builds)
+    opened = open_side(parse_side("main", tiny), workload, CompareRequest(repo=tiny), builds)
     sha = git(tiny, "rev-parse", "main")
-    assert (opened.facts["sha"], opened.name) == (sha, f"main ({sha[:7]})")
-    assert "A/A" in same_sides(opened, open_side(parse_side("v1.2", tiny), workload, {"repo": tiny}, builds))
+    assert (opened.facts.sha, opened.name) == (sha, f"main ({sha[:7]})")
+    assert "A/A" in same_sides(opened, open_side(parse_side("v1.2", tiny), workload, CompareRequest(repo=tiny), builds))
     other = dataclasses.replace(workload, engine={"page_size": 1})
-    assert same_sides(opened, open_side(parse_side("main", tiny), other, {"repo": tiny}, builds)) is None
+    assert same_sides(opened, open_side(parse_side("main", tiny), other, CompareRequest(repo=tiny), builds)) is None
     target = opened.choice.new_target()
     target.start(opened.choice.workload.engine, tmp_path / "server.log")
     try:
@@ -190,14 +192,14 @@ def test_a_ref_is_built_and_its_own_engine_is_launched(tiny, workload, builds, t
         assert target.model.name == "fake"  # of the ref's server: the running kvbench has none like it
     finally:
         target.stop()
-    assert shlex.split(opened.facts["command"])[-3:] == [str(opened.build.python), "-m", "engine.server"]
+    assert shlex.split(opened.facts.command)[-3:] == [str(opened.build.python), "-m", "engine.server"]
 
 
 def test_another_project_is_launched_with_what_was_built(tiny, workload, builds):
     command = "{python} {worktree}/serve.py {model} --port {port}"
-    opened = open_side(parse_side("main", tiny), workload, {"repo": tiny, "serve_cmd": command}, builds)
+    opened = open_side(parse_side("main", tiny), workload, CompareRequest(repo=tiny, serve_cmd=command), builds)
     assert isinstance(opened.choice.new_target(), LaunchedTarget)
-    words = shlex.split(opened.facts["command"])
+    words = shlex.split(opened.facts.command)
     assert words[0] == "env" and f"PYTHONPATH={opened.build.source}" in words and words[-1] == "{port}"
     assert words[-5:-3] == [str(opened.build.python), f"{opened.build.source}/serve.py"]
 
@@ -214,7 +216,7 @@ def test_another_project_is_launched_with_what_was_built(tiny, workload, builds)
 )
 def test_a_launch_of_what_was_built_that_cannot_be_meant(tiny, workload, builds, command, says):
     with pytest.raises(UsageError, match=says):
-        open_side(parse_side("main", tiny), workload, {"repo": tiny, "serve_cmd": command}, builds)
+        open_side(parse_side("main", tiny), workload, CompareRequest(repo=tiny, serve_cmd=command), builds)
 
 
 def test_another_project_needs_a_launch_command_and_is_kept_as_its_commit(tmp_path, workload, monkeypatch):
@@ -223,12 +225,12 @@ def test_another_project_needs_a_launch_command_and_is_kept_as_its_commit(tmp_pa
     repo = make_repo(tmp_path / "other", {"setup.py": "", "serve.py": ""})
     with Builds(tmp_path / "b", build_cmd="true") as builds:
         with pytest.raises(UsageError, match="--serve-cmd"):
-            open_side(parse_side("main", repo), workload, {"repo": repo}, builds)
+            open_side(parse_side("main", repo), workload, CompareRequest(repo=repo), builds)
         options = {"repo": repo, "serve_cmd": "{python} serve.py {port}"}
-        clean = open_side(parse_side("main", repo), workload, options, builds)
+        clean = open_side(parse_side("main", repo), workload, CompareRequest(**options), builds)
         assert pinned(clean) == clean.build.commit.sha[:12]
         (repo / "serve.py").write_text("changed")
-        assert pinned(open_side(parse_side(".", repo), workload, options, builds)) == "ref:."
+        assert pinned(open_side(parse_side(".", repo), workload, CompareRequest(**options), builds)) == "ref:."
 
 
 @pytest.mark.parametrize(
@@ -240,25 +242,26 @@ def test_another_project_needs_a_launch_command_and_is_kept_as_its_commit(tmp_pa
     ],
 )
 def test_a_side_is_kept_in_a_way_that_means_one_thing_and_repeated_as_it_was_given(workload, text, kept):
-    side = open_side(parse_side(text), workload, {})
+    side = open_side(parse_side(text), workload, NOTHING)
     assert pinned(side) == kept and parse_side(kept).text == side.side.text
-    options = {"workloads": ["w.yaml"], "seed": 0, "force": True, "policy": None, "no_calibration": False}
-    words = reproduce_command(options, {"base": side, "candidate": side}, "compare").split()
-    assert words == ["kvbench", "compare", text, text, "--workload", "w.yaml", "--seed", "0", "--force"]
+    request = CompareRequest(workloads=("w.yaml",), seed=0, force=True)
+    words = reproduce_command(request, {"base": side, "candidate": side}, "compare").split()
+    options = ["--workload", "w.yaml", "--seed", "0", "--method", "auto", "--force"]
+    assert words == ["kvbench", "compare", text, text, *options]
 
 
 def test_a_stored_run(tiny, workload, tmp_path):
     run = stored_run(tmp_path / "mixed" / "20260101T000000Z-1a2b3c4", workload, [])
-    opened = open_side(parse_side(str(run), tiny), workload, {})
+    opened = open_side(parse_side(str(run), tiny), workload, NOTHING)
     assert opened.stored == run and opened.choice.workload.engine == workload.engine
-    assert opened.facts["versions"] == {"torch": "2"} and opened.name == "mixed/20260101T000000Z-1a2b3c4"
+    assert opened.facts.versions == {"torch": "2"} and opened.name == "mixed/20260101T000000Z-1a2b3c4"
     with pytest.raises(UsageError, match="cannot be measured again"):
         opened.choice.new_target()
     other = json.loads(json.dumps(workload.resolved)) | {"seed": 4}
     for change, says in (({"status": "incomplete"}, "is not complete"), ({"workload": other}, "differs in seed")):
         changed = parse_side(str(stored_run(tmp_path / says, workload, [], **change)), tiny)
         with pytest.raises(UsageError, match=says):
-            open_side(changed, workload, {})
+            open_side(changed, workload, NOTHING)
 
 
 def test_a_stored_design_keeps_the_order_of_its_workload_and_the_settings_that_were_measured(tmp_path):
@@ -291,10 +294,10 @@ def test_a_stored_design_keeps_the_order_of_its_workload_and_the_settings_that_w
 def test_an_option_that_means_nothing_is_refused(tiny, texts, options, says):
     sides = [Side("run", "a", "a") if text == "run:a" else parse_side(text, tiny) for text in texts]
     if says is None:
-        require_used(sides, options)
+        require_used(sides, CompareRequest(**options))
     else:
         with pytest.raises(UsageError, match=says):
-            require_used(sides, options)
+            require_used(sides, CompareRequest(**options))
 
 
 QUIET = (lambda text: None, lambda: None, Clock())  # shows nothing, checks nothing, limits nothing

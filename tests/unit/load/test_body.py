@@ -14,6 +14,7 @@ from kvbench.load.launch import takes_priority
 from kvbench.load.samples import Sample, with_history
 from kvbench.load.spec import LoadSpec, http_request
 from kvbench.requests.request import RequestSpec
+from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.presets import PRESETS
 
 
@@ -98,7 +99,7 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_the_body_has_the_priority_only_where_the_server_takes_it(settings, info, sent):
-    takes = takes_priority(settings, info)
+    takes = takes_priority(settings, ServerInfo.read(info or {}))
     sent_with = (RequestSpec(0, "a", (5, 6), "two words", 3, priority=p) for p in (7, 0))
     urgent, plain = (parts(request, send_priority=takes) for request in sent_with)
     assert urgent[1].pop("priority", None) == (7 if sent else None)

@@ -104,7 +104,7 @@ def test_ttft_itl_and_tpot_are_rows_and_locusts_workers_share_the_load(steady_ur
 SLOW_START = """
 import gevent
 from kvbench.load.locustfile import *
-from kvbench.loadtest.locust_job import LocustJob
+from kvbench.measure.locust_job import LocustJob
 draw = LocustJob.requests
 def draw_slowly(job, *arguments):
     gevent.sleep(1.5)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.measure.canaries import as_taken, canaries_for, fails_by_one
+from kvbench.measure.server import Server, as_taken, canaries_for
 from kvbench.requests.canaries import CanarySet, as_request, write_canaries
 from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.presets import BUILT_IN, GENERIC, PRESETS
 from kvbench.workload.load_section import LoadConfig
@@ -20,7 +21,7 @@ PROMPTS = {"kind": "synthetic", "classes": [{"name": "a", "prompt_tokens": 4, "o
 def target(preset=BUILT_IN, vocab_size=100, max_model_len=64, **info) -> Target:
     made = Target("http://127.0.0.1:9", preset=preset, text_of_ids=lambda ids: "words for ids")
     made.model = ModelFacts("served", vocab_size, max_model_len)
-    made.server_info = lambda: info or None
+    made.server_info = lambda: ServerInfo.read(info)
     return made
 
 
@@ -94,4 +95,4 @@ def test_only_a_server_that_forks_greedy_answers_is_asked_for_several(server, an
     ],
 )
 def test_one_wrong_answer_fails_a_load_unless_its_kv_is_quantised(settings, info, strict):
-    assert fails_by_one(settings, info) == strict
+    assert Server(None, 0, target(), settings, ServerInfo.read(info or {}), None, print).fails_by_one_canary() == strict

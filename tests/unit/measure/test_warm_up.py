@@ -10,9 +10,12 @@ from unittest.mock import Mock
 import pytest
 
 from kvbench.common.errors import MeasurementError, RefusedError
+from kvbench.measure import single_request
 from kvbench.measure import warm_up as warming
-from kvbench.measure.warm_up import ATTEMPTS, WarmUp, captured_sizes, warm_up, warm_up_concurrency
+from kvbench.measure.single_request import ATTEMPTS
+from kvbench.measure.warm_up import WarmUp, captured_sizes, warm_up, warm_up_concurrency
 from kvbench.requests.request import RequestSpec
+from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.design import LoadPoint
 
 ALONE = LoadPoint("c1", "closed", 1, None, 9)
@@ -38,7 +41,13 @@ class Server:
         made = self.requests
         load = SimpleNamespace(timeout_s=20.0)
         return SimpleNamespace(
-            seed=1, load=load, target=self, requests=lambda *args: made, info=None, settings={}, check=lambda: None
+            seed=1,
+            load=load,
+            target=self,
+            requests=lambda *args: made,
+            info=ServerInfo(),
+            settings={},
+            check=lambda: None,
         )
 
 
@@ -47,6 +56,7 @@ def run(monkeypatch):
     def warm(server, requests=1):
         clock = SimpleNamespace(monotonic=lambda: server.now, sleep=lambda s: setattr(server, "now", server.now + s))
         monkeypatch.setattr(warming, "time", clock)
+        monkeypatch.setattr(single_request, "time", clock)
         return warm_up(server.subject(), ALONE, requests)
 
     return warm
@@ -165,7 +175,9 @@ def test_as_many_stream_at_once_as_the_load_has_users_and_fall_through_every_siz
 @pytest.mark.parametrize("width", [1, 3])
 def test_what_the_load_and_the_server_take_bounds_the_warm_up(point, load, engine, settings, most, width):
     setup = SimpleNamespace(
-        info={"engine": engine}, settings=settings, load=SimpleNamespace(**{"max_concurrency": None, **load})
+        info=ServerInfo.read({"engine": engine}),
+        settings=settings,
+        load=SimpleNamespace(**{"max_concurrency": None, **load}),
     )
     requests = [RequestSpec(i, "a", (1,), None, 4, n=width) for i in range(30)]
     limit = engine.get("max_num_seqs") or settings.get("max_num_seqs") or 512

@@ -13,9 +13,16 @@ import pytest
 from kvbench.cli.main import cli
 from kvbench.report.decision import answers
 from kvbench.report.document import Document, document
-from kvbench.report.figures.answer_quality import drawing, price_frame
-from kvbench.report.markdown import markdown
-from kvbench.report.quality import CONTROL, answer_quality_table, answer_sentences, passkey_table, prices
+from kvbench.report.page import markdown
+from kvbench.report.quality import (
+    CONTROL,
+    answer_quality_table,
+    answer_sentences,
+    passkey_table,
+    price_drawing,
+    price_frame,
+    prices,
+)
 from kvbench.runs.model import Run
 from kvbench.runs.quality import QUALITY
 from kvbench.runs.read import read_run
@@ -131,17 +138,17 @@ def test_the_figure_has_every_measured_configuration_the_noise_and_the_limit() -
     frame = price_frame(measured).set_index("configuration")
     assert list(frame["kld"]) == [2e-12, 0.03] and list(frame["change"].round()) == [0, 51]
     assert list(frame["outside"]) == [False, True] and list(frame["label"]) == ["", "INT4 KV"]
-    made = drawing(measured)
+    made = price_drawing(measured)
     assert made is not None and "INT4 KV" in made.title
     noise, limit = (shape for shape in made.figure.layout.shapes if shape.yref == "y")
     assert noise.y1 == 1e-6 and limit.y0 == 0.002  # the control's 4e-12 is drawn at the end of the axis
     low, high = (10**end for end in made.figure.layout.yaxis.range)
     assert made.figure.layout.yaxis.type == "log" and low < 1e-6 and high > 0.03
-    assert drawing(run_without_quality(cell(), cell(page_size=8))) is None
+    assert price_drawing(run_without_quality(cell(), cell(page_size=8))) is None
 
 
 def test_an_exact_zero_has_a_place_on_the_logarithmic_axis() -> None:
-    made = drawing(with_quality(run_without_quality(cell()), {cell().config_id: figures(0.0)}))
+    made = price_drawing(with_quality(run_without_quality(cell()), {cell().config_id: figures(0.0)}))
     assert made is not None and made.figure.data[0].y[0] > 0 and "KLD 0 (" in made.figure.data[0].hovertext[0]
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from kvbench.report.figures.axes import ecdf, log_axis, thin
+from kvbench.report.style import ecdf, log_axis, thin
 
 
 def test_every_point_of_a_thinned_ecdf_is_one_of_the_full_curve() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvbench.common.text import csv_cell
 from kvbench.report.document import document
-from kvbench.report.outputs import write_report
+from kvbench.report.page import write_report
 from kvbench.runs.read import read_run
 from tests.support.synthetic_run import PAIR, make_run
 from tests.support.toy_engine import Scenario

@@ -12,9 +12,9 @@ from kvbench.common.console import print_table
 from kvbench.common.files import write_json
 from kvbench.report.decision import headline
 from kvbench.report.document import document
-from kvbench.report.engine_time import engine_time_console, engine_time_note, engine_time_table
-from kvbench.report.markdown import markdown
-from kvbench.report.outputs import write_report
+from kvbench.report.engine_time import engine_time_note, engine_time_table
+from kvbench.report.page import markdown, write_report
+from kvbench.report.terminal import engine_time_console
 from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
 from kvbench.runs.read import read_run
 

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 
 from kvbench.report import hits
-from kvbench.report.figures import hits as figures
 from kvbench.report.hits import hit_ledgers, hit_sentences, hit_table
 from kvbench.report.style import looks
 from kvbench.requests.request import RequestSpec, write_requests
@@ -110,7 +109,7 @@ def test_what_is_not_simulated_still_says_what_was_counted_and_why(tmp_path, spo
     (ledger,) = hit_ledgers(run)
     assert (ledger.shared, ledger.lru, ledger.counted, ledger.told, ledger.prompt_tokens) == (None, None, 8, 8, 18)
     assert reason in ledger.reason and reason in hit_sentences(run)[0]
-    assert figures.drawing(run) is None and len(hit_table(run).rows) == 1
+    assert hits.hit_drawing(run) is None and len(hit_table(run).rows) == 1
 
 
 def test_prompts_that_are_text_or_too_many_are_not_simulated(tmp_path, monkeypatch):
@@ -151,7 +150,7 @@ def test_each_repeat_is_simulated_by_its_own_times(tmp_path):
 def test_cells_without_prefix_caching_are_not_shown(tmp_path):
     run = run_of(cell(), cell("contiguous"), workload={"load": {}})
     assert hit_ledgers(run) == [] and hit_sentences(run) == [] and hit_table(run).rows == ()
-    assert figures.drawing(run) is None and figures.frame(run).empty
+    assert hits.hit_drawing(run) is None and hits.hit_frame(run).empty
 
 
 def test_a_repeat_that_is_measured_again_is_simulated_again(tmp_path):
@@ -167,7 +166,8 @@ def test_a_repeat_that_is_measured_again_is_simulated_again(tmp_path):
 def test_where_only_the_answers_tell_their_hits_these_are_the_hits(tmp_path):
     run = stored_run(tmp_path, [A, A, B], counted=None, told=8)
     (ledger,) = hit_ledgers(run)
-    assert (ledger.counted, ledger.told, ledger.hit, ledger.simulated) == (None, 8, 8, 8)
+    assert (ledger.counted, ledger.told, ledger.hit) == (None, 8, 8)
+    assert {gap.name: gap.tokens for gap in ledger.gaps}["unexplained"] == 0
     (sentence,) = hit_sentences(run)
     assert "30 % of prompt tokens hit" in sentence and "nothing is lost" not in sentence
 
@@ -181,7 +181,7 @@ def test_sentences_are_short_and_name_the_largest_gap(tmp_path):
 
 def test_bars_lead_from_shared_to_counted_without_a_break(tmp_path):
     run = stored_run(tmp_path, [A, C, B, A], counted=3, told=3, pages=5)
-    bars = figures.frame(run).set_index("step")
+    bars = hits.hit_frame(run).set_index("step")
     at = bars.loc["shared at all", "high"]
     for step in ("cold start", "page rounding", "capacity", "eviction order", "unexplained"):
         ends = {bars.loc[step, "low"], bars.loc[step, "high"]}
@@ -194,7 +194,7 @@ def test_bars_lead_from_shared_to_counted_without_a_break(tmp_path):
 def test_names_from_outside_are_escaped_in_the_figure(tmp_path):
     run = stored_run(tmp_path, [A, A], counted=8)
     run = dataclasses.replace(run, cells=(dataclasses.replace(run.cells[0], name="<script>alert(1)</script>"),))
-    drawn = figures.drawing(run)
+    drawn = hits.hit_drawing(run)
     text = json.dumps(drawn.figure.to_plotly_json(), default=str)
     assert "<script>" not in text and "&lt;script&gt;" in text
     assert len(drawn.title.split()) <= 15 and set(looks(run)) == {"<script>alert(1)</script>"}

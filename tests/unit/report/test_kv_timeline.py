@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvbench.report.figures.kv_timeline import drawing, shown_cells, timeline, timeline_figure
+from kvbench.report.kv import shown_cells, timeline, timeline_figure
+from kvbench.report.kv import timeline_drawing as drawing
 from kvbench.runs.kv_ledger import SLOT_USES
 from tests.support.report_cells import cell, run, stored
 

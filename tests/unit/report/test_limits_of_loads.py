@@ -23,12 +23,13 @@ from kvbench.report.limits import (
     STORM,
     UNKNOWN,
     Facts,
+    breaks,
     facts_of,
+    growth_table,
     judge,
     limit_lines,
     limits,
 )
-from kvbench.report.load_growth import breaks, growth_table
 from kvbench.runs.read import read_run
 from tests.support.records import put, take
 from tests.support.report_cells import cell, run, stored

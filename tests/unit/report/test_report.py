@@ -21,10 +21,9 @@ from kvbench.common.console import print_table
 from kvbench.common.errors import UsageError
 from kvbench.report.decision import headline
 from kvbench.report.document import Document, document
-from kvbench.report.markdown import markdown
-from kvbench.report.outputs import DROP_FIRST, console_table, write_report
-from kvbench.report.page import PLOTLY_JS, page, template_file
+from kvbench.report.page import PLOTLY_JS, markdown, page, template_file, write_report
 from kvbench.report.style import looks
+from kvbench.report.terminal import DROP_FIRST, console_table
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.read import read_run
 from tests.support.records import put, take
@@ -95,7 +94,7 @@ def test_what_is_not_valid_is_said_on_the_second_line_with_its_reasons_folded() 
     report = document(broken)
     assert report.status == "invalid" and "1 of 2 cells valid" in report.counted
     assert any("it lagged" in text for text in report.details)
-    head = page(broken, report).split("<h2>")[0]
+    head = page(report).split("<h2>")[0]
     assert '<details class="banner invalid">' in head and "it lagged" in head.split("</summary>")[1]
 
 
@@ -107,7 +106,7 @@ def test_everything_from_outside_is_escaped(make: Callable[..., Run]) -> None:
     path.write_text(json.dumps(summary | {"label": EVIL, "notes": {"text": EVIL}}))
     run = read_run(run.folder)
     report = document(run)
-    text = page(run, report)
+    text = page(report)
     assert "<script>alert" not in text and "<img" not in without_scripts(text) and EVIL in visible(text)
     outside_code = re.sub(r"```.*?```", "", markdown(report), flags=re.S)
     assert "<script" not in outside_code and "<img" not in outside_code
@@ -132,7 +131,7 @@ def test_markdown_has_every_cell_and_every_missing_one(
 def test_limits_of_goodput_and_what_was_not_run_are_in_page_and_markdown() -> None:
     slo = {"load": {"slo": {"ttft_ms": 200.0, "tpot_ms": 50.0}}}
     shown = run_of_cells(cell(), workload=slo, notes=["skipped a: b"])
-    for text in (page(shown, document(shown)), markdown(document(shown))):
+    for text in (page(document(shown)), markdown(document(shown))):
         assert "requests/s that met ttft &lt;= 200 ms and tpot &lt;= 50 ms" in text
         assert "Not run" in text and text.split("Manifest</summary>")[0].count("skipped a: b") == 1
 
@@ -245,8 +244,8 @@ def test_no_ratio_of_an_invalid_pair_is_anywhere_in_the_report() -> None:
     out = io.StringIO()
     rich.console.Console(file=out, width=100).print(console_table(broken))
     figures = " ".join(drawing.figure.to_json() + drawing.title for drawing in document(broken).drawings)
-    for text in (visible(page(broken, document(broken))), markdown(document(broken)), out.getvalue(), figures):
-        assert "2.07" not in text and "--resume" in visible(page(broken, document(broken)))
+    for text in (visible(page(document(broken))), markdown(document(broken)), out.getvalue(), figures):
+        assert "2.07" not in text and "--resume" in visible(page(document(broken)))
 
 
 def test_the_console_table_and_the_page_say_what_a_server_refused() -> None:
@@ -264,7 +263,7 @@ def test_the_console_table_and_the_page_say_what_a_server_refused() -> None:
 def test_a_servers_sentence_is_escaped_in_page_and_markdown() -> None:
     shown = run_of_cells(refused(20, "<img src=x> | full"), cell("contiguous"))
     report = document(shown)
-    page_, text = page(shown, report), markdown(report)
+    page_, text = page(report), markdown(report)
     assert "28 of 48" in page_ and "<img src=x>" not in page_ and "&lt;img src=x&gt; | full" in page_
     assert "28 of 48" in text and "<img src=x>" not in text and "full" in text
 
@@ -275,7 +274,7 @@ def test_wrong_answers_are_said_first_in_console_page_and_markdown() -> None:
     assert "! WRONG ANSWERS: paged (page 16) at 24 at once" in out.getvalue() and "invalid meas" not in out.getvalue()
     report = document(shown)
     assert report.status == "wrong" and "passkey-7" in report.details[0]
-    assert "WRONG ANSWERS" in markdown(report) and "WRONG ANSWERS" in page(shown, report)
+    assert "WRONG ANSWERS" in markdown(report) and "WRONG ANSWERS" in page(report)
 
 
 @pytest.mark.parametrize("fault", ["samples gone", "samples cut", "cell gone", "manifest gone"])

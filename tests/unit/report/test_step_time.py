@@ -19,14 +19,14 @@ def test_shares_and_ms_a_step_over_all_repeats() -> None:
     found = step_time(run(cell(server=counted()))).set_index("phase")
     assert found.loc["execute", ["share", "ms"]].tolist() == pytest.approx([75, 15])
     assert found.loc["prepare", ["share", "ms"]].tolist() == pytest.approx([15, 3])
-    assert found["share"].sum() == pytest.approx(100) and found["hash_share"].isna().all()
+    assert found["share"].sum() == pytest.approx(100)
 
 
 def test_moving_kv_is_taken_out_of_prepare_and_hashing_is_beside() -> None:
     shown = run(cell(server=counted(swap_seconds_total=2.0, hash_seconds_total=0.2)))
     found = step_time(shown).set_index("phase")
     assert found["share"].loc[["prepare", "move"]].tolist() == pytest.approx([5, 10])
-    assert found["share"].sum() == pytest.approx(100) and found["hash_share"].tolist() == pytest.approx([1] * 6)
+    assert found["share"].sum() == pytest.approx(100)
     table = step_time_table(shown)
     row = dict(zip((column.key for column in table.columns), table.rows[0].values, strict=True))
     assert [row[key].text for key in ("steps", "step_ms", "move", "hash_share")] == ["3,000", "20.0", "10 %", "1.0 %"]

@@ -11,10 +11,19 @@ import pytest
 from kvbench.report.client_quality import quality_sentences, quality_table
 from kvbench.report.compared_cells import Side, ratios
 from kvbench.report.comparisons import compare, leaders
+from kvbench.report.document import Section, chapters
 from kvbench.report.figures.distributions import EVERY, distributions
 from kvbench.report.figures.frontier import frontier_frame, frontier_table
-from kvbench.report.sections import Section, chapters, class_table, effect_table, plateau_table, turn_table
-from kvbench.report.tables import Table, Value, flat_rows, main_table
+from kvbench.report.tables import (
+    Table,
+    Value,
+    class_table,
+    effect_table,
+    flat_rows,
+    main_table,
+    plateau_table,
+    turn_table,
+)
 from kvbench.runs.metric_names import measured
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.ratios import SAME

@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 
 from kvbench.report.comparisons import compare
+from kvbench.report.kv import ledger_sentence, reservation
 from kvbench.report.tables import flat_rows, main_table
-from kvbench.report.wording import ledger_sentence, reservation
 from kvbench.runs.kv_ledger import SLOT_USES
 from kvbench.runs.model import MeasuredCell
 from tests.support.records import put, take

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvbench.measure.server_state import cache_use, hit_bounds
 from kvbench.requests.prefix_hits import HitBounds, outside, predict_hits, shared_beginnings, unverified
 from kvbench.requests.request import RequestSpec, distinct_prefixes
+from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.load_section import LoadConfig
 
@@ -204,11 +205,11 @@ def test_an_engine_that_does_not_tell_its_page_size_is_bounded_by_tokens_unless_
         return MetricsSample(0.0, {"kv_pages_total": 100.0}, {"num_preemptions_total": preemptions})
 
     info = {"engine": {"page_size": 4, "enable_prefix_caching": True}}
-    assert hit_bounds(load, requests, info, sample(0), sample(3)) == HitBounds(0, 4)
-    assert hit_bounds(load, requests, None, sample(0), sample(0)) == HitBounds(0, 6)
-    assert hit_bounds(load, requests, None, sample(0), sample(3)) is None
+    assert hit_bounds(load, requests, ServerInfo.read(info), sample(0), sample(3)) == HitBounds(0, 4)
+    assert hit_bounds(load, requests, ServerInfo(), sample(0), sample(0)) == HitBounds(0, 6)
+    assert hit_bounds(load, requests, ServerInfo(), sample(0), sample(3)) is None
     off = {"engine": {"page_size": 4, "enable_prefix_caching": False}}
-    assert hit_bounds(load, requests, off, sample(0), sample(0)) == HitBounds(0, 0)
+    assert hit_bounds(load, requests, ServerInfo.read(off), sample(0), sample(0)) == HitBounds(0, 0)
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=8), st.integers(0, 3)), max_size=14))
@@ -245,14 +246,14 @@ def test_a_load_tells_its_hits_what_was_possible_and_what_is_not_verified():
         return MetricsSample(0.0, {}, {"prefix_cache_hits_total": count})
 
     around = {"before": hits(5), "after": hits(13), "complete": True}
-    primed = cache_use(config(cache_state="primed"), [request(list(range(9)), prefix=8)], None, **around)
+    primed = cache_use(config(cache_state="primed"), [request(list(range(9)), prefix=8)], ServerInfo(), **around)
     assert primed.reasons == [] and primed.bounds == HitBounds(0, 8)
     assert "due is not known" in primed.counts["unverified"]
-    cold = cache_use(config(), [request([1, 2, 3])], {"engine": {"page_size": 1}}, **around)
+    cold = cache_use(config(), [request([1, 2, 3])], ServerInfo.read({"engine": {"page_size": 1}}), **around)
     assert cold.counts == {"state": "cold", "hits": 8.0, "queries": None, "counted": 8.0, "told": None}
     assert cold.bounds == HitBounds(0, 0)
     assert "at most 0 are possible" in cold.reasons[0]
-    silent = cache_use(config(), [request([1, 2, 3])], None, None, None, complete=True)
+    silent = cache_use(config(), [request([1, 2, 3])], ServerInfo(), None, None, complete=True)
     assert silent.counts["unverified"] == "the server does not tell its hits" and silent.reasons == []
 
 
@@ -290,7 +291,7 @@ PREEMPTED = {"before": MetricsSample(0.0, {}, {}), "after": MetricsSample(0.0, {
 )
 def test_every_source_of_hits_counts(state, requests, around, told, hits, of, valid, more):
     metrics = {"total_cached_tokens": told, "total_input_tokens": 18}
-    found = cache_use(config(cache_state=state), requests, None, **around, complete=True, metrics=metrics)
+    found = cache_use(config(cache_state=state), requests, ServerInfo(), **around, complete=True, metrics=metrics)
     assert (found.counts["hits"], found.counts["queries"], not found.reasons) == (hits, of, valid)
     shown = {key: found.counts[key] for key in ("unverified", "disagree", "from_before") if key in found.counts}
     assert shown.keys() == more.keys() and shown.get("from_before") == more.get("from_before")

@@ -13,8 +13,7 @@ import pytest
 
 from kvbench.report.document import document
 from kvbench.report.kv import ledger_figure, ledger_note, ledger_table
-from kvbench.report.markdown import markdown
-from kvbench.report.outputs import write_report
+from kvbench.report.page import markdown, write_report
 from kvbench.runs.kv_ledger import SLOT_USES, USES, accounting, ledger, mean_slots, swapped_bytes
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run

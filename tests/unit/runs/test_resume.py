@@ -19,6 +19,7 @@ from kvbench.runs import resume
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.manifest import add_server, build_manifest
 from kvbench.runs.resume import accept_server, environment_differences, reopen, require_same_workload
+from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import differing_keys, load_workload, resolve
 
 NOW = {
@@ -209,18 +210,18 @@ def test_the_manifest_names_the_device_that_the_servers_found():
         workload={"name": "w", "model": {}}, workload_file=None, profile="gpu", seed=0, plan=[], extra={}
     )
     assert manifest["device"] is None  # not a guess from the profile
-    add_server(manifest, "a", told())
+    add_server(manifest, "a", ServerInfo.read(told()))
     assert manifest["device"] == environment()["cpu"]["model"]
     assert (manifest["dtype"], manifest["kernel_backend"], manifest["num_threads"]) == ("float32", "numba", None)
     on_gpu = told(device="cuda")
     on_gpu["resolved"] |= {"device_name": "NVIDIA H100", "kernel_backend": "triton", "num_threads": 2}
-    add_server(manifest, "b", on_gpu)
+    add_server(manifest, "b", ServerInfo.read(on_gpu))
     assert manifest["device"].endswith(", NVIDIA H100") and manifest["kernel_backend"] == "numba, triton"
-    add_server(manifest, "b", told())  # the first one of a configuration stays
+    add_server(manifest, "b", ServerInfo.read(told()))  # the first one of a configuration stays
     assert manifest["servers"]["b"] == on_gpu
     remote = {"cpu": {"model": "here"}, "shared_machine": False}
-    add_server(remote, "target", told())
+    add_server(remote, "target", ServerInfo.read(told()))
     assert remote["device"] == "cpu"
     silent = {"cpu": {"model": "here"}, "shared_machine": True}
-    add_server(silent, "target", {})
+    add_server(silent, "target", ServerInfo())
     assert silent["device"] is None

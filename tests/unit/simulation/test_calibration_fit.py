@@ -12,11 +12,18 @@ import pytest
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
-from kvbench.simulation.calibration import errors, fit, read_calibration, write_calibration
+from kvbench.simulation.calibration import (
+    errors,
+    fit,
+    fit_steps,
+    logged_work,
+    read_calibration,
+    read_step_log,
+    write_calibration,
+)
 from kvbench.simulation.cost_model import Calibration
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.measured_run import predict, predicted_at, read_measured_run, series_errors
-from kvbench.simulation.step_log import _work, fit_steps, read_step_log
 
 MACHINE = Machine(plan_model("Qwen3-32B"), find_gpu("H100"), 2, calibration=Calibration())
 SETTINGS = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "max_model_len": 4096}
@@ -102,12 +109,13 @@ def test_a_step_log_gives_the_host_time_and_launches_back(tmp_path):
         prompt, decodes = (int(rng.integers(100, 1000)) if step % 4 == 0 else 0), int(rng.integers(1, 17))
         row = {"prefill_tokens": prompt, "decode_tokens": decodes, "running": 16, "waiting": 0,
                "kv_slots_used": prompt + decodes * int(rng.integers(200, 3000))}  # fmt: skip
-        taken = timer(_work(pd.Series(row))).total
+        taken = timer(logged_work(row["prefill_tokens"], row["decode_tokens"], row["kv_slots_used"])).total
         now += taken * (1 + rng.normal(0, 0.01)) + (0.5 if step in (30, 31) else 0)  # two interruptions
         rows.append({"time_s": now, **row})
     path = tmp_path / "steps.csv"
     pd.DataFrame(rows).to_csv(path, index=False)
-    found, held_out = fit_steps(read_step_log(path), MACHINE, SETTINGS, ["host_s", "prompt_layer_s"])
+    found = fit_steps(read_step_log(path), MACHINE, SETTINGS, ["host_s", "prompt_layer_s"])
+    held_out = found.provenance.held_out_last_third
     assert found.host_s == pytest.approx(known.host_s, rel=0.1)
     assert found.prompt_layer_s == pytest.approx(known.prompt_layer_s, rel=0.1)
     assert abs(held_out["total"]) < 0.02 and held_out["median_step"] < 0.02 and held_out["steps"] == 40

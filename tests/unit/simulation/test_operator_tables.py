@@ -12,7 +12,7 @@ from engine.execution.simulated_executor import StepWork
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
-from kvbench.simulation.experts import active_experts
+from kvbench.simulation.cost_model import active_experts
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.tables import find_tables, grid_of, read_tables
 
@@ -177,7 +177,7 @@ def test_tables_are_found_by_device_model_and_split(tmp_path, folder):
 
 
 def test_experts_that_tokens_reach():
-    """Against the share of even routing that was counted at Qwen3-30B-A3B's router, see ``experts``."""
+    """Against the share of even routing that was counted at Qwen3-30B-A3B's router, see ``cost_model.EVENNESS``."""
 
     def even(tokens):
         return 128 * (1 - (1 - 8 / 128) ** tokens)

@@ -78,6 +78,12 @@ def test_every_cell_is_predicted_from_the_others_as_it_was(run: Path) -> None:
 
 def test_the_costs_are_found_and_simulate_the_same_machine_again(run: Path, tmp_path: Path, capsys: Any) -> None:
     assert kvbench("calibrate-model", run, "--check", run, "--output", tmp_path / "found.json") == 0
+    capsys.readouterr()
+    assert kvbench("calibrate-model", run, "--check", run, "--json") == 0
+    (cells,) = json.loads(capsys.readouterr().out)["checked"].values()
+    assert len(cells) == 4 and all(
+        set(figure) == {"predicted", "measured"} for figure in cells["paged-p16-c2"].values()
+    )
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["context"] == pytest.approx(KNOWN["context"], rel=0.03)
     assert {name: found["units"][name] for name in COSTS} == pytest.approx(COSTS, rel=0.03)

@@ -16,12 +16,14 @@ from engine.kv.budget import KVShape, LayerKV, capacity_of
 from engine.server.metrics import ServerMetrics, readings
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
-from kvbench.measure.load import LoadSetup
+from kvbench.measure.instrument import Job
+from kvbench.measure.server import Server
 from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.runs.folder import RunFolder
+from kvbench.simulation.instrument import SimulatedInstrument
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.replica import Replica
-from kvbench.simulation.sweep_driver import SimulatedDriver
 from kvbench.simulation.target import SimulatedTarget
 from kvbench.targets.base import ModelFacts
 from kvbench.targets.prometheus import parse_metrics
@@ -61,11 +63,9 @@ def measure(requests: list[RequestSpec], out: Path, target: Known | None = None,
     users = config.concurrency[0] if closed and config.concurrency else None
     point = load_point(how["mode"], concurrency=users, rate=None if closed else 1.0, num_requests=len(requests))
     target = target or Known()
-    setup = LoadSetup(config, 0, target, SETTINGS, target.server_info(), None, lambda: None)
-    return SimulatedDriver().measure(
-        setup, point, RequestList(requests), out, out, first=True,
-        on_progress=lambda *told: None, on_reading=lambda sample: None,
-    )  # fmt: skip
+    instrument = SimulatedInstrument(Job(None, RunFolder(out), lambda: target))
+    instrument.server = Server(config, 0, target, SETTINGS, target.server_info(), None, lambda: None)
+    return instrument.send(point, RequestList(requests), out, out)
 
 
 def test_latencies_are_those_of_the_steps(tmp_path: Path) -> None:

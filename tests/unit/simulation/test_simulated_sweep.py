@@ -15,7 +15,7 @@ import yaml
 
 from kvbench.cli.main import main
 from kvbench.history.runs import read_runs
-from kvbench.report.load_growth import breaks
+from kvbench.report.limits import breaks
 from kvbench.runs.read import read_run
 
 CHAT = {"name": "chat", "share": 1.0, "prompt_tokens": [16, 48], "output_tokens": [4, 12]}

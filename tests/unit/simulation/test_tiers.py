@@ -179,10 +179,12 @@ def test_a_tier_saves_the_difference_that_it_makes():
     page_bytes = PAGE * 131_072
     tiers = (Tier("hbm", 4 * page_bytes, np.inf, 0.0), Tier("dram", 4 * page_bytes, 1e12, 0.0))
     times = FirstTokens(MACHINE, PAGE, tiers)
-    nothing, hbm, dram = simulate_tiers(trace, times).values
-    assert (hbm.hits, dram.hits, dram.loaded) == (0, 4, 4) and hbm.mean_s == nothing.mean_s
+    result = simulate_tiers(trace, times)
+    hbm, dram = result.tiers
+    assert (hbm.page_hits, dram.page_hits, dram.pages_not_computed) == (0, 4, 4)
+    assert hbm.mean_ttft_s == result.mean_ttft_s
     whole, hit = times.of(4 * PAGE, ())[0], times.of(4 * PAGE, [1] * 4)[0]
-    assert hbm.mean_s - dram.mean_s == pytest.approx((whole - hit) / 3)
+    assert dram.saved_mean_ttft_s == hbm.mean_ttft_s - dram.mean_ttft_s == pytest.approx((whole - hit) / 3)
 
 
 def test_speeds_and_latencies_are_the_users_else_the_devices():

@@ -12,9 +12,8 @@ from engine.planning import plan_engine
 from kvbench.common.errors import UsageError
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation import unit_costs
-from kvbench.simulation.predict import predicted_metrics
-from kvbench.simulation.replay import ReplayedLoad, replay, step_ends, works_of
-from kvbench.simulation.unit_costs import UNITS, MeasuredSteps, UnitCosts, fit_unit_costs
+from kvbench.simulation.predict import ReplayedLoad, predicted_metrics, replay, step_ends, works_of
+from kvbench.simulation.unit_costs import UNITS, MeasuredSteps, UnitCostModel, UnitCosts, fit_unit_costs
 
 COSTS = {"step": 5e-3, "token": 2e-4, "token beyond 64": 1e-4, "prefill pair": 2e-7, "drawn token": 3e-5}
 KNOWN = UnitCosts({name: COSTS.get(name, 0.0) for name in UNITS}, {"auto": 1.5e-6, "int8_per_token_head": 6e-7})
@@ -35,7 +34,7 @@ def load_of(seed: int, users: int, **settings: object) -> ReplayedLoad:
 
 def measured(load: ReplayedLoad, noise: float = 0.0, seed: int = 0) -> MeasuredSteps:
     """The load as an engine with the known costs computes it; ``noise``: standard deviation of a step's time."""
-    real = replay(load, KNOWN.timer(load.config.kv_cache_dtype))
+    real = replay(load, UnitCostModel(KNOWN, load.config.kv_cache_dtype))
     works, ends, ended = works_of(load)
     at = step_ends(ends, ended, [each.times for each in real])
     steps = unit_costs.measured(load.config.kv_cache_dtype, works, at, 0.0)
@@ -79,7 +78,7 @@ def test_interrupted_steps_do_not_become_costs_of_the_others(loads: list[Replaye
     found = fit_unit_costs(disturbed)
     again = 0.0
     for load in loads:
-        timer = found.timer(load.config.kv_cache_dtype)
+        timer = UnitCostModel(found, load.config.kv_cache_dtype)
         again += sum(timer(work).total for work in works_of(load)[0])
     assert again == pytest.approx(sum(each.seconds.sum() for each in disturbed), rel=1e-6)  # the time is all there,
     shares = [found.units[name] / COSTS[name] for name in ("token", "prefill pair")]
@@ -88,9 +87,11 @@ def test_interrupted_steps_do_not_become_costs_of_the_others(loads: list[Replaye
 
 def test_a_kv_dtype_that_no_load_had_is_charged_as_auto_and_said(loads: list[ReplayedLoad]) -> None:
     found = fit_unit_costs(measured(load) for load in loads[:3])
-    assert not found.timer("auto").notes() and found.timer("int8_per_token_head").notes()
+    assert not UnitCostModel(found, "auto").notes() and UnitCostModel(found, "int8_per_token_head").notes()
     works, _, _ = works_of(loads[3])
-    assert [found.timer("int8_per_token_head")(w).total for w in works] == [found.timer("auto")(w).total for w in works]
+    assert [UnitCostModel(found, "int8_per_token_head")(w).total for w in works] == [
+        UnitCostModel(found, "auto")(w).total for w in works
+    ]
 
 
 def test_loads_without_any_step_are_bad_input() -> None:

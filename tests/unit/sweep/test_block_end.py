@@ -8,7 +8,10 @@ from unittest.mock import Mock
 import pytest
 
 from kvbench.common.errors import Interrupted, MeasurementError
+from kvbench.measure.http import HttpInstrument, TargetInstrument
+from kvbench.measure.instrument import Job
 from kvbench.runs.folder import create_run
+from kvbench.runs.server_info import ServerInfo
 from kvbench.sweep.block import BlockRunner, Unanswered, why_unanswered
 from kvbench.sweep.order import Measured
 from kvbench.sweep.run import UnansweredError, _ends_without_answers
@@ -40,7 +43,8 @@ def test_a_start_asks_whether_to_go_on(tmp_path):
         if len(asked) == 3:
             raise Interrupted("SIGTERM")
 
-    runner = BlockRunner(workload, create_run(tmp_path, "tiny", "none"), lambda: target, Mock(), Mock(), check)
+    job = Job(workload, create_run(tmp_path, "tiny", "none"), lambda: target, check=check)
+    runner = BlockRunner(HttpInstrument(job))
     with pytest.raises(Interrupted):
         runner.run_block(blocks[0])
     target.stop.assert_called_once()
@@ -64,7 +68,7 @@ class Up(Target):
         pass
 
     def server_info(self):
-        return {}
+        return ServerInfo()
 
     def check_alive(self):
         if self.gone:
@@ -79,20 +83,18 @@ def sent(tmp_path):
         workload = load_workload(Bench(tmp_path).write(sweep={}, load={"concurrency": [1, 2, 3]}), profile="cpu")
         told, results = [], iter(ends)
 
-        def measure(setup, *args, **options):
-            if isinstance(end := next(results), dict):
-                return {"metrics": end, "invalid_reasons": []}
-            error = MeasurementError("the server stopped answering")
-            error.after, error.answered = end, int(end.split()[1]) if end.startswith("after") else None
-            setup.target.gone = setup.target.gone or end == "dies"
-            raise error
+        class Ending(TargetInstrument):
+            def send(self, *arguments):
+                if isinstance(end := next(results), dict):
+                    return {"metrics": end, "invalid_reasons": []}
+                error = MeasurementError("the server stopped answering")
+                error.after, error.answered = end, int(end.split()[1]) if end.startswith("after") else None
+                self.target.gone = self.target.gone or end == "dies"
+                raise error
 
-        driver = Mock(measure=measure, warm_up=lambda setup, point: {})
         folder = create_run(tmp_path / "results", "tiny", "none")
         hook = on_sent or (lambda cell, unanswered: told.append(unanswered and unanswered.reason))
-        runner = BlockRunner(
-            workload, folder, lambda: target or Up(), Mock(), Mock(), Mock(), driver=driver, on_sent=hook
-        )
+        runner = BlockRunner(Ending(Job(workload, folder, lambda: target or Up())), on_sent=hook)
         runner.run_block(plan_sweep(workload, ())[1][0])
         return told
 

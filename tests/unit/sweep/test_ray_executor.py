@@ -15,6 +15,8 @@ from kvbench.common.files import pack, read_json, write_json
 from kvbench.common.git import code_sha256
 from kvbench.common.machine import environment
 from kvbench.common.ray_cluster import MAX_LOST
+from kvbench.measure.http import HttpInstrument
+from kvbench.measure.instrument import Job
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.sweep import ray_executor
 from kvbench.sweep.block import BlockRunner
@@ -60,7 +62,8 @@ def sweep(tmp_path: Path, monkeypatch: Any, cluster: FakeCluster, **how: Any) ->
     monkeypatch.setattr(ray_executor, "run_block_task", block_of(tmp_path, tried, how.pop("refused", None)))
     run, manifest, failures = RunFolder(tmp_path / "run"), {}, []
     run.path.mkdir()
-    runner = BlockRunner(Silent(), run, None, Silent(), None, lambda: None, failures, **how.pop("runner", {}))  # type: ignore[arg-type]
+    job = Job(None, run, None)  # type: ignore[arg-type]
+    runner = BlockRunner(HttpInstrument(job), failures, **how.pop("runner", {}))
     facts = {each.node_id: FACTS for each in cluster.members}
     machines = RayMachines(cluster, CellNeeds(0), Silent(), OPTIONS, {}, cluster.members, facts, how.pop("wait_s", 9.0))
     executor, measured = machines.executor(runner, manifest), Measured({})

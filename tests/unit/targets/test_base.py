@@ -23,6 +23,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.load.spec import LoadSpec
 from kvbench.measure import server_state
 from kvbench.requests.request import RequestSpec
+from kvbench.runs.server_info import ServerInfo
 from kvbench.targets import base
 from kvbench.targets.base import Access, ModelFacts, Target, contradiction
 from kvbench.targets.builtin import BuiltinTarget, check_configuration
@@ -75,7 +76,7 @@ def test_a_call_ends_within_its_time_and_bytes_and_the_next_is_served(fire, path
             call(60.0 if "flood" in do else 0.15)
     for refused in ("status", "not_http", "reset"):
         if (path, refused) == ("/server_info", "status"):
-            assert call(60.0) is None  # a server that has none of it
+            assert call(60.0) == ServerInfo()  # a server that has none of it
             continue
         with pytest.raises(MeasurementError):
             call(60.0)
@@ -321,8 +322,8 @@ def test_each_servers_version_is_read_where_it_has_it(preset, answers, version):
     with started(answers, preset) as (target, _):
         assert target.version() == version
         info = target.server_info()
-        assert info["versions"] == ({preset: version} if version else {})
-        assert info["server"]["title"] == PRESETS[preset].title
+        assert info.versions == ({preset: version} if version else {})
+        assert info.server.title == PRESETS[preset].title
 
 
 def test_the_load_client_gets_dialect_key_and_tls_and_nothing_else(monkeypatch):
@@ -374,13 +375,13 @@ KNOWN = {"kv_budget_bytes": 97 << 20, "bytes_per_token": EACH, "capacity_tokens"
 
 
 def info(page_size=32, tokens=6192):
-    return {"engine": {"page_size": page_size}, "capacity": {"capacity_tokens": tokens}}
+    return ServerInfo.read({"engine": {"page_size": page_size}, "capacity": {"capacity_tokens": tokens}})
 
 
 def test_a_server_as_it_was_asked_for():
     assert contradiction(SETTINGS, KNOWN, info()) is None
     assert contradiction(SETTINGS, KNOWN, info(tokens=6192 - 100)) is None  # 1.6 %
-    assert contradiction(SETTINGS, KNOWN, None) is None and contradiction(SETTINGS, KNOWN, {}) is None
+    assert contradiction(SETTINGS, KNOWN, ServerInfo()) is None
     assert contradiction({"target": "http://x"}, {}, info(128, 5)) is None  # nothing was asked
     assert contradiction({**SETTINGS, "page_size": None}, KNOWN, info(128)) is None
     assert contradiction({"layout": "contiguous"}, KNOWN, info(2048)) is None  # there it is a reservation's size
@@ -398,7 +399,7 @@ def test_a_capacity_may_be_off_by_two_percent_and_a_page():
         (info(128), r"128 .*32.* -o engine.page_size=128"),
         (info(tokens=12384), r"12,384 .*101,711,872 bytes would hold 6,192"),
         (info(tokens=4000), r"4,000"),
-        ({"capacity": {"page_size": 64}}, r"64"),
+        (ServerInfo.read({"capacity": {"page_size": 64}}), r"64"),
     ],
 )
 def test_other_pages_another_budget_another_dtype(answer, words):
@@ -406,7 +407,7 @@ def test_other_pages_another_budget_another_dtype(answer, words):
 
 
 def test_a_server_that_lowered_its_length_is_another_configuration():
-    lowered = {"engine": {"max_model_len": 3056}}
+    lowered = ServerInfo.read({"engine": {"max_model_len": 3056}})
     assert "3056" in (contradiction(SETTINGS, {**KNOWN, "max_model_len": 4096}, lowered) or "")
     assert contradiction(SETTINGS, {**KNOWN, "max_model_len": 3056}, lowered) is None
     assert contradiction(SETTINGS, {}, lowered) is None  # nobody knows what it should be
@@ -434,7 +435,8 @@ def test_the_built_in_engine_is_what_its_arithmetic_says(layout, page_size):
         "kv_budget": "65MiB", "max_model_len": 1024,
     } | ({"page_size": page_size} if layout == "paged" else {})  # fmt: skip
     known = check_configuration(settings)
-    info = {"engine": settings, "capacity": {key: known[key] for key in ("page_size", "capacity_tokens")}}
+    capacity = {key: known[key] for key in ("page_size", "capacity_tokens")}
+    info = ServerInfo.read({"engine": settings, "capacity": capacity})
     assert contradiction(settings, known, info) is None
 
 

@@ -139,5 +139,5 @@ def test_what_was_bound_is_recorded_and_said_where_it_is_not_what_was_asked(monk
         target._settings, target._process = {"device": "cpu", **asked}, SimpleNamespace(pid=1)
         target.model = ModelFacts("m", 8, 8)
         info = target.server_info()
-    assert info["resolved"]["num_threads"] == threads and info["resolved"]["bound_cores"] == (found or None)
-    assert info["server"]["notes"] == said
+    assert info.resolved.num_threads == threads and list(info.resolved.bound_cores or ()) == found
+    assert list(info.server.notes) == said

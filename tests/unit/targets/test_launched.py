@@ -87,7 +87,7 @@ def test_tokens_bytes_and_type_of_the_cache_are_read_and_held_against_the_budget
     with launched(tmp_path, log) as target:
         info = target.server_info()
     names = ("capacity_tokens", "kv_bytes", "kv_type")
-    assert info["capacity"] == (dict(zip(names, capacity, strict=True)) if capacity else {})
+    assert info.stored()["capacity"] == (dict(zip(names, capacity, strict=True)) if capacity else {})
     found = contradiction(SETTINGS, KNOWN, info)
     assert found is None if wrong is None else wrong in found
 
@@ -108,7 +108,7 @@ def test_a_chat_template_counts_by_usage_and_an_end_that_cannot_be_ignored_is_sa
     asked = {}
     with launched(tmp_path, usages={PATHS[endpoint]: usage}, endpoint=endpoint, asked=asked) as target:
         assert target.template_tokens == template_tokens
-        quirks = target.server_info()["server"]["quirks"]
+        quirks = target.server_info().server.quirks
     assert any("may end before its length" in quirk for quirk in quirks) is not keeps_on
     assert asked["drop_eos"] is not keeps_on
     assert any("reasoning" in quirk for quirk in quirks) is (endpoint != "completions")

@@ -124,8 +124,8 @@ def test_sizes_below_one_are_as_if_they_were_not_told(size):
         target = OpenAITarget(server.url)
         target.start({}, Path())
         checked = target.server_info()
-        assert target.model.vocab_size == 8192 and checked["more"] == size
-        assert [checked["engine"].get("max_num_seqs"), checked["engine"].get("page_size")] == [None, None]
+        assert target.model.vocab_size == 8192 and checked.more == size
+        assert [checked.engine.max_num_seqs, checked.engine.page_size] == [None, None]
         target.stop()
 
 

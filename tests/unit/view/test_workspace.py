@@ -117,7 +117,8 @@ def test_what_ships_is_neither_damaged_nor_unmeasured() -> None:
     assert rows and not [row.name for row in rows if row.state == "damaged"]
     assert any("`ci/gpu.sh`" in note for note in workspace.notes())
     for row in (row for row in rows if row.state == "empty"):
-        page = run_page.page(run := workspace.run(row), document(run))
+        run = workspace.run(row)
+        page = run_page.page(document(run))
         assert ">not measured<" not in page and f"{len(run.missing)} cells are not kept" in page
 
 

@@ -1,0 +1,91 @@
+"""The request of ``kvbench compare`` and ``kvbench calibrate``: their options, and the two sides as given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field
+
+from kvbench.common.packages import REPOSITORY
+from kvbench.common.records import Record
+
+OF_AN_EXECUTION = ("resume", "max_minutes", "output_dir", "force")  # options that may differ when it is resumed
+
+
+class CompareRequest(Record):
+    """The options by their names; ``noise`` is of ``compare``, ``pairs`` and ``store`` are of ``calibrate``."""
+
+    base: str | None = None
+    candidate: str | None = None
+    workloads: tuple[str, ...] = ()
+    profile: str | None = None
+    overrides: tuple[str, ...] = ()
+    seed: int | None = None
+    only: tuple[str, ...] = ()
+    policy: Path | None = None
+    repo: Path | None = None
+    build_cmd: str | None = None
+    rebuild: bool = False
+    target: str | None = None
+    exact: bool = False
+    target_python: str | None = None
+    target_args: str | None = None
+    serve_cmd: str | None = None
+    preset: str | None = None
+    model: str | None = None
+    vocab_size: int | None = None
+    max_model_len: int | None = None
+    tokenizer: Path | None = None
+    api_key_env: str | None = None
+    tls_ca_file: Path | None = None
+    no_tls_verify: bool = False
+    start_timeout: float | None = None
+    max_minutes: float | None = None
+    method: str = "auto"
+    no_calibration: bool = False
+    force: bool = False
+    order_seed: int | None = None
+    output_dir: Path = Path("results")
+    runner_class: str | None = None
+    resume: Path | None = Field(default=None, exclude=True)
+    noise: Path | None = None
+    pairs: int | None = None
+    store: Path | None = None
+
+    @property
+    def repository(self) -> Path:
+        """The repository that git refs are looked for in."""
+        return self.repo or REPOSITORY
+
+    def for_any_folder(self, base: str, candidate: str) -> CompareRequest:
+        """The request with these sides and absolute paths: it may be resumed from another folder."""
+        paths = {name: path.resolve() for name in _PATHS if (path := getattr(self, name))}
+        workloads = tuple(str(Path(each).resolve()) for each in self.workloads)
+        return self.model_copy(update=paths | {"workloads": workloads, "base": base, "candidate": candidate})
+
+    def resumed_by(self, request: CompareRequest) -> CompareRequest:
+        """This request, of a comparison that has begun, with what ``request`` says of its execution."""
+        changed = {name: getattr(request, name) for name in OF_AN_EXECUTION}
+        return self.model_copy(update=changed | {"force": self.force or request.force})
+
+    def words(self, subcommand: str, sides: Sequence[str]) -> list[str]:
+        """The command that asks for it, with ``sides`` as its arguments."""
+        words = ["kvbench", subcommand, *sides]
+        for name in _REPEATED:
+            value, flag = getattr(self, name), _FLAGS.get(name, f"--{name.replace('_', '-')}")
+            if value is True:
+                words.append(flag)
+            elif value is not None and value is not False:
+                for each in value if isinstance(value, tuple) else (value,):
+                    words += [flag, str(each)]
+        return words
+
+
+_PATHS = ("policy", "repo", "noise", "store", "tokenizer", "tls_ca_file")
+_FLAGS = {"overrides": "-o", "workloads": "--workload"}
+_REPEATED = (  # as the command that repeats a comparison has them
+    "workloads", "profile", "overrides", "seed", "only", "policy", "repo", "build_cmd", "target", "exact",
+    "target_python", "target_args", "serve_cmd", "preset", "model", "vocab_size", "max_model_len", "tokenizer",
+    "api_key_env", "tls_ca_file", "no_tls_verify", "start_timeout", "max_minutes", "method", "no_calibration", "force",
+)  # fmt: skip

@@ -1,0 +1,133 @@
+"""The report on a terminal of 80 columns: the table of all cells, and the effects in engine time."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from kvbench.common.console import make_table
+from kvbench.report.comparisons import NOT_TOLD, leaders
+from kvbench.report.engine_time import engine_time_table
+from kvbench.report.provenance import on_what
+from kvbench.report.tables import MEDIANS, WHOLE_RUN, Value, main_table, served_words
+from kvbench.runs.engine_time import EngineEffect
+from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.ratios import SAME, UNCLEAR
+
+_HEADS = {
+    "configuration": "configuration",
+    "output_tokens_per_s": "tok/s",
+    "ratio": "ratio",
+    "ttft_ms_p95": "p95 TTFT",
+    "tpot_ms_p50": "TPOT",
+    "running_mean": "run",
+    "preemptions": "preempt",
+    "failed": "fail",
+}
+DROP_FIRST = ("run", "preempt", "TPOT")  # on a narrow terminal
+_WHOLE, _MEDIANS, _BEST, _NOT_TOLD = "†", "‡", "•", "◦"
+_MARKS = {
+    _BEST: f"{_BEST} best of its load, or level with the best",
+    _NOT_TOLD: f"{_NOT_TOLD} {NOT_TOLD} from the best",
+    _WHOLE: f"{_WHOLE} of the whole run: a repeat has no steady window, or for latencies too few requests in it",
+    _MEDIANS: f"{_MEDIANS} paired by repeat; the medians shown have visibly another ratio",
+}
+_STYLES = {"better": "green", "worse": "red", "ahead": "green", "behind": "red"}
+_NAME_WIDTH = 17
+
+
+def console_table(run: Run) -> Table:
+    """The columns that fit 80 characters; markup in names is shown, not interpreted.
+
+    Print it with ``print_table(..., drop_first=DROP_FIRST)``.
+    """
+    table = main_table(run)
+    shown = [(i, column.key) for i, column in enumerate(table.columns) if column.key in _HEADS]
+    heads = [_HEADS[key] for _, key in shown]
+    what = f"simulated on {on_what(run)} · " if run.simulated else ""
+    made = make_table(heads, title=f"{run.workload} · {what}{run.folder.name} · latencies in ms", tight=True)
+    for column, head in zip(made.columns, heads, strict=True):
+        column.min_width = _NAME_WIDTH if column is made.columns[0] else len(head)
+    best = {load: leaders(run, load) for load in run.loads}
+    marked = {key for columns in best.values() for key, found in columns.items() if found}
+    load = None
+    for row, cell in zip(table.rows, run.by_load, strict=True):
+        if cell.load != load:
+            if load is not None:
+                made.add_section()
+            load = cell.load
+            made.add_row(Text(load.short, style="bold"))
+        entries = {key: _entry(key, row.values[i], cell) for i, key in shown}
+        for key in marked & entries.keys():
+            _mark(entries[key], best[load][key].get(cell.name))
+        made.add_row(*entries.values())
+    made.caption, made.caption_justify = _caption(made, run), "left"
+    return made
+
+
+def _mark(entry: Text, verdict: str | None) -> None:
+    """Marks an entry by its ``leaders``; others get a blank, so that the digits of a column stay below each other."""
+    entry.append({SAME: _BEST, UNCLEAR: _NOT_TOLD}.get(verdict or "", " "))
+    if verdict == SAME:
+        entry.stylize("bold")
+
+
+def _caption(table: Table, run: Run) -> Text | None:
+    """What the marks in ``table`` mean, a line each; None without marks."""
+    entries = "".join(str(entry) for column in table.columns for entry in column.cells)
+    lines = [Text(text) for mark, text in _MARKS.items() if mark in entries]
+    wrong = [cell for cell in run.by_load if cell.wrong_answers]
+    doubts = [f"! WRONG ANSWERS: {c.name} at {c.load.short}, {c.wrong_answers[0]}" for c in wrong]
+    refused = [cell for cell in run.by_load if cell.doubt == "refused"]
+    doubts += [f"! {cell.name} at {cell.load.short} {served_words(cell)}" for cell in refused]
+    doubts += ["! invalid measurement"] if any(cell.doubt == "invalid" for cell in run.cells) else []
+    lines += [Text(text, style="red") for text in doubts]
+    return Text("\n").join(lines) if lines else None
+
+
+def _entry(key: str, value: Value, cell: MeasuredCell) -> Text:
+    text, notes = value.text, value.note.split("\n")
+    if key == "configuration":
+        text = f"{' ' if cell.valid else '!'} {text}"  # before the name: behind a long one it would be cut off
+    if key == "ratio" and "–" in notes[0]:
+        text += f" ({notes[0]})"
+    if key in ("ratio", "output_tokens_per_s", "ttft_ms_p95", "tpot_ms_p50"):
+        text += _WHOLE * (WHOLE_RUN in notes) + _MEDIANS * any(note.startswith(MEDIANS) for note in notes)
+    if key == "failed":
+        text = text.split(" ")[0]
+    return Text(text, style=_STYLES.get(value.mark, ""))
+
+
+def engine_time_console(run: Run) -> Table | None:
+    """The change of output tokens/s and p95 TTFT for a terminal of 80 columns; None without it."""
+    table, known = engine_time_table(run), run.engine_time
+    if not table.rows or known is None:
+        return None
+    title = f"against the baseline, engine time{'' if known.finished else ' (unfinished)'} · change in %"
+    made = make_table(("configuration", "tok/s", "p95 TTFT"), title=title, tight=True)
+    made.columns[0].min_width = _NAME_WIDTH
+    group, calls = None, set()
+    for row in table.rows:
+        if row.group != group:
+            group = row.group
+            made.add_row(Text(row.cell.load.short if row.cell else "not served yet", style="bold"))
+        cell_id = row.cell.cell_id if row.cell else row.values[0].text
+        effects = [known.of(cell_id, metric) for metric in ("output_throughput", "p95_ttft_ms")]
+        calls |= {effect.call for effect in effects if effect}
+        made.add_row(Text(f"  {row.values[0].text}"), *map(_in_one_line, effects))
+    caption = "tok/s of the whole run; ahead: for the better" + "\nopen: not decided" * ("open" in calls)
+    made.caption, made.caption_justify = Text(caption), "left"
+    return made
+
+
+def _in_one_line(effect: EngineEffect | None) -> Text:
+    """+13.2 (+12.9 to +13.6) ahead; whole numbers from 100 on"""
+    if effect is None:
+        return Text("–")
+    interval = f" ({_change(effect.low)} to {_change(effect.high)})" if effect.interval else ""
+    return Text(f"{_change(effect.ratio)}{interval} {effect.call}", style=_STYLES.get(effect.call, ""))
+
+
+def _change(ratio: float) -> str:
+    percent = round(100 * (ratio - 1), 1) + 0.0  # no -0.0
+    return f"{percent:+.0f}" if abs(percent) >= 100 else f"{percent:+.1f}"

@@ -1,0 +1,224 @@
+"""Runs loads on a simulated engine, and leaves the files that a load over HTTP leaves.
+
+All times in them are of the engine's virtual clock, which ``clock: simulated`` in load.json and done.json says. The
+same load gives the same bytes of requests.parquet, server.parquet and counters.json on any machine. There is no client
+to be calibrated, no machine to be disturbed, and no time-out of a request: one that waits for an hour is answered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from engine.sequence import TokenOutput
+from kvbench.common.files import utc_now, write_atomically
+from kvbench.common.records import write_record
+from kvbench.load.completion import Completion
+from kvbench.load.launch import Progress
+from kvbench.load.outcome import most_in_flight
+from kvbench.load.samples import SCHEMA, Sample
+from kvbench.lockstep.load import result_row
+from kvbench.measure.http import TargetInstrument, failure_reasons, refusal, store_server
+from kvbench.measure.server import Server
+from kvbench.measure.server_state import cache_use, leak_reasons
+from kvbench.metrics.latency import SESSION_BROKEN, summarise
+from kvbench.metrics.model import ClientFigures, LoadOutcome
+from kvbench.requests.request import RequestList, RequestSpec, conversations, distinct_prefixes
+from kvbench.runs.model import COST_NOTES
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, prime
+from kvbench.simulation.replica import Replica
+from kvbench.simulation.target import CLOCK, SimulatedTarget
+from kvbench.targets.prometheus import MetricsPoller, MetricsSample
+from kvbench.workload.design import Block, LoadPoint
+from kvbench.workload.load_section import LoadConfig
+
+_MOST_READINGS = 400  # of a load
+_FIRST_INTERVAL_S = 1e-3  # about the shortest step
+_STEPS_A_CHECK = 2000
+_ENDED_A_REPORT = 64
+_GUESS_TOKENS_PER_S = 60_000.0  # of answers, of real time on one core
+
+
+class Readings:
+    """The engine's gauges and counters at even distances of virtual time: at most ``_MOST_READINGS`` of a load.
+
+    They begin ``_FIRST_INTERVAL_S`` apart; where there are too many, every other one is dropped and the distance
+    doubled. While the engine computes a step, a reading is of that step's end; while it is idle, of the step before.
+    """
+
+    def __init__(self, target: SimulatedTarget) -> None:
+        self.samples: list[MetricsSample] = []
+        self._target, self._interval, self._due = target, _FIRST_INTERVAL_S, 0.0
+        self._idle: MetricsSample | None = None
+
+    def after_step(self) -> None:
+        """Call after each step."""
+        now = self._target.replica.clock.now
+        if now >= self._due:
+            sample = self._idle or self._target.metrics()
+            while self._due <= now:
+                self._keep(sample)
+        self._idle = None if self._target.replica.busy else self._target.metrics()
+
+    def _keep(self, sample: MetricsSample) -> None:
+        self.samples.append(dataclasses.replace(sample, at=self._due))
+        if len(self.samples) > _MOST_READINGS:
+            del self.samples[1::2]
+            self._interval *= 2
+        self._due = self.samples[-1].at + self._interval
+
+
+class SimulatedInstrument(TargetInstrument):
+    """Runs loads on a ``SimulatedTarget``, whose clock it reads."""
+
+    clock = CLOCK
+    disturbed_by_machine = False
+
+    @classmethod
+    def guess_s(cls, point: LoadPoint, requests: Sequence[RequestSpec], profile: str) -> float:
+        return sum(r.width * r.max_tokens for r in requests) / _GUESS_TOKENS_PER_S + 0.1
+
+    def warm_up(self, block: Block, point: LoadPoint) -> None:
+        """There is nothing to warm up."""
+        self.facts["warm_up"] = {"requests": 0, "answered": 0, "failures": 0, "last": None}
+
+    def send(self, point: LoadPoint, requests: RequestList, requests_file: Path, out: Path) -> dict[str, Any]:
+        """Runs the load to its end and judges it; what done.json says of it. Raises what ``Job.check`` raises."""
+        started_at, began = utc_now(), time.monotonic()
+        server, target = self.server, self.server.target
+        assert isinstance(target, SimulatedTarget)
+        prepare(target, server.load, requests, first=self.loads == 0)
+        self.loads += 1
+        before = target.metrics()
+        ended, readings = drive(server, target, point, requests, self.job.listener.load_progress)
+        rows = [row_of(each) for each in with_unsent(ended, requests)]
+        with write_atomically(out / "requests.parquet") as scratch:
+            pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
+        outcome = _outcome(point, requests, ended, server)
+        write_record(out / "load.json", outcome)
+        metrics = summarise(pd.DataFrame(rows), outcome, server.load.slo.model_dump() if server.load.slo else None)
+        after = target.metrics()
+        poller = MetricsPoller(lambda: None, samples=readings)
+        store_server(out, outcome, metrics, poller, before, after)
+        complete = metrics["completed"] == len(requests)
+        cache = cache_use(server.load, requests, server.info, before, after, complete=complete)
+        refused = refusal(metrics)
+        faults = [*leak_reasons(after), *cache.reasons, *(() if refused else failure_reasons(metrics))]
+        return {
+            "valid": not (faults or refused),
+            "invalid_reasons": faults,
+            "refused": refused,
+            "wrong_answers": None,
+            "server_faults": [*faults, *([refused] if refused else [])],
+            "disturbances": [],
+            "calibration": None,
+            "clock": CLOCK,
+            "metrics": metrics,
+            "machine": {},
+            "prefix_cache": cache.counts,
+            "prefix_cache_bounds": dataclasses.asdict(cache.bounds) if cache.bounds else None,
+            "started_at": started_at,
+            "ended_at": utc_now(),
+            "wall_s": time.monotonic() - began,
+        }
+
+
+def prepare(target: SimulatedTarget, load: LoadConfig, requests: Sequence[RequestSpec], *, first: bool) -> None:
+    """Puts the prefix cache into the declared state, as a load over HTTP does, and sets the clock to 0.
+
+    Without a state to keep, the engine is made anew: the bytes of a load's files do not depend on loads before it.
+    """
+    if load.cache_state != "steady":
+        target.restart()
+    if load.cache_state == "primed" or (load.cache_state == "steady" and first):
+        prime(target.replica, distinct_prefixes(requests))
+    target.replica.rewind()
+
+
+def drive(
+    server: Server, target: SimulatedTarget, point: LoadPoint, requests: Sequence[RequestSpec], on_progress: Progress
+) -> tuple[list[Ended], list[MetricsSample]]:
+    """Sends all requests; how they ended, and what was read of the engine meanwhile."""
+    ended: list[Ended] = []
+    readings, began = Readings(target), time.monotonic()
+    failed = steps = 0
+
+    def on_end(one: Ended) -> None:
+        nonlocal failed
+        ended.append(one)
+        failed += one.error is not None
+        if len(ended) % _ENDED_A_REPORT == 0:
+            on_progress(len(ended), len(requests), failed, time.monotonic() - began)
+
+    def on_step(replica: Replica, outputs: Sequence[TokenOutput]) -> None:
+        nonlocal steps
+        steps += 1
+        readings.after_step()
+        if steps % _STEPS_A_CHECK == 0:
+            server.check()
+
+    closed = point.mode == "closed"
+    Drive(
+        [target.replica],
+        conversations(requests),
+        on_end,
+        users=point.concurrency if closed else None,
+        most_in_flight=None if closed else server.load.max_concurrency,
+        turnaround_s=TURNAROUND_S,
+        on_step=on_step,
+    ).run()
+    return ended, readings.samples
+
+
+def with_unsent(ended: Sequence[Ended], requests: Sequence[RequestSpec]) -> list[Ended]:
+    """Every request in the order of the load; turns after a refused one were not sent."""
+    known = {one.spec.index: one for one in ended}
+    last = {one.spec.session: one.sent for one in ended}
+    unsent = (r for r in requests if r.index not in known)
+    known |= {r.index: Ended(r, last[r.session], last[r.session], 0, reason=SESSION_BROKEN) for r in unsent}
+    return [known[r.index] for r in requests]
+
+
+def row_of(one: Ended) -> dict[str, Any]:
+    """A row of requests.parquet."""
+    if one.reason == SESSION_BROKEN or one.error is not None:
+        refused = one.error is not None
+        done = Completion(http_status=one.status if refused else None)
+        done.fail("http_error" if refused else SESSION_BROKEN, one.error or "an earlier turn was refused")
+        return Sample(one.spec, 0, one.due, one.sent, one.sent, done).to_row(0.0)
+    tokens = one.tokens or [1] * len(one.times)
+    sequences = one.sequences or None
+    row = result_row(one.spec, one.due, one.sent, one.times, tokens, one.cached, one.reason, (), sequences)
+    return {**row, "queued_s": one.sent - one.due}
+
+
+def _outcome(
+    point: LoadPoint, requests: Sequence[RequestSpec], ended: Sequence[Ended], server: Server
+) -> LoadOutcome:
+    """load.json."""
+    assert isinstance(server.target, SimulatedTarget)
+    notes = server.target.replica.cost_notes
+    cost_notes = {COST_NOTES: notes} if notes else {}
+    samples = [Sample(one.spec, 0, one.due, one.sent, (one.times or [one.sent])[-1], Completion()) for one in ended]
+    return LoadOutcome(
+        clock=CLOCK,
+        duration_s=max((sample.end for sample in samples), default=0.0),
+        mode=point.mode,
+        concurrency=point.concurrency,
+        max_concurrency=server.load.max_concurrency,
+        request_rate=point.request_rate,
+        num_requests=len(requests),
+        completed=sum(one.error is None for one in ended),
+        failed=sum(one.error is not None for one in ended),
+        incomplete=False,
+        max_in_flight=most_in_flight(samples),
+        client=ClientFigures(),
+        notes={**(requests.notes if isinstance(requests, RequestList) else {}), **cost_notes},
+    )

@@ -1,0 +1,397 @@
+"""The highest request rate that meets an SLO: its conditions, why a run missed it, and which rate to run next.
+
+Pure functions. ``next_step(trials, bounds)`` says what to run next or what the answer is, from nothing but the runs so
+far: a search that was interrupted goes on from its stored runs. It doubles (or halves) from the first rate until one
+run met the SLO and another missed it. Then runs are made by turns at the 10 % and the 90 % quantile of what is known of
+the threshold (``threshold.py``), until its 95 % interval is as narrow as the tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvbench.metrics.latency import QUANTILES, samples_needed, too_many_failed
+from kvbench.metrics.steady_window import in_system
+from kvbench.sweep.load_folder import INVALID
+from kvbench.sweep.max_rate.threshold import Interval, Posterior, interval, posterior
+
+LATENCIES = ("ttft", "ttft_send", "ttfo", "tpot", "itl", "e2el", "client_queue")
+STATISTICS = {**{name: name for name in QUANTILES}, "median": "p50", "mean": "mean", "max": "max"}
+ATTEMPTS = 2  # runs in a row at one rate that are too short, or too much for the client, before that is believed
+INVALID_ATTEMPTS = 6  # in a row that other work disturbed, before the search gives up: it comes and goes
+_TURNS = (0.1, 0.9)  # quantiles of the threshold at which runs are made: apart, so that they show the spread too
+
+FOUND, ALWAYS, NEVER = "found", "always met", "never met"
+OUT_OF_RUNS, OUT_OF_TIME, TOO_SHORT = "out of runs", "out of time", "too short to tell"
+CLIENT_LIMIT = "the client was the limit"
+
+_LATENCY = re.compile(
+    r"(?P<stat>[a-z]+\d*)_(?P<metric>[a-z0-9_]+?)(?:_ms)?\s*<=?\s*(?P<value>[\d.]+)\s*(?P<unit>ms|s|)"
+)
+_GOODPUT = re.compile(r"goodput\s*>=?\s*(?P<value>[\d.]+)\s*(?P<unit>%|)")
+_EXAMPLE = "write for example `p95_ttft<=500ms,p99_itl<=50ms` or `goodput>=95%`"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One limit. ``metric`` in ms (``ttft_ms``) with its ``stat`` (``p95``), or ``goodput`` with a share 0..1."""
+
+    text: str
+    metric: str
+    stat: str
+    limit: float
+
+    def value(self, metrics: Mapping[str, Any]) -> float | None:
+        """The measured value [ms, or a share of the requests sent]; None when nothing was measured."""
+        if self.metric == "goodput":
+            return metrics.get("goodput_share")
+        quantile = QUANTILES.get(self.stat)
+        if self.metric == "ttfo_ms" and quantile is not None:  # a request without an output waits for ever
+            completed, without = (metrics.get(name) or 0 for name in ("completed", "without_output"))
+            if without and math.ceil(quantile * (completed - 1)) >= completed - without:
+                return math.inf
+        return (metrics.get(self.metric) or {}).get(self.stat)
+
+    def met(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether the limit is kept; what was not measured is not kept."""
+        value = self.value(metrics)
+        if value is None:
+            return False
+        return value >= self.limit if self.metric == "goodput" else value <= self.limit
+
+    def format(self, value: float | None, unit: str = "") -> str:
+        if value is None:
+            return "-"
+        return f"{value:.1%}" if self.metric == "goodput" else f"{value:.1f}{unit}"
+
+    @property
+    def title(self) -> str:
+        """For the head of a column: ``p95 ttft ms``, ``goodput``."""
+        return self.metric if self.metric == "goodput" else f"{self.stat} {self.metric.removesuffix('_ms')} ms"
+
+    @property
+    def samples_needed(self) -> int:
+        """Requests that its percentile needs at 99 % confidence (``metrics.samples_needed``); gaps are many."""
+        quantile = QUANTILES.get(self.stat)
+        return 1 if quantile is None or self.metric in ("goodput", "itl_ms") else samples_needed(quantile)
+
+
+def parse_conditions(text: str) -> tuple[Condition, ...]:
+    """``p95_ttft<=500ms,p99_itl<=50ms``, ``goodput>=95%``. Raises ValueError with the offending part."""
+    parts = [part.strip().lower() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ValueError(f"the SLO {text!r} has no condition; {_EXAMPLE}.")
+    return tuple(_condition(part) for part in parts)
+
+
+def _condition(part: str) -> Condition:
+    found = _GOODPUT.fullmatch(part) or _LATENCY.fullmatch(part)
+    if found is None:
+        raise ValueError(f"{part!r} is no condition; {_EXAMPLE}.")
+    try:
+        value = float(found["value"])
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise ValueError(f"{part!r}: {found['value']} is not a number above 0; {_EXAMPLE}.")
+    if found.re is _GOODPUT:
+        share = value / (100.0 if found["unit"] else 1.0)
+        if share > 1:
+            raise ValueError(f"{part!r}: a share of the requests is at most 1 or 100%; write for example goodput>=95%.")
+        return Condition(part, "goodput", "", share)
+    for what, known in (("stat", STATISTICS), ("metric", LATENCIES)):
+        if found[what] not in known:
+            raise ValueError(f"{part!r}: {found[what]!r} is not known; use one of {', '.join(known)}.")
+    limit = value * (1000.0 if found["unit"] == "s" else 1.0)
+    return Condition(part, f"{found['metric']}_ms", STATISTICS[found["stat"]], limit)
+
+
+# A run cannot show every overload: one of a share x of the capacity lets the queue grow by x of the arrivals, while the
+# number of n arrivals of a Poisson process itself swings by sqrt(n). So x shows from about 1/x^2 arrivals on
+# (``arrivals_to_detect`` takes three times as many).
+GROWTH_SHARE = 0.05  # of the arrivals meanwhile: fewer were served than came
+GROWTH_DEVIATIONS = 3.0  # of a Poisson count: how far the number in flight of a server that keeps up swings
+_CERTAINTY = 3.0  # a settled part of 3/4 has then 1.5 deviations, and two of three runs decide
+_SETTLED_QUANTILE = 0.95  # of the times in the system: the number in flight climbs until the long ones end, too
+
+
+def arrivals_to_detect(share: float) -> float:
+    """Arrivals of a run that shows an overload of ``share`` of the capacity by their number alone."""
+    return _CERTAINTY / share**2
+
+
+def detectable_share(arrivals: int) -> float:
+    """The inverse of ``arrivals_to_detect``: the least overload that so many arrivals show."""
+    return math.sqrt(_CERTAINTY / max(arrivals, 1))
+
+
+@dataclass(frozen=True)
+class QueueGrowth:
+    """Requests in flight, time averages over an ``early`` and a ``late`` part of the arrivals.
+
+    ``arrivals``: from the middle of the one part to the middle of the other. ``came`` and ``ended``: requests between
+    the moment at which even the long ones of the beginning had ended and the last arrival; both 0 where that was
+    after the middle of the run.
+    """
+
+    early: float
+    late: float
+    arrivals: int
+    came: int = 0
+    ended: int = 0
+
+    def falls_behind(self, tolerance: float) -> bool:
+        """Whether fewer than (1 - tolerance) of what came was served, by numbers that can tell so much."""
+        return self.came >= 1.0 / tolerance**2 and self.ended < (1.0 - tolerance) * self.came
+
+    @property
+    def grows(self) -> bool:
+        """More came than was served: such a run has no latency of its own, a longer one would show a higher one.
+
+        The growth must be beyond what the number in flight of a server that keeps up swings by (Poisson, as in an
+        M/G/inf queue), and a share of the arrivals.
+        """
+        growth = self.late - self.early
+        return growth > GROWTH_SHARE * self.arrivals and growth > GROWTH_DEVIATIONS * math.sqrt(max(self.early, 1.0))
+
+
+def filling_s(starts: Sequence[float], ends: Sequence[float]) -> float:
+    """Seconds until as many are in flight as will be: the median time of the first quarter of the arrivals."""
+    return float(np.median(_first_times(*_ordered(starts, ends))))
+
+
+def queue_growth(starts: Sequence[float], ends: Sequence[float]) -> QueueGrowth | None:
+    """How the queue of an open loop grew, from intended starts and ends [s], each [requests].
+
+    The first quarter of the arrivals is left out, and ``filling_s``; of the rest the first third is compared with the
+    last. None when that cannot be known: under 8 arrivals, or in less than twice ``filling_s``. An end that is not
+    known (NaN) is one after the last arrival.
+    """
+    if len(starts) < 8:
+        return None
+    start, end = _ordered(starts, ends)
+    begin, last = float(start[0]), float(start[-1])
+    quarter, middle = begin + (last - begin) / 4, begin + (last - begin) / 2
+    settled = max(quarter, begin + filling_s(starts, ends))
+    if settled >= middle:
+        return None
+    third = (last - settled) / 3
+    meanwhile = int(((start > settled + third / 2) & (start <= last - third / 2)).sum())
+    early, _, late = in_system(start, end, np.array([settled, settled + third, last - third, last]))
+    long = float(np.quantile(_first_times(start, end), _SETTLED_QUANTILE, method="lower"))
+    counted_from = max(quarter, begin + long)
+    if counted_from > middle:
+        return QueueGrowth(float(early), float(late), meanwhile)
+    came, ended = (int(((times > counted_from) & (times <= last)).sum()) for times in (start, end))
+    return QueueGrowth(float(early), float(late), meanwhile, came, ended)
+
+
+def _ordered(starts: Sequence[float], ends: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    order = np.argsort(np.asarray(starts, dtype=float), kind="stable")
+    end = np.asarray(ends, dtype=float)[order]
+    return np.asarray(starts, dtype=float)[order], np.where(np.isfinite(end), end, np.inf)
+
+
+def _first_times(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Seconds in the system of the first quarter of the arrivals."""
+    first = max(1, len(start) // 4)
+    return end[:first] - start[:first]
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Why a run missed the SLO. ``cause``: in a word or two, for a table; ``text``: with the figures."""
+
+    cause: str
+    text: str
+
+
+def misses(
+    conditions: Sequence[Condition], metrics: Mapping[str, Any], growth: QueueGrowth | None, overload: float
+) -> list[Miss]:
+    """Why a valid run does not meet the SLO; empty when it does.
+
+    A rate that is more than ``overload`` (a share) above what the server serves is a miss, whatever the conditions.
+    """
+    found = [_condition_miss(c, metrics) for c in conditions if not c.met(metrics)]
+    if too_many_failed(metrics):
+        failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
+        found.append(Miss("failures", f"{failed} of {failed + completed} requests failed"))
+    if growth is not None and growth.grows:
+        text = f"the queue grew: {growth.early:.1f} in flight early in the run, {growth.late:.1f} when the last came"
+        found.append(Miss("queue grew", text))
+    elif growth is not None and growth.falls_behind(overload):
+        text = f"the server fell behind: {growth.ended} requests ended while {growth.came} came"
+        found.append(Miss("fell behind", text))
+    return found
+
+
+def _condition_miss(condition: Condition, metrics: Mapping[str, Any]) -> Miss:
+    """A condition that is not met; of a goodput also how many requests missed which limit (some several)."""
+    value = condition.value(metrics)
+    text = f"{condition.text}: {'not measured' if value is None else condition.format(value, ' ms')}"
+    if condition.metric != "goodput":
+        return Miss(condition.title.removesuffix(" ms"), text)
+    limits = {name.removesuffix("_ms"): n for name, n in (metrics.get("slo_misses") or {}).items() if n}
+    limits |= {"failed": metrics["failed"]} if metrics.get("failed") else {}
+    counts = ", ".join(f"{name} {n}" for name, n in sorted(limits.items(), key=lambda each: -each[1]))
+    return (
+        Miss(f"goodput ({counts})", f"{text} (requests over their limit: {counts})")
+        if counts
+        else Miss("goodput", text)
+    )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run at ``rate`` [arrivals/s]. ``met``: None for a run that cannot be judged; ``reasons``: of None and False.
+
+    ``cause`` of one that cannot be judged: INVALID, TOO_SHORT or CLIENT_LIMIT.
+    """
+
+    rate: float
+    met: bool | None
+    reasons: tuple[str, ...] = ()
+    cause: str | None = None
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Rates in requests/s. ``tolerance``: how wide the interval may be at the end, relative to its lower end."""
+
+    start: float
+    low: float
+    high: float
+    tolerance: float = 0.1
+    max_runs: int = 40
+
+    @property
+    def overload(self) -> float:
+        """The overload, as a share of the capacity, that one run must show: half the interval's width."""
+        return self.tolerance / 2
+
+
+@dataclass(frozen=True)
+class NextRun:
+    """Run this rate next."""
+
+    rate: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The end. ``interval``: None when no run could be judged. ``reason``: why a search ended without reaching its
+    tolerance, else empty.
+    """
+
+    outcome: str
+    interval: Interval | None
+    reason: str = ""
+
+
+def next_step(trials: Sequence[Trial], bounds: Bounds) -> NextRun | Answer:
+    """What to run next, or the answer."""
+    met, missed = _rates(trials, True), _rates(trials, False)
+    ceiling = _client_limit(trials)
+    highest = bounds.high if ceiling is None else _below_ceiling(ceiling.rate, [*met, *missed], bounds)
+    known = _posterior(trials, bounds)
+    found = _interval(known, trials, bounds)
+    if (why := _given_up(trials)) is not None:
+        return Answer(why[0], found, why[1])
+    limit = (
+        ""
+        if ceiling is None
+        else (f"at {ceiling.rate:g}/s the client, not the server, was the limit ({'; '.join(ceiling.reasons)})")
+    )
+    if highest is None:
+        return Answer(CLIENT_LIMIT, found, limit)
+    if found is not None and _narrow(found, bounds, highest):
+        if found.high is None:
+            return Answer(CLIENT_LIMIT, found, limit) if limit else Answer(ALWAYS, found)
+        return Answer(NEVER if found.low is None else FOUND, found)
+    if len(trials) >= bounds.max_runs:
+        return Answer(OUT_OF_RUNS, found, f"{bounds.max_runs} runs were allowed (--max-runs)")
+    return NextRun(_next_rate(met, missed, known, bounds, highest))  # the same again after one that is not judged
+
+
+def interval_so_far(trials: Sequence[Trial], bounds: Bounds) -> Interval | None:
+    """The 95 % interval of the runs so far; None when none could be judged."""
+    return _interval(_posterior(trials, bounds), trials, bounds)
+
+
+def _posterior(trials: Sequence[Trial], bounds: Bounds) -> Posterior:
+    return posterior(_rates(trials, True), _rates(trials, False), bounds.low, bounds.high, bounds.tolerance)
+
+
+def _interval(known: Posterior, trials: Sequence[Trial], bounds: Bounds) -> Interval | None:
+    met, missed, ceiling = _rates(trials, True), _rates(trials, False), _client_limit(trials)
+    highest = min(bounds.high, ceiling.rate) if ceiling else bounds.high
+    return interval(known, met, missed, bounds.low, highest) if met or missed else None
+
+
+def _rates(trials: Sequence[Trial], met: bool) -> list[float]:
+    return [t.rate for t in trials if t.met is met]
+
+
+def _narrow(found: Interval, bounds: Bounds, highest: float) -> bool:
+    """Whether the interval is within the tolerance; an open end counts as the rate beyond which none may be run."""
+    if found.low is None and found.high is None:
+        return False
+    low, high = (bounds.low if found.low is None else found.low), (highest if found.high is None else found.high)
+    return high <= low * (1 + bounds.tolerance)
+
+
+def _next_rate(
+    met: Sequence[float], missed: Sequence[float], known: Posterior, bounds: Bounds, highest: float
+) -> float:
+    """A rate that tells much; at most twice one that met the SLO, as a higher one would only pile up a queue."""
+    if not met:
+        rate = bounds.start if not missed else min(missed) / 2
+    elif not missed:
+        rate = max(met) * 2
+    else:
+        share = _TURNS[(len(met) + len(missed)) % len(_TURNS)]
+        rate = min(known.quantile(share), max(met) * 2)
+    return min(highest, max(bounds.low, float(f"{rate:.4g}")))  # in figures that can be typed
+
+
+def _below_ceiling(ceiling: float, judged: Sequence[float], bounds: Bounds) -> float | None:
+    """The highest rate to run where the client cannot send ``ceiling``: bisected from the runs that it could send.
+
+    None when there is none within the bounds.
+    """
+    if ceiling <= bounds.low:
+        return None
+    below = max((rate for rate in judged if rate < ceiling), default=None)
+    if below is None:
+        return max(bounds.low, ceiling / 2)
+    return below if ceiling <= below * (1 + bounds.overload) else float(f"{math.sqrt(below * ceiling):.4g}")
+
+
+def _client_limit(trials: Sequence[Trial]) -> Trial | None:
+    """The run at the lowest rate that was too much for the client ``ATTEMPTS`` times in a row."""
+    groups = [trials[i - ATTEMPTS : i] for i in range(ATTEMPTS, len(trials) + 1)]
+    limits = [group[-1] for group in groups if all(t.cause == CLIENT_LIMIT and t.rate == group[-1].rate for t in group)]
+    return min(limits, key=lambda t: t.rate, default=None)
+
+
+def _given_up(trials: Sequence[Trial]) -> tuple[str, str] | None:
+    """Outcome and reason, when the last runs end the search: none of them could be judged.
+
+    Where the client was the limit, lower rates are tried.
+    """
+    causes = {t.cause for t in trials[-ATTEMPTS:]}
+    attempts = ATTEMPTS if causes == {TOO_SHORT} else INVALID_ATTEMPTS
+    last = trials[-attempts:]
+    if len(last) < attempts or any(t.met is not None for t in last) or all(t.cause == CLIENT_LIMIT for t in last):
+        return None
+    reasons = "; ".join(last[-1].reasons)
+    if causes == {TOO_SHORT}:
+        return TOO_SHORT, f"{len(last)} runs at {last[-1].rate:g}/s were too short to tell: {reasons}"
+    return INVALID, f"{len(last)} runs in a row were invalid, the last because {reasons}"

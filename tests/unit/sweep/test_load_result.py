@@ -1,0 +1,267 @@
+"""metrics.json of one load and the lines that a person reads."""
+
+from __future__ import annotations
+
+import io
+import math
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from kvbench.common.foreign_cpu import MachineReport
+from kvbench.measure.http import client_cost
+from kvbench.metrics.latency import distribution, goodput_share, summarise
+from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.runs.server_info import ServerInfo
+from kvbench.sweep.show_load import lengths_of, lines, show, stored
+from kvbench.targets.presets import PRESETS
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.load_section import LoadConfig
+
+PROMPTS = {"kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]}
+CLOSED = LoadPoint("c2", "closed", 2, None, 4)
+
+
+def result(ttfts=(0.1,), *, failed=0, slo=None, queued=0.0, **more):
+    """Of requests of 3 tokens 0.1 s apart, sent a second apart."""
+    rows = []
+    for i, ttft in enumerate([*ttfts, *[0.1] * failed]):
+        first = i + ttft
+        rows.append(
+            {
+                "index": i, "class": "a", "prompt_tokens": 8, "output_tokens": 3, "t0": float(i), "ts": i + queued,
+                "queued_s": queued, "first": first, "last": first + 0.2, "end": first + 0.2,
+                "chunk_times": [first, first + 0.1, first + 0.2], "ok": i < len(ttfts),
+                "error_kind": None if i < len(ttfts) else "truncated",
+            }
+        )  # fmt: skip
+    metrics = summarise(pd.DataFrame(rows), {"mode": "open"}, slo).to_json()
+    return {"valid": True, "invalid_reasons": [], "metrics": metrics, "started_at": "2026-01-01", "machine": {}} | more
+
+
+def config(**load):
+    return LoadConfig.model_validate({"num_requests": 4, "prompts": PROMPTS, "concurrency": 2, **load})
+
+
+def kept(measured, load=None, point=CLOSED):
+    """metrics.json."""
+    load = load or config()
+    info = ServerInfo.read({"engine": {"enable_prefix_caching": None}})
+    target = SimpleNamespace(model=SimpleNamespace(name="m", max_model_len=256), preset=PRESETS["vllm"], notes=())
+    server = SimpleNamespace(load=load, info=info, target=target)
+    return stored(SimpleNamespace(server=server, requests=RequestList(())), point, measured)
+
+
+def shown(measured):
+    console = Console(file=io.StringIO(), width=100)
+    show(console, "r", kept(measured))
+    return console.file.getvalue()
+
+
+def test_a_closed_loop_in_vllms_fields():
+    data = kept(result([0.1, 0.3]))
+    assert (data["request_rate"], data["burstiness"], data["max_concurrency"]) == ("inf", None, 2)
+    assert data["mean_ttft_ms"] == pytest.approx(200) and data["median_tpot_ms"] == pytest.approx(100)
+    assert data["std_ttft_ms"] == pytest.approx(100) and data["mean_e2el_ms"] == pytest.approx(400)
+    assert (data["backend"], data["model_id"], data["completed"], data["total_output_tokens"]) == ("vllm", "m", 2, 6)
+    assert data["output_throughput"] == pytest.approx(6 / 1.5)
+
+
+def test_an_open_loop_in_vllms_fields():
+    gamma = {"arrivals": "gamma", "burstiness": 0.5, "max_concurrency": 3}
+    load = config(mode="open", concurrency=None, request_rate=4, **gamma)
+    data = kept(result(), load, LoadPoint("r4", "open", None, 4.0, 4, "gamma"))
+    assert (data["request_rate"], data["burstiness"], data["max_concurrency"]) == (4.0, 0.5, 3)
+    at_once = config(mode="open", concurrency=None, request_rate="inf")
+    data = kept(result(), at_once, LoadPoint("rinf", "open", None, math.inf, 4))
+    assert (data["request_rate"], data["burstiness"], data["max_concurrency"]) == ("inf", 1.0, None)
+
+
+def test_failed_requests_lower_the_share_that_met_the_slo():
+    slo = {"ttft_ms": 250.0}
+    measured = result([0.1, 0.2, 0.3], failed=1, slo=slo)
+    assert goodput_share(measured["metrics"]) == pytest.approx(2 / 4)
+    assert goodput_share(result()["metrics"]) is None
+    text = "\n".join(lines(kept(measured, config(slo=slo))))
+    assert "50.0%" in text and "ttft <= 250 ms" in text and "3 completed, 1 failed (truncated 1)" in text
+
+
+def calibrated(streams, lag):
+    settings, figures = {"streams": streams, "itl_ms": 20.0}, {"lag_p99_ms": lag}
+    return {"calibration": {"settings": settings, "figures": figures}}
+
+
+CACHE = {"prefix_cache": {"hits": 10.0, "queries": 80.0}, "prefix_cache_bounds": {"low": 0, "high": 20}}
+NO_HITS = {"prefix_cache": {"hits": None, "queries": None, "unverified": "no counter"}, "prefix_cache_bounds": None}
+TWO_COUNTS = {"prefix_cache": {"hits": 10, "queries": 80, "counted": 0.0, "told": 10, "disagree": True}}
+STEADY = {"cache_state": "steady"}
+REMEMBERED = {"prefix_cache": {"hits": 10, "queries": 80, "from_before": 10}}
+LATE = {"completed": 1, "failed": 4, "failure_messages": {"timeout": {"message": "late", "requests": 4}}}
+TURNAROUND = {"turnaround_p50_ms": 0.2, "turnaround_p99_ms": 11.13, "turnaround_share": 0.0123}
+
+
+@pytest.mark.parametrize(
+    ("more", "metrics", "shows"),
+    [
+        (CACHE, {}, ("prefix cache, cold", "12.5%", "0.0% to 25.0%")),
+        (NO_HITS, {}, ("prefix cache, cold", "no counter", "not known")),
+        (TWO_COUNTS, {}, ("12.5%", "/metrics count 0 tokens", "answers 10", "the larger")),
+        (STEADY | REMEMBERED, {}, ("12.5%", "10 tokens are hits only because", "--seed")),
+        (STEADY | {"prefix_cache": {"hits": None, "queries": None}}, {}, ("not known", "sent these prompts", "--seed")),
+        ({"prefix_cache": {"hits": 0.0, "queries": 0.0}, "prefix_caching": False}, {}, ("prefix caching off",)),
+        ({}, {"client": TURNAROUND}, ("0.20 ms", "11.13 ms", "1.2%")),
+        ({}, {"client": {"lag_source": "kernel stamps", "loop_lag_p99_ms": 0.5, "lag_judged": False}}, ("0.50 ms",)),
+        ({}, {"client": {"short_outputs": 7}}, ("7 outputs",)),
+        ({}, {"unstreamed_tokens": 2}, ("2 of 3 output tokens", "was not streamed")),
+        ({}, {"not_sent": 31}, ("31 later turns",)),
+        ({}, {"first_failure": "truncated: it was cut"}, ("truncated: it was cut",)),
+        ({}, LATE, ('4 of 5: timeout: "late"',)),
+        ({}, {}, ("client: not calibrated",)),
+        (calibrated(64, 0.1), {}, ("64 streams", "0.10 ms")),
+        ({}, {"tokens_per_chunk": 1.1}, ("1.1 tokens a chunk: ITL is between chunks",)),
+        ({}, {"open_after_last_share": 0.031, "open_after_last_p50_ms": 3000.0}, ("stayed open for 3000 ms", "3.1%")),
+        ({}, {"steady_start_s": 0.0}, ("latencies are of the whole run", "0 of 1 requests")),
+        ({"machine": {"foreign_cpu_cores": 1.25}}, {}, ("this machine", "1.25")),
+        ({"warm_up": {"answered": 4, "requests": 4, "failures": 6, "last": "HTTP 500"}}, {}, ("6 failed", "HTTP 500")),
+    ],
+)  # fmt: skip
+def test_each_further_matter_has_a_line_where_there_is_something_to_say(more, metrics, shows):
+    measured = result(**{key: value for key, value in more.items() if key != "warm_up"})
+    measured["metrics"] |= metrics
+    data = kept(measured) | more
+    assert any(all(words in line for words in shows) for line in lines(data))
+    assert more == metrics == {} or not any(all(words in line for words in shows) for line in lines(kept(result())))
+
+
+def test_the_steady_window_comes_first_and_the_whole_run_says_what_it_is():
+    measured = result()
+    window = {"steady_output_throughput": 7.5, "steady_start_s": 1.0, "steady_end_s": 3.0, "output_throughput": 5.5}
+    measured["metrics"] |= window
+    (line,) = (line for line in lines(kept(measured)) if line.startswith("output tokens/s"))
+    assert line.index("7.5 over the steady window (2.0 s)") < line.index("5.5 over the whole run")
+    assert kept(measured)["output_throughput"] == 5.5  # vLLM's field, of the whole run
+    measured["metrics"] |= {"steady_output_throughput": None, "steady_note": "it was short"}
+    del measured["metrics"]["unstreamed_tokens"]  # as in a file of an earlier version
+    (line,) = (line for line in lines(kept(measured)) if line.startswith("output tokens/s"))
+    assert line.startswith("output tokens/s: 5.5 over the whole run") and "no steady window: it was short" in line
+
+
+def test_a_token_a_chunk_and_a_stream_that_ends_at_once_are_not_worth_a_line():
+    measured = result()
+    measured["metrics"] |= {"tokens_per_chunk": 1.09, "open_after_last_share": 0.03, "open_after_last_p50_ms": 90.0}
+    text = "\n".join(lines(kept(measured)))
+    assert "a chunk" not in text and "stayed open" not in text and "latencies are of" not in text
+
+
+def test_latencies_of_the_steady_window_lead_and_vllms_fields_are_of_the_whole_run():
+    measured = result([0.5, *[0.1] * 9])
+    whole = shown(measured)
+    assert "load r · whole run · ms" in whole and not any(
+        line.split()[:2] == ["whole", "run"] for line in whole.splitlines()
+    )
+    measured["metrics"] |= {"steady_start_s": 0.5, "steady_end_s": 10.0}
+    measured["metrics"]["steady_latency"] = result([0.1] * 9)["metrics"]
+    rows = [line.split() for line in shown(measured).splitlines()]
+    at = next(i for i, row in enumerate(rows) if row[:1] == ["TTFT"])
+    assert (rows[at][:2], rows[at + 1][:3]) == (["TTFT", "100.0"], ["whole", "run", "140.0"])
+    assert ["load", "r", "·", "steady", "window", "·", "ms"] in rows
+    assert kept(measured)["mean_ttft_ms"] == pytest.approx(140)
+
+
+@pytest.mark.parametrize(("count", "noted"), [(129, True), (200, True), (700, False)])
+def test_the_star_is_explained_where_there_is_one(count, noted):
+    assert any(line.startswith("*") for line in lines(kept(result([0.1] * count)))) == noted
+
+
+@pytest.mark.parametrize(("ttfo", "seen"), [(None, False), (100.04, False), (160.0, True)])
+def test_the_first_output_has_a_row_where_its_figures_are_not_those_of_the_first_token(ttfo, seen):
+    measured = result([0.1])
+    if ttfo is not None:
+        measured["metrics"]["ttfo_ms"] = distribution([ttfo]).to_json()
+    assert ("TTFO" in shown(measured)) == seen
+    assert "TTFO" not in shown(result([], failed=2))
+
+
+def test_reasoning_has_a_row_and_a_line():
+    measured = result([0.1])
+    assert "reasoning" not in shown(measured)
+    measured["metrics"] |= {"reasoning_ms": distribution([250.0]), "non_reasoning_output_throughput": 4.0}
+    row = next(line for line in shown(measured).splitlines() if "reasoning time" in line)
+    assert row.split()[2:4] == ["250.0", "250.0*"]
+    (line,) = (line for line in lines(kept(measured)) if "without reasoning" in line)
+    assert line == "output tokens/s without reasoning: 4.0 over the whole run"
+    more = {"steady_non_reasoning_output_throughput": 5.0, "total_reasoning_tokens": 2, "without_output": 1}
+    measured["metrics"] |= more | {"total_output_tokens": 3000}
+    (line,) = (line for line in lines(kept(measured)) if "without reasoning" in line)
+    assert "5.0 over the steady window; 4.0 over the whole run" in line
+    assert "2 of 3,000 output tokens" in line and "1 request reasoned to the end" in line
+
+
+def test_the_client_queue_has_a_row_where_requests_waited_and_reasons_are_last():
+    waited = shown(result([0.3, 0.4], queued=0.2, invalid_reasons=["other processes used 2 cores"], valid=False))
+    row = next(line for line in waited.splitlines() if "queued in the client" in line)
+    assert row.split()[4:6] == ["200.0", "200.0*"]
+    assert waited.rstrip().endswith("INVALID: other processes used 2 cores")
+    assert "queued" not in shown(result([0.3, 0.4]))
+    refused = shown(result([0.3], refused="served 1 of 3 requests; 'full' x 2", valid=False))
+    assert "REFUSED: the server served 1 of 3 requests; 'full' x 2" in refused and "INVALID" not in refused
+
+
+def test_canaries_are_counted_and_a_wrong_one_is_said_with_the_first():
+    counts = {"sent": 9, "answered": 8, "wrong": 0, "distinct": 5}
+    right = result([0.3], wrong_answers=None)
+    right["metrics"]["canaries"] = counts
+    assert "canaries: 9 sent, 8 answered, 0 wrongly" in shown(right) and "WRONG" not in shown(right)
+    assert "canaries" not in shown(result([0.3]))
+    wrong = result([0.3], wrong_answers="1 of 8 canaries was answered wrongly, first a", valid=False)
+    wrong["metrics"]["canaries"] = counts | {"wrong": 1, "first_wrong": "a (request 3), differs"}
+    assert "WRONG ANSWERS: 1 of 8" in shown(wrong) and "INVALID" not in shown(wrong)
+
+
+def test_each_plateau_of_the_rate_has_a_row():
+    measured = result([0.1, 0.2])
+    assert "each plateau" not in shown(measured)
+    first = {"start_s": 0.0, "end_s": 4.0, "steady_start_s": 1.0, "n": 18, "steady_request_throughput": 4.93,
+             "ttft_ms": {"p95": 61.2}, "request_rate": 5.0}  # fmt: skip
+    later = {"start_s": 4.0, "end_s": 8.0, "request_rate": 20.0, "n": 77, "tpot_ms": {"p50": 5.1}}
+    measured["metrics"]["plateaus"] = [first, later]
+    text = shown(measured)
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["5/s"], ["20/s"])]
+    assert rows[0][:4] == ["5/s", "0–4", "18", "4.93"] and rows[1][:3] == ["20/s", "4–8", "77"]
+    assert "61.2" in rows[0] and "5.1" in rows[1] and "a plateau without figures" in text
+    measured["metrics"]["plateaus"].pop()
+    assert "a plateau without figures" not in shown(measured)
+
+
+def test_the_clients_cost_counts_processes_on_other_machines():
+    """The processes say 1 s of the streaming and 0.5 s of parsing after it; the kernel counts 2 s on this machine."""
+    own = {"cpu_s": 1.0, "parse_cpu_s": 0.5, "cpu_fraction": 0.1}
+    metrics = {"total_output_tokens": 500, "duration_s": 4.0, "client": own}
+    here = MachineReport(client_cpu_cores=0.2, seconds=10.0)
+    assert client_cost(here, metrics) == pytest.approx(5.0)
+    assert client_cost(here, metrics | {"client": own | {"cpu_s": 9.0}}) == pytest.approx(19.0)  # on other machines
+    assert client_cost(MachineReport(), metrics) == pytest.approx(3.0)
+    assert client_cost(here, metrics | {"total_output_tokens": 0}) is None
+
+
+def trace_load(**prompts):
+    given = {"kind": "trace", "path": "t.csv", **prompts}
+    return LoadConfig.model_validate({"mode": "open", "arrivals": "trace", "prompts": given})
+
+
+def of_lengths(*totals, **notes):
+    return RequestList([RequestSpec(i, "a", (1,) * (n - 2), None, 2) for i, n in enumerate(totals)], notes)
+
+
+def test_by_what_lengths_were_scaled_is_shown_where_they_were_or_could_have_been():
+    found = lengths_of(trace_load(), of_lengths(900, 7979, length_scale=1.0), 32768)
+    said = lines(kept(result()) | {"lengths": found})
+    assert any("x 1 " in line and "32,768" in line and "7,979" in line for line in said)
+    half = lengths_of(trace_load(length_scale=0.5), of_lengths(50, length_scale=0.5), 256)
+    assert (half["scale"], half["auto"], half["longest_total_tokens"]) == (0.5, False, 50)
+    assert lengths_of(trace_load(), of_lengths(50), 256) is None  # texts, which are not cut
+    assert lengths_of(config(), of_lengths(50), 256) is None
+    fits = config(prompts=PROMPTS | {"length_scale": "auto"})
+    assert lengths_of(fits, of_lengths(50), 256)["scale"] == 1.0
