@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from kvbench.common.files import write_atomically, write_text
 from kvbench.load.completion import Completion
 from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.requests.canaries import CLASS, WrongAnswer, answers_of, first_difference
-from kvbench.requests.request import RequestSpec, continued
+from kvbench.requests.request import Notes, RequestSpec, continued
 
 KV_FACTS = (  # what the built-in server tells of an answer; of other servers null
     "request_id", "first_step", "last_step", "pages", "page_size", "cached_tokens", "preemptions", "recomputed_tokens",
@@ -39,9 +39,7 @@ def wrong_words(request: RequestSpec, done: Completion) -> str | None:
     return next((wrong.words for _, wrong in wrong_answers(request, done)), None)
 
 
-def write_wrong_answers(
-    path: Path, answered: Iterable[tuple[RequestSpec, Completion]], notes: Mapping[str, Any]
-) -> None:
+def write_wrong_answers(path: Path, answered: Iterable[tuple[RequestSpec, Completion]], notes: Notes) -> None:
     """Writes a line for each wrong answer, no file where all are right. ``notes``: of the requests, with their seed."""
     drawn = notes.get("canaries") or {}
     repeat = {name: drawn.get(name) for name in ("seed", "repeat")}

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -121,7 +121,7 @@ def fitting(made: CanarySet, vocab_size: int, max_model_len: int) -> tuple[Canar
 def write_canaries(path: Path, made: CanarySet) -> None:
     """JSONL: the format and the model, then a line a canary."""
     head = {"format": FORMAT, "model": made.model, "weights_fingerprints": list(made.weights_fingerprints)}
-    rows: list[dict[str, Any]] = [head, *(dataclasses.asdict(each) for each in made.canaries)]
+    rows = [head, *(dataclasses.asdict(canary) for canary in made.canaries)]
     text = "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows)
     path.write_text(text, encoding="utf-8")
 

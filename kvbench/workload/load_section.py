@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_serializer, m
 
 from kvbench.common.schema import StrictModel
 from kvbench.workload.prompts_section import Counts, Prompts, Sessions, SyntheticPrompts, TracePrompts, as_tuple
-from kvbench.workload.request_form import EndpointName, RequestForm, check_extra_body
+from kvbench.workload.request_form import EndpointName, Fields, RequestForm, check_extra_body
 from kvbench.workload.settings import slug
 
 # A key that means something only beside certain values of another key: key -> (the other key, those values).
@@ -154,7 +154,7 @@ class LoadConfig(StrictModel):
     """the API that the load is sent to: completions, chat (/v1/chat/completions) or responses (OpenAI's), messages
     (Anthropic's); left out: completions, or the first of them that a server has which runs already. All but completions
     take texts, to which the server's chat template adds tokens"""
-    extra_body: Annotated[dict[str, Any], AfterValidator(check_extra_body)] = Field(default_factory=dict)
+    extra_body: Annotated[Fields, AfterValidator(check_extra_body)] = Field(default_factory=dict)
     """further fields of each request's JSON, e.g. {reasoning_effort: low} or {chat_template_kwargs: {enable_thinking:
     false}}"""
     repeats: int = Field(default=3, ge=1, le=1000)

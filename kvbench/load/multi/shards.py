@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvbench.load.spec import LoadSpec
-from kvbench.requests.request import RequestList, RequestSpec, conversations
+from kvbench.requests.request import Notes, RequestList, RequestSpec, conversations
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def deal(requests: Sequence[RequestSpec], workers: int, places: int | None = Non
     return shards
 
 
-def cap_note(spec: LoadSpec, workers: int) -> dict[str, Any]:
+def cap_note(spec: LoadSpec, workers: int) -> Notes:
     """What load.json says of a cap that several processes share; empty where that is not so."""
     if spec.max_concurrency is None or workers < 2:
         return {}
