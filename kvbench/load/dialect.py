@@ -58,7 +58,7 @@ class Dialect(StrictModel):
         return self.model_copy(update={"endpoint": endpoint, **ENDPOINTS[endpoint].lacks})
 
     def refusal(self, answers: Mapping[str, int | None]) -> str | None:
-        """Why the server cannot be asked for ``answers`` (n, best_of and beam_width); None if it can."""
+        """Says why the server cannot be asked for ``answers`` (n, best_of and beam_width); None if it can."""
         wanted = {name: value for name, value in answers.items() if value and (value > 1 or name == "beam_width")}
         if unknown := [name for name in wanted if name not in self.answers]:
             return f"it has no {' and no '.join(unknown)}"
@@ -90,7 +90,7 @@ OPENAI = Dialect()
 
 
 def _answers(request: RequestSpec) -> Fields:
-    """How many sequences are drawn and returned, in vLLM's names: ``best_of`` is also how many beams there are."""
+    """The fields of the sequences drawn and returned, in vLLM's names: ``best_of`` also counts the beams."""
     fields: Fields = {"n": request.n} if request.n > 1 else {}
     if request.beam_width is not None:
         fields |= {"use_beam_search": True, "temperature": 0.0}  # which samples nothing

@@ -39,7 +39,7 @@ DRAIN = "drain"  # the last request is sent, and answers are still to come
 
 
 def bound_s(load: LoadConfig, point: LoadPoint, requests: list[Any]) -> float:
-    """Seconds that a load takes at most: every request has its own time-out."""
+    """The seconds that a load takes at most: every request has its own time-out."""
     last_arrival = max((r.arrival_s or 0.0 for r in requests), default=0.0)
     chains = [len(turns) * load.timeout_s + sum(r.think_s for r in turns) for turns in conversations(requests)]
     at_once = point.concurrency or load.max_concurrency or len(chains) or 1
@@ -47,7 +47,7 @@ def bound_s(load: LoadConfig, point: LoadPoint, requests: list[Any]) -> float:
 
 
 def takes_priority(settings: Settings, info: ServerInfo) -> bool:
-    """Whether the server is sent the requests' priorities: one that works first come, first served refuses them.
+    """Tests whether the server is sent the requests' priorities: one that works first come, first served refuses them.
 
     ``settings``: the configuration under test; ``info``: /server_info. A server that was running before
     (``target`` in ``settings``) and does not tell how it schedules is sent what the workload sets.
@@ -107,7 +107,7 @@ def drive(
 
 @dataclass
 class _Answered:
-    """How many of a load's requests have been answered so far; None before the first is due."""
+    """The number of a load's requests that have been answered so far; None before the first is due."""
 
     total: int
     count: int | None = None
@@ -174,7 +174,7 @@ def _follow(
 
 
 def _event(line: bytes) -> Fields:
-    """What a line of the client says; nothing where it is a library's stray print."""
+    """Returns what a line of the client says; nothing where it is a library's stray print."""
     try:
         return dict(json.loads(line))
     except (ValueError, TypeError):

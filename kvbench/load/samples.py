@@ -1,4 +1,4 @@
-"""What became of each request: its row in requests.parquet, and whether a canary was answered rightly."""
+"""The outcome of each request: its row in requests.parquet, and whether a canary was answered rightly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wrong_answers(request: RequestSpec, done: Completion) -> list[tuple[int, Wro
 
 
 def wrong_words(request: RequestSpec, done: Completion) -> str | None:
-    """How the first wrong answer differs, in words; None for a right one, and for a request that is no canary."""
+    """Says how the first wrong answer differs; None for a right one, and for a request that is no canary."""
     return next((wrong.words for _, wrong in wrong_answers(request, done)), None)
 
 
@@ -91,12 +91,12 @@ class Sample:
 
     @property
     def slip_s(self) -> float:
-        """How much later than intended it was sent [s], without the time it was made to wait for a place."""
+        """The delay of its send behind its intended start [s], without the time it was made to wait for a place."""
         return self.ts - self.t0 - self.queued_s
 
     @property
     def sent(self) -> bool:
-        """Whether it was sent at all."""
+        """Tests whether it was sent at all."""
         return self.completion.error_kind != SESSION_BROKEN
 
     def to_row(self, zero: float) -> dict[str, Any]:
@@ -159,7 +159,7 @@ SCHEMA = pa.schema([(name, kind) for name, (kind, _) in _COLUMNS.items()])
 
 
 def knows_answer(sample: Sample) -> bool:
-    """Whether the server returned the ids of its whole answer."""
+    """Tests whether the server returned the ids of its whole answer."""
     return len(sample.completion.token_ids) == (sample.completion.output_tokens or 0)
 
 

@@ -1,4 +1,4 @@
-"""How well the client kept up (lag, CPU, schedule slip), and what makes a load invalid. Pure functions."""
+"""A client's own figures (lag, CPU, schedule slip), and what makes a load invalid. Pure functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ONE_MOMENT_DIGITS = 6  # of seconds: times that came over another clock differ 
 
 
 def lag_limit_ms(itl_ms: float | None) -> float:
-    """How wrong a timestamp may be, its p99, where the median ITL is that (None: there is none): 1 ms or 2 % of it."""
+    """The largest p99 error that timestamps may have [ms]: 1 ms, or 2 % of the median ITL (None: there is none)."""
     return max(MIN_LAG_LIMIT_MS, LAG_SHARE_OF_ITL * (itl_ms or 0.0))
 
 
@@ -45,7 +45,7 @@ def percentile_ms(values: Sequence[float], q: float) -> float | None:
 
 
 def stamp_errors(samples: Sequence[Sample]) -> Sequence[float] | None:
-    """How wrong each chunk's timestamp is [s]: receipt minus the server's own send stamp; None without stamps.
+    """The error of each chunk's timestamp [s]: receipt minus the server's own send stamp; None without stamps.
 
     Stamps are kept only where client and server share a machine and so a clock; a container may shift it all the same
     (time_namespaces(7)), which the median shows. Streams of which some chunks have no stamp are left out.
@@ -61,7 +61,7 @@ def stamp_errors(samples: Sequence[Sample]) -> Sequence[float] | None:
 
 
 def slip_beyond_bursts(samples: Sequence[Sample]) -> list[float]:
-    """How much later [s] than due each request was sent, less ``SEND_S`` for each one before it of the same moment.
+    """The delay [s] of each request behind its time, less ``SEND_S`` for each one before it of the same moment.
 
     Requests that are due at one moment cannot leave at one moment; with ``request_rate: inf`` all of them are.
     """
@@ -74,9 +74,9 @@ def slip_beyond_bursts(samples: Sequence[Sample]) -> list[float]:
 
 
 def turnarounds(samples: Sequence[Sample]) -> tuple[list[float], float | None]:
-    """Seconds from each stream's end to the same user's next send [requests - users], and their share of users' time.
+    """The seconds from each stream's end to the same user's next send, and their share of the users' time.
 
-    Of a closed loop, without think times. A user's time is from its first send to its last stream's end. A loop of N
+    Of a closed loop, without think times; [requests - users]. A user's time is from its first send to its last stream's end. A loop of N
     users has a throughput of N / (response time + think time + turnaround) (Denning and Buzen, ACM Computing Surveys
     10(3), 1978): the share (None: no turnaround) is the part of the throughput that the client itself took away.
     """
@@ -150,7 +150,7 @@ def client_report(
 
 
 def prompt_differences(samples: Sequence[Sample]) -> list[int]:
-    """By how many tokens the server's count of each prompt differs from what was sent, where both are known."""
+    """The tokens by which the server's count of each prompt differs from what was sent, where both are known."""
     return [
         s.completion.prompt_tokens - len(s.request.prompt_token_ids)
         for s in samples
@@ -175,7 +175,7 @@ def tokens_added(samples: Sequence[Sample]) -> list[int]:
 
 
 def other_prompts(samples: Sequence[Sample], dialect: Dialect, *, exact_texts: bool = False) -> list[str]:
-    """Why the server served another load than was sent: its counts of the prompts' tokens are others.
+    """Says why the server served another load than was sent: its counts of the prompts' tokens are others.
 
     ``exact_texts``: texts have as many tokens as were drawn; a chat template adds the same number to each.
     """
@@ -223,7 +223,7 @@ def short_outputs(samples: Sequence[Sample], ignore_eos: bool) -> tuple[int, lis
 
 
 def invalid_reasons(client: ClientFigures, missing: int) -> list[str]:
-    """Why the load may not be believed, one sentence each; empty when it may.
+    """Says why the load may not be believed, one sentence each; empty when it may.
 
     ``missing``: requests that were never finished. Of chunks that share a read, the server's send stamps tell which it
     had sent apart. Without them, a client whose loop keeps the limit of the lag has joined no chunks further apart.
@@ -280,7 +280,7 @@ def invalid_reasons(client: ClientFigures, missing: int) -> list[str]:
 
 
 def client_reasons(outcome: LoadOutcome | Mapping[str, Any]) -> list[str]:
-    """Those of the reasons of a load.json that its client's own lateness made, of one process or of several."""
+    """The reasons in a load.json that its client's own lateness made, of one process or of several."""
     outcome = LoadOutcome.model_validate(outcome)
     own = invalid_reasons(outcome.client, 0)
     names = tuple(f"{process.name}: " for process in outcome.client.processes)

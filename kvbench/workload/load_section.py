@@ -263,7 +263,7 @@ class LoadConfig(StrictModel):
             )
 
     def _mistakes_of_counts(self) -> Iterator[str]:
-        """How many requests or sessions a load holds must be said once, for each load."""
+        """Checks that the number of requests or sessions is said once, for each load."""
         name, counts = "num_requests", self.num_requests
         if self.sessions is not None:
             if not isinstance(self.prompts, SyntheticPrompts):
@@ -311,7 +311,7 @@ class LoadConfig(StrictModel):
 
     @property
     def counted_by_time(self) -> bool:
-        """Whether only the arrivals' times say how many there are."""
+        """Tests whether only the arrivals' times say how many there are."""
         return self.duration_s is not None or self.arrivals == "step"
 
     def _counts(self) -> tuple[int | None, ...]:

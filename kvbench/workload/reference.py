@@ -1,4 +1,4 @@
-"""Every key of a workload file: as a JSON schema for editors, and as a page for people; both made from the models."""
+"""The keys of a workload file, as a JSON schema for editors and as a page for people, made from the models."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ class SharedLoad:
         return None if self.events.stopped else self._first_problem()
 
     def _first_problem(self) -> str | None:
-        """Why a worker that answers ended before its last request."""
+        """Says why a worker that answers ended before its last request."""
         for member in self.members:
             end = member.ended
             if end is None:

@@ -61,12 +61,12 @@ class Member:
     clocked: Clocked = field(default_factory=Clocked)
 
     def lose(self, why: str) -> None:
-        """From now on this worker counts as lost."""
+        """Counts this worker as lost from now on."""
         self.lost = self.lost or f"{self.name} was lost: {why}"
 
 
 def samples_to_bytes(samples: Sequence[Sample]) -> bytes:
-    """What the master does not know of the samples, as msgpack."""
+    """Returns what the master does not know of the samples, as msgpack."""
     return msgpack.packb(
         [(s.request.index, s.user, s.t0, s.ts, s.end, s.queued_s, vars(s.completion)) for s in in_slices(samples)]
     )
