@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
-from typing import Any
 
 import numpy as np
 
@@ -76,9 +75,10 @@ def slip_beyond_bursts(samples: Sequence[Sample]) -> list[float]:
 def turnarounds(samples: Sequence[Sample]) -> tuple[list[float], float | None]:
     """The seconds from each stream's end to the same user's next send, and their share of the users' time.
 
-    Of a closed loop, without think times; [requests - users]. A user's time is from its first send to its last stream's end. A loop of N
-    users has a throughput of N / (response time + think time + turnaround) (Denning and Buzen, ACM Computing Surveys
-    10(3), 1978): the share (None: no turnaround) is the part of the throughput that the client itself took away.
+    Of a closed loop, without think times; [requests - users]. A user's time is from its first send to its last stream's
+    end. A loop of N users has a throughput of N / (response time + think time + turnaround) (Denning and Buzen, ACM
+    Computing Surveys 10(3), 1978): the share (None: no turnaround) is the part of the throughput that the client itself
+    took away.
     """
     gaps, spent = [], 0.0
     of_user = sorted((s for s in samples if s.sent), key=lambda s: (s.user, s.ts))
@@ -149,29 +149,22 @@ def client_report(
     )
 
 
+def _beyond_drawn(sample: Sample) -> int | None:
+    """The tokens that the server counts in a prompt beyond those drawn; None where either is not known."""
+    counted, drawn = sample.completion.prompt_tokens, sample.request.prompt_token_ids
+    return None if counted is None or drawn is None else counted - len(drawn)
+
+
 def prompt_differences(samples: Sequence[Sample]) -> list[int]:
-    """The tokens by which the server's count of each prompt differs from what was sent, where both are known."""
-    return [
-        s.completion.prompt_tokens - len(s.request.prompt_token_ids)
-        for s in samples
-        if s.completion.prompt_tokens is not None
-        and s.request.prompt is None
-        and s.request.prompt_token_ids is not None
-        and not s.request.new_tokens
-    ]
+    """The tokens by which the server's count of each prompt of token ids differs from what was sent."""
+    as_ids = [s for s in samples if s.request.prompt is None and not s.request.new_tokens]
+    return [tokens for tokens in map(_beyond_drawn, as_ids) if tokens is not None]
 
 
 def tokens_added(samples: Sequence[Sample]) -> list[int]:
     """The tokens that the server counts beyond the drawn ones in each prompt that was sent as a text."""
-    return [
-        s.completion.prompt_tokens - len(s.request.prompt_token_ids)
-        for s in samples
-        if s.completion.ok
-        and s.completion.prompt_tokens is not None
-        and s.request.prompt is not None
-        and s.request.prompt_token_ids is not None
-        and not s.request.history
-    ]
+    texts = [s for s in samples if s.completion.ok and s.request.prompt is not None and not s.request.history]
+    return [tokens for tokens in map(_beyond_drawn, texts) if tokens is not None]
 
 
 def other_prompts(samples: Sequence[Sample], dialect: Dialect, *, exact_texts: bool = False) -> list[str]:
@@ -279,9 +272,8 @@ def invalid_reasons(client: ClientFigures, missing: int) -> list[str]:
     return reasons
 
 
-def client_reasons(outcome: LoadOutcome | Mapping[str, Any]) -> list[str]:
+def client_reasons(outcome: LoadOutcome) -> list[str]:
     """The reasons in a load.json that its client's own lateness made, of one process or of several."""
-    outcome = LoadOutcome.model_validate(outcome)
     own = invalid_reasons(outcome.client, 0)
     names = tuple(f"{process.name}: " for process in outcome.client.processes)
     return [reason for reason in outcome.invalid_reasons if reason in own or reason.startswith(names)]

@@ -419,9 +419,9 @@ class _Steps:
 def _steps(chunks: Sequence[np.ndarray], sent: Sequence[float]) -> _Steps:
     """Tells the steps apart by their chunks.
 
-    Two chunks of one request are of two steps; so are a chunk and the first one of a request sent after it. Where other chunks arrived between the two, the steps are parted at the longest silence. A long silence always
-    parts two steps: that of prompts only, or one whose requests all ended in it, has no chunks of the same requests
-    around it.
+    Two chunks of one request are of two steps; so are a chunk and the first one of a request sent after it. Where other
+    chunks arrived between the two, the steps are parted at the longest silence. A long silence always parts two steps:
+    that of prompts only, or one whose requests all ended in it, has no chunks of the same requests around it.
     """
     times = np.concatenate([np.empty(0), *chunks])
     order = np.argsort(times, kind="stable")
