@@ -26,22 +26,22 @@ from kvbench.simulation.choose import files_digest, machine_of, profile_of, simu
 from kvbench.simulation.drive import ROUTERS
 from kvbench.simulation.pool import RayOptions, map_simulations
 from kvbench.simulation.run import (
+    FIRST_RATE,
+    Facts,
+    RateSearch,
+    Simulation,
     SimulationJob,
-    job_at_rate,
-    native_rate_of,
-    reasons_missed,
-    run_job,
+    find_rate,
     simulate,
     simulate_and_pack,
-    sustainable_rate,
 )
 from kvbench.simulation.show import search_table, show
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload
 from kvbench.workload.settings import slug
 
-_LEAST_REQUESTS = 200  # of a run of a search: more than a p95 needs
-_FIRST_RATE = 1.0  # of a search over a closed loop
+Options = Mapping[str, Any]
+"""The options of the command line, by name."""
 
 
 def simulate_command(*, given: Collection[str], workload: str | None, **options: Any) -> int:
@@ -58,23 +58,20 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     conditions = _conditions(options["find_max_rate"], options["request_rate"])
     folder: Path | None = options["output_dir"]
     if folder is not None:
-        if conditions:
-            raise UsageError(
-                "--find-max-rate keeps no files: leave --output-dir out, or simulate the rate that it finds"
-            )
-        check_output_dir(folder)
-        if folder.is_dir() and any(folder.iterdir()):
-            raise UsageError(f"--output-dir {folder} is not empty: give a new one")
+        _check_folder(folder, searching=bool(conditions))
     jobs, notes = _jobs(workload, options)
-    if any("goodput" in each.text for each in conditions) and any(job.load.slo is None for job in jobs):
-        raise UsageError("--find-max-rate with goodput needs to know which requests are good: give --goodput as well, "
-                         "such as 'ttft:500 tpot:50', or load.slo in the workload")  # fmt: skip
+    if any("goodput" in condition.text for condition in conditions) and any(job.load.slo is None for job in jobs):
+        raise UsageError(
+            "--find-max-rate with goodput needs to know which requests are good: give --goodput as well, such as "
+            "'ttft:500 tpot:50', or load.slo in the workload"
+        )
     for note in notes:
         say(f"note: {note}")
     console = Console()
-    results = _results(jobs, conditions, options)
+    results = _search(jobs, conditions, options) if conditions else _simulate(jobs, options)
     if options["as_json"]:
-        print_plain(console, json.dumps(as_stored(results if len(results) > 1 else results[0]), indent=1))
+        facts = [result.to_json() for result in results]
+        print_plain(console, json.dumps(as_stored(facts if len(facts) > 1 else facts[0]), indent=1))
     elif conditions:
         search_table(console, results)
     else:
@@ -84,35 +81,12 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     return 0
 
 
-def _simulated_elsewhere(jobs: Mapping[str, SimulationJob], at_once: int | None, ray: RayOptions) -> list[Any]:
-    """What summary.json holds of each job; its files come back and are written here."""
-    found = map_simulations(simulate_and_pack, jobs, at_once, ray)
-    for job, (_, files) in zip(jobs.values(), found, strict=True):
-        if job.folder is not None and files is not None:
-            job.folder.mkdir(parents=True, exist_ok=True)
-            unpack(files, job.folder)
-    return [summary for summary, _ in found]
-
-
-def _results(
-    jobs: Sequence[SimulationJob], conditions: Sequence[Condition], options: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Of each job, in their order, while progress is told."""
-    names = {job.name: job for job in jobs}
-    ray = RayOptions(options["ray_address"], options["ray_wait"]) if options["executor"] == "ray" else None
-    with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}") as update:
-        if conditions:
-            how = {name: options[name] for name in ("run_seconds", "tolerance")}
-            return map_simulations(partial(find_rate, conditions=conditions, **how), names, options["processes"], ray)
-        if ray is not None:
-            return _simulated_elsewhere(names, options["processes"], ray)
-        if len(jobs) > 1:
-            return map_simulations(simulate, names, options["processes"])
-
-        def on_progress(ended: int, requests: int | None) -> None:
-            update(f"simulating: {ended:,} {'requests' if requests is None else f'of {requests:,} requests'}")
-
-        return [simulate(jobs[0], on_progress)]
+def _check_folder(folder: Path, *, searching: bool) -> None:
+    if searching:
+        raise UsageError("--find-max-rate keeps no files: leave --output-dir out, or simulate the rate that it finds")
+    check_output_dir(folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(f"--output-dir {folder} is not empty: give a new one")
 
 
 def _conditions(slo: str | None, rates: Sequence[float] | None) -> tuple[Condition, ...]:
@@ -125,31 +99,81 @@ def _conditions(slo: str | None, rates: Sequence[float] | None) -> tuple[Conditi
         raise UsageError(f"--find-max-rate: {error}") from None
 
 
-def _jobs(workload: str | None, options: Mapping[str, Any]) -> tuple[list[SimulationJob], Sequence[str]]:
+def _ray(options: Options) -> RayOptions | None:
+    return RayOptions(options["ray_address"], options["ray_wait"]) if options["executor"] == "ray" else None
+
+
+def _search(jobs: Sequence[SimulationJob], conditions: Sequence[Condition], options: Options) -> list[RateSearch]:
+    how = {name: options[name] for name in ("run_seconds", "tolerance")}
+    search = partial(find_rate, conditions=conditions, **how)
+    with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}"):
+        return map_simulations(search, {job.name: job for job in jobs}, options["processes"], _ray(options))
+
+
+def _simulate(jobs: Sequence[SimulationJob], options: Options) -> list[Simulation]:
+    """What came of each job, in their order, while progress is told."""
+    by_name, ray = {job.name: job for job in jobs}, _ray(options)
+    with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}") as update:
+        if ray is not None:
+            packed = map_simulations(simulate_and_pack, by_name, options["processes"], ray)
+            for job, (_, files) in zip(jobs, packed, strict=True):
+                if job.folder is not None and files is not None:
+                    job.folder.mkdir(parents=True, exist_ok=True)
+                    unpack(files, job.folder)
+            return [result for result, _ in packed]
+        if len(jobs) > 1:
+            return map_simulations(simulate, by_name, options["processes"])
+
+        def on_progress(ended: int, requests: int | None) -> None:
+            update(f"simulating: {ended:,} {'requests' if requests is None else f'of {requests:,} requests'}")
+
+        return [simulate(jobs[0], on_progress)]
+
+
+def _jobs(workload: str | None, options: Options) -> tuple[list[SimulationJob], Sequence[str]]:
     """A job for each rate or number of users, each number of replicas and each router; and notes. Raises UsageError."""
     jobs: list[SimulationJob] = []
     notes: Sequence[str] = ()
+    routers, code = tuple(dict.fromkeys(options["router"])) or (next(iter(ROUTERS)),), git_state()
     for rate, users in itertools.product(options["request_rate"] or (None,), options["max_concurrency"] or (None,)):
         loaded, point, notes = _load(workload, rate, users, options)
         assert loaded.simulate is not None
-        model = str(loaded.engine["model"])
-        machine = machine_of(loaded.simulate, model)
-        machine.step_timer(machine.settle(loaded.engine)[0])  # what cannot be is said before anything runs
+        machine = machine_of(loaded.simulate, str(loaded.engine["model"]))
+        config, capacity = machine.settle(loaded.engine)
+        machine.step_timer(config)  # what cannot be is said before anything runs
         load_name = point.load_id
         if options["find_max_rate"]:
             load_name = "trace" if loaded.load.arrivals == "trace" else "open loop"
         if users is not None and point.mode == "open":
             load_name += f" at most {users} in flight"
-        for replicas, router in itertools.product(options["replicas"], _routers(options)):
+        for replicas, router in itertools.product(options["replicas"], routers):
             name = load_name + (f", {plural(replicas, 'replica')}, {router}" if max(options["replicas"]) > 1 else "")
-            how = (loaded.engine, loaded.load, point, loaded.seed, replicas, router)
-            jobs.append(SimulationJob(name, loaded.simulate, model, *how))
-    code = git_state()
-    return [_with_facts(job, options, len(jobs), code) for job in jobs], notes
+            facts = Facts(
+                name=name,
+                machine=machine.title,
+                cost_model=machine.cost_model,
+                model=machine.model.name,
+                **loaded.simulate.model_dump(include={"device", "tensor_parallel", "ops", "calibration"}),
+                files_sha256=files_digest(machine, loaded.simulate),
+                replica_count=replicas,
+                router=router if replicas > 1 else None,
+                seed=loaded.seed,
+                engine={**loaded.engine, "model": machine.model.name, "max_model_len": config.max_model_len},
+                kv_slots=capacity.num_slots,
+                load=loaded.load.model_dump(mode="json", exclude_none=True),
+                load_id=point.load_id,
+                kvbench=__version__,
+                git=dict(code),
+            )
+            fleet = (loaded.engine, loaded.load, point, loaded.seed, replicas, router, options["output_dir"], facts)
+            jobs.append(SimulationJob(name, loaded.simulate, str(loaded.engine["model"]), *fleet))
+    if len(jobs) > 1:
+        jobs = [replace(job, folder=job.folder and job.folder / slug(job.name)) for job in jobs]
+    return jobs, notes
 
 
 def _load(
-    workload: str | None, rate: float | None, users: int | None, options: Mapping[str, Any]
+    workload: str | None, rate: float | None, users: int | None, options: Options
 ) -> tuple[Workload, LoadPoint, Sequence[str]]:
     """The workload with one load, as it runs on the machine of the options, and notes on what differs."""
     overrides, searching = list(options["overrides"]), bool(options["find_max_rate"])
@@ -169,56 +193,6 @@ def _load(
             "or a trace (-o load.arrivals=poisson)"
         )
     if searching and point.mode == "closed":
-        loaded, point = choose_load(path, replace(chosen, request_rate=_FIRST_RATE), text=text, **how)
+        loaded, point = choose_load(path, replace(chosen, request_rate=FIRST_RATE), text=text, **how)
     made, notes = simulated_workload(loaded, options, overrides)
     return made, point, notes
-
-
-def _routers(options: Mapping[str, Any]) -> Sequence[str]:
-    return tuple(dict.fromkeys(options["router"])) or (next(iter(ROUTERS)),)
-
-
-def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int, code: Mapping[str, Any]) -> SimulationJob:
-    """With what summary.json holds beside the figures, and the folder of its files. ``code``: kvbench's commit."""
-    machine = machine_of(job.section, job.model)
-    config, capacity = machine.settle(job.settings)
-    facts = {
-        "machine": machine.title,
-        "cost_model": machine.cost_model,
-        "model": machine.model.name,
-        **job.section.model_dump(include={"device", "tensor_parallel", "ops", "calibration"}),
-        "files_sha256": files_digest(machine, job.section),
-        "replica_count": job.replicas,
-        "router": job.router if job.replicas > 1 else None,
-        "seed": job.seed,
-        "engine": {**job.settings, "model": machine.model.name, "max_model_len": config.max_model_len},
-        "kv_slots": capacity.num_slots,
-        "load": job.load.model_dump(mode="json", exclude_none=True),
-        "load_id": job.point.load_id,
-        "kvbench": __version__,
-        "git": code,
-    }
-    folder: Path | None = options["output_dir"]
-    if folder is not None and jobs > 1:
-        folder = folder / slug(job.name)
-    return replace(job, facts=facts, folder=folder)
-
-
-def find_rate(
-    job: SimulationJob, *, conditions: Sequence[Condition], run_seconds: float, tolerance: float
-) -> dict[str, Any]:
-    """The highest rate that meets ``conditions``, and each rate that was tried."""
-    trials: list[dict[str, Any]] = []
-    first = native_rate_of(job) if job.load.arrivals == "trace" else job.point.request_rate or _FIRST_RATE
-
-    def meets(rate: float) -> bool:
-        tried = job_at_rate(job, rate, run_seconds, _LEAST_REQUESTS)
-        result = run_job(tried)
-        missed = reasons_missed(result, conditions)
-        trials.append({"rate": rate, "met": not missed, "missed": missed, "requests": result.figures["completed"]})
-        return not missed
-
-    found = sustainable_rate(meets, first, tolerance)
-    answer = None if found == float("inf") else found
-    return {"simulated": True, "name": job.name, **job.facts, "slo": [c.text for c in conditions],
-            "max_rate": answer, "always_met": answer is None, "trials": trials}  # fmt: skip
