@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 
 from kvbench.calibration.mock.process import MockProcess, self_signed
 from kvbench.common.files import read_json
-from kvbench.common.foreign_cpu import MAX_STEAL_SHARE, MachineWatch, ServerProcess, foreign_limit
+from kvbench.common.foreign_cpu import MAX_STEAL_SHARE, MachineReport, MachineWatch, ServerProcess, foreign_limit
 from kvbench.common.machine import machine, usable_cores, versions
 from kvbench.load import launch
 from kvbench.load.completion import SENT_TOGETHER_S
@@ -271,16 +271,16 @@ def calibrate(settings: CalibrationSettings, limits: Limits | None = None, attem
     limits = limits or validity_limits(settings.itl_ms)
     made: list[Attempt] = []
     while not made or (made[-1].reasons and len(made) < attempts):
-        figures, seen = _measure(settings)
+        figures, machine = _measure(settings)
         reasons = judge_figures(figures, limits, settings)
-        made.append(Attempt(figures, reasons, seen["foreign_cpu_cores"], seen["steal_share"]))
+        made.append(Attempt(figures, reasons, machine.foreign_cpu_cores, machine.steal_share))
     best = min(reversed(made), key=lambda each: len(each.reasons))
     taken = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return Calibration(settings, best.figures, limits, best.reasons, machine_key(), taken, tuple(made))
 
 
-def _measure(settings: CalibrationSettings) -> tuple[Figures, dict[str, Any]]:
-    """One attempt: what it found, and how the machine was meanwhile (``foreign_cpu.machine_report``)."""
+def _measure(settings: CalibrationSettings) -> tuple[Figures, MachineReport]:
+    """One attempt: what it found, and how the machine was meanwhile."""
     count = settings.requests
     rate = max(_FAULT_SHARE, 1.0 / count)  # exact for the mock: at least one of each kind
     with tempfile.TemporaryDirectory(prefix="kvbench-calibration-") as scratch:

@@ -14,9 +14,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError
@@ -25,17 +25,29 @@ from kvbench.common.files import read_json, write_json
 PAGE_SIZE = 16
 RESERVED, IN_ORDER, SCATTERED = "reserved", "in order", "scattered"
 LAYOUTS, ROUNDS = 10, 12  # of memory, and of turns in each
-_SHAPES: dict[str, dict[str, Any]] = {  # more KV than caches hold; heads as of llama-32m and Llama-3.1-8B
+_LIMIT_S = 180.0
+_SHAPES = {  # more KV than caches hold; heads as of llama-32m and Llama-3.1-8B
     "cpu": {"dtype": "float32", "batch": 32, "context": 1024, "heads": 8, "kv_heads": 4, "head_dim": 64},
     "cuda": {"dtype": "bfloat16", "batch": 64, "context": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128},
 }
-_LIMIT_S = 180.0
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """The ``seconds`` of a decode step [layouts] for each place of the KV."""
+
+    device: str
+    backend: str
+    batch: int
+    context: int
+    page_size: int
+    seconds: dict[str, list[float]]
 
 
 def measure_kernel_cost(
     folder: Path, on_cpu: bool, say: Callable[[str], None], check: Callable[[], None]
-) -> dict[str, Any]:
-    """What ``time_kernels`` returns, from a process of its own. Raises MeasurementError."""
+) -> KernelCost:
+    """The cost, timed in a process of its own. Raises MeasurementError."""
     folder.mkdir(parents=True, exist_ok=True)
     out, log = folder / "kernel_cost.json", folder / "kernel_cost.log"
     say("the decode kernel")
@@ -54,26 +66,26 @@ def measure_kernel_cost(
         processes.stop(process)
     if process.returncode:
         raise MeasurementError(f"the kernels could not be timed: {processes.last_lines(log, 1)}")
-    return read_json(out)
+    return KernelCost(**read_json(out))
 
 
-def time_kernels(device: str, shape: dict[str, Any]) -> dict[str, Any]:
-    """The shape, the backend, and ``seconds`` of a decode step [layouts] for each place of the KV."""
+def time_kernels(
+    device: str, *, dtype: str, batch: int, context: int, heads: int, kv_heads: int, head_dim: int
+) -> KernelCost:
+    """Times one decode step of a layer, on the default backend."""
     import torch
 
     from kernels import default_backend, get_backend
     from kernels.api import AttentionOptions
     from kernels.cpu_memory import cache_zeros
 
-    dtype = getattr(torch, shape["dtype"])
-    backend = get_backend(default_backend(device, dtype))
-    batch, context, dim = shape["batch"], shape["context"], shape["head_dim"]
-    options = AttentionOptions(scale=dim**-0.5)
+    kv_dtype = getattr(torch, dtype)
+    backend = get_backend(default_backend(device, kv_dtype))
+    options = AttentionOptions(scale=head_dim**-0.5)
     seconds: dict[str, list[float]] = {RESERVED: [], IN_ORDER: [], SCATTERED: []}
     for _ in range(LAYOUTS):
-        of_cache = (batch * context, shape["kv_heads"], dim)
-        k, v = (cache_zeros(of_cache, dtype, device).normal_() for _ in "kv")
-        q = torch.randn(batch, shape["heads"], dim, dtype=dtype, device=device)
+        k, v = (cache_zeros((batch * context, kv_heads, head_dim), kv_dtype, device).normal_() for _ in "kv")
+        q = torch.randn(batch, heads, head_dim, dtype=kv_dtype, device=device)
         out, lengths = torch.empty_like(q), torch.full((batch,), context, device=device)
 
         steps = {}
@@ -90,7 +102,7 @@ def time_kernels(device: str, shape: dict[str, Any]) -> dict[str, Any]:
                 took[name].append(_time(device, steps[name]))
         for name, each in took.items():
             seconds[name].append(statistics.median(each[1:]))  # the first turn warms up
-    return {**shape, "device": device, "backend": backend.name, "page_size": PAGE_SIZE, "seconds": seconds}
+    return KernelCost(device, backend.name, batch, context, PAGE_SIZE, seconds)
 
 
 def _time(device: str, step: Callable[[], object]) -> float:
@@ -109,7 +121,7 @@ def main() -> None:
 
     device, out = sys.argv[1:]
     torch.set_num_threads(1)  # as the engines of the other claims
-    write_json(Path(out), time_kernels(device, _SHAPES[device]))
+    write_json(Path(out), asdict(time_kernels(device, **_SHAPES[device])))
 
 
 if __name__ == "__main__":

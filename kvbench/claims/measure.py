@@ -32,29 +32,12 @@ from kvbench.metrics.latency import QUANTILES, request_latencies
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import Configuration, Design, capacities, normalise, plan_sweep
-from kvbench.workload.file import Workload, load_workload
+from kvbench.workload.file import Workload
 from kvbench.workload.settings import effective
 
 EARLY_CONFIDENCE = 0.99  # of the intervals that end a measurement before its fewest launches
 NARROW = 0.08  # half width of an interval beyond which more launches are not worth their time
 _OPEN_LIMIT_S = 120.0
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One workload to measure.
-
-    workload: its file, where that has another name; overrides: ``key=value`` over the file's values.
-    """
-
-    name: str
-    overrides: tuple[str, ...] = ()
-    workload: str = ""
-
-    def load(self, folder: Path, profile: str | None) -> Workload:
-        """Raises UsageError."""
-        file = folder / f"{self.workload or self.name}.yaml"
-        return load_workload(file, profile=profile, overrides=self.overrides)
 
 
 @dataclass
@@ -80,6 +63,10 @@ class Measured:
             for each in self.design.configurations
             if all(effective(each.settings, key) == value for key, value in wanted.items())
         )
+
+    def capacity_of(self, **settings: Any) -> Mapping[str, Any]:
+        """What its KV budget holds."""
+        return self.capacity[self.find(**settings).config_id]
 
     def _folders(self, configuration: Configuration) -> list[Path]:
         cell = next(each for each in self.design.cells if each.configuration is configuration)
@@ -169,7 +156,7 @@ class Measured:
 
     def tokens_held(self, **settings: Any) -> int:
         """Tokens that its KV budget holds."""
-        return int(self.capacity[self.find(**settings).config_id]["capacity_tokens"])
+        return int(self.capacity_of(**settings)["capacity_tokens"])
 
 
 def is_narrow(found: Effect) -> bool:
@@ -178,7 +165,7 @@ def is_narrow(found: Effect) -> bool:
 
 
 def measure(
-    measurement: Measurement,
+    name: str,
     workload: Workload,
     folder: Path,
     *,
@@ -210,7 +197,7 @@ def measure(
 
     sitting.is_enough = enough
     if reason := sitting.why_not():
-        raise MeasurementError(f"{measurement.name}: {reason}")
+        raise MeasurementError(f"{name}: {reason}")
     found.launches = sitting.execute()["launches"]
     return found
 

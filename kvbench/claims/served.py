@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,58 @@ _VARIANTS = {
 }
 
 
-def measure_served(folder: Path, on_cpu: bool, say: Callable[[str], None], check: Callable[[], None]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Abandoned:
+    """What a server kept of streams that were left after their first token.
+
+    owned_before: pages; freed_after_s: None if some were still owned after ``_FREED_WITHIN_S``; next_served: whether a
+    request for the whole memory then was served.
+    """
+
+    streams: int
+    owned_before: float
+    freed_after_s: float | None
+    next_served: bool
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """Malformed requests beside good ones: how many were ``sent``, and ``refused`` with a reason.
+
+    good: good requests; running: those that still ran when the malformed ones were refused; same_tokens: those with the
+    tokens that they have alone.
+    """
+
+    good: int
+    running: int
+    same_tokens: int
+    sent: int
+    refused: int
+    seconds_alone: float
+    seconds_beside: float
+
+
+@dataclass(frozen=True)
+class ServedFacts:
+    """What the two claims are judged by. ``abandoned``: by the variant of the server."""
+
+    abandoned: dict[str, Abandoned]
+    malformed: Malformed
+
+
+def measure_served(folder: Path, on_cpu: bool, say: Callable[[str], None], check: Callable[[], None]) -> ServedFacts:
     """Facts of both claims. Raises MeasurementError."""
-    device = {"device": "cpu" if on_cpu else "cuda"}
-    found: dict[str, Any] = {"abandoned": {}}
+    abandoned: dict[str, Abandoned] = {}
+    malformed: list[Malformed] = []
     for name, settings in _VARIANTS.items():
         check()
         say(f"a server with {name}")
-        with _server(settings | device, folder / f"{name.replace(' ', '-')}.log") as target:
-            found["abandoned"][name] = _abandon(target)
-            if "malformed" not in found:
-                found["malformed"] = _send_malformed(target)
-    return found
+        settings = {**_SETTINGS, **settings, "device": "cpu" if on_cpu else "cuda"}
+        with _server(settings, folder / f"{name.replace(' ', '-')}.log") as target:
+            abandoned[name] = _abandon(target)
+            if not malformed:
+                malformed.append(_send_malformed(target))
+    return ServedFacts(abandoned, malformed[0])
 
 
 @contextmanager
@@ -55,7 +96,7 @@ def _server(settings: Mapping[str, Any], log: Path) -> Iterator[BuiltinTarget]:
     log.parent.mkdir(parents=True, exist_ok=True)
     target = BuiltinTarget()
     try:
-        target.start({**_SETTINGS, **settings}, log)
+        target.start(settings, log)
         yield target
     except httpx.HTTPError as error:
         raise MeasurementError(f"the server did not answer ({str(error) or type(error).__name__})") from None
@@ -63,8 +104,8 @@ def _server(settings: Mapping[str, Any], log: Path) -> Iterator[BuiltinTarget]:
         target.stop()
 
 
-def _abandon(target: BuiltinTarget) -> dict[str, Any]:
-    """Leaves streams after their first token; when their pages came back, and whether a large request then fits."""
+def _abandon(target: BuiltinTarget) -> Abandoned:
+    """Leaves streams after their first token."""
     url = f"{target.http.base_url}/v1/completions"
     lines = []  # kept, since a stream is closed once nobody can read it
     with ExitStack() as stack:
@@ -83,10 +124,10 @@ def _abandon(target: BuiltinTarget) -> dict[str, Any]:
     answer = target.http.call(
         "POST", "/v1/completions", body=_body(target, [20] * (_LENGTH - 8), 8), timeout_s=_TIMEOUT_S
     )
-    return {"streams": STREAMS, "owned_before": before, "freed_after_s": freed, "next_served": answer.status == 200}
+    return Abandoned(STREAMS, before, freed, answer.status == 200)
 
 
-def _send_malformed(target: BuiltinTarget) -> dict[str, Any]:
+def _send_malformed(target: BuiltinTarget) -> Malformed:
     """Good requests with malformed ones among them, beside the same good ones alone. Raises MeasurementError."""
     good = [_body(target, [30 + number] * 40, 48) for number in range(STREAMS)]
     name = target.model.name
@@ -113,14 +154,15 @@ def _send_malformed(target: BuiltinTarget) -> dict[str, Any]:
         raise MeasurementError("a good request failed without malformed ones beside it")
     if not running:
         raise MeasurementError("the good requests had ended before the malformed ones were refused")
-    return {
-        "running": running,
-        "seconds": {"alone": between - started, "beside": ended - between},
-        "good": len(good),
-        "same_tokens": sum(a == b for a, b in zip(alone, beside, strict=True)),
-        "sent": len(bad),
-        "refused": sum(400 <= answer.status_code < 500 and _reason(answer) for answer in refused),
-    }
+    return Malformed(
+        good=len(good),
+        running=running,
+        same_tokens=sum(a == b for a, b in zip(alone, beside, strict=True)),
+        sent=len(bad),
+        refused=sum(400 <= answer.status_code < 500 and _reason(answer) for answer in refused),
+        seconds_alone=between - started,
+        seconds_beside=ended - between,
+    )
 
 
 def _post(target: BuiltinTarget, body: Any) -> httpx.Response:

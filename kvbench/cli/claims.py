@@ -41,26 +41,28 @@ def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str 
     """
     from rich.console import Console
 
-    from kvbench.claims.judges import UNDECIDED
-    from kvbench.claims.page import markdown, page
-    from kvbench.claims.run import ClaimsRun, chosen, summary, workloads_of
+    from kvbench.claims.catalogue import chosen, workloads_of
+    from kvbench.claims.results import markdown, page
+    from kvbench.claims.run import ClaimsRun
+    from kvbench.claims.verdict import UNDECIDED
     from kvbench.common.console import make_table, print_plain, print_table, status_line
     from kvbench.common.files import write_text
     from kvbench.common.git import git_state
     from kvbench.common.signals import Interruption
     from kvbench.runs.folder import create_run
+    from kvbench.workload.file import default_profile
 
-    console, found = Console(), chosen(only)
+    console, selected = Console(), chosen(only)
     if list_only:
-        print_table(console, make_table(("claim", "what it says"), [(each.name, each.says) for each in found]))
+        print_table(console, make_table(("claim", "what it says"), [(claim.name, claim.says) for claim in selected]))
         return 0
-    workloads = workloads_of(found, profile)
+    workloads, profile = workloads_of(selected, profile), profile or default_profile()
     folder = create_run(output_dir, "claims", git_state()["short_sha"]).path
     print_plain(console, f"results: {folder}")
     with Interruption() as interruption, status_line(console, "starting") as show:
         run = ClaimsRun(
             folder,
-            found,
+            selected,
             workloads,
             minutes,
             profile,
@@ -71,9 +73,9 @@ def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str 
         try:
             result = run.execute()
         finally:
-            if run.result["claims"]:
+            if run.result is not None and run.result.claims:
                 write_text(folder / "report.md", markdown(run.result))
                 write_text(folder / "report.html", page(run.result))
                 print_plain(console, f"report: {folder / 'report.html'}")
-    print_plain(console, summary(result))
-    return 3 if any(each["verdict"] == UNDECIDED for each in result["claims"]) else 0
+    print_plain(console, result.summary)
+    return 3 if any(claim.verdict == UNDECIDED for claim in result.claims) else 0

@@ -8,7 +8,6 @@ configuration.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 import socket
@@ -22,8 +21,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from kvbench.common.gpu_energy import gpu_energy_j
-from kvbench.common.machine import usable_cores
+from kvbench.common.machine import gpu_energy_j, usable_cores
+from kvbench.common.records import Record
 from kvbench.common.text import plural
 
 MAX_FOREIGN_SHARE = 0.05  # of all cores that kvbench and the server may use
@@ -129,42 +128,49 @@ def tree_cpu_s(pid: int) -> float | None:
     return total
 
 
-def machine_report(start: CpuReading | None, end: CpuReading | None, server: ServerProcess) -> dict[str, Any]:
-    """``machine`` of a load: all in cores on average, ``steal_share`` of all cores' time. Unknown values are None."""
-    report: dict[str, Any] = {
-        "foreign_cpu_cores": None,
-        "steal_share": None,
-        "load_average": os.getloadavg()[0],
-        "cores": os.cpu_count(),
-        "server_cpu_cores": None,
-        "client_cpu_cores": None,
-        "seconds": None,
-    }
+class MachineReport(Record):
+    """How busy the machine was during a load [cores, share, s]; None where the system does not tell.
+
+    ``gpu_energy_j``: of all GPUs of this machine, by NVML.
+    """
+
+    foreign_cpu_cores: float | None = None
+    steal_share: float | None = None
+    load_average: float | None = None
+    cores: int | None = None
+    server_cpu_cores: float | None = None
+    client_cpu_cores: float | None = None
+    seconds: float | None = None
+    gpu_energy_j: float | None = None
+
+
+def machine_report(
+    start: CpuReading | None, end: CpuReading | None, server: ServerProcess, gpu_energy: float | None = None
+) -> MachineReport:
+    """What happened between two readings."""
+    load = os.getloadavg()[0]
     if start is None or end is None or end.wall <= start.wall or not end.cores:
-        return report
+        return MachineReport(load_average=load, cores=os.cpu_count(), gpu_energy_j=gpu_energy)
     wall = end.wall - start.wall
     client, served = _rate(start.client_s, end.client_s, wall), _rate(start.server_s, end.server_s, wall)
-    report |= {
-        "steal_share": (end.steal_s - start.steal_s) / (wall * end.cores),
-        "cores": end.cores,
-        "server_cpu_cores": served,
-        "client_cpu_cores": client,
-        "seconds": wall,
-    }
+    foreign = None
     if client is not None and (served is not None or not server.local):
         ours = client + (served or 0.0) + (end.own_s - start.own_s) / wall
-        report["foreign_cpu_cores"] = max(0.0, (end.busy_s - start.busy_s) / wall - ours)
-    return report
+        foreign = max(0.0, (end.busy_s - start.busy_s) / wall - ours)
+    return MachineReport(
+        foreign_cpu_cores=foreign,
+        steal_share=(end.steal_s - start.steal_s) / (wall * end.cores),
+        load_average=load,
+        cores=end.cores,
+        server_cpu_cores=served,
+        client_cpu_cores=client,
+        seconds=wall,
+        gpu_energy_j=gpu_energy,
+    )
 
 
 def _rate(start: float | None, end: float | None, wall: float) -> float | None:
     return None if start is None or end is None else max(0.0, end - start) / wall
-
-
-def read_own_cpu(server: ServerProcess, stat: Path = _PROC_STAT) -> CpuReading | None:
-    """A reading in which this process with its children is the client, and nothing else is ours but the server."""
-    found = read_cpu(server, os.getpid(), stat)
-    return found and dataclasses.replace(found, own_s=0.0)
 
 
 class ForeignWatch:
@@ -172,19 +178,23 @@ class ForeignWatch:
 
     def __init__(self, stat: Path = _PROC_STAT) -> None:
         self._stat = stat
-        self._start = read_own_cpu(_NO_SERVER, stat)
+        self._start = self._read()
+
+    def _read(self) -> CpuReading | None:
+        """A reading in which this process with its children is the client."""
+        reading = read_cpu(_NO_SERVER, os.getpid(), self._stat)
+        return reading and dataclasses.replace(reading, own_s=0.0)
 
     def report(self) -> dict[str, Any]:
         """``foreign_cpu_cores``: cores that others used on average; ``disturbed``: too many to trust the timing.
 
         Empty where the system does not tell.
         """
-        found = machine_report(self._start, read_own_cpu(_NO_SERVER, self._stat), _NO_SERVER)
-        foreign = found["foreign_cpu_cores"]
-        if foreign is None:
+        machine = machine_report(self._start, self._read(), _NO_SERVER)
+        foreign, cores, seconds = machine.foreign_cpu_cores, machine.cores, machine.seconds
+        if foreign is None or cores is None or seconds is None:
             return {}
-        limit = foreign_limit(found["cores"], found["seconds"])
-        return {"foreign_cpu_cores": round(foreign, 3), "disturbed": foreign > limit}
+        return {"foreign_cpu_cores": round(foreign, 3), "disturbed": foreign > foreign_limit(cores, seconds)}
 
 
 def waits_for_quiet(limit_s: float, check: Callable[[], None], on_busy: Callable[[str], None]) -> bool:
@@ -200,7 +210,7 @@ def waits_for_quiet(limit_s: float, check: Callable[[], None], on_busy: Callable
             time.sleep(_LONG_ENOUGH_S / 4)
             check()
         report = watch.report()
-        if not report.get("disturbed"):
+        if not report or not report["disturbed"]:
             return True
         on_busy(_busiest(others, _cpu_of_others(), time.monotonic() - begun, report["foreign_cpu_cores"]))
         if time.monotonic() > until:
@@ -256,21 +266,20 @@ class MachineWatch:
         self._readings[phase] = read_cpu(self.server, client_pid)
         self._energy_j[phase] = gpu_energy_j() if self.server.local else None
 
-    def report(self) -> dict[str, Any]:
-        """As ``machine_report``; ``gpu_energy_j``: of all GPUs of this machine, None where NVML does not tell."""
-        begin, end = (self._energy_j.get(phase) for phase in ("begin", "measured"))
-        used = None if begin is None or end is None else end - begin
-        report = machine_report(self._readings.get("begin"), self._readings.get("measured"), self.server)
-        return {**report, "gpu_energy_j": used}
+    def report(self) -> MachineReport:
+        """What happened between the two phases."""
+        used = {phase: self._energy_j.get(phase) for phase in ("begin", "measured")}
+        energy = None if None in used.values() else used["measured"] - used["begin"]
+        return machine_report(self._readings.get("begin"), self._readings.get("measured"), self.server, energy)
 
 
-def foreign_limit(cores: int, wall_s: float = math.inf) -> float:
+def foreign_limit(cores: int, wall_s: float | None = None) -> float:
     """How many of ``cores`` others may use over ``wall_s`` [s]; short times are given the ticks' resolution on top."""
-    ticks = _RESOLUTION_S / wall_s if wall_s < _LONG_ENOUGH_S else 0.0
+    ticks = _RESOLUTION_S / wall_s if wall_s and wall_s < _LONG_ENOUGH_S else 0.0
     return max(MIN_FOREIGN_CORES, MAX_FOREIGN_SHARE * cores) + ticks
 
 
-def limit_words(cores: int, wall_s: float = math.inf) -> str:
+def limit_words(cores: int, wall_s: float | None = None) -> str:
     """Which limit on other programs' CPU applies: "5 % of 16 cores", or the minimum where that would be lower."""
     if (ticks := foreign_limit(cores, wall_s) - foreign_limit(cores)) > 0:
         return f"{limit_words(cores)}, and {ticks:.2f} since {wall_s:.1f} s are too short to tell"
@@ -278,11 +287,10 @@ def limit_words(cores: int, wall_s: float = math.inf) -> str:
     return share if MAX_FOREIGN_SHARE * cores >= MIN_FOREIGN_CORES else f"the minimum; {share} would be less"
 
 
-def contention_reasons(machine: Mapping[str, Any]) -> list[str]:
+def contention_reasons(machine: MachineReport) -> list[str]:
     """Why the machine makes a load invalid, one sentence each; what is not known invalidates nothing."""
     reasons = []
-    foreign, wall, steal = machine["foreign_cpu_cores"], machine["seconds"], machine["steal_share"]
-    cores = machine["cores"]
+    foreign, steal, cores, wall = machine.foreign_cpu_cores, machine.steal_share, machine.cores or 1, machine.seconds
     if foreign is not None and foreign > (limit := foreign_limit(cores, wall)):
         reasons.append(
             f"other processes used {foreign:.2f} of a core while this load ran, the limit is {limit:.2f} "

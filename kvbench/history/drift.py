@@ -9,38 +9,44 @@ commits measures both on one day.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
 from kvbench.common.git import try_git
-from kvbench.common.stats import welch_interval
-from kvbench.gate.timing.rules import DEFAULT_RULES
+from kvbench.effects.comparison import Comparison, independent
+from kvbench.gate.timing.rules import CELL, DEFAULT_RULES
 from kvbench.history.runs import Series, StoredRun, TrendPoint
+from kvbench.metrics.definitions import SERVED
 
 DRIFTED, WITHIN, UNCLEAR = "drifted", "within", "unclear"
-MARGINS = {metric.name: metric.margins["cell"] for metric in DEFAULT_RULES.metrics}  # how much worse a cell may be
-MARGINS |= {f"steady_{name}": margin for name, margin in MARGINS.items()}
+MARGINS = {rule.name: rule.margins[CELL] for rule in DEFAULT_RULES.metrics}  # how much worse a cell may be
 _MIN_SHA = 7
 
 
 @dataclass(frozen=True)
 class Drift:
-    """The change of a series since a release: ``change`` is new / old - 1, ``interval`` its 95 % interval.
-
-    ``outcome``: ``drifted`` if it is worse by more than ``margin`` and the interval excludes 0; ``within`` if the
-    interval excludes a drift beyond the margin; else ``unclear``.
-    """
+    """A series' newest counted run against that of a release, judged by the margin of its metric."""
 
     release_name: str
+    release: TrendPoint
     last: TrendPoint
-    change: float
-    interval: tuple[float, float] | None
+    comparison: Comparison
     margin: float
     outcome: str
+
+    @property
+    def change(self) -> float:
+        """new / old - 1."""
+        return self.comparison.ratio - 1
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the change; None with fewer than two repeats on a side."""
+        low, high = self.comparison.low, self.comparison.high
+        return None if low is None or high is None else (low - 1, high - 1)
 
 
 @dataclass(frozen=True)
@@ -60,23 +66,24 @@ class Releases:
         If there is none before it: those of the release that the newest run itself belongs to.
         """
         newest_first = series.counted[::-1]
-        found = [
-            (name, point)
-            for name, sha in self._names(newest_first)
-            if (point := next((p for p in newest_first if _belongs(p.run, name, sha)), None))
-        ]
-
-        def is_newest(run: StoredRun) -> bool:
+        first = None
+        for name, sha in self._names(newest_first):
+            point = next((point for point in newest_first if _belongs(point.run, name, sha)), None)
+            if point is None:
+                continue
             newest = newest_first[0].run
-            return run is newest or (run.release is not None and run.release == newest.release)
+            if point.run is not newest and (point.run.release is None or point.run.release != newest.release):
+                return name, point
+            first = first or (name, point)
+        return first
 
-        return next((each for each in found if not is_newest(each[1].run)), found[0] if found else None)
-
-    def _names(self, newest_first: Sequence[TrendPoint]) -> list[tuple[str, str]]:
+    def _names(self, newest_first: Sequence[TrendPoint]) -> Iterator[tuple[str, str]]:
         """Name and sha of every release that may count, the preferred ones first."""
+        if self.chosen is None:
+            yield from ((point.run.release, "") for point in newest_first if point.run.release)
+        yield from self.tags
         if self.chosen is not None:
-            return [*self.tags, (self.chosen, "")]
-        return [*((point.run.release, "") for point in newest_first if point.run.release), *self.tags]
+            yield self.chosen, ""
 
 
 def find_releases(runs: Sequence[StoredRun], chosen: str | None) -> Releases:
@@ -87,9 +94,9 @@ def find_releases(runs: Sequence[StoredRun], chosen: str | None) -> Releases:
         return Releases(chosen=chosen)
     sha = "" if chosen.startswith("-") else _git("rev-parse", "--verify", "--quiet", f"{chosen}^{{commit}}")
     if not any(_belongs(run, chosen, sha) or _belongs(run, chosen, "") for run in runs):
-        known = ", ".join(sorted({run.release for run in runs if run.release}))
+        marked = ", ".join(sorted({run.release for run in runs if run.release}))
         raise UsageError(
-            f"--release {chosen!r}: no run is of that commit or release; marked releases: {known or 'none'} "
+            f"--release {chosen!r}: no run is of that commit or release; marked releases: {marked or 'none'} "
             "(`kvbench history add ... --release NAME` marks one)"
         )
     return Releases(((chosen, sha),) if sha else (), chosen)
@@ -97,30 +104,28 @@ def find_releases(runs: Sequence[StoredRun], chosen: str | None) -> Releases:
 
 def find_drift(series: Series, name: str, release: TrendPoint) -> Drift | None:
     """The change from ``release`` to the newest counted run; None without a newer run or a margin of the metric."""
-    last, margin, better = series.counted[-1], MARGINS.get(series.metric.name), series.metric.better
-    if margin is None or release is last or min(release.values + last.values) <= 0:
+    last, shown = series.counted[-1], series.figure
+    margin = MARGINS.get(shown.of_steady(False).name)
+    if margin is None or release is last:
         return None
-    old, new = ([math.log(value) for value in point.values] for point in (release, last))
-    change = math.expm1(statistics.fmean(new) - statistics.fmean(old))
-    interval = _interval(old, new)
-    least, most = sorted(-better * end for end in interval) if interval else (-math.inf, math.inf)  # worse is positive
-    drifted = -better * change > margin and least > 0
-    outcome = DRIFTED if drifted else WITHIN if most <= margin else UNCLEAR
-    return Drift(name, last, change, interval, margin, outcome)
-
-
-def _interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, float] | None:
-    """Welch's 95 % interval of mean(new) - mean(old), as changes; None with fewer than two values on a side."""
-    low, high = welch_interval(old, new)
-    return None if math.isnan(low) else (math.expm1(low), math.expm1(high))
+    comparison = independent(shown.name, SERVED, last.values, release.values)
+    if comparison is None:
+        return None
+    low, high = comparison.low or 0.0, comparison.high or math.inf
+    if shown.higher_is_better:
+        worse, least, most = 1 - comparison.ratio, 1 - high, 1 - low
+    else:
+        worse, least, most = comparison.ratio - 1, low - 1, high - 1
+    drifted = worse > margin and least > 0
+    within = comparison.low is not None and most <= margin
+    return Drift(name, release, last, comparison, margin, DRIFTED if drifted else WITHIN if within else UNCLEAR)
 
 
 def drift_exit_code(drifts: Sequence[Drift]) -> int:
     """What ``--fail-on-drift`` ends with."""
     outcomes = {drift.outcome for drift in drifts}
-    if not outcomes:
-        return EXIT_NOTHING
-    return EXIT_REGRESSION if DRIFTED in outcomes else EXIT_INCONCLUSIVE if UNCLEAR in outcomes else EXIT_OK
+    codes = {DRIFTED: EXIT_REGRESSION, UNCLEAR: EXIT_INCONCLUSIVE, WITHIN: EXIT_OK}
+    return next((code for outcome, code in codes.items() if outcome in outcomes), EXIT_NOTHING)
 
 
 def drift_sentence(drifts: Sequence[Drift], has_release: bool) -> str:

@@ -11,8 +11,9 @@ from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.history.drift import DRIFTED, UNCLEAR, WITHIN
-from kvbench.history.runs import INCOMPLETE, VALID, Series, StoredRun, TrendPoint
+from kvbench.history.runs import INCOMPLETE, VALID, StoredRun, TrendPoint, title_of
 from kvbench.history.show import NARROWEST, Trend, View, change_text, value_text
+from kvbench.metrics.definitions import HIGHER, LOWER, Figure
 from kvbench.report.page import render
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, LineStyle, finish, safe
 
@@ -32,7 +33,7 @@ _DRIFT_TITLES = {
 
 def page(view: View) -> str:
     """The whole page: drift since the release, then a figure for every metric."""
-    drawn = [(group[0].series, _drawings(group, f"g{index}")) for index, group in enumerate(view.groups)]
+    drawn = [(group[0].series.key, _drawings(group, f"g{index}")) for index, group in enumerate(view.groups)]
     return render(
         "history.html.j2",
         [drawing for _, some in drawn for drawing in some],
@@ -55,25 +56,25 @@ def _runs_shown(view: View) -> str:
 
 def _drift_tables(view: View) -> list[tuple[str, bool, list[tuple[str, ...]]]]:
     """(title, whether it is open, rows) for each outcome that there is, the largest change for the worse first."""
-    found = []
+    tables = []
     for outcome, title in _DRIFT_TITLES.items():
         some = [trend for trend in view.trends if trend.drift and trend.drift.outcome == outcome]
-        some.sort(key=lambda trend: trend.series.metric.better * trend.drift.change)
+        some.sort(key=lambda trend: trend.drift.change * (1 if trend.series.figure.higher_is_better else -1))
         if some:
-            found.append((f"{title}: {len(some)}", outcome == DRIFTED, [_drift_row(trend) for trend in some]))
-    return found
+            tables.append((f"{title}: {len(some)}", outcome == DRIFTED, [_drift_row(trend) for trend in some]))
+    return tables
 
 
 def _drift_row(trend: Trend) -> tuple[str, ...]:
-    series, drift = trend.series, trend.drift
+    key, drift = trend.series.key, trend.drift
     return (
-        series.workload,
-        series.machine,
+        key.workload,
+        key.machine,
         trend.cell,
-        series.metric.title,
+        title_of(key.figure),
         drift.release_name,
-        value_text(series.metric, trend.release.value),
-        value_text(series.metric, drift.last.value),
+        value_text(key.figure, drift.release.value),
+        value_text(key.figure, drift.last.value),
         change_text(drift.change),
         " to ".join(change_text(end) for end in drift.interval) if drift.interval else "none of one repeat",
         words.percent(drift.margin),
@@ -89,15 +90,16 @@ _TICKS = 4
 def _drawings(group: Sequence[Trend], key: str) -> list[Drawing]:
     """A figure for every metric of one workload on one machine; ``key`` makes their names unique on the page."""
     runs = sorted({p.run for t in group for p in t.series.points}, key=lambda run: (run.started, run.name))
-    metrics = dict.fromkeys(trend.series.metric for trend in group)
+    figures = dict.fromkeys(trend.series.figure for trend in group)
     return [
-        _drawing([t for t in group if t.series.metric is metric], runs, f"{key}-{metric.name}") for metric in metrics
+        _drawing([trend for trend in group if trend.series.figure == shown], runs, f"{key}-{shown.name}")
+        for shown in figures
     ]
 
 
 def _drawing(panels: Sequence[Trend], runs: Sequence[StoredRun], key: str) -> Drawing:
     """One metric: a panel for each cell, all over the same runs."""
-    metric, columns = panels[0].series.metric, min(_COLUMNS, len(panels))
+    shown, columns = panels[0].series.figure, min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     height = rows * _PANEL + _AROUND
     figure = make_subplots(
@@ -121,10 +123,10 @@ def _drawing(panels: Sequence[Trend], runs: Sequence[StoredRun], key: str) -> Dr
     style = "%Y-%m" if len({when.year for when in started}) > 1 else style
     dates = [runs[tick].started.strftime(style) for tick in ticks]
     figure.update_xaxes(range=[-0.6, len(runs) - 0.4], tickvals=ticks, ticktext=dates, tickangle=0, showgrid=False)
-    figure.update_yaxes(nticks=4, tickformat=".3~%" if metric.unit == "share" else ",.4~g")
+    figure.update_yaxes(nticks=4, tickformat=".3~%" if shown.unit == "share" else ",.4~g")
     figure.update_layout(margin={"t": 76, "b": 32}, hovermode="closest")
-    better = {1: " (more is better)", -1: " (less is better)", 0: ""}[metric.better]
-    title = f"{words.upper_first(metric.title)}, {metric.unit.replace('share', '%')}{better}"
+    better = {HIGHER: " (more is better)", LOWER: " (less is better)"}.get(shown.metric.better, "")
+    title = f"{words.upper_first(title_of(shown))}, {shown.unit.replace('share', '%')}{better}"
     caption = "Each point is a run, the median over its repeats; axes do not start at 0."
     return Drawing(key, title, caption, figure, 340 * columns)
 
@@ -141,7 +143,7 @@ def _traces(trend: Trend, at: dict[StoredRun, float]) -> list[go.Scatter]:
 
     def add_points(name: str, points: dict[float, TrendPoint | None], **style: Any) -> None:
         """A point that is None breaks the line."""
-        texts = [_hover(series, point) if point else "" for point in points.values()]
+        texts = [_hover(series.figure, point) if point else "" for point in points.values()]
         ys = [point and point.value for point in points.values()]
         if ys:
             add(name, list(points), ys, text=texts, hovertemplate="%{text}<extra></extra>", hoverinfo=None, **style)
@@ -168,10 +170,11 @@ def _traces(trend: Trend, at: dict[StoredRun, float]) -> list[go.Scatter]:
 
 def _levels(trend: Trend) -> dict[str, float]:
     """The release's value, and the value that is worse by the margin."""
-    found = {"level of the release": trend.release.value} if trend.release else {}
+    levels = {"level of the release": trend.release.value} if trend.release else {}
     if trend.drift:
-        found["margin"] = trend.release.value * (1 - trend.series.metric.better * trend.drift.margin)
-    return found
+        worse = -1 if trend.series.figure.higher_is_better else 1
+        levels["margin"] = trend.drift.release.value * (1 + worse * trend.drift.margin)
+    return levels
 
 
 def _range(trend: Trend) -> list[float]:
@@ -190,11 +193,11 @@ def _panel_title(trend: Trend) -> str:
     return safe(trend.cell) + mark
 
 
-def _hover(series: Series, point: TrendPoint) -> str:
+def _hover(shown: Figure, point: TrendPoint) -> str:
     run, version = point.run, point.run.versions.get("kvbench", "?")
     state = "" if point.state == VALID else f"<br>does not count: {'run ' * (point.state == INCOMPLETE)}{point.state}"
     return (
-        f"<b>{value_text(series.metric, point.value)}</b><br>"
+        f"<b>{value_text(shown, point.value)}</b><br>"
         f"{run.started:%Y-%m-%d %H:%M} UTC · {safe(run.commit)}{f' · {safe(run.release)}' if run.release else ''}<br>"
         f"{safe(f'kvbench {version} · {run.name}')}{state}"
     )

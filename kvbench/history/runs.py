@@ -15,60 +15,48 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.parsing import parse_json
-from kvbench.metrics.latency import has_steady_latency
-from kvbench.runs.folder import FORMAT, MANIFEST
+from kvbench.metrics.definitions import Figure, figure
+from kvbench.runs.folder import MANIFEST
 from kvbench.runs.metric_names import value_of, values_of
 from kvbench.runs.model import NOT_OF_REQUESTS
+from kvbench.runs.results import CellSummary, Manifest
 
 RELEASE = "release.json"
 """Beside a manifest.json in a history: {"release": the name that `kvbench history add --release` was given}."""
 
 REFERENCE = "reference"  # the folder of runs that came with the repository, in results/
 VALID, INVALID, INCOMPLETE = "valid", "invalid", "incomplete"
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric, named as in kvbench/runs/metric_names.py. ``better``: +1 if more is, -1 if less is, else 0."""
-
-    name: str
-    title: str
-    unit: str
-    better: int
-
-
-_THROUGHPUT = "output_throughput"
-_WHOLE_RUN = (_THROUGHPUT, "p95_ttft_ms", "p95_itl_ms")
-_STEADY = "steady_"  # before the name of a metric that is of the steady window; without it, of the whole run
-METRICS = (  # of the steady window, then the same of the whole run
-    Metric(_STEADY + _THROUGHPUT, "output throughput", "tokens/s", +1),
-    Metric(_THROUGHPUT, "output throughput (whole run)", "tokens/s", +1),
-    Metric("steady_p95_ttft_ms", "p95 TTFT", "ms", -1),
-    Metric("p95_ttft_ms", "p95 TTFT (whole run)", "ms", -1),
-    Metric("steady_p95_itl_ms", "p95 ITL", "ms", -1),
-    Metric("p95_itl_ms", "p95 ITL (whole run)", "ms", -1),
-    Metric("kv_cache_usage_perc", "peak KV use", "share", 0),
-    Metric("kv_waste_share", "reserved, empty KV", "share", -1),
-    Metric("prefix_cache_hit_rate", "prefix hit rate", "share", +1),
+_NAMES = (
+    "output_throughput", "p95_ttft_ms", "p95_itl_ms", "kv_cache_usage_perc", "kv_waste_share", "prefix_cache_hit_rate",
+)  # fmt: skip
+FIGURES = tuple(  # of the steady window, then the same of the whole run
+    each
+    for plain in map(figure, _NAMES)
+    for each in ((plain.of_steady(True), plain) if plain.metric.steady else (plain,))
 )
+
+
+def title_of(shown: Figure) -> str:
+    """The title of a series: p95 TTFT; output throughput (whole run)."""
+    title = shown.title if shown.statistic else shown.metric.title
+    return f"{title} (whole run)" if shown.metric.steady and not shown.steady else title
 
 
 @dataclass(frozen=True)
 class StoredCell:
-    """A cell in one run. ``values``: metric name -> one value for each repeat.
+    """A cell in one run. ``values``: one for each repeat, by figure.
 
     ``definition``: hash of its settings, its load and the workload's requests.
     """
 
     valid: bool
     definition: str
-    values: Mapping[str, tuple[float, ...]]
+    values: Mapping[Figure, tuple[float, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +86,7 @@ class StoredRun:
 
 @dataclass(frozen=True, eq=False)
 class TrendPoint:
-    """A metric of a cell in one run. Only the state ``valid`` counts. ``values``: one for each repeat."""
+    """A figure of a cell in one run. Only the state ``valid`` counts. ``values``: one for each repeat."""
 
     run: StoredRun
     state: str
@@ -110,25 +98,40 @@ class TrendPoint:
         return statistics.median(self.values)
 
 
-@dataclass(frozen=True, eq=False)
-class Series:
-    """One metric of one cell on one machine, oldest run first, without runs that did not measure it."""
+@dataclass(frozen=True)
+class SeriesKey:
+    """What a series is of."""
 
     workload: str
-    cell: str
-    metric: Metric
     place: tuple[tuple[str, str], ...]
+    cell: str
     definition: str
+    figure: Figure
+
+    def of_steady(self) -> SeriesKey:
+        """The same of the steady window."""
+        return SeriesKey(self.workload, self.place, self.cell, self.definition, self.figure.of_steady(True))
+
+    @property
+    def machine(self) -> str:
+        return ", ".join(value for _, value in self.place)
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """One figure of one cell on one machine, oldest run first, without runs that did not measure it."""
+
+    key: SeriesKey
     points: tuple[TrendPoint, ...]
+
+    @property
+    def figure(self) -> Figure:
+        return self.key.figure
 
     @property
     def counted(self) -> tuple[TrendPoint, ...]:
         """Valid cells of complete runs."""
         return tuple(point for point in self.points if point.state == VALID)
-
-    @property
-    def machine(self) -> str:
-        return ", ".join(value for _, value in self.place)
 
     @property
     def change(self) -> float | None:
@@ -138,28 +141,29 @@ class Series:
 
 
 def all_series(runs: Iterable[StoredRun]) -> list[Series]:
-    """Every metric of every cell that has a value in any run, by workload, machine, cell and definition.
+    """Every figure of every cell that has a value in any run, by workload, machine, cell and definition.
 
     The whole run is left out where every run has the steady window; else it is there of all, to compare like with like.
     """
-    points: dict[tuple[Any, ...], list[TrendPoint]] = {}
-    first_seen: dict[str, int] = {}  # definition -> rank
+    points: dict[SeriesKey, list[TrendPoint]] = {}
+    ranks: dict[str, int] = {}  # of definitions, by when they were first seen
     for run in runs:
-        for cell, stored in run.cells.items():
-            state = INCOMPLETE if not run.complete else VALID if stored.valid else INVALID
-            rank = first_seen.setdefault(stored.definition, len(first_seen))
-            natural = tuple((int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", cell))  # c4 < c32
-            for number, metric in enumerate(METRICS):
-                if values := stored.values.get(metric.name):
-                    key = (run.workload, run.place, natural, rank, number, cell, stored.definition)
-                    points.setdefault(key, []).append(TrendPoint(run, state, values))
+        for name, cell in run.cells.items():
+            state = INCOMPLETE if not run.complete else VALID if cell.valid else INVALID
+            ranks.setdefault(cell.definition, len(ranks))
+            for shown, values in cell.values.items():
+                key = SeriesKey(run.workload, run.place, name, cell.definition, shown)
+                points.setdefault(key, []).append(TrendPoint(run, state, values))
+
+    def order(key: SeriesKey) -> tuple[Any, ...]:
+        parts = re.split(r"(\d+)", key.cell)
+        natural = tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)  # c4 < c32
+        return key.workload, key.place, natural, ranks[key.definition], FIGURES.index(key.figure)
+
     return [
-        Series(workload, cell, METRICS[number], place, definition, tuple(found))
-        for (workload, place, natural, rank, number, cell, definition), found in sorted(
-            points.items(), key=itemgetter(0)
-        )
-        if METRICS[number].name not in _WHOLE_RUN
-        or len(points.get((workload, place, natural, rank, number - 1, cell, definition), ())) < len(found)
+        Series(key, tuple(points[key]))
+        for key in sorted(points, key=order)
+        if key.of_steady() == key or len(points.get(key.of_steady(), ())) < len(points[key])
     ]
 
 
@@ -179,16 +183,16 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
     Raises UsageError for a path that is no folder.
     """
-    found: dict[Path, None] = {}
+    runs: dict[Path, None] = {}
     for path in paths:
         if not path.is_dir():
             raise UsageError(f"there is no folder {str(path)!r}: give one that holds runs, such as results/")
         for folder, names, files in os.walk(path):
             if MANIFEST in files or ("cells" in names and any(Path(folder).glob("cells/*/summary.json"))):
-                found[Path(folder).resolve()] = None
+                runs[Path(folder).resolve()] = None
                 names.clear()
             names[:] = sorted(name for name in names if not name.startswith("."))
-    return list(found)
+    return list(runs)
 
 
 def own_runs(paths: Sequence[Path], runs: Sequence[StoredRun]) -> tuple[list[StoredRun], list[str]]:
@@ -212,14 +216,14 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
     others: Counter[str] = Counter()
     for folder in folders:
         try:
-            run = read_run(folder, notes)
+            run = read_stored_run(folder, notes)
         except OtherKind as kind:
             others[str(kind)] += 1
         except ValueError as error:
             notes.append(f"{_shown(folder)} is skipped: {error}")
         else:
-            known = runs.setdefault((run.workload, run.name, run.started), run)
-            if run.release and not known.release:
+            same = runs.setdefault((run.workload, run.name, run.started), run)
+            if run.release and not same.release:
                 runs[run.workload, run.name, run.started] = run
     for kind, count in sorted(others.items()):
         notes.append(f"{count} of {command_of(kind)} skipped: a trend is of runs of `kvbench sweep`")
@@ -231,90 +235,86 @@ def _shown(folder: Path) -> str:
     return f"{folder.parent.name}/{folder.name}"
 
 
-def read_run(folder: Path, notes: list[str]) -> StoredRun:
+def read_stored_run(folder: Path, notes: list[str]) -> StoredRun:
     """Raises ValueError (OtherKind for another command's run). A cell that cannot be read becomes a note."""
-    manifest = read_object(folder / MANIFEST)
-    workload = manifest.get("workload")
-    if (kind := manifest.get("kind")) is not None:
+    stored = read_object(folder / MANIFEST)
+    if (kind := stored.get("kind")) is not None:
         raise OtherKind(str(kind))
-    if not isinstance(manifest.get("plan"), list) or not isinstance(workload, Mapping):
-        raise ValueError("its manifest.json is not that of a sweep")
-    if (written := manifest.get("format", FORMAT)) != FORMAT:
-        raise ValueError(f"it has the format {written!r}, and this kvbench reads {FORMAT}")
     try:
-        started = datetime.fromisoformat(str(manifest.get("started")))
+        manifest = Manifest.parse(stored)
+    except ValueError as error:
+        raise ValueError(f"its manifest.json is not that of a sweep ({error})") from None
+    try:
+        started = datetime.fromisoformat(str(manifest.started))
     except ValueError:
-        raise ValueError(f"its manifest says {manifest.get('started')!r} for its start, which is no time") from None
-    load = {key: value for key, value in (workload.get("load") or {}).items() if key not in NOT_OF_REQUESTS}
+        raise ValueError(f"its manifest says {manifest.started!r} for its start, which is no time") from None
+    load = {key: value for key, value in manifest.load_section.items() if key not in NOT_OF_REQUESTS}
+    requests = {"seed": manifest.workload.get("seed"), "load": load}
     cells = {}
     for path in sorted((folder / "cells").glob("*/summary.json")):
         try:
-            summary = read_object(path)
-            cells[str(summary.get("cell_id", path.parent.name))] = _cell(summary, workload.get("seed"), load)
+            data = read_object(path)
+            cells[str(data.get("cell_id", path.parent.name))] = _cell(data, requests)
         except ValueError as error:
             notes.append(f"cell {path.parent.name} of {_shown(folder)} is skipped: {error}")
-    git = manifest.get("git") or {}
     return StoredRun(
         folder=folder,
-        workload=str(manifest.get("workload_name") or workload.get("name") or folder.parent.name),
+        workload=manifest.workload_name or str(manifest.workload.get("name") or folder.parent.name),
         started=started if started.tzinfo else started.replace(tzinfo=UTC),
-        complete=manifest.get("status") == "complete",
-        sha=git.get("sha"),
-        dirty=bool(git.get("dirty")),
+        complete=manifest.complete,
+        sha=manifest.git.sha,
+        dirty=manifest.git.dirty,
         release=release_of(folder),
-        versions={name: str(value) for name, value in (manifest.get("versions") or {}).items() if value is not None},
+        versions={name: version for name, version in manifest.versions.items() if version is not None},
         place=_place(manifest),
         cells=cells,
     )
 
 
-def _cell(summary: Mapping[str, Any], seed: Any, load: Mapping[str, Any]) -> StoredCell:
-    """``seed`` and ``load``: the part of the workload that decides the requests of every cell."""
-    repeats = summary.get("repeats")
-    if not isinstance(repeats, list):
+def _cell(data: Mapping[str, Any], requests: Mapping[str, Any]) -> StoredCell:
+    """A stored cell. ``requests``: the part of the workload that decides the requests of every cell."""
+    if "repeats" not in data:
         raise ValueError("it has no repeats")
-    parts = ("metrics", "server", "prefix_cache")
-    flat = [values_of(*(repeat.get(part) or {} for part in parts)) for repeat in repeats]
+    summary = CellSummary.parse(data)
+    loads = [values_of(repeat.metrics, repeat.server, repeat.prefix_cache) for repeat in summary.repeats]
     values = {
-        metric.name: tuple(value for each in flat if (value := value_of(each, metric.name)) is not None)
-        for metric in METRICS
+        shown: tuple(value for load in loads if (value := value_of(load, shown.name)) is not None) for shown in FIGURES
     }
-    steady = len(values[_STEADY + _THROUGHPUT]) == len(repeats)  # one window for all repeats
-    steady_latency = steady and all(has_steady_latency(repeat.get("metrics") or {}) for repeat in repeats)
-    for name in _WHOLE_RUN:
-        if not (steady if name == _THROUGHPUT else steady_latency):
-            del values[_STEADY + name]
-    requests = {"seed": seed, "load": load}
-    what = {"settings": summary.get("settings"), "load": summary.get("load"), "workload": requests}
-    return StoredCell(
-        valid=bool(summary.get("valid", False)),
-        definition=sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8],
-        values={name: found for name, found in values.items() if found},
-    )
+    # All repeats are of one window.
+    has_steady = len(values[FIGURES[0]]) == len(loads)
+    has_steady_latency = has_steady and all(repeat.metrics.has_steady_latency for repeat in summary.repeats)
+    known = {
+        shown: found
+        for shown, found in values.items()
+        if found and (not shown.steady or (has_steady_latency if shown.statistic else has_steady))
+    }
+    what = {"settings": data.get("settings"), "load": data.get("load"), "workload": requests}
+    definition = sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return StoredCell(summary.valid, definition, known)
 
 
-def _place(manifest: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _place(manifest: Manifest) -> tuple[tuple[str, str], ...]:
     """What runs of one series must share; not versions, which are what is compared."""
-    cpu, of_workload = manifest.get("cpu") or {}, manifest["workload"].get("model") or {}
-    model = manifest.get("model") or of_workload
+    declared = manifest.workload.get("model") or {}
+    model: Any = manifest.model or declared
     if isinstance(model, Mapping):
         model = next((model[key] for key in ("name", "config", "path") if model.get(key)), None)
-    device, backend, profile = (manifest.get(key) for key in ("device", "backend", "profile"))
-    if simulated := manifest.get("simulated"):  # on any machine: what counts is what it is a simulation of
-        names = ("cost_model", "ops", "calibration")
-        known = {"device": device, "model": model, "profile": profile and f"profile {profile}"}
-        known |= {name: simulated.get(name) for name in names}
-        return tuple((name, str(value)) for name, value in known.items() if value)
-    facts = {
-        "cpu": cpu.get("model"),
-        "cores": f"{cpu['cores']} cores" if cpu.get("cores") else None,
-        "gpu": " + ".join(str(gpu["name"]) for gpu in manifest.get("gpus") or ()),
-        "device": device if device != cpu.get("model") else None,
-        "backend": backend if backend != "kvbench" else None,
-        "model": model,
-        "dtype": of_workload.get("dtype") if isinstance(of_workload, Mapping) else None,
-        "profile": f"profile {profile}" if profile else None,
-    }
+    profile = f"profile {manifest.profile}" if manifest.profile else None
+    if manifest.simulated:  # on any machine: what counts is what it is a simulation of
+        facts = {"device": manifest.device, "model": model, "profile": profile}
+        facts |= {name: manifest.simulated.get(name) for name in ("cost_model", "ops", "calibration")}
+    else:
+        cpu = manifest.cpu
+        facts = {
+            "cpu": cpu.model,
+            "cores": f"{cpu.cores} cores" if cpu.cores else None,
+            "gpu": " + ".join(str(gpu["name"]) for gpu in manifest.gpus),
+            "device": manifest.device if manifest.device != cpu.model else None,
+            "backend": manifest.backend if manifest.backend != "kvbench" else None,
+            "model": model,
+            "dtype": declared.get("dtype") if isinstance(declared, Mapping) else None,
+            "profile": profile,
+        }
     return tuple((name, str(value)) for name, value in facts.items() if value)
 
 

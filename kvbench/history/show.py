@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.common import text as words
 from kvbench.common.console import make_table
 from kvbench.common.errors import UsageError
 from kvbench.history.drift import (
@@ -27,17 +26,19 @@ from kvbench.history.drift import (
     find_releases,
 )
 from kvbench.history.runs import (
-    METRICS,
+    FIGURES,
     VALID,
-    Metric,
     Series,
+    SeriesKey,
     StoredRun,
     TrendPoint,
     all_series,
     find_runs,
     own_runs,
     read_runs,
+    title_of,
 )
+from kvbench.metrics.definitions import Figure
 
 NARROWEST = 0.05  # of the middle value: a smaller spread is drawn within this range, so that noise looks small
 
@@ -54,20 +55,20 @@ class Selection:
     release: str | None = None
 
     def __post_init__(self) -> None:
-        known = [metric.name for metric in METRICS]
-        for name in self.metrics:
-            if not any(fnmatchcase(each, name) for each in known):
-                raise UsageError(f"--metric {name!r} matches none of {', '.join(known)}")
+        names = [shown.name for shown in FIGURES]
+        for pattern in self.metrics:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise UsageError(f"--metric {pattern!r} matches none of {', '.join(names)}")
 
-    def selects(self, series: Series) -> bool:
+    def selects(self, key: SeriesKey) -> bool:
         def matches(patterns: Sequence[str], *names: str) -> bool:
             return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
         return (
-            matches(self.workloads, series.workload)
-            and matches(self.cells, series.cell, f"{series.workload}/{series.cell}")
-            and matches(self.metrics, series.metric.name)
-            and matches([f"*{text.lower()}*" for text in self.machines], series.machine.lower())
+            matches(self.workloads, key.workload)
+            and matches(self.cells, key.cell, f"{key.workload}/{key.cell}")
+            and matches(self.metrics, key.figure.name)
+            and matches([f"*{text.lower()}*" for text in self.machines], key.machine.lower())
         )
 
 
@@ -112,20 +113,22 @@ def view(paths: Sequence[Path], selection: Selection) -> View:
     runs, left_out = own_runs(paths, runs)
     notes += left_out
     releases = find_releases(runs, selection.release) if runs else Releases()
-    chosen = [series for series in all_series(runs) if selection.selects(series)]
+    chosen = [series for series in all_series(runs) if selection.selects(series.key)]
     definitions: dict[tuple[object, ...], set[str]] = {}
     for series in chosen:
-        definitions.setdefault((series.workload, series.place, series.cell), set()).add(series.definition)
-    trends = []
+        key = series.key
+        definitions.setdefault((key.workload, key.place, key.cell), set()).add(key.definition)
+    trends: dict[SeriesKey, Trend] = {}
     for series in chosen:
-        alone = len(definitions[series.workload, series.place, series.cell]) == 1
-        cell = series.cell if alone else f"{series.cell} [{series.definition}]"
+        key = series.key
+        is_alone = len(definitions[key.workload, key.place, key.cell]) == 1
+        cell = key.cell if is_alone else f"{key.cell} [{key.definition}]"
         name, release = releases.of(series) or ("", None)
         drift = find_drift(series, name, release) if release else None
-        shown = dataclasses.replace(series, points=series.points[-(selection.last or 0) :])
-        trends.append(Trend(shown, cell, release, drift))
+        newest = dataclasses.replace(series, points=series.points[-(selection.last or 0) :])
+        trends[key] = Trend(newest, cell, release, drift)
     _compare_one_window(trends)
-    groups = [list(group) for _, group in groupby(trends, key=lambda each: (each.series.workload, each.series.place))]
+    groups = groupby(trends.values(), key=lambda trend: (trend.series.key.workload, trend.series.key.place))
     notes += [
         f"release {run.release} is of run {run.name}, which is not complete: nothing is compared with it"
         for run in runs
@@ -133,25 +136,23 @@ def view(paths: Sequence[Path], selection: Selection) -> View:
     ]
     if runs and not chosen:
         notes.append("no run has what was selected: leave out --workload, --cell, --metric or --machine")
-    return View(runs, groups, notes)
+    return View(runs, [list(group) for _, group in groups], notes)
 
 
-def _compare_one_window(trends: list[Trend]) -> None:
+def _compare_one_window(trends: dict[SeriesKey, Trend]) -> None:
     """Keeps the drift of the steady window if release and newest run have one, else that of the whole run of both."""
-    for position, (steady, whole) in enumerate(pairwise(trends)):
-        if steady.cell != whole.cell or steady.series.metric.name != f"steady_{whole.series.metric.name}":
+    for key, whole in trends.items():
+        steady = trends.get(key.of_steady())
+        if steady is None or steady is whole or not (steady.drift and whole.drift):
             continue
-        if steady.drift and whole.drift:
-            ends = [(trend.release.run, trend.drift.last.run) for trend in (steady, whole)]
-            left_out = position + (ends[0] == ends[1])
-            trends[left_out] = dataclasses.replace(trends[left_out], drift=None)
+        ends = [(drift.release.run, drift.last.run) for drift in (steady.drift, whole.drift)]
+        left_out = whole if ends[0] == ends[1] else steady
+        trends[left_out.series.key] = dataclasses.replace(left_out, drift=None)
 
 
-def value_text(metric: Metric, value: float) -> str:
+def value_text(shown: Figure, value: float) -> str:
     """With its unit."""
-    if metric.unit == "ms":
-        return words.ms(value)
-    return words.percent(value) if metric.unit == "share" else f"{words.tokens_per_s(value)} tok/s"
+    return shown.text(value) + (" tok/s" if shown.unit == "tokens/s" else "")
 
 
 def change_text(change: float | None) -> str:
@@ -181,7 +182,7 @@ def sparkline(points: Sequence[TrendPoint]) -> str:
 
 def table(group: Sequence[Trend]) -> Table:
     """The trends of one workload on one machine."""
-    heads, first = ("cell", "trend", "last", "vs before", "vs release", "n"), group[0].series
+    heads, first = ("cell", "trend", "last", "vs before", "vs release", "n"), group[0].series.key
     made = make_table(heads, numbers_from=2, title=f"{first.workload} on {first.machine}", tight=True)
     made.columns[0].min_width, made.columns[1].no_wrap = 22, True
     made.columns[1].min_width = min(WIDTH, max(len(trend.series.points) for trend in group))
@@ -192,9 +193,9 @@ def table(group: Sequence[Trend]) -> Table:
             counted = series.counted
             since = change_text(drift.change) + _MARKS[drift.outcome] if drift else "–"
             made.add_row(
-                Text(f"  {series.metric.title}"),
+                Text(f"  {title_of(series.figure)}"),
                 Text(sparkline(series.points)),
-                Text(value_text(series.metric, counted[-1].value) if counted else "none valid"),
+                Text(value_text(series.figure, counted[-1].value) if counted else "none valid"),
                 Text(change_text(series.change)),
                 Text(since, style="bold red" if drift and drift.outcome == DRIFTED else ""),
                 Text(str(len(counted))),
@@ -227,22 +228,22 @@ def as_dict(view: View) -> dict[str, Any]:
 
 
 def _as_dict(trend: Trend) -> dict[str, Any]:
-    series, drift = trend.series, trend.drift
+    series, drift, key = trend.series, trend.drift, trend.series.key
     counted = series.counted
     return {
-        "workload": series.workload,
-        "cell": series.cell,
-        "metric": series.metric.name,
-        "unit": series.metric.unit,
-        "better": {1: "higher", -1: "lower", 0: None}[series.metric.better],
-        "place": dict(series.place),
-        "definition": series.definition,
+        "workload": key.workload,
+        "cell": key.cell,
+        "metric": key.figure.name,
+        "unit": key.figure.unit,
+        "better": key.figure.metric.better or None,
+        "place": dict(key.place),
+        "definition": key.definition,
         "n": len(counted),
         "last": counted[-1].value if counted else None,
         "change": series.change,
         "drift": drift and {
             "release": drift.release_name,
-            "release_run": trend.release.run.name,
+            "release_run": drift.release.run.name,
             "run": drift.last.run.name,
             **{name: getattr(drift, name) for name in ("change", "interval", "margin", "outcome")},
         },

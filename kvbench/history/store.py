@@ -19,7 +19,7 @@ from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import flush, write_text
-from kvbench.history.runs import RELEASE, OtherKind, StoredRun, command_of, read_object, read_run, release_of
+from kvbench.history.runs import RELEASE, OtherKind, StoredRun, command_of, read_object, read_stored_run, release_of
 from kvbench.runs.folder import MANIFEST
 
 VERDICT = "verdict.json"
@@ -46,7 +46,7 @@ def add_run(source: Path, to: Path, release: str | None, *, incomplete: bool = F
     """
     notes: list[str] = []
     try:
-        run = read_run(source, notes)
+        run = read_stored_run(source, notes)
     except OtherKind as kind:
         raise Skipped(f"{source} is of {command_of(kind)}: a history is of runs of `kvbench sweep`") from None
     except ValueError as error:
@@ -72,7 +72,7 @@ def _kept_files(source: Path, run: StoredRun, release: str | None) -> dict[str, 
     copied = (MANIFEST, "summary.csv", VERDICT)
     files = {name: (source / name).read_bytes() for name in copied if (source / name).is_file()}
     for path in sorted((source / "cells").glob("*/summary.json")):
-        with suppress(ValueError):  # read_run noted it
+        with suppress(ValueError):  # read_stored_run noted it
             files[f"cells/{path.parent.name}/summary.json"] = _cell_text(read_object(path)).encode()
     if release := release or run.release:
         files[RELEASE] = (json.dumps({"release": release}) + "\n").encode()

@@ -7,16 +7,16 @@ import math
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvbench.common.machine import BOOT_HEADER, boot_id
 from kvbench.common.secrets import without_key
 from kvbench.common.server_errors import error_sentence, is_error
 from kvbench.load.dialect import OPENAI, Dialect
-from kvbench.load.endpoints import CALL, MOST_TOKENS, NOT_STREAMED, ROLE, THOUGHT, UnreadableEvent, Usage
+from kvbench.load.endpoints import CALL, MOST_TOKENS, NOT_STREAMED, ROLE, THOUGHT, Chunk, Stream, UnreadableEvent
 from kvbench.load.http import MalformedStream, Response, ServerEvent, events
 
 _SLICE = 32  # events parsed between two pauses: about 0.15 ms
@@ -87,101 +87,40 @@ class Completion:
             self.finish_reason = without_key(self.finish_reason, variable)
 
 
-class Chunk(NamedTuple):
-    """A chunk of one sequence. ``read``, ``sent``: the piece that brought it, and the server's send stamp of it [s].
+class _EventStream(Stream):
+    """Reads the events of one response, in their order."""
 
-    ``told``: tokens until then by its usage, None without. ``kind``: what it holds besides text, if anything: a call or
-    refusal, a thought, a role. ``filled``: it shows that it brought a token; of the others only the usage may tell.
-    ``ends``: it has the finish_reason.
-    """
-
-    sequence: int
-    when: float
-    read: int
-    sent: float | None
-    told: int | None
-    text: str
-    ids: list[int] | None
-    kind: str
-    filled: bool
-    ends: bool
-
-
-class _Stream:
-    """Collects what the events of one stream say (``endpoints.Sink``): chunks in order, counts, reasons, the end.
-
-    ``reasons``: the finish reasons of each sequence. ``_one_clock``: the server's stamps are of this machine's clock.
-    """
-
-    def __init__(self, out: Completion, dialect: Dialect, n: int, response: Response, times: Sequence[float]) -> None:
-        self.chunks: list[Chunk] = []
-        self.reasons: list[list[str]] = [[] for _ in range(n)]
-        self._out, self._read_event, self._times, self._ends = out, dialect.api.read, times, response.ends
+    def __init__(self, dialect: Dialect, n: int, response: Response, times: Sequence[float]) -> None:
+        super().__init__(n)
+        self._read_event, self._times, self._ends = dialect.api.read, times, response.ends
         boot = response.headers.get(BOOT_HEADER)  # of the machine that stamps the chunks, where it tells
         self._one_clock = boot is not None and boot == boot_id()
-        self._when, self._read, self._sent, self._told = 0.0, 0, None, None  # of the event that is read
 
     def take(self, event: ServerEvent) -> None:
         """Adds one event. MalformedStream."""
-        out, data = self._out, event.data
+        data = event.data
         if event.name == b"error":
-            out.fail("server_error", error_sentence(data) or "an error event without a message")
+            self.fail("server_error", error_sentence(data) or "an error event without a message")
             return
-        late = "{} came after the end of the stream" if out.done else None
+        late = "{} came after the end of the stream" if self.done else None
         try:
             body = _decode(data.decode())
         except (ValueError, RecursionError):
             raise MalformedStream(late or "{} is not JSON", data) from None
         if is_error(body):
-            out.fail("server_error", error_sentence(data))
+            self.fail("server_error", error_sentence(data))
             return
         if late or not isinstance(body, dict):
             raise MalformedStream(late or "{} is not an object", data)
-        self._read = bisect_right(self._ends, event.end - 1)  # the piece that brought the event's last byte
-        self._when = self._times[self._read]
+        self.read = bisect_right(self._ends, event.end - 1)  # the piece that brought the event's last byte
+        self.when = self._times[self.read]
         stamp = body.get("kvbench") if self._one_clock else None  # the built-in server's send time; else ignored
-        self._sent = stamp["sent"] if isinstance(stamp, dict) and isinstance(stamp.get("sent"), float) else None
-        self._told = None  # unless the event has a usage
+        self.sent = stamp["sent"] if isinstance(stamp, dict) and isinstance(stamp.get("sent"), float) else None
+        self.counted = None  # unless the event has a usage
         try:
             self._read_event(body, self)
         except UnreadableEvent as error:
             raise MalformedStream(str(error), data) from None
-
-    def chunk(
-        self,
-        sequence: int,
-        text: str = "",
-        ids: list[int] | None = None,
-        kind: str = "",
-        filled: bool = False,
-        reason: str | None = None,
-    ) -> None:
-        reasons = self.reasons
-        if not (isinstance(sequence, int) and 0 <= sequence < len(reasons)):
-            raise UnreadableEvent(f"a choice of {{}} has an index beyond the {len(reasons)} asked for")
-        if reason:
-            reasons[sequence].append(reason)
-        self.chunks.append(
-            Chunk(sequence, self._when, self._read, self._sent, self._told, text, ids, kind, filled, reason is not None)
-        )
-
-    def usage(self, usage: Usage) -> None:
-        out = self._out
-        prompt, output, cached, reasoning = usage
-        out.prompt_tokens = out.prompt_tokens if prompt is None else prompt
-        out.output_tokens = out.output_tokens if output is None else output
-        out.cached_tokens = out.cached_tokens if cached is None else cached
-        out.reasoning_tokens = out.reasoning_tokens if reasoning is None else reasoning
-        self._told = output
-
-    def end(self) -> None:
-        self._out.done = True
-
-    def fail(self, kind: str, message: str) -> None:
-        self._out.fail(kind, message)
-
-    def kv_facts(self, sequence: int, facts: Mapping[str, Any]) -> None:
-        self._out.kv_facts.append((sequence, json.dumps(facts)))
 
 
 def judge(
@@ -203,13 +142,17 @@ def judge(
     of so many, all of which the usage counts.
     """
     out, response = Completion(chunk_choices=[] if n > 1 else None), Response(chunks)
-    stream, problem = _Stream(out, dialect, n, response, times), None
+    stream, problem = _EventStream(dialect, n, response, times), None
     out.http_status = response.status or None
     if response.status == 200:
         try:
-            problem = _other_answer(response, dialect) or _read_events(out, stream, response, pause)
+            problem = _other_answer(response, dialect) or _read_events(stream, response, pause)
         except MalformedStream as error_in_it:
             problem = "malformed", str(error_in_it)
+    out.prompt_tokens, out.output_tokens, out.cached_tokens, out.reasoning_tokens = stream.usage
+    out.done, out.kv_facts = stream.done, stream.kv_facts
+    if stream.failure is not None:
+        out.fail(*stream.failure)
     if error_kind is not None:  # unless the server itself told an error before
         wording = response.problem if error_kind == "malformed" else None  # the same, with a quotation
         out.fail(error_kind, wording or error or error_kind)
@@ -249,9 +192,7 @@ def _other_answer(response: Response, dialect: Dialect) -> tuple[str, str] | Non
     return "malformed", f'the answer is no stream of events: "{response.sentence}"'
 
 
-def _read_events(
-    out: Completion, stream: _Stream, response: Response, pause: Callable[[], None]
-) -> tuple[str, str] | None:
+def _read_events(stream: _EventStream, response: Response, pause: Callable[[], None]) -> tuple[str, str] | None:
     """Adds all events. Kind and sentence of the failure where the end is missing. MalformedStream."""
     pause()
     found, rest = events(response.body)
@@ -261,14 +202,14 @@ def _read_events(
         if event.name == b"ping":
             continue
         if event.data == b"[DONE]" and event.name != b"error":
-            out.done = True
+            stream.done = True
             continue
         stream.take(event)
     if not (response.complete or response.until_close):
         return "truncated", "the response's last chunk is missing"
     if rest.strip():
         inside = MalformedStream("the stream ends inside an event: {}", rest)
-        return "truncated" if not out.done else "malformed", str(inside)
+        return "truncated" if not stream.done else "malformed", str(inside)
     return None
 
 
@@ -342,7 +283,7 @@ def _with_tokens(out: Completion, chunks: Sequence[Chunk]) -> list[Chunk]:
 
 def _told_by_running_usage(chunks: Sequence[Chunk]) -> set[int] | None:
     """The chunks whose usage counts more tokens than the one before; None where not every chunk has a usage."""
-    counts = [0, *(chunk.told for chunk in chunks)]
+    counts = [0, *(chunk.counted for chunk in chunks)]
     if None in counts or any(chunk.sequence for chunk in chunks):
         return None
     return {number for number, (before, after) in enumerate(pairwise(counts)) if after > before}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from kvbench.common.server_errors import error_sentence
 from kvbench.requests.request import RequestSpec
@@ -25,41 +25,12 @@ _RANKS = {CALL: 3, THOUGHT: 2, ROLE: 1, TEXT: 0}  # a role comes last: some serv
 _WORDS = ("text", "summary", "thinking", "name", "arguments", "function")  # of a thought or a call; not encrypted data
 MOST_TOKENS = 1 << 31  # ids and counts are stored in 32 bits
 _STRING, _IDS = (str, type(None)), (list, type(None))
+Fields = dict[str, Any]
+"""The fields of a JSON object: a request's body, or an event."""
 
 
 class UnreadableEvent(Exception):
     """An event is not what its API says it is; ``{}`` in the sentence stands for the event."""
-
-
-class Sink(Protocol):
-    """The things that a reader may say of an event. UnreadableEvent for what cannot be."""
-
-    def chunk(
-        self,
-        sequence: int,
-        text: str = "",
-        ids: list[int] | None = None,
-        kind: str = TEXT,
-        filled: bool = False,
-        reason: str | None = None,
-    ) -> None:
-        """Adds a chunk of one sequence.
-
-        ``kind``: what it holds besides text. ``filled``: it shows that it brought a token; of the others only the
-        usage may tell. ``reason``: its finish_reason.
-        """
-
-    def usage(self, usage: Usage) -> None:
-        """Takes the counts of tokens; later ones replace earlier ones, None replaces nothing."""
-
-    def end(self) -> None:
-        """Notes the end mark of the stream."""
-
-    def fail(self, kind: str, message: str) -> None:
-        """Notes a failure; the first one counts."""
-
-    def kv_facts(self, sequence: int, facts: Mapping[str, Any]) -> None:
-        """Keeps what the built-in server tells of a canary's KV."""
 
 
 class Usage(NamedTuple):
@@ -74,28 +45,104 @@ class Usage(NamedTuple):
     reasoning: int | None = None
 
 
+class Chunk(NamedTuple):
+    """A chunk of one sequence. ``read``, ``sent``: the piece that brought it, and the server's send stamp of it [s].
+
+    ``counted``: the output tokens until then by its usage, None without. ``kind``: what it holds besides text, if
+    anything: a call or refusal, a thought, a role. ``filled``: it shows that it brought a token; of the others only the
+    usage may tell. ``ends``: it has the finish_reason.
+    """
+
+    sequence: int
+    when: float
+    read: int
+    sent: float | None
+    counted: int | None
+    text: str
+    ids: list[int] | None
+    kind: str
+    filled: bool
+    ends: bool
+
+
+class Stream:
+    """Collects what the events of one stream say.
+
+    ``reasons``: the finish reasons of each sequence; ``failure``: kind and sentence of the first one; ``kv_facts``: as
+    in ``Completion``. Of the event that is read: ``when`` it came [s], which ``read`` brought it, the server's send
+    stamp (``sent``) and the tokens ``counted`` by its usage.
+    """
+
+    def __init__(self, sequences: int) -> None:
+        self.chunks: list[Chunk] = []
+        self.reasons: list[list[str]] = [[] for _ in range(sequences)]
+        self.usage = Usage()
+        self.done = False
+        self.failure: tuple[str, str] | None = None
+        self.kv_facts: list[tuple[int, str]] = []
+        self.when, self.read = 0.0, 0
+        self.sent: float | None = None
+        self.counted: int | None = None
+
+    def chunk(
+        self,
+        sequence: int,
+        text: str = "",
+        ids: list[int] | None = None,
+        kind: str = TEXT,
+        filled: bool = False,
+        reason: str | None = None,
+    ) -> None:
+        """Adds a chunk of the event that is read; ``reason``: its finish_reason. UnreadableEvent."""
+        reasons = self.reasons
+        if not (isinstance(sequence, int) and 0 <= sequence < len(reasons)):
+            raise UnreadableEvent(f"a choice of {{}} has an index beyond the {len(reasons)} asked for")
+        if reason:
+            reasons[sequence].append(reason)
+        ends = reason is not None
+        self.chunks.append(
+            Chunk(sequence, self.when, self.read, self.sent, self.counted, text, ids, kind, filled, ends)
+        )
+
+    def count(self, usage: Usage) -> None:
+        """Takes counts of tokens, which replace earlier ones; None replaces nothing."""
+        prompt, output, cached, reasoning = usage
+        before = self.usage
+        self.usage = Usage(
+            before.prompt if prompt is None else prompt,
+            before.output if output is None else output,
+            before.cached if cached is None else cached,
+            before.reasoning if reasoning is None else reasoning,
+        )
+        self.counted = output
+
+    def fail(self, kind: str, message: str) -> None:
+        """Notes a failure; the first one counts."""
+        self.failure = self.failure or (kind, message)
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """One API for text generation.
 
     ``prompt``: the fields of a body that hold a request's prompt; ``limit``: the name of ``max_tokens`` there.
     ``fields``: further fields of a request; ``headers``: header lines, ``{key}`` is the API key.
-    ``read``: says to a sink what an event's JSON holds. ``answer``: the field that whole answers have.
+    ``read``: adds what an event's JSON says to a stream. ``answer``: the field that whole answers have.
     ``end_mark``: what ends a stream. ``least``: the smallest ``max_tokens`` that every server takes.
     ``lacks``: fields of a dialect that have these values with every server.
     """
 
     name: str
     path: str
-    prompt: Callable[[RequestSpec], dict[str, Any]]
-    read: Callable[[dict[str, Any], Sink], None]
+    prompt: Callable[[RequestSpec], Fields]
+    read: Callable[[Fields, Stream], None]
     answer: str
     limit: str = "max_tokens"
     end_mark: str = "[DONE]"
     least: int = 1
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Fields = field(default_factory=dict)
     headers: tuple[str, ...] = ()
-    lacks: Mapping[str, Any] = field(default_factory=dict)
+    lacks: Fields = field(default_factory=dict)
 
     def header_lines(self, key: str | None) -> list[str]:
         """The API's own header lines; those of the API key where there is one."""
@@ -105,17 +152,17 @@ class Endpoint:
 # Requests
 
 
-def _completions_prompt(request: RequestSpec) -> dict[str, Any]:
+def _completions_prompt(request: RequestSpec) -> Fields:
     return {"prompt": list(request.prompt_token_ids or ()) if request.prompt is None else request.prompt}
 
 
-def _chat_prompt(request: RequestSpec) -> dict[str, Any]:
+def _chat_prompt(request: RequestSpec) -> Fields:
     """The conversation before the prompt, user and assistant in turn, and the prompt as the user's last message."""
     texts = (*request.history, request.prompt or "")
     return {"messages": [{"role": ("user", "assistant")[number % 2], "content": x} for number, x in enumerate(texts)]}
 
 
-def _responses_prompt(request: RequestSpec) -> dict[str, Any]:
+def _responses_prompt(request: RequestSpec) -> Fields:
     if not request.history:
         return {"input": request.prompt or ""}
     return {"input": [{"type": "message", **message} for message in _chat_prompt(request)["messages"]]}
@@ -124,10 +171,10 @@ def _responses_prompt(request: RequestSpec) -> dict[str, Any]:
 # Events
 
 
-def read_choices(event: dict[str, Any], sink: Sink) -> None:
+def read_choices(event: Fields, stream: Stream) -> None:
     """Reads an event of completions or of chat."""
     if usage := event.get("usage"):
-        sink.usage(_choices_usage(usage))
+        stream.count(_choices_usage(usage))
     if not (choices := event.get("choices")):
         return
     try:
@@ -143,13 +190,13 @@ def read_choices(event: dict[str, Any], sink: Sink) -> None:
             if not (isinstance(text, _STRING) and isinstance(ids, _IDS) and isinstance(reason, _STRING)):
                 raise UnreadableEvent("a choice of {} has a field of another type than the API's")
             if isinstance(choice.get("message"), dict):  # in place of a delta
-                sink.fail("not_streamed", NOT_STREAMED)
+                stream.fail("not_streamed", NOT_STREAMED)
             number = choice.get("index") or 0
             kind = _kind(delta) if delta else TEXT
             filled = bool(text or ids) or kind is CALL or kind is THOUGHT
-            sink.chunk(number, text or "", ids, kind, filled, reason)
+            stream.chunk(number, text or "", ids, kind, filled, reason)
             if isinstance(facts := choice.get("kv_facts"), dict):
-                sink.kv_facts(number, facts)
+                stream.kv_facts.append((number, json.dumps(facts)))
     except (AttributeError, KeyError, TypeError, RecursionError):
         raise UnreadableEvent("{} has no readable choice") from None
 
@@ -157,7 +204,7 @@ def read_choices(event: dict[str, Any], sink: Sink) -> None:
 NOT_STREAMED = "the whole answer came as one JSON object, though a stream was asked for"
 
 
-def _kind(delta: Mapping[str, Any]) -> str:
+def _kind(delta: Fields) -> str:
     """Names the part of a delta besides its content, the highest of ``_RANKS`` where it has several."""
     kind = TEXT
     for name, value in delta.items():
@@ -175,26 +222,21 @@ def _has_words(value: Any) -> bool:
 
 
 def _choices_usage(usage: Any) -> Usage:
-    counts = _usage(usage, "prompt_tokens", "completion_tokens", "prompt_tokens_details", "completion_tokens_details")
+    counts = _usage(usage, "prompt_tokens", "completion_tokens")
     if counts.reasoning is None and (outside := usage.get("reasoning_tokens")) is not None:  # SGLang's place for it
         return counts._replace(reasoning=_count("reasoning_tokens", outside))
     return counts
 
 
-def _usage(usage: Any, prompt: str, output: str, of_prompt: str, of_output: str) -> Usage:
-    """The counts of a usage whose fields have these names. UnreadableEvent for what is no whole number of tokens."""
+def _usage(usage: Any, prompt: str, output: str) -> Usage:
+    """The counts of OpenAI's usage, which names them so. UnreadableEvent for what is no whole number of tokens."""
     if not isinstance(usage, dict):
         raise UnreadableEvent("the usage of {} is not an object")
-    cached, reasoning = usage.get(of_prompt), usage.get(of_output)
-    if cached is not None:
-        cached = cached.get("cached_tokens") if isinstance(cached, dict) else None
-    if reasoning is not None:
-        reasoning = reasoning.get("reasoning_tokens") if isinstance(reasoning, dict) else None
     return Usage(
         _count(prompt, usage.get(prompt)),
         _count(output, usage.get(output)),
-        None if cached is None else _count("cached_tokens", cached),
-        None if reasoning is None else _count("reasoning_tokens", reasoning),
+        _optional(_dict(usage, f"{prompt}_details"), "cached_tokens"),
+        _optional(_dict(usage, f"{output}_details"), "reasoning_tokens"),
     )
 
 
@@ -213,25 +255,24 @@ _RESPONSE_ENDS = ("response.completed", "response.incomplete", "response.failed"
 _RESPONSE_REASONS = {"completed": "stop", "max_output_tokens": "length", "incomplete": "length"}
 
 
-def read_responses(event: dict[str, Any], sink: Sink) -> None:
+def read_responses(event: Fields, stream: Stream) -> None:
     """Reads an event of OpenAI's Responses, in which only deltas bring tokens."""
     name = str(event.get("type"))
     if (kind := _RESPONSE_DELTAS.get(name)) is not None:
-        _add_delta(event.get("delta"), kind, sink)
+        _add_delta(event.get("delta"), kind, stream)
     elif name == "response.output_item.added":
         if _dict(event, "item").get("name"):  # of a call: its first token, or all of it (transformers serve)
-            sink.chunk(0, kind=CALL, filled=True)
+            stream.chunk(0, kind=CALL, filled=True)
     elif name in _RESPONSE_ENDS:
         response = _dict(event, "response")
         if usage := response.get("usage"):
-            names = ("input_tokens", "output_tokens", "input_tokens_details", "output_tokens_details")
-            sink.usage(_usage(usage, *names))
+            stream.count(_usage(usage, "input_tokens", "output_tokens"))
         status = response.get("status") or name.removeprefix("response.")
         if status == "failed":
-            sink.fail("server_error", error_sentence(json.dumps(response).encode()) or "the response failed")
+            stream.fail("server_error", error_sentence(json.dumps(response).encode()) or "the response failed")
         reason = str(_dict(response, "incomplete_details").get("reason") or status)
-        sink.chunk(0, reason=_RESPONSE_REASONS.get(reason, reason))
-        sink.end()
+        stream.chunk(0, reason=_RESPONSE_REASONS.get(reason, reason))
+        stream.done = True
 
 
 # https://docs.claude.com/en/docs/build-with-claude/streaming
@@ -243,25 +284,25 @@ _MESSAGE_DELTAS = {  # by type: the field that holds it
 _MESSAGE_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
 
 
-def read_messages(event: dict[str, Any], sink: Sink) -> None:
+def read_messages(event: Fields, stream: Stream) -> None:
     """Reads an event of Anthropic's messages, in which only deltas of content blocks bring tokens."""
     name = str(event.get("type"))
     if name == "content_block_delta":
         delta = _dict(event, "delta")
         part, kind = _MESSAGE_DELTAS.get(str(delta.get("type")), (None, TEXT))
         if part is not None:
-            _add_delta(delta.get(part), kind, sink)
+            _add_delta(delta.get(part), kind, stream)
     elif name == "content_block_start":
         if _dict(event, "content_block").get("name"):
-            sink.chunk(0, kind=CALL, filled=True)
+            stream.chunk(0, kind=CALL, filled=True)
     elif name == "message_start":
-        sink.usage(_messages_usage(_dict(event, "message").get("usage") or {}))
+        stream.count(_messages_usage(_dict(event, "message").get("usage") or {}))
     elif name == "message_delta":
-        sink.usage(_messages_usage(event.get("usage") or {}))
+        stream.count(_messages_usage(event.get("usage") or {}))
         if reason := _dict(event, "delta").get("stop_reason"):
-            sink.chunk(0, reason=_MESSAGE_REASONS.get(str(reason), str(reason)))
+            stream.chunk(0, reason=_MESSAGE_REASONS.get(str(reason), str(reason)))
     elif name == "message_stop":
-        sink.end()
+        stream.done = True
 
 
 def _messages_usage(usage: Any) -> Usage:
@@ -269,26 +310,18 @@ def _messages_usage(usage: Any) -> Usage:
     if not isinstance(usage, dict):
         raise UnreadableEvent("the usage of {} is not an object")
     names = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
-    computed, output, cached, written = (
-        None if usage.get(name) is None else _count(name, usage[name]) for name in names
-    )
-    details = usage.get("output_tokens_details")
-    thinking = details.get("thinking_tokens") if isinstance(details, dict) else None
-    return Usage(
-        None if computed is None else computed + (cached or 0) + (written or 0),
-        output,
-        cached,
-        None if thinking is None else _count("thinking_tokens", thinking),
-    )
+    computed, output, cached, written = (_optional(usage, name) for name in names)
+    prompt = None if computed is None else computed + (cached or 0) + (written or 0)
+    return Usage(prompt, output, cached, _optional(_dict(usage, "output_tokens_details"), "thinking_tokens"))
 
 
-def _add_delta(text: Any, kind: str, sink: Sink) -> None:
+def _add_delta(text: Any, kind: str, stream: Stream) -> None:
     if not isinstance(text, str):
         raise UnreadableEvent("{} has no readable delta")
-    sink.chunk(0, text if kind == TEXT else "", None, kind, text != "")
+    stream.chunk(0, text if kind == TEXT else "", None, kind, text != "")
 
 
-def _dict(owner: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _dict(owner: Fields, name: str) -> Fields:
     value = owner.get(name)
     return value if isinstance(value, dict) else {}
 
@@ -298,6 +331,10 @@ def _count(name: str, count: Any) -> int:
     if type(count) is not int or not 0 <= count < MOST_TOKENS:
         raise UnreadableEvent(f"the usage of {{}} has {name} {str(count)[:40]!r}, which is no whole number of tokens")
     return count
+
+
+def _optional(owner: Fields, name: str) -> int | None:
+    return None if owner.get(name) is None else _count(name, owner[name])
 
 
 _ONLY_TEXTS = {"token_id_prompts": False}

@@ -1,31 +1,23 @@
-"""What a load leaves behind: load.json with its client's figures, and why it may not be believed."""
+"""What a load leaves behind: its samples, load.json with the client's own figures, and why it may not be believed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kvbench.common.errors import storage_sentence
-from kvbench.common.files import write_json
+from kvbench.common.records import write_record
+from kvbench.load import validity
 from kvbench.load.canaries import write_wrong_answers
 from kvbench.load.samples import Sample, unknown_answers, write_samples
 from kvbench.load.spec import LoadSpec
-from kvbench.load.validity import (
-    asked_output_tokens,
-    client_report,
-    invalid_reasons,
-    nothing_streamed,
-    other_prompts,
-    percentile_ms,
-    short_outputs,
-    tokens_added,
-)
+from kvbench.load.validity import percentile_ms
 from kvbench.metrics.canaries import WRONG_ANSWERS
+from kvbench.metrics.model import ClientFigures, LoadOutcome, LocustTotals
 from kvbench.metrics.steady_window import steady_state
 from kvbench.requests.request import RequestList
 
@@ -59,41 +51,42 @@ class Clocked:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The result of a load. Times of ``samples`` and ``zero`` [s, perf_counter of this process].
+class DrivenLoad:
+    """A load that was driven to its end. Times of ``samples`` and ``zero`` [s, perf_counter of this process].
 
-    ``client``: the client's own figures; ``reasons``: further reasons why the load is invalid; ``locust_totals``:
-    requests and failures that Locust counted, for comparison.
+    ``reasons``: why the load is invalid beside what the samples and ``client`` show.
     """
 
     samples: Sequence[Sample]
     zero: float
     clocked: Clocked
-    client: dict[str, Any]
-    reasons: list[str] = field(default_factory=list)
-    locust_totals: tuple[int, int] = (0, 0)
+    client: ClientFigures
+    reasons: Sequence[str] = ()
+    locust: LocustTotals | None = None
 
 
 def client_figures(
     samples: Sequence[Sample], lags: Sequence[float], clocked: Sequence[Clocked], mode: str, wall_s: float
-) -> dict[str, Any]:
+) -> ClientFigures:
     """``client_report`` with what the client's work took in its processes (``clocked``).
 
     ``read_delay_p99_ms``: by how much later turns were due than their users had thought, because the answer before had
     first to be parsed; None without such turns.
     """
     cpu_s, parse_cpu_s = sum(c.cpu_s for c in clocked), sum(c.parse_cpu_s for c in clocked)
-    client = client_report(samples, lags, cpu_s, wall_s, mode, all(c.kernel_stamps for c in clocked))
-    chunks, reads = client["chunks"], sum(c.reads for c in clocked)
-    return client | {
-        "cpu_s": cpu_s,
-        "parse_cpu_s": parse_cpu_s,
-        "cpu_us_per_chunk": (cpu_s + parse_cpu_s) / chunks * 1e6 if chunks else None,
-        "read_delay_p99_ms": percentile_ms(read_delays(samples), 99),
-        "priority": ", ".join(sorted({c.priority for c in clocked})),
-        "reopened_connections": sum(c.reopened for c in clocked),
-        "unstamped_share": sum(c.unstamped_reads for c in clocked) / reads if reads else None,
-    }
+    client = validity.client_report(samples, lags, cpu_s, wall_s, mode, all(c.kernel_stamps for c in clocked))
+    reads = sum(c.reads for c in clocked)
+    return client.model_copy(
+        update={
+            "cpu_s": cpu_s,
+            "parse_cpu_s": parse_cpu_s,
+            "cpu_us_per_chunk": (cpu_s + parse_cpu_s) / client.chunks * 1e6 if client.chunks else None,
+            "read_delay_p99_ms": percentile_ms(read_delays(samples), 99),
+            "priority": ", ".join(sorted({c.priority for c in clocked})),
+            "reopened_connections": sum(c.reopened for c in clocked),
+            "unstamped_share": sum(c.unstamped_reads for c in clocked) / reads if reads else None,
+        }
+    )
 
 
 def read_delays(samples: Sequence[Sample]) -> list[float]:
@@ -110,57 +103,68 @@ def most_in_flight(samples: Sequence[Sample]) -> int:
     return int(np.cumsum([step for _, step in sorted(moments)]).max(initial=0)) if moments else 0
 
 
-def write_outcome(spec: LoadSpec, requests: RequestList, outcome: Outcome, ended_well: bool = True) -> dict[str, Any]:
-    """Writes both files into ``spec.out_dir`` and returns load.json's content; into ``spec.spare_dir`` without room.
+def write_outcome(spec: LoadSpec, requests: RequestList, driven: DrivenLoad, ended_well: bool = True) -> LoadOutcome:
+    """Writes both files into ``spec.out_dir``, without room there into ``spec.spare_dir``; returns load.json's content.
 
     Requests that were never finished make the load incomplete, as does ``ended_well`` False.
     """
-    samples, zero, clocked = outcome.samples, outcome.zero, outcome.clocked
-    short, too_short = short_outputs(samples, spec.ignore_eos)
-    of_server = too_short + other_prompts(samples, spec.dialect, exact_texts=bool(requests.notes.get("exact_texts")))
-    of_server += nothing_streamed(samples)
-    added = tokens_added(samples) if spec.dialect.usage else []
-    missing = len(requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
-    load = {
-        "started_at": datetime.fromtimestamp(clocked.started_unix, UTC).isoformat(),
-        "start_unix": clocked.started_unix,
-        "duration_s": clocked.wall_s,
-        "zero_perf_counter": zero,
-        "wall_clock_step_s": clocked.wall_step_s,
-        **spec.model_dump(include={"mode", "concurrency", "max_concurrency", "request_rate"}),
-        "num_requests": len(requests),
-        "completed": sum(s.completion.ok for s in samples),
-        "failed": sum(s.sent and not s.completion.ok for s in samples),
-        "incomplete": missing > 0 or not ended_well,
-        "max_in_flight": most_in_flight(samples),
-        "client": {**outcome.client, "short_outputs": short, "asked_output_tokens": asked_output_tokens(samples)},
-        "prompt_tokens_added": [min(added), float(np.median(added)), max(added)] if added else None,
-        "invalid_reasons": invalid_reasons(outcome.client, missing) + outcome.reasons + of_server,
-        "notes": {**requests.notes, **_clock_note(clocked), **unknown_answers(samples)},
-        "locust": {"num_requests": outcome.locust_totals[0], "num_failures": outcome.locust_totals[1]},
-    }
-    window = steady_state(
-        [s.t0 - zero for s in samples],
-        [s.ts - zero for s in samples],
-        [s.end - zero for s in samples],
-        load,
-        [s.request.session for s in samples],
-    ).window
-    load |= {"target_start_s": window[0] if window else None, "target_end_s": window[1] if window else None}
+    outcome = _outcome_of(spec, requests, driven, ended_well)
     folders = [Path(folder) for folder in (spec.out_dir, spec.spare_dir) if folder]
+    answered = [(sample.request, sample.completion) for sample in driven.samples]
     for folder in folders:
         try:
-            write_samples(folder / "requests.parquet", samples, zero)
-            write_wrong_answers(folder / WRONG_ANSWERS, [(s.request, s.completion) for s in samples], requests.notes)
-            write_json(folder / "load.json", load)
+            write_samples(folder / "requests.parquet", driven.samples, driven.zero)
+            write_wrong_answers(folder / WRONG_ANSWERS, answered, requests.notes)
+            write_record(folder / "load.json", outcome)
             break
         except OSError as error:
             if folder == folders[-1] or storage_sentence(error) is None:
                 raise
-    return load
+    return outcome
 
 
-def _clock_note(clocked: Clocked) -> dict[str, str]:
+def _outcome_of(spec: LoadSpec, requests: RequestList, driven: DrivenLoad, ended_well: bool) -> LoadOutcome:
+    samples, zero, clocked, client = driven.samples, driven.zero, driven.clocked, driven.client
+    short, too_short = validity.short_outputs(samples, spec.ignore_eos)
+    exact_texts = bool(requests.notes.get("exact_texts"))
+    of_server = too_short + validity.other_prompts(samples, spec.dialect, exact_texts=exact_texts)
+    of_server += validity.nothing_streamed(samples)
+    added = validity.tokens_added(samples) if spec.dialect.usage else []
+    missing = len(requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
+    asked = {"short_outputs": short, "asked_output_tokens": validity.asked_output_tokens(samples)}
+    outcome = LoadOutcome(
+        started_at=datetime.fromtimestamp(clocked.started_unix, UTC).isoformat(),
+        start_unix=clocked.started_unix,
+        duration_s=clocked.wall_s,
+        zero_perf_counter=zero,
+        wall_clock_step_s=clocked.wall_step_s,
+        mode=spec.mode,
+        concurrency=spec.concurrency,
+        max_concurrency=spec.max_concurrency,
+        request_rate=spec.request_rate,
+        num_requests=len(requests),
+        completed=sum(s.completion.ok for s in samples),
+        failed=sum(s.sent and not s.completion.ok for s in samples),
+        incomplete=missing > 0 or not ended_well,
+        max_in_flight=most_in_flight(samples),
+        client=client.model_copy(update=asked),
+        prompt_tokens_added=(min(added), float(np.median(added)), max(added)) if added else None,
+        invalid_reasons=(*validity.invalid_reasons(client, missing), *driven.reasons, *of_server),
+        notes={**requests.notes, **_clock_note(clocked), **unknown_answers(samples)},
+        locust=driven.locust,
+    )
+    window = steady_state(
+        [s.t0 - zero for s in samples],
+        [s.ts - zero for s in samples],
+        [s.end - zero for s in samples],
+        outcome,
+        [s.request.session for s in samples],
+    ).window
+    start, end = window or (None, None)
+    return outcome.model_copy(update={"target_start_s": start, "target_end_s": end})
+
+
+def _clock_note(clocked: Clocked) -> Mapping[str, str]:
     """A note when the wall clock was set: no measured time depends on it, but the times of other logs do."""
     if abs(clocked.wall_step_s) <= MAX_WALL_STEP_S:
         return {}

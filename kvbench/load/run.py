@@ -20,9 +20,10 @@ from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, storage_sentence
 from kvbench.load import process
 from kvbench.load.connection import StreamFailure
 from kvbench.load.multi.shards import useful_workers
-from kvbench.load.outcome import Outcome, client_figures, write_outcome
+from kvbench.load.outcome import DrivenLoad, client_figures, write_outcome
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec, parse, read_spec, requests_of
+from kvbench.metrics.model import LocustTotals
 from kvbench.requests.request import RequestList
 
 
@@ -108,10 +109,10 @@ class Load:
         code = self.events.exit_code(gone)
         clocked, total = measuring.clocked, env.stats.total
         client = client_figures(session.samples, measuring.probe.lags, [clocked], self.spec.mode, clocked.wall_s)
-        totals = (total.num_requests, total.num_failures)
-        outcome = Outcome(session.samples, session.zero, clocked, client, [], totals)
-        load = write_outcome(self.spec, self.requests, outcome, ended_well=code == 0)
-        self._say("end", exit_code=code, incomplete=load["incomplete"], invalid_reasons=load["invalid_reasons"])
+        totals = LocustTotals(num_requests=total.num_requests, num_failures=total.num_failures)
+        driven = DrivenLoad(session.samples, session.zero, clocked, client, locust=totals)
+        load = write_outcome(self.spec, self.requests, driven, ended_well=code == 0)
+        self._say("end", exit_code=code, incomplete=load.incomplete, invalid_reasons=load.invalid_reasons)
         return code
 
     def _on_stop(self) -> None:

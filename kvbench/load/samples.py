@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,47 +18,6 @@ from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.requests.request import RequestSpec, continued
 
 FIRST_TIMES = ("first", "first_output", "first_reasoning")  # moments of a Completion, each None where it has none
-
-
-SCHEMA = pa.schema(
-    [
-        ("index", pa.int64()),
-        ("class", pa.string()),
-        ("priority", pa.int64()),
-        ("user", pa.int64()),
-        ("session", pa.int64()),
-        ("turn", pa.int64()),
-        ("prompt_tokens", pa.int64()),
-        ("output_tokens", pa.int64()),
-        ("reasoning_tokens", pa.int64()),
-        ("unstreamed_tokens", pa.int64()),
-        ("cached_tokens", pa.int64()),
-        ("prefix_tokens", pa.int64()),
-        ("max_tokens", pa.int64()),
-        ("t0", pa.float64()),
-        ("ts", pa.float64()),
-        ("queued_s", pa.float64()),
-        ("first", pa.float64()),
-        ("first_output", pa.float64()),
-        ("first_reasoning", pa.float64()),
-        ("last", pa.float64()),
-        ("end", pa.float64()),
-        ("chunk_times", pa.list_(pa.float64())),
-        ("chunk_tokens", pa.list_(pa.int32())),
-        ("chunk_choices", pa.list_(pa.int32())),
-        ("sent_times", pa.list_(pa.float64())),
-        ("output_token_ids", pa.list_(pa.int32())),
-        ("coalesced", pa.int64()),
-        ("ok", pa.bool_()),
-        ("error_kind", pa.string()),
-        ("error", pa.string()),
-        ("finish_reason", pa.string()),
-        ("http_status", pa.int64()),
-        ("canary", pa.string()),
-        ("canary_wrong", pa.string()),
-        ("text", pa.string()),
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -85,46 +45,63 @@ class Sample:
         """Whether it was sent at all."""
         return self.completion.error_kind != SESSION_BROKEN
 
-    def to_row(self, zero: float) -> dict[str, object]:
+    def to_row(self, zero: float) -> dict[str, Any]:
         """The Parquet row, with times in seconds since ``zero``."""
-        done, request = self.completion, self.request
-        times = [t - zero for t in done.chunk_times]
-        sent = len(request.prompt_token_ids) if request.prompt_token_ids is not None else 0
-        return {
-            "index": request.index,
-            "class": request.cls,
-            "priority": request.priority,
-            "user": self.user,
-            "session": request.session,
-            "turn": request.turn,
-            "prompt_tokens": sent if done.prompt_tokens is None else done.prompt_tokens,
-            "output_tokens": done.output_tokens or 0,
-            "reasoning_tokens": done.reasoning_tokens,
-            "unstreamed_tokens": done.unstreamed_tokens,
-            "cached_tokens": done.cached_tokens,
-            "prefix_tokens": request.prefix_tokens,
-            "max_tokens": request.max_tokens,
-            "t0": self.t0 - zero,
-            "ts": self.ts - zero,
-            "queued_s": self.queued_s,
-            **{name: None if (at := getattr(done, name)) is None else at - zero for name in FIRST_TIMES},
-            "last": times[-1] if times else None,
-            "end": self.end - zero,
-            "chunk_times": times,
-            "chunk_tokens": done.chunk_tokens,
-            "chunk_choices": done.chunk_choices,
-            "sent_times": [t - zero for t in done.sent_times] or None,
-            "output_token_ids": done.token_ids or None,
-            "coalesced": done.coalesced,
-            "ok": done.ok,
-            "error_kind": done.error_kind,
-            "error": done.error,
-            "finish_reason": done.finish_reason,
-            "http_status": done.http_status,
-            "canary": request.canary,
-            "canary_wrong": wrong_words(request, done),
-            "text": done.text,
-        }
+        row = {name: read(self) for name, (_, read) in _COLUMNS.items()}
+        for name in ("t0", "ts", *FIRST_TIMES, "last", "end"):
+            if row[name] is not None:
+                row[name] -= zero
+        for name in ("chunk_times", "sent_times"):
+            row[name] = row[name] and [moment - zero for moment in row[name]]
+        return row
+
+
+def _prompt_tokens(sample: Sample) -> int:
+    """Tokens of the prompt as the server counts them, else as they were sent; 0 where neither is known."""
+    counted = sample.completion.prompt_tokens
+    return len(sample.request.prompt_token_ids or ()) if counted is None else counted
+
+
+_WHOLE, _REAL, _TEXT = pa.int64(), pa.float64(), pa.string()
+_WHOLES, _REALS = pa.list_(pa.int32()), pa.list_(_REAL)
+_COLUMNS: dict[str, tuple[pa.DataType, Callable[[Sample], Any]]] = {
+    "index": (_WHOLE, lambda s: s.request.index),
+    "class": (_TEXT, lambda s: s.request.cls),
+    "priority": (_WHOLE, lambda s: s.request.priority),
+    "user": (_WHOLE, lambda s: s.user),
+    "session": (_WHOLE, lambda s: s.request.session),
+    "turn": (_WHOLE, lambda s: s.request.turn),
+    "prompt_tokens": (_WHOLE, _prompt_tokens),
+    "output_tokens": (_WHOLE, lambda s: s.completion.output_tokens or 0),
+    "reasoning_tokens": (_WHOLE, lambda s: s.completion.reasoning_tokens),
+    "unstreamed_tokens": (_WHOLE, lambda s: s.completion.unstreamed_tokens),
+    "cached_tokens": (_WHOLE, lambda s: s.completion.cached_tokens),
+    "prefix_tokens": (_WHOLE, lambda s: s.request.prefix_tokens),
+    "max_tokens": (_WHOLE, lambda s: s.request.max_tokens),
+    "t0": (_REAL, lambda s: s.t0),
+    "ts": (_REAL, lambda s: s.ts),
+    "queued_s": (_REAL, lambda s: s.queued_s),
+    "first": (_REAL, lambda s: s.completion.first),
+    "first_output": (_REAL, lambda s: s.completion.first_output),
+    "first_reasoning": (_REAL, lambda s: s.completion.first_reasoning),
+    "last": (_REAL, lambda s: s.completion.chunk_times[-1] if s.completion.chunk_times else None),
+    "end": (_REAL, lambda s: s.end),
+    "chunk_times": (_REALS, lambda s: s.completion.chunk_times),
+    "chunk_tokens": (_WHOLES, lambda s: s.completion.chunk_tokens),
+    "chunk_choices": (_WHOLES, lambda s: s.completion.chunk_choices),
+    "sent_times": (_REALS, lambda s: s.completion.sent_times or None),
+    "output_token_ids": (_WHOLES, lambda s: s.completion.token_ids or None),
+    "coalesced": (_WHOLE, lambda s: s.completion.coalesced),
+    "ok": (pa.bool_(), lambda s: s.completion.ok),
+    "error_kind": (_TEXT, lambda s: s.completion.error_kind),
+    "error": (_TEXT, lambda s: s.completion.error),
+    "finish_reason": (_TEXT, lambda s: s.completion.finish_reason),
+    "http_status": (_WHOLE, lambda s: s.completion.http_status),
+    "canary": (_TEXT, lambda s: s.request.canary),
+    "canary_wrong": (_TEXT, lambda s: wrong_words(s.request, s.completion)),
+    "text": (_TEXT, lambda s: s.completion.text),
+}
+SCHEMA = pa.schema([(name, kind) for name, (kind, _) in _COLUMNS.items()])
 
 
 def knows_answer(sample: Sample) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvbench.load.dialect import Dialect
 from kvbench.load.samples import Sample
+from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.metrics.sequences import gaps_within
 
 MAX_SLIP_MS = 5.0
@@ -104,8 +105,8 @@ def client_report(
     wall_s: float,
     mode: str,
     kernel_stamps: bool = False,
-) -> dict[str, Any]:
-    """The client's own figures for load.json. ``cpu_s``: CPU seconds of this process over ``wall_s``.
+) -> ClientFigures:
+    """The client's own figures. ``cpu_s``: CPU seconds of this process over ``wall_s``.
 
     ``lags`` [s]: how late the client's loop was, and so its timestamps, unless they are the kernel's
     (``kernel_stamps``), whose error the calibration tells. The p99 of the lag is that of its size: a timestamp that is
@@ -121,31 +122,31 @@ def client_report(
     errors = stamp_errors(samples)
     source = "server stamps" if errors is not None else "kernel stamps" if kernel_stamps else "loop probe"
     lags_used = {"server stamps": errors, "kernel stamps": (), "loop probe": lags}[source]
-    return {
-        "cpu_fraction": cpu_s / wall_s if wall_s > 0 else None,
-        "cpu_us_per_chunk": cpu_s / chunks * 1e6 if chunks else None,
-        "lag_source": source,
-        "lag_p50_ms": percentile_ms(lags_used, 50),
-        "lag_p99_ms": percentile_ms(np.abs(lags_used), 99),
-        "lag_samples": len(lags_used),
-        "lag_judged": len(lags_used) >= MIN_LAG_SAMPLES,
-        "loop_lag_p50_ms": percentile_ms(lags, 50),
-        "loop_lag_p99_ms": percentile_ms(lags, 99),
-        "loop_lag_max_ms": percentile_ms(lags, 100),
-        "loop_lag_stopped_share": float((np.asarray(lags) > PROBE_PERIOD_S).mean()) if len(lags) else None,
-        "schedule_slip_p99_ms": percentile_ms([s.slip_s for s in sent], 99),
-        "schedule_slip_beyond_bursts_p99_ms": percentile_ms(slip_beyond_bursts(sent), 99),
-        "turnaround_p50_ms": percentile_ms(waits, 50),
-        "turnaround_p99_ms": percentile_ms(waits, 99),
-        "turnaround_share": wait_share,
-        "turnarounds": len(waits),
-        "chunks": chunks,
-        "chunks_of_busiest_second": busiest_second(samples),
-        "coalesced_chunks": coalesced,
-        "coalesced_share": coalesced / chunks if chunks else None,
-        "itl_p50_ms": percentile_ms(itl, 50),
-        "prompt_token_mismatches": sum(map(bool, prompt_differences(samples))),
-    }
+    return ClientFigures(
+        cpu_fraction=cpu_s / wall_s if wall_s > 0 else None,
+        cpu_us_per_chunk=cpu_s / chunks * 1e6 if chunks else None,
+        lag_source=source,
+        lag_p50_ms=percentile_ms(lags_used, 50),
+        lag_p99_ms=percentile_ms(np.abs(lags_used), 99),
+        lag_samples=len(lags_used),
+        lag_judged=len(lags_used) >= MIN_LAG_SAMPLES,
+        loop_lag_p50_ms=percentile_ms(lags, 50),
+        loop_lag_p99_ms=percentile_ms(lags, 99),
+        loop_lag_max_ms=percentile_ms(lags, 100),
+        loop_lag_stopped_share=float((np.asarray(lags) > PROBE_PERIOD_S).mean()) if len(lags) else None,
+        schedule_slip_p99_ms=percentile_ms([s.slip_s for s in sent], 99),
+        schedule_slip_beyond_bursts_p99_ms=percentile_ms(slip_beyond_bursts(sent), 99),
+        turnaround_p50_ms=percentile_ms(waits, 50),
+        turnaround_p99_ms=percentile_ms(waits, 99),
+        turnaround_share=wait_share,
+        turnarounds=len(waits),
+        chunks=chunks,
+        chunks_of_busiest_second=busiest_second(samples),
+        coalesced_chunks=coalesced,
+        coalesced_share=coalesced / chunks if chunks else None,
+        itl_p50_ms=percentile_ms(itl, 50),
+        prompt_token_mismatches=sum(map(bool, prompt_differences(samples))),
+    )
 
 
 def prompt_differences(samples: Sequence[Sample]) -> list[int]:
@@ -221,54 +222,54 @@ def short_outputs(samples: Sequence[Sample], ignore_eos: bool) -> tuple[int, lis
     ]
 
 
-def invalid_reasons(client: dict[str, Any], missing: int) -> list[str]:
+def invalid_reasons(client: ClientFigures, missing: int) -> list[str]:
     """Why the load may not be believed, one sentence each; empty when it may.
 
     ``missing``: requests that were never finished. Of chunks that share a read, the server's send stamps tell which it
     had sent apart. Without them, a client whose loop keeps the limit of the lag has joined no chunks further apart.
     """
     reasons = []
-    limit = lag_limit_ms(client["itl_p50_ms"])
-    if client["lag_judged"] and client["lag_p99_ms"] > limit:
+    limit = lag_limit_ms(client.itl_p50_ms)
+    if client.lag_judged and client.lag_p99_ms > limit:
         reasons.append(
-            f"the client's timestamps {'lagged' if client['lag_p50_ms'] >= 0 else 'were early'}: "
-            f"p99 {client['lag_p99_ms']:.2f} ms, the limit is {limit:.2f} ms "
+            f"the client's timestamps {'lagged' if client.lag_p50_ms >= 0 else 'were early'}: "
+            f"p99 {client.lag_p99_ms:.2f} ms, the limit is {limit:.2f} ms "
             "(1 ms or 2 % of the median ITL); give the client a core of its own."
         )
-    stopped, longest = client.get("loop_lag_stopped_share") or 0.0, client.get("loop_lag_max_ms") or 0.0
+    stopped, longest = client.loop_lag_stopped_share or 0.0, client.loop_lag_max_ms or 0.0
     if stopped > MAX_STOPPED_SHARE and longest > MIN_STOP_MS:
         reasons.append(
             f"the client stood still for {stopped:.1%} of the load and up to {longest:.0f} ms at once; the limits are "
             f"{MAX_STOPPED_SHARE:.0%} and {MIN_STOP_MS:g} ms; do not suspend it, and give it a core of its own."
         )
-    judged = client["chunks"] >= MIN_LAG_SAMPLES
-    coalesced, late = client["coalesced_share"] or 0.0 if judged else 0.0, client["loop_lag_p99_ms"] or 0.0
-    if client["lag_source"] == "server stamps" and coalesced > MAX_COALESCED_SHARE:
+    judged = client.chunks >= MIN_LAG_SAMPLES
+    coalesced, late = client.coalesced_share or 0.0 if judged else 0.0, client.loop_lag_p99_ms or 0.0
+    if client.lag_source == "server stamps" and coalesced > MAX_COALESCED_SHARE:
         reasons.append(
             f"{coalesced:.1%} of the chunks were read together with the one before although they were sent apart, the "
             f"limit is {MAX_COALESCED_SHARE:.0%}; give the client a core of its own."
         )
-    if client["lag_source"] == "kernel stamps" and coalesced > MAX_COALESCED_SHARE and late > limit:
+    if client.lag_source == "kernel stamps" and coalesced > MAX_COALESCED_SHARE and late > limit:
         reasons.append(
             f"{coalesced:.1%} of the chunks were read together with the one before, and the client was late enough to "
             f"have joined them itself: its loop's lag p99 is {late:.2f} ms; the limits are {MAX_COALESCED_SHARE:.0%} "
             f"and {limit:.2f} ms (1 ms or 2 % of the median ITL); give the client a core of its own."
         )
-    slip = client["schedule_slip_beyond_bursts_p99_ms"]
+    slip = client.schedule_slip_beyond_bursts_p99_ms
     if slip is not None and slip > MAX_SLIP_MS:
         reasons.append(
             f"arrivals slipped: p99 {slip:.2f} ms beyond {SEND_S * 1e6:g} us for each one due at the same moment, the "
             f"limit is {MAX_SLIP_MS:g} ms; lower the rate, use a free core or more load processes."
         )
-    share = client.get("turnaround_share")  # a run that was stored by an older version has none
-    if share is not None and share > MAX_TURNAROUND_SHARE and client["turnarounds"] >= MIN_TURNAROUNDS:
+    share = client.turnaround_share
+    if share is not None and share > MAX_TURNAROUND_SHARE and client.turnarounds >= MIN_TURNAROUNDS:
         reasons.append(
             f"the client's users spent {share:.1%} of their time between a stream's end and the next send (median "
-            f"{client['turnaround_p50_ms']:.2f} ms, p99 {client['turnaround_p99_ms']:.2f} ms), and the throughput is "
+            f"{client.turnaround_p50_ms:.2f} ms, p99 {client.turnaround_p99_ms:.2f} ms), and the throughput is "
             f"too low by up to that; the limit is {MAX_TURNAROUND_SHARE:.0%}; give the client a core of its own, use "
             "more load processes, or ask for longer answers."
         )
-    cpu = client["cpu_fraction"]
+    cpu = client.cpu_fraction
     if cpu is not None and cpu > MAX_CPU_FRACTION:
         reasons.append(
             f"the client used {cpu:.0%} of a core, the limit is {MAX_CPU_FRACTION:.0%}; use fewer streams a process."
@@ -278,9 +279,9 @@ def invalid_reasons(client: dict[str, Any], missing: int) -> list[str]:
     return reasons
 
 
-def client_reasons(outcome: Mapping[str, Any]) -> list[str]:
+def client_reasons(outcome: LoadOutcome | Mapping[str, Any]) -> list[str]:
     """Those of the reasons of a load.json that its client's own lateness made, of one process or of several."""
-    client = outcome.get("client") or {}
-    own = invalid_reasons(client, 0) if client else []
-    names = tuple(f"{process['name']}: " for process in client.get("processes") or ())
-    return [reason for reason in outcome.get("invalid_reasons") or () if reason in own or reason.startswith(names)]
+    outcome = LoadOutcome.model_validate(outcome)
+    own = invalid_reasons(outcome.client, 0)
+    names = tuple(f"{process.name}: " for process in outcome.client.processes)
+    return [reason for reason in outcome.invalid_reasons if reason in own or reason.startswith(names)]

@@ -25,10 +25,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvbench.common.files import write_atomically, write_json
+from kvbench.common.records import write_record
 from kvbench.load.completion import Completion
 from kvbench.load.samples import SCHEMA, Sample
 from kvbench.lockstep.turns import STEP_COLUMNS, Seat, take_turns
 from kvbench.metrics.latency import summarise
+from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.build import build_requests
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
 from kvbench.targets.prometheus import counter_changes, parse_metrics
@@ -155,18 +157,18 @@ def store(
     with write_atomically(out / "steps.parquet") as scratch:
         steps.to_parquet(scratch, index=False)
     clock = sum(each.clock for each in repetitions)
-    outcome = {
-        "clock": CLOCK,
-        "duration_s": clock / len(repetitions),
-        "repetitions": len(repetitions),
-        "mode": point.mode,
-        "concurrency": point.concurrency,
-        "request_rate": point.request_rate,
-        "num_requests": len(requests),
-        "notes": requests.notes,
-        "client": {},
-    }
-    write_json(out / "load.json", outcome)
+    outcome = LoadOutcome(
+        clock=CLOCK,
+        duration_s=clock / len(repetitions),
+        repetitions=len(repetitions),
+        mode=point.mode,
+        concurrency=point.concurrency,
+        request_rate=point.request_rate,
+        num_requests=len(requests),
+        notes=requests.notes,
+        client=ClientFigures(),
+    )
+    write_record(out / "load.json", outcome)
     texts = ((metrics_before, 0.0), (repetitions[-1].metrics, clock))
     before, after = (parse_metrics(text, at) for text, at in texts)
     owned = after.owned_pages

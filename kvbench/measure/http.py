@@ -20,8 +20,9 @@ import pandas as pd
 from kvbench.calibration.cache import ClientLoad
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError
-from kvbench.common.files import read_json, utc_now, write_json
-from kvbench.common.foreign_cpu import MachineWatch, contention_reasons
+from kvbench.common.files import utc_now, write_json
+from kvbench.common.foreign_cpu import MachineReport, MachineWatch, contention_reasons
+from kvbench.common.records import read_record
 from kvbench.common.text import failed_words, failure_words
 from kvbench.load import launch
 from kvbench.load.spec import LoadSpec
@@ -32,7 +33,7 @@ from kvbench.measure.server import Server
 from kvbench.measure.warm_up import warm_up
 from kvbench.metrics.canaries import wrong_words
 from kvbench.metrics.latency import is_refusal, summarise, too_many_failed
-from kvbench.metrics.model import LoadMetrics
+from kvbench.metrics.model import LoadMetrics, LoadOutcome
 from kvbench.requests.request import RequestList, RequestSpec, store_requests
 from kvbench.targets.base import Target, contradiction, reason_of
 from kvbench.targets.prometheus import MetricsPoller, MetricsSample, counter_changes, gauge_summary
@@ -236,12 +237,12 @@ class _Load:
     def judge(self, sent: _Sent) -> dict[str, Any]:
         """The result, from the files in ``out``. Raises UnstoredError."""
         server, before, after, strict = self.server, self.before, sent.after, self.job.failures_invalidate
-        outcome = read_json(sent.out / "load.json")
+        outcome = read_record(LoadOutcome, sent.out / "load.json", "measure the load again")
         metrics, unread = collect_metrics(sent.out, server.load, outcome, sent.poller, before)
         machine = sent.machine.report()
         workers_here = bool(metrics["client"].get("workers_here"))
         if not judges_this_machine(self.job.clients.workers is None, sent.machine.server.local, workers_here):
-            machine["foreign_cpu_cores"] = machine["steal_share"] = None
+            machine = machine.model_copy(update={"foreign_cpu_cores": None, "steal_share": None})
         calibration = recalibrated(self.job, server, self.calibration, outcome, metrics)
         client = metrics.client.model_copy(update={"cpu_s_per_1000_output_tokens": client_cost(machine, metrics)})
         metrics = metrics.model_copy(update={"client": client})
@@ -258,11 +259,11 @@ class _Load:
         reasons = [
             *(calibration.reasons if calibration else ()),
             *self.cache_reasons,
-            *(outcome.get("invalid_reasons") or ()),
+            *outcome.invalid_reasons,
             *faults,
             *disturbed,
         ]
-        if outcome.get("incomplete"):
+        if outcome.incomplete:
             reasons.append("the load client was stopped before its last request")
         if unread and strict:
             reasons.append(unread)
@@ -277,7 +278,7 @@ class _Load:
             "metrics": metrics,
             "endpoint": server.target.dialect.endpoint,
             "template_tokens": server.target.template_tokens,
-            "prompt_tokens_added": outcome.get("prompt_tokens_added"),
+            "prompt_tokens_added": outcome.prompt_tokens_added,
             "machine": machine,
             "prefix_cache": cache.counts,
             "prefix_cache_bounds": dataclasses.asdict(cache.bounds) if cache.bounds else None,
@@ -339,19 +340,19 @@ def client_load(job: Job, server: Server, streams: int, events_per_s: float | No
 
 
 def recalibrated(
-    job: Job, server: Server, before: Calibration | None, outcome: Mapping[str, Any], metrics: Mapping[str, Any]
+    job: Job, server: Server, before: Calibration | None, outcome: LoadOutcome, metrics: Mapping[str, Any]
 ) -> Calibration | None:
     """The calibration for the load's busiest second: measured now if that was more than expected before the load."""
     if before is None or job.calibrate is None:
         return None
-    client, seconds = outcome.get("client") or {}, metrics.get("duration_s")
-    chunks, busiest = client.get("chunks"), client.get("chunks_of_busiest_second") or 0
+    chunks, busiest = outcome.client.chunks, outcome.client.chunks_of_busiest_second or 0
+    seconds = metrics.get("duration_s")
     rate = max(chunks / seconds, busiest) if chunks and seconds else None
-    return job.calibrate(client_load(job, server, int(outcome.get("max_in_flight") or 1), rate), before)
+    return job.calibrate(client_load(job, server, outcome.max_in_flight or 1, rate), before)
 
 
 def collect_metrics(
-    out: Path, load: LoadConfig, outcome: Mapping[str, Any], poller: MetricsPoller, before: MetricsSample | None
+    out: Path, load: LoadConfig, outcome: LoadOutcome, poller: MetricsPoller, before: MetricsSample | None
 ) -> tuple[LoadMetrics, str | None]:
     """Metrics of a load that ended, and why the server's activity during it is unknown (None: it is known)."""
     metrics = summarise(pd.read_parquet(out / "requests.parquet"), outcome, load.slo.model_dump() if load.slo else None)
@@ -363,24 +364,24 @@ def collect_metrics(
     )
 
 
-def _during(outcome: Mapping[str, Any], metrics: Mapping[str, Any], poller: MetricsPoller) -> list[MetricsSample]:
+def _during(outcome: LoadOutcome, metrics: Mapping[str, Any], poller: MetricsPoller) -> list[MetricsSample]:
     """The readings of /metrics from the first request's start to the last one's end."""
-    zero = float(outcome["zero_perf_counter"])  # of a process on this machine, where all share this clock
+    zero = outcome.zero_perf_counter or 0.0  # of a process on this machine, where all share this clock
     start = zero + float(metrics.get("first_request_s") or 0.0)
-    duration = float(metrics.get("duration_s") or outcome.get("duration_s") or 0.0)
+    duration = float(metrics.get("duration_s") or outcome.duration_s or 0.0)
     return [s for s in poller.samples if 0.0 <= s.at - start <= duration]
 
 
 def store_server(
     out: Path,
-    outcome: Mapping[str, Any],
+    outcome: LoadOutcome,
     metrics: Mapping[str, Any],
     poller: MetricsPoller,
     before: MetricsSample | None,
     after: MetricsSample | None,
 ) -> None:
     """Writes what /metrics told: counters.json and server.parquet."""
-    start, during = float(outcome["zero_perf_counter"]), _during(outcome, metrics, poller)
+    start, during = outcome.zero_perf_counter or 0.0, _during(outcome, metrics, poller)
     if poller.samples:
         pd.DataFrame([{"t": s.at - start, **s.gauges, **s.counters} for s in poller.samples]).to_parquet(
             out / "server.parquet", index=False
@@ -398,14 +399,14 @@ def store_server(
     write_json(out / "counters.json", counters)
 
 
-def client_cost(machine: Mapping[str, Any], metrics: Mapping[str, Any]) -> float | None:
+def client_cost(machine: MachineReport, metrics: Mapping[str, Any]) -> float | None:
     """CPU seconds of the client's processes per 1,000 output tokens of successful requests.
 
     Streaming: as the kernel counts it on this machine, or as the processes report it where some run on others. The
     parsing after the stream is added.
     """
     tokens, client = metrics.get("total_output_tokens"), metrics.get("client") or {}
-    cores, seconds = machine.get("client_cpu_cores"), machine.get("seconds")
+    cores, seconds = machine.client_cpu_cores, machine.seconds
     counted = cores * seconds if cores is not None and seconds else None
     known = [cpu_s for cpu_s in (counted, client.get("cpu_s")) if cpu_s is not None]
     return (max(known) + (client.get("parse_cpu_s") or 0.0)) / tokens * 1000.0 if tokens and known else None

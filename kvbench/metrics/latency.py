@@ -23,12 +23,12 @@ from kvbench.metrics.model import (  # noqa: F401 - some for older callers
     MAX_FAILED_SHARE,
     MIN_STEADY_REQUESTS,
     MIN_STEADY_SHARE,
-    ClientFigures,
     Distribution,
     FailureMessage,
     GroupLatencies,
     Latencies,
     LoadMetrics,
+    LoadOutcome,
     Plateau,
     PooledLatencies,
 )
@@ -240,8 +240,9 @@ def pooled(loads: Sequence[pd.DataFrame], steady: Sequence[pd.DataFrame] | None 
     return PooledLatencies(**latencies, **({} if steady is None else {"steady_latency": pooled(steady)}))
 
 
-def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) -> LoadMetrics:
-    """Computes all metrics of one load. ``requests``: rows of requests.parquet; ``load``: load.json as a dict."""
+def summarise(requests: pd.DataFrame, load: LoadOutcome | Mapping[str, Any], slo: Slo = None) -> LoadMetrics:
+    """Computes all metrics of one load. ``requests``: rows of requests.parquet; ``load``: load.json."""
+    load = LoadOutcome.model_validate(load)
     good = rows.successful(requests)
     unsent = requests["error_kind"] == SESSION_BROKEN
     failed = requests[~requests["ok"].astype(bool) & ~unsent]
@@ -264,7 +265,7 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
         refused_by_server=int(_refused(failed).sum()),
         rejected_by_server=int(_rejected(failed).sum()),
         first_failure=_first_failure(failed),
-        incomplete=bool(load.get("incomplete", False)),
+        incomplete=load.incomplete,
         first_request_s=begin,
         duration_s=duration,
         **_bounds(steady.window),
@@ -284,7 +285,7 @@ def summarise(requests: pd.DataFrame, load: Mapping[str, Any], slo: Slo = None) 
         tokens_per_chunk=_tokens_per_chunk(good),
         **_open_after_last(good),
         slo_misses={name: int(over.sum()) for name, over in over_slo(good, slo).items()},
-        client=ClientFigures.model_validate(load.get("client") or {}),
+        client=load.client,
         **({} if canaries is None else {"canaries": canaries}),
     )
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from kvbench.common.records import Record
 
@@ -133,12 +133,53 @@ class CanaryCounts(Record):
     first_wrong: str | None = None
 
 
+class ProcessClock(Record):
+    """How well the clock of a load process is known on the master's."""
+
+    same_clock: bool | None = None
+    offset_ms: float | None = None
+    round_trip_ms: float | None = None
+    drift_ms: float | None = None
+    error_ms: float | None = None
+    readings: int | None = None
+
+
+class ProcessFigures(Record):
+    """What one of several load processes says of itself, under the names of ``ClientFigures``."""
+
+    name: str
+    host: str | None = None
+    pid: int | None = None
+    requests: int | None = None
+    completed: int | None = None
+    priority: str | None = None
+    cpu_fraction: float | None = None
+    cpu_us_per_chunk: float | None = None
+    lag_source: str | None = None
+    lag_p50_ms: float | None = None
+    lag_p99_ms: float | None = None
+    loop_lag_p99_ms: float | None = None
+    schedule_slip_p99_ms: float | None = None
+    turnaround_p50_ms: float | None = None
+    turnaround_p99_ms: float | None = None
+    turnaround_share: float | None = None
+    chunks: int | None = None
+    coalesced_share: float | None = None
+    clock: ProcessClock = ProcessClock()
+
+
 class ClientFigures(Record):
-    """What the load client says of itself; None where it does not. Times [ms] and [s], shares 0 to 1."""
+    """What the load client says of itself; None where it does not. Times [ms] and [s], shares 0 to 1.
+
+    cpu_fraction: of a core, of the busiest process; cpu_fraction_total: of all processes together
+    lag: how late its timestamps were, as lag_source shows; lag_judged: whether this load's were held to the limit
+    loop_lag: how late its loop was; loop_lag_stopped_share: of the time that it stood still
+    """
 
     model_config = ConfigDict(extra="allow")
 
     cpu_fraction: float | None = None
+    cpu_fraction_total: float | None = None
     cpu_us_per_chunk: float | None = None
     cpu_s: float | None = None
     parse_cpu_s: float | None = None
@@ -150,6 +191,8 @@ class ClientFigures(Record):
     lag_judged: bool | None = None
     loop_lag_p50_ms: float | None = None
     loop_lag_p99_ms: float | None = None
+    loop_lag_max_ms: float | None = None
+    loop_lag_stopped_share: float | None = None
     schedule_slip_p99_ms: float | None = None
     schedule_slip_beyond_bursts_p99_ms: float | None = None
     turnaround_p50_ms: float | None = None
@@ -169,6 +212,52 @@ class ClientFigures(Record):
     short_outputs: int = 0
     asked_output_tokens: int | None = None
     workers_here: bool = False
+    processes: tuple[ProcessFigures, ...] = ()
+
+
+class LocustTotals(Record):
+    """Requests and failures as Locust counted them, for comparison."""
+
+    num_requests: int = 0
+    num_failures: int = 0
+
+
+def _finite(rate: Any) -> Any:
+    return None if rate == math.inf else rate
+
+
+class LoadOutcome(Record):
+    """What a load left behind besides its rows: load.json. None where it is not known, or never was.
+
+    clock: of all times, where it is not the machine's; zero_perf_counter: time 0 of the rows on that clock [s]
+    request_rate: None for all at once; incomplete: not every request was finished
+    prompt_tokens_added: least, median and most tokens that the server counts beyond the drawn ones of a text
+    invalid_reasons: why the load may not be believed, one sentence each; target_start_s, target_end_s: steady window
+    """
+
+    clock: str | None = None
+    started_at: str | None = None
+    start_unix: float | None = None
+    duration_s: float | None = None
+    zero_perf_counter: float | None = None
+    wall_clock_step_s: float | None = None
+    repetitions: int | None = None
+    mode: str | None = None
+    concurrency: int | None = None
+    max_concurrency: int | None = None
+    request_rate: Annotated[float | None, BeforeValidator(_finite)] = None
+    num_requests: int | None = None
+    completed: int | None = None
+    failed: int | None = None
+    incomplete: bool = False
+    max_in_flight: int | None = None
+    client: ClientFigures = ClientFigures()
+    prompt_tokens_added: tuple[int, float, int] | None = None
+    invalid_reasons: tuple[str, ...] = ()
+    notes: Mapping[str, Any] = {}
+    locust: LocustTotals | None = None
+    target_start_s: float | None = None
+    target_end_s: float | None = None
 
 
 class LoadMetrics(PooledLatencies, Rates):

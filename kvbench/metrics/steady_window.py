@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from kvbench.metrics.model import LoadOutcome
+
 LEAST_ARRIVALS = 20
 AT_ONCE_S = 0.005  # arrivals that are no further apart came at once; clocks of other machines differ a little
 _BINS = 100
@@ -48,13 +50,14 @@ def steady_state(
     t0: Sequence[float] | np.ndarray,
     ts: Sequence[float] | np.ndarray,
     ends: Sequence[float] | np.ndarray,
-    load: Mapping[str, Any],
+    load: LoadOutcome | Mapping[str, Any],
     sessions: Sequence[float | None] | np.ndarray | None = None,
 ) -> SteadyState:
     """The steady state of a load whose requests have these intended starts, sends, ends [s] and sessions (None: none).
 
-    ``load``: load.json's mode, concurrency, max_concurrency and notes. Failed requests count: they were in flight too.
+    ``load``: its mode, concurrency, max_concurrency and notes. Failed requests count: they were in flight too.
     """
+    load = LoadOutcome.model_validate(load)
     t0, ts, ends = (np.asarray(x, dtype=float) for x in (t0, ts, ends))
     known = np.isfinite(t0) & np.isfinite(ts) & np.isfinite(ends)
     t0, ts, ends = t0[known], ts[known], ends[known]
@@ -62,13 +65,13 @@ def steady_state(
         sessions = [s for s, there in zip(sessions, known, strict=True) if there]
     if not len(t0):
         return SteadyState(None, "there were no requests")
-    if load.get("mode") != "open":
+    if load.mode != "open":
         starts, stops = _by_session(ts, ends, sessions)
-        return _at_target(starts, stops, load.get("concurrency"), "users")
+        return _at_target(starts, stops, load.concurrency, "users")
     first, last = _arrivals_span(t0, sessions)
     if last - first <= AT_ONCE_S:
-        return _at_target(ts, ends, load.get("max_concurrency"), "requests of max_concurrency")
-    changing = (load.get("notes") or {}).get("plateaus")
+        return _at_target(ts, ends, load.max_concurrency, "requests of max_concurrency")
+    changing = load.notes.get("plateaus")
     if changing is None:
         window = settled(t0, ends, first, last)
         return SteadyState(window, None if window else _unsettled(t0, first, last))

@@ -4,58 +4,54 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
-from kvbench.quality.free import Answers
-from kvbench.quality.prompts import OF_TEXT, Prompt
-from kvbench.quality.statistics import Positions, counted, interval_of, share_of
+from kvbench.quality.prompts import OF_TEXT, Answers, Prompt
 
+_RESAMPLES = 2000
 _DEPTH_PARTS = 5
 _MOST_NAMED = 5
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What one engine predicted and answered. ``positions``: of the forced prompts, in their order; empty: unknown."""
-
-    positions: Sequence[Positions]
-    answers: Answers
 
 
 def figures(
     forced: Sequence[Prompt],
     passkeys: Sequence[Prompt],
-    measured: Measured,
+    positions: Sequence[Positions],
+    answers: Answers,
     baseline: Answers,
     decode: Callable[[Sequence[int]], str],
     page_size: int,
 ) -> dict[str, Any]:
-    """Of all prompts together and of each set. ``passkeys`` are asked for their answers alone."""
+    """The figures of one engine over all prompts together, and of each set.
+
+    ``positions``: of the ``forced`` prompts, in their order; empty: unknown. ``passkeys`` are asked for their answers
+    alone. ``answers``: of the engine to all of them.
+    """
     by_set = {name: list(of) for name, of in itertools.groupby(range(len(forced)), lambda i: forced[i].set_name)}
 
     def predictions(of: Sequence[int], brief: bool = False) -> dict[str, Any]:
-        if not measured.positions:
+        if not positions:
             return {}
-        return _predictions([forced[i] for i in of], [measured.positions[i] for i in of], brief)
+        return _predictions([forced[i] for i in of], [positions[i] for i in of], brief)
 
     sets = {
         name: {
             "prompts": len(of),
             **predictions(of, brief=True),
-            "greedy": _greedy([forced[i] for i in of], measured.answers, baseline),
+            "greedy": _greedy([forced[i] for i in of], answers, baseline),
         }
         for name, of in by_set.items()
     }
     return {
         **predictions(range(len(forced))),
-        "greedy": _greedy(forced, measured.answers, baseline),
-        "passkey": _passkeys(
-            [*(p for p in forced if p.depth is not None), *passkeys], measured.answers, decode, page_size
-        ),
+        "greedy": _greedy(forced, answers, baseline),
+        "passkey": _passkeys([*(p for p in forced if p.depth is not None), *passkeys], answers, decode, page_size),
         "sets": sets,
     }
 
@@ -183,3 +179,73 @@ def full_pool_figures(
             "wrong_with_room": len(names & set(wrong_with_room)),
         },
     }
+
+
+@dataclass(frozen=True)
+class Interval:
+    value: float
+    low: float
+    high: float
+
+    def named(self, name: str) -> dict[str, float]:
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
+
+
+def interval_of(columns: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> Interval:
+    """Bootstrap interval (BCa, Efron 1987) of a statistic of sums over prompts, always the same for the same numbers.
+
+    ``columns``: ``[prompts, k]``; ``statistic``: sums ``[..., k]`` -> ``[...]``. No width where all prompts are alike.
+    """
+    value = float(statistic(columns.sum(axis=0)))
+    if len(columns) < 2:
+        return Interval(value, value, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of resamples that are all alike
+        found = stats.bootstrap(
+            (np.arange(len(columns)),),
+            lambda picked, axis=-1: statistic(columns[picked].sum(axis=-2)),
+            n_resamples=_RESAMPLES,
+            batch=_RESAMPLES,
+            vectorized=True,
+            random_state=np.random.default_rng(0),
+        ).confidence_interval
+    low, high = (value if np.isnan(end) else float(end) for end in found)
+    return Interval(value, min(low, value), max(high, value))
+
+
+def share_of(right: int, asked: int) -> dict[str, float]:
+    """share, low and high by Wilson's interval, which has a width at 0 and 100 % too, where a bootstrap has none."""
+    if not asked:
+        return {}
+    low, high = stats.binomtest(right, asked).proportion_ci(method="wilson")
+    return {"share": right / asked, "low": float(low), "high": float(high)}
+
+
+def counted(labels: Iterable[str], right: Sequence[bool]) -> list[dict[str, Any]]:
+    """{of, asked, right} of each label, in the order in which they first come."""
+    found: dict[str, dict[str, Any]] = {}
+    for label, good in zip(labels, right, strict=True):
+        row = found.setdefault(label, {"of": label, "asked": 0, "right": 0})
+        row["asked"] += 1
+        row["right"] += bool(good)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Of each position of one prompt, in order, what two engines predict of the token that follows. ``[N]`` each.
+
+    ``kld``: KL(expected || got) [nats]; ``change``: of the probability of the token that follows;
+    ``expected_loss`` and ``loss``: minus its log probability [nats], float64. ``same``: whether the likeliest token is
+    the same; like ``kld`` empty where only the probability of the token that follows is known. ``decoded``: whether the
+    position was computed alone, as decodes are, and not in a chunk of its prompt; ``own``: whether the token that
+    follows is the prompt's own and no answer.
+    """
+
+    kld: np.ndarray
+    change: np.ndarray
+    expected_loss: np.ndarray
+    loss: np.ndarray
+    same: np.ndarray
+    decoded: np.ndarray
+    own: np.ndarray

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from kvbench.quality.passkeys import FILLER, PasskeyParts, random_value, spread_lengths
-from kvbench.quality.prompts import Prompt
+from engine.config import EngineConfig
+from engine.model.loader import LoadedModel, load_model
+from engine.server.tokenizer import ServerTokenizer, load_tokenizer
+from engine.teacher_forcing import TeacherForced
+from kvbench.quality import answering
+from kvbench.quality.prompts import FILLER, PasskeyParts, Prompt, random_value, spread_lengths
 from kvbench.requests.canaries import Canary, CanarySet
-
-if TYPE_CHECKING:
-    from engine.config import EngineConfig
-    from engine.model.loader import LoadedModel
-    from engine.server.tokenizer import ServerTokenizer
 
 MIN_MARGIN = 0.5  # nats between an answer's token and the second likeliest: far beyond rounding, also in bfloat16
 _SHORTEST, _LONGEST = 60, 1600  # tokens of a prompt
@@ -51,9 +50,6 @@ def make_canaries(
     config: EngineConfig, *, passkeys: int = 64, copies: int = 32, seed: int = 0, say: Callable[[str], None] = print
 ) -> Made:
     """The canaries of ``config.model``. Raises ValueError for a model that cannot answer, or a short context."""
-    from engine.model.loader import load_model
-    from engine.server.tokenizer import load_tokenizer
-
     loaded = load_model(config)
     tokenizer = load_tokenizer(config, loaded.info)
     if tokenizer.text_refusal is not None:
@@ -163,14 +159,9 @@ def _sure_ones(
     Sure: likelier than any other by the margin. Each token is judged after the right ones before it, so the greedy
     answer is the right one as far as all tokens are sure.
     """
-    import torch
-
-    from engine.teacher_forcing import TeacherForced
-    from kvbench.quality import forced
-
-    talks = [forced.Conversation.of(each.prompt, [each.right]) for each in candidates]
-    engine = TeacherForced(config, loaded, forced.ROWS, max(each.prompt.longest for each in candidates))
-    told = forced.predictions(engine, talks, loaded.info.vocab_size, config.max_num_batched_tokens)
+    talks = [answering.Conversation.of(each.prompt, [each.right]) for each in candidates]
+    engine = TeacherForced(config, loaded, answering.ROWS, max(each.prompt.longest for each in candidates))
+    told = answering.predictions(engine, talks, loaded.info.vocab_size, config.max_num_batched_tokens)
     for each, talk, logits in zip(candidates, talks, told, strict=True):
         judged = logits[torch.from_numpy(talk.answered[1:]).to(logits.device)].double()
         right = torch.tensor(each.right, device=logits.device)[:, None]

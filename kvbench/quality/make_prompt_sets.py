@@ -15,8 +15,7 @@ from pathlib import Path
 
 from engine.tiny_model.data import TEMPLATES
 from engine.tokenizer.train import SONNETS
-from kvbench.quality.passkeys import FILLER
-from kvbench.quality.prompts import FOLDER, PromptText
+from kvbench.quality.prompts import FILLER, FOLDER, PromptText
 
 _FACT, _QUESTION = TEMPLATES[0]
 _LONG = 6150  # characters of held-out text that just fit 2048 tokens of kvbench-tiny

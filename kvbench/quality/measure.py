@@ -1,7 +1,7 @@
 """`kvbench quality`: what each configuration of a workload changes in the model's answers, by the built-in engine.
 
-Configurations that differ in nothing that could change an answer share a measurement. Imports the engine, and torch
-with it, only when it measures.
+Configurations that differ in nothing that could change an answer share a measurement. Imports torch, so call
+``engine.startup.set_spin_count`` before.
 """
 
 from __future__ import annotations
@@ -9,30 +9,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from engine.build import assemble_engine
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.execution.executor import available_cpus
+from engine.model.kv_outliers import balance_keys
+from engine.model.loader import LoadedModel, load_model, serve_another
+from engine.model.spec import find_model, uses_random_weights
+from engine.server.tokenizer import ServerTokenizer, load_tokenizer
+from engine.teacher_forcing import TeacherForced, with_room
 from kvbench.common.errors import UsageError
 from kvbench.common.git import git_state
 from kvbench.common.machine import versions
-from kvbench.quality.figures import Measured, figures, full_pool_figures
-from kvbench.quality.passkeys import FILLER, make_passkeys
-from kvbench.quality.prompts import FOLDER, SETS, Prompt, in_tokens, read_set
+from kvbench.quality import answering
+from kvbench.quality.figures import Positions, figures, full_pool_figures
+from kvbench.quality.full_pool import FullPool, engine_with_small_pool, tokens_of
+from kvbench.quality.prompts import FILLER, FOLDER, SETS, Answers, Prompt, in_tokens, make_passkeys, read_set
 from kvbench.requests.build import build_requests
 from kvbench.requests.canaries import SHIPPED, Canary, as_request, canaries_of, read_canaries
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.quality import QualityResult, limits_of, outside_of
 from kvbench.workload.design import Configuration
 from kvbench.workload.file import Workload
-
-if TYPE_CHECKING:
-    from engine.config import EngineConfig
-    from engine.engine import Engine
-    from engine.model.loader import LoadedModel
-    from engine.server.tokenizer import ServerTokenizer
-    from kvbench.quality.free import Answers
-    from kvbench.quality.statistics import Positions
 
 BESIDE = "kvbench-tiny"  # measures for models of random weights, whose answers mean nothing
 Say = Callable[[str], None]
@@ -43,19 +47,17 @@ _WITHOUT_EFFECT = (
     "kv_budget", "swap_space", "max_model_len", "max_num_seqs", "max_num_waiting", "scheduling_policy", "num_threads",
     "tokenizer",
 )  # fmt: skip
-# Settings of the scheduler, which teacher forcing does not use.
-_SCHEDULING = (
-    "enable_prefix_caching", "preemption_mode", "async_scheduling", "max_num_partial_prefills",
+_WITHOUT_EFFECT_WITH_ROOM = (*_WITHOUT_EFFECT, "preemption_mode")  # nothing is preempted
+_WITHOUT_EFFECT_FORCED = (  # teacher forcing uses no scheduler
+    *_WITHOUT_EFFECT, "enable_prefix_caching", "preemption_mode", "async_scheduling", "max_num_partial_prefills",
     "enable_chunked_prefill", "reservation",
 )  # fmt: skip
+_CONTROL = ("control",)  # beside the keys of configurations
 _ROWS = 16  # sequences side by side, free running
 _ROWS_OF_CONTROL = 5
 _CHUNK_OF_CONTROL = 3 / 7  # of the baseline's
 _FORKED_EVERY = 3  # at a full pool, one of so many requests is asked for two answers
 _LONGEST_AT_FULL_POOL = 768  # tokens: the pool holds the longest, and should be small
-# A minute or two of all cores, often on a machine that does other work too. One configuration with kvbench-tiny beside
-# programs that kept more than one of 2 cores busy: 48 s with 0, 62 s with 2000, over 180 s with the server's 20000.
-_SPIN_COUNT = "2000"
 _WORKLOAD_PROMPTS, _WORKLOAD_TOKENS = 16, 64  # of the workload's own prompts, and the most tokens after each
 RANDOM_NOTE = (
     "The weights are random: such a model's predictions are nearly even and hardly moved by its KV, and it finds no "
@@ -82,10 +84,10 @@ class Material:
 
     @property
     def longest(self) -> int:
-        return max(each.longest for each in self.everything)
+        return max(prompt.longest for prompt in self.everything)
 
     def wrong_canaries(self, answers: Answers) -> set[str]:
-        return {each.canary_id for each in self.canaries if answers[each.canary_id][0] != tuple(each.answer_token_ids)}
+        return {c.canary_id for c in self.canaries if answers[c.canary_id][0] != tuple(c.answer_token_ids)}
 
     def right_canaries(self, answers: Answers) -> dict[str, Any]:
         """The figure ``canaries``; none without a canary."""
@@ -102,7 +104,7 @@ class Material:
             "prompts": len(self.forced),
             "passkeys": len(self.passkeys),
             "left_out": self.left_out,
-            "tokens": sum(each.length for each in self.everything),
+            "tokens": sum(prompt.length for prompt in self.everything),
         }
 
 
@@ -113,49 +115,38 @@ def measure(
     model: str | None = None,
     say: Say = lambda text: None,
 ) -> QualityResult:
-    """Every configuration against contiguous full-precision KV, on the same prompts.
+    """Compares every configuration with contiguous full-precision KV, on the same prompts.
 
     ``model``: what answers; None: the workload's own where its weights are real, else ``BESIDE``. On a CPU with all its
     cores. Raises UsageError for what cannot be measured.
     """
-    from engine.startup import set_spin_count
-
-    set_spin_count(_SPIN_COUNT)
-    import torch
-
     began = time.monotonic()
     torch.set_num_threads(cpus())
-    groups: dict[tuple[Any, ...], dict[str, Chosen]] = {}
-    for each in configurations:
-        with _named(each.config_id):
-            chosen = Chosen.of(each.settings, model)
-        key = tuple(getattr(chosen.config, name) for name in _WEIGHTS)
-        groups.setdefault(key, {})[each.config_id] = chosen
-    found: dict[str, dict[str, Any]] = {}
-    control: dict[str, Any] | None = None
-    infos, facts = [], []
+    groups: dict[tuple[Any, ...], dict[str, Subject]] = {}
+    for configuration in configurations:
+        with _named(configuration.config_id):
+            subject = Subject.of(configuration.settings, model)
+        key = tuple(getattr(subject.config, name) for name in _WEIGHTS)
+        groups.setdefault(key, {})[configuration.config_id] = subject
+    measured: dict[str, dict[str, Any]] = {}
+    controls, infos, facts = [], [], []
     for members in groups.values():
         group = _Group(workload, members, say)
-        measured, of_group = group.measure()
-        found |= measured
-        control = control or of_group  # with several sets of weights that of the first; each has the limits of its own
+        figures_of_group, control = group.measure()
+        measured |= figures_of_group
+        controls.append(control)
         infos.append(group.loaded.info)
         facts.append(group.facts)
-    assert control is not None
-    fingerprints, names = ({getattr(each, of): None for each in infos} for of in ("weights_fingerprint", "name"))
-    chosen_ones = [each for members in groups.values() for each in members.values()]
-    return QualityResult(
+    fingerprints, names = (
+        list(dict.fromkeys(getattr(info, name) for info in infos)) for name in ("weights_fingerprint", "name")
+    )
+    return result_of(
+        [subject for members in groups.values() for subject in members.values()],
         workload=workload.name,
         model=", ".join(names),
-        beside=any(each.beside for each in chosen_ones),
-        weights="; ".join(dict.fromkeys(each.weights for each in chosen_ones)),
-        configurations={each.config_id: found[each.config_id] for each in configurations},
-        control=control,
-        limits=limits_of(control),
-        weights_fingerprint="".join(fingerprints) if len(fingerprints) == 1 else "",
-        git=git_state(),
-        versions=versions(),
-        note=RANDOM_NOTE if any(each.random for each in chosen_ones) else "",
+        configurations={each.config_id: measured[each.config_id] for each in configurations},
+        control=controls[0],  # with several sets of weights that of the first; each has the limits of its own
+        weights_fingerprint=fingerprints[0] if len(fingerprints) == 1 else "",
         facts={
             **facts[0],
             "dtype": ", ".join(dict.fromkeys(each["dtype"] for each in facts)),
@@ -165,10 +156,22 @@ def measure(
     )
 
 
+def result_of(subjects: Collection[Subject], *, control: Mapping[str, Any], **measured: Any) -> QualityResult:
+    """The content of quality.json: what was ``measured``, by whose weights, with the limits of ``control``."""
+    return QualityResult(
+        beside=any(each.beside for each in subjects),
+        weights="; ".join(dict.fromkeys(each.weights for each in subjects)),
+        control=control,
+        limits=limits_of(control),
+        git=git_state(),
+        versions=versions(),
+        note=RANDOM_NOTE if any(each.random for each in subjects) else "",
+        **measured,
+    )
+
+
 def cpus() -> int:
     """Cores of this process: also for a workload that has only some of them compute."""
-    from engine.execution.executor import available_cpus
-
     return available_cpus()
 
 
@@ -184,8 +187,8 @@ def _named(config_id: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What measures a configuration: its settings with the weights that answer.
+class Subject:
+    """The settings of a configuration, with the weights that answer for it.
 
     ``beside``: those are not its own; ``random``: nobody trained them.
     """
@@ -195,18 +198,14 @@ class Chosen:
     random: bool
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], model: str | None) -> Chosen:
+    def of(cls, settings: Mapping[str, Any], model: str | None) -> Subject:
         """Raises ValueError for impossible settings and a model that is not there."""
-        from engine.config import EngineConfig
-        from engine.model.spec import find_model, uses_random_weights
-
         own = EngineConfig.from_mapping(settings)
         random = uses_random_weights(find_model(own.model, own.load_format), own.load_format)
         other = model or (BESIDE if random else own.model)
         if other == own.model:
             return cls(own, False, random)
-        other_one = {"model": other, "load_format": "auto", "tokenizer": None, "max_model_len": None}
-        config = dataclasses.replace(own, **other_one)
+        config = dataclasses.replace(own, model=other, load_format="auto", tokenizer=None, max_model_len=None)
         return cls(config, True, uses_random_weights(find_model(other), "auto"))
 
     @property
@@ -215,115 +214,133 @@ class Chosen:
         return f"{which} {self.config.model}"
 
 
-class _Models:
-    """One model's weights, loaded once for each backend of kernels."""
-
-    def __init__(self) -> None:
-        self._loaded: list[LoadedModel] = []
-
-    def get(self, config: EngineConfig) -> LoadedModel:
-        """Raises ValueError where the kernels do not serve it."""
-        from engine.model.loader import load_model, serve_another
-
-        for each in self._loaded:
-            if shared := serve_another(each, config):
-                return shared
-        self._loaded.append(load_model(config))
-        return self._loaded[-1]
-
-
 class _Group:
-    """Configurations that share their weights."""
+    """Configurations that share their weights, which are loaded once for each backend of kernels."""
 
-    def __init__(self, workload: Workload, members: Mapping[str, Chosen], say: Say):
+    def __init__(self, workload: Workload, members: Mapping[str, Subject], say: Say):
         self.members, self.say = members, say
-        self.models = _Models()
+        self._models: list[LoadedModel] = []
         config_id, first = next(iter(members.items()))
         self.base = baseline_of(first.config)
         with _named(config_id):
-            self.loaded = self.models.get(self.base)
+            self.loaded = self._model(self.base)
             self.tokenizer = tokenizer_of(first.config, self.loaded)
-            self.material = gather(
-                _context(members, self.loaded), self.loaded, self.tokenizer, None if first.beside else workload
-            )
+            own_workload = None if first.beside else workload
+            self.material = gather(_context(members, self.loaded), self.loaded, self.tokenizer, own_workload)
         self._answers: dict[tuple[Any, ...], Answers] = {}
 
     def measure(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         """The figures of each configuration, and of the control."""
-        distinct = {_key(each.config): each.config for each in self.members.values()}
+        distinct = self._distinct()
         self.say(f"baseline: {len(self.material.everything)} prompts")
-        expected = self.answers_of(self.base)
+        self._answers_of(self.base)
         with _named(", ".join(self.members)):
-            forced = _compare_forced(self.base, distinct.values(), self.models, self.material, expected, self.say)
+            forced = self._forced_positions(distinct.values())
         self.say("control: the baseline with other batch-mates, chunks and order")
-        control = self.figures_of(self.base, forced[_CONTROL], self.control_answers())
+        control = self._figures_of(self.base, forced[_CONTROL], self._control_answers())
         limits, measured = limits_of(control), {}
         for key, config in distinct.items():
             names = [config_id for config_id, each in self.members.items() if _key(each.config) == key]
             self.say(f"{names[0]}: answers")
             with _named(names[0]):
-                answers = self.answers_of(config)
-                known = self.figures_of(config, forced[_forced_key(config)], answers)
-                known |= self.full_pool_of(config, self.material.wrong_canaries(answers))
-            known |= self.material.right_canaries(answers)
-            known["outside"] = outside_of(known, limits)
-            measured |= dict.fromkeys(names, known)
+                answers = self._answers_of(config)
+                found = self._figures_of(config, forced[_key(config, _WITHOUT_EFFECT_FORCED)], answers)
+                found["full_pool"] = self._full_pool_of(config, self.material.wrong_canaries(answers))
+            found |= self.material.right_canaries(answers)
+            found["outside"] = outside_of(found, limits)
+            measured |= dict.fromkeys(names, found)
         return measured, control
 
-    def answers_of(self, config: EngineConfig) -> Answers:
-        """All answers of a configuration with room, computed once for those that answer alike."""
-        from kvbench.quality.free import answer_all
+    def _distinct(self) -> dict[tuple[Any, ...], EngineConfig]:
+        """One configuration of those that answer alike, by their key."""
+        return {_key(each.config): each.config for each in self.members.values()}
 
-        if (key := _free_key(config)) not in self._answers:
-            engine = engine_with_room(config, self.models.get(config), self.material)
-            self._answers[key] = answer_all(engine, self.material.everything)
+    def _model(self, config: EngineConfig) -> LoadedModel:
+        """Raises ValueError where the kernels do not serve it."""
+        for loaded in self._models:
+            if shared := serve_another(loaded, config):
+                return shared
+        self._models.append(load_model(config))
+        return self._models[-1]
+
+    def _answers_of(self, config: EngineConfig) -> Answers:
+        """All answers of a configuration with room, computed once for those that answer alike."""
+        if (key := _key(config, _WITHOUT_EFFECT_WITH_ROOM)) not in self._answers:
+            engine = engine_with_room(config, self._model(config), self.material)
+            self._answers[key] = answering.answer_all(engine, self.material.everything)
         return self._answers[key]
 
-    def control_answers(self) -> Answers:
-        from kvbench.quality.free import answer_all
-
+    def _control_answers(self) -> Answers:
         engine = engine_with_room(_control(self.base), self.loaded, self.material, _ROWS_OF_CONTROL)
-        return answer_all(engine, self.material.asked[::-1])
+        return answering.answer_all(engine, self.material.asked[::-1])
 
-    def figures_of(self, config: EngineConfig, positions: Sequence[Positions], answers: Answers) -> dict[str, Any]:
-        from engine.model.kv_outliers import balance_keys
+    def _forced_positions(self, configs: Iterable[EngineConfig]) -> dict[tuple[Any, ...], list[Positions]]:
+        """What the baseline's own tokens tell of each engine and of the control."""
+        prompts, expected = self.material.forced, self._answers_of(self.base)
+        longest = max(each.longest for each in prompts)
 
-        known = {"kv_cache_dtype": config.kv_cache_dtype, "layout": config.layout, "page_size": config.page_size}
-        known["kv_outliers"] = dataclasses.asdict(balance_keys(self.models.get(config)))  # measured already
-        measured, baseline = Measured(positions, answers), self.answers_of(self.base)
-        keys, decode = self.material.passkeys, self.tokenizer.decode
-        return known | figures(self.material.forced, keys, measured, baseline, decode, config.page_size)
+        def arm(config: EngineConfig) -> answering.Arm:
+            engine = TeacherForced(config, self._model(config), answering.ROWS, longest)
+            return answering.Arm(engine, config.max_num_batched_tokens)
 
-    def full_pool_of(self, config: EngineConfig, wrong_with_room: set[str]) -> dict[str, Any]:
+        baseline = arm(self.base)
+        other = answering.Arm(baseline.engine, _control(self.base).max_num_batched_tokens, answering.otherwise)
+        # The baseline itself comes last, in place of a configuration that is like it.
+        distinct = {_key(each, _WITHOUT_EFFECT_FORCED): each for each in (*configs, self.base)}
+        arms = {key: baseline if config is self.base else arm(config) for key, config in distinct.items()}
+        conversations = [answering.Conversation.of(each, expected[each.prompt_id]) for each in prompts]
+        names = f"{len(arms) + 1} engines"
+
+        def tell(done: int) -> None:
+            self.say(f"teacher forcing: {done} of {len(conversations)} prompts, {names}")
+
+        vocab_size = self.loaded.info.vocab_size
+        return answering.compare_arms(baseline, {_CONTROL: other, **arms}, conversations, vocab_size, tell)
+
+    def _figures_of(self, config: EngineConfig, positions: Sequence[Positions], answers: Answers) -> dict[str, Any]:
+        return {
+            "kv_cache_dtype": config.kv_cache_dtype,
+            "layout": config.layout,
+            "page_size": config.page_size,
+            "kv_outliers": dataclasses.asdict(balance_keys(self._model(config))),  # measured already
+            **figures(
+                self.material.forced,
+                self.material.passkeys,
+                positions,
+                answers,
+                self._answers_of(self.base),
+                self.tokenizer.decode,
+                config.page_size,
+            ),
+        }
+
+    def _full_pool_of(self, config: EngineConfig, wrong_with_room: set[str]) -> dict[str, Any]:
         """The answers while the pool is too small, beside the baseline's with room."""
-        from kvbench.quality.pressure import ACCOUNTS, run_canaries
-
-        requests = _pressed_requests(self.material, self.answers_of(self.base))
-        slots, at_once = _small_pool(config, requests), min(config.max_num_seqs, _ROWS)
-        pressing = dataclasses.replace(config, max_num_seqs=at_once)
-        run = run_canaries(pressing, self.models.get(config), requests, seed=0, slots=slots)
+        requests = _pressed_requests(self.material, self._answers_of(self.base))
+        pressing = dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, _ROWS))
+        pool = FullPool(
+            engine_with_small_pool(pressing, self._model(config), requests, _small_pool(config, requests)), requests
+        )
+        pool.run(seed=0)
         by_name = {each.prompt_id: each for each in self.material.asked}
         wrong, right, canaries = [], [], []
-        for answer in run.answers:
-            request = requests[answer.request]
-            equal = tuple(answer.token_ids) == request.expected_token_ids
+        for (index, _), token_ids in pool.answers.items():
+            request = requests[index]
+            is_equal = tuple(token_ids) == request.expected_token_ids
             prompt = by_name.get(str(request.canary))
             if prompt is None:
-                canaries.append((str(request.canary), equal))
+                canaries.append((str(request.canary), is_equal))
                 continue
-            if not equal:
+            if not is_equal:
                 wrong.append(prompt.prompt_id)
             if prompt.depth is not None:
-                right.append(prompt.is_right(self.tokenizer.decode(answer.token_ids)))
-        problems = [f"{each.got}, expected {each.expected}" for each in run.findings if each.check in ACCOUNTS]
-        asked = len(run.answers) - len(canaries)
-        found = full_pool_figures(asked, wrong, right, run.counters, problems, canaries, wrong_with_room)
-        return {"full_pool": found}
+                right.append(prompt.is_right(self.tokenizer.decode(token_ids)))
+        asked = len(pool.answers) - len(canaries)
+        return full_pool_figures(asked, wrong, right, pool.counters, pool.problems, canaries, wrong_with_room)
 
     @property
     def facts(self) -> dict[str, Any]:
-        measurements = len({_key(each.config) for each in self.members.values()})
-        return self.material.facts(self.loaded) | {"measurements": measurements}
+        return self.material.facts(self.loaded) | {"measurements": len(self._distinct())}
 
 
 # --- The engines ---
@@ -331,106 +348,62 @@ class _Group:
 
 def baseline_of(config: EngineConfig) -> EngineConfig:
     """What everybody had before: contiguous KV in the model's own dtype."""
-    plain: dict[str, Any] = {
-        "layout": "contiguous",
-        "reservation": "max",
-        "kv_cache_dtype": "auto",
-        "enable_prefix_caching": False,
-    }
     return dataclasses.replace(
-        config, **plain, preemption_mode="recompute", swap_space=None, max_num_partial_prefills=1
+        config,
+        layout="contiguous",
+        reservation="max",
+        kv_cache_dtype="auto",
+        enable_prefix_caching=False,
+        preemption_mode="recompute",
+        swap_space=None,
+        max_num_partial_prefills=1,
     )
 
 
 def _control(base: EngineConfig) -> EngineConfig:
     chunk = max(_ROWS_OF_CONTROL, int(base.max_num_batched_tokens * _CHUNK_OF_CONTROL))
-    chunked = {"max_num_batched_tokens": chunk, "enable_chunked_prefill": True, "max_num_partial_prefills": 2}
-    return dataclasses.replace(base, max_num_seqs=_ROWS_OF_CONTROL, **chunked)
+    return dataclasses.replace(
+        base,
+        max_num_seqs=_ROWS_OF_CONTROL,
+        max_num_batched_tokens=chunk,
+        enable_chunked_prefill=True,
+        max_num_partial_prefills=2,
+    )
 
 
 def engine_with_room(config: EngineConfig, loaded: LoadedModel, material: Material, rows: int = _ROWS) -> Engine:
     """An engine with room for all that runs at once."""
-    from engine.build import assemble_engine
-    from engine.teacher_forcing import with_room
-
     free = dataclasses.replace(config, swap_space=None, max_num_waiting=None)
     return assemble_engine(with_room(free, loaded, min(rows, config.max_num_seqs), material.longest), loaded)
 
 
 def _key(config: EngineConfig, without: Sequence[str] = _WITHOUT_EFFECT) -> tuple[Any, ...]:
-    """Equal for configurations that answer alike."""
-    known = dataclasses.asdict(config)
+    """Equal for configurations that differ only in settings ``without`` effect."""
+    settings = dataclasses.asdict(config)
     if config.layout == "contiguous":
-        known["page_size"] = None
-    return tuple(value for name, value in known.items() if name not in without)
-
-
-def _free_key(config: EngineConfig) -> tuple[Any, ...]:
-    """Equal for configurations that answer alike with room, where nothing is preempted."""
-    return _key(config, (*_WITHOUT_EFFECT, "preemption_mode"))
-
-
-def _forced_key(config: EngineConfig) -> tuple[Any, ...]:
-    """Equal for configurations that predict alike."""
-    return _key(config, (*_WITHOUT_EFFECT, *_SCHEDULING))
-
-
-_CONTROL = ("control",)  # beside the keys of configurations
-
-
-def _compare_forced(
-    base: EngineConfig,
-    configs: Iterable[EngineConfig],
-    models: _Models,
-    material: Material,
-    expected: Answers,
-    say: Say,
-) -> dict[tuple[Any, ...], list[Positions]]:
-    """What the baseline's own tokens tell of each engine and of the control."""
-    from engine.teacher_forcing import TeacherForced
-    from kvbench.quality import forced
-
-    longest = max(each.longest for each in material.forced)
-
-    def arm(config: EngineConfig) -> forced.Arm:
-        engine = TeacherForced(config, models.get(config), forced.ROWS, longest)
-        return forced.Arm(engine, config.max_num_batched_tokens)
-
-    baseline = arm(base)
-    other = forced.Arm(baseline.engine, _control(base).max_num_batched_tokens, forced.otherwise)
-    distinct = {_forced_key(each): each for each in (*configs, base)}  # the baseline itself where one is like it
-    arms = {key: baseline if config is base else arm(config) for key, config in distinct.items()}
-    conversations = [forced.Conversation.of(each, expected[each.prompt_id]) for each in material.forced]
-    names = f"{len(arms) + 1} engines"
-    vocab = models.get(base).info.vocab_size
-
-    def tell(done: int) -> None:
-        say(f"teacher forcing: {done} of {len(conversations)} prompts, {names}")
-
-    return forced.compare_arms(baseline, {_CONTROL: other, **arms}, conversations, vocab, tell)
+        settings["page_size"] = None
+    return tuple(value for name, value in settings.items() if name not in without)
 
 
 # --- The prompts ---
 
 
 def tokenizer_of(config: EngineConfig, loaded: LoadedModel) -> ServerTokenizer:
-    from engine.server.tokenizer import load_tokenizer
-
-    found = load_tokenizer(dataclasses.replace(config, max_model_len=None), loaded.info)
-    if found.text_refusal is not None:
-        raise UsageError(f"{found.text_refusal}; or measure with another model (--model)")
-    return found
+    tokenizer = load_tokenizer(dataclasses.replace(config, max_model_len=None), loaded.info)
+    if tokenizer.text_refusal is not None:
+        raise UsageError(f"{tokenizer.text_refusal}; or measure with another model (--model)")
+    return tokenizer
 
 
-def _context(members: Mapping[str, Chosen], loaded: LoadedModel) -> int:
+def _context(members: Mapping[str, Subject], loaded: LoadedModel) -> int:
     """Tokens that every configuration serves, and computes in one step where it may not cut prompts."""
     limits = [loaded.info.max_model_len]
-    for each in members.values():
-        limits.append(each.config.max_model_len)
-        limits.append(None if each.config.enable_chunked_prefill else each.config.max_num_batched_tokens)
-    if not (known := [limit for limit in limits if limit is not None]):
+    for member in members.values():
+        limits.append(member.config.max_model_len)
+        limits.append(None if member.config.enable_chunked_prefill else member.config.max_num_batched_tokens)
+    if not (stated := [limit for limit in limits if limit is not None]):
         raise UsageError(f"model {loaded.info.name!r} states no maximum length: set engine.max_model_len")
-    return min(known)
+    return min(stated)
 
 
 def gather(context: int, loaded: LoadedModel, tokenizer: ServerTokenizer, workload: Workload | None = None) -> Material:
@@ -464,22 +437,27 @@ def _workload_prompts(workload: Workload, loaded: LoadedModel, context: int) -> 
         seed=workload.seed,
         repeat=1,
     )
-    found = []
-    for each in requests:
-        if each.prompt_token_ids and each.canary is None and len(found) < _WORKLOAD_PROMPTS:
-            ids, tokens = tuple(each.prompt_token_ids), min(each.max_tokens, _WORKLOAD_TOKENS)
-            found.append(Prompt(f"workload/{each.index}", "workload", (ids,), tokens))
-    return found
+    with_ids = [each for each in requests if each.prompt_token_ids and each.canary is None]
+    return [
+        Prompt(
+            f"workload/{each.index}",
+            "workload",
+            (tuple(each.prompt_token_ids or ()),),
+            min(each.max_tokens, _WORKLOAD_TOKENS),
+        )
+        for each in with_ids[:_WORKLOAD_PROMPTS]
+    ]
 
 
 def _canaries(loaded: LoadedModel, context: int, workload: Workload | None) -> tuple[Canary, ...]:
     """Those of exactly these weights that fit: of the workload's load, else those that ship with kvbench."""
     path = SHIPPED / f"{loaded.info.name}.jsonl"
-    found = canaries_of(workload.load, loaded.info.name) if workload is not None else None
-    if found is None and path.is_file():
-        found = read_canaries(path)
-    known = found is not None and loaded.info.weights_fingerprint in found.weights_fingerprints
-    return found.that_fit(context) if found and known else ()
+    made = canaries_of(workload.load, loaded.info.name) if workload is not None else None
+    if made is None and path.is_file():
+        made = read_canaries(path)
+    if made is None or loaded.info.weights_fingerprint not in made.weights_fingerprints:
+        return ()
+    return made.that_fit(context)
 
 
 def _as_prompt(canary: Canary) -> Prompt:
@@ -487,29 +465,32 @@ def _as_prompt(canary: Canary) -> Prompt:
     return Prompt(canary.canary_id, "canary", (ids,), len(canary.answer_token_ids), canary.answer, canary.depth)
 
 
+# --- The full pool ---
+
+
 def _pressed_requests(material: Material, expected: Answers) -> list[RequestSpec]:
     """The last turn of each prompt that is not too long, after the baseline's answers to those before it; canaries."""
-    found: list[RequestSpec] = []
-    for each in material.asked:
-        if each.longest > _LONGEST_AT_FULL_POOL:
+    requests: list[RequestSpec] = []
+    for prompt in material.asked:
+        if prompt.longest > _LONGEST_AT_FULL_POOL:
             continue
-        answers = expected[each.prompt_id]
+        answers = expected[prompt.prompt_id]
         request = RequestSpec(
-            index=len(found),
-            cls=each.set_name,
-            prompt_token_ids=each.last_prompt(answers),
+            index=len(requests),
+            cls=prompt.set_name,
+            prompt_token_ids=prompt.last_prompt(answers),
             prompt=None,
-            max_tokens=each.max_tokens,
-            n=2 if len(found) % _FORKED_EVERY == 0 else 1,
-            canary=each.prompt_id,
+            max_tokens=prompt.max_tokens,
+            n=2 if len(requests) % _FORKED_EVERY == 0 else 1,
+            canary=prompt.prompt_id,
             expected_token_ids=answers[-1],
         )
-        found.append(request)
+        requests.append(request)
     for canary in material.canaries:
         if _as_prompt(canary).longest <= _LONGEST_AT_FULL_POOL:
-            forked = len(found) % _FORKED_EVERY == 0
-            found.append(as_request(canary, len(found), answers=2 if forked else 1))
-    return found
+            answers_asked = 2 if len(requests) % _FORKED_EVERY == 0 else 1
+            requests.append(as_request(canary, len(requests), answers=answers_asked))
+    return requests
 
 
 def _small_pool(config: EngineConfig, requests: Sequence[RequestSpec]) -> int:
@@ -517,7 +498,7 @@ def _small_pool(config: EngineConfig, requests: Sequence[RequestSpec]) -> int:
 
     A contiguous slab reserves the longest for each: three of those.
     """
-    lengths = [len(each.prompt_token_ids or ()) + each.max_tokens for each in requests]
+    lengths = tokens_of(requests)
     if config.layout == "contiguous":
         return 3 * max(lengths)
     pages = [-(-length // config.page_size) for length in lengths]

@@ -10,36 +10,96 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from pydantic import BaseModel, Field, ValidationError
 
+from engine.model.loader import load_model
+from engine.teacher_forcing import TeacherForced
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.git import git_state
-from kvbench.common.machine import versions
-from kvbench.quality import measure
-from kvbench.quality.figures import Measured, figures
+from kvbench.quality import answering, measure
+from kvbench.quality.answering import Conversation
+from kvbench.quality.figures import Positions, figures
 from kvbench.quality.measure import Material, Say
-from kvbench.quality.prompts import Prompt
-from kvbench.quality.statistics import Positions
+from kvbench.quality.prompts import Answers, Prompt
 from kvbench.runs.quality import QualityResult, limits_of, outside_of
 from kvbench.targets.base import PLAIN_ACCESS, Access, HttpAnswer, HttpCalls
-
-if TYPE_CHECKING:
-    from kvbench.quality.forced import Conversation
-    from kvbench.quality.free import Answers
 
 CONFIG_ID = "server"
 _AT_ONCE, _AT_ONCE_OF_CONTROL = 8, 3
 _TIMEOUT_S = 300.0  # of one request
 _NO_TOKEN = -1  # where an answer has no token, or one that is not the expected answer's
 _FIELDS = {"ignore_eos": True, "return_token_ids": True}  # of vLLM and of the built-in server
+_ECHO = {"echo": True, "logprobs": 1}
 _NO_KLD = "KL divergence: a server tells the probability of the tokens that follow, not of the whole vocabulary"
 _NO_LOGPROBS = "perplexity and change in probability: the server does not answer echo with logprobs for token ids"
 _PROBE = "The pass key is 48213. Remember it: 48213 is the"
-_Of = TypeVar("_Of")
-_Found = TypeVar("_Found")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class _Logprobs(BaseModel):
+    token_logprobs: list[float | None] | None = None
+
+
+class _Choice(BaseModel):
+    """One answer of a completion."""
+
+    text: str
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+
+    def losses(self, length: int) -> np.ndarray | None:
+        """Minus the log probability of all ``length`` tokens of a prompt but the first; None where they are missing."""
+        stated = self.logprobs.token_logprobs if self.logprobs else None
+        values = (stated or [])[1:length]
+        return -np.array(values, dtype=np.float64) if len(values) == length - 1 and None not in values else None
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int | None = None
+
+
+class _Completion(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)
+    usage: _Usage | None = None
+
+    def counts_otherwise(self, length: int) -> bool:
+        """Whether the server counted another number of prompt tokens."""
+        return self.usage is not None and self.usage.prompt_tokens not in (None, length)
+
+
+class _ListedModel(BaseModel):
+    id: str | None = None
+    max_model_len: int | None = None
+
+
+class _ModelList(BaseModel):
+    data: list[_ListedModel]
+
+
+class _ServedWeights(BaseModel):
+    name: str | None = None
+    weights_fingerprint: str | None = None
+
+
+class _ServerInfo(BaseModel):
+    model: _ServedWeights
+
+
+_Shape = TypeVar("_Shape", bound=BaseModel)
+
+
+def _parsed(shape: type[_Shape], answer: HttpAnswer) -> _Shape | None:
+    """The content of a good answer; None for one of another status or shape."""
+    with suppress(ValidationError):
+        return shape.model_validate(answer.json()) if answer.status == 200 else None
+    return None
 
 
 @dataclass(frozen=True)
@@ -65,62 +125,47 @@ class Served:
 
     @classmethod
     def at(cls, url: str, name: str | None, access: Access) -> Served:
-        """Raises UsageError where nothing answers, or the model is not among those that it lists."""
+        """Raises UsageError where nothing answers."""
         http = HttpCalls(url.rstrip("/").removesuffix("/v1"), access, timeout_s=_TIMEOUT_S)
         try:
             answer = http.check_access(http.call("GET", "/v1/models"))
         except MeasurementError as error:
             raise UsageError(str(error)) from None
-        told = answer.json() if answer.status == 200 else None
-        listed = told.get("data") if isinstance(told, dict) else None
-        rows = [row for row in listed or () if isinstance(row, dict) and "id" in row]
-        row = next((row for row in rows if name in (None, row["id"])), {})
-        longest = row.get("max_model_len")
-        return cls(http, name or row.get("id"), longest if isinstance(longest, int) else None)
+        listed = _parsed(_ModelList, answer) or _ModelList(data=[])
+        named = (row for row in listed.data if row.id is not None and name in (None, row.id))
+        row = next(named, _ListedModel())
+        return cls(http, name or row.id, row.max_model_len)
 
     def ask(self, prompt: str | Sequence[int], max_tokens: int, **fields: Any) -> HttpAnswer:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, **fields}
         body |= {} if self.name is None else {"model": self.name}
         return self.http.check_access(self.http.call("POST", "/v1/completions", body=body))
 
-    def choice(self, answer: HttpAnswer, what: str) -> dict[str, Any]:
+    def choice(self, answer: HttpAnswer, what: str) -> _Choice:
         """The one answer. Raises MeasurementError, which says ``what`` was asked."""
-        found = _reply(answer)
-        if found is None:
+        completion = _parsed(_Completion, answer)
+        if completion is None:
             raise self.http.error(
                 f"/v1/completions answered {answer.status} to {what}: {answer.text[:200]} (--max-model-len N leaves "
                 "out what is longer)"
             )
-        return found["choices"][0]
-
-
-def _reply(answer: HttpAnswer) -> dict[str, Any] | None:
-    """The JSON of a completion; None for anything else."""
-    found = answer.json() if answer.status == 200 else None
-    choices = found.get("choices") if isinstance(found, dict) else None
-    good = isinstance(choices, list) and choices and isinstance(choices[0], dict)
-    return found if good and isinstance(choices[0].get("text"), str) else None
+        return completion.choices[0]
 
 
 def manner_of(served: Served, ids: Sequence[int], text: str) -> Manner:
     """What the server understands, by asking. Raises UsageError where it does not answer, or counts other tokens."""
-    answer = None
-    for prompt in (list(ids), text):
-        for fields in (_FIELDS, {}):
-            answer = served.ask(prompt, 2, **fields)
-            if (found := _reply(answer)) is None:
-                continue
-            counted = (found.get("usage") or {}).get("prompt_tokens")
-            if counted not in (None, len(ids)):
-                raise UsageError(
-                    f"{served.http.base_url} counts {counted} tokens in a prompt that has {len(ids)} in the tokenizer "
-                    "of --model: it serves another model, or adds tokens of its own"
-                )
-            by_id = not isinstance(prompt, str)
-            return Manner(
-                by_id, fields, by_id and _log_probabilities(served.ask(ids, 1, **_ECHO), len(ids)) is not None
+    for prompt, fields in ((list(ids), _FIELDS), (list(ids), {}), (text, _FIELDS), (text, {})):
+        answer = served.ask(prompt, 2, **fields)
+        if (completion := _parsed(_Completion, answer)) is None:
+            continue
+        if completion.counts_otherwise(len(ids)):
+            raise UsageError(
+                f"{served.http.base_url} counts {completion.usage.prompt_tokens} tokens in a prompt that has "
+                f"{len(ids)} in the tokenizer of --model: it serves another model, or adds tokens of its own"
             )
-    assert answer is not None
+        by_id = not isinstance(prompt, str)
+        echoed = _parsed(_Completion, served.ask(ids, 1, **_ECHO)) if by_id else None
+        return Manner(by_id, fields, echoed is not None and echoed.choices[0].losses(len(ids)) is not None)
     raise UsageError(
         f"{served.http.base_url}/v1/completions answered a prompt of {len(ids)} tokens {answer.status}: "
         f"{answer.text[:200]}"
@@ -129,39 +174,22 @@ def manner_of(served: Served, ids: Sequence[int], text: str) -> Manner:
 
 def _check_weights(served: Served, reference: _Reference) -> None:
     """Raises UsageError where the server tells another set of weights; only the built-in one tells any."""
-    answer = served.http.call("GET", "/server_info")
-    told = answer.json() if answer.status == 200 else None
-    model = told.get("model") if isinstance(told, dict) else None
-    there = model.get("weights_fingerprint") if isinstance(model, dict) else None
-    if there and there not in reference.loaded.fingerprints():
+    info = _parsed(_ServerInfo, served.http.call("GET", "/server_info"))
+    fingerprint = info.model.weights_fingerprint if info else None
+    if fingerprint and fingerprint not in reference.loaded.fingerprints():
         raise UsageError(
-            f"{served.http.base_url} serves {model.get('name')} with the weights {there[:12]}, and --model is "
+            f"{served.http.base_url} serves {info.model.name} with the weights {fingerprint[:12]}, and --model is "
             f"{reference.loaded.info.name} with other ones: name the model that is served"
         )
-
-
-_ECHO = {"echo": True, "logprobs": 1}
-
-
-def _log_probabilities(answer: HttpAnswer, length: int) -> np.ndarray | None:
-    """Of all tokens of a prompt but the first; None where the answer does not tell them."""
-    found = _reply(answer)
-    told = (found["choices"][0].get("logprobs") or {}).get("token_logprobs") if found else None
-    if not isinstance(told, list) or len(told) < length:
-        return None
-    values = told[1:length]
-    return np.array(values, dtype=np.float64) if all(isinstance(each, int | float) for each in values) else None
 
 
 class _Reference:
     """The built-in engine: contiguous full-precision KV, as `kvbench quality` has for its baseline."""
 
     def __init__(self, model: str, served: Served, max_model_len: int | None):
-        from engine.model.loader import load_model
-
         try:
-            self.chosen = measure.Chosen.of({"model": model}, model)
-            self.config = measure.baseline_of(self.chosen.config)
+            self.subject = measure.Subject.of({"model": model}, model)
+            self.config = measure.baseline_of(self.subject.config)
             self.loaded = load_model(self.config)
         except UsageError:
             raise
@@ -170,9 +198,9 @@ class _Reference:
         self.tokenizer = measure.tokenizer_of(self.config, self.loaded)
         self.begin = tuple(self.tokenizer.encode(""))
         limits = [self.loaded.info.max_model_len, served.max_model_len, max_model_len]
-        if not (known := [limit for limit in limits if limit is not None]):
+        if not (stated := [limit for limit in limits if limit is not None]):
             raise UsageError(f"model {model!r} states no maximum length: give --max-model-len N")
-        self.context = min(known) - 1  # a request for log probabilities asks for one token more
+        self.context = min(stated) - 1  # a request for log probabilities asks for one token more
 
     def decode(self, ids: Sequence[int]) -> str:
         """As servers write answers: without special tokens."""
@@ -199,24 +227,19 @@ class _Reference:
         return Material(*fitting, canaries, material.left_out)
 
     def answers(self, material: Material) -> Answers:
-        from kvbench.quality.free import answer_all
-
-        return answer_all(measure.engine_with_room(self.config, self.loaded, material), material.everything)
+        return answering.answer_all(measure.engine_with_room(self.config, self.loaded, material), material.everything)
 
     def losses(self, talks: Sequence[Conversation]) -> list[np.ndarray]:
         """Minus the log probability of each token that follows another."""
-        import torch
-
-        from engine.teacher_forcing import TeacherForced
-        from kvbench.quality import forced
-
-        engine = TeacherForced(self.config, self.loaded, forced.ROWS, max(len(each.tokens) for each in talks))
-        told = forced.predictions(engine, talks, self.loaded.info.vocab_size, self.config.max_num_batched_tokens)
-        found = []
-        for talk, logits in zip(talks, told, strict=True):
+        engine = TeacherForced(self.config, self.loaded, answering.ROWS, max(len(each.tokens) for each in talks))
+        predicted = answering.predictions(
+            engine, talks, self.loaded.info.vocab_size, self.config.max_num_batched_tokens
+        )
+        losses = []
+        for talk, logits in zip(talks, predicted, strict=True):
             following = torch.from_numpy(talk.tokens[1:]).to(logits.device)[:, None]
-            found.append(-logits.double().log_softmax(-1).gather(1, following)[:, 0].cpu().numpy())
-        return found
+            losses.append(-logits.double().log_softmax(-1).gather(1, following)[:, 0].cpu().numpy())
+        return losses
 
 
 class _Asked:
@@ -234,17 +257,17 @@ class _Asked:
     def losses(self, talks: Sequence[Conversation], at_once: int, what: str) -> list[np.ndarray]:
         return self._all(self._losses_of, talks, at_once, what)
 
-    def _all(self, ask: Callable[[_Of], _Found], of: Sequence[_Of], at_once: int, what: str) -> list[_Found]:
-        found = []
+    def _all(self, ask: Callable[[_Item], _Result], items: Sequence[_Item], at_once: int, what: str) -> list[_Result]:
+        results = []
         with ThreadPoolExecutor(at_once) as threads:
             try:
-                for done, each in enumerate(threads.map(ask, of)):
-                    found.append(each)
-                    self.say(f"{what}: {done + 1} of {len(of)}")
+                for result in threads.map(ask, items):
+                    results.append(result)
+                    self.say(f"{what}: {len(results)} of {len(items)}")
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
-        return found
+        return results
 
     def _converse(self, prompt: Prompt) -> tuple[tuple[int, ...], ...]:
         """A later turn follows the server's own earlier answer."""
@@ -261,12 +284,12 @@ class _Asked:
         answer = self.served.ask(sent, len(expected), **self.manner.fields)
         choice = self.served.choice(answer, f"the prompt {prompt.prompt_id}")
         end = next((at for at, token in enumerate(expected) if token in self.ends), len(expected))
-        stopped = choice.get("finish_reason") == "stop"
+        stopped = choice.finish_reason == "stop"
         right = expected[:end] if stopped else expected  # a server that knows no ignore_eos stops there
-        got = choice.get("token_ids")
-        if not isinstance(got, list):
-            same = choice["text"] == self.reference.decode(right)
-            got = right if same else self.reference.tokenizer.encode(choice["text"], add_special_tokens=False)
+        got = choice.token_ids
+        if got is None:
+            same = choice.text == self.reference.decode(right)
+            got = right if same else self.reference.tokenizer.encode(choice.text, add_special_tokens=False)
         elif stopped and got and got[-1] in self.ends:
             got = got[:-1]
         if stopped and end < len(expected) and tuple(got) == right:
@@ -275,12 +298,11 @@ class _Asked:
 
     def _losses_of(self, talk: Conversation) -> np.ndarray:
         ids = talk.tokens.tolist()
-        answer = self.served.ask(ids, 1, **_ECHO)
         what = f"a prompt of {len(ids)} tokens with echo and logprobs"
-        self.served.choice(answer, what)
-        if (found := _log_probabilities(answer, len(ids))) is None:
+        losses = self.served.choice(self.served.ask(ids, 1, **_ECHO), what).losses(len(ids))
+        if losses is None:
             raise self.served.http.error(f"/v1/completions did not tell all log probabilities of {what}")
-        return -found
+        return losses
 
 
 def measure_served(
@@ -293,28 +315,19 @@ def measure_served(
     access: Access = PLAIN_ACCESS,
     say: Say = lambda text: None,
 ) -> QualityResult:
-    """The server at ``url`` against the built-in engine, and against itself as the control.
+    """Compares the server at ``url`` with the built-in engine, and with itself as the control.
 
     ``model``: the folder that it serves, or the name of one that ships; ``served_model``: its name there, None: the
     first that it lists; ``page_size``: by which the passkeys are counted. Raises UsageError for a server that does not
     speak the model, MeasurementError for one that fails on the way.
     """
-    return _measure(Served.at(url, served_model, access), model, max_model_len, page_size, say)
-
-
-def _measure(served: Served, model: str, max_model_len: int | None, page_size: int, say: Say) -> QualityResult:
-    from engine.startup import set_spin_count
-
-    set_spin_count()
-    import torch
-
+    served = Served.at(url, served_model, access)
     began = time.monotonic()
     torch.set_num_threads(measure.cpus())
     reference = _Reference(model, served, max_model_len)
     _check_weights(served, reference)
-    probe = reference.tokenizer.encode(_PROBE)
     try:
-        manner = manner_of(served, probe, _PROBE)
+        manner = manner_of(served, reference.tokenizer.encode(_PROBE), _PROBE)
     except MeasurementError as error:
         raise UsageError(str(error)) from None
     gathered = measure.gather(reference.context, reference.loaded, reference.tokenizer)
@@ -328,28 +341,23 @@ def _measure(served: Served, model: str, max_model_len: int | None, page_size: i
     again = asked.answers(material.asked[::-1], _AT_ONCE_OF_CONTROL, "control: the server's answers in other order")
     positions, control_positions = _probabilities(asked, reference, material, expected) if manner.logprobs else ([], [])
 
-    def of(positions: Sequence[Positions], given: Answers, beside: Answers) -> dict[str, Any]:
-        measured = Measured(positions, given)
-        found = figures(material.forced, material.passkeys, measured, beside, reference.decode, page_size)
+    def figures_of(positions: Sequence[Positions], given: Answers, beside: Answers) -> dict[str, Any]:
+        decode = reference.decode
+        found = figures(material.forced, material.passkeys, positions, given, beside, decode, page_size)
         return {"page_size": page_size, **found}
 
     # A server that finds no passkey must not set its own limit: those of the control are the built-in engine's.
-    control = of(control_positions, again, answers) | {"passkey": of([], expected, expected)["passkey"]}
-    limits = limits_of(control)
-    known = of(positions, answers, expected) | material.right_canaries(answers)
-    info = reference.loaded.info
-    return QualityResult(
+    passkey = figures_of([], expected, expected)["passkey"]
+    control = figures_of(control_positions, again, answers) | {"passkey": passkey}
+    measured = figures_of(positions, answers, expected) | material.right_canaries(answers)
+    measured["outside"] = outside_of(measured, limits_of(control))
+    return measure.result_of(
+        [reference.subject],
         workload=served.http.base_url,
-        model=info.name,
-        beside=False,
-        weights=reference.chosen.weights,
-        configurations={CONFIG_ID: known | {"outside": outside_of(known, limits)}},
+        model=reference.loaded.info.name,
+        configurations={CONFIG_ID: measured},
         control=control,
-        limits=limits,
-        weights_fingerprint=info.weights_fingerprint,
-        git=git_state(),
-        versions=versions(),
-        note=measure.RANDOM_NOTE if reference.chosen.random else "",
+        weights_fingerprint=reference.loaded.info.weights_fingerprint,
         facts=_facts(reference, manner, gathered, material) | {"seconds": round(time.monotonic() - began, 3)},
     )
 
@@ -371,8 +379,6 @@ def _probabilities(
     asked: _Asked, reference: _Reference, material: Material, expected: Answers
 ) -> tuple[list[Positions], list[Positions]]:
     """Of the prompts and the expected answers: the server beside the built-in engine, and beside itself."""
-    from kvbench.quality.forced import Conversation
-
     talks = [Conversation.of(each, expected[each.prompt_id]) for each in material.forced]
     own = reference.losses(talks)
     first = asked.losses(talks, _AT_ONCE, "probabilities")

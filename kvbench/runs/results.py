@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
+from kvbench.common.foreign_cpu import MachineReport
 from kvbench.common.records import Record
 from kvbench.metrics.definitions import SERVED, SIMULATED
 from kvbench.metrics.model import CanaryCounts, LoadMetrics, PooledLatencies
@@ -18,19 +19,6 @@ from kvbench.metrics.model import CanaryCounts, LoadMetrics, PooledLatencies
 COMPLETE, INCOMPLETE = "complete", "incomplete"
 COST_NOTES = "cost_model"
 """Of a cell's notes: sentences on the step times of a simulation."""
-
-
-class MachineReport(Record):
-    """How busy the machine was during a load [cores, share, s]; None where the system does not tell."""
-
-    foreign_cpu_cores: float | None = None
-    steal_share: float | None = None
-    load_average: float | None = None
-    cores: int | None = None
-    server_cpu_cores: float | None = None
-    client_cpu_cores: float | None = None
-    seconds: float | None = None
-    gpu_energy_j: float | None = None
 
 
 class CacheCounts(Record):
@@ -235,9 +223,9 @@ class Processor(Record):
 class PlannedBlock(Record):
     """One fresh server: its configuration, its repeat and the cells it is measured with."""
 
-    block_id: str
-    repeat: int
-    configuration: str
+    block_id: str = ""
+    repeat: int = 1
+    configuration: str = ""
     cells: tuple[str, ...]
 
 

@@ -48,23 +48,41 @@ Strings = Annotated[
 ]
 
 
-class _Part(BaseModel):
-    """A mapping whose further keys are kept as they are."""
+class ServerAnswer(BaseModel):
+    """A mapping of an answer. Further keys are kept as they are."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _is_mapping(cls, data: Any) -> Any:
-        if not isinstance(data, dict | cls):
-            raise ValueError(f"{shorten(repr(data), 300)} is not a mapping")
         if isinstance(data, cls):
             return data
+        if not isinstance(data, dict):
+            raise ValueError(f"{shorten(repr(data), 300)} is not a mapping")
         empty = {name for name, field in cls.model_fields.items() if field.default is not None}  # null: not told
         return {name: value for name, value in data.items() if value is not None or name not in empty}
 
+    @classmethod
+    def read(cls, answer: Any) -> Self:
+        """The facts in ``answer``. Raises ValueError for the first value that cannot be true."""
+        try:
+            return cls.model_validate(answer)
+        except ValidationError as error:
+            [first, *_] = error.errors()
+            where, text = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+            if first["type"] == "missing":
+                text = "it is missing"
+            elif first["type"] != "value_error":
+                text = f"{shorten(repr(first['input']), 300)} is not what it should be ({text})"
+            raise ValueError(f"{where}: {text}" if where else text) from None
 
-class EngineSettings(_Part):
+    def stored(self) -> dict[str, Any]:
+        """What the server said, for a manifest."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class EngineSettings(ServerAnswer):
     """The settings that a server runs with, in EngineConfig's names."""
 
     page_size: Size = None
@@ -76,7 +94,7 @@ class EngineSettings(_Part):
     kv_cache_dtype: Name = None
 
 
-class ModelInfo(_Part):
+class ModelInfo(ServerAnswer):
     """The model that a server has loaded."""
 
     name: Name = None
@@ -85,7 +103,7 @@ class ModelInfo(_Part):
     weights_fingerprint: Name = None
 
 
-class Resolved(_Part):
+class Resolved(ServerAnswer):
     """What a server has settled on, whatever was asked for. ``bound_cores``: those that its threads are bound to."""
 
     device: Name = None
@@ -96,7 +114,7 @@ class Resolved(_Part):
     bound_cores: tuple[int, ...] | None = None
 
 
-class KVRoom(_Part):
+class KVRoom(ServerAnswer):
     """The room of a server's KV cache."""
 
     page_size: Size = None
@@ -107,7 +125,7 @@ class KVRoom(_Part):
     kv_type: Name = None
 
 
-class ServerFacts(_Part):
+class ServerFacts(ServerAnswer):
     """How kvbench asks a server: its kind, its launch command, and what a reader of its figures should know."""
 
     kind: Name = None
@@ -117,11 +135,11 @@ class ServerFacts(_Part):
     notes: Strings = ()
 
 
-class TokenizerInfo(_Part):
+class TokenizerInfo(ServerAnswer):
     name: Name = None
 
 
-class ServerInfo(_Part):
+class ServerInfo(ServerAnswer):
     """A server's /server_info; empty for a server that has none. ``served_model``: as the client's requests name it."""
 
     engine: EngineSettings = Field(default_factory=EngineSettings)
@@ -133,19 +151,45 @@ class ServerInfo(_Part):
     served_model: ModelInfo = Field(default_factory=ModelInfo)
     versions: Versions = Field(default_factory=dict)
 
-    @classmethod
-    def read(cls, answer: Any) -> Self:
-        """The facts in ``answer``. Raises ValueError for the first value that cannot be true."""
-        try:
-            return cls.model_validate(answer)
-        except ValidationError as error:
-            [first, *_] = error.errors()
-            where = ".".join(map(str, first["loc"]))
-            text = first["msg"].removeprefix("Value error, ")
-            if first["type"] != "value_error":
-                text = f"{shorten(repr(first['input']), 300)} is not what it should be ({text})"
-            raise ValueError(f"{where}: {text}" if where else text) from None
 
-    def stored(self) -> dict[str, Any]:
-        """What the server said, for a manifest."""
-        return self.model_dump(mode="json", exclude_unset=True)
+def _lists_models(value: Any) -> bool:
+    return isinstance(value, list) and value != []
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 1000 and value.isprintable()
+
+
+LenientSize = Annotated[int | None, BeforeValidator(lambda value: value if is_size(value) else None)]
+
+
+class SlotSizes(ServerAnswer):
+    """Sizes as llama.cpp tells them. ``n_ctx``: of a slot, which ``n_ctx_train`` may exceed."""
+
+    n_ctx: LenientSize = None
+    n_ctx_train: LenientSize = None
+    n_vocab: LenientSize = None
+
+
+class ModelRow(ServerAnswer):
+    """A row of /v1/models. Many servers have -1 or nothing for a size."""
+
+    id: Annotated[str, _only("a string of 1 to 1,000 characters that can be printed", _is_name)] = Field(
+        default="", validate_default=True
+    )
+    owned_by: Any = None
+    max_model_len: LenientSize = None
+    vocab_size: LenientSize = None
+    meta: Annotated[SlotSizes | None, BeforeValidator(lambda value: value if isinstance(value, dict) else None)] = None
+
+
+class ModelList(ServerAnswer):
+    """The answer of /v1/models."""
+
+    data: Annotated[list[ModelRow], _only("a list of models", _lists_models)]
+
+
+class TokenCount(ServerAnswer):
+    """The answer of /tokenize."""
+
+    count: LenientSize = None

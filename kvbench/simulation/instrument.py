@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.sequence import TokenOutput
-from kvbench.common.files import utc_now, write_atomically, write_json
+from kvbench.common.files import utc_now, write_atomically
+from kvbench.common.records import write_record
 from kvbench.load.completion import Completion
 from kvbench.load.launch import Progress
 from kvbench.load.outcome import most_in_flight
@@ -28,6 +29,7 @@ from kvbench.measure.http import TargetInstrument, failure_reasons, refusal, sto
 from kvbench.measure.server import Server
 from kvbench.measure.server_state import cache_use, leak_reasons
 from kvbench.metrics.latency import SESSION_BROKEN, summarise
+from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.request import RequestList, RequestSpec, conversations, distinct_prefixes
 from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, prime
@@ -100,11 +102,11 @@ class SimulatedInstrument(TargetInstrument):
         with write_atomically(out / "requests.parquet") as scratch:
             pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
         outcome = _outcome(point, requests, ended, server)
-        write_json(out / "load.json", outcome)
+        write_record(out / "load.json", outcome)
         metrics = summarise(pd.DataFrame(rows), outcome, server.load.slo.model_dump() if server.load.slo else None)
         after = target.metrics()
         poller = MetricsPoller(lambda: None, samples=readings)
-        store_server(out, outcome | {"zero_perf_counter": 0.0}, metrics, poller, before, after)
+        store_server(out, outcome, metrics, poller, before, after)
         complete = metrics["completed"] == len(requests)
         cache = cache_use(server.load, requests, server.info, before, after, complete=complete)
         refused = refusal(metrics)
@@ -199,24 +201,24 @@ def row_of(one: Ended) -> dict[str, Any]:
 
 def _outcome(
     point: LoadPoint, requests: Sequence[RequestSpec], ended: Sequence[Ended], server: Server
-) -> dict[str, Any]:
+) -> LoadOutcome:
     """load.json."""
     assert isinstance(server.target, SimulatedTarget)
     notes = server.target.replica.cost_notes
     cost_notes = {COST_NOTES: notes} if notes else {}
     samples = [Sample(one.spec, 0, one.due, one.sent, (one.times or [one.sent])[-1], Completion()) for one in ended]
-    return {
-        "clock": CLOCK,
-        "duration_s": max((sample.end for sample in samples), default=0.0),
-        "mode": point.mode,
-        "concurrency": point.concurrency,
-        "max_concurrency": server.load.max_concurrency,
-        "request_rate": point.request_rate,
-        "num_requests": len(requests),
-        "completed": sum(one.error is None for one in ended),
-        "failed": sum(one.error is not None for one in ended),
-        "incomplete": False,
-        "max_in_flight": most_in_flight(samples),
-        "client": {},
-        "notes": {**(requests.notes if isinstance(requests, RequestList) else {}), **cost_notes},
-    }
+    return LoadOutcome(
+        clock=CLOCK,
+        duration_s=max((sample.end for sample in samples), default=0.0),
+        mode=point.mode,
+        concurrency=point.concurrency,
+        max_concurrency=server.load.max_concurrency,
+        request_rate=point.request_rate,
+        num_requests=len(requests),
+        completed=sum(one.error is None for one in ended),
+        failed=sum(one.error is not None for one in ended),
+        incomplete=False,
+        max_in_flight=most_in_flight(samples),
+        client=ClientFigures(),
+        notes={**(requests.notes if isinstance(requests, RequestList) else {}), **cost_notes},
+    )

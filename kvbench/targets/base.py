@@ -23,14 +23,13 @@ from kvbench.load.blocking import connect, exchange
 from kvbench.load.dialect import Dialect
 from kvbench.load.http import Address, MalformedStream, Response, call_bytes, tls_context
 from kvbench.requests.request import RequestSpec
-from kvbench.runs.server_info import ServerInfo, is_size
-from kvbench.targets import discovery
+from kvbench.runs.server_info import ModelList, ModelRow, ServerInfo, SlotSizes, TokenCount
 from kvbench.targets.preset import CAPACITY_TOLERANCE, Preset
 from kvbench.targets.presets import BUILT_IN, METRIC_KINDS
 from kvbench.targets.prometheus import MetricsSample, parse_metrics
 from kvbench.targets.prompt_texts import TextOfIds, with_texts
 from kvbench.workload.request_form import DEFAULT_FORM, RequestForm
-from kvbench.workload.settings import effective
+from kvbench.workload.settings import Settings, effective
 
 _LOGGED_TO = 0.01 * 2**20  # bytes: llama.cpp's log has MiB with two digits behind the point
 MOST_BYTES = 64 << 20  # of an answer: /metrics of a busy server is under 1 MiB, a page of completions under 10 MiB
@@ -156,7 +155,7 @@ class HttpCalls:
             raise self.error(f" answered {answer.status}: name the variable that holds its API key: --api-key-env NAME")
         raise self.error(f" answered {answer.status}, so it refused the key in {variable}: is it this server's key?")
 
-    def said(self, path: str, answer: HttpAnswer) -> str:
+    def words_of(self, path: str, answer: HttpAnswer) -> str:
         """``http://host:8000/health answered 503 "the engine stopped"``: an answer in the server's own words."""
         return str(self.error(f"{path} answered {answer.status}{in_its_words(error_sentence(answer.body))}"))
 
@@ -223,7 +222,7 @@ class Target:
         self.http = HttpCalls(self.base_url, access)
         self._has_metrics: bool | None = None
 
-    def start(self, settings: Mapping[str, Any], log: Path) -> None:
+    def start(self, settings: Settings, log: Path) -> None:
         """Returns when the server serves, within its own bound. Raises UsageError or MeasurementError."""
         raise NotImplementedError
 
@@ -289,11 +288,7 @@ class Target:
     def why_unhealthy(self) -> str | None:
         """What the health path says if it answers 5xx; None otherwise. Raises MeasurementError when no answer comes."""
         answer = self.http.call("GET", self.preset.health, timeout_s=_HEALTH_TIMEOUT_S)
-        return self.http.said(self.preset.health, answer) if answer.status >= SERVER_FAULT else None
-
-    def answer_at(self, path: str) -> HttpAnswer:
-        """The answer to GET. Raises MeasurementError where none comes or access is refused."""
-        return self.http.check_access(self.http.call("GET", path))
+        return self.http.words_of(self.preset.health, answer) if answer.status >= SERVER_FAULT else None
 
     def json_at(self, path: str) -> Any:
         """The JSON there, None where there is none."""
@@ -303,42 +298,44 @@ class Target:
             return None
         return answer.json() if answer.status == 200 else None
 
-    def models(self) -> list[dict[str, Any]]:
+    def _field_at(self, path: str, name: str) -> Any:
+        """A field of the JSON mapping at ``path``, None where there is none."""
+        answer = self.json_at(path)
+        return answer.get(name) if isinstance(answer, dict) else None
+
+    def models(self) -> list[ModelRow]:
         """The rows of /v1/models, at least one. Raises MeasurementError when the answer is not OpenAI-shaped."""
-        headers = self.dialect.api.header_lines(self.http.key)
-        answer = self.http.check_access(self.http.call("GET", "/v1/models", headers=headers))
+        answer = self.http.check_access(self.http.call("GET", "/v1/models", headers=self._api_headers()))
+        words = self.http.words_of("/v1/models", answer)
+        if answer.status in NO_SUCH_PATH:
+            raise RefusedError(words)
         if answer.status != 200:
-            later = ": begin again once it serves" if answer.status >= SERVER_FAULT else ""
-            raise (RefusedError if answer.status in NO_SUCH_PATH else MeasurementError)(
-                self.http.said("/v1/models", answer) + later
-            )
+            raise MeasurementError(words + (": begin again once it serves" if answer.status >= SERVER_FAULT else ""))
         models = answer.json()
         try:
-            discovery.check_models(models)
+            return ModelList.read(models).data
         except ValueError as error:
             why = "no JSON, or half a character in it" if models is None else error
-            raise MeasurementError(f"{self.http.said('/v1/models', answer)}, which lists no models ({why})") from None
-        return models["data"]
+            raise MeasurementError(f"{words}, which lists no models ({why})") from None
 
-    def told_sizes(self, row: Mapping[str, Any]) -> tuple[int | None, int | None]:
-        """Vocabulary and longest sequence, as its row of /v1/models tells them, or llama.cpp's /props; None: not told.
+    def _api_headers(self) -> list[str]:
+        return self.dialect.api.header_lines(self.http.key)
 
-        llama.cpp's ``n_ctx`` is that of a slot, which ``n_ctx_train`` may exceed.
-        """
-        meta = row.get("meta") if isinstance(row.get("meta"), dict) else {}
-        lengths = [row.get("max_model_len"), meta.get("n_ctx"), meta.get("n_ctx_train")]
-        if meta and not meta.get("n_ctx"):
-            props = self.json_at("/props")
-            generation = props.get("default_generation_settings") if isinstance(props, dict) else None
-            lengths.append(generation.get("n_ctx") if isinstance(generation, dict) else None)
-        vocab = meta.get("n_vocab") or row.get("vocab_size")
-        return (vocab if is_size(vocab) else None), min(filter(is_size, lengths), default=None)
+    def told_sizes(self, row: ModelRow) -> tuple[int | None, int | None]:
+        """Vocabulary and longest sequence, as the row of /v1/models or llama.cpp's /props has them; None: not told."""
+        if (meta := row.meta) is None:
+            return row.vocab_size, row.max_model_len
+        lengths = [row.max_model_len, meta.n_ctx, meta.n_ctx_train]
+        generation = None if meta.n_ctx else self._field_at("/props", "default_generation_settings")
+        if isinstance(generation, dict):
+            lengths.append(SlotSizes.read(generation).n_ctx)
+        return meta.n_vocab or row.vocab_size, min(filter(None, lengths), default=None)
 
     def version(self) -> str | None:
         """The version that the server's API gives; None where it gives none."""
-        answer = self.json_at(self.preset.version_path) if self.preset.version_path else None
-        found = answer.get(self.preset.version_key) if isinstance(answer, dict) else None
-        return str(found).removesuffix("-unknown") if found else None  # llama.cpp built without its commit
+        path = self.preset.version_path
+        version = self._field_at(path, self.preset.version_key) if path else None
+        return str(version).removesuffix("-unknown") if version else None  # llama.cpp built without its commit
 
     def server_info(self) -> ServerInfo:
         """What the server says of itself. Raises MeasurementError when no answer comes, or one that cannot be true."""
@@ -361,7 +358,7 @@ class Target:
             if not self._has_metrics:
                 return None
         if answer.status != 200:
-            raise MeasurementError(self.http.said("/metrics", answer))
+            raise MeasurementError(self.http.words_of("/metrics", answer))
         try:
             return parse_metrics(answer.text, time.perf_counter(), METRIC_KINDS)
         except ValueError as error:
@@ -383,8 +380,8 @@ class Target:
             return self._post_reset(path)
         slots = self.json_at("/slots")
         ids = [slot.get("id") for slot in slots if isinstance(slot, dict)] if isinstance(slots, list) else []
-        answers = [self._post_reset(path.format(slot=slot)) for slot in ids if isinstance(slot, int)]
-        return None if None in answers or not answers else all(answers)
+        emptied = [self._post_reset(path.format(slot=number)) for number in ids if isinstance(number, int)]
+        return None if None in emptied or not emptied else all(emptied)
 
     def _post_reset(self, path: str) -> bool | None:
         answer = self.http.call("POST", path)
@@ -395,22 +392,22 @@ class Target:
             return False
         if answer.status in NO_SUCH_PATH:
             return None
-        raise MeasurementError(self.http.said(path, answer))
+        raise MeasurementError(self.http.words_of(path, answer))
 
     def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> dict[str, Any]:
         """One unmeasured completion (warm-up, priming). Raises MeasurementError; RefusedError if it cannot succeed."""
         dialect = self.dialect
         body = dialect.body(self.model.name, self._request(prompt, max_tokens), self.form.temperature)
-        headers = dialect.api.header_lines(self.http.key)
-        answer = self.http.call(
-            "POST", dialect.api.path, body=body | {"stream": False}, timeout_s=timeout_s, headers=headers
+        body |= {"stream": False}
+        headers = self._api_headers()
+        answer = self.http.check_access(
+            self.http.call("POST", dialect.api.path, body=body, timeout_s=timeout_s, headers=headers)
         )
-        self.http.check_access(answer)
         whole = answer.json()
         is_answer = answer.status == 200 and isinstance(whole, dict) and dialect.api.answer in whole
         if not is_answer:  # or it is a proxy's page
             kind = RefusedError if answer.status in REFUSED else MeasurementError
-            raise kind(self.http.said(dialect.api.path, answer))
+            raise kind(self.http.words_of(dialect.api.path, answer))
         return whole
 
     def _request(self, prompt: Any, max_tokens: int) -> RequestSpec:
@@ -432,8 +429,7 @@ class Target:
                 usage = self.complete([1], 1, FACTS_TIMEOUT_S).get("usage") or {}
             except MeasurementError:
                 usage = {}
-            counts = [usage[name] for name in _PROMPT_TOKENS if isinstance(usage.get(name), int)]
-            if counts:
+            if counts := [usage[name] for name in _PROMPT_TOKENS if isinstance(usage.get(name), int)]:
                 self.template_tokens = sum(counts) - 1
                 return
         of_messages = self._count_tokens({"messages": [{"role": "user", "content": "a"}], **self.form.extra_body})
@@ -446,8 +442,7 @@ class Target:
         except MeasurementError:
             return None
         counted = answer.json() if answer.status == 200 else None
-        count = counted.get("count") if isinstance(counted, dict) else None
-        return count if is_size(count) else None
+        return TokenCount.read(counted).count if isinstance(counted, dict) else None
 
 
 def reason_of(target: Target, error: MeasurementError) -> str:
@@ -461,7 +456,7 @@ def reason_of(target: Target, error: MeasurementError) -> str:
     return str(error)
 
 
-def contradiction(settings: Mapping[str, Any], known: Mapping[str, Any], info: ServerInfo) -> str | None:
+def contradiction(settings: Settings, known: Mapping[str, Any], info: ServerInfo) -> str | None:
     """How the server's page size, length or KV capacity differs from its configuration; None: it does not, or unknown.
 
     A capacity differs if it is off by more than 2 % and a page: in tokens, or in bytes where the server tells them.

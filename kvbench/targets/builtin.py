@@ -16,13 +16,14 @@ from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.ports import free_port
 from kvbench.common.text import nearest
-from kvbench.runs.server_info import ServerInfo
+from kvbench.runs.server_info import ModelRow, ServerInfo
 from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
 from kvbench.targets.launched import ProcessTarget
 from kvbench.targets.prompt_texts import TextOfIds, TokenizerWords
 from kvbench.workload.file import MODEL_SECTION, runs_on_cpu
 from kvbench.workload.request_form import DEFAULT_FORM, RequestForm
+from kvbench.workload.settings import Settings
 
 if TYPE_CHECKING:
     from engine.kv.budget import KVCapacity
@@ -53,7 +54,7 @@ class BuiltinTarget(ProcessTarget):
         super().__init__(port=port, start_timeout_s=start_timeout_s, form=form)
         self.command, self.env = tuple(command), dict(env or {})
 
-    def start(self, settings: Mapping[str, Any], log: Path) -> None:
+    def start(self, settings: Settings, log: Path) -> None:
         """Launch and wait until it serves. Raises ServerRefusedError (bad settings) or MeasurementError."""
         from engine.server.arguments import command_line
 
@@ -70,7 +71,7 @@ class BuiltinTarget(ProcessTarget):
             except MeasurementError as error:
                 raise MeasurementError(reason_of(self, error)) from None
 
-    def _text_of_ids_for(self, settings: Mapping[str, Any]) -> TextOfIds | None:
+    def _text_of_ids_for(self, settings: Settings) -> TextOfIds | None:
         """Makes texts with the server's own tokenizer; None where it is sent ids."""
         if self.dialect.token_id_prompts:
             return None
@@ -86,12 +87,12 @@ class BuiltinTarget(ProcessTarget):
         return ServerRefusedError(last or "the server refused its settings and did not say why")
 
 
-def model_facts(info: ServerInfo, row: Mapping[str, Any]) -> ModelFacts:
+def model_facts(info: ServerInfo, row: ModelRow) -> ModelFacts:
     """From /server_info and the row of /v1/models. Raises MeasurementError when a size is missing."""
-    length, vocab = row.get("max_model_len") or info.engine.max_model_len, info.model.vocab_size
+    length, vocab = row.max_model_len or info.engine.max_model_len, info.model.vocab_size
     if not length or not vocab:
         raise MeasurementError("/server_info of the server lacks vocab_size or max_model_len")
-    return ModelFacts(str(row["id"]), int(vocab), int(length))
+    return ModelFacts(row.id, vocab, length)
 
 
 def engine_settings_schema() -> dict[str, dict[str, Any]]:
@@ -131,7 +132,7 @@ def kv_dtypes() -> tuple[str, ...]:
     return KV_CACHE_DTYPES
 
 
-def check_configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
+def check_configuration(settings: Settings) -> dict[str, Any]:
     """What the built-in engine would make of ``settings``, without torch and without launching anything.
 
     Returns kv_budget_bytes, bytes_per_token (scale_bytes_per_token of it scales), page_size (contiguous: slots of a

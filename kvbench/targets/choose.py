@@ -28,6 +28,7 @@ from kvbench.workload.file import Workload
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.prompts_section import SyntheticPrompts
 from kvbench.workload.request_form import RequestForm
+from kvbench.workload.settings import Settings
 
 BUILTIN = "the built-in server, or a command in its place"
 RUNNING = "a server that runs already (--target URL)"
@@ -38,16 +39,9 @@ KINDS_OF: Mapping[str, tuple[str, ...]] = {  # option -> the kinds of target tha
     "exact": (PRESET, TEMPLATE),
     "target_python": (PRESET,),
     "target_args": (PRESET, TEMPLATE),
-    "model": (RUNNING,),
-    "vocab_size": (RUNNING,),
-    "max_model_len": (RUNNING,),
-    "tokenizer": (RUNNING,),
-    "api_key_env": (RUNNING,),
-    "tls_ca_file": (RUNNING,),
-    "no_tls_verify": (RUNNING,),
-    "vary": (BUILTIN, PRESET, TEMPLATE),
-    "port": (BUILTIN, PRESET, TEMPLATE),
-    "start_timeout": (BUILTIN, PRESET, TEMPLATE),
+    **dict.fromkeys(("model", "vocab_size", "max_model_len", "tokenizer"), (RUNNING,)),
+    **dict.fromkeys(("api_key_env", "tls_ca_file", "no_tls_verify"), (RUNNING,)),
+    **dict.fromkeys(("vary", "port", "start_timeout"), (BUILTIN, PRESET, TEMPLATE)),
 }
 _INSTEAD = {
     "vary": "start the server with other settings between two sweeps",
@@ -57,10 +51,47 @@ _INSTEAD = {
 }
 _EXCLUDES = {("target", "serve_cmd"): "measure a running server or launch one (--preset NAME says of what kind)"}
 STORED = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
-_RUNNING_OPTIONS = tuple(name for name, kinds in KINDS_OF.items() if kinds == (RUNNING,))
 _START_S = 180.0
 START_GUESS_S = 8.0  # a launch of the built-in server, until one is measured
 _FOREIGN_START_S = 900.0  # vLLM compiles a model at its first start: minutes on a small machine
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """The options of a command line that say what is measured, under their names there; None or empty: not given."""
+
+    target: str | None = None
+    serve_cmd: str | None = None
+    preset: str | None = None
+    target_args: str | None = None
+    target_python: str | None = None
+    exact: bool | None = None
+    model: str | None = None
+    vocab_size: int | None = None
+    max_model_len: int | None = None
+    tokenizer: Path | str | None = None
+    api_key_env: str | None = None
+    tls_ca_file: Path | str | None = None
+    no_tls_verify: bool | None = None
+    vary: Sequence[str] | None = None
+    port: int | None = None
+    start_timeout: float | None = None
+    only: Sequence[str] | None = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], stored: Mapping[str, Any]) -> TargetOptions:
+        """Those of a command line; what it leaves out is as in the manifest ``stored`` of a run that goes on."""
+        before = {**(stored.get("target_options") or {}), **{name: stored.get(name) for name in (*STORED, "only")}}
+        return cls(**{each.name: options.get(each.name) or before.get(each.name) for each in dataclasses.fields(cls)})
+
+    @property
+    def given(self) -> list[str]:
+        """The names of the options that were given."""
+        return [name for name, value in vars(self).items() if value]
+
+    def manifest(self, backend: str, *, shared: bool) -> dict[str, Any]:
+        """The entries of the run's manifest."""
+        return {name: getattr(self, name) or None for name in STORED} | {"backend": backend, "shared_machine": shared}
 
 
 @dataclass(frozen=True)
@@ -80,10 +111,10 @@ class ChosenTarget:
 
     workload: Workload
     new_target: Callable[[], Target]
-    check: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    check: Callable[[Settings], Mapping[str, Any]]
     manifest: Mapping[str, Any]
-    refuses: Callable[[Mapping[str, Any]], str | None] | None = None
-    fresh: Callable[[Mapping[str, Any]], bool] = lambda settings: False
+    refuses: Callable[[Settings], str | None] | None = None
+    fresh: Callable[[Settings], bool] = lambda settings: False
     notes: tuple[str, ...] = ()
     runs_already: bool = False
     close: Callable[[], None] = lambda: None
@@ -99,20 +130,19 @@ class ChosenTarget:
 
 def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, Any]) -> ChosenTarget:
     """``options``: the command line's; ``stored``: the manifest of a run to go on with. Raises UsageError."""
-    before = {**(stored.get("target_options") or {}), **{key: stored.get(key) for key in (*STORED, "only")}}
-    options = {**options, **{key: options.get(key) or value for key, value in before.items()}}
-    target, serve_cmd = options["target"], options["serve_cmd"]
-    kind = kind_of(target, serve_cmd)
-    preset = PRESETS[target] if kind == PRESET else preset_named(options["preset"])
-    check_target_options([kind], options)
+    asked = TargetOptions.of(options, stored)
+    kind = kind_of(asked.target, asked.serve_cmd)
+    preset = PRESETS[asked.target or ""] if kind == PRESET else preset_named(asked.preset)
+    check_target_options([kind], asked.given)
     check_answers(workload.load, BUILT_IN if kind == BUILTIN else preset)
     if kind == RUNNING:
-        return _running(workload, options, preset)
-    if options["port"]:
-        free_port(options["port"])
+        return _running(workload, asked, preset)
+    if asked.port:
+        free_port(asked.port)
     if kind == BUILTIN:
-        return _builtin(workload, options)
-    return _launched(workload, options, preset, CommandTemplate.parse(serve_cmd) if kind == TEMPLATE else None)
+        return _builtin(workload, asked)
+    template = CommandTemplate.parse(asked.serve_cmd or "") if kind == TEMPLATE else None
+    return _launched(workload, asked, preset, template)
 
 
 def check_answers(load: LoadConfig, preset: Preset) -> None:
@@ -129,9 +159,8 @@ def kind_of(target: str | None, serve_cmd: str | None) -> str:
     return TEMPLATE if serve_cmd and is_template(serve_cmd) else BUILTIN
 
 
-def check_target_options(kinds: Sequence[str], options: Mapping[str, Any]) -> None:
+def check_target_options(kinds: Sequence[str], given: Sequence[str]) -> None:
     """Raises UsageError for an option that means nothing for any of these kinds of target, or contradicts another."""
-    given = [name for name, value in options.items() if value]
     check_exclusive(given, _EXCLUDES)
     check_goes_with(given, KINDS_OF, kinds, _INSTEAD)
 
@@ -164,32 +193,32 @@ def preset_named(name: str | None) -> Preset:
     return PRESETS[name]
 
 
-def _builtin(workload: Workload, options: Mapping[str, Any]) -> ChosenTarget:
-    serve_cmd = options["serve_cmd"]
-    command = split_command(serve_cmd) if serve_cmd else BUILTIN_COMMAND
-    if not serve_cmd:
+def _builtin(workload: Workload, options: TargetOptions) -> ChosenTarget:
+    command = split_command(options.serve_cmd) if options.serve_cmd else BUILTIN_COMMAND
+    if not options.serve_cmd:
         BUILT_IN.require_endpoint(workload.load.endpoint)
 
     def make() -> Target:
-        limit = options["start_timeout"] or _START_S
-        return BuiltinTarget(command=command, port=options["port"], start_timeout_s=limit, form=workload.load.form)
+        limit = options.start_timeout or _START_S
+        return BuiltinTarget(command=command, port=options.port or 0, start_timeout_s=limit, form=workload.load.form)
 
-    manifest = _manifest(options, backend="custom" if serve_cmd else "kvbench", shared=True)
+    manifest = options.manifest("custom" if options.serve_cmd else "kvbench", shared=True)
     return ChosenTarget(workload, make, check_configuration, manifest)
 
 
-def _running(workload: Workload, options: Mapping[str, Any], preset: Preset) -> ChosenTarget:
+def _running(workload: Workload, options: TargetOptions, preset: Preset) -> ChosenTarget:
     """A running server cannot be given settings: one configuration, without the workload's engine section."""
-    url = options["target"]
-    given = {key: options[key] for key in _RUNNING_OPTIONS if options.get(key)}
-    kept = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
-    new_target = running_server("--target", url, options, preset, workload.load.form)
-    manifest = _manifest(options, backend=preset.name, shared=server_at(url).local)
+    url = options.target or ""
+    new_target = running_server("--target", url, vars(options), preset, workload.load.form)
+    manifest = options.manifest(preset.name, shared=server_at(url).local)
+    only_here = [name for name in options.given if KINDS_OF.get(name) == (RUNNING,)]
+    if kept := {name: getattr(options, name) for name in only_here}:
+        manifest["target_options"] = {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}
     return ChosenTarget(
         dataclasses.replace(workload, engine={"target": url}, sweep={}),
         new_target,
         lambda settings: {},
-        manifest | ({"target_options": kept} if kept else {}),
+        manifest,
         runs_already=True,
     )
 
@@ -198,25 +227,33 @@ def running_server(
     flag: str, url: str, options: Mapping[str, Any], preset: Preset, form: RequestForm
 ) -> Callable[[], OpenAITarget]:
     """Makes the target of a server that runs already; ``flag``: of the URL. Raises UsageError."""
+    asked = TargetOptions.of(options, {})
     require_url(flag, url)
     preset.require_endpoint(form.endpoint)
-    check_tls([name for name, value in options.items() if value], flag, url)
-    ca_file = options.get("tls_ca_file")
-    access = Access(options.get("api_key_env"), not options.get("no_tls_verify"), str(ca_file) if ca_file else None)
+    check_tls(asked.given, flag, url)
+    ca_file = str(asked.tls_ca_file) if asked.tls_ca_file else None
+    access = Access(asked.api_key_env, not asked.no_tls_verify, ca_file)
     access.headers()  # a key that is missing, or a file that holds no certificates, is said now
     access.trust(url)
-    given = {key: options[key] for key in ("model", "vocab_size", "max_model_len")}
-    tokenizer = Path(options["tokenizer"]) if options.get("tokenizer") else None
-    return lambda: OpenAITarget(url, **given, preset=preset, access=access, tokenizer=tokenizer, form=form)
+    return lambda: OpenAITarget(
+        url,
+        model=asked.model,
+        vocab_size=asked.vocab_size,
+        max_model_len=asked.max_model_len,
+        preset=preset,
+        access=access,
+        tokenizer=Path(asked.tokenizer) if asked.tokenizer else None,
+        form=form,
+    )
 
 
 def _launched(
-    workload: Workload, options: Mapping[str, Any], preset: Preset, template: CommandTemplate | None
+    workload: Workload, options: TargetOptions, preset: Preset, template: CommandTemplate | None
 ) -> ChosenTarget:
     load, notes = workload.load, []
     preset.require_endpoint(load.endpoint)
     if template is not None:
-        if not options["only"]:  # else ``ChosenTarget.require`` looks at the cells that are left
+        if not options.only:  # else ``ChosenTarget.require`` looks at the cells that are left
             template.require(workload.sweep)
         if lost := template.not_passed_on(workload.engine):
             notes.append(f"--serve-cmd does not pass on {', '.join(lost)}: there the server's own values hold")
@@ -224,15 +261,15 @@ def _launched(
         notes.append(f"the workload has no kv_budget: how much KV there is, is left to {preset.title}")
     launcher = Launcher(
         preset,
-        program="" if template is not None else program_of(preset, options["target_python"]),
+        program="" if template is not None else program_of(preset, options.target_python),
         arithmetic=arithmetic,
-        extra=tuple(shlex.split(options["target_args"] or "")),
+        extra=tuple(shlex.split(options.target_args or "")),
         template=template,
         max_in_flight=max(load.concurrency or (), default=None) if load.mode == "closed" else load.max_concurrency,
     )
-    workload, changes = _baseline(workload, launcher, exact=bool(options["exact"]))
+    workload, changes = _baseline(workload, launcher, exact=bool(options.exact))
     if (lost := launcher.lost_capacity(workload.engine)) is not None:
-        if options["exact"]:
+        if options.exact:
             raise UsageError(lost)
         changes.append(lost)
     workload = dataclasses.replace(workload, engine=launcher.described(workload.engine))
@@ -241,14 +278,14 @@ def _launched(
         folders.check(workload.engine, model_format=preset.model_format)
 
     def make() -> Target:
-        limit = options["start_timeout"] or _FOREIGN_START_S
-        return LaunchedTarget(launcher, folders, port=options["port"], start_timeout_s=limit, form=load.form)
+        limit = options.start_timeout or _FOREIGN_START_S
+        return LaunchedTarget(launcher, folders, port=options.port or 0, start_timeout_s=limit, form=load.form)
 
     return ChosenTarget(
         workload,
         make,
         launcher.check,
-        _manifest(options, backend="custom" if preset is GENERIC else preset.name, shared=True),
+        options.manifest("custom" if preset is GENERIC else preset.name, shared=True),
         refuses=launcher.refusal,
         fresh=launcher.needs_fresh_server,
         notes=(*notes, *changes),
@@ -278,7 +315,7 @@ def _baseline(workload: Workload, launcher: Launcher, *, exact: bool) -> tuple[W
     return dataclasses.replace(workload, engine=settings), [note]
 
 
-def arithmetic(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def arithmetic(settings: Settings) -> Settings:
     """What the built-in engine would make of the settings; less, or nothing, if it would refuse them."""
     from engine.config import EngineConfig
     from engine.model.spec import find_model
@@ -294,8 +331,3 @@ def arithmetic(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     except ValueError:
         return budget
     return {"vocab_size": spec.text_config.get("vocab_size"), "max_model_len": spec.max_positions} | budget
-
-
-def _manifest(options: Mapping[str, Any], *, backend: str, shared: bool) -> dict[str, Any]:
-    kept = {key: options[key] or None for key in STORED}
-    return {**kept, "backend": backend, "shared_machine": shared}

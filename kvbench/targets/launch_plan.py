@@ -24,7 +24,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.text import data_size
 from kvbench.targets.preset import CAPACITY_TOLERANCE, MODEL_SETTINGS, Context, Preset
 from kvbench.workload.design import Design
-from kvbench.workload.settings import effective
+from kvbench.workload.settings import Settings, effective
 
 HOST = "127.0.0.1"
 _LAUNCH_VALUES = ("model", "port", "host")  # placeholders that are no settings, but for the model
@@ -104,13 +104,13 @@ class CommandTemplate:
                 "(-o 'sweep={}'), or leave those cells out with --only"
             )
 
-    def not_passed_on(self, settings: Mapping[str, Any]) -> list[str]:
+    def not_passed_on(self, settings: Settings) -> list[str]:
         """Settings of the workload that the command does not have: there the server keeps its own values."""
         elsewhere = (*_FOLDER_SETTINGS, *(["layout"] if settings.get("layout") == "paged" else []))
         return [name for name in settings if name not in self.names and name not in elsewhere]
 
     def command(
-        self, settings: Mapping[str, Any], *, model: str, port: int | str, kv_budget_bytes: int | None
+        self, settings: Settings, *, model: str, port: int | str, kv_budget_bytes: int | None
     ) -> tuple[str, ...]:
         """The words with the values of one configuration. Raises UsageError for a value that nobody has set."""
         values = {name: effective(settings, name) for name in self.names}
@@ -144,12 +144,12 @@ class Launcher:
 
     preset: Preset
     program: str
-    arithmetic: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    arithmetic: Callable[[Settings], Mapping[str, Any]]
     extra: tuple[str, ...] = ()
     template: CommandTemplate | None = None
     max_in_flight: int | None = None
 
-    def context(self, settings: Mapping[str, Any]) -> Context:
+    def context(self, settings: Settings) -> Context:
         """What the preset's words may depend on.
 
         An open dtype becomes the one that the built-in engine would choose. Other servers have other rules (vLLM runs
@@ -165,12 +165,12 @@ class Launcher:
         """Whether the command says which model is served."""
         return self.template is None or "model" in self.template.names
 
-    def passed_on(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def passed_on(self, settings: Settings) -> dict[str, Any]:
         """The settings that the launch gives the server."""
         names = self.template.names if self.template else self.preset.passed_on
         return {k: v for k, v in self.context(settings).settings.items() if k in names and v is not None}
 
-    def described(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def described(self, settings: Settings) -> dict[str, Any]:
         """The settings that name a configuration: all of them; with a template, only those whose values are known.
 
         These are the settings that the template passes on, that come with the model's folder, that limit the prompts,
@@ -186,11 +186,11 @@ class Launcher:
         if self.template is not None:
             self.template.require(dict.fromkeys(name for c in design.configurations for name in c.varied))
 
-    def refusal(self, settings: Mapping[str, Any]) -> str | None:
+    def refusal(self, settings: Settings) -> str | None:
         """Why this configuration cannot be launched; None when it can."""
         return "; ".join(self.preset.refusals(self._preset_context(settings))) or None
 
-    def nearest(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def nearest(self, settings: Settings) -> tuple[dict[str, Any], list[str]]:
         """The settings that come closest to a refused configuration, and what was changed."""
         context = self._preset_context(settings)
         found, changes = self.preset.nearest(context)
@@ -201,12 +201,12 @@ class Launcher:
         kept = {name: value for name, value in settings.items() if name in found or name not in context.settings}
         return {name: found.get(name, value) for name, value in kept.items()}, changes
 
-    def _preset_context(self, settings: Mapping[str, Any]) -> Context:
+    def _preset_context(self, settings: Settings) -> Context:
         """The context for the preset; with a template, only the settings that it passes on and the preset knows."""
         context = self.context(settings)
         return context if self.template is None else context.only(self.template.names & self.preset.settings.keys())
 
-    def check(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def check(self, settings: Settings) -> dict[str, Any]:
         """What is known of a configuration before its launch. Raises ValueError with the reasons against it.
 
         The KV budget is known only if the server is given it; otherwise the server's own default holds.
@@ -224,7 +224,7 @@ class Launcher:
             found["capacity_tokens"] = given
         return found
 
-    def lost_capacity(self, settings: Mapping[str, Any]) -> str | None:
+    def lost_capacity(self, settings: Settings) -> str | None:
         """How much less than its budget the server is told to hold, where that is more than servers may differ by."""
         context = self.context(settings)
         whole, given = context.capacity.get("capacity_tokens"), self.preset.tokens_given(context)
@@ -236,7 +236,7 @@ class Launcher:
             f"({data_size(whole * each)}) that the budget holds, {1 - given / whole:.1%} less: it takes multiples only"
         )
 
-    def command(self, settings: Mapping[str, Any], *, model: str, port: int | str, scratch: str) -> tuple[str, ...]:
+    def command(self, settings: Settings, *, model: str, port: int | str, scratch: str) -> tuple[str, ...]:
         """The launch command. ``port``: its number, or a name to show. UsageError for a placeholder without a value."""
         context = self.context(settings)
         if self.template is not None:
@@ -246,12 +246,12 @@ class Launcher:
             words = self.preset.launch_command(context, model=model, port=port, scratch=scratch)
         return (*words, *self.extra)
 
-    def cache_is_off(self, settings: Mapping[str, Any]) -> bool:
+    def cache_is_off(self, settings: Settings) -> bool:
         """Whether the launch tells the server to keep no prefixes: then there is nothing to empty."""
         names = self.template.names if self.template else self.preset.settings
         return "enable_prefix_caching" in names and settings.get("enable_prefix_caching") is False
 
-    def needs_fresh_server(self, settings: Mapping[str, Any]) -> bool:
+    def needs_fresh_server(self, settings: Settings) -> bool:
         """Whether only a new server has an empty prefix cache."""
         return self.preset.reset_path is None and not self.cache_is_off(settings)
 

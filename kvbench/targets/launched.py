@@ -19,13 +19,14 @@ from kvbench.common.errors import MeasurementError
 from kvbench.common.foreign_cpu import ServerProcess
 from kvbench.common.ports import free_port
 from kvbench.common.text import plural
-from kvbench.runs.server_info import ServerInfo
+from kvbench.runs.server_info import ModelRow, ServerInfo
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.cores import bound_cores, core_words
 from kvbench.targets.launch_plan import HOST, Launcher
 from kvbench.targets.model_export import ModelFolders, ServedModel, shipped_tokenizer
 from kvbench.targets.prompt_texts import TextOfIds, TokenizerWords, ids_as_words
 from kvbench.workload.request_form import DEFAULT_FORM, RequestForm
+from kvbench.workload.settings import Settings
 
 _VERSION_TIMEOUT_S = 60.0
 _CAPACITY = ("num_pages", "capacity_tokens", "page_size")
@@ -144,11 +145,11 @@ class LaunchedTarget(ProcessTarget):
         super().__init__(port=port, start_timeout_s=start_timeout_s, form=form)
         self.launcher, self.folders = launcher, folders
         self.preset, self.grace_s = launcher.preset, launcher.preset.grace_s
-        self._settings: Mapping[str, Any] = {}
+        self._settings: Settings = {}
         self._facts: Mapping[str, Any] = {}
         self._environment: Mapping[str, str | None] = {}
 
-    def start(self, settings: Mapping[str, Any], log: Path) -> None:
+    def start(self, settings: Settings, log: Path) -> None:
         """Launch and wait until it serves. Raises UsageError or MeasurementError."""
         served = self._served(settings)
         self._settings, self._facts = settings, served.facts
@@ -168,7 +169,7 @@ class LaunchedTarget(ProcessTarget):
         path = self.preset.models_path
         return self.healthy() and (path is None or bool(self.json_at(path)))
 
-    def _served(self, settings: Mapping[str, Any]) -> ServedModel:
+    def _served(self, settings: Settings) -> ServedModel:
         """The model's folder; for a command without {model}, what is known of the workload's model."""
         if not self.launcher.passes_model:
             known = self.launcher.arithmetic(settings)
@@ -176,18 +177,18 @@ class LaunchedTarget(ProcessTarget):
             return ServedModel(name, None, known.get("vocab_size"), known.get("max_model_len"))
         return self.folders.get(settings, drop_eos=not self.dialect.ignore_eos, model_format=self.preset.model_format)
 
-    def _learn_model(self, served: ServedModel, settings: Mapping[str, Any]) -> None:
+    def _learn_model(self, served: ServedModel, settings: Settings) -> None:
         """The model's name from the server; its sizes from its config, or else from the server."""
-        row = self.models()[0] if self.preset.models_path else {"id": str(served.path)}
+        row = self.models()[0] if self.preset.models_path else ModelRow(id=str(served.path))
         own_vocab, own_length = self.told_sizes(row)
         known = (settings.get("max_model_len"), served.max_positions, own_length)
         length = min((int(n) for n in known if n), default=None)
         vocab = served.vocab_size or own_vocab
         if length is None or not vocab:
             raise MeasurementError(f"neither the model's config nor {self.preset.title} tells vocabulary and length")
-        self.model = ModelFacts(str(row["id"]), int(vocab), length)
+        self.model = ModelFacts(row.id, int(vocab), length)
 
-    def _check_device(self, settings: Mapping[str, Any]) -> None:
+    def _check_device(self, settings: Settings) -> None:
         """Raises MeasurementError if the server does not run on the device that the workload asks for."""
         wanted, pattern = settings.get("device"), self.preset.device_pattern
         if pattern is None or wanted not in ("cpu", "cuda"):
@@ -257,7 +258,7 @@ class LaunchedTarget(ProcessTarget):
         given = str(self._settings.get("model", "")) if self.launcher.passes_model else ""
         return Path(given).name.removesuffix(".json") or self.model.name
 
-    def _threads(self, settings: Mapping[str, Any]) -> int | None:
+    def _threads(self, settings: Settings) -> int | None:
         """The compute threads that the launch asks for; None where it says nothing of them."""
         threads = settings.get("num_threads") or self._environment.get("OMP_NUM_THREADS") or ""
         return int(threads) if str(threads).isdigit() else None

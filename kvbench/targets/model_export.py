@@ -20,6 +20,7 @@ from typing import Any
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
+from kvbench.workload.settings import Settings
 
 _EXPORT_S = 1800.0  # tens of gigabytes on a slow disk
 _WEIGHT_SETTINGS = ("model", "load_format", "seed", "dtype", "device")
@@ -77,11 +78,11 @@ class ModelFolders:
             self._scratch = None
         self._made.clear()
 
-    def check(self, settings: Mapping[str, Any], *, model_format: str = "safetensors") -> None:
+    def check(self, settings: Settings, *, model_format: str = "safetensors") -> None:
         """Raises UsageError where ``get`` would, as far as it can be told without loading the model."""
         self._source(settings, model_format)
 
-    def get(self, settings: Mapping[str, Any], *, drop_eos: bool, model_format: str = "safetensors") -> ServedModel:
+    def get(self, settings: Settings, *, drop_eos: bool, model_format: str = "safetensors") -> ServedModel:
         """The model of a configuration. ``drop_eos``: the server has no way to ignore the end of a sequence.
 
         Raises:
@@ -101,7 +102,7 @@ class ModelFolders:
                 self._made[key] = self._link(source, drop)
         return self._made[key]
 
-    def _source(self, settings: Mapping[str, Any], model_format: str) -> _Source:
+    def _source(self, settings: Settings, model_format: str) -> _Source:
         """Where the model of a configuration comes from. Raises UsageError."""
         from engine.model.gguf import refusal
         from engine.model.spec import find_model, model_folder

@@ -18,6 +18,7 @@ from kvbench.load.dialect import OPENAI, Dialect
 from kvbench.load.endpoints import PATHS
 from kvbench.targets.prometheus import OURS, MetricNames
 from kvbench.workload.file import runs_on_cpu
+from kvbench.workload.settings import Settings
 
 CAPACITY_TOLERANCE = 0.02  # between the KV of two servers with one budget
 
@@ -31,7 +32,7 @@ class Context:
     that the workload has in flight, None without a limit. ``program``: the Python or the program that is launched.
     """
 
-    settings: Mapping[str, Any]
+    settings: Settings
     capacity: Mapping[str, Any] = field(default_factory=dict)
     max_in_flight: int | None = None
     program: str = "python"

@@ -12,13 +12,14 @@ from kvbench.common.errors import MeasurementError, RefusedError, UsageError
 from kvbench.load.completion import judge
 from kvbench.load.dialect import Dialect
 from kvbench.load.endpoints import ENDPOINTS, PATHS
-from kvbench.runs.server_info import ServerFacts, ServerInfo
+from kvbench.runs.server_info import ModelRow, ServerFacts, ServerInfo
 from kvbench.targets.base import NO_SUCH_PATH, PLAIN_ACCESS, REFUSED, Access, HttpAnswer, ModelFacts, Target
 from kvbench.targets.model_export import shipped_tokenizer
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import BUILT_IN, GENERIC
 from kvbench.targets.prompt_texts import TokenizerWords
 from kvbench.workload.request_form import DEFAULT_FORM, RequestForm
+from kvbench.workload.settings import Settings
 
 _DRAWN_IDS = 8192  # of a vocabulary that nobody tells: they become words, and are not sent
 _SHIPPED = "bpe8k"  # the name of the tokenizer that ships, as a server tells it
@@ -83,12 +84,12 @@ class OpenAITarget(Target):
         self._takes: Mapping[str, Any] = {}  # what it was found to take, as fields of a dialect
         self._caches_prefixes = True
 
-    def start(self, settings: Mapping[str, Any], log: Path) -> None:
+    def start(self, settings: Settings, log: Path) -> None:
         """Asks what it serves and takes; launches nothing. Raises UsageError or MeasurementError."""
         name, vocab_size, max_model_len = self._given
         try:
             row = self._row_of(name)
-            if self.preset is GENERIC and row.get("owned_by") == "kvbench":  # as the built-in server names itself
+            if self.preset is GENERIC and row.owned_by == "kvbench":  # as the built-in server names itself
                 self.preset = BUILT_IN
             info = self.server_info()
         except MeasurementError as error:
@@ -98,7 +99,7 @@ class OpenAITarget(Target):
         own_vocab = info.model.vocab_size or own_vocab
         self._check_sizes({"--vocab-size": (vocab_size, own_vocab), "--max-model-len": (max_model_len, own_length)})
         vocab, length = vocab_size or own_vocab, max_model_len or own_length
-        self.model = ModelFacts(name or str(row.get("id")), int(vocab or _DRAWN_IDS), length)
+        self.model = ModelFacts(name or row.id, int(vocab or _DRAWN_IDS), length)
         has_tokenizer = self._text_of_ids is not None
         if has_tokenizer or not vocab:  # ids of an unknown vocabulary cannot be drawn
             self._takes = {"token_id_prompts": False}
@@ -138,7 +139,7 @@ class OpenAITarget(Target):
                     self._takes = self._takes if answer is None else given
                     self._note_form(wanted, given, refusals)
                     return
-                refusal = self.http.said(self.dialect.api.path, answer).removeprefix(self.base_url)
+                refusal = self.http.words_of(self.dialect.api.path, answer).removeprefix(self.base_url)
                 if answer.status in NO_SUCH_PATH:
                     break
             refusals.append(refusal)
@@ -158,9 +159,8 @@ class OpenAITarget(Target):
         dialect = self.dialect
         request = self._request([1, 2], 1)
         body = dialect.streamed_body(self.model.name, request, self.form.temperature, ignore_eos=True)
-        headers = dialect.api.header_lines(self.http.key)
         try:
-            answer = self.http.call("POST", dialect.api.path, body=body, headers=headers)
+            answer = self.http.call("POST", dialect.api.path, body=body, headers=self._api_headers())
         except MeasurementError:
             return None
         if answer.status != 200:
@@ -192,12 +192,12 @@ class OpenAITarget(Target):
         """As ``Target``; a cache that the server says is off is empty."""
         return super().reset_prefix_cache() if self._caches_prefixes else True
 
-    def _row_of(self, name: str | None) -> dict[str, Any]:
+    def _row_of(self, name: str | None) -> ModelRow:
         """The model's row of /v1/models; a server that lists none must be healthy, and its row is empty."""
         if self.preset.models_path is None:
-            answer = self.answer_at(self.preset.health)
+            answer = self.http.check_access(self.http.call("GET", self.preset.health))
             if answer.status != 200:
-                raise UsageError(self.http.said(self.preset.health, answer))
+                raise UsageError(self.http.words_of(self.preset.health, answer))
             return self._unlisted(name)
         try:
             rows = self.models()
@@ -206,16 +206,16 @@ class OpenAITarget(Target):
         if name is None:
             return rows[0]
         for wanted in (name, name.partition("?")[0]):  # the mock server takes settings as a query
-            if row := next((row for row in rows if row["id"] == wanted), None):
+            if row := next((row for row in rows if row.id == wanted), None):
                 return row
-        known = ", ".join(str(row["id"]) for row in rows)
+        known = ", ".join(row.id for row in rows)
         raise UsageError(f"{self.base_url} serves no model {name!r}: its models are {known}")
 
-    def _unlisted(self, name: str | None) -> dict[str, Any]:
-        """The empty row of a server that lists no models. UsageError where nobody names its model."""
+    def _unlisted(self, name: str | None) -> ModelRow:
+        """The row of a server that lists no models. UsageError where nobody names its model."""
         if name is None:
             raise UsageError(f"{self.base_url} does not list the name of its model: give --model NAME")
-        return {}
+        return ModelRow(id=name)
 
     def _check_sizes(self, sizes: Mapping[str, tuple[int | None, int | None]]) -> None:
         """Raises UsageError for a size that is more than the server has. ``sizes``: by option, as given and as told."""

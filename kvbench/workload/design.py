@@ -12,17 +12,17 @@ import hashlib
 import itertools
 import math
 import random
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.workload.file import Workload
 from kvbench.workload.load_section import LoadPoint
-from kvbench.workload.settings import ONLY_WITH, applies, config_id_of, defaults_beside, effective, label_of
+from kvbench.workload.settings import ONLY_WITH, Settings, applies, config_id_of, defaults_beside, effective, label_of
 
 _MOST_COUNTED = 500  # combinations: more are not told apart just for a note
-Check = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # settings -> capacity; ValueError for impossible ones
+Check = Callable[[Settings], Settings]  # settings -> capacity; ValueError for impossible ones
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Configuration:
 
     config_id: str
     label: str
-    settings: Mapping[str, Any]
-    varied: Mapping[str, Any]
+    settings: Settings
+    varied: Settings
     is_baseline: bool
 
 
@@ -63,7 +63,7 @@ class Block:
         return f"{self.configuration.config_id}{load}-{self.repeat}"
 
     def split(self) -> tuple[Block, ...]:
-        """One block a cell, in the same order."""
+        """Returns one block a cell, in the same order."""
         return tuple(Block(self.repeat, self.configuration, (cell,), alone=True) for cell in self.cells)
 
 
@@ -75,16 +75,23 @@ class Design:
     cells: tuple[Cell, ...]
     notes: tuple[str, ...] = ()
 
+    def only(self, cells: Iterable[Cell], notes: Iterable[str] = ()) -> Design:
+        """Returns the design with some of its cells, and further notes."""
+        chosen = tuple(cells)
+        kept = {cell.configuration.config_id for cell in chosen}
+        configurations = tuple(c for c in self.configurations if c.config_id in kept)
+        return Design(configurations, chosen, (*self.notes, *notes))
 
-def normalise(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without None (the default) and without those that have no meaning beside the others."""
+
+def normalise(settings: Settings) -> dict[str, Any]:
+    """Returns the settings without None (the default) and without those that mean nothing beside the others."""
     return {k: v for k, v in settings.items() if v is not None and applies(k, settings)}
 
 
 def make_design(
-    engine: Mapping[str, Any], sweep: Mapping[str, Sequence[Any]], loads: Sequence[LoadPoint], design: str
+    engine: Settings, sweep: Mapping[str, Sequence[Any]], loads: Sequence[LoadPoint], design: str
 ) -> Design:
-    """Baseline plus one variable at a time, or the full product, each under every load point.
+    """Makes the baseline plus one variable at a time, or the full product, each under every load point.
 
     The baseline's own value need not be listed under ``sweep``. Configurations that differ only in settings without a
     meaning, or in whether a default is named, are one configuration; the notes say how many were dropped and why.
@@ -94,30 +101,26 @@ def make_design(
         key: ([baseline[key]] if key in baseline else []) + [v for v in listed if v != baseline.get(key, object())]
         for key, listed in sweep.items()
     }
-    candidates = [baseline]
     if design == "one_at_a_time":
-        candidates += [{**baseline, key: value} for key, listed in values.items() for value in listed]
+        changes = [{key: value} for key, listed in values.items() for value in listed]
     else:
-        candidates += [
-            {**baseline, **dict(zip(values, combo, strict=True))} for combo in itertools.product(*values.values())
-        ]
-    unique: dict[str, dict[str, Any]] = {}  # by the settings that the engine would really use
-    repeated: list[dict[str, Any]] = []
-    for candidate in candidates:
+        changes = [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
+    unique: dict[str, Settings] = {}  # by the settings that the engine would really use
+    repeated: list[Settings] = []
+    for candidate in [baseline, *(baseline | change for change in changes)]:
         settings = normalise(candidate)
-        kept = unique.setdefault(_key(normalise({**defaults_beside(settings), **settings})), settings)
+        kept = unique.setdefault(_key(normalise(defaults_beside(settings) | settings)), settings)
         if kept is not settings and kept is not next(iter(unique.values())):
             repeated.append(candidate)
-    kept_settings = list(unique.values())
     notes = [_repeated_note(repeated, values)] if repeated else []
-    notes += _useless_values(kept_settings, values)
-    configurations = _name(kept_settings, tuple(sweep))
+    notes += _useless_values([*unique.values()], values)
+    configurations = _name([*unique.values()], tuple(sweep))
     cells = tuple(Cell(f"{c.config_id}-{load.load_id}", c, load) for c in configurations for load in loads)
     return Design(configurations, cells, tuple(notes))
 
 
-def _key(settings: Mapping[str, Any]) -> str:
-    """A text that is equal for equal settings. Unlike a hash it takes any value, and True and 1 differ."""
+def _key(settings: Settings) -> str:
+    """Returns a text that is equal for equal settings. Unlike a hash it takes any value, and True and 1 differ."""
     return repr(sorted(settings.items()))
 
 
@@ -125,8 +128,8 @@ def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _repeated_note(repeated: Sequence[Mapping[str, Any]], swept: Mapping[str, Sequence[Any]]) -> str:
-    """How many configurations were dropped and why; ``repeated``: before they were normalised."""
+def _repeated_note(repeated: Sequence[Settings], swept: Iterable[str]) -> str:
+    """Says how many configurations were dropped and why; ``repeated``: before they were normalised."""
     reasons = [
         f"{key} (only with {ONLY_WITH[key][0]} {_yaml(ONLY_WITH[key][1])})"
         for key in swept
@@ -136,7 +139,7 @@ def _repeated_note(repeated: Sequence[Mapping[str, Any]], swept: Mapping[str, Se
     return f"{len(repeated)} of the configurations differ from others only in {what}; each is run once"
 
 
-def _useless_values(unique: Sequence[Mapping[str, Any]], values: Mapping[str, Sequence[Any]]) -> list[str]:
+def _useless_values(unique: Sequence[Settings], values: Mapping[str, Sequence[Any]]) -> list[str]:
     """A sentence for each setting with a swept value that no configuration has. ``unique[0]`` is the baseline."""
     notes = []
     for key in (key for key in values if key in ONLY_WITH):
@@ -151,7 +154,7 @@ def _useless_values(unique: Sequence[Mapping[str, Any]], values: Mapping[str, Se
     return notes
 
 
-def _name(unique: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> tuple[Configuration, ...]:
+def _name(unique: Sequence[Settings], swept: Sequence[str]) -> tuple[Configuration, ...]:
     baseline = unique[0]
     taken: set[str] = set()
     named = []
@@ -165,45 +168,45 @@ def _name(unique: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> tuple[Co
         if config_id.lower() in taken:  # also on file systems that fold case
             config_id = f"{config_id}-{hashlib.sha256(_key(settings).encode()).hexdigest()[:6]}"
         taken.add(config_id.lower())
-        named.append(Configuration(config_id, label_of(settings, varied), dict(settings), varied, settings is baseline))
+        named.append(Configuration(config_id, label_of(settings, varied), settings, varied, settings is baseline))
     return tuple(named)
 
 
+def _matching(cells: Iterable[Cell], patterns: Sequence[str]) -> list[Cell]:
+    return [cell for cell in cells if any(fnmatch.fnmatchcase(cell.cell_id, pattern) for pattern in patterns)]
+
+
 def select(design: Design, patterns: Sequence[str]) -> Design:
-    """The cells that match any of the globs (all, when there is none).
+    """Returns the cells that match any of the globs (all, when there is none).
 
     Raises UsageError with the list of cells when a glob matches nothing: a typo must not shrink a sweep silently.
     """
-    if not patterns:
-        return design
     ids = [cell.cell_id for cell in design.cells]
     for pattern in patterns:
         if not fnmatch.filter(ids, pattern):
             raise UsageError(f"--only {pattern!r} matches no cell: the cells are {', '.join(ids)}")
-    cells = tuple(c for c in design.cells if any(fnmatch.fnmatchcase(c.cell_id, p) for p in patterns))
-    kept = {cell.configuration.config_id for cell in cells}
-    return Design(tuple(c for c in design.configurations if c.config_id in kept), cells, design.notes)
+    return design.only(_matching(design.cells, patterns)) if patterns else design
 
 
 def design_of(workload: Workload, only: Sequence[str] = ()) -> Design:
     """The cells of a workload, and the combinations of settings that ``only`` names beside a one-at-a-time design."""
-    loads = workload.load_points
-    design = make_design(workload.engine, workload.sweep, loads, workload.design)
+    design = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
     known = {cell.cell_id for cell in design.cells}
     patterns = [pattern for pattern in only if not fnmatch.filter(known, pattern)]
     if not patterns or workload.design == "full":
         return design
-    every = make_design(workload.engine, workload.sweep, loads, "full")
-    others = [cell for cell in every.cells if cell.cell_id not in known]
-    named = [cell for cell in others if any(fnmatch.fnmatchcase(cell.cell_id, pattern) for pattern in patterns)]
-    added = [each for each in every.configurations if any(cell.configuration is each for cell in named)]
-    return Design((*design.configurations, *added), (*design.cells, *named), design.notes)
+    every = make_design(workload.engine, workload.sweep, workload.load_points, "full")
+    added = every.only(_matching((cell for cell in every.cells if cell.cell_id not in known), patterns))
+    return Design((*design.configurations, *added.configurations), (*design.cells, *added.cells), design.notes)
 
 
 def _combinations_note(workload: Workload, design: Design) -> list[str]:
-    """How many combinations of the values in ``design`` a one-at-a-time design leaves out; nothing where it has all."""
+    """Says how many combinations of the values in ``design`` a one-at-a-time design leaves out, if any."""
     measured = len(design.configurations)
-    values = {key: list({repr(v): v for v in _values(design, key)}.values()) for key in workload.sweep}
+    values = {
+        key: list({repr(value): value for value in (c.settings.get(key) for c in design.configurations)}.values())
+        for key in workload.sweep
+    }
     every = math.prod(map(len, values.values()))
     if workload.design == "one_at_a_time" and measured < every <= _MOST_COUNTED:  # some of them mean the same
         every = len(make_design(workload.engine, values, workload.load_points, "full").configurations)
@@ -213,19 +216,15 @@ def _combinations_note(workload: Workload, design: Design) -> list[str]:
     return [f"skipped {every - measured} of {every} combinations: {alone}; design: full (--design full) measures all"]
 
 
-def _values(design: Design, key: str) -> list[Any]:
-    return [configuration.settings.get(key) for configuration in design.configurations]
-
-
 def plan_sweep(
     workload: Workload,
     only: Sequence[str] = (),
     check: Check | None = None,
     *,
-    refuses: Callable[[Mapping[str, Any]], str | None] | None = None,
-    fresh: Callable[[Mapping[str, Any]], bool] = lambda settings: False,
+    refuses: Callable[[Settings], str | None] | None = None,
+    fresh: Callable[[Settings], bool] = lambda settings: False,
 ) -> tuple[Design, tuple[Block, ...]]:
-    """Cells, and blocks in the order in which they run.
+    """Returns the cells, and the blocks in the order in which they run.
 
     ``only``: patterns of cell ids. ``check``: gives a configuration's capacity; ValueError for an impossible one.
     ``refuses``: why another engine cannot have a configuration, which is then skipped. ``fresh``: whether a
@@ -238,23 +237,14 @@ def plan_sweep(
         design = _without_impossible(design, check)
     design = select(design, only)
     if not only:
-        notes = _combinations_note(workload, design)
-        design = dataclasses.replace(design, notes=(*design.notes, *notes))
+        design = dataclasses.replace(design, notes=(*design.notes, *_combinations_note(workload, design)))
     blocks = plan_blocks(design, workload.load.repeats, workload.seed)
     if workload.load.cache_state != "steady":
         blocks = tuple(part for b in blocks for part in (b.split() if fresh(b.configuration.settings) else (b,)))
     return design, blocks
 
 
-def _without(design: Design, config_ids: Container[str], notes: Sequence[str]) -> Design:
-    return Design(
-        tuple(c for c in design.configurations if c.config_id not in config_ids),
-        tuple(c for c in design.cells if c.configuration.config_id not in config_ids),
-        (*design.notes, *notes),
-    )
-
-
-def without_refused(design: Design, refuses: Callable[[Mapping[str, Any]], str | None]) -> Design:
+def without_refused(design: Design, refuses: Callable[[Settings], str | None]) -> Design:
     """The design without the configurations that the target cannot have; a note names each with the reason.
 
     The baseline stays: it was checked before.
@@ -262,6 +252,10 @@ def without_refused(design: Design, refuses: Callable[[Mapping[str, Any]], str |
     found = {c.config_id: refuses(c.settings) for c in design.configurations if not c.is_baseline}
     skipped = {config_id: reason for config_id, reason in found.items() if reason is not None}
     return _without(design, skipped, [f"skipped {config_id}: {reason}" for config_id, reason in skipped.items()])
+
+
+def _without(design: Design, config_ids: Container[str], notes: Sequence[str]) -> Design:
+    return design.only((cell for cell in design.cells if cell.configuration.config_id not in config_ids), notes)
 
 
 def _without_impossible(design: Design, check: Check) -> Design:
@@ -278,25 +272,29 @@ def _without_impossible(design: Design, check: Check) -> Design:
         except ValueError as error:
             refused[configuration.config_id] = str(error)
         else:
-            accepted |= {(key, repr(value)) for key, value in configuration.settings.items()}
+            accepted |= _values_of(configuration)
     reasons: dict[str, list[str]] = {}
     for configuration in design.configurations:
-        values = {(key, repr(value)) for key, value in configuration.settings.items()}
-        if configuration.config_id in refused and values <= accepted and not configuration.is_baseline:
-            reasons.setdefault(refused[configuration.config_id], []).append(configuration.config_id)
-    notes = [f"skipped {', '.join(ids)}: {reason}" for reason, ids in reasons.items()]
-    return _without(design, {one for ids in reasons.values() for one in ids}, notes)
+        reason = refused.get(configuration.config_id)
+        if reason is not None and _values_of(configuration) <= accepted and not configuration.is_baseline:
+            reasons.setdefault(reason, []).append(configuration.config_id)
+    skipped = {config_id for ids in reasons.values() for config_id in ids}
+    return _without(design, skipped, [f"skipped {', '.join(ids)}: {reason}" for reason, ids in reasons.items()])
+
+
+def _values_of(configuration: Configuration) -> set[tuple[str, str]]:
+    return {(key, repr(value)) for key, value in configuration.settings.items()}
 
 
 def capacities(design: Design, check: Check) -> dict[str, dict[str, Any]]:
-    """Configuration id -> what ``check`` returns. Raises UsageError for an impossible configuration."""
-    found = {}
+    """Returns what ``check`` says of each configuration, by its id. Raises UsageError for an impossible one."""
+    capacity = {}
     for configuration in design.configurations:
         try:
-            found[configuration.config_id] = dict(check(configuration.settings))
+            capacity[configuration.config_id] = dict(check(configuration.settings))
         except ValueError as error:
             raise UsageError(f"configuration {configuration.config_id}: {error}") from None
-    return found
+    return capacity
 
 
 def plan_blocks(design: Design, repeats: int, seed: int) -> tuple[Block, ...]:
@@ -310,15 +308,14 @@ def plan_blocks(design: Design, repeats: int, seed: int) -> tuple[Block, ...]:
     """
     blocks = []
     for repeat in range(1, repeats + 1):
-        rng = random.Random(f"kvbench-order/{seed}/{repeat}")
         configurations = list(design.configurations)
-        rng.shuffle(configurations)
+        random.Random(f"kvbench-order/{seed}/{repeat}").shuffle(configurations)
         places = {
             cell.load.load_id: random.Random(f"kvbench-loads/{seed}/{repeat}/{cell.load.load_id}").random()
             for cell in design.cells
         }
         ordered = sorted(design.cells, key=lambda cell: places[cell.load.load_id])
         for configuration in configurations:
-            cells = [c for c in ordered if c.configuration.config_id == configuration.config_id]
-            blocks.append(Block(repeat, configuration, tuple(cells)))
+            cells = tuple(c for c in ordered if c.configuration.config_id == configuration.config_id)
+            blocks.append(Block(repeat, configuration, cells))
     return tuple(blocks)

@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from kvbench.common import parsing
 from kvbench.common.errors import UsageError
@@ -20,15 +20,17 @@ from kvbench.common.packages import REPOSITORY
 from kvbench.common.schema import StrictModel, explain
 from kvbench.common.text import nearest, shorten
 from kvbench.workload.load_section import LoadConfig, LoadPoint
-from kvbench.workload.settings import canonical
+from kvbench.workload.settings import Settings, canonical
 
 PROFILES = ("cpu", "gpu")
 MODEL_SECTION = frozenset({"model", "load_format", "seed", "dtype", "tokenizer"})  # engine settings below ``model:``
+Data = dict[str, Any]
+"""Plain data of a workload file: what YAML holds."""
 _PATHS = ("file", "path", "tokenizer")
 _SHIPPED_MODELS = REPOSITORY / "engine" / "models"
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> Data:
     """The mapping in a workload file. Raises UsageError."""
     try:
         data = parsing.read_yaml(path)
@@ -62,7 +64,7 @@ def _other_workloads(path: Path) -> str:
     return f"there are {', '.join(found.values())}" if found else "give the path of a YAML file"
 
 
-def _apply_profile(data: dict[str, Any], profile: str, source: Path, *, by_user: bool) -> dict[str, Any]:
+def _apply_profile(data: Data, profile: str, source: Path, *, by_user: bool) -> Data:
     profiles = data.pop("profiles", None) or {}
     if not isinstance(profiles, dict) or not all(isinstance(p, dict | None) for p in profiles.values()):
         raise UsageError(f"{source}: profiles must be a mapping of profile name to settings, such as `cpu: {{...}}`")
@@ -72,7 +74,7 @@ def _apply_profile(data: dict[str, Any], profile: str, source: Path, *, by_user:
     return _merge(data, profiles.get(profile) or {})
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: Data, over: Data) -> Data:
     """``base`` with the values of ``over``: mappings merge, everything else replaces.
 
     A mapping with another ``kind``, or with ``config`` in place of ``path`` or the reverse, replaces too.
@@ -80,7 +82,7 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, new in over.items():
         old = merged.get(key)
-        same = isinstance(old, Mapping) and isinstance(new, Mapping)
+        same = isinstance(old, dict) and isinstance(new, dict)
         if same and "kind" in old and "kind" in new:
             same = old["kind"] == new["kind"]
         elif same:
@@ -89,7 +91,7 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def apply_override(data: dict[str, Any], override: str) -> None:
+def apply_override(data: Data, override: str) -> None:
     """Sets what ``key=value`` says (a dotted key, a YAML value) in ``data``. Raises UsageError."""
     key, sign, text = override.partition("=")
     key = key.strip()
@@ -167,6 +169,14 @@ class SimulateSection(StrictModel):
     """a file that `kvbench calibrate-model` wrote"""
 
 
+def _canonical(settings: Data) -> Data:
+    """The settings, or lists of settings to compare, under the names that kvbench writes."""
+    return {
+        key: [canonical(key, each) for each in value] if isinstance(value, list) else canonical(key, value)
+        for key, value in settings.items()
+    }
+
+
 class WorkloadFile(StrictModel):
     """The whole file once the profile is merged in."""
 
@@ -178,9 +188,11 @@ class WorkloadFile(StrictModel):
     """of prompts, arrivals and order: the same seed sends the same bytes"""
     model: ModelSection
     """what the engine serves"""
-    engine: dict[str, Any] = Field(default_factory=dict)
+    engine: Annotated[Data, AfterValidator(_canonical)] = Field(default_factory=dict)
     """the baseline: one value for each engine setting that is not left at its default"""
-    sweep: dict[str, list[Any]] = Field(default_factory=dict)
+    sweep: Annotated[
+        dict[str, list[Any]], BeforeValidator(lambda given: {} if given is None else given), AfterValidator(_canonical)
+    ] = Field(default_factory=dict)
     """engine settings to compare with the baseline: setting: [values]"""
     design: Literal["one_at_a_time", "full"] = "one_at_a_time"
     """with two settings of two values each: one_at_a_time measures the baseline and each other value alone (3 of 4
@@ -189,23 +201,8 @@ class WorkloadFile(StrictModel):
     """of a sweep: every cell once in any case, then repeats where they decide most; left out: all repeats"""
     simulate: SimulateSection | None = None
     """for `kvbench sweep --simulate`: {device: A100-80GB, tensor_parallel: 4}; without that option it is not read"""
-    load: dict[str, Any]
+    load: Data
     """what is sent"""
-
-    @field_validator("sweep", mode="before")
-    @classmethod
-    def _nothing_swept(cls, value: Any) -> Any:
-        return {} if value is None else value
-
-    @field_validator("engine")
-    @classmethod
-    def _canonical_engine(cls, engine: dict[str, Any]) -> dict[str, Any]:
-        return {key: canonical(key, value) for key, value in engine.items()}
-
-    @field_validator("sweep")
-    @classmethod
-    def _canonical_sweep(cls, sweep: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        return {key: [canonical(key, value) for value in values] for key, values in sweep.items()}
 
     @model_validator(mode="after")
     def _single_values(self) -> WorkloadFile:
@@ -233,11 +230,11 @@ class Workload:
     profile: str
     seed: int
     model: ModelSection
-    engine: Mapping[str, Any]  # baseline engine settings, EngineConfig's names, model settings included
+    engine: Settings  # baseline engine settings, EngineConfig's names, model settings included
     design: str
     sweep: Mapping[str, Sequence[Any]]
     load: LoadConfig
-    resolved: Mapping[str, Any]
+    resolved: Data
     max_minutes: float | None = None  # of a sweep, beyond every cell's first repeat
     simulate: SimulateSection | None = None
 
@@ -279,9 +276,7 @@ def load_workload(
     return resolve(data, profile=chosen, source=source if text is None else None, where=str(source))
 
 
-def resolve(
-    data: Mapping[str, Any], *, profile: str, source: Path | None, where: str = "the stored workload"
-) -> Workload:
+def resolve(data: Data, *, profile: str, source: Path | None, where: str = "the stored workload") -> Workload:
     """A Workload from plain data whose profile is merged already; ``where``: its name in messages.
 
     ``source``: the file; relative paths start in its folder. None: the data of a run's manifest, whose relative paths
@@ -331,12 +326,12 @@ def runs_on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and default_profile() == "cpu")
 
 
-def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:
+def differing_keys(a: Data, b: Data, prefix: str = "") -> list[str]:
     """Dotted names of the keys at which two resolved workloads differ."""
     different = []
     for key in sorted(set(a) | set(b), key=str):
         left, right = a.get(key), b.get(key)
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
+        if isinstance(left, dict) and isinstance(right, dict):
             different += differing_keys(left, right, f"{prefix}{key}.")
         elif left != right:
             different.append(f"{prefix}{key}")
@@ -357,7 +352,7 @@ def portable(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else str(path)
 
 
-def _change_paths(load: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+def _change_paths(load: Data, change: Callable[[str], str]) -> Data:
     """A copy of the load section with each file of its prompts and canaries changed."""
     changed = dict(load)
     for name in ("prompts", "canaries"):
@@ -366,10 +361,10 @@ def _change_paths(load: Mapping[str, Any], change: Callable[[str], str]) -> dict
     return changed
 
 
-def _engine_settings(file: WorkloadFile, folder: Path, where: str) -> dict[str, Any]:
+def _engine_settings(file: WorkloadFile, folder: Path, where: str) -> Data:
     """The model and engine sections as one mapping of EngineConfig names."""
     model = file.model
-    settings: dict[str, Any] = {"layout": "paged", "seed": model.seed}
+    settings: Data = {"layout": "paged", "seed": model.seed}
     if model.path is not None:
         found = _find_path(model.path, folder) or _find_path(model.path, _SHIPPED_MODELS)
         if found is None:

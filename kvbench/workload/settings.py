@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+Settings = Mapping[str, Any]
+"""Engine settings by name, as a workload file has them; which there are, the engine knows."""
+
 
 @dataclass(frozen=True)
 class _Setting:
@@ -31,7 +34,7 @@ class _Setting:
 
 _SETTINGS: Mapping[str, _Setting] = {
     "layout": _Setting("layout", default="paged"),
-    "page_size": _Setting("page size", default=16, only_with=("layout", "paged")),
+    "page_size": _Setting("page size", "p", 16, only_with=("layout", "paged")),
     "reservation": _Setting("reservation", "", "max", ("layout", "contiguous")),
     "kv_budget": _Setting("KV budget", "kv"),
     "kv_cache_dtype": _Setting("KV dtype", "", "auto"),
@@ -75,18 +78,18 @@ def canonical(name: str, value: Any) -> Any:
     return _ALSO_CALLED.get((name, value), value) if isinstance(value, str) else value
 
 
-def defaults_beside(settings: Mapping[str, Any]) -> dict[str, Any]:
+def defaults_beside(settings: Settings) -> dict[str, Any]:
     """The known defaults of an engine with these ``settings``."""
     return {**DEFAULTS, **DEFAULTS_ON.get(settings.get("device", "auto"), {})}
 
 
-def effective(settings: Mapping[str, Any], name: str) -> Any:
+def effective(settings: Settings, name: str) -> Any:
     """A setting's value, or what holds where it is left out (None: the server's own choice)."""
     value = settings.get(name)
     return defaults_beside(settings).get(name) if value is None else value
 
 
-def applies(name: str, settings: Mapping[str, Any]) -> bool:
+def applies(name: str, settings: Settings) -> bool:
     """Whether the setting ``name`` means anything beside ``settings``."""
     if name not in ONLY_WITH:
         return True
@@ -121,23 +124,23 @@ def phrase(name: str, value: Any) -> str:
     return f"{words} reservation" if name == "reservation" else f"{setting_title(name)} {words}"
 
 
-def config_id_of(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
+def _naming(settings: Settings, varied: Settings) -> list[tuple[str, Any]]:
+    """The settings that name a configuration after its layout: page size or reservation, then what varies."""
+    beside = {"contiguous": "reservation", "paged": "page_size", None: "page_size"}.get(settings.get("layout"))
+    first = [(beside, settings[beside])] if beside in settings else []
+    return first + [(name, value) for name, value in varied.items() if name not in IN_LAYOUT]
+
+
+def config_id_of(settings: Settings, varied: Settings) -> str:
     """A configuration in cell ids: its layout with page size or reservation, then what varies.
 
     The layout is missing where a server was launched by a command that does not say it.
     """
     if "target" in settings:  # a server that runs already: its settings are not known
         return "target"
-    layout = settings.get("layout")
-    parts = [slug(layout or "launched")]
-    if layout in ("paged", None) and "page_size" in settings:
-        parts.append(f"p{slug(settings['page_size'])}")
-    if layout == "contiguous" and "reservation" in settings:
-        parts.append(slug(settings["reservation"]))
-    for name, value in varied.items():
+    parts = [slug(settings.get("layout") or "launched")]
+    for name, value in _naming(settings, varied):
         short = _SETTINGS.get(name, _Setting()).short
-        if name in IN_LAYOUT:
-            continue
         if isinstance(short, tuple) and isinstance(value, bool):
             parts.append(short[0 if value else 1])
         else:
@@ -154,14 +157,9 @@ def slug(value: Any) -> str:
     return text or "none"
 
 
-def label_of(settings: Mapping[str, Any], varied: Mapping[str, Any]) -> str:
+def label_of(settings: Settings, varied: Settings) -> str:
     """A configuration for people."""
     if "target" in settings:
         return str(settings["target"])
-    layout = settings.get("layout")
-    words = [str(layout or "launched server")]
-    if layout in ("paged", None) and "page_size" in settings:
-        words.append(f"page {settings['page_size']}")
-    if layout == "contiguous" and "reservation" in settings:
-        words.append(phrase("reservation", settings["reservation"]))
-    return ", ".join([*words, *(phrase(name, value) for name, value in varied.items() if name not in IN_LAYOUT)])
+    named = (f"page {v}" if name == "page_size" else phrase(name, v) for name, v in _naming(settings, varied))
+    return ", ".join([str(settings.get("layout") or "launched server"), *named])

@@ -8,9 +8,8 @@ from engine.config import KV_CACHE_DTYPES
 from engine.engine import Engine
 from engine.kv.page_pool import PagePool
 from engine.sequence import TokenOutput
-from kvbench.quality.pressure import COPY, FORKS, LOST, PAGES, PASSKEY, REPEAT
 from tests.support.kv_mutants import MUTANTS
-from tests.support.pressed import alarms, pressed
+from tests.support.pressed import COPY, FORKS, LOST, PAGES, PASSKEY, REPEAT, alarms, pressed
 
 MODES = {
     "contiguous": {"layout": "contiguous"},

@@ -16,8 +16,8 @@ from engine.model.kv_outliers import KVOutliers
 from engine.model.loader import load_model
 from engine.teacher_forcing import TeacherForced, with_room
 from engine.tiny_model.outliers import scale_key_channels
-from kvbench.quality import forced
-from kvbench.quality.free import answer_all
+from kvbench.quality import answering
+from kvbench.quality.answering import answer_all
 from kvbench.quality.prompts import Prompt
 from kvbench.requests.canaries import SHIPPED, read_canaries
 from tests.support.hf_parts import VOCAB, greedy_outputs, loaded, model_folder, one_thread, oracle
@@ -88,12 +88,12 @@ def test_answers_are_the_models_own_greedy_ones_turn_by_turn(folder, answers):
 
 @pytest.fixture(scope="module")
 def talks(answers):
-    return [forced.Conversation.of(each, answers[each.prompt_id]) for each in PROMPTS]
+    return [answering.Conversation.of(each, answers[each.prompt_id]) for each in PROMPTS]
 
 
 def test_both_orders_feed_every_token_once_and_in_its_place(talks):
     assert [talk.fed for talk in talks] == [26, 13, 32]
-    for order in (forced.in_order, forced.otherwise):
+    for order in (answering.in_order, answering.otherwise):
         fed = [0, 0, 0]
         for step in order(talks, 8):
             assert step and all(step.values())
@@ -105,10 +105,10 @@ def test_both_orders_feed_every_token_once_and_in_its_place(talks):
         assert fed == [26, 13, 32]
 
 
-def compared(folder: str, talks, **arms: forced.Arm):
-    baseline = forced.Arm(engine_of(folder, layout="contiguous"), 16)
-    control = forced.Arm(baseline.engine, 7, forced.otherwise)
-    return forced.compare_arms(baseline, {"control": control, **arms}, talks, VOCAB)
+def compared(folder: str, talks, **arms: answering.Arm):
+    baseline = answering.Arm(engine_of(folder, layout="contiguous"), 16)
+    control = answering.Arm(baseline.engine, 7, answering.otherwise)
+    return answering.compare_arms(baseline, {"control": control, **arms}, talks, VOCAB)
 
 
 def pooled(positions, name: str = "kld") -> np.ndarray:
@@ -117,8 +117,8 @@ def pooled(positions, name: str = "kld") -> np.ndarray:
 
 def test_fewer_bits_diverge_more_and_pages_and_chunks_no_more_than_the_control(folder, talks):
     plain = {"paged": engine_of(folder), "pages of 16": engine_of(folder, page_size=16)}
-    arms = {name: forced.Arm(engine, 5) for name, engine in plain.items()}
-    arms |= {dtype: forced.Arm(engine_of(folder, dtype), 16) for dtype in QUANTISED}
+    arms = {name: answering.Arm(engine, 5) for name, engine in plain.items()}
+    arms |= {dtype: answering.Arm(engine_of(folder, dtype), 16) for dtype in QUANTISED}
     found = compared(folder, talks, **arms)
     means = {name: pooled(each).mean() for name, each in found.items()}
     assert max(means["control"], means["paged"], means["pages of 16"]) < 1e-9
@@ -141,7 +141,7 @@ class PageOfAnother(TeacherForced):
 def test_a_page_of_another_sequence_is_seen_where_it_is_read_and_nowhere_else(folder, talks):
     broken = PageOfAnother(config(folder), loaded(folder), 3, 48)
     broken._page_table[[0, 2], 0] = sorted(broken._page_table[[0, 2], 0].tolist(), reverse=True)
-    found = compared(folder, talks, broken=forced.Arm(broken, 16))
+    found = compared(folder, talks, broken=answering.Arm(broken, 16))
     one, two, turns = (each.kld for each in found["broken"])
     first_answer = len(PROMPTS[2].turns[0])
     assert one[:21].max() < 1e-9 < one[21:].min() and two.max() < 1e-9
@@ -163,7 +163,7 @@ class ScalesOfOne(TeacherForced):
 def test_scales_that_are_all_one_are_seen(folder, talks):
     broken = ScalesOfOne(config(folder, "int8_per_token_head"), loaded(folder), 3, 48)
     good = engine_of(folder, "int8_per_token_head")
-    found = compared(folder, talks, good=forced.Arm(good, 16), broken=forced.Arm(broken, 16))
+    found = compared(folder, talks, good=answering.Arm(good, 16), broken=answering.Arm(broken, 16))
     assert pooled(found["broken"]).mean() > 100 * pooled(found["good"]).mean() > 0
 
 

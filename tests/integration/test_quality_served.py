@@ -20,7 +20,7 @@ from engine.model.loader import LoadedModel, load_model
 from engine.server.tokenizer import ServerTokenizer, load_tokenizer
 from kvbench.cli.quality import quality
 from kvbench.cli.run_guarded import guarded
-from kvbench.quality import measure, passkeys
+from kvbench.quality import measure, prompts
 from kvbench.quality.prompts import SETS, PromptText
 from kvbench.requests.canaries import SHIPPED, read_canaries, write_canaries
 from kvbench.runs.quality import FORMAT
@@ -54,8 +54,8 @@ def _few_prompts(tmp_path_factory) -> Iterator[None]:
         patch.setattr(measure, "FOLDER", folder)
         patch.setattr(measure, "SHIPPED", folder)
         patch.setattr(measure, "cpus", lambda: 1)
-        patch.setattr(passkeys, "RESIDUES", 4)
-        patch.setattr(passkeys, "LONGEST", 256)
+        patch.setattr(prompts, "RESIDUES", 4)
+        patch.setattr(prompts, "LONGEST", 256)
         yield
 
 

@@ -264,7 +264,7 @@ def require_used(sides: Sequence[Side], request: CompareRequest) -> None:
     if bare and any(is_template(text) for text in commands):
         raise UsageError(f"{bare[0]!r} has no {{port}}, which must be in it. {_NO_PORT}")
     targets = [_target_kind(side, request) for side in sides]
-    check_target_options(targets, {name: getattr(request, name, None) for name in KINDS_OF})
+    check_target_options(targets, [name for name in KINDS_OF if getattr(request, name, None)])
     for name, used_by in _KINDS_OF.items():
         if getattr(request, name) and not kinds.intersection(used_by):
             what = " or ".join(_TITLES[kind] for kind in used_by)

@@ -38,9 +38,10 @@ from kvbench.load.multi.merge import (
 )
 from kvbench.load.multi.messages import TOKEN_VARIABLE, proof, proven
 from kvbench.load.multi.shards import cap_note, make_shards, useful_workers
-from kvbench.load.outcome import Clocked, Outcome, write_outcome
+from kvbench.load.outcome import Clocked, DrivenLoad, write_outcome
 from kvbench.load.process import PROGRESS_S, LoadEvents
 from kvbench.load.spec import LoadSpec
+from kvbench.metrics.model import LocustTotals
 from kvbench.requests.request import RequestList
 
 LOCAL_ARRIVAL_S = 60.0
@@ -175,9 +176,9 @@ class SharedLoad:
         if problem is not None:
             print(f"kvbench load: {problem}", file=sys.stderr)
         code = self.events.exit_code(problem)
-        outcome = self._outcome(measured, Clocked(started, sum(m.clocked.cpu_s for m in measured), wall_s, step_s))
-        load = write_outcome(self.spec, self.requests, outcome, ended_well=code == 0)
-        self._say("end", exit_code=code, incomplete=load["incomplete"], invalid_reasons=load["invalid_reasons"])
+        driven = self._driven(measured, Clocked(started, sum(m.clocked.cpu_s for m in measured), wall_s, step_s))
+        load = write_outcome(self.spec, self.requests, driven, ended_well=code == 0)
+        self._say("end", exit_code=code, incomplete=load.incomplete, invalid_reasons=load.invalid_reasons)
         return code
 
     # Messages from workers:
@@ -364,14 +365,14 @@ class SharedLoad:
             member.clocked = Clocked(**answer["clocked"])
         return [member for member in self.members if member.lost is None]
 
-    def _outcome(self, members: list[Member], clocked: Clocked) -> Outcome:
+    def _driven(self, members: list[Member], clocked: Clocked) -> DrivenLoad:
         client, reasons = merged_client(members, self.spec.mode, clocked.wall_s)
-        client["workers_here"] = boot_id() in [member.boot for member in members]
+        client = client.model_copy(update={"workers_here": boot_id() in [member.boot for member in members]})
         if self._problem:
             reasons.append(f"{self._problem.rstrip('.')}.")
         samples, total = [s for m in members for s in m.samples], self.env.stats.total
-        totals = (total.num_requests, total.num_failures)
-        return Outcome(samples, self._zero, clocked, client, reasons, totals)
+        totals = LocustTotals(num_requests=total.num_requests, num_failures=total.num_failures)
+        return DrivenLoad(samples, self._zero, clocked, client, reasons, totals)
 
     def _dismiss(self, code: int) -> None:
         """Tells all workers the load's exit code; kills local ones that do not end. At most about 10 s."""

@@ -16,6 +16,7 @@ from kvbench.load.multi.shards import Shard
 from kvbench.load.outcome import Clocked, client_figures
 from kvbench.load.samples import FIRST_TIMES, Sample
 from kvbench.load.validity import invalid_reasons
+from kvbench.metrics.model import ClientFigures, ProcessClock, ProcessFigures
 from kvbench.requests.request import RequestSpec
 
 _ROWS_BETWEEN_PAUSES = 200
@@ -88,7 +89,7 @@ def in_slices(rows: Sequence[Any]) -> Iterator[Any]:
         yield row
 
 
-def merged_client(members: Sequence[Member], mode: str, wall_s: float) -> tuple[dict[str, Any], list[str]]:
+def merged_client(members: Sequence[Member], mode: str, wall_s: float) -> tuple[ClientFigures, list[str]]:
     """The client's figures of the whole load, and what speaks against single workers (one sentence each).
 
     Lag, slip and coalesced chunks are those of all samples together; ``cpu_fraction`` is the busiest process's share of
@@ -96,41 +97,40 @@ def merged_client(members: Sequence[Member], mode: str, wall_s: float) -> tuple[
     the same limits: one slow worker of many may not hide among the others.
     """
     lags = np.concatenate([np.empty(0), *(m.lags for m in members)])
-    client = client_figures([s for m in members for s in m.samples], lags, [m.clocked for m in members], mode, wall_s)
+    whole = client_figures([s for m in members for s in m.samples], lags, [m.clocked for m in members], mode, wall_s)
     own = [client_figures(m.samples, m.lags, [m.clocked], mode, m.clocked.wall_s) for m in members]
-    client["cpu_fraction_total"] = client["cpu_fraction"]
-    client["cpu_fraction"] = max((c["cpu_fraction"] for c in own if c["cpu_fraction"] is not None), default=None)
-    client["processes"] = [_process(m, c) for m, c in zip(members, own, strict=True)]
+    client = whole.model_copy(
+        update={
+            "cpu_fraction_total": whole.cpu_fraction,
+            "cpu_fraction": max((c.cpu_fraction for c in own if c.cpu_fraction is not None), default=None),
+            "processes": tuple(_process(m, figures) for m, figures in zip(members, own, strict=True)),
+        }
+    )
     reasons: list[str] = []
     if not invalid_reasons(client, 0):  # else the whole load has the same reason
         for member, figures in zip(members, own, strict=True):
-            reasons += [f"{member.name}: {x}" for x in invalid_reasons(figures, 0)]
+            reasons += [f"{member.name}: {reason}" for reason in invalid_reasons(figures, 0)]
     for member in members:
-        reasons += clock_reasons(member.name, member.clock, client["itl_p50_ms"])
+        reasons += clock_reasons(member.name, member.clock, client.itl_p50_ms)
     return client, reasons
 
 
-_OWN_FIGURES = (
-    "priority", "cpu_fraction", "cpu_us_per_chunk", "lag_source", "lag_p50_ms", "lag_p99_ms", "loop_lag_p99_ms",
-    "schedule_slip_p99_ms", "turnaround_p50_ms", "turnaround_p99_ms", "turnaround_share", "chunks", "coalesced_share",
-)  # fmt: skip
-
-
-def _process(member: Member, figures: Mapping[str, Any]) -> dict[str, Any]:
+def _process(member: Member, figures: ClientFigures) -> ProcessFigures:
     clock = member.clock
-    return {
-        "name": member.name,
-        "host": member.host,
-        "pid": member.pid,
-        "requests": len(member.shard.requests),
-        "completed": sum(s.completion.ok for s in member.samples),
-        **{name: figures[name] for name in _OWN_FIGURES},
-        "clock": {
-            "same_clock": clock.same_clock,
-            "offset_ms": clock.readings[-1].offset * 1000,
-            "round_trip_ms": clock.round_trip_s * 1000,
-            "drift_ms": clock.drift_s * 1000,
-            "error_ms": clock.error_s * 1000,
-            "readings": len(clock.readings),
-        },
-    }
+    of_client = {name: value for name, value in figures if name in ProcessFigures.model_fields}
+    return ProcessFigures(
+        **of_client,
+        name=member.name,
+        host=member.host,
+        pid=member.pid,
+        requests=len(member.shard.requests),
+        completed=sum(s.completion.ok for s in member.samples),
+        clock=ProcessClock(
+            same_clock=clock.same_clock,
+            offset_ms=clock.readings[-1].offset * 1000,
+            round_trip_ms=clock.round_trip_s * 1000,
+            drift_ms=clock.drift_s * 1000,
+            error_ms=clock.error_s * 1000,
+            readings=len(clock.readings),
+        ),
+    )

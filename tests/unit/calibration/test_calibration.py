@@ -24,6 +24,7 @@ from kvbench.calibration.calibrate import (
 from kvbench.calibration.mock.process import MockProcess
 from kvbench.cli.main import main
 from kvbench.common.errors import MeasurementError
+from kvbench.common.foreign_cpu import MachineReport
 
 ZERO = 1000.0
 CLIENT = {
@@ -172,7 +173,7 @@ def test_another_attempt_only_after_a_failure(monkeypatch, good_from: int, attem
 def measured(monkeypatch: pytest.MonkeyPatch, *changes: dict, foreign: float = 0.0, steal: float = 0.0) -> None:
     """What the attempts find, one after the other, and how the machine is meanwhile."""
     found = iter([dataclasses.replace(GOOD, **change) for change in changes])
-    seen = {"foreign_cpu_cores": foreign, "steal_share": steal}
+    seen = MachineReport(foreign_cpu_cores=foreign, steal_share=steal)
     monkeypatch.setattr(module, "_measure", lambda settings: (next(found), seen))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from kvbench.claims.catalogue import CLAIMS, MEASUREMENTS, OTHERS
-from kvbench.claims.page import markdown, page
-from kvbench.claims.run import WORKLOADS, chosen, read_claims
+from kvbench.claims.catalogue import CLAIMS, MEASUREMENTS, OTHERS, WORKLOADS, chosen
+from kvbench.claims.results import FILE, ClaimsResult, markdown, page
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import REPOSITORY
+from kvbench.common.records import read_record, write_record
 from kvbench.lockstep import load as loads
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import capacities, plan_sweep
@@ -16,10 +18,14 @@ from kvbench.workload.design import capacities, plan_sweep
 COMMITTED = REPOSITORY / "results" / "reference" / "claims-cpu"
 
 
+def committed() -> ClaimsResult:
+    return read_record(ClaimsResult, COMMITTED / FILE, "restore it")
+
+
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
 @pytest.mark.parametrize("name", MEASUREMENTS)
 def test_a_workload_fits_and_can_be_measured_in_engine_time(name, profile):
-    workload = MEASUREMENTS[name].load(WORKLOADS, profile)
+    workload = MEASUREMENTS[name].load(profile)
     design, _ = plan_sweep(workload, check=check_configuration)
     capacity = capacities(design, check_configuration)
     (point,) = workload.load_points
@@ -31,7 +37,7 @@ def test_a_workload_fits_and_can_be_measured_in_engine_time(name, profile):
 
 
 def test_claims_and_measurements_belong_together():
-    used = {name for claim in CLAIMS for name in claim.measurements}
+    used = {name for claim in CLAIMS for name in claim.measured}
     assert used == {*MEASUREMENTS, *OTHERS}
     assert {each.workload or each.name for each in MEASUREMENTS.values()} == {p.stem for p in WORKLOADS.glob("*.yaml")}
     assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
@@ -45,19 +51,20 @@ def test_a_claim_that_is_not_known_is_refused():
 
 
 def test_the_table_in_docs_is_that_of_the_committed_results():
-    result = read_claims(COMMITTED)
-    assert [each["name"] for each in result["claims"]] == [claim.name for claim in CLAIMS]
+    result = committed()
+    assert [each.name for each in result.claims] == [claim.name for claim in CLAIMS]
     assert (REPOSITORY / "docs" / "claims.md").read_text(encoding="utf-8") == markdown(result)
 
 
 def test_the_page_escapes_and_shows_every_claim():
-    result = read_claims(COMMITTED)
-    result["claims"][0]["evidence"] = "<script>alert(1)</script>"
-    text = page(result)
+    result = committed()
+    first, *others = result.claims
+    first = first.model_copy(update={"evidence": "<script>alert(1)</script>"})
+    text = page(result.model_copy(update={"claims": (first, *others)}))
     assert "<script>alert(1)" not in text
     assert all(f'id="{claim.name}"' in text for claim in CLAIMS)
 
 
-def test_a_folder_without_claims_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"claims\.json"):
-        read_claims(tmp_path)
+def test_a_result_is_stored_with_all_that_was_known_of_the_machine(tmp_path):
+    write_record(tmp_path / FILE, committed())
+    assert json.loads((tmp_path / FILE).read_text()) == json.loads((COMMITTED / FILE).read_text())

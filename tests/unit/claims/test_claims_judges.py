@@ -8,14 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbench.claims import judges
 from kvbench.claims.catalogue import CLAIMS
-from kvbench.claims.judges import DEPENDS, DID_NOT_HOLD, HELD, UNDECIDED
-from kvbench.claims.kernel_cost import IN_ORDER, RESERVED, SCATTERED
+from kvbench.claims.kernel_cost import IN_ORDER, RESERVED, SCATTERED, KernelCost
+from kvbench.claims.served import Abandoned, Malformed, ServedFacts
+from kvbench.claims.verdict import DEPENDS, DID_NOT_HOLD, HELD, UNDECIDED
 from kvbench.lockstep.intervals import Effect
 
 SIZES = (1, 2, 4, 8, 32, 64)  # beside 16
-JUDGES = {claim.name: claim.judge for claim in CLAIMS}
+JUDGES = {claim.name: claim.verdict for claim in CLAIMS}
+KINDS = ("easy", "average", "long", "production")
 
 
 def effect(low: float, high: float) -> Effect:
@@ -39,6 +40,9 @@ class Known:
 
     def find(self, **settings):
         return SimpleNamespace(config_id="other", settings={"page_size": 16})
+
+    def capacity_of(self, **settings):
+        return self.capacity[self.find(**settings).config_id]
 
     def speed(self, **to):
         return self._speeds[next(iter(to.values()))]
@@ -90,7 +94,7 @@ def test_one_launch_decides_nothing():
     verdict = JUDGES["mixed-lengths"]({"mixed-lengths": Known({"paged": one})})
     assert verdict.word == UNDECIDED
     assert "one launch" in verdict.reason
-    kinds = {f"prompts-{kind}": Known({"paged": one}) for kind in judges.KINDS}
+    kinds = {f"prompts-{kind}": Known({"paged": one}) for kind in KINDS}
     assert JUDGES["kinds-of-prompts"](kinds).word == UNDECIDED
 
 
@@ -118,7 +122,7 @@ def test_little_is_a_gain_of_at_most_5_percent(name, low, high, word):
 )
 def test_paging_costs_3_percent_or_not(in_order, scattered, word):
     seconds = {RESERVED: [2.0, 2.0, 2.0], IN_ORDER: [2 * x for x in in_order], SCATTERED: [2 * x for x in scattered]}
-    facts = {"batch": 32, "context": 1024, "page_size": 16, "seconds": seconds}
+    facts = KernelCost("cpu", "numba", 32, 1024, 16, seconds)
     assert JUDGES["paging-cost"]({"paging-cost": facts}).word == word
 
 
@@ -312,7 +316,7 @@ def test_long_contexts_slow_the_chats_beside_them():
 
 def test_average_prompts_stand_for_others_if_all_gain_alike():
     def verdict(easy):
-        kinds = dict.fromkeys(judges.KINDS, (1.5, 1.52)) | {"easy": easy}
+        kinds = dict.fromkeys(KINDS, (1.5, 1.52)) | {"easy": easy}
         found = {f"prompts-{kind}": Known({"paged": effect(*each)}) for kind, each in kinds.items()}
         return JUDGES["kinds-of-prompts"](found).word
 
@@ -354,17 +358,16 @@ def test_memory_claims_are_judged_by_exact_counts():
 
 def test_a_server_keeps_no_memory_of_clients_that_left_and_refuses_malformed_requests():
     def kept(freed, served):
-        facts = {"streams": 6, "owned_before": 55.0, "freed_after_s": freed, "next_served": served}
-        return JUDGES["abandoned"]({"served": {"abandoned": {"pages": facts}}}).word
+        left = Abandoned(streams=6, owned_before=55.0, freed_after_s=freed, next_served=served)
+        return JUDGES["abandoned"]({"served": ServedFacts({"pages": left}, None)}).word
 
     assert kept(0.02, True) == DID_NOT_HOLD
     assert kept(None, True) == HELD
     assert kept(0.02, False) == HELD
 
     def disturbed(same, refused):
-        facts = {"good": 6, "same_tokens": same, "sent": 8, "refused": refused, "running": 6}
-        facts["seconds"] = {"alone": 1.0, "beside": 1.1}
-        return JUDGES["malformed"]({"served": {"malformed": facts}}).word
+        sent = Malformed(6, 6, same, sent=8, refused=refused, seconds_alone=1.0, seconds_beside=1.1)
+        return JUDGES["malformed"]({"served": ServedFacts({}, sent)}).word
 
     assert disturbed(6, 8) == DID_NOT_HOLD
     assert disturbed(5, 8) == HELD

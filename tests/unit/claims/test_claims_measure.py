@@ -49,7 +49,6 @@ def test_a_batch_is_counted_while_requests_wait(tmp_path, monkeypatch):
 
 def test_the_kernel_is_timed_on_reservations_and_on_pages_in_order_and_scattered(monkeypatch):
     monkeypatch.setattr(kernel_cost, "LAYOUTS", 2)
-    shape = {"dtype": "float32", "batch": 3, "context": 32, "heads": 4, "kv_heads": 2, "head_dim": 16}
-    found = time_kernels("cpu", shape)
-    assert {place: len(times) for place, times in found["seconds"].items()} == {RESERVED: 2, IN_ORDER: 2, SCATTERED: 2}
-    assert all(seconds > 0 for times in found["seconds"].values() for seconds in times)
+    found = time_kernels("cpu", dtype="float32", batch=3, context=32, heads=4, kv_heads=2, head_dim=16).seconds
+    assert {place: len(times) for place, times in found.items()} == {RESERVED: 2, IN_ORDER: 2, SCATTERED: 2}
+    assert all(seconds > 0 for times in found.values() for seconds in times)

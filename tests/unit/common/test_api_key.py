@@ -56,7 +56,7 @@ def test_both_ends_read_the_key_alike_without_white_space_around_it(monkeypatch)
     assert api_key("KEY_OF_TEST") == KEY
     with own_mock("--api-key-env", "KEY_OF_TEST") as (_, url):
         target = Target(url, access=Access("KEY_OF_TEST"))
-        assert target.models()[0]["id"] == "mock"
+        assert target.models()[0].id == "mock"
         target.stop()
 
 

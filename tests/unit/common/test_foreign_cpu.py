@@ -69,9 +69,9 @@ def test_busy_is_all_but_idle_waiting_and_stolen_time():
 def test_what_the_server_the_client_and_kvbench_use_is_not_foreign():
     end = after(10.0, busy_s=17.0, own_s=0.5, client_s=1.0, server_s=15.0, steal_s=0.4)
     report = machine_report(START, end, ServerProcess(1))
-    assert report["foreign_cpu_cores"] == pytest.approx(0.05)
-    assert report["server_cpu_cores"] == pytest.approx(1.5) and report["client_cpu_cores"] == pytest.approx(0.1)
-    assert report["steal_share"] == pytest.approx(0.02) and report["cores"] == 2
+    assert report.foreign_cpu_cores == pytest.approx(0.05)
+    assert report.server_cpu_cores == pytest.approx(1.5) and report.client_cpu_cores == pytest.approx(0.1)
+    assert report.steal_share == pytest.approx(0.02) and report.cores == 2
     assert contention_reasons(report) == []
 
 
@@ -101,12 +101,12 @@ def test_the_limit_is_a_share_of_the_cores_and_at_least_a_tenth_of_one(cores, li
 
 def test_what_is_not_known_is_none_and_no_reason():
     unknown = machine_report(None, None, ServerProcess(1))
-    assert unknown["foreign_cpu_cores"] is None and contention_reasons(unknown) == []
+    assert unknown.foreign_cpu_cores is None and contention_reasons(unknown) == []
     nameless = replace(START, server_s=None)  # on this machine, but which process is not known
     end = replace(after(10.0, busy_s=9.0), server_s=None)
-    assert machine_report(nameless, end, ServerProcess(None))["foreign_cpu_cores"] is None
+    assert machine_report(nameless, end, ServerProcess(None)).foreign_cpu_cores is None
     elsewhere = machine_report(nameless, end, ServerProcess(None, local=False))
-    assert elsewhere["foreign_cpu_cores"] == pytest.approx(0.9)  # a server elsewhere uses nothing here
+    assert elsewhere.foreign_cpu_cores == pytest.approx(0.9)  # a server elsewhere uses nothing here
 
 
 @linux
@@ -117,8 +117,8 @@ def test_a_burner_is_foreign_unless_it_is_the_server():
         end = [read_cpu(ServerProcess(each.pid), client.pid) for each in (server, other)]
         used = (end[1].server_s - start[1].server_s) / (end[0].wall - start[0].wall)  # by the foreign one
         report = machine_report(start[0], end[0], ServerProcess(server.pid))
-    assert used > 0.05 and report["server_cpu_cores"] > 0.05
-    assert report["foreign_cpu_cores"] >= used / 2  # readings of a busy machine are taken some time apart
+    assert used > 0.05 and report.server_cpu_cores > 0.05
+    assert report.foreign_cpu_cores >= used / 2  # readings of a busy machine are taken some time apart
 
 
 @linux

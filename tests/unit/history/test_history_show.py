@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from kvbench.cli.history import history
 from kvbench.common.errors import UsageError
-from kvbench.history.runs import INCOMPLETE, INVALID, VALID, Series, all_series, find_runs, read_runs
+from kvbench.history.runs import INCOMPLETE, INVALID, VALID, Series, all_series, find_runs, read_runs, title_of
 from kvbench.history.show import sparkline
 from tests.support.stored_runs import MACHINE, repeat, write_run
 from tests.support.synthetic_run import VARIANTS, make_run
@@ -22,7 +22,7 @@ from tests.support.synthetic_run import VARIANTS, make_run
 
 def series_of(*folders: Path, metric: str = "output_throughput") -> list[Series]:
     runs, _ = read_runs(find_runs(folders))
-    return [series for series in all_series(runs) if series.metric.name == metric]
+    return [series for series in all_series(runs) if series.figure.name == metric]
 
 
 def values(series: Series) -> list[float]:
@@ -91,7 +91,7 @@ def test_the_whole_run_is_a_series_of_all_runs_only_where_a_repeat_of_one_has_no
     write_run(tmp_path, 2, {"a-c3": repeats(104.0, 106.0)})
     steady, whole = (series_of(tmp_path, metric=name)[0] for name in ("steady_output_throughput", "output_throughput"))
     assert (values(steady), values(whole)) == ([105.0, 105.0], [90.0] * 3)
-    assert "whole run" in whole.metric.title and "whole run" not in steady.metric.title
+    assert "whole run" in title_of(whole.figure) and "whole run" not in title_of(steady.figure)
     assert show(tmp_path, "--metric", "output_throughput")[1].count("whole run") == 1
     settled = {"ttft_ms": {"p95": 50.0, "n": 8}, "itl_ms": {"p95": 5.0}}
     for day, requests in ((3, 8), (4, 7)):
@@ -170,7 +170,12 @@ def test_sparklines_and_the_natural_order_of_cells(tmp_path: Path) -> None:
         write_run(tmp_path, day, {"a-c3": [value], "b-c3": [100.0 + 5 * day]})
     flat, rising = series_of(tmp_path)
     write_run(tmp_path / "order", 0, {cell: [1.0] for cell in ("p16-c32", "p16-c4", "p8-c4", "contiguous-c4")})
-    assert [series.cell for series in series_of(tmp_path / "order")] == ["contiguous-c4", "p8-c4", "p16-c4", "p16-c32"]
+    assert [series.key.cell for series in series_of(tmp_path / "order")] == [
+        "contiguous-c4",
+        "p8-c4",
+        "p16-c4",
+        "p16-c32",
+    ]
     assert len(set(sparkline(flat.points))) <= 2 and sparkline(rising.points) == "▁▃▆█"
     equal = [dataclasses.replace(flat.points[0], values=(3.0 * 1.37**i,)) for i in range(60)]
     assert {sparkline([point] * n) for point in equal for n in (1, 2)} == {"▄", "▄▄"}
@@ -186,7 +191,7 @@ def test_damage_is_named_and_passed_over(tmp_path: Path) -> None:
     write_run(compared / "candidate", 5, {"a-c3": [1.0]})  # a part of it
     code, _, errors = show(tmp_path)
     assert code == 0 and values(series_of(tmp_path)[0]) == [100.0]
-    for said in ("-0000001", "a-c3", "format 99", "'soon'", "compare"):
+    for said in ("-0000001", "a-c3", "format is 99", "'soon'", "compare"):
         assert said in errors
     assert len(errors.splitlines()) == 5
 

@@ -119,9 +119,9 @@ def test_most_in_flight_is_that_of_counting_at_every_moment() -> None:
 def test_cpu_is_limited_for_each_process_and_told_for_all() -> None:
     fine = member("worker 1", [sample(0, 0.0, 9.0)], cpu_s=6.0)
     client, reasons = merged_client([fine, member("worker 2", [sample(1, 0.0, 9.0)], cpu_s=6.0)], "closed", 10.0)
-    assert client["cpu_fraction"] == pytest.approx(0.6)  # of a core each: within the limit of 70 %
-    assert client["cpu_fraction_total"] == pytest.approx(1.2)
-    assert [p["cpu_fraction"] for p in client["processes"]] == pytest.approx([0.6, 0.6])
+    assert client.cpu_fraction == pytest.approx(0.6)  # of a core each: within the limit of 70 %
+    assert client.cpu_fraction_total == pytest.approx(1.2)
+    assert [p.cpu_fraction for p in client.processes] == pytest.approx([0.6, 0.6])
     assert reasons == []
 
 
@@ -133,7 +133,7 @@ def test_one_late_worker_does_not_hide_among_many() -> None:
         late, samples=[*late.samples, *(sample(6000 + i, i, i + 0.99, late=0.005) for i in range(2))]
     )
     client, reasons = merged_client([*good, slow], "closed", 10.0)
-    assert client["lag_p99_ms"] < 1.0
+    assert client.lag_p99_ms < 1.0
     assert len(reasons) == 1
     assert reasons[0].startswith("worker 200: the client's timestamps lagged: p99 5.00 ms")
 
@@ -144,10 +144,10 @@ def test_a_badly_known_clock_speaks_against_the_load() -> None:
     )
     client, reasons = merged_client([far], "closed", 10.0)
     assert "clock of worker 1" in reasons[0]
-    assert client["processes"][0]["clock"]["error_ms"] == pytest.approx(3.0)
+    assert client.processes[0].clock.error_ms == pytest.approx(3.0)
 
 
 def test_nothing_came_back() -> None:
     client, reasons = merged_client([], "closed", 10.0)
-    assert client["cpu_fraction"] is None
+    assert client.cpu_fraction is None
     assert reasons == []

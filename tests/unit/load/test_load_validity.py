@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from engine.boot import BOOT_HEADER, boot_id
+from kvbench.common.records import read_record
 from kvbench.load.completion import Completion, judge
 from kvbench.load.dialect import Dialect
-from kvbench.load.outcome import Clocked, Outcome, write_outcome
+from kvbench.load.outcome import Clocked, DrivenLoad, write_outcome
 from kvbench.load.samples import Sample
 from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import (
@@ -24,6 +25,7 @@ from kvbench.load.validity import (
     stamp_errors,
     turnarounds,
 )
+from kvbench.metrics.model import LoadOutcome
 from kvbench.requests.request import RequestList, RequestSpec
 
 
@@ -117,11 +119,11 @@ def test_with_the_kernels_stamps_a_late_loop_does_not_make_them_late():
         return " ".join(invalid_reasons(client_report(chunks, [lag] * 1000, 0.1, 10.0, "closed", True), 0))
 
     figures = client_report([sample([], [0.02, 0.04])], [0.005] * 1000, 0.1, 10.0, "closed", True)
-    assert (figures["lag_source"], figures["lag_p99_ms"], figures["lag_judged"]) == ("kernel stamps", None, False)
-    assert figures["loop_lag_p99_ms"] == pytest.approx(5.0)
+    assert (figures.lag_source, figures.lag_p99_ms, figures.lag_judged) == ("kernel stamps", None, False)
+    assert figures.loop_lag_p99_ms == pytest.approx(5.0)
     assert said(0.005, 3) == "" and said(0.0009, 200) == ""
     assert "its loop's lag p99 is 5.00 ms; the limits are 1% and 1.00 ms" in said(0.005, 4)
-    assert client_report([late(0.0002)], [0.5], 0.1, 10.0, "closed", True)["lag_source"] == "server stamps"
+    assert client_report([late(0.0002)], [0.5], 0.1, 10.0, "closed", True).lag_source == "server stamps"
 
 
 def test_cpu_slip_and_coalescing_invalidate():
@@ -191,7 +193,7 @@ def test_the_clients_median_gap_is_within_sequences():
     request = RequestSpec(0, "chat", (1, 2, 3), None, 2, n=2)
     done = Completion(chunk_times=[1.0, 1.001, 2.0, 2.001], chunk_choices=[0, 1, 0, 1], output_tokens=4)
     report = client_report([Sample(request, 0, 0.0, 0.0, 2.1, done)], [], 0.1, 1.0, "closed")
-    assert report["itl_p50_ms"] == pytest.approx(1000)
+    assert report.itl_p50_ms == pytest.approx(1000)
 
 
 def prompts(*told: int | None, text: str | None = None, new_tokens: int = 0, ok: bool = True) -> list[Sample]:
@@ -222,7 +224,7 @@ def test_a_server_that_reads_other_prompts_than_were_sent_is_invalid() -> None:
     assert other_prompts(cut, Dialect()) == other_prompts(template, Dialect(), exact_texts=True) == []
     (said,) = other_prompts(cut, Dialect(), exact_texts=True)
     assert "counted 2 of 100 prompts" in said and "by up to 49 tokens" in said
-    assert client_report(prompts(50, 51, 0), [], 0.1, 1.0, "closed")["prompt_token_mismatches"] == 2
+    assert client_report(prompts(50, 51, 0), [], 0.1, 1.0, "closed").prompt_token_mismatches == 2
 
 
 def test_what_the_server_did_otherwise_stands_in_load_json(tmp_path) -> None:
@@ -233,15 +235,17 @@ def test_what_the_server_did_otherwise_stands_in_load_json(tmp_path) -> None:
         timeout_s=1.0, ignore_eos=True,
     )  # fmt: skip
     client = client_report(samples, [], 0.1, 1.0, "closed")
-    write_outcome(spec, RequestList([request] * 2), Outcome(samples, 0.0, Clocked(), client))
-    said = " ".join(json.loads((tmp_path / "load.json").read_text())["invalid_reasons"])
+    written = write_outcome(spec, RequestList([request] * 2), DrivenLoad(samples, 0.0, Clocked(), client))
+    outcome = read_record(LoadOutcome, tmp_path / "load.json", "run it again")
+    assert outcome == written
+    said = " ".join(outcome.invalid_reasons)
     assert "2 of 2 outputs" in said and "counted 2 of 2 prompts otherwise" in said
 
 
 def test_the_clients_own_reasons_are_told_from_the_servers(tmp_path) -> None:
     client = client_report([late(0.003)], [0.0] * 1000, 0.1, 10.0, "closed")
     own, cut = invalid_reasons(client, 0), "2 of 2 outputs were shorter"
-    outcome = {"client": client | {"processes": [{"name": "worker 1"}]}}
+    outcome = {"client": client.to_json() | {"processes": [{"name": "worker 1"}]}}
     outcome |= {"invalid_reasons": [*own, "worker 1: it lagged", cut, *invalid_reasons(client, 3)]}
     outcome = json.loads(json.dumps(outcome))  # as load.json keeps it
     assert len(own) == 1 and client_reasons(outcome) == [*own, "worker 1: it lagged", *own]
@@ -300,10 +304,10 @@ def test_a_closed_loop_that_loses_throughput_between_its_requests_is_invalid() -
     )
     figures = client_report(bad, [], 0.1, 10.0, "closed")
     sent_for = max(s.end for s in bad)
-    assert figures["turnaround_share"] == pytest.approx(1 - 0.06 * 100 / (2 * sent_for))  # of two users
+    assert figures.turnaround_share == pytest.approx(1 - 0.06 * 100 / (2 * sent_for))  # of two users
     few = loop_of(0.02, count=5)
     assert reasons(few) == "", "8 turnarounds: one stall of the machine would decide"
-    assert client_report(few, [], 0.1, 10.0, "closed")["turnarounds"] == 8
+    assert client_report(few, [], 0.1, 10.0, "closed").turnarounds == 8
     assert reasons(loop_of(0.02, count=6)) != ""
 
 
@@ -312,7 +316,7 @@ def test_the_busiest_second_is_that_of_a_short_storm() -> None:
     storm = sample([], [61.4 + k / 5000 for k in range(2500)])
     assert busiest_second([*quiet, storm]) == pytest.approx(2500, abs=1)
     assert busiest_second([]) == 0
-    assert client_report([storm], [], 0.1, 100.0, "open")["chunks_of_busiest_second"] == 2500
+    assert client_report([storm], [], 0.1, 100.0, "open").chunks_of_busiest_second == 2500
 
 
 def test_reads_without_the_kernels_stamp_are_counted() -> None:

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from kvbench.common.foreign_cpu import MachineReport
 from kvbench.loadtest.result import lengths_of, lines, show, stored
 from kvbench.measure.http import client_cost
 from kvbench.metrics.latency import distribution, goodput_share, summarise
@@ -232,10 +233,10 @@ def test_the_clients_cost_counts_processes_on_other_machines():
     """The processes say 1 s of the streaming and 0.5 s of parsing after it; the kernel counts 2 s on this machine."""
     own = {"cpu_s": 1.0, "parse_cpu_s": 0.5, "cpu_fraction": 0.1}
     metrics = {"total_output_tokens": 500, "duration_s": 4.0, "client": own}
-    here = {"client_cpu_cores": 0.2, "seconds": 10.0}
+    here = MachineReport(client_cpu_cores=0.2, seconds=10.0)
     assert client_cost(here, metrics) == pytest.approx(5.0)
     assert client_cost(here, metrics | {"client": own | {"cpu_s": 9.0}}) == pytest.approx(19.0)  # on other machines
-    assert client_cost({"client_cpu_cores": None, "seconds": None}, metrics) == pytest.approx(3.0)
+    assert client_cost(MachineReport(), metrics) == pytest.approx(3.0)
     assert client_cost(here, metrics | {"total_output_tokens": 0}) is None
 
 

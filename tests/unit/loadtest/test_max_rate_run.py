@@ -77,7 +77,7 @@ class Queue:
         reasons = ["foreign work"] if self.invalid(number) else []
         if rate > self.client_limit:
             own = invalid_reasons(CLIENT, 0)
-            (out / "load.json").write_text(json.dumps({"client": CLIENT, "invalid_reasons": own}))
+            (out / "load.json").write_text(json.dumps({"client": CLIENT.to_json(), "invalid_reasons": own}))
             reasons += own
         return {"valid": not reasons, "invalid_reasons": reasons, "metrics": metrics}
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbench.quality.figures import Measured, figures, full_pool_figures
+from kvbench.quality.figures import Positions, figures, full_pool_figures
 from kvbench.quality.prompts import Prompt
-from kvbench.quality.statistics import Positions
 from kvbench.runs.quality import MARGINS, limits_of, outside_of
 
 RNG = np.random.default_rng(0)
@@ -42,7 +41,7 @@ def decode(ids):
 
 
 def made(**changed):
-    return figures(FORCED, KEYS, Measured(POSITIONS, ANSWERS | changed), BASELINE, decode, 16)
+    return figures(FORCED, KEYS, POSITIONS, ANSWERS | changed, BASELINE, decode, 16)
 
 
 def test_every_position_counts_alike():
@@ -93,7 +92,7 @@ def test_passkeys_are_counted_by_depth_length_and_place_in_a_page():
 
 
 def test_without_texts_there_is_no_perplexity_to_tell():
-    found = figures(FORCED[2:3], [], Measured(POSITIONS[2:3], ANSWERS), BASELINE, decode, 16)
+    found = figures(FORCED[2:3], [], POSITIONS[2:3], ANSWERS, BASELINE, decode, 16)
     assert "perplexity" not in found and found["passkey"] == {
         "asked": 0, "right": 0, "by_depth": [], "by_length": [], "by_residue": [],
     }  # fmt: skip

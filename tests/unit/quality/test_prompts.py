@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 from engine.tiny_model.data import TEMPLATES
 from kvbench.common.errors import UsageError
 from kvbench.quality.make_prompt_sets import make_all
-from kvbench.quality.passkeys import FILLER, make_passkeys
-from kvbench.quality.prompts import FOLDER, SETS, PromptText, in_tokens, read_set
+from kvbench.quality.prompts import FILLER, FOLDER, SETS, PromptText, in_tokens, make_passkeys, read_set
 
 
 @pytest.fixture(scope="module")

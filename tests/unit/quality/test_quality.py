@@ -17,7 +17,7 @@ from kvbench.cli.quality import quality
 from kvbench.cli.run_guarded import guarded
 from kvbench.common.errors import UsageError
 from kvbench.common.git import git_state
-from kvbench.quality import measure, passkeys
+from kvbench.quality import measure, prompts
 from kvbench.quality.prompts import SETS, PromptText
 from kvbench.requests.canaries import CanarySet, read_canaries, write_canaries
 from kvbench.runs.quality import FORMAT, QUALITY, code_differences, read_quality
@@ -60,7 +60,7 @@ def few_prompts(tmp_path, monkeypatch) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(each.row for each in PROMPTS[name]))
     monkeypatch.setattr(measure, "FOLDER", tmp_path)
     monkeypatch.setattr(measure, "cpus", lambda: 1)
-    monkeypatch.setattr(passkeys, "RESIDUES", 8)
+    monkeypatch.setattr(prompts, "RESIDUES", 8)
 
 
 WORKLOAD = """
@@ -206,7 +206,7 @@ def make(*words: object) -> int:
 
 
 def test_canaries_of_a_trained_model_are_right_and_asked_of_every_configuration(workload, tmp_path, monkeypatch):
-    model, file = passkeys.FILLER.parent, tmp_path / "kvbench-tiny.jsonl"
+    model, file = prompts.FILLER.parent, tmp_path / "kvbench-tiny.jsonl"
     assert make(model, "--output", file, "--passkeys", 8, "--copies", 1) == 0
     made = read_canaries(file)
     keys = [each for each in made.canaries if each.kind == "passkey"]
@@ -228,7 +228,7 @@ def test_canaries_of_a_trained_model_are_right_and_asked_of_every_configuration(
 
 
 def test_an_error_that_shows_only_at_a_full_pool_puts_a_configuration_outside(workload, tmp_path, monkeypatch):
-    model, out = passkeys.FILLER.parent, tmp_path / "out.json"
+    model, out = prompts.FILLER.parent, tmp_path / "out.json"
     settings = ("-o", "sweep={preemption_mode: [swap]}", "-o", "engine.max_model_len=300")
     with swap_in_out_of_order() as fired:
         assert command(workload, "--profile", "cpu", *settings, "--model", model, "--output", out) == 0

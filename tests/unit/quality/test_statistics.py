@@ -7,7 +7,8 @@ import pytest
 import torch
 from scipy import special, stats
 
-from kvbench.quality.statistics import Positions, compare_logits, counted, interval_of, share_of
+from kvbench.quality.answering import compare_logits
+from kvbench.quality.figures import Positions, counted, interval_of, share_of
 
 
 def mean_of(total: np.ndarray) -> np.ndarray:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvbench.quality.pressure import (
+from kvbench.requests.canaries import as_request
+from tests.support.canaries import canary
+from tests.support.pressed import (
     COPY,
     FORKS,
     PASSKEY,
@@ -15,8 +17,6 @@ from kvbench.quality.pressure import (
     unequal_answers,
     wrong_answers,
 )
-from kvbench.requests.canaries import as_request
-from tests.support.canaries import canary
 
 SEED = 7
 RIGHT, WRONG = [8, 9], [8, 4]

@@ -1,4 +1,8 @@
-"""Teacher forcing: engines predict the same tokens, the prompts and the baseline's answers to them, batch by batch."""
+"""What engines answer, and what they predict of given answers.
+
+Free running: the greedy answers of an engine that schedules the prompts itself. Teacher forcing: engines predict the
+same tokens, the prompts and the baseline's answers to them, batch by batch.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,14 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from engine.engine import Engine
+from engine.sequence import Request, SamplingParams
 from engine.teacher_forcing import TeacherForced
-from kvbench.quality.prompts import Prompt
-from kvbench.quality.statistics import Positions, compare_logits
+from kvbench.quality.figures import Positions
+from kvbench.quality.prompts import Answers, Prompt
 
 ROWS = 8  # sequences side by side
+_BLOCK_ELEMENTS = 2**19  # logits at once in float64, which stay in a core's cache
 _MOST_LOGITS = 2**28  # of one batch: 1 GiB in float32
 Key = TypeVar("Key")
 Steps = Iterator[dict[int, int]]
@@ -146,3 +153,49 @@ def compare_arms(
                 following = torch.from_numpy(row.tokens[1:]).to(one.device)
                 found[name].append(compare_logits(one, other, following, row.answered[:-1], ~row.answered[1:]))
     return found
+
+
+def compare_logits(
+    expected: torch.Tensor, got: torch.Tensor, following: torch.Tensor, decoded: np.ndarray, own: np.ndarray
+) -> Positions:
+    """Two engines' logits ``[N, vocab]`` of the same tokens, in float64; ``following [N]``: the next token of each.
+
+    Negative KLDs of rounding (1e-17) become 0.
+    """
+    parts: list[tuple[torch.Tensor, ...]] = []
+    block = max(1, _BLOCK_ELEMENTS // expected.shape[-1])
+    for one, other, token in zip(*(each.split(block) for each in (expected, got, following)), strict=True):
+        log_p, log_q = one.double().log_softmax(-1), other.double().log_softmax(-1)
+        p = log_p.exp()
+        terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
+        old, new = (log.gather(1, token[:, None])[:, 0] for log in (log_p, log_q))
+        same = one.argmax(-1) == other.argmax(-1)
+        parts.append((terms.sum(-1).clamp_min(0.0), new.exp() - old.exp(), -old, -new, same))
+    return Positions(*(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)), decoded, own)
+
+
+def answer_all(engine: Engine, prompts: Sequence[Prompt]) -> Answers:
+    """The engine's answers to all prompts, asked at once in this order; a later turn follows its own earlier answer."""
+    by_id = {each.prompt_id: each for each in prompts}
+    answers: dict[str, list[tuple[int, ...]]] = {name: [] for name in by_id}
+    growing: dict[str, list[int]] = {}
+
+    def ask(prompt: Prompt) -> None:
+        given = answers[prompt.prompt_id]
+        said = [part for pair in zip(prompt.turns, given, strict=False) for part in pair]
+        ids = tuple(token for part in (*said, prompt.turns[len(given)]) for token in part)
+        growing[prompt.prompt_id] = []
+        params = SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0, ignore_eos=True)
+        engine.add_request(Request(prompt.prompt_id, ids, params))
+
+    for each in prompts:
+        ask(each)
+    while engine.has_work():
+        for output in engine.step():
+            name = output.request_id
+            growing[name] += output.token_ids
+            if output.finish_reason is not None:
+                answers[name].append(tuple(growing[name]))
+                if len(answers[name]) < len(by_id[name].turns):
+                    ask(by_id[name])
+    return {name: tuple(given) for name, given in answers.items()}

@@ -1,0 +1,108 @@
+"""claims.json: every verdict with what it was measured on; the same as a page that works offline, and as Markdown."""
+
+from __future__ import annotations
+
+from pydantic import ConfigDict
+
+from kvbench.claims.verdict import VERDICTS
+from kvbench.common.records import Record
+from kvbench.common.text import clock, listing, markdown_table, upper_first
+from kvbench.report.page import render
+
+FILE = "claims.json"
+_HEADS = ("claim", "verdict", "measured", "source")
+
+
+class Processor(Record):
+    model_config = ConfigDict(extra="allow")
+    model: str | None = None
+
+
+class Commit(Record):
+    model_config = ConfigDict(extra="allow")
+    short_sha: str | None = None
+
+
+class Engines(Record):
+    """The settings that claims were measured with, each value once."""
+
+    model: tuple[str, ...] = ()
+    load_format: tuple[str, ...] = ()
+    dtype: tuple[str, ...] = ()
+    num_threads: tuple[str, ...] = ()
+
+
+class ClaimResult(Record):
+    """A claim and its verdict. ``measured``: launches of each measurement; None where it has none."""
+
+    name: str
+    says: str
+    source: str
+    rule: str
+    verdict: str
+    evidence: str
+    reason: str
+    measured: dict[str, int | None]
+
+
+class ClaimsResult(Record):
+    """The content of claims.json, beside which ``environment`` stands."""
+
+    model_config = ConfigDict(extra="allow")
+    FORMAT = 1
+    started: str
+    ended: str
+    seconds: float
+    finished: bool
+    profile: str
+    engines: Engines
+    claims: tuple[ClaimResult, ...]
+    cpu: Processor = Processor()
+    git: Commit = Commit()
+
+    @property
+    def summary(self) -> str:
+        """9 held, 5 did not hold, 2 depends, 1 undecided; 14:12."""
+        words = [claim.verdict for claim in self.claims]
+        counts = [f"{words.count(word)} {word}" for word in VERDICTS if word in words]
+        return f"{', '.join(counts)}; {clock(self.seconds)}"
+
+
+def about(result: ClaimsResult) -> list[str]:
+    """On what, when and with what it was measured."""
+    engines = result.engines
+    weights = "random weights" if engines.load_format == ("dummy",) else "its own weights"
+    threads = f", {listing(engines.num_threads)} thread an engine" if engines.num_threads else ""
+    model, dtype = listing(engines.model) or "unknown", listing(engines.dtype) or "its own dtype"
+    return [
+        f"{result.summary} on {result.cpu.model or 'an unknown processor'}, {result.profile} profile, commit "
+        f"{result.git.short_sha or 'unknown'}, {result.started}.",
+        f"Model {model} with {weights}, in {dtype}{threads}.",
+        "Speeds are in engine time: engines take turns step by step, without HTTP. In brackets 95 % intervals. A "
+        "verdict rests on an interval on one side of its rule's limit, or on exact counts. Loads are short, from "
+        "an empty engine to an empty engine. The verdicts are of this machine, this model and these loads.",
+    ]
+
+
+def markdown(result: ClaimsResult) -> str:
+    """The whole text, as in docs/claims.md."""
+    rows = [
+        (
+            f"{claim.says} ({claim.name})",
+            claim.verdict + (f": {claim.reason}" if claim.reason else ""),
+            claim.evidence,
+            claim.source,
+        )
+        for claim in result.claims
+    ]
+    table = markdown_table(_HEADS, rows, numbers_from=len(_HEADS))
+    lines = ["# The folklore, measured", "", *(text + "\n" for text in about(result)), *table]
+    lines += ["", "Measure it yourself: `kvbench claims`, or one: `kvbench claims --only page-16`."]
+    return "\n".join(lines) + "\n"
+
+
+def page(result: ClaimsResult) -> str:
+    """The whole page, the claims by verdict."""
+    by_verdict = [(upper_first(word), [c for c in result.claims if c.verdict == word]) for word in VERDICTS]
+    claims = [(word, group) for word, group in by_verdict if group]
+    return render("claims.html.j2", (), title="The folklore, measured", about=about(result), claims=claims)
