@@ -14,11 +14,10 @@ from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 from kvbench.common.text import data_size, listing
-from kvbench.simulation.calibration import read_calibration
-from kvbench.simulation.cost_model import Calibration
+from kvbench.simulation.cost_model import Calibration, read_calibration
+from kvbench.simulation.instrument import BACKEND, SimulatedTarget, checked
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.tables import find_tables, read_tables
-from kvbench.simulation.target import BACKEND, SimulatedTarget, checked
 from kvbench.simulation.unit_costs import THIS_CPU, this_cpu
 from kvbench.targets.choose import STORED, ChosenTarget
 from kvbench.workload.file import SimulateSection, Workload, resolve

@@ -8,15 +8,20 @@ links ──► all-reduce, swap, copies       ┘
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.execution.simulated_executor import StepTime, StepWork
 from kvbench.capacity.gpus import GPU
 from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import weights_of
+from kvbench.common.errors import UsageError
+from kvbench.common.files import read_json, write_json
+from kvbench.common.schema import explain
 
+_FORMAT = 1  # of a calibration's file
 CLASSES = ("gemm", "experts", "attention", "elementwise", "all_reduce", "head", "launches", "move", "host")
 """gemm: projections of attention and MLP. experts: routed experts. attention: with the write of KV.
 elementwise: norms, rotary embedding, activation, token embedding. head: logits and sampler. launches: what steps with
@@ -100,6 +105,27 @@ class Calibration(BaseModel):
     """two GPUs over PCIe: 6 to 11 us up to 16 KiB (pastebin.com/ne4ipn6K, nccl-tests)"""
     evenness: float = Field(default=EVENNESS, gt=0)
     provenance: Provenance = Provenance()
+
+
+class _File(Calibration):
+    """A calibration as JSON."""
+
+    format: int = Field(ge=_FORMAT, le=_FORMAT)
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Raises UsageError for a file that is none."""
+    stored = read_json(path)
+    if isinstance(stored, dict) and "format" in stored and isinstance(stored["format"], str):
+        raise UsageError(f"{path} has unit costs, which are for --device this-cpu: give a calibration of a GPU")
+    try:
+        return Calibration.model_validate(_File.model_validate(stored).model_dump(exclude={"format"}))
+    except ValidationError as error:
+        raise UsageError(f"{path} is no calibration of a cost model: {explain(error, '')[0]}") from None
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    write_json(path, {"format": _FORMAT, **calibration.model_dump(exclude_none=True)})
 
 
 TYPICAL = Calibration(prompt_layer_s=110e-6)

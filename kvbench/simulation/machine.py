@@ -14,7 +14,7 @@ from kvbench.capacity.weights import experts_of, weights_of
 from kvbench.common.errors import UsageError
 from kvbench.common.text import format_bytes, listing
 from kvbench.simulation.cost_model import TYPICAL, Calibration, GpuShare, Roofline
-from kvbench.simulation.replica import Replica, SettingsByName, StepTimer
+from kvbench.simulation.drive import Replica, SettingsByName, StepTimer
 from kvbench.simulation.tables import MeasuredOperators, Tables
 
 

@@ -29,9 +29,8 @@ from kvbench.runs.folder import DONE
 from kvbench.runs.model import MeasuredCell, Repeat, Run, number
 from kvbench.runs.predictions import METRICS, Predicted, write_predictions
 from kvbench.runs.resume import stored_workload
-from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, prime
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, Replica, SettingsByName, StepTimer, prime
 from kvbench.simulation.instrument import row_of
-from kvbench.simulation.replica import Replica, SettingsByName, StepTimer
 from kvbench.simulation.unit_costs import MeasuredSteps, UnitCostModel, UnitCosts, fit_unit_costs, measured
 from kvbench.workload.load_section import LoadConfig
 

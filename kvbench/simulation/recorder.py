@@ -29,9 +29,8 @@ from kvbench.metrics.model import Distribution
 from kvbench.metrics.rows import MS
 from kvbench.metrics.sequences import gaps_within, times_per_output_token
 from kvbench.metrics.steady_window import comes_at, steady_state
-from kvbench.simulation.drive import Ended
+from kvbench.simulation.drive import Ended, Replica
 from kvbench.simulation.instrument import row_of
-from kvbench.simulation.replica import Replica
 
 _ROWS, _TOKENS = 5_000, 1_000_000  # of a row group, at most
 _GAPS = 1 << 20  # gaps that are kept one by one, before equal ones are counted

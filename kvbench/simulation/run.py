@@ -20,9 +20,8 @@ from kvbench.metrics.latency import goodput_share
 from kvbench.requests.stream import RequestStream, stream_requests
 from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import machine_of
-from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, Ended, prime
+from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, Ended, Replica, SettingsByName, prime
 from kvbench.simulation.recorder import FleetFigures, Recorder, row_writer
-from kvbench.simulation.replica import Replica, SettingsByName
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import SimulateSection
 from kvbench.workload.load_section import LoadConfig, load_point

@@ -17,11 +17,9 @@ from kvbench.simulation.calibration import (
     fit,
     fit_steps,
     logged_work,
-    read_calibration,
     read_step_log,
-    write_calibration,
 )
-from kvbench.simulation.cost_model import Calibration
+from kvbench.simulation.cost_model import Calibration, read_calibration, write_calibration
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.measured_run import predict, predicted_at, read_measured_run, series_errors
 
