@@ -110,7 +110,7 @@ def fit_run(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> Calibra
                 low, high = max(low, middle - reach), max(low, middle - reach) + 2 * reach
             for value in np.linspace(low, high, _POINTS):
                 other = calibration.model_copy(update={name: float(value)})
-                tried.append([getattr(other, each) for each in names] + [1.0])
+                tried.append([*(getattr(other, field) for field in names), 1.0])
                 results.append(figures(predict(run, dataclasses.replace(machine, calibration=other))))
         plane, *_ = np.linalg.lstsq(np.array(tried), np.array(results), rcond=None)
         best, *_ = np.linalg.lstsq(plane[:-1].T, wanted - plane[-1], rcond=None)
@@ -215,7 +215,7 @@ def fit_steps(log: LoggedSteps, machine: Machine, settings: SettingsByName, name
 
 
 def _log_errors(timer: CostModel, log: LoggedSteps, cut: int) -> dict[str, float]:
-    """Of the steps from ``cut`` on: predicted over measured total - 1, and the median step's distance."""
+    """Errors of the steps from ``cut`` on: predicted over measured total - 1, and the median step's distance."""
     predicted = np.array([timer(work).total for work in log.works[cut:]])
     measured = log.seconds[cut:]
     return {

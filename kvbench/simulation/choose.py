@@ -1,4 +1,4 @@
-"""From a workload and a machine to what a simulated sweep runs."""
+"""What a simulated sweep runs, chosen by its workload and its machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvbench.targets.choose import STORED, ChosenTarget
 from kvbench.workload.file import SimulateSection, Workload, resolve
 
 OPTIONS = ("device", "model", "tensor_parallel", "ops", "calibration")
-"""Of the command line: those of a simulation, with the names of the workload's ``simulate`` section."""
+"""Options of a simulation, with the names of the workload's ``simulate`` section."""
 _MACHINE = frozenset({"device", "model", "tensor_parallel"})
 _OF_THE_HOST = (
     "device", "kernel_backend", "num_threads", "torch_compile", "fused_layers", "cuda_graphs", "async_scheduling"
@@ -82,7 +82,7 @@ def simulated_workload(
         )
     section |= {"device": device, "tensor_parallel": count if count > 1 else section.get("tensor_parallel", 1)}
     notes = _notes_of_model(data, section, workload)
-    keys = {each.partition("=")[0].strip() for each in overrides}
+    keys = {override.partition("=")[0].strip() for override in overrides}
     keeps_budget = bool(keys & {"engine", "engine.kv_budget"}) or not given.keys() & _MACHINE
     keeps_budget |= device == THIS_CPU  # where the workload's own budget for a CPU is meant
     notes += _leave_out(data, keeps_budget=keeps_budget)
@@ -92,7 +92,7 @@ def simulated_workload(
 
 
 def _devices(text: str) -> tuple[int, str]:
-    """How many of what."""
+    """The number of devices, and their kind."""
     if text.strip().lower() == THIS_CPU:
         return 1, THIS_CPU
     count, gpu = parse_gpus(text)
@@ -137,7 +137,7 @@ def _leave_out(data: dict[str, Any], *, keeps_budget: bool) -> list[str]:
 
 
 def machine_of(section: SimulateSection, model: str) -> Machine:
-    """With the operator times and the calibration that ``section`` names.
+    """The machine with the operator times and the calibration that ``section`` names.
 
     Raises UsageError for an unknown device or model, with the nearest names, for heads that do not divide, and for
     files that are not what they should be.
@@ -161,7 +161,7 @@ def gpu_machine(
 
 
 def files_digest(machine: Machine, section: SimulateSection) -> str | None:
-    """Of the bytes of the operator tables and the calibration; None where the data sheet alone counts."""
+    """A digest of the operator tables and the calibration; None where the data sheet alone counts."""
     files = sorted(machine.tables.folder.glob("*.csv")) if machine.tables else []
     files += [Path(section.calibration)] if section.calibration else []
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else None
@@ -178,7 +178,7 @@ def _refusal(machine: Machine, settings: Mapping[str, Any]) -> str | None:
 
 
 def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTarget:
-    """Of a workload with a ``simulate`` section. Raises UsageError, also where the model does not fit."""
+    """The target of a workload with a ``simulate`` section. Raises UsageError, also where the model does not fit."""
     assert workload.simulate is not None
     machine = machine_of(workload.simulate, str(workload.engine["model"]))
     machine.step_timer(machine.settle(workload.engine)[0])

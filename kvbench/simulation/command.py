@@ -95,7 +95,7 @@ def _check_folder(folder: Path, *, searching: bool) -> None:
 
 
 def _conditions(slo: str | None, rates: Sequence[float] | None) -> tuple[Condition, ...]:
-    """Of a search, which begins at one of ``rates``; none without a search."""
+    """The conditions of a search, which begins at one of ``rates``; none without a search."""
     if slo is not None and rates and (len(rates) > 1 or math.isinf(rates[0])):
         raise UsageError("--find-max-rate begins at one finite --request-rate: give one, or leave it out")
     try:

@@ -32,8 +32,8 @@ EVENNESS = 2.0
 110,640 calls of Qwen3-30B-A3B's router: 0.87 of the experts that even routing reaches in the middle of the range, 0.94
 of them in a full decode batch. 2.0 gives 0.87 at 16 tokens and 0.96 at 128."""
 LONGEST_SHARE = 0.87
-"""Of the time that a decode attention in which all sequences were as long as the longest one would keep a GPU's
-processors busy once: what the longest sequence takes among shorter ones. From seconds of pure decode in the runs that
+"""What the longest sequence of a decode takes among shorter ones, as a share of the time that an attention in which all
+were as long would keep a GPU's processors busy once. From seconds of pure decode in the runs that
 docs/simulation.md names: 0.82 on an RTX 4090, 0.88 on an RTX PRO 6000."""
 SHORT_STEP_S = 3e-3
 """Below it the host of an engine may take longer than the GPU: scheduling, inputs and outputs of a step take one to
@@ -134,7 +134,7 @@ TYPICAL = Calibration(prompt_layer_s=110e-6)
 
 @dataclass(frozen=True)
 class GpuShare:
-    """Of one GPU among those that share a model, what both sources of kernel times need.
+    """One GPU among those that share a model: what both sources of kernel times need.
 
     layers: of the model; heads, kv_heads: on this GPU; processors: streaming multiprocessors
     experts: of a layer, and those of one token; None: the model has none
@@ -169,7 +169,7 @@ class CostModel:
         self._steps = 0
 
     def kernels(self, work: StepWork) -> Kernels:
-        """Of a step that computes at least one token."""
+        """The kernels of a step that computes at least one token."""
         raise NotImplementedError
 
     def notes(self) -> list[str]:

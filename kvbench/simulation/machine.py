@@ -140,7 +140,7 @@ class Machine:
         return memory.kv * self.gpus
 
     def kv_shape(self) -> KVShape:
-        """Of all GPUs together: a KV head that several GPUs hold counts for each."""
+        """The shape on all GPUs together: a KV head that several GPUs hold counts for each."""
         layers = []
         for group in self.model.layers:
             heads = max(1, group.kv.kv_heads // self.gpus) * self.gpus

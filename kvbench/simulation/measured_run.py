@@ -58,7 +58,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """Of each request as in ``MeasuredRun``; series: after each step; seconds: GPU and host time by class."""
+    """Figures of each request as in ``MeasuredRun``; series: after each step; seconds: GPU and host time by class."""
 
     ttft: np.ndarray
     tpot: np.ndarray

@@ -212,7 +212,9 @@ def _loads_of(run: Run) -> tuple[list[_Load], list[str]]:
     for cell in run.cells:
         engine = _engine(cell, run)
         why = _why_not(cell, engine, run, section)
-        of_cell = [] if why else [load for each in cell.repeats if (load := _load(cell, engine, each, run, section))]
+        of_cell = (
+            [] if why else [load for repeat in cell.repeats if (load := _load(cell, engine, repeat, run, section))]
+        )
         loads += of_cell
         if not of_cell:
             left_out.append(f"{cell.cell_id} is not predicted: {why or 'its raw samples are not there'}")
@@ -271,7 +273,7 @@ def predicted_cells(run: Run, costs: UnitCosts) -> dict[str, dict[str, Predicted
 
 
 def _predicted(loads: Sequence[_Load], costs: UnitCosts) -> dict[str, Predicted]:
-    """By metric what was predicted and measured, each the mean over a cell's loads."""
+    """What was predicted and measured by metric, each the mean over a cell's loads."""
     pairs: dict[str, list[tuple[float, float]]] = {}
     for load in loads:
         metrics = predicted_metrics(load.replayed, costs)

@@ -239,7 +239,7 @@ class Recorder:
     def figures(
         self, load: Mapping[str, Any], seconds_by_class: Mapping[str, float], notes: Mapping[str, Any]
     ) -> FleetFigures:
-        """Of all replicas together. ``load``: as in ``steady_state``."""
+        """The figures of all replicas together. ``load``: as in ``steady_state``."""
         counters = [
             {name: value - before[name] for name, value in engine_counters(replica).items()}
             for replica, before in zip(self._replicas, self._before, strict=True)

@@ -169,7 +169,7 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
 
 
 def _seconds_by_class(replicas: Sequence[Replica]) -> Counter[str]:
-    """Of all replicas' steps so far: seconds by class of operator, where the cost model knows them."""
+    """Seconds of all replicas' steps so far by class of operator, where the cost model knows them."""
     total: Counter[str] = Counter()
     for replica in replicas:
         total.update(replica.seconds_by_class)
