@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
 from kvbench.common.parsing import parse_yaml
 from kvbench.common.text import shorten
+from kvbench.metrics.definitions import METRICS
 from kvbench.runs.model import Run
-from kvbench.runs.predictions import METRICS, Predicted
+from kvbench.runs.predictions import METRICS as PREDICTED
+from kvbench.runs.predictions import Predicted
 from kvbench.runs.read import read_run
 from kvbench.simulation.choose import gpu_machine
 from kvbench.simulation.cost_model import (
@@ -225,8 +228,7 @@ def _log_errors(timer: CostModel, log: LoggedSteps, cut: int) -> dict[str, float
     }
 
 
-_FIGURES = {"ttft_mean": "mean TTFT", "ttft_p95": "p95 TTFT", "tpot_mean": "mean TPOT", "tpot_p95": "p95 TPOT"}
-_FITTED_TO_A_LOG = ("host_s", "prompt_layer_s")
+_HELD_OUT_RUN = "not fitted to it"
 
 
 @dataclass(frozen=True)
@@ -237,22 +239,14 @@ class _Prediction:
     how: str
     predicted: RunPrediction
 
-    @property
-    def errors(self) -> dict[str, float]:
-        return errors(self.run, self.predicted)
-
-    @property
-    def distances(self) -> dict[str, float]:
-        return series_errors(self.run, self.predicted)
-
     def as_dict(self) -> dict[str, Any]:
         return {
             "run": self.run.name,
             "how": self.how,
             "measured_s": latencies(self.run),
             "predicted_s": latencies(self.predicted),
-            "errors": self.errors,
-            "mean_distance": self.distances,
+            "errors": errors(self.run, self.predicted),
+            "mean_distance": series_errors(self.run, self.predicted),
             "preemptions": self.predicted.preemptions,
             "gpu_seconds": dict(self.predicted.seconds),
             "notes": list(self.predicted.notes),
@@ -275,17 +269,29 @@ class _Runs:
         device, model, gpus = machine_for(run, self.device, self.model, self.gpus)
         return run, gpu_machine(device, model, gpus, self.ops)
 
-    def of_log(self, path: Path) -> Machine:
+    def predict(self, folder: Path, calibration: Calibration, how: str) -> Iterator[_Prediction]:
+        run, machine = self.read(folder)
+        for way, known in (("no calibration", None), (how, calibration)):
+            yield _Prediction(run, way, predict(run, dataclasses.replace(machine, calibration=known)))
+
+    def fit(self, path: Path, names: Sequence[str], console: Console) -> Calibration:
+        """Fits the fields ``names`` to the run, or to the step log, at ``path``."""
+        if path.is_dir():
+            run, machine = self.read(path)
+            return fit_run(run, machine, names or fitted_by_default(machine, run))
+        if wrong := [name for name in names if name not in LOG_NAMES]:
+            raise UsageError(f"--fit {wrong[0]} cannot be told from a step log: it has {', '.join(LOG_NAMES)}")
         if not self.device or not self.model:
             raise UsageError(f"{path} does not say where it was written: give --device and --model")
-        return gpu_machine(self.device, self.model, self.gpus, self.ops)
-
-    def predict(self, folder: Path, calibration: Calibration, how: str) -> list[_Prediction]:
-        run, machine = self.read(folder)
-        ways = {"no calibration": None, how: calibration}
-        return [
-            _Prediction(run, way, predict(run, dataclasses.replace(machine, calibration=c))) for way, c in ways.items()
-        ]
+        machine = gpu_machine(self.device, self.model, self.gpus, self.ops)
+        fitted = fit_steps(read_step_log(path), machine, self.settings, names or LOG_NAMES[:2])
+        held_out = fitted.provenance.held_out_last_third or {}
+        print_plain(
+            console,
+            f"{path.name}: the last third of its steps, which nothing was fitted to, is predicted "
+            f"{held_out['total']:+.1%} in all; the median step is off by {held_out['median_step']:.1%}",
+        )
+        return fitted
 
 
 def calibrate_command(
@@ -314,21 +320,18 @@ def calibrate_command(
         return _calibrate_sweep(run, check, output, as_json=as_json)
     runs, console = _Runs(device, model, tensor_parallel, ops, _settings(engine)), Console()
     predictions: list[_Prediction] = []
-    if run is not None and run.is_file():
-        fitted = _fit_log(run, fit, runs, console)
-        predictions = [p for folder in check for p in runs.predict(folder, fitted, "not fitted to it")]
-    else:
-        with Console(stderr=True).status("simulating"):
-            if run is not None:
-                fitted = _fit_run(run, fit, runs)
-                predictions = runs.predict(run, fitted, "fitted to it")
-            else:
-                assert calibration is not None
-                fitted = read_calibration(calibration)
-            predictions += [p for folder in check for p in runs.predict(folder, fitted, "not fitted to it")]
-    held_out = [p for p in predictions if p.how == "not fitted to it"]
+    with Console(stderr=True).status("simulating"):
+        if run is not None:
+            fitted = runs.fit(run, fit, console)
+            predictions += runs.predict(run, fitted, "fitted to it") if run.is_dir() else ()
+        else:
+            assert calibration is not None
+            fitted = read_calibration(calibration)
+        for folder in check:
+            predictions += runs.predict(folder, fitted, _HELD_OUT_RUN)
+    held_out = [p for p in predictions if p.how == _HELD_OUT_RUN]
     if held_out:
-        checked = [Checked(run=p.run.name, errors=p.errors) for p in held_out]
+        checked = [Checked(run=p.run.name, errors=errors(p.run, p.predicted)) for p in held_out]
         provenance = fitted.provenance.model_copy(update={"checked": checked})
         fitted = fitted.model_copy(update={"provenance": provenance})
     if output is not None:
@@ -364,33 +367,16 @@ def _settings(words: Sequence[str]) -> SettingsByName:
     return settings
 
 
-def _fit_run(folder: Path, names: Sequence[str], runs: _Runs) -> Calibration:
-    run, machine = runs.read(folder)
-    return fit_run(run, machine, names or fitted_by_default(machine, run))
-
-
-def _fit_log(path: Path, names: Sequence[str], runs: _Runs, console: Console) -> Calibration:
-    if wrong := [name for name in names if name not in LOG_NAMES]:
-        raise UsageError(f"--fit {wrong[0]} cannot be told from a step log: it has {', '.join(LOG_NAMES)}")
-    machine = runs.of_log(path)
-    fitted = fit_steps(read_step_log(path), machine, runs.settings, names or _FITTED_TO_A_LOG)
-    held_out = fitted.provenance.held_out_last_third or {}
-    print_plain(
-        console,
-        f"{path.name}: the last third of its steps, which nothing was fitted to, is predicted "
-        f"{held_out['total']:+.1%} in all; the median step is off by {held_out['median_step']:.1%}",
-    )
-    return fitted
-
-
 def _table(predictions: Sequence[_Prediction]) -> Any:
+    names = itertools.product(("ttft", "tpot"), ("mean", "p95"))
+    titles = {f"{name}_{which}": f"{which} {METRICS[name].short}" for name, which in names}
     lines = []
     for p in predictions:
-        distances = p.distances
+        off, distances = errors(p.run, p.predicted), series_errors(p.run, p.predicted)
         running = f"{distances['running']:.1f}" if "running" in distances else "-"
         kv = f"{distances['kv_cache_pct']:.1f} points" if "kv_cache_pct" in distances else "-"
-        lines.append((p.run.name, p.how, *(f"{p.errors[name]:+.1%}" for name in _FIGURES), running, kv))
-    heads = ("run", "calibration", *_FIGURES.values(), "running", "KV use")
+        lines.append((p.run.name, p.how, *(f"{off[name]:+.1%}" for name in titles), running, kv))
+    heads = ("run", "calibration", *titles.values(), "running", "KV use")
     table = make_table(heads, lines, numbers_from=2, title="predicted over measured")
     table.caption = "running, KV use: mean distance over the measured seconds"
     return table
@@ -420,10 +406,10 @@ def _calibrate_sweep(folder: Path, check: Sequence[Path], output: Path | None, *
     print_plain(console, ", ".join(f"{name} {1e6 * seconds:.4g}" for name, seconds in values.items() if seconds))
     for name, predicted in checked.items():
         rows = [
-            (cell, *(f"{figures[m].error:+.1%}" if m in figures else "-" for m in METRICS))
+            (cell, *(f"{figures[m].error:+.1%}" if m in figures else "-" for m in PREDICTED))
             for cell, figures in predicted.items()
         ]
-        print_table(console, make_table(("cell", *METRICS), rows, title=f"predicted over measured: {name}"))
+        print_table(console, make_table(("cell", *PREDICTED), rows, title=f"predicted over measured: {name}"))
     return 0
 
 

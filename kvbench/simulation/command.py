@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -207,43 +207,37 @@ _LATENCIES = ("ttft", "tpot", "itl", "e2el", "client_queue")
 _SHARE = 0.0005  # of the steps' time: less is not told
 _SHOWN = ("mean", "p50", "p95", "p99", "max")
 
-_Columns = Mapping[str, Callable[[Any], str]]
-_OF_A_REPLICA: _Columns = {
-    "requests": lambda f: count(f.completed),
-    "tok/s": lambda f: tokens_per_s(f.output_throughput),
-    "TTFT mean ms": lambda f: milliseconds(f.ttft_ms.mean),
-    "p95": lambda f: milliseconds(f.ttft_ms.p95),
-    "running peak": lambda f: count(f.running.peak),
-    "KV peak": lambda f: percent(f.kv_usage.peak),
-    "hit rate": lambda f: percent(f.hit_rate),
-    "preempted": lambda f: count(f.num_preemptions),
+# Columns of tables: the figure's name, its head, and its text.
+_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "requests": ("requests", lambda f: count(f.completed)),
+    "req/s": ("req/s", lambda f: significant(f.request_throughput)),
+    "tok/s": ("tok/s", lambda f: tokens_per_s(f.output_throughput)),
+    "mean TTFT": ("TTFT mean ms", lambda f: milliseconds(f.ttft_ms.mean)),
+    "p95 TTFT": ("p95", lambda f: milliseconds(f.ttft_ms.p95)),
+    "mean TPOT": ("TPOT mean ms", lambda f: milliseconds(f.tpot_ms.mean)),
+    "p95 TPOT": ("p95", lambda f: milliseconds(f.tpot_ms.p95)),
+    "p95 E2EL": ("E2EL p95 ms", lambda f: milliseconds(f.e2el_ms.p95)),
+    "running": ("running peak", lambda f: count(f.running.peak)),
+    "waiting": ("waiting peak", lambda f: count(f.waiting.peak)),
+    "KV": ("KV peak", lambda f: percent(f.kv_usage.peak)),
+    "hits": ("hit rate", lambda f: percent(f.hit_rate)),
+    "preempted": ("preempted", lambda f: count(f.num_preemptions)),
+    "imbalance": ("imbalance", lambda f: _times_the_mean(f.imbalance.get("total_output_tokens"))),
 }
-_OF_A_LOAD: _Columns = {
-    "req/s": lambda f: significant(f.request_throughput),
-    "tok/s": lambda f: tokens_per_s(f.output_throughput),
-    "TTFT mean ms": lambda f: milliseconds(f.ttft_ms.mean),
-    "p95": lambda f: milliseconds(f.ttft_ms.p95),
-    "TPOT mean ms": lambda f: milliseconds(f.tpot_ms.mean),
-    "p95 ": lambda f: milliseconds(f.tpot_ms.p95),
-    "E2EL p95 ms": lambda f: milliseconds(f.e2el_ms.p95),
-    "running peak": lambda f: count(f.running.peak),
-    "waiting peak": lambda f: count(f.waiting.peak),
-    "KV peak": lambda f: percent(f.kv_usage.peak),
-    "hit rate": lambda f: percent(f.hit_rate),
-    "preempted": lambda f: count(f.num_preemptions),
-    "imbalance": lambda f: (
-        f"{f.imbalance['total_output_tokens']:.2f}x" if "total_output_tokens" in f.imbalance else "–"
-    ),
-}
+_OF_A_REPLICA = ("requests", "tok/s", "mean TTFT", "p95 TTFT", "running", "KV", "hits", "preempted")
+_OF_A_LOAD = (
+    "req/s", "tok/s", "mean TTFT", "p95 TTFT", "mean TPOT", "p95 TPOT", "p95 E2EL", "running", "waiting", "KV", "hits",
+    "preempted", "imbalance",
+)  # fmt: skip
 
 
 def show(console: Console, results: Sequence[Simulation]) -> None:
     """One simulation in full, several in a table of one line each."""
     if len(results) > 1:
-        print_table(console, _table("load", _OF_A_LOAD, ((r.facts.name, r.figures) for r in results), "simulated"))
+        print_table(console, _table("load", _OF_A_LOAD, {r.facts.name: r.figures for r in results}, "simulated"))
         print_plain(console, _machine_line(results[0].facts))
         for result in results:
-            for line in filter(None, [_failures(result.figures), *_cost_notes(result.figures)]):
+            for line in [*_failures(result.figures), *_cost_notes(result.figures)]:
                 print_plain(console, f"{result.facts.name}: {line}")
         return
     facts, figures = results[0].facts, results[0].figures
@@ -256,14 +250,18 @@ def show(console: Console, results: Sequence[Simulation]) -> None:
     ]
     title = f"load {facts.name} · ms, simulated"
     print_table(console, make_table(("", *_SHOWN, "samples"), rows, title=title))
-    for line in filter(None, _lines(facts, figures)):
+    lines = [*_load_lines(figures), *_step_lines(figures), *_failures(figures), *_length_lines(figures)]
+    lines += [_machine_line(facts), *_cost_notes(figures)]
+    if any(values.uncertain for values in _latencies(figures).values()):
+        lines.append(f"* too few samples for this percentile: {SAMPLES_NEEDED}")
+    for line in lines:
         print_plain(console, line)
     if figures.replicas:
-        numbered = ((str(number), replica) for number, replica in enumerate(figures.replicas))
+        numbered = {str(number): replica for number, replica in enumerate(figures.replicas)}
         print_table(console, _table("replica", _OF_A_REPLICA, numbered, "each replica, simulated"))
 
 
-def _times(value: float | None) -> str:
+def _times_the_mean(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}x"
 
 
@@ -276,62 +274,36 @@ def _entry(values: Distribution, which: str) -> str:
     return milliseconds(getattr(values, which)) + ("*" if which in values.uncertain else "")
 
 
-def _table(head: str, columns: _Columns, figures: Iterable[tuple[str, Figures]], title: str) -> Table:
-    rows = [(name, *(text(one) for text in columns.values())) for name, one in figures]
-    return make_table((head, *(column.strip() for column in columns)), rows, title=title)
+def _table(head: str, names: Sequence[str], figures: Mapping[str, Figures], title: str) -> Table:
+    columns = [_COLUMNS[name] for name in names]
+    rows = [(name, *(text(one) for _, text in columns)) for name, one in figures.items()]
+    return make_table((head, *(heading for heading, _ in columns)), rows, title=title)
 
 
-def _cost_notes(figures: FleetFigures) -> list[str]:
-    return [f"of the step times: {note}" for note in figures.notes[COST_NOTES]]
-
-
-def _lines(facts: Facts, f: FleetFigures) -> list[str]:
-    lines = [
+def _load_lines(f: FleetFigures) -> Iterator[str]:
+    """What was served, and what it took of the engine."""
+    yield (
         f"{significant(f.request_throughput)} requests/s, {tokens_per_s(f.output_throughput)} output tokens/s, "
         f"{tokens_per_s(f.total_token_throughput)} with the prompts; {plural(f.completed, 'request')} in "
-        f"{significant(f.duration_s)} s",
+        f"{significant(f.duration_s)} s"
+    )
+    yield (
         f"running {count(f.running.peak)} at most, {decimal(f.running.mean)} on average; waiting "
         f"{count(f.waiting.peak)} and {decimal(f.waiting.mean)}; KV in use {percent(f.kv_usage.peak)} and "
-        f"{percent(f.kv_usage.mean)}",
-        _preemptions(f),
-        _hits(f),
-        _goodput(f),
-        _phases(f),
-        _classes(f),
-        _failures(f),
-        _lengths(f),
-        _spread(f),
-        _machine_line(facts),
-        *_cost_notes(f),
-    ]
-    if any(values.uncertain for values in _latencies(f).values()):
-        lines.append(f"* too few samples for this percentile: {SAMPLES_NEEDED}")
-    return lines
-
-
-def _preemptions(f: Figures) -> str:
-    text = plural(f.num_preemptions, "preemption")
-    if f.recomputed_tokens:
-        text += f", {plural(f.recomputed_tokens, 'token')} computed again"
-    if f.swapped_out_slots:
-        text += f", {plural(f.swapped_out_slots, 'token')} swapped out"
-    return text
-
-
-def _hits(f: Figures) -> str:
-    if f.hit_rate is None:
-        return ""
-    return (
-        f"prefix cache: {percent(f.hit_rate)} of the prompts' tokens were hits ({count(f.prefix_cache_hits)} of "
-        f"{count(f.prefix_cache_queries)})"
+        f"{percent(f.kv_usage.mean)}"
     )
-
-
-def _goodput(f: Figures) -> str:
-    if f.goodput is None or not f.request_throughput:
-        return ""
-    share = f.goodput / f.request_throughput
-    return f"goodput: {significant(f.goodput)} requests/s met every limit, {percent(share)} of those answered"
+    preempted = plural(f.num_preemptions, "preemption")
+    for tokens, what in ((f.recomputed_tokens, "computed again"), (f.swapped_out_slots, "swapped out")):
+        preempted += f", {plural(tokens, 'token')} {what}" if tokens else ""
+    yield preempted
+    if f.hit_rate is not None:
+        yield (
+            f"prefix cache: {percent(f.hit_rate)} of the prompts' tokens were hits ({count(f.prefix_cache_hits)} of "
+            f"{count(f.prefix_cache_queries)})"
+        )
+    if f.goodput is not None and f.request_throughput:
+        share = percent(f.goodput / f.request_throughput)
+        yield f"goodput: {significant(f.goodput)} requests/s met every limit, {share} of those answered"
 
 
 def _shares(seconds: Mapping[str, float], total: float) -> list[tuple[float, str]]:
@@ -339,47 +311,40 @@ def _shares(seconds: Mapping[str, float], total: float) -> list[tuple[float, str
     return sorted(((value / total, name) for name, value in seconds.items()), reverse=True) if total else []
 
 
-def _phases(f: Figures) -> str:
-    """Shares of the steps' time; phases that overlap come to more than all of it."""
-    shares = [(share, name) for share, name in _shares(f.phase_seconds, f.busy_s) if share > _SHARE]
-    if not shares:
-        return ""
-    text = listing([f"{name} {percent(share)}" for share, name in shares])
-    overlap = " (some overlap)" if sum(share for share, _ in shares) > 1.0005 else ""
-    moved = f.move_seconds / f.busy_s
-    moves = f", {percent(moved)} of it to move KV" if moved > _SHARE else ""
-    return f"where the steps' time goes: {text}{overlap}{moves}; {count(f.steps)} steps"
+def _step_lines(f: FleetFigures) -> Iterator[str]:
+    """Shares of the steps' time by phase, which come to more than all of it where they overlap, and by operator."""
+    if phases := [(share, name) for share, name in _shares(f.phase_seconds, f.busy_s) if share > _SHARE]:
+        overlap = " (some overlap)" if sum(share for share, _ in phases) > 1.0005 else ""
+        moved = f.move_seconds / f.busy_s
+        moves = f", {percent(moved)} of it to move KV" if moved > _SHARE else ""
+        text = listing([f"{name} {percent(share)}" for share, name in phases])
+        yield f"where the steps' time goes: {text}{overlap}{moves}; {count(f.steps)} steps"
+    if classes := _shares(f.seconds_by_class, sum(f.seconds_by_class.values())):
+        yield f"by what they do: {listing([f'{name} {percent(share)}' for share, name in classes])}"
 
 
-def _classes(f: FleetFigures) -> str:
-    """Shares of the steps' time by what is computed."""
-    shares = _shares(f.seconds_by_class, sum(f.seconds_by_class.values()))
-    return f"by what they do: {listing([f'{name} {percent(share)}' for share, name in shares])}" if shares else ""
-
-
-def _failures(f: Figures) -> str:
-    if not f.failed:
-        return ""
+def _failures(f: Figures) -> list[str]:
     unsent = f", and {plural(f.not_sent, 'later turn')} not sent" if f.not_sent else ""
-    return f"{plural(f.failed, 'request')} refused{unsent}; the first: {f.first_failure}"
+    text = f"{plural(f.failed, 'request')} refused{unsent}; the first: {f.first_failure}"
+    return [text] if f.failed else []
 
 
-def _lengths(f: FleetFigures) -> str:
-    """What differs from the file's or the trace's lengths."""
-    lines = []
+def _length_lines(f: FleetFigures) -> Iterator[str]:
+    """What differs from the file's or the trace's lengths, and how evenly the replicas were used."""
+    lengths = []
     if (scale := f.notes.get("length_scale", 1.0)) != 1.0:
-        lines.append(f"lengths x {scale:.4g} of those of the trace or the file")
+        lengths.append(f"lengths x {scale:.4g} of those of the trace or the file")
     if left_out := f.notes.get("trace_requests_too_long"):
-        lines.append(f"{plural(left_out, 'request')} of the trace left out, longer than max_model_len")
-    return "; ".join(lines)
-
-
-def _spread(f: FleetFigures) -> str:
-    if not f.imbalance:
-        return ""
+        lengths.append(f"{plural(left_out, 'request')} of the trace left out, longer than max_model_len")
+    if lengths:
+        yield "; ".join(lengths)
     words = {"total_output_tokens": "tokens", "busy_s": "busy time"}
-    parts = [f"{value:.2f}x the mean of {words[name]}" for name, value in f.imbalance.items()]
-    return f"imbalance: the replica with the most has {listing(parts)}"
+    if parts := [f"{value:.2f}x the mean of {words[name]}" for name, value in f.imbalance.items()]:
+        yield f"imbalance: the replica with the most has {listing(parts)}"
+
+
+def _cost_notes(figures: FleetFigures) -> list[str]:
+    return [f"of the step times: {note}" for note in figures.notes[COST_NOTES]]
 
 
 def _machine_line(facts: Facts) -> str:
