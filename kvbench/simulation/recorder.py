@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,11 +214,13 @@ class Tally:
 class Recorder:
     """The ``on_end`` and ``on_step`` of a ``Drive``.
 
-    limits: an SLO [ms]; writer: gets each request's row; ended: so many requests have
+    limits: an SLO [ms]; write: gets each request that ended; ended: so many requests have
     """
 
-    def __init__(self, replicas: Sequence[Replica], limits: Mapping[str, float], writer: RowWriter | None) -> None:
-        self._replicas, self._limits, self._writer = replicas, limits, writer
+    def __init__(
+        self, replicas: Sequence[Replica], limits: Mapping[str, float], write: Callable[[Ended], None] | None
+    ) -> None:
+        self._replicas, self._limits, self._write = replicas, limits, write
         self._tallies = [Tally() for _ in replicas]
         self.ended = 0
         self._before = [engine_counters(replica) for replica in replicas]
@@ -226,8 +228,8 @@ class Recorder:
     def on_end(self, ended: Ended) -> None:
         self.ended += 1
         self._tallies[ended.replica].end(ended, self._limits)
-        if self._writer is not None:
-            self._writer.add(ended)
+        if self._write is not None:
+            self._write(ended)
 
     def on_step(self, replica: Replica, outputs: Sequence[TokenOutput]) -> None:
         self._tallies[replica.number].step(replica, outputs)
@@ -335,34 +337,33 @@ def _figures(
     }
 
 
-class RowWriter:
-    """Writes requests.parquet in row groups, rows in the order in which requests end."""
-
-    def __init__(self, writer: pq.ParquetWriter) -> None:
-        self._writer = writer
-        self._rows: list[Mapping[str, Any]] = []
-        self._tokens = 0
-
-    def add(self, ended: Ended) -> None:
-        self._rows.append(row_of(ended))
-        self._tokens += len(ended.times)
-        if len(self._rows) >= _ROWS or self._tokens >= _TOKENS:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._rows:
-            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
-        self._rows, self._tokens = [], 0
-
-
 @contextmanager
-def row_writer(path: Path | None) -> Iterator[RowWriter | None]:
-    """Writes ``path`` while the block runs; the file is there when the block ends well. None: nothing is written."""
+def row_writer(path: Path | None) -> Iterator[Callable[[Ended], None] | None]:
+    """Gives a function that writes a request to ``path``, in row groups; None: nothing is written.
+
+    The file is there when the block ends well. Rows are in the order in which requests end.
+    """
     if path is None:
         yield None
         return
+    rows: list[Mapping[str, Any]] = []
+    tokens = 0
+
+    def flush() -> None:
+        nonlocal tokens
+        if rows:
+            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+        rows.clear()
+        tokens = 0
+
+    def write(ended: Ended) -> None:
+        nonlocal tokens
+        rows.append(row_of(ended))
+        tokens += len(ended.times)
+        if len(rows) >= _ROWS or tokens >= _TOKENS:
+            flush()
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(path) as scratch, pq.ParquetWriter(scratch, SCHEMA) as writer:
-        rows = RowWriter(writer)
-        yield rows
-        rows.flush()
+        yield write
+        flush()
