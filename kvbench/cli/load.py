@@ -156,7 +156,7 @@ def load(**options: Any) -> int:
       4    the load is invalid, or could not be driven to its end
       130  interrupted; with --output-dir go on with --resume
     """
-    from kvbench.loadtest.run import load_command
+    from kvbench.sweep.one_load import load_command
 
     context = click.get_current_context()
     given = [name for name in options if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]

@@ -1,4 +1,4 @@
-"""Whether the canaries of a run's loads were answered rightly: one finding a cell that had any.
+"""Judges whether the canaries of a run's loads were answered rightly: one finding a cell that had any.
 
 With a KV in full precision one wrong answer fails the cell. A quantised KV answers some wrongly also on an idle engine
 (quality.json has how many): its cell fails only if it answered more of them wrongly than chance explains.
@@ -17,7 +17,7 @@ _MOST_SHOWN = 3
 
 
 def judge_canaries(run: Run, quality: QualityResult | None, doubt: str | None) -> tuple[Finding, ...]:
-    """``quality``: of this run, with its offline rates; ``doubt``: why it does not belong to it."""
+    """Judges each cell that had canaries. ``quality``: of this run; ``doubt``: why it does not belong to it."""
     return tuple(_judge(run, cell, quality, doubt) for cell in run.cells if cell.canaries)
 
 

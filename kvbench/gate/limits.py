@@ -10,10 +10,12 @@ leaked pages, which are why it is so: beyond their limit they fail, and what was
 
 from __future__ import annotations
 
+import csv
+import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,16 @@ from kvbench.common.errors import UsageError
 from kvbench.common.text import and_more, failure_words, plural
 from kvbench.gate.canaries import SUITE, judge_canaries
 from kvbench.gate.policy import WITHIN, Limit, Policy, matches
+from kvbench.gate.verdict.outputs import Benchmark
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
+from kvbench.metrics.definitions import THROUGHPUT, figure
 from kvbench.report.comparisons import paging_pair
 from kvbench.report.provenance import on_what, title
 from kvbench.runs import metric_names
 from kvbench.runs.model import WRONG, MeasuredCell, Run
-from kvbench.runs.quality import QualityResult, figure, read_quality
+from kvbench.runs.quality import QualityResult, read_quality
+from kvbench.runs.quality import figure as quality_figure
 from kvbench.runs.read import read_run
 
 _CAUSE_INVALIDITY = ("failure_rate", "failed", "pages_owned_after")
@@ -37,6 +42,9 @@ _NEED_SLO = ("goodput_share", "goodput", "steady_goodput")
 _MOST_NAMED = 5  # cells in one sentence
 _MOST_REASONS = 3  # limits of quality.json in one sentence
 _SHARES = ("same_argmax", "rms_dp", "greedy", "passkey", "perplexity_change")
+_CHARTED = {  # columns of summary.csv -> their figures
+    THROUGHPUT: THROUGHPUT, "ttft_ms_p95": "p95_ttft_ms", "itl_ms_p95": "p95_itl_ms",
+}  # fmt: skip
 _PATHS = {"greedy": "greedy.share", "passkey": "passkey.share"}  # name in a policy -> in quality.json
 
 
@@ -222,9 +230,9 @@ def _quality_figure(known: Mapping[str, Any], what: str) -> float | None:
     if what == WITHIN:
         return float(len(known["outside"]))
     if what == "full_pool_wrong":
-        asked, right = (figure(known, f"full_pool.passkey_{of}") for of in ("asked", "right"))
+        asked, right = (quality_figure(known, f"full_pool.passkey_{of}") for of in ("asked", "right"))
         return None if asked is None or right is None else asked - right
-    return figure(known, _PATHS.get(what, what))
+    return quality_figure(known, _PATHS.get(what, what))
 
 
 def _quality_unit(limit: Limit) -> str:
@@ -374,3 +382,32 @@ def _verdict(
         notes=tuple(notes),
         facts={key: value for key, value in facts.items() if value is not None},
     )
+
+
+def sweep_benchmarks(summary_csv: Path, workload: str) -> list[Benchmark]:
+    """The valid cells of a sweep from its summary.csv, named ``<workload>/<cell>/<column>``; none without the file.
+
+    Raises UsageError for a file that cannot be read.
+    """
+    if not summary_csv.is_file():
+        return []
+    try:
+        with summary_csv.open(encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row.get("valid") == "True"]
+        return [made for row in rows for made in _cell_benchmarks(row, workload)]
+    except (OSError, ValueError, KeyError, csv.Error) as error:
+        raise UsageError(
+            f"{summary_csv} cannot be read ({error}): `kvbench report {summary_csv.parent}` writes it again"
+        ) from None
+
+
+def _cell_benchmarks(row: Mapping[str, str], workload: str) -> Iterator[Benchmark]:
+    """The values of a row of summary.csv. Raises ValueError and KeyError."""
+    for column, name in _CHARTED.items():
+        value, low, high = (float(row.get(column + end) or "nan") for end in ("", "_min", "_max"))
+        if not math.isnan(value):
+            window = row.get(f"{column}_window")
+            repeats = plural(float(row.get("repeats") or "nan"), "repeat")
+            extra = f"{row.get('configuration', '')}\n{repeats}{f'; {window}' if window else ''}"
+            shown, where = figure(name), f"{workload}/{row['cell_id']}/{column}"
+            yield Benchmark(where, shown.unit, value, (high - low) / 2, extra, shown.higher_is_better)

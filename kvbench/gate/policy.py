@@ -72,14 +72,14 @@ class Limit:
         return self.name or f"{kinds[self.kind]}{self.what}"
 
     def excess(self, value: float) -> float:
-        """By how much ``value`` is beyond the limit; 0 or less within it."""
+        """Returns by how much ``value`` is beyond the limit; 0 or less within it."""
         over = -math.inf if self.high is None else value - self.high
         under = -math.inf if self.low is None else self.low - value
         return max(over, under)
 
 
 def matches(name: str, globs: Iterable[str]) -> bool:
-    """Whether a glob fits ``name``, ``<workload>/<cell id>``; a glob without a slash is of the cell id."""
+    """Tests whether a glob fits ``name``, ``<workload>/<cell id>``; a glob without a slash is of the cell id."""
     last = name.rpartition("/")[2]
     return any(fnmatchcase(name if "/" in glob else last, glob) for glob in globs)
 
@@ -94,7 +94,7 @@ class StoredPolicy(Record):
 
 @dataclass(frozen=True)
 class Policy:
-    """``source``: the file, None for kvbench's own rules."""
+    """The rules and limits of the gates. ``source``: the file, None for kvbench's own rules."""
 
     timing: TimingRules
     limits: tuple[Limit, ...] = ()
@@ -102,16 +102,16 @@ class Policy:
 
     @property
     def digest(self) -> str:
-        """Of the timing rules."""
+        """The digest of the timing rules."""
         rules = json.dumps(dataclasses.asdict(self.timing))  # unsorted: the first class that matches a cell counts
         return hashlib.sha256(rules.encode()).hexdigest()[:_DIGEST_LENGTH]
 
     def facts(self) -> dict[str, str]:
-        """Which policy judged, for a verdict."""
+        """Names the policy that judged, for a verdict."""
         return {"policy": str(self.source or "kvbench's own rules"), "policy_digest": self.digest}
 
     def stored(self) -> StoredPolicy:
-        """For the manifest of a comparison, without the limits."""
+        """The policy for the manifest of a comparison, without the limits."""
         return StoredPolicy(file=str(self.source) if self.source else None, digest=self.digest, rules=self.timing)
 
     @classmethod
@@ -140,7 +140,7 @@ def load_policy(path: Path | str | None) -> Policy:
 
 
 def _figure(value: Any) -> Any:
-    """``1.5%`` -> 0.015, ``512MiB`` -> 536870912; numbers as floats; pydantic refuses anything else."""
+    """Reads ``1.5%`` as 0.015 and ``512MiB`` as 536870912; pydantic refuses what is no number then."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return value
     if not isinstance(value, str):
@@ -158,7 +158,7 @@ def _globs(value: Any) -> Any:
 
 
 def _metric_entry(value: Any) -> Any:
-    """``off``, which is YAML's false, as None."""
+    """Reads ``off``, which is YAML's false, as None."""
     if value is None or value is True:
         raise ValueError("this says nothing; give floor or margins, write off, or remove the line.")
     return None if value is False else value
@@ -170,7 +170,7 @@ Globs = Annotated[list[str], BeforeValidator(_globs), Field(min_length=1)]
 
 
 class _LookEntry(StrictModel):
-    """``alpha``: the chance of a false alarm that this look may spend; ``alpha_pass``: that of a false pass."""
+    """A look. ``alpha``: the chance of a false alarm that it may spend; ``alpha_pass``: that of a false pass."""
 
     pairs: int = Field(ge=2, le=MOST_PAIRS)
     alpha: Share
@@ -181,7 +181,7 @@ _Margins = create_model("_Margins", __base__=StrictModel, **dict.fromkeys(LEVELS
 
 
 class _MetricEntry(StrictModel):
-    """``floor``: the least change that can fail; ``margins``: the largest slowdown that still passes, by level."""
+    """A metric. ``floor``: the least change that can fail; ``margins``: the largest one that still passes, by level."""
 
     floor: Share | None = None
     margins: _Margins = _Margins()
@@ -198,7 +198,7 @@ _Metrics = create_model(
 
 
 class _TimingSection(StrictModel):
-    """``metrics``: one that is ``off`` is not judged, one that is not named is judged by the default rules."""
+    """The section ``timing``: a metric that is ``off`` is not judged, one that is not named by the default rules."""
 
     looks: list[_LookEntry] | None = None
     metrics: _Metrics = _Metrics()

@@ -48,7 +48,8 @@ _GUESS_TOKENS_PER_S = {"cpu": 400.0, "gpu": 4000.0}  # until the first load is m
 class TargetInstrument(Instrument):
     """Loads on a target: a server, or an engine that is asked like one. A subclass says how it is sent a load.
 
-    ``server``: the one that is up. ``facts``: what done.json says of its start and warm-up.
+    ``server``: the one that is up. ``facts``: what done.json says of its start and warm-up. ``requests``: of the load
+    that was begun last.
     """
 
     server: Server
@@ -57,6 +58,7 @@ class TargetInstrument(Instrument):
         super().__init__(job)
         self.target: Target | None = None
         self.facts: dict[str, Any] = {}
+        self.requests = RequestList(())
         self.started = False
         self.loads = 0  # begun on this server
 
@@ -115,7 +117,7 @@ class TargetInstrument(Instrument):
         """Draws the load's requests, stores them and sends them."""
         self._check()
         folder, listener = self.job.folder.path, self.job.listener
-        requests = self.server.requests(cell.load, repeat)
+        requests = self.requests = self.server.requests(cell.load, repeat)
         path, digest = store_requests(requests, folder / "requests", f"{cell.load.load_id}-{repeat}")
         listener.load_started(cell, repeat, len(requests))
         drawn = {"requests_file": str(path.relative_to(folder)), "requests_sha256": digest}

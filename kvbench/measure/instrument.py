@@ -59,6 +59,11 @@ class Clients:
     arguments: tuple[str, ...] = ()
     workers: int | None = None
 
+    @property
+    def facts(self) -> dict[str, int | None]:
+        """``sharing`` of a manifest: processes of this machine (None: as the workload says), or workers of others."""
+        return {"processes": self.spec.get("processes"), "workers": self.workers}
+
 
 @dataclass
 class Job:

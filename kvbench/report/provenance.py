@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common import text as words
+from kvbench.effects.comparison import MARGINS
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.report.comparisons import NOT_TOLD, SCATTER, scatters
 from kvbench.requests.prefix_hits import hit_notes
 from kvbench.runs.model import COST_NOTES, MeasuredCell, Run, number
-from kvbench.runs.ratios import LEVEL
 from kvbench.runs.resume import resumed_differences
 from kvbench.targets.cores import core_words
 from kvbench.targets.launch_plan import is_template, placeholders
@@ -179,7 +179,11 @@ def brief(run: Run) -> list[str]:
 
 def model_name(run: Run) -> str:
     """Of the model that was served; empty where nobody told."""
-    model = run.manifest.get("model") or _workload_model(run)
+    return model_of(run.manifest.get("model") or _workload_model(run))
+
+
+def model_of(model: Mapping[str, Any]) -> str:
+    """What a model is called: by its name, else its configuration or its path."""
     return str(model.get("name") or model.get("config") or model.get("path") or "")
 
 
@@ -415,9 +419,9 @@ def glossary(run: Run) -> list[tuple[str, str]]:
         ("repeat", repeats_are(run)),
         (
             f"verdict, {run.clock}",
-            f"From 3 repeats on. Level: every repeat's ratio within {LEVEL * 100:g} % of 1. Ahead or behind: not "
-            f"level, and the 95 % t interval of the mean log ratio excludes 1. All else is {NOT_TOLD}. Repeats scatter "
-            f"when the largest throughput of a cell is over {SCATTER:g} times its smallest.",
+            f"From 3 repeats on. Level: every repeat's ratio within {MARGINS[run.clock] * 100:g} % of 1. Ahead or "
+            f"behind: not level, and the 95 % t interval of the mean log ratio excludes 1. All else is {NOT_TOLD}. "
+            f"Repeats scatter when the largest throughput of a cell is over {SCATTER:g} times its smallest.",
         ),
         *(("layouts", text) for text in code_paths(run)),
     ]

@@ -21,8 +21,6 @@ from kvbench.common.files import as_stored, check_output_dir, unpack
 from kvbench.common.git import git_state
 from kvbench.common.option_rules import RAY_OPTIONS, check_goes_with
 from kvbench.common.text import count, decimal, listing, milliseconds, percent, plural, significant, tokens_per_s
-from kvbench.loadtest.max_rate.search import Condition, parse_conditions
-from kvbench.loadtest.options import LoadOptions, check_named_load, choose_load, workload_source
 from kvbench.metrics.definitions import METRICS
 from kvbench.metrics.latency import SAMPLES_NEEDED
 from kvbench.metrics.model import Distribution
@@ -41,6 +39,8 @@ from kvbench.simulation.run import (
     simulate,
     simulate_and_pack,
 )
+from kvbench.sweep.load_options import LoadOptions, check_named_load, choose_load, workload_source
+from kvbench.sweep.max_rate.search import Condition, parse_conditions
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload
 from kvbench.workload.settings import slug

@@ -14,14 +14,14 @@ import numpy as np
 from kvbench.common.errors import UsageError
 from kvbench.common.files import pack, write_json
 from kvbench.common.records import Record
-from kvbench.loadtest.max_rate.plan import at_rate, mean_rate
-from kvbench.loadtest.max_rate.search import Condition, misses, queue_growth
 from kvbench.metrics.latency import goodput_share
-from kvbench.requests.stream import RequestStream, stream_requests
+from kvbench.requests.build import RequestStream, stream_requests
 from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import machine_of
 from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, Ended, Replica, SettingsByName, prime
 from kvbench.simulation.recorder import FleetFigures, Recorder, row_writer
+from kvbench.sweep.max_rate.plan import at_rate, mean_rate
+from kvbench.sweep.max_rate.search import Condition, misses, queue_growth
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import SimulateSection
 from kvbench.workload.load_section import LoadConfig, load_point

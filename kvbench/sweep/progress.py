@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
+from kvbench.common import text as words
 from kvbench.common.console import QUIET_S, LiveText, Part, fit, print_plain
 from kvbench.common.text import clock, failed_words
 from kvbench.measure.instrument import Listener
-from kvbench.measure.live_server import LiveServer
 from kvbench.metrics.latency import has_steady_latency, leading_latencies
 from kvbench.targets.choose import START_GUESS_S
 from kvbench.targets.prometheus import MetricsSample
@@ -67,6 +67,47 @@ class Estimator:
     def total_s(self, blocks: Sequence[Block]) -> float:
         """Seconds for ``blocks`` from nothing."""
         return sum(self.start_s() + sum(self.load_s(c) for c in b.cells) for b in blocks if b.cells)
+
+
+WINDOW_S = 5.0
+_TOKENS = "generation_tokens_total"
+
+
+class LiveServer:
+    """The last seconds of a server, from readings of its /metrics that the measurement takes anyway.
+
+    ``take`` may be called by another thread than ``rows``.
+    """
+
+    def __init__(self) -> None:
+        self._samples: tuple[MetricsSample, ...] = ()
+
+    def take(self, sample: MetricsSample) -> None:
+        """The next reading of the same server."""
+        self._samples = (*(each for each in self._samples if sample.at - each.at <= WINDOW_S), sample)
+
+    def rows(self, width: int) -> Sequence[str]:
+        """``412 tok/s, 18 running, 14 waiting, KV 93 %`` as far as the server tells; none where it tells nothing."""
+        now = time.perf_counter()
+        recent = [each for each in self._samples if now - each.at <= WINDOW_S]
+        line = fit(_server_parts(recent), width, ", ")
+        return (line,) if line else ()
+
+
+def _server_parts(recent: Sequence[MetricsSample]) -> list[Part]:
+    if not recent:
+        return []
+    gauges, counted = recent[-1].gauges, [each for each in recent if _TOKENS in each.counters]
+    parts = []
+    if len(counted) > 1 and (seconds := counted[-1].at - counted[0].at) > 0:
+        made = counted[-1].counters[_TOKENS] - counted[0].counters[_TOKENS]
+        parts.append((f"{words.tokens_per_s(made / seconds)} tok/s", 1))
+    for name, what, rank in (("num_requests_running", "running", 3), ("num_requests_waiting", "waiting", 4)):
+        if name in gauges:
+            parts.append((f"{gauges[name]:.0f} {what}", rank))
+    if (usage := gauges.get("kv_cache_usage_perc")) is not None:
+        parts.append((f"KV {100 * usage:.0f} %", 2))
+    return parts
 
 
 class SweepProgress(Listener):

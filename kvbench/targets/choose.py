@@ -130,7 +130,11 @@ class ChosenTarget:
 
 def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, Any]) -> ChosenTarget:
     """``options``: the command line's; ``stored``: the manifest of a run to go on with. Raises UsageError."""
-    asked = TargetOptions.of(options, stored)
+    return choose_target(workload, TargetOptions.of(options, stored))
+
+
+def choose_target(workload: Workload, asked: TargetOptions) -> ChosenTarget:
+    """Chooses the target that the options name. Raises UsageError."""
     kind = kind_of(asked.target, asked.serve_cmd)
     preset = PRESETS[asked.target or ""] if kind == PRESET else preset_named(asked.preset)
     check_target_options([kind], asked.given)

@@ -18,9 +18,9 @@ from kvbench.history import page as history_page
 from kvbench.history.show import Selection, view
 from kvbench.report import page as run_page
 from kvbench.report import side_by_side
-from kvbench.report.compared_cells import Group
 from kvbench.report.document import document
 from kvbench.report.page import PAGE_JS, PLOTLY_JS, render, template_file
+from kvbench.report.side_by_side import Group
 from kvbench.runs.model import Run
 from kvbench.view.capacity import Form
 from kvbench.view.workspace import DAMAGED, STATES, RunRow, Workspace

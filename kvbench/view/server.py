@@ -21,8 +21,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from kvbench.common.errors import UsageError
 from kvbench.common.ports import free_port
 from kvbench.common.text import upper_first
-from kvbench.report.compared_cells import groups_of, one_group
 from kvbench.report.page import PLOTLY_JS, template_file
+from kvbench.report.side_by_side import groups_of, one_group
 from kvbench.view import pages
 from kvbench.view.capacity import form
 from kvbench.view.workspace import DAMAGED, Workspace

@@ -20,9 +20,9 @@ from textwrap import shorten
 from kvbench.common import text as words
 from kvbench.common.errors import UsageError
 from kvbench.history.runs import command_of, find_runs, read_object
-from kvbench.report.compared_cells import run_facts
-from kvbench.report.decision import headline
+from kvbench.report.decision import Decision
 from kvbench.report.provenance import target, validity
+from kvbench.report.side_by_side import run_facts
 from kvbench.runs.folder import MANIFEST
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.quality import QUALITY
@@ -209,7 +209,7 @@ def _row(run: Run, name: str, stamp: Stamp) -> RunRow:
         workload=run.workload,
         started=_time(str(run.manifest.get("started") or "")),
         state=validity(run).status,
-        sentence=headline(run),  # the verdict on a run, here only
+        sentence=Decision.of(run).headline,  # the verdict on a run, here only
         model=known.get("model", ""),
         machine=known.get("GPUs") or known.get("processor", ""),
         target=target(run),

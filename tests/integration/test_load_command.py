@@ -22,8 +22,8 @@ from kvbench.cli.main import cli
 from kvbench.common import foreign_cpu as contention
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
-from kvbench.loadtest.max_rate.search import CLIENT_LIMIT, INVALID
 from kvbench.measure import single_request
+from kvbench.sweep.max_rate.search import CLIENT_LIMIT, INVALID
 from tests.support.loads import fake_server, free_port, own_mock, start_load
 from tests.support.sweep_parts import BUSY_MACHINE, ROOT, TINY, wait_until
 
@@ -188,7 +188,7 @@ def no_room(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("what", ["kvbench.measure.http.store_server", "kvbench.loadtest.run.write_json"])
+@pytest.mark.parametrize("what", ["kvbench.measure.http.store_server", "kvbench.sweep.one_load.write_json"])
 def test_a_full_disk_does_not_take_the_figures_away(url, workload, tmp_path, monkeypatch, capsys, what):
     monkeypatch.setattr(what, no_room)
     with pytest.raises(MeasurementError, match="No space left") as failed:
@@ -272,10 +272,18 @@ def test_a_models_query_reaches_a_server_that_lists_the_name_before_it(workload,
             load(workload, *words, "--model", "rock?ttft_ms=30")
 
 
+SENDING = "cells/target-c2/loads/running-1/spec.json"
+
+
 @pytest.mark.parametrize(
     ("server", "words", "begun", "number"),
     [
-        (lambda: fake_server(FAKE_TOKEN_S="1"), ("--num-warmups", "0"), "spec.json", signal.SIGTERM),
+        (
+            lambda: fake_server(FAKE_TOKEN_S="1"),
+            ("--num-warmups", "0"),
+            "cells/target-c2/loads/running-1/spec.json",
+            signal.SIGTERM,
+        ),
         (lambda: own_mock("--ttft-ms", "100000"), (), "manifest.json", signal.SIGINT),  # in the warm-up
     ],
 )
@@ -328,7 +336,7 @@ def test_the_highest_rate_of_a_server_that_takes_one_request_at_a_time(workload,
         assert known["low"] <= 25 * 1.1 and known["high"] <= 1.5 * known["low"]
         runs = sorted((out / "runs").iterdir())
         assert len(runs) == len(found["runs"]) and all((run / "requests.parquet").is_file() for run in runs)
-        prompts = [next(run.glob("requests-*.jsonl")).name for run in runs]
+        prompts = [path.name.rpartition("-")[2] for path in (out / "requests").glob("*.jsonl")]
         assert len(set(prompts)) == len(prompts)  # every run has requests of its own
         assert stored(out)["status"] == "complete"
         said = capsys.readouterr().out

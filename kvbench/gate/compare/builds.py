@@ -34,7 +34,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError, storage_sentence
@@ -115,11 +115,11 @@ class Build:
 
     @property
     def digest(self) -> str:
-        """Of the installed versions."""
+        """A digest of the installed versions."""
         return _sha256(sorted(self.versions.items()))[:16]
 
-    def facts(self) -> dict[str, Any]:
-        """For a manifest."""
+    def facts(self) -> dict[str, object]:
+        """What a manifest keeps of it."""
         return asdict(self.commit) | {
             "repo": str(self.commit.repo),
             "short_sha": self.commit.sha[:7],
@@ -154,7 +154,7 @@ class Builds:
             file.close()
 
     def build(self, commit: Commit) -> Build:
-        """The build of ``commit``, from the cache or made now. Raises MeasurementError, UsageError."""
+        """Takes the build of ``commit`` from the cache, or makes it. Raises MeasurementError, UsageError."""
         # Another repository, build command, Python or kvbench is another build of the same commit.
         made_with = (str(commit.repo), self.build_cmd or "", sys.executable, sys.version, str(REPOSITORY), _FORMAT)
         key = f"{commit.name}-{_sha256(made_with)[:8]}"
@@ -241,7 +241,7 @@ class Builds:
 
 
 def builds_folder() -> Path:
-    """Where builds are kept: below $XDG_CACHE_HOME, else ~/.cache."""
+    """The folder that builds are kept in: below $XDG_CACHE_HOME, else ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or ""
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "kvbench" / "builds"
 
@@ -273,7 +273,7 @@ def _last_used(folder: Path) -> float:
         return 0.0
 
 
-def _sha256(data: Any) -> str:
+def _sha256(data: object) -> str:
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
@@ -328,7 +328,7 @@ def check_out(commit: Commit, folder: Path) -> None:
 
 
 def is_intact(commit: Commit, folder: Path) -> bool:
-    """Whether ``folder`` holds ``commit`` with its tracked files unchanged."""
+    """Tests whether ``folder`` holds ``commit`` with its tracked files unchanged."""
     if not folder.is_dir() or commit.changes is not None:
         return folder.is_dir()  # a copy is named after its contents
     if top_folder(folder) != folder.resolve() or find_sha(folder, "HEAD") != commit.sha:
@@ -374,16 +374,16 @@ def _files(top: Path) -> list[str]:
 
 
 def is_kvbench(source: Path) -> bool:
-    """Whether it holds the built-in engine and its harness."""
+    """Tests whether it holds the built-in engine and its harness."""
     return all((source / name / "__init__.py").is_file() for name in PACKAGES)
 
 
 def same_dependencies(source: Path) -> bool:
-    """Whether it has the same requirements and pins as the running kvbench."""
+    """Tests whether it has the same requirements and pins as the running kvbench."""
     return (ours := _dependencies(REPOSITORY)) is not None and ours == _dependencies(source)
 
 
-def _dependencies(folder: Path) -> tuple[Any, ...] | None:
+def _dependencies(folder: Path) -> tuple[object, ...] | None:
     """Least Python, requirements and pins; None where the folder has no such files."""
     try:
         project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -405,7 +405,7 @@ def running_layers() -> list[Path]:
 
 
 def fill(text: str, python: Path, source: Path) -> str:
-    """``text`` with the paths, quoted for a shell, in place of ``{python}`` and ``{worktree}``."""
+    """Puts the paths, quoted for a shell, in place of ``{python}`` and ``{worktree}``."""
     return text.replace("{python}", shlex.quote(str(python))).replace("{worktree}", shlex.quote(str(source)))
 
 
@@ -415,15 +415,15 @@ def _variables(folder: Path, how: str, *, importable: bool = True) -> dict[str, 
     The working folder is not on the path, since it may hold another kvbench. Numba's cache is the build's own, so that
     two builds never share machine code.
     """
-    found: dict[str, str | None] = {"PYTHONPATH": None, "PYTHONHOME": None}
+    variables: dict[str, str | None] = {"PYTHONPATH": None, "PYTHONHOME": None}
     if how != LAYERED:
         path = f"{folder / 'env' / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        found |= {"VIRTUAL_ENV": str(folder / "env"), "PATH": path}
+        variables |= {"VIRTUAL_ENV": str(folder / "env"), "PATH": path}
     if importable:
-        found["PYTHONSAFEPATH"] = "1"
+        variables["PYTHONSAFEPATH"] = "1"
         if is_kvbench(folder / "source"):
-            found |= {"PYTHONPATH": str(folder / "source"), "NUMBA_CACHE_DIR": str(folder / "numba")}
-    return found
+            variables |= {"PYTHONPATH": str(folder / "source"), "NUMBA_CACHE_DIR": str(folder / "numba")}
+    return variables
 
 
 def installed_versions(folder: Path, how: str) -> dict[str, str]:

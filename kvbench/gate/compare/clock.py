@@ -18,7 +18,7 @@ class OutOfTimeError(Exception):
 
 @dataclass
 class Clock:
-    """``began``, ``deadline`` [s, time.monotonic]; ``took`` [s]: by kind of work, each time that it was done."""
+    """The time that is left. ``began``, ``deadline`` [s, time.monotonic]; ``took`` [s]: by kind of work, each time."""
 
     began: float = field(default_factory=lambda: monotonic())
     deadline: float = math.inf
@@ -48,7 +48,7 @@ class Clock:
             raise OutOfTimeError
 
     def expected_s(self, work: str, unknown: float = 0.0) -> float:
-        """How long ``work`` takes, by the times that it was done; ``unknown`` if it never was."""
+        """The time that ``work`` takes, by those that it took before; ``unknown`` if it was never done."""
         return longest(self.took.get(work, ())) or unknown
 
     def attempt_s(self, key: str) -> float:

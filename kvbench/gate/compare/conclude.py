@@ -1,4 +1,4 @@
-"""From the folder of a comparison to its verdict; a stored folder can be judged again, also by another policy."""
+"""The verdict on the folder of a comparison; a stored one can be judged again, also by another policy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +23,14 @@ from kvbench.gate.compare.folder import LOCKSTEP, TWINS, CompareFolder, CompareM
 from kvbench.gate.compare.served_check import served_findings, served_notes
 from kvbench.gate.policy import Policy
 from kvbench.gate.timing.explain import ByCell, moved_between, where_it_went
-from kvbench.gate.timing.judge import Judgement, findings_of, judge, sentence
+from kvbench.gate.timing.judge import Judgement, judge, sentence
 from kvbench.gate.timing.pairs import PairTable, hypotheses
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, PairedCell
 from kvbench.gate.timing.rules import CELL, OVERALL, MetricRule, TimingRules
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict, worst
-from kvbench.runs.aggregate import flatten
+from kvbench.metrics.definitions import figure
 from kvbench.runs.folder import DONE
-from kvbench.runs.metric_names import value_of, window_of
+from kvbench.runs.metric_names import window_of
 
 _CLOCK_NAMES = {LOCKSTEP: " in engine time", TWINS: " in running time"}  # other pairs are in served time
 ATTEMPTS_ALPHA = 0.004  # of the test on servers that fail, beside the looks' alphas: 8 attempts to none
@@ -39,21 +39,19 @@ ATTEMPTS_ALPHA = 0.004  # of the test on servers that fail, beside the looks' al
 def read_values(
     folder: CompareFolder, cells: Sequence[PairedCell], metrics: Sequence[MetricRule], pairs: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """By side, [pairs, cells, metrics] in the metrics' units; NaN where a load has no such metric."""
+    """Reads the values of both sides [pairs, cells, metrics] in the metrics' units; NaN where a load has none."""
     values = {side: np.full((len(pairs), len(cells), len(metrics)), np.nan) for side in SIDES}
     for side, (i, pair), (j, cell) in itertools.product(SIDES, enumerate(pairs), enumerate(cells)):
-        measured = flatten(folder.done(cell, side, pair)["metrics"])
-        values[side][i, j] = [np.nan if (v := value_of(measured, m.name)) is None else v for m in metrics]
+        measured = [folder.done(cell, side, pair).metrics.value(figure(metric.name).path) for metric in metrics]
+        values[side][i, j] = [np.nan if value is None else value for value in measured]
     return values
 
 
-def read_table(folder: CompareFolder, cells: Sequence[PairedCell], rules: TimingRules, pairs: int) -> PairTable:
-    """The first ``pairs`` pairs as a table. Raises ValueError where they cannot be compared."""
-    return _table(read_values(folder, cells, rules.metrics, range(1, pairs + 1)), cells, rules)
-
-
-def _table(values: Mapping[str, np.ndarray], cells: Sequence[PairedCell], rules: TimingRules) -> PairTable:
-    names = [cell.name for cell in cells]
+def read_table(
+    folder: CompareFolder, cells: Sequence[PairedCell], rules: TimingRules, pairs: Sequence[int]
+) -> PairTable:
+    """Reads pairs as a table. Raises ValueError where they cannot be compared."""
+    values, names = read_values(folder, cells, rules.metrics, pairs), [cell.name for cell in cells]
     classes = [rules.class_of(name) for name in names]
     return PairTable.from_values(values[BASE], values[CANDIDATE], names, classes, rules.metrics)
 
@@ -130,13 +128,12 @@ def conclude(folder: CompareFolder, manifest: CompareManifest, policy: Policy, *
         text = next((f.sentence for f in extra if f.outcome == outcome), nothing)
         notes += _end_notes(folder, manifest, rules.looks[0].pairs, goes_on=by_the_clock)
         return replace(common, outcome=outcome, sentence=text, findings=extra, notes=tuple(notes))
-    values = read_values(folder, cells, rules.metrics, range(1, measured + 1))
     try:
-        judgement = look_at(_table(values, cells, rules), rules, manifest.early_looks)
+        judgement = look_at(read_table(folder, cells, rules, range(1, measured + 1)), rules, manifest.early_looks)
     except ValueError as error:
         raise UsageError(f"{folder.path}: {error}") from None
     look = {"pairs": judgement.pairs, "look": judgement.look.pairs, "alpha": judgement.look.alpha}
-    tested = findings_of(judgement, *(values[side][: judgement.pairs] for side in SIDES))
+    tested = judgement.findings
     served = served_findings(folder, tested) if pairs is None else ()  # a look is at pairs alone
     extra, notes = (*extra, *served), [*notes, *served_notes(served)]
     moved = ()
@@ -172,7 +169,7 @@ def _no_whole_pair(stopped: str) -> Finding:
 
 
 def _end_notes(folder: CompareFolder, manifest: CompareManifest, pairs: int, *, goes_on: bool) -> list[str]:
-    """How a comparison that ended early goes on, with the minutes that ``pairs`` more take, or else why it ended."""
+    """Notes how a comparison that ended early goes on, with the minutes that ``pairs`` more take, or why it ended."""
     if not manifest.stopped:
         return []
     if not goes_on:
@@ -184,8 +181,10 @@ def _end_notes(folder: CompareFolder, manifest: CompareManifest, pairs: int, *, 
 
 
 def _with_full_titles(rules: TimingRules, manifest: CompareManifest) -> TimingRules:
-    """The rules with metrics whose titles say which clock their times are of (no reader may take them for served), and
-    that a throughput is of the whole run."""
+    """Adds the clock of their times to the titles of the metrics, and that a throughput is of the whole run.
+
+    No reader may take them for served ones.
+    """
 
     def title(metric: MetricRule) -> str:
         window = window_of(metric.name)
@@ -235,7 +234,7 @@ def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Ver
 def pair_line(folder: CompareFolder, cells: Sequence[PairedCell], rules: TimingRules, pair: int) -> str:
     """One pair's change of each metric, for the progress of a run."""
     try:
-        table = _table(read_values(folder, cells, rules.metrics, [pair]), cells, rules)
+        table = read_table(folder, cells, rules, [pair])
     except ValueError as error:
         return str(error)
     tested, level = hypotheses(table), CELL if len(cells) == 1 else OVERALL

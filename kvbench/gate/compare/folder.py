@@ -1,4 +1,4 @@
-"""The folder of a comparison: a run folder of each side and workload, the pairs as their repeats, and the manifest.
+"""The folder of a comparison and its manifest: a run folder of each side and workload, the pairs as repeats.
 
 results/compare/<UTC time>-<git short sha>/
   manifest.json                                 what is compared, how, on what; kind "compare"
@@ -29,15 +29,17 @@ from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.policy import StoredPolicy
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Match, PairedCell
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder, move_numbered
+from kvbench.runs.results import LoadResult, Processor
 
 KIND = "compare"
 LOCKSTEP, LAUNCHED, STORED_RUNS = "lockstep", "launched", "stored runs"
 TWINS = "twins"  # of older comparisons: they are judged, and not gone on with
 _Section = Mapping[str, Any] | None
+_WAY_OUT = "use the kvbench that measured it, or measure again"
 
 
 class SideFacts(Record):
-    """What a side is: as it was given, then of a git ref its commit and build, of a stored run what its manifest says.
+    """A side as it was given; of a git ref also its commit and build, of a stored run what its manifest says.
 
     ``environment``: a digest of the installed versions; ``target``: as in a run's manifest.
     """
@@ -56,7 +58,7 @@ class SideFacts(Record):
 
 
 class ServerFacts(Record):
-    """What a server says of itself, as far as both sides must agree in it; the rest is stored too."""
+    """A server's words on itself, as far as both sides must agree in them; the rest is stored too."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -87,7 +89,7 @@ class FailedAttempt:
 
     @property
     def where(self) -> str:
-        """``pair 3 of mixed/paged``"""
+        """The place in words: ``pair 3 of mixed/paged``."""
         return f"pair {self.pair} of {self.turn}" if self.pair else self.turn
 
     @property
@@ -121,15 +123,6 @@ class GivenWorkload(Record):
 
     workload: dict[str, Any]
     profile: str | None = None
-
-
-class Processor(Record):
-    """The machine's processor, as ``kvbench.common.machine.machine`` tells it."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str | None = None
-    cores: int | None = None
 
 
 class Gpu(Record):
@@ -208,7 +201,7 @@ class CompareManifest(Record):
 
 
 def is_comparison(path: Path) -> bool:
-    """Whether the folder is of a comparison."""
+    """Tests whether the folder is of a comparison."""
     manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
     return isinstance(manifest, dict) and manifest.get("kind") == KIND
 
@@ -233,7 +226,7 @@ class CompareFolder:
         """Raises UsageError when it is not of a comparison, cannot be read, or has another format."""
         if self.manifest_path.is_file() and not is_comparison(self.path):
             raise UsageError(f"{self.path} is not the folder of a comparison: give one such as results/compare/<time>")
-        return read_record(CompareManifest, self.manifest_path, "use the kvbench that measured it, or measure again")
+        return read_record(CompareManifest, self.manifest_path, _WAY_OUT)
 
     def write(self, manifest: CompareManifest) -> None:
         write_record(self.manifest_path, manifest)
@@ -252,18 +245,18 @@ class CompareFolder:
     def load(self, cell: PairedCell, side: str, pair: int) -> Path:
         return self.run(side, cell.workload).load(cell.on(side), pair)
 
-    def done(self, cell: PairedCell, side: str, pair: int) -> dict[str, Any] | None:
+    def done(self, cell: PairedCell, side: str, pair: int) -> LoadResult | None:
         """done.json of a load, None if it is not finished."""
         is_done = self.run(side, cell.workload).is_done(cell.on(side), pair)
-        return read_json(self.load(cell, side, pair) / DONE) if is_done else None
+        return read_record(LoadResult, self.load(cell, side, pair) / DONE, _WAY_OUT) if is_done else None
 
     def is_whole(self, cells: Sequence[PairedCell], pair: int) -> bool:
-        """Whether all loads of the pair are finished and valid, on both sides."""
+        """Tests whether all loads of the pair are finished and valid, on both sides."""
         loads = (self.done(cell, side, pair) for cell in cells for side in SIDES)
-        return all(done is not None and done["valid"] for done in loads)
+        return all(done is not None and done.valid for done in loads)
 
     def whole_pairs(self, cells: Sequence[PairedCell]) -> int:
-        """How many pairs are whole, from the first on."""
+        """Counts the pairs that are whole, from the first on."""
         return next(n for n in itertools.count() if not cells or not self.is_whole(cells, n + 1))
 
     def set_aside(self, match: Match, pair: int) -> None:

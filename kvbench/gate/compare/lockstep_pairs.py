@@ -55,9 +55,7 @@ OnEngine = Callable[[PairedWorkload, str, Match, Mapping[str, Any]], None]
 
 def lockstep_command(side: OpenSide) -> tuple[tuple[str, ...], Mapping[str, str | None]] | None:
     """The command and environment of a side's engine process; None where the engine is not the built-in one."""
-    if side.stored or side.choice.runs_already or side.choice.manifest.get("backend") != "kvbench":
-        return None
-    if side.choice.manifest.get("serve_cmd"):
+    if not side.has_own_engine:
         return None
     if side.build is None:
         return LOCKSTEP_COMMAND, {}
@@ -65,7 +63,7 @@ def lockstep_command(side: OpenSide) -> tuple[tuple[str, ...], Mapping[str, str 
 
 
 def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | None:
-    """Why these sides cannot be measured in lockstep, None if they can. Launches each side's engine for a moment."""
+    """Says why these sides cannot be measured in lockstep, None if they can; launches each engine for a moment."""
     for each in workloads:
         for side in SIDES:
             opened = each.sides[side]
@@ -99,7 +97,7 @@ def _requests(workload: PairedWorkload, side: str, cell: Cell, pair: int, times:
 def _same_cores(
     settings: Sequence[Mapping[str, Any]], infos: Iterable[Mapping[str, Any]], rng: random.Random
 ) -> list[int]:
-    """As many cores as either engine has threads; empty for engines that use them all, or a GPU."""
+    """Draws as many cores as either engine has threads; none for engines that use them all, or a GPU."""
     threads = max(each.get("num_threads") or sys.maxsize for each in settings)
     cores = sorted(os.sched_getaffinity(0))
     if threads >= len(cores) or any(info["resolved"]["device"] != "cpu" for info in infos):
@@ -195,7 +193,7 @@ class LockstepPairs:
         pair: int,
         decode_step_s: float,
     ) -> int:
-        """How often one pair computes the load, guessed from how long the warm-up's decode steps took.
+        """Guesses how often one pair computes the load, from how long the warm-up's decode steps took.
 
         Once in an open loop, which takes as long as its arrivals.
         """

@@ -1,4 +1,4 @@
-"""How a comparison begins and goes on, and what must be equal on both sides.
+"""The beginning of a comparison, its going on, and what must be equal on both sides.
 
 Model, device, versions and requests must be equal: a difference in them would be taken for the candidate's. What a
 server does not report is not compared.
@@ -168,7 +168,7 @@ def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, fo
 
 
 def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWorkload]) -> list[str]:
-    """What must be equal in two runs and is not: machine, versions, servers, requests; not their commits."""
+    """Lists what must be equal in two runs and is not: machine, versions, servers, requests; not their commits."""
     then, now = (RunFolder(stored[side]).manifest() for side in SIDES)
     found, _ = environment_differences({**then, "git": {}}, now)
     for match in (match for each in workloads for match in each.matches):
@@ -184,7 +184,7 @@ def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWor
 
 
 def server_differences(left: ServerFacts, right: ServerFacts, varied: frozenset[str] = frozenset()) -> list[str]:
-    """What two servers report differently, without what the settings in ``varied`` change on purpose.
+    """Lists what two servers report differently, without what the settings in ``varied`` change on purpose.
 
     All package versions are compared, and the models' names unless both report a fingerprint of the weights.
     """
@@ -236,8 +236,9 @@ def request_differences(folder: CompareFolder, cells: Sequence[PairedCell], pair
     """The cells whose two loads of a pair had different requests."""
     found = []
     for cell in cells:
-        given = [(folder.done(cell, side, pair) or {}).get("requests_sha256") for side in SIDES]
-        if all(given) and given[0] != given[1]:
+        loads = [folder.done(cell, side, pair) for side in SIDES]
+        given = {load.requests_sha256 for load in loads if load and load.requests_sha256}
+        if len(given) > 1:
             found.append(f"requests of {cell.name}")
     return found
 

@@ -10,19 +10,47 @@ from kvbench.gate.compare.clock import Clock
 from kvbench.gate.compare.folder import CompareFolder, FailedAttempt
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Turn
 from kvbench.gate.timing.rules import MetricRule
-from kvbench.runs.aggregate import flatten
-from kvbench.runs.metric_names import value_of
-from kvbench.runs.repeats import not_comparable
+from kvbench.metrics.definitions import figure
 from kvbench.sweep.block import BlockRunner, Failure
 
 ATTEMPTS = 3  # of one configuration in one pair
 ATTEMPTS_TO_BLAME = 8  # where the candidate's server alone fails each time: 2^-8 rules chance out (see conclude.py)
 
+Reasons = dict[str, list[str]]
+"""Why an attempt failed, by side."""
+OnFailed = Callable[[FailedAttempt, int], None]
+"""Called with a failed attempt and how many attempts there may be."""
 
-def most_attempts(failed: Sequence[FailedAttempt]) -> int:
-    """How many attempts there may be, these among them."""
-    blamed = all(each.blamed == CANDIDATE for each in failed)
-    return max(len(failed), ATTEMPTS_TO_BLAME if blamed else ATTEMPTS)
+
+def measure_again(
+    attempt: Callable[[Sequence[str], int], tuple[Reasons, Reasons]],
+    sides: Sequence[str],
+    pair: int,
+    turn: str,
+    on_failed: OnFailed,
+    resume: int,
+) -> FailedAttempt | str:
+    """Repeats ``attempt`` until it succeeds or is given up; returns the side that was first, or the last attempt.
+
+    Each attempt starts with the other side, so that a failure of whichever comes second is blamed on neither. The order
+    stays random: it is the coin's, reversed by attempts that do not depend on the coin.
+
+    attempt: called with the sides and a number from 1 on; returns why it failed, and what is the servers' own fault
+    resume: how often the comparison was resumed
+    """
+    failed: list[FailedAttempt] = []
+    while True:
+        number = len(failed) + 1
+        reasons, faults = attempt(sides, number)
+        if not any(reasons.values()):
+            return sides[0]
+        failed.append(FailedAttempt(pair, number, turn, sides[0], reasons, faults, resume))
+        blamed = all(each.blamed == CANDIDATE for each in failed)
+        most = max(number, ATTEMPTS_TO_BLAME if blamed else ATTEMPTS)
+        on_failed(failed[-1], most)
+        if number == most:
+            return failed[-1]
+        sides = sides[::-1]
 
 
 class Method(Protocol):
@@ -45,29 +73,30 @@ class LaunchedPairs:
 
     def measure(self, turn: Turn, sides: Sequence[str], pair: int) -> dict[str, list[Failure]]:
         """Raises OutOfTimeError before a side that would not end in time."""
-        found = {}
+        failures = {}
         for side in sides:
             runner = self.runners[side, turn.match.workload]
             before = len(runner.failures)
             with self.clock.side(turn.match.key):
                 runner.run_block(turn.match.block(side, pair, turn.order))
-            found[side] = runner.failures[before:]
-        return found
+            failures[side] = runner.failures[before:]
+        return failures
 
 
 @dataclass(frozen=True)
 class PairRunner:
-    """``method``: how a pair is measured. ``metrics``: those that a load must have if the other side's load has them.
+    """Measures pairs, each until it is whole or given up.
 
-    ``on_measured`` gets the side that was first in a good attempt; ``on_failed`` a failed attempt and how many attempts
-    there may be. ``resume``: as in ``FailedAttempt``. ``clock``: allows each attempt, by how long earlier ones took.
+    ``method``: how a pair is measured. ``metrics``: those that a load must have if the other side's load has them.
+    ``on_measured`` gets the side that was first in a good attempt. ``resume``: as in ``FailedAttempt``. ``clock``:
+    allows each attempt, by how long earlier ones took.
     """
 
     folder: CompareFolder
     method: Method
     metrics: Sequence[MetricRule]
     on_measured: Callable[[Turn, str], None]
-    on_failed: Callable[[FailedAttempt, int], None]
+    on_failed: OnFailed
     resume: int = 0
     clock: Clock = field(default_factory=Clock)
 
@@ -77,39 +106,25 @@ class PairRunner:
         Raises OutOfTimeError.
         """
         for turn in turns:
-            is_whole = self.folder.is_whole(turn.match.paired_cells, pair)
-            if not is_whole and (given_up := self._run_turn(turn, pair)):
-                return given_up
+            if self.folder.is_whole(turn.match.paired_cells, pair):
+                continue
+
+            def attempt(sides: Sequence[str], number: int, turn: Turn = turn) -> tuple[Reasons, Reasons]:
+                self.folder.set_aside(turn.match, pair)  # half a pair is none: its other half was at another time
+                with self.clock.attempt(turn.match.key):
+                    failures = self.method.measure(turn, sides, pair)
+                return self._judge(turn, pair, failures)
+
+            ended = measure_again(attempt, turn.sides, pair, turn.match.key, self.on_failed, self.resume)
+            if isinstance(ended, FailedAttempt):
+                return ended
+            self.on_measured(turn, ended)
         return None
 
-    def _run_turn(self, turn: Turn, pair: int) -> FailedAttempt | None:
-        """Each attempt starts with the other side, so that a failure of whichever comes second is blamed on neither.
-
-        The order stays random: it is the coin's, reversed by attempts that do not depend on the coin.
-        """
-        failed: list[FailedAttempt] = []
-        while True:
-            self.folder.set_aside(turn.match, pair)  # half a pair is none: its other half was at another time
-            sides = turn.sides[::-1] if len(failed) % 2 else turn.sides
-            with self.clock.attempt(turn.match.key):
-                failures = self.method.measure(turn, sides, pair)
-            reasons, faults = self._judge(turn, pair, failures)
-            if not any(reasons.values()):
-                self.on_measured(turn, sides[0])
-                return None
-            attempt = len(failed) + 1
-            failed.append(FailedAttempt(pair, attempt, turn.match.key, sides[0], reasons, faults, self.resume))
-            most = most_attempts(failed)
-            self.on_failed(failed[-1], most)
-            if attempt == most:
-                return failed[-1]
-
-    def _judge(
-        self, turn: Turn, pair: int, failures: Mapping[str, Sequence[Failure]]
-    ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """By side, why the attempt failed, and which of these reasons are the server's fault."""
-        reasons: dict[str, list[str]] = {side: [] for side in SIDES}
-        faults: dict[str, list[str]] = {side: [] for side in SIDES}
+    def _judge(self, turn: Turn, pair: int, failures: Mapping[str, Sequence[Failure]]) -> tuple[Reasons, Reasons]:
+        """Returns by side why the attempt failed, and which of these reasons are the server's fault."""
+        reasons: Reasons = {side: [] for side in SIDES}
+        faults: Reasons = {side: [] for side in SIDES}
         cells, loads = turn.match.paired_cells, {}
         for side in SIDES:
             for failure in failures[side]:
@@ -118,14 +133,14 @@ class PairRunner:
             for cell in cells:
                 if (done := self.folder.done(cell, side, pair)) is not None:
                     loads[side, cell.name] = done
-                    reasons[side] += [f"{cell.on(side)}: {each}" for each in not_comparable(done)]
-                    faults[side] += [f"{cell.on(side)}: {each}" for each in done["server_faults"]]
+                    reasons[side] += [f"{cell.on(side)}: {reason}" for reason in done.not_comparable]
+                    faults[side] += [f"{cell.on(side)}: {reason}" for reason in done.server_faults]
         if any(reasons.values()):
             return reasons, faults
         for cell in cells:  # a ratio with a metric that only one side has is none
-            values = {side: flatten(loads[side, cell.name]["metrics"]) for side in SIDES}
             for metric in self.metrics:
-                there = {side: (value_of(values[side], metric.name) or 0.0) > 0.0 for side in SIDES}
+                path = figure(metric.name).path
+                there = {side: (loads[side, cell.name].metrics.value(path) or 0.0) > 0.0 for side in SIDES}
                 for side in SIDES if any(there.values()) else ():
                     reasons[side] += [] if there[side] else [f"{cell.on(side)}: it has no {metric.title}"]
         return reasons, reasons

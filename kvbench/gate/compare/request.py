@@ -1,4 +1,4 @@
-"""What ``kvbench compare`` and ``kvbench calibrate`` are asked for: their options, and the two sides as given."""
+"""The request of ``kvbench compare`` and ``kvbench calibrate``: their options, and the two sides as given."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CompareRequest(Record):
 
     @property
     def repository(self) -> Path:
-        """Where git refs are looked for."""
+        """The repository that git refs are looked for in."""
         return self.repo or REPOSITORY
 
     def for_any_folder(self, base: str, candidate: str) -> CompareRequest:

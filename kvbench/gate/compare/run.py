@@ -1,4 +1,4 @@
-"""``kvbench compare`` and ``kvbench calibrate``: pair after pair, a look after some of them, an end in time."""
+"""The commands ``compare`` and ``calibrate``: pair after pair, a look after some of them, an end in time."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ from kvbench.gate.compare.sides import RUN, PairedWorkload, Side, open_workloads
 from kvbench.gate.policy import Policy, load_policy
 from kvbench.gate.timing.noise import FEWEST_PAIRS
 from kvbench.gate.timing.plan import BASE, SIDES, Match, Turn, turns
-from kvbench.gate.verdict.github import publish
-from kvbench.gate.verdict.outputs import report_verdict, write_outputs
+from kvbench.gate.verdict.outputs import publish, report_verdict, write_outputs
 from kvbench.gate.verdict.pairs import CLOCKS
 from kvbench.gate.verdict.terminal import print_verdict
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, Finding, Verdict
@@ -59,7 +58,6 @@ from kvbench.lockstep.process import OPEN_LIMIT_S
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job, Listener
 from kvbench.runs.folder import RunFolder, create_run
-from kvbench.runs.repeats import not_comparable
 from kvbench.runs.resume import stored_workload
 from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import kept, orderly_end
@@ -77,7 +75,7 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is compared, and how. ``folder``: of the comparison that is resumed, None for a new one."""
+    """A comparison that is to be measured. ``folder``: of one that is resumed, None for a new one."""
 
     subcommand: str
     request: CompareRequest
@@ -88,7 +86,7 @@ class _Plan:
 
 
 def compare_command(request: CompareRequest) -> int:
-    """``kvbench compare``. Raises UsageError and MeasurementError."""
+    """Runs ``kvbench compare``. Raises UsageError and MeasurementError."""
     with ExitStack() as held:
         plan = _make_plan(request, COMPARE, held)
         folder, verdict = _run(plan, Console(), held)
@@ -100,7 +98,7 @@ def compare_command(request: CompareRequest) -> int:
 
 
 def calibrate_pairs_command(request: CompareRequest) -> int:
-    """``kvbench calibrate``. Raises UsageError and MeasurementError."""
+    """Runs ``kvbench calibrate``. Raises UsageError and MeasurementError."""
     console = Console()
     with ExitStack() as held:
         plan = _make_plan(request, CALIBRATE, held)
@@ -203,7 +201,7 @@ def _begin(plan: _Plan, workloads: Sequence[PairedWorkload]) -> CompareFolder:
 
 
 def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str, str | None]:
-    """How pairs are measured, and a note on it: on its clock, or why it is not the sharpest way. Raises UsageError."""
+    """Chooses how pairs are measured, with a note on its clock, or on why it is not the sharpest way. UsageError."""
     if any(opened.stored for each in workloads for opened in each.sides.values()):
         if wanted != AUTO:
             raise UsageError(f"--method {wanted} goes with what is measured, and stored runs are already: leave it out")
@@ -289,7 +287,7 @@ class Comparison:
 
     @property
     def stop_early(self) -> bool:
-        """Whether a look may end it. Pairs that calibrate a runner are all measured, whatever they show."""
+        """Tests whether a look may end it. Pairs that calibrate a runner are all measured, whatever they show."""
         return self.manifest.subcommand == COMPARE
 
     @property
@@ -354,8 +352,8 @@ class Comparison:
         repeat = self.folder.whole_pairs(cells) + 1
         for cell, side in itertools.product(cells, SIDES):
             done = self.folder.done(cell, side, repeat)
-            if done is not None and not done["valid"]:
-                why = "; ".join(not_comparable(done))
+            if done is not None and not done.valid:
+                why = "; ".join(done.not_comparable)
                 text = f"repeat {repeat} of {cell.on(side)} of {side} is invalid ({why}), and ends what can be paired"
                 if repeat == 1:
                     raise MeasurementError(f"{text}: measure that run again")
@@ -433,13 +431,13 @@ class Comparison:
         return None
 
     def _pair_s(self) -> float:
-        """How long a pair takes: as attempts did, else as pairs before --resume, else as its launches; 0: unknown."""
+        """Guesses what a pair takes: as attempts, else as pairs before --resume, else as its launches; 0: unknown."""
         keys = [match.key for match in self.matches]
         attempts = sum(map(self.clock.attempt_s, keys))
         return attempts if self.clock.took.keys() >= set(keys) else longest(self.manifest.seconds) or attempts
 
     def _say_pair(self, pair: int, looks: Sequence[int]) -> None:
-        """What ``pair`` measured, and how long it is until something can be decided."""
+        """Says what ``pair`` measured, and how long it is until something can be decided."""
         seconds, up_to = self.manifest.seconds, "up to " if self.stop_early else ""
         ahead = next((look for look in looks if look >= pair), self.pairs) if self.stop_early else self.pairs
         left = clock((ahead - pair) * sum(seconds) / len(seconds))
@@ -517,7 +515,7 @@ class Comparison:
         self._record(match, side, facts, alone=block.alone)
 
     def _on_engine(self, workload: PairedWorkload, side: str, match: Match, info: Mapping[str, Any]) -> None:
-        """As ``_on_server``, for an engine without a server."""
+        """Does what ``_on_server`` does, for an engine without a server."""
         model = info.get("model") or {}
         served = {name: model.get(name) for name in ("name", "vocab_size", "max_model_len")}
         self._record(match, side, {**info, "served_model": served}, alone=False)

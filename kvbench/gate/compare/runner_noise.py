@@ -37,7 +37,7 @@ def store_noise(folder: CompareFolder, rules: TimingRules, request: CompareReque
     if pairs < FEWEST_PAIRS:
         say(f"no noise is stored: {rest}")
         return EXIT_INVALID
-    noise = noise_of(read_table(folder, cells, rules, pairs), rules)
+    noise = noise_of(read_table(folder, cells, rules, range(1, pairs + 1)), rules)
     name = request.runner_class or runner_class(environment())
     facts = {"runner_class": name, "side": manifest.base.name, "workloads": tuple(manifest.workloads)}
     facts |= {"started": manifest.started, "ended": manifest.ended, "method": manifest.method}
@@ -59,7 +59,7 @@ def store_noise(folder: CompareFolder, rules: TimingRules, request: CompareReque
 
 
 def noise_notes(request: CompareRequest, workloads: Collection[str], method: str, rules: TimingRules) -> list[str]:
-    """What the stored noise of this class of machines says of the limits of ``rules`` for these workloads.
+    """Notes what the stored noise of this class of machines says of the limits of ``rules``.
 
     Measured with other workloads, or by another method, it says nothing. Raises UsageError for a file that holds no
     noise.

@@ -25,8 +25,9 @@ from typing import ClassVar
 
 from kvbench.common.errors import MeasurementError
 from kvbench.common.records import Record, read_record, write_record
+from kvbench.effects.comparison import contradicts
 from kvbench.gate.compare.folder import CompareFolder, FailedAttempt
-from kvbench.gate.compare.pair_runner import most_attempts
+from kvbench.gate.compare.pair_runner import OnFailed, Reasons, measure_again
 from kvbench.gate.compare.sides import PairedWorkload
 from kvbench.gate.timing.plan import SIDES, Match
 from kvbench.gate.timing.rules import OVERALL
@@ -34,13 +35,13 @@ from kvbench.gate.timing.served import LAUNCHES, SERVED_RULES, ServedJudgement, 
 from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import FAIL, PASS, Finding, worst
 from kvbench.measure.single_request import Latencies, send_single
+from kvbench.metrics.definitions import METRICS
 from kvbench.requests.request import RequestSpec
-from kvbench.runs.ratios import contradicts
 from kvbench.targets.base import reason_of
 
 FILE = "served.json"
 SUITE = "served"
-JUDGED = {"ttft_ms": "TTFT", "e2e_ms": "end-to-end latency"}
+JUDGED = {"ttft_ms": METRICS["ttft"].short, "e2e_ms": METRICS["e2el"].title}
 ROUNDS = 60  # of one launch
 SECONDS = 10.0  # that one launch's rounds may take; with slow requests there are fewer, but ``_FEWEST``
 _FEWEST = 20  # 2^-20 is far below any alpha, and the bounds are ranks 5 and 16
@@ -78,7 +79,7 @@ class ServedCheck:
     order_seed: int
     check: Callable[[], None]
     show: Callable[[str], None]
-    on_failed: Callable[[FailedAttempt, int], None]
+    on_failed: OnFailed
     resume: int = 0
     rules: ServedRules = SERVED_RULES
     rounds: int = ROUNDS
@@ -105,27 +106,24 @@ class ServedCheck:
         return worst([each.outcome for each in judged.values()]) == PASS
 
     def _measure(self, workload: PairedWorkload, match: Match, launch: int) -> Launch | FailedAttempt:
-        """The rounds of one launch of both servers; attempts in which one fails are repeated, the other side first."""
+        """Measures the rounds of one launch of both servers; attempts in which one fails are repeated."""
         rng = random.Random(f"kvbench-served/{self.order_seed}/{match.key}/{launch}")
-        sides = rng.sample(SIDES, 2)
-        failed: list[FailedAttempt] = []
-        while True:
-            rounds, reasons = self._attempt(workload, match, sides, rng, f"{launch + 1}-{len(failed) + 1}")
-            if not any(reasons.values()):
-                return rounds
-            turn = f"the served check of {match.key}"
-            failed.append(FailedAttempt(0, len(failed) + 1, turn, sides[0], reasons, reasons, self.resume))
-            most = most_attempts(failed)
-            self.on_failed(failed[-1], most)
-            if len(failed) == most:
-                return failed[-1]
-            sides = sides[::-1]
+        rounds: list[Round] = []
+
+        def attempt(sides: Sequence[str], number: int) -> tuple[Reasons, Reasons]:
+            nonlocal rounds
+            rounds, reasons = self._attempt(workload, match, sides, rng, f"{launch + 1}-{number}")
+            return reasons, reasons
+
+        turn = f"the served check of {match.key}"
+        ended = measure_again(attempt, rng.sample(SIDES, 2), 0, turn, self.on_failed, self.resume)
+        return ended if isinstance(ended, FailedAttempt) else rounds
 
     def _attempt(
         self, workload: PairedWorkload, match: Match, sides: Sequence[str], rng: random.Random, name: str
-    ) -> tuple[Launch, dict[str, list[str]]]:
-        """The rounds of both servers, and by side why they failed. ``sides``: the one that is launched first first."""
-        reasons: dict[str, list[str]] = {side: [] for side in SIDES}
+    ) -> tuple[list[Round], Reasons]:
+        """Measures the rounds of both servers; by side why they failed. ``sides``: the first one is launched first."""
+        reasons: Reasons = {side: [] for side in SIDES}
         targets = {side: workload.sides[side].choice.new_target() for side in sides}
         limits = {side: workload.sides[side].choice.workload.load.timeout_s for side in sides}
         rounds: list[Round] = []
@@ -180,7 +178,7 @@ def _requests(rng: random.Random, vocabulary: int, count: int) -> list[RequestSp
 
 
 def read_served(folder: CompareFolder) -> Mapping[str, tuple[Launch, ...]]:
-    """By configuration and launch, the rounds of served.json; empty without one. Raises UsageError."""
+    """Reads the rounds of served.json by configuration and launch; empty without one. Raises UsageError."""
     path = folder.path / FILE
     return read_record(ServedRounds, path, "use the kvbench that measured it").checks if path.is_file() else {}
 
@@ -188,8 +186,10 @@ def read_served(folder: CompareFolder) -> Mapping[str, tuple[Launch, ...]]:
 def served_findings(
     folder: CompareFolder, engine: Sequence[Finding], rules: ServedRules = SERVED_RULES
 ) -> tuple[Finding, ...]:
-    """What the served check found, none where there was none. ``engine``: the same comparison's findings in engine
-    time, which tell how much of a difference lies outside of the engine."""
+    """Judges the rounds of the served check, if there was one.
+
+    ``engine``: the comparison's findings in engine time, which tell how much of a difference lies outside of it.
+    """
     checks = {key: launches for key, launches in read_served(folder).items() if launches}
     return tuple(
         _finding(key, name, judged, engine)
@@ -199,7 +199,7 @@ def served_findings(
 
 
 def served_notes(findings: Sequence[Finding]) -> list[str]:
-    """Where base and candidate, which are medians, visibly contradict the change, which is the median of the rounds."""
+    """Notes where base and candidate, medians, visibly contradict the change, which is the median of the rounds."""
     return [
         f"{each.title}: the change {each.figures['difference_ms']:+.3g} ms is the median of the rounds' differences, "
         f"and the medians shown differ by {each.candidate - each.base:+.3g} ms"
@@ -209,7 +209,7 @@ def served_notes(findings: Sequence[Finding]) -> list[str]:
 
 
 def _judge(launches: Sequence[Launch], workloads: int, rules: ServedRules) -> dict[str, ServedJudgement]:
-    """By latency. All tests of the comparison share one alpha."""
+    """Judges each latency; all tests of the comparison share one alpha."""
     return {
         name: judge_served(
             *([[getattr(each, side)[name] for each in rounds] for rounds in launches] for side in SIDES),
@@ -263,7 +263,7 @@ def _finding(key: str, name: str, judged: ServedJudgement, engine: Sequence[Find
 
 
 def _where(judged: ServedJudgement, engine: Sequence[Finding]) -> str:
-    """Whether the difference lies outside of the engine: what engine time changed explains less than half of it."""
+    """Says whether the difference lies outside of the engine: engine time explains less than half of it."""
     compared = [f for f in engine if f.change is not None and f.higher_is_better is not None]
     compared = [f for f in compared if f.suite == OVERALL] or compared  # known better than those of single cells
     if not compared:

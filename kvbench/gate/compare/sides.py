@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.files import as_stored, read_json
+from kvbench.common.files import as_stored
 from kvbench.common.git import git, git_state
 from kvbench.common.machine import versions
 from kvbench.common.packages import REPOSITORY
+from kvbench.common.records import read_record
 from kvbench.common.text import nearest
 from kvbench.gate.compare.builds import WORKING_TREE, Build, Builds, fill, find_commit, find_sha, is_kvbench, top_folder
 from kvbench.gate.compare.clock import LAUNCH, Clock
@@ -35,6 +36,7 @@ from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.verdict.wording import shortened
 from kvbench.runs.folder import MANIFEST, RunFolder
+from kvbench.runs.results import CellSummary
 from kvbench.runs.resume import stored_workload
 from kvbench.sweep.plan import preflight
 from kvbench.targets.base import Target
@@ -46,19 +48,20 @@ from kvbench.targets.choose import (
     STORED,
     TEMPLATE,
     ChosenTarget,
+    TargetOptions,
     check_target_options,
-    choose,
+    choose_target,
     kind_of,
 )
 from kvbench.targets.launch_plan import is_template
 from kvbench.targets.presets import PRESETS
 from kvbench.workload.design import Cell, Configuration, Design, make_design, select
 from kvbench.workload.file import Workload, apply_override, differing_keys, resolve
+from kvbench.workload.settings import Settings
 
 REF, CMD, URL, SET, RUN = "ref", "cmd", "url", "set", "run"
 _TITLES = {REF: "a git ref", CMD: "a launch command", URL: "a URL", SET: "settings", RUN: "a folder of results"}
 # option -> the kinds of side that it means something for
-_LAUNCHED_BY = ("target", "serve_cmd")
 _KINDS_OF = {"target": (SET,), "serve_cmd": (REF, SET), "repo": (REF,), "build_cmd": (REF,), "rebuild": (REF,)}
 _CHOICES = (
     "give a git ref (`.`: the working tree), a launch command with {port}, a URL, settings (page_size=16), or the "
@@ -70,6 +73,8 @@ _NEXT_SETTING = re.compile(rf",\s*(?={_SETTING})")  # a comma inside a value is 
 _LONGEST_NAME = 60
 _START_S = 180.0
 _SERVER = ("-m", "engine.server")
+Capacities = Mapping[str, Mapping[str, Any]]
+"""What the KV of each configuration holds, by its id."""
 _FREE = ("engine", "sweep", "description")  # of the workload: what two stored runs may differ in
 
 
@@ -83,7 +88,7 @@ class Side:
 
     @property
     def name(self) -> str:
-        """For a table."""
+        """A short name for a table."""
         if self.kind == REF and self.text == WORKING_TREE:
             return "working tree"
         if self.kind == RUN:
@@ -91,11 +96,11 @@ class Side:
         return shortened(self.text, _LONGEST_NAME)  # with both ends: two commands may differ in their last word
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         return parse_settings(self.text) if self.kind == SET else {}
 
     def facts(self, **more: Any) -> SideFacts:
-        """For a manifest, with ``more`` that is known of it."""
+        """The facts for a manifest, with ``more`` that is known of it."""
         return SideFacts(kind=self.kind, text=self.text, name=self.name, settings=self.settings, **more)
 
 
@@ -165,7 +170,7 @@ def _program(text: str) -> str | None:
 
 
 def _why_nothing(text: str, repo: Path) -> str:
-    """Why ``text`` is of no kind, with what was probably meant."""
+    """Says why ``text`` is of no kind, with what was probably meant."""
     if Path(text).expanduser().exists():
         return f"a file or folder without {MANIFEST}, so no stored run, and no git ref"
     if re.search(r"\s", text):
@@ -177,22 +182,22 @@ def _why_nothing(text: str, repo: Path) -> str:
     return f"no git ref of {top}" + (f" (did you mean {near[0]}?)" if near else "")
 
 
-def parse_settings(text: str) -> dict[str, Any]:
-    """``page_size=16,engine.swap_space=1GiB`` with values as in YAML, as ``-o`` takes them. Raises UsageError."""
-    found: dict[str, Any] = {}
+def parse_settings(text: str) -> Settings:
+    """Reads ``page_size=16,engine.swap_space=1GiB`` with values as in YAML, as ``-o`` does. Raises UsageError."""
+    settings: dict[str, object] = {}
     for part in _NEXT_SETTING.split(text.strip()):
         key, sign, value = part.partition("=")
         name = key.strip().removeprefix("engine.")
         if not sign or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise UsageError(f"{part!r} is no setting of the engine: write NAME=VALUE,NAME=VALUE (page_size=16)")
-        if name in found:
+        if name in settings:
             raise UsageError(f"{text!r} sets {name} twice: give it once")
-        data: dict[str, Any] = {"engine": {}}
+        data: dict[str, dict[str, object]] = {"engine": {}}
         apply_override(data, f"engine.{name}={value}")
-        found |= data["engine"]
-        if isinstance(found[name], dict | list):
+        settings |= data["engine"]
+        if isinstance(settings[name], dict | list):
             raise UsageError(f"{part!r}: a side has one value a setting; give a number, a text, true or false")
-    return found
+    return settings
 
 
 @dataclass(frozen=True)
@@ -213,8 +218,14 @@ class OpenSide:
         return self.build is not None and self.build.commit.changes is None
 
     @property
+    def has_own_engine(self) -> bool:
+        """Tests whether it is kvbench's own engine, launched by its own command."""
+        launched = not self.stored and not self.choice.runs_already
+        return launched and _is_builtin(self.choice) and not self.choice.manifest.get("serve_cmd")
+
+    @property
     def name(self) -> str:
-        """For a table; a ref with its commit."""
+        """A short name for a table; of a ref with its commit."""
         if self.build is None:
             return self.side.name
         commit = self.build.commit
@@ -236,19 +247,21 @@ def open_side(side: Side, workload: Workload, request: CompareRequest, builds: B
     elif side.kind == SET:
         choice = _with_settings(side, workload, options)
     else:
-        choice = choose(workload, options | {"target" if side.kind == URL else "serve_cmd": side.text}, {})
+        named = {"target" if side.kind == URL else "serve_cmd": side.text}
+        choice = choose_target(workload, dataclasses.replace(options, **named))
     more = build.facts() if build else {}
     more |= {"command": _command(choice, build), "target": dict(choice.manifest)}
-    if build is None and choice.manifest.get("backend") == "kvbench":
+    if build is None and _is_builtin(choice):
         more |= {"git": git_state(REPOSITORY), "versions": versions()}
     return OpenSide(side, choice, side.facts(**more), build)
 
 
-def _target_options(side: Side, request: CompareRequest) -> dict[str, Any]:
-    """The options of ``choose`` that apply to a side; the others are None."""
+def _target_options(side: Side, request: CompareRequest) -> TargetOptions:
+    """The options that apply to a side."""
     kind = _target_kind(side, request)
-    options = {name: getattr(request, name, None) if kind in kinds else None for name, kinds in KINDS_OF.items()}
-    return options | {name: getattr(request, name) if side.kind in _KINDS_OF[name] else None for name in _LAUNCHED_BY}
+    names = [name for name, kinds in KINDS_OF.items() if kind in kinds and name in CompareRequest.model_fields]
+    names += [name for name in ("target", "serve_cmd") if side.kind in _KINDS_OF[name]]
+    return TargetOptions(**{name: getattr(request, name) for name in names})
 
 
 def require_used(sides: Sequence[Side], request: CompareRequest) -> None:
@@ -282,7 +295,7 @@ def _target_kind(side: Side, request: CompareRequest) -> str:
     return kind_of(request.target if side.kind == SET else None, command)
 
 
-def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -> ChosenTarget:
+def _with_settings(side: Side, workload: Workload, options: TargetOptions) -> ChosenTarget:
     """The target for the workload with the side's settings.
 
     Raises UsageError for a setting that is swept, unknown, or that the target does not have.
@@ -291,15 +304,15 @@ def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -
         raise UsageError(
             f"{side.text!r} sets {swept[0]}, which the workload sweeps: leave it out, or add -o 'sweep={{}}'"
         )
-    if options["target"] and options["target"] not in PRESETS:
+    if options.target and options.target not in PRESETS:
         raise UsageError(
-            f"{side.text!r} cannot be given to a server that runs already ({options['target']}): launch it with "
+            f"{side.text!r} cannot be given to a server that runs already ({options.target}): launch it with "
             "--target NAME or --serve-cmd"
         )
     data = copy.deepcopy(dict(workload.resolved))
     data["engine"] = {**(data.get("engine") or {}), **side.settings}
     changed = dataclasses.replace(resolve(data, profile=workload.profile, source=None), source=workload.source)
-    choice = choose(changed, options, {})
+    choice = choose_target(changed, options)
     for name, value in side.settings.items():
         if value is not None and choice.workload.engine.get(name) != value:
             raise UsageError(f"{side.text!r} cannot be measured: {'; '.join(choice.notes)}")
@@ -310,26 +323,31 @@ def _with_settings(side: Side, workload: Workload, options: Mapping[str, Any]) -
     return choice
 
 
-def _of_build(build: Build, workload: Workload, options: Mapping[str, Any]) -> ChosenTarget:
-    if options["serve_cmd"]:
-        return choose(workload, {**options, "serve_cmd": built_command(options["serve_cmd"], build)}, {})
+def _of_build(build: Build, workload: Workload, options: TargetOptions) -> ChosenTarget:
+    if options.serve_cmd:
+        command = built_command(options.serve_cmd, build)
+        return choose_target(workload, dataclasses.replace(options, serve_cmd=command))
     if not is_kvbench(build.source):
         raise UsageError(
             f"{build.commit.repo} is not kvbench's own engine, so how it is launched has to be said: --serve-cmd with "
             "{python} or {worktree} for what was built, and {port}"
         )
-    command, limit = (str(build.python), *_SERVER), options["start_timeout"] or _START_S
-    manifest = {**dict.fromkeys(STORED), "backend": "kvbench", "shared_machine": True}
+    launched = (str(build.python), *_SERVER)
+    limit_s = options.start_timeout or _START_S
     return ChosenTarget(
         workload,
-        lambda: BuiltinTarget(command=command, start_timeout_s=limit, env=build.env, form=workload.load.form),
+        lambda: BuiltinTarget(command=launched, start_timeout_s=limit_s, env=build.env, form=workload.load.form),
         check_configuration,
-        manifest,
+        TargetOptions().manifest("kvbench", shared=True),
     )
 
 
+def _is_builtin(choice: ChosenTarget) -> bool:
+    return choice.manifest.get("backend") == "kvbench"
+
+
 def built_command(text: str, build: Build) -> str:
-    """``text`` with {python} and {worktree} replaced, to be run in the build's environment. Raises UsageError."""
+    """Makes the command that runs in the build's environment, {python} and {worktree} replaced. Raises UsageError."""
     if "{python}" not in text and "{worktree}" not in text:
         raise UsageError(
             f"--serve-cmd {text!r} has neither {{python}} nor {{worktree}}, so it would launch the same program "
@@ -356,7 +374,7 @@ def _command(choice: ChosenTarget, build: Build | None = None) -> str | None:
         return str(command)
     if build is not None:
         return f"{_env_words(build)} {shlex.join([str(build.python), *_SERVER])}"
-    if choice.manifest.get("backend") == "kvbench":
+    if _is_builtin(choice):
         return shlex.join(BUILTIN_COMMAND)
     return choice.manifest.get("target")
 
@@ -390,7 +408,7 @@ class PairedWorkload:
     name: str
     sides: Mapping[str, OpenSide]
     matches: tuple[Match, ...]
-    capacity: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    capacity: Mapping[str, Capacities]
 
     @property
     def notes(self) -> list[str]:
@@ -477,7 +495,7 @@ def open_workloads(
         raise UsageError(
             f"two workloads are called {doubled[0]!r}: they need different names, so change `name:` in one"
         )
-    found = []
+    paired = []
     for workload in workloads:
         opened, designs, capacity = {}, {}, {}
         for name in SIDES:
@@ -489,13 +507,13 @@ def open_workloads(
         for name, side in opened.items():
             designs[name], capacity[name] = _design(side, request.only)
         matches = match_designs(workload.name, designs[BASE], designs[CANDIDATE])
-        found.append(PairedWorkload(workload.name, opened, matches, capacity))
-    if not any(each.matches for each in found):
+        paired.append(PairedWorkload(workload.name, opened, matches, capacity))
+    if not any(each.matches for each in paired):
         raise UsageError(f"{' and '.join(names)}: there is no cell to compare")
-    return tuple(found)
+    return tuple(paired)
 
 
-def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, Mapping[str, Any]]]:
+def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Capacities]:
     """The side's cells, and the capacity of each configuration. Raises UsageError for one that cannot be launched."""
     choice = side.choice
     if side.stored is not None:
@@ -509,18 +527,17 @@ def measured_design(run: RunFolder, workload: Workload) -> Design:
 
     They may be fewer than the workload's (--only), or others (a URL has one configuration, whatever is swept).
     """
-    known = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
-    ids = [configuration.config_id for configuration in known.configurations]
+    declared = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
+    ids = [configuration.config_id for configuration in declared.configurations]
     planned: dict[str, set[str]] = {}
     for block in run.manifest()["plan"]:
         planned.setdefault(block["configuration"], set()).update(block["cells"])
     cells: list[Cell] = []
     for config_id in sorted(planned, key=lambda each: ids.index(each) if each in ids else len(ids)):
         path = run.cell(min(planned[config_id])) / "summary.json"
-        summary = read_json(path) if path.is_file() else {}
-        facts = {"label": config_id, "settings": {}, "varied": {}, "is_baseline": False} | summary
+        summary = read_record(CellSummary, path, "measure the run again") if path.is_file() else CellSummary()
         configuration = Configuration(
-            config_id, *(facts[key] for key in ("label", "settings", "varied", "is_baseline"))
+            config_id, summary.label or config_id, summary.settings, summary.varied, summary.is_baseline
         )
         made = [Cell(f"{config_id}-{load.load_id}", configuration, load) for load in workload.load_points]
         cells += [cell for cell in made if cell.cell_id in planned[config_id]]

@@ -95,7 +95,7 @@ class FirstDifference:
 
     @property
     def cause(self) -> str:
-        """``preempted up``; ``the end`` where one history is longer."""
+        """The cause in words: ``preempted up``; ``the end`` where one history is longer."""
         if not self.changes:
             return "the end"
         return f"{self.changes[0].words} {'up' if self.changes[0].now > self.changes[0].was else 'down'}"
@@ -117,12 +117,12 @@ def _by_size(change: Change) -> tuple[bool, float]:
 
 
 def is_sum(counter: str) -> bool:
-    """Whether it is a sum over steps, which almost any change moves."""
+    """Tests whether it is a sum over steps, which almost any change moves."""
     return counter.startswith(_SUMS)
 
 
 def first_difference(was: Mapping[str, Sequence[int]], now: Mapping[str, Sequence[int]]) -> FirstDifference | None:
-    """None when the histories are equal. A missing column counts as 0 at every step."""
+    """Finds the first step that differs, None where none does. A missing column counts as 0 at every step."""
     old, new = (max(map(len, history.values()), default=0) for history in (was, now))
     names = sorted({*was, *now}, key=lambda name: (_CAUSES.index(name) if name in _CAUSES else len(_CAUSES), name))
 
@@ -248,7 +248,7 @@ def _result(scenario: Scenario, lock: CounterLock, run: Replayed, second: Replay
 
 
 def _finding(name: str, outcome: str, *reasons: str) -> Finding:
-    """``reasons``: what was found, in clauses."""
+    """Makes a finding of clauses."""
     return Finding(f"{SUITE}/{name}", SUITE, name, outcome, f"{name}: {'; '.join(reasons)}")
 
 
@@ -269,7 +269,7 @@ def _unknown(name: str, lock: CounterLock) -> str:
 
 
 def nondeterminism(first: Replayed, second: Replayed) -> str | None:
-    """What differs between two runs of the same code and scenario, None where nothing does."""
+    """Says what differs between two runs of the same code and scenario, None where nothing does."""
     changes = changed_counters(first.counters, second.counters)
     what = (
         first_difference(first.history, second.history)

@@ -34,7 +34,9 @@ class Accepted(StrictModel):
 
 
 class LockedScenario(StrictModel):
-    """``definition``: digest of settings and requests. ``history``: column -> ``step:value`` wherever it changes.
+    """A scenario as it was accepted.
+
+    ``definition``: digest of settings and requests. ``history``: column -> ``step:value`` wherever it changes.
 
     Counters and columns that are always 0 are left out.
     """
@@ -118,7 +120,7 @@ def write_lock(
 
 
 def changes_of(values: Sequence[int]) -> str:
-    """``37:4 40:6``: 4 from step 37 on, 6 from step 40 on, and 0 before."""
+    """Writes a column as its changes: ``37:4 40:6`` is 4 from step 37 on, 6 from step 40 on, and 0 before."""
     pairs = zip((0, *values), values, strict=False)
     return " ".join(f"{step}:{now}" for step, (was, now) in enumerate(pairs, 1) if was != now)
 
@@ -137,5 +139,5 @@ def _values(changes: str, steps: int) -> tuple[int, ...]:
 
 
 def digest(scenarios: Any) -> str:
-    """Of the scenarios as the file keeps them; the order of keys does not matter."""
+    """The digest of the scenarios as the file keeps them; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(scenarios, sort_keys=True).encode()).hexdigest()

@@ -182,7 +182,7 @@ class _Replay:
         self._running, self._waiting = len(scheduler.running), scheduler.num_waiting + scheduler.num_parked
 
     def _record(self) -> dict[str, int]:
-        """What this step did, with the memory in use when it was launched and the waste at its end."""
+        """Records what this step did, with the memory in use when it was launched and the waste at its end."""
         stats = self.engine.stats()
         growing, before = _growing(stats), self._last
         if self._launched is None:
@@ -242,7 +242,7 @@ class _Replay:
         return totals
 
     def _leak(self) -> str | None:
-        """What the idle engine still owns, as an error; None if nothing."""
+        """Says what the idle engine still owns, as an error; None if nothing."""
         kv = self.engine.stats().kv
         thing = "page" if self.scenario.config.layout == "paged" else "reservation"
         owned = {thing: kv.pages_owned, f"pinned {thing}": kv.pages_pinned, "host slot": kv.host_slots_used}

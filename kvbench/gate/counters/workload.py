@@ -40,7 +40,7 @@ class SharedStart(StrictModel):
 
 
 class Wave(StrictModel):
-    """``count`` requests, the first at step ``start``, then one ``every`` so many steps (0: all at once).
+    """A wave of ``count`` requests: the first at step ``start``, then one ``every`` so many steps (0: all at once).
 
     ``prompt`` and ``output``: tokens, one number or [low, high]; ``prefix`` is added to ``prompt``. ``abort_after``:
     steps from arrival to abort; ``abort_index``: abort only this one of the ``n`` sequences.
@@ -120,7 +120,7 @@ class CounterFile(StrictModel):
 
 @dataclass(frozen=True)
 class Arrival:
-    """``request`` is added before step ``step`` and, if ``abort_step`` is set, aborted before that step."""
+    """A request that is added before step ``step`` and, if ``abort_step`` is set, aborted before that one."""
 
     step: int
     request: Request
@@ -144,7 +144,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class CounterWorkload:
-    """``digest``: of the file's contents without comments. ``names``: of all its scenarios."""
+    """A counter workload. ``digest``: of the file's contents without comments. ``names``: of all its scenarios."""
 
     path: Path
     name: str
@@ -203,7 +203,7 @@ def _engine(settings: Mapping[str, Any]) -> tuple[EngineConfig, KVCapacity]:
 
 
 def _arrivals(file: CounterFile, waves: list[Wave]) -> tuple[Arrival, ...]:
-    """In the order of their steps; of one step, in the order of the file."""
+    """Sorts the arrivals by step; those of one step stay in the order of the file."""
     arrivals = [_arrival(file, wave, number, i) for number, wave in enumerate(waves) for i in range(wave.count)]
     return tuple(sorted(arrivals, key=lambda arrival: arrival.step))
 

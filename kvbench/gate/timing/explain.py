@@ -1,4 +1,4 @@
-"""What moved with a timing that failed: the servers' own counters and times, pair by pair.
+"""The servers' own counters and times that moved with a timing that failed, pair by pair.
 
 Each figure of a cell (time a step, time a request, events per 1,000 output tokens) is compared within each pair. It is
 listed if the 95 % Student t interval of its mean change excludes 0 and the change is above the floor. With dozens of
@@ -77,7 +77,7 @@ _LEVELS = {
 
 @dataclass(frozen=True)
 class _Figure:
-    """``scale`` times the counter ``part``, divided by the counter ``whole`` if there is one.
+    """A figure: ``scale`` times the counter ``part``, divided by the counter ``whole`` if there is one.
 
     ``part_of``: the latency that it is a part of, in the same unit.
     """
@@ -143,7 +143,7 @@ class _Paired:
 
 
 def moved_between(counters: ByCell, findings: Sequence[Finding] = ()) -> tuple[Moved, ...]:
-    """What moved in the cells that failed, or in all cells if no cell failed by itself.
+    """Lists what moved in the cells that failed, or in all cells if no cell failed by itself.
 
     What differs in every pair comes first, then what explains most of the latency's difference. Empty for fewer than
     two pairs.

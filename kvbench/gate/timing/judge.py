@@ -43,16 +43,14 @@ from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PAS
 class Judgement:
     """The outcome of one look at ``pairs`` pairs.
 
-    ``findings``: of the hypotheses (overall, classes, cells), then of the metrics that only one side has; without the
-    sides' values, which ``findings_of`` adds. ``indices``: the cells and the metric of each finding in the table.
-    ``notes``: cells that lack a metric on both sides.
+    findings: of the hypotheses (overall, classes, cells), then of the metrics that only one side has
+    notes: cells that lack a metric on both sides
     """
 
     outcome: str
     pairs: int
     look: Look
     findings: tuple[Finding, ...]
-    indices: tuple[tuple[tuple[int, ...], int], ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -68,38 +66,39 @@ def judge(table: PairTable, rules: TimingRules, look_index: int) -> Judgement:
     if not before < table.pairs <= look.pairs:
         raise ValueError(f"{table.pairs} pairs for the look at {look.pairs}: it takes {before + 1} to {look.pairs}")
     tested = hypotheses(table)
-    findings = _findings(tested, look, rules) if tested.each else []
-    findings += [_lost(each, table, look) for each in table.one_sided]
-    indices = [(h.cells, h.metric_index) for h in tested.each] + [((e.cell,), e.metric) for e in table.one_sided]
+    findings = _findings(tested, table, look, rules) if tested.each else []
+    findings += [_lost(one_sided, table, look) for one_sided in table.one_sided]
     outcome = worst([finding.outcome for finding in findings])
-    return Judgement(outcome, table.pairs, look, tuple(findings), tuple(indices), tested.notes)
+    return Judgement(outcome, table.pairs, look, tuple(findings), tested.notes)
 
 
 def _lost(one_sided: OneSided, table: PairTable, look: Look) -> Finding:
-    where, metric = table.cells[one_sided.cell], table.metrics[one_sided.metric]
+    where, metric, lacking = table.cells[one_sided.cell], table.metrics[one_sided.metric], one_sided.lacking
     by_candidate = FAIL if 2.0**-table.pairs <= look.alpha else INCONCLUSIVE
-    outcome = by_candidate if one_sided.lacking == CANDIDATE else INVALID
-    pairs = "the one pair" if table.pairs == 1 else f"all {table.pairs} pairs"
-    said = wording.sentence("lost", lost=table.words(one_sided), pairs=pairs)
+    outcome = by_candidate if lacking == CANDIDATE else INVALID
+    having = CANDIDATE if lacking == BASE else BASE
+    lost = f"{lacking} has no {metric.title} of {where}, {having} has"
+    text = wording.sentence("lost", lost=lost, pairs="the one pair" if table.pairs == 1 else f"all {table.pairs} pairs")
     hypothesis = Hypothesis(CELL, where, metric, one_sided.metric, (one_sided.cell,), (CELL,))
-    return _finding(hypothesis, outcome, said)
+    return replace(_finding(hypothesis, outcome, table), sentence=text)
 
 
-def _finding(hypothesis: Hypothesis, outcome: str, sentence: str = "") -> Finding:
+def _finding(hypothesis: Hypothesis, outcome: str, table: PairTable) -> Finding:
     metric = hypothesis.metric
     return Finding(
         id=hypothesis.id,
         suite=hypothesis.level,
         title=hypothesis.title,
         outcome=outcome,
-        sentence=sentence,
+        sentence="",
         metric=metric.name,
         unit=metric.unit,
         higher_is_better=metric.higher_is_better,
+        **table.means(hypothesis.cells, hypothesis.metric_index),
     )
 
 
-def _findings(tested: Hypotheses, look: Look, rules: TimingRules) -> list[Finding]:
+def _findings(tested: Hypotheses, table: PairTable, look: Look, rules: TimingRules) -> list[Finding]:
     pairs = len(tested.harm)
     floors, margins = (np.array([getattr(h, name) for h in tested.each]) for name in ("floor", "margin"))
     p, p_noninferior = adjusted_p(tested.harm), noninferior_p(tested.harm, margins)
@@ -111,27 +110,25 @@ def _findings(tested: Hypotheses, look: Look, rules: TimingRules) -> list[Findin
     undecided = np.flatnonzero(outcomes == INCONCLUSIVE)
     needed = pairs_to_settle(mean[undecided], sd[undecided], floors[undecided], margins[undecided], pairs, tests, rules)
     pairs_needed = dict(zip(undecided.tolist(), needed, strict=True))
-    found = []
+    findings = []
     for i, (hypothesis, y) in enumerate(zip(tested.each, tested.log_ratio().T, strict=True)):
-        seen = float(detectable[i])
         finding = replace(
-            _finding(hypothesis, str(outcomes[i])),
+            _finding(hypothesis, str(outcomes[i]), table),
             change=float(np.expm1(y.mean())),
             interval=tuple(float(np.expm1(end)) for end in t_interval(y)) if pairs > 1 else None,  # decides nothing
             p=float(p[i]),
             figures={
                 "floor": hypothesis.metric.floor,
                 "margin": hypothesis.margin_share,
-                "smallest_detectable": hypothesis.metric.relative_of(seen) if np.isfinite(seen) else None,
+                "smallest_detectable": hypothesis.metric.relative_of(detectable[i]),
                 "p_noninferior": float(p_noninferior[i]),
                 "pairs": pairs,
                 "pairs_needed": pairs_needed.get(i),
             },
             series=tuple(float(x) for x in np.expm1(y)),
         )
-        said = _sentence_of(finding, len(tested.each), rules.looks[-1].pairs)
-        found.append(replace(finding, sentence=said))
-    return found
+        findings.append(replace(finding, sentence=_sentence_of(finding, len(tested.each), rules.looks[-1].pairs)))
+    return findings
 
 
 def _sentence_of(finding: Finding, tests: int, most_pairs: int) -> str:
@@ -166,22 +163,6 @@ def _sentence_of(finding: Finding, tests: int, most_pairs: int) -> str:
     )
 
 
-def findings_of(judgement: Judgement, base: np.ndarray, candidate: np.ndarray) -> tuple[Finding, ...]:
-    """The findings with the sides' values: geometric means over the pairs and cells, whose ratio is 1 + the change.
-
-    ``base`` and ``candidate`` [pairs, cells, metrics]: the values that the table was made of.
-    """
-    found = []
-    for finding, (cells, metric) in zip(judgement.findings, judgement.indices, strict=True):
-        means = {
-            side: float(np.exp(np.log(values[:, cells, metric]).mean()))
-            for side, values in ((BASE, base), (CANDIDATE, candidate))
-        }
-        known = {side: value for side, value in means.items() if not np.isnan(value)}
-        found.append(replace(finding, **known))
-    return tuple(found)
-
-
 def sentence(judgement: Judgement) -> str:
     """The comparison in one line: its most certain finding or, if undecided, the one that is known least."""
     compared, outcome = judgement.compared, judgement.outcome
@@ -204,7 +185,7 @@ def sentence(judgement: Judgement) -> str:
 
 
 def _surest(finding: Finding) -> tuple[float, float]:
-    """Sorts by p, then by the mean over its scatter: the whole comes first if all cells are slower, else the cell."""
+    """Sorts by p, then by the mean over its scatter: the whole before its cells if all are slower."""
     y = np.log1p(finding.series)
     sd = y.std(ddof=1)
     return finding.p, -abs(y.mean()) / sd if sd else -np.inf

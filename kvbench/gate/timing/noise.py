@@ -99,7 +99,7 @@ def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
 
 
 def _critical_t(harm: np.ndarray, pairs: int, alpha: float) -> float:
-    """From the flips of the first ``pairs``; if there are fewer, extrapolated by the effective number of tests."""
+    """Takes it from the flips of the first ``pairs``; of fewer it is extrapolated by the effective number of tests."""
     known = min(len(harm), pairs)
     first = harm[:known] - harm[:known].mean(axis=0)
     if known == pairs:
@@ -119,14 +119,13 @@ def _noise(tested: Hypotheses, columns: Sequence[int], t_criticals: Mapping[int,
     lagged = (apart[1:] * apart[:-1]).sum(axis=0)
     autocorrelation = np.divide(lagged, (apart**2).sum(axis=0), out=np.zeros_like(mean), where=sd > 0)
 
-    def relative(harm: np.ndarray) -> float | None:
-        return first.metric.relative_of(float(harm)) if np.isfinite(harm) else None
+    relative = first.metric.relative_of
 
-    def detectable(of_sd: float) -> ByLook:
-        return {k: relative(smallest_detectable(of_sd, k, t_critical)) for k, t_critical in t_criticals.items()}
+    def detectable(sd: float) -> ByLook:
+        return {k: relative(float(smallest_detectable(sd, k, t))) for k, t in t_criticals.items()}
 
-    def margin(of_sd: float) -> ByLook:
-        return {look.pairs: relative(smallest_margin(of_sd, look.pairs, look.alpha_pass)) for look in rules.looks}
+    def margin(sd: float) -> ByLook:
+        return {look.pairs: relative(float(smallest_margin(sd, look.pairs, look.alpha_pass))) for look in rules.looks}
 
     median_sd, worst_sd = float(np.median(sd)), float(sd[worst])
     return Noise(
@@ -148,7 +147,7 @@ def _noise(tested: Hypotheses, columns: Sequence[int], t_criticals: Mapping[int,
 
 
 def warnings_of(noise: RunnerNoise, rules: TimingRules) -> tuple[str, ...]:
-    """Where ``rules`` ask for more than this runner shows at their last look, and what is wrong with its pairs."""
+    """Says where ``rules`` ask for more than this runner shows at their last look, and what is wrong with its pairs."""
     last = rules.looks[-1].pairs
     found = []
     if noise.pairs < ENOUGH_PAIRS:

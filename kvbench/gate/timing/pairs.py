@@ -19,7 +19,7 @@ from kvbench.gate.timing.rules import CELL, CLASS, LEVELS, OVERALL, MetricRule
 
 @dataclass(frozen=True)
 class OneSided:
-    """A metric of a cell (indices in the table) that one side has in all pairs and ``lacking``, the other, in none."""
+    """A metric of a cell (indices in the table) that one side has in all pairs, and ``lacking`` in none."""
 
     lacking: str
     cell: int
@@ -28,10 +28,14 @@ class OneSided:
 
 @dataclass(frozen=True)
 class PairTable:
-    """``log_ratio`` [pairs, cells, metrics] = log(candidate / base); ``classes``: the class of each cell.
+    """The log ratios of all pairs, cells and metrics.
 
-    A metric of a cell is NaN in all pairs if neither side has it (answers of one token have no ITL) or only one side
-    (``one_sided``: a candidate that sends answers in one piece has no ITL). Raises ValueError if it is NaN in some.
+    A metric of a cell is NaN in all pairs if neither side has it (answers of one token have no ITL) or only one side (a
+    candidate that sends answers in one piece has no ITL). Raises ValueError if it is NaN in some.
+
+    log_ratio [pairs, cells, metrics]: log(candidate / base); classes: of the cells
+    one_sided: metrics of cells that only one side has
+    base, candidate [pairs, cells, metrics]: what was measured, where that is known, in the metrics' units
     """
 
     log_ratio: np.ndarray
@@ -39,6 +43,8 @@ class PairTable:
     classes: tuple[str, ...]
     metrics: tuple[MetricRule, ...]
     one_sided: tuple[OneSided, ...] = ()
+    base: np.ndarray | None = None
+    candidate: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         y = self.log_ratio
@@ -60,7 +66,7 @@ class PairTable:
         classes: Sequence[str],
         metrics: Sequence[MetricRule],
     ) -> PairTable:
-        """From measured values [pairs, cells, metrics] in the metrics' units, NaN where there is none."""
+        """The table of measured values [pairs, cells, metrics], NaN where there is none. Raises ValueError."""
         base, candidate = (np.asarray(x, dtype=np.float64) for x in (base, candidate))
         with np.errstate(divide="ignore", invalid="ignore"):
             y = np.log(candidate) - np.log(base)
@@ -76,28 +82,32 @@ class PairTable:
             if len(lacking) == 1:
                 one_sided.append(OneSided(lacking[0], cell, metric))
         y = np.where((base <= 0) | (candidate <= 0), np.inf, y)
-        return cls(y, tuple(cells), tuple(classes), tuple(metrics), tuple(one_sided))
+        return cls(y, tuple(cells), tuple(classes), tuple(metrics), tuple(one_sided), base, candidate)
 
     @property
     def pairs(self) -> int:
         return len(self.log_ratio)
 
-    def words(self, each: OneSided) -> str:
-        """``candidate has no p95 ITL of mixed/paged-c4, base has``."""
-        having = CANDIDATE if each.lacking == BASE else BASE
-        return f"{each.lacking} has no {self.metrics[each.metric].title} of {self.cells[each.cell]}, {having} has"
-
     def first(self, pairs: int) -> PairTable:
         """The table of the first so many pairs."""
-        return replace(self, log_ratio=self.log_ratio[:pairs])
+        base, candidate = (None if x is None else x[:pairs] for x in (self.base, self.candidate))
+        return replace(self, log_ratio=self.log_ratio[:pairs], base=base, candidate=candidate)
+
+    def means(self, cells: Sequence[int], metric: int) -> dict[str, float]:
+        """By side, the geometric mean over the pairs and ``cells``; empty without values."""
+        if self.base is None or self.candidate is None:
+            return {}
+        values = {BASE: self.base, CANDIDATE: self.candidate}
+        means = {side: float(np.exp(np.log(x[:, cells, metric]).mean())) for side, x in values.items()}
+        return {side: mean for side, mean in means.items() if not np.isnan(mean)}
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """That ``metric`` became worse at ``level`` over ``cells`` (indices in the table).
+    """The hypothesis that a metric became worse at a level, over ``cells`` (indices in the table).
 
-    ``where``: the name of the cell or the class, empty for overall. ``stands_for``: the levels that it covers, its own
-    among them: the only cell of a comparison is also its class and the whole.
+    where: the name of the cell or the class, empty for overall
+    stands_for: the levels that it covers, its own among them: an only cell is also its class and the whole
     """
 
     level: str
@@ -113,7 +123,7 @@ class Hypothesis:
 
     @property
     def title(self) -> str:
-        """Such as ``p95 TTFT of mixed/paged-p16-c32``, ``p95 TTFT of class mixed``, ``p95 TTFT over all cells``."""
+        """A title such as ``p95 TTFT of class mixed`` or ``p95 TTFT over all cells``."""
         return f"{self.metric.title} {in_words(self.level, self.where)}"
 
     @property
@@ -123,7 +133,7 @@ class Hypothesis:
 
     @property
     def floor(self) -> float:
-        """[log ratio]"""
+        """The floor as a log ratio."""
         return self.metric.harm_of(self.metric.floor)
 
     @property
@@ -133,18 +143,21 @@ class Hypothesis:
 
     @property
     def margin(self) -> float:
-        """[log ratio]"""
+        """The margin as a log ratio."""
         return self.metric.harm_of(self.margin_share)
 
 
 def in_words(level: str, where: str) -> str:
-    """``over all cells``, ``of class mixed``, ``of mixed/paged-p16-c32``."""
+    """The place of a hypothesis in words: ``over all cells``, ``of class mixed``."""
     return {CELL: f"of {where}", CLASS: f"of class {where}", OVERALL: "over all cells"}[level]
 
 
 @dataclass(frozen=True)
 class Hypotheses:
-    """``harm`` [pairs, hypotheses]: log ratio, signed so that worse is positive. ``notes``: what was left out."""
+    """All hypotheses with their ``harm`` [pairs, hypotheses], the log ratio signed so that worse is positive.
+
+    notes: what was left out
+    """
 
     each: tuple[Hypothesis, ...]
     harm: np.ndarray

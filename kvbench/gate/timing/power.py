@@ -1,4 +1,4 @@
-"""What a number of pairs can see: power of the gate, its smallest detectable effect, and the pairs it needs.
+"""The power of a number of pairs, the smallest effect that they detect, and how many pairs a gate needs.
 
 Take pairs that scatter normally around a harm h with a sd s (log ratios both). Their mean is normal around h with
 s / sqrt(K), and independent of their sd S, which has s sqrt(chi2(K - 1) / (K - 1)). A FAIL needs a mean of at least
@@ -62,7 +62,7 @@ def smallest_detectable(sd: np.ndarray, pairs: int, t_critical: float, floor: np
 
 
 def effective_tests(t_critical: float, pairs: int, alpha: float, hypotheses: int) -> float:
-    """How many independent tests have this critical t at ``alpha`` (1 to ``hypotheses``); all where it is infinite."""
+    """Counts the independent tests that have this critical t at ``alpha``: 1 to ``hypotheses``."""
     if not np.isfinite(t_critical) or pairs < 2:
         return float(hypotheses)
     return float(np.clip(alpha / stats.t.sf(t_critical, pairs - 1), 1, hypotheses))
@@ -104,7 +104,7 @@ def pairs_to_settle(
     tests: float,
     rules: TimingRules,
 ) -> list[int | None]:
-    """For each hypothesis [hypotheses], the pairs (more than ``pairs``) that settle it with a power of 80 %.
+    """Finds for each hypothesis the pairs, more than ``pairs``, that settle it with a power of 80 %.
 
     If its true harm is the ``mean`` that was measured: by a PASS or, from the floor on, by a FAIL, whichever takes
     fewer. None: more than 200, or nothing known of its scatter.

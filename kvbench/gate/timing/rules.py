@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvbench.common.errors import UsageError
+from kvbench.metrics.definitions import figure
 
 OVERALL, CLASS, CELL = "overall", "class", "cell"
 LEVELS = (OVERALL, CLASS, CELL)
@@ -36,6 +37,13 @@ class MetricRule:
     floor: float
     margins: Mapping[str, float]
 
+    @classmethod
+    def of(cls, name: str, floor: float, margins: Mapping[str, float]) -> MetricRule:
+        """The rule of a figure of METRICS."""
+        judged = figure(name)
+        title = judged.title if judged.statistic else judged.metric.title
+        return cls(name, title, judged.unit, judged.higher_is_better, floor, margins)
+
     def margin_at(self, levels: Iterable[str]) -> float:
         """The tightest margin of these levels."""
         return min(self.margins[level] for level in levels)
@@ -44,8 +52,10 @@ class MetricRule:
         """A relative change for the worse (0.03: 3 % longer, 3 % less) as a distance in log(candidate / base)."""
         return -math.log1p(-relative) if self.higher_is_better else math.log1p(relative)
 
-    def relative_of(self, harm: float) -> float:
-        """The relative change for the worse of a distance in log(candidate / base); negative: for the better."""
+    def relative_of(self, harm: float) -> float | None:
+        """The relative change for the worse of a distance in log(candidate / base); None of an infinite one."""
+        if not math.isfinite(harm):
+            return None
         return -math.expm1(-harm) if self.higher_is_better else math.expm1(harm)
 
 
@@ -112,11 +122,9 @@ class TimingRules:
 # A PASS may err in 5 %.
 DEFAULT_RULES = TimingRules(
     metrics=(
-        MetricRule(
-            "output_throughput", "output throughput", "tokens/s", True, 0.01, {OVERALL: 0.02, CLASS: 0.03, CELL: 0.04}
-        ),
-        MetricRule("p95_ttft_ms", "p95 TTFT", "ms", False, 0.02, {OVERALL: 0.04, CLASS: 0.05, CELL: 0.10}),
-        MetricRule("p95_itl_ms", "p95 ITL", "ms", False, 0.01, {OVERALL: 0.03, CLASS: 0.03, CELL: 0.06}),
+        MetricRule.of("output_throughput", 0.01, {OVERALL: 0.02, CLASS: 0.03, CELL: 0.04}),
+        MetricRule.of("p95_ttft_ms", 0.02, {OVERALL: 0.04, CLASS: 0.05, CELL: 0.10}),
+        MetricRule.of("p95_itl_ms", 0.01, {OVERALL: 0.03, CLASS: 0.03, CELL: 0.06}),
     ),
     looks=(Look(8, 0.004, 0.02), Look(12, 0.0025, 0.015), Look(16, 0.0025, 0.015)),
 )

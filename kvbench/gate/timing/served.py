@@ -26,10 +26,11 @@ LAUNCHES = 2  # a second one only where the first does not pass
 
 @dataclass(frozen=True)
 class ServedRules:
-    """``alpha``: the chance of a FAIL without any difference, of all tests of a comparison together; ``alpha_pass``: of
-    a PASS at each launch although a median difference is at its margin.
+    """The rules of the served check.
 
-    ``floor``, ``margin``: shares of the base's median, and at least ``floor_ms``, ``margin_ms``.
+    alpha: the chance of a FAIL without any difference, of all tests of a comparison together
+    alpha_pass: that of a PASS at each launch although a median difference is at its margin
+    floor, margin: shares of the base's median, and at least floor_ms, margin_ms
     """
 
     alpha: float = 0.001
@@ -67,7 +68,7 @@ class ServedJudgement:
 def judge_served(
     base: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]], tests: int, rules: ServedRules = SERVED_RULES
 ) -> ServedJudgement:
-    """``base``, ``candidate``: by launch and round, the ms of one latency. ``tests``: latencies that are judged.
+    """Judges one latency. ``base``, ``candidate``: its ms by launch and round; ``tests``: latencies that are judged.
 
     Slower: every launch is beyond the floor, and the sign test excludes chance. FAIL: slower in two launches. PASS: the
     margin is ruled out, and it is not slower. INCONCLUSIVE: neither.
@@ -102,7 +103,7 @@ def sign_p(differences: np.ndarray) -> float:
 
 
 def median_bounds(values: np.ndarray, alpha: float) -> tuple[float, float]:
-    """The lower and the upper bound of the median, each with a confidence of 1 - alpha; infinite of too few values."""
+    """Bounds the median from below and above, each with a confidence of 1 - alpha; infinite of too few values."""
     count = len(values)
     rank = int(binom.isf(alpha, count, 0.5)) + 1  # fewer than alpha have so many values below their median
     if rank > count:

@@ -46,7 +46,7 @@ def sign_patterns(pairs: int) -> Iterator[np.ndarray]:
 
 
 def scaled(harm: np.ndarray) -> np.ndarray:
-    """``harm`` [..., pairs, hypotheses] with columns of length 1 (0 where all are 0): their signed sums are the u."""
+    """Scales ``harm`` [..., pairs, hypotheses] to columns of length 1, whose signed sums are the u."""
     length = np.sqrt((harm * harm).sum(axis=-2, keepdims=True))
     return np.divide(harm, length, out=np.zeros_like(harm), where=length > 0)
 

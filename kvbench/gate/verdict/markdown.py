@@ -33,7 +33,7 @@ def first_line(verdict: Verdict) -> str:
 
 
 def escape(text: object, limit: int | None = None) -> str:
-    """``text`` in one line with all marks of HTML and Markdown escaped."""
+    """Puts ``text`` into one line with all marks of HTML and Markdown escaped."""
     flat = wording.line(text, limit).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_~\[\]|#$])", r"\\\1", flat)
 

@@ -1,27 +1,49 @@
-"""The outputs of a verdict: its files in one folder, the terminal and GitHub.
+"""The outputs of a verdict: its files in one folder, the terminal and GitHub Actions.
 
 verdict.json                        all of it, by kvbench/gate/verdict/verdict.schema.json
 junit.xml                           a test case for each finding
 summary.md                          for people, the verdict in its first line
 pairs.html                          the pairs drawn, where there are any
 benchmark-{bigger,smaller}-is-better.json   for github-action-benchmark, where there are values
+
+GitHub gets the step summary and annotations: workflow commands on stdout (docs.github.com, "Workflow commands for
+GitHub Actions"), of which it shows at most ten of a kind for each step.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from kvbench.common.console import print_plain
+from kvbench.common.errors import say
 from kvbench.common.files import write_json, write_text
-from kvbench.gate.verdict.benchmark_action import verdict_entries, write_benchmarks
-from kvbench.gate.verdict.github import publish
+from kvbench.common.secrets import hide_keys
+from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.junit import junit
-from kvbench.gate.verdict.markdown import summary
+from kvbench.gate.verdict.markdown import SUMMARY_BYTES, summary
 from kvbench.gate.verdict.pairs import pair_page
 from kvbench.gate.verdict.terminal import print_verdict
-from kvbench.gate.verdict.verdict import Verdict
+from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Verdict
+
+BIGGER, SMALLER = "benchmark-bigger-is-better.json", "benchmark-smaller-is-better.json"
+ANNOTATIONS = 5
+_MESSAGE, _TITLE = 1_000, 150  # characters
+_LEVELS = {FAIL: "error", INVALID: "error", EMPTY: "error", INCONCLUSIVE: "warning", PASS: "notice"}
+
+
+def report_verdict(verdict: Verdict, folder: Path | None) -> int:
+    """Prints the verdict, writes its files to ``folder``, if given, and tells GitHub. Returns the exit code."""
+    console = Console()
+    print_verdict(verdict, console)  # first: a full disk must not take it away
+    for path in write_outputs(verdict, folder) if folder else ():
+        print_plain(console, f"written: {path}")
+    publish(verdict, folder)
+    return verdict.exit_code
 
 
 def write_outputs(verdict: Verdict, folder: Path) -> list[Path]:
@@ -34,14 +56,107 @@ def write_outputs(verdict: Verdict, folder: Path) -> list[Path]:
             written.append(folder / name)
         else:
             (folder / name).unlink(missing_ok=True)
-    return [*written, *write_benchmarks(verdict_entries(verdict), folder)]
+    return [*written, *write_benchmarks(verdict_benchmarks(verdict), folder)]
 
 
-def report_verdict(verdict: Verdict, folder: Path | None) -> int:
-    """Prints the verdict, writes its files to ``folder``, if given, and tells GitHub. Returns the exit code."""
-    console = Console()
-    print_verdict(verdict, console)  # first: a full disk must not take it away
-    for path in write_outputs(verdict, folder) if folder else ():
-        print_plain(console, f"written: {path}")
-    publish(verdict, folder)
-    return verdict.exit_code
+# --- github-action-benchmark
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A value of a chart. ``spread``: half of the width of its interval."""
+
+    name: str
+    unit: str
+    value: float
+    spread: float | None
+    extra: str
+    higher_is_better: bool
+
+    def to_json(self) -> dict[str, str | float]:
+        """The entry as the action's custom tools read it; a range is drawn only as ``± number``."""
+        entry = {"name": wording.line(self.name), "unit": wording.line(self.unit), "value": self.value}
+        drawn = {"range": f"± {self.spread:.6g}"} if self.spread and wording.is_number(self.spread) else {}
+        return {**entry, **drawn, "extra": wording.clean(self.extra)}
+
+
+def verdict_benchmarks(verdict: Verdict) -> list[Benchmark]:
+    """The candidate's values of a comparison, named by the findings' ids; the other gates have no timings to chart."""
+    found = []
+    for finding in verdict.findings if verdict.kind == "compare" else ():
+        if not wording.is_number(finding.candidate) or finding.higher_is_better is None:
+            continue
+        low, high = finding.interval or (None, None)
+        known = all(map(wording.is_number, (finding.base, low, high)))
+        half = abs(finding.base) * (high - low) / 2 if known else None
+        extra = f"{wording.LABELS[finding.outcome]}\n{wording.line(finding.sentence)}"
+        found.append(
+            Benchmark(finding.id, finding.unit or "", finding.candidate, half, extra, finding.higher_is_better)
+        )
+    return found
+
+
+def write_benchmarks(benchmarks: Sequence[Benchmark], folder: Path) -> list[Path]:
+    """A file for each direction with values, since the action fails with an empty list. Raises OSError.
+
+    One of an earlier verdict that has none now is removed.
+    """
+    written = []
+    for path, bigger in ((folder / BIGGER, True), (folder / SMALLER, False)):
+        if entries := [each.to_json() for each in benchmarks if each.higher_is_better == bigger]:
+            write_json(path, entries)
+            written.append(path)
+        else:
+            path.unlink(missing_ok=True)
+    return written
+
+
+# --- GitHub Actions
+
+
+def publish(verdict: Verdict, folder: Path | None, environ: Mapping[str, str] = os.environ) -> None:
+    """Appends to the file that ``$GITHUB_STEP_SUMMARY`` names, and prints annotations in GitHub Actions.
+
+    ``folder``: where the verdict's files are, for the first annotation. If the summary cannot be written, that is a
+    warning on stderr.
+    """
+    if path := environ.get("GITHUB_STEP_SUMMARY"):
+        try:
+            _append_summary(verdict, Path(path))
+        except OSError as error:
+            say(f"warning: the step summary {path} could not be written: {error.strerror}")
+    if environ.get("GITHUB_ACTIONS", "").lower() in ("true", "1"):
+        print("\n".join(annotations(verdict, folder)), flush=True)
+
+
+def _append_summary(verdict: Verdict, path: Path) -> None:
+    """Appends as much of the summary as fits below what earlier commands of the step wrote. Raises OSError."""
+    used = path.stat().st_size if path.exists() else 0
+    gap = "\n\n" if used else ""
+    text = summary(verdict, max(0, SUMMARY_BYTES - used - len(gap) - 1))
+    if not text:
+        say(f"warning: {path} has {used:,} bytes and no room for the verdict: GitHub takes {SUMMARY_BYTES:,}")
+        return
+    with path.open("a", encoding="utf-8") as file:
+        file.write(gap + hide_keys(text))
+
+
+def annotations(verdict: Verdict, folder: Path | None) -> list[str]:
+    """At most five workflow commands: the verdict, then the worst findings."""
+    title = f"kvbench {verdict.kind}: {wording.LABELS[verdict.outcome]}"
+    ends = f" (see {folder})" if folder and verdict.outcome != PASS else ""
+    commands = [_command(verdict.outcome, title, verdict.sentence, ends)]
+    for finding in wording.worst_first(verdict.of(FAIL, INVALID, INCONCLUSIVE))[: ANNOTATIONS - 1]:
+        title = f"{wording.LABELS[finding.outcome]}: {wording.line(finding.title or finding.id, _TITLE)}"
+        commands.append(_command(finding.outcome, title, finding.sentence))
+    return commands
+
+
+def _command(outcome: str, title: str, sentence: str, ends: str = "") -> str:
+    """Escaped as actions/toolkit does; a comma or a colon would end a property."""
+    text = _escape(wording.line(sentence, _MESSAGE) + ends)
+    return f"::{_LEVELS[outcome]} title={_escape(title).replace(':', '%3A').replace(',', '%2C')}::{text}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")

@@ -101,7 +101,7 @@ def pair_page(verdict: Verdict) -> str | None:
 
 
 def _dot(verdict: Verdict, findings: Sequence[Finding]) -> str:
-    """What a dot of these findings is."""
+    """Names what a dot of these findings is."""
     return "repeat" if verdict.kind == "limits" else "round" if findings[0].suite == "served" else "pair"
 
 

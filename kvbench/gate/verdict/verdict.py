@@ -1,4 +1,4 @@
-"""What a gate found: one ``Verdict`` of ``Finding``s, the same for counters, paired timings and absolute limits.
+"""The ``Verdict`` of a gate with its ``Finding``s, the same for counters, paired timings and absolute limits.
 
 Each gate returns one, and all outputs (verdict.json, JUnit, the GitHub summary, the terminal) are made from it alone.
 """

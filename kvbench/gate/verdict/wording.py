@@ -80,7 +80,7 @@ def sentence(key: str, **values: object) -> str:
 
 
 def clean(text: object) -> str:
-    """``text`` without terminal colours, control characters and lone surrogates, so that every output can hold it."""
+    """Takes terminal colours, control characters and lone surrogates out, so that every output can hold the text."""
     return _UNWRITABLE.sub("", _ESCAPE_SEQUENCE.sub("", str(text))).replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -98,7 +98,7 @@ def shortened(text: object, limit: int) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number; NaN and None stand for a missing one."""
+    """Tests whether it is a finite number; NaN and None stand for a missing one."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -251,7 +251,7 @@ def counted(verdict: Verdict) -> str:
 
 
 def sides(verdict: Verdict) -> str:
-    """``base main (0123456789ab), candidate HEAD (...)``, as far as known."""
+    """Names both sides as far as known: ``base main (0123456789ab), candidate HEAD (...)``."""
     found = []
     for role, side in (("base", verdict.base), ("candidate", verdict.candidate)):
         name, sha = (line(side.get(key) or "", 200) for key in ("name", "sha"))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvbench.cli.gate import results_command
-from kvbench.gate.verdict.benchmark_action import BIGGER, SMALLER, sweep_entries, verdict_entries, write_benchmarks
+from kvbench.gate.limits import sweep_benchmarks
+from kvbench.gate.verdict.outputs import BIGGER, SMALLER, verdict_benchmarks, write_benchmarks
 from kvbench.gate.verdict.verdict import FAIL, PASS, Verdict
 from tests.support import verdicts
 
@@ -33,7 +34,7 @@ def check(path: Path) -> list[dict[str, Any]]:
 
 
 def test_candidate_values_go_to_the_file_of_their_direction(tmp_path: Path) -> None:
-    written = write_benchmarks(verdict_entries(verdicts.failed()), tmp_path)
+    written = write_benchmarks(verdict_benchmarks(verdicts.failed()), tmp_path)
     assert written == [tmp_path / BIGGER, tmp_path / SMALLER]
     bigger, smaller = (check(path) for path in written)
     assert {entry["unit"] for entry in bigger} == {"tokens/s"} and len(bigger) == 3
@@ -42,21 +43,21 @@ def test_candidate_values_go_to_the_file_of_their_direction(tmp_path: Path) -> N
     assert overall["value"] == pytest.approx(22.02)
     assert overall["range"] == "± 0.18"  # 20 ms by (11.0 - 9.2) / 2 %
     assert overall["extra"].startswith("FAIL\n")
-    assert write_benchmarks(verdict_entries(verdicts.passed()), tmp_path) == [tmp_path / SMALLER]
+    assert write_benchmarks(verdict_benchmarks(verdicts.passed()), tmp_path) == [tmp_path / SMALLER]
     assert not (tmp_path / BIGGER).exists()  # a direction without values has no file
 
 
 def test_what_is_no_timing_of_a_comparison_is_left_out() -> None:
     for name in ("counters", "invalid", "empty"):
-        assert verdict_entries(verdicts.EVERY[name]()) == []
+        assert verdict_benchmarks(verdicts.EVERY[name]()) == []
     good, bad = verdicts.timing("a", PASS), verdicts.timing("b", FAIL, float("nan"))
-    assert verdict_entries(Verdict("limits", PASS, "s", (good,))) == []
-    (entry,) = verdict_entries(Verdict("compare", FAIL, "s", (bad, good)))
-    assert entry[1]["name"] == "a/p95_itl_ms"
+    assert verdict_benchmarks(Verdict("limits", PASS, "s", (good,))) == []
+    (entry,) = verdict_benchmarks(Verdict("compare", FAIL, "s", (bad, good)))
+    assert entry.name == "a/p95_itl_ms"
 
 
 def test_a_sweep_gives_its_valid_cells(tmp_path: Path) -> None:
-    assert sweep_entries(tmp_path / "summary.csv", "mixed") == []  # no table, nothing to chart
+    assert sweep_benchmarks(tmp_path / "summary.csv", "mixed") == []  # no table, nothing to chart
     rows = [
         {"cell_id": "p8-c8", "configuration": "paged", "valid": "True", "repeats": 3, "output_tokens_per_s": 221.5,
          "ttft_ms_p95": 4867.25, "itl_ms_p95": "", "output_tokens_per_s_min": 219.5, "output_tokens_per_s_max": 224.5,
@@ -67,7 +68,7 @@ def test_a_sweep_gives_its_valid_cells(tmp_path: Path) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    write_benchmarks(sweep_entries(tmp_path / "summary.csv", "mixed"), tmp_path)
+    write_benchmarks(sweep_benchmarks(tmp_path / "summary.csv", "mixed"), tmp_path)
     (throughput,), (ttft,) = check(tmp_path / BIGGER), check(tmp_path / SMALLER)
     assert throughput.pop("range") == "± 2.5"
     assert throughput.pop("extra") == "paged\n3 repeats; whole run"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.gate.verdict.github import annotations, publish
 from kvbench.gate.verdict.markdown import SUMMARY_BYTES, summary
+from kvbench.gate.verdict.outputs import annotations, publish
 from kvbench.gate.verdict.verdict import INCONCLUSIVE, PASS
 from tests.support import verdicts
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvbench.gate.timing.judge import findings_of, judge, sentence
+from kvbench.gate.timing.judge import judge, sentence
 from kvbench.gate.timing.pairs import PairTable
 from kvbench.gate.timing.power import power, smallest_detectable, unbiased
 from kvbench.gate.timing.rules import DEFAULT_RULES
@@ -115,13 +115,15 @@ def test_more_pairs_than_a_comparison_takes_are_no_advice():
     assert "more than 200 pairs" in sentence(judge(table(y, rules.metrics), rules, 2))
 
 
-def one_sided(pairs: int, lacking: str) -> tuple[PairTable, np.ndarray, np.ndarray]:
-    """The table and the values of a comparison where one side has no p95 ITL of chat/b."""
+OF_CLASS = tuple(cell.split("/")[0] for cell in CELLS)
+
+
+def one_sided(pairs: int, lacking: str) -> PairTable:
+    """The table of a comparison where one side has no p95 ITL of chat/b."""
     base = np.full((pairs, len(CELLS), len(METRICS)), 50.0)
     candidate = base * np.exp(noise(pairs))
     (candidate if lacking == "candidate" else base)[:, 1, 2] = np.nan
-    classes = tuple(cell.split("/")[0] for cell in CELLS)
-    return PairTable.from_values(base, candidate, CELLS, classes, METRICS), base, candidate
+    return PairTable.from_values(base, candidate, CELLS, OF_CLASS, METRICS)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +137,9 @@ def one_sided(pairs: int, lacking: str) -> tuple[PairTable, np.ndarray, np.ndarr
     ],
 )
 def test_a_metric_that_one_side_has_lost_is_never_a_pass(lacking, pairs, look, outcome):
-    made, base, candidate = one_sided(pairs, lacking)
-    judgement = judge(made, DEFAULT_RULES, look)
+    judgement = judge(one_sided(pairs, lacking), DEFAULT_RULES, look)
     assert judgement.outcome == outcome and judgement.notes == ()
-    findings = {f.id: f for f in findings_of(judgement, base, candidate)}
+    findings = {f.id: f for f in judgement.findings}
     assert len(findings) == 3 * (1 + 2 + 4) - 1  # the class chat has one cell with that metric
     found = findings.pop("cell/chat/b/p95_itl_ms")
     assert (found.suite, found.outcome, found.change, found.p) == ("cell", outcome, None, None)
@@ -149,12 +150,12 @@ def test_a_metric_that_one_side_has_lost_is_never_a_pass(lacking, pairs, look, o
 
 
 def test_what_was_measured_goes_before_what_was_lost():
-    made, base, candidate = one_sided(8, "base")
+    made = one_sided(8, "base")
     y = made.log_ratio.copy()
     y[:, :, 0] -= 0.2
     judgement = judge(replace(made, log_ratio=y), DEFAULT_RULES, 0)
     assert judgement.outcome == FAIL and sentence(judgement).startswith("output throughput")
-    assert {f.outcome for f in findings_of(judgement, base, candidate)} == {FAIL, PASS, INVALID}
+    assert {f.outcome for f in judgement.findings} == {FAIL, PASS, INVALID}
 
 
 def test_nothing_but_what_one_side_has_is_not_empty():
@@ -183,7 +184,8 @@ def test_nothing_to_compare_is_no_pass():
 def test_change_interval_and_sides_are_those_of_geometric_means():
     y = noise(8, sd=0.02, seed=5)
     base = np.exp(np.random.default_rng(2).normal(size=y.shape))
-    findings = {f.id: f for f in findings_of(judge(table(y), DEFAULT_RULES, 0), base, base * np.exp(y))}
+    made = PairTable.from_values(base, base * np.exp(y), CELLS, OF_CLASS, METRICS)
+    findings = {f.id: f for f in judge(made, DEFAULT_RULES, 0).findings}
     assert len(findings) == 21
     found, result = findings["class/code/output_throughput"], y[:, 2:, 0].mean(axis=1)
     assert found.base == pytest.approx(stats.gmean(base[:, 2:, 0], axis=None))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.measure.live_server import WINDOW_S, LiveServer
+from kvbench.sweep.progress import WINDOW_S, LiveServer
 from kvbench.targets.prometheus import MetricsSample
 
 BUSY = {"num_requests_running": 18.0, "num_requests_waiting": 14.0, "kv_cache_usage_perc": 0.934}

@@ -10,6 +10,7 @@ from rich.console import Console
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.text import calibration_words, failure_words, plural, slo_words
 from kvbench.load.validity import MAX_SHORT_SHARE
+from kvbench.measure.http import TargetInstrument
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.latency import (
     LATENCIES,
@@ -41,15 +42,17 @@ _ROWS = (
 _SHOWN = ("mean", "p50", "p90", "p95", "p99")
 
 
-def stored(load: LoadConfig, point: LoadPoint, target: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+def stored(instrument: TargetInstrument, point: LoadPoint, result: Mapping[str, Any]) -> dict[str, Any]:
     """metrics.json: vLLM's fields, then everything under kvbench's own names."""
+    server, target = instrument.server, instrument.server.target
+    load = server.load
     return {
         **vllm_fields(
             result["metrics"],
             point,
             date=result["started_at"],
-            backend=target.get("preset") or "openai",
-            model=target.get("model"),
+            backend=target.preset.name,
+            model=target.model.name,
             burstiness=load.burstiness,
             max_concurrency=load.max_concurrency,
         ),
@@ -57,6 +60,9 @@ def stored(load: LoadConfig, point: LoadPoint, target: Mapping[str, Any], result
         "cache_state": load.cache_state,
         **{name: value for name, value in result.items() if name != "metrics"},
         "metrics": result["metrics"],
+        "notes": [*target.notes],
+        "lengths": lengths_of(load, instrument.requests, target.model.max_model_len),
+        "prefix_caching": server.info.engine.enable_prefix_caching,
     }
 
 

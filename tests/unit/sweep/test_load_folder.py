@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.loadtest.folder import METRICS, open_folder
 from kvbench.runs.work import work_in
+from kvbench.sweep.load_folder import METRICS, open_folder
 
 
 @contextmanager
@@ -34,6 +34,13 @@ def load_manifest(sha="1", **more):
     return {"kind": "load", "status": "incomplete", "search": None, "sharing": sharing} | conditions | same | more
 
 
+def new_run(folder, number, name, kept):
+    path = folder.run(number, name)
+    path.mkdir(parents=True)
+    (path / METRICS).write_text(kept)
+    return path
+
+
 def stored(path):
     return json.loads((path / "manifest.json").read_text())
 
@@ -45,7 +52,9 @@ def test_a_folder_is_incomplete_until_it_is_finished(out):
     assert stored(out)["status"] == "incomplete"
     with opened(out) as folder:
         assert not folder.finished
-        (folder.run(1, "r4") / "client.log").write_text("it said something")
+        log = folder.run(1, "r4") / "client.log"
+        log.parent.mkdir(parents=True)
+        log.write_text("it said something")
         (out / "client.log").write_text("")
         folder.finish(valid=True)
     assert (stored(out)["status"], stored(out)["valid"]) == ("complete", True) and stored(out)["ended"]
@@ -136,10 +145,10 @@ def test_an_invalid_load_is_measured_again(out):
 
 def test_a_search_goes_on_from_valid_runs_under_the_conditions_they_were_measured_in(out):
     with opened(out) as folder:
-        (folder.run(1, "r4") / METRICS).write_text('{"trial": {"cause": "invalid"}}')
+        new_run(folder, 1, "r4", '{"trial": {"cause": "invalid"}}')
     with opened(out, load_manifest("2")) as folder:
         assert stored(out)["git"]["sha"] == "2" and list(folder.finished_runs()) == []
-        (folder.run(1, "r4") / METRICS).write_text('{"valid": true}')
+        new_run(folder, 1, "r4", '{"valid": true}')
     with pytest.raises(UsageError, match="commit"), opened(out, load_manifest("3")):
         pass
     with opened(out, load_manifest("2", command=["again"])) as folder:
@@ -154,9 +163,10 @@ def test_two_commands_do_not_share_a_folder(out):
 
 def test_a_run_that_was_cut_short_leaves_no_trace_in_the_next_one(out):
     with opened(out) as folder:
-        first = folder.run(1, "r4")
-        (first / METRICS).write_text('{"a": 1}')
-        (folder.run(2, "r8") / "requests.parquet").write_text("half")
+        first = new_run(folder, 1, "r4", '{"a": 1}')
+        half = folder.run(2, "r8")
+        for path in (half, half.with_name("failed-2")):
+            path.mkdir()
         second = folder.run(2, "r2")
-        assert list(second.iterdir()) == [] and not (second.parent / "02-r8").exists()
+        assert [path.name for path in second.parent.iterdir()] == ["01-r4"]
         assert list(folder.finished_runs()) == [(first, {"a": 1})]

@@ -21,9 +21,10 @@ from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, Meas
 from kvbench.common.files import read_json, write_json
 from kvbench.common.text import clock, plural, significant
 from kvbench.load.validity import client_reasons
-from kvbench.loadtest.folder import INVALID, METRICS, LoadFolder
-from kvbench.loadtest.max_rate.plan import RunLength
-from kvbench.loadtest.max_rate.search import (
+from kvbench.metrics.latency import goodput_share
+from kvbench.sweep.load_folder import INVALID, METRICS, LoadFolder
+from kvbench.sweep.max_rate.plan import RunLength
+from kvbench.sweep.max_rate.search import (
     ALWAYS,
     CLIENT_LIMIT,
     FOUND,
@@ -41,13 +42,12 @@ from kvbench.loadtest.max_rate.search import (
     next_step,
     queue_growth,
 )
-from kvbench.loadtest.max_rate.threshold import CONFIDENCE, Interval
-from kvbench.metrics.latency import goodput_share
+from kvbench.sweep.max_rate.threshold import CONFIDENCE, Interval
 
 _RUN_OVER_FILLING = 4.0  # a run is so many times as long as the queue takes to fill
 
-Measure = Callable[[float, int, int, Path], Mapping[str, Any]]
-"""rate [1/s], number of requests, number of the run (its seed), folder -> what metrics.json holds, of one run."""
+Measure = Callable[[float, int, int], Mapping[str, Any]]
+"""rate [1/s], number of requests, number of the run (its seed) -> what metrics.json holds, of one run."""
 
 
 class OutOfTimeError(Exception):
@@ -118,9 +118,10 @@ class RateSearch:
         seconds = clock(self.length.seconds_of(step.rate, self.conditions))
         self._print(f"{name}, {count} {self.length.unit}, about {seconds}")
         try:
-            kept = dict(self.measure(step.rate, count, number, path))
+            kept = dict(self.measure(step.rate, count, number))
         except MeasurementError as error:  # as an invalid run, which is measured again
             kept = {"valid": False, "invalid_reasons": [str(error)], "metrics": {}}
+            path.mkdir(parents=True, exist_ok=True)
         kept["trial"] = {"rate": step.rate} | self._judged(kept, path)
         self._note(path, kept)
         trial = self.trials[-1]

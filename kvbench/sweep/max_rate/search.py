@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.loadtest.folder import INVALID
-from kvbench.loadtest.max_rate.threshold import Interval, Posterior, interval, posterior
 from kvbench.metrics.latency import QUANTILES, samples_needed, too_many_failed
 from kvbench.metrics.steady_window import in_system
+from kvbench.sweep.load_folder import INVALID
+from kvbench.sweep.max_rate.threshold import Interval, Posterior, interval, posterior
 
 LATENCIES = ("ttft", "ttft_send", "ttfo", "tpot", "itl", "e2el", "client_queue")
 STATISTICS = {**{name: name for name in QUANTILES}, "median": "p50", "mean": "mean", "max": "max"}

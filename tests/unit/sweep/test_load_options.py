@@ -16,7 +16,7 @@ from kvbench.cli.main import cli
 from kvbench.common.errors import UsageError
 from kvbench.common.text import slo_words
 from kvbench.load.spec import parse
-from kvbench.loadtest.options import (
+from kvbench.sweep.load_options import (
     LoadOptions,
     become_worker,
     choose_load,
@@ -223,19 +223,19 @@ def parsed(*words):
 
 
 def test_processes_of_this_machine_are_the_specs():
-    assert client_processes(parsed("w.yaml")).facts == {"processes": None, "workers": None}
-    clients = client_processes(parsed("w.yaml", "--processes", "4"))
+    assert client_processes(parsed("w.yaml"))[0].facts == {"processes": None, "workers": None}
+    clients, _ = client_processes(parsed("w.yaml", "--processes", "4"))
     assert clients.spec == {"processes": 4} and clients.workers is None
 
 
 def test_a_masters_arguments_are_those_that_the_load_process_reads():
     port = free_port()
-    clients = client_processes(parsed("w.yaml", "--master", "--expect-workers", "3", "--bind-port", str(port)))
+    clients, notice = client_processes(parsed("w.yaml", "--master", "--expect-workers", "3", "--bind-port", str(port)))
     read = parse(["spec.json", *clients.arguments])
     assert (read.spec, read.master, read.expect_workers) == ("spec.json", True, 3)
     assert (read.bind_host, read.bind_port) == ("127.0.0.1", port)
     assert clients.facts == {"processes": None, "workers": 3}
-    assert f"kvbench load --worker --master-host 127.0.0.1 --master-port {port}" in clients.notice
+    assert f"kvbench load --worker --master-host 127.0.0.1 --master-port {port}" in notice
 
 
 def test_a_worker_becomes_the_load_process(monkeypatch):
@@ -265,7 +265,7 @@ def test_a_master_that_cannot_listen_is_refused_before_anything_is_waited_for():
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"--bind-port {port} "):
             bound("127.0.0.1", port)
-    assert bound("127.0.0.1", port).workers == 1
+    assert bound("127.0.0.1", port)[0].workers == 1
     for host in ("192.0.2.1", "no-such-host.invalid"):  # TEST-NET-1: no machine has it
         with pytest.raises(UsageError, match=f"--bind-host {host} "):
             bound(host, port)

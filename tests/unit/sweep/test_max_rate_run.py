@@ -15,12 +15,12 @@ from scipy.optimize import brentq
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
 from kvbench.load.validity import client_report, invalid_reasons
-from kvbench.loadtest.folder import LoadFolder
-from kvbench.loadtest.max_rate.plan import RunLength
-from kvbench.loadtest.max_rate.run import RateSearch, answer_sentence, client_alone, request_times
-from kvbench.loadtest.max_rate.search import Answer, Bounds, parse_conditions
-from kvbench.loadtest.max_rate.threshold import Interval
 from kvbench.metrics.latency import summarise
+from kvbench.sweep.load_folder import LoadFolder
+from kvbench.sweep.max_rate.plan import RunLength
+from kvbench.sweep.max_rate.run import RateSearch, answer_sentence, client_alone, request_times
+from kvbench.sweep.max_rate.search import Answer, Bounds, parse_conditions
+from kvbench.sweep.max_rate.threshold import Interval
 
 TWO_RATES = Bounds(1.0, 0.1, 2.0, 0.2)
 AT_LEAST = Interval(1.9, None, None)
@@ -56,7 +56,13 @@ class Queue:
         self.runs: list[tuple[float, int, int]] = []
         self.invalid, self.client_limit, self.in_parallel_s = invalid, client_limit, in_parallel_s
 
-    def measure(self, rate, count, number, out):
+    def folder(self, rate, number):
+        """That of a run, as a load leaves it."""
+        path = self.path / "runs" / f"{number:02d}-r{rate:g}"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def measure(self, rate, count, number):
         self.runs.append((rate, count, number))
         starts = np.cumsum(np.random.default_rng([7, number]).exponential(1 / rate, count))
         answered, free = [], 0.0
@@ -73,6 +79,7 @@ class Queue:
         metrics = summarise(rows, {"mode": "open"}, {"ttft_ms": 500.0})
         if self.in_parallel_s is not None:
             rows["end"] = rows["t0"] + self.in_parallel_s
+        out = self.folder(rate, number)
         rows.to_parquet(out / "requests.parquet")
         reasons = ["foreign work"] if self.invalid(number) else []
         if rate > self.client_limit:
@@ -92,6 +99,7 @@ def new(tmp_path):
 
     def make(queue, slo="p95_ttft<=500ms", bounds=None, length=None, width=200, **fields):
         folder = LoadFolder(tmp_path / "out", {})
+        queue.path = folder.path
         folder.path.mkdir(exist_ok=True)
         console = Console(file=io.StringIO(), width=width)
         bounds, length = bounds or Bounds(1.0, 0.1, 100.0), length or RunLength(N, 0.0)
@@ -104,9 +112,9 @@ def new(tmp_path):
 
 def test_a_rate_at_which_answers_are_wrong_is_missed(new):
     class Forgetful(Queue):
-        def measure(self, rate, count, number, out):
+        def measure(self, rate, count, number):
             wrong = "1 of 9 canaries was answered wrongly" if rate > 2.5 else None
-            return super().measure(rate, count, number, out) | {"valid": not wrong, "wrong_answers": wrong}
+            return super().measure(rate, count, number) | {"valid": not wrong, "wrong_answers": wrong}
 
     search = new(Forgetful())
     assert search.run() == EXIT_OK
@@ -182,10 +190,10 @@ def test_without_a_rate_that_met_the_slo_no_lower_end_is_claimed(new, first_inva
 
 def test_a_load_that_could_not_be_driven_is_as_an_invalid_run(new):
     class Broken(Queue):
-        def measure(self, rate, count, number, out):
+        def measure(self, rate, count, number):
             if rate > 3:
                 raise MeasurementError("the load client ended with exit code 4: refused")
-            return super().measure(rate, count, number, out)
+            return super().measure(rate, count, number)
 
     bounds = Bounds(1.0, 0.1, 4.0, 0.2)
     search = new(Broken(), bounds=bounds)
@@ -266,19 +274,19 @@ def test_a_run_that_cannot_end_in_time_is_not_begun(new):
 
 def test_a_run_that_outlasts_the_time_is_cut_and_run_again_on_resume(new, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("kvbench.loadtest.max_rate.run.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("kvbench.sweep.max_rate.run.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(Queue):
         """Its second run goes on and on; it looks at the time as a load does."""
 
-        def measure(self, rate, count, number, out):
+        def measure(self, rate, count, number):
             self.search.check_time()
             if number == 2:
                 self.runs.append((rate, count, number))
-                (out / "client.log").write_text("half")
+                (self.folder(rate, number) / "client.log").write_text("half")
                 now[0] = 61.0
                 self.search.check_time()
-            return super().measure(rate, count, number, out)
+            return super().measure(rate, count, number)
 
     few, bounds = RunLength(50, 0.0, enough=False), Bounds(1000.0, 0.1, 1e6)
     slow = Slow()

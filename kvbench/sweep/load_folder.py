@@ -1,9 +1,11 @@
-"""The folder of ``kvbench load --output-dir``. Its manifest says "incomplete" until all is written.
+"""The folder of ``kvbench load --output-dir``: that of a sweep of one cell, with what the load came to beside it.
 
-    manifest.json    first, with status "incomplete": command, workload, versions, machine, target, calibration
-    requests.parquet, load.json, counters.json, server.parquet, metrics.json      one load
-    runs/<number>-r<rate>/...                                                     --find-max-rate: one folder a run
-    search.json                                                                   --find-max-rate: runs and answer
+    manifest.json    first, with status "incomplete"; ``kind`` load, and what a resumed load must agree in
+    cells/, requests/, calibration.json     as in a sweep's folder (kvbench/runs/folder.py)
+    metrics.json     the load's result, in vllm bench serve's field names and kvbench's own
+    requests.parquet, load.json, ...        the files of the load, linked from cells/<cell>/loads/1
+    runs/<number>-r<rate>/...               --find-max-rate: one load a run
+    search.json                             --find-max-rate: runs and answer
 
 A load, or a run of a search, is finished or is measured anew: with --resume an unfinished or an invalid load is removed
 and sent again, and a search goes on from its finished runs, under the conditions they were measured in.
@@ -11,8 +13,8 @@ and sent again, and a search goes on from its finished runs, under the condition
 
 from __future__ import annotations
 
+import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,24 +22,29 @@ from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import as_stored, read_json, utc_now, write_json
-from kvbench.common.machine import environment
 from kvbench.common.text import and_more
 from kvbench.metrics.canaries import WRONG_ANSWERS
-from kvbench.runs.folder import MANIFEST
+from kvbench.runs.folder import DONE, MANIFEST, RunFolder
 from kvbench.runs.resume import environment_differences
-from kvbench.workload.design import LoadPoint
-from kvbench.workload.file import Workload, differing_keys
+from kvbench.workload.file import differing_keys
 
 METRICS = "metrics.json"
 RUNS = "runs"
 COMPLETE, INCOMPLETE = "complete", "incomplete"
-_LOCK = ".lock"
 INVALID = "invalid"  # why a run of a search tells nothing: it was disturbed
+_LOCK = ".lock"
 _FILES_OF_A_LOAD = (  # what a load that is begun anew removes; whatever else lies in the folder stays
-    "requests*", "server.parquet", "load.json", "counters.json", METRICS, WRONG_ANSWERS, "spec.json", "client.log",
-    "search.json", RUNS,
+    "cells", "logs", "requests*", "server.parquet", "load.json", "counters.json", METRICS, WRONG_ANSWERS, "spec.json",
+    "client.log", "search.json", RUNS,
 )  # fmt: skip
 _SAME = ("workload", "load", "target", "search", "sharing")  # what a resumed folder must agree in
+
+
+class SearchRuns(RunFolder):
+    """The runs of a search as loads: run 3 at 4 requests/s is in ``runs/03-r4``."""
+
+    def load(self, cell_id: str, repeat: int) -> Path:
+        return self.path / RUNS / f"{repeat:02d}-{cell_id}"
 
 
 @dataclass
@@ -49,56 +56,38 @@ class LoadFolder:
     finished: bool = False
 
     def update(self, **facts: Any) -> None:
-        """Put further facts into the manifest, at once."""
+        """Puts further facts into the manifest, at once."""
         self.manifest |= facts
         write_json(self.path / MANIFEST, self.manifest)
 
     def finish(self, **facts: Any) -> None:
-        """Everything is written: empty logs are removed and the folder is complete."""
+        """Marks the folder complete, without empty logs: everything is written."""
         for log in self.path.rglob("client.log"):
             if log.stat().st_size == 0:
                 log.unlink()
         self.update(status=COMPLETE, ended=utc_now(), **facts)
 
+    def show_at_top(self, load: Path) -> None:
+        """Links the files of the finished ``load`` into the folder itself, where a user of one load looks for them."""
+        for file in load.iterdir():
+            if file.name != DONE:
+                (self.path / file.name).unlink(missing_ok=True)
+                try:
+                    os.link(file, self.path / file.name)
+                except OSError:  # no file system for links
+                    shutil.copy(file, self.path / file.name)
+
     def run(self, number: int, name: str) -> Path:
-        """An empty folder for a run of a search; what an interrupted one left is removed."""
-        path = self.path / RUNS / f"{number:02d}-{name}"
-        for stale in (self.path / RUNS).glob(f"{number:02d}-*"):
-            shutil.rmtree(stale)
-        path.mkdir(parents=True)
-        return path
+        """The folder of a run of a search; what an interrupted one left is removed."""
+        for stale in (*(self.path / RUNS).glob(f"{number:02d}-*"), self.path / RUNS / f"failed-{number}"):
+            shutil.rmtree(stale, ignore_errors=True)
+        return self.path / RUNS / f"{number:02d}-{name}"
 
     def finished_runs(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Folder and metrics.json of the runs that ended, in their order."""
-        found = (self.path / RUNS).glob(f"*/{METRICS}")
-        for path in sorted(found, key=lambda path: int(path.parent.name.partition("-")[0])):  # 100 comes after 11
+        files = (self.path / RUNS).glob(f"[0-9]*/{METRICS}")
+        for path in sorted(files, key=lambda path: int(path.parent.name.partition("-")[0])):  # 100 comes after 11
             yield path.parent, read_json(path)
-
-
-def describe(workload: Workload, point: LoadPoint, target: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """The manifest of a load, before anything is sent. ``target``: url, model, preset; never a key."""
-    return {
-        "format": 1,
-        "kind": "load",
-        "status": INCOMPLETE,
-        "command": ["kvbench", *sys.argv[1:]],
-        "workload": as_stored(workload.resolved),
-        "workload_name": workload.name,
-        "profile": workload.profile,
-        "seed": workload.seed,
-        "load": {
-            "load_id": point.load_id,
-            "mode": point.mode,
-            "concurrency": point.concurrency,
-            "request_rate": str(point.request_rate) if point.request_rate == float("inf") else point.request_rate,
-            "num_requests": point.num_requests,
-        },
-        "target": dict(target),
-        **environment(),
-        "started": utc_now(),
-        "ended": None,
-        **more,
-    }
 
 
 def open_folder(path: Path, manifest: dict[str, Any], *, resume: bool) -> LoadFolder:
@@ -116,7 +105,7 @@ def open_folder(path: Path, manifest: dict[str, Any], *, resume: bool) -> LoadFo
     return folder
 
 
-def _resumed(path: Path, manifest: dict[str, Any]) -> LoadFolder:
+def _resumed(path: Path, manifest: Mapping[str, Any]) -> LoadFolder:
     stored = read_json(path / MANIFEST)
     if not isinstance(stored, dict) or stored.get("kind") != "load":
         raise UsageError(f"{path} is not the folder of a load: give the one that --output-dir named")
@@ -127,14 +116,14 @@ def _resumed(path: Path, manifest: dict[str, Any]) -> LoadFolder:
             "new --output-dir"
         )
     folder = LoadFolder(path, stored)
-    found = stored.get("refused") or stored.get("wrong_answers")  # a finding, and no fault of the measurement
-    again = stored.get("valid") is False and not found
+    finding = stored.get("refused") or stored.get("wrong_answers")  # and no fault of the measurement
+    again = stored.get("valid") is False and not finding
     if stored.get("status") == COMPLETE and (not again or stored.get("search")):
         folder.finished = True
     elif not any((kept.get("trial") or {}).get("cause") != INVALID for _, kept in folder.finished_runs()):
-        for each in (found for pattern in _FILES_OF_A_LOAD for found in path.glob(pattern)):
-            shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
-        folder.manifest = manifest
+        for stale in (stale for pattern in _FILES_OF_A_LOAD for stale in path.glob(pattern)):
+            shutil.rmtree(stale) if stale.is_dir() and not stale.is_symlink() else stale.unlink()
+        folder.manifest = dict(manifest)
     elif differences := environment_differences(stored, manifest)[0]:
         raise UsageError(
             f"{path} was begun under other conditions than now: {'; '.join(differences)}. Go back to those, or "

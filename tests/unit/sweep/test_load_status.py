@@ -7,15 +7,15 @@ import io
 import pytest
 from rich.console import Console
 
-from kvbench.loadtest.run import StatusText
 from kvbench.measure.http import DRAIN, PREPARE
+from kvbench.sweep.one_load import LoadDisplay
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_each_phase_takes_the_place_of_the_one_before(terminal: bool) -> None:
     out, line = io.StringIO(), []
-    told = StatusText(Console(file=out, force_terminal=terminal))
-    told.begin("c4", line.append)
+    told = LoadDisplay(Console(file=out, force_terminal=terminal))
+    told._name, told._update = "c4", line.append
     told.say("calibrating the load client")
     assert (line == ["c4: calibrating the load client"]) == terminal  # else it is a line of the log
     assert ("calibrating" in out.getvalue()) != terminal

@@ -7,7 +7,7 @@ meets the SLO is the one at which half of the runs meet it. A run at rate r meet
 deviation of a run's own log threshold, is not known either: it is summed out on a grid. The interval holds the middle
 95 % of the posterior. It does not depend on why the runs were made at these rates or when they were stopped, so it
 holds for a sequential search (Kontsevich and Tyler, Vision Research 39, 1999); how often it covers the true rate is
-simulated in tests/unit/loadtest/test_max_rate_threshold.py.
+simulated in tests/unit/sweep/test_max_rate_threshold.py.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvbench.cli.main import cli
-from kvbench.loadtest.max_rate.plan import RunLength, patience_s
-from kvbench.loadtest.max_rate.search import (
+from kvbench.sweep.max_rate.plan import RunLength, patience_s
+from kvbench.sweep.max_rate.search import (
     ALWAYS,
     CLIENT_LIMIT,
     FOUND,

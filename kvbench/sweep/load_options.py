@@ -17,6 +17,7 @@ from kvbench.common.option_rules import check_exclusive, check_goes_with, flag
 from kvbench.common.ports import free_port
 from kvbench.common.text import plural
 from kvbench.load.spec import ARRIVE_S
+from kvbench.measure.instrument import Clients
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload, default_profile, load_workload
 from kvbench.workload.from_options import COMMAND_LINE, answers_in, changes_of_file, workload_text
@@ -186,28 +187,13 @@ def parse_canaries(text: str) -> dict[str, Any]:
         raise UsageError(f"--canaries {text!r} is not SHARE or SHARE:FILE: write for example --canaries 0.1") from None
 
 
-@dataclass(frozen=True)
-class ClientProcesses:
-    """Which processes send the load. ``spec``: fields of LoadSpec; ``arguments``: arguments of the load process.
+def client_processes(options: Mapping[str, Any]) -> tuple[Clients, str]:
+    """The processes that send the load, and how to start those on other machines; empty: this machine sends it.
 
-    ``workers``: how many other machines send it, and ``notice``: how to start them; None: this machine sends it.
+    Raises UsageError where a master cannot listen.
     """
-
-    spec: Mapping[str, Any]
-    arguments: tuple[str, ...] = ()
-    workers: int | None = None
-    notice: str | None = None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """``sharing`` of a manifest: processes of this machine (None: as the workload says), or workers of others."""
-        return {"processes": self.spec.get("processes"), "workers": self.workers}
-
-
-def client_processes(options: Mapping[str, Any]) -> ClientProcesses:
-    """As the options say, which go together. Raises UsageError where a master cannot listen."""
     if not options["master"]:
-        return ClientProcesses({"processes": options["processes"]} if options["processes"] else {})
+        return Clients({"processes": options["processes"]} if options["processes"] else {}), ""
     host, port, count = options["bind_host"], options["bind_port"], options["expect_workers"]
     free_port(port, host, port_option="--bind-port", host_option="--bind-host")
     values = {"--expect-workers": count, "--bind-host": host, "--bind-port": port, "--arrive-timeout": ARRIVE_S}
@@ -218,7 +204,7 @@ def client_processes(options: Mapping[str, Any]) -> ClientProcesses:
         "Workers get the prompts in clear text: use a network of your own, and set one KVBENCH_LOAD_TOKEN "
         "on every machine"
     )
-    return ClientProcesses({}, arguments, count, notice)
+    return Clients({}, arguments, count), notice
 
 
 def become_worker(options: Mapping[str, Any]) -> NoReturn:

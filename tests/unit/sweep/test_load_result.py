@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import io
 import math
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 from rich.console import Console
 
 from kvbench.common.foreign_cpu import MachineReport
-from kvbench.loadtest.result import lengths_of, lines, show, stored
 from kvbench.measure.http import client_cost
 from kvbench.metrics.latency import distribution, goodput_share, summarise
 from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.runs.server_info import ServerInfo
+from kvbench.sweep.show_load import lengths_of, lines, show, stored
+from kvbench.targets.presets import PRESETS
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 
 PROMPTS = {"kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]}
-TARGET = {"url": "u", "preset": "vllm", "model": "m"}
 CLOSED = LoadPoint("c2", "closed", 2, None, 4)
 
 
@@ -45,7 +47,11 @@ def config(**load):
 
 def kept(measured, load=None, point=CLOSED):
     """metrics.json."""
-    return stored(load or config(), point, TARGET, measured)
+    load = load or config()
+    info = ServerInfo.read({"engine": {"enable_prefix_caching": None}})
+    target = SimpleNamespace(model=SimpleNamespace(name="m", max_model_len=256), preset=PRESETS["vllm"], notes=())
+    server = SimpleNamespace(load=load, info=info, target=target)
+    return stored(SimpleNamespace(server=server, requests=RequestList(())), point, measured)
 
 
 def shown(measured):
@@ -251,7 +257,8 @@ def of_lengths(*totals, **notes):
 
 def test_by_what_lengths_were_scaled_is_shown_where_they_were_or_could_have_been():
     found = lengths_of(trace_load(), of_lengths(900, 7979, length_scale=1.0), 32768)
-    assert any("x 1 " in line and "32,768" in line and "7,979" in line for line in lines(kept(result(lengths=found))))
+    said = lines(kept(result()) | {"lengths": found})
+    assert any("x 1 " in line and "32,768" in line and "7,979" in line for line in said)
     half = lengths_of(trace_load(length_scale=0.5), of_lengths(50, length_scale=0.5), 256)
     assert (half["scale"], half["auto"], half["longest_total_tokens"]) == (0.5, False, 50)
     assert lengths_of(trace_load(), of_lengths(50), 256) is None  # texts, which are not cut

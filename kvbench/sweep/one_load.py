@@ -1,0 +1,368 @@
+"""``kvbench load``: a sweep of one cell on a server that runs already, or a search over rates there."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvbench.calibration.cache import Calibrator
+from kvbench.common.console import print_plain, status_line
+from kvbench.common.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_INVALID,
+    EXIT_OK,
+    EXIT_REGRESSION,
+    MeasurementError,
+    UsageError,
+)
+from kvbench.common.files import as_stored, check_output_dir, read_json, utc_now, write_json
+from kvbench.load.launch import DRAIN
+from kvbench.measure.http import PREPARE, HttpInstrument
+from kvbench.measure.instrument import Job, Listener
+from kvbench.measure.warm_up import WarmUp, warm_up
+from kvbench.metrics.latency import too_many_failed
+from kvbench.requests.request import RequestList
+from kvbench.runs.aggregate import aggregate_cell
+from kvbench.runs.folder import RunFolder
+from kvbench.runs.manifest import build_manifest
+from kvbench.runs.work import FolderWork, begun, kept, work_in
+from kvbench.sweep.load_folder import METRICS, LoadFolder, SearchRuns, open_folder
+from kvbench.sweep.load_options import (
+    LoadOptions,
+    become_worker,
+    check_combination,
+    check_named_load,
+    choose_load,
+    client_processes,
+    workload_source,
+)
+from kvbench.sweep.max_rate.plan import SearchPlan, at_rate, mean_rate, plan_search
+from kvbench.sweep.max_rate.run import RateSearch
+from kvbench.sweep.progress import LiveServer
+from kvbench.sweep.show_load import show, stored
+from kvbench.targets.base import Target
+from kvbench.targets.choose import preset_named, running_server
+from kvbench.targets.prometheus import MetricsSample
+from kvbench.workload.design import Block, Cell, LoadPoint, plan_sweep
+from kvbench.workload.file import Workload
+from kvbench.workload.load_section import load_point
+from kvbench.workload.request_form import RequestForm
+
+_REPEAT = 1  # of a single load; 0 is the warm-up's
+
+
+def load_command(
+    *,
+    given: Collection[str],
+    workload: str | None,
+    output_dir: Path | None,
+    resume: bool,
+    find_max_rate: str | None,
+    **options: Any,
+) -> int:
+    """The exit code. ``given``: which of the options stand on the command line. Raises UsageError, MeasurementError."""
+    check_combination(given, options["overrides"])
+    if options["worker"]:
+        become_worker(options)
+    clients, notice = client_processes(options)
+    chosen = LoadOptions(**{field.name: options[field.name] for field in dataclasses.fields(LoadOptions)})
+    workload, text = workload_source(workload, options, chosen, searching=find_max_rate is not None)
+    how = {"text": text, **{key: options[key] for key in ("profile", "overrides", "seed")}}
+    check_named_load(workload, chosen, how, searching=find_max_rate is not None)
+    plan = None
+    if find_max_rate is None:
+        loaded, point = choose_load(workload, chosen, **how)
+    else:
+        loaded, point, plan = plan_search(workload, find_max_rate, chosen, how, options)
+    console = Console()
+    say = partial(print_plain, console)
+    display = LoadDisplay(console)
+    job = Job(loaded, RunFolder(Path()), _new_target(options, loaded.load.form), display, clients=clients)
+    instrument = HttpInstrument(job)
+    block = block_of(loaded, point, options["url"])
+    try:
+        instrument.open(block)
+        loaded = job.workload = _with_load_of(loaded, instrument)
+        for note in instrument.server.target.notes:
+            say(f"note: {note}")
+        try:
+            requests = instrument.server.requests(point, _REPEAT)
+        except MeasurementError as error:  # nothing has been sent or written yet
+            drawn = text and loaded.load.prompts.kind == "synthetic"
+            raise UsageError(f"{error}{' (here --input-len and --output-len)' if drawn else ''}") from None
+        manifest = describe(loaded, block, instrument.server.target, plan, clients.facts)
+        with _work(output_dir, manifest["command"], resume, say) as (path, work):
+            folder = open_folder(path, manifest, resume=resume)
+            calibrator = Calibrator(path, not options["no_calibration"], display.say, console.print)
+            job.folder, job.check = SearchRuns(path) if plan else RunFolder(path), work.check
+            job.calibrate = calibrator if clients.workers is None else None
+            if notice:
+                say(notice)
+            loads = OneLoad(instrument, block, folder, console, options["num_warmups"], calibrator, requests, display)
+            if output_dir is not None:
+                work.close = partial(loads.say_what_is_kept, work, resume_command(manifest["command"], resume))
+            next_step = "give the same command and --resume" if output_dir is not None else ""
+            return loads.search(plan, next_step) if plan else loads.run(next_step)
+        return EXIT_INTERRUPTED
+    finally:
+        instrument.close()
+
+
+def block_of(workload: Workload, point: LoadPoint, url: str | None) -> Block:
+    """The block of the one cell: a running server has no settings that are known."""
+    design, _ = plan_sweep(dataclasses.replace(workload, engine={"target": url}, sweep={}))
+    cell = next(cell for cell in design.cells if cell.load == point)
+    return Block(_REPEAT, cell.configuration, (cell,))
+
+
+def _new_target(options: Mapping[str, Any], form: RequestForm) -> Callable[[], Target]:
+    """Makes the target of the running server that the options name. Raises UsageError."""
+    if not options["url"]:
+        raise UsageError("--url is missing: the server, e.g. --url http://127.0.0.1:8000")
+    return running_server("--url", options["url"], options, preset_named(options["preset"]), form)
+
+
+def _with_load_of(workload: Workload, instrument: HttpInstrument) -> Workload:
+    """The workload as it runs on the server, which may have no way to empty its cache or to ignore end tokens."""
+    load = instrument.server.load
+    if load is workload.load:
+        return workload
+    changed = {"cache_state": load.cache_state, "ignore_eos": load.ignore_eos}
+    resolved = {**workload.resolved, "load": {**workload.resolved["load"], **changed}}
+    return dataclasses.replace(workload, load=load, resolved=resolved)
+
+
+def describe(
+    workload: Workload, block: Block, target: Target, plan: SearchPlan | None, sharing: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The manifest of a load, before anything is sent; never with a key."""
+    (cell,) = block.cells
+    point = cell.load
+    load = {
+        "load_id": point.load_id,
+        "mode": point.mode,
+        "concurrency": point.concurrency,
+        "request_rate": str(point.request_rate) if point.request_rate == float("inf") else point.request_rate,
+        "num_requests": point.num_requests,
+    }
+    facts = dataclasses.asdict(target.model)
+    served = {"url": target.base_url, "preset": target.preset.name, "version": target.version()}
+    served |= {"endpoint": target.dialect.endpoint, "template_tokens": target.template_tokens}
+    planned = {"block_id": block.block_id, "repeat": _REPEAT, "configuration": block.configuration.config_id}
+    return build_manifest(
+        workload=as_stored(workload.resolved),
+        workload_file=None,
+        profile=workload.profile,
+        seed=workload.seed,
+        plan=[] if plan else [{**planned, "cells": [cell.cell_id]}],
+        extra={
+            "kind": "load",
+            "seed": workload.seed,
+            "load": load,
+            "target": served | {"model": facts.pop("name"), **facts},
+            "search": dataclasses.asdict(plan) if plan else None,
+            "sharing": dict(sharing),
+            "backend": target.preset.name,
+            "started": utc_now(),
+        },
+    )
+
+
+@contextmanager
+def _work(
+    output_dir: Path | None, command: Sequence[str], resume: bool, say: Callable[[str], None]
+) -> Iterator[tuple[Path, FolderWork]]:
+    """The work in ``output_dir``, or in a folder that is removed afterwards."""
+    if output_dir is None:
+        with tempfile.TemporaryDirectory() as scratch, work_in(Path(scratch), "nothing is kept", say) as work:
+            yield Path(scratch), work
+        return
+    check_output_dir(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with work_in(output_dir, kept(resume_command(command, resume)), say) as work:
+        yield output_dir, work
+
+
+def resume_command(command: Sequence[str], resume: bool) -> str:
+    """How to go on with a load that was begun by ``command``. ``resume``: it was given --resume itself."""
+    return shlex.join([*command, *([] if resume else ["--resume"])])
+
+
+_PHASES = {
+    PREPARE: "preparing the server's cache and the client",
+    "begin": "sending",
+    DRAIN: "all sent, waiting for the last answers",
+    "measured": "reading the answers",
+}
+
+
+class LoadDisplay(Listener):
+    """Shows what a load does: in the status line on a terminal, as a printed line elsewhere.
+
+    ``done``: the result of the last load.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._name = self._phase = ""
+        self._update: Callable[[str], None] = lambda text: None
+        self._server = LiveServer()
+        self.done: Mapping[str, Any] = {}
+
+    @contextmanager
+    def of_load(self, name: str, total: int) -> Iterator[None]:
+        """The status line of the load ``name`` of ``total`` requests."""
+        self._name, self._server, self.done = name, LiveServer(), {}
+        with status_line(self._console, f"{name}: {total} requests", more=self._server.rows) as update:
+            self._update = update
+            yield
+        self._update = lambda text: None
+
+    def say(self, text: str) -> None:
+        """Something else that takes seconds is being done."""
+        if self._console.is_terminal:
+            self._update(f"{self._name}: {text}")
+        else:
+            print_plain(self._console, text)
+
+    def load_phase(self, phase: str) -> None:
+        self._phase = _PHASES[phase]
+        self._update(f"{self._name}: {self._phase}")
+
+    def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
+        self._update(f"{self._name}: {self._phase}, {done}/{total} requests, {failed} failed, {elapsed_s:.0f} s")
+
+    def server_read(self, sample: MetricsSample) -> None:
+        self._server.take(sample)
+
+    def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:
+        self.done = done
+
+
+@dataclass
+class OneLoad:
+    """The loads of one command on one server. ``warm_ups``: requests before the first, never measured.
+
+    ``block``: of the one cell; ``requests``: of its load, as drawn to see whether the server can take them.
+    """
+
+    instrument: HttpInstrument
+    block: Block
+    folder: LoadFolder
+    console: Console
+    warm_ups: int
+    calibrator: Calibrator
+    requests: RequestList
+    display: LoadDisplay
+
+    @property
+    def cell(self) -> Cell:
+        return self.block.cells[0]
+
+    def run(self, next_step: str) -> int:
+        """A single load; the exit code. ``next_step``: how to measure an invalid one again; empty: not at all."""
+        metrics_file = self.folder.path / METRICS
+        if self.folder.finished:
+            print_plain(self.console, "this load is finished and is not run again")
+            result = read_json(metrics_file)
+        else:
+            result = self.measure(self.cell, _REPEAT)
+            outcome = {name: result[name] for name in ("valid", "refused", "wrong_answers")}
+            try:
+                write_json(metrics_file, result)
+                run = RunFolder(self.folder.path)
+                aggregate_cell(run, self.cell, {"backend": result["backend"], "model": result["model_id"]})
+                self.folder.show_at_top(run.load(self.cell.cell_id, _REPEAT))
+                self.folder.finish(**outcome, calibration=self.calibrator.facts())
+            except OSError:  # a full disk: what was measured is told at least
+                show(self.console, self.cell.load.load_id, result)
+                raise
+        show(self.console, self.cell.load.load_id, result)
+        if result.get("wrong_answers"):
+            return EXIT_REGRESSION
+        if not result["invalid_reasons"]:
+            return EXIT_OK
+        if too_many_failed(result["metrics"]):
+            print_plain(self.console, "the server failed requests: see the failures and the server's log first")
+        if next_step:
+            print_plain(self.console, f"to measure again {next_step}: the new load replaces this one")
+        return EXIT_INVALID
+
+    def search(self, plan: SearchPlan, next_step: str) -> int:
+        """A search over rates; the exit code. ``next_step``: how to go on with one that is not at its end."""
+        server, job, native_rate, least = self.instrument.server, self.instrument.job, None, self.cell.load.num_requests
+        load, check = server.load, job.check
+        if load.arrivals == "trace":
+            native_rate, least = mean_rate(self.requests), len(self.requests)
+
+        def check_both() -> None:
+            check()
+            search.check_time()
+
+        def measure(rate: float, count: int, number: int) -> dict[str, Any]:
+            point = self.cell.load
+            if native_rate is None:
+                point = load_point("open", concurrency=None, rate=rate, num_requests=count, arrivals=load.arrivals)
+            self.instrument.server = dataclasses.replace(server, load=at_rate(load, rate, count, native_rate))
+            return self.measure(Cell(f"r{rate:g}", self.block.configuration, point), number)
+
+        job.check, job.failures_invalidate = check_both, False
+        bounds, length = plan.bounds(native_rate or self.cell.load.request_rate), plan.run_length(load, least)
+        search = RateSearch(
+            plan.conditions, bounds, length, self.folder, measure, self.console, 60.0 * plan.max_minutes
+        )
+        code = search.run()
+        facts = {"valid": code != EXIT_INVALID, "calibration": self.calibrator.facts()}
+        if not search.can_continue:
+            self.folder.finish(**facts)
+            return code
+        self.folder.update(**facts)
+        if next_step:
+            print_plain(self.console, f"to go on {next_step}: finished runs are not run again")
+        return code
+
+    def say_what_is_kept(self, work: FolderWork, command: str) -> None:
+        """At an early end: where no load was measured to its end, ``command`` begins again."""
+        if not (self.display.done or any(self.folder.finished_runs())):
+            work.next_step = begun(command)
+
+    def measure(self, cell: Cell, number: int) -> dict[str, Any]:
+        """One load, after the warm-up if it is the first; what metrics.json holds."""
+        target = self.instrument.server.target
+        if not self.instrument.loads:
+            notes_before = len(target.notes)
+            self.instrument.facts["warm_up"] = self._warm_up(cell.load).to_json()
+            if new := target.notes[notes_before:]:  # it takes no token ids
+                print_plain(self.console, f"note: {new[0]}")
+        else:
+            self.instrument.facts.pop("warm_up", None)
+        try:
+            with self.display.of_load(cell.load.load_id, len(self.requests)):
+                self.instrument.measure(cell, number)
+        except OSError:
+            if self.display.done:  # a full disk: what was measured is told at least
+                show(self.console, cell.load.load_id, stored(self.instrument, cell.load, self.display.done))
+            raise
+        return stored(self.instrument, cell.load, self.display.done)
+
+    def _warm_up(self, point: LoadPoint) -> WarmUp:
+        began, answers = time.monotonic(), ["no request answered"]
+
+        def on_answer(answered: int, total: int) -> None:
+            answers.append(f"{answered} of {total} requests answered")
+
+        with status_line(self.console, "warming up") as update:
+            update(lambda: f"warming up: {answers[-1]}, {time.monotonic() - began:.0f} s")
+            warm = warm_up(self.instrument.server, point, self.warm_ups, on_answer)
+        self.folder.update(warm_up=warm.to_json())
+        return warm
