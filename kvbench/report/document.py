@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pandas as pd
 
 from kvbench.common import text as words
+from kvbench.common.files import read_json
 from kvbench.effects.comparison import FEWEST
 from kvbench.metrics.definitions import ENGINE
 from kvbench.report import (
@@ -29,6 +30,7 @@ from kvbench.report.decision import Answer, Decision, NextStep
 from kvbench.report.figures import distributions, effects, frontier, heat_map, slowest, step_time
 from kvbench.report.style import Drawing, LineStyle, looks
 from kvbench.report.tables import Chapter
+from kvbench.runs.folder import MANIFEST
 from kvbench.runs.model import Run
 
 _BANNERS = {
@@ -105,7 +107,7 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
         command=provenance.reproduce(run),
         glossary=tuple(provenance.glossary(run)),
         environment=tuple(provenance.environment(run)),
-        manifest=json.dumps(dict(run.manifest), indent=2, default=str),
+        manifest=_stored_manifest(run),
         looks=looks(run),
     )
 
@@ -140,6 +142,12 @@ def _counted(run: Run, state: provenance.Validity) -> str:
         cores = (run.manifest.get("cpu") or {}).get("cores")
         parts.append(f"client and engine shared {f'{cores} cores' if cores else 'the machine'}")
     return "; ".join(parts)
+
+
+def _stored_manifest(run: Run) -> str:
+    """The manifest as its file holds it, for a reader who wants all of it."""
+    path = run.folder / MANIFEST
+    return json.dumps(read_json(path) if path.is_file() else {}, indent=2)
 
 
 def _marked(run: Run, drawing: Drawing) -> Drawing:

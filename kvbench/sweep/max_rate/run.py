@@ -18,10 +18,12 @@ from rich.table import Table
 
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
-from kvbench.common.files import read_json, write_json
+from kvbench.common.files import write_json
+from kvbench.common.records import read_record
 from kvbench.common.text import clock, plural, significant
 from kvbench.load.validity import client_reasons
 from kvbench.metrics.latency import goodput_share
+from kvbench.metrics.model import LoadOutcome
 from kvbench.sweep.load_folder import INVALID, METRICS, LoadFolder
 from kvbench.sweep.max_rate.plan import RunLength
 from kvbench.sweep.max_rate.search import (
@@ -198,11 +200,13 @@ class RateSearch:
 
 def client_alone(kept: Mapping[str, Any], run: Path) -> bool:
     """Whether nothing but the load client's own figures made a run invalid: it was too much for the client."""
-    result = read_json(run / "load.json") if (run / "load.json").is_file() else {}
-    if not result.get("client"):
+    if not (run / "load.json").is_file():
+        return False
+    outcome = read_record(LoadOutcome, run / "load.json", "measure its load again")
+    if not outcome.client.model_fields_set:
         return False
     of_calibration = set((kept.get("calibration") or {}).get("reasons") or ()) - set(kept.get("disturbances") or ())
-    own = of_calibration.union(client_reasons(result))
+    own = of_calibration.union(client_reasons(outcome))
     return own.issuperset(kept["invalid_reasons"])
 
 
