@@ -13,7 +13,7 @@ import numpy as np
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import pack, write_json
-from kvbench.metrics.latency import goodput_share
+from kvbench.metrics.model import LoadMetrics
 from kvbench.requests.stream import RequestStream, stream_requests
 from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import machine_of
@@ -176,8 +176,7 @@ def sustainable_rate(run: Callable[[float], bool], first: float, tolerance: floa
 
 def reasons_missed(result: SimulationResult, conditions: Sequence[Condition]) -> list[str]:
     """Why the run does not meet the conditions, or could not serve what came; empty where it does."""
-    same = {"ttfo_ms": result.figures["ttft_ms"]}  # nothing is reasoned
-    metrics = result.figures | same | {"goodput_share": goodput_share(result.figures)}
+    metrics = LoadMetrics.model_validate(result.figures | {"ttfo_ms": result.figures["ttft_ms"]})  # nothing is reasoned
     growth = queue_growth(result.due, result.ends)
     return [miss.text for miss in misses(conditions, metrics, growth, _OVERLOAD)]
 
