@@ -28,13 +28,14 @@ import pandas as pd
 from pydantic import TypeAdapter
 
 from kvbench.calibration.mock.process import MockProcess, self_signed
-from kvbench.common.files import read_json
 from kvbench.common.foreign_cpu import MAX_STEAL_SHARE, MachineReport, MachineWatch, ServerProcess, foreign_limit
 from kvbench.common.machine import machine, usable_cores, versions
+from kvbench.common.records import read_record
 from kvbench.load import launch
 from kvbench.load.completion import SENT_TOGETHER_S
 from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, lag_limit_ms, percentile_ms
+from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.request import RequestSpec, write_requests
 
 DEFAULT_SECONDS, DEFAULT_ITL_MS = 3.0, 20.0
@@ -135,7 +136,7 @@ class Figures:
 
 
 def figures_of(
-    samples: pd.DataFrame, stamps: Sequence[Mapping[str, Any]], client: Mapping[str, Any], zero: float, planned: int
+    samples: pd.DataFrame, stamps: Sequence[Mapping[str, Any]], client: ClientFigures, zero: float, planned: int
 ) -> Figures:
     """``samples``: requests.parquet, times since ``zero`` [s, perf_counter]; ``stamps``: the mock's /stamps, whose
     prompts' last ids are the requests' indices; ``client``: of load.json; ``planned``: requests of the load."""
@@ -168,13 +169,13 @@ def figures_of(
         lag_p99_ms=percentile_ms(np.abs(lag), 99),
         itl_error_p99_ms=percentile_ms(error, 99),
         coalesced_share=shared / len(lag) if len(lag) else None,
-        turnaround_p50_ms=client.get("turnaround_p50_ms"),
-        cpu_us_per_event=client.get("cpu_us_per_chunk"),
-        cpu_fraction=client.get("cpu_fraction"),
-        loop_lag_p99_ms=client.get("loop_lag_p99_ms"),
+        turnaround_p50_ms=client.turnaround_p50_ms,
+        cpu_us_per_event=client.cpu_us_per_chunk,
+        cpu_fraction=client.cpu_fraction,
+        loop_lag_p99_ms=client.loop_lag_p99_ms,
         server_late_p99_ms=percentile_ms(late, 99),
-        priority=str(client.get("priority")),
-        unstamped_share=client.get("unstamped_share"),
+        priority=str(client.priority),
+        unstamped_share=client.unstamped_share,
     )
 
 
@@ -317,9 +318,9 @@ def _measure(settings: CalibrationSettings) -> tuple[Figures, MachineReport]:
             )
             with urllib.request.urlopen(url + "/stamps", timeout=10, context=context) as answer:
                 stamps = json.load(answer)
-        load = read_json(folder / "out" / "load.json")
+        load = read_record(LoadOutcome, folder / "out" / "load.json", "calibrate again")
         samples = pd.read_parquet(folder / "out" / "requests.parquet")
-    return figures_of(samples, stamps, load["client"], load["zero_perf_counter"], count), watch.report()
+    return figures_of(samples, stamps, load.client, load.zero_perf_counter or 0.0, count), watch.report()
 
 
 @lru_cache(maxsize=1)

@@ -70,7 +70,7 @@ def results(**options: Any) -> int:
 
 def results_command(results: Path, policy: Path | None, output_dir: Path | None, force: bool) -> int:
     """Judge, print and write. Raises UsageError."""
-    from kvbench.common.errors import UsageError
+    from kvbench.common.errors import UsageError, say
     from kvbench.gate.compare.conclude import judge_again
     from kvbench.gate.compare.folder import is_comparison
     from kvbench.gate.limits import judge_sweep, sweep_benchmarks
@@ -87,7 +87,12 @@ def results_command(results: Path, policy: Path | None, output_dir: Path | None,
     folder = output_dir or folder
     code = report_verdict(verdict, folder)
     if verdict.kind == "limits":
-        for path in write_benchmarks(sweep_benchmarks(results / "summary.csv", verdict.facts["workload"]), folder):
+        try:
+            benchmarks = sweep_benchmarks(results / "summary.csv", verdict.facts["workload"])
+        except UsageError as error:  # the verdict stands
+            benchmarks = []
+            say(f"note: {error}")
+        for path in write_benchmarks(benchmarks, folder):
             click.echo(f"written: {path}")
     return code
 

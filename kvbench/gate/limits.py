@@ -11,12 +11,11 @@ leaked pages, which are why it is so: beyond their limit they fail, and what was
 from __future__ import annotations
 
 import csv
-import itertools
 import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -388,19 +387,27 @@ def _verdict(
 def sweep_benchmarks(summary_csv: Path, workload: str) -> list[Benchmark]:
     """The valid cells of a sweep from its summary.csv, named ``<workload>/<cell>/<column>``; none without the file.
 
-    Raises OSError.
+    Raises UsageError for a file that cannot be read.
     """
     if not summary_csv.is_file():
         return []
-    with summary_csv.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("valid") == "True"]
-    found = []
-    for row, (column, name) in itertools.product(rows, _CHARTED.items()):
+    try:
+        with summary_csv.open(encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row.get("valid") == "True"]
+        return [made for row in rows for made in _cell_benchmarks(row, workload)]
+    except (OSError, ValueError, KeyError, csv.Error) as error:
+        raise UsageError(
+            f"{summary_csv} cannot be read ({error}): `kvbench report {summary_csv.parent}` writes it again"
+        ) from None
+
+
+def _cell_benchmarks(row: Mapping[str, str], workload: str) -> Iterator[Benchmark]:
+    """The values of a row of summary.csv. Raises ValueError and KeyError."""
+    for column, name in _CHARTED.items():
         value, low, high = (float(row.get(column + end) or "nan") for end in ("", "_min", "_max"))
         if not math.isnan(value):
             window = row.get(f"{column}_window")
             repeats = plural(float(row.get("repeats") or "nan"), "repeat")
             extra = f"{row.get('configuration', '')}\n{repeats}{f'; {window}' if window else ''}"
             shown, where = figure(name), f"{workload}/{row['cell_id']}/{column}"
-            found.append(Benchmark(where, shown.unit, value, (high - low) / 2, extra, shown.higher_is_better))
-    return found
+            yield Benchmark(where, shown.unit, value, (high - low) / 2, extra, shown.higher_is_better)

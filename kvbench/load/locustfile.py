@@ -12,8 +12,11 @@ measure: it also raises its priority, keeps the garbage collector out and checks
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import gevent
@@ -28,14 +31,16 @@ from locust.stats import CSV_STATS_INTERVAL_SEC, RequestStats
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
 from kvbench.load import process
-from kvbench.load.connection import StreamFailure
+from kvbench.load.client import StreamFailure
+from kvbench.load.locust_options import add_arguments, arguments_of, chosen_load
 from kvbench.load.multi.messages import send_statistics
 from kvbench.load.multi.shards import make_shards
 from kvbench.load.samples import Sample
-from kvbench.load.session import LoadSession
-from kvbench.load.users import ClosedLoopUser, OpenLoopUser
-from kvbench.measure.locust_job import LocustJob, add_arguments, job_of
+from kvbench.load.session import ClosedLoopUser, LoadSession, OpenLoopUser
+from kvbench.load.spec import LoadSpec, read_spec, requests_of
 from kvbench.metrics.sequences import gaps_within, times_per_output_token
+from kvbench.requests.request import RequestList
+from kvbench.workload.load_section import LoadPoint
 
 _SHARD, _BEGUN, _ENDED = "kvbench_shard", "kvbench_begun", "kvbench_ended"
 _MISTAKES = (ValueError, OSError, MeasurementError)
@@ -50,7 +55,7 @@ class Node:
     without a web UI, counted from the first request; Locust would count from before the requests are drawn.
     """
 
-    job: LocustJob | None = None
+    point: LoadPoint | None = None
     session: LoadSession | None = None
     shard: tuple[int, int] | None = (0, 1)
     test: int = 0
@@ -123,7 +128,8 @@ events.init_command_line_parser.add_listener(add_arguments)
 def _on_init(environment: Environment, runner: Any, **_: Any) -> None:
     options = environment.parsed_options
     try:
-        job = NODE.job = job_of(options)
+        _, point = chosen_load(options)
+        NODE.point = point
     except _MISTAKES as error:
         print(f"kvbench: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
@@ -133,12 +139,12 @@ def _on_init(environment: Environment, runner: Any, **_: Any) -> None:
         return  # the master says which users, and how many
     if options.headless and options.run_time:
         NODE.run_time, options.run_time = options.run_time, None
-    environment.user_classes = [ClosedLoop if job.mode == "closed" else OpenLoop]
+    environment.user_classes = [ClosedLoop if point.mode == "closed" else OpenLoop]
     if isinstance(runner, MasterRunner):
         runner.register_message(_BEGUN, lambda msg, **_: _start_clock(environment))
         runner.register_message(_ENDED, lambda msg, **_: _on_ended(environment, msg))
-        environment.dispatcher_class = DealtOnce if job.mode == "closed" else OneEach
-    options.num_users = options.num_users or job.users
+        environment.dispatcher_class = DealtOnce if point.mode == "closed" else OneEach
+    options.num_users = options.num_users or point.concurrency or 1
     options.spawn_rate = options.spawn_rate or options.num_users
 
 
@@ -184,7 +190,7 @@ def _on_start(environment: Environment, **_: Any) -> None:
         gevent.spawn(_leave, environment)
         return
     options = environment.parsed_options
-    users = runner.target_user_count or options.num_users or NODE.job.users
+    users = runner.target_user_count or options.num_users or NODE.point.concurrency or 1
     try:
         session = _session(environment, users)
     except _MISTAKES as error:
@@ -204,11 +210,29 @@ def _on_start(environment: Environment, **_: Any) -> None:
 def _session(environment: Environment, users: int) -> LoadSession:
     """What this process's users share: its part of the test. Asks the server for its model. See ``_MISTAKES``."""
     number, processes = NODE.shard
-    spec, requests = NODE.job.requests(environment.host, environment.parsed_options, users, NODE.test)
+    spec, requests = _drawn(environment)
+    if spec.mode == "closed":
+        spec = spec.model_copy(update={"concurrency": users})
     if processes > 1:
         part = make_shards(spec.model_copy(update={"concurrency": max(users, processes)}), requests, processes)[number]
         spec, requests = part.spec, part.requests
     return LoadSession(spec, requests)
+
+
+def _drawn(environment: Environment) -> tuple[LoadSpec, RequestList]:
+    """The spec and requests of the whole test, from a process that knows servers. ValueError with its last sentence."""
+    with tempfile.TemporaryDirectory(prefix="kvbench-locust-") as folder:
+        path = Path(folder) / "spec.json"
+        given = ["--host", environment.host or "", "--test", str(NODE.test), *arguments_of(environment.parsed_options)]
+        command = [sys.executable, "-m", "kvbench.measure.locust_job", *given, str(path)]
+        drawn = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        said = drawn.stderr.strip().splitlines()
+        if drawn.returncode:
+            raise ValueError(said[-1].removeprefix("kvbench: ") if said else "no requests could be drawn.")
+        for note in said:
+            print(note, file=sys.stderr)
+        spec = read_spec(path)
+        return spec, requests_of(spec)
 
 
 def _add_rows(stats: RequestStats, sample: Sample) -> None:
@@ -230,7 +254,7 @@ def _add_rows(stats: RequestStats, sample: Sample) -> None:
 def _deal_out(environment: Environment, master: MasterRunner) -> None:
     """Tells each worker its shard, before Locust tells it to spawn users."""
     nodes, users = sorted(master.clients, key=master.get_worker_index), master.target_user_count
-    if NODE.job.mode == "closed" and users < len(nodes):
+    if NODE.point.mode == "closed" and users < len(nodes):
         print(f"kvbench: {users} users cannot be shared by {len(nodes)} workers; give each one.", file=sys.stderr)
         environment.process_exit_code = EXIT_USAGE
         gevent.spawn(_end, environment)

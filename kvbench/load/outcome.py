@@ -12,8 +12,7 @@ import numpy as np
 from kvbench.common.errors import storage_sentence
 from kvbench.common.records import write_record
 from kvbench.load import validity
-from kvbench.load.canaries import write_wrong_answers
-from kvbench.load.samples import Sample, unknown_answers, write_samples
+from kvbench.load.samples import Sample, unknown_answers, write_samples, write_wrong_answers
 from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import percentile_ms
 from kvbench.metrics.canaries import WRONG_ANSWERS

@@ -16,11 +16,11 @@ import gevent
 from locust.runners import STATE_STOPPED, Runner
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK
-from kvbench.load.connection import StreamFailure
-from kvbench.load.loop_lag import LagProbe
+from kvbench.common.kernel_timer import kernel_timer, set_timer
+from kvbench.load.client import StreamFailure
 from kvbench.load.outcome import Clocked
-from kvbench.load.session import LoadSession
-from kvbench.load.users import ClosedLoopUser, OpenLoopUser
+from kvbench.load.session import ClosedLoopUser, LoadSession, OpenLoopUser
+from kvbench.load.validity import PROBE_PERIOD_S
 
 PROGRESS_S = 0.25
 START_LIMIT_S = 30.0
@@ -96,6 +96,42 @@ def undisturbed() -> Iterator[str]:
             os.sched_setscheduler(0, policy, parameters)
             os.setpriority(os.PRIO_PROCESS, 0, niceness)
         gc.enable()
+
+
+class LagProbe:
+    """Measures how late the event loop notices something: ``lags`` [s] of each tick between ``start`` and ``stop``.
+
+    A timer of the kernel becomes readable every 10 ms, exactly on time, and is served by the same kind of read callback
+    that stamps the streams; how late that callback runs is how late stamps are.
+    """
+
+    def __init__(self) -> None:
+        self.lags: list[float] = []
+        self._fd = -1
+        self._watcher: Any = None
+        self._due = 0.0
+
+    def start(self) -> None:
+        self._due = time.perf_counter() + PROBE_PERIOD_S
+        self._fd = kernel_timer()
+        set_timer(self._fd, self._due, PROBE_PERIOD_S)
+        self._watcher = gevent.get_hub().loop.io(self._fd, 1)
+        self._watcher.start(self._on_tick)
+
+    def stop(self) -> None:
+        """Ends; ``lags`` stays."""
+        if self._watcher is not None:
+            self._watcher.stop()
+            self._watcher.close()
+            os.close(self._fd)
+            self._watcher = None
+
+    def _on_tick(self) -> None:
+        now = time.perf_counter()
+        ticks = int.from_bytes(os.read(self._fd, 8), "little")
+        for k in range(ticks):  # after a pause several are due at once; each was late by its own amount
+            self.lags.append(max(0.0, now - self._due - k * PROBE_PERIOD_S))
+        self._due += ticks * PROBE_PERIOD_S
 
 
 class Measuring:

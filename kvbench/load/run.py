@@ -18,7 +18,7 @@ from locust.env import Environment
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, storage_sentence
 from kvbench.load import process
-from kvbench.load.connection import StreamFailure
+from kvbench.load.client import StreamFailure
 from kvbench.load.multi.shards import useful_workers
 from kvbench.load.outcome import DrivenLoad, client_figures, write_outcome
 from kvbench.load.session import LoadSession

@@ -1,21 +1,24 @@
-"""State that the users of one load share: the list of requests, the start, what has come back."""
+"""The users of one load, closed loop and open loop, and what they share: the requests, the start, what came back."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import gevent
-from gevent.event import Event
+from gevent.event import AsyncResult, Event
+from gevent.pool import Group
 from gevent.queue import Queue
+from locust import User, constant, task
+from locust.exception import StopUser
 
-from kvbench.load.client import RawStream, StreamingClient
+from kvbench.common.kernel_timer import DueCalls
+from kvbench.load.client import RawStream, StreamFailure, StreamingClient, Timeouts
 from kvbench.load.completion import Completion, judge
-from kvbench.load.connection import StreamFailure, Timeouts
 from kvbench.load.http import Address, tls_context
-from kvbench.load.loop_lag import PreciseSleep
 from kvbench.load.samples import Sample, with_history
 from kvbench.load.server_health import ServerHealth
 from kvbench.load.spec import LoadSpec, http_request
@@ -27,6 +30,10 @@ from kvbench.requests.request import RequestSpec, conversations
 _PARSE_DELAY_S = 0.004
 _MOST_BYTES, _MOST_BYTES_PER_TOKEN = 1 << 20, 4096  # of an answer; an event of one token has 200 to 400
 _LOOK_S = 0.5  # how often a long wait looks whether the load is over
+
+# A server may have a thread for each connection and few of them: one that waits on a connection held in reserve serves
+# nobody else. Connections opened as they are needed, even 200 at once, made no request later than reserves did.
+_OPEN_AT_START = 4
 
 Turn = tuple[RequestSpec, bytes | None]
 """A request and its bytes; None: they are made when the answers before it are known."""
@@ -54,6 +61,30 @@ class _Pauses:
         before = time.perf_counter()
         gevent.sleep(0)
         self.seconds += time.perf_counter() - before
+
+
+class PreciseSleep:
+    """Wakes greenlets at due moments, 0.1 ms late; gevent's own sleeps are rounded up to milliseconds, 0.7 ms late."""
+
+    def __init__(self) -> None:
+        self._calls = DueCalls()
+        self._watcher = gevent.get_hub().loop.io(self._calls.fd, 1)
+        self._watcher.start(self._calls.on_readable)
+
+    def wait_until(self, when: float) -> None:
+        """Blocks the greenlet until ``when`` [s, perf_counter]; at once when that is past."""
+        while time.perf_counter() < when:
+            ring = Event()
+            self._calls.add(when, ring.set)
+            ring.wait()
+
+    def close(self) -> None:
+        """Closes the timer. Greenlets that still wait are not woken."""
+        if self._calls.fd >= 0:
+            self._watcher.stop()
+            self._watcher.close()
+            os.close(self._calls.fd)
+            self._calls.fd = -1
 
 
 class LoadSession:
@@ -281,3 +312,127 @@ class LoadSession:
             start_time=sample.t0,
             url=self.spec.dialect.api.path,
         )
+
+
+class InFlightCap:
+    """Lets ``limit`` requests be in flight at once (None: any number). The longest waiting one is next."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._free = limit
+        self._waiting: deque[AsyncResult] = deque()
+
+    def take(self) -> float:
+        """Takes a place, waiting if none is free. Returns the seconds from the call until one became free, else 0.
+
+        Delays of the client itself, before the call and after the place became free, are not part of it.
+        """
+        if self._free is None:
+            return 0.0
+        if self._free > 0:
+            self._free -= 1
+            return 0.0
+        began, turn = time.perf_counter(), AsyncResult()
+        self._waiting.append(turn)
+        return max(0.0, turn.get() - began)
+
+    def give(self, free_since: float) -> None:
+        """Returns a place that is free since ``free_since`` [s, perf_counter]; who waited longest gets it."""
+        if self._waiting:
+            self._waiting.popleft().set(free_since)
+        elif self._free is not None:
+            self._free += 1
+
+
+class ClosedLoopUser(User):
+    """Sends one conversation of the shared list after the other, until the list is empty."""
+
+    abstract = True
+    wait_time = constant(0)
+    session: LoadSession
+
+    def on_start(self) -> None:
+        """Connects and waits for the start."""
+        self.number = self.session.next_user()
+        self.client = self.session.new_client()
+        try:
+            self.client.connect()
+        except StreamFailure as failure:
+            self.session.start_failure = failure
+            raise StopUser from failure
+        self.session.ready += 1
+        self.session.go.wait()
+
+    @task
+    def one_conversation(self) -> None:
+        """One conversation, mostly a single request, from the first send to the end of the last stream."""
+        session = self.session
+        if session.over or not session.pending:
+            raise StopUser
+        session.converse(self.number, session.pending.popleft(), self._send)
+
+    def _send(self, request: RequestSpec, body: bytes, due: float | None) -> Returned:
+        return self.session.perform(self.client, self.number, request, body, due)
+
+    def on_stop(self) -> None:
+        """Closes the connection."""
+        self.client.close()
+
+
+class OpenLoopUser(User):
+    """Starts every conversation at its own time in its own greenlet, whatever happens to the ones before it.
+
+    Under ``max_concurrency`` a request that is due waits for its place in its own greenlet, so that the next arrival is
+    on time. Connections are kept and reused, last used first, so that a steady load opens few.
+    """
+
+    abstract = True
+    wait_time = constant(0)
+    session: LoadSession
+
+    def on_start(self) -> None:
+        """Opens some connections and waits for the start."""
+        session = self.session
+        self.streams = Group()
+        self.cap = InFlightCap(session.spec.max_concurrency)
+        count = min(_OPEN_AT_START, len(session.pending), session.spec.max_concurrency or _OPEN_AT_START)
+        self.idle = [session.new_client() for _ in range(count)]
+        try:
+            for client in self.idle:
+                client.connect()
+        except StreamFailure as failure:
+            session.start_failure = failure
+            raise StopUser from failure
+        session.ready += 1
+        session.go.wait()
+
+    @task
+    def all_arrivals(self) -> None:
+        """Dispatches the whole list, then waits for the streams that are still open."""
+        session = self.session
+        while session.pending:
+            due = session.zero + float(session.pending[0][0][0].arrival_s or 0.0)
+            if not session.wait_until(due):
+                break
+            self.streams.spawn(session.converse, 0, session.pending.popleft(), self._send, due)
+        self.streams.join()
+        raise StopUser
+
+    def _send(self, request: RequestSpec, body: bytes, due: float | None) -> Returned | None:
+        queued_s, returned = self.cap.take(), None
+        try:
+            if self.session.over:
+                return None
+            client = self.idle.pop() if self.idle else self.session.new_client()
+            try:
+                returned = self.session.perform(client, 0, request, body, due, queued_s)
+                return returned
+            finally:
+                self.idle.append(client)
+        finally:
+            self.cap.give(time.perf_counter() if returned is None else returned.raw.end)
+
+    def on_stop(self) -> None:
+        """Ends what is still open and closes the connections."""
+        self.streams.kill()
+        for client in self.idle:
+            client.close()

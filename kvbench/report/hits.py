@@ -17,9 +17,8 @@ from plotly.subplots import make_subplots
 from kvbench.common import text as words
 from kvbench.report.style import GREY, Drawing, LineStyle, finish, hatch, looks, safe
 from kvbench.report.tables import Column, Table, Value, cell_table, identity_columns
-from kvbench.requests.cache_simulation import CacheSimulation, endless_hits, shared_tokens
+from kvbench.requests.cache_simulation import COLUMNS, CacheSimulation, endless_hits, served_requests, shared_tokens
 from kvbench.requests.request import distinct_prefixes, read_requests
-from kvbench.requests.served import COLUMNS, served_requests
 from kvbench.runs.model import MeasuredCell, Repeat, Run, number
 from kvbench.workload.settings import effective
 

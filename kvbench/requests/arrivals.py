@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
+from kvbench.requests.request import Notes
 from kvbench.workload.load_section import LoadConfig
 
 Strategy = Literal["linear", "exponential"]
@@ -174,7 +175,7 @@ def plateaus(profile: Sequence[Segment], last_s: float) -> list[tuple[float, flo
     return found
 
 
-def notes_of(load: LoadConfig, rate: float | None, times: Sequence[float] | np.ndarray) -> dict[str, Any]:
+def notes_of(load: LoadConfig, rate: float | None, times: Sequence[float] | np.ndarray) -> Notes:
     """Notes on a rate that changes, for the metrics: ``plateaus``, each [start_s, end_s, requests/s]."""
     if load.arrivals not in ("ramp", "step") or not len(times):
         return {}

@@ -11,19 +11,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvbench.requests.arrivals import draw_times, notes_of, recorded_times
 from kvbench.requests.canaries import CanarySet, fitting, mix
-from kvbench.requests.draw import draw_conversations, draw_lengths, draw_requests
-from kvbench.requests.from_trace import draw_trace
-from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.requests.draw import Drawing, draw_conversations, draw_lengths, draw_requests
+from kvbench.requests.from_trace import TraceStream, draw_trace, stream_trace
+from kvbench.requests.request import Notes, RequestList, RequestSpec, conversations, distinct_prefixes
 from kvbench.traces.tokenizer import find_file, load_tokenizer
 from kvbench.workload.load_section import LoadConfig
-from kvbench.workload.prompts_section import SyntheticPrompts, TextPrompts
+from kvbench.workload.prompts_section import SyntheticPrompts, TextPrompts, TracePrompts
 
+PIECE = 2000  # requests
 _ARRIVALS, _CANARIES, _PIECES = 1, 2, 3  # these have streams of random numbers of their own
 
 
@@ -42,32 +46,29 @@ def build_requests(
     """The requests of one load; ``.notes`` holds what the report should say (scale, source).
 
     Token ids lie in [16, vocab_size). ``canaries``: what is mixed in between the load's own requests, which are the
-    same with and without them. ``piece``: of a load that is drawn in pieces (``stream.py``): others than the first have
-    requests of their own, with the same shared prefixes. ValueError when a request cannot fit max_model_len or a file
-    is missing.
+    same with and without them. ``piece``: of a load that is drawn in pieces (``stream_requests``): others than the
+    first have requests of their own, with the same shared prefixes. ValueError when a request cannot fit max_model_len
+    or a file is missing.
     """
     is_open = load.mode == "open"
     count = load.count_for(rate if is_open else concurrency)
     key = _key(load, seed, repeat, concurrency, rate)
     rng, clock = random_streams(load, seed, repeat, concurrency, rate, piece)
-    prefix_rng = np.random.default_rng(key) if piece else None  # those of the first piece
+    first_rng = np.random.default_rng(key) if piece else rng  # shared prefixes are those of the first piece
+    drawing = Drawing(vocab_size, max_model_len, rng, first_rng)
     times = None
     if load.counted_by_time:
         times = draw_times(load, rate, None, clock)
         count = len(times)
     prompts = load.prompts
     if isinstance(prompts, TextPrompts):
-        requests, notes = _text(prompts, count or 0, vocab_size, rng)
+        requests, notes = _text(prompts, count or 0, drawing)
     elif not isinstance(prompts, SyntheticPrompts):
-        requests, notes = draw_trace(
-            prompts, count, vocab_size, max_model_len, rng, count_sessions=load.counted_by_time
-        )
+        requests, notes = draw_trace(prompts, count, drawing, count_sessions=load.counted_by_time)
     elif load.sessions is None:
-        requests, notes = draw_requests(prompts, count or 0, vocab_size, max_model_len, rng, prefix_rng)
+        requests, notes = draw_requests(prompts, count or 0, drawing)
     else:
-        requests, notes = draw_conversations(
-            prompts, load.sessions, count or 0, vocab_size, max_model_len, rng, prefix_rng
-        )
+        requests, notes = draw_conversations(prompts, load.sessions, count or 0, drawing)
     recorded = is_open and load.arrivals == "trace"
     if recorded:
         times = recorded_times(load, [r.arrival_s for r in requests if not r.turn], clock)
@@ -105,11 +106,9 @@ def _key(load: LoadConfig, seed: int, repeat: int, concurrency: int | None, rate
     return [seed, repeat, 0 if value in (None, math.inf) else round(value * 1_000_000), load.mode == "open"]
 
 
-def _text(
-    prompts: TextPrompts, count: int, vocab_size: int, rng: np.random.Generator
-) -> tuple[list[RequestSpec], dict]:
-    lines = _read_lines(prompts.file)
-    tokenizer = load_tokenizer(prompts.tokenizer, vocab_size)
+def _text(prompts: TextPrompts, count: int, drawing: Drawing) -> tuple[list[RequestSpec], Notes]:
+    lines, rng = _read_lines(prompts.file), drawing.rng
+    tokenizer = load_tokenizer(prompts.tokenizer, drawing.vocab_size)
     encoded = [tuple(item.ids) for item in tokenizer.encode_batch([line + "\n" for line in lines])]
     if prompts.shared_prefix_lines >= len(lines):
         raise ValueError(
@@ -168,3 +167,108 @@ def check_fits(request: RequestSpec, max_model_len: int) -> None:
             f"{prompt + request.max_tokens} tokens, more than max_model_len {max_model_len}; shorten "
             "prompt_tokens or output_tokens (a shared prefix counts too), or set length_scale: auto."
         )
+
+
+@dataclass(frozen=True)
+class RequestStream:
+    """``conversations``: lists of requests that follow one another, in the order of their arrivals; read once.
+
+    ``requests``: how many there will be; None: not known before (turns of conversations).
+    ``prefixes``: those that requests share, each once, for a cache that is to be primed; not known of a trace.
+    """
+
+    conversations: Iterator[list[RequestSpec]]
+    requests: int | None
+    notes: Notes
+    prefixes: list[tuple[int, ...]] = field(default_factory=list)
+
+
+def stream_requests(
+    load: LoadConfig,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    seed: int,
+    repeat: int = 0,
+    concurrency: int | None = None,
+    rate: float | None = None,
+) -> RequestStream:
+    """The load's requests, made as they are asked for: for loads that are too long to be held in memory.
+
+    Arguments and errors are those of ``build_requests``. The first piece of ``PIECE`` requests is what that draws for a
+    load of that length, so that a shorter load is exactly the one that is sent to a real server. Each piece has the mix
+    of classes and lengths of the whole, the same shared prefixes, and arrivals that go on where the piece before ended.
+    A trace's lengths, times and page ids are read beforehand (8 bytes each), and each prompt is made when it is due.
+    Drawn as a whole are texts, a trace in sessions, and rates that change (ramp, step) or have an end (duration_s).
+    """
+    how = {"vocab_size": vocab_size, "max_model_len": max_model_len, "seed": seed}
+    how |= {"repeat": repeat, "concurrency": concurrency, "rate": rate}
+    if isinstance(load.prompts, TracePrompts) and not load.counted_by_time:
+        rng, clock = random_streams(load, seed, repeat, concurrency, rate)
+        count = load.count_for(rate if load.mode == "open" else concurrency)
+        trace = stream_trace(load.prompts, count, Drawing(vocab_size, max_model_len, rng, rng))
+        if trace is not None:
+            return _of_trace(load, trace, rate, clock, max_model_len)
+    count = load.count_for(rate if load.mode == "open" else concurrency)
+    changing = load.mode == "open" and (load.counted_by_time or load.arrivals in ("ramp", "step", "trace"))
+    turns = 1 if load.sessions is None else load.sessions.turns.high
+    piece = max(1, PIECE // turns)  # requests, or conversations
+    if count is None or count <= piece or changing or not isinstance(load.prompts, SyntheticPrompts):
+        requests = build_requests(load, **how)
+        return RequestStream(iter(conversations(requests)), len(requests), requests.notes, distinct_prefixes(requests))
+    first = build_requests(_of_length(load, piece), **how)
+    pieces = _pieces(load, count, piece, [*first], how)
+    if load.sessions is None:
+        return RequestStream(pieces, count, first.notes, distinct_prefixes(first))
+    return RequestStream(pieces, None, first.notes | {"sessions": count}, distinct_prefixes(first))
+
+
+def _of_length(load: LoadConfig, count: int) -> LoadConfig:
+    """The load with ``count`` requests, or conversations."""
+    if load.sessions is None:
+        return load.model_copy(update={"num_requests": (count,)})
+    return load.model_copy(update={"sessions": load.sessions.model_copy(update={"num_sessions": (count,)})})
+
+
+def _pieces(
+    load: LoadConfig, count: int, piece: int, drawn: list[RequestSpec], how: dict[str, Any]
+) -> Iterator[list[RequestSpec]]:
+    """All pieces; ``drawn``: the first one."""
+    index = session = number = 0
+    begin = 0.0  # of the piece: the last arrival of the one before [s]
+    while True:
+        for turns in conversations(drawn):
+            moved = []
+            for turn in turns:
+                due = None if turn.arrival_s is None else begin + turn.arrival_s
+                own = None if turn.session is None else session
+                moved.append(dataclasses.replace(turn, index=index, session=own, arrival_s=due))
+                index += 1
+            session += 1
+            yield moved
+        begin += max((r.arrival_s or 0.0 for r in drawn), default=0.0)
+        number += 1
+        left = count - number * piece
+        if left <= 0:
+            return
+        drawn = list(build_requests(_of_length(load, min(piece, left)), **how, piece=number))
+
+
+def _of_trace(
+    load: LoadConfig, trace: TraceStream, rate: float | None, clock: np.random.Generator, max_model_len: int
+) -> RequestStream:
+    count = int(trace.notes["trace_requests"])
+    times, notes = None, dict(trace.notes)
+    if load.mode == "open" and load.arrivals == "trace":
+        times = recorded_times(load, [None] * count if trace.arrival_s is None else trace.arrival_s, clock)
+    else:
+        notes.pop("rate_scale", None)  # a speed that nothing is played at
+        if load.mode == "open":
+            times = draw_times(load, rate, count, clock)
+
+    def one_by_one() -> Iterator[list[RequestSpec]]:
+        for i, request in enumerate(trace.requests):
+            check_fits(request, max_model_len)
+            yield [dataclasses.replace(request, arrival_s=None if times is None else float(times[i]))]
+
+    return RequestStream(one_by_one(), count, notes)

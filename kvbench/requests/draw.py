@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.requests.request import RequestSpec, compact
+from kvbench.requests.request import Notes, RequestSpec, compact
 from kvbench.workload.prompts_section import (
     PERCENTILES,
     Length,
@@ -24,6 +24,23 @@ from kvbench.workload.prompts_section import (
 )
 
 LOWEST_TOKEN = 16  # ids below are where small vocabularies keep their special tokens
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What requests are drawn for, a model of ``vocab_size`` ids and ``max_model_len`` tokens, and from what.
+
+    ``prefix_rng``: what the contents of shared prefixes are drawn from.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    rng: np.random.Generator
+    prefix_rng: np.random.Generator
+
+    def tokens(self, count: int) -> tuple[int, ...]:
+        """Draws random token ids. int [count]"""
+        return random_tokens(count, self.vocab_size, self.rng)
 
 
 def scale_of(prompts: SyntheticPrompts, longest: int, max_model_len: int) -> float:
@@ -56,28 +73,23 @@ def _shared_counts(shares: Sequence[float], counts: list[int]) -> list[list[int]
 
 
 def draw_prefixes(
-    families: Sequence[SharedPrefix],
-    counts: list[int],
-    vocab_size: int,
-    rng: np.random.Generator,
-    contents: np.random.Generator | None = None,
+    families: Sequence[SharedPrefix], counts: list[int], drawing: Drawing
 ) -> Callable[[int], list[tuple[int, ...]]]:
     """Draws the shared prefixes. Returns a function: index of a class -> a prefix for each of its prompts, () for none.
 
     Which prompts get one is random, and drawn when the function is called: once for each class. The prefixes of a
-    length take turns over all classes, so that they are used equally often. ``contents``: what their tokens are drawn
-    from (None: ``rng``).
+    length take turns over all classes, so that they are used equally often.
     """
-    source = contents or rng
     turns = [
-        itertools.cycle([random_tokens(f.tokens, vocab_size, source) for _ in range(f.families)]) for f in families
+        itertools.cycle([random_tokens(f.tokens, drawing.vocab_size, drawing.prefix_rng) for _ in range(f.families)])
+        for f in families
     ]
     shared = _shared_counts([f.share for f in families], counts)
 
     def give(which: int) -> list[tuple[int, ...]]:
         labels = np.full(counts[which], -1)
         labels[: sum(part[which] for part in shared)] = np.repeat(np.arange(len(shared)), [p[which] for p in shared])
-        return [next(turns[label]) if label >= 0 else () for label in rng.permutation(labels)]
+        return [next(turns[label]) if label >= 0 else () for label in drawing.rng.permutation(labels)]
 
     return give
 
@@ -106,29 +118,19 @@ def random_tokens(count: int, vocab_size: int, rng: np.random.Generator) -> tupl
     return compact(rng.integers(low, vocab_size, size=count).tolist())
 
 
-def draw_requests(
-    prompts: SyntheticPrompts,
-    count: int,
-    vocab_size: int,
-    max_model_len: int,
-    rng: np.random.Generator,
-    prefix_rng: np.random.Generator | None = None,
-) -> tuple[list[RequestSpec], dict[str, Any]]:
-    """``count`` single requests, their classes in random order, and notes for the report.
-
-    ``prefix_rng``: what the shared prefixes are drawn from (None: ``rng``).
-    """
-    classes = prompts.classes
+def draw_requests(prompts: SyntheticPrompts, count: int, drawing: Drawing) -> tuple[list[RequestSpec], Notes]:
+    """``count`` single requests, their classes in random order, and notes for the report."""
+    classes, rng = prompts.classes, drawing.rng
     longest = max(c.prompt_tokens.maximum + c.output_tokens.maximum for c in classes)
-    scale = scale_of(prompts, longest, max_model_len)
+    scale = scale_of(prompts, longest, drawing.max_model_len)
     counts = largest_remainder([c.share for c in classes], count)
-    give = draw_prefixes(prompts.shared_prefix, counts, vocab_size, rng, prefix_rng)
+    give = draw_prefixes(prompts.shared_prefix, counts, drawing)
     drawn: list[RequestSpec] = []
     for which, item in enumerate(classes):
         lengths = scale_lengths(draw_lengths(item.prompt_tokens, counts[which], rng), scale)
         outputs = scale_lengths(draw_lengths(item.output_tokens, counts[which], rng), scale)
         for prompt_len, output_len, prefix in zip(lengths, outputs, give(which), strict=True):
-            body = random_tokens(int(prompt_len), vocab_size, rng)
+            body = drawing.tokens(int(prompt_len))
             drawn.append(
                 RequestSpec(
                     len(drawn), item.name, prefix + body, None, int(output_len),
@@ -140,19 +142,13 @@ def draw_requests(
 
 
 def draw_conversations(
-    prompts: SyntheticPrompts,
-    sessions: Sessions,
-    count: int,
-    vocab_size: int,
-    max_model_len: int,
-    rng: np.random.Generator,
-    prefix_rng: np.random.Generator | None = None,
-) -> tuple[list[RequestSpec], dict[str, Any]]:
+    prompts: SyntheticPrompts, sessions: Sessions, count: int, drawing: Drawing
+) -> tuple[list[RequestSpec], Notes]:
     """``count`` conversations, their classes in random order, and notes for the report.
 
     Turn 1 is a shared prefix (in some) and a prompt of the class; turn k + 1 is the whole of turn k, its answer
     (``max_tokens`` random ids) and new tokens of the user. The classes have exactly their shares of the conversations;
-    lengths are even quantiles of their distributions over all turns of a class. ``prefix_rng``: as in draw_requests.
+    lengths are even quantiles of their distributions over all turns of a class.
     """
     classes, turns = prompts.classes, sessions.turns.high
     longest = max(
@@ -161,17 +157,17 @@ def draw_conversations(
         + turns * c.output_tokens.maximum
         for c in classes
     )
-    scale = scale_of(prompts, longest, max_model_len)
+    scale = scale_of(prompts, longest, drawing.max_model_len)
     counts = largest_remainder([c.share for c in classes], count)
-    give = draw_prefixes(prompts.shared_prefix, counts, vocab_size, rng, prefix_rng)
+    give = draw_prefixes(prompts.shared_prefix, counts, drawing)
     drawn: list[list[RequestSpec]] = []
     for which, item in enumerate(classes):
-        drawn += _of_class(item, give(which), sessions, scale, vocab_size, rng)
+        drawn += _of_class(item, give(which), sessions, scale, drawing)
     requests: list[RequestSpec] = []
-    for number, which in enumerate(rng.permutation(len(drawn))):
+    for number, which in enumerate(drawing.rng.permutation(len(drawn))):
         first = len(requests)
         requests += [dataclasses.replace(turn, index=first + i, session=number) for i, turn in enumerate(drawn[which])]
-    notes: dict[str, Any] = {"sessions": count, "history": sessions.history}
+    notes: Notes = {"sessions": count, "history": sessions.history}
     return requests, notes | ({"length_scale": scale} if scale != 1.0 else {})
 
 
@@ -189,14 +185,10 @@ def draw_thinks(think: Think, count: int, rng: np.random.Generator) -> np.ndarra
 
 
 def _of_class(
-    item: PromptClass,
-    prefixes: list[tuple[int, ...]],
-    sessions: Sessions,
-    scale: float,
-    vocab_size: int,
-    rng: np.random.Generator,
+    item: PromptClass, prefixes: list[tuple[int, ...]], sessions: Sessions, scale: float, drawing: Drawing
 ) -> list[list[RequestSpec]]:
     """The conversations of one class, one for each of ``prefixes``; not yet numbered."""
+    rng = drawing.rng
     turns = draw_turns(sessions.turns, len(prefixes), rng)
     every, later = int(turns.sum()), int(turns.sum()) - len(prefixes)
     firsts = iter(scale_lengths(draw_lengths(item.prompt_tokens, len(prefixes), rng), scale))
@@ -209,7 +201,7 @@ def _of_class(
         ids, conversation = prefix, []
         for turn in range(int(total)):
             new = int(next(users) if turn else next(firsts))
-            ids += random_tokens(new, vocab_size, rng)
+            ids += drawing.tokens(new)
             output = int(next(outputs))
             conversation.append(
                 RequestSpec(
@@ -218,6 +210,6 @@ def _of_class(
                     **item.answers,
                 )
             )  # fmt: skip
-            ids += random_tokens(output, vocab_size, rng)
+            ids += drawing.tokens(output)
         found.append(conversation)
     return found

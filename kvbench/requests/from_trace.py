@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,27 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.requests.draw import draw_lengths, random_tokens
+from kvbench.requests.draw import LOWEST_TOKEN, Drawing, draw_lengths, random_tokens
 from kvbench.requests.prefix_hits import shared_beginnings
-from kvbench.requests.request import RequestSpec, compact
-from kvbench.requests.shared_pages import page_prompts, shared_pages
+from kvbench.requests.request import Notes, RequestSpec, compact
 from kvbench.traces.model import UNKNOWN, Trace, file_names, known_times, select
 from kvbench.traces.read import read_trace
 from kvbench.traces.tokenizer import find_file, load_tokenizer, texts_sent, tokenised
 from kvbench.workload.prompts_section import TracePrompts, fit_scale, scale_lengths
 
 Ids = tuple[int, ...]
+_KEPT_TOKENS = 4_000_000  # of pages that were made: 32 MB; others are made again
 
 
 def draw_trace(
-    prompts: TracePrompts,
-    count: int | None,
-    vocab_size: int,
-    max_model_len: int,
-    rng: np.random.Generator,
-    *,
-    count_sessions: bool = False,
-) -> tuple[list[RequestSpec], dict[str, Any]]:
+    prompts: TracePrompts, count: int | None, drawing: Drawing, *, count_sessions: bool = False
+) -> tuple[list[RequestSpec], Notes]:
     """The requests in the trace's order, and notes for the report. ``arrival_s`` is None where the trace has no time.
 
     Args:
@@ -41,8 +36,8 @@ def draw_trace(
     Raises:
         ValueError: a trace that cannot be read or that does not say what the workload needs.
     """
-    part, paths, in_sessions = _chosen(prompts, count, rng, count_sessions)
-    part, ids, outputs, notes = _contents(prompts, part, vocab_size, max_model_len, rng)
+    part, paths, in_sessions = _chosen(prompts, count, drawing.rng, count_sessions)
+    part, ids, outputs, notes = _contents(prompts, part, drawing)
     ids = list(ids)
     owners = part.session.tolist() if in_sessions and part.session is not None else range(len(part))
     if part.prompts is not None:  # what only turns of one session have is not shared
@@ -65,17 +60,15 @@ class TraceStream:
 
     requests: Iterator[RequestSpec]
     arrival_s: np.ndarray | None
-    notes: dict[str, Any]
+    notes: Notes
 
 
-def stream_trace(
-    prompts: TracePrompts, count: int | None, vocab_size: int, max_model_len: int, rng: np.random.Generator
-) -> TraceStream | None:
+def stream_trace(prompts: TracePrompts, count: int | None, drawing: Drawing) -> TraceStream | None:
     """The trace as a stream; None where it is replayed in sessions. Raises ValueError as ``draw_trace`` does."""
-    part, paths, in_sessions = _chosen(prompts, count, rng, False)
+    part, paths, in_sessions = _chosen(prompts, count, drawing.rng, False)
     if in_sessions:
         return None
-    part, ids, outputs, notes = _contents(prompts, part, vocab_size, max_model_len, rng)
+    part, ids, outputs, notes = _contents(prompts, part, drawing)
     times = None if part.arrival_s is None else known_times(part)
     requests = _requests(prompts, part, ids, outputs, in_sessions)
     return TraceStream(requests, times, _about(prompts, part, paths, in_sessions) | notes)
@@ -108,15 +101,13 @@ def _chosen(
     return part, paths, in_sessions
 
 
-def _contents(
-    prompts: TracePrompts, part: Trace, vocab_size: int, max_model_len: int, rng: np.random.Generator
-) -> tuple[Trace, Iterable[Ids], np.ndarray, dict[str, Any]]:
+def _contents(prompts: TracePrompts, part: Trace, drawing: Drawing) -> tuple[Trace, Iterable[Ids], np.ndarray, Notes]:
     """The requests that can be sent, their prompts' token ids in this order, their outputs, and notes."""
     if part.prompts is not None:
-        return _of_texts(prompts, part, vocab_size, max_model_len, rng)
+        return _of_texts(prompts, part, drawing)
     if part.page_ids is not None:
-        return part, *page_prompts(part, prompts.length_scale, vocab_size, max_model_len, rng)
-    return part, *_of_lengths(prompts, part, vocab_size, max_model_len, rng)
+        return part, *page_prompts(part, prompts.length_scale, drawing)
+    return part, *_of_lengths(prompts, part, drawing)
 
 
 def _requests(
@@ -135,7 +126,7 @@ def _requests(
         )
 
 
-def _about(prompts: TracePrompts, part: Trace, paths: Sequence[str], in_sessions: bool) -> dict[str, Any]:
+def _about(prompts: TracePrompts, part: Trace, paths: Sequence[str], in_sessions: bool) -> Notes:
     return {
         "trace": file_names(paths),
         "trace_format": part.format,
@@ -206,21 +197,17 @@ def _with_outputs(prompts: TracePrompts, trace: Trace, rng: np.random.Generator)
     return dataclasses.replace(trace, output_tokens=outputs)
 
 
-def _of_lengths(
-    prompts: TracePrompts, trace: Trace, vocab_size: int, max_model_len: int, rng: np.random.Generator
-) -> tuple[Iterator[Ids], np.ndarray, dict[str, Any]]:
+def _of_lengths(prompts: TracePrompts, trace: Trace, drawing: Drawing) -> tuple[Iterator[Ids], np.ndarray, Notes]:
     """Random token ids of the trace's lengths, each drawn when it is asked for: nothing is shared."""
     longest = int((trace.prompt_tokens + trace.output_tokens).max())
     fixed = prompts.length_scale != "auto"
-    scale = float(prompts.length_scale) if fixed else fit_scale(max(longest, 1), max_model_len)
-    ids = (random_tokens(int(n), vocab_size, rng) for n in scale_lengths(trace.prompt_tokens, scale))
+    scale = float(prompts.length_scale) if fixed else fit_scale(max(longest, 1), drawing.max_model_len)
+    ids = (drawing.tokens(int(n)) for n in scale_lengths(trace.prompt_tokens, scale))
     notes = {"contents": "random tokens", "length_scale": scale, "longest_total_tokens_in_trace": longest}
     return ids, scale_lengths(trace.output_tokens, scale), notes
 
 
-def _of_texts(
-    prompts: TracePrompts, trace: Trace, vocab_size: int, max_model_len: int, rng: np.random.Generator
-) -> tuple[Trace, list[Ids], np.ndarray, dict[str, Any]]:
+def _of_texts(prompts: TracePrompts, trace: Trace, drawing: Drawing) -> tuple[Trace, list[Ids], np.ndarray, Notes]:
     """The requests that fit, their texts as token ids, and their outputs.
 
     What does not fit is left out with all later turns of its session. Where a trace with texts has the
@@ -230,6 +217,7 @@ def _of_texts(
         raise ValueError(
             f"length_scale {prompts.length_scale} would cut texts; remove it (what is too long is left out)."
         )
+    vocab_size, max_model_len = drawing.vocab_size, drawing.max_model_len
     known = tokenised(trace, load_tokenizer(prompts.tokenizer, vocab_size))
     outputs = np.maximum(1, known.output_tokens)
     lengths = np.maximum(1, known.prompt_tokens)
@@ -249,7 +237,7 @@ def _of_texts(
     ids: list[Ids] = []
     for i in keep:
         if not trace.prompts[i]:
-            ids.append(random_tokens(int(lengths[i]), vocab_size, rng))
+            ids.append(drawing.tokens(int(lengths[i])))
             continue
         prompt = known.prompts[i] or (0,)  # an empty text: a model needs something to go on from
         if max(prompt) >= vocab_size:
@@ -264,3 +252,113 @@ def _of_texts(
         "longest_total_tokens_in_trace": int((lengths + outputs).max()),
     }
     return trace.take(keep), ids, outputs[keep], notes
+
+
+def page_prompts(trace: Trace, length_scale: float | str, drawing: Drawing) -> tuple[Iterator[Ids], np.ndarray, Notes]:
+    """Token ids of each request, made when they are asked for, output lengths, and notes for the report.
+
+    A page id becomes a page of tokens that depends on the id and the seed only; pages of different ids differ in their
+    first few tokens. Tokens beyond a request's last page id are its own. To shrink lengths, the page shrinks to a whole
+    number of tokens, ``round(page_size x length_scale)`` (``auto``: the largest with which every request fits), and a
+    partly filled last page in proportion. So every request has as many full pages as in the trace. Pages of one token
+    cannot be filled in part: they are refused where the trace has partly filled pages.
+
+    Raises:
+        ValueError: lengths that fit at no page size, or pages so short that there are not enough different ones.
+    """
+    assert trace.page_ids is not None and trace.page_size is not None
+    size = _scaled_page(trace, length_scale, drawing.max_model_len)
+    distinct = 1 + max((max(ids) for ids in trace.page_ids if ids), default=0)
+    pages = _Pages(size, drawing.vocab_size, distinct + len(trace), int(drawing.rng.integers(2**63)))
+    full, rest, outputs = _lengths(trace, size)
+    notes = {
+        "contents": "random tokens that share the pages of the trace's page ids",
+        "length_scale": size / trace.page_size,
+        "trace_page_size": trace.page_size,
+        "page_size_of_prompts": size,
+        "longest_total_tokens_in_trace": int((trace.prompt_tokens + trace.output_tokens).max()),
+    }
+    return _prompts(trace.page_ids, pages, full, rest, distinct), outputs, notes
+
+
+def _prompts(
+    page_ids: Sequence[Sequence[int]], pages: _Pages, full: np.ndarray, rest: np.ndarray, distinct: int
+) -> Iterator[Ids]:
+    for row, numbers in enumerate(page_ids):
+        count = int(full[row])
+        prompt = tuple(token for number in numbers[:count] for token in pages.of(number))
+        last = numbers[count] if len(numbers) > count else distinct + row  # its own number: nobody else's page
+        yield prompt + pages.of(last)[: int(rest[row])]
+
+
+def shared_pages(trace: Trace, owners: Sequence[int], size: int) -> list[int]:
+    """How many leading tokens, in full pages of ``size``, each prompt shares with one of another owner. [requests]"""
+    assert trace.page_ids is not None
+    full, _, _ = _lengths(trace, size)
+    whole = [tuple(numbers[:count]) for numbers, count in zip(trace.page_ids, full.tolist(), strict=True)]
+    return [size * shared for shared in shared_beginnings(whole, owners)]
+
+
+def _lengths(trace: Trace, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """At ``size`` tokens a page: full pages, tokens in the last, partly filled one, output. int64 [requests] each"""
+    full, rest = np.divmod(trace.prompt_tokens, trace.page_size)
+    scaled = np.maximum(1, rest * size // trace.page_size)
+    rest = np.where(rest > 0, scaled, (full == 0).astype(np.int64))  # at least one token: an empty prompt is none
+    return full, rest, np.maximum(1, trace.output_tokens * size // trace.page_size)
+
+
+def _longest(trace: Trace, size: int) -> int:
+    full, rest, output = _lengths(trace, size)
+    return int((full * size + rest + output).max())
+
+
+def _scaled_page(trace: Trace, length_scale: float | str, max_model_len: int) -> int:
+    assert trace.page_size is not None
+    least = 2 if (trace.prompt_tokens % trace.page_size).any() else 1
+    if length_scale != "auto":
+        size = max(1, round(trace.page_size * float(length_scale)))
+        if size < least:
+            raise ValueError(
+                f"length_scale {float(length_scale):g} makes pages of {trace.page_size} tokens pages of 1, and some "
+                f"prompts fill their last page in part: choose at least {least / trace.page_size:g}, or auto."
+            )
+        return size
+    low, high = least - 1, trace.page_size  # the longest request grows with the page
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _longest(trace, middle) <= max_model_len else (low, middle - 1)
+    if low < least:
+        raise ValueError(
+            f"the longest request has {int(trace.pages.max())} pages: even with pages of {least} tokens it would need "
+            f"{_longest(trace, least)} tokens, more than max_model_len {max_model_len}; choose a part of the trace "
+            "with shorter requests (start_s, duration_s, max_requests) or a larger max_model_len."
+        )
+    return low
+
+
+class _Pages:
+    """Pages of ``size`` tokens by number, all different: the first tokens spell the number, permuted by the salt."""
+
+    def __init__(self, size: int, vocab_size: int, count: int, salt: int):
+        self._low = LOWEST_TOKEN if vocab_size > 2 * LOWEST_TOKEN else 0
+        self._base = vocab_size - self._low
+        self._size, self._vocab_size, self._salt = size, vocab_size, salt
+        self._digits = max(1, math.ceil(math.log(max(count, 2)) / math.log(max(self._base, 2)) - 1e-12))
+        if self._digits > size:
+            raise ValueError(
+                f"pages of {size} tokens are too short to tell {count} pages apart with {self._base} token ids: it "
+                f"takes {self._digits}; choose a larger length_scale or max_model_len, or a shorter part of the trace."
+            )
+        self._space = self._base**self._digits
+        space = range(salt % self._space or 1, 2 * self._space + 2)
+        self._factor = next(f for f in space if math.gcd(f, self._space) == 1)
+        self.of = functools.lru_cache(max(1, _KEPT_TOKENS // size))(self._make)
+
+    def _make(self, number: int) -> Ids:
+        """The page's tokens; the same for the same number and salt."""
+        spelt, left = [], (number * self._factor + self._salt) % self._space
+        for _ in range(self._digits):
+            left, digit = divmod(left, self._base)
+            spelt.append(self._low + digit)
+        rng = np.random.default_rng([self._salt, number])
+        return (*spelt, *random_tokens(self._size - self._digits, self._vocab_size, rng))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 _MOST_SHARED = 1 << 20  # no vocabulary is larger
 ANSWERS = ("n", "best_of", "beam_width")
 """The fields of a request that say how many answers are drawn, and how many of them returned."""
+Notes = dict[str, Any]
+"""What a report should say of how a load's requests were made, by the names in load.json."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class RequestSpec:
     @property
     def answers(self) -> dict[str, int]:
         """Those of n, best_of and beam_width that are set: {} for one answer, drawn once."""
-        return {key: value for key in ANSWERS if (value := getattr(self, key)) != _LEFT_OUT[key]}
+        return {key: value for key in ANSWERS if (value := getattr(self, key)) != _OPTIONAL[key][0]}
 
     def to_row(self) -> dict[str, Any]:
         """The JSONL row."""
@@ -79,7 +81,7 @@ class RequestSpec:
             "max_tokens": self.max_tokens,
             "arrival_s": self.arrival_s,
             "prefix_tokens": self.prefix_tokens,
-            **{key: value for key in _LEFT_OUT if (value := getattr(self, key)) != _LEFT_OUT[key]},
+            **{key: value for key, (usual, _) in _OPTIONAL.items() if (value := getattr(self, key)) != usual},
         }
 
     @classmethod
@@ -88,24 +90,18 @@ class RequestSpec:
         ids, text = row.get("prompt_token_ids"), row.get("prompt")
         if ids is None and text is None:
             raise KeyError("prompt_token_ids or prompt")
-        numbers = {"arrival_s": float, "prefix_tokens": int, "priority": int, "session": int, "turn": int}
-        numbers |= {"think_s": float, "new_tokens": int, "history": tuple}
-        numbers |= dict.fromkeys(ANSWERS, int)
-        numbers |= {"canary": str, "expected_token_ids": compact, "expected": str}
+        given = {key: read for key, (_, read) in _OPTIONAL.items() if row.get(key) is not None}
+        arrival = row.get("arrival_s")
         return cls(
             index=int(row["index"]),
             cls=str(row.get("class", "default")),
             prompt_token_ids=None if ids is None else compact(ids),
             prompt=text,
             max_tokens=int(row["max_tokens"]),
-            **{key: number(row[key]) for key, number in numbers.items() if row.get(key) is not None},  # type: ignore
+            arrival_s=None if arrival is None else float(arrival),
+            prefix_tokens=int(row.get("prefix_tokens") or 0),
+            **{key: read(row[key]) for key, read in given.items()},
         )
-
-
-# Keys that a row leaves out where they are this.
-_LEFT_OUT = {"priority": 0, "session": None, "turn": 0, "think_s": 0.0, "new_tokens": 0, "history": ()}
-_LEFT_OUT |= {"n": 1, "best_of": None, "beam_width": None}
-_LEFT_OUT |= {"canary": None, "expected_token_ids": None, "expected": None}
 
 
 def compact(ids: Sequence[int]) -> tuple[int, ...]:
@@ -126,10 +122,17 @@ def _numbers(bits: int) -> tuple[int, ...]:
     return tuple(range(1 << bits))
 
 
+_OPTIONAL: dict[str, tuple[Any, Callable[[Any], Any]]] = {  # what a row leaves out where it is this, and its type
+    "priority": (0, int), "session": (None, int), "turn": (0, int), "think_s": (0.0, float), "new_tokens": (0, int),
+    "history": ((), tuple), "n": (1, int), "best_of": (None, int), "beam_width": (None, int), "canary": (None, str),
+    "expected_token_ids": (None, compact), "expected": (None, str),
+}  # fmt: skip
+
+
 class RequestList(list[RequestSpec]):
     """The requests of one load, with ``notes`` for the report (e.g. the scale applied to a trace's lengths)."""
 
-    def __init__(self, requests: Iterable[RequestSpec], notes: dict[str, Any] | None = None) -> None:
+    def __init__(self, requests: Iterable[RequestSpec], notes: Notes | None = None) -> None:
         super().__init__(requests)
         self.notes = dict(notes or {})
 

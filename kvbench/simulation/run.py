@@ -14,7 +14,7 @@ import numpy as np
 from kvbench.common.errors import UsageError
 from kvbench.common.files import pack, write_json
 from kvbench.metrics.model import LoadMetrics
-from kvbench.requests.stream import RequestStream, stream_requests
+from kvbench.requests.build import RequestStream, stream_requests
 from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import machine_of
 from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, Ended, prime

@@ -20,7 +20,7 @@ from kvbench.runs.server_info import ModelRow, ServerInfo
 from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
 from kvbench.targets.launched import ProcessTarget
-from kvbench.targets.prompt_texts import TextOfIds, TokenizerWords
+from kvbench.targets.prompt_texts import TextOfIds, texts_of
 from kvbench.workload.file import MODEL_SECTION, runs_on_cpu
 from kvbench.workload.request_form import DEFAULT_FORM, RequestForm
 from kvbench.workload.settings import Settings
@@ -78,7 +78,7 @@ class BuiltinTarget(ProcessTarget):
         from engine.config import EngineConfig
         from engine.server.tokenizer import tokenizer_folder
 
-        return TokenizerWords(tokenizer_folder(EngineConfig.from_mapping(settings))).text
+        return texts_of(tokenizer_folder(EngineConfig.from_mapping(settings)))
 
     def _ended_at_start(self, code: int) -> Exception:
         if code != 2:

@@ -19,12 +19,12 @@ from kvbench.common.errors import MeasurementError
 from kvbench.common.foreign_cpu import ServerProcess
 from kvbench.common.ports import free_port
 from kvbench.common.text import plural
-from kvbench.runs.server_info import ModelRow, ServerInfo
+from kvbench.runs.server_info import EngineSettings, KVRoom, ModelInfo, ModelRow, Resolved, ServerFacts, ServerInfo
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.cores import bound_cores, core_words
 from kvbench.targets.launch_plan import HOST, Launcher
 from kvbench.targets.model_export import ModelFolders, ServedModel, shipped_tokenizer
-from kvbench.targets.prompt_texts import TextOfIds, TokenizerWords, ids_as_words
+from kvbench.targets.prompt_texts import texts_of
 from kvbench.workload.request_form import DEFAULT_FORM, RequestForm
 from kvbench.workload.settings import Settings
 
@@ -146,22 +146,23 @@ class LaunchedTarget(ProcessTarget):
         self.launcher, self.folders = launcher, folders
         self.preset, self.grace_s = launcher.preset, launcher.preset.grace_s
         self._settings: Settings = {}
-        self._facts: Mapping[str, Any] = {}
+        self._served: ServedModel | None = None
         self._environment: Mapping[str, str | None] = {}
 
     def start(self, settings: Settings, log: Path) -> None:
         """Launch and wait until it serves. Raises UsageError or MeasurementError."""
-        served = self._served(settings)
-        self._settings, self._facts = settings, served.facts
+        self._settings, self._served = settings, self._model_of(settings)
         port, scratch = free_port(self.port), self.folders.scratch
-        command = self.launcher.command(settings, model=str(served.path), port=port, scratch=str(scratch))
+        command = self.launcher.command(settings, model=str(self._served.path), port=port, scratch=str(scratch))
         self._environment = self.preset.launch_environment(self.launcher.context(settings))
         with self._launched(command, log, env=self._environment, scratch=scratch):
             self.exact_texts = self.launcher.passes_model
-            text_of_ids = _text_of_ids(served) if self.exact_texts else _shipped_text
+            folder = self._served.tokenizer if self.exact_texts else shipped_tokenizer()
+            has_words = folder is None or (folder / "tokenizer.json").is_file()
+            text_of_ids = texts_of(folder) if has_words else None
             Target.__init__(self, f"http://{HOST}:{port}", preset=self.preset, text_of_ids=text_of_ids)
             self._wait_ready(self._serves)
-            self._learn_model(served, settings)
+            self._learn_model(self._served, settings)
             self.learn_template()
             self._check_device(settings)
 
@@ -169,20 +170,22 @@ class LaunchedTarget(ProcessTarget):
         path = self.preset.models_path
         return self.healthy() and (path is None or bool(self.json_at(path)))
 
-    def _served(self, settings: Settings) -> ServedModel:
+    def _model_of(self, settings: Settings) -> ServedModel:
         """The model's folder; for a command without {model}, what is known of the workload's model."""
-        if not self.launcher.passes_model:
-            known = self.launcher.arithmetic(settings)
-            name = Path(str(settings.get("model", "")))
-            return ServedModel(name, None, known.get("vocab_size"), known.get("max_model_len"))
-        return self.folders.get(settings, drop_eos=not self.dialect.ignore_eos, model_format=self.preset.model_format)
+        if self.launcher.passes_model:
+            no_eos = not self.dialect.ignore_eos
+            return self.folders.get(settings, drop_eos=no_eos, model_format=self.preset.model_format)
+        facts = self.launcher.arithmetic(settings)
+        return ServedModel(
+            Path(str(settings.get("model", ""))), None, facts.get("vocab_size"), facts.get("max_model_len")
+        )
 
     def _learn_model(self, served: ServedModel, settings: Settings) -> None:
         """The model's name from the server; its sizes from its config, or else from the server."""
         row = self.models()[0] if self.preset.models_path else ModelRow(id=str(served.path))
         own_vocab, own_length = self.told_sizes(row)
-        known = (settings.get("max_model_len"), served.max_positions, own_length)
-        length = min((int(n) for n in known if n), default=None)
+        lengths = (settings.get("max_model_len"), served.max_positions, own_length)
+        length = min((int(length) for length in lengths if length), default=None)
         vocab = served.vocab_size or own_vocab
         if length is None or not vocab:
             raise MeasurementError(f"neither the model's config nor {self.preset.title} tells vocabulary and length")
@@ -193,54 +196,64 @@ class LaunchedTarget(ProcessTarget):
         wanted, pattern = settings.get("device"), self.preset.device_pattern
         if pattern is None or wanted not in ("cpu", "cuda"):
             return
-        found = re.search(pattern, str(super().server_info().stored()))
-        if found and found[1] != wanted:
+        device = re.search(pattern, str(super().server_info().to_json()))
+        if device and device[1] != wanted:
             raise MeasurementError(
-                f"{self.preset.title} runs on {found[1]}, and the workload asks for {wanted}: take a build for it "
+                f"{self.preset.title} runs on {device[1]}, and the workload asks for {wanted}: take a build for it "
                 "(--target-python), or set -o engine.device=auto"
             )
 
     def version(self) -> str | None:
-        """From the server's API, else from the metadata of its package."""
+        """The version that the server's API gives, else that of its package."""
         program, module = self.launcher.program, self.preset.module
         return super().version() or (package_version(program, module) if program and module else None)
 
     def server_info(self) -> ServerInfo:
         """What the launch gave the server and what the server says of itself, in the shape of our own /server_info."""
-        settings = self.launcher.passed_on(self._settings)
+        preset, settings, version = self.preset, self.launcher.passed_on(self._settings), self.version()
+        threads, cores, capacity = self._threads(settings), self.bound_cores(), self._capacity()
+        pages = {} if capacity.page_size is None else {"page_size": capacity.page_size}
+        device = settings.get("device")
+        return ServerInfo(
+            engine=EngineSettings(**settings | pages),
+            model=ModelInfo(**{"name": self._model_name(), "vocab_size": self.model.vocab_size} | self._served_facts()),
+            resolved=Resolved(
+                device=device if device != "auto" else None,
+                dtype=settings.get("dtype"),
+                num_threads=min(filter(None, (threads, len(cores))), default=None),
+                bound_cores=tuple(cores) or None,
+            ),
+            capacity=capacity,
+            versions={preset.name: version} if version else {},
+            server=ServerFacts(
+                kind=preset.name,
+                title=preset.title,
+                command=self._shown_command(),
+                environment={name: _shown(value) for name, value in self._environment.items() if value is not None},
+                quirks=(*preset.quirks_at(self.dialect.endpoint), *self._end_quirk()),
+                notes=_binding_notes(preset.title, cores, threads),
+            ),
+        )
+
+    def _served_facts(self) -> Mapping[str, Any]:
+        return self._served.facts if self._served else {}
+
+    def _end_quirk(self) -> list[str]:
+        if self.dialect.ignore_eos:
+            return []
+        return [_EOS_IN_FILE if self.preset.model_format == "gguf" else _EOS_TAKEN_OUT]
+
+    def _capacity(self) -> KVRoom:
+        """The room of the KV cache, by /metrics and by the log of a server that tells it there only."""
         try:
             sample = self.metrics()
         except MeasurementError:
             sample = None
-        capacity: dict[str, Any] = self._logged_capacity()
-        capacity |= {name: int(value) for name, value in sample.facts.items() if name in _CAPACITY} if sample else {}
-        version, device = self.version(), settings.get("device")
-        threads, cores = self._threads(settings), self.bound_cores()
-        end = _EOS_IN_FILE if self.preset.model_format == "gguf" else _EOS_TAKEN_OUT
-        told = {
-            "engine": settings | ({"page_size": capacity["page_size"]} if "page_size" in capacity else {}),
-            "model": {"name": self._model_name(), "vocab_size": self.model.vocab_size, **self._facts},
-            "resolved": {
-                "device": device if device != "auto" else None,
-                "dtype": settings.get("dtype"),
-                "num_threads": min(filter(None, (threads, len(cores))), default=None),
-                "bound_cores": cores or None,
-            },
-            "capacity": capacity,
-            "versions": {self.preset.name: version} if version else {},
-            "server": {
-                "kind": self.preset.name,
-                "title": self.preset.title,
-                "command": self._shown_command(),
-                "environment": {k: _shown(v) for k, v in self._environment.items() if v is not None},
-                "quirks": [*self.preset.quirks_at(self.dialect.endpoint), *([] if self.dialect.ignore_eos else [end])],
-                "notes": _binding_notes(self.preset.title, cores, threads),
-            },
-        }
-        return ServerInfo.read(told)
+        facts = sample.facts.items() if sample else ()
+        return KVRoom(**self._logged_capacity() | {name: int(value) for name, value in facts if name in _CAPACITY})
 
-    def _logged_capacity(self) -> dict[str, Any]:
-        """Tokens, bytes and types of the KV cache, from the log of a server that says so there only."""
+    def _logged_capacity(self) -> dict[str, int | str]:
+        """Tokens, bytes and types of the KV cache, from the server's log."""
         if self.preset.kv_log_pattern is None:
             return {}
         text = self._log.read_bytes()[: self._logged_at_start].decode("utf-8", "replace")
@@ -278,21 +291,6 @@ class LaunchedTarget(ProcessTarget):
             return True
         emptied = super().reset_prefix_cache()
         return True if off and emptied is None else emptied
-
-
-def _text_of_ids(served: ServedModel) -> TextOfIds | None:
-    if served.tokenizer is None:
-        return ids_as_words
-    return TokenizerWords(served.tokenizer).text if (served.tokenizer / "tokenizer.json").is_file() else None
-
-
-@functools.cache
-def _shipped_words() -> TokenizerWords:
-    return TokenizerWords(shipped_tokenizer())
-
-
-def _shipped_text(ids: Sequence[int]) -> str:
-    return _shipped_words().text(ids)
 
 
 def _binding_notes(title: str, cores: Sequence[int], threads: int | None) -> list[str]:

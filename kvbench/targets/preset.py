@@ -27,9 +27,9 @@ CAPACITY_TOLERANCE = 0.02  # between the KV of two servers with one budget
 class Context:
     """What the words of a setting may depend on.
 
-    ``settings``: the configuration's, in EngineConfig's names. ``capacity``: our own arithmetic for it
-    (``kv_budget_bytes``, ``capacity_tokens`` ...; empty where it is not known). ``max_in_flight``: the most requests
-    that the workload has in flight, None without a limit. ``program``: the Python or the program that is launched.
+    ``capacity``: our own arithmetic for ``settings`` (``kv_budget_bytes``, ``capacity_tokens`` ...; empty where it is
+    not known). ``max_in_flight``: the most requests that the workload has in flight, None without a limit.
+    ``program``: the Python or the program that is launched.
     """
 
     settings: Settings
@@ -43,9 +43,8 @@ class Context:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the server is to run on the CPU: given, or left open on a machine without a GPU."""
-        device = self.settings.get("device") or "auto"
-        return runs_on_cpu(device)
+        """Tests whether the server is to run on the CPU: given, or left open on a machine without a GPU."""
+        return runs_on_cpu(self.settings.get("device") or "auto")
 
 
 @dataclass(frozen=True)
@@ -62,20 +61,20 @@ class Setting:
     values: Mapping[Any, str] | None = None
     why: str = ""
     variable: str | None = None
-    refuse: Callable[[Any, Context], str | None] | None = None
+    refuse: Callable[[Any, Context], str | None] = lambda value, context: None
     nearest: Callable[[Any, Context], Any] | None = None
     tokens: Callable[[Context], int] | None = None
 
     @property
     def passed_on(self) -> bool:
-        """Whether the launch gives the server the value."""
+        """Tests whether the launch gives the server the value."""
         return bool(self.words or self.values or self.variable)
 
     def refusal(self, value: Any, context: Context) -> str | None:
         """Why the server cannot have ``value``; None when it can."""
         if self.values is not None and value not in list(self.values):  # a list compares, and cannot be looked up
             return self.why
-        return self.refuse(value, context) if self.refuse else None
+        return self.refuse(value, context)
 
     def command_words(self, value: Any, context: Context) -> list[str]:
         """What the command line gets for an accepted value."""
@@ -127,9 +126,11 @@ def budget_in(
         return context.capacity.get(unit, 0) // multiple_of * multiple_of
 
     def refuse(value: Any, context: Context) -> str | None:
-        if context.capacity.get(unit) and not number(context):
-            return f"it takes {unit} in multiples of {multiple_of}, and the budget holds {context.capacity[unit]}"
-        return None if number(context) else f"it takes {unit}, and how many fit the budget {why}"
+        if number(context):
+            return None
+        if held := context.capacity.get(unit):
+            return f"it takes {unit} in multiples of {multiple_of}, and the budget holds {held}"
+        return f"it takes {unit}, and how many fit the budget {why}"
 
     tokens = number if unit == "capacity_tokens" else None
     return Setting(lambda value, context: words.replace("{}", str(number(context))), refuse=refuse, tokens=tokens)
@@ -151,6 +152,7 @@ COMMON: Mapping[str, Setting] = {
     "dtype": flag("--dtype {}"),
     "kernel_backend": always("auto", "its kernels are its own"),
 }
+_UNKNOWN = absent("it has no such setting")
 _KEPT_IN_BASELINE = ("kv_budget", "dtype", "device")
 
 
@@ -202,6 +204,10 @@ class Preset:
     quirks: tuple[str, ...] = ()
     endpoints: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict.fromkeys(PATHS, ()))
 
+    def setting(self, name: str) -> Setting:
+        """How the server takes the setting; one that it does not have is refused."""
+        return self.settings.get(name) or MODEL_SETTINGS.get(name, _UNKNOWN)
+
     @property
     def passed_on(self) -> frozenset[str]:
         """The settings that a launched server has been given."""
@@ -209,15 +215,12 @@ class Preset:
 
     def tokens_given(self, context: Context) -> int | None:
         """How many tokens of KV a launched server is told to hold; None where it is told bytes or nothing."""
-        setting = self.settings.get("kv_budget")
-        if setting is None or setting.tokens is None or context.settings.get("kv_budget") is None:
-            return None
-        return setting.tokens(context)
+        tokens = self.setting("kv_budget").tokens
+        return tokens(context) if tokens and context.settings.get("kv_budget") is not None else None
 
     def has_only(self, name: str, value: Any) -> bool:
-        """Whether the server has this value of the setting and no other."""
-        setting = self.settings.get(name)
-        return setting is not None and setting.values is not None and tuple(setting.values) == (value,)
+        """Tests whether the server has this value of the setting and no other."""
+        return tuple(self.setting(name).values or ()) == (value,)
 
     def quirks_at(self, endpoint: str) -> list[str]:
         """The facts that a reader of the numbers should know of a load that is sent to this endpoint."""
@@ -237,19 +240,20 @@ class Preset:
         way_out = "" if self.command else ", as far as is known: name its kind with --preset, or ask for n only"
         return f"{self.title} cannot serve class {cls!r}: {why}{way_out}"
 
-    def _refusal(self, name: str, value: Any, context: Context) -> str | None:
-        setting = self.settings.get(name) or MODEL_SETTINGS.get(name)
-        if value is None:
-            return None
-        return setting.refusal(value, context) if setting else "it has no such setting"
+    def _reasons(self, context: Context) -> dict[str, str]:
+        """Why the server cannot have a setting of the configuration, by the setting's name."""
+        reasons = {
+            name: self.setting(name).refusal(value, context)
+            for name, value in context.settings.items()
+            if value is not None
+        }
+        return {name: why for name, why in reasons.items() if why is not None}
 
     def refusals(self, context: Context) -> list[str]:
         """Why this server cannot run a configuration: one clause for each setting that it cannot have."""
-        reasons = {name: self._refusal(name, value, context) for name, value in context.settings.items()}
         return [
             f"{self.title} cannot have {name} {_plain(context.settings[name])}: {why}"
-            for name, why in reasons.items()
-            if why is not None
+            for name, why in self._reasons(context).items()
         ]
 
     def nearest(self, context: Context) -> tuple[dict[str, Any], list[str]]:
@@ -258,10 +262,11 @@ class Preset:
         KV budget, dtype and device stay even if they are refused: servers are compared under the same ones.
         """
         settings, changes = dict(context.settings), []
-        for name, value in context.settings.items():
-            if name in _KEPT_IN_BASELINE or self._refusal(name, value, context) is None:
+        for name in self._reasons(context):
+            if name in _KEPT_IN_BASELINE:
                 continue
-            other = self.settings[name].nearest_to(value, context) if name in self.settings else None
+            value = context.settings[name]
+            other = self.setting(name).nearest_to(value, context)
             if other is None:
                 del settings[name]
                 changes.append(f"{name} {_plain(value)} is left to {self.title}")
@@ -283,8 +288,8 @@ class Preset:
         """Variables for the launch; None takes one away."""
         variables = dict(self.environment(context))
         for name, value in context.settings.items():
-            if value is not None and (setting := self.settings.get(name)) and setting.variable:
-                variables[setting.variable] = str(value)
+            if value is not None and (variable := self.setting(name).variable):
+                variables[variable] = str(value)
         return variables
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,22 +43,31 @@ class MetricNames:
     prefixes: tuple[str, ...]
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    parts_label: str | None = None
+    parts_label: str = ""
 
-    def wholes(self, samples: Sequence[Sample]) -> list[Sample]:
+    def wholes(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """A gauge's samples without the parts of a whole that is among them."""
-        whole = [sample for sample in samples if sample.labels.get(self.parts_label or "") == ""]
-        return whole or list(samples)
+        return [sample for sample in samples if not sample.labels.get(self.parts_label)] or samples
 
-    def ours(self, name: str) -> tuple[str, ...] | None:
-        """Our names for a sample of theirs, None where it keeps its own."""
-        if name in self.names:
-            found = self.names[name]
-            return (found,) if isinstance(found, str) else found
-        for end in _HISTOGRAM_ENDS:
-            if name.endswith(end) and (found := self.names.get(name.removesuffix(end))):
-                return tuple(each + end for each in ((found,) if isinstance(found, str) else found))
-        return None
+    def ours(self, name: str) -> tuple[str, ...]:
+        """Our names for a sample of theirs; empty where it keeps its own."""
+        if name not in self.names:
+            for end in _HISTOGRAM_ENDS:
+                if name.endswith(end) and name.removesuffix(end) in self.names:
+                    return tuple(ours + end for ours in self.ours(name.removesuffix(end)))
+            return ()
+        ours = self.names[name]
+        return (ours,) if isinstance(ours, str) else ours
+
+    def facts_in(self, name: str, sample: Sample) -> dict[str, float]:
+        """The facts about the server that a sample tells."""
+        facts = {}
+        for label, ours in self.facts[name].items() if name in self.facts else ():
+            try:
+                facts[ours] = float(sample.labels[label]) if label else sample.value
+            except (KeyError, ValueError):
+                continue  # another version of that server
+        return facts
 
 
 OURS = MetricNames(("kvbench:", "kvbench_", "vllm:", "vllm_"))
@@ -83,7 +93,7 @@ class MetricsSample:
 
     @property
     def holds_kv(self) -> bool:
-        """Whether any sequence has KV anywhere, as far as the server tells."""
+        """Tests whether any sequence has KV anywhere, as far as the server tells."""
         return bool(self.owned_pages or self.swapped_slots)
 
     @property
@@ -100,39 +110,25 @@ def parse_metrics(text: str, at: float, kinds: Sequence[MetricNames] = (OURS,)) 
     Families with no such prefix (process_*, python_*) are left out.
     """
     wanted = "\n".join(line for line in text.splitlines() if "_bucket{" not in line and "_created" not in line)
-    gauges: dict[str, list[float]] = {}
-    counters: dict[str, list[float]] = {}
-    facts: dict[str, float] = {}
+    gauges, counters, facts = defaultdict[str, list[float]](list), defaultdict[str, float](float), dict[str, float]()
     for family in text_string_to_metric_families(wanted + "\n"):
-        found = next(((k, p) for k in kinds for p in k.prefixes if family.name.startswith(p)), None)
-        if found is None:
+        prefixes = ((kind, prefix) for kind in kinds for prefix in kind.prefixes if family.name.startswith(prefix))
+        kind, prefix = next(prefixes, (None, ""))
+        if kind is None:
             continue
-        kind, prefix = found
         for sample in kind.wholes(family.samples) if family.type == "gauge" else family.samples:
             name = sample.name.removeprefix(prefix)
-            facts |= _facts(kind, name, sample)
+            facts |= kind.facts_in(name, sample)
             if name.endswith("_info"):
                 continue
-            grows = family.type != "gauge" and name.endswith(_COUNTER_ENDS)
             labels = [value for label, value in sample.labels.items() if value and label not in _SOURCES]
             for ours in kind.ours(name) or ("_".join([name, *labels]),):
-                (counters if grows else gauges).setdefault(ours, []).append(sample.value)
-    return MetricsSample(
-        at,
-        {name: sum(values) / (len(values) if name.endswith(_SHARE_END) else 1) for name, values in gauges.items()},
-        {name: sum(values) for name, values in counters.items()},
-        facts,
-    )
-
-
-def _facts(kind: MetricNames, name: str, sample: Sample) -> dict[str, float]:
-    found = {}
-    for label, ours in kind.facts.get(name, {}).items():
-        try:
-            found[ours] = float(sample.labels[label]) if label else sample.value
-        except (KeyError, ValueError):
-            continue  # another version of that server
-    return found
+                if family.type != "gauge" and name.endswith(_COUNTER_ENDS):
+                    counters[ours] += sample.value
+                else:
+                    gauges[ours].append(sample.value)
+    shares = {name: sum(values) / (len(values) if name.endswith(_SHARE_END) else 1) for name, values in gauges.items()}
+    return MetricsSample(at, shares, dict(counters), facts)
 
 
 def counter_changes(before: MetricsSample | None, after: MetricsSample | None) -> dict[str, float]:
@@ -145,7 +141,7 @@ def counter_changes(before: MetricsSample | None, after: MetricsSample | None) -
 def gauge_summary(samples: Sequence[MetricsSample]) -> dict[str, dict[str, float]]:
     """Peak of each gauge over the polled samples, and its mean over their time."""
     summary = {}
-    for name in sorted({n for s in samples for n in s.gauges}):
+    for name in sorted({name for sample in samples for name in sample.gauges}):
         at, values = zip(*((s.at, s.gauges[name]) for s in samples if name in s.gauges), strict=True)
         summary[name] = {"peak": max(values), "mean": time_mean(at, values)}
     return summary

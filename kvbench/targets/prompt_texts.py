@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,14 @@ class TokenizerWords:
     def text(self, ids: Sequence[int]) -> str:
         """A text of ``len(ids)`` tokens; texts of equal beginnings begin alike."""
         return self._lead + " ".join(self._words[i % len(self._words)] for i in ids) if ids else ""
+
+
+@functools.cache
+def texts_of(folder: Path | None) -> TextOfIds:
+    """Makes texts for the tokenizer in ``folder``; None: for one with a word an id, or none that is known."""
+    if folder is None:
+        return ids_as_words
+    return TokenizerWords(folder).text
 
 
 def _one_token_words(tokenizer: Any, lead: str, words: Sequence[str]) -> list[str]:

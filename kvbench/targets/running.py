@@ -17,7 +17,7 @@ from kvbench.targets.base import NO_SUCH_PATH, PLAIN_ACCESS, REFUSED, Access, Ht
 from kvbench.targets.model_export import shipped_tokenizer
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import BUILT_IN, GENERIC
-from kvbench.targets.prompt_texts import TokenizerWords
+from kvbench.targets.prompt_texts import texts_of
 from kvbench.workload.request_form import DEFAULT_FORM, RequestForm
 from kvbench.workload.settings import Settings
 
@@ -74,7 +74,7 @@ class OpenAITarget(Target):
         tokenizer: Path | None = None,
         form: RequestForm = DEFAULT_FORM,
     ) -> None:
-        text_of_ids = TokenizerWords(tokenizer).text if tokenizer else None
+        text_of_ids = texts_of(tokenizer) if tokenizer else None
         base_url = url.rstrip("/")
         for path in (*PATHS.values(), "/v1"):
             base_url = base_url.removesuffix(path)
@@ -185,7 +185,7 @@ class OpenAITarget(Target):
 
     def _make_text(self, ids: Any) -> str:
         if self._text_of_ids is None:
-            self._text_of_ids = TokenizerWords(shipped_tokenizer()).text
+            self._text_of_ids = texts_of(shipped_tokenizer())
         return super()._make_text(ids)
 
     def reset_prefix_cache(self) -> bool | None:

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shutil
+import tarfile
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from kvbench.common.packages import REPOSITORY
 
 REFERENCE = REPOSITORY / "results" / "reference"
 STORED = REPOSITORY / "tests" / "data" / "decisions.json"
+MEASURED_RUN = REPOSITORY / "tests" / "data" / "measured_run.tar.xz"
 
 CALLS = {
     "ahead": "better", "behind": "worse", "open": "undecided", "higher": "better", "lower": "worse",
@@ -54,6 +56,26 @@ limits:
   - {kld: same_argmax, min: 99%}
   - {quality: passkey, min: 98%}
   - {quality: within}
+"""
+
+
+_SIMULATED = """
+name: small
+seed: 1
+model: {config: llama-32m, load_format: dummy, dtype: float32}
+engine: {layout: paged, page_size: 16, max_num_seqs: 8}
+sweep: {enable_prefix_caching: [true], layout: [contiguous]}
+load:
+  concurrency: [8]
+  num_requests: 24
+  repeats: 3
+  slo: {ttft_ms: 500}
+  prompts:
+    kind: synthetic
+    classes:
+      - {name: short chat, share: 0.7, prompt_tokens: [16, 200], output_tokens: [8, 40]}
+      - {name: long, share: 0.3, prompt_tokens: 600, output_tokens: 8}
+    shared_prefix: [{tokens: 64, share: 0.5, families: 2}]
 """
 
 
@@ -96,7 +118,8 @@ def rounded(value: Any) -> Any:
 
 def plain(text: str) -> str:
     """The text's words and numbers, with calls in today's words."""
-    words = re.findall(r"[\w.%+−-]+", text.replace(str(REFERENCE), _RUN).replace("results/reference", _RUN))
+    text = text.replace(str(REFERENCE), _RUN).replace("results/reference", _RUN)
+    words = re.findall(r"[\w.%+−-]+", re.sub(r"\S*/small\b", _RUN, text))
     return " ".join(CALLS.get(word.lower(), word) for word in words)
 
 
@@ -185,9 +208,16 @@ def recommend_decisions(run: Path) -> dict[str, Any]:
         "quality": plain(json.dumps(chosen["quality"], sort_keys=True)),
         "together": plain(json.dumps(chosen["together"])),
         "in_doubt": plain(chosen["in_doubt"]),
-        **{name: [[line.split(":")[0][:40], digest(line)] for line in chosen[name]] for name in lists},
+        **{name: [_subject(line) for line in chosen[name]] for name in lists},
         "missing": len(chosen["unmeasured"]),
     }
+
+
+def _subject(line: Any) -> Any:
+    """What a line is of, and its digest; an object as it is."""
+    if isinstance(line, str):
+        return [line.split(":")[0][:40], digest(line)]
+    return rounded({key: CALLS.get(value, value) if key == "call" else value for key, value in line.items()})
 
 
 def verdict_of(folder: Path, code: int) -> dict[str, Any]:
@@ -212,6 +242,55 @@ def limit_decisions(run: Path, policy: Path, work: Path) -> dict[str, Any]:
     decided = verdict_of(work, ended.code)
     rows = {name.removeprefix("limit/"): [row[0], row[2]] for name, row in decided["findings"].items()}
     return {**decided, "findings": rows}
+
+
+def unpack_run(folder: Path) -> Path:
+    """Unpacks the run that is kept whole, with its loads and samples: two page sizes, 12 requests, 3 repeats."""
+    with tarfile.open(MEASURED_RUN) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "small"
+
+
+def whole_run_decisions(work: Path) -> dict[str, Any]:
+    """What each command decides from a run that is kept whole."""
+    run = unpack_run(work)
+    (work / "report").mkdir()
+    return {
+        "report": report_decisions(run, work / "report"),
+        "recommend": recommend_decisions(run),
+        "limits": limit_decisions(run, REPOSITORY / "ci" / "gates.yaml", work),
+        "history": history_decisions(run),
+    }
+
+
+def simulated_decisions(work: Path) -> dict[str, Any]:
+    """The metrics of each load of a simulated sweep, and what its report decides."""
+    (work / "small.yaml").write_text(_SIMULATED)
+    options = ("--simulate", "--device", "L4", "--model", "llama-3.1-8b", "--output-dir", work / "results")
+    ended = kvbench("sweep", work / "small.yaml", *options)
+    (run,) = (work / "results" / "small").iterdir()
+    loads = {}
+    for path in sorted(run.glob("cells/*/loads/*/done.json")):
+        done = json.loads(path.read_text())
+        loads["/".join(path.parts[-4:-1])] = [done["valid"], _digest_of_numbers(done["metrics"])]
+    said = report_decisions(run, work)
+    names = ("verdict", "answers", "limits", "cells")
+    return {"code": ended.code, "loads": loads, **{name: said[name] for name in names}}
+
+
+def _digest_of_numbers(metrics: Mapping[str, Any]) -> str:
+    """A digest of all numbers in an object but zeros, with their places, in 6 digits."""
+    numbers = []
+
+    def collect(value: Any, place: str) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                collect(inner, f"{place}.{key}")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and value:
+            numbers.append(f"{place} {value:.6g}")
+
+    collect(metrics, "")
+    return digest(" ".join(sorted(numbers)))
 
 
 Pair = dict[str, tuple[float, float]]
@@ -419,6 +498,8 @@ def part_names() -> list[str]:
         "compare": ["mixed-cpu", "four-engines/kvbench"],
         "side by side": list(SIDE_BY_SIDE),
         "claims": ["reference"],
+        "whole run": ["small"],
+        "simulated": ["small"],
         "counters": ["lock"],
     }
     return [f"{kind}: {name}" for kind, names in kinds.items() for name in names]
@@ -455,6 +536,8 @@ def decide(part: str, work: Path) -> Any:
     return {
         "history": lambda: history_decisions(REFERENCE),
         "claims": claim_decisions,
+        "whole run": lambda: whole_run_decisions(work),
+        "simulated": lambda: simulated_decisions(work),
         "counters": lambda: counter_decisions(work),
     }[kind]()
 

@@ -18,9 +18,12 @@ from dataclasses import asdict  # noqa: E402
 
 import gevent  # noqa: E402
 
-from kvbench.load.client import StreamingClient  # noqa: E402
+from kvbench.load.client import (  # noqa: E402
+    Address,
+    StreamingClient,
+    Timeouts,
+)
 from kvbench.load.completion import judge  # noqa: E402
-from kvbench.load.connection import Address, Timeouts  # noqa: E402
 from kvbench.load.http import tls_context  # noqa: E402
 from kvbench.load.spec import LoadSpec, http_request  # noqa: E402
 from kvbench.requests.request import RequestSpec  # noqa: E402

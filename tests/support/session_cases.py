@@ -18,9 +18,8 @@ from kvbench.load import process
 from kvbench.load.client import RawStream
 from kvbench.load.outcome import read_delays
 from kvbench.load.process import Measuring
-from kvbench.load.session import LoadSession, Returned
+from kvbench.load.session import InFlightCap, LoadSession, Returned
 from kvbench.load.spec import LoadSpec
-from kvbench.load.users import InFlightCap
 from kvbench.requests.request import RequestList, RequestSpec
 
 STUCK_S = 0.1

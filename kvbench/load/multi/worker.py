@@ -26,7 +26,7 @@ from kvbench import __version__
 from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE
 from kvbench.common.machine import boot_id
 from kvbench.load import process
-from kvbench.load.connection import StreamFailure
+from kvbench.load.client import StreamFailure
 from kvbench.load.multi import messages
 from kvbench.load.multi.merge import in_slices, samples_to_bytes
 from kvbench.load.session import LoadSession

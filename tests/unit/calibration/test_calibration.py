@@ -25,12 +25,12 @@ from kvbench.calibration.mock.process import MockProcess
 from kvbench.cli.main import main
 from kvbench.common.errors import MeasurementError
 from kvbench.common.foreign_cpu import MachineReport
+from kvbench.metrics.model import ClientFigures
 
 ZERO = 1000.0
-CLIENT = {
-    "cpu_us_per_chunk": 20.0, "cpu_fraction": 0.1, "loop_lag_p99_ms": 0.3, "turnaround_p50_ms": 6.0,
-    "priority": "nice -10",
-}  # fmt: skip
+CLIENT = ClientFigures(
+    cpu_us_per_chunk=20.0, cpu_fraction=0.1, loop_lag_p99_ms=0.3, turnaround_p50_ms=6.0, priority="nice -10"
+)
 SETTINGS = CalibrationSettings(streams=2)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvbench.load.client import Address
 from kvbench.load.completion import Completion
-from kvbench.load.connection import Address
 from kvbench.load.dialect import Dialect
 from kvbench.load.launch import takes_priority
 from kvbench.load.samples import Sample, with_history

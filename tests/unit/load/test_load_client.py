@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvbench.load.client import StreamingClient
-from kvbench.load.connection import Address, Timeouts
+from kvbench.load.client import Address, StreamingClient, Timeouts
 from tests.support.loads import stamps_of
 from tests.support.raw_server import raw_server, read_request
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import gevent
 import pytest
 
-from kvbench.load import connection as module
-from kvbench.load.connection import Address, Connection, StreamFailure, Timeouts, open_connection
+from kvbench.load import client as module
+from kvbench.load.client import Address, Connection, StreamFailure, Timeouts, open_connection
 
 stamped = pytest.mark.skipif(sys.platform != "linux", reason="only Linux stamps what arrives")
 LATE_S = 0.05

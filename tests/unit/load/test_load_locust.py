@@ -104,12 +104,12 @@ def test_ttft_itl_and_tpot_are_rows_and_locusts_workers_share_the_load(steady_ur
 SLOW_START = """
 import gevent
 from kvbench.load.locustfile import *
-from kvbench.measure.locust_job import LocustJob
-draw = LocustJob.requests
-def draw_slowly(job, *arguments):
+from kvbench.load import locustfile
+draw = locustfile._drawn
+def draw_slowly(environment):
     gevent.sleep(1.5)
-    return draw(job, *arguments)
-LocustJob.requests = draw_slowly
+    return draw(environment)
+locustfile._drawn = draw_slowly
 """
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvbench.report.client_quality import quality_sentences, quality_table
-from kvbench.report.compared_cells import Side, ratios
-from kvbench.report.comparisons import compare, leaders
+from kvbench.report.comparisons import TTFT, leaders, served
 from kvbench.report.document import Section, chapters
 from kvbench.report.figures.distributions import EVERY, distributions
 from kvbench.report.figures.frontier import frontier_frame, frontier_table
+from kvbench.report.side_by_side import Side, ratios
 from kvbench.report.tables import (
     Table,
     Value,
@@ -83,7 +83,7 @@ def test_cells_of_two_windows_are_compared_by_the_whole_run_which_is_said() -> N
     other = changed(other, {"steady_latency": {}})
     both = run(base, other)
     assert leaders(both, base.load)["ttft_ms_p95"] == {other.name: SAME}
-    assert compare(other, base).ttft.median == pytest.approx(1 / 3)
+    assert served(other, base, TTFT).ratio == pytest.approx(1 / 3)
     (row,) = effect_table(both).rows
     assert [value.note.endswith("whole run") for value in row.values[3:]] == [False, True, True, True]
     assert sorted(frontier_frame(both)["ttft"]) == [300.0, 900.0]

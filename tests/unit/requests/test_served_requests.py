@@ -10,9 +10,8 @@ import pytest
 
 from engine import lockstep
 from engine.lockstep import SteppedEngine
-from kvbench.requests.cache_simulation import CacheSimulation
+from kvbench.requests.cache_simulation import CacheSimulation, prompts_sent, served_requests
 from kvbench.requests.request import RequestSpec
-from kvbench.requests.served import prompts_sent, served_requests
 from tests.support.engine_parts import small_engine
 
 

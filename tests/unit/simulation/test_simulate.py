@@ -19,8 +19,7 @@ from kvbench import __version__
 from kvbench.cli.main import cli
 from kvbench.common.errors import UsageError
 from kvbench.metrics.latency import distribution, summarise, weighted_distribution
-from kvbench.requests.build import build_requests
-from kvbench.requests.stream import PIECE, stream_requests
+from kvbench.requests.build import PIECE, build_requests, stream_requests
 from kvbench.simulation.run import sustainable_rate
 from kvbench.workload.load_section import LoadConfig
 
