@@ -20,8 +20,8 @@ from kvbench.simulation.choose import machine_of
 from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, Ended, prime
 from kvbench.simulation.recorder import Recorder, row_writer
 from kvbench.simulation.replica import Replica
-from kvbench.sweep.max_rate.plan import at_rate, mean_rate
-from kvbench.sweep.max_rate.search import Condition, misses, queue_growth
+from kvbench.sweep.rate_plan import at_rate, mean_rate
+from kvbench.sweep.rate_search import Condition, misses, queue_growth
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import SimulateSection
 from kvbench.workload.load_section import LoadConfig, load_point

@@ -27,7 +27,7 @@ from kvbench.common.text import and_more
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder
 from kvbench.runs.resume import environment_differences
-from kvbench.sweep.max_rate.search import INVALID
+from kvbench.sweep.rate_search import INVALID
 from kvbench.sweep.show_load import StoredLoad
 from kvbench.workload.file import differing_keys
 

@@ -27,7 +27,7 @@ from kvbench.requests.prefix_hits import OTHER_SEED, hit_notes
 from kvbench.requests.request import RequestList
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row, vllm_fields
 from kvbench.runs.results import LoadResult
-from kvbench.sweep.max_rate.search import Trial
+from kvbench.sweep.rate_search import Trial
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 

@@ -23,7 +23,7 @@ from kvbench.common import foreign_cpu as contention
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
 from kvbench.measure import single_request
-from kvbench.sweep.max_rate.search import CLIENT_LIMIT, INVALID
+from kvbench.sweep.rate_search import CLIENT_LIMIT, INVALID
 from tests.support.loads import fake_server, free_port, own_mock, start_load
 from tests.support.sweep_parts import BUSY_MACHINE, ROOT, TINY, wait_until
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.metrics.model import Distribution, LoadMetrics
-from kvbench.sweep.max_rate.plan import RunLength, SearchPlan, at_rate, mean_rate, patience_s
-from kvbench.sweep.max_rate.search import arrivals_to_detect, detectable_share, parse_conditions
+from kvbench.sweep.rate_plan import RunLength, SearchPlan, at_rate, mean_rate, patience_s
+from kvbench.sweep.rate_search import arrivals_to_detect, detectable_share, parse_conditions
 from kvbench.workload.load_section import LoadConfig, Slo
 
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]

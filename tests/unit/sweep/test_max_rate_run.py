@@ -20,10 +20,10 @@ from kvbench.load.validity import client_report, invalid_reasons
 from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import LoadMetrics
 from kvbench.sweep.load_folder import LoadFolder
-from kvbench.sweep.max_rate.plan import RunLength
-from kvbench.sweep.max_rate.run import RateSearch, answer_sentence, client_alone, request_times
-from kvbench.sweep.max_rate.search import Answer, Bounds, parse_conditions
-from kvbench.sweep.max_rate.threshold import Interval
+from kvbench.sweep.rate_plan import RunLength
+from kvbench.sweep.rate_run import RateSearch, answer_sentence, client_alone, request_times
+from kvbench.sweep.rate_search import Answer, Bounds, parse_conditions
+from kvbench.sweep.rate_threshold import Interval
 from kvbench.sweep.show_load import StoredLoad
 from tests.unit.calibration.test_calibration import taken
 
@@ -285,7 +285,7 @@ def test_a_run_that_cannot_end_in_time_is_not_begun(new):
 
 def test_a_run_that_outlasts_the_time_is_cut_and_run_again_on_resume(new, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("kvbench.sweep.max_rate.run.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("kvbench.sweep.rate_run.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(Queue):
         """Its second run goes on and on; it looks at the time as a load does."""

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from kvbench.cli.main import cli
 from kvbench.metrics.model import LoadMetrics
-from kvbench.sweep.max_rate.plan import RunLength, patience_s
-from kvbench.sweep.max_rate.search import (
+from kvbench.sweep.rate_plan import RunLength, patience_s
+from kvbench.sweep.rate_search import (
     ALWAYS,
     CLIENT_LIMIT,
     FOUND,

@@ -19,7 +19,7 @@ from kvbench.metrics.definitions import STATISTICS, latencies
 from kvbench.metrics.latency import QUANTILES, samples_needed
 from kvbench.metrics.model import LoadMetrics
 from kvbench.metrics.steady_window import in_system
-from kvbench.sweep.max_rate.threshold import Interval, Posterior, interval, posterior
+from kvbench.sweep.rate_threshold import Interval, Posterior, interval, posterior
 
 LATENCIES = tuple(metric.name for metric in latencies())
 ATTEMPTS = 2  # runs in a row at one rate that are too short, or too much for the client, before that is believed

@@ -25,8 +25,8 @@ from kvbench.common.text import clock, plural, significant
 from kvbench.load.validity import client_reasons
 from kvbench.metrics.model import LoadMetrics, LoadOutcome
 from kvbench.sweep.load_folder import METRICS, LoadFolder
-from kvbench.sweep.max_rate.plan import RunLength
-from kvbench.sweep.max_rate.search import (
+from kvbench.sweep.rate_plan import RunLength
+from kvbench.sweep.rate_search import (
     ALWAYS,
     CLIENT_LIMIT,
     FOUND,
@@ -45,7 +45,7 @@ from kvbench.sweep.max_rate.search import (
     next_step,
     queue_growth,
 )
-from kvbench.sweep.max_rate.threshold import CONFIDENCE, Interval
+from kvbench.sweep.rate_threshold import CONFIDENCE, Interval
 from kvbench.sweep.show_load import StoredLoad
 
 _RUN_OVER_FILLING = 4.0  # a run is so many times as long as the queue takes to fill
