@@ -32,7 +32,7 @@ from kvbench.measure.http import PREPARE, HttpInstrument
 from kvbench.measure.instrument import Job, Listener
 from kvbench.measure.warm_up import warm_up
 from kvbench.requests.request import RequestList
-from kvbench.runs.aggregate import aggregate_cell
+from kvbench.runs.aggregate import TargetFacts, aggregate_cell
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.manifest import build_manifest
 from kvbench.runs.results import LoadResult, WarmUpResult
@@ -283,7 +283,7 @@ class OneLoad:
                 write_record(metrics_file, result)
                 run = RunFolder(self.folder.path)
                 target = self.instrument.server.target
-                aggregate_cell(run, self.cell, {"backend": target.preset.name, "model": target.model.name})
+                aggregate_cell(run, self.cell, TargetFacts(target.preset.name, target.model.name))
                 self.folder.show_at_top(run.load(self.cell.cell_id, _REPEAT))
                 self.folder.finish(**outcome, calibration=self.calibrator.facts())
             except OSError:  # a full disk: what was measured is told at least

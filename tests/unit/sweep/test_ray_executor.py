@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import pack, read_json, write_json
 from kvbench.common.git import code_sha256
 from kvbench.common.machine import environment
-from kvbench.common.ray_cluster import MAX_LOST
+from kvbench.common.ray_cluster import MAX_LOST, MachineFacts
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job
 from kvbench.runs.folder import DONE, RunFolder
@@ -31,7 +32,7 @@ from tests.support.fake_ray import FakeCluster, node
 LOADS = [load_point("closed", concurrency=c, rate=None, num_requests=8) for c in (1, 4)]
 DESIGN = make_design({"layout": "paged", "page_size": 16}, {"page_size": [8]}, LOADS, "one_at_a_time")
 BLOCKS = plan_blocks(DESIGN, 3, 0)
-FACTS = {"code": code_sha256(), "environment": environment(), "ray": "2.60.0"}
+FACTS = MachineFacts(code_sha256(), environment(), "2.60.0")
 METRICS: dict[str, Any] = {"completed": 8, "failed": 0}
 OPTIONS = {"no_calibration": True, "ray_address": None, "device_resource": None}
 
@@ -208,8 +209,8 @@ def test_how_many_gpus_a_cell_asks_for(profile, device, options, gpus):
     assert needs_of(SimpleNamespace(profile=profile), design, options).gpus == gpus
 
 
-def facts(**changes: Any) -> dict[str, Any]:
-    return {**FACTS, "environment": {**FACTS["environment"], **changes.pop("environment", {})}, **changes}
+def facts(**changes: Any) -> MachineFacts:
+    return replace(FACTS, **changes | {"environment": {**FACTS.environment, **changes.get("environment", {})}})
 
 
 def chosen(monkeypatch: Any, by_name: dict[str, Any], cluster: FakeCluster | None = None) -> RayMachines:
@@ -240,7 +241,7 @@ def test_machines_that_run_other_code_or_none_are_left_out_by_name(monkeypatch):
 
 
 def test_machines_that_are_not_alike_are_refused(monkeypatch):
-    other = facts(environment={"cpu": {**FACTS["environment"]["cpu"], "model": "another processor"}})
+    other = facts(environment={"cpu": {**FACTS.environment["cpu"], "model": "another processor"}})
     with pytest.raises(UsageError, match="another processor on bbbbbbbb"):
         chosen(monkeypatch, {"aaaaaaaa": facts(), "bbbbbbbb": other})
 
