@@ -13,6 +13,7 @@ from rich.console import Console
 from kvbench.common.foreign_cpu import MachineReport
 from kvbench.measure.http import client_cost
 from kvbench.metrics.latency import distribution, goodput_share, summarise
+from kvbench.metrics.model import LoadMetrics
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.runs.server_info import ServerInfo
 from kvbench.sweep.show_load import lengths_of, lines, show, stored
@@ -48,6 +49,7 @@ def config(**load):
 def kept(measured, load=None, point=CLOSED):
     """metrics.json."""
     load = load or config()
+    measured = measured | {"metrics": LoadMetrics.model_validate(measured["metrics"])}
     info = ServerInfo.read({"engine": {"enable_prefix_caching": None}})
     target = SimpleNamespace(model=SimpleNamespace(name="m", max_model_len=256), preset=PRESETS["vllm"], notes=())
     server = SimpleNamespace(load=load, info=info, target=target)
