@@ -327,6 +327,12 @@ def interval(comparison: Comparison) -> str:
     return f"({' to '.join(_number(end, times=comparison.ratio >= 2) for end in (low, high))})"
 
 
+def signed_interval(comparison: Comparison) -> str:
+    """+17.4 to +19.8, in percent; empty where it tells nothing."""
+    ends = (round(100 * ((end or 1.0) - 1), 1) + 0.0 for end in (comparison.low, comparison.high))  # no -0.0
+    return " to ".join(f"{end:+.1f}" for end in ends) if interval(comparison) else ""
+
+
 def sized(comparison: Comparison) -> str:
     """+16 % (13 to 20); 2.4x (1.9 to 3.1) from twice on."""
     return f"{amount(comparison.ratio)} {interval(comparison)}".rstrip()

@@ -34,6 +34,7 @@ from kvbench.report.comparisons import (
     paging_pair,
     served,
     short_name,
+    signed_interval,
     sized,
     spread,
     tokens_held,
@@ -566,7 +567,7 @@ def _without_loads(run: Run) -> list[str]:
         return ["Cannot tell: no load over HTTP was finished"]
     best = max(ahead, key=lambda one: one.ratio)
     what = "is kept" if run.not_kept else "was measured"
-    return [f"Only {ENGINE} {what}: {best.cell} {sized(best.comparison)} tokens/s"]
+    return [f"Only {ENGINE} {what}: {best.cell} {amount(best.ratio)} tokens/s ({signed_interval(best.comparison)})"]
 
 
 def _alone(run: Run, cell: MeasuredCell) -> list[str]:
