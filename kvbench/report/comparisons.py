@@ -102,7 +102,7 @@ def not_varied(run: Run, base: MeasuredCell) -> list[str]:
 
 def tokens_held(cell: MeasuredCell, base: MeasuredCell) -> float | None:
     """How many times as many tokens as ``base`` a configuration holds in the same memory; None where not known."""
-    held, before = cell.capacity.get("capacity_tokens"), base.capacity.get("capacity_tokens")
+    held, before = cell.capacity.capacity_tokens, base.capacity.capacity_tokens
     return held / before if held and before else None
 
 
