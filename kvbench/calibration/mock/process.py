@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError
@@ -19,7 +18,7 @@ _READY_S, _OPENSSL_S = 20.0, 30.0
 class MockProcess:
     """``kvbench mock-server`` on a free port for as long as the block lasts; gives its URL."""
 
-    def __init__(self, folder: Path, flags: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, flags: Mapping[str, object]) -> None:
         self._log = folder / "mock.log"
         self._command = [sys.executable, "-m", "kvbench", "mock-server", "--port", "0"]
         self._command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
@@ -35,7 +34,7 @@ class MockProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process, within the block."""
+        """The process, within the block."""
         return self._process.pid
 
     def _ready_url(self) -> str:
@@ -45,8 +44,8 @@ class MockProcess:
                 if line.startswith("ready ") and line.endswith("\n"):
                     return line.split()[1]
             time.sleep(0.02)
-        said = processes.last_lines(self._log, 3) or "(it said nothing)"
-        raise MeasurementError(f"the mock server is not ready in {_READY_S:g} s: {said}")
+        output = processes.last_lines(self._log, 3) or "(it said nothing)"
+        raise MeasurementError(f"the mock server is not ready in {_READY_S:g} s: {output}")
 
     def __exit__(self, *exc: object) -> None:
         processes.stop(self._process)
