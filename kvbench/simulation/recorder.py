@@ -126,16 +126,13 @@ class Gaps:
         if self._pending > max(_GAPS, len(self._values)):
             self.counted()
 
-    def add_all(self, other: Gaps) -> None:
-        self._merge(*other.counted())
-
     def counted(self) -> tuple[np.ndarray, np.ndarray]:
         """The values, and how often each came."""
         if self._pending:
-            self._merge(np.empty(0), np.empty(0, dtype=np.int64))
+            self.add_counted(np.empty(0), np.empty(0, dtype=np.int64))
         return self._values, self._counts
 
-    def _merge(self, values: np.ndarray, counts: np.ndarray) -> None:
+    def add_counted(self, values: np.ndarray, counts: np.ndarray) -> None:
         every = np.concatenate([self._values, values, *self._new])
         times = np.concatenate([self._counts, counts, np.ones(self._pending, dtype=np.int64)])
         self._new, self._pending = [], 0
@@ -300,7 +297,7 @@ def _figures(
     _, ttft, e2el, queued, _ = _rows(tallies).T.copy() * MS
     gaps = Gaps()
     for tally in tallies:
-        gaps.add_all(tally.gaps)
+        gaps.add_counted(*tally.gaps.counted())
     values, counts = gaps.counted()
     begin, last = min(tally.sent_first for tally in tallies), max(tally.last for tally in tallies)
     seconds = max(last - begin, 0.0) if np.isfinite(begin) else 0.0

@@ -27,7 +27,7 @@ from kvbench.capacity.weights import weights_of
 from kvbench.common.errors import UsageError
 from kvbench.common.text import format_bytes, parse_bytes
 from kvbench.simulation.machine import Machine
-from kvbench.trace_analysis.cache_sim import PagedPrefixes, hit_rates
+from kvbench.trace_analysis.cache_sim import PagedPrefixes, PrefixNodes, hit_rates
 from kvbench.traces.model import Trace
 
 NAMES = ("hbm", "dram", "ssd")
@@ -156,7 +156,7 @@ class TieredCache:
         self._hbm = PagedPrefixes(num_pages[0], self._on_evict)
         self._uses: dict[int, int] | None = {} if policy == "lfu" else None
         self.stores = [Store(count, self._uses) for count in num_pages[1:]]
-        self._nodes: dict[tuple[int, int], int] = {}
+        self._nodes = PrefixNodes()
         self._node_in: dict[int, int] = {}  # physical page of HBM -> node
 
     def serve(self, page_ids: Sequence[int]) -> list[int]:
@@ -165,7 +165,7 @@ class TieredCache:
         Of a prompt of more pages than HBM the first of them are looked up and kept.
         """
         kept = page_ids[: self._hbm.num_pages]
-        nodes = list(self._walk(kept))
+        nodes = self._nodes.walk(kept)
         if self._uses is not None:
             for node in nodes:
                 self._uses[node] = self._uses.get(node, 0) + 1
@@ -183,12 +183,6 @@ class TieredCache:
         self._hbm.fill(seq)
         self._node_in.update(zip(seq.pages[first:], nodes[first:], strict=True))
         return tiers
-
-    def _walk(self, page_ids: Sequence[int]) -> Iterator[int]:
-        node = 0
-        for page_id in page_ids:
-            node = self._nodes.setdefault((node, page_id), len(self._nodes) + 1)
-            yield node
 
     def _tier_of(self, node: int) -> int | None:
         return next((tier for tier, store in enumerate(self.stores, 1) if node in store), None)
