@@ -445,7 +445,7 @@ class Decision:
             one.room,
             str(quality) if not self.run.simulated and (quantised or quality.outside) else "",
             f"hit rate {words.percent(hits)} as {cell.clock}" if hits is not None else "",
-            outlier_words(cell, server_facts(self.run, cell).get("kv_outliers") or {}) if quantised else "",
+            outlier_words(cell, server_facts(self.run, cell).kv_outliers) if quantised else "",
             saturation_words(cell),
         ]
         return Answer(words.upper_first(subject), verdict, ", ".join(filter(None, parts)), mark)

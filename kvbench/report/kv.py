@@ -129,7 +129,7 @@ def memory_table(run: Run) -> Table:
 
 
 def _outliers(run: Run, cell: MeasuredCell) -> Value:
-    facts = server_facts(run, cell).get("kv_outliers") or {}
+    facts = server_facts(run, cell).kv_outliers
     k, v = (number(facts.get(side)) for side in ("k", "v"))
     return Value("–") if k is None or v is None else Value(times(k), k, f"V: {times(v)}")
 

@@ -34,10 +34,11 @@ from kvbench.report.comparisons import (
 )
 from kvbench.report.figures import distributions, effects
 from kvbench.report.page import escape, render
-from kvbench.report.provenance import brief, model_of, target
+from kvbench.report.provenance import brief, model_of, server_facts, target
 from kvbench.report.style import CONTIGUOUS, DASHES, OTHERS, PAGED, Drawing, LineStyle
 from kvbench.report.tables import MEDIANS, UNCERTAIN, UNCERTAIN_NOTE, Value, mark_of
 from kvbench.runs.model import NOT_OF_REQUESTS, WRONG, MeasuredCell, Run
+from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.settings import applies, effective, setting_title, value_words
 
 FEWEST_SIDES, MOST_SIDES = 2, 6  # cells in a group
@@ -170,7 +171,7 @@ def facts(side: Side, settings: Iterable[str] = ()) -> dict[str, str]:
     ``settings``: further ones, at the built-in engine's default where the cell leaves them out.
     """
     run, cell = side.run, side.cell
-    server = (run.manifest.get("servers") or {}).get(cell.config_id) or {}
+    server = server_facts(run, cell)
     names = sorted({*cell.settings, *(settings if run.is_built_in else ())}.difference(_SAID_ELSEWHERE))
     told = {setting_title(n): value_words(n, effective(cell.settings, n)) for n in names if applies(n, cell.settings)}
     own = {
@@ -184,11 +185,11 @@ def facts(side: Side, settings: Iterable[str] = ()) -> dict[str, str]:
     return run_facts(run, server) | _known(own | told)
 
 
-def run_facts(run: Run, server: Mapping[str, Any] | None = None) -> dict[str, str]:
+def run_facts(run: Run, server: ServerInfo | None = None) -> dict[str, str]:
     """What a run was measured with, as text by name. ``server``: what one of its servers reported."""
     manifest = run.manifest
     git = manifest.get("git") or {}
-    versions = {**(manifest.get("versions") or {}), **((server or {}).get("versions") or {})}
+    versions = {**(manifest.get("versions") or {}), **(server.versions if server else {})}
     changes = " with uncommitted changes" if git.get("dirty") else ""
     return _known(
         {

@@ -8,17 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from kvbench.common.errors import UsageError
 from kvbench.metrics.latency import SEVERAL_TOKENS, has_steady_latency, in_steady, most_frequent_failures
 from kvbench.runs.engine_time import EngineTime
 from kvbench.runs.predictions import Predictions
 from kvbench.runs.quality import QualityResult
 from kvbench.runs.repeats import repeat_notes
+from kvbench.runs.server_info import ServerInfo
 
 # Keys of a workload's load that are in each cell's own definition, or that do not change the requests.
 NOT_OF_REQUESTS = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
@@ -324,6 +327,16 @@ class Run:
     def simulated(self) -> Mapping[str, Any]:
         """On what a simulated run ran, and where its step times came from; empty for a measured run."""
         return self.manifest.get("simulated") or {}
+
+    @cached_property
+    def servers(self) -> Mapping[str, ServerInfo]:
+        """What the server of each configuration said of itself. Raises UsageError for what cannot be true."""
+        try:
+            return {name: ServerInfo.read(info) for name, info in (self.manifest.get("servers") or {}).items()}
+        except (AttributeError, ValueError) as error:
+            raise UsageError(
+                f"{self.folder / 'manifest.json'} cannot be read: servers: {error}; measure it again"
+            ) from None
 
     @property
     def clock(self) -> str:

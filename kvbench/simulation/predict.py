@@ -226,7 +226,8 @@ def _loads_of(run: Run) -> tuple[list[_Load], list[str]]:
 
 def _engine(cell: MeasuredCell, run: Run) -> SettingsByName:
     """The settings that the cell's server said it had; empty where it said none."""
-    return ((run.manifest.get("servers") or {}).get(cell.config_id) or {}).get("engine") or {}
+    info = run.servers.get(cell.config_id)
+    return info.engine.to_json() if info else {}
 
 
 def _why_not(cell: MeasuredCell, engine: SettingsByName, run: Run, load: LoadConfig) -> str | None:

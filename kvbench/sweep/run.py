@@ -628,9 +628,9 @@ def _manifest_writer(
 
     def write(block: Block, info: ServerInfo, target: Target) -> None:
         config_id = block.configuration.config_id
-        accept_server(manifest, config_id, info.stored(), force=force)
-        manifest["model"] = manifest.get("model") or dataclasses.asdict(target.model) | info.stored().get("model", {})
-        if capacity := info.stored().get("capacity"):  # what the server has made of the budget wins over the arithmetic
+        accept_server(manifest, config_id, info.to_json(), force=force)
+        manifest["model"] = manifest.get("model") or dataclasses.asdict(target.model) | info.model.to_json()
+        if capacity := info.capacity.to_json():  # what the server has made of the budget wins over the arithmetic
             known = manifest["capacity"].setdefault(config_id, {})
             known |= capacity | {"kv_budget_bytes": capacity.get("budget_bytes", known.get("kv_budget_bytes"))}
         for note in add_notes(manifest, info):

@@ -196,7 +196,7 @@ class LaunchedTarget(ProcessTarget):
         wanted, pattern = settings.get("device"), self.preset.device_pattern
         if pattern is None or wanted not in ("cpu", "cuda"):
             return
-        device = re.search(pattern, str(super().server_info().stored()))
+        device = re.search(pattern, str(super().server_info().to_json()))
         if device and device[1] != wanted:
             raise MeasurementError(
                 f"{self.preset.title} runs on {device[1]}, and the workload asks for {wanted}: take a build for it "

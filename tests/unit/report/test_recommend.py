@@ -161,14 +161,14 @@ def test_no_recommendation_loses_anywhere_or_is_of_doubtful_quality(measured: Ru
     assert load is not None
     chosen = measured.cell(said.configuration, load)
     assert chosen is not None
-    known = measured.quality.configurations.get(chosen.config_id, {}) if measured.quality else {}
-    assert said.settings == ({} if known.get("outside") else chosen.settings)  # of a baseline outside, none
+    figures = measured.quality.configurations.get(chosen.config_id) if measured.quality else None
+    assert said.settings == ({} if figures and figures.outside else chosen.settings)  # of a baseline outside, none
     if not chosen.is_baseline:
         assert choice(measured, chosen, baseline(measured, load)).verdict in (PAYS, FASTER_P95)
         everywhere = [one for one in measured.cells if one.name == chosen.name]
         calls = {found.call for one in everywhere for metric in JUDGED if (found := change(measured, one, metric))}
         assert WORSE not in calls and BETTER in calls
-        assert measured.quality and measured.quality.configurations[chosen.config_id]["outside"] == []
+        assert measured.quality and measured.quality.configurations[chosen.config_id].outside == ()
     assert Decision.of(measured).headline.startswith("Ship") == (not chosen.is_baseline)  # the report says the same
     json.dumps(said.effects), lines(said)
 
