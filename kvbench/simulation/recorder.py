@@ -25,7 +25,7 @@ from kvbench.common.files import write_atomically
 from kvbench.common.records import Record
 from kvbench.load.samples import SCHEMA
 from kvbench.metrics.latency import distribution, weighted_distribution
-from kvbench.metrics.model import Distribution
+from kvbench.metrics.model import Distribution, LoadOutcome
 from kvbench.metrics.rows import MS
 from kvbench.metrics.sequences import gaps_within, times_per_output_token
 from kvbench.metrics.steady_window import comes_at, steady_state
@@ -109,7 +109,7 @@ class FleetFigures(Figures):
     imbalance: dict[str, float] = Field(default_factory=dict)
     replicas: tuple[Figures, ...] = ()
     seconds_by_class: dict[str, float]
-    notes: dict[str, Any]
+    notes: Mapping[str, Any]
 
 
 class Gaps:
@@ -235,16 +235,14 @@ class Recorder:
         """``_COLUMNS`` of all answered requests, replica by replica."""
         return list(_rows(self._tallies).T.copy())
 
-    def figures(
-        self, load: Mapping[str, Any], seconds_by_class: Mapping[str, float], notes: Mapping[str, Any]
-    ) -> FleetFigures:
-        """The figures of all replicas together. ``load``: as in ``steady_state``."""
+    def figures(self, load: LoadOutcome, seconds_by_class: Mapping[str, float]) -> FleetFigures:
+        """The figures of all replicas together."""
         counters = [
             {name: value - before[name] for name, value in engine_counters(replica).items()}
             for replica, before in zip(self._replicas, self._before, strict=True)
         ]
         whole = _figures(self._tallies, counters, self._limits) | self._steady(load)
-        whole |= {"seconds_by_class": dict(seconds_by_class), "notes": dict(notes)}
+        whole |= {"seconds_by_class": dict(seconds_by_class), "notes": load.notes}
         if len(counters) == 1:
             return FleetFigures(**whole)
         replicas = [
@@ -258,7 +256,7 @@ class Recorder:
         imbalance = {name: max(values) * len(values) / sum(values) for name, values in amounts.items() if sum(values)}
         return FleetFigures(**whole, imbalance=imbalance, replicas=tuple(replicas))
 
-    def _steady(self, load: Mapping[str, Any]) -> dict[str, Any]:
+    def _steady(self, load: LoadOutcome) -> dict[str, Any]:
         due, ttft, e2el, queued, sessions = self.columns()
         known_sessions = None if np.isnan(sessions).all() else sessions
         steady = steady_state(due, due + queued, due + e2el, load, known_sessions)
