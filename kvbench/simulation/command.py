@@ -25,7 +25,7 @@ from kvbench.metrics.definitions import METRICS
 from kvbench.metrics.latency import SAMPLES_NEEDED
 from kvbench.metrics.model import Distribution
 from kvbench.runs.model import COST_NOTES
-from kvbench.simulation.choose import files_digest, machine_of, profile_of, simulated_workload
+from kvbench.simulation.choose import Options, files_digest, machine_of, profile_of, simulated_workload
 from kvbench.simulation.drive import ROUTERS
 from kvbench.simulation.pool import RayOptions, map_simulations
 from kvbench.simulation.recorder import Figures, FleetFigures
@@ -44,9 +44,6 @@ from kvbench.sweep.max_rate.search import Condition, parse_conditions
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload
 from kvbench.workload.settings import slug
-
-Options = Mapping[str, Any]
-"""The options of the command line, by name."""
 
 
 def simulate_command(*, given: Collection[str], workload: str | None, **options: Any) -> int:
