@@ -94,7 +94,7 @@ class _Arguments(BaseModel):
     max_num_batched_tokens: Any = _at("engine_kwargs", "max_num_batched_tokens")
     max_model_len: Any = _at("engine_kwargs", "max_model_len")
     kv_cache_dtype: Any = _at("engine_kwargs", "kv_cache_dtype")
-    enable_prefix_caching: bool = Field(True, validation_alias=AliasPath("kv_cache", "enable_prefix_caching"))
+    enable_prefix_caching: bool | None = Field(True, validation_alias=AliasPath("kv_cache", "enable_prefix_caching"))
     page_size: int | None = _at("kv_cache", "block_size")
 
 

@@ -120,10 +120,7 @@ def step_ends(ends: Sequence[float], ended: Sequence[Ended], token_times: Sequen
 
 @dataclass(frozen=True)
 class _Load:
-    """One measured load of a cell: what can be replayed, what became of its requests, and its metrics.
-
-    host: its server's values of ``_HOST``; steps: that the server counted, None where it did not
-    """
+    """One measured load of a cell, and how it is replayed; host: its server's values of ``_HOST``."""
 
     cell: MeasuredCell
     replayed: ReplayedLoad
