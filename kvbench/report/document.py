@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvbench.common import text as words
+from kvbench.common.files import read_json
 from kvbench.effects.comparison import FEWEST
 from kvbench.metrics.definitions import ENGINE
 from kvbench.report.client_quality import QUALITY_NOTE, quality_sentences, quality_table
@@ -65,6 +66,7 @@ from kvbench.report.tables import (
     turn_table,
     with_missing,
 )
+from kvbench.runs.folder import MANIFEST
 from kvbench.runs.model import Run
 
 _BANNERS = {
@@ -162,7 +164,7 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
         command=reproduce(run),
         glossary=tuple(glossary(run)),
         environment=tuple(environment(run)),
-        manifest=json.dumps(dict(run.manifest), indent=2, default=str),
+        manifest=_stored_manifest(run),
         looks=looks(run),
     )
 
@@ -297,3 +299,9 @@ def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | No
         ),
     ]
     return [chapter for chapter in every if chapter.sections or chapter.drawings]
+
+
+def _stored_manifest(run: Run) -> str:
+    """The manifest as its file holds it, for a reader who wants all of it."""
+    path = run.folder / MANIFEST
+    return json.dumps(read_json(path) if path.is_file() else {}, indent=2)

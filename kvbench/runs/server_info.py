@@ -43,8 +43,10 @@ Size = Annotated[  # below 1 it tells nothing, as many servers' -1
     _only(f"a whole number up to {MOST_TOKENS}", lambda value: type(value) is int and value <= MOST_TOKENS),
 ]
 Facts = Annotated[dict[str, Any], _only("a mapping", lambda value: isinstance(value, dict))]
+_AsTuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)  # as strict reading asks
 Strings = Annotated[
     tuple[str, ...],
+    _AsTuple,
     _only("a list of strings", lambda x: isinstance(x, list | tuple) and all(isinstance(text, str) for text in x)),
 ]
 
@@ -108,7 +110,7 @@ class Resolved(ServerAnswer):
     dtype: Name = None
     kernel_backend: Name = None
     num_threads: Size = None
-    bound_cores: tuple[int, ...] | None = None
+    bound_cores: Annotated[tuple[int, ...] | None, _AsTuple] = None
 
 
 class KVRoom(ServerAnswer):

@@ -36,7 +36,7 @@ from kvbench.lockstep.sitting import Show, Sitting, begin_anew
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Instrument, Job
 from kvbench.metrics.canaries import WRONG_ANSWERS
-from kvbench.runs.aggregate import aggregate_cell
+from kvbench.runs.aggregate import TargetFacts, aggregate_cell
 from kvbench.runs.engine_time import read_engine_time
 from kvbench.runs.folder import DONE, RunFolder, create_run
 from kvbench.runs.manifest import add_notes, add_server, build_manifest
@@ -369,7 +369,7 @@ class Sweep:
             measured.read(self.resumed, block)
             for cell in block.cells:
                 if done := measured.done.get((cell.cell_id, block.repeat)):
-                    estimator.observe(cell, done["wall_s"], done["server_start_s"])
+                    estimator.observe(cell, done.wall_s, done.server_start_s)
         return measured, estimator
 
     def _minutes(self, stored: Mapping[str, Any]) -> float | None:
@@ -444,7 +444,7 @@ class Sweep:
         invalid = [cell for cell in block.cells if run.is_done(cell.cell_id, block.repeat)]
         for cell in invalid:
             done = measured.done[cell.cell_id, block.repeat]
-            entry = {"cell_id": cell.cell_id, "repeat": block.repeat, "reasons": done["invalid_reasons"]}
+            entry = {"cell_id": cell.cell_id, "repeat": block.repeat, "reasons": list(done.invalid_reasons)}
             kept = run.set_aside(cell.cell_id, block.repeat)
             manifest["set_aside"].append(entry | {"folder": str(kept.relative_to(run.path))})
         if invalid:
@@ -494,12 +494,8 @@ class Sweep:
         manifest["calibration"] = self._calibrator(run).facts()
         write_json(run.manifest_path, manifest | {"status": "incomplete"})
         design = design_of(self.workload, manifest.get("only") or ())
-        facts = {
-            "capacity": manifest.get("capacity") or {},
-            "backend": manifest.get("backend", "kvbench"),
-            "model": (manifest.get("model") or {}).get("name"),
-            "simulated": manifest.get("simulated"),
-        }
+        model, backend = (manifest.get("model") or {}).get("name"), manifest.get("backend", "kvbench")
+        facts = TargetFacts(backend, model, manifest.get("capacity") or {}, manifest.get("simulated"))
         found = [aggregate_cell(run, cell, facts) for cell in design.cells]
         self.summaries = [summary for summary in found if summary is not None]
         if status != "incomplete":
@@ -573,7 +569,7 @@ def _ends_without_answers(
 
     One configuration that rejects every request is a finding, two are not. ``measured``: before.
     """
-    answered = any(not why_unanswered(done["metrics"]) for done in measured.done.values())
+    answered = any(not why_unanswered(done.metrics) for done in measured.done.values())
     failing: set[str] = set()
 
     def on_sent(cell: Cell, unanswered: Unanswered | None) -> None:

@@ -269,13 +269,13 @@ def program_of(preset: Preset, given: str | None) -> str:
         chosen = given or os.environ.get(variable) or _python_with(preset.module) or ""
         arguments = ("-c", _HAS_MODULE, preset.module)
         way = f"name a Python that has it with --target-python PATH, or in {variable}"
-    found = shutil.which(chosen)
-    if found is None:
+    program = shutil.which(chosen)
+    if program is None:
         raise UsageError(f"no program {chosen or 'python'!r} that launches {preset.title} was found: {way}")
     needs = [word for word in preset.command.split() if word.startswith("--")] if preset.module is None else []
-    if (problem := _failure_of(found, *arguments, needs=needs)) is not None:
+    if (problem := _failure_of(program, *arguments, needs=needs)) is not None:
         raise UsageError(f"{chosen} cannot launch {preset.title} ({problem}): {way}")
-    return found if preset.module is None else chosen
+    return program if preset.module is None else chosen
 
 
 def _failure_of(*command: str, needs: Sequence[str] = ()) -> str | None:

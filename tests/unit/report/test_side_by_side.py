@@ -33,7 +33,8 @@ from kvbench.report.side_by_side import (
     ratios,
 )
 from kvbench.runs.model import MeasuredCell, Run
-from tests.support.report_cells import cell, in_engine_time, refused, run, wrong
+from tests.support.records import put
+from tests.support.report_cells import cell, in_engine_time, mark_few, refused, run, wrong
 from tests.support.synthetic_run import PAIR, make_run
 from tests.support.toy_engine import Scenario
 
@@ -62,7 +63,9 @@ def faster(values: tuple[float, ...] = RISING) -> MeasuredCell:
 def more_requests() -> MeasuredCell:
     """As ``faster``, of 60 requests a repeat instead of 48."""
     one = faster()
-    return replace(one, repeats=tuple(replace(r, metrics={**r.metrics, "completed": 60}) for r in one.repeats))
+    for repeat in one.repeats:
+        put(repeat.metrics, completed=60)
+    return one
 
 
 def visible(page_: str) -> str:
@@ -226,7 +229,7 @@ def test_a_ratio_that_the_values_above_it_contradict_says_what_they_give() -> No
 
 def test_a_percentile_of_too_few_samples_is_marked() -> None:
     few = cell(page_size=32)
-    few.pooled["ttft_ms"]["uncertain"].append("p95")
+    mark_few(few, "ttft_ms")
     text = visible(page([pair(cell(), few)]))
     assert text.count("500*") == 1 and "p95 130" in text
 
