@@ -199,7 +199,7 @@ def _run_end(pages: list[tuple[Ids, int]], start: int, end: int, beginning: Ids)
 
 
 def common_beginning(first: Ids, second: Ids, equal: int = 0) -> int:
-    """Counts the leading tokens that are equal; at least ``known`` are."""
+    """Counts the leading tokens that are equal; the first ``equal`` are known to be."""
     at = equal
     while at < len(first) and first[at : at + _STRIDE] == second[at : at + _STRIDE]:
         at += _STRIDE
