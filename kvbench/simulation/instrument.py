@@ -220,13 +220,12 @@ class SimulatedInstrument(TargetInstrument):
             if steps % _STEPS_A_CHECK == 0:
                 self.server.check()
 
-        closed = point.mode == "closed"
         Drive(
             [target.replica],
             conversations(requests),
             on_end,
-            users=point.concurrency if closed else None,
-            most_in_flight=None if closed else self.server.load.max_concurrency,
+            users=point.concurrency,
+            most_in_flight=self.server.load.max_concurrency,
             turnaround_s=TURNAROUND_S,
             on_step=on_step,
         ).run()
