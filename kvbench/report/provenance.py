@@ -164,7 +164,7 @@ def code_paths(run: Run) -> list[str]:
 
 def repeats_are(run: Run) -> str:
     """What one repeat is: a freshly launched server, or the one that ran before and throughout."""
-    return _SIMULATED_REPEATS if run.simulated else _REPEATS["://" in (run.manifest.target or "")]
+    return _SIMULATED_REPEATS if run.simulated else _REPEATS["://" in str(run.manifest.target)]
 
 
 def reproduce(run: Run) -> str:
@@ -196,7 +196,7 @@ def target(run: Run) -> str:
         if server.kind == GENERIC.name:  # known by its command only
             title = textwrap.shorten(shlex.join(server.command), 80, placeholder=" ...") or title
         shown.append(" ".join(filter(None, (title, info.versions.get(server.kind)))))
-    return words.listing(list(dict.fromkeys(filter(None, shown)))) or run.manifest.target or ""
+    return words.listing(list(dict.fromkeys(filter(None, shown)))) or str(run.manifest.target or "")
 
 
 def server_facts(run: Run, cell: MeasuredCell) -> ServerInfo:
@@ -207,7 +207,7 @@ def server_facts(run: Run, cell: MeasuredCell) -> ServerInfo:
 def _workload_model(run: Run) -> Mapping[str, Any]:
     """``model:`` of the workload, where the server was given it: one that ran before has a model of its own."""
     serve_cmd = run.manifest.serve_cmd or ""
-    running = "://" in (run.manifest.target or "")
+    running = "://" in str(run.manifest.target)
     if running or (is_template(serve_cmd) and "model" not in placeholders(serve_cmd)):
         return {}
     return run.spec.get("model") or {}

@@ -118,9 +118,10 @@ def unverified(hits: float | None, bounds: HitBounds | None, cache_state: str) -
     return None
 
 
-def hit_notes(counts: Mapping[str, Any]) -> list[str]:
+def hit_notes(counts: Iterable[tuple[str, Any]] | Mapping[str, Any]) -> list[str]:
     """Sentences on what a reader of a load's hits must know. ``counts``: done.json's ``prefix_cache``."""
-    return [note.format_map(counts) for name, note in _HIT_NOTES.items() if counts.get(name)]
+    fields = dict(counts)
+    return [note.format_map(fields) for name, note in _HIT_NOTES.items() if fields.get(name)]
 
 
 def shared_beginnings(prompts: Sequence[Ids], owners: Sequence[int]) -> list[int]:
@@ -197,9 +198,9 @@ def _run_end(pages: list[tuple[Ids, int]], start: int, end: int, beginning: Ids)
     return bisect.bisect_right(pages, False, start, end, key=lambda item: item[0][: len(beginning)] != beginning)
 
 
-def common_beginning(first: Ids, second: Ids, known: int = 0) -> int:
-    """Counts the leading tokens that are equal; at least ``known`` are."""
-    at = known
+def common_beginning(first: Ids, second: Ids, equal: int = 0) -> int:
+    """Counts the leading tokens that are equal; the first ``equal`` are known to be."""
+    at = equal
     while at < len(first) and first[at : at + _STRIDE] == second[at : at + _STRIDE]:
         at += _STRIDE
     at = min(at, len(first), len(second))

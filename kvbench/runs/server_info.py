@@ -32,6 +32,8 @@ def _only(kind: str, is_right: Callable[[Any], bool]) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+# A check before has plain data at hand, and a strict reader then takes no list for a tuple.
+_AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 Flag = Annotated[bool | None, _only("true or false", lambda value: type(value) is bool)]
 Name = Annotated[str | None, _only("a string", lambda value: isinstance(value, str))]
 Number = Annotated[

@@ -107,17 +107,17 @@ def runs_before(rows: Sequence[RunRow]) -> dict[str, RunRow]:
 
 def _options(rows: Sequence[RunRow]) -> Mapping[str, list[tuple[str, str]]]:
     """(value, words) to choose from, by the name of the filter."""
-    machines, workloads = ({getattr(row, name) for row in rows} - {""} for name in ("machine", "workload"))
-    return {
-        "workload": [(each, each) for each in sorted(workloads)],
-        "state": [(each, _STATE_WORDS.get(each, each)) for each in STATES if any(row.state == each for row in rows)],
-        "machine": [(each, each) for each in sorted(machines)],
+    states = {row.state for row in rows}
+    options = {
+        name: [(value, value) for value in sorted({getattr(row, name) for row in rows} - {""})]
+        for name in ("workload", "machine")
     }
+    return options | {"state": [(state, _STATE_WORDS.get(state, state)) for state in STATES if state in states]}
 
 
-def run(found: Run, links: Links) -> str:
+def run(measured: Run, links: Links) -> str:
     """The report of a run."""
-    return framed(run_page.page(document(found)), links)
+    return framed(run_page.page(document(measured)), links)
 
 
 def compared(groups: Sequence[Group], links: Links) -> str:
@@ -145,7 +145,7 @@ def message(headline: str, text: str, links: Links) -> str:
 
 
 def defect(error: Exception, links: Links) -> str:
-    """In place of a page that could not be made, mostly because a file of a run is damaged."""
+    """A page in place of one that could not be made, mostly because a file of a run is damaged."""
     text = f"{type(error).__name__}: {error}. A file of a run may be damaged; `kvbench report RUN` says more."
     return message("This page could not be made", text, links)
 
