@@ -271,6 +271,8 @@ def workload_and_run(
                 f"{option} cannot change a run that has begun: leave it out, or start a new run without --resume"
             )
         run = open_run(Path(resume))
+        if run.manifest().kind == "load":
+            raise UsageError(f"{run.path} is the folder of a `kvbench load`: go on with `kvbench load ... --resume`")
         return stored_workload(run.manifest()), run
     loaded = workload_of(workload, options, **changes)
     if resume is None:
