@@ -387,7 +387,7 @@ class Comparison:
         looks = look_points(self.policy.timing, manifest.early_looks)
         runner = PairRunner(
             self.folder,
-            self._measure_pair(),
+            self._way_to_measure(),
             self.policy.timing.metrics,
             self._on_measured,
             self._on_failed,
@@ -476,7 +476,7 @@ class Comparison:
         counted = f"attempt {attempt.attempt} of up to {most}"
         self._say(f"{attempt.where} failed{again} ({counted}): {attempt}")
 
-    def _measure_pair(self) -> MeasurePair:
+    def _way_to_measure(self) -> MeasurePair:
         if self.manifest.method != LOCKSTEP:
             return LaunchedPairs(self._runners(), self.clock).measure
         facts = self.manifest.lockstep = self.manifest.lockstep or LockstepFacts()
