@@ -173,7 +173,7 @@ def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWor
     found, _ = environment_differences({**then, "git": {}}, now)
     for match in (match for each in workloads for match in each.matches):
         servers = [
-            ServerInfo.parse((manifest.get("servers") or {}).get(match.of(side).config_id) or {})
+            manifest.servers.get(match.of(side).config_id, ServerInfo())
             for side, manifest in zip(SIDES, (then, now), strict=True)
         ]
         found += server_differences(*servers, varied_settings(match))
