@@ -40,7 +40,7 @@ from kvbench.simulation.run import (
     simulate_and_pack,
 )
 from kvbench.sweep.load_options import LoadOptions, check_named_load, choose_load, workload_source
-from kvbench.sweep.max_rate.search import Condition, parse_conditions
+from kvbench.sweep.rate_search import Condition, parse_conditions
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload
 from kvbench.workload.settings import slug

@@ -21,26 +21,29 @@ import pyarrow.parquet as pq
 from engine.planning import window_note
 from engine.sequence import TokenOutput
 from kvbench.common.files import utc_now, write_atomically
+from kvbench.common.foreign_cpu import MachineReport
 from kvbench.common.records import write_record
 from kvbench.load.completion import Completion
 from kvbench.load.launch import Progress
 from kvbench.load.outcome import most_in_flight
 from kvbench.load.samples import SCHEMA, Sample
 from kvbench.lockstep.load import result_row
-from kvbench.measure.http import TargetInstrument, failure_reasons, refusal, store_server
+from kvbench.measure.http import TargetInstrument
+from kvbench.measure.result import Readings as ServerReadings
+from kvbench.measure.result import judge
 from kvbench.measure.server import Server
-from kvbench.measure.server_state import cache_use, leak_reasons
 from kvbench.metrics.latency import SESSION_BROKEN, summarise
 from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.request import RequestList, RequestSpec, conversations, distinct_prefixes
 from kvbench.runs.metric_names import SIMULATED_SECONDS as SECONDS
 from kvbench.runs.model import COST_NOTES, SIMULATED
+from kvbench.runs.results import LoadResult, WarmUpResult
 from kvbench.runs.server_info import ServerInfo
 from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, Replica, prime
 from kvbench.simulation.machine import Machine
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.builtin import capacity_facts
-from kvbench.targets.prometheus import MetricsPoller, MetricsSample
+from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.design import Block, LoadPoint
 from kvbench.workload.load_section import LoadConfig
 
@@ -164,10 +167,10 @@ class SimulatedInstrument(TargetInstrument):
 
     def warm_up(self, block: Block, point: LoadPoint) -> None:
         """There is nothing to warm up."""
-        self.facts["warm_up"] = {"requests": 0, "answered": 0, "failures": 0, "last": None}
+        self.facts["warm_up"] = WarmUpResult(requests=0, answered=0, failures=0, last=None)
 
-    def send(self, point: LoadPoint, requests: RequestList, requests_file: Path, out: Path) -> dict[str, Any]:
-        """Runs the load to its end and judges it; what done.json says of it. Raises what ``Job.check`` raises."""
+    def send(self, point: LoadPoint, requests: RequestList, requests_file: Path, out: Path) -> LoadResult:
+        """Runs the load to its end and judges it. Raises what ``Job.check`` raises."""
         started_at, began = utc_now(), time.monotonic()
         server, target = self.server, self.server.target
         assert isinstance(target, SimulatedTarget)
@@ -181,30 +184,21 @@ class SimulatedInstrument(TargetInstrument):
         outcome = _outcome(point, requests, ended, server)
         write_record(out / "load.json", outcome)
         metrics = summarise(pd.DataFrame(rows), outcome, server.load.slo.model_dump() if server.load.slo else None)
-        after = target.metrics()
-        poller = MetricsPoller(lambda: None, samples=readings)
-        store_server(out, outcome, metrics, poller, before, after)
-        complete = metrics["completed"] == len(requests)
-        cache = cache_use(server.load, requests, server.info, before, after, complete=complete)
-        refused = refusal(metrics)
-        faults = [*leak_reasons(after), *cache.reasons, *(() if refused else failure_reasons(metrics))]
-        return {
-            "valid": not (faults or refused),
-            "invalid_reasons": faults,
-            "refused": refused,
-            "wrong_answers": None,
-            "server_faults": [*faults, *([refused] if refused else [])],
-            "disturbances": [],
-            "calibration": None,
-            "clock": CLOCK,
-            "metrics": metrics,
-            "machine": {},
-            "prefix_cache": cache.counts,
-            "prefix_cache_bounds": dataclasses.asdict(cache.bounds) if cache.bounds else None,
-            "started_at": started_at,
-            "ended_at": utc_now(),
-            "wall_s": time.monotonic() - began,
-        }
+        read = ServerReadings(before, readings, target.metrics())
+        read.store(out, outcome, metrics)
+        return judge(
+            server,
+            requests,
+            metrics,
+            read,
+            disturbances=(),
+            calibration=None,
+            clock=CLOCK,
+            machine=MachineReport(),
+            started_at=started_at,
+            ended_at=utc_now(),
+            wall_s=time.monotonic() - began,
+        )
 
 
 def prepare(target: SimulatedTarget, load: LoadConfig, requests: Sequence[RequestSpec], *, first: bool) -> None:

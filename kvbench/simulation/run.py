@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ import numpy as np
 from kvbench.common.errors import UsageError
 from kvbench.common.files import pack, write_json
 from kvbench.common.records import Record
-from kvbench.metrics.latency import goodput_share
+from kvbench.metrics.model import LoadMetrics
 from kvbench.requests.build import RequestStream, stream_requests
 from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import machine_of
 from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, Ended, Replica, SettingsByName, prime
 from kvbench.simulation.recorder import FleetFigures, Recorder, row_writer
-from kvbench.sweep.max_rate.plan import at_rate, mean_rate
-from kvbench.sweep.max_rate.search import Condition, misses, queue_growth
+from kvbench.sweep.rate_plan import at_rate, mean_rate
+from kvbench.sweep.rate_search import Condition, misses, queue_growth
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import SimulateSection
 from kvbench.workload.load_section import LoadConfig, load_point
@@ -251,8 +251,8 @@ def sustainable_rate(run: Callable[[float], bool], first: float, tolerance: floa
 
 def reasons_missed(result: Simulation, conditions: Sequence[Condition]) -> list[str]:
     """Why the run does not meet the conditions, or could not serve what came; empty where it does."""
-    metrics: Mapping[str, Any] = result.figures.to_json()
-    metrics = metrics | {"ttfo_ms": metrics["ttft_ms"], "goodput_share": goodput_share(metrics)}  # nothing is reasoned
+    figures = result.figures.to_json()
+    metrics = LoadMetrics.model_validate(figures | {"ttfo_ms": figures["ttft_ms"]})  # nothing is reasoned
     growth = queue_growth(result.due, result.ends)
     return [miss.text for miss in misses(conditions, metrics, growth, _OVERLOAD)]
 

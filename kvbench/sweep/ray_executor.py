@@ -342,7 +342,7 @@ class RayExecutor:
         self._record["loads"].setdefault(cell_id, {})[str(repeat)] = run.node.name
         write_json(folder.manifest_path, self.manifest)
         self.job.listener.load_finished(load.cell, repeat, load.done)
-        self.runner.on_sent(load.cell, why_unanswered(load.done["metrics"]))
+        self.runner.on_sent(load.cell, why_unanswered(load.done.metrics))
 
     def _end(self, run: _Run, end: BlockEnded) -> Finished:
         unpack(end.files, self.job.folder.path)

@@ -283,7 +283,7 @@ class Sweep:
         if facts.get("backend") != "kvbench" or facts.get("serve_cmd") or len(design.configurations) < 2:
             return False
         known = read_engine_time(run.path) if run else None
-        return self.lockstep_minutes > 0 and not (known and known.facts["finished"])
+        return self.lockstep_minutes > 0 and not (known and known.finished)
 
     def _measure_engine_time(
         self,
@@ -369,7 +369,7 @@ class Sweep:
             measured.read(self.resumed, block)
             for cell in block.cells:
                 if done := measured.done.get((cell.cell_id, block.repeat)):
-                    estimator.observe(cell, done["wall_s"], done["server_start_s"])
+                    estimator.observe(cell, done.wall_s, done.server_start_s)
         return measured, estimator
 
     def _minutes(self, stored: Mapping[str, Any]) -> float | None:
@@ -444,7 +444,7 @@ class Sweep:
         invalid = [cell for cell in block.cells if run.is_done(cell.cell_id, block.repeat)]
         for cell in invalid:
             done = measured.done[cell.cell_id, block.repeat]
-            entry = {"cell_id": cell.cell_id, "repeat": block.repeat, "reasons": done["invalid_reasons"]}
+            entry = {"cell_id": cell.cell_id, "repeat": block.repeat, "reasons": list(done.invalid_reasons)}
             kept = run.set_aside(cell.cell_id, block.repeat)
             manifest["set_aside"].append(entry | {"folder": str(kept.relative_to(run.path))})
         if invalid:
@@ -569,7 +569,7 @@ def _ends_without_answers(
 
     One configuration that rejects every request is a finding, two are not. ``measured``: before.
     """
-    answered = any(not why_unanswered(done["metrics"]) for done in measured.done.values())
+    answered = any(not why_unanswered(done.metrics) for done in measured.done.values())
     failing: set[str] = set()
 
     def on_sent(cell: Cell, unanswered: Unanswered | None) -> None:

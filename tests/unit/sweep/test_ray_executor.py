@@ -19,6 +19,7 @@ from kvbench.common.ray_cluster import MAX_LOST, MachineFacts
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job
 from kvbench.runs.folder import DONE, RunFolder
+from kvbench.runs.results import LoadResult
 from kvbench.sweep import ray_executor
 from kvbench.sweep.block import BlockRunner
 from kvbench.sweep.block_task import BlockEnded, BlockTask, LoadDone, Status
@@ -49,8 +50,8 @@ def block_of(tmp_path: Path, tried: Counter, refused: str | None = None) -> Any:
         for cell in task.block.cells:
             tried[cell.cell_id, task.block.repeat] += 1
             there = RunFolder(tmp_path / "there" / str(sum(tried.values())))
-            done = {"cell_id": cell.cell_id, "wall_s": 1.0, "metrics": METRICS}
-            write_json(there.load(cell.cell_id, task.block.repeat) / DONE, done)
+            done = LoadResult.parse({"cell_id": cell.cell_id, "wall_s": 1.0, "metrics": METRICS})
+            write_json(there.load(cell.cell_id, task.block.repeat) / DONE, done.to_json())
             yield LoadDone(cell, done, pack(there.path, [there.load(cell.cell_id, task.block.repeat)]))
         yield BlockEnded(refused is None, (), (), pack(tmp_path, []), refused)
 
