@@ -20,6 +20,7 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.common.files import flush, write_text
 from kvbench.history.runs import RELEASE, OtherKind, StoredRun, command_of, read_object, read_stored_run, release_of
+from kvbench.metrics.definitions import METRICS, SHIPPED
 from kvbench.runs.folder import MANIFEST
 
 VERDICT = "verdict.json"
@@ -59,10 +60,10 @@ def add_run(source: Path, to: Path, release: str | None, *, incomplete: bool = F
         _write_whole(target, files)
         return "added", target, notes
     _check_same(target, files)
-    if release is None or (known := release_of(target)) == release:
+    if release is None or (kept_as := release_of(target)) == release:
         return "there already", target, notes
-    if known is not None:
-        raise UsageError(f"{target} is kept as release {known!r} already: a history is not changed")
+    if kept_as is not None:
+        raise UsageError(f"{target} is kept as release {kept_as!r} already: a history is not changed")
     write_text(target / RELEASE, files[RELEASE].decode())
     return "marked", target, notes
 
@@ -80,7 +81,9 @@ def _kept_files(source: Path, run: StoredRun, release: str | None) -> dict[str, 
 
 
 def _cell_text(summary: Mapping[str, Any], without: Sequence[str] = ()) -> str:
-    of_repeat, of_metrics = ([key for key in keys if key not in without] for keys in (_OF_REPEAT, _OF_METRICS))
+    added = (metric.path for metric in METRICS.values() if metric.name not in SHIPPED)
+    kept_keys = (_OF_REPEAT, (*_OF_METRICS, *added))
+    of_repeat, of_metrics = ([key for key in keys if key not in without] for keys in kept_keys)
     repeats = [
         {key: repeat[key] for key in of_repeat if key in repeat}
         | {"metrics": {key: repeat["metrics"][key] for key in of_metrics if key in repeat.get("metrics", {})}}

@@ -93,6 +93,9 @@ class EngineSettings(ServerAnswer):
     enable_prefix_caching: Flag = None
     scheduling_policy: Name = None
     kv_cache_dtype: Name = None
+    device: Name = None
+    dtype: Name = None
+    num_threads: Size = None
 
 
 class ModelInfo(ServerAnswer):
