@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_json
 
+Number = int | float
+"""A number that stays whole where it was stored whole."""
 _MOST_SHOWN = 60  # characters of a value in a message
 
 
@@ -41,13 +43,17 @@ class Record(BaseModel):
         stored = {} if self.FORMAT is None else {"format": self.FORMAT}
         return stored | self.model_dump(exclude_unset=True)
 
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields that were set, by name."""
+        names = (*type(self).model_fields, *(self.model_extra or ()))
+        return {name: getattr(self, name) for name in names if name in self.model_fields_set}
+
     # A bridge while readers move from mappings to attributes.
     def keys(self) -> list[str]:
-        names = (*type(self).model_fields, *(self.model_extra or ()))
-        return [name for name in names if name in self.model_fields_set]
+        return list(self.fields())
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        return iter((name, self[name]) for name in self.keys())
+        return iter(self.fields().items())
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.model_fields_set:
@@ -81,13 +87,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ..."
 
 
-def read_record(kind: type[R], path: Path, what_to_do: str) -> R:
+def read_record(kind: type[R], path: Path, what_to_do: str = "") -> R:
     """Reads a file as a record of ``kind``. Raises UsageError: what is wrong with it, and ``what_to_do``."""
     data = read_json(path)
     try:
         return kind.parse(data)
     except ValueError as error:
-        raise UsageError(f"{path} cannot be read: {error}; {what_to_do}") from None
+        raise UsageError(f"{path} cannot be read: {error}{what_to_do and f'; {what_to_do}'}") from None
 
 
 def write_record(path: Path, record: Record) -> None:

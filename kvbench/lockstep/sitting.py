@@ -47,8 +47,8 @@ from kvbench.lockstep.intervals import (
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, share_done, take_turns, warm_up
 from kvbench.metrics.latency import QUANTILES, request_latencies
+from kvbench.metrics.model import flatten
 from kvbench.metrics.rows import request_gaps
-from kvbench.runs.aggregate import flatten
 from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.metric_names import value_of

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from kvbench.common.records import Record
+from kvbench.common.records import Number, Record
 
 MIN_STEADY_REQUESTS = 8  # the fewest samples whose extremes enclose the median with 99 % confidence: 2 / 2^n <= 1 %
 MIN_STEADY_SHARE = 0.6  # of the requests: in closed loop 2.5 a user, so that a third of those in the window end in it
@@ -34,7 +34,7 @@ _QUANTILES = ("p50", "p90", "p95", "p99")
 EMPTY = Distribution(
     n=0, uncertain=_QUANTILES, **dict.fromkeys(("mean", "std", *_QUANTILES, "min", "max"))
 )  # its fields are set, so that they are stored
-_Added = Annotated[Distribution | float | Any, Field(union_mode="left_to_right")]
+_Added = Annotated[Distribution | Number | Any, Field(union_mode="left_to_right")]
 
 
 class Figures(Record):
@@ -61,6 +61,17 @@ class Figures(Record):
         """The distribution at a dotted path; ``EMPTY`` where there is none."""
         value = self.at(path)
         return value if isinstance(value, Distribution) else EMPTY
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The finite numbers of a nested mapping under dotted names; everything else is left out."""
+    flat: dict[str, float] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            flat[f"{prefix}{key}"] = float(value)
+    return flat
 
 
 class Latencies(Figures):

@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ import pandas as pd
 
 from kvbench.common import text as words
 from kvbench.common.files import read_json, write_atomically, write_json, write_text
+from kvbench.common.records import Record, write_record
 from kvbench.metrics.canaries import WRONG_ANSWERS, counted
 from kvbench.metrics.latency import in_steady
 from kvbench.metrics.latency import pooled as pool_samples
-from kvbench.runs.folder import DONE, RunFolder
-from kvbench.runs.repeats import is_disturbed
+from kvbench.metrics.model import Figures, LoadMetrics, Plateau, PooledLatencies, flatten
+from kvbench.runs.folder import RunFolder
+from kvbench.runs.results import Capacity, CellLoad, CellSummary, LoadResult, RepeatSummary, Spread
 from kvbench.workload.design import Cell, LoadPoint
 
 _SAMPLES = 8
@@ -42,45 +44,43 @@ PLATEAU_HEADS = (
 )  # fmt: skip
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The finite numbers of a nested mapping under dotted names; everything else is left out."""
-    flat: dict[str, float] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            flat[f"{prefix}{key}"] = float(value)
-    return flat
+def spread(values: Sequence[float]) -> Spread:
+    """The spread of a figure over repeats."""
+    return Spread(
+        median=statistics.median(values),
+        mean=statistics.fmean(values),
+        min=min(values),
+        max=max(values),
+        sd=statistics.stdev(values) if len(values) > 1 else None,
+        n=len(values),
+        values=tuple(values),
+    )
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median, mean, extremes and sample standard deviation (None for one value) over repeats."""
-    return {
-        "median": statistics.median(values),
-        "mean": statistics.fmean(values),
-        "min": min(values),
-        "max": max(values),
-        "sd": statistics.stdev(values) if len(values) > 1 else None,
-        "n": len(values),
-        "values": list(values),
-    }
+@dataclass(frozen=True)
+class TargetFacts:
+    """What is known of the measured engine: its name, its model, capacity by configuration, and how it is simulated."""
+
+    backend: str | None = None
+    model: str | None = None
+    capacity: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    simulated: Mapping[str, Any] | bool | None = None
 
 
-def aggregate_cell(run: RunFolder, cell: Cell, facts: Mapping[str, Any]) -> dict[str, Any] | None:
+def aggregate_cell(run: RunFolder, cell: Cell, facts: TargetFacts) -> CellSummary | None:
     """Writes the cell's files from its finished loads; None when there is none yet.
 
     Disturbed loads are left out if others are valid: ``invalid_repeats`` has their reasons. A load that is invalid for
     another reason, or a cell without a valid load, makes the cell invalid; then all its loads are combined.
-    ``facts``: ``model``, ``backend``, ``capacity`` by configuration id, and ``simulated`` for the summary.
     """
-    loads = {repeat: run.load(cell.cell_id, repeat) for repeat in run.done_repeats(cell.cell_id)}
-    if not loads:
+    results = {repeat: run.result(cell.cell_id, repeat) for repeat in run.done_repeats(cell.cell_id)}
+    if not results:
         return None
-    done = {repeat: read_json(path / DONE) for repeat, path in loads.items()}
-    invalid = {repeat: load["invalid_reasons"] for repeat, load in done.items() if load["invalid_reasons"]}
-    if len(invalid) == len(loads) or not all(is_disturbed(done[repeat]) for repeat in invalid):
+    invalid = {repeat: result.invalid_reasons for repeat, result in results.items() if result.invalid_reasons}
+    if len(invalid) == len(results) or not all(results[repeat].is_disturbed for repeat in invalid):
         invalid = {}
-    loads = {repeat: path for repeat, path in loads.items() if repeat not in invalid}
+    results = {repeat: result for repeat, result in results.items() if repeat not in invalid}
+    loads = {repeat: run.load(cell.cell_id, repeat) for repeat in results}
     folder = run.cell(cell.cell_id)
     requests = _pool_table(folder, loads, "requests.parquet")
     _pool_table(folder, loads, "server.parquet")
@@ -91,26 +91,26 @@ def aggregate_cell(run: RunFolder, cell: Cell, facts: Mapping[str, Any]) -> dict
     ]
     write_text(folder / "server.log", "\n".join(logs))
     _write_samples(folder / "samples.jsonl", requests)
-    found = [path / WRONG_ANSWERS for path in loads.values()]
-    if wrong := "".join(path.read_text(encoding="utf-8") for path in found if path.is_file()):
+    wrong_files = [path / WRONG_ANSWERS for path in loads.values()]
+    if wrong := "".join(path.read_text(encoding="utf-8") for path in wrong_files if path.is_file()):
         write_text(folder / WRONG_ANSWERS, wrong)
     counters = {r: read_json(path / "counters.json") for r, path in loads.items()}
-    summary = _summary(cell, loads, {r: done[r] for r in loads}, counters, requests, facts)
-    summary["invalid_repeats"] = {str(repeat): reasons for repeat, reasons in invalid.items()}
-    manifest = read_json(run.manifest_path) if run.manifest_path.is_file() else {}
-    section = (manifest.get("workload") or {}).get("load") or {}
+    summary = _summary(cell, loads, results, counters, requests, facts)
+    section = run.manifest().load_section if run.manifest_path.is_file() else {}
     load = cell.load if cell.load.request_rate is not None else replace(cell.load, request_rate=_mean_rate(requests))
-    summary |= vllm_fields(
+    vllm = vllm_fields(
         _vllm_metrics(summary),
         load,
-        date=summary["repeats"][0]["started_at"],
-        backend=facts.get("backend"),
-        model=facts.get("model"),
+        date=summary.repeats[0].started_at or "",
+        backend=facts.backend,
+        model=facts.model,
         burstiness=section.get("burstiness"),
         max_concurrency=section.get("max_concurrency"),
     )
+    invalid_repeats = {str(repeat): reasons for repeat, reasons in invalid.items()}
+    summary = CellSummary(**summary.fields() | {"invalid_repeats": invalid_repeats} | vllm)
     write_json(folder / "counters.json", {"cell_id": cell.cell_id, "repeats": {str(r): c for r, c in counters.items()}})
-    write_json(folder / "summary.json", summary)
+    write_record(folder / "summary.json", summary)
     return summary
 
 
@@ -140,20 +140,21 @@ def _write_samples(path: Path, requests: pd.DataFrame) -> None:
     write_text(path, text)
 
 
-def pooled_latencies(requests: pd.DataFrame, metrics: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def pooled_latencies(requests: pd.DataFrame, metrics: Mapping[int, LoadMetrics]) -> PooledLatencies:
     """Latencies over the raw samples of all repeats; ``steady_latency``: of requests that came in the steady windows.
 
     Each repeat has its own window. The first requests of a closed loop are all sent at once; their time to first
     token is mostly the wait for one another, and the steady window leaves them out.
     """
     if not len(requests):
-        return {}
+        return PooledLatencies()
+    windows = {repeat: (load.steady_start_s, load.steady_end_s) for repeat, load in metrics.items()}
     inside = [
-        in_steady(rows, (metrics[int(repeat)]["steady_start_s"], metrics[int(repeat)]["steady_end_s"]))
+        in_steady(rows, windows[int(repeat)])
         for repeat, rows in requests.groupby("repeat")
-        if metrics[int(repeat)].get("steady_start_s") is not None
+        if windows[int(repeat)][0] is not None
     ]
-    return pool_samples([requests]) | {"steady_latency": pool_samples(inside)}
+    return pool_samples([requests], inside)
 
 
 def _notes(loads: Mapping[int, Path]) -> dict[str, Any]:
@@ -177,68 +178,73 @@ def _mean_rate(requests: pd.DataFrame) -> float | None:
 def _summary(
     cell: Cell,
     loads: Mapping[int, Path],
-    done: Mapping[int, Mapping[str, Any]],
+    results: Mapping[int, LoadResult],
     counters: Mapping[int, Mapping[str, Any]],
     requests: pd.DataFrame,
-    facts: Mapping[str, Any],
-) -> dict[str, Any]:
+    facts: TargetFacts,
+) -> CellSummary:
     configuration, load = cell.configuration, cell.load
-    flat = [flatten({**d["metrics"], "server": counters[r]}) for r, d in done.items()]
+    flat = [flatten({**result.metrics.to_json(), "server": counters[r]}) for r, result in results.items()]
     names = sorted({name for values in flat for name in values})
-    reasons = [f"repeat {r}: {reason}" for r, d in done.items() for reason in d["invalid_reasons"]]
-    refused, wrong = (
-        [f"repeat {r}: {d[why]}" for r, d in done.items() if d.get(why)] for why in ("refused", "wrong_answers")
+    reasons = tuple(f"repeat {r}: {reason}" for r, result in results.items() for reason in result.invalid_reasons)
+    refused = tuple(f"repeat {r}: {result.refused}" for r, result in results.items() if result.refused)
+    wrong = tuple(f"repeat {r}: {result.wrong_answers}" for r, result in results.items() if result.wrong_answers)
+    canaries = counted(requests)
+    return CellSummary(
+        **({"simulated": facts.simulated} if facts.simulated else {}),
+        cell_id=cell.cell_id,
+        config_id=configuration.config_id,
+        label=configuration.label,
+        is_baseline=configuration.is_baseline,
+        varied=dict(configuration.varied),
+        settings=dict(configuration.settings),
+        load=CellLoad(
+            load_id=load.load_id,
+            mode=load.mode,
+            concurrency=load.concurrency,
+            request_rate="inf" if load.request_rate == math.inf else load.request_rate,
+            num_requests=load.num_requests,
+            arrivals=load.arrivals if load.mode == "open" else None,
+        ),
+        notes=_notes(loads),
+        capacity=Capacity.model_validate(facts.capacity.get(configuration.config_id, {})),
+        repeats=tuple(_repeat(r, result, counters[r]) for r, result in results.items()),
+        aggregate={name: spread([v[name] for v in flat if name in v]) for name in names},
+        pooled=pooled_latencies(requests, {r: result.metrics for r, result in results.items()}),
+        valid=not (reasons or refused or wrong),
+        invalid_reasons=reasons,
+        refused=refused,
+        wrong_answers=wrong,
+        **({} if canaries is None else {"canaries": canaries}),
     )
-    return {
-        **({"simulated": facts["simulated"]} if facts.get("simulated") else {}),
-        "cell_id": cell.cell_id,
-        "config_id": configuration.config_id,
-        "label": configuration.label,
-        "is_baseline": configuration.is_baseline,
-        "varied": dict(configuration.varied),
-        "settings": dict(configuration.settings),
-        "load": {
-            "load_id": load.load_id,
-            "mode": load.mode,
-            "concurrency": load.concurrency,
-            "request_rate": "inf" if load.request_rate == math.inf else load.request_rate,
-            "num_requests": load.num_requests,
-            "arrivals": load.arrivals if load.mode == "open" else None,
-        },
-        "notes": _notes(loads),
-        "capacity": facts.get("capacity", {}).get(configuration.config_id, {}),
-        "repeats": [
-            {
-                "repeat": r,
-                "started_at": d["started_at"],
-                "requests_sha256": d.get("requests_sha256"),
-                "metrics": d["metrics"],
-                "server": counters[r],
-                **{key: d[key] for key in _OF_A_REPEAT if d.get(key)},
-            }
-            for r, d in done.items()
-        ],
-        "aggregate": {name: spread([v[name] for v in flat if name in v]) for name in names},
-        "pooled": pooled_latencies(requests, {r: d["metrics"] for r, d in done.items()}),
-        "valid": not (reasons or refused or wrong),
-        "invalid_reasons": reasons,
-        "refused": refused,
-        "wrong_answers": wrong,
-        **({} if (canaries := counted(requests)) is None else {"canaries": canaries}),
-    }
 
 
-def _vllm_metrics(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Of all repeats: counts and duration are sums, rates medians, latencies those of the pooled samples."""
-    aggregate = summary["aggregate"]
-    sums = {name: sum(aggregate[name]["values"]) for name in (*_TOTALS, "duration_s") if name in aggregate}
+def _repeat(repeat: int, result: LoadResult, counters: Mapping[str, Any]) -> RepeatSummary:
+    values = {name: getattr(result, name) for name in _OF_A_REPEAT}
+    told = {k: v for k, v in values.items() if (v.model_fields_set if isinstance(v, Record) else v is not None)}
+    return RepeatSummary(
+        repeat=repeat,
+        started_at=result.started_at,
+        requests_sha256=result.requests_sha256,
+        metrics=result.metrics,
+        server=counters,
+        **told,
+    )
+
+
+def _vllm_metrics(summary: CellSummary) -> Figures:
+    """The figures of all repeats: sums of counts and durations, medians of rates, latencies of the pooled samples."""
+    aggregate = summary.aggregate
+    sums = {name: sum(aggregate[name].values) for name in (*_TOTALS, "duration_s") if name in aggregate}
     whole = {name: int(value) if value.is_integer() else value for name, value in sums.items()}
-    rates = {name: aggregate[name]["median"] for name in (*_RATES, "goodput") if name in aggregate}
-    return {**whole, **rates, **summary["pooled"]}
+    rates = {name: aggregate[name].median for name in (*_RATES, "goodput") if name in aggregate}
+    return Figures(
+        **whole, **rates, **{name: getattr(summary.pooled, name) for name in summary.pooled.model_fields_set}
+    )
 
 
 def vllm_fields(
-    metrics: Mapping[str, Any],
+    metrics: Figures,
     load: LoadPoint,
     *,
     date: str,
@@ -261,25 +267,25 @@ def vllm_fields(
         "backend": backend,
         "model_id": model,
         "tokenizer_id": model,
-        "num_prompts": (metrics.get("completed") or 0) + (metrics.get("failed") or 0),
+        "num_prompts": (metrics.at("completed") or 0) + (metrics.at("failed") or 0),
         "request_rate": "inf" if not is_open or load.request_rate == math.inf else load.request_rate,
         "burstiness": shapes.get(load.arrivals) if is_open else None,
         "max_concurrency": max_concurrency if is_open else load.concurrency,
-        "duration": metrics.get("duration_s"),
-        "request_goodput": metrics.get("goodput"),
-        **{name: metrics.get(name) for name in (*_TOTALS, *_RATES)},
+        "duration": metrics.at("duration_s"),
+        "request_goodput": metrics.at("goodput"),
+        **{name: metrics.at(name) for name in (*_TOTALS, *_RATES)},
     }
     for latency, (theirs, ours) in itertools.product(("ttft", "tpot", "itl", "e2el"), _VLLM_STATISTICS):
-        fields[f"{theirs}_{latency}_ms"] = (metrics.get(f"{latency}_ms") or {}).get(ours)
+        fields[f"{theirs}_{latency}_ms"] = metrics.value(f"{latency}_ms.{ours}")
     return fields
 
 
-def plateau_row(repeats: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def plateau_row(repeats: Sequence[Plateau]) -> tuple[str, ...]:
     """The entries of PLATEAU_HEADS of one plateau of the rate: medians over ``repeats``, each its metrics there."""
-    flat = [flatten(plateau) for plateau in repeats]
 
-    def median(name: str) -> float | None:
-        return statistics.median(values[name] for values in flat) if all(name in values for values in flat) else None
+    def median(path: str) -> float | None:
+        values = [value for plateau in repeats if (value := plateau.value(path)) is not None]
+        return statistics.median(values) if len(values) == len(repeats) else None
 
     rate, start, end = median("request_rate"), median("start_s"), median("end_s")
     return (

@@ -17,7 +17,7 @@ import fcntl
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,9 +27,10 @@ from typing import Any
 from kvbench.common.errors import UsageError, say, storage_sentence
 from kvbench.common.files import flush, read_json
 from kvbench.common.parsing import parse_json
+from kvbench.common.records import read_record
+from kvbench.runs.results import COMPLETE, LoadResult, Manifest
 
 MANIFEST = "manifest.json"
-FORMAT = 1  # of a sweep's folder
 DONE = "done.json"
 _PARQUET_END = b"PAR1"
 
@@ -44,27 +45,27 @@ class RunFolder:
     def manifest_path(self) -> Path:
         return self.path / MANIFEST
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> Manifest:
         """Raises UsageError when there is none, it cannot be read, or it has another format."""
-        manifest = read_json(self.manifest_path)
-        if isinstance(manifest, dict) and manifest.get("kind") == "load":
+        stored = read_json(self.manifest_path)
+        if isinstance(stored, dict) and stored.get("kind") == "load":
             raise UsageError(
                 f"{self.path} is the folder of a `kvbench load` and not of a sweep: read its metrics.json, or the "
                 "search.json of a search; it goes on with `kvbench load ... --resume`"
             )
-        parts = (manifest.get("workload"), manifest.get("plan")) if isinstance(manifest, dict) else ()
-        if [type(part) for part in parts] != [dict, list]:
+        if not isinstance(stored, dict) or not {"workload", "plan"} <= stored.keys():
             raise UsageError(f"{self.manifest_path} is not the manifest of a sweep: give the folder of a run")
-        if (written := manifest.get("format", FORMAT)) != FORMAT:
-            version, commit = (
-                (manifest.get(section) or {}).get(key) or "unknown"
-                for section, key in (("versions", "kvbench"), ("git", "short_sha"))
-            )
+        if (written := stored.get("format", Manifest.FORMAT)) != Manifest.FORMAT:
             raise UsageError(
-                f"{self.path} has the format {written!r}, and this kvbench reads {FORMAT}: use the kvbench that "
-                f"measured it (version {version}, commit {commit}), or measure again"
+                f"{self.path} has the format {written!r}, and this kvbench reads {Manifest.FORMAT}: use the kvbench "
+                f"that measured it{_measured_with(stored)}, or measure again"
             )
-        return manifest
+        try:
+            return Manifest.parse(stored)
+        except ValueError as error:
+            raise UsageError(
+                f"{self.manifest_path} cannot be read: {error}; use the kvbench that measured it, or measure again"
+            ) from None
 
     def cell(self, cell_id: str) -> Path:
         return self.path / "cells" / cell_id
@@ -77,6 +78,10 @@ class RunFolder:
 
     def is_done(self, cell_id: str, repeat: int) -> bool:
         return is_whole(self.load(cell_id, repeat))
+
+    def result(self, cell_id: str, repeat: int) -> LoadResult:
+        """The result of a finished load. Raises UsageError when it cannot be read."""
+        return read_record(LoadResult, self.load(cell_id, repeat) / DONE, "measure it again with --resume")
 
     def done_repeats(self, cell_id: str) -> list[int]:
         """Repeats with a finished load, in order."""
@@ -171,6 +176,13 @@ class RunFolder:
         return False
 
 
+def _measured_with(stored: Mapping[str, Any]) -> str:
+    """The version and commit of the kvbench that wrote a manifest of any format; empty where it does not tell."""
+    sections = (stored.get(name) for name in ("versions", "git"))
+    version, git = (section if isinstance(section, dict) else {} for section in sections)
+    return f" (version {version.get('kvbench', 'unknown')}, commit {git.get('short_sha', 'unknown')})"
+
+
 def move_numbered(found: Path, folder: Path) -> Path:
     """Moves a file or folder into ``folder`` with a number behind its name; returns where it is."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -225,7 +237,7 @@ def latest_incomplete(output_dir: Path, workload_name: str, warn: Callable[[str]
     for manifest in sorted(base.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, reverse=True):
         run = RunFolder(manifest.parent)
         try:
-            if run.manifest().get("status") != "complete" and not run.is_locked():
+            if run.manifest().status != COMPLETE and not run.is_locked():
                 return run
         except UsageError as error:
             warn(f"warning: {run.path} is skipped: {error}")

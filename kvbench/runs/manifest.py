@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.common.machine import environment
-from kvbench.runs.folder import FORMAT
+from kvbench.runs.results import INCOMPLETE, Manifest
 from kvbench.runs.server_info import ServerInfo
 
 
@@ -16,8 +16,8 @@ def build_manifest(
 ) -> dict[str, Any]:
     """Everything known before the first launch; ``add_server`` adds what the servers report."""
     return {
-        "format": FORMAT,
-        "status": "incomplete",
+        "format": Manifest.FORMAT,
+        "status": INCOMPLETE,
         "workload": dict(workload),
         "workload_name": workload["name"],
         "workload_file": workload_file,

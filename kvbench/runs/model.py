@@ -14,11 +14,30 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.metrics.latency import SEVERAL_TOKENS, has_steady_latency, in_steady, most_frequent_failures
+from kvbench.metrics.definitions import SERVED, SIMULATED
+from kvbench.metrics.latency import SEVERAL_TOKENS, in_steady, most_frequent_failures
+from kvbench.metrics.model import (
+    CanaryCounts,
+    Distribution,
+    FailureMessage,
+    GroupLatencies,
+    LoadMetrics,
+    PooledLatencies,
+)
 from kvbench.runs.engine_time import EngineTime
 from kvbench.runs.predictions import Predictions
 from kvbench.runs.quality import QualityResult
 from kvbench.runs.repeats import repeat_notes
+from kvbench.runs.results import (  # noqa: F401 - COST_NOTES for older callers
+    COMPLETE,
+    COST_NOTES,
+    CacheBounds,
+    CacheCounts,
+    Capacity,
+    MachineReport,
+    Manifest,
+    prefix_hits,
+)
 
 # Keys of a workload's load that are in each cell's own definition, or that do not change the requests.
 NOT_OF_REQUESTS = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
@@ -79,21 +98,21 @@ class MeasuredLoad:
 
 @dataclass(frozen=True)
 class Repeat:
-    """One load on one fresh server: what the client and the server measured."""
+    """One load on one fresh server: what the client and the server measured.
+
+    server: the server's counters; observed: statistics of its gauges in the steady window
+    machine: how busy the machine was; cache, bounds: hits of the prefix cache, and the possible ones
+    requests_sha256: hash of the file of requests that was sent
+    """
 
     repeat: int
-    metrics: Mapping[str, Any]
-    server: Mapping[str, Any]
-    observed: Mapping[str, float] = field(default_factory=dict)  # from server.parquet, steady window only
-    machine: Mapping[str, Any] = field(default_factory=dict)  # how busy the machine was
-    cache: Mapping[str, Any] = field(default_factory=dict)  # prefix cache, tokens: hits, queries, low, high (possible)
-    requests_sha256: str = ""  # of the file of requests that was sent
-
-
-COST_NOTES = "cost_model"
-"""Of a cell's notes: sentences on the step times of a simulation."""
-SERVED, SIMULATED = "served", "simulated"
-"""The times of a cell: as a client saw them over HTTP, or on the virtual clock of a simulation."""
+    metrics: LoadMetrics
+    server: Mapping[str, float | None]
+    observed: Mapping[str, float] = field(default_factory=dict)
+    machine: MachineReport = field(default_factory=MachineReport)
+    cache: CacheCounts = field(default_factory=CacheCounts)
+    bounds: CacheBounds | None = None
+    requests_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,9 +126,9 @@ class MeasuredCell:
     varied: Mapping[str, Any]
     settings: Mapping[str, Any]
     load: MeasuredLoad
-    capacity: Mapping[str, Any]
+    capacity: Capacity
     repeats: tuple[Repeat, ...]
-    pooled: Mapping[str, Any]
+    pooled: PooledLatencies
     valid: bool
     invalid_reasons: tuple[str, ...]
     folder: Path
@@ -117,12 +136,12 @@ class MeasuredCell:
     invalid_repeats: Mapping[str, Sequence[str]] = field(default_factory=dict)  # disturbed, not in ``repeats``: why
     refused: tuple[str, ...] = ()  # how much of each repeat the server served, where it refused too much
     wrong_answers: tuple[str, ...] = ()  # how many canaries of each repeat were answered wrongly, where that fails it
-    canaries: Mapping[str, Any] = field(default_factory=dict)  # over all repeats, as ``counted``; empty without any
+    canaries: CanaryCounts = field(default_factory=CanaryCounts)  # over all repeats
     simulated: bool = False
 
     @property
     def clock(self) -> str:
-        """What its times are of: ``SERVED`` or ``SIMULATED``."""
+        """The clock of its times: ``SERVED`` or ``SIMULATED``."""
         return SIMULATED if self.simulated else SERVED
 
     @property
@@ -138,15 +157,15 @@ class MeasuredCell:
         return f"{self.name} ({self.doubt})" if self.doubt else self.name
 
     @property
-    def failure_messages(self) -> dict[str, dict[str, Any]]:
+    def failure_messages(self) -> dict[str, FailureMessage]:
         """The most frequent message of each kind of failure, over all repeats."""
-        found = [each for r in self.repeats for each in (r.metrics.get("failure_messages") or {}).items()]
-        return most_frequent_failures((kind, each["message"], each["requests"]) for kind, each in found)
+        every = [entry for r in self.repeats for entry in r.metrics.failure_messages.items()]
+        return most_frequent_failures((kind, entry.message, entry.requests) for kind, entry in every)
 
-    def per_repeat(self, metric: str) -> dict[int, float]:
-        """Finite values of a client metric by repeat; ``metric`` is "name" or "name.percentile"."""
-        found = {r.repeat: number(_dig(r.metrics, metric)) for r in self.repeats}
-        return {repeat: value for repeat, value in found.items() if value is not None}
+    def per_repeat(self, path: str) -> dict[int, float]:
+        """The finite values of a client metric by repeat; ``path``: as in LoadMetrics, such as ``ttft_ms.p95``."""
+        values = {r.repeat: r.metrics.value(path) for r in self.repeats}
+        return {repeat: value for repeat, value in values.items() if value is not None}
 
     @property
     def has_steady(self) -> bool:
@@ -164,7 +183,7 @@ class MeasuredCell:
     @property
     def has_steady_latency(self) -> bool:
         """Tests whether the leading latencies are of the steady windows: every repeat has one with enough requests."""
-        return self.has_steady and all(has_steady_latency(r.metrics) for r in self.repeats)
+        return self.has_steady and all(r.metrics.has_steady_latency for r in self.repeats)
 
     def latency(self, metric: str, steady: bool | None = None) -> dict[int, float]:
         """A latency such as "ttft_ms.p95" by repeat: of the steady window, or of the whole run as ``percentile``."""
@@ -190,28 +209,29 @@ class MeasuredCell:
 
     def counter(self, name: str) -> float | None:
         """A server counter summed over the repeats; None where no repeat has it."""
-        known = [value for r in self.repeats if (value := number(r.server.get(name))) is not None]
-        return sum(known) if known else None
+        values = [value for r in self.repeats if (value := r.server.get(name)) is not None]
+        return sum(values) if values else None
 
-    def latency_groups(self, kind: str) -> Mapping[str, Any]:
+    def latency_groups(self, kind: str) -> Mapping[str, GroupLatencies]:
         """The pooled latencies that lead of each group of requests; ``kind``: "per_class" or "per_turn"."""
-        return _dig(self.pooled, self._latencies(kind, self.has_steady_groups(kind))) or {}
+        return self.pooled.at(self._latencies(kind, self.has_steady_groups(kind))) or {}
 
     def has_steady_groups(self, kind: str) -> bool:
         """Tests whether these are of the steady windows: an older run stored them of the whole run only."""
-        return self.has_steady_latency and kind in (self.pooled.get("steady_latency") or {})
+        steady = self.pooled.steady_latency
+        return self.has_steady_latency and steady is not None and kind in steady.model_fields_set
 
     def percentile(self, metric: str, which: str, steady: bool | None = None) -> tuple[float | None, bool]:
         """A latency percentile over the pooled raw samples, and whether it is of too few samples to be certain.
 
         ``steady``: over the requests due in the steady windows, or all; None: as ``has_steady_latency`` says.
         """
-        metric = self._latencies(metric, steady)
-        summary = _dig(self.pooled, metric) or {}
-        value = number(summary.get(which))
+        path = self._latencies(metric, steady)
+        summary: Distribution = self.pooled.distribution(path)
+        value = self.pooled.value(f"{path}.{which}")
         if value is not None:
-            return value, which in (summary.get("uncertain") or ())
-        values = list(self.per_repeat(f"{metric}.{which}").values())
+            return value, which in summary.uncertain
+        values = list(self.per_repeat(f"{path}.{which}").values())
         return (float(np.median(values)), True) if values else (None, False)
 
     @property
@@ -223,12 +243,12 @@ class MeasuredCell:
 
     def client(self, name: str) -> list[Any]:
         """What the load client recorded of itself under ``name``, for each repeat that has it."""
-        values = [_dig(r.metrics, f"client.{name}") for r in self.repeats]
+        values = [r.metrics.at(f"client.{name}") for r in self.repeats]
         return [v for v in values if v is not None]
 
     def count(self, name: str) -> int:
         """``completed`` or ``failed`` requests over all repeats."""
-        return int(sum(number(r.metrics.get(name)) or 0 for r in self.repeats))
+        return int(sum(r.metrics.value(name) or 0 for r in self.repeats))
 
     @property
     def sent(self) -> int:
@@ -246,18 +266,18 @@ class MeasuredCell:
     @property
     def hit_rate(self) -> float | None:
         """Measured prefix-cache hit rate in tokens, 0 to 1; None where no token was looked up."""
-        counts = [prefix_hits(repeat.cache, repeat.server) or (0.0, 0.0) for repeat in self.repeats]
+        counts = [prefix_hits(r.cache, r.server) or (0.0, 0.0) for r in self.repeats]
         hits, queries = map(sum, zip(*counts, strict=True))
         return hits / queries if queries else None
 
     @property
     def possible_hits(self) -> tuple[float, float] | None:
         """Lowest and highest hit rate that prompts and declared cache state allow; None unless all repeats tell."""
-        known = [r.cache for r in self.repeats if r.cache.get("high") is not None and r.cache.get("queries")]
-        if not known or len(known) != len(self.repeats):
+        bounds = [r.bounds for r in self.repeats if r.bounds and r.cache.queries]
+        if not bounds or len(bounds) != len(self.repeats):
             return None
-        queries = sum(c["queries"] for c in known)
-        return sum(c["low"] for c in known) / queries, sum(c["high"] for c in known) / queries
+        queries = sum(r.cache.queries or 0.0 for r in self.repeats)
+        return sum(b.low for b in bounds) / queries, sum(b.high for b in bounds) / queries
 
     @property
     def is_contiguous(self) -> bool:
@@ -272,7 +292,7 @@ class MeasuredCell:
         path = self.folder / "requests.parquet"
         frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
         if steady and len(frame):
-            ends = {r.repeat: (r.metrics["steady_start_s"], r.metrics["steady_end_s"]) for r in self.repeats}
+            ends = {r.repeat: (r.metrics.steady_start_s, r.metrics.steady_end_s) for r in self.repeats}
             frame = pd.concat([in_steady(rows, ends.get(repeat)) for repeat, rows in frame.groupby("repeat")])
         return frame[frame["ok"].astype(bool)] if "ok" in frame else frame
 
@@ -286,7 +306,7 @@ class Run:
     """One results folder."""
 
     folder: Path
-    manifest: Mapping[str, Any]
+    manifest: Manifest
     cells: tuple[MeasuredCell, ...]  # by configuration, contiguous ones first, then by load, ascending
     missing: tuple[str, ...]  # ids of planned cells without a finished load
     short: tuple[str, ...]  # "cell: 2 of 3 repeats"
@@ -299,7 +319,7 @@ class Run:
     @property
     def not_kept(self) -> bool:
         """Tests whether it was measured to its end and no file of its cells is here: some references are kept so."""
-        finished = bool(self.missing) and self.status == "complete"
+        finished = bool(self.missing) and self.status == COMPLETE
         return finished and not self.cells and self.folder.is_dir() and not (self.folder / "cells").exists()
 
     @property
@@ -313,27 +333,27 @@ class Run:
 
     @property
     def status(self) -> str:
-        return str(self.manifest.get("status", "incomplete"))
+        return self.manifest.status
 
     @property
     def is_built_in(self) -> bool:
         """Whether the engine is the built-in one, whose defaults are known; a run that does not tell is of it."""
-        return self.manifest.get("backend") in (None, "kvbench") or bool(self.simulated)
+        return self.manifest.backend in (None, "kvbench") or bool(self.simulated)
 
     @property
     def simulated(self) -> Mapping[str, Any]:
         """On what a simulated run ran, and where its step times came from; empty for a measured run."""
-        return self.manifest.get("simulated") or {}
+        return self.manifest.simulated or {}
 
     @property
     def clock(self) -> str:
         """What the times of its loads are of: ``SERVED`` or ``SIMULATED``."""
-        return SIMULATED if self.simulated else SERVED
+        return self.manifest.clock
 
     @property
     def spec(self) -> Mapping[str, Any]:
         """The workload file as the manifest keeps it."""
-        return self.manifest.get("workload") or {}
+        return self.manifest.workload
 
     @property
     def workload(self) -> str:
@@ -341,13 +361,13 @@ class Run:
 
     @property
     def load_section(self) -> Mapping[str, Any]:
-        return self.spec.get("load") or {}
+        return self.manifest.load_section
 
     @property
     def cache_state(self) -> str:
         """The state of the prefix cache that its loads began with; of an older run the declared one."""
         declared = self.load_section.get("cache_state", "cold")
-        return " or ".join({r.cache.get("state", declared): None for c in self.cells for r in c.repeats} or [declared])
+        return " or ".join({r.cache.state or declared: None for c in self.cells for r in c.repeats} or [declared])
 
     @property
     def loads(self) -> list[MeasuredLoad]:
@@ -380,18 +400,6 @@ def all_steady_latency(cells: Iterable[MeasuredCell]) -> bool:
     return all(cell.has_steady_latency for cell in cells)
 
 
-def prefix_hits(cache: Mapping[str, Any], server: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The prompt tokens that a load found in the prefix cache, and those looked up; None where nobody tells.
-
-    ``cache``: the counts that are judged; a run without them has the counters of ``server`` only.
-    """
-    for counts, prefix, suffix in ((cache, "", ""), (server, "prefix_cache_", "_total")):
-        hits, queries = (number(counts.get(f"{prefix}{name}{suffix}")) for name in ("hits", "queries"))
-        if hits is not None and queries is not None:
-            return hits, queries
-    return None
-
-
 def number(value: Any) -> float | None:
     """A finite float, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -406,12 +414,3 @@ def read_gauges(folder: Path) -> pd.DataFrame:
     if frame.empty or "num_requests_running" not in frame:
         return pd.DataFrame(columns=list(_GAUGES))
     return frame.assign(**{name: 0 if name == "repeat" else np.nan for name in _GAUGES if name not in frame})
-
-
-def _dig(mapping: Mapping[str, Any], path: str) -> Any:
-    node: Any = mapping
-    for part in path.split("."):
-        if not isinstance(node, Mapping):
-            return None
-        node = node.get(part)
-    return node

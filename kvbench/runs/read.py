@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +10,17 @@ from typing import Any
 import pandas as pd
 
 from kvbench.common.errors import UsageError
+from kvbench.common.records import read_record
 from kvbench.common.stats import time_mean
+from kvbench.metrics.model import LoadMetrics
 from kvbench.runs import kv_ledger
-from kvbench.runs.engine_time import read_engine_time
+from kvbench.runs.engine_time import EFFECTS, read_engine_time
 from kvbench.runs.folder import DONE, RunFolder, damaged_file
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Repeat, Run, number, read_gauges
 from kvbench.runs.predictions import PREDICTIONS, read_predictions
 from kvbench.runs.quality import QUALITY, read_quality
 from kvbench.runs.repeats import left_out_repeats, planned_repeats
+from kvbench.runs.results import CellSummary, Manifest, RepeatSummary
 from kvbench.workload.settings import IN_LAYOUT, effective, phrase
 
 
@@ -35,34 +37,29 @@ def read_run(folder: Path | str) -> Run:
             "give the folder that `kvbench sweep` printed (results/<workload>/<time>-<sha>)"
         )
     run = RunFolder(folder)
-    manifest = run.manifest() if run.manifest_path.is_file() else {}
-    summaries, damaged = [], {}
+    manifest = run.manifest() if run.manifest_path.is_file() else Manifest()
+    summaries: list[tuple[Path, CellSummary]] = []
+    damaged: dict[str, str] = {}
     for cell in sorted((folder / "cells").glob("*")):
-        path = cell / "summary.json"
-        bad, measured = damaged_file(cell), any(cell.glob(f"loads/*/{DONE}"))
-        summary = json.loads(path.read_text()) if path.is_file() and not bad else {}
-        if bad or (measured and not summary.get("repeats")):
-            damaged[cell.name] = (
-                f"{bad or path} is missing or damaged, so its cell is left out: `kvbench sweep --resume {folder}` "
-                "writes it again"
-            )
-        elif summary.get("repeats"):
+        try:
+            summary = _summary(cell)
+        except UsageError as error:
+            damaged[cell.name] = f"{error}, so its cell is left out: `kvbench sweep --resume {folder}` writes it again"
+            continue
+        if summary is not None:
             summaries.append((cell, summary))
     names = _unique_names([summary for _, summary in summaries])
-    sessions = bool(((manifest.get("workload") or {}).get("load") or {}).get("sessions"))
+    sessions = bool(manifest.load_section.get("sessions"))
     cells = [_cell(where, summary, names, sessions) for where, summary in summaries]
     cells.sort(key=lambda cell: (display_rank(cell), cell.load))
     planned = planned_repeats(manifest) - left_out_repeats(manifest)
     finished = {cell.cell_id: len(cell.repeats) + len(cell.invalid_repeats) for cell in cells}
-    failures = manifest.get("failures") or ()
-    try:
-        quality = read_quality(folder)
-    except UsageError as error:
-        quality, damaged[QUALITY] = None, str(error)
-    try:
-        predictions = read_predictions(folder)
-    except UsageError as error:
-        predictions, damaged[PREDICTIONS] = None, str(error)
+    beside = {}
+    for name, read in ((QUALITY, read_quality), (PREDICTIONS, read_predictions), (EFFECTS, read_engine_time)):
+        try:
+            beside[name] = read(folder)
+        except UsageError as error:
+            damaged[name] = str(error)
     return Run(
         folder,
         manifest,
@@ -73,12 +70,25 @@ def read_run(folder: Path | str) -> Run:
             for cell, wanted in planned.items()
             if 0 < finished.get(cell, 0) < wanted
         ),
-        failures=tuple(f"{f.get('cell_id')} repeat {f.get('repeat')} failed: {f.get('reason')}" for f in failures),
+        failures=tuple(f"{f.cell_id} repeat {f.repeat} failed: {f.reason}" for f in manifest.failures),
         damaged=tuple(damaged.values()),
-        engine_time=read_engine_time(folder),
-        quality=quality,
-        predictions=predictions,
+        engine_time=beside.get(EFFECTS),
+        quality=beside.get(QUALITY),
+        predictions=beside.get(PREDICTIONS),
     )
+
+
+def _summary(cell: Path) -> CellSummary | None:
+    """The summary of a cell; None where nothing of it was measured. Raises UsageError for a damaged file."""
+    path = cell / "summary.json"
+    if bad := damaged_file(cell):
+        raise UsageError(f"{bad} is missing or damaged")
+    summary = read_record(CellSummary, path) if path.is_file() else CellSummary()
+    if summary.repeats:
+        return summary
+    if any(cell.glob(f"loads/*/{DONE}")):
+        raise UsageError(f"{path} is missing or damaged")
+    return None
 
 
 def display_rank(cell: MeasuredCell) -> tuple:
@@ -89,60 +99,51 @@ def display_rank(cell: MeasuredCell) -> tuple:
     return not cell.is_contiguous, extras, size, cell.name
 
 
-def _cell(where: Path, summary: Mapping[str, Any], names: Mapping[str, str], sessions: bool) -> MeasuredCell:
-    load = summary.get("load") or {}
-    mode = "open" if load.get("mode") == "open" else "closed"
-    value = load.get("request_rate" if mode == "open" else "concurrency")
+def _cell(where: Path, summary: CellSummary, names: Mapping[str, str], sessions: bool) -> MeasuredCell:
     gauges = read_gauges(where)
-    repeats = []
-    for entry in summary["repeats"]:
-        metrics = entry.get("metrics") or {}
-        polls = gauges[gauges["repeat"] == entry["repeat"]]
-        observed = _observe(polls, metrics, summary.get("settings") or {}, _share_of_a_request(summary, metrics))
-        cache = {**(entry.get("prefix_cache") or {}), **(entry.get("prefix_cache_bounds") or {})}
-        server, machine = entry.get("server") or {}, entry.get("machine") or {}
-        sent = str(entry.get("requests_sha256") or "")
-        repeats.append(Repeat(int(entry["repeat"]), metrics, server, observed, machine, cache, sent))
-    config_id = str(summary.get("config_id"))
+    load = MeasuredLoad(summary.load.mode, summary.load.value, summary.load.arrivals or "", sessions)
     return MeasuredCell(
-        cell_id=str(summary.get("cell_id", where.name)),
-        config_id=config_id,
-        name=names[config_id],
-        is_baseline=bool(summary.get("is_baseline")),
-        varied=summary.get("varied") or {},
-        settings=summary.get("settings") or {},
-        load=MeasuredLoad(
-            mode, math.inf if value == "inf" else number(value) or 0.0, load.get("arrivals") or "", sessions
-        ),
-        capacity=summary.get("capacity") or {},
-        repeats=tuple(sorted(repeats, key=lambda r: r.repeat)),
-        pooled=summary.get("pooled") or {},
-        valid=bool(summary.get("valid", True)),
-        invalid_reasons=tuple(map(str, summary.get("invalid_reasons") or ())),
+        cell_id=summary.cell_id or where.name,
+        config_id=summary.config_id,
+        name=names[summary.config_id],
+        is_baseline=summary.is_baseline,
+        varied=summary.varied,
+        settings=summary.settings,
+        load=load,
+        capacity=summary.capacity,
+        repeats=tuple(sorted((_repeat(r, summary, gauges) for r in summary.repeats), key=lambda r: r.repeat)),
+        pooled=summary.pooled,
+        valid=summary.valid,
+        invalid_reasons=summary.invalid_reasons,
         folder=where,
-        notes=summary.get("notes") or {},
-        invalid_repeats=summary.get("invalid_repeats") or {},
-        refused=tuple(map(str, summary.get("refused") or ())),
-        wrong_answers=tuple(map(str, summary.get("wrong_answers") or ())),
-        canaries=summary.get("canaries") or {},
-        simulated=bool(summary.get("simulated")),
+        notes=summary.notes,
+        invalid_repeats=summary.invalid_repeats,
+        refused=summary.refused,
+        wrong_answers=summary.wrong_answers,
+        canaries=summary.canaries,
+        simulated=bool(summary.simulated),
     )
 
 
-def _share_of_a_request(summary: Mapping[str, Any], metrics: Mapping[str, Any]) -> float | None:
-    """Of the KV, what one more request needs: a reservation, or the mean request's tokens without cached ones.
+def _repeat(stored: RepeatSummary, cell: CellSummary, gauges: pd.DataFrame) -> Repeat:
+    polls = gauges[gauges["repeat"] == stored.repeat]
+    observed = _observe(polls, stored.metrics, cell.settings, _share_of_a_request(cell, stored.metrics))
+    cache, bounds = stored.prefix_cache, stored.prefix_cache_bounds
+    sent = stored.requests_sha256 or ""
+    return Repeat(stored.repeat, stored.metrics, stored.server, observed, stored.machine, cache, bounds, sent)
+
+
+def _share_of_a_request(cell: CellSummary, metrics: LoadMetrics) -> float | None:
+    """The share of the KV that one more request needs: a reservation, or the mean request's tokens without cached ones.
 
     None where the size of the KV is not known.
     """
-    capacity, settings = summary.get("capacity") or {}, summary.get("settings") or {}
-    held, done = number(capacity.get("capacity_tokens")), number(metrics.get("completed"))
-    tokens, cached = (
-        sum(number(metrics.get(name)) or 0.0 for name in names)
-        for names in (("total_input_tokens", "total_output_tokens"), ("total_cached_tokens",))
-    )
-    if settings.get("layout") == "contiguous":
-        tokens, done = number(settings.get("max_model_len") or capacity.get("max_model_len")) or 0.0, 1.0
-    return (tokens - cached) / done / held if held and done else None
+    held, done = cell.capacity.capacity_tokens, metrics.completed
+    tokens = metrics.total_input_tokens + metrics.total_output_tokens - (metrics.total_cached_tokens or 0)
+    if cell.settings.get("layout") == "contiguous":
+        reserved = number(cell.settings.get("max_model_len")) or cell.capacity.max_model_len or 0.0
+        tokens, done = reserved - (metrics.total_cached_tokens or 0), 1
+    return tokens / done / held if held and done else None
 
 
 def _kv_full(polls: pd.DataFrame, settings: Mapping[str, Any], share_of_a_request: float | None) -> pd.Series | None:
@@ -163,7 +164,7 @@ def _kv_full(polls: pd.DataFrame, settings: Mapping[str, Any], share_of_a_reques
 
 
 def _observe(
-    gauges: pd.DataFrame, metrics: Mapping[str, Any], settings: Mapping[str, Any], share_of_a_request: float | None
+    gauges: pd.DataFrame, metrics: LoadMetrics, settings: Mapping[str, Any], share_of_a_request: float | None
 ) -> dict[str, float]:
     """Means and peaks of one repeat's gauges over its steady window (the whole load if that holds no poll).
 
@@ -171,8 +172,8 @@ def _observe(
     """
     if gauges.empty:
         return {}
-    start, end = number(metrics.get("steady_start_s")) or 0.0, number(metrics.get("steady_end_s"))
-    end = math.inf if end is None else end
+    start = metrics.steady_start_s or 0.0
+    end = math.inf if metrics.steady_end_s is None else metrics.steady_end_s
     inside = gauges[gauges["t"].between(start, end)]
     steady = gauges if inside.empty else inside
     mean = {
@@ -200,24 +201,24 @@ def _observe(
     return {name: float(value) for name, value in found.items() if number(float(value)) is not None}
 
 
-def _unique_names(summaries: list[Mapping[str, Any]]) -> dict[str, str]:
+def _unique_names(summaries: list[CellSummary]) -> dict[str, str]:
     """A name for people per config_id; the id is added where two configurations would have the same name."""
     names: dict[str, str] = {}
     for summary in summaries:
-        config_id, name = str(summary.get("config_id")), configuration_name(summary)
+        config_id, name = summary.config_id, configuration_name(summary)
         taken = name in names.values() and names.get(config_id) != name
         names[config_id] = f"{name} [{config_id}]" if taken else name
     return names
 
 
-def configuration_name(summary: Mapping[str, Any]) -> str:
+def configuration_name(summary: CellSummary) -> str:
     """Layout and page size, then whatever else differs from the baseline: "paged (page 8) + swap"."""
-    settings, varied = summary.get("settings") or {}, summary.get("varied") or {}
+    settings = summary.settings
     name = settings.get("layout")
     if name is None:
-        return str(summary.get("label") or summary.get("config_id"))
+        return summary.label or summary.config_id
     if name == "paged" and settings.get("page_size") is not None:
         name = f"paged (page {settings['page_size']})"
     elif name == "contiguous" and settings.get("reservation") is not None:
         name = f"contiguous ({settings['reservation']})"
-    return " + ".join([name, *(phrase(key, value) for key, value in varied.items() if key not in IN_LAYOUT)])
+    return " + ".join([name, *(phrase(key, value) for key, value in summary.varied.items() if key not in IN_LAYOUT)])

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvbench.common.text import and_more
+from kvbench.runs.results import Manifest
 
 _MOST_NAMED = 6
 
@@ -25,23 +26,23 @@ def not_comparable(done: Mapping[str, Any]) -> list[str]:
     return [*done["invalid_reasons"], *(done[why] for why in ("refused", "wrong_answers") if done.get(why))]
 
 
-def planned_repeats(manifest: Mapping[str, Any]) -> Counter[str]:
+def planned_repeats(manifest: Manifest) -> Counter[str]:
     """How many repeats of each cell were planned."""
-    return Counter(cell_id for block in manifest.get("plan") or () for cell_id in block["cells"])
+    return Counter(cell_id for block in manifest.plan for cell_id in block.cells)
 
 
-def left_out_repeats(manifest: Mapping[str, Any]) -> Counter[str]:
+def left_out_repeats(manifest: Manifest) -> Counter[str]:
     """How many repeats of each cell --max-minutes left no time for."""
-    return Counter(cell_id for cell_id, _ in manifest.get("left_out") or ())
+    return Counter(cell_id for cell_id, _ in manifest.left_out)
 
 
-def repeat_notes(manifest: Mapping[str, Any], cells: Iterable[tuple[str, int, Mapping[Any, Any]]]) -> list[str]:
+def repeat_notes(manifest: Manifest, cells: Iterable[tuple[str, int, Mapping[Any, Any]]]) -> list[str]:
     """Sentences about repeats that are missing from valid cells, or were measured again.
 
     ``cells``: id, number of valid repeats, and the reasons of those that are left out as invalid, by repeat.
     """
     planned, notes = planned_repeats(manifest), []
-    if again := Counter((each["cell_id"], each["repeat"]) for each in manifest.get("set_aside") or ()):
+    if again := Counter((load.cell_id, load.repeat) for load in manifest.set_aside):
         times = {1: "", 2: " (twice)"}
         loads = [f"{cell_id} repeat {repeat}{times.get(n, f' ({n} times)')}" for (cell_id, repeat), n in again.items()]
         notes.append(f"measured again: {and_more(loads, _MOST_NAMED)}; what was disturbed is kept in set-aside/")
@@ -53,7 +54,7 @@ def repeat_notes(manifest: Mapping[str, Any], cells: Iterable[tuple[str, int, Ma
         notes.append(f"invalid repeats are left out: {and_more(invalid, _MOST_NAMED, between='; ')}")
     if left := left_out_repeats(manifest):
         counts = [f"{cell_id}: {planned[cell_id] - n} of {planned[cell_id]} repeats" for cell_id, n in left.items()]
-        minutes = manifest.get("max_minutes")
+        minutes = manifest.max_minutes
         limit = "" if minutes is None else f" {minutes:g}"
         notes.append(f"cut short by --max-minutes{limit}, measured: {and_more(counts, _MOST_NAMED, between='; ')}")
     return notes

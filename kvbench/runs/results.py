@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict
 
 from kvbench.common.foreign_cpu import MachineReport
-from kvbench.common.records import Record
+from kvbench.common.records import Number, Record
 from kvbench.metrics.definitions import SERVED, SIMULATED
 from kvbench.metrics.model import CanaryCounts, LoadMetrics, PooledLatencies
 
@@ -31,20 +31,32 @@ class CacheCounts(Record):
     """
 
     state: str | None = None
-    counted: float | None = None
-    told: float | None = None
-    hits: float | None = None
-    queries: float | None = None
+    counted: Number | None = None
+    told: Number | None = None
+    hits: Number | None = None
+    queries: Number | None = None
     unverified: str | None = None
     disagree: str | bool | None = None
-    from_before: float | None = None
+    from_before: Number | None = None
+
+
+def prefix_hits(cache: CacheCounts, server: Mapping[str, Number | None]) -> tuple[float, float] | None:
+    """The prompt tokens found in the prefix cache, and those looked up; None where nobody tells.
+
+    A run that does not hold the counts that are judged has the counters of ``server`` only.
+    """
+    counters = (server.get("prefix_cache_hits_total"), server.get("prefix_cache_queries_total"))
+    for hits, queries in ((cache.hits, cache.queries), counters):
+        if hits is not None and queries is not None:
+            return hits, queries
+    return None
 
 
 class CacheBounds(Record):
     """The fewest and the most tokens that could hit, by the prompts and the declared state of the cache."""
 
-    low: float
-    high: float
+    low: Number
+    high: Number
 
 
 class WarmUpResult(Record):
@@ -132,15 +144,15 @@ class Capacity(Record):
 
     model_config = ConfigDict(extra="allow")
 
-    capacity_tokens: float | None = None
+    capacity_tokens: Number | None = None
     max_model_len: int | None = None
-    kv_budget_bytes: float | None = None
-    kv_bytes: float | None = None
+    kv_budget_bytes: Number | None = None
+    kv_bytes: Number | None = None
     kv_type: str | None = None
-    bytes_per_token: float | None = None
-    bytes_per_slot: float | None = None
-    scale_bytes_per_token: float | None = None
-    scale_bytes_per_slot: float | None = None
+    bytes_per_token: Number | None = None
+    bytes_per_slot: Number | None = None
+    scale_bytes_per_token: Number | None = None
+    scale_bytes_per_slot: Number | None = None
 
 
 class RepeatSummary(Record):
@@ -150,7 +162,7 @@ class RepeatSummary(Record):
     started_at: str | None = None
     requests_sha256: str | None = None
     metrics: LoadMetrics = LoadMetrics()
-    server: Mapping[str, float | None] = {}
+    server: Mapping[str, Number | None] = {}
     machine: MachineReport = MachineReport()
     prefix_cache: CacheCounts = CacheCounts()
     prefix_cache_bounds: CacheBounds | None = None
@@ -198,7 +210,7 @@ class CellSummary(Record):
     invalid_repeats: Mapping[str, tuple[str, ...]] = {}
     refused: tuple[str, ...] = ()
     wrong_answers: tuple[str, ...] = ()
-    canaries: CanaryCounts | None = None
+    canaries: CanaryCounts = CanaryCounts()
 
 
 class GitState(Record):
@@ -256,7 +268,7 @@ class Manifest(Record):
 
     kind: str | None = None
     status: str = INCOMPLETE
-    workload: Mapping[str, Any]
+    workload: Mapping[str, Any] = {}
     workload_name: str = ""
     workload_file: str | None = None
     profile: str | None = None
@@ -277,7 +289,7 @@ class Manifest(Record):
     ended: str | None = None
     model: Mapping[str, Any] | None = None
     backend: str | None = None
-    plan: tuple[PlannedBlock, ...]
+    plan: tuple[PlannedBlock, ...] = ()
     failures: tuple[FailedLoad, ...] = ()
     left_out: tuple[tuple[str, int], ...] = ()
     set_aside: tuple[SetAside, ...] = ()

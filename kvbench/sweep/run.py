@@ -36,7 +36,7 @@ from kvbench.lockstep.sitting import Show, Sitting, begin_anew
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Instrument, Job
 from kvbench.metrics.canaries import WRONG_ANSWERS
-from kvbench.runs.aggregate import aggregate_cell
+from kvbench.runs.aggregate import TargetFacts, aggregate_cell
 from kvbench.runs.engine_time import read_engine_time
 from kvbench.runs.folder import DONE, RunFolder, create_run
 from kvbench.runs.manifest import add_notes, add_server, build_manifest
@@ -494,12 +494,8 @@ class Sweep:
         manifest["calibration"] = self._calibrator(run).facts()
         write_json(run.manifest_path, manifest | {"status": "incomplete"})
         design = design_of(self.workload, manifest.get("only") or ())
-        facts = {
-            "capacity": manifest.get("capacity") or {},
-            "backend": manifest.get("backend", "kvbench"),
-            "model": (manifest.get("model") or {}).get("name"),
-            "simulated": manifest.get("simulated"),
-        }
+        model, backend = (manifest.get("model") or {}).get("name"), manifest.get("backend", "kvbench")
+        facts = TargetFacts(backend, model, manifest.get("capacity") or {}, manifest.get("simulated"))
         found = [aggregate_cell(run, cell, facts) for cell in design.cells]
         self.summaries = [summary for summary in found if summary is not None]
         if status != "incomplete":

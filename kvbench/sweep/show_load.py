@@ -24,6 +24,7 @@ from kvbench.metrics.latency import (
     leading_latencies,
     steady_requests,
 )
+from kvbench.metrics.model import Plateau
 from kvbench.requests.prefix_hits import OTHER_SEED, hit_notes
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row, vllm_fields
 from kvbench.workload.design import LoadPoint
@@ -79,7 +80,7 @@ def show(console: Console, load_id: str, kept: Mapping[str, Any]) -> None:
         elif name == "ttft_ms":
             shown.append(("  in the steady window", (metrics.get("steady_latency") or {}).get(name) or {}))
     rows = [(title, *_figures(values)) for title, values in shown if values.get("n")]
-    plateaus = [plateau_row([plateau]) for plateau in metrics.get("plateaus") or ()]
+    plateaus = [plateau_row([Plateau.model_validate(plateau)]) for plateau in metrics.get("plateaus") or ()]
     if rows:
         head = f"load {load_id} · {'steady window' if steady else 'whole run'} · ms"
         print_table(console, make_table(("", *_SHOWN, "samples"), rows, title=head))

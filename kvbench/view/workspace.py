@@ -164,7 +164,10 @@ class Workspace:
         for path, names, files in os.walk(folder):
             for each in (*names, *files):
                 self._check_link(Path(path, each))
-        return read_run(folder)
+        run = read_run(folder)
+        if run.damaged and not run.cells:
+            raise UsageError(run.damaged[0])
+        return run
 
     def _check_link(self, path: Path) -> None:
         """Raises UsageError for a link to somewhere outside of the folders."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvbench.metrics.model import CanaryCounts, LoadMetrics, PooledLatencies
 from kvbench.runs.engine_time import EngineEffect, EngineTime
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Repeat, Run
+from kvbench.runs.results import CacheBounds, CacheCounts, Capacity, MachineReport, Manifest
+from tests.support.records import put
 
 MIB = 1024 * 1024
 
@@ -45,10 +50,12 @@ def cell(
     repeats = tuple(
         Repeat(
             i,
-            {"completed": 48 - failed, "failed": failed, "client": client or {}, **_measured(*figures)},
+            LoadMetrics.model_validate(
+                {"completed": 48 - failed, "failed": failed, "client": client or {}, **_measured(*figures)}
+            ),
             counted,
             known | (observed if isinstance(observed, dict) else observed[i] if observed else {}),
-            machine or {},
+            MachineReport.model_validate(machine or {}),
         )
         for i, figures in enumerate(zip(throughput, tpot, ttft, strict=False))
     )
@@ -62,9 +69,9 @@ def cell(
         varied=settings,
         settings=every,
         load=MeasuredLoad(mode, load),
-        capacity=({} if budget is None else {"kv_budget_bytes": budget}) | (capacity or {}),
+        capacity=Capacity.model_validate(({} if budget is None else {"kv_budget_bytes": budget}) | (capacity or {})),
         repeats=repeats,
-        pooled=_pooled(sorted(tpot)[len(tpot) // 2], sorted(ttft)[len(ttft) // 2]),
+        pooled=PooledLatencies.model_validate(_pooled(sorted(tpot)[len(tpot) // 2], sorted(ttft)[len(ttft) // 2])),
         valid=not reasons,
         invalid_reasons=reasons,
         folder=Path("/nonexistent"),
@@ -86,8 +93,8 @@ def refused(served: int = 20, message: str = "Context size has been exceeded.", 
     """A cell of one repeat whose server answered ``served`` of 48 requests and the others with ``message``."""
     failed = 48 - served
     one = cell(failed=failed, throughput=(60.0,), **how)
-    one.repeats[0].metrics["output_throughput"] = 40.0
-    one.repeats[0].metrics["failure_messages"] = {"server_error": {"message": message, "requests": failed}}
+    put(one.repeats[0].metrics, output_throughput=40.0)
+    put(one.repeats[0].metrics, failure_messages={"server_error": {"message": message, "requests": failed}})
     told = f'repeat 0: served {served} of 48 requests; {failed} of 48: "{message}"'
     return replace(one, valid=False, refused=(told,))
 
@@ -96,18 +103,39 @@ def wrong(**how: Any) -> MeasuredCell:
     """A cell that answered 2 of 40 canaries wrongly."""
     counts = {"sent": 41, "answered": 40, "wrong": 2, "distinct": 20, "first_wrong": "passkey-7 (request 12), differs"}
     told = ("repeat 1: 2 of 40 canaries were answered wrongly, first passkey-7 (request 12), differs",)
-    return replace(cell(**how), valid=False, wrong_answers=told, canaries=counts)
+    return replace(cell(**how), valid=False, wrong_answers=told, canaries=CanaryCounts(**counts))
 
 
-def _measured(throughput: float, tpot: float, ttft: float) -> dict[str, Any]:
+def mark_few(one: MeasuredCell, latency: str) -> None:
+    """Marks the p95 of a latency as one of too few samples."""
+    for figures in (one.pooled, one.pooled.steady_latency):
+        put(figures.distribution(latency), uncertain=("p95",))
+
+
+def with_cache(repeat: Repeat, counts: Mapping[str, Any]) -> Repeat:
+    """``repeat`` with these counts of the prefix cache; ``low`` and ``high``: the possible hits."""
+    cache, bounds = CacheCounts.model_validate(counts), None
+    if "high" in counts:
+        bounds = CacheBounds(low=counts["low"], high=counts["high"])
+    return replace(repeat, cache=cache, bounds=bounds)
+
+
+def _measured(*figures: float) -> dict[str, Any]:
+    throughput, tpot, ttft = map(_stored, figures)
     times = {"tpot_ms": {"p50": tpot}, "ttft_ms": {"p95": ttft, "n": 40}, "itl_ms": {"p95": tpot}}
     window = {"steady_start_s": -1.0, "steady_end_s": 1e9}
     return {"steady_output_throughput": throughput, **times, "steady_latency": times, **window}
 
 
-def _pooled(tpot: float, ttft: float) -> dict[str, Any]:
-    figures = {"tpot_ms": {"p50": tpot}, "ttft_ms": {"p95": ttft}, "itl_ms": {"p95": tpot}}
-    pooled = {name: {**values, "uncertain": []} for name, values in figures.items()}
+def _stored(figure: float) -> float | None:
+    """NaN is null in a file."""
+    return None if math.isnan(figure) else figure
+
+
+def _pooled(*figures: float) -> dict[str, Any]:
+    tpot, ttft = map(_stored, figures)
+    latencies = {"tpot_ms": {"p50": tpot}, "ttft_ms": {"p95": ttft}, "itl_ms": {"p95": tpot}}
+    pooled = {name: {**values, "uncertain": ()} for name, values in latencies.items()}
     return pooled | {"steady_latency": pooled}
 
 
@@ -119,8 +147,8 @@ def run(
     **manifest: Any,
 ) -> Run:
     """A run of these cells; `manifest`: further entries of its manifest."""
-    known = {"status": status, **manifest}
-    return Run(Path("/nonexistent/mixed/now"), known, cells, missing, (), (), (), engine_time)
+    known = {"status": status, "workload": {}, "plan": (), **manifest}
+    return Run(Path("/nonexistent/mixed/now"), Manifest.model_validate(known), cells, missing, (), (), (), engine_time)
 
 
 def in_engine_time(

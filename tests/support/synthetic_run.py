@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvbench.common.files import write_json
 from kvbench.metrics.latency import summarise
-from kvbench.runs.aggregate import aggregate_cell
+from kvbench.runs.aggregate import TargetFacts, aggregate_cell
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.quality import QUALITY, QualityResult
 from kvbench.workload.design import Cell, Configuration, LoadPoint
@@ -95,7 +95,7 @@ def _write_cell(run: RunFolder, config: Config, load: LoadPoint, sc: Scenario) -
         "num_pages": slots // config.page_size,
         "max_concurrency_at_max_len": slots // MAX_MODEL_LEN,
     }
-    aggregate_cell(run, cell, {"capacity": {config.config_id: capacity}})
+    aggregate_cell(run, cell, TargetFacts(capacity={config.config_id: capacity}))
 
 
 def _quality(sc: Scenario) -> QualityResult:

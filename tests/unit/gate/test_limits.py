@@ -15,10 +15,12 @@ from kvbench.gate.verdict.markdown import summary
 from kvbench.gate.verdict.outputs import annotations
 from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS, Verdict
 from kvbench.gate.verdict.wording import number, percent
+from kvbench.metrics import definitions
 from kvbench.report.comparisons import compare
-from kvbench.runs.metric_names import SHORT_NAMES, measured, unit_of
+from kvbench.runs.metric_names import measured, unit_of
 from kvbench.runs.quality import QualityResult
 from tests.support.quality_results import KLD_OUTSIDE, figures, result
+from tests.support.records import put
 from tests.support.report_cells import cell, refused, run
 
 
@@ -138,8 +140,8 @@ def test_a_refused_cell_says_what_its_server_refused():
 def test_goodput_share_counts_those_that_failed_and_a_percentile_of_few_samples_says_so():
     there = cell(failed=8)
     for repeat in there.repeats:
-        repeat.metrics.update({"goodput": 2.0, "duration_s": 18.0, "completed": 40, "failed": 8})
-        repeat.metrics["ttft_ms"]["uncertain"] = ["p95"]
+        ttft = repeat.metrics.ttft_ms.fields() | {"uncertain": ["p95"]}
+        put(repeat.metrics, goodput=2.0, duration_s=18.0, completed=40, failed=8, steady_latency={"ttft_ms": ttft})
     assert measured(there, "goodput_share").values == {0: 0.75, 1: 0.75, 2: 0.75}  # 36 of 48
     few, enough = (only(Limit("metric", name, high=500), there) for name in ("p95_ttft_ms", "p95_itl_ms"))
     assert len(few.details) == len(enough.details) + 1
@@ -148,11 +150,11 @@ def test_goodput_share_counts_those_that_failed_and_a_percentile_of_few_samples_
 def test_limits_on_reasoning_and_the_first_output():
     there = cell()
     for repeat in there.repeats:
-        repeat.metrics["steady_latency"].update(ttfo_ms={"p95": 900.0}, reasoning_ms={"p95": 700.0})
-        repeat.metrics.update(without_output=2, steady_non_reasoning_output_throughput=12.0)
+        put(repeat.metrics.steady_latency, ttfo_ms={"p95": 900.0}, reasoning_ms={"p95": 700.0})
+        put(repeat.metrics, without_output=2, steady_non_reasoning_output_throughput=12.0)
     names = {"p95_ttfo_ms": 900.0, "p95_reasoning_ms": 700.0, "without_output": 2}
     for name, most in (names | {"steady_non_reasoning_output_throughput": 12.0}).items():
-        assert name in SHORT_NAMES and only(Limit("metric", name, high=most), there).outcome == PASS
+        assert name in definitions.names() and only(Limit("metric", name, high=most), there).outcome == PASS
         assert only(Limit("metric", name, high=most * 0.99), there).outcome == FAIL
     assert only(Limit("metric", "p95_reasoning_ms", high=9), cell()).outcome == INVALID
 
@@ -203,7 +205,7 @@ def two_windows(steady, whole, **more):
     """A cell with these throughputs of the steady window (None: it has none) and of the whole run."""
     there = cell(throughput=(1.0, 1.0, 1.0), **more)
     for repeat in there.repeats:
-        repeat.metrics.update({"steady_output_throughput": steady, "output_throughput": whole})
+        put(repeat.metrics, steady_output_throughput=steady, output_throughput=whole)
     return there
 
 
@@ -238,8 +240,9 @@ def test_the_throughput_is_of_the_steady_window_and_one_of_the_whole_run_says_so
 def test_a_latency_is_of_the_steady_window_and_one_of_the_whole_run_says_so(steady, what, metric, ratio, whole):
     paged, contiguous = cell(ttft=(200.0,)), cell("contiguous", ttft=(400.0,))
     for one, ttft in ((paged, 600.0), (contiguous, 800.0)):
-        one.repeats[0].metrics["ttft_ms"] = {"p95": ttft}
-        one.repeats[0].metrics["steady_latency"]["ttft_ms"] |= {} if steady or one is contiguous else {"n": 28}
+        put(one.repeats[0].metrics, ttft_ms={"p95": ttft})
+        if not steady and one is not contiguous:
+            put(one.repeats[0].metrics.steady_latency.ttft_ms, n=28)
     alone = only(Limit("metric", what, high=1, cells=("paged*",)), paged, contiguous)
     paired = only(Limit("ratio", what, high=0.1), paged, contiguous)
     assert (alone.candidate, paired.candidate) == pytest.approx((metric, ratio)) and alone.unit == "ms"
@@ -356,4 +359,4 @@ def test_units():
         "num_preemptions": "", "duration_s": "",
     }  # fmt: skip
     assert {name: unit_of(name) for name in units} == units
-    assert len(set(SHORT_NAMES)) == len(SHORT_NAMES)
+    assert len(set(definitions.names())) == len(definitions.names())

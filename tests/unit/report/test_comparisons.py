@@ -9,7 +9,8 @@ from scipy import stats
 from kvbench.report.comparisons import best, compare, differing, effects, leaders, paging, scatters, spread
 from kvbench.runs.model import MeasuredLoad
 from kvbench.runs.ratios import paired_ratio
-from tests.support.report_cells import cell, run
+from tests.support.records import put, take
+from tests.support.report_cells import cell, mark_few, run
 
 AT_24 = MeasuredLoad("closed", 24)
 
@@ -109,7 +110,7 @@ def test_leaders_are_valid_and_not_alone() -> None:
 def test_a_percentile_of_too_few_samples_is_neither_the_best_nor_worse(few: tuple[int, ...], marked: dict) -> None:
     cells = [cell(ttft=(500.0,) * 3), cell(page_size=8, ttft=(700.0,) * 3), cell("contiguous", ttft=(900.0,) * 3)]
     for number in few:
-        cells[number].pooled["ttft_ms"]["uncertain"].append("p95")  # type: ignore[index]
+        mark_few(cells[number], "ttft_ms")
     assert leaders(run(*cells), AT_24)["ttft_ms_p95"] == marked
 
 
@@ -177,10 +178,10 @@ def test_layouts_are_an_effect_only_where_paging_is_not_compared() -> None:
 def test_throughput_falls_back_to_the_whole_run_for_every_repeat_alike() -> None:
     # One repeat without a steady window: mixing the two definitions would compare unlike numbers.
     short, steady = cell(throughput=(100.0, 110.0)), cell("contiguous", throughput=(100.0, 100.0))
-    del short.repeats[1].metrics["steady_output_throughput"]  # type: ignore[attr-defined]
+    take(short.repeats[1].metrics, "steady_output_throughput")
     for each, value in ((short, 80.0), (steady, 40.0)):
         for repeat in each.repeats:
-            repeat.metrics["output_throughput"] = value  # type: ignore[index]
+            put(repeat.metrics, output_throughput=value)
     assert short.throughput() == {0: 80.0, 1: 80.0}
     r = compare(short, steady).throughput
     assert r is not None and r.values == pytest.approx((2.0, 2.0))

@@ -12,7 +12,8 @@ from scipy import stats
 
 from kvbench.report.figures.frontier import certain, drawing, frontier_figure, frontier_frame, frontier_table
 from kvbench.report.style import looks
-from tests.support.report_cells import cell, run
+from tests.support.records import put
+from tests.support.report_cells import cell, mark_few, run
 
 AXES = ("tokens_per_s", "goodput", "cost", "energy")
 
@@ -31,7 +32,7 @@ def test_intervals_are_students_of_the_logs_from_three_repeats_on() -> None:
 def test_cost_and_energy_are_per_token_and_only_where_they_are_known() -> None:
     measured = run(cell(throughput=(100.0, 100.0, 100.0), machine={"gpu_energy_j": 500.0}))
     for repeat in measured.cells[0].repeats:
-        repeat.metrics["total_output_tokens"] = 1000  # type: ignore[index]
+        put(repeat.metrics, total_output_tokens=1000)
     row = frontier_frame(measured, price_per_hour=3.6).iloc[0]
     assert row["cost"] == pytest.approx(10.0)  # 3.6 an hour / 360,000 tokens an hour, times a million
     assert row["energy"] == pytest.approx(0.5)
@@ -43,15 +44,15 @@ def test_goodput_of_nothing_stays_and_is_of_the_whole_run_as_the_latencies_are()
     shown = run(cell(), cell(page_size=8))
     for one, rate in zip(shown.cells, (0.0, 2.0), strict=True):
         for repeat in one.repeats:
-            repeat.metrics.update(steady_goodput=9.0, goodput=rate)  # type: ignore[attr-defined]
+            put(repeat.metrics, steady_goodput=9.0, goodput=rate)
     assert list(frontier_frame(shown)["goodput"]) == [0.0, 2.0]
 
 
 def test_a_percentile_of_too_few_samples_is_marked_and_energy_is_of_the_whole_run() -> None:
     few = cell(machine={"gpu_energy_j": 10.0})
-    few.pooled["ttft_ms"]["uncertain"].append("p95")
+    mark_few(few, "ttft_ms")
     for repeat in few.repeats:
-        repeat.metrics["total_output_tokens"] = 20  # type: ignore[index]
+        put(repeat.metrics, total_output_tokens=20)
     table = frontier_table(run(few, cell(page_size=8)))
     heads = [column.title for column in table.columns]
     ttft = [row.values[heads.index("p95 TTFT, ms")].text for row in table.rows]
@@ -102,7 +103,7 @@ def test_buttons_choose_an_axis_and_show_its_traces_alone() -> None:
     shown = run(cell(), cell(page_size=8), cell(load=3), cell(page_size=8, load=3))
     for one in shown.cells:
         for repeat in one.repeats:
-            repeat.metrics["goodput"] = 2.0  # type: ignore[index]
+            put(repeat.metrics, goodput=2.0)
     figure = frontier_figure(frontier_frame(shown, 1.0), looks(shown))
     (menu,) = figure.layout.updatemenus
     assert [button.label for button in menu.buttons] == [

@@ -13,7 +13,9 @@ from kvbench.report import hits
 from kvbench.report.hits import hit_ledgers, hit_sentences, hit_table
 from kvbench.report.style import looks
 from kvbench.requests.request import RequestSpec, write_requests
-from tests.support.report_cells import cell
+from kvbench.runs.results import Capacity
+from tests.support.records import put
+from tests.support.report_cells import cell, with_cache
 from tests.support.report_cells import run as run_of
 
 A, B, C = (tuple(range(start, start + 9)) for start in (100, 200, 300))  # two full pages of 4, and a token
@@ -40,12 +42,12 @@ def stored_run(
         digest = hashlib.sha256(scratch.read_bytes()).hexdigest()
         scratch.rename(scratch.with_name(f"c24-{repeat.repeat}-{digest[:8]}.jsonl"))
         frames.append(pd.DataFrame(table).assign(repeat=repeat.repeat))
-        metrics = {**repeat.metrics, "total_cached_tokens": counted if told is None else told,
-                   "total_input_tokens": sum(map(len, prompts))}  # fmt: skip
+        put(repeat.metrics, total_cached_tokens=counted if told is None else told,
+            total_input_tokens=sum(map(len, prompts)))  # fmt: skip
         cache = {"hits": counted, "queries": sum(map(len, prompts))} | ({"state": state} if state else {})
-        done.append(dataclasses.replace(repeat, metrics=metrics, cache=cache, requests_sha256=digest))
+        done.append(dataclasses.replace(with_cache(repeat, cache), requests_sha256=digest))
     pd.concat(frames).to_parquet(where / "requests.parquet")
-    capacity = {"num_pages": pages, "page_size": 4}
+    capacity = Capacity.model_validate({"num_pages": pages, "page_size": 4})
     one = dataclasses.replace(one, folder=where, capacity=capacity, repeats=tuple(done))
     workload = {"name": "mixed", "load": {"cache_state": declared or ("primed" if prefix else "cold")}}
     return dataclasses.replace(run_of(one, workload=workload), folder=folder)

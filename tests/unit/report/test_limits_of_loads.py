@@ -31,6 +31,7 @@ from kvbench.report.limits import (
     limits,
 )
 from kvbench.runs.read import read_run
+from tests.support.records import put, take
 from tests.support.report_cells import cell, run, stored
 
 ROOM = Facts(asked=24, running=24.0, waiting=0.0, seats=32, kv_wait=0.0, kv_peak=0.4)
@@ -123,7 +124,7 @@ def test_scaling_compares_with_the_load_below_and_needs_more_sequences() -> None
     def scaling(*cells) -> float | None:
         for one in cells:
             for repeat in one.repeats:
-                repeat.metrics["output_throughput"] = repeat.metrics["steady_output_throughput"]
+                put(repeat.metrics, output_throughput=repeat.metrics["steady_output_throughput"])
         return facts_of(run(*cells), cells[-1]).scaling
 
     assert scaling(at(3, 100.0, 3.0), at(24, 200.0, 24.0)) == pytest.approx(1 / 3)  # 2x of 2x2x2x
@@ -140,11 +141,11 @@ def test_an_open_loads_queue_grows_between_the_thirds_of_its_arrivals_and_not_in
     requests = pd.DataFrame({"t0": t[:31], "repeat": 0, "ok": True})
     one = stored(cell(mode="open", load=4), tmp_path, requests, polls)
     one = replace(one, repeats=one.repeats[:1])
-    del one.repeats[0].metrics["steady_end_s"]  # it never settled
+    take(one.repeats[0].metrics, "steady_end_s")  # it never settled
     assert facts_of(run(one), one).grown == pytest.approx(20.0, abs=1.0)
     closed = replace(one, load=cell().load)
     assert facts_of(run(closed), closed).grown is None
-    one.repeats[0].metrics["steady_end_s"] = 30.0  # it settled, so it only swings
+    put(one.repeats[0].metrics, steady_end_s=30.0)  # it settled, so it only swings
     assert facts_of(run(one), one).grown is None
 
 
@@ -169,11 +170,11 @@ def test_at_which_load_a_configuration_breaks_is_read_of_one_window() -> None:
     cells = [cell(mode="open", load=rate, ttft=(ttft,)) for rate, ttft in ((1, 100.0), (2, 250.0))]
     whole = [cell(mode="open", load=rate, ttft=(ttft,)) for rate, ttft in ((1, 200.0), (2, 300.0))]
     cells = [
-        replace(one, pooled={**other.pooled, "steady_latency": one.pooled["steady_latency"]})
+        replace(one, pooled=other.pooled.model_copy(update={"steady_latency": one.pooled.steady_latency}))
         for one, other in zip(cells, whole, strict=True)
     ]
     (steady,) = breaks(run(*cells))
     assert steady.at is cells[1] and [row.values[2].sort for row in growth_table(run(*cells)).rows] == [250.0]
-    cells[1].repeats[0].metrics["steady_latency"]["ttft_ms"]["n"] = 7
+    put(cells[1].repeats[0].metrics["steady_latency"]["ttft_ms"], n=7)
     assert breaks(run(*cells))[0].at is None
     assert [value.sort for value in growth_table(run(*cells)).rows[0].values[1:3]] == [200.0, 300.0]

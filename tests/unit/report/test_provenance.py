@@ -19,7 +19,7 @@ from kvbench.report.provenance import (
     validity,
     warnings,
 )
-from tests.support.report_cells import cell, refused, run, wrong
+from tests.support.report_cells import cell, refused, run, with_cache, wrong
 
 LAG = tuple(f"repeat {i}: the client lagged: p99 {i}.5 ms, the limit is 1 ms." for i in (1, 2, 3))
 
@@ -76,7 +76,7 @@ def test_warnings(cells: list, manifest: dict[str, Any], said: list[str]) -> Non
 
 def test_a_cache_state_that_was_not_verified_is_warned_of() -> None:
     one = cell()
-    repeats = (dataclasses.replace(one.repeats[0], cache={"unverified": "too small"}), *one.repeats[1:])
+    repeats = (with_cache(one.repeats[0], {"unverified": "too small"}), *one.repeats[1:])
     shown = run(dataclasses.replace(one, repeats=repeats), workload={"load": {"cache_state": "primed"}})
     (said,) = (text for text in warnings(shown) if "not verified" in text)
     assert all(part in said for part in ("primed", "1 of 3 loads", "too small"))
@@ -91,7 +91,7 @@ def test_a_cache_state_that_was_not_verified_is_warned_of() -> None:
 )
 def test_hits_that_a_reader_must_know_of_are_warned_of(counts: dict[str, Any], words: str) -> None:
     one = cell()
-    repeats = (dataclasses.replace(one.repeats[0], cache=counts), *one.repeats[1:])
+    repeats = (with_cache(one.repeats[0], counts), *one.repeats[1:])
     (said,) = (text for text in warnings(run(dataclasses.replace(one, repeats=repeats))) if words in text)
     assert "1 of 3 loads" in said and not any("Prefix-cache hits in" in text for text in warnings(run(one)))
 

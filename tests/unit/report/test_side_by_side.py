@@ -21,7 +21,8 @@ from kvbench.report.changes import BEHIND, OPEN, THROUGHPUT
 from kvbench.report.compared_cells import MOST_SIDES, Group, differences, groups_of, obstacles, one_group, ratios
 from kvbench.report.side_by_side import drawings, engine_time, markdown, page
 from kvbench.runs.model import MeasuredCell, Run
-from tests.support.report_cells import cell, in_engine_time, refused, run, wrong
+from tests.support.records import put
+from tests.support.report_cells import cell, in_engine_time, mark_few, refused, run, wrong
 from tests.support.synthetic_run import PAIR, make_run
 from tests.support.toy_engine import Scenario
 
@@ -49,7 +50,9 @@ def faster(values: tuple[float, ...] = RISING) -> MeasuredCell:
 def more_requests() -> MeasuredCell:
     """As ``faster``, of 60 requests a repeat instead of 48."""
     one = faster()
-    return replace(one, repeats=tuple(replace(r, metrics={**r.metrics, "completed": 60}) for r in one.repeats))
+    for repeat in one.repeats:
+        put(repeat.metrics, completed=60)
+    return one
 
 
 def visible(page_: str) -> str:
@@ -213,7 +216,7 @@ def test_a_ratio_that_the_values_above_it_contradict_says_what_they_give() -> No
 
 def test_a_percentile_of_too_few_samples_is_marked() -> None:
     few = cell(page_size=32)
-    few.pooled["ttft_ms"]["uncertain"].append("p95")
+    mark_few(few, "ttft_ms")
     text = visible(page([pair(cell(), few)]))
     assert text.count("500*") == 1 and "p95 130" in text
 

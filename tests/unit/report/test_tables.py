@@ -27,18 +27,19 @@ from kvbench.report.tables import (
 from kvbench.runs.metric_names import measured
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.ratios import SAME
-from tests.support.report_cells import cell, refused, run, wrong
+from tests.support.records import put
+from tests.support.report_cells import cell, refused, run, with_cache, wrong
 
 COUNTERS = {"prefix_cache_hits_total": 96.0, "prefix_cache_queries_total": 1920.0}
 
 
 def changed(one: MeasuredCell, metrics: dict[str, Any] | None = None, cache: Any = (), **pooled: Any) -> MeasuredCell:
     """``one`` with more metrics in every repeat, the prefix cache of each, and more pooled figures."""
-    repeats = tuple(
-        dataclasses.replace(r, metrics={**r.metrics, **(metrics or {})}, cache=cache[i] if cache else {})
-        for i, r in enumerate(one.repeats)
-    )
-    return dataclasses.replace(one, repeats=repeats, pooled={**one.pooled, **pooled})
+    for repeat in one.repeats:
+        put(repeat.metrics, **(metrics or {}))
+    put(one.pooled, **pooled)
+    repeats = tuple(with_cache(r, cache[i] if cache else {}) for i, r in enumerate(one.repeats))
+    return dataclasses.replace(one, repeats=repeats)
 
 
 def entries(table: Table, name: str = "") -> dict[str, Value]:
@@ -271,7 +272,7 @@ def test_a_refused_cell_is_marked_and_has_its_servers_message() -> None:
 def test_messages_of_repeats_are_counted_together() -> None:
     one = cell(failed=2)
     for repeat, (message, n) in zip(one.repeats, (("full", 2), ("busy", 3), ("full", 2)), strict=True):
-        repeat.metrics["failure_messages"] = {"server_error": {"message": message, "requests": n}}
+        put(repeat.metrics, failure_messages={"server_error": {"message": message, "requests": n}})
     assert entries(main_table(run(one)))["failed"].note == '4 of 144: server_error: "full"'
 
 
@@ -319,15 +320,14 @@ def test_the_steps_of_a_rate_have_a_table_of_medians() -> None:
         }  # fmt: skip
 
     one = cell(load=0, mode="open")
-    repeats = tuple(
-        dataclasses.replace(r, metrics={**r.metrics, "plateaus": [step(2, 2.0), step(8, served)]})
-        for r, served in zip(one.repeats, (5.0, 5.5, 7.0), strict=True)
-    )
-    assert [row[1:] for row in texts(plateau_table(run(dataclasses.replace(one, repeats=repeats))))] == [
+    plain = run(cell(load=0, mode="open"))
+    for repeat, served in zip(one.repeats, (5.0, 5.5, 7.0), strict=True):
+        put(repeat.metrics, plateaus=[step(2, 2.0), step(8, served)])
+    assert [row[1:] for row in texts(plateau_table(run(one)))] == [
         ("2/s", "0–30", "60", "2.00", "100", "120 ms", "9.0 ms", "–"),
         ("8/s", "0–30", "60", "5.50", "275", "120 ms", "9.0 ms", "–"),
     ]
-    assert plateau_table(run(one)).rows == ()
+    assert plateau_table(plain).rows == ()
 
 
 def sections(shown: Run) -> list[Section]:
@@ -343,10 +343,10 @@ def test_sections_without_rows_are_left_out() -> None:
 
 
 def test_quality_shows_the_worst_repeat_of_client_and_machine() -> None:
-    machine = {"foreign_cpu_cores": 0.42, "steal_share": 0.031, "load_average": [3.2, 2, 1], "cores": 2}
+    machine = {"foreign_cpu_cores": 0.42, "steal_share": 0.031, "load_average": 3.2, "cores": 2}
     client = {"lag_p99_ms": 0.17, "lag_source": "server stamps", "cpu_fraction": 0.021}
     pair = (cell(client=client, machine=machine), cell("contiguous", reasons=("repeat 1: lag", "repeat 2: lag")))
-    pair[0].repeats[1].metrics["client"] = client | {"lag_p99_ms": 0.9}  # type: ignore[index]
+    put(pair[0].repeats[1].metrics, client=client | {"lag_p99_ms": 0.9})
     table = quality_table(run(*pair))
     paged, contiguous = (entries(table, one.name) for one in pair)
     assert {key: paged[key].text for key in ("client_lag_p99_ms", "client_cpu", "valid")} == {

@@ -13,6 +13,7 @@ from kvbench.report.kv import ledger_sentence, reservation
 from kvbench.report.tables import flat_rows, main_table
 from kvbench.runs.kv_ledger import SLOT_USES
 from kvbench.runs.model import MeasuredCell
+from tests.support.records import put, take
 from tests.support.report_cells import cell, run
 
 FAST = {"throughput": (200.0,) * 3}
@@ -27,9 +28,9 @@ def test_a_throughput_of_the_whole_run_says_so_wherever_it_is_compared() -> None
     """One side without a steady window makes both of the whole run; with one on both sides nothing is said."""
     paged, contiguous = pair(FAST)
     for repeat in contiguous.repeats:
-        repeat.metrics["output_throughput"] = repeat.metrics.pop("steady_output_throughput")  # type: ignore
+        put(repeat.metrics, output_throughput=take(repeat.metrics, "steady_output_throughput"))
     for repeat in paged.repeats:
-        repeat.metrics["output_throughput"] = 300.0  # type: ignore[index]
+        put(repeat.metrics, output_throughput=300.0)
     note = {row.cell.name: row.values for row in main_table(run(paged, contiguous)).rows if row.cell}
     assert any("whole run" in value.note and value.text == "3.00x" for value in note["paged (page 16)"])
 

@@ -15,6 +15,7 @@ from kvbench.report.provenance import validity, warnings
 from kvbench.runs.folder import open_run
 from kvbench.runs.model import MeasuredLoad, Run
 from kvbench.runs.read import configuration_name, display_rank, read_run
+from kvbench.runs.results import CellSummary
 from tests.support.report_cells import cell
 
 PAGED = {"layout": "paged", "page_size": 16}
@@ -37,7 +38,10 @@ PAGED = {"layout": "paged", "page_size": 16}
     ],
 )  # fmt: skip
 def test_names_of_configurations(settings: dict, varied: dict, name: str) -> None:
-    assert configuration_name({"settings": settings, "varied": varied, "label": "its label"}) == name
+    assert (
+        configuration_name(CellSummary.model_validate({"settings": settings, "varied": varied, "label": "its label"}))
+        == name
+    )
 
 
 def test_contiguous_comes_first_by_what_its_reservation_knows() -> None:
