@@ -45,8 +45,8 @@ def settings_for(demand: ClientLoad) -> CalibrationSettings:
     Streams a process are rounded up to 4, 16, 64, 256, 512 and so on, 8,192 in all; chunks a second, where they are
     known to be more than 20 ms of ITL make, to half powers of 2.
     """
-    each = -(-demand.streams // demand.processes)
-    streams = min(demand.processes * next((size for size in _SIZES if each <= size), _SIZES[-1]), _SIZES[-1])
+    share = -(-demand.streams // demand.processes)
+    streams = min(demand.processes * next((size for size in _SIZES if share <= size), _SIZES[-1]), _SIZES[-1])
     rate = min(streams, demand.processes * _FULL_STREAMS) * 1000 / DEFAULT_ITL_MS
     if demand.events_per_s is not None and demand.events_per_s > RATE_MARGIN * rate:
         rate = 2 ** (math.ceil(2 * math.log2(demand.events_per_s / RATE_MARGIN)) / 2)
@@ -79,14 +79,14 @@ class Calibrator:
         if before is not None and demand.covered_by(before.settings):
             return before
         settings = settings_for(demand)
-        found = self._at(settings, again=before is not None)
+        calibration = self._at(settings, again=before is not None)
         if demand.covered_by(settings):
-            return found
+            return calibration
         too_much = (
             f"the load had up to {demand.streams} streams at once, and the client can be calibrated at "
             f"{settings.streams} at most; use fewer."
         )
-        return dataclasses.replace(found, reasons=(*found.reasons, too_much))
+        return dataclasses.replace(calibration, reasons=(*calibration.reasons, too_much))
 
     def _at(self, settings: CalibrationSettings, again: bool) -> Calibration:
         """A stored good calibration, else a new one. ``again``: the load needed more than was expected before it."""

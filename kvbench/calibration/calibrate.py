@@ -196,9 +196,9 @@ class Attempt:
     def disturbed(self) -> str:
         """What other work on the machine would have made a load invalid, in words; empty if there was none."""
         foreign, steal = self.foreign_cpu_cores or 0.0, self.steal_share or 0.0
-        said = [f"other processes used {foreign:.2f} of a core"] if foreign > foreign_limit(usable_cores()) else []
-        said += [f"the host took {steal:.1%} of the CPU time away"] if steal > MAX_STEAL_SHARE else []
-        return " and ".join(said)
+        causes = [f"other processes used {foreign:.2f} of a core"] if foreign > foreign_limit(usable_cores()) else []
+        causes += [f"the host took {steal:.1%} of the CPU time away"] if steal > MAX_STEAL_SHARE else []
+        return " and ".join(causes)
 
 
 @dataclass(frozen=True)
@@ -240,12 +240,12 @@ _WORDS = {  # of a limit that is exceeded: what happened, with the value and the
 
 def judge_figures(figures: Figures, limits: Limits, settings: CalibrationSettings) -> tuple[str, ...]:
     """One sentence for each limit that is exceeded and each kind of loss."""
-    found = []
+    reasons = []
     for name, limit in dataclasses.asdict(limits).items():
         value = getattr(figures, name)
         if limit is not None and value is not None and value > limit:
             what, remedy = _WORDS[name]
-            found.append(f"{what.format(value, limit)}; {remedy}")
+            reasons.append(f"{what.format(value, limit)}; {remedy}")
     for count, what in (
         (figures.requests_lost, "requests were lost"),
         (figures.requests_repeated, "requests were sent again"),
@@ -254,13 +254,13 @@ def judge_figures(figures: Figures, limits: Limits, settings: CalibrationSetting
         (figures.whole_failed, "streams that the server sent whole were counted as failures"),
     ):
         if count:
-            found.append(f"{count} {what}")
+            reasons.append(f"{count} {what}")
     if not figures.faults:
-        found.append("no stream was cut off, so it is not known whether the client recognises cut streams")
+        reasons.append("no stream was cut off, so it is not known whether the client recognises cut streams")
     if figures.lag_p99_ms is None:
-        found.append("no stream came back whole, so nothing is known of its timestamps")
+        reasons.append("no stream came back whole, so nothing is known of its timestamps")
     at = f"{settings.streams} streams of {settings.itl_ms:g} ms ITL{' through TLS' if settings.tls else ''}"
-    return tuple(f"the load client does not keep up with the mock server at {at}: {reason}." for reason in found)
+    return tuple(f"the load client does not keep up with the mock server at {at}: {reason}." for reason in reasons)
 
 
 def calibrate(settings: CalibrationSettings, limits: Limits | None = None, attempts: int = ATTEMPTS) -> Calibration:
@@ -275,7 +275,7 @@ def calibrate(settings: CalibrationSettings, limits: Limits | None = None, attem
         figures, machine = _measure(settings)
         reasons = judge_figures(figures, limits, settings)
         made.append(Attempt(figures, reasons, machine.foreign_cpu_cores, machine.steal_share))
-    best = min(reversed(made), key=lambda each: len(each.reasons))
+    best = min(reversed(made), key=lambda attempt: len(attempt.reasons))
     taken = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return Calibration(settings, best.figures, limits, best.reasons, machine_key(), taken, tuple(made))
 

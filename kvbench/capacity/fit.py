@@ -45,7 +45,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the engine; None of ``max_num_batched_tokens`` and ``max_num_seqs``: vLLM's default for the GPU."""
+    """Settings of the engine; None of ``max_num_batched_tokens`` and ``max_num_seqs``: vLLM's default for the GPU."""
 
     kv_cache_dtype: str = "auto"
     page_size: int = 16
@@ -141,7 +141,7 @@ def usable(gpu: GPU, model: PlannedModel, settings: Settings) -> bool:
 def smallest_fits(
     model: PlannedModel, weights: Weights, gpus: Sequence[GPU], settings: Settings, load: Load
 ) -> list[Memory]:
-    """Of each kind the fewest of 1, 2, 4 and 8 GPUs that hold the load; kinds that do not are left out."""
+    """The fewest of 1, 2, 4 and 8 GPUs of each kind that hold the load; kinds that do not are left out."""
     smallest = []
     for gpu in gpus:
         for count in GPU_COUNTS if usable(gpu, model, settings) else ():

@@ -85,9 +85,9 @@ def find_gpu(name: str) -> GPU:
     plain = _plain(name)
     if plain not in names:
         near = nearest(plain, names, most=4)
-        known = dict.fromkeys([names[other] for other in near] or gpus)
+        hints = dict.fromkeys([names[other] for other in near] or gpus)
         asked = "did you mean" if near else "known are"
-        raise UsageError(f"{name!r} is not a GPU that kvbench knows: {asked} {', '.join(known)} (several: 4xA100-80GB)")
+        raise UsageError(f"{name!r} is not a GPU that kvbench knows: {asked} {', '.join(hints)} (several: 4xA100-80GB)")
     return gpus[names[plain]]
 
 

@@ -264,7 +264,7 @@ def _known_instead(model: str) -> str:
 
 @cache
 def _shipped() -> dict[str, PlannedModel]:
-    """By lower-case name and alias: the models and configs of the built-in engine, and those in models.json."""
+    """The models and configs of the built-in engine, and those in models.json, by lower-case name and alias."""
     models = {name.lower(): _planned(find_model(name, "dummy")) for name in shipped_models()}
     for name, entry in json.loads(_SHIPPED.read_text(encoding="utf-8")).items():
         same = models[entry["same_as"].lower()].spec.config if "same_as" in entry else {}

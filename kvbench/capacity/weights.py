@@ -42,7 +42,7 @@ class Parameters:
 
     @property
     def unread(self) -> int:
-        """Those that a decode step does not read: rows of the embedding, experts of other tokens."""
+        """Numbers that a decode step does not read: rows of the embedding, experts of other tokens."""
         return (self.embedding if self.head else 0) + self.experts - self.used_experts
 
 
@@ -57,7 +57,7 @@ class Weights:
 
 
 def weights_of(model: PlannedModel, quantization: str | None = None) -> Weights:
-    """From the safetensors of a folder, else counted; ``quantization``: another than the checkpoint's own.
+    """The weights by the safetensors of a folder, else counted; ``quantization``: another than the checkpoint's own.
 
     Raises UsageError for a quantisation of the checkpoint whose bytes are not known.
     """
@@ -120,7 +120,7 @@ def experts_of(model: PlannedModel) -> tuple[int, int] | None:
 
 
 def _attention(config: DecoderConfig) -> tuple[int, int]:
-    """Of one layer: the numbers in matrices, and those in biases and norms."""
+    """The numbers of one layer in matrices, and those in biases and norms."""
     hidden, heads, kind = config.hidden_size, config.num_attention_heads, config.model_type
     if rank := config.kv_lora_rank:
         rope, nope, value = config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
@@ -148,7 +148,7 @@ def _sparse_layers(config: DecoderConfig) -> int:
 
 
 def _experts(config: DecoderConfig) -> tuple[int, int, int, int]:
-    """Of one layer: all routed experts, those of one token, the shared ones, and router and biases."""
+    """The numbers of one layer in all routed experts, those of one token, the shared ones, and router and biases."""
     hidden, count, inner = config.hidden_size, config.routed_experts, config.expert_inner
     one, router = 3 * hidden * inner, hidden * count
     if config.model_type == "deepseek_v3":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvbench.common.text import listing
 from kvbench.lockstep.intervals import Effect
-from kvbench.report.changes import amount
+from kvbench.report.comparisons import amount
 
 HELD, DID_NOT_HOLD, DEPENDS, UNDECIDED = "held", "did not hold", "depends", "undecided"
 VERDICTS = (HELD, DID_NOT_HOLD, DEPENDS, UNDECIDED)
@@ -65,7 +65,7 @@ def too_wide(effect: Effect, limit: str) -> str:
 
 
 def verdict(parts: Sequence[str], evidence: str, reason: str = "", depends: str = "") -> Verdict:
-    """The verdict on a claim of several parts: undecided for ``reason`` while one is; ``depends`` says how they differ."""
+    """The verdict on a claim of several parts: undecided for ``reason`` while one is; ``depends``: how they differ."""
     if UNDECIDED in parts:
         return Verdict(UNDECIDED, evidence, reason)
     return Verdict(parts[0], evidence) if len(set(parts)) == 1 else Verdict(DEPENDS, evidence, depends)

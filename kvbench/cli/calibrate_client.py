@@ -67,11 +67,11 @@ def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> i
 def _attempts(calibration: Any) -> Iterator[str]:
     """What happened in each; nothing where the first was good."""
     count = len(calibration.attempts)
-    for number, each in enumerate(calibration.attempts, 1):
-        meanwhile = f" (meanwhile {each.disturbed})" if each.disturbed else ""
-        for reason in each.reasons:
+    for number, attempt in enumerate(calibration.attempts, 1):
+        meanwhile = f" (meanwhile {attempt.disturbed})" if attempt.disturbed else ""
+        for reason in attempt.reasons:
             yield f"OVER THE LIMIT in attempt {number} of {count}{meanwhile}: {reason}"
-        if not each.reasons and count > 1:
+        if not attempt.reasons and count > 1:
             yield f"attempt {number} of {count} kept to every limit: the client is good"
 
 
@@ -99,9 +99,8 @@ def _table(calibration: Any) -> Any:
 
     from kvbench.common.console import make_table
 
-    settings, figures = calibration.settings, calibration.figures
+    settings, figures, rows = calibration.settings, calibration.figures, []
     limits = dataclasses.asdict(calibration.limits) | dict.fromkeys(_NONE_ALLOWED, 0)
-    rows = []
     for name, words, form in _ROWS:
         value, limit = getattr(figures, name), limits.get(name)
         over = value is not None and limit is not None and value > limit
@@ -112,9 +111,8 @@ def _table(calibration: Any) -> Any:
         f"{settings.processes} process{'es' if settings.processes > 1 else ''}, priority {figures.priority}"
     )
     table = make_table(("", "measured", "limit"), rows, title=title)
-    shown = next(k for k, each in enumerate(calibration.attempts, 1) if each.figures == figures)
-    which = f"attempt {shown} of {len(calibration.attempts)}: " if len(calibration.attempts) > 1 else ""
-    table.caption = (
-        f"{which}{figures.events} chunks of {figures.requests} requests, {figures.faults} of them spoilt on purpose"
-    )
+    attempts = [attempt.figures for attempt in calibration.attempts]
+    which = f"attempt {attempts.index(figures) + 1} of {len(attempts)}: " if len(attempts) > 1 else ""
+    counted = f"{figures.events} chunks of {figures.requests} requests, {figures.faults} of them spoilt on purpose"
+    table.caption = which + counted
     return table

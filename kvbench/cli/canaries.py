@@ -62,9 +62,8 @@ def canaries(model: str, output: Path, passkeys: int, copies: int, seed: int, dt
     except ValueError as error:
         raise UsageError(str(error)) from None
     write_canaries(output, made.canaries)
-    found = made.canaries.canaries
     for kind, asked in (("passkey", passkeys), ("copy", copies)):
-        kept = sum(each.kind == kind for each in found)
+        kept = sum(canary.kind == kind for canary in made.canaries.canaries)
         print_plain(console, f"{kind}: {kept} of {asked}; {made.dropped.get(kind, 0)} drawn and dropped")
     print_plain(console, f"written: {output}")
     return 0

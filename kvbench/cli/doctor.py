@@ -26,37 +26,38 @@ def doctor() -> int:
     from kvbench.common.packages import REPOSITORY, foreign_package
     from kvbench.workload.file import default_profile
 
-    console = Console()
+    versions, system, memory = machine.versions(), machine.machine(), psutil.virtual_memory()
+    cpu, load = system["cpu"], psutil.getloadavg()[0]
+    has_torch = importlib.util.find_spec("torch") is not None
+    cuda, bfloat16 = (_cuda(), _bfloat16()) if has_torch else ("torch is missing", "torch is missing")
+    foreign = {name: foreign_package(name) for name in ("kernels", "engine")}
+    rows = [
+        *((name, version or "[red]missing[/red]") for name, version in versions.items()),
+        ("processor", f"{cpu['model']} ({cpu['architecture']})"),
+        ("cores", f"{cpu['cores']} usable of {cpu['cores_total']}"),
+        ("memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available"),
+        ("busy now", f"load average {load:.1f}{': timings will be noisy' if load > cpu['cores'] / 2 else ''}"),
+        ("free disk here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB"),
+        ("operating system", system["os"]),
+        ("bfloat16 on the processor", bfloat16),
+        ("cuda", cuda),
+        *(("gpu", ", ".join(f"{k} {v}" for k, v in gpu.items())) for gpu in machine.gpus()),
+        ("default profile", default_profile()),
+        *(
+            (f"package {name}", f"[red]not ours: {where}[/red]" if where else f"ours ({REPOSITORY / name})")
+            for name, where in foreign.items()
+        ),
+    ]
     table = Table(title="what this machine has", show_header=False)
     table.add_column("what")
     table.add_column("found", overflow="fold")
-    versions, system = machine.versions(), machine.machine()
-    missing = [name for name in ("torch", "transformers", "locust", "numpy") if versions[name] is None]
-    for name, version in versions.items():
-        table.add_row(name, version or "[red]missing[/red]")
-    cpu = system["cpu"]
-    table.add_row("processor", f"{cpu['model']} ({cpu['architecture']})")
-    table.add_row("cores", f"{cpu['cores']} usable of {cpu['cores_total']}")
-    memory = psutil.virtual_memory()
-    table.add_row("memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available")
-    load = psutil.getloadavg()[0]
-    noisy = ": timings will be noisy" if load > cpu["cores"] / 2 else ""
-    table.add_row("busy now", f"load average {load:.1f}{noisy}")
-    table.add_row("free disk here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB")
-    table.add_row("operating system", system["os"])
-    cuda, torch_found = _cuda()
-    table.add_row("bfloat16 on the processor", _bfloat16() if torch_found else "torch is missing")
-    table.add_row("cuda", cuda)
-    for gpu in machine.gpus():
-        table.add_row("gpu", ", ".join(f"{k} {v}" for k, v in gpu.items()))
-    table.add_row("default profile", default_profile())
-    foreign = {name: foreign_package(name) for name in ("kernels", "engine")}
-    for name, where in foreign.items():
-        table.add_row(f"package {name}", f"[red]not ours: {where}[/red]" if where else f"ours ({REPOSITORY / name})")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
     print_table(console, table)
-    problems = [f"{name} is missing" for name in missing]
+    problems = [f"{name} is missing" for name in ("torch", "transformers", "locust", "numpy") if versions[name] is None]
     problems += [f"the package {name!r} is not kvbench's own" for name, where in foreign.items() if where]
-    if problems or not torch_found:
+    if problems or not has_torch:
         console.print(f"[red]not ready:[/red] {'; '.join(problems) or cuda}. Install kvbench in a virtual environment "
                       "of its own.", highlight=False)  # fmt: skip
         return 2
@@ -77,12 +78,10 @@ def _bfloat16() -> str:
     return "slow: neither AMX nor AVX512-BF16"
 
 
-def _cuda() -> tuple[str, bool]:
-    if importlib.util.find_spec("torch") is None:
-        return "torch is missing", False
+def _cuda() -> str:
     import torch
 
-    if not torch.cuda.is_available():
-        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU"
-        return f"none (torch {torch.__version__} was built {built})", True
-    return f"{torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}", True
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}"
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU"
+    return f"none (torch {torch.__version__} was built {built})"

@@ -26,8 +26,9 @@ def help_command(context: click.Context, topic: str | None, json_schema: bool) -
     \b
     Exit codes: 0 shown, 2 no such topic. No files are written.
     """
-    commands = context.parent.command if context.parent else None
-    assert isinstance(commands, click.Group) and context.parent is not None
+    assert context.parent is not None
+    commands = context.parent.command
+    assert isinstance(commands, click.Group)
     if json_schema and topic != "workload":
         raise UsageError("--json-schema goes with the topic workload only: write `kvbench help workload --json-schema`")
     if topic == "workload":

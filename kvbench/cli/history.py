@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kvbench.cli.options import DefaultGroup, OutputFile
+from kvbench.common.errors import EXIT_NOTHING, EXIT_OK, UsageError, say
 
 
 @click.group(cls=DefaultGroup, default="show")
@@ -59,39 +60,32 @@ def show(folders: tuple[Path, ...], fail_on_drift: bool, html: Path | None, as_j
       3  --fail-on-drift only: the repeats vary too much, or are too few, to say
       5  no run was found; with --fail-on-drift: nothing could be compared with a release
     """
-    from kvbench.common.errors import EXIT_NOTHING, EXIT_OK, say
-    from kvbench.history.drift import drift_exit_code
-    from kvbench.history.show import Selection, as_dict, view
-
-    found = view(folders, Selection(**selection))
-    for note in found.notes:
-        say(f"note: {note}")
-    if not found.groups:
-        say(f"there is nothing to show in {', '.join(map(str, folders))}: no run of `kvbench sweep` that can be read")
-        return EXIT_NOTHING
-    if html is not None:
-        from kvbench.common.files import write_text
-        from kvbench.history.page import page
-
-        write_text(html, page(found))
-    if as_json:
-        print(json.dumps(as_dict(found), indent=1))
-    else:
-        _print(found, html)
-    return drift_exit_code(found.drifts) if fail_on_drift else EXIT_OK
-
-
-def _print(found: Any, html: Path | None) -> None:
     from rich.console import Console
 
     from kvbench.common.console import print_plain, print_table
-    from kvbench.history.show import legend, table
+    from kvbench.common.files import write_text
+    from kvbench.history.drift import drift_exit_code
+    from kvbench.history.show import Selection, as_dict, legend, table, view
 
-    console = Console()
-    for group in found.groups:
-        print_table(console, table(group))
-    for line in (*legend(found), found.drift_sentence, *([f"page: {html}"] if html else [])):
-        print_plain(console, line)
+    trends = view(folders, Selection(**selection))
+    for note in trends.notes:
+        say(f"note: {note}")
+    if not trends.groups:
+        say(f"there is nothing to show in {', '.join(map(str, folders))}: no run of `kvbench sweep` that can be read")
+        return EXIT_NOTHING
+    if html is not None:
+        from kvbench.history.page import page
+
+        write_text(html, page(trends))
+    if as_json:
+        print(json.dumps(as_dict(trends), indent=1))
+    else:
+        console = Console()
+        for group in trends.groups:
+            print_table(console, table(group))
+        for line in (*legend(trends), trends.drift_sentence, *([f"page: {html}"] if html else [])):
+            print_plain(console, line)
+    return drift_exit_code(trends.drifts) if fail_on_drift else EXIT_OK
 
 
 @history.command(short_help="Keep runs: small files only, never changed again.")
@@ -109,7 +103,6 @@ def add(runs: tuple[Path, ...], to: Path, release: str | None, incomplete: bool)
     \b
     Exit codes: 0 kept, or there already; 2 bad input, or something else lies in its place; 5 no run was kept.
     """
-    from kvbench.common.errors import EXIT_NOTHING, EXIT_OK, UsageError, say
     from kvbench.history.runs import find_runs
     from kvbench.history.store import Skipped, add_run
 

@@ -125,12 +125,12 @@ def _plan_workload(workload: str | None, answers: dict[str, Any], **how: Any) ->
 
     loaded = workload_of(workload, answers, **how)
     design, _ = plan_sweep(loaded, (), check_configuration)
-    known = preflight(loaded, design, check_configuration)
-    table, notes = capacity_table(f"{loaded.name}, {loaded.profile} profile", design, known.capacity)
+    checked = preflight(loaded, design, check_configuration)
+    table, notes = capacity_table(f"{loaded.name}, {loaded.profile} profile", design, checked.capacity)
     console = Console()
     print_table(console, table, drop_first=DROP_FIRST)
     notes = (*notes, *(f"note: {note}" for note in design.notes))
-    for note in (*notes, *memory_notes(design, known.capacity, known.lengths)):
+    for note in (*notes, *memory_notes(design, checked.capacity, checked.lengths)):
         console.print(note, highlight=False, markup=False)
     return 0
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from kvbench.runs.quality import QualityResult
+    from kvbench.runs.quality import ConfigurationFigures, QualityResult
     from kvbench.workload.file import Workload
 
 _NOT_MEASURED = "–"
@@ -152,13 +152,13 @@ def _measure_server(
 
 def _show(result: QualityResult, console: Console, output: Path | None) -> None:
     from kvbench.common.console import print_plain, print_table
-    from kvbench.common.files import write_json
+    from kvbench.common.records import write_record
 
     print_table(console, _table(result), drop_first=("RMS Δp", "KLD p99"))
     for line in _sentences(result, output):
         print_plain(console, line)
     if output is not None:
-        write_json(output, result.to_json())
+        write_record(output, result)
 
 
 def _of_run(folder: Path) -> tuple[Workload, tuple[str, ...]]:
@@ -188,15 +188,15 @@ def _of_run(folder: Path) -> tuple[Workload, tuple[str, ...]]:
 def _sentences(result: QualityResult, output: Path | None) -> Iterator[str]:
     """What each configuration breaks, what answered, what was left out, and where the file is."""
     for config_id, figures in result.configurations.items():
-        for sentence in figures["outside"]:
+        for sentence in figures.outside:
             yield f"{config_id}: {sentence}"
     facts = result.facts
     of_whom = f"measured with {result.model}, beside the workload" if result.beside else "measured with its own model"
-    yield f"{of_whom}: weights {result.weights}; {facts['seconds']:.0f} s"
-    if facts["left_out"]:
-        yield f"{facts['left_out']} of {facts['prompts'] + facts['left_out']} prompts are longer than the context"
-    for each in facts.get("not_measured", ()):
-        yield f"not measured: {each}"
+    yield f"{of_whom}: weights {result.weights}; {facts.seconds:.0f} s"
+    if facts.left_out:
+        yield f"{facts.left_out} of {facts.prompts + facts.left_out} prompts are longer than the context"
+    for missing in facts.not_measured:
+        yield f"not measured: {missing}"
     if result.note:
         yield result.note
     if output is not None:
@@ -212,29 +212,28 @@ def _table(result: QualityResult) -> Table:
     )  # fmt: skip
     rows = [("control (A/A)", *_cells(result.control), "")]
     for config_id, figures in result.configurations.items():
-        rows.append((config_id, *_cells(figures), "outside" if figures["outside"] else "within"))
+        rows.append((config_id, *_cells(figures), "outside" if figures.outside else "within"))
     facts = result.facts
-    what = f"{result.model} in {facts['dtype']} on {facts['device']}"
+    what = f"{result.model} in {facts.dtype} on {facts.device}"
     shown = [i for i in range(len(heads)) if {row[i] for row in rows} != {_NOT_MEASURED}]
     title = f"{result.workload}, {what}: against contiguous KV in that dtype"
     return make_table([heads[i] for i in shown], [[row[i] for i in shown] for row in rows], title=title)
 
 
-def _cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
+def _cells(figures: ConfigurationFigures) -> tuple[str, ...]:
     """0.0012 (0.0010 to 0.0014), ..., +0.12 %, 45 of 46, 63 of 64, 90 of 91, 86 of 86; what was not measured is –"""
-    greedy, passkey = figures["greedy"], figures["passkey"]
-    pool, canaries = figures.get("full_pool"), figures.get("canaries")
-    divergence = "mean" in figures
-    more, change = figures.get("perplexity_change"), figures.get("rms_dp")
+    pool, canaries = figures.full_pool, figures.canaries
+
+    def number(template: str, *values: float | None) -> str:
+        return _NOT_MEASURED if None in values else template.format(*values)
+
     return (
-        f"{figures['mean']:.2g} ({figures['mean_low']:.2g} to {figures['mean_high']:.2g})"
-        if divergence
-        else _NOT_MEASURED,
-        f"{figures['p99']:.2g}" if divergence else _NOT_MEASURED,
-        _NOT_MEASURED if change is None else f"{change:.2%}",
-        _NOT_MEASURED if more is None else f"{more:+.2%}",
-        f"{greedy['agree']} of {greedy['answers']}",
-        f"{passkey['right']} of {passkey['asked']}",
-        f"{pool['agree']} of {pool['answers']}" if pool else _NOT_MEASURED,
-        f"{canaries['right']} of {canaries['asked']}" if canaries else _NOT_MEASURED,
+        number("{:.2g} ({:.2g} to {:.2g})", figures.mean, figures.mean_low, figures.mean_high),
+        number("{:.2g}", figures.p99),
+        number("{:.2%}", figures.rms_dp),
+        number("{:+.2%}", figures.perplexity_change),
+        f"{figures.greedy.agree} of {figures.greedy.answers}",
+        f"{figures.passkey.right} of {figures.passkey.asked}",
+        f"{pool.agree} of {pool.answers}" if pool else _NOT_MEASURED,
+        f"{canaries.right} of {canaries.asked}" if canaries else _NOT_MEASURED,
     )

@@ -49,16 +49,7 @@ MAX_HEAD_DIM = 256
 @click.option(
     "--output-dir", type=click.Path(path_type=Path), help="Where the table goes (default: where kernels look for it)."
 )
-def tune(
-    kernel: tuple[str, ...],
-    kv_cache_dtype: tuple[str, ...],
-    head_dim: tuple[str, ...],
-    group: tuple[int, ...],
-    page_size: tuple[int, ...],
-    dtype: str,
-    max_minutes: float,
-    output_dir: Path | None,
-) -> int:
+def tune(dtype: str, max_minutes: float, output_dir: Path | None, **shapes: Sequence[Any]) -> int:
     """Find the fastest tiles of the GPU attention kernels.
 
     It tunes for this machine's GPU and writes the tiles into a table.
@@ -80,7 +71,7 @@ def tune(
 
     from kernels import tuning
 
-    cases = make_cases(kernel, kv_cache_dtype, head_dim, group, page_size, getattr(torch, dtype).itemsize)
+    cases = make_cases(**shapes, itemsize=getattr(torch, dtype).itemsize)
     if not torch.cuda.is_available():
         built = f"for CUDA {torch.version.cuda}, and it finds no device" if torch.version.cuda else "for the CPU"
         raise UsageError(
@@ -92,11 +83,11 @@ def tune(
 
 
 def make_cases(
-    kernels: Sequence[str],
-    kinds: Sequence[str],
-    head_dims: Sequence[str],
-    groups: Sequence[int],
-    page_sizes: Sequence[int],
+    kernel: Sequence[str],
+    kv_cache_dtype: Sequence[str],
+    head_dim: Sequence[str],
+    group: Sequence[int],
+    page_size: Sequence[int],
     itemsize: int,
 ) -> list[Case]:
     """Every combination once, though several may fall into one bucket. UsageError for what no kernel takes."""
@@ -104,13 +95,12 @@ def make_cases(
     from kernels.tune.search import Case
     from kernels.tuning import bucket_of
 
-    for kind in kinds:
-        if kind != "auto" and kind not in KV_FORMATS:
-            raise UsageError(f"--kv-cache-dtype {kind!r} is none: use auto, {', '.join(KV_FORMATS)}")
-    cases = {}
-    for page, kind, dims, group, name in itertools.product(page_sizes, kinds, map(_dims, head_dims), groups, kernels):
-        bucket = bucket_of(name, kind, group, *dims, itemsize)
-        cases.setdefault((bucket, page), Case(bucket, group, *dims, page))
+    if unknown := set(kv_cache_dtype) - {"auto", *KV_FORMATS}:
+        raise UsageError(f"--kv-cache-dtype {min(unknown)!r} is none: use auto, {', '.join(KV_FORMATS)}")
+    cases, dims = {}, [_dims(text) for text in head_dim]
+    for page, kind, dim, heads, name in itertools.product(page_size, kv_cache_dtype, dims, group, kernel):
+        bucket = bucket_of(name, kind, heads, *dim, itemsize)
+        cases.setdefault((bucket, page), Case(bucket, heads, *dim, page))
     return list(cases.values())
 
 
@@ -148,14 +138,12 @@ def _tune(console: Console, cases: list[Case], deadline: float, folder: Path) ->
         outcome = _tune_case(case, chip, device, time.monotonic() + left / (len(cases) - i))
         console.print(f"     {describe(outcome)}", highlight=False)
         entries.append(entry_of(case, outcome))
-        now = datetime.now(UTC).date().isoformat()
-        new = tuning.Table(
-            chip.arch, torch.cuda.get_device_name(device), chip.num_sms, driver, triton.__version__, now, tuple(entries)
-        )
+        now, name = datetime.now(UTC).date().isoformat(), torch.cuda.get_device_name(device)
+        new = tuning.Table(chip.arch, name, chip.num_sms, driver, triton.__version__, now, tuple(entries))
         path = tuning.write_table(merge(old, new), folder)  # after each: an interrupt keeps what was measured
     if entries:
-        faster = [entry for entry in entries if entry.microseconds < entry.default_microseconds]
-        console.print(f"{len(faster)} of {len(entries)} cases are faster than the computed tiles; written: {path}")
+        faster = sum(entry.microseconds < entry.default_microseconds for entry in entries)
+        console.print(f"{faster} of {len(entries)} cases are faster than the computed tiles; written: {path}")
 
 
 def _tune_case(case: Case, chip: Any, device: Any, deadline: float) -> Outcome:

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import os
+import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from kvbench.common.errors import EXIT_NOTHING, say
-from kvbench.common.text import plural
-
-if TYPE_CHECKING:
-    from kvbench.view.workspace import Workspace
 
 
 @click.command()
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: a free one.")
-@click.option(
-    "--export",
-    "export_dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Write static pages into DIR, and end.",
-)
+@click.option("--export", "export_dir", type=click.Path(path_type=Path), metavar="DIR",
+              help="Write static pages into DIR, and end.")  # fmt: skip
 @click.option("--no-open", is_flag=True, help="Do not open a browser.")
 def view(folders: tuple[Path, ...], port: int, export_dir: Path | None, no_open: bool) -> int:
     """Look at the runs in FOLDERS in a browser.
@@ -47,44 +38,31 @@ def view(folders: tuple[Path, ...], port: int, export_dir: Path | None, no_open:
 
     from kvbench.common.console import status_line
     from kvbench.common.ports import free_port
+    from kvbench.common.text import data_size, plural
+    from kvbench.view.export import check_export_dir, export
+    from kvbench.view.server import serve
     from kvbench.view.workspace import Workspace
 
-    workspace = Workspace(folders or (Path("results"),))
+    workspace, console = Workspace(folders or (Path("results"),)), Console(stderr=True)
     if export_dir is None:
         free_port(port)  # before the reading, which takes a while
     else:
-        from kvbench.view.export import check_export_dir
-
         check_export_dir(export_dir)
-    with status_line(Console(stderr=True), "reading runs") as update:
-        runs = workspace.rows(lambda done, total: update(f"reading runs: {done} of {total}"))
-    if export_dir is not None:
-        return _export(workspace, len(runs), export_dir)
+    with status_line(console, "reading runs") as update:
+        runs = len(workspace.rows(lambda done, total: update(f"reading runs: {done} of {total}")))
+    if export_dir is None:
 
-    from kvbench.view.server import serve
+        def on_ready(url: str) -> None:
+            print(f"kvbench view: {url} ({plural(runs, 'run')}; Ctrl-C ends it)", flush=True)
+            if not no_open and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):  # no text browser here
+                webbrowser.open(url)
 
-    def on_ready(url: str) -> None:
-        print(f"kvbench view: {url} ({plural(len(runs), 'run')}; Ctrl-C ends it)", flush=True)
-        if not no_open and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):  # no text browser here
-            import webbrowser
-
-            webbrowser.open(url)
-
-    return serve(workspace, port, on_ready)
-
-
-def _export(workspace: Workspace, runs: int, folder: Path) -> int:
-    from rich.console import Console
-
-    from kvbench.common.console import status_line
-    from kvbench.common.text import data_size
-    from kvbench.view.export import export
-
+        return serve(workspace, port, on_ready)
     if not runs:
         say("there is no run to export: give a folder that holds runs, such as results/")
         return EXIT_NOTHING
-    with status_line(Console(stderr=True), "writing pages") as update:
-        files = export(workspace, folder, update)
+    with status_line(console, "writing pages") as update:
+        files = export(workspace, export_dir, update)
     size = data_size(sum(path.stat().st_size for path in files))
-    print(f"export: {folder / 'index.html'} ({plural(runs, 'run')}, {plural(len(files), 'file')}, {size})")
+    print(f"export: {export_dir / 'index.html'} ({plural(runs, 'run')}, {plural(len(files), 'file')}, {size})")
     return 0

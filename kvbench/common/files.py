@@ -42,7 +42,7 @@ def check_output_dir(path: Path, option: str = "--output-dir") -> None:
     Leaves nothing behind.
     """
     try:
-        folder = next(each for each in (path, *path.absolute().parents) if each.is_symlink() or each.exists())
+        folder = next(at for at in (path, *path.absolute().parents) if at.is_symlink() or at.exists())
     except OSError as error:  # such as a name that is too long
         raise UsageError(f"{path} cannot be written ({error.strerror}): give another {option}") from None
     if why := why_unwritable(folder):

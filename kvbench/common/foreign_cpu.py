@@ -220,13 +220,13 @@ def waits_for_quiet(limit_s: float, check: Callable[[], None], on_busy: Callable
 def _cpu_of_others() -> dict[tuple[int, float], tuple[str, float]]:
     """Name and CPU seconds of every process but this one and its children, by pid and start."""
     ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
-    found = {}
+    used = {}
     for process in psutil.process_iter(["name", "cmdline", "cpu_times", "create_time"]):
         facts = process.info
         if process.pid not in ours and facts["cpu_times"] is not None:
             name = _program(facts["name"] or "?", facts["cmdline"] or ())
-            found[process.pid, facts["create_time"]] = (name, sum(facts["cpu_times"][:2]))
-    return found
+            used[process.pid, facts["create_time"]] = (name, sum(facts["cpu_times"][:2]))
+    return used
 
 
 def _program(name: str, command: Sequence[str]) -> str:
@@ -234,8 +234,8 @@ def _program(name: str, command: Sequence[str]) -> str:
     if not _INTERPRETER.fullmatch(name) or len(command) < 2:
         return name
     script = next((word for word in command[1:] if not word.startswith("-")), "")
-    known = "-c" not in command and script and not re.search(r"\s", script)
-    return f"{name} {Path(script).name[:30]}" if known else name
+    is_file = "-c" not in command and script and not re.search(r"\s", script)
+    return f"{name} {Path(script).name[:30]}" if is_file else name
 
 
 def _busiest(
@@ -274,7 +274,7 @@ class MachineWatch:
 
 
 def foreign_limit(cores: int, wall_s: float | None = None) -> float:
-    """How many of ``cores`` others may use over ``wall_s`` [s]; short times are given the ticks' resolution on top."""
+    """The CPU [cores] that others may use over ``wall_s`` [s]; short times are given the ticks' resolution on top."""
     ticks = _RESOLUTION_S / wall_s if wall_s and wall_s < _LONG_ENOUGH_S else 0.0
     return max(MIN_FOREIGN_CORES, MAX_FOREIGN_SHARE * cores) + ticks
 
@@ -344,8 +344,8 @@ def _topmost(pids: set[int]) -> int | None:
 
 def _is_own_address(host: str) -> bool:
     try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    own = {address.address for each in psutil.net_if_addrs().values() for address in each}
-    return bool(found & own)
+    own = {address.address for interface in psutil.net_if_addrs().values() for address in interface}
+    return bool(addresses & own)

@@ -24,13 +24,13 @@ _PACKAGES = ("torch", "triton", "transformers", "locust", "numpy", "numba", "gev
 
 def versions() -> dict[str, str | None]:
     """Installed versions, read from package metadata: torch need not be imported to know its version."""
-    found: dict[str, str | None] = {"kvbench": kvbench.__version__, "python": platform.python_version()}
+    installed: dict[str, str | None] = {"kvbench": kvbench.__version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed
 
 
 def machine() -> dict[str, Any]:
@@ -94,7 +94,7 @@ def gpu_energy_j() -> float | None:
 
 
 def _usable(count: int) -> Iterable[int]:
-    """Those that CUDA_VISIBLE_DEVICES numbers: a cell of a Ray cluster has some of the machine's GPUs for itself.
+    """The GPUs that CUDA_VISIBLE_DEVICES numbers: a cell of a Ray cluster has some of the machine's GPUs for itself.
 
     All, where CUDA may number them otherwise than NVML: it puts the fastest first, unless it is told not to.
     """

@@ -22,17 +22,17 @@ def foreign_package(name: str) -> str | None:
         spec = None
     if spec is None:
         return "nowhere (it is not installed)"
-    found = [Path(p).resolve() for p in spec.submodule_search_locations or ()]
-    found += [Path(spec.origin).resolve().parent] if spec.origin else []
-    return None if REPOSITORY / name in found else str(found[0] if found else spec.origin)
+    places = [Path(p).resolve() for p in spec.submodule_search_locations or ()]
+    places += [Path(spec.origin).resolve().parent] if spec.origin else []
+    return None if REPOSITORY / name in places else str(places[0] if places else spec.origin)
 
 
 def check_packages() -> None:
     """Raises UsageError when ``kernels`` or ``engine`` is another package than ours."""
     for name in ("kernels", "engine"):
-        if found := foreign_package(name):
+        if place := foreign_package(name):
             raise UsageError(
-                f"the package {name!r} would be imported from {found}, and kvbench's own is in {REPOSITORY / name}: "
+                f"the package {name!r} would be imported from {place}, and kvbench's own is in {REPOSITORY / name}: "
                 "another distribution uses that import name (Hugging Face's is called `kernels`); install kvbench in "
                 "a virtual environment of its own"
             )

@@ -86,7 +86,7 @@ class Child(subprocess.Popen[bytes]):
         """Stores the family as it is now, so that ``stop`` and the watchdog find it even if the child dies first."""
         self.known |= family(self.pid, self.mark)
         if self._watchdog is not None and self._watchdog.stdin is not None:
-            lines = "".join(f"{each.pid} {each.create_time()!r}\n" for each in self.known if each.is_running())
+            lines = "".join(f"{p.pid} {p.create_time()!r}\n" for p in self.known if p.is_running())
             with contextlib.suppress(OSError):
                 self._watchdog.stdin.write(lines.encode())
                 self._watchdog.stdin.flush()
@@ -164,10 +164,10 @@ def _signal_family(process: Child, number: int) -> None:
 
 def family(pid: int, mark: str) -> set[psutil.Process]:
     """The living descendants of ``pid``, the members of its session, and whoever carries ``mark``; without itself."""
-    found = {p for p in psutil.process_iter() if p.pid not in (pid, os.getpid()) and _belongs(p, pid, mark)}
+    members = {p for p in psutil.process_iter() if p.pid not in (pid, os.getpid()) and _belongs(p, pid, mark)}
     with contextlib.suppress(psutil.Error):  # it has ended, and its children have another parent now
-        found.update(psutil.Process(pid).children(recursive=True))
-    return found
+        members.update(psutil.Process(pid).children(recursive=True))
+    return members
 
 
 def kill_family(pid: int, mark: str, known: Iterable[psutil.Process] = ()) -> None:

@@ -84,14 +84,14 @@ class Cluster:
     """A cluster that this process is connected to."""
 
     def nodes(self) -> list[Node]:
-        """Those that are alive, the one that this process is on first, then by their ids."""
+        """The machines that are alive, the one that this process is on first, then by their ids."""
         ray = _ray()
         here = ray.get_runtime_context().get_node_id()
         alive = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeID"] != here, n["NodeID"]))
-        return [Node(each["NodeID"], _resources(each["Resources"])) for each in alive]
+        return [Node(node["NodeID"], _resources(node["Resources"])) for node in alive]
 
     def is_alive(self, node: Node) -> bool:
-        return any(each["NodeID"] == node.node_id and each["Alive"] for each in _ray().nodes())
+        return any(other["NodeID"] == node.node_id and other["Alive"] for other in _ray().nodes())
 
     def start(
         self, node: Node, needs: Mapping[str, float], function: Callable[..., Iterator[Any]], *arguments: Any
@@ -116,7 +116,7 @@ class Cluster:
         if task is None:
             return None
         try:
-            found = ray.get(next(task.stream))
+            value = ray.get(next(task.stream))
         except StopIteration:
             return task, Ended()
         except ray.exceptions.RayTaskError as error:
@@ -124,7 +124,7 @@ class Cluster:
         except ray.exceptions.RayError as error:
             return task, Lost(type(error).__name__, task.began)
         task.began = True
-        return task, found
+        return task, value
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         """Ends the tasks: each gets a KeyboardInterrupt and time to stop what it has started, then it is killed."""
@@ -135,13 +135,13 @@ class Cluster:
                     ray.cancel(task.stream, force=force)
             deadline = time.monotonic() + limit_s
             while tasks and time.monotonic() < deadline:
-                task, found = self.next_of(tasks) or (None, None)
-                tasks = [each for each in tasks if each is not task or not isinstance(found, ENDS)]
+                ended, end = self.next_of(tasks) or (None, None)
+                tasks = [task for task in tasks if task is not ended or not isinstance(end, ENDS)]
 
 
 @dataclass
 class TaskSlots:
-    """TaskSlots for tasks on machines, and what runs there.
+    """The places for tasks on machines, and what runs there.
 
     ``free``: the machine of each free place; ``needs``: what a task asks of a machine; ``wait_s``: until it has that
     free. A machine that is gone, or has not free what a task needs, loses its places.
@@ -155,7 +155,7 @@ class TaskSlots:
 
     @property
     def left(self) -> bool:
-        """Whether there is any place."""
+        """Tests whether there is any place."""
         return bool(self.free or self.running)
 
     @property
@@ -179,17 +179,16 @@ class TaskSlots:
                 return None
             self.cluster.cancel(late[:1])
             came = late[0], Lost(f"what is needed was not free within {self.wait_s:g} s", began=False)
-        task, found = came
-        if not isinstance(found, ENDS):
-            return self.running[task], found
+        task, value = came
+        if not isinstance(value, ENDS):
+            return self.running[task], value
         what = self.running.pop(task)
-        if isinstance(found, Lost) and (
-            not found.began or found.reason in _GONE or not self.cluster.is_alive(task.node)
-        ):
+        lost = isinstance(value, Lost) and (not value.began or value.reason in _GONE)
+        if lost or (isinstance(value, Lost) and not self.cluster.is_alive(task.node)):
             self.free = [node for node in self.free if node != task.node]
         else:
             self.free.append(task.node)
-        return what, found
+        return what, value
 
     def close(self) -> None:
         """Ends what runs."""
@@ -205,11 +204,11 @@ def cluster_at(address: str | None) -> Iterator[Cluster]:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = _ray()
-    found = _reachable(address)
+    head = _reachable(address)
     try:
-        ray.init(address=found, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=head, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise UsageError(f"{_named(address)} cannot be used from here: {_first_line(error)}") from None
+        raise UsageError(f"{_named(address)} cannot be used from here: {_line_of(error)}") from None
     try:
         yield Cluster()
     finally:
@@ -217,14 +216,20 @@ def cluster_at(address: str | None) -> Iterator[Cluster]:
 
 
 @dataclass(frozen=True)
-class Usable:
-    """Machines that have what is needed and run the code of this one.
+class MachineFacts:
+    """What a machine of the cluster runs. ``code``: hash of kvbench's files there; ``ray``: the version of Ray."""
 
-    ``facts``: of each, by node id, as ``facts_of_machine`` yields them; ``left_out``: why others are not among them.
-    """
+    code: str
+    environment: Mapping[str, Any]
+    ray: str
+
+
+@dataclass(frozen=True)
+class Usable:
+    """Machines that have what is needed and run the code of this one, and why others are ``left_out``."""
 
     nodes: Sequence[Node]
-    facts: Mapping[str, Mapping[str, Any]]
+    facts: Mapping[str, MachineFacts]  # by node id
     left_out: Sequence[str]
 
 
@@ -243,18 +248,15 @@ def usable_nodes(
     answers = _answers(cluster, needs, nodes, wait_s)
     code, left_out, facts = code_sha256(), [], {}
     for node in nodes:
-        found = answers[node.node_id]
-        if isinstance(found, str):
-            left_out.append(f"machine {node.name} of the Ray cluster is left out: {found}")
-        elif found["code"] != code:
-            there, here = found["environment"]["git"]["short_sha"], git_state()["short_sha"]
+        answer = answers[node.node_id]
+        if isinstance(answer, MachineFacts) and answer.code != code:
+            there, here = answer.environment["git"]["short_sha"], git_state()["short_sha"]
             changed = "" if there != here else " with other changes"
-            left_out.append(
-                f"machine {node.name} of the Ray cluster is left out: it runs other code (commit {there}{changed}), "
-                f"this one {here}: check out the same on both"
-            )
+            answer = f"it runs other code (commit {there}{changed}), this one {here}: check out the same on both"
+        if isinstance(answer, MachineFacts):
+            facts[node.node_id] = answer
         else:
-            facts[node.node_id] = found
+            left_out.append(f"machine {node.name} of the Ray cluster is left out: {answer}")
     if not facts:
         raise UsageError(f"no machine of the Ray cluster can be used: {and_more(left_out, 3, between='; ')}")
     return Usable([node for node in nodes if node.node_id in facts], facts, left_out)
@@ -268,47 +270,44 @@ def _having(
     say: Callable[[str], None],
 ) -> list[Node]:
     """The machines that have what is needed, as soon as there is one; UsageError after ``wait_s``."""
-    deadline, told = time.monotonic() + wait_s, False
-    while not (found := [node for node in cluster.nodes() if needs(node) is not None]):
+    deadline, is_said = time.monotonic() + wait_s, False
+    while not (nodes := [node for node in cluster.nodes() if needs(node) is not None]):
         if time.monotonic() > deadline:
             have = [", ".join(f"{name} {n:g}" for name, n in node.resources.items()) for node in cluster.nodes()]
             raise UsageError(
                 f"no machine of the Ray cluster has {what} ({plural(len(have), 'machine')}: "
                 f"{and_more(have, 3, between='; ')}): start Ray where it is with --num-cpus, --num-gpus or --resources"
             )
-        if not told:
+        if not is_said:
             say(f"waiting for a machine of the Ray cluster that has {what}, {wait_s:g} s at most (--ray-wait)")
-        told = True
+        is_said = True
         time.sleep(min(_LOOK_S, wait_s))
-    return found
+    return nodes
 
 
 def _answers(
-    cluster: Cluster,
-    needs: Callable[[Node], Mapping[str, float] | None],
-    nodes: Sequence[Node],
-    wait_s: float,
-) -> dict[str, dict[str, Any] | str]:
-    """By node id what each machine says of itself, or why it cannot be used."""
+    cluster: Cluster, needs: Callable[[Node], Mapping[str, float] | None], nodes: Sequence[Node], wait_s: float
+) -> dict[str, MachineFacts | str]:
+    """What each machine says of itself, or why it cannot be used, by node id."""
     left = [cluster.start(node, needs(node) or {}, facts_of_machine) for node in nodes]
     deadline = time.monotonic() + wait_s
-    found: dict[str, dict[str, Any] | str] = {
-        node.node_id: f"what is needed was not free within {wait_s:g} s" for node in nodes
-    }
+    answers: dict[str, MachineFacts | str] = dict.fromkeys(
+        (node.node_id for node in nodes), f"what is needed was not free within {wait_s:g} s"
+    )
     while left and time.monotonic() < deadline:
         task, answer = cluster.next_of(left) or (None, None)
         if task is None:
             continue
         if isinstance(answer, Raised):
-            answer = f"kvbench does not run there ({_last_line(answer.error)})"
+            answer = f"kvbench does not run there ({_line_of(answer.error, -1)})"
         elif isinstance(answer, Lost):
             answer = f"it was lost ({answer.reason})"
         if not isinstance(answer, Ended):
-            found[task.node.node_id] = answer
-        if not isinstance(answer, dict):
+            answers[task.node.node_id] = answer
+        if not isinstance(answer, MachineFacts):
             left.remove(task)
     cluster.cancel([task for task in left if not task.began])
-    return found
+    return answers
 
 
 def _run_in(folder: str, function: Callable[..., Iterator[Any]], *arguments: Any) -> Iterator[Any]:
@@ -318,14 +317,9 @@ def _run_in(folder: str, function: Callable[..., Iterator[Any]], *arguments: Any
     yield from function(*arguments)
 
 
-def ray_version() -> str:
-    """The version of Ray here. Raises UsageError where it is not installed."""
-    return _ray().__version__
-
-
-def facts_of_machine() -> Iterator[dict[str, Any]]:
-    """Of the machine on which it runs: ``code``: hash of kvbench's files; ``environment``; ``ray``: its version."""
-    yield {"code": code_sha256(), "environment": environment(), "ray": ray_version()}
+def facts_of_machine() -> Iterator[MachineFacts]:
+    """The facts of the machine on which it runs. Raises UsageError where Ray is not installed."""
+    yield MachineFacts(code_sha256(), environment(), _ray().__version__)
 
 
 def _ray() -> Any:
@@ -343,17 +337,17 @@ def _reachable(address: str | None) -> str:
 
     if address and "://" in address:
         raise UsageError(f"--ray-address {address!r} is not HOST:PORT of the cluster's head, such as 10.0.0.1:6379")
-    found = ""
+    head = ""
     try:
-        found = canonicalize_bootstrap_address(address or "auto") or ""
-        host, _, port = found.rpartition(":")
+        head = canonicalize_bootstrap_address(address or "auto") or ""
+        host, _, port = head.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S) as connection:
             _require_grpc(connection)
     except (OSError, ValueError) as error:
-        where = f" at {found}" if found and found != address else ""
+        where = f" at {head}" if head and head != address else ""
         way = START if address is None else f"give HOST:PORT of its head, or {START}"
-        raise UsageError(f"{_named(address)} does not answer{where} ({_first_line(error)}): {way}") from None
-    return found
+        raise UsageError(f"{_named(address)} does not answer{where} ({_line_of(error)}): {way}") from None
+    return head
 
 
 def _require_grpc(connection: socket.socket) -> None:
@@ -369,12 +363,8 @@ def _named(address: str | None) -> str:
     return f"the Ray cluster at {address}" if address else "the Ray cluster of this machine"
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
-
-
-def _last_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[-1] or type(error).__name__
+def _line_of(error: BaseException, number: int = 0) -> str:
+    return str(error).strip().split("\n")[number] or type(error).__name__
 
 
 def _resources(given: Mapping[str, float]) -> dict[str, float]:

@@ -60,8 +60,8 @@ def _placeholder(variable: str) -> str:
 
 def without_value(command: Sequence[str], option: str) -> list[str]:
     """The words of a command line with ``...`` in the place of the option's value."""
-    found = [f"{option}=..." if word.startswith(f"{option}=") else word for word in command]
-    return ["..." if before == option else word for before, word in zip(["", *found], found, strict=False)]
+    words = [f"{option}=..." if word.startswith(f"{option}=") else word for word in command]
+    return ["..." if before == option else word for before, word in zip(["", *words], words, strict=False)]
 
 
 def without_key(text: str | None, variable: str | None) -> str | None:
@@ -74,7 +74,7 @@ def without_key(text: str | None, variable: str | None) -> str | None:
         return text
     size = min(len(key), _FRAGMENT)
     fragments = {form[at : at + size] for form in (key, json.dumps(key)[1:-1]) for at in range(len(form) - size + 1)}
-    if not any(each in text for each in fragments):
+    if not any(fragment in text for fragment in fragments):
         return text
     letters = list(text)
     for at in range(len(text) - size + 1):

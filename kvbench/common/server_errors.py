@@ -24,12 +24,12 @@ def error_sentence(body: bytes) -> str:
     """
     text = body[:_READ_BYTES].decode("utf-8", "replace")
     try:
-        found = _message(json.loads(text))
+        sentence = _message(json.loads(text))
     except (ValueError, RecursionError):
-        found = None
-    if found is None:
-        found = _without_tags(text) if text.lstrip().startswith("<") else text
-    return shorten(found, _MOST_CHARACTERS)
+        sentence = None
+    if sentence is None:
+        sentence = _without_tags(text) if text.lstrip().startswith("<") else text
+    return shorten(sentence, _MOST_CHARACTERS)
 
 
 def is_error(answer: Any) -> bool:
@@ -66,13 +66,12 @@ def _message(answer: Any) -> str | None:
     if isinstance(answer, str):
         return answer
     if isinstance(answer, list):
-        told = [each for each in map(_message, answer) if each]
-        return "; ".join(told) or None
+        return "; ".join(filter(None, map(_message, answer))) or None
     if not isinstance(answer, dict):
         return None
-    if isinstance(said := answer.get("msg"), str):  # of one field: pydantic's words
+    if isinstance(text := answer.get("msg"), str):  # of one field: pydantic's words
         where = answer.get("loc")
-        return f"{'.'.join(map(str, where))}: {said}" if isinstance(where, list) and where else said
+        return f"{'.'.join(map(str, where))}: {text}" if isinstance(where, list) and where else text
     return next((text for key in ("error", "message", "detail") if (text := _message(answer.get(key)))), None)
 
 

@@ -35,9 +35,9 @@ class Interruption:
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
-        self._before = {each: signal.signal(each, self._handle) for each in numbers}
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -15,12 +15,12 @@ def time_mean(at: Sequence[float] | np.ndarray, values: Sequence[float] | np.nda
     Each reading stands for half the time to its neighbours, the outer two for the whole: readings are rarer where
     reading is slow, so in a mean of the readings alone a busy server would seem less busy.
     """
-    times, found = np.asarray(at, dtype=np.float64), np.asarray(values, dtype=np.float64)
-    known = ~np.isnan(found)
-    times, found = times[known], found[known]
-    if len(found) < 2 or times[-1] <= times[0]:
-        return float(found.mean()) if len(found) else float("nan")
-    return float(np.average(found, weights=np.gradient(times)))
+    times, readings = np.asarray(at, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    is_known = ~np.isnan(readings)
+    times, readings = times[is_known], readings[is_known]
+    if len(readings) < 2 or times[-1] <= times[0]:
+        return float(readings.mean()) if len(readings) else float("nan")
+    return float(np.average(readings, weights=np.gradient(times)))
 
 
 def t_interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
@@ -42,16 +42,16 @@ def welch_interval(
 
     The samples are independent of each other. (nan, nan) of fewer than two values on a side.
     """
-    samples = [np.asarray(each, dtype=np.float64) for each in (a, b)]
+    samples = [np.asarray(sample, dtype=np.float64) for sample in (a, b)]
     if min(map(len, samples)) < 2:
         return math.nan, math.nan
     from scipy.stats import t  # slow to import
 
     shift = float(samples[1].mean() - samples[0].mean())
-    parts = [float(each.var(ddof=1)) / len(each) for each in samples]
+    parts = [float(sample.var(ddof=1)) / len(sample) for sample in samples]
     if not sum(parts):
         return shift, shift
-    freedom = sum(parts) ** 2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, samples, strict=True))
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(sample) - 1) for part, sample in zip(parts, samples, strict=True))
     half = float(t.ppf((1 + confidence) / 2, freedom)) * math.sqrt(sum(parts))
     return shift - half, shift + half
 

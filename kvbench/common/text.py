@@ -83,8 +83,8 @@ def kv_capacity(capacity: Mapping[str, Any]) -> str:
     """6,144 tokens, 96 MiB of f32: what a KV cache holds, as far as it is known; empty where nothing is."""
     if not (tokens := capacity.get("capacity_tokens")):
         return ""
-    each, kind = capacity.get("bytes_per_token"), capacity.get("kv_type")
-    held = capacity.get("kv_bytes") or (tokens * each if each else None)
+    a_token, kind = capacity.get("bytes_per_token"), capacity.get("kv_type")
+    held = capacity.get("kv_bytes") or (tokens * a_token if a_token else None)
     return f"{count(tokens)} tokens{f', {data_size(held)}' if held else ''}{f' of {kind}' if held and kind else ''}"
 
 
@@ -140,8 +140,8 @@ def calibration_words(settings: Mapping[str, Any], figures: Mapping[str, Any]) -
     """``64 streams of 10 ms ITL: timestamp lag p99 0.12 ms, ...``: how well the load client measures."""
     processes = settings.get("processes", 1)
     over = f" over {processes} processes" if processes > 1 else ""
-    known = ", ".join(form.format(figures[key]) for key, form in _CALIBRATION.items() if figures.get(key) is not None)
-    return f"{settings['streams']} streams of {settings['itl_ms']:g} ms ITL{over}: {known.replace('%', ' %')}"
+    parts = ", ".join(form.format(figures[key]) for key, form in _CALIBRATION.items() if figures.get(key) is not None)
+    return f"{settings['streams']} streams of {settings['itl_ms']:g} ms ITL{over}: {parts.replace('%', ' %')}"
 
 
 def shorten(text: str, most: int) -> str:
@@ -156,7 +156,9 @@ def failure_words(messages: Mapping[str, Mapping[str, Any]], sent: int, kinds: b
     ``messages``: the most frequent of each kind of failure, as ``most_frequent_failures`` returns them; with ``kinds``
     in front of each.
     """
-    return ", ".join(f"{each['requests']} of {sent}: {_quoted(kind, each, kinds)}" for kind, each in messages.items())
+    return ", ".join(
+        f"{failure['requests']} of {sent}: {_quoted(kind, failure, kinds)}" for kind, failure in messages.items()
+    )
 
 
 def failed_words(messages: Mapping[str, Mapping[str, Any]], failed: int, sent: int, kinds: bool = False) -> str:

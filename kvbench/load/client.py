@@ -97,7 +97,7 @@ class Connection:
                 return  # the server closed before it had read all, perhaps after an answer (413): read what there is
 
     def receive(self) -> tuple[bytes | None, float]:
-        """What has arrived, and when [s, perf_counter]: b"" at the connection's end, None if nothing. OSError."""
+        """Returns what has arrived, and when [s, perf_counter]: b"" at the end, None if nothing. OSError."""
         try:
             data, ancillary, _, _ = self._recvmsg(_READ_BYTES, _ANCILLARY_BYTES)
         except BlockingIOError:
@@ -268,7 +268,7 @@ class StreamingClient:
 
     @property
     def is_open(self) -> bool:
-        """Whether the next exchange has a connection already."""
+        """Tests whether the next exchange has a connection already."""
         return self._connection is not None
 
     def close(self) -> None:
@@ -316,7 +316,7 @@ class StreamingClient:
         return self._reader.status
 
     def _is_quiet(self) -> bool:
-        """Whether nothing, not even a close, has come over the kept connection since the last response.
+        """Tests whether nothing, not even a close, has come over the kept connection since the last response.
 
         Stray bytes would be taken for the beginning of the next response, and shift all later ones.
         """

@@ -405,5 +405,5 @@ def _close(out: Completion) -> None:
 
 
 def _storable(text: Any) -> Any:
-    """Text that UTF-8 can hold: JSON may carry half of a surrogate pair."""
+    """Returns text that UTF-8 can hold: JSON may carry half of a surrogate pair."""
     return text if text is None or text.isascii() else text.encode("utf-8", "replace").decode()

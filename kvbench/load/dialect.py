@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 from kvbench.common.schema import StrictModel
-from kvbench.load.endpoints import ENDPOINTS, Endpoint
+from kvbench.load.endpoints import ENDPOINTS, Endpoint, Fields
 from kvbench.requests.request import ANSWERS, RequestSpec
 from kvbench.workload.request_form import EndpointName, check_extra_body
 
@@ -46,7 +46,7 @@ class Dialect(StrictModel):
     returns_all_beams: bool = False
     keep_alive: bool = True
     finish_reasons: list[str] = Field(default_factory=lambda: [*_FINISHED])
-    extra_body: Annotated[dict[str, Any], AfterValidator(check_extra_body)] = Field(default_factory=dict)
+    extra_body: Annotated[Fields, AfterValidator(check_extra_body)] = Field(default_factory=dict)
 
     @property
     def api(self) -> Endpoint:
@@ -58,7 +58,7 @@ class Dialect(StrictModel):
         return self.model_copy(update={"endpoint": endpoint, **ENDPOINTS[endpoint].lacks})
 
     def refusal(self, answers: Mapping[str, int | None]) -> str | None:
-        """Why the server cannot be asked for ``answers`` (n, best_of and beam_width); None if it can."""
+        """Says why the server cannot be asked for ``answers`` (n, best_of and beam_width); None if it can."""
         wanted = {name: value for name, value in answers.items() if value and (value > 1 or name == "beam_width")}
         if unknown := [name for name in wanted if name not in self.answers]:
             return f"it has no {' and no '.join(unknown)}"
@@ -67,14 +67,14 @@ class Dialect(StrictModel):
             return f"it returns all {beams} beams, so n must be {beams}"
         return None
 
-    def body(self, model: str, request: RequestSpec, temperature: float) -> dict[str, Any]:
+    def body(self, model: str, request: RequestSpec, temperature: float) -> Fields:
         """The fields of a request, without those of a stream."""
         limit = "max_completion_tokens" if self.max_completion_tokens else self.api.limit
         fields = {"model": model, **self.api.prompt(request), limit: request.max_tokens}
         fields |= self.api.fields if self.api_fields else {}
         return fields | ({"temperature": temperature} if self.temperature else {}) | self.extra_body
 
-    def streamed_body(self, model: str, request: RequestSpec, temperature: float, ignore_eos: bool) -> dict[str, Any]:
+    def streamed_body(self, model: str, request: RequestSpec, temperature: float, ignore_eos: bool) -> Fields:
         """The fields of a request whose answer is streamed."""
         fields = self.body(model, request, temperature) | {"stream": True, **_answers(request)}
         if self.ignore_eos:
@@ -89,9 +89,9 @@ class Dialect(StrictModel):
 OPENAI = Dialect()
 
 
-def _answers(request: RequestSpec) -> dict[str, Any]:
-    """How many sequences are drawn and returned, in vLLM's names: ``best_of`` is also how many beams there are."""
-    fields: dict[str, Any] = {"n": request.n} if request.n > 1 else {}
+def _answers(request: RequestSpec) -> Fields:
+    """The fields of the sequences drawn and returned, in vLLM's names: ``best_of`` also counts the beams."""
+    fields: Fields = {"n": request.n} if request.n > 1 else {}
     if request.beam_width is not None:
         fields |= {"use_beam_search": True, "temperature": 0.0}  # which samples nothing
     if request.width > request.n:

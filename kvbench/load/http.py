@@ -28,7 +28,7 @@ _QUOTED_CHARS = 60
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server is, and the path prefix below which its API lives."""
+    """The address of the server, and the path prefix below which its API lives."""
 
     host: str
     port: int
@@ -74,7 +74,7 @@ def call_bytes(address: Address, method: str, path: str, head: Sequence[str] = (
 
 
 def tls_context(verify: bool = True, ca_file: str | None = None) -> ssl.SSLContext:
-    """For all connections to one server: the system's certificates, or those of ``ca_file``.
+    """Makes the context of all connections to one server: the system's certificates, or those of ``ca_file``.
 
     ValueError when ``ca_file`` holds no certificates.
     """

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from typing import Any
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
 from kvbench.common.text import plural
+from kvbench.load.endpoints import Fields
 from kvbench.load.spec import ARRIVE_S, LoadSpec
 from kvbench.requests.request import conversations
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.load_section import LoadConfig, LoadPoint
-from kvbench.workload.settings import effective
+from kvbench.workload.settings import Settings, effective
 
 _PREFIX = "kvbench load: "  # before what the client says of an end that it foresaw
 _MARGIN_S = 60.0  # start of the client, its last writes, a slow machine
@@ -38,15 +39,15 @@ DRAIN = "drain"  # the last request is sent, and answers are still to come
 
 
 def bound_s(load: LoadConfig, point: LoadPoint, requests: list[Any]) -> float:
-    """Seconds that a load takes at most: every request has its own time-out."""
+    """The seconds that a load takes at most: every request has its own time-out."""
     last_arrival = max((r.arrival_s or 0.0 for r in requests), default=0.0)
     chains = [len(turns) * load.timeout_s + sum(r.think_s for r in turns) for turns in conversations(requests)]
     at_once = point.concurrency or load.max_concurrency or len(chains) or 1
     return last_arrival + -(-len(chains) // at_once) * max(chains, default=0.0) + _MARGIN_S
 
 
-def takes_priority(settings: Mapping[str, Any], info: ServerInfo) -> bool:
-    """Whether the server is sent the requests' priorities: one that works first come, first served refuses them.
+def takes_priority(settings: Settings, info: ServerInfo) -> bool:
+    """Tests whether the server is sent the requests' priorities: one that works first come, first served refuses them.
 
     ``settings``: the configuration under test; ``info``: /server_info. A server that was running before
     (``target`` in ``settings``) and does not tell how it schedules is sent what the workload sets.
@@ -106,7 +107,7 @@ def drive(
 
 @dataclass
 class _Answered:
-    """How many of a load's requests have been answered so far; None before the first is due."""
+    """The number of a load's requests that have been answered so far; None before the first is due."""
 
     total: int
     count: int | None = None
@@ -172,8 +173,8 @@ def _follow(
         ) from None
 
 
-def _event(line: bytes) -> dict[str, Any]:
-    """What a line of the client says; nothing where it is a library's stray print."""
+def _event(line: bytes) -> Fields:
+    """Returns what a line of the client says; nothing where it is a library's stray print."""
     try:
         return dict(json.loads(line))
     except (ValueError, TypeError):

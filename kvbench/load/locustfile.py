@@ -48,7 +48,7 @@ _MISTAKES = (ValueError, OSError, MeasurementError)
 
 @dataclass
 class Node:
-    """What this Locust process knows of the test. ``shard``: its number and how many share the load; on a worker None
+    """The state of the test in this Locust process. ``shard``: its number and how many share the load; on a worker None
     until the master has said it.
 
     ``test``: how many tests were started, this one included; each has requests of its own. ``run_time``: --run-time [s]
@@ -208,7 +208,7 @@ def _on_start(environment: Environment, **_: Any) -> None:
 
 
 def _session(environment: Environment, users: int) -> LoadSession:
-    """What this process's users share: its part of the test. Asks the server for its model. See ``_MISTAKES``."""
+    """Makes what this process's users share, for its part of the test. See ``_MISTAKES``."""
     number, processes = NODE.shard
     spec, requests = _drawn(environment)
     if spec.mode == "closed":

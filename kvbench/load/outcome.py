@@ -1,4 +1,4 @@
-"""What a load leaves behind: its samples, load.json with the client's own figures, and why it may not be believed."""
+"""The results of a load: its samples, load.json with the client's own figures, and why it may not be believed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Clocked:
 
     @property
     def kernel_stamps(self) -> bool:
-        """Whether times are of the bytes' arrival, not of their reading: at least 99 % of the reads had a stamp."""
+        """Tests whether times are of the bytes' arrival: whether at least 99 % of the reads had a stamp."""
         return self.reads > 0 and self.unstamped_reads <= _MAX_UNSTAMPED_SHARE * self.reads
 
 
@@ -89,7 +89,7 @@ def client_figures(
 
 
 def read_delays(samples: Sequence[Sample]) -> list[float]:
-    """Seconds from the end of each later turn's thinking to its intended start; 0 where thinking took longer."""
+    """The seconds from the end of each later turn's thinking to its intended start; 0 where thinking took longer."""
     ends = {(s.request.session, s.request.turn): s.end for s in samples if s.request.session is not None}
     later = [s for s in samples if s.request.session is not None and s.request.turn and s.sent]
     due = [ends.get((s.request.session, s.request.turn - 1), s.t0) + s.request.think_s for s in later]

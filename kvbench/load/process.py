@@ -151,7 +151,7 @@ class Measuring:
         self.session.begin(zero)
 
     def end(self) -> Clocked:
-        """When the last stream has returned."""
+        """Ends the measuring, when the last stream has returned."""
         clocked = self.clocked
         self.probe.stop()
         now = time.process_time()
@@ -197,13 +197,13 @@ class LoadEvents:
         self.signal: int | None = None
 
     def listen(self) -> None:
-        """From here on SIGINT and SIGTERM stop the load."""
+        """Lets SIGINT and SIGTERM stop the load from here on."""
         for number in (signal.SIGINT, signal.SIGTERM):
             gevent.signal_handler(number, self._stop, number)
 
     @property
     def stopped(self) -> bool:
-        """Whether the load is to end early."""
+        """Tests whether the load is to end early."""
         return self.signal is not None
 
     def _stop(self, number: int) -> None:

@@ -1,10 +1,10 @@
-"""What became of each request: its row in requests.parquet, and whether a canary was answered rightly."""
+"""The outcome of each request: its row in requests.parquet, and whether a canary was answered rightly."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from kvbench.common.files import write_atomically, write_text
 from kvbench.load.completion import Completion
 from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.requests.canaries import CLASS, WrongAnswer, answers_of, first_difference
-from kvbench.requests.request import RequestSpec, continued
+from kvbench.requests.request import Notes, RequestSpec, continued
 
 KV_FACTS = (  # what the built-in server tells of an answer; of other servers null
     "request_id", "first_step", "last_step", "pages", "page_size", "cached_tokens", "preemptions", "recomputed_tokens",
@@ -35,13 +35,11 @@ def wrong_answers(request: RequestSpec, done: Completion) -> list[tuple[int, Wro
 
 
 def wrong_words(request: RequestSpec, done: Completion) -> str | None:
-    """How the first wrong answer differs, in words; None for a right one, and for a request that is no canary."""
+    """Says how the first wrong answer differs; None for a right one, and for a request that is no canary."""
     return next((wrong.words for _, wrong in wrong_answers(request, done)), None)
 
 
-def write_wrong_answers(
-    path: Path, answered: Iterable[tuple[RequestSpec, Completion]], notes: Mapping[str, Any]
-) -> None:
+def write_wrong_answers(path: Path, answered: Iterable[tuple[RequestSpec, Completion]], notes: Notes) -> None:
     """Writes a line for each wrong answer, no file where all are right. ``notes``: of the requests, with their seed."""
     drawn = notes.get("canaries") or {}
     repeat = {name: drawn.get(name) for name in ("seed", "repeat")}
@@ -93,12 +91,12 @@ class Sample:
 
     @property
     def slip_s(self) -> float:
-        """How much later than intended it was sent [s], without the time it was made to wait for a place."""
+        """The delay of its send behind its intended start [s], without the time it was made to wait for a place."""
         return self.ts - self.t0 - self.queued_s
 
     @property
     def sent(self) -> bool:
-        """Whether it was sent at all."""
+        """Tests whether it was sent at all."""
         return self.completion.error_kind != SESSION_BROKEN
 
     def to_row(self, zero: float) -> dict[str, Any]:
@@ -161,7 +159,7 @@ SCHEMA = pa.schema([(name, kind) for name, (kind, _) in _COLUMNS.items()])
 
 
 def knows_answer(sample: Sample) -> bool:
-    """Whether the server returned the ids of its whole answer."""
+    """Tests whether the server returned the ids of its whole answer."""
     return len(sample.completion.token_ids) == (sample.completion.output_tokens or 0)
 
 

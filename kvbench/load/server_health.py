@@ -1,4 +1,4 @@
-"""Whether the server is still there: one request without an answer says little, many in a row say enough."""
+"""A watch on whether the server is still there: one request without an answer says little, many in a row say enough."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class ServerHealth:
             self._is_gone(said)
 
     def _get_health(self) -> RawStream:
-        """What GET /health brings within 5 s."""
+        """Returns what GET /health brings within 5 s."""
         client = self._new_client()
         limits = dataclasses.asdict(client.timeouts)
         client.timeouts = dataclasses.replace(
@@ -98,7 +98,7 @@ class ServerHealth:
         return answer
 
     def _why_unhealthy(self, answer: RawStream) -> str | None:
-        """What /health says after an ``answer`` of 5xx, if it still is that a second later; None where it serves."""
+        """Returns what /health says after 5xx, if it still does a second later; None where it serves."""
         for wait_s in (_ASK_AGAIN_S, 0.0):
             response = Response(answer.chunks) if answer.error_kind is None else None
             if response is None or response.status < SERVER_FAULT:
@@ -122,5 +122,5 @@ class ServerHealth:
         self._asking = None
 
     def _heard(self, raw: RawStream) -> bool:
-        """Whether it brought a byte since the first failure in a row."""
+        """Tests whether it brought a byte since the first failure in a row."""
         return bool(raw.times) and raw.times[-1] > self._since

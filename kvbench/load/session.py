@@ -143,7 +143,7 @@ class LoadSession:
         self.go.set()
 
     def elapsed(self) -> float:
-        """Seconds since the start (0 before it)."""
+        """The seconds since the start (0 before it)."""
         return time.perf_counter() - self.zero if self.go.is_set() else 0.0
 
     @property
@@ -163,7 +163,7 @@ class LoadSession:
 
     @property
     def unparsed(self) -> int:
-        """How many requests have come back and are not judged yet."""
+        """The number of requests that have come back and are not judged yet."""
         return self.returned - self.done
 
     def wait_until(self, when: float) -> bool:

@@ -1,11 +1,10 @@
-"""How well the client kept up (lag, CPU, schedule slip), and what makes a load invalid. Pure functions."""
+"""A client's own figures (lag, CPU, schedule slip), and what makes a load invalid. Pure functions."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,7 @@ _ONE_MOMENT_DIGITS = 6  # of seconds: times that came over another clock differ 
 
 
 def lag_limit_ms(itl_ms: float | None) -> float:
-    """How wrong a timestamp may be, its p99, where the median ITL is that (None: there is none): 1 ms or 2 % of it."""
+    """The largest p99 error that timestamps may have [ms]: 1 ms, or 2 % of the median ITL (None: there is none)."""
     return max(MIN_LAG_LIMIT_MS, LAG_SHARE_OF_ITL * (itl_ms or 0.0))
 
 
@@ -45,7 +44,7 @@ def percentile_ms(values: Sequence[float], q: float) -> float | None:
 
 
 def stamp_errors(samples: Sequence[Sample]) -> Sequence[float] | None:
-    """How wrong each chunk's timestamp is [s]: receipt minus the server's own send stamp; None without stamps.
+    """The error of each chunk's timestamp [s]: receipt minus the server's own send stamp; None without stamps.
 
     Stamps are kept only where client and server share a machine and so a clock; a container may shift it all the same
     (time_namespaces(7)), which the median shows. Streams of which some chunks have no stamp are left out.
@@ -61,7 +60,7 @@ def stamp_errors(samples: Sequence[Sample]) -> Sequence[float] | None:
 
 
 def slip_beyond_bursts(samples: Sequence[Sample]) -> list[float]:
-    """How much later [s] than due each request was sent, less ``SEND_S`` for each one before it of the same moment.
+    """The delay [s] of each request behind its time, less ``SEND_S`` for each one before it of the same moment.
 
     Requests that are due at one moment cannot leave at one moment; with ``request_rate: inf`` all of them are.
     """
@@ -74,11 +73,12 @@ def slip_beyond_bursts(samples: Sequence[Sample]) -> list[float]:
 
 
 def turnarounds(samples: Sequence[Sample]) -> tuple[list[float], float | None]:
-    """Seconds from each stream's end to the same user's next send [requests - users], and their share of users' time.
+    """The seconds from each stream's end to the same user's next send, and their share of the users' time.
 
-    Of a closed loop, without think times. A user's time is from its first send to its last stream's end. A loop of N
-    users has a throughput of N / (response time + think time + turnaround) (Denning and Buzen, ACM Computing Surveys
-    10(3), 1978): the share (None: no turnaround) is the part of the throughput that the client itself took away.
+    Of a closed loop, without think times; [requests - users]. A user's time is from its first send to its last stream's
+    end. A loop of N users has a throughput of N / (response time + think time + turnaround) (Denning and Buzen, ACM
+    Computing Surveys 10(3), 1978): the share (None: no turnaround) is the part of the throughput that the client itself
+    took away.
     """
     gaps, spent = [], 0.0
     of_user = sorted((s for s in samples if s.sent), key=lambda s: (s.user, s.ts))
@@ -149,33 +149,26 @@ def client_report(
     )
 
 
+def _beyond_drawn(sample: Sample) -> int | None:
+    """The tokens that the server counts in a prompt beyond those drawn; None where either is not known."""
+    counted, drawn = sample.completion.prompt_tokens, sample.request.prompt_token_ids
+    return None if counted is None or drawn is None else counted - len(drawn)
+
+
 def prompt_differences(samples: Sequence[Sample]) -> list[int]:
-    """By how many tokens the server's count of each prompt differs from what was sent, where both are known."""
-    return [
-        s.completion.prompt_tokens - len(s.request.prompt_token_ids)
-        for s in samples
-        if s.completion.prompt_tokens is not None
-        and s.request.prompt is None
-        and s.request.prompt_token_ids is not None
-        and not s.request.new_tokens
-    ]
+    """The tokens by which the server's count of each prompt of token ids differs from what was sent."""
+    as_ids = [s for s in samples if s.request.prompt is None and not s.request.new_tokens]
+    return [tokens for tokens in map(_beyond_drawn, as_ids) if tokens is not None]
 
 
 def tokens_added(samples: Sequence[Sample]) -> list[int]:
     """The tokens that the server counts beyond the drawn ones in each prompt that was sent as a text."""
-    return [
-        s.completion.prompt_tokens - len(s.request.prompt_token_ids)
-        for s in samples
-        if s.completion.ok
-        and s.completion.prompt_tokens is not None
-        and s.request.prompt is not None
-        and s.request.prompt_token_ids is not None
-        and not s.request.history
-    ]
+    texts = [s for s in samples if s.completion.ok and s.request.prompt is not None and not s.request.history]
+    return [tokens for tokens in map(_beyond_drawn, texts) if tokens is not None]
 
 
 def other_prompts(samples: Sequence[Sample], dialect: Dialect, *, exact_texts: bool = False) -> list[str]:
-    """Why the server served another load than was sent: its counts of the prompts' tokens are others.
+    """Says why the server served another load than was sent: its counts of the prompts' tokens are others.
 
     ``exact_texts``: texts have as many tokens as were drawn; a chat template adds the same number to each.
     """
@@ -223,7 +216,7 @@ def short_outputs(samples: Sequence[Sample], ignore_eos: bool) -> tuple[int, lis
 
 
 def invalid_reasons(client: ClientFigures, missing: int) -> list[str]:
-    """Why the load may not be believed, one sentence each; empty when it may.
+    """Says why the load may not be believed, one sentence each; empty when it may.
 
     ``missing``: requests that were never finished. Of chunks that share a read, the server's send stamps tell which it
     had sent apart. Without them, a client whose loop keeps the limit of the lag has joined no chunks further apart.
@@ -279,9 +272,8 @@ def invalid_reasons(client: ClientFigures, missing: int) -> list[str]:
     return reasons
 
 
-def client_reasons(outcome: LoadOutcome | Mapping[str, Any]) -> list[str]:
-    """Those of the reasons of a load.json that its client's own lateness made, of one process or of several."""
-    outcome = LoadOutcome.model_validate(outcome)
+def client_reasons(outcome: LoadOutcome) -> list[str]:
+    """The reasons in a load.json that its client's own lateness made, of one process or of several."""
     own = invalid_reasons(outcome.client, 0)
     names = tuple(f"{process.name}: " for process in outcome.client.processes)
     return [reason for reason in outcome.invalid_reasons if reason in own or reason.startswith(names)]

@@ -6,11 +6,10 @@ judged: comparable with other loads, or the reasons why it is not.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,23 +19,23 @@ import pandas as pd
 from kvbench.calibration.cache import ClientLoad
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError
-from kvbench.common.files import utc_now, write_json
+from kvbench.common.files import utc_now
 from kvbench.common.foreign_cpu import MachineReport, MachineWatch, contention_reasons
 from kvbench.common.records import read_record
-from kvbench.common.text import failed_words, failure_words
 from kvbench.load import launch
 from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import UNKNOWN_STREAMS, client_reasons
 from kvbench.measure import server_state
 from kvbench.measure.instrument import Instrument, Job, UnstoredError
+from kvbench.measure.result import Readings, client_cost, judge
 from kvbench.measure.server import Server
 from kvbench.measure.warm_up import warm_up
-from kvbench.metrics.canaries import wrong_words
-from kvbench.metrics.latency import is_refusal, summarise, too_many_failed
+from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import LoadMetrics, LoadOutcome
 from kvbench.requests.request import RequestList, RequestSpec, store_requests
+from kvbench.runs.results import LoadResult
 from kvbench.targets.base import Target, contradiction, reason_of
-from kvbench.targets.prometheus import MetricsPoller, MetricsSample, counter_changes, gauge_summary
+from kvbench.targets.prometheus import MetricsPoller, MetricsSample
 from kvbench.workload.design import Block, Cell, LoadPoint
 from kvbench.workload.load_section import LoadConfig
 
@@ -113,7 +112,7 @@ class TargetInstrument(Instrument):
         """How the server ended if it has, else the error itself."""
         return reason_of(self.target, error) if self.target is not None and self.started else str(error)
 
-    def run(self, cell: Cell, repeat: int, out: Path) -> dict[str, Any]:
+    def run(self, cell: Cell, repeat: int, out: Path) -> LoadResult:
         """Draws the load's requests, stores them and sends them."""
         self._check()
         folder, listener = self.job.folder.path, self.job.listener
@@ -121,10 +120,10 @@ class TargetInstrument(Instrument):
         path, digest = store_requests(requests, folder / "requests", f"{cell.load.load_id}-{repeat}")
         listener.load_started(cell, repeat, len(requests))
         drawn = {"requests_file": str(path.relative_to(folder)), "requests_sha256": digest}
-        return {**drawn, **self.facts, **self.send(cell.load, requests, path, out)}
+        return self.send(cell.load, requests, path, out).model_copy(update=drawn | self.facts)
 
-    def send(self, point: LoadPoint, requests: RequestList, requests_file: Path, out: Path) -> dict[str, Any]:
-        """Sends the requests, writes the load's files into ``out``, and returns what done.json says of the load."""
+    def send(self, point: LoadPoint, requests: RequestList, requests_file: Path, out: Path) -> LoadResult:
+        """Sends the requests, writes the load's files into ``out``, and returns its result."""
         raise NotImplementedError
 
 
@@ -140,11 +139,11 @@ class HttpInstrument(TargetInstrument):
     def warm_up(self, block: Block, point: LoadPoint) -> None:
         """Sends requests that are not measured; a server that turns out to take no token ids is reported anew."""
         notes = len(self.server.target.notes)
-        self.facts["warm_up"] = warm_up(self.server, point).to_json()
+        self.facts["warm_up"] = warm_up(self.server, point)
         if len(self.server.target.notes) > notes:
             self.job.on_server(block, self.server.target.server_info(), self.server.target)
 
-    def send(self, point: LoadPoint, requests: RequestList, requests_file: Path, out: Path) -> dict[str, Any]:
+    def send(self, point: LoadPoint, requests: RequestList, requests_file: Path, out: Path) -> LoadResult:
         """From the idle server to the judged result.
 
         Raises:
@@ -157,20 +156,7 @@ class HttpInstrument(TargetInstrument):
         self.job.listener.load_progress(0, len(requests), 0, 0.0)  # a display has shown a calibration until now
         memory = str(_MEMORY_DISK) if os.access(_MEMORY_DISK, os.W_OK) else None  # has room where the disk is full
         with tempfile.TemporaryDirectory(prefix="kvbench-load-", dir=memory) as spare:
-            return load.judge(load.drive(Path(spare)))
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """What was seen of server and machine during a load (``poller``: /metrics) and ``after`` it.
-
-    ``out``: the folder with the client's files: the load's own, or the spare one where that had no room.
-    """
-
-    out: Path
-    poller: MetricsPoller
-    after: MetricsSample | None
-    machine: MachineWatch
+            return load.judge(Path(spare), *load.drive(Path(spare)))
 
 
 @dataclass
@@ -207,8 +193,11 @@ class _Load:
         self.started_at, self.began = utc_now(), time.monotonic()
         self.log_from, self.before = _size(server.log), server_state.read_metrics(server.target)
 
-    def drive(self, spare: Path) -> _Sent:
-        """Sends the load to its end; ``spare``: an empty folder for the samples if ``out`` has no room."""
+    def drive(self, spare: Path) -> tuple[Readings, MachineReport]:
+        """Sends the load to its end; what was seen of server and machine.
+
+        The client writes into ``out``, or into the empty folder ``spare`` where that has no room.
+        """
         job, server, target = self.job, self.server, self.server.target
         machine = MachineWatch(target.server())
         spec = LoadSpec.of(
@@ -233,69 +222,60 @@ class _Load:
                 on_phase=on_phase,
                 arguments=job.clients.arguments,
             )
-        out = spare if (spare / "load.json").is_file() else self.out
-        return _Sent(out, poller, server_state.wait_release(target), machine)
+        after = server_state.wait_release(target)
+        return Readings(self.before, poller.samples, after, poller.failures), machine.report()
 
-    def judge(self, sent: _Sent) -> dict[str, Any]:
-        """The result, from the files in ``out``. Raises UnstoredError."""
-        server, before, after, strict = self.server, self.before, sent.after, self.job.failures_invalidate
-        outcome = read_record(LoadOutcome, sent.out / "load.json", "measure the load again")
-        metrics, unread = collect_metrics(sent.out, server.load, outcome, sent.poller, before)
-        machine = sent.machine.report()
-        workers_here = bool(metrics["client"].get("workers_here"))
-        if not judges_this_machine(self.job.clients.workers is None, sent.machine.server.local, workers_here):
+    def judge(self, spare: Path, readings: Readings, machine: MachineReport) -> LoadResult:
+        """The result, from the files that the client left. Raises UnstoredError."""
+        job, server = self.job, self.server
+        left = spare if (spare / "load.json").is_file() else self.out
+        outcome = read_record(LoadOutcome, left / "load.json", "measure the load again")
+        metrics = read_metrics(left, server.load, outcome)
+        server_here = server.target.server().local
+        if not judges_this_machine(job.clients.workers is None, server_here, metrics.client.workers_here):
             machine = machine.model_copy(update={"foreign_cpu_cores": None, "steal_share": None})
-        calibration = recalibrated(self.job, server, self.calibration, outcome, metrics)
+        calibration = recalibrated(job, server, self.calibration, outcome, metrics)
         client = metrics.client.model_copy(update={"cpu_s_per_1000_output_tokens": client_cost(machine, metrics)})
         metrics = metrics.model_copy(update={"client": client})
-        complete = int(metrics.get("completed") or 0) == len(self.requests)
-        cache = server_state.cache_use(
-            server.load, self.requests, server.info, before, after, complete=complete, metrics=metrics
-        )
-        faults = server_state.leak_reasons(after) + cache.reasons
-        refused = refusal(metrics) if strict else None
-        if strict and not refused:
-            faults += failure_reasons(metrics)
-        wrong = _wrong_answers(metrics) if server.fails_by_one_canary() else None
         disturbed = contention_reasons(machine)
-        reasons = [
-            *(calibration.reasons if calibration else ()),
-            *self.cache_reasons,
-            *outcome.invalid_reasons,
-            *faults,
-            *disturbed,
-        ]
-        if outcome.incomplete:
-            reasons.append("the load client was stopped before its last request")
-        if unread and strict:
-            reasons.append(unread)
-        result = {
-            "valid": not (reasons or refused or wrong),
-            "invalid_reasons": reasons,
-            "refused": refused,
-            "wrong_answers": wrong,
-            "server_faults": [*faults, *(finding for finding in (refused, wrong) if finding)],
-            "disturbances": _disturbed_calibration(calibration) + client_reasons(outcome) + disturbed,
-            "calibration": calibration.to_json() if calibration else None,
-            "metrics": metrics,
-            "endpoint": server.target.dialect.endpoint,
-            "template_tokens": server.target.template_tokens,
-            "prompt_tokens_added": outcome.prompt_tokens_added,
-            "machine": machine,
-            "prefix_cache": cache.counts,
-            "prefix_cache_bounds": dataclasses.asdict(cache.bounds) if cache.bounds else None,
-            "started_at": self.started_at,
-            "ended_at": utc_now(),
-            "wall_s": time.monotonic() - self.began,
-        }
+        reasons = [*(calibration.reasons if calibration else ()), *self.cache_reasons, *outcome.invalid_reasons]
+        reasons += [*disturbed, *self._lost(readings, outcome, metrics)]
+        result = judge(
+            server,
+            self.requests,
+            metrics,
+            readings,
+            reasons=reasons,
+            strict=job.failures_invalidate,
+            disturbances=(*_disturbed_calibration(calibration), *client_reasons(outcome), *disturbed),
+            calibration=calibration.to_json() if calibration else None,
+            endpoint=server.target.dialect.endpoint,
+            template_tokens=server.target.template_tokens,
+            prompt_tokens_added=outcome.prompt_tokens_added,
+            machine=machine,
+            started_at=self.started_at,
+            ended_at=utc_now(),
+            wall_s=time.monotonic() - self.began,
+        )
         try:
-            for file in sent.out.iterdir() if sent.out != self.out else ():  # there may be room by now
+            for file in left.iterdir() if left != self.out else ():  # there may be room by now
                 (self.out / file.name).write_bytes(file.read_bytes())
-            store_server(self.out, outcome, metrics, sent.poller, before, after)
+            readings.store(self.out, outcome, metrics)
             _copy_tail(server.log, self.log_from, self.out / "server.log")
         except OSError as error:
             raise UnstoredError(error, result) from error
         return result
+
+    def _lost(self, readings: Readings, outcome: LoadOutcome, metrics: LoadMetrics) -> list[str]:
+        """What is not known of the load: its last requests, or what the server did while it ran."""
+        lost = ["the load client was stopped before its last request"] if outcome.incomplete else []
+        unread = readings.before is not None and readings.failures and not readings.during(outcome, metrics)
+        if unread and self.job.failures_invalidate:
+            lost.append(
+                f"the server's /metrics did not answer while the load ran ({readings.failures} readings failed), so "
+                "what the server did is not known: let it answer them under load"
+            )
+        return lost
 
 
 def judges_this_machine(sends_here: bool, server_here: bool, workers_here: bool) -> bool:
@@ -314,27 +294,6 @@ def _disturbed_calibration(calibration: Calibration | None) -> list[str]:
     return list(calibration.reasons)
 
 
-def failure_reasons(metrics: Mapping[str, Any]) -> list[str]:
-    """Why so many failed requests make a load invalid; empty when they do not."""
-    if not too_many_failed(metrics):
-        return []
-    failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
-    return [failed_words(metrics["failure_messages"], failed, failed + completed, kinds=True)]
-
-
-def refusal(metrics: Mapping[str, Any]) -> str | None:
-    """How much of the load the server answered, and with which error it refused the rest; None where it did not."""
-    if not is_refusal(metrics):
-        return None
-    completed, sent = metrics["completed"], metrics["completed"] + metrics["failed"]
-    return f"served {completed} of {sent} requests; {failure_words(metrics['failure_messages'], sent)}"
-
-
-def _wrong_answers(metrics: Mapping[str, Any]) -> str | None:
-    canaries = metrics.get("canaries") or {}
-    return wrong_words(canaries) if canaries.get("wrong") else None
-
-
 def client_load(job: Job, server: Server, streams: int, events_per_s: float | None = None) -> ClientLoad:
     """What is asked of the load client: so many streams, and chunks a second (None: not known)."""
     processes = int(job.clients.spec.get("processes") or server.load.processes)
@@ -342,76 +301,20 @@ def client_load(job: Job, server: Server, streams: int, events_per_s: float | No
 
 
 def recalibrated(
-    job: Job, server: Server, before: Calibration | None, outcome: LoadOutcome, metrics: Mapping[str, Any]
+    job: Job, server: Server, before: Calibration | None, outcome: LoadOutcome, metrics: LoadMetrics
 ) -> Calibration | None:
     """The calibration for the load's busiest second: measured now if that was more than expected before the load."""
     if before is None or job.calibrate is None:
         return None
     chunks, busiest = outcome.client.chunks, outcome.client.chunks_of_busiest_second or 0
-    seconds = metrics.get("duration_s")
-    rate = max(chunks / seconds, busiest) if chunks and seconds else None
+    rate = max(chunks / metrics.duration_s, busiest) if chunks and metrics.duration_s else None
     return job.calibrate(client_load(job, server, outcome.max_in_flight or 1, rate), before)
 
 
-def collect_metrics(
-    out: Path, load: LoadConfig, outcome: LoadOutcome, poller: MetricsPoller, before: MetricsSample | None
-) -> tuple[LoadMetrics, str | None]:
-    """Metrics of a load that ended, and why the server's activity during it is unknown (None: it is known)."""
-    metrics = summarise(pd.read_parquet(out / "requests.parquet"), outcome, load.slo.model_dump() if load.slo else None)
-    if before is None or not poller.failures or _during(outcome, metrics, poller):
-        return metrics, None
-    return metrics, (
-        f"the server's /metrics did not answer while the load ran ({poller.failures} readings failed), so what the "
-        "server did is not known: let it answer them under load"
-    )
-
-
-def _during(outcome: LoadOutcome, metrics: Mapping[str, Any], poller: MetricsPoller) -> list[MetricsSample]:
-    """The readings of /metrics from the first request's start to the last one's end."""
-    zero = outcome.zero_perf_counter or 0.0  # of a process on this machine, where all share this clock
-    start = zero + float(metrics.get("first_request_s") or 0.0)
-    duration = float(metrics.get("duration_s") or outcome.duration_s or 0.0)
-    return [s for s in poller.samples if 0.0 <= s.at - start <= duration]
-
-
-def store_server(
-    out: Path,
-    outcome: LoadOutcome,
-    metrics: Mapping[str, Any],
-    poller: MetricsPoller,
-    before: MetricsSample | None,
-    after: MetricsSample | None,
-) -> None:
-    """Writes what /metrics told: counters.json and server.parquet."""
-    start, during = outcome.zero_perf_counter or 0.0, _during(outcome, metrics, poller)
-    if poller.samples:
-        pd.DataFrame([{"t": s.at - start, **s.gauges, **s.counters} for s in poller.samples]).to_parquet(
-            out / "server.parquet", index=False
-        )
-    unread = before is not None and not during and poller.failures
-    gauges = gauge_summary(during or ([] if unread else poller.samples))  # of a load shorter than a reading: nearby
-    counters = {
-        **counter_changes(before, after),
-        **{f"{name}_{part}": value for name, parts in gauges.items() for part, value in parts.items()},
-        "pages_owned_after": after.owned_pages if after else None,
-        "swap_slots_used_after": after.gauges.get("swap_slots_used") if after else None,
-        "polls": len(poller.samples),
-        "polls_failed": poller.failures,
-    }
-    write_json(out / "counters.json", counters)
-
-
-def client_cost(machine: MachineReport, metrics: Mapping[str, Any]) -> float | None:
-    """CPU seconds of the client's processes per 1,000 output tokens of successful requests.
-
-    Streaming: as the kernel counts it on this machine, or as the processes report it where some run on others. The
-    parsing after the stream is added.
-    """
-    tokens, client = metrics.get("total_output_tokens"), metrics.get("client") or {}
-    cores, seconds = machine.client_cpu_cores, machine.seconds
-    counted = cores * seconds if cores is not None and seconds else None
-    known = [cpu_s for cpu_s in (counted, client.get("cpu_s")) if cpu_s is not None]
-    return (max(known) + (client.get("parse_cpu_s") or 0.0)) / tokens * 1000.0 if tokens and known else None
+def read_metrics(folder: Path, load: LoadConfig, outcome: LoadOutcome) -> LoadMetrics:
+    """The metrics of a load that ended."""
+    slo = load.slo.model_dump() if load.slo else None
+    return summarise(pd.read_parquet(folder / "requests.parquet"), outcome, slo)
 
 
 def _size(log: Path | None) -> int:

@@ -14,9 +14,11 @@ from typing import Any, ClassVar
 from kvbench.calibration.cache import ClientLoad
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.errors import MeasurementError
-from kvbench.common.files import write_json
+from kvbench.common.records import write_record
+from kvbench.metrics.definitions import SERVED
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.folder import DONE, RunFolder
+from kvbench.runs.results import LoadResult
 from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import Target
 from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsSample
@@ -43,7 +45,7 @@ class Listener:
     def server_read(self, sample: MetricsSample) -> None:
         """A reading of the server's /metrics, which the measurement takes anyway."""
 
-    def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None: ...
+    def load_finished(self, cell: Cell, repeat: int, done: LoadResult) -> None: ...
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None: ...
 
@@ -93,7 +95,7 @@ class Job:
 class UnstoredError(OSError):
     """What was measured cannot be written. ``result``: of the load."""
 
-    def __init__(self, error: OSError, result: Mapping[str, Any]) -> None:
+    def __init__(self, error: OSError, result: LoadResult) -> None:
         super().__init__(error.errno, error.strerror, error.filename)
         self.result = result
 
@@ -105,7 +107,7 @@ class Instrument:
     machine disturb its loads.
     """
 
-    clock: ClassVar[str] = "served"
+    clock: ClassVar[str] = SERVED
     disturbed_by_machine: ClassVar[bool] = True
 
     def __init__(self, job: Job) -> None:
@@ -142,29 +144,27 @@ class Instrument:
         """Why a load failed."""
         return str(error)
 
-    def measure(self, cell: Cell, repeat: int) -> dict[str, Any]:
+    def measure(self, cell: Cell, repeat: int) -> LoadResult:
         """One load: its files and done.json in the run's folder.
 
         Raises MeasurementError where it could not be driven to its end, OSError where its result cannot be stored;
         the listener is told that result all the same.
         """
         self.job.check()
-        done: dict[str, Any] = {}
+        result = None
+        identity = {"cell_id": cell.cell_id, "repeat": repeat}
         try:
             with self.job.folder.scratch_load(cell.cell_id, repeat) as out:
-                done = {"cell_id": cell.cell_id, "repeat": repeat, **self.run(cell, repeat, out)}
-                write_json(out / DONE, done)
+                result = self.run(cell, repeat, out).model_copy(update=identity)
+                write_record(out / DONE, result)
         except OSError as error:
-            done = done or (dict(error.result) if isinstance(error, UnstoredError) else {})
-            if done:
-                self.job.listener.load_finished(cell, repeat, done)
+            result = error.result.model_copy(update=identity) if isinstance(error, UnstoredError) else result
+            if result is not None:
+                self.job.listener.load_finished(cell, repeat, result)
             raise
-        self.job.listener.load_finished(cell, repeat, done)
-        return done
+        self.job.listener.load_finished(cell, repeat, result)
+        return result
 
-    def run(self, cell: Cell, repeat: int, out: Path) -> dict[str, Any]:
-        """Runs the load and writes its files into ``out``: requests.parquet, load.json, counters.json.
-
-        Returns what done.json says of it.
-        """
+    def run(self, cell: Cell, repeat: int, out: Path) -> LoadResult:
+        """Runs the load and writes its files into ``out``: requests.parquet, load.json, counters.json."""
         raise NotImplementedError

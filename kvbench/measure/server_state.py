@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common.errors import MeasurementError
+from kvbench.measure.server import Server
 from kvbench.measure.single_request import complete
+from kvbench.metrics.model import LoadMetrics
 from kvbench.requests.prefix_hits import HitBounds, outside, predict_hits, unverified
 from kvbench.requests.request import RequestSpec, distinct_prefixes
+from kvbench.runs.results import CacheBounds, CacheCounts
 from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import Target
 from kvbench.targets.prometheus import MetricsSample
@@ -130,41 +133,33 @@ def _reset(target: Target) -> bool:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What the prefix cache did in a load.
-
-    ``counts``: ``state``: that of the load, declared or the default. In tokens, None where not known: ``counted``: hits
-    by /metrics; ``told``: cached tokens by the usage of the answers; ``hits``: the larger of both, of ``queries``. Only
-    where it is so: ``unverified``: why the state is not verified; ``disagree``: that both should be equal and are not;
-    ``from_before``: hits of a ``steady`` cache that only prompts from before the load explain.
-    ``bounds``: of the hits; None when they are not known. ``reasons``: why it cannot have been in the declared state.
+    """What the prefix cache did in a load, the bounds of its hits (None: not known), and why it cannot have been in the
+    declared state.
     """
 
-    counts: dict[str, Any]
-    bounds: HitBounds | None
+    counts: CacheCounts
+    bounds: CacheBounds | None
     reasons: list[str]
 
 
 def cache_use(
-    load: LoadConfig,
+    server: Server,
     requests: Sequence[RequestSpec],
-    info: ServerInfo,
     before: MetricsSample | None,
     after: MetricsSample | None,
-    *,
-    complete: bool,
-    metrics: Mapping[str, Any] | None = None,
+    metrics: LoadMetrics,
 ) -> CacheUse:
     """The hits of a load by every source that tells them, held against what is possible.
 
-    ``info``: /server_info; ``before``, ``after``: /metrics around the load; ``complete``: every request succeeded;
-    ``metrics``: of the load, None: only /metrics count.
+    ``before``, ``after``: /metrics around the load.
     """
-    bounds = hit_bounds(load, requests, info, before, after)
+    load, complete = server.load, metrics.completed == len(requests)
+    bounds = hit_bounds(load, requests, server.info, before, after)
     by_metrics, queries = (_change(before, after, f"prefix_cache_{what}_total") for what in ("hits", "queries"))
-    by_usage = (metrics or {}).get("total_cached_tokens")
+    by_usage = metrics.total_cached_tokens
     hits = max((count for count in (by_metrics, by_usage) if count is not None), default=None)
-    if metrics and hits != by_metrics:
-        queries = metrics.get("total_input_tokens")
+    if hits != by_metrics:
+        queries = metrics.total_input_tokens
     counts: dict[str, Any] = {"state": load.cache_state, "hits": hits, "queries": queries}
     counts |= {"counted": by_metrics, "told": by_usage}
     if doubt := unverified(hits, bounds, load.cache_state):
@@ -173,14 +168,15 @@ def cache_use(
     equal = complete and not _change(before, after, "num_preemptions_total") and all(r.width == 1 for r in requests)
     if equal and None not in (by_metrics, by_usage) and by_metrics != by_usage:
         counts["disagree"] = True
+    stored = CacheBounds(low=bounds.low, high=bounds.high) if bounds else None
     if hits is None or bounds is None:
-        return CacheUse(counts, bounds, [])
+        return CacheUse(CacheCounts(**counts), stored, [])
     if load.cache_state == "steady":
-        own = hit_bounds(load.model_copy(update={"cache_state": "primed"}), requests, info, before, after)
+        own = hit_bounds(load.model_copy(update={"cache_state": "primed"}), requests, server.info, before, after)
         if own is not None and hits > own.high:
             counts["from_before"] = hits - own.high
     reason = outside(hits, bounds, load.cache_state, complete=complete)
-    return CacheUse(counts, bounds, [reason] if reason else [])
+    return CacheUse(CacheCounts(**counts), stored, [reason] if reason else [])
 
 
 def hit_bounds(

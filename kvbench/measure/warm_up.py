@@ -6,7 +6,6 @@ a server may compile or capture something for each number of requests in a step.
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import random
 import threading
@@ -14,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError
@@ -22,6 +20,7 @@ from kvbench.common.text import plural
 from kvbench.measure.server import Server
 from kvbench.measure.single_request import complete, send_single
 from kvbench.requests.request import RequestSpec
+from kvbench.runs.results import WarmUpResult
 from kvbench.targets.base import Target
 from kvbench.workload.design import LoadPoint
 
@@ -42,24 +41,9 @@ _SEED = 0x5EED  # other lengths and contents than any measured request, where th
 OnAnswer = Callable[[int, int], None]  # answered, of so many requests
 
 
-@dataclass(frozen=True)
-class WarmUp:
-    """Requests sent and answered, failed attempts, why the last attempt failed, and the most requests in flight."""
-
-    requests: int
-    answered: int
-    failures: int = 0
-    last: str | None = None
-    in_flight: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """For a manifest and a load's result."""
-        return dataclasses.asdict(self)
-
-
 def warm_up(
     server: Server, point: LoadPoint, count: int = WARM_UP_REQUESTS, on_answer: OnAnswer = lambda answered, of: None
-) -> WarmUp:
+) -> WarmUpResult:
     """Sends ``count`` requests of the load's shape but other contents, then short ones at once: kernels compile.
 
     Their tokens or words are shuffled, and a text has another beginning: prompts of a trace or a text file are the same
@@ -69,7 +53,7 @@ def warm_up(
     Raises MeasurementError when the first one is not answered, one not in time, or the server does not serve any more.
     """
     if count < 1:
-        return WarmUp(0, 0)
+        return WarmUpResult(requests=0, answered=0)
     requests = sorted(
         server.requests(point, 0, server.seed ^ _SEED),
         key=lambda r: len(r.prompt_token_ids or r.prompt or ()),
@@ -97,7 +81,13 @@ def warm_up(
         raise MeasurementError(
             f"the server answers no warm-up request ({plural(len(failures), 'attempt')}): {failures[-1]}"
         )
-    return WarmUp(total, answered, len(failures), str(failures[-1]) if failures else None, at_once)
+    return WarmUpResult(
+        requests=total,
+        answered=answered,
+        failures=len(failures),
+        last=str(failures[-1]) if failures else None,
+        in_flight=at_once,
+    )
 
 
 def warm_up_concurrency(server: Server, point: LoadPoint, requests: Sequence[RequestSpec]) -> int:

@@ -13,6 +13,15 @@ import numpy as np
 from scipy import stats
 
 from kvbench.quality.prompts import OF_TEXT, Answers, Prompt
+from kvbench.runs.quality import (
+    Bin,
+    CanariesAtFullPool,
+    ConfigurationFigures,
+    FullPoolFigures,
+    Greedy,
+    Passkeys,
+    PromptFigures,
+)
 
 _RESAMPLES = 2000
 _DEPTH_PARTS = 5
@@ -27,62 +36,58 @@ def figures(
     baseline: Answers,
     decode: Callable[[Sequence[int]], str],
     page_size: int,
-) -> dict[str, Any]:
+    **settings: Any,
+) -> ConfigurationFigures:
     """The figures of one engine over all prompts together, and of each set.
 
     ``positions``: of the ``forced`` prompts, in their order; empty: unknown. ``passkeys`` are asked for their answers
-    alone. ``answers``: of the engine to all of them.
+    alone. ``answers``: of the engine to all of them. ``settings``: other fields.
     """
-    by_set = {name: list(of) for name, of in itertools.groupby(range(len(forced)), lambda i: forced[i].set_name)}
 
-    def predictions(of: Sequence[int], brief: bool = False) -> dict[str, Any]:
+    def predictions(indices: Sequence[int], *, brief: bool) -> dict[str, float | None]:
         if not positions:
             return {}
-        return _predictions([forced[i] for i in of], [positions[i] for i in of], brief)
+        return _predictions([forced[i] for i in indices], [positions[i] for i in indices], brief)
 
-    sets = {
-        name: {
-            "prompts": len(of),
-            **predictions(of, brief=True),
-            "greedy": _greedy([forced[i] for i in of], answers, baseline),
-        }
-        for name, of in by_set.items()
-    }
-    return {
-        **predictions(range(len(forced))),
-        "greedy": _greedy(forced, answers, baseline),
-        "passkey": _passkeys([*(p for p in forced if p.depth is not None), *passkeys], answers, decode, page_size),
-        "sets": sets,
-    }
+    def of_set(indices: Sequence[int]) -> PromptFigures:
+        greedy = _greedy([forced[i] for i in indices], answers, baseline)
+        return PromptFigures(prompts=len(indices), **predictions(indices, brief=True), greedy=greedy)
+
+    by_set = itertools.groupby(range(len(forced)), lambda i: forced[i].set_name)
+    asked = [*(prompt for prompt in forced if prompt.depth is not None), *passkeys]
+    return ConfigurationFigures(
+        **settings,
+        page_size=page_size,
+        **predictions(range(len(forced)), brief=False),
+        greedy=_greedy(forced, answers, baseline),
+        passkey=_passkeys(asked, answers, decode, page_size),
+        sets={name: of_set(list(indices)) for name, indices in by_set},
+    )
 
 
-def _predictions(prompts: Sequence[Prompt], positions: Sequence[Positions], brief: bool) -> dict[str, Any]:
+def _predictions(prompts: Sequence[Prompt], positions: Sequence[Positions], brief: bool) -> dict[str, float | None]:
     """KLD and change in probability, all positions alike; the perplexity of the prompts that are texts."""
-    found: dict[str, Any] = {"positions": sum(len(each.loss) for each in positions)}
+    found: dict[str, float | None] = {"positions": sum(len(each.loss) for each in positions)}
     if len(positions[0].kld):
         found |= _divergence(positions, brief)
     texts = [p for prompt, p in zip(prompts, positions, strict=True) if prompt.set_name in OF_TEXT and p.own.any()]
     losses = np.array([[p.loss[p.own].sum(), p.expected_loss[p.own].sum(), p.own.sum()] for p in texts])
     if texts:
-        found |= {"perplexity_change": float(_worse(losses.sum(axis=0)))}
+        total = losses.sum(axis=0)
+        found["perplexity_change"] = float(_worse(total))
+        if not brief:
+            found["perplexity"] = float(np.exp(total[0] / total[2]))
+            found |= interval_of(losses, _worse).named("perplexity_change")
     if brief:
         return found
-    if texts:
-        total = losses.sum(axis=0)
-        found |= {"perplexity": float(np.exp(total[0] / total[2]))}
-        found |= interval_of(losses, _worse).named("perplexity_change")
     squares = np.array([[np.square(p.change).sum(), len(p.change)] for p in positions])
     return found | interval_of(squares, lambda total: np.sqrt(total[..., 0] / total[..., 1])).named("rms_dp")
 
 
-def _divergence(positions: Sequence[Positions], brief: bool) -> dict[str, Any]:
+def _divergence(positions: Sequence[Positions], brief: bool) -> dict[str, float | None]:
     """What the distributions over the whole vocabulary tell."""
     kld, decoded, same = (np.concatenate([getattr(p, of) for p in positions]) for of in ("kld", "decoded", "same"))
-    found = {
-        "mean": float(kld.mean()),
-        "p99": float(np.quantile(kld, 0.99)),
-        "same_argmax": float(same.mean()),
-    }
+    found = {"mean": float(kld.mean()), "p99": float(np.quantile(kld, 0.99)), "same_argmax": float(same.mean())}
     if brief:
         return found
     sums = np.array([[p.kld.sum(), len(p.kld)] for p in positions])
@@ -100,13 +105,13 @@ def _worse(total: np.ndarray) -> np.ndarray:
     return np.expm1((total[..., 0] - total[..., 1]) / total[..., 2])
 
 
-def _greedy(prompts: Sequence[Prompt], answers: Answers, baseline: Answers) -> dict[str, Any]:
+def _greedy(prompts: Sequence[Prompt], answers: Answers, baseline: Answers) -> Greedy:
     """Whole answers that are equal, all turns of one prompt together, and where the others part."""
     parted = [_first_difference(answers[prompt.prompt_id], baseline[prompt.prompt_id]) for prompt in prompts]
     places = [place for place in parted if place is not None]
     agree = len(parted) - len(places)
     first = statistics.median(places) if places else None
-    return {"answers": len(parted), "agree": agree, **share_of(agree, len(parted)), "first_divergence": first}
+    return Greedy(answers=len(parted), agree=agree, **share_of(agree, len(parted)), first_divergence=first)
 
 
 def _first_difference(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> int | None:
@@ -116,22 +121,22 @@ def _first_difference(one: Sequence[Sequence[int]], other: Sequence[Sequence[int
 
 def _passkeys(
     prompts: Sequence[Prompt], answers: Answers, decode: Callable[[Sequence[int]], str], page_size: int
-) -> dict[str, Any]:
-    right = [each.is_right(decode(answers[each.prompt_id][-1])) for each in prompts]
+) -> Passkeys:
+    right = [prompt.is_right(decode(answers[prompt.prompt_id][-1])) for prompt in prompts]
 
-    def by(label: Callable[[Prompt], tuple[int, str]]) -> list[dict[str, Any]]:
-        labels = [label(each) for each in prompts]
+    def bins(label: Callable[[Prompt], tuple[int, str]]) -> tuple[Bin, ...]:
+        labels = [label(prompt) for prompt in prompts]
         order = sorted(range(len(prompts)), key=lambda i: labels[i][0])
         return counted([labels[i][1] for i in order], [right[i] for i in order])
 
-    return {
-        "asked": len(prompts),
-        "right": sum(right),
+    return Passkeys(
+        asked=len(prompts),
+        right=sum(right),
         **share_of(sum(right), len(prompts)),
-        "by_depth": by(_depth_label),
-        "by_length": by(_length_label),
-        "by_residue": by(lambda each: (each.length % page_size, str(each.length % page_size))),
-    }
+        by_depth=bins(_depth_label),
+        by_length=bins(_length_label),
+        by_residue=bins(lambda prompt: (prompt.length % page_size, str(prompt.length % page_size))),
+    )
 
 
 def _depth_label(prompt: Prompt) -> tuple[int, str]:
@@ -151,34 +156,33 @@ def full_pool_figures(
     asked: int,
     wrong: Sequence[str],
     passkeys: Sequence[bool],
-    counters: Mapping[str, float],
+    counters: Mapping[str, int],
     problems: Sequence[str] = (),
     canaries: Sequence[tuple[str, bool]] = (),
     wrong_with_room: Collection[str] = (),
-) -> dict[str, Any]:
+) -> FullPoolFigures:
     """``asked``: answers that are known; ``wrong``: names of those that differ; ``passkeys``: which are right.
 
     ``problems``: what does not add up in the pool. ``canaries``: of each answer its canary and whether it is right;
     ``wrong_with_room``: those that are answered wrongly on an idle engine.
     """
     names = {name for name, _ in canaries}
-    events = ("preemptions", "swapped_pages", "evicted_pages", "forks")
-    return {
-        "answers": asked,
-        "agree": asked - len(wrong),
-        "passkey_asked": len(passkeys),
-        "passkey_right": sum(passkeys),
-        "wrong": list(dict.fromkeys(wrong))[:_MOST_NAMED],
-        **{name: int(counters[name]) for name in events},
-        "problems": list(problems)[:_MOST_NAMED],
-        "canaries": {
-            "answered": len(canaries),
-            "distinct": len(names),
-            "wrong": sum(not right for _, right in canaries),
-            "which": list(dict.fromkeys(name for name, right in canaries if not right))[:_MOST_NAMED],
-            "wrong_with_room": len(names & set(wrong_with_room)),
-        },
-    }
+    return FullPoolFigures(
+        answers=asked,
+        agree=asked - len(wrong),
+        passkey_asked=len(passkeys),
+        passkey_right=sum(passkeys),
+        wrong=tuple(dict.fromkeys(wrong))[:_MOST_NAMED],
+        **counters,
+        problems=tuple(problems)[:_MOST_NAMED],
+        canaries=CanariesAtFullPool(
+            answered=len(canaries),
+            distinct=len(names),
+            wrong=sum(not right for _, right in canaries),
+            which=tuple(dict.fromkeys(name for name, right in canaries if not right))[:_MOST_NAMED],
+            wrong_with_room=len(names & set(wrong_with_room)),
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -221,14 +225,12 @@ def share_of(right: int, asked: int) -> dict[str, float]:
     return {"share": right / asked, "low": float(low), "high": float(high)}
 
 
-def counted(labels: Iterable[str], right: Sequence[bool]) -> list[dict[str, Any]]:
-    """{of, asked, right} of each label, in the order in which they first come."""
-    found: dict[str, dict[str, Any]] = {}
+def counted(labels: Iterable[str], right: Sequence[bool]) -> tuple[Bin, ...]:
+    """A bin of each label, in the order in which they first come."""
+    by_label: dict[str, list[bool]] = {}
     for label, good in zip(labels, right, strict=True):
-        row = found.setdefault(label, {"of": label, "asked": 0, "right": 0})
-        row["asked"] += 1
-        row["right"] += bool(good)
-    return list(found.values())
+        by_label.setdefault(label, []).append(bool(good))
+    return tuple(Bin(of=label, asked=len(each), right=sum(each)) for label, each in by_label.items())
 
 
 @dataclass(frozen=True)

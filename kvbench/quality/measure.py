@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,7 +35,15 @@ from kvbench.quality.prompts import FILLER, FOLDER, SETS, Answers, Prompt, in_to
 from kvbench.requests.build import build_requests
 from kvbench.requests.canaries import SHIPPED, Canary, as_request, canaries_of, read_canaries
 from kvbench.requests.request import RequestSpec
-from kvbench.runs.quality import QualityResult, limits_of, outside_of
+from kvbench.runs.quality import (
+    CanariesRight,
+    ConfigurationFigures,
+    FullPoolFigures,
+    QualityFacts,
+    QualityResult,
+    limits_of,
+    outside_of,
+)
 from kvbench.workload.design import Configuration
 from kvbench.workload.file import Workload
 
@@ -89,23 +98,26 @@ class Material:
     def wrong_canaries(self, answers: Answers) -> set[str]:
         return {c.canary_id for c in self.canaries if answers[c.canary_id][0] != tuple(c.answer_token_ids)}
 
-    def right_canaries(self, answers: Answers) -> dict[str, Any]:
-        """The figure ``canaries``; none without a canary."""
-        asked = len(self.canaries)
-        right = asked - len(self.wrong_canaries(answers))
-        return {"canaries": {"asked": asked, "right": right}} if asked else {}
+    def judged(
+        self, figures: ConfigurationFigures, answers: Answers, limits: Mapping[str, float], **more: Any
+    ) -> ConfigurationFigures:
+        """The figures with the right canaries among ``answers``, ``more`` fields, and what breaks the limits."""
+        if asked := len(self.canaries):
+            more["canaries"] = CanariesRight(asked=asked, right=asked - len(self.wrong_canaries(answers)))
+        figures = figures.model_copy(update=more)
+        return figures.model_copy(update={"outside": tuple(outside_of(figures, limits))})
 
-    def facts(self, loaded: LoadedModel) -> dict[str, Any]:
-        """What was asked of which model, for quality.json."""
-        return {
-            "device": str(loaded.device),
-            "kernel_backend": loaded.backend.name,
-            "dtype": str(loaded.dtype).removeprefix("torch."),
-            "prompts": len(self.forced),
-            "passkeys": len(self.passkeys),
-            "left_out": self.left_out,
-            "tokens": sum(prompt.length for prompt in self.everything),
-        }
+    def facts(self, loaded: LoadedModel, began: float, **more: Any) -> QualityFacts:
+        """What was asked of which model."""
+        return QualityFacts(
+            device=str(loaded.device),
+            kernel_backend=loaded.backend.name,
+            prompts=len(self.forced),
+            passkeys=len(self.passkeys),
+            tokens=sum(prompt.length for prompt in self.everything),
+            seconds=round(time.monotonic() - began, 3),
+            **{"left_out": self.left_out, "dtype": dtype_of(loaded), **more},
+        )
 
 
 def measure(
@@ -128,15 +140,15 @@ def measure(
             subject = Subject.of(configuration.settings, model)
         key = tuple(getattr(subject.config, name) for name in _WEIGHTS)
         groups.setdefault(key, {})[configuration.config_id] = subject
-    measured: dict[str, dict[str, Any]] = {}
-    controls, infos, facts = [], [], []
+    measured: dict[str, ConfigurationFigures] = {}
+    controls, done = [], []
     for members in groups.values():
         group = _Group(workload, members, say)
         figures_of_group, control = group.measure()
         measured |= figures_of_group
         controls.append(control)
-        infos.append(group.loaded.info)
-        facts.append(group.facts)
+        done.append(group)
+    infos = [group.loaded.info for group in done]
     fingerprints, names = (
         list(dict.fromkeys(getattr(info, name) for info in infos)) for name in ("weights_fingerprint", "name")
     )
@@ -147,16 +159,16 @@ def measure(
         configurations={each.config_id: measured[each.config_id] for each in configurations},
         control=controls[0],  # with several sets of weights that of the first; each has the limits of its own
         weights_fingerprint=fingerprints[0] if len(fingerprints) == 1 else "",
-        facts={
-            **facts[0],
-            "dtype": ", ".join(dict.fromkeys(each["dtype"] for each in facts)),
-            "measurements": sum(each["measurements"] for each in facts),
-            "seconds": round(time.monotonic() - began, 3),
-        },
+        facts=done[0].material.facts(
+            done[0].loaded,
+            began,
+            dtype=", ".join(dict.fromkeys(dtype_of(group.loaded) for group in done)),
+            measurements=sum(len(group.distinct) for group in done),
+        ),
     )
 
 
-def result_of(subjects: Collection[Subject], *, control: Mapping[str, Any], **measured: Any) -> QualityResult:
+def result_of(subjects: Collection[Subject], *, control: ConfigurationFigures, **measured: Any) -> QualityResult:
     """The content of quality.json: what was ``measured``, by whose weights, with the limits of ``control``."""
     return QualityResult(
         beside=any(each.beside for each in subjects),
@@ -168,6 +180,10 @@ def result_of(subjects: Collection[Subject], *, control: Mapping[str, Any], **me
         note=RANDOM_NOTE if any(each.random for each in subjects) else "",
         **measured,
     )
+
+
+def dtype_of(loaded: LoadedModel) -> str:
+    return str(loaded.dtype).removeprefix("torch.")
 
 
 def cpus() -> int:
@@ -229,9 +245,9 @@ class _Group:
             self.material = gather(_context(members, self.loaded), self.loaded, self.tokenizer, own_workload)
         self._answers: dict[tuple[Any, ...], Answers] = {}
 
-    def measure(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    def measure(self) -> tuple[dict[str, ConfigurationFigures], ConfigurationFigures]:
         """The figures of each configuration, and of the control."""
-        distinct = self._distinct()
+        distinct = self.distinct
         self.say(f"baseline: {len(self.material.everything)} prompts")
         self._answers_of(self.base)
         with _named(", ".join(self.members)):
@@ -245,13 +261,12 @@ class _Group:
             with _named(names[0]):
                 answers = self._answers_of(config)
                 found = self._figures_of(config, forced[_key(config, _WITHOUT_EFFECT_FORCED)], answers)
-                found["full_pool"] = self._full_pool_of(config, self.material.wrong_canaries(answers))
-            found |= self.material.right_canaries(answers)
-            found["outside"] = outside_of(found, limits)
-            measured |= dict.fromkeys(names, found)
+                pool = self._full_pool_of(config, self.material.wrong_canaries(answers))
+            measured |= dict.fromkeys(names, self.material.judged(found, answers, limits, full_pool=pool))
         return measured, control
 
-    def _distinct(self) -> dict[tuple[Any, ...], EngineConfig]:
+    @cached_property
+    def distinct(self) -> dict[tuple[Any, ...], EngineConfig]:
         """One configuration of those that answer alike, by their key."""
         return {_key(each.config): each.config for each in self.members.values()}
 
@@ -297,24 +312,23 @@ class _Group:
         vocab_size = self.loaded.info.vocab_size
         return answering.compare_arms(baseline, {_CONTROL: other, **arms}, conversations, vocab_size, tell)
 
-    def _figures_of(self, config: EngineConfig, positions: Sequence[Positions], answers: Answers) -> dict[str, Any]:
-        return {
-            "kv_cache_dtype": config.kv_cache_dtype,
-            "layout": config.layout,
-            "page_size": config.page_size,
-            "kv_outliers": dataclasses.asdict(balance_keys(self._model(config))),  # measured already
-            **figures(
-                self.material.forced,
-                self.material.passkeys,
-                positions,
-                answers,
-                self._answers_of(self.base),
-                self.tokenizer.decode,
-                config.page_size,
-            ),
-        }
+    def _figures_of(
+        self, config: EngineConfig, positions: Sequence[Positions], answers: Answers
+    ) -> ConfigurationFigures:
+        return figures(
+            self.material.forced,
+            self.material.passkeys,
+            positions,
+            answers,
+            self._answers_of(self.base),
+            self.tokenizer.decode,
+            config.page_size,
+            kv_cache_dtype=config.kv_cache_dtype,
+            layout=config.layout,
+            kv_outliers=dataclasses.asdict(balance_keys(self._model(config))),  # measured already
+        )
 
-    def _full_pool_of(self, config: EngineConfig, wrong_with_room: set[str]) -> dict[str, Any]:
+    def _full_pool_of(self, config: EngineConfig, wrong_with_room: set[str]) -> FullPoolFigures:
         """The answers while the pool is too small, beside the baseline's with room."""
         requests = _pressed_requests(self.material, self._answers_of(self.base))
         pressing = dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, _ROWS))
@@ -337,10 +351,6 @@ class _Group:
                 right.append(prompt.is_right(self.tokenizer.decode(token_ids)))
         asked = len(pool.answers) - len(canaries)
         return full_pool_figures(asked, wrong, right, pool.counters, pool.problems, canaries, wrong_with_room)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return self.material.facts(self.loaded) | {"measurements": len(self._distinct())}
 
 
 # --- The engines ---

@@ -26,7 +26,7 @@ from kvbench.quality.answering import Conversation
 from kvbench.quality.figures import Positions, figures
 from kvbench.quality.measure import Material, Say
 from kvbench.quality.prompts import Answers, Prompt
-from kvbench.runs.quality import QualityResult, limits_of, outside_of
+from kvbench.runs.quality import ConfigurationFigures, QualityResult, limits_of
 from kvbench.targets.base import PLAIN_ACCESS, Access, HttpAnswer, HttpCalls
 
 CONFIG_ID = "server"
@@ -341,16 +341,13 @@ def measure_served(
     again = asked.answers(material.asked[::-1], _AT_ONCE_OF_CONTROL, "control: the server's answers in other order")
     positions, control_positions = _probabilities(asked, reference, material, expected) if manner.logprobs else ([], [])
 
-    def figures_of(positions: Sequence[Positions], given: Answers, beside: Answers) -> dict[str, Any]:
-        decode = reference.decode
-        found = figures(material.forced, material.passkeys, positions, given, beside, decode, page_size)
-        return {"page_size": page_size, **found}
+    def figures_of(positions: Sequence[Positions], given: Answers, beside: Answers) -> ConfigurationFigures:
+        return figures(material.forced, material.passkeys, positions, given, beside, reference.decode, page_size)
 
     # A server that finds no passkey must not set its own limit: those of the control are the built-in engine's.
-    passkey = figures_of([], expected, expected)["passkey"]
-    control = figures_of(control_positions, again, answers) | {"passkey": passkey}
-    measured = figures_of(positions, answers, expected) | material.right_canaries(answers)
-    measured["outside"] = outside_of(measured, limits_of(control))
+    passkey = figures_of([], expected, expected).passkey
+    control = figures_of(control_positions, again, answers).model_copy(update={"passkey": passkey})
+    measured = material.judged(figures_of(positions, answers, expected), answers, limits_of(control))
     return measure.result_of(
         [reference.subject],
         workload=served.http.base_url,
@@ -358,21 +355,23 @@ def measure_served(
         configurations={CONFIG_ID: measured},
         control=control,
         weights_fingerprint=reference.loaded.info.weights_fingerprint,
-        facts=_facts(reference, manner, gathered, material) | {"seconds": round(time.monotonic() - began, 3)},
+        facts=material.facts(
+            reference.loaded,
+            began,
+            left_out=gathered.left_out,
+            asked_with="token ids" if manner.token_ids else "texts",
+            at_once=[_AT_ONCE, _AT_ONCE_OF_CONTROL],
+            not_measured=_not_measured(manner, len(gathered.everything) - len(material.everything)),
+        ),
     )
 
 
-def _facts(reference: _Reference, manner: Manner, gathered: Material, asked: Material) -> dict[str, Any]:
-    """``gathered``: all prompts that fit; ``asked``: those that the server could be asked."""
+def _not_measured(manner: Manner, unread: int) -> tuple[str, ...]:
+    """What the server does not tell. ``unread``: prompts that it could not be asked."""
     missing = [_NO_KLD, *([] if manner.logprobs else [_NO_LOGPROBS])]
-    if unread := len(gathered.everything) - len(asked.everything):
+    if unread:
         missing.append(f"{unread} prompts whose texts have other tokens than they have")
-    return asked.facts(reference.loaded) | {
-        "left_out": gathered.left_out,
-        "asked_with": "token ids" if manner.token_ids else "texts",
-        "at_once": [_AT_ONCE, _AT_ONCE_OF_CONTROL],
-        "not_measured": missing,
-    }
+    return tuple(missing)
 
 
 def _probabilities(

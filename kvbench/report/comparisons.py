@@ -1,24 +1,48 @@
-"""Pure functions from a Run to comparisons of its configurations, without any wording.
+"""How the configurations of a run compare: which cells, in which metric and clock, and the words for it. Pure.
 
-The unit of every comparison is the repeat; the verdict on a ratio: ``runs/ratios.py``.
+Engine time answers where it decides, since small effects show there; else the ratios paired by repeat that were served
+over HTTP. The two clocks are never mixed in one figure, and each comparison says of which clock it is. All of a
+simulated run is of the clock ``SIMULATED``, which stands where ``SERVED`` stands elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvbench.common import text as words
-from kvbench.runs.model import DOUBTS, MeasuredCell, MeasuredLoad, Run, all_steady, all_steady_latency
-from kvbench.runs.ratios import HIGHER, LOWER, SAME, UNCLEAR, Ratio, RepeatSpread, contradicts, paired_ratio
-from kvbench.workload.settings import applies, effective, setting_title
+from kvbench.effects.comparison import Call, Comparison, contradicts, paired, stored_call
+from kvbench.metrics.definitions import ENGINE, SERVED, figure
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run, all_steady, all_steady_latency
+from kvbench.workload.settings import applies, effective, phrase, setting_title
 
+THROUGHPUT, TTFT, TPOT, ITL = "output_throughput", "p95_ttft_ms", "p50_tpot_ms", "p95_itl_ms"
+JUDGED = (THROUGHPUT, TTFT, ITL)  # by which a configuration is ahead or behind
+COMPARED = (THROUGHPUT, TTFT, TPOT, ITL)
+HEADS = ("output tok/s", *(figure(metric).title for metric in COMPARED[1:]))  # of COMPARED, in tables
+SCATTER = 1.5  # largest over smallest throughput of one cell's repeats from which on they are said to scatter
 NOT_TOLD = "not told apart"
 RATIO_MARKS = f"≈ means level, ? {NOT_TOLD} from 1"
+CALLS = {Call.BETTER: "ahead", Call.WORSE: "behind", Call.LEVEL: "level", Call.UNDECIDED: "open"}
+"""The words for people where a table of engine time has a column of calls."""
 _ASKED = ("layout", "page_size", "kv_cache_dtype")
-SCATTER = 1.5  # largest over smallest throughput of one cell's repeats from which on they are said to scatter
+_WIDEST = 9.0  # high / low of an interval that still tells something
+
+
+# --- Values over repeats ---
+
+
+@dataclass(frozen=True)
+class RepeatSpread:
+    """Median, minimum and maximum over repeats."""
+
+    median: float
+    low: float
+    high: float
+    n: int
 
 
 def spread(values: Mapping[int, float]) -> RepeatSpread | None:
@@ -32,57 +56,13 @@ def median(values: Mapping[int, float]) -> float | None:
     return float(np.median(list(values.values()))) if values else None
 
 
-@dataclass(frozen=True)
-class PairedComparison:
-    """Configuration ``a`` against ``b`` under the same load and the same requests; no ratios where one is invalid."""
-
-    a: MeasuredCell
-    b: MeasuredCell
-    throughput: Ratio | None
-    ttft: Ratio | None  # p95
-    tpot: Ratio | None  # p50
-    itl: Ratio | None  # p95
-
-    @property
-    def load(self) -> MeasuredLoad:
-        return self.a.load
-
-    @property
-    def valid(self) -> bool:
-        return self.a.valid and self.b.valid
-
-    @property
-    def steady(self) -> bool:
-        """Whether the throughputs compared are of the steady window; else of the whole run, of both: like with like."""
-        return all_steady((self.a, self.b))
-
-    @property
-    def steady_latency(self) -> bool:
-        """Tests whether the latencies compared are of the steady window, of both."""
-        return all_steady_latency((self.a, self.b))
-
-    @property
-    def of_medians(self) -> float | None:
-        """The ratio of the throughputs that tables show, where it visibly contradicts the paired one."""
-        a, b = median(self.a.throughput()), median(self.b.throughput())
-        if self.throughput is None or not a or not b:
-            return None
-        return a / b if contradicts(self.throughput.median, a / b) else None
-
-    @property
-    def doubt(self) -> str:
-        """The worse of the two cells', as ``MeasuredCell.doubt``."""
-        return min(filter(None, (self.a.doubt, self.b.doubt)), key=DOUBTS.index, default="")
+def scatters(cell: MeasuredCell) -> RepeatSpread | None:
+    """The spread of a cell's throughput where its repeats scatter by more than SCATTER; None where they do not."""
+    s = spread(cell.throughput())
+    return s if s is not None and s.low > 0 and s.high / s.low > SCATTER else None
 
 
-def compare(a: MeasuredCell, b: MeasuredCell) -> PairedComparison:
-    """Paired ratios a/b of what the report speaks about."""
-    if not (a.valid and b.valid):
-        return PairedComparison(a, b, None, None, None, None)
-    steady, steady_latency = all_steady((a, b)), all_steady_latency((a, b))
-    metrics = ("ttft_ms.p95", "tpot_ms.p50", "itl_ms.p95")
-    latencies = (paired_ratio(*(cell.latency(metric, steady_latency) for cell in (a, b))) for metric in metrics)
-    return PairedComparison(a, b, paired_ratio(a.throughput(steady), b.throughput(steady)), *latencies)
+# --- Configurations ---
 
 
 def differing(a: MeasuredCell, b: MeasuredCell) -> set[str]:
@@ -100,11 +80,35 @@ def differing(a: MeasuredCell, b: MeasuredCell) -> set[str]:
     }
 
 
+def short_name(cell: MeasuredCell, base: MeasuredCell | None) -> str:
+    """What distinguishes a configuration from the baseline: "page 8", "page 32 with FP8 KV (e4m3)", "contiguous".
+
+    The baseline keeps its full name, and so does a configuration whose difference is not known.
+    """
+    changed = differing(cell, base) if base is not None and base is not cell else set()
+    if not changed or "layout" in changed:
+        return cell.name
+    page = [f"page {cell.settings['page_size']}"] if "page_size" in changed else []
+    others = [phrase(name, effective(cell.settings, name)) for name in sorted(changed - {"page_size"})]
+    return " with ".join(filter(None, [*page, words.listing(others)]))
+
+
 def not_varied(run: Run, base: MeasuredCell) -> list[str]:
     """Titles of the settings that every reader asks about and that no configuration at the baseline's load varies."""
     known = {*base.settings, *(_ASKED if run.is_built_in else ())}
     varied = {name for cell in run.at(base.load) for name in differing(cell, base)}
     return [setting_title(name) for name in _ASKED if name in known - varied]
+
+
+def tokens_held(cell: MeasuredCell, base: MeasuredCell) -> float | None:
+    """How many times as many tokens as ``base`` a configuration holds in the same memory; None where not known."""
+    held, before = cell.capacity.get("capacity_tokens"), base.capacity.get("capacity_tokens")
+    return held / before if held and before else None
+
+
+def baseline(run: Run, load: MeasuredLoad) -> MeasuredCell | None:
+    """The baseline configuration at a load."""
+    return next((cell for cell in run.at(load) if cell.is_baseline), None)
 
 
 def paging_pair(run: Run) -> tuple[str, str] | None:
@@ -122,28 +126,17 @@ def paging_pair(run: Run) -> tuple[str, str] | None:
     return min(pairs, key=lambda names: pairs[names]) if pairs else None
 
 
-def paging(run: Run) -> list[PairedComparison]:
-    """Paged against contiguous, the pair of ``paging_pair``, at each load that has both, loads ascending."""
-    chosen = paging_pair(run)
-    pairs = [[run.cell(name, load) for name in chosen] for load in run.loads] if chosen else []
-    return [compare(p, c) for p, c in pairs if p is not None and c is not None]
-
-
-def baseline(run: Run, load: MeasuredLoad) -> MeasuredCell | None:
-    """The baseline configuration at a load."""
-    return next((cell for cell in run.at(load) if cell.is_baseline), None)
+def paging(run: Run) -> list[tuple[MeasuredCell, MeasuredCell]]:
+    """The paged and the contiguous cell of ``paging_pair`` at each load that has both, loads ascending."""
+    names = paging_pair(run)
+    pairs = [(run.cell(names[0], load), run.cell(names[1], load)) for load in run.loads] if names else []
+    return [(paged, contiguous) for paged, contiguous in pairs if paged is not None and contiguous is not None]
 
 
 def reference(run: Run, load: MeasuredLoad) -> MeasuredCell | None:
     """What ratios in tables and figures are relative to: contiguous where measured, else the baseline."""
     pair = paging_pair(run)
     return (run.cell(pair[1], load) if pair else None) or baseline(run, load)
-
-
-def ratio_to_reference(run: Run, cell: MeasuredCell) -> Ratio | None:
-    """Of the throughput; None for the reference itself and where there is none."""
-    ref = reference(run, cell.load)
-    return None if ref is None or ref is cell else compare(cell, ref).throughput
 
 
 def best(run: Run, load: MeasuredLoad) -> MeasuredCell | None:
@@ -154,67 +147,20 @@ def best(run: Run, load: MeasuredLoad) -> MeasuredCell | None:
     return max(known, key=lambda pair: pair[0])[1] if known else None
 
 
-def leaders(run: Run, load: MeasuredLoad) -> dict[str, dict[str, str]]:
-    """By column of the table of all cells: the configurations that are not decided to be worse than the best value.
-
-    SAME is the best one and what is level with it, UNCLEAR what is not told apart from it. Among valid cells, without
-    percentiles of too few samples; empty where no cell is decided to be worse.
-    """
-    valid = [cell for cell in run.at(load) if cell.valid]
-    steady = all_steady(valid)
-    throughput = [(cell, median(cell.throughput(steady)), False) for cell in valid]
-    settled, shown = all_steady_latency(valid), (("ttft_ms", "p95"), ("tpot_ms", "p50"))
-    ttft, tpot = ([(c, *c.percentile(*which, settled)) for c in valid] for which in shown)
-    return {
-        "output_tokens_per_s": _leaders(throughput, lambda pair: pair.throughput, higher_is_better=True),
-        "ttft_ms_p95": _leaders(ttft, lambda pair: pair.ttft),
-        "tpot_ms_p50": _leaders(tpot, lambda pair: pair.tpot),
-    }
-
-
-def _leaders(
-    values: Sequence[tuple[MeasuredCell, float | None, bool]],
-    ratio: Callable[[PairedComparison], Ratio | None],
-    higher_is_better: bool = False,
-) -> dict[str, str]:
-    """``values``: what tables show of each cell, and whether it is of too few samples."""
-    known = [each for each in values if each[1] is not None]
-    top, _, few = (max if higher_is_better else min)(known, key=lambda each: each[1], default=(None, None, True))
-    if top is None or few:
-        return {}
-    others = {cell.name: ratio(compare(cell, top)) for cell, _, few in known if cell is not top and not few}
-    verdicts = {name: r.verdict if r else UNCLEAR for name, r in others.items()}
-    worse, better = (LOWER, HIGHER) if higher_is_better else (HIGHER, LOWER)
-    if worse not in verdicts.values() or better in verdicts.values():  # better: paired ratios contradict the medians
-        return {}
-    return {top.name: SAME} | {name: verdict for name, verdict in verdicts.items() if verdict != worse}
-
-
-def tokens_held(cell: MeasuredCell, base: MeasuredCell) -> float | None:
-    """How many times as many tokens as ``base`` a configuration holds in the same memory; None where not known."""
-    held, before = (one.capacity.get("capacity_tokens") for one in (cell, base))
-    return held / before if held and before else None
-
-
-def scatters(cell: MeasuredCell) -> RepeatSpread | None:
-    """The spread of a cell's throughput where its repeats scatter by more than SCATTER; None where they do not."""
-    s = spread(cell.throughput())
-    return s if s is not None and s.low > 0 and s.high / s.low > SCATTER else None
-
-
 @dataclass(frozen=True)
 class Effect:
-    """One setting changed alone from the baseline, at one load."""
+    """One setting changed alone from the baseline ``base``, at one load."""
 
     setting: str
     value: object
     baseline_value: object
-    comparison: PairedComparison
+    cell: MeasuredCell
+    base: MeasuredCell
 
 
 def effects(run: Run) -> list[Effect]:
     """Every configuration that differs from the baseline in one setting; in the layout only without ``paging``."""
-    found, layouts = [], bool(paging(run))
+    alone, layouts = [], bool(paging(run))
     for cell in run.cells:
         base = baseline(run, cell.load)
         changed = differing(cell, base) if base is not None and cell is not base else set()
@@ -222,15 +168,175 @@ def effects(run: Run) -> list[Effect]:
             continue
         (setting,) = changed
         values = (effective(settings, setting) for settings in (cell.settings, base.settings))
-        found.append(Effect(setting, *values, compare(cell, base)))
-    return found
+        alone.append(Effect(setting, *values, cell, base))
+    return alone
 
 
-def marked_ratio(r: Ratio) -> str:
-    """1.65x; ≈1.02x when level; 1.65x? when not told apart from 1."""
-    return marked(r.median, r.verdict)
+# --- Comparisons ---
 
 
-def marked(ratio: float, verdict: str) -> str:
-    """A ratio with the mark of its verdict, as ``RATIO_MARKS`` explains."""
-    return f"{'≈' if verdict == SAME else ''}{words.ratio(ratio)}{'?' if verdict == UNCLEAR else ''}"
+def is_steady(metric: str, *cells: MeasuredCell) -> bool:
+    """Tests whether a metric of ``cells`` is compared in the steady window; else over the whole run, of all of them."""
+    return all_steady_latency(cells) if figure(metric).statistic else all_steady(cells)
+
+
+def values(metric: str, cell: MeasuredCell, steady: bool) -> dict[int, float]:
+    """A metric by repeat: of the steady window, or of the whole run."""
+    return cell.per_repeat(figure(metric).of_steady(steady).path)
+
+
+def served(cell: MeasuredCell, other: MeasuredCell, metric: str) -> Comparison | None:
+    """A configuration against another as served, paired by repeat; None where a cell is in doubt or has no figure."""
+    if not (cell.valid and other.valid):
+        return None
+    steady = is_steady(metric, cell, other)
+    return paired(metric, cell.clock, values(metric, cell, steady), values(metric, other, steady))
+
+
+def in_engine_time(run: Run, cell_id: str, metric: str) -> Comparison | None:
+    """A configuration against the baseline in engine time; None where that was not measured."""
+    effect = run.engine_time.of(cell_id, metric) if run.engine_time else None
+    if effect is None:
+        return None
+    call, n, smallest = stored_call(effect.call), effect.launches, effect.smallest_seen
+    return Comparison(metric, ENGINE, effect.ratio, effect.low, effect.high, n, call, smallest=smallest)
+
+
+def change_in(run: Run, cell: MeasuredCell, metric: str, clock: str) -> Comparison | None:
+    """A configuration against the baseline at its load in one clock; None for the baseline itself."""
+    base = baseline(run, cell.load)
+    if base is None or base is cell:
+        return None
+    return in_engine_time(run, cell.cell_id, metric) if clock == ENGINE else served(cell, base, metric)
+
+
+def change(run: Run, cell: MeasuredCell, metric: str) -> Comparison | None:
+    """The same from the clock that decides it: engine time before served.
+
+    What was served decides nothing that engine time excludes, though undecided there.
+    """
+    known = [one for clock in (ENGINE, SERVED) if (one := change_in(run, cell, metric, clock))]
+    if not known:
+        return None
+    low, high = known[0].low or 0.0, known[0].high or math.inf
+    return next((one for one in known if one.decided and low <= one.ratio <= high), known[0])
+
+
+def change_between(
+    run: Run, cell: MeasuredCell, other: MeasuredCell, metric: str, clock: str | None = None
+) -> Comparison | None:
+    """A configuration against any other at its load: in either clock where one of them is the baseline.
+
+    ``clock``: in that one only. Engine time knows no pair without the baseline.
+    """
+    if not (cell.is_baseline or other.is_baseline):
+        return served(cell, other, metric) if clock != ENGINE else None
+    varied = cell if other.is_baseline else other
+    known = change_in(run, varied, metric, clock) if clock else change(run, varied, metric)
+    return known if known is None or varied is cell else known.inverse()
+
+
+def changes(run: Run, load: MeasuredLoad) -> list[tuple[MeasuredCell, Comparison]]:
+    """Every cell at a load against the baseline, all in one clock: engine time where it has any, else served."""
+    for clock in (ENGINE, SERVED):
+        every = [(cell, change_in(run, cell, metric, clock)) for cell in run.at(load) for metric in JUDGED]
+        if known := [(cell, one) for cell, one in every if one]:
+            return known
+    return []
+
+
+def decided_load(run: Run) -> MeasuredLoad | None:
+    """The load that the report speaks of: the highest that decides anything, else the highest; None of no cells.
+
+    In closed loop that is a throughput; in open loop the arrivals set it, so a p95 decides as well.
+    """
+    for load in reversed(run.loads):
+        metrics = JUDGED if load.mode == "open" else (THROUGHPUT,)
+        known = (change(run, cell, metric) for cell in run.at(load) for metric in metrics)
+        if any(one and one.decided for one in known):
+            return load
+    return run.loads[-1] if run.loads else None
+
+
+def reported_cells(run: Run) -> tuple[list[MeasuredCell], MeasuredCell | None]:
+    """The cells at that load, and the baseline among them."""
+    load = decided_load(run)
+    return (run.at(load), baseline(run, load)) if load else ([], None)
+
+
+def leaders(run: Run, load: MeasuredLoad) -> dict[str, dict[str, Call]]:
+    """By column of the table of all cells: the configurations that are not decided to be worse than the best value.
+
+    LEVEL is the best one and what is level with it, UNDECIDED what is not told apart from it. Among valid cells,
+    without percentiles of too few samples; empty where no cell is decided to be worse.
+    """
+    valid = [cell for cell in run.at(load) if cell.valid]
+    steady, settled = all_steady(valid), all_steady_latency(valid)
+    ttft, tpot = (
+        [(cell, *cell.percentile(*which, settled)) for cell in valid]
+        for which in (("ttft_ms", "p95"), ("tpot_ms", "p50"))
+    )
+    return {
+        "output_tokens_per_s": _leaders(THROUGHPUT, [(c, median(c.throughput(steady)), False) for c in valid]),
+        "ttft_ms_p95": _leaders(TTFT, ttft),
+        "tpot_ms_p50": _leaders(TPOT, tpot),
+    }
+
+
+def _leaders(metric: str, shown: Sequence[tuple[MeasuredCell, float | None, bool]]) -> dict[str, Call]:
+    """``shown``: what tables have of each cell, and whether it is of too few samples."""
+    known = [one for one in shown if one[1] is not None]
+    pick = max if figure(metric).higher_is_better else min
+    top, _, few = pick(known, key=lambda one: one[1], default=(None, None, True))
+    if top is None or few:
+        return {}
+    others = {cell.name: served(cell, top, metric) for cell, _, few in known if cell is not top and not few}
+    calls = {name: one.call if one else Call.UNDECIDED for name, one in others.items()}
+    if Call.WORSE not in calls.values() or Call.BETTER in calls.values():  # better: the ratios contradict the medians
+        return {}
+    return {top.name: Call.LEVEL} | {name: call for name, call in calls.items() if call != Call.WORSE}
+
+
+def median_ratio(cell: MeasuredCell, other: MeasuredCell) -> float | None:
+    """The ratio of the throughputs that tables show, where it visibly contradicts the paired one."""
+    shown, against = median(cell.throughput()), median(other.throughput())
+    known = served(cell, other, THROUGHPUT)
+    if known is None or not shown or not against:
+        return None
+    return shown / against if contradicts(known.ratio, shown / against) else None
+
+
+# --- In words ---
+
+
+def marked(comparison: Comparison) -> str:
+    """1.65x; ≈1.02x when level; 1.65x? when not told apart from 1, as ``RATIO_MARKS`` explains."""
+    level, undecided = comparison.call == Call.LEVEL, comparison.call == Call.UNDECIDED
+    return f"{'≈' if level else ''}{words.ratio(comparison.ratio)}{'?' if undecided else ''}"
+
+
+def amount(ratio: float) -> str:
+    """+16 %, −4.2 %, 2.4x: a ratio as a change, from twice on as a multiple."""
+    if ratio >= 2:
+        return f"{_number(ratio, times=True)}x"
+    number = _number(ratio, times=False)
+    return f"{number if number == '0' or number[0] == '−' else f'+{number}'} %"
+
+
+def interval(comparison: Comparison) -> str:
+    """(13 to 20), in the unit of ``amount``; empty where it tells nothing."""
+    low, high = comparison.low, comparison.high
+    if low is None or high is None or high > _WIDEST * low:
+        return ""
+    return f"({' to '.join(_number(end, times=comparison.ratio >= 2) for end in (low, high))})"
+
+
+def sized(comparison: Comparison) -> str:
+    """+16 % (13 to 20); 2.4x (1.9 to 3.1) from twice on."""
+    return f"{amount(comparison.ratio)} {interval(comparison)}".rstrip()
+
+
+def _number(ratio: float, times: bool) -> str:
+    value = ratio if times else 100 * (ratio - 1)
+    text = f"{value:.0f}" if abs(value) >= 9.95 else f"{value:.1f}"
+    return text.replace("-", "−") if float(text) else "0"

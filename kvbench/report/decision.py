@@ -1,4 +1,4 @@
-"""The report's first sentence and its answers: what a run lets one decide, and what it does not.
+"""What a run lets one decide: the report's first sentence, its answers, and the next experiments worth running.
 
 A configuration pays where its throughput is ahead and neither p95 TTFT nor p95 ITL is behind. It is a risk where a p95
 is behind, or anything at another load or in the other clock. Where throughput is level, or set by the arrivals of an
@@ -8,61 +8,72 @@ and found within the limits; the baseline may be kept.
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvbench.common import text as words
-from kvbench.report.changes import (
-    AHEAD,
-    BEHIND,
-    ENGINE_TIME,
-    IS_LEVEL,
-    MARGINS,
-    METRICS,
-    OPEN,
+from kvbench.effects.comparison import FEWEST, MARGINS, Call, Comparison
+from kvbench.metrics.definitions import ENGINE, SERVED, SIMULATED, figure
+from kvbench.report.comparisons import (
+    JUDGED,
     THROUGHPUT,
     TTFT,
-    Change,
     amount,
+    baseline,
     change,
     change_in,
     changes,
     decided_load,
+    differing,
+    interval,
+    median,
+    paging_pair,
     served,
     short_name,
+    sized,
+    spread,
+    tokens_held,
 )
-from kvbench.report.comparisons import baseline, differing, median, paging_pair, spread, tokens_held
-from kvbench.report.limits import growth_brief
-from kvbench.report.provenance import server_facts
-from kvbench.report.quality import is_quantised, outlier_words, quality_of, saturation_words
+from kvbench.report.limits import NOTHING, growth_brief, limit_of
+from kvbench.report.provenance import server_facts, validity
+from kvbench.report.quality import Quality, is_quantised, outlier_words, quality_of, saturation_words
 from kvbench.report.tables import UNCERTAIN
-from kvbench.runs.model import SERVED, SIMULATED, WRONG, MeasuredCell, MeasuredLoad, Run
-from kvbench.runs.ratios import FEWEST
+from kvbench.runs.model import WRONG, MeasuredCell, MeasuredLoad, Run
 from kvbench.workload.settings import effective, setting_title, value_words
 
 MOST_WORDS = 25  # of the first sentence
 PAYS, RISK, COSTS, NO_CHANGE, UNDECIDED = "Pays", "Pays, at a risk", "Costs", "No change", "Not decided"
 PAYS_LITTLE = "Pays little"
 FASTER_P95, SLOWER_P95, TRADES_P95 = "Better p95", "Worse p95", "One p95 better, one worse"
-_CLOCKS = {ENGINE_TIME: f"in {ENGINE_TIME}", SERVED: SERVED, SIMULATED: SIMULATED}
+_IN_CLOCK = {ENGINE: f" in {ENGINE}", SERVED: f" {SERVED}", SIMULATED: ""}  # the sentence begins with "Simulated"
 _MARKS = {PAYS: "better", FASTER_P95: "better", RISK: "risk", TRADES_P95: "risk", COSTS: "worse", SLOWER_P95: "worse"}
+_CALLS = {Call.UNDECIDED: "not decided", Call.LEVEL: "level"}
 _LONGEST_NAME = 7  # words
 _MOST_COMBINED = 4  # answers on combinations of settings
+
+_MOST_STEPS = 3
+_MOST_MINUTES = 30.0  # of engine time that are still proposed
+_MOST_REPEATS = 20
+_FINEST = 0.02  # a change below this is not worth deciding
 
 
 @dataclass(frozen=True)
 class Choice:
     """What the run says of one configuration against the baseline, at one load.
 
-    ``p95``: metric -> its change. ``elsewhere``: what is decided at other loads, and here in the other clock.
+    ``p95``: metric -> its comparison. ``elsewhere``: what is decided at other loads, and here in the other clock.
     """
 
     cell: MeasuredCell
     base: MeasuredCell
-    throughput: Change | None
-    p95: Mapping[str, Change]
-    elsewhere: tuple[Change, ...] = ()
+    throughput: Comparison | None
+    p95: Mapping[str, Comparison]
+    quality: Quality
+    elsewhere: tuple[tuple[MeasuredLoad, Comparison], ...] = ()
 
     @property
     def name(self) -> str:
@@ -77,23 +88,26 @@ class Choice:
         return f"{re.split(' with |, | and ', self.name)[0]} with {words.plural(more, 'more change')}"
 
     @property
-    def worst(self) -> Change | None:
+    def worst(self) -> tuple[MeasuredLoad, Comparison] | None:
         """What is decided to worsen, and most: a p95, or something at another load or in the other clock."""
-        losses = [each for each in (*self.p95.values(), *self.elsewhere) if each.call == BEHIND]
-        return max(losses, key=lambda each: 1 / each.ratio if each.metric == THROUGHPUT else each.ratio, default=None)
+        every = [*((self.cell.load, one) for one in self.p95.values()), *self.elsewhere]
+        losses = [(load, one) for load, one in every if one.call == Call.WORSE]
+        return max(losses, key=lambda loss: _loss_factor(loss[1]), default=None)
 
     @property
     def verdict(self) -> str:
-        """By the rule in this module's docstring."""
-        better, worse = any(each.call == AHEAD for each in self.p95.values()), self.worst is not None
-        call = self.throughput.call if self.throughput else OPEN
-        if call in (AHEAD, BEHIND):
-            return COSTS if call == BEHIND else RISK if worse else PAYS
-        if better and worse:
-            return TRADES_P95
-        if worse or (better and (call == IS_LEVEL or self.cell.load.mode == "open")):
-            return SLOWER_P95 if worse else FASTER_P95  # in closed loop an open throughput may yet be lower
-        return NO_CHANGE if call == IS_LEVEL else UNDECIDED
+        """One of the verdicts above, by the rule in this module's docstring."""
+        call = self.throughput.call if self.throughput else Call.UNDECIDED
+        better, worse = any(one.call == Call.BETTER for one in self.p95.values()), self.worst is not None
+        if call == Call.WORSE:
+            return COSTS
+        if call == Call.BETTER:
+            return RISK if worse else PAYS
+        if worse:
+            return TRADES_P95 if better else SLOWER_P95
+        if better and (call == Call.LEVEL or self.cell.load.mode == "open"):
+            return FASTER_P95  # in closed loop an undecided throughput may yet be lower
+        return NO_CHANGE if call == Call.LEVEL else UNDECIDED
 
     @property
     def verdict_words(self) -> str:
@@ -105,47 +119,63 @@ class Choice:
     @property
     def here(self) -> Choice:
         """The same without what is decided at other loads."""
-        return replace(self, elsewhere=tuple(one for one in self.elsewhere if one.cell.load == self.cell.load))
+        return replace(self, elsewhere=tuple((load, one) for load, one in self.elsewhere if load == self.cell.load))
 
-    def inverse(self) -> Choice:
-        """The baseline against this configuration."""
-        throughput = self.throughput.inverse() if self.throughput else None
-        p95 = {metric: each.inverse() for metric, each in self.p95.items()}
-        return Choice(self.base, self.cell, throughput, p95, tuple(each.inverse() for each in self.elsewhere))
+    @property
+    def best_p95(self) -> Comparison:
+        """The p95 that is furthest ahead, of a configuration that has one ahead."""
+        return min((one for one in self.p95.values() if one.call == Call.BETTER), key=lambda one: one.ratio)
+
+    @property
+    def best(self) -> Comparison:
+        """What the configuration wins by: its throughput, or the p95 that is furthest ahead."""
+        if self.verdict == FASTER_P95 or self.throughput is None:
+            return self.best_p95
+        return self.throughput
+
+    def gain(self, one: Comparison, load: MeasuredLoad | None = None) -> str:
+        """+16 % tokens/s (13 to 20) in engine time at 32 at once"""
+        return f"{_amount(one)}{_IN_CLOCK[one.clock]} {(load or self.cell.load).where}"
+
+    def loss(self, beside: Comparison) -> str:
+        """p95 TTFT +61 %; −20 % tokens/s served at 3 at once: the worst, with clock and load where they are others."""
+        assert self.worst is not None
+        load, one = self.worst
+        size = amount(one.ratio)
+        what = f"{size} tokens/s" if one.metric == THROUGHPUT else f"{figure(one.metric).title} {size}"
+        clock = "" if one.clock == beside.clock else _IN_CLOCK[one.clock]
+        return f"{what}{clock}{'' if load == self.cell.load else f' {load.where}'}"
+
+    @property
+    def ttft(self) -> str:
+        """p95 TTFT level; p95 TTFT −24 %; with its clock where that is not the throughput's; empty without any."""
+        known = self.p95.get(TTFT)
+        if known is None:
+            return ""
+        other = f" {known.clock}" if self.throughput and self.throughput.clock != known.clock else ""
+        return f"p95 TTFT {_CALLS.get(known.call) or amount(known.ratio)}{other}"
+
+    @property
+    def throughput_call(self) -> str:
+        """tokens/s level; tokens/s not decided"""
+        return f"tokens/s {_CALLS.get(self.throughput.call if self.throughput else Call.UNDECIDED, '')}"
+
+    @property
+    def room(self) -> str:
+        """4.0x the tokens: how many times as many tokens fit into the same bytes, from a tenth more on."""
+        more = tokens_held(self.cell, self.base) or 1.0
+        return f"{words.significant(more, 2)}x the tokens" if more >= 1.1 else ""
 
 
-def choice(run: Run, cell: MeasuredCell, base: MeasuredCell) -> Choice:
-    """What is known of one configuration against the baseline at its load."""
-    known = {metric: found for metric in METRICS if (found := change(run, cell, metric))}
-    here = [change_in(run, cell, metric, clock) for metric in known for clock in (ENGINE_TIME, SERVED)]
-    contradicts = [each for each in here if each and each.call != known[each.metric].call]
-    others = [other for other in run.cells if other.name == cell.name and other.load != cell.load]
-    there = [change(run, other, metric) for other in others for metric in METRICS]
-    elsewhere = tuple(each for each in (*contradicts, *there) if each and each.decided)
-    return Choice(cell, base, known.pop(THROUGHPUT, None), known, elsewhere)
+def _loss_factor(one: Comparison) -> float:
+    return one.ratio if one.metric != THROUGHPUT else 1 / one.ratio
 
 
-def choices(run: Run, load: MeasuredLoad) -> list[Choice]:
-    """Every configuration beside the baseline at a load, the largest throughput first."""
-    base = baseline(run, load)
-    found = [choice(run, cell, base) for cell in run.at(load) if base and cell is not base]
-    return sorted(found, key=lambda each: -(each.throughput.ratio if each.throughput else 0.0))
-
-
-# --- The sentence ---
-
-
-def headline(run: Run) -> str:
-    """The decision in one sentence of at most 25 words; clauses that do not fit are among the answers."""
-    prefix = "Simulated: " if run.simulated else ""
-    prefix += "Incomplete: " if run.cells and (run.missing or run.status != "complete") else ""
-    clauses = [clause for clause in _clauses(run) if clause]
-    while len(clauses) > 1 and count_words(prefix + ", ".join(clauses)) > MOST_WORDS:
-        clauses.pop()
-    text = f"{prefix}{', '.join(clauses)}."
-    if count_words(text) > MOST_WORDS:
-        text = re.sub(r" \([^()]* to [^()]*\)", "", text).replace(f" in {ENGINE_TIME} ", f" ({ENGINE_TIME}) ")
-    return text if count_words(text) <= MOST_WORDS else " ".join(text.split()[:MOST_WORDS]) + " …"
+def _amount(one: Comparison) -> str:
+    """+16 % tokens/s (13 to 20); p95 TTFT −24 % (−36 to −8.8)"""
+    if one.metric != THROUGHPUT:
+        return f"{figure(one.metric).title} {sized(one)}"
+    return f"{amount(one.ratio)} tokens/s {interval(one)}".rstrip()
 
 
 def count_words(text: str) -> int:
@@ -153,179 +183,390 @@ def count_words(text: str) -> int:
     return sum(bool(re.search(r"\w", word)) for word in text.split())
 
 
-def _clauses(run: Run) -> list[str]:
-    """The sentence in pieces, the most important first."""
-    load = decided_load(run)
-    if load is None:
-        return _without_loads(run)
+def choice(run: Run, cell: MeasuredCell, base: MeasuredCell) -> Choice:
+    """What is known of one configuration against the baseline at its load."""
+    known = {metric: one for metric in JUDGED if (one := change(run, cell, metric))}
+    here = [(cell.load, change_in(run, cell, metric, clock)) for metric in known for clock in (ENGINE, SERVED)]
+    contradicting = [(load, one) for load, one in here if one and one.call != known[one.metric].call]
+    others = [other for other in run.cells if other.name == cell.name and other.load != cell.load]
+    there = [(other.load, change(run, other, metric)) for other in others for metric in JUDGED]
+    elsewhere = tuple((load, one) for load, one in (*contradicting, *there) if one and one.decided)
+    return Choice(cell, base, known.pop(THROUGHPUT, None), known, quality_of(run, cell), elsewhere)
+
+
+def choices(run: Run, load: MeasuredLoad) -> list[Choice]:
+    """Every configuration beside the baseline at a load, the largest throughput first."""
     base = baseline(run, load)
-    if len(run.at(load)) == 1:
-        return _alone(run, run.at(load)[0])
-    if base is None:
-        return [f"Cannot tell: the baseline was not measured {load.where}"]
-    found = choices(run, load)
-    if all(each.verdict == UNDECIDED for each in found):
-        return _cannot_tell(run, load, base, found)
-    if ahead := wins(found):
-        return _ship(run, load, ahead)
-    risks = [each for each in found if each.verdict == RISK]
-    return _risk(load, risks[0]) if risks else _keep(run, load, base, found)
+    every = [choice(run, cell, base) for cell in run.at(load) if base and cell is not base]
+    return sorted(every, key=lambda one: -(one.throughput.ratio if one.throughput else 0.0))
 
 
-def wins(found: Sequence[Choice]) -> list[Choice]:
+def paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> Choice:
+    """A paged cell against a contiguous one; as served only where neither is the baseline."""
+    if contiguous.is_baseline:
+        return choice(run, paged, contiguous)
+    if paged.is_baseline:
+        return _inverse(run, choice(run, contiguous, paged))
+    known = {metric: one for metric in JUDGED if (one := served(paged, contiguous, metric))}
+    return Choice(paged, contiguous, known.pop(THROUGHPUT, None), known, quality_of(run, paged))
+
+
+def _inverse(run: Run, one: Choice) -> Choice:
+    """The baseline against the configuration."""
+    return Choice(
+        one.base,
+        one.cell,
+        one.throughput.inverse() if one.throughput else None,
+        {metric: p95.inverse() for metric, p95 in one.p95.items()},
+        quality_of(run, one.base),
+        tuple((load, other.inverse()) for load, other in one.elsewhere),
+    )
+
+
+def wins(every: Sequence[Choice]) -> list[Choice]:
     """Those that pay, the fastest first; without any, those with a better p95, the best p95 first.
 
     In open loop the best p95 comes first in any case: the arrivals set the throughput.
     """
-    pays = [each for each in found if each.verdict == PAYS]
-    faster = [each for each in found if each.verdict == FASTER_P95]
-    if not pays or pays[0].cell.load.mode == "open":
-        ahead = {each.name: [one.ratio for one in each.p95.values() if one.call == AHEAD] for each in pays + faster}
-        return sorted(pays or faster, key=lambda each: min(ahead[each.name], default=1.0))
-    return pays
+    pays = [one for one in every if one.verdict == PAYS]
+    if pays and pays[0].cell.load.mode != "open":
+        return pays
+    faster = [one for one in every if one.verdict == FASTER_P95]
+
+    def best_ratio(one: Choice) -> float:
+        return min((p95.ratio for p95 in one.p95.values() if p95.call == Call.BETTER), default=1.0)
+
+    return sorted(pays or faster, key=best_ratio)
 
 
-def safe_ones(run: Run, found: Sequence[Choice]) -> list[Choice]:
+def safe_ones(every: Sequence[Choice]) -> list[Choice]:
     """Those whose answers were measured and found within the limits."""
-    return [each for each in found if quality_of(run, each.cell).safe]
+    return [one for one in every if one.quality.safe]
 
 
-def open_ones(run: Run, found: Sequence[Choice]) -> list[Choice]:
+def open_ones(every: Sequence[Choice]) -> list[Choice]:
     """Those that a measurement of their answers may yet find safe."""
-    return [each for each in found if quality_of(run, each.cell).open]
+    return [one for one in every if one.quality.open]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question: its subject, the verdict, the numbers. ``mark``: better | worse | risk | ""."""
+
+    subject: str
+    verdict: str
+    evidence: str
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """``why``: what it would decide, for a sentence; ``command``: empty where none can be given."""
+
+    why: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a run lets one decide at the load that the report speaks of.
+
+    ``load``, ``base``: that load and the baseline there, None of a run without them; ``choices``: all beside it
+    ``pair``: names of the paged and the contiguous configuration that are compared; ``clock``: that of the answers
+    where they do not name another
+    """
+
+    run: Run
+    load: MeasuredLoad | None
+    base: MeasuredCell | None
+    choices: tuple[Choice, ...]
+    pair: tuple[str, str] | None
+    clock: str
+
+    @classmethod
+    def of(cls, run: Run) -> Decision:
+        """The decision on a run."""
+        load = decided_load(run)
+        known = changes(run, load) if load else []
+        return cls(
+            run,
+            load,
+            baseline(run, load) if load else None,
+            tuple(choices(run, load)) if load else (),
+            paging_pair(run),
+            known[0][1].clock if known else run.clock,
+        )
+
+    # --- The sentence ---
+
+    @property
+    def headline(self) -> str:
+        """The decision in one sentence of at most 25 words; clauses that do not fit are among the answers."""
+        run = self.run
+        prefix = "Simulated: " if run.simulated else ""
+        prefix += "Incomplete: " if run.cells and (run.missing or run.status != "complete") else ""
+        clauses = [clause for clause in self._clauses() if clause]
+        while len(clauses) > 1 and count_words(prefix + ", ".join(clauses)) > MOST_WORDS:
+            clauses.pop()
+        text = f"{prefix}{', '.join(clauses)}."
+        if count_words(text) > MOST_WORDS:
+            text = re.sub(r" \([^()]* to [^()]*\)", "", text).replace(f" in {ENGINE} ", f" ({ENGINE}) ")
+        return text if count_words(text) <= MOST_WORDS else " ".join(text.split()[:MOST_WORDS]) + " …"
+
+    def _clauses(self) -> list[str]:
+        """The sentence in pieces, the most important first."""
+        if self.load is None:
+            return _without_loads(self.run)
+        cells = self.run.at(self.load)
+        if len(cells) == 1:
+            return _alone(self.run, cells[0])
+        if self.base is None:
+            return [f"Cannot tell: the baseline was not measured {self.load.where}"]
+        if all(one.verdict == UNDECIDED for one in self.choices):
+            return self._cannot_tell(self.base)
+        if ahead := wins(self.choices):
+            return self._ship(ahead)
+        for one in self.choices:
+            if one.verdict == RISK and one.throughput:
+                gain = one.gain(one.throughput)
+                return [f"Risk: {one.brief} brings {gain}, but {one.loss(one.throughput)}"]
+        return self._keep(self.base)
+
+    def _ship(self, ahead: Sequence[Choice]) -> list[str]:
+        """The best configuration whose answers are safe; else what its quality leaves open, or why not."""
+        safe = safe_ones(ahead)
+        best = (safe or open_ones(ahead) or ahead)[0]
+        quality, size, name = best.quality, best.gain(best.best), best.brief
+        beside = best.ttft if best.verdict == PAYS else best.throughput_call
+        if self.run.simulated:  # no answers to judge
+            return [f"{words.upper_first(name)} would bring {size}", beside, growth_brief(self.run), best.room]
+        if safe:
+            return [f"Ship {name}: {size}", beside, quality.brief if is_quantised(best.cell) else "", best.room]
+        if quality.wrong:
+            return [f"Do not ship {name}: {size}, but it gave wrong answers under load"]
+        if quality.outside:
+            return [f"Do not ship {name}: {size}, but its answers are outside the limits", quality.brief]
+        if not quality.figures:
+            return [f"Measure quality before you ship {name}: {size}", beside]
+        return [f"Do not ship {name} yet: {size}, but its quality is known of {quality.doubt} only"]
+
+    def _keep(self, base: MeasuredCell) -> list[str]:
+        """Nothing is ahead. Where the baseline is paged and contiguous is behind, that is what paging brings."""
+        for one in self.choices:
+            if not self.pair or {one.cell.name, base.name} != set(self.pair):
+                continue
+            kept = _inverse(self.run, one)
+            if kept.verdict in (PAYS, RISK, FASTER_P95):
+                gain = kept.best
+                others = _not_ahead([other for other in self.choices if other is not one])
+                worse = f"but {kept.loss(gain)}" if kept.worst else others
+                return [f"Keep {base.name}: {kept.gain(gain)} over {one.cell.name}", worse]
+            if kept.verdict == TRADES_P95:
+                gain = kept.best_p95
+                return [f"Risk: {base.name} has {kept.gain(gain)} over {one.cell.name}, but {kept.loss(gain)}"]
+        if len(self.choices) == 1:
+            return _only(self.choices[0])
+        return [f"Keep {base.name} {base.load.where}: {_not_ahead(self.choices)}"]
+
+    def _cannot_tell(self, base: MeasuredCell) -> list[str]:
+        doubtful = [cell for cell in (base, *(one.cell for one in self.choices)) if cell.doubt]
+        if base.doubt or len(doubtful) > len(self.choices) / 2:
+            return [f"Cannot tell: {_doubt(self.run, doubtful[0])}"]
+        name = self.choices[0].brief if len(self.choices) == 1 else f"{len(self.choices)} changes"
+        told = f"Cannot tell {name} from {base.name} {base.load.where}"
+        smallest = [one.throughput.smallest for one in self.choices if one.throughput and one.throughput.smallest]
+        if not smallest:
+            return [told, f"since nothing has an interval: it takes {FEWEST} repeats"]
+        return [told, f"a change of {words.percent(max(smallest))} would most likely have shown"]
+
+    # --- The answers ---
+
+    def answers(self) -> list[Answer]:
+        """Paging first, then page size, KV dtypes and each other setting changed alone; combinations last."""
+        if self.base is None:
+            return []
+        alone: dict[str, list[Choice]] = {}
+        combined = []
+        for one in self.choices:
+            changed = differing(one.cell, self.base)
+            if len(changed) > 1:
+                combined.append(self.answer(one, one.name))
+            elif changed and not (self.pair and changed == {"layout"}):
+                alone.setdefault(*changed, []).append(one)
+        rows = [self._paging_answer(self.pair)] if self.pair else []
+        for name in sorted(alone, key=lambda name: (name != "page_size", name != "kv_cache_dtype")):
+            if name == "page_size":
+                rows.append(self._page_size_answer(alone[name], self.base))
+            else:
+                rows += [self.answer(one, _subject(name, one.cell)) for one in alone[name]]
+        return rows + combined[:_MOST_COMBINED]
+
+    def _paging_answer(self, pair: tuple[str, str]) -> Answer:
+        """Paged against contiguous: the verdict of the highest load that has one, and the numbers of each load."""
+        said, decided = [], None
+        for load in reversed(self.run.loads):
+            paged, contiguous = (self.run.cell(name, load) for name in pair)
+            if paged is None or contiguous is None:
+                continue
+            everywhere = paged_against(self.run, paged, contiguous)
+            here = everywhere.here  # the other loads have words of their own
+            where = f" {load.where}" if load != self.load else ""
+            if here.verdict == UNDECIDED and where:
+                said.append(f"{paged.doubt or contiguous.doubt or UNDECIDED.lower()}{where}")
+                continue
+            if decided is None or decided.verdict == UNDECIDED:
+                decided = everywhere
+            said.append(f"{self.numbers(here)}{where}{_at_once(paged, contiguous)}{_within_slo(paged, contiguous)}")
+        verdict, mark = self._with_quality(decided, decided.verdict) if decided else (UNDECIDED, "")
+        return Answer("Paging", verdict, "; ".join(said), mark)
+
+    def _page_size_answer(self, every: Sequence[Choice], base: MeasuredCell) -> Answer:
+        """The page size that pays most among those whose answers are safe, else the baseline's."""
+        ahead = wins(every)
+        best = next(iter(safe_ones(ahead) or open_ones(ahead)), None)
+        said = []
+        for one in every:
+            verdict, _ = self._with_quality(one, one.verdict_words)
+            said.append(f"{one.cell.settings.get('page_size')}: {verdict.lower()}, {self.numbers(one)}")
+        if best is None:
+            unknown = ", others not decided" if all(one.verdict == UNDECIDED for one in every) else ""
+            return Answer("Page size", f"Keep {base.settings.get('page_size')}{unknown}", "; ".join(said))
+        size, (verdict, mark) = best.cell.settings.get("page_size"), self._with_quality(best, best.verdict_words)
+        use = f"Use {size}" if best.quality.safe else f"{size} {verdict.lower()}"
+        return Answer("Page size", use, "; ".join(said), mark)
+
+    def answer(self, one: Choice, subject: str) -> Answer:
+        """One configuration, with its quality in the verdict: speed alone does not make it safe."""
+        quality, quantised, cell = one.quality, is_quantised(one.cell), one.cell
+        verdict, mark = self._with_quality(one, one.verdict_words)
+        hits = cell.hit_rate if effective(cell.settings, "enable_prefix_caching") else None
+        parts = [
+            self.numbers(one),
+            one.room,
+            str(quality) if not self.run.simulated and (quantised or quality.outside) else "",
+            f"hit rate {words.percent(hits)} as {cell.clock}" if hits is not None else "",
+            outlier_words(cell, server_facts(self.run, cell).kv_outliers) if quantised else "",
+            saturation_words(cell),
+        ]
+        return Answer(words.upper_first(subject), verdict, ", ".join(filter(None, parts)), mark)
+
+    def _with_quality(self, one: Choice, verdict: str) -> tuple[str, str]:
+        """A verdict with what is wrong with the answers behind it, and its mark.
+
+        That they were not measured is said of what one would set, and of a quantised KV.
+        """
+        quality, mark = one.quality, _MARKS.get(verdict, "")
+        if self.run.simulated or quality.safe:
+            return verdict, mark
+        asked = one.verdict in (PAYS, FASTER_P95, RISK) or (is_quantised(one.cell) and one.verdict != COSTS)
+        if not quality.outside and (one.cell.is_baseline or not asked):
+            return verdict, mark
+        return f"{verdict}; {quality.verdict}", "worse" if quality.outside else ""
+
+    def numbers(self, one: Choice) -> str:
+        """The change of throughput, and the p95s that are decided."""
+        if one.throughput is None:
+            doubt = one.cell.doubt or one.base.doubt
+            return f"no ratio ({doubt})" if doubt else "no ratio"
+        said = []
+        for each in (one.throughput, *one.p95.values()):
+            if each is one.throughput or each.call in (Call.BETTER, Call.WORSE):
+                clock = "" if each.clock == self.clock else f" {each.clock}"
+                said.append(f"{'worse ' * (each.call == Call.WORSE)}{_amount(each)}{clock}")
+        as_served = served(one.cell, one.base, THROUGHPUT) if one.throughput.clock == ENGINE else None
+        if as_served and as_served.low is not None:  # of fewer repeats the ratio says nothing
+            said.insert(1, f"served {amount(as_served.ratio)}{'' if as_served.decided else ' (not decided)'}")
+        unknown = [figure(metric).title for metric, each in one.p95.items() if not each.decided]
+        if unknown and one.verdict in (PAYS, NO_CHANGE):
+            said.append(f"{words.listing(unknown)} not decided")
+        if one.worst in one.elsewhere:
+            said.append(f"but {one.loss(one.throughput)}")
+        return ", ".join(said)
+
+    # --- What to run next ---
+
+    def next_steps(self) -> list[NextStep]:
+        """At most three, the most useful first."""
+        steps = [*again(self.run), *self.quality_step(), *self.combine(), *self.decide(), *self._larger_load()]
+        return steps[:_MOST_STEPS]
+
+    def quality_step(self) -> Iterator[NextStep]:
+        """What may be set needs its answers measured; a quantised KV too, since its price is always asked for."""
+        ahead = wins(self.choices)
+        unknown = [one for one in open_ones(self.choices) if one in ahead or is_quantised(one.cell)]
+        if not unknown or self.run.simulated:
+            return
+        names = words.and_more([one.name for one in unknown])
+        if self.run.is_built_in and not self.run.manifest.get("target"):
+            yield NextStep(f"measure the quality of {names}", f"kvbench quality {shlex.quote(str(self.run.folder))}")
+        elif any(not is_quantised(one.cell) for one in unknown):
+            command = sweep_command(self.run, ["-o", "load.canaries={share: 0.3}"])
+            yield NextStep(f"see with canaries whether the answers of {names} are right", command)
+
+    def combine(self) -> Iterator[NextStep]:
+        """Settings that pay alone may not pay together; none whose answers lie outside the limits."""
+        paying: dict[str, Choice] = {}
+        for one in self.choices:
+            changed = differing(one.cell, one.base)
+            if one.verdict == PAYS and not one.quality.outside and len(changed) == 1 and changed != {"layout"}:
+                paying.setdefault(next(iter(changed)), one)
+        if len(paying) < 2 or self.measured_together(*paying.values()):
+            return
+        sweep = {
+            name: [effective(cell.settings, name) for cell in (one.base, one.cell)] for name, one in paying.items()
+        }
+        names = words.listing([one.name for one in self.choices if one in paying.values()])
+        options = ["-o", f"sweep={json.dumps(sweep)}", "-o", "design=full"]
+        yield NextStep(f"{names} pay alone: measure them together", sweep_command(self.run, options))
+
+    def measured_together(self, *parts: Choice) -> bool:
+        """Tests whether one configuration has the changes of all ``parts``."""
+        wanted = {name: effective(one.cell.settings, name) for one in parts for name in differing(one.cell, one.base)}
+        return any(
+            all(effective(one.cell.settings, name) == value for name, value in wanted.items()) for one in self.choices
+        )
+
+    def decide(self) -> Iterator[NextStep]:
+        """More engine time or more repeats, as many as the size of the undecided effects asks for."""
+        unknown = [one for one in self.choices if one.verdict == UNDECIDED and one.throughput]
+        known = [one.throughput for one in unknown if one.throughput]
+        if not known:
+            return
+        names = words.and_more([one.name for one in unknown], 2)
+        # The smallest change that would have shown over the one to decide: as large as it looks, at least _FINEST.
+        coarse = [one.smallest / max(_FINEST, abs(one.ratio - 1)) for one in known if one.smallest]
+        if all(one.clock == ENGINE for one in known):
+            seconds = float((self.run.engine_time.facts if self.run.engine_time else {}).get("seconds") or 180.0)
+            minutes = math.ceil(1.1 * seconds / 60 * max(coarse, default=1.4) ** 2)
+            if minutes <= _MOST_MINUTES:
+                yield NextStep(f"decide {names}", sweep_command(self.run, ["--lockstep-minutes", str(minutes)]))
+            return
+        repeats = min(len(one.cell.repeats) for one in unknown)
+        wanted = max(FEWEST, math.ceil(repeats * max(coarse, default=1.0) ** 2))
+        if wanted <= _MOST_REPEATS:
+            command = sweep_command(self.run, ["--repeats", str(max(wanted, repeats + 1))])
+            yield NextStep(f"decide {names}", command)
+
+    def _larger_load(self) -> Iterator[NextStep]:
+        """Nothing was full at the highest load: a higher one shows what breaks first."""
+        run, load = self.run, self.load
+        if self.base is None or load is None or load != run.loads[-1] or load.mode != "closed" or load.sessions:
+            return
+        if {limit_of(run, cell).limit for cell in run.at(load) if cell.valid} == {NOTHING}:
+            users = [f"{one.value:g}" for one in run.loads] + [f"{2 * load.value:g}"]
+            what = f"nothing was full at {load.short}: see what breaks first"
+            yield NextStep(what, sweep_command(run, ["-o", f"load.concurrency=[{', '.join(users)}]"]))
 
 
 def _without_loads(run: Run) -> list[str]:
     """No load was finished over HTTP: what engine time knows is among cells that were not served."""
     effects = run.engine_time.effects if run.engine_time else ()
-    ahead = [each for each in effects if each.metric == THROUGHPUT and each.call == AHEAD]
+    ahead = [one for one in effects if one.metric == THROUGHPUT and one.call in ("ahead", Call.BETTER)]
     if not ahead:
         return ["Cannot tell: no load over HTTP was finished"]
-    best = max(ahead, key=lambda each: each.ratio)
+    best = max(ahead, key=lambda one: one.ratio)
     what = "is kept" if run.not_kept else "was measured"
-    return [f"Only {ENGINE_TIME} {what}: {best.cell} {amount(best.ratio)} tokens/s ({best.interval})"]
-
-
-def gain(each: Change, load: MeasuredLoad) -> str:
-    """+16 % tokens/s (13 to 20) in engine time at 32 at once"""
-    clock = "" if each.cell.simulated else f" {_CLOCKS[each.clock]}"  # the sentence begins with it
-    return f"{_amount(each)}{clock} {load.where}"
-
-
-def _loss(each: Change, beside: Change) -> str:
-    """p95 TTFT +61 %; −20 % tokens/s served at 3 at once: with clock and load where ``beside`` has others."""
-    size = amount(each.ratio)
-    what = f"{size} tokens/s" if each.metric == THROUGHPUT else f"{METRICS[each.metric]} {size}"
-    clock = "" if each.clock == beside.clock else f" {_CLOCKS[each.clock]}"
-    return f"{what}{clock}{'' if each.cell.load == beside.cell.load else f' {each.cell.load.where}'}"
-
-
-def _amount(each: Change) -> str:
-    """+16 % tokens/s (13 to 20); p95 TTFT −24 % (−36 to −8.8)"""
-    if each.metric != THROUGHPUT:
-        return f"{METRICS[each.metric]} {each}"
-    return f"{amount(each.ratio)} tokens/s {each.interval}".rstrip()
-
-
-def _call(each: Change | None) -> str:
-    return {OPEN: "not decided", IS_LEVEL: "level"}.get(each.call if each else OPEN, "")
-
-
-def _ttft(each: Choice) -> str:
-    """p95 TTFT level; p95 TTFT −24 %; with its clock where that is not the throughput's; empty without any."""
-    found = each.p95.get(TTFT)
-    if found is None:
-        return ""
-    other = f" {found.clock}" if each.throughput and each.throughput.clock != found.clock else ""
-    return f"p95 TTFT {_call(found) or amount(found.ratio)}{other}"
-
-
-def _holds(each: Choice) -> str:
-    """4.0x the tokens: how many times as many tokens fit into the same bytes, from a tenth more on."""
-    more = tokens_held(each.cell, each.base) or 1.0
-    return f"{words.significant(more, 2)}x the tokens" if more >= 1.1 else ""
-
-
-def _ship(run: Run, load: MeasuredLoad, ahead: Sequence[Choice]) -> list[str]:
-    """The best configuration whose answers are safe; else what its quality leaves open, or why it is not advised."""
-    safe = safe_ones(run, ahead)
-    best = (safe or open_ones(run, ahead) or ahead)[0]
-    quality, size = quality_of(run, best.cell), gain(best_of(best), load)
-    beside = _ttft(best) if best.verdict == PAYS else f"tokens/s {_call(best.throughput)}"
-    if run.simulated:  # no answers to judge
-        return [f"{words.upper_first(best.brief)} would bring {size}", beside, growth_brief(run), _holds(best)]
-    if safe:
-        return [f"Ship {best.brief}: {size}", beside, quality.brief if is_quantised(best.cell) else "", _holds(best)]
-    if quality.outside:
-        if quality.wrong:
-            return [f"Do not ship {best.brief}: {size}, but it gave wrong answers under load"]
-        return [f"Do not ship {best.brief}: {size}, but its answers are outside the limits", quality.brief]
-    if not quality.figures:
-        return [f"Measure quality before you ship {best.brief}: {size}", beside]
-    return [f"Do not ship {best.brief} yet: {size}, but its quality is known of {quality.doubt} only"]
-
-
-def _risk(load: MeasuredLoad, best: Choice) -> list[str]:
-    assert best.throughput is not None
-    assert best.worst is not None
-    return [f"Risk: {best.brief} brings {gain(best.throughput, load)}, but {_loss(best.worst, best.throughput)}"]
-
-
-def _keep(run: Run, load: MeasuredLoad, base: MeasuredCell, found: Sequence[Choice]) -> list[str]:
-    """Nothing is ahead. Where the baseline is paged and contiguous is behind, that is what paging brings."""
-    pair = paging_pair(run)
-    for each in found:
-        kept = each.inverse()
-        if pair and {each.cell.name, base.name} == set(pair) and kept.verdict in (PAYS, RISK, FASTER_P95):
-            shown = best_of(kept)
-            worse = f"but {_loss(kept.worst, shown)}" if kept.worst else ""
-            others = _not_ahead([other for other in found if other is not each])
-            return [f"Keep {base.name}: {gain(shown, load)} over {each.cell.name}", worse or others]
-        if pair and {each.cell.name, base.name} == set(pair) and kept.verdict == TRADES_P95 and kept.worst:
-            better = best_p95(kept)
-            over = f"{gain(better, load)} over {each.cell.name}"
-            return [f"Risk: {base.name} has {over}, but {_loss(kept.worst, better)}"]
-    if len(found) == 1:
-        return _only(load, found[0])
-    return [f"Keep {base.name} {load.where}: {_not_ahead(found)}"]
-
-
-def _not_ahead(found: Sequence[Choice]) -> str:
-    """3 changes are not ahead; 2 changes are not ahead, 5 not decided"""
-    undecided = sum(each.verdict == UNDECIDED for each in found)
-    rest = len(found) - undecided
-    known = f"{words.plural(rest, 'change')} {'is' if rest == 1 else 'are'} not ahead" if rest else ""
-    return ", ".join(filter(None, [known, f"{undecided} not decided" if undecided else ""]))
-
-
-def best_of(each: Choice) -> Change:
-    """What a configuration wins by: its throughput, or the p95 that is furthest ahead."""
-    if each.verdict == FASTER_P95:
-        return best_p95(each)
-    assert each.throughput is not None
-    return each.throughput
-
-
-def best_p95(each: Choice) -> Change:
-    """The p95 that is furthest ahead, of a configuration that has one ahead."""
-    return min((one for one in each.p95.values() if one.call == AHEAD), key=lambda one: one.ratio)
-
-
-def _only(load: MeasuredLoad, each: Choice) -> list[str]:
-    """The run has one candidate, and it is not ahead."""
-    if each.verdict == COSTS:
-        assert each.throughput is not None
-        return [f"Do not ship {each.brief}: {gain(each.throughput, load)}", _ttft(each)]
-    clock = f" {_CLOCKS[each.throughput.clock]}" if each.throughput and not each.cell.simulated else ""
-    call = f"tokens/s {_call(each.throughput)}{clock}"
-    if each.verdict == TRADES_P95 and each.worst:
-        better = best_p95(each)
-        return [f"Risk: {each.brief} brings {gain(better, load)}, but {_loss(each.worst, better)}", call]
-    if each.worst:
-        return [f"Do not ship {each.brief}: {gain(each.worst, each.worst.cell.load)}", call]
-    if all(one.decided for one in each.p95.values()):
-        return [f"{words.upper_first(each.brief)} makes no difference: {call} {load.where}", _ttft(each)]
-    return [f"Cannot tell if {each.brief} pays: {call} {load.where}", _ttft(each)]
+    return [f"Only {ENGINE} {what}: {best.cell} {amount(best.ratio)} tokens/s ({best.interval})"]
 
 
 def _alone(run: Run, cell: MeasuredCell) -> list[str]:
@@ -343,16 +584,27 @@ def _alone(run: Run, cell: MeasuredCell) -> list[str]:
     ]
 
 
-def _cannot_tell(run: Run, load: MeasuredLoad, base: MeasuredCell, found: Sequence[Choice]) -> list[str]:
-    doubtful = [cell for cell in (base, *(each.cell for each in found)) if cell.doubt]
-    if base.doubt or len(doubtful) > len(found) / 2:
-        return [f"Cannot tell: {_doubt(run, doubtful[0])}"]
-    name = found[0].brief if len(found) == 1 else f"{len(found)} changes"
-    told = f"Cannot tell {name} from {base.name} {load.where}"
-    seen = [each.throughput.would_show for each in found if each.throughput and each.throughput.would_show]
-    if not seen:
-        return [told, f"since nothing has an interval: it takes {FEWEST} repeats"]
-    return [told, f"a change of {words.percent(max(seen))} would most likely have shown"]
+def _only(one: Choice) -> list[str]:
+    """The run has one candidate, and it is not ahead."""
+    if one.verdict == COSTS and one.throughput:
+        return [f"Do not ship {one.brief}: {one.gain(one.throughput)}", one.ttft]
+    call = f"{one.throughput_call}{_IN_CLOCK[one.throughput.clock] if one.throughput else ''}"
+    if one.verdict == TRADES_P95:
+        return [f"Risk: {one.brief} brings {one.gain(one.best_p95)}, but {one.loss(one.best_p95)}", call]
+    if one.worst:
+        load, worst = one.worst
+        return [f"Do not ship {one.brief}: {one.gain(worst, load)}", call]
+    if all(p95.decided for p95 in one.p95.values()):
+        return [f"{words.upper_first(one.brief)} makes no difference: {call} {one.cell.load.where}", one.ttft]
+    return [f"Cannot tell if {one.brief} pays: {call} {one.cell.load.where}", one.ttft]
+
+
+def _not_ahead(every: Sequence[Choice]) -> str:
+    """3 changes are not ahead; 2 changes are not ahead, 5 not decided"""
+    undecided = sum(one.verdict == UNDECIDED for one in every)
+    rest = len(every) - undecided
+    known = f"{words.plural(rest, 'change')} {'is' if rest == 1 else 'are'} not ahead" if rest else ""
+    return ", ".join(filter(None, [known, f"{undecided} not decided" if undecided else ""]))
 
 
 def _doubt(run: Run, cell: MeasuredCell) -> str:
@@ -365,94 +617,8 @@ def _doubt(run: Run, cell: MeasuredCell) -> str:
         return f"{cell.name} has no throughput {cell.load.where}"
     why = re.sub(r"^repeat \d+: ", "", (cell.invalid_reasons or ("no reason recorded",))[0])
     short = " ".join(re.split(r"[;:,(]| while ", why)[0].split()[:9]).rstrip(".")
-    invalid = sum(each.doubt == "invalid" for each in run.cells)
+    invalid = sum(other.doubt == "invalid" for other in run.cells)
     return f"{invalid} of {len(run.cells)} cells {'is' if invalid == 1 else 'are'} invalid ({short})"
-
-
-# --- The answers ---
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One question: its subject, the verdict, the numbers. ``mark``: better | worse | risk | ""."""
-
-    subject: str
-    verdict: str
-    evidence: str
-    mark: str = ""
-
-
-def answers(run: Run) -> list[Answer]:
-    """Paging first, then page size, KV dtypes and each other setting changed alone; combinations last."""
-    load = decided_load(run)
-    base = baseline(run, load) if load else None
-    if load is None or base is None:
-        return []
-    pair, alone, combined = paging_pair(run), {}, []
-    for each in choices(run, load):
-        changed = differing(each.cell, base)
-        if len(changed) > 1:
-            combined.append(each)
-        elif changed and not (pair and changed == {"layout"}):
-            alone.setdefault(*changed, []).append(each)
-    rows = [_paging_answer(run, pair)] if pair else []
-    for name in sorted(alone, key=lambda name: (name != "page_size", name != "kv_cache_dtype")):
-        if name == "page_size":
-            rows.append(_page_size_answer(run, alone[name], base))
-        else:
-            rows += [answer(run, each, _subject(name, each.cell)) for each in alone[name]]
-    return rows + [answer(run, each, each.name) for each in combined[:_MOST_COMBINED]]
-
-
-def _paging_answer(run: Run, pair: tuple[str, str]) -> Answer:
-    """Paged against contiguous: the verdict of the highest load that has one, and the numbers of each load."""
-    said, decided, reported = [], None, decided_load(run)
-    for load in reversed(run.loads):
-        paged, contiguous = (run.cell(name, load) for name in pair)
-        if paged is None or contiguous is None:
-            continue
-        everywhere = paged_against(run, paged, contiguous)
-        each = everywhere.here  # the other loads have words of their own
-        where = f" {load.where}" if load != reported else ""
-        if each.verdict == UNDECIDED and where:
-            said.append(f"{paged.doubt or contiguous.doubt or UNDECIDED.lower()}{where}")
-            continue
-        if decided is None or decided.verdict == UNDECIDED:
-            decided = everywhere
-        ran, against = (words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous))
-        beside = f", {ran} sequences at once as {paged.clock}, against {against}" if "–" not in (ran, against) else ""
-        slo = [words.percent(cell.share_within_slo) for cell in (paged, contiguous)]
-        met = f", {slo[0]} within the SLO as {paged.clock}, against {slo[1]}" if "–" not in slo else ""
-        said.append(f"{numbers(run, each)}{where}{beside}{met}")
-    verdict, mark = _with_quality(run, decided, decided.verdict) if decided else (UNDECIDED, "")
-    return Answer("Paging", verdict, "; ".join(said), mark)
-
-
-def paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> Choice:
-    """A paged cell against a contiguous one; as served only where neither is the baseline."""
-    if paged.is_baseline:
-        return choice(run, contiguous, paged).inverse()
-    if contiguous.is_baseline:
-        return choice(run, paged, contiguous)
-    found = {metric: one for metric in METRICS if (one := served(paged, contiguous, metric))}
-    return Choice(paged, contiguous, found.pop(THROUGHPUT, None), found)  # of neither side is engine time known
-
-
-def _page_size_answer(run: Run, found: Sequence[Choice], base: MeasuredCell) -> Answer:
-    """The page size that pays most among those whose answers are safe, else the baseline's."""
-    ahead = wins(found)
-    best = next(iter(safe_ones(run, ahead) or open_ones(run, ahead)), None)
-    said = [
-        f"{each.cell.settings.get('page_size')}: {_with_quality(run, each, each.verdict_words)[0].lower()}, "
-        f"{numbers(run, each)}"
-        for each in found
-    ]
-    unknown = ", others not decided" if all(each.verdict == UNDECIDED for each in found) else ""
-    verdict, mark = f"Keep {base.settings.get('page_size')}{unknown}", ""
-    if best is not None:
-        size, (said_of_it, mark) = best.cell.settings.get("page_size"), _with_quality(run, best, best.verdict_words)
-        verdict = f"Use {size}" if quality_of(run, best.cell).safe else f"{size} {said_of_it.lower()}"
-    return Answer("Page size", verdict, "; ".join(said), mark)
 
 
 def _subject(name: str, cell: MeasuredCell) -> str:
@@ -460,59 +626,27 @@ def _subject(name: str, cell: MeasuredCell) -> str:
     return value if name == "kv_cache_dtype" else title if value == "on" else f"{title}: {value}"
 
 
-def answer(run: Run, each: Choice, subject: str) -> Answer:
-    """One configuration, with its quality in the verdict: speed alone does not make it safe."""
-    quality, quantised = quality_of(run, each.cell), is_quantised(each.cell)
-    verdict, mark = _with_quality(run, each, each.verdict_words)
-    hits = each.cell.hit_rate if effective(each.cell.settings, "enable_prefix_caching") else None
-    extra = [
-        _holds(each),
-        str(quality) if not run.simulated and (quantised or quality.outside) else "",
-        f"hit rate {words.percent(hits)} as {each.cell.clock}" if hits is not None else "",
-        outlier_words(each.cell, server_facts(run, each.cell).get("kv_outliers") or {}) if quantised else "",
-        saturation_words(each.cell),
-    ]
-    return Answer(words.upper_first(subject), verdict, ", ".join(filter(None, [numbers(run, each), *extra])), mark)
+def _at_once(paged: MeasuredCell, contiguous: MeasuredCell) -> str:
+    """, 24.0 sequences at once as served, against 8.1; empty where that is not known."""
+    ran, against = (words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous))
+    return f", {ran} sequences at once as {paged.clock}, against {against}" if "–" not in (ran, against) else ""
 
 
-def _with_quality(run: Run, each: Choice, verdict: str) -> tuple[str, str]:
-    """A verdict with what is wrong with the answers behind it, and its mark.
-
-    That they were not measured is said of what one would set, and of a quantised KV.
-    """
-    quality, mark = quality_of(run, each.cell), _MARKS.get(verdict, "")
-    if run.simulated:
-        return verdict, mark
-    said = each in wins([each]) or each.verdict == RISK or (is_quantised(each.cell) and each.verdict != COSTS)
-    if quality.safe or not (quality.outside or (said and not each.cell.is_baseline)):
-        return verdict, mark
-    return f"{verdict}; {quality.verdict}", "worse" if quality.outside else ""
+def _within_slo(paged: MeasuredCell, contiguous: MeasuredCell) -> str:
+    met, against = (words.percent(cell.share_within_slo) for cell in (paged, contiguous))
+    return f", {met} within the SLO as {paged.clock}, against {against}" if "–" not in (met, against) else ""
 
 
-def numbers(run: Run, each: Choice) -> str:
-    """The change of throughput, and the p95s that are decided."""
-    if each.throughput is None:
-        return f"no ratio{f' ({doubt})' if (doubt := each.cell.doubt or each.base.doubt) else ''}"
-    shown = [each.throughput, *(one for one in each.p95.values() if one.call in (AHEAD, BEHIND))]
-    said = [f"{'worse ' * (one.call == BEHIND)}{_amount(one)}{_other_clock(run, one)}" for one in shown]
-    as_served = served(each.cell, each.base, THROUGHPUT) if each.throughput.clock == ENGINE_TIME else None
-    if as_served and as_served.low is not None:  # of fewer repeats the ratio says nothing
-        said.insert(1, f"served {amount(as_served.ratio)}{'' if as_served.decided else ' (not decided)'}")
-    unknown = [METRICS[metric] for metric, one in each.p95.items() if one.call == OPEN]
-    if unknown and each.verdict in (PAYS, NO_CHANGE):
-        said.append(f"{words.listing(unknown)} not decided")
-    if each.worst in each.elsewhere:
-        said.append(f"but {_loss(each.worst, each.throughput)}")
-    return ", ".join(said)
+def again(run: Run) -> Iterator[NextStep]:
+    """What is missing or invalid is measured first."""
+    if validity(run).status in ("invalid", "incomplete"):
+        yield NextStep("measure what is missing or invalid", f"kvbench sweep --resume {shlex.quote(str(run.folder))}")
 
 
-def _other_clock(run: Run, each: Change) -> str:
-    """The clock of a change, where it is not the one of the answers."""
-    return "" if each.clock == answers_clock(run) else f" {each.clock}"
-
-
-def answers_clock(run: Run) -> str:
-    """The clock that the answers are in where they do not say another: that of the reported load's figure."""
-    load = decided_load(run)
-    found = changes(run, load) if load else []
-    return found[0].clock if found else run.clock
+def sweep_command(run: Run, options: Sequence[str]) -> str:
+    """The command of the run with further options; empty where it is not known."""
+    command = [str(part) for part in run.manifest.get("command") or ()]
+    while options[0] != "-o" and options[0] in command[:-1]:  # given before, with another value
+        at = command.index(options[0])
+        del command[at : at + 2]
+    return shlex.join([*command, *options]) if "sweep" in command and "--resume" not in command else ""

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvbench.common import text as words
-from kvbench.report.changes import ENGINE_TIME, decided_load
+from kvbench.common.files import read_json
+from kvbench.effects.comparison import FEWEST
+from kvbench.metrics.definitions import ENGINE
 from kvbench.report.client_quality import QUALITY_NOTE, quality_sentences, quality_table
-from kvbench.report.comparisons import baseline, not_varied, paging
-from kvbench.report.decision import Answer, answers, answers_clock, headline
+from kvbench.report.comparisons import not_varied, paging
+from kvbench.report.decision import Answer, Decision, NextStep
 from kvbench.report.engine_time import engine_time_note, engine_time_table
 from kvbench.report.figures import distributions, effects, frontier, heat_map, slowest, step_time
 from kvbench.report.hits import HITS_NOTE, hit_drawing, hit_sentences, hit_table
@@ -25,7 +27,6 @@ from kvbench.report.kv import (
     timeline_drawing,
 )
 from kvbench.report.limits import GROWTH_NOTE, LimitLine, growth_sentence, growth_table, limit_lines, limit_table
-from kvbench.report.next_step import NextStep, next_steps
 from kvbench.report.predictions import PREDICTIONS_NOTE, prediction_sentences, prediction_table
 from kvbench.report.provenance import (
     Validity,
@@ -65,8 +66,8 @@ from kvbench.report.tables import (
     turn_table,
     with_missing,
 )
+from kvbench.runs.folder import MANIFEST
 from kvbench.runs.model import Run
-from kvbench.runs.ratios import FEWEST
 
 _BANNERS = {
     "valid": "Valid",
@@ -137,20 +138,20 @@ class Document:
 
 def document(run: Run, price_per_hour: float | None = None) -> Document:
     """The report of a run. ``price_per_hour``: of the machine, for the cost of a million tokens."""
-    state = validity(run)
+    state, decision = validity(run), Decision.of(run)
     banner = _BANNERS[state.status]
     samples = None if run.simulated else output_samples(run)
     first = (effects.drawing(run), frontier.drawing(run, price_per_hour))
     return Document(
         title=title(run),
-        verdict=headline(run),
+        verdict=decision.headline,
         brief=tuple(filter(None, (run.folder.name, *brief(run), made_from(run)))),
         status=state.status,
         banner=f"Simulated: {banner.lower()}" if run.simulated else banner,
         counted=_counted(run, state),
         details=(*simulated_details(run), *state.reasons, *warnings(run)),
-        baseline=_baseline(run),
-        answers=tuple(answers(run)),
+        baseline=_baseline(decision),
+        answers=tuple(decision.answers()),
         limits=tuple(limit_lines(run)),
         first=tuple(_marked(run, drawing) for drawing in first if drawing),
         chapters=tuple(
@@ -159,25 +160,23 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
         ),
         samples=samples,
         skipped=tuple(skipped_notes(run)),
-        next_steps=tuple(next_steps(run)),
+        next_steps=tuple(decision.next_steps()),
         command=reproduce(run),
         glossary=tuple(glossary(run)),
         environment=tuple(environment(run)),
-        manifest=json.dumps(dict(run.manifest), indent=2, default=str),
+        manifest=_stored_manifest(run),
         looks=looks(run),
     )
 
 
-def _baseline(run: Run) -> str:
+def _baseline(decision: Decision) -> str:
     """The baseline at the reported load, the clock, and the questions of every reader that the run does not answer."""
-    load = decided_load(run)
-    base = baseline(run, load) if load else None
+    base, clock, engine_time = decision.base, decision.clock, decision.run.engine_time
     if base is None:
         return ""
-    clock = answers_clock(run)
-    if clock == ENGINE_TIME and run.engine_time:
-        clock = run.engine_time.label
-    names = not_varied(run, base)
+    if clock == ENGINE and engine_time:
+        clock = engine_time.label
+    names = not_varied(decision.run, base)
     return f"{base.name} {base.load.where}, {clock}" + (f"; not varied: {words.listing(names)}" if names else "")
 
 
@@ -243,7 +242,7 @@ def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | No
         _chapter(
             "Where the KV bytes went",
             ledger_sentence(run),
-            *(reservation(pair) for pair in paging(run)[-1:]),
+            *(reservation(contiguous) for _, contiguous in paging(run)[-1:]),
             ledger_figure(run),
             *(timeline_drawing(run, load) for load in reversed(run.loads)),
             Section("ledger", "Use by use", ledger, ledger_note(ledger)),
@@ -300,3 +299,9 @@ def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | No
         ),
     ]
     return [chapter for chapter in every if chapter.sections or chapter.drawings]
+
+
+def _stored_manifest(run: Run) -> str:
+    """The manifest as its file holds it, for a reader who wants all of it."""
+    path = run.folder / MANIFEST
+    return json.dumps(read_json(path) if path.is_file() else {}, indent=2)

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.report.comparisons import PairedComparison, baseline, best, paging, paging_pair
+from kvbench.report.comparisons import baseline, best, paging, paging_pair
 from kvbench.report.decision import choices
 from kvbench.report.provenance import server_facts
 from kvbench.report.quality import times
@@ -38,7 +38,7 @@ from kvbench.runs.kv_ledger import (
     scale_bytes_per_slot,
     swapped_bytes,
 )
-from kvbench.runs.model import WRONG, MeasuredCell, MeasuredLoad, Run, number
+from kvbench.runs.model import DOUBTS, WRONG, MeasuredCell, MeasuredLoad, Run, number
 from kvbench.workload.settings import effective
 
 _NOTE = "Every byte of the KV budget by its use, mean of the steady window."
@@ -129,7 +129,7 @@ def memory_table(run: Run) -> Table:
 
 
 def _outliers(run: Run, cell: MeasuredCell) -> Value:
-    facts = server_facts(run, cell).get("kv_outliers") or {}
+    facts = server_facts(run, cell).kv_outliers
     k, v = (number(facts.get(side)) for side in ("k", "v"))
     return Value("–") if k is None or v is None else Value(times(k), k, f"V: {times(v)}")
 
@@ -183,9 +183,8 @@ def _swapped(cell: MeasuredCell) -> Value:
     return Value(words.data_size(out), out, note)
 
 
-def reservation(pair: PairedComparison) -> str:
+def reservation(contiguous: MeasuredCell) -> str:
     """What contiguous reserves for a request, and what requests needed; empty where that is not known."""
-    contiguous = pair.b
     slots = contiguous.settings.get("max_model_len") or contiguous.capacity.get("max_model_len")
     requests = contiguous.requests()
     if effective(contiguous.settings, "reservation") != "max" or not slots or requests.empty:
@@ -199,10 +198,11 @@ def reservation(pair: PairedComparison) -> str:
 
 def ledger_sentence(run: Run) -> str:
     """Where the bytes of the headline's pair went, else those of the baseline or the best; "" without data."""
-    for pair in reversed(paging(run)):
-        if (paged := ledger(pair.a)) and (contiguous := ledger(pair.b)):
-            text = f"At {pair.load.label} {_filled(pair.b, contiguous, ' of the KV budget')}; {_filled(pair.a, paged)}."
-            return text + _DOUBT[pair.doubt]
+    for paged, contiguous in reversed(paging(run)):
+        if (ours := ledger(paged)) and (theirs := ledger(contiguous)):
+            doubt = min(filter(None, (paged.doubt, contiguous.doubt)), key=DOUBTS.index, default="")
+            other = _filled(contiguous, theirs, " of the KV budget")
+            return f"At {paged.load.label} {other}; {_filled(paged, ours)}.{_DOUBT[doubt]}"
     for load in reversed(run.loads):
         cell = baseline(run, load) or best(run, load)
         if cell is not None and (one := ledger(cell)):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import pandas as pd
 
 from kvbench.common import text as words
-from kvbench.report.changes import AHEAD, THROUGHPUT, change_between, short_name
-from kvbench.report.comparisons import baseline, differing, median
+from kvbench.effects.comparison import Call
+from kvbench.report.comparisons import THROUGHPUT, baseline, change_between, differing, median, short_name
 from kvbench.report.tables import UNCERTAIN, Row, Table, Value, listed_table
 from kvbench.runs.kv_ledger import step_seconds
 from kvbench.runs.model import SERVED, MeasuredCell, MeasuredLoad, Run, all_steady_latency, number
@@ -53,9 +53,7 @@ class Facts:
     kv_wait: float | None = None  # share of the time in which requests waited for room
     kv_peak: float | None = None  # of the budget
     preemptions: float | None = None  # a request
-    grown: float | None = (
-        None  # requests that more wait in the last third of an open load than in its first
-    )
+    grown: float | None = None  # requests that more wait in the last third of an open load than in its first
     busy: float | None = None  # of the time in steps
     rate_growth: float | None = None  # tokens/s over those at the load ``below``
     running_growth: float | None = None  # running sequences over those there
@@ -275,7 +273,7 @@ def _with_headroom(facts: Facts, run: Run, cell: MeasuredCell) -> Facts:
     for other in run.at(cell.load):
         if other is not cell and other.valid and differing(cell, other) <= _KV_LAYOUT:
             known = change_between(run, other, cell, THROUGHPUT)
-            better += [known] if known and known.call == AHEAD else []
+            better += [known] if known and known.call == Call.BETTER else []
     best = max(better, key=lambda change: change.ratio, default=None)
     return replace(facts, headroom=best.ratio, headroom_in=best.clock) if best else facts
 

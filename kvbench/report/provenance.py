@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common import text as words
+from kvbench.effects.comparison import MARGINS
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.report.comparisons import NOT_TOLD, SCATTER, scatters
 from kvbench.requests.prefix_hits import hit_notes
 from kvbench.runs.model import COST_NOTES, MeasuredCell, Run, number
-from kvbench.runs.ratios import LEVEL
 from kvbench.runs.resume import resumed_differences
+from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.cores import core_words
 from kvbench.targets.launch_plan import is_template, placeholders
 from kvbench.targets.presets import GENERIC
@@ -179,34 +180,28 @@ def brief(run: Run) -> list[str]:
 
 def model_name(run: Run) -> str:
     """Of the model that was served; empty where nobody told."""
-    model = run.manifest.get("model") or _workload_model(run)
+    return model_of(run.manifest.get("model") or _workload_model(run))
+
+
+def model_of(model: Mapping[str, Any]) -> str:
+    """What a model is called: by its name, else its configuration or its path."""
     return str(model.get("name") or model.get("config") or model.get("path") or "")
 
 
 def target(run: Run) -> str:
     """Which server was measured, with its version: "vLLM 0.32.0"; empty for the built-in one."""
     shown = []
-    for info in _servers(run).values():
-        server = info.get("server") or {}
-        title = server.get("title")
-        if server.get("kind") == GENERIC.name:  # known by its command only
-            title = textwrap.shorten(_command(server), 80, placeholder=" ...") or title
-        shown.append(" ".join(filter(None, (title, (info.get("versions") or {}).get(server.get("kind"))))))
+    for info in run.servers.values():
+        server, title = info.server, info.server.title
+        if server.kind == GENERIC.name:  # known by its command only
+            title = textwrap.shorten(shlex.join(server.command), 80, placeholder=" ...") or title
+        shown.append(" ".join(filter(None, (title, info.versions.get(server.kind)))))
     return words.listing(list(dict.fromkeys(filter(None, shown)))) or str(run.manifest.get("target") or "")
 
 
-def _servers(run: Run) -> Mapping[str, Mapping[str, Any]]:
-    """What the server of each configuration reported of itself."""
-    return run.manifest.get("servers") or {}
-
-
-def server_facts(run: Run, cell: MeasuredCell) -> Mapping[str, Any]:
+def server_facts(run: Run, cell: MeasuredCell) -> ServerInfo:
     """Returns what the server of the cell's configuration reported of itself; empty where it is not known."""
-    return _servers(run).get(cell.config_id) or {}
-
-
-def _command(server: Mapping[str, Any]) -> str:
-    return shlex.join(map(str, server.get("command") or ()))
+    return run.servers.get(cell.config_id, ServerInfo())
 
 
 def _workload_model(run: Run) -> Mapping[str, Any]:
@@ -223,7 +218,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
     facts = {"model": _workload_model(run), **run.manifest}
     budgets = sorted({c.capacity.get("kv_budget_bytes") for c in run.cells} - {None})
     capacities = [f"{words.kv_capacity(c.capacity)} ({c.name})" for c in run.cells if c.capacity.get("capacity_tokens")]
-    quirks = [str(quirk) for info in _servers(run).values() for quirk in (info.get("server") or {}).get("quirks") or ()]
+    quirks = [str(quirk) for info in run.servers.values() for quirk in info.server.quirks]
     found = [
         ("target", target(run)),
         *_simulated_facts(run).items(),
@@ -231,28 +226,28 @@ def environment(run: Run) -> list[tuple[str, str]]:
         ("KV budget", words.listing([words.data_size(b) for b in budgets])),
         ("KV capacity", "; ".join(dict.fromkeys(capacities))),
         *_launches(run),
-        ("CPU threads", "; ".join(dict.fromkeys(filter(None, map(_threads, _servers(run).values()))))),
+        ("CPU threads", "; ".join(dict.fromkeys(filter(None, map(_threads, run.servers.values()))))),
         ("of this target", "; ".join(dict.fromkeys(quirks))),
         ("requests", "; ".join(dict.fromkeys(_text(cell.notes) for cell in run.cells if cell.notes))),
     ]
     return [(name, text) for name, value in found if (text := _text(value))]
 
 
-def _threads(server: Mapping[str, Any]) -> str:
+def _threads(info: ServerInfo) -> str:
     """``2, bound to cores 0 and 1``, and what is said of it; empty where the server does not tell."""
-    resolved, notes = server.get("resolved") or {}, (server.get("server") or {}).get("notes") or ()
-    bound = f", bound to {core_words(resolved['bound_cores'])}" if resolved.get("bound_cores") else ""
-    return "; ".join((f"{resolved['num_threads']}{bound}", *notes)) if resolved.get("num_threads") else ""
+    threads, cores = info.resolved.num_threads, info.resolved.bound_cores
+    bound = f", bound to {core_words(cores)}" if cores else ""
+    return "; ".join((f"{threads}{bound}", *info.server.notes)) if threads else ""
 
 
 def _launches(run: Run) -> list[tuple[str, str]]:
     """The launch commands, each with the configurations that it was for where there are several; baseline first."""
     names = {c.config_id: c.name for c in sorted(run.cells, key=lambda c: not c.is_baseline)}
     order = list(names)
-    servers = sorted(_servers(run).items(), key=lambda pair: order.index(pair[0]) if pair[0] in names else len(names))
+    servers = sorted(run.servers.items(), key=lambda pair: order.index(pair[0]) if pair[0] in names else len(names))
     commands: dict[str, list[str]] = {}
     for config_id, info in servers:
-        if command := _command(info.get("server") or {}):
+        if command := shlex.join(info.server.command):
             commands.setdefault(command, []).append(names.get(config_id, config_id))
     several = len(commands) > 1
     return [(f"launched as ({words.listing(of)})" if several else "launched as", text) for text, of in commands.items()]
@@ -415,9 +410,9 @@ def glossary(run: Run) -> list[tuple[str, str]]:
         ("repeat", repeats_are(run)),
         (
             f"verdict, {run.clock}",
-            f"From 3 repeats on. Level: every repeat's ratio within {LEVEL * 100:g} % of 1. Ahead or behind: not "
-            f"level, and the 95 % t interval of the mean log ratio excludes 1. All else is {NOT_TOLD}. Repeats scatter "
-            f"when the largest throughput of a cell is over {SCATTER:g} times its smallest.",
+            f"From 3 repeats on. Level: every repeat's ratio within {MARGINS[run.clock] * 100:g} % of 1. Ahead or "
+            f"behind: not level, and the 95 % t interval of the mean log ratio excludes 1. All else is {NOT_TOLD}. "
+            f"Repeats scatter when the largest throughput of a cell is over {SCATTER:g} times its smallest.",
         ),
         *(("layouts", text) for text in code_paths(run)),
     ]

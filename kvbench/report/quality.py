@@ -11,8 +11,20 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from kvbench.common import text as words
-from kvbench.report.changes import ENGINE_TIME, THROUGHPUT, amount, change, decided_load, short_name
-from kvbench.report.comparisons import baseline, spread, tokens_held
+from kvbench.metrics.definitions import ENGINE
+from kvbench.report.comparisons import (
+    THROUGHPUT,
+    amount,
+    baseline,
+    change,
+    decided_load,
+    interval,
+    reported_cells,
+    short_name,
+    sized,
+    spread,
+    tokens_held,
+)
 from kvbench.report.provenance import model_name, random_weights
 from kvbench.report.style import GREY, Drawing, LineStyle, finish, looks, safe
 from kvbench.report.tables import NO_TABLE, Column, Row, Table, Value, listed_table
@@ -186,9 +198,8 @@ def prices(run: Run) -> Iterator[str]:
 
     One for each quantised KV that was measured; tokens/s where their change is decided.
     """
-    load = decided_load(run)
-    base = baseline(run, load) if load else None
-    for cell in run.at(load) if load else ():
+    cells, base = reported_cells(run)
+    for cell in cells:
         known = quality_of(run, cell)
         if not (is_quantised(cell) and known.figures):
             continue
@@ -196,8 +207,8 @@ def prices(run: Run) -> Iterator[str]:
         room = f", for {words.significant(more, 2)}x the tokens in the same memory" if more and more >= 1.1 else ""
         rate = ""
         if speed and speed.decided:
-            clock = f"in {speed.clock}" if speed.clock == ENGINE_TIME else speed.clock
-            rate = " ".join(filter(None, [" at", amount(speed.ratio), "tokens/s", speed.interval, clock]))
+            clock = f"in {speed.clock}" if speed.clock == ENGINE else speed.clock
+            rate = " ".join(filter(None, [" at", amount(speed.ratio), "tokens/s", interval(speed), clock]))
         found = "outside the limits" if known.outside else known.verdict or "within the limits"
         outliers = outlier_words(cell, known.figures.get("kv_outliers") or {})
         yield f"{short_name(cell, base)}: {known}{room}{rate}: {found}.{f' {outliers}.' if outliers else ''}"
@@ -347,7 +358,7 @@ def _speed_and_room(run: Run, cell: MeasuredCell | None) -> tuple[Value, Value]:
     base, rates = baseline(run, cell.load), spread(cell.throughput())
     more = change(run, cell, THROUGHPUT)
     speed = (
-        Value(words.tokens_per_s(rates.median), rates.median, f"{more} {more.clock}" if more else "")
+        Value(words.tokens_per_s(rates.median), rates.median, f"{sized(more)} {more.clock}" if more else "")
         if rates
         else (_NONE)
     )
@@ -412,9 +423,8 @@ def price_frame(run: Run) -> pd.DataFrame:
     change, low, high: of output tokens/s against the baseline [%], 0 for the baseline; NaN where not known
     clock: of the change
     """
-    rows, load = [], decided_load(run)
-    base = baseline(run, load) if load else None
-    for cell in run.at(load) if load else ():
+    rows, (cells, base) = [], reported_cells(run)
+    for cell in cells:
         known = quality_of(run, cell)
         kld = [figure(known.figures, name) for name in ("mean", "mean_low", "mean_high")]
         more = change(run, cell, THROUGHPUT)

@@ -17,8 +17,9 @@ from typing import Any
 import yaml
 
 from kvbench.common import text as words
-from kvbench.report.changes import BEHIND, ENGINE_TIME, ITL, METRICS, THROUGHPUT, TTFT, decided_load, served
-from kvbench.report.comparisons import baseline, compare, differing, median, not_varied, paging_pair, scatters
+from kvbench.effects.comparison import FEWEST, Call
+from kvbench.metrics.definitions import ENGINE, figure
+from kvbench.report.comparisons import THROUGHPUT, baseline, differing, median, not_varied, scatters, served
 from kvbench.report.decision import (
     COSTS,
     FASTER_P95,
@@ -29,27 +30,22 @@ from kvbench.report.decision import (
     TRADES_P95,
     UNDECIDED,
     Choice,
-    answer,
-    answers_clock,
-    best_of,
-    best_p95,
+    Decision,
+    NextStep,
+    again,
     choice,
     choices,
-    gain,
-    headline,
-    numbers,
     open_ones,
     paged_against,
     safe_ones,
+    sweep_command,
     wins,
 )
 from kvbench.report.kv import reservation
-from kvbench.report.next_step import NextStep, again, combine, decide, quality_step, sweep_command
 from kvbench.report.provenance import random_weights, validity
-from kvbench.report.quality import is_quantised, quality_of
+from kvbench.report.quality import Quality, is_quantised, quality_of
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run, all_steady_latency
-from kvbench.runs.quality import figure
-from kvbench.runs.ratios import FEWEST
+from kvbench.runs.quality import figure as quality_figure
 from kvbench.targets.preset import Context
 from kvbench.targets.presets import PRESETS
 from kvbench.workload.file import MODEL_SECTION
@@ -115,37 +111,9 @@ class Recommendation:
 
 def recommend(run: Run) -> Recommendation:
     """What the run supports; with its doubts alone where nothing of it can be compared."""
-    load = decided_load(run)
-    base = baseline(run, load) if load else None
-    said = Recommendation(str(run.folder), tuple(_doubts(run)), headline(run))
-    if load is None or base is None:
-        return said
-    found = choices(run, load)
-    best = next(iter(safe_ones(run, wins(found))), None)
-    chosen = best.cell if best else base
-    alone = _alone(run, found, best)
-    outside = bool(quality_of(run, chosen).outside)  # of a baseline: nothing to paste then
-    return replace(
-        said,
-        configuration=chosen.marked_name,
-        in_doubt=chosen.doubt or "",
-        settings={} if outside else _engine_section(chosen),
-        changed={name: effective(base.settings, name) for name in sorted(differing(chosen, base))},
-        flags="" if outside else _flags(run, chosen),
-        baseline=f"{base.name}, {answers_clock(run)} unless it says another",
-        effects=tuple(_effects(run, chosen)),
-        evidence=(*_evidence(run, found, best), *_by_load(run, best)),
-        answers=_answers(run, chosen),
-        quality=_quality(run, chosen),
-        held_back=() if best else tuple(_briefly(run, each) for each in open_ones(run, wins(found))),
-        alone=tuple(_briefly(run, each) for each in alone),
-        together=next(combine(run, base, found), None) if alone else None,
-        rejected=tuple(_rejected(run, found, best, alone)),
-        fallback=tuple(_fallback(run, base, found, best)),
-        unmeasured=tuple(_unmeasured(run, base, found, best)),
-        paging=tuple(_paging(run, base)),
-        pair=paging_pair(run) or (),
-    )
+    decision = Decision.of(run)
+    said = Recommendation(str(run.folder), tuple(_doubts(run)), decision.headline)
+    return _Advice(decision, decision.base).fill(said) if decision.base else said
 
 
 # --- What is wrong with the run ---
@@ -177,6 +145,224 @@ def _doubts(run: Run) -> Iterator[NextStep]:
 # --- Settings and evidence ---
 
 
+class _Advice:
+    """The parts of a recommendation: ``best`` is the configuration to set, None where the baseline is kept."""
+
+    def __init__(self, decision: Decision, base: MeasuredCell) -> None:
+        self.run, self.decision, self.base = decision.run, decision, base
+        self.choices, self.ahead = decision.choices, wins(decision.choices)
+        self.unknown = open_ones(self.ahead)
+        self.best = next(iter(safe_ones(self.ahead)), None)
+        self.chosen = self.best.cell if self.best else base
+        self.alone = self._alone(self.best) if self.best else []
+
+    def fill(self, said: Recommendation) -> Recommendation:
+        """The whole recommendation."""
+        chosen, quality = self.chosen, quality_of(self.run, self.chosen)
+        settable = not quality.outside  # of a baseline: nothing to paste then
+        changed = sorted(differing(chosen, self.base))
+        return replace(
+            said,
+            configuration=chosen.marked_name,
+            in_doubt=chosen.doubt,
+            settings=_engine_section(chosen) if settable else {},
+            changed={name: effective(self.base.settings, name) for name in changed},
+            flags=_flags(self.run, chosen) if settable else "",
+            baseline=f"{self.base.name}, {self.decision.clock} unless it says another",
+            effects=tuple(self._effects()),
+            evidence=(*self._evidence(), *self._by_load()),
+            answers=_answers(quality),
+            quality=_figures(self.run, quality),
+            held_back=() if self.best else tuple(map(_briefly, self.unknown)),
+            alone=tuple(map(_briefly, self.alone)),
+            together=next(self.decision.combine(), None) if self.alone else None,
+            rejected=tuple(self._rejected()),
+            fallback=tuple(self._fallback()),
+            unmeasured=tuple(self._unmeasured()),
+            paging=tuple(self._paging()),
+            pair=self.decision.pair or (),
+        )
+
+    def _effects(self) -> Iterator[dict[str, Any]]:
+        """Empty for the baseline."""
+        for load in reversed(self.run.loads):
+            here, base = self.run.cell(self.chosen.name, load), baseline(self.run, load)
+            if here is None or base is None or here is base:
+                continue
+            known = choice(self.run, here, base)
+            for one in (known.throughput, *known.p95.values()):
+                if one:
+                    names = ("metric", "clock", "ratio", "low", "high", "call")
+                    yield {"load": load.short, **{name: getattr(one, name) for name in names}}
+
+    def _evidence(self) -> Iterator[str]:
+        """What the best does at each load, the reported one first; where the baseline stays, why not the others."""
+        if self.best is None:
+            pair = self.decision.pair or ()
+            for one in self.choices:
+                kept = one.verdict == UNDECIDED or one in self.unknown or one.quality.outside
+                if not kept and one.cell.name not in pair:
+                    yield self._line(one)
+            return
+        first = self.best.cell.load
+        for load in sorted(self.run.loads, key=lambda load: (load != first, load)):
+            here, base = self.run.cell(self.best.cell.name, load), baseline(self.run, load)
+            if here is None or base is None:
+                yield f"not measured {load.where}"
+            else:
+                yield f"{load.where}: {self._told(choice(self.run, here, base).here)}"
+
+    def _told(self, one: Choice) -> str:
+        """pays, +17 % tokens/s (16 to 17), p95 TTFT −25 % (−28 to −21)"""
+        answer = self.decision.answer(one, one.name)
+        return f"{answer.verdict.lower()}, {answer.evidence}"
+
+    def _line(self, one: Choice) -> str:
+        return f"{one.name} {self._told(one)}"
+
+    def _by_load(self) -> Iterator[str]:
+        """What pays at one load and not at another: not the best everywhere, or worse elsewhere."""
+        for load in reversed(self.run.loads):
+            every = choices(self.run, load)
+            here = next((one for one in every if self.best and one.cell.name == self.best.cell.name), None)
+            top = next(iter(safe_ones(wins(every))), None)
+            if load != self.decision.load and top and top.verdict == PAYS and (here is None or here.verdict != PAYS):
+                yield f"{load.where} rather {self._line(top)}"
+            for one in safe_ones([one for one in every if one.here.verdict == PAYS and one.verdict == RISK]):
+                yield f"only {load.where} {self._line(one)}"
+
+    def _alone(self, best: Choice) -> list[Choice]:
+        """What pays beside the best, changes other settings, and was not measured together with it."""
+        changed = differing(best.cell, best.base)
+        return [
+            one
+            for one in safe_ones(self.ahead) + self.unknown
+            if one is not best
+            and not differing(one.cell, one.base) & changed
+            and not self.decision.measured_together(best, one)
+        ]
+
+    def _rejected(self) -> Iterator[str]:
+        """page 64 (worse p95), INT4 KV (pays; not safe: its KLD ...); the open ones are among what was not measured.
+
+        Without a best, only what breaks a limit: the others are the evidence for the baseline.
+        """
+        left = [self.best, *self.alone]
+        pair = self.decision.pair or ()
+        for one in self.choices:
+            outside = words.and_more([why.rstrip(".") for why in one.quality.outside], 2, "; ")
+            decided = self.best and one not in left and one.verdict != UNDECIDED and one.cell.name not in pair
+            if outside or decided:
+                verdict = self.decision.answer(one, one.name).verdict.lower()
+                yield f"{one.name} ({verdict}{f': {outside}' if outside else ''})"
+
+    # --- The fallback ---
+
+    def _fallback(self) -> Iterator[str]:
+        """The baseline, or of a quantised KV the best safe one in the model's own dtype; then when to go back."""
+        best, contiguous = self.best, self._back_to_contiguous()
+        if best is None:
+            yield from [contiguous] if contiguous else ()
+            return
+        plain = [one.cell for one in safe_ones(self.ahead) if not is_quantised(one.cell)]
+        back = plain[0] if plain and is_quantised(best.cell) else self.base
+        changes = [f"{name}: {_yaml(effective(back.settings, name))}" for name in sorted(differing(best.cell, back))]
+        yield f"{back.name} ({', '.join(changes)})"
+        if told := _as_served(back):
+            yield f"{told} {back.load.where}, what {back.name} served here{_how(self.run, back)}"
+        if best.cell.hit_rate and effective(best.cell.settings, "enable_prefix_caching"):
+            yield (
+                f"prefix_cache_hits_total / prefix_cache_queries_total in /metrics is far under "
+                f"{words.percent(best.cell.hit_rate)}, the hit rate that this gain comes from"
+            )
+        if is_quantised(best.cell):
+            yield "`kvbench quality` with your own model and prompts finds its answers outside the limits"
+        if contiguous:
+            yield f"or to {contiguous}"
+
+    def _back_to_contiguous(self) -> str:
+        """contiguous where p95 ITL has to stay under 119 ms: it served 7.4 ms; empty unless paging costs such a p95."""
+        if not self.chosen.is_paged or not self.decision.pair:
+            return ""
+        load = self.base.load
+        paged, contiguous = self._pair_at(load)
+        worse = _latency(paged_against(self.run, paged, contiguous)) if paged and contiguous else None
+        if worse is None:
+            return ""
+        title, here, there = worse
+        return f"{self.decision.pair[1]} where {title} has to stay under {here}: it served {there} {load.where}"
+
+    def _pair_at(self, load: MeasuredLoad) -> tuple[MeasuredCell | None, MeasuredCell | None]:
+        paged, contiguous = self.decision.pair or ("", "")
+        return self.run.cell(paged, load), self.run.cell(contiguous, load)
+
+    # --- What was not measured ---
+
+    def _unmeasured(self) -> Iterator[NextStep]:
+        """The most decisive first."""
+        run, best, engine_time = self.run, self.best, self.run.engine_time
+        if self.unknown:
+            names = [one.name if best else self._line(one) for one in self.unknown]
+            yield _step_for(f"the quality of {words.listing(names)}", self.decision.quality_step())
+        if undecided := [one for one in self.choices if one.verdict == UNDECIDED]:
+            names = [f"{one.name} ({self.decision.numbers(one)})" for one in undecided]
+            yield _step_for(f"not decided: {words.and_more(names)}", self.decision.decide())
+        if best and best.throughput and best.throughput.clock == ENGINE:
+            as_served = served(best.cell, self.base, THROUGHPUT)
+            if not (as_served and as_served.decided):
+                yield NextStep("the gain as served over HTTP: it is decided in engine time only", "")
+        for note in (engine_time.facts if engine_time else {}).get("notes") or ():
+            yield NextStep(str(note), "")
+        fewest = min(len(cell.repeats) for cell in run.at(self.base.load))
+        gpus = run.manifest.get("gpus")
+        on_cpu = self.base.settings.get("device") == "cpu" or (gpus is not None and not gpus)
+        names = words.listing(not_varied(run, self.base))
+        for why, holds in (
+            (f"served figures have {words.plural(fewest, 'repeat')}; a verdict takes {FEWEST}", fewest < FEWEST),
+            (f"{names}: not varied", names),
+            (f"any load but {run.loads[0].short}", len(run.loads) == 1),
+            ("a GPU: this was measured on a CPU", on_cpu and not run.simulated),
+            ("trained weights: random ones have the speed, not the text", random_weights(run)),
+        ):
+            if holds:
+                yield NextStep(why, "")
+
+    # --- Paging ---
+
+    def _paging(self) -> Iterator[str]:
+        """At each load, the lowest first; then what contiguous reserves, which is what paging saves."""
+        run, last = self.run, None
+        if self.decision.pair is None:
+            yield self._no_pair()
+            return
+        for load in run.loads:
+            paged, contiguous = self._pair_at(load)
+            if paged is None or contiguous is None:
+                yield f"{load.where}: not measured"
+                continue
+            last, here = contiguous, paged_against(run, paged, contiguous).here
+            ran = [words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous)]
+            at_once = f"; {ran[0]} sequences ran at once, against {ran[1]}" if "–" not in ran else ""
+            worse = _latency(here)
+            latencies = f", {worse[0]} {worse[1]} against {worse[2]} as served" if worse else ""
+            yield f"{load.where}: {_paging_advice(here)}: {self.decision.numbers(here)}{latencies}{at_once}"
+        if last and (reserved := reservation(last)):
+            yield f"{reserved.rstrip('.')}: where requests fill what is reserved, paging has nothing to save"
+        if run.is_built_in and run.workload != _UNIFORM:
+            yield f"uniform lengths near the limit: not measured here: `kvbench sweep workloads/{_UNIFORM}.yaml`"
+
+    def _no_pair(self) -> str:
+        preset = PRESETS.get(str(self.run.manifest.get("backend")))
+        if preset and preset.has_only("layout", "paged"):
+            return (
+                f"{preset.title} always pages; `kvbench sweep` without --target measures the layouts on the built-in "
+                "engine"
+            )
+        command = sweep_command(self.run, ["-o", "sweep.layout=[contiguous, paged]"])
+        other = "paged" if self.base.is_contiguous else "contiguous"
+        return f"not measured: the run has no {other} configuration{f': `{command}`' if command else ''}"
+
+
 def _engine_section(cell: MeasuredCell) -> dict[str, Any]:
     """Empty for a server that ran already: nobody told its settings."""
     return {name: value for name, value in cell.settings.items() if name not in MODEL_SECTION and name != "target"}
@@ -191,147 +377,31 @@ def _flags(run: Run, cell: MeasuredCell) -> str:
     return shlex.join(replace(preset, command="").launch_command(known, model="", port=""))
 
 
-def _effects(run: Run, cell: MeasuredCell) -> Iterator[dict[str, Any]]:
-    """Empty for the baseline."""
-    for load in reversed(run.loads):
-        here, base = run.cell(cell.name, load), baseline(run, load)
-        if here is None or base is None or here is base:
-            continue
-        known = choice(run, here, base)
-        for each in (known.throughput, *known.p95.values()):
-            if each:
-                facts = {name: getattr(each, name) for name in ("metric", "clock", "ratio", "low", "high", "call")}
-                yield {"load": load.short, **facts}
-
-
-def _evidence(run: Run, found: Sequence[Choice], best: Choice | None) -> Iterator[str]:
-    """What the best does at each load, the reported one first; where the baseline stays, why not the others."""
-    if best is None:
-        pair, open_ = paging_pair(run) or (), open_ones(run, wins(found))
-        known = [each for each in found if each.verdict != UNDECIDED and each not in open_]
-        known = [each for each in known if not quality_of(run, each.cell).outside]
-        yield from (_line(run, each) for each in known if each.cell.name not in pair)
-        return
-    for load in sorted(run.loads, key=lambda each: (each != best.cell.load, each)):
-        here, base = run.cell(best.cell.name, load), baseline(run, load)
-        if here is None or base is None:
-            yield f"not measured {load.where}"
-        else:
-            yield f"{load.where}: {_line(run, choice(run, here, base).here, name=False)}"
-
-
-def _line(run: Run, each: Choice, name: bool = True) -> str:
-    """prefix caching pays, +17 % tokens/s (16 to 17), p95 TTFT −25 % (−28 to −21)"""
-    told = answer(run, each, each.name)
-    return f"{each.name + ' ' if name else ''}{told.verdict.lower()}, {told.evidence}"
-
-
-def _answers(run: Run, cell: MeasuredCell) -> str:
+def _answers(quality: Quality) -> str:
     """its answers: KLD 0.0009, perplexity +0.2 %, passkeys 98 %, within the limits; measured with kvbench-tiny"""
-    known = quality_of(run, cell)
-    if not known.figures:
-        return f"its answers: {known.brief}"
-    of = f"; measured with {known.model}" if known.model else ""
-    return f"its answers: {known}, {known.verdict or 'within the limits'}{of}"
+    if not quality.figures:
+        return f"its answers: {quality.brief}"
+    measured = f"; measured with {quality.model}" if quality.model else ""
+    return f"its answers: {quality}, {quality.verdict or 'within the limits'}{measured}"
 
 
-def _quality(run: Run, cell: MeasuredCell) -> dict[str, Any]:
-    """For a program; ``model``: which answered; figures that were not measured are None."""
-    known = quality_of(run, cell)
-    names = {"kld": "mean", "perplexity_change": "perplexity_change", "passkeys": "passkey.share"}
-    numbers_ = {name: figure(known.figures, of) for name, of in names.items()}
-    model = run.quality.model if known.figures and run.quality else ""
-    return {"model": model, "safe": known.safe, **numbers_, "canaries_right": known.canaries, "outside": known.outside}
+def _figures(run: Run, quality: Quality) -> dict[str, Any]:
+    """What is known of the answers, for a program; figures that were not measured are None."""
+    return {
+        "model": run.quality.model if quality.figures and run.quality else "",
+        "safe": quality.safe,
+        "kld": quality_figure(quality.figures, "mean"),
+        "perplexity_change": quality_figure(quality.figures, "perplexity_change"),
+        "passkeys": quality_figure(quality.figures, "passkey.share"),
+        "canaries_right": quality.canaries,
+        "outside": quality.outside,
+    }
 
 
-def _briefly(run: Run, each: Choice) -> str:
+def _briefly(one: Choice) -> str:
     """INT8 KV: +13 % tokens/s (13 to 14), quality not measured"""
-    known = quality_of(run, each.cell)
-    size = f"{each.name}: {gain(best_of(each), each.cell.load)}"
-    return f"{size}, {known.brief}" if is_quantised(each.cell) or not known.safe else size
-
-
-def _by_load(run: Run, best: Choice | None) -> Iterator[str]:
-    """What pays at one load and not at another: in doubt nowhere, but not the best everywhere; or worse elsewhere."""
-    reported = decided_load(run)
-    for load in reversed(run.loads):
-        found = choices(run, load)
-        here = next((each for each in found if best and each.cell.name == best.cell.name), None)
-        top = next(iter(safe_ones(run, wins(found))), None)
-        if load != reported and top and top.verdict == PAYS and (here is None or here.verdict != PAYS):
-            yield f"{load.where} rather {_line(run, top)}"
-        for each in safe_ones(run, [one for one in found if one.here.verdict == PAYS and one.verdict == RISK]):
-            yield f"only {load.where} {_line(run, each)}"
-
-
-def _alone(run: Run, found: Sequence[Choice], best: Choice | None) -> list[Choice]:
-    """What pays beside the best, changes other settings, and was not measured together with it."""
-    if best is None:
-        return []
-    changed = differing(best.cell, best.base)
-    ahead = wins(found)
-    rest = safe_ones(run, ahead) + open_ones(run, ahead)
-    return [
-        each
-        for each in rest
-        if each is not best and not differing(each.cell, each.base) & changed and not _measured(found, best, each)
-    ]
-
-
-def _measured(found: Sequence[Choice], *parts: Choice) -> bool:
-    """Whether one configuration has the changes of all ``parts``."""
-    wanted = {name: effective(part.cell.settings, name) for part in parts for name in differing(part.cell, part.base)}
-    return any(all(effective(each.cell.settings, name) == value for name, value in wanted.items()) for each in found)
-
-
-def _rejected(run: Run, found: Sequence[Choice], best: Choice | None, alone: Sequence[Choice]) -> Iterator[str]:
-    """page 64 (worse p95), INT4 KV (pays; not safe: its KLD ...); the open ones are among what was not measured.
-
-    Without a best, only what breaks a limit: the others are the evidence for the baseline.
-    """
-    pair = paging_pair(run) or ()
-    for each in found:
-        outside = words.and_more([why.rstrip(".") for why in quality_of(run, each.cell).outside], 2, "; ")
-        known = best and each not in (best, *alone) and each.verdict != UNDECIDED and each.cell.name not in pair
-        if outside or known:
-            why = f": {outside}" if outside else ""
-            yield f"{each.name} ({answer(run, each, each.name).verdict.lower()}{why})"
-
-
-# --- The fallback ---
-
-
-def _fallback(run: Run, base: MeasuredCell, found: Sequence[Choice], best: Choice | None) -> Iterator[str]:
-    """The baseline, or of a quantised KV the best safe one in the model's own dtype; then the numbers that say when."""
-    contiguous = _back_to_contiguous(run, base.load, (best.cell if best else base).is_paged)
-    if best is None:
-        yield from [contiguous] if contiguous else ()
-        return
-    plain = [each for each in safe_ones(run, wins(found)) if not is_quantised(each.cell)]
-    back = plain[0].cell if plain and is_quantised(best.cell) else base
-    changes = [f"{name}: {_yaml(effective(back.settings, name))}" for name in sorted(differing(best.cell, back))]
-    yield f"{back.name} ({', '.join(changes)})"
-    if told := _as_served(back):
-        yield f"{told} {back.load.where}, what {back.name} served here{_how(run, back)}"
-    if best.cell.hit_rate and effective(best.cell.settings, "enable_prefix_caching"):
-        yield (
-            f"prefix_cache_hits_total / prefix_cache_queries_total in /metrics is far under "
-            f"{words.percent(best.cell.hit_rate)}, the hit rate that this gain comes from"
-        )
-    if is_quantised(best.cell):
-        yield "`kvbench quality` with your own model and prompts finds its answers outside the limits"
-    if contiguous:
-        yield f"or to {contiguous}"
-
-
-def _back_to_contiguous(run: Run, load: MeasuredLoad, is_paged: bool) -> str:
-    """contiguous where p95 ITL has to stay under 119 ms: it served 7.4 ms; empty unless paging costs such a p95."""
-    pair = paging_pair(run) or ("", "")
-    paged, contiguous = (run.cell(name, load) for name in pair)
-    worse = _latency(paged_against(run, paged, contiguous)) if is_paged and paged and contiguous else None
-    return (
-        f"{pair[1]} where {worse[0]} has to stay under {worse[1]}: it served {worse[2]} {load.where}" if worse else ""
-    )
+    size = f"{one.name}: {one.gain(one.best)}"
+    return f"{size}, {one.quality.brief}" if is_quantised(one.cell) or not one.quality.safe else size
 
 
 def _as_served(cell: MeasuredCell) -> str:
@@ -339,11 +409,11 @@ def _as_served(cell: MeasuredCell) -> str:
     rate = median(cell.throughput())
     if cell.doubt or rate is None:
         return ""
-    found = [f"tokens/s fall under {words.tokens_per_s(rate)}"]
+    signs = [f"tokens/s fall under {words.tokens_per_s(rate)}"]
     for metric, title in (("ttft_ms", "p95 TTFT"), ("itl_ms", "p95 ITL")):
         value, few = cell.percentile(metric, "p95")
-        found += [f"{title} exceeds {words.ms(value)}{' (few requests)' * few}"] if value else []
-    return " or ".join(filter(None, [", ".join(found[:-1]), found[-1]]))
+        signs += [f"{title} exceeds {words.ms(value)}{' (few requests)' * few}"] if value else []
+    return " or ".join(filter(None, [", ".join(signs[:-1]), signs[-1]]))
 
 
 def _how(run: Run, cell: MeasuredCell) -> str:
@@ -351,103 +421,38 @@ def _how(run: Run, cell: MeasuredCell) -> str:
     file, command = run.manifest.get("workload_file"), [str(part) for part in run.manifest.get("command") or ()]
     if not file or str(file) not in command:
         return ""
-    changed = [b for a, b in pairwise(command) if a in ("-o", "--override") and b.startswith("load.")]
     profile = run.manifest.get("profile")
-    options = [*(("--profile", str(profile)) if profile else ()), *(part for each in changed for part in ("-o", each))]
+    options = ["--profile", str(profile)] if profile else []
+    for option, value in pairwise(command):
+        options += ["-o", value] if option in ("-o", "--override") and value.startswith("load.") else []
     load_id = cell.cell_id.removeprefix(f"{cell.config_id}-")
     return f" (`{shlex.join(['kvbench', 'load', str(file), *options, '--at', load_id, '--url', 'URL'])}`)"
 
 
-# --- What was not measured ---
+def _step_for(why: str, steps: Iterator[NextStep]) -> NextStep:
+    """What was not measured, with the command of the next experiment that would measure it."""
+    step = next(steps, None)
+    return NextStep(why, step.command if step else "")
 
 
-def _unmeasured(run: Run, base: MeasuredCell, found: Sequence[Choice], best: Choice | None) -> Iterator[NextStep]:
-    """The most decisive first."""
-    if unknown := open_ones(run, wins(found)):
-        names = [each.name if best else _line(run, each) for each in unknown]
-        step = next(quality_step(run, found), None)
-        yield NextStep(f"the quality of {words.listing(names)}", step.command if step else "")
-    if open_ := [each for each in found if each.verdict == UNDECIDED]:
-        names = [f"{each.name} ({numbers(run, each)})" for each in open_]
-        step = next(decide(run, found), None)
-        yield NextStep(f"not decided: {words.and_more(names)}", step.command if step else "")
-    if best and best.throughput and best.throughput.clock == ENGINE_TIME:
-        as_served = served(best.cell, base, THROUGHPUT)
-        if not (as_served and as_served.decided):
-            yield NextStep("the gain as served over HTTP: it is decided in engine time only", "")
-    notes = (run.engine_time.facts if run.engine_time else {}).get("notes") or ()
-    yield from (NextStep(str(note), "") for note in notes)
-    fewest = min(len(each.repeats) for each in run.at(base.load))
-    if fewest < FEWEST:
-        yield NextStep(f"served figures have {words.plural(fewest, 'repeat')}; a verdict takes {FEWEST}", "")
-    if names := not_varied(run, base):
-        yield NextStep(f"{words.listing(names)}: not varied", "")
-    if len(run.loads) == 1:
-        yield NextStep(f"any load but {run.loads[0].short}", "")
-    gpus = run.manifest.get("gpus")
-    if not run.simulated and (base.settings.get("device") == "cpu" or (gpus is not None and not gpus)):
-        yield NextStep("a GPU: this was measured on a CPU", "")
-    if random_weights(run):
-        yield NextStep("trained weights: random ones have the speed, not the text", "")
-
-
-# --- Paging ---
-
-
-def _paging(run: Run, base: MeasuredCell) -> Iterator[str]:
-    """At each load, the lowest first; then what contiguous reserves, which is what paging saves."""
-    pair = paging_pair(run)
-    if pair is None:
-        yield _no_pair(run, base)
-        return
-    last = None
-    for load in run.loads:
-        paged, contiguous = (run.cell(name, load) for name in pair)
-        if paged is None or contiguous is None:
-            yield f"{load.where}: not measured"
-            continue
-        last = compare(paged, contiguous)
-        each = paged_against(run, paged, contiguous).here
-        ran = [words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous)]
-        at_once = f"; {ran[0]} sequences ran at once, against {ran[1]}" if "–" not in ran else ""
-        worse = _latency(each)
-        values = f", {worse[0]} {worse[1]} against {worse[2]} as served" if worse else ""
-        yield f"{load.where}: {_paging_advice(each)}: {numbers(run, each)}{values}{at_once}"
-    if last and (reserved := reservation(last)):
-        yield f"{reserved.rstrip('.')}: where requests fill what is reserved, paging has nothing to save"
-    if run.is_built_in and run.workload != _UNIFORM:
-        yield f"uniform lengths near the limit: not measured here: `kvbench sweep workloads/{_UNIFORM}.yaml`"
-
-
-def _paging_advice(each: Choice) -> str:
+def _paging_advice(one: Choice) -> str:
     """page; do not page; page, unless p95 ITL counts more than output tokens/s"""
-    if each.worst is None or each.verdict not in (RISK, TRADES_P95):
-        return _PAGING[each.verdict]
-    gains = METRICS[best_of(each).metric if each.verdict == RISK else best_p95(each).metric]
-    return f"page, unless {METRICS[each.worst.metric]} counts more than {gains}"
+    if one.worst is None or one.verdict not in (RISK, TRADES_P95):
+        return _PAGING[one.verdict]
+    gain = one.best if one.verdict == RISK else one.best_p95
+    return f"page, unless {figure(one.worst[1].metric).title} counts more than {figure(gain.metric).title}"
 
 
-def _latency(each: Choice) -> tuple[str, str, str] | None:
+def _latency(one: Choice) -> tuple[str, str, str] | None:
     """Of the p95 that is most behind, its name and both sides as served: p95 ITL, 119 ms, 7.4 ms; None without one."""
-    worse = [one for one in each.p95.values() if one.call == BEHIND]
+    worse = [p95 for p95 in one.p95.values() if p95.call == Call.WORSE]
     if not worse:
         return None
-    worst = max(worse, key=lambda one: one.ratio)
-    name = {TTFT: "ttft_ms", ITL: "itl_ms"}[worst.metric]
-    cells = (each.cell, each.base)
-    paged, contiguous = (cell.percentile(name, "p95", all_steady_latency(cells))[0] for cell in cells)
-    return (METRICS[worst.metric], words.ms(paged), words.ms(contiguous)) if paged and contiguous else None
-
-
-def _no_pair(run: Run, base: MeasuredCell) -> str:
-    preset = PRESETS.get(str(run.manifest.get("backend")))
-    if preset and preset.has_only("layout", "paged"):
-        return (
-            f"{preset.title} always pages; `kvbench sweep` without --target measures the layouts on the built-in engine"
-        )
-    command = sweep_command(run, ["-o", "sweep.layout=[contiguous, paged]"])
-    other = "paged" if base.is_contiguous else "contiguous"
-    return f"not measured: the run has no {other} configuration{f': `{command}`' if command else ''}"
+    shown = figure(max(worse, key=lambda p95: p95.ratio).metric)
+    cells = (one.cell, one.base)
+    steady = all_steady_latency(cells)
+    paged, contiguous = (cell.percentile(shown.metric.path, shown.statistic, steady)[0] for cell in cells)
+    return (shown.title, words.ms(paged), words.ms(contiguous)) if paged and contiguous else None
 
 
 # --- For a terminal ---

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common import text as words
+from kvbench.effects.comparison import FEWEST, Call, Comparison
+from kvbench.metrics.definitions import Figure, figure, latencies
 from kvbench.metrics.latency import LONG_OPEN, SAMPLES_NEEDED
 from kvbench.report.comparisons import (
+    COMPARED,
+    HEADS,
     RATIO_MARKS,
-    PairedComparison,
-    compare,
+    THROUGHPUT,
     effects,
-    marked_ratio,
+    is_steady,
+    marked,
     median,
-    ratio_to_reference,
+    median_ratio,
     reference,
+    served,
     spread,
 )
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row
 from kvbench.runs.kv_ledger import accounting
 from kvbench.runs.model import MeasuredCell, Run, number
-from kvbench.runs.ratios import FEWEST, HIGHER, LOWER, UNCLEAR, Ratio
 from kvbench.workload.settings import setting_title, value_words
 
 Render = Callable[[float | None], str]
@@ -36,19 +40,17 @@ PLATEAU_NOTE = (
     "The steady part of each step of the rate, median over repeats. A step that answers far fewer requests/s than its "
     "rate is beyond what the configuration can serve."
 )
-_CLASS_METRICS = (("ttft_ms", "p50"), ("ttft_ms", "p95"), ("tpot_ms", "p50"), ("tpot_ms", "p95"), ("e2el_ms", "p95"))
-_PERCENTILES = (
-    ("ttft_ms", "p50"),
-    ("ttft_ms", "p95"),
-    ("ttfo_ms", "p50"),
-    ("ttfo_ms", "p95"),
-    ("reasoning_ms", "p50"),
-    ("client_queue_ms", "p95"),
-    ("tpot_ms", "p50"),
-    ("tpot_ms", "p95"),
-    ("itl_ms", "p50"),
-    ("itl_ms", "p95"),
-)
+_OF_GROUPS = ("p50_ttft_ms", "p95_ttft_ms", "p50_tpot_ms", "p95_tpot_ms", "p95_e2el_ms")
+_BEFORE_HINT = {
+    "client_queue": "the part of TTFT for which requests waited in the client because of the cap; ",
+    "reasoning": "from a request's first chunk of reasoning to its first text or tool call; ",
+    "ttfo": "to the first text or tool call, where reasoning or text held back comes before it; ",
+}
+_AFTER_HINT = {
+    "ttft": "; small: of the whole run, or the other way round",
+    "itl": f"; small: {TOKENS_A_CHUNK}, where they are several",
+}
+_WINDOWS = {True: "steady window", False: WHOLE_RUN}
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def main_table(run: Run) -> Table:
         Column("output_tokens_per_s", "output tok/s", hints["throughput"], _throughput),
         Column("non_reasoning_tokens_per_s", "tok/s without reasoning", hints["reasoning"], _without_reasoning),
         *([ratio] if len(run.configs) > 1 else []),
-        *(_percentile_column(metric, which) for metric, which in _PERCENTILES),
+        *map(_latency_column, _latency_figures()),
         Column("goodput", "goodput", hints["goodput"], _goodput),
         *_gauge_columns(),
         number_column(
@@ -201,116 +203,112 @@ def _gauge_columns() -> list[Column]:
     ]
 
 
+def _latency_figures() -> list[Figure]:
+    return [Figure(metric, statistic) for metric in latencies() for statistic in metric.statistics]
+
+
+def _key(shown: Figure) -> str:
+    """The name of its column in summary.csv: ttft_ms_p95."""
+    return f"{shown.metric.path}_{shown.statistic}"
+
+
 def flat_rows(run: Run) -> list[dict[str, Any]]:
     """Plain numbers for summary.csv: the table plus what the table abbreviates."""
-    found = []
     table = main_table(run)
+    rows = []
     for row, cell in zip(table.rows, run.by_load, strict=True):
-        flat: dict[str, Any] = {
-            "cell_id": cell.cell_id,
-            "config_id": cell.config_id,
-            "configuration": cell.name,
-            **({"clock": cell.clock} if cell.simulated else {}),
-            "load_mode": cell.load.mode,
-            "load": cell.load.value,
-            "valid": cell.valid,
-            "invalid_reasons": "; ".join(cell.invalid_reasons),
-            "refused": "; ".join(cell.refused),
-            "wrong_answers": "; ".join(cell.wrong_answers),
-            **{f"canaries_{name}": cell.canaries.get(name) for name in ("sent", "answered", "wrong")},
-            "repeats": len(cell.repeats),
-            "invalid_repeats": len(cell.invalid_repeats),
-            "completed": cell.count("completed"),
-        }
         shown = {column.key: value.sort for column, value in zip(table.columns, row.values, strict=True)}
+        flat = _identity(cell)
         flat |= {key: value for key, value in shown.items() if key not in flat}
         for part, steady in (("steady", True), ("whole_run", False)):
             flat |= {f"{part}_ttft_ms_{w}": cell.percentile("ttft_ms", w, steady)[0] for w in ("p50", "p95")}
-        in_steady, windows = cell.has_steady_latency, {True: "steady window", False: WHOLE_RUN}
-        flat |= {f"{metric}_{w}_window": windows[in_steady] for metric, w in _PERCENTILES if f"{metric}_{w}" in shown}
+        window = _WINDOWS[cell.has_steady_latency]
+        flat |= {f"{key}_window": window for each in _latency_figures() if (key := _key(each)) in shown}
         flat |= {"tokens_per_chunk": median(cell.per_repeat("tokens_per_chunk"))}
-        s, ref = spread(cell.throughput()), reference(run, cell.load)
-        bounds = {"min": s.low, "max": s.high, "window": windows[cell.has_steady]} if s else {}
-        flat |= {f"output_tokens_per_s_{end}": value for end, value in bounds.items()}
-        if ref is not None and (r := compare(cell, ref).throughput) is not None:
-            flat |= {"ratio_to": ref.name, "ratio_min": r.low, "ratio_max": r.high, "ratio_verdict": r.verdict}
-            flat |= dict(zip(("ratio_ci95_low", "ratio_ci95_high"), r.ci or (None, None), strict=True))
+        if s := spread(cell.throughput()):
+            bounds = {"min": s.low, "max": s.high, "window": _WINDOWS[cell.has_steady]}
+            flat |= {f"output_tokens_per_s_{end}": value for end, value in bounds.items()}
+        ref = reference(run, cell.load)
+        if ref is not None and (ratio := served(cell, ref, THROUGHPUT)) is not None:
+            low, high = ratio.spread
+            flat |= {"ratio_to": ref.name, "ratio_min": low, "ratio_max": high, "ratio_verdict": str(ratio.call)}
+            flat |= {"ratio_ci95_low": ratio.low, "ratio_ci95_high": ratio.high}
         flat |= accounting(cell)
-        found.append(flat | {f"setting_{k}": v for k, v in cell.settings.items() if not isinstance(v, (dict, list))})
-    return found
+        rows.append(flat | {f"setting_{k}": v for k, v in cell.settings.items() if not isinstance(v, (dict, list))})
+    return rows
 
 
-def ratio_value(r: Ratio | None, higher_is_better: bool = True) -> Value:
-    """A ratio with its spread, marked better or worse where the verdict is one of the two.
+def _identity(cell: MeasuredCell) -> dict[str, Any]:
+    return {
+        "cell_id": cell.cell_id,
+        "config_id": cell.config_id,
+        "configuration": cell.name,
+        **({"clock": cell.clock} if cell.simulated else {}),
+        "load_mode": cell.load.mode,
+        "load": cell.load.value,
+        "valid": cell.valid,
+        "invalid_reasons": "; ".join(cell.invalid_reasons),
+        "refused": "; ".join(cell.refused),
+        "wrong_answers": "; ".join(cell.wrong_answers),
+        **{f"canaries_{name}": cell.canaries.get(name) for name in ("sent", "answered", "wrong")},
+        "repeats": len(cell.repeats),
+        "invalid_repeats": len(cell.invalid_repeats),
+        "completed": cell.count("completed"),
+    }
 
-    One that is not told apart from 1 has the smallest effect that its repeats could have shown in a line of its own.
+
+def ratio_value(cell: MeasuredCell, other: MeasuredCell, metric: str) -> Value:
+    """The entry of a ratio with its spread, marked where it is better or worse.
+
+    Small: the smallest effect that its repeats could have shown, where it is not told apart from 1; that it is of the
+    whole run; and the ratio of the medians shown, where that is visibly another one.
     """
-    if r is None:
+    ratio = served(cell, other, metric)
+    if ratio is None:
         return Value("–")
-    note = f"{words.ratio(r.low)[:-1]}–{words.ratio(r.high)[:-1]}" if r.n > 1 else "one repeat"
-    if r.verdict == UNCLEAR and r.detectable is not None:
-        note += f"\n{words.percent(r.detectable)} would show"
-    mark = ("better" if (r.verdict == HIGHER) == higher_is_better else "worse") if r.verdict in (HIGHER, LOWER) else ""
-    return Value(marked_ratio(r), r.median, note, mark)
-
-
-def throughput_ratio(c: PairedComparison) -> Value:
-    """Of output tokens/s; says where it is of the whole run, and where the medians shown have visibly another ratio."""
-    value, notes = ratio_value(c.throughput), []
-    if c.throughput is not None and not c.steady:
+    low, high = ratio.spread
+    notes = [f"{words.ratio(low)[:-1]}–{words.ratio(high)[:-1]}" if ratio.n > 1 else "one repeat"]
+    if not ratio.decided and ratio.smallest is not None:
+        notes.append(f"{words.percent(ratio.smallest)} would show")
+    if not is_steady(metric, cell, other):
         notes.append(WHOLE_RUN)
-    if c.of_medians is not None:
-        notes.append(f"{MEDIANS} {words.ratio(c.of_medians)}")
-    return replace(value, note="\n".join([value.note, *notes]))
+    if metric == THROUGHPUT and (of_medians := median_ratio(cell, other)):
+        notes.append(f"{MEDIANS} {words.ratio(of_medians)}")
+    return Value(marked(ratio), ratio.ratio, "\n".join(notes), mark_of(ratio.call))
 
 
-def latency_ratio(c: PairedComparison, ratio: Ratio | None) -> Value:
-    """The entry of the ratio of one of its latencies; says where it is of the whole run."""
-    value = ratio_value(ratio, higher_is_better=False)
-    return value if ratio is None or c.steady_latency else replace(value, note=f"{value.note}\n{WHOLE_RUN}")
+def mark_of(call: Call) -> str:
+    """How an entry with this call is marked: better, worse or not at all."""
+    return str(call) if call in (Call.BETTER, Call.WORSE) else ""
 
 
 def _ratio_to(ref: MeasuredCell | None, cell: MeasuredCell) -> Value:
     if ref is None or (cell is ref and not cell.valid):
         return Value("–")
-    return Value("1", 1.0) if cell is ref else throughput_ratio(compare(cell, ref))
+    return Value("1", 1.0) if cell is ref else ratio_value(cell, ref, THROUGHPUT)
 
 
-def percentile_value(summary: Mapping[str, Any], which: str, render: Render = words.ms) -> Value:
-    """A percentile of a latency summary, marked where it is of too few samples."""
-    value = summary.get(which)
-    return Value(render(value) + UNCERTAIN * (which in (summary.get("uncertain") or ())), value)
+def _latency_column(shown: Figure) -> Column:
+    metric, name, which = shown.metric.path, shown.metric.name, shown.statistic
+    title = "client queue" if name == "client_queue" else shown.metric.short
+    hint = "requests due in the steady window, raw samples of all repeats"
+    hint = f"{_BEFORE_HINT.get(name, '')}{hint}{_AFTER_HINT.get(name, '')}"
 
-
-def _percentile_column(metric: str, which: str) -> Column:
-    title, hint = metric[:-3].upper(), "requests due in the steady window, raw samples of all repeats"
-    if metric == "client_queue_ms":
-        title = "client queue"
-        hint = f"the part of TTFT for which requests waited in the client because of the cap; {hint}"
-    elif metric == "reasoning_ms":
-        title, hint = "reasoning", f"from a request's first chunk of reasoning to its first text or tool call; {hint}"
-    elif metric == "ttfo_ms":
-        hint = f"to the first text or tool call, where reasoning or text held back comes before it; {hint}"
-    elif metric == "ttft_ms":
-        hint += "; small: of the whole run, or the other way round"
-    elif metric == "itl_ms":
-        hint += f"; small: {TOKENS_A_CHUNK}, where they are several"
-
-    def of(cell: MeasuredCell) -> Value:
-        (value, uncertain), is_steady = cell.percentile(metric, which), cell.has_steady_latency
-        (other, few), per_chunk = cell.percentile(metric, which, not is_steady), cell.several_tokens_per_chunk
-        shown, ttft = words.milliseconds(value), cell.percentile("ttft_ms", which)[0]
-        silent = cell.count("without_output")  # requests that have a TTFT and no TTFO
-        if metric == "ttfo_ms" and not silent and (value is None or shown == words.milliseconds(ttft)):
+    def entry(cell: MeasuredCell) -> Value:
+        (value, uncertain), in_steady = cell.percentile(metric, which), cell.has_steady_latency
+        text = words.milliseconds(value)
+        alike = value is None or text == words.milliseconds(cell.percentile("ttft_ms", which)[0])
+        if name == "ttfo" and alike and not cell.count("without_output"):  # each with a TTFT has a TTFO
             return Value("as TTFT")
-        notes = [] if value is None or is_steady else [WHOLE_RUN]
-        if other is not None and metric == "ttft_ms":
-            notes.append(f"{'whole' if is_steady else 'steady'} {words.milliseconds(other)}{UNCERTAIN * few}")
-        if value is not None and metric == "itl_ms" and per_chunk:
+        notes = [] if value is None or in_steady else [WHOLE_RUN]
+        other, few = cell.percentile(metric, which, not in_steady)
+        if name == "ttft" and other is not None:
+            notes.append(f"{'whole' if in_steady else 'steady'} {words.milliseconds(other)}{UNCERTAIN * few}")
+        if name == "itl" and value is not None and (per_chunk := cell.several_tokens_per_chunk):
             notes.append(f"{per_chunk:.1f} {TOKENS_A_CHUNK}")
-        return Value(shown + UNCERTAIN * uncertain, value, "\n".join(notes))
+        return Value(text + UNCERTAIN * uncertain, value, "\n".join(notes))
 
-    return Column(f"{metric}_{which}", f"{title} {which} ms", hint, of)
+    return Column(_key(shown), f"{title} {which} ms", hint, entry)
 
 
 def _configuration(cell: MeasuredCell) -> Value:
@@ -395,20 +393,16 @@ def failure_table(run: Run) -> Table:
 def effect_table(run: Run) -> Table:
     """One setting changed alone: ratios to the baseline, setting by setting, the highest load first."""
     listed = effects(run)
-    values = list(dict.fromkeys((e.setting, str(e.value)) for e in listed))
-    settings = list(dict.fromkeys(setting for setting, _ in values))
-    listed.sort(
-        key=lambda e: (settings.index(e.setting), values.index((e.setting, str(e.value))), -e.comparison.load.value)
-    )
+    changed = list(dict.fromkeys((e.setting, str(e.value)) for e in listed))
+    settings = list(dict.fromkeys(setting for setting, _ in changed))
+    listed.sort(key=lambda e: (settings.index(e.setting), changed.index((e.setting, str(e.value))), -e.cell.load.value))
     rows = []
     for e in listed:
-        c = e.comparison
         change = " → ".join(value_words(e.setting, value) for value in (e.baseline_value, e.value))
-        latencies = (latency_ratio(c, r) for r in (c.ttft, c.tpot, c.itl))
-        shown = (*texts(setting_title(e.setting), change, c.load.short), throughput_ratio(c), *latencies)
-        rows.append(Row(c.a if c.b.valid else c.b, shown, change))
-    heads = ("setting", "change", "load", "output tok/s", "p95 TTFT", "p50 TPOT", "p95 ITL")
-    return listed_table(heads, rows, numbers_from=3)
+        ratios = (ratio_value(e.cell, e.base, metric) for metric in COMPARED)
+        shown = (*texts(setting_title(e.setting), change, e.cell.load.short), *ratios)
+        rows.append(Row(e.cell if e.base.valid else e.base, shown, change))
+    return listed_table(("setting", "change", "load", *HEADS), rows, numbers_from=3)
 
 
 def class_table(run: Run) -> Table:
@@ -430,22 +424,29 @@ def turn_table(run: Run) -> Table:
 
 def _group_table(run: Run, head: str, groups: Callable[[MeasuredCell], Mapping[str, Any]]) -> Table:
     """Latencies of groups of requests: the highest load first, then by priority, group by group."""
-    found = [(cell, name, summary) for cell in run.by_load for name, summary in groups(cell).items() if summary]
-    names = list(dict.fromkeys(name for _, name, _ in found))
-    loads = list(dict.fromkeys(cell.load for cell, _, _ in found))
-    urgency = {name: int(number(summary.get("priority")) or 0) for _, name, summary in found}
+    listed = [(cell, name, summary) for cell in run.by_load for name, summary in groups(cell).items() if summary]
+    names = list(dict.fromkeys(name for _, name, _ in listed))
+    loads = list(dict.fromkeys(cell.load for cell, _, _ in listed))
+    urgency = {name: int(number(summary.get("priority")) or 0) for _, name, summary in listed}
     urgent = head == "class" and len(set(urgency.values())) > 1
-    found.sort(key=lambda each: (loads.index(each[0].load), urgency[each[1]] * urgent, names.index(each[1])))
+    listed.sort(key=lambda one: (loads.index(one[0].load), urgency[one[1]] * urgent, names.index(one[1])))
+    figures = [figure(name) for name in _OF_GROUPS]
     rows = []
-    for cell, name, summary in found:
+    for cell, name, summary in listed:
         n = int(number(summary.get("n")) or 0)
         title = f"{name} (priority {urgency[name]})" if urgent else name
-        latencies = (percentile_value(summary.get(metric) or {}, which) for metric, which in _CLASS_METRICS)
         whole = "" if cell.has_steady_groups(f"per_{head}") else WHOLE_RUN
-        shown = (Value(title, title), Value(cell.load.short, cell.load.value, whole), Value(cell.name, cell.name))
-        rows.append(Row(cell, (*shown, Value(str(n), n), *latencies), name))
-    heads = (head, "load", "configuration", "requests", *(f"{m[:-3].upper()} {w}" for m, w in _CLASS_METRICS))
+        shown = (*texts(title), Value(cell.load.short, cell.load.value, whole), *texts(cell.name), Value(str(n), n))
+        rows.append(Row(cell, (*shown, *(_of_group(summary, each) for each in figures)), name))
+    heads = (head, "load", "configuration", "requests", *(f"{f.metric.short} {f.statistic}" for f in figures))
     return listed_table(heads, rows, numbers_from=3)
+
+
+def _of_group(summary: Mapping[str, Any], shown: Figure) -> Value:
+    """A percentile of a group's latencies, marked where it is of too few samples."""
+    samples = summary.get(shown.metric.path) or {}
+    value, uncertain = samples.get(shown.statistic), samples.get("uncertain") or ()
+    return Value(words.ms(value) + UNCERTAIN * (shown.statistic in uncertain), value)
 
 
 def plateau_table(run: Run) -> Table:
@@ -462,26 +463,21 @@ def plateau_table(run: Run) -> Table:
 # --- Sentences of the tables ---
 
 
-def smallest_effects(ratios: Mapping[str, Sequence[Ratio | None]]) -> str:
+def _smallest_effects(ratios: Mapping[str, Sequence[Comparison | None]]) -> str:
     """What these repeats could have shown at least, from the least scattered row to the most; ``ratios``: by metric.
 
     Empty where there is no ratio.
     """
-    if not any(r for each in ratios.values() for r in each):
+    if not any(ratio for each in ratios.values() for ratio in each):
         return ""
-    found = []
+    parts = []
     for metric, each in ratios.items():
-        if sizes := sorted(r.detectable for r in each if r and r.detectable is not None):
+        if sizes := sorted(ratio.smallest for ratio in each if ratio and ratio.smallest is not None):
             low, high = (words.percent(size) for size in (sizes[0], sizes[-1]))
-            found.append(f"{low if low == high else f'{low} to {high}'} in {metric}")
-    if not found:
+            parts.append(f"{low if low == high else f'{low} to {high}'} in {metric}")
+    if not parts:
         return f"Fewer than {FEWEST} repeats have no interval, so no verdict on them."
-    return f"Smallest effect that these repeats could show (80 % power at 95 %), by row: {', '.join(found)}."
-
-
-def sensitivity(run: Run) -> str:
-    """``smallest_effects`` of the ratios to the reference in the table of all cells."""
-    return smallest_effects({"output tok/s": [ratio_to_reference(run, cell) for cell in run.cells if cell.valid]})
+    return f"Smallest effect that these repeats could show (80 % power at 95 %), by row: {', '.join(parts)}."
 
 
 def served_words(cell: MeasuredCell) -> str:
@@ -492,9 +488,9 @@ def served_words(cell: MeasuredCell) -> str:
 
 def effects_note(run: Run) -> str:
     """What stands under the table of effects."""
-    compared = [effect.comparison for effect in effects(run) if effect.comparison.valid]
-    shown = {"output tok/s": "throughput", "p95 TTFT": "ttft", "p50 TPOT": "tpot", "p95 ITL": "itl"}
-    seen = smallest_effects({title: [getattr(c, name) for c in compared] for title, name in shown.items()})
+    pairs = [(effect.cell, effect.base) for effect in effects(run)]
+    ratios = {head: [served(*pair, metric) for pair in pairs] for head, metric in zip(HEADS, COMPARED, strict=True)}
+    seen = _smallest_effects(ratios)
     return f"Ratio to the baseline, paired by repeat: median and, small, lowest to highest. {RATIO_MARKS}. {seen}"
 
 
@@ -509,12 +505,14 @@ def with_missing(run: Run, table: Table) -> Table:
 def cells_note(run: Run, table: Table) -> str:
     """What stands under the table of all cells, about the marks that it has."""
     slo = words.slo_words(run.load_section.get("slo"))
+    against = [(cell, reference(run, cell.load)) for cell in run.cells]
+    ratios = [served(cell, ref, THROUGHPUT) for cell, ref in against if ref is not None and ref is not cell]
     entries = [value.text + value.note for row in table.rows for value in row.values]
     sentences = {
         f"Medians over repeats, small: lowest to highest; of the steady window, else marked {WHOLE_RUN}. Ratios are "
         f"paired by repeat: {RATIO_MARKS}.": True,
         f"{words.upper_first(MEDIANS)}: the ratio of the medians shown.": any(MEDIANS in text for text in entries),
-        sensitivity(run): True,
+        _smallest_effects({HEADS[0]: ratios}): True,
         f"Latencies: raw samples of the requests due in the steady window, else marked {WHOLE_RUN}.": True,
         CHUNKS_NOTE: any(TOKENS_A_CHUNK in text for text in entries),
         f"Goodput: requests/s that met {slo}.": bool(slo),

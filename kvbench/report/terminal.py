@@ -6,13 +6,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.common.console import make_table
-from kvbench.report.comparisons import NOT_TOLD, leaders
+from kvbench.effects.comparison import Call, Comparison
+from kvbench.report.comparisons import CALLS, NOT_TOLD, THROUGHPUT, TTFT, in_engine_time, interval, leaders
 from kvbench.report.engine_time import engine_time_table
 from kvbench.report.provenance import on_what
 from kvbench.report.tables import MEDIANS, WHOLE_RUN, Value, main_table, served_words
-from kvbench.runs.engine_time import EngineEffect
 from kvbench.runs.model import MeasuredCell, Run
-from kvbench.runs.ratios import SAME, UNCLEAR
 
 _HEADS = {
     "configuration": "configuration",
@@ -32,7 +31,7 @@ _MARKS = {
     _WHOLE: f"{_WHOLE} of the whole run: a repeat has no steady window, or for latencies too few requests in it",
     _MEDIANS: f"{_MEDIANS} paired by repeat; the medians shown have visibly another ratio",
 }
-_STYLES = {"better": "green", "worse": "red", "ahead": "green", "behind": "red"}
+_STYLES = {"better": "green", "worse": "red"}
 _NAME_WIDTH = 17
 
 
@@ -65,10 +64,10 @@ def console_table(run: Run) -> Table:
     return made
 
 
-def _mark(entry: Text, verdict: str | None) -> None:
+def _mark(entry: Text, call: Call | None) -> None:
     """Marks an entry by its ``leaders``; others get a blank, so that the digits of a column stay below each other."""
-    entry.append({SAME: _BEST, UNCLEAR: _NOT_TOLD}.get(verdict or "", " "))
-    if verdict == SAME:
+    entry.append({Call.LEVEL: _BEST, Call.UNDECIDED: _NOT_TOLD}.get(call or "", " "))
+    if call == Call.LEVEL:
         entry.stylize("bold")
 
 
@@ -112,20 +111,20 @@ def engine_time_console(run: Run) -> Table | None:
             group = row.group
             made.add_row(Text(row.cell.load.short if row.cell else "not served yet", style="bold"))
         cell_id = row.cell.cell_id if row.cell else row.values[0].text
-        effects = [known.of(cell_id, metric) for metric in ("output_throughput", "p95_ttft_ms")]
+        effects = [in_engine_time(run, cell_id, metric) for metric in (THROUGHPUT, TTFT)]
         calls |= {effect.call for effect in effects if effect}
         made.add_row(Text(f"  {row.values[0].text}"), *map(_in_one_line, effects))
-    caption = "tok/s of the whole run; ahead: for the better" + "\nopen: not decided" * ("open" in calls)
+    caption = "tok/s of the whole run; ahead: for the better" + "\nopen: not decided" * (Call.UNDECIDED in calls)
     made.caption, made.caption_justify = Text(caption), "left"
     return made
 
 
-def _in_one_line(effect: EngineEffect | None) -> Text:
+def _in_one_line(effect: Comparison | None) -> Text:
     """+13.2 (+12.9 to +13.6) ahead; whole numbers from 100 on"""
     if effect is None:
         return Text("–")
-    interval = f" ({_change(effect.low)} to {_change(effect.high)})" if effect.interval else ""
-    return Text(f"{_change(effect.ratio)}{interval} {effect.call}", style=_STYLES.get(effect.call, ""))
+    ends = f" ({_change(effect.low)} to {_change(effect.high)})" if interval(effect) else ""
+    return Text(f"{_change(effect.ratio)}{ends} {CALLS[effect.call]}", style=_STYLES.get(effect.call, ""))
 
 
 def _change(ratio: float) -> str:

@@ -39,7 +39,7 @@ class Segment:
 
     @property
     def constant(self) -> bool:
-        """Whether the rate stays the same."""
+        """Tests whether the rate stays the same."""
         return self.start_rps == self.end_rps
 
     @property
@@ -57,7 +57,7 @@ class Segment:
         return 0.0 if self.mean_rps == 0 else self.seconds * self.mean_rps
 
     def inverse(self, mass: np.ndarray) -> np.ndarray:
-        """Seconds from the segment's start until ``mass`` arrivals [0, ``mass``] are due. float64 [n]"""
+        """The seconds from the segment's start until ``mass`` arrivals [0, ``mass``] are due. float64 [n]"""
         if self.constant:
             return mass / self.start_rps
         if self.strategy == "linear":  # s t + a t^2 / 2 = mass, in the form that does not cancel for small a
@@ -123,7 +123,7 @@ def draw_arrivals(
     """
 
     def gaps(number: int) -> np.ndarray:
-        """Of mean 1."""
+        """Draws gaps of mean 1."""
         return np.ones(number) if math.isinf(burstiness) else rng.gamma(burstiness, 1.0 / burstiness, size=number)
 
     ends = np.cumsum([segment.mass for segment in profile])

@@ -96,7 +96,7 @@ def build_requests(
 def random_streams(
     load: LoadConfig, seed: int, repeat: int, concurrency: int | None, rate: float | None, piece: int = 0
 ) -> tuple[np.random.Generator, np.random.Generator]:
-    """What the requests of a load are drawn from, and what their arrivals are drawn from."""
+    """The random numbers that a load's requests are drawn from, and those of its arrivals."""
     key = _key(load, seed, repeat, concurrency, rate) + ([_PIECES, piece] if piece else [])
     return np.random.default_rng(key), np.random.default_rng([*key, _ARRIVALS])
 

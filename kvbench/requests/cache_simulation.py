@@ -1,4 +1,4 @@
-"""What a prefix cache should have hit in a load: the prompts sent, replayed in the measured order. Pure functions.
+"""The hits that a prefix cache should have had in a load, by replaying its prompts. Pure functions.
 
 A request finds the whole pages that it begins with at its admission, holds all its pages until its end, and gives them
 back last page first. A free page that still holds a prompt's prefix is a cached page. Admissions are measured
@@ -275,7 +275,7 @@ class _Pool:
         self._following: dict[int, set[int]] = {}
 
     def share(self, pages: Sequence[int]) -> int:
-        """For an admission: how many leading ``pages`` are cached; they are held from now on."""
+        """Counts the leading ``pages`` that are cached, for an admission; they are held from now on."""
         self._order.admission()
         for count, page in enumerate(pages):
             holders = self._holders.get(page)
@@ -392,7 +392,7 @@ def _count(value: Any) -> int:
 
 
 def _chunks(row: Row) -> np.ndarray:
-    """When chunks with tokens arrived [s]; empty where none did. float64 [chunks]"""
+    """The moments when chunks with tokens arrived [s]; empty where none did. float64 [chunks]"""
     times = row.get("chunk_times")
     if times is not None and not isinstance(times, float) and len(times):
         return np.asarray(times, dtype=float)
@@ -402,7 +402,7 @@ def _chunks(row: Row) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Steps:
-    """By number, from 1; 0 stands for the time before the load.
+    """The steps by number, from 1; 0 stands for the time before the load.
 
     ``began`` [s]: when a step had begun: the first token of the one before arrived. [steps + 1]
 
@@ -417,11 +417,11 @@ class _Steps:
 
 
 def _steps(chunks: Sequence[np.ndarray], sent: Sequence[float]) -> _Steps:
-    """Two chunks of one request are of two steps; so are a chunk and the first one of a request sent after it.
+    """Tells the steps apart by their chunks.
 
-    Where other chunks arrived between the two, the steps are parted at the longest silence. A long silence always
-    parts two steps: that of prompts only, or one whose requests all ended in it, has no chunks of the same requests
-    around it.
+    Two chunks of one request are of two steps; so are a chunk and the first one of a request sent after it. Where other
+    chunks arrived between the two, the steps are parted at the longest silence. A long silence always parts two steps:
+    that of prompts only, or one whose requests all ended in it, has no chunks of the same requests around it.
     """
     times = np.concatenate([np.empty(0), *chunks])
     order = np.argsort(times, kind="stable")
@@ -449,7 +449,7 @@ def _steps(chunks: Sequence[np.ndarray], sent: Sequence[float]) -> _Steps:
 def _prefills(
     steps: _Steps, sent: Sequence[float], tokens: Sequence[int], step_tokens: int | None
 ) -> list[dict[int, int]]:
-    """How many tokens of each prompt each step computed, from that of its admission on. [requests]
+    """The number of tokens of each prompt that each step computed, from that of its admission on. [requests]
 
     ``tokens``: how many of each prompt were computed. First come, first served: what the decodes leave of a step is
     spent on the prompts in order. The last part of a prompt is computed in the step of its first token. The prompt

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class CanarySet:
     canaries: tuple[Canary, ...]
 
     def that_fit(self, max_model_len: int) -> tuple[Canary, ...]:
-        """Those whose prompt and answer fit into ``max_model_len`` tokens."""
+        """The canaries whose prompt and answer fit into ``max_model_len`` tokens."""
         return tuple(c for c in self.canaries if len(c.prompt_token_ids) + len(c.answer_token_ids) <= max_model_len)
 
 
@@ -121,7 +121,7 @@ def fitting(made: CanarySet, vocab_size: int, max_model_len: int) -> tuple[Canar
 def write_canaries(path: Path, made: CanarySet) -> None:
     """JSONL: the format and the model, then a line a canary."""
     head = {"format": FORMAT, "model": made.model, "weights_fingerprints": list(made.weights_fingerprints)}
-    rows: list[dict[str, Any]] = [head, *(dataclasses.asdict(each) for each in made.canaries)]
+    rows = [head, *(dataclasses.asdict(canary) for canary in made.canaries)]
     text = "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows)
     path.write_text(text, encoding="utf-8")
 
@@ -167,7 +167,7 @@ def mix(
 
 
 def _arrivals(requests: Sequence[RequestSpec]) -> list[float | None]:
-    """At each place the arrival of the next request that has one, at the end the last; None in closed loop."""
+    """The arrival at each place: of the next request that has one, at the end the last; None in closed loop."""
     found = [max((r.arrival_s for r in requests if r.arrival_s is not None), default=None)]
     for request in reversed(requests):
         found.append(found[-1] if request.arrival_s is None else request.arrival_s)
@@ -176,7 +176,7 @@ def _arrivals(requests: Sequence[RequestSpec]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class WrongAnswer:
-    """How an answer differs: from which token or character on (``position``), and both sides from there."""
+    """A difference of an answer: from which token or character on (``position``), and both sides from there."""
 
     position: int  # 0 is the first
     expected: str
@@ -193,7 +193,7 @@ class WrongAnswer:
 def first_difference(
     expected_token_ids: Sequence[int], expected: str, token_ids: Sequence[int] | None, text: str
 ) -> WrongAnswer | None:
-    """None for the right answer: its tokens where the server tells them, else its text, apart from spaces around it."""
+    """Compares the tokens of an answer, else its text without spaces around it; None for the right one."""
     if token_ids is not None:
         pair = zip(expected_token_ids, token_ids, strict=False)
         at = next((i for i, (a, b) in enumerate(pair) if a != b), min(len(expected_token_ids), len(token_ids)))

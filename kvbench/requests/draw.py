@@ -28,7 +28,7 @@ LOWEST_TOKEN = 16  # ids below are where small vocabularies keep their special t
 
 @dataclass(frozen=True)
 class Drawing:
-    """What requests are drawn for, a model of ``vocab_size`` ids and ``max_model_len`` tokens, and from what.
+    """The model that requests are drawn for, and the random numbers that they are drawn from.
 
     ``prefix_rng``: what the contents of shared prefixes are drawn from.
     """
@@ -61,7 +61,7 @@ def largest_remainder(shares: list[float], total: int) -> list[int]:
 
 
 def _shared_counts(shares: Sequence[float], counts: list[int]) -> list[list[int]]:
-    """How many prompts of each class get each prefix: exact in total, in proportion by class. [shares][classes]"""
+    """The prompts of each class that get each prefix, exact in total. [shares][classes]"""
     left, given, found = list(counts), 0, []
     for upto in itertools.accumulate(shares):
         total = min(int(np.floor(upto * sum(counts) + 0.5)), sum(counts)) - given

@@ -160,7 +160,7 @@ def _paths(given: Sequence[str]) -> list[str]:
 
 
 def _in_sessions(prompts: TracePrompts, trace: Trace) -> bool:
-    """Whether each turn waits for the one before it; otherwise every request starts at its own time."""
+    """Tests whether each turn waits for the one before it; otherwise every request starts at its own time."""
     gaps = trace.arrival_s is None or bool(np.isnan(trace.arrival_s).any())
     if prompts.sessions is None:
         return trace.session is not None and (gaps or trace.think_s is not None)
@@ -292,7 +292,7 @@ def _prompts(
 
 
 def shared_pages(trace: Trace, owners: Sequence[int], size: int) -> list[int]:
-    """How many leading tokens, in full pages of ``size``, each prompt shares with one of another owner. [requests]"""
+    """The leading tokens, in full pages of ``size``, that each prompt shares with one of another owner. [requests]"""
     assert trace.page_ids is not None
     full, _, _ = _lengths(trace, size)
     whole = [tuple(numbers[:count]) for numbers, count in zip(trace.page_ids, full.tolist(), strict=True)]
@@ -300,7 +300,7 @@ def shared_pages(trace: Trace, owners: Sequence[int], size: int) -> list[int]:
 
 
 def _lengths(trace: Trace, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """At ``size`` tokens a page: full pages, tokens in the last, partly filled one, output. int64 [requests] each"""
+    """The full pages, the tokens in the partly filled last one, and the output. int64 [requests] each"""
     full, rest = np.divmod(trace.prompt_tokens, trace.page_size)
     scaled = np.maximum(1, rest * size // trace.page_size)
     rest = np.where(rest > 0, scaled, (full == 0).astype(np.int64))  # at least one token: an empty prompt is none

@@ -103,7 +103,7 @@ def outside(hits: float, bounds: HitBounds, cache_state: str, *, complete: bool)
 
 
 def unverified(hits: float | None, bounds: HitBounds | None, cache_state: str) -> str | None:
-    """Why ``hits`` [tokens] do not show that the cache was in the declared state; None where they do.
+    """Says why ``hits`` [tokens] do not show that the cache was in the declared state; None where they do.
 
     ``steady`` declares nothing: the cache is measured as it is found.
     """
@@ -124,7 +124,7 @@ def hit_notes(counts: Mapping[str, Any]) -> list[str]:
 
 
 def shared_beginnings(prompts: Sequence[Ids], owners: Sequence[int]) -> list[int]:
-    """How many leading tokens each prompt has in common with a prompt of another owner, at most. [prompts]
+    """The most leading tokens that each prompt has in common with a prompt of another owner. [prompts]
 
     Sorted by their tokens, prompts that begin alike are neighbours, so the longest common beginning is with the nearest
     prompt of another owner before or after. It is the shortest of those between the neighbours on the way there.
@@ -198,7 +198,7 @@ def _run_end(pages: list[tuple[Ids, int]], start: int, end: int, beginning: Ids)
 
 
 def common_beginning(first: Ids, second: Ids, known: int = 0) -> int:
-    """How many leading tokens are equal; at least ``known`` are."""
+    """Counts the leading tokens that are equal; at least ``known`` are."""
     at = known
     while at < len(first) and first[at : at + _STRIDE] == second[at : at + _STRIDE]:
         at += _STRIDE

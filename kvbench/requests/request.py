@@ -63,12 +63,12 @@ class RequestSpec:
 
     @property
     def chooses(self) -> bool:
-        """Whether only the best of its sequences are returned, at the end."""
+        """Tests whether only the best of its sequences are returned, at the end."""
         return self.beam_width is not None or self.width > self.n
 
     @property
     def answers(self) -> dict[str, int]:
-        """Those of n, best_of and beam_width that are set: {} for one answer, drawn once."""
+        """The set ones of n, best_of and beam_width: {} for one answer, drawn once."""
         return {key: value for key in ANSWERS if (value := getattr(self, key)) != _OPTIONAL[key][0]}
 
     def to_row(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class RequestSpec:
 
 
 def compact(ids: Sequence[int]) -> tuple[int, ...]:
-    """The token ids, equal ones as one int object: 8 bytes of memory each and not 36, and a long trace has 10^8.
+    """Makes equal token ids one int object: 8 bytes of memory each and not 36, and a trace has 10^8.
 
     ValueError for a negative one.
     """
@@ -171,7 +171,7 @@ def continued(
 
 
 def notes_path(path: Path) -> Path:
-    """Where ``write_requests`` puts the notes of a requests file."""
+    """The path at which ``write_requests`` puts the notes of a requests file."""
     return path.with_suffix(".notes.json")
 
 

@@ -48,10 +48,10 @@ class RunFolder:
     def manifest(self) -> Manifest:
         """Raises UsageError when there is none, it cannot be read, or it has another format."""
         stored = read_json(self.manifest_path)
-        if isinstance(stored, dict) and stored.get("kind") == "load":
+        if isinstance(stored, dict) and stored.get("kind") == "load" and not stored.get("plan"):
             raise UsageError(
-                f"{self.path} is the folder of a `kvbench load` and not of a sweep: read its metrics.json, or the "
-                "search.json of a search; it goes on with `kvbench load ... --resume`"
+                f"{self.path} is the folder of a rate search, or of a `kvbench load` of an older version, and not of a "
+                "sweep: read its search.json or metrics.json; it goes on with `kvbench load ... --resume`"
             )
         if not isinstance(stored, dict) or not {"workload", "plan"} <= stored.keys():
             raise UsageError(f"{self.manifest_path} is not the manifest of a sweep: give the folder of a run")

@@ -42,7 +42,7 @@ def add_server(manifest: dict[str, Any], config_id: str, info: ServerInfo) -> No
     ``device``, ``dtype``, ``kernel_backend`` and ``num_threads`` are what the servers settled on (``resolved`` of
     /server_info), not what was requested; different values are joined to one text; None when no server reports any.
     """
-    manifest.setdefault("servers", {}).setdefault(config_id, info.stored())
+    manifest.setdefault("servers", {}).setdefault(config_id, info.to_json())
     resolved = [each["resolved"] for each in manifest["servers"].values() if each.get("resolved")]
     for key in ("device", "dtype", "kernel_backend", "num_threads"):
         values = [_device_name(manifest, each) if key == "device" else each.get(key) for each in resolved]

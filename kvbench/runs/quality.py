@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from kvbench.common.errors import UsageError
-from kvbench.common.files import read_json
+from pydantic import ConfigDict
+
+from kvbench.common.records import Record, read_record
 from kvbench.common.text import and_more
 from kvbench.metrics.canaries import ALPHA, chance_of_so_many
 
@@ -38,52 +38,180 @@ _NAMES = {
     "perplexity_change": ("change of the perplexity", "%"), "greedy.share": ("share of equal greedy answers", "%"),
     "passkey.share": ("share of right passkeys", "%"),
 }  # fmt: skip
-# The same limit at a full pool: figure -> its count and the count of all.
-_AT_FULL_POOL = {"greedy.share": ("agree", "answers"), "passkey.share": ("passkey_right", "passkey_asked")}
 
 
-@dataclass(frozen=True)
-class QualityResult:
+class _Measured(Record):
+    """Figures of broken KV may be no numbers: they are stored as null, and break every limit."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
+
+
+class Bin(Record):
+    """Right answers to a part of the passkeys. ``of``: "0 to 20 %", "257 to 512", "3" (prompt length mod page size)."""
+
+    of: str
+    asked: int
+    right: int
+
+
+class Greedy(_Measured):
+    """Whole answers that are equal; share with its interval; median position [tokens] where the others part."""
+
+    answers: int = 0
+    agree: int = 0
+    share: float | None = None
+    low: float | None = None
+    high: float | None = None
+    first_divergence: float | None = None
+
+
+class Passkeys(_Measured):
+    """Exact answers to passkeys; share with its interval, absent where none was asked."""
+
+    asked: int = 0
+    right: int = 0
+    share: float | None = None
+    low: float | None = None
+    high: float | None = None
+    by_depth: tuple[Bin, ...] = ()
+    by_length: tuple[Bin, ...] = ()
+    by_residue: tuple[Bin, ...] = ()
+
+
+class CanariesRight(Record):
+    """The model's canary file, alone on an idle engine."""
+
+    asked: int
+    right: int
+
+
+class CanariesAtFullPool(Record):
+    """Answers to the canary file's, on top of those to the prompts.
+
+    which: names of the first wrong ones; wrong_with_room: how many of the distinct ones are wrong on an idle engine
+    """
+
+    answered: int
+    distinct: int
+    wrong: int
+    which: tuple[str, ...] = ()
+    wrong_with_room: int = 0
+
+
+class FullPoolFigures(Record):
+    """The same prompts again while the pool is too small.
+
+    wrong: names of the first wrong answers; problems: what does not add up in the pool
+    """
+
+    answers: int
+    agree: int
+    passkey_asked: int
+    passkey_right: int
+    wrong: tuple[str, ...] = ()
+    preemptions: int = 0
+    swapped_pages: int = 0
+    evicted_pages: int = 0
+    forks: int = 0
+    problems: tuple[str, ...] = ()
+    canaries: CanariesAtFullPool | None = None
+
+
+class PromptFigures(_Measured):
+    """What one engine predicts and answers, beside the baseline. Absent fields were not measured.
+
+    mean, p99: KL divergence of a token [nats]; same_argmax: share of the positions whose likeliest token is the same
+    perplexity_change: relative, 0.01 is 1 % worse
+    """
+
+    prompts: int | None = None
+    positions: int | None = None
+    mean: float | None = None
+    p99: float | None = None
+    same_argmax: float | None = None
+    perplexity_change: float | None = None
+    greedy: Greedy = Greedy()
+
+
+class ConfigurationFigures(PromptFigures):
+    """The figures of a configuration, or of the control, with 95 % intervals.
+
+    rms_dp: root mean square of the change in probability of the token that follows; kv_outliers: as /server_info has
+    sets: by the name of a prompt set; canaries: absent without a canary file
+    outside: sentences, one for each limit that it breaks; empty within all
+    """
+
+    kv_cache_dtype: str | None = None
+    layout: str | None = None
+    page_size: int | None = None
+    kv_outliers: Mapping[str, Any] = {}
+    mean_low: float | None = None
+    mean_high: float | None = None
+    p95: float | None = None
+    max: float | None = None
+    prompt_mean: float | None = None
+    decode_mean: float | None = None
+    rms_dp: float | None = None
+    rms_dp_low: float | None = None
+    rms_dp_high: float | None = None
+    perplexity: float | None = None
+    perplexity_change_low: float | None = None
+    perplexity_change_high: float | None = None
+    passkey: Passkeys = Passkeys()
+    full_pool: FullPoolFigures | None = None
+    canaries: CanariesRight | None = None
+    sets: Mapping[str, PromptFigures] = {}
+    outside: tuple[str, ...] = ()
+
+    def value(self, name: str) -> float | None:
+        """One figure, such as ``mean`` or ``passkey.share``; None where it was not measured."""
+        node: Any = self
+        for part in name.split("."):
+            node = getattr(node, part, None)
+        return float(node) if isinstance(node, int | float) else None
+
+
+class QualityFacts(Record):
+    """What was asked of which model; ``not_measured``: what a server does not tell."""
+
+    model_config = ConfigDict(extra="allow")
+
+    device: str = ""
+    dtype: str = ""
+    prompts: int = 0
+    left_out: int = 0
+    seconds: float = 0.0
+    not_measured: tuple[str, ...] = ()
+
+
+class QualityResult(_Measured):
     """What `kvbench quality` measured of each configuration of a run, against the contiguous full-precision baseline.
 
-    ``model``: what it was measured with; ``beside``: that is not the run's own model (whose weights are random).
-    ``control``: the A/A arm, the baseline against itself with other batch-mates, chunks and order: what rounding does.
-    ``limits``: name of a figure -> the worst value within the limits, which is the control's and a margin.
-    ``configurations``: configuration id -> figures (``control`` has the same), each interval of 95 %:
-
-    kv_cache_dtype, layout, page_size
-    positions; mean, mean_low, mean_high, p95, p99, max, prompt_mean, decode_mean: KL divergence of a token [nats]
-    same_argmax: share of the positions whose likeliest token is the same
-    rms_dp, rms_dp_low, rms_dp_high: root mean square of the change in probability of the token that follows
-    perplexity; perplexity_change, perplexity_change_low, perplexity_change_high: relative, 0.01 is 1 % worse
-    greedy: {answers, agree, share, low, high, first_divergence}: whole answers that are equal; median position [tokens]
-    passkey: {asked, right, share, low, high, by_depth, by_length, by_residue}: exact answers; lists of
-        {of, asked, right}, ``of`` a text such as "0 to 20 %", "257 to 512", "3" (prompt length mod page size)
-    full_pool: {answers, agree, passkey_asked, passkey_right, wrong, preemptions, swapped_pages, evicted_pages,
-        forks, problems, canaries}: the same prompts again while the pool is too small; ``wrong``: names of the first
-        wrong answers; ``problems``: what does not add up in the pool; ``canaries``: {answered, distinct, wrong, which,
-        wrong_with_room}, of answers to the canary file's, which come on top of the prompts; ``which``: names of the
-        first wrong ones; ``wrong_with_room``: how many of the distinct ones are wrong on an idle engine
-    canaries: {asked, right}: of the model's canary file, alone on an idle engine; absent without one
-    sets: name of a prompt set -> {prompts, positions, mean, p99, same_argmax, perplexity_change, greedy}
-    outside: sentences, one for each limit that it breaks; empty within all
+    model: what it was measured with; beside: that is not the run's own model (whose weights are random)
+    weights: of which model folder, or random ones of which seed; all of them if there are several
+    weights_fingerprint: as the built-in server tells it; empty for several sets of weights
+    control: the A/A arm, the baseline against itself with other batch-mates, chunks and order: what rounding does
+    limits: name of a figure -> the worst value within the limits, which is the control's and a margin
+    note: of random weights, whose quality says little
 
     Of a running server (`kvbench quality --url`) ``workload`` is its URL and ``server`` the one configuration, without
     kv_cache_dtype, layout, KLD and full_pool, and without perplexity and rms_dp where it tells no probabilities.
     """
 
+    FORMAT: ClassVar[str] = FORMAT
+
     workload: str
     model: str
     beside: bool
-    weights: str  # of which model folder, or random ones of which seed; all of them if there are several
-    configurations: Mapping[str, Mapping[str, Any]]
-    control: Mapping[str, Any]
-    limits: Mapping[str, float]
-    weights_fingerprint: str = ""  # as the built-in server tells it; empty for several sets of weights
-    git: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, Any] = field(default_factory=dict)
-    note: str = ""  # of random weights, whose quality says little
-    facts: Mapping[str, Any] = field(default_factory=dict)  # device, dtype, prompts, time
+    weights: str
+    configurations: Mapping[str, ConfigurationFigures]
+    control: ConfigurationFigures
+    limits: Mapping[str, float | None]
+    weights_fingerprint: str = ""
+    git: Mapping[str, Any] = {}
+    versions: Mapping[str, Any] = {}
+    note: str = ""
+    facts: QualityFacts = QualityFacts()
 
     def differs_from(self, manifest: Mapping[str, Any]) -> list[str]:
         """How commit, versions and weights differ from those in a run's manifest, one phrase each."""
@@ -96,21 +224,15 @@ class QualityResult:
         """Whether some of the weights were random: such a KLD says little about quality, and ``note`` says so."""
         return bool(self.note)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **self.__dict__}
-
 
 def figure(figures: Mapping[str, Any], name: str) -> float | None:
     """One of a configuration's figures, such as ``mean`` or ``passkey.share``; None where it was not measured."""
-    outer, _, inner = name.partition(".")
-    value = figures.get(outer)
-    value = value.get(inner) if inner and isinstance(value, Mapping) else value
-    return float(value) if isinstance(value, int | float) else None
+    return figures.value(name) if isinstance(figures, ConfigurationFigures) else None
 
 
-def limits_of(control: Mapping[str, Any]) -> dict[str, float]:
+def limits_of(control: ConfigurationFigures) -> dict[str, float]:
     """Of each figure the worst value within the limits, by the A/A arm's figures."""
-    ends = {name: figure(control, _WORSE_END.get(name, f"{name}_high")) for name in MARGINS}
+    ends = {name: control.value(_WORSE_END.get(name, f"{name}_high")) for name in MARGINS}
     return {name: end + MARGINS[name] for name, end in ends.items() if end is not None}
 
 
@@ -119,45 +241,54 @@ def is_beyond(name: str, value: float, limit: float) -> bool:
     return value < limit if MARGINS[name] < 0 else value > limit
 
 
-def outside_of(figures: Mapping[str, Any], limits: Mapping[str, float]) -> list[str]:
+def outside_of(figures: ConfigurationFigures, limits: Mapping[str, float | None]) -> list[str]:
     """A sentence for each limit that the figures of a configuration break, or cannot be held to."""
-    found = []
+    sentences = []
     for name, limit in limits.items():
         what, unit = _NAMES[name]
-        measured = figure(figures, name)
-        if measured is None or not (math.isfinite(measured) and math.isfinite(limit)):
-            found.append(f"its {what} or the control's is not a number")
+        measured = figures.value(name)
+        if measured is None or limit is None or not (math.isfinite(measured) and math.isfinite(limit)):
+            sentences.append(f"its {what} or the control's is not a number")
             continue
-        at_full_pool = figures.get("full_pool") or {}
-        right, asked = (at_full_pool.get(key) for key in _AT_FULL_POOL.get(name, ("", "")))
-        pool = right / asked if asked else None
-        for value, where in ((measured, ""), (pool, " at a full pool")):
+        for value, where in ((measured, ""), (_at_full_pool(figures.full_pool, name), " at a full pool")):
             if value is not None and is_beyond(name, value, limit):
-                value, bound = (
+                shown, bound = (
                     f"{100 * each:.3g} %" if unit == "%" else f"{each:.3g} {unit}" for each in (value, limit)
                 )
-                found.append(f"its {what}{where} is {value}, the limit is {bound}")
-    problems = (figures.get("full_pool") or {}).get("problems") or ()
-    found += [f"its pool does not add up when it is full: {each}" for each in problems]
-    return found + list(_wrong_canaries(figures))
+                sentences.append(f"its {what}{where} is {shown}, the limit is {bound}")
+    problems = figures.full_pool.problems if figures.full_pool else ()
+    sentences += [f"its pool does not add up when it is full: {each}" for each in problems]
+    return sentences + list(_wrong_canaries(figures))
 
 
-def _wrong_canaries(figures: Mapping[str, Any]) -> Iterator[str]:
+def _at_full_pool(pool: FullPoolFigures | None, name: str) -> float | None:
+    """The share of right answers at a full pool that has the limit of the figure ``name``."""
+    if pool is None:
+        return None
+    right, asked = {
+        "greedy.share": (pool.agree, pool.answers),
+        "passkey.share": (pool.passkey_right, pool.passkey_asked),
+    }.get(name, (0, 0))
+    return right / asked if asked else None
+
+
+def _wrong_canaries(figures: ConfigurationFigures) -> Iterator[str]:
     """In full precision one is an error; a quantised KV may answer as many wrongly at a full pool as with room.
 
     A server whose KV dtype nobody told counts as one in full precision.
     """
-    exact = figures.get("kv_cache_dtype", "auto") == "auto"
-    alone, full = figures.get("canaries"), (figures.get("full_pool") or {}).get("canaries")
-    if exact and alone and (off := alone["asked"] - alone["right"]):
-        yield f"{off} of its {alone['asked']} canaries are answered wrongly, and none may be in full precision"
-    if full and (wrong := full["wrong"]):
-        off, distinct = full["wrong_with_room"], full["distinct"]
-        chance = chance_of_so_many(wrong, full["answered"], distinct, off, distinct)
-        why = "none may be in full precision" if exact else f"with room {off} of {distinct} are (p = {chance:.2g})"
-        names = and_more(full["which"], 3)
-        if exact or chance < ALPHA:
-            yield f"{wrong} of its {full['answered']} canaries are answered wrongly at a full pool ({names}), and {why}"
+    is_exact = figures.kv_cache_dtype in (None, "auto")
+    alone, full = figures.canaries, figures.full_pool.canaries if figures.full_pool else None
+    if is_exact and alone and (off := alone.asked - alone.right):
+        yield f"{off} of its {alone.asked} canaries are answered wrongly, and none may be in full precision"
+    if full and full.wrong:
+        off, distinct = full.wrong_with_room, full.distinct
+        chance = chance_of_so_many(full.wrong, full.answered, distinct, off, distinct)
+        why = "none may be in full precision" if is_exact else f"with room {off} of {distinct} are (p = {chance:.2g})"
+        if is_exact or chance < ALPHA:
+            names = and_more(full.which, 3)
+            wrong = f"{full.wrong} of its {full.answered} canaries are answered wrongly at a full pool ({names})"
+            yield f"{wrong}, and {why}"
 
 
 def code_differences(git: Mapping[str, Any], versions: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
@@ -175,12 +306,4 @@ def _different(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
 def read_quality(folder: Path) -> QualityResult | None:
     """What was measured for the run in ``folder``; None if nothing was. Raises UsageError for a damaged file."""
     path = folder / QUALITY
-    if not path.is_file():
-        return None
-    data = read_json(path)
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise UsageError(f"{path} is not of the format {FORMAT}: run `kvbench quality {folder}` again")
-    try:
-        return QualityResult(**{key: value for key, value in data.items() if key != "format"})
-    except TypeError:
-        raise UsageError(f"{path} is damaged: run `kvbench quality {folder}` again") from None
+    return read_record(QualityResult, path, f"run `kvbench quality {folder}` again") if path.is_file() else None

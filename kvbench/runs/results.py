@@ -15,6 +15,7 @@ from kvbench.common.foreign_cpu import MachineReport
 from kvbench.common.records import Number, Record
 from kvbench.metrics.definitions import SERVED, SIMULATED
 from kvbench.metrics.model import CanaryCounts, LoadMetrics, PooledLatencies
+from kvbench.runs.server_info import ServerInfo
 
 COMPLETE, INCOMPLETE = "complete", "incomplete"
 COST_NOTES = "cost_model"
@@ -294,7 +295,7 @@ class Manifest(Record):
     left_out: tuple[tuple[str, int], ...] = ()
     set_aside: tuple[SetAside, ...] = ()
     notes: tuple[str, ...] = ()
-    servers: Mapping[str, Mapping[str, Any]] = {}
+    servers: Mapping[str, ServerInfo] = {}
     resumed: tuple[Mapping[str, Any], ...] = ()
     max_minutes: float | None = None
     measured_s: float | None = None

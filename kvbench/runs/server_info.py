@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from kvbench.common.records import Record
 from kvbench.common.text import shorten
 
 MOST_TOKENS = 2**31 - 1
@@ -41,17 +42,17 @@ Size = Annotated[  # below 1 it tells nothing, as many servers' -1
     AfterValidator(lambda size: size if size and size > 0 else None),
     _only(f"a whole number up to {MOST_TOKENS}", lambda value: type(value) is int and value <= MOST_TOKENS),
 ]
-Versions = Annotated[dict[str, Any], _only("a mapping", lambda value: isinstance(value, dict))]
+Facts = Annotated[dict[str, Any], _only("a mapping", lambda value: isinstance(value, dict))]
 Strings = Annotated[
     tuple[str, ...],
     _only("a list of strings", lambda x: isinstance(x, list | tuple) and all(isinstance(text, str) for text in x)),
 ]
 
 
-class ServerAnswer(BaseModel):
+class ServerAnswer(Record):
     """A mapping of an answer. Further keys are kept as they are."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow")
 
     @model_validator(mode="before")
     @classmethod
@@ -76,10 +77,6 @@ class ServerAnswer(BaseModel):
             elif first["type"] != "value_error":
                 text = f"{shorten(repr(first['input']), 300)} is not what it should be ({text})"
             raise ValueError(f"{where}: {text}" if where else text) from None
-
-    def stored(self) -> dict[str, Any]:
-        """What the server said, for a manifest."""
-        return self.model_dump(mode="json", exclude_unset=True)
 
 
 class EngineSettings(ServerAnswer):
@@ -149,7 +146,13 @@ class ServerInfo(ServerAnswer):
     server: ServerFacts = Field(default_factory=ServerFacts)
     tokenizer: TokenizerInfo = Field(default_factory=TokenizerInfo)
     served_model: ModelInfo = Field(default_factory=ModelInfo)
-    versions: Versions = Field(default_factory=dict)
+    versions: Facts = Field(default_factory=dict)
+    kv_outliers: Facts = Field(default_factory=dict)
+
+    def fact(self, section: str, key: str) -> Any:
+        """What the server tells of ``key`` in a section; None where it does not."""
+        part = getattr(self, section)
+        return part.get(key) if isinstance(part, dict) else getattr(part, key, None)
 
 
 def _lists_models(value: Any) -> bool:

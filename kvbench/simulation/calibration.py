@@ -1,27 +1,53 @@
-"""Fits what operator tables and data sheets lack to a measured run or a step log, and stores it."""
+"""``kvbench calibrate-model``: fits what operator tables and data sheets lack, checks it on other runs, stores it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from pydantic import Field, ValidationError
+from pydantic import TypeAdapter
+from rich.console import Console
 
 from engine.execution.simulated_executor import StepWork
+from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import UsageError
-from kvbench.common.files import read_json, write_json
-from kvbench.common.schema import explain
-from kvbench.simulation.cost_model import Calibration, CostModel, Provenance
+from kvbench.common.files import write_text
+from kvbench.common.parsing import parse_yaml
+from kvbench.common.text import shorten
+from kvbench.metrics.definitions import METRICS
+from kvbench.runs.model import Run
+from kvbench.runs.predictions import METRICS as PREDICTED
+from kvbench.runs.predictions import Predicted
+from kvbench.runs.read import read_run
+from kvbench.simulation.choose import gpu_machine
+from kvbench.simulation.cost_model import (
+    Calibration,
+    Checked,
+    CostModel,
+    Provenance,
+    read_calibration,
+    write_calibration,
+)
+from kvbench.simulation.drive import SettingsByName
 from kvbench.simulation.machine import Machine
-from kvbench.simulation.measured_run import MeasuredRun, RunPrediction, predict
-from kvbench.simulation.replica import SettingsByName
-from kvbench.simulation.unit_costs import robust_nnls
+from kvbench.simulation.measured_run import (
+    MeasuredRun,
+    RunPrediction,
+    machine_for,
+    predict,
+    read_measured_run,
+    series_errors,
+)
+from kvbench.simulation.predict import predicted_cells, unit_costs_of
+from kvbench.simulation.unit_costs import robust_nnls, write_unit_costs
 
-FORMAT = 1
 _POINTS = 4
 """Simulations of a name. Under a queue a figure jumps a little from one value to the next, since other requests meet in
 a step; a line through several points is not misled by that."""
@@ -56,27 +82,6 @@ _FITTED = {
 NAMES = tuple(_FITTED)
 
 
-class _File(Calibration):
-    """A calibration as JSON."""
-
-    format: int = Field(ge=FORMAT, le=FORMAT)
-
-
-def read_calibration(path: Path) -> Calibration:
-    """Raises UsageError for a file that is none."""
-    stored = read_json(path)
-    if isinstance(stored, dict) and "format" in stored and isinstance(stored["format"], str):
-        raise UsageError(f"{path} has unit costs, which are for --device this-cpu: give a calibration of a GPU")
-    try:
-        return Calibration.model_validate(_File.model_validate(stored).model_dump(exclude={"format"}))
-    except ValidationError as error:
-        raise UsageError(f"{path} is no calibration of a cost model: {explain(error, '')[0]}") from None
-
-
-def write_calibration(path: Path, calibration: Calibration) -> None:
-    write_json(path, {"format": FORMAT, **calibration.model_dump(exclude_none=True)})
-
-
 def fitted_by_default(machine: Machine, run: MeasuredRun) -> list[str]:
     """What a run can tell: launches, and the host's time where it does not overlap, or else the GPUs' exchange."""
     names = ["prompt_layer_s"]
@@ -87,7 +92,7 @@ def fitted_by_default(machine: Machine, run: MeasuredRun) -> list[str]:
     return names
 
 
-def fit(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> Calibration:
+def fit_run(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> Calibration:
     """The calibration of ``machine`` with which ``run`` comes out as measured; ``names``: of its fields.
 
     As many figures of the run are met as there are names: each figure is taken as linear in all of them, from
@@ -108,7 +113,7 @@ def fit(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> Calibration
                 low, high = max(low, middle - reach), max(low, middle - reach) + 2 * reach
             for value in np.linspace(low, high, _POINTS):
                 other = calibration.model_copy(update={name: float(value)})
-                tried.append([getattr(other, each) for each in names] + [1.0])
+                tried.append([*(getattr(other, field) for field in names), 1.0])
                 results.append(figures(predict(run, dataclasses.replace(machine, calibration=other))))
         plane, *_ = np.linalg.lstsq(np.array(tried), np.array(results), rcond=None)
         best, *_ = np.linalg.lstsq(plane[:-1].T, wanted - plane[-1], rcond=None)
@@ -213,7 +218,7 @@ def fit_steps(log: LoggedSteps, machine: Machine, settings: SettingsByName, name
 
 
 def _log_errors(timer: CostModel, log: LoggedSteps, cut: int) -> dict[str, float]:
-    """Of the steps from ``cut`` on: predicted over measured total - 1, and the median step's distance."""
+    """Errors of the steps from ``cut`` on: predicted over measured total - 1, and the median step's distance."""
     predicted = np.array([timer(work).total for work in log.works[cut:]])
     measured = log.seconds[cut:]
     return {
@@ -221,3 +226,198 @@ def _log_errors(timer: CostModel, log: LoggedSteps, cut: int) -> dict[str, float
         "median_step": float(np.median(np.abs(predicted / measured - 1))),
         "steps": float(len(measured)),
     }
+
+
+_HELD_OUT_RUN = "not fitted to it"
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    """A run predicted with a calibration; ``how``: what that has to do with the run."""
+
+    run: MeasuredRun
+    how: str
+    predicted: RunPrediction
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "run": self.run.name,
+            "how": self.how,
+            "measured_s": latencies(self.run),
+            "predicted_s": latencies(self.predicted),
+            "errors": errors(self.run, self.predicted),
+            "mean_distance": series_errors(self.run, self.predicted),
+            "preemptions": self.predicted.preemptions,
+            "gpu_seconds": dict(self.predicted.seconds),
+            "notes": list(self.predicted.notes),
+        }
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """How measured runs are read: with what the options say that a run does not state."""
+
+    device: str | None
+    model: str | None
+    gpus: int | None
+    ops: Path | None
+    settings: SettingsByName
+
+    def read(self, folder: Path) -> tuple[MeasuredRun, Machine]:
+        run = read_measured_run(folder)
+        run = dataclasses.replace(run, settings={**run.settings, **self.settings})
+        device, model, gpus = machine_for(run, self.device, self.model, self.gpus)
+        return run, gpu_machine(device, model, gpus, self.ops)
+
+    def predict(self, folder: Path, calibration: Calibration, how: str) -> Iterator[_Prediction]:
+        run, machine = self.read(folder)
+        for way, known in (("no calibration", None), (how, calibration)):
+            yield _Prediction(run, way, predict(run, dataclasses.replace(machine, calibration=known)))
+
+    def fit(self, path: Path, names: Sequence[str], console: Console) -> Calibration:
+        """Fits the fields ``names`` to the run, or to the step log, at ``path``."""
+        if path.is_dir():
+            run, machine = self.read(path)
+            return fit_run(run, machine, names or fitted_by_default(machine, run))
+        if wrong := [name for name in names if name not in LOG_NAMES]:
+            raise UsageError(f"--fit {wrong[0]} cannot be told from a step log: it has {', '.join(LOG_NAMES)}")
+        if not self.device or not self.model:
+            raise UsageError(f"{path} does not say where it was written: give --device and --model")
+        machine = gpu_machine(self.device, self.model, self.gpus, self.ops)
+        fitted = fit_steps(read_step_log(path), machine, self.settings, names or LOG_NAMES[:2])
+        held_out = fitted.provenance.held_out_last_third or {}
+        print_plain(
+            console,
+            f"{path.name}: the last third of its steps, which nothing was fitted to, is predicted "
+            f"{held_out['total']:+.1%} in all; the median step is off by {held_out['median_step']:.1%}",
+        )
+        return fitted
+
+
+def calibrate_command(
+    run: Path | None,
+    *,
+    check: Sequence[Path],
+    ops: Path | None,
+    device: str | None,
+    model: str | None,
+    tensor_parallel: int | None,
+    engine: Sequence[str],
+    fit: Sequence[str],
+    calibration: Path | None,
+    output: Path | None,
+    figure: Path | None,
+    as_json: bool,
+) -> int:
+    """Runs ``kvbench calibrate-model``. Raises UsageError."""
+    if run is None and calibration is None:
+        raise UsageError("nothing to fit: give the folder of a measured run, or a step log")
+    if run is not None and calibration is not None:
+        raise UsageError("--calibration is one that is fitted already, and RUN is fitted anew: give one of the two")
+    if run is None and not check:
+        raise UsageError("--calibration alone says nothing new: add --check RUN")
+    if run is not None and (run / "manifest.json").is_file() and (run / "cells").is_dir():
+        return _calibrate_sweep(run, check, output, as_json=as_json)
+    runs, console = _Runs(device, model, tensor_parallel, ops, _settings(engine)), Console()
+    predictions: list[_Prediction] = []
+    with Console(stderr=True).status("simulating"):
+        if run is not None:
+            fitted = runs.fit(run, fit, console)
+            predictions += runs.predict(run, fitted, "fitted to it") if run.is_dir() else ()
+        else:
+            assert calibration is not None
+            fitted = read_calibration(calibration)
+        for folder in check:
+            predictions += runs.predict(folder, fitted, _HELD_OUT_RUN)
+    held_out = [p for p in predictions if p.how == _HELD_OUT_RUN]
+    if held_out:
+        checked = [Checked(run=p.run.name, errors=errors(p.run, p.predicted)) for p in held_out]
+        provenance = fitted.provenance.model_copy(update={"checked": checked})
+        fitted = fitted.model_copy(update={"provenance": provenance})
+    if output is not None:
+        write_calibration(output, fitted)
+    if figure is not None and predictions:
+        _draw(predictions[-1], figure)
+    if as_json:
+        facts = {"calibration": fitted.model_dump(exclude_none=True), "runs": [p.as_dict() for p in predictions]}
+        print(json.dumps(facts, indent=2))
+        return 0
+    values = ", ".join(f"{name} {getattr(fitted, name):.4g}" for name in NAMES)
+    print_plain(console, f"calibration: {values}" + (f" -> {output}" if output else ""))
+    if predictions:
+        print_table(console, _table(predictions))
+    if predictions and not held_out:
+        print_plain(console, "note: nothing was held out: --check RUN tells how well it predicts another run")
+    for note in dict.fromkeys(note for p in predictions for note in p.predicted.notes):
+        print_plain(console, f"note: {note}")
+    return 0
+
+
+def _settings(words: Sequence[str]) -> SettingsByName:
+    """The settings of --engine. Raises UsageError."""
+    settings = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise UsageError(f"--engine {word!r} is not KEY=VALUE: write for example --engine max_num_seqs=128")
+        try:
+            settings[name.strip()] = parse_yaml(value)
+        except ValueError as error:
+            raise UsageError(f"--engine {shorten(word, 60)}: not a YAML value: {error}") from None
+    return settings
+
+
+def _table(predictions: Sequence[_Prediction]) -> Any:
+    names = itertools.product(("ttft", "tpot"), ("mean", "p95"))
+    titles = {f"{name}_{which}": f"{which} {METRICS[name].short}" for name, which in names}
+    lines = []
+    for p in predictions:
+        off, distances = errors(p.run, p.predicted), series_errors(p.run, p.predicted)
+        running = f"{distances['running']:.1f}" if "running" in distances else "-"
+        kv = f"{distances['kv_cache_pct']:.1f} points" if "kv_cache_pct" in distances else "-"
+        lines.append((p.run.name, p.how, *(f"{off[name]:+.1%}" for name in titles), running, kv))
+    heads = ("run", "calibration", *titles.values(), "running", "KV use")
+    table = make_table(heads, lines, numbers_from=2, title="predicted over measured")
+    table.caption = "running, KV use: mean distance over the measured seconds"
+    return table
+
+
+def _draw(prediction: _Prediction, path: Path) -> None:
+    from kvbench.report.predictions import predicted_figure
+
+    title = f"{prediction.run.name}: simulated over measured ({prediction.how})"
+    figure = predicted_figure(prediction.run.series, prediction.predicted.series, title)
+    write_text(path, figure.to_html(include_plotlyjs=True))
+
+
+def _calibrate_sweep(folder: Path, check: Sequence[Path], output: Path | None, *, as_json: bool) -> int:
+    """Unit costs of a sweep of the built-in engine on a CPU, and how well they predict other sweeps."""
+    run, console = _read_sweep(folder), Console()
+    costs = unit_costs_of(run)
+    if output is not None:
+        write_unit_costs(output, costs, run)
+    checked = {other.name: predicted_cells(_read_sweep(other), costs) for other in check}
+    if as_json:
+        cells = TypeAdapter(dict[str, dict[str, dict[str, Predicted]]]).dump_python(checked)
+        print(json.dumps({"unit_costs_s": dataclasses.asdict(costs), "checked": cells}, indent=2))
+        return 0
+    values = {**costs.units, **{f"context in {dtype}": seconds for dtype, seconds in costs.context.items()}}
+    print_plain(console, f"unit costs of {run.folder.name} [us]" + (f" -> {output}" if output else ""))
+    print_plain(console, ", ".join(f"{name} {1e6 * seconds:.4g}" for name, seconds in values.items() if seconds))
+    for name, predicted in checked.items():
+        rows = [
+            (cell, *(f"{figures[m].error:+.1%}" if m in figures else "-" for m in PREDICTED))
+            for cell, figures in predicted.items()
+        ]
+        print_table(console, make_table(("cell", *PREDICTED), rows, title=f"predicted over measured: {name}"))
+    return 0
+
+
+def _read_sweep(folder: Path) -> Run:
+    try:
+        run = read_run(folder)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if run.manifest.get("gpus"):
+        raise UsageError(f"{folder} was measured on a GPU: unit costs are for CPUs, whose steps do not overlap")
+    return run

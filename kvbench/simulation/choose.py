@@ -1,4 +1,4 @@
-"""From a workload and a machine to what a simulated sweep runs."""
+"""What a simulated sweep runs, chosen by its workload and its machine."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 from kvbench.common.text import data_size, listing
-from kvbench.simulation.calibration import read_calibration
-from kvbench.simulation.cost_model import Calibration
+from kvbench.simulation.cost_model import Calibration, read_calibration
+from kvbench.simulation.drive import SettingsByName
+from kvbench.simulation.instrument import BACKEND, SimulatedTarget, checked
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.tables import find_tables, read_tables
-from kvbench.simulation.target import BACKEND, SimulatedTarget, checked
 from kvbench.simulation.unit_costs import THIS_CPU, this_cpu
 from kvbench.targets.choose import STORED, ChosenTarget
 from kvbench.workload.file import SimulateSection, Workload, resolve
 
 OPTIONS = ("device", "model", "tensor_parallel", "ops", "calibration")
-"""Of the command line: those of a simulation, with the names of the workload's ``simulate`` section."""
+"""Options of a simulation, with the names of the workload's ``simulate`` section."""
 _MACHINE = frozenset({"device", "model", "tensor_parallel"})
 _OF_THE_HOST = (
     "device", "kernel_backend", "num_threads", "torch_compile", "fused_layers", "cuda_graphs", "async_scheduling"
@@ -44,18 +44,17 @@ def profile_of(options: Mapping[str, Any]) -> str:
 
 def check_options(options: Mapping[str, Any], *, simulates: bool, begun: bool) -> None:
     """Raises UsageError for an option that means nothing here. ``begun``: a run that has begun goes on."""
+    given = [flag(name) for name in OPTIONS if options.get(name)]
     if not simulates:
-        given = [name for name in OPTIONS if options.get(name) and name != "model"]
-        if given:
-            raise UsageError(f"{flag(given[0])} goes with --simulate only: add it, or leave {flag(given[0])} out")
+        for name in given:
+            if name != "--model":
+                raise UsageError(f"{name} goes with --simulate only: add it, or leave {name} out")
         return
-    if given := [name for name in _OTHERS_ONLY if options.get(name)]:
+    if others := [flag(name) for name in _OTHERS_ONLY if options.get(name)]:
+        raise UsageError(f"{others[0]} goes with an engine that is measured: leave it out, or leave --simulate out")
+    if begun and given:
         raise UsageError(
-            f"{flag(given[0])} goes with an engine that is measured: leave it out, or leave --simulate out"
-        )
-    if begun and (given := [name for name in OPTIONS if options.get(name)]):
-        raise UsageError(
-            f"{flag(given[0])} cannot change a run that has begun: leave it out, or start a new run without --resume"
+            f"{given[0]} cannot change a run that has begun: leave it out, or start a new run without --resume"
         )
 
 
@@ -75,15 +74,18 @@ def simulated_workload(
             "a simulation needs a device: give for example --device H200 (with --tensor-parallel 4: four of them), or "
             "a section `simulate: {device: H200}` in the workload"
         )
-    count, device = _devices(section["device"])
+    count, device = 1, THIS_CPU
+    if section["device"].strip().lower() != THIS_CPU:
+        count, gpu = parse_gpus(section["device"])
+        device = gpu.name
     if count > 1 and given.get("tensor_parallel", count) != count:
         raise UsageError(
             f"--device {section['device']} is {count} GPUs, and --tensor-parallel is {given['tensor_parallel']}: write "
             f"--device {device}"
         )
     section |= {"device": device, "tensor_parallel": count if count > 1 else section.get("tensor_parallel", 1)}
-    notes = _notes_of_model(data, section, workload)
-    keys = {each.partition("=")[0].strip() for each in overrides}
+    notes = _settle_model(data, section.pop("model", None), workload)
+    keys = {override.partition("=")[0].strip() for override in overrides}
     keeps_budget = bool(keys & {"engine", "engine.kv_budget"}) or not given.keys() & _MACHINE
     keeps_budget |= device == THIS_CPU  # where the workload's own budget for a CPU is meant
     notes += _leave_out(data, keeps_budget=keeps_budget)
@@ -92,28 +94,17 @@ def simulated_workload(
     return dataclasses.replace(made, source=workload.source), tuple(notes)
 
 
-def _devices(text: str) -> tuple[int, str]:
-    """How many of what."""
-    if text.strip().lower() == THIS_CPU:
-        return 1, THIS_CPU
-    count, gpu = parse_gpus(text)
-    return count, gpu.name
-
-
-def _notes_of_model(data: dict[str, Any], section: dict[str, Any], workload: Workload) -> list[str]:
-    """Puts the model of ``section`` in the place of the workload's, and settles its name."""
-    notes = []
-    if asked := section.pop("model", None):
-        data["model"] = {"config": plan_model(asked).name if not _is_path(asked) else str(Path(asked).resolve())}
-    dtype, model = workload.model.dtype, plan_model(str(asked or workload.engine["model"]))
-    if not asked and dtype not in (None, "auto", model.spec.default_dtype):
-        notes.append(f"weights and KV are counted in {model.spec.default_dtype}, the model's own dtype, not in {dtype}")
-        data["model"] = {key: value for key, value in data["model"].items() if key != "dtype"}
-    return notes
-
-
-def _is_path(model: str) -> bool:
-    return Path(model).suffix == ".json" or Path(model).is_dir()
+def _settle_model(data: dict[str, Any], asked: str | None, workload: Workload) -> list[str]:
+    """Puts the model that was asked for in the place of the workload's, and settles its name; notes on its dtype."""
+    if asked is not None:
+        is_path = Path(asked).suffix == ".json" or Path(asked).is_dir()
+        data["model"] = {"config": str(Path(asked).resolve()) if is_path else plan_model(asked).name}
+        return []
+    dtype, model = workload.model.dtype, plan_model(str(workload.engine["model"]))
+    if dtype in (None, "auto", model.spec.default_dtype):
+        return []
+    data["model"] = {key: value for key, value in data["model"].items() if key != "dtype"}
+    return [f"weights and KV are counted in {model.spec.default_dtype}, the model's own dtype, not in {dtype}"]
 
 
 def _leave_out(data: dict[str, Any], *, keeps_budget: bool) -> list[str]:
@@ -138,7 +129,7 @@ def _leave_out(data: dict[str, Any], *, keeps_budget: bool) -> list[str]:
 
 
 def machine_of(section: SimulateSection, model: str) -> Machine:
-    """With the operator times and the calibration that ``section`` names.
+    """The machine with the operator times and the calibration that ``section`` names.
 
     Raises UsageError for an unknown device or model, with the nearest names, for heads that do not divide, and for
     files that are not what they should be.
@@ -162,24 +153,14 @@ def gpu_machine(
 
 
 def files_digest(machine: Machine, section: SimulateSection) -> str | None:
-    """Of the bytes of the operator tables and the calibration; None where the data sheet alone counts."""
+    """A digest of the operator tables and the calibration; None where the data sheet alone counts."""
     files = sorted(machine.tables.folder.glob("*.csv")) if machine.tables else []
     files += [Path(section.calibration)] if section.calibration else []
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else None
 
 
-def _refusal(machine: Machine, settings: Mapping[str, Any]) -> str | None:
-    """Why a configuration is left out: the tables do not have its KV."""
-    config, _ = machine.settle(settings)
-    try:
-        machine.step_timer(config)
-    except UsageError as error:
-        return str(error)
-    return None
-
-
 def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTarget:
-    """Of a workload with a ``simulate`` section. Raises UsageError, also where the model does not fit."""
+    """The target of a workload with a ``simulate`` section. Raises UsageError, also where the model does not fit."""
     assert workload.simulate is not None
     machine = machine_of(workload.simulate, str(workload.engine["model"]))
     machine.step_timer(machine.settle(workload.engine)[0])
@@ -192,12 +173,22 @@ def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTar
         "calibration": workload.simulate.calibration,
         "files_sha256": files_digest(machine, workload.simulate),
     }
+
+    def refusal(settings: SettingsByName) -> str | None:
+        """Why a configuration is left out: the tables do not have its KV."""
+        config, _ = machine.settle(settings)
+        try:
+            machine.step_timer(config)
+        except UsageError as error:
+            return str(error)
+        return None
+
     return ChosenTarget(
         workload,
         lambda: SimulatedTarget(machine, facts),
         lambda settings: checked(machine, settings),
         {**dict.fromkeys(STORED), "backend": BACKEND, "shared_machine": False, "simulated": facts},
-        refuses=lambda settings: _refusal(machine, settings),
+        refuses=refusal,
         notes=tuple(notes),
         start_guess_s=_START_GUESS_S,
     )

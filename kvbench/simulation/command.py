@@ -5,43 +5,48 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from kvbench import __version__
-from kvbench.common.console import print_plain, status_line
+from kvbench.common.console import make_table, print_plain, print_table, status_line
 from kvbench.common.errors import UsageError, say
 from kvbench.common.files import as_stored, check_output_dir, unpack
 from kvbench.common.git import git_state
 from kvbench.common.option_rules import RAY_OPTIONS, check_goes_with
-from kvbench.common.text import plural
+from kvbench.common.text import count, decimal, listing, milliseconds, percent, plural, significant, tokens_per_s
+from kvbench.metrics.definitions import METRICS
+from kvbench.metrics.latency import SAMPLES_NEEDED
+from kvbench.metrics.model import Distribution
+from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import files_digest, machine_of, profile_of, simulated_workload
 from kvbench.simulation.drive import ROUTERS
 from kvbench.simulation.pool import RayOptions, map_simulations
+from kvbench.simulation.recorder import Figures, FleetFigures
 from kvbench.simulation.run import (
+    FIRST_RATE,
+    Facts,
+    RateSearch,
+    Simulation,
     SimulationJob,
-    job_at_rate,
-    native_rate_of,
-    reasons_missed,
-    run_job,
+    find_rate,
     simulate,
     simulate_and_pack,
-    sustainable_rate,
 )
-from kvbench.simulation.show import search_table, show
 from kvbench.sweep.load_options import LoadOptions, check_named_load, choose_load, workload_source
-from kvbench.sweep.max_rate.search import Condition, parse_conditions
+from kvbench.sweep.rate_search import Condition, parse_conditions
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload
 from kvbench.workload.settings import slug
 
-_LEAST_REQUESTS = 200  # of a run of a search: more than a p95 needs
-_FIRST_RATE = 1.0  # of a search over a closed loop
+Options = Mapping[str, Any]
+"""The options of the command line, by name."""
 
 
 def simulate_command(*, given: Collection[str], workload: str | None, **options: Any) -> int:
@@ -58,23 +63,20 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     conditions = _conditions(options["find_max_rate"], options["request_rate"])
     folder: Path | None = options["output_dir"]
     if folder is not None:
-        if conditions:
-            raise UsageError(
-                "--find-max-rate keeps no files: leave --output-dir out, or simulate the rate that it finds"
-            )
-        check_output_dir(folder)
-        if folder.is_dir() and any(folder.iterdir()):
-            raise UsageError(f"--output-dir {folder} is not empty: give a new one")
+        _check_folder(folder, searching=bool(conditions))
     jobs, notes = _jobs(workload, options)
-    if any("goodput" in each.text for each in conditions) and any(job.load.slo is None for job in jobs):
-        raise UsageError("--find-max-rate with goodput needs to know which requests are good: give --goodput as well, "
-                         "such as 'ttft:500 tpot:50', or load.slo in the workload")  # fmt: skip
+    if any("goodput" in condition.text for condition in conditions) and any(job.load.slo is None for job in jobs):
+        raise UsageError(
+            "--find-max-rate with goodput needs to know which requests are good: give --goodput as well, such as "
+            "'ttft:500 tpot:50', or load.slo in the workload"
+        )
     for note in notes:
         say(f"note: {note}")
     console = Console()
-    results = _results(jobs, conditions, options)
+    results = _search(jobs, conditions, options) if conditions else _simulate(jobs, options)
     if options["as_json"]:
-        print_plain(console, json.dumps(as_stored(results if len(results) > 1 else results[0]), indent=1))
+        facts = [result.to_json() for result in results]
+        print_plain(console, json.dumps(as_stored(facts if len(facts) > 1 else facts[0]), indent=1))
     elif conditions:
         search_table(console, results)
     else:
@@ -84,39 +86,16 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     return 0
 
 
-def _simulated_elsewhere(jobs: Mapping[str, SimulationJob], at_once: int | None, ray: RayOptions) -> list[Any]:
-    """What summary.json holds of each job; its files come back and are written here."""
-    found = map_simulations(simulate_and_pack, jobs, at_once, ray)
-    for job, (_, files) in zip(jobs.values(), found, strict=True):
-        if job.folder is not None and files is not None:
-            job.folder.mkdir(parents=True, exist_ok=True)
-            unpack(files, job.folder)
-    return [summary for summary, _ in found]
-
-
-def _results(
-    jobs: Sequence[SimulationJob], conditions: Sequence[Condition], options: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Of each job, in their order, while progress is told."""
-    names = {job.name: job for job in jobs}
-    ray = RayOptions(options["ray_address"], options["ray_wait"]) if options["executor"] == "ray" else None
-    with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}") as update:
-        if conditions:
-            how = {name: options[name] for name in ("run_seconds", "tolerance")}
-            return map_simulations(partial(find_rate, conditions=conditions, **how), names, options["processes"], ray)
-        if ray is not None:
-            return _simulated_elsewhere(names, options["processes"], ray)
-        if len(jobs) > 1:
-            return map_simulations(simulate, names, options["processes"])
-
-        def on_progress(ended: int, requests: int | None) -> None:
-            update(f"simulating: {ended:,} {'requests' if requests is None else f'of {requests:,} requests'}")
-
-        return [simulate(jobs[0], on_progress)]
+def _check_folder(folder: Path, *, searching: bool) -> None:
+    if searching:
+        raise UsageError("--find-max-rate keeps no files: leave --output-dir out, or simulate the rate that it finds")
+    check_output_dir(folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(f"--output-dir {folder} is not empty: give a new one")
 
 
 def _conditions(slo: str | None, rates: Sequence[float] | None) -> tuple[Condition, ...]:
-    """Of a search, which begins at one of ``rates``; none without a search."""
+    """The conditions of a search, which begins at one of ``rates``; none without a search."""
     if slo is not None and rates and (len(rates) > 1 or math.isinf(rates[0])):
         raise UsageError("--find-max-rate begins at one finite --request-rate: give one, or leave it out")
     try:
@@ -125,31 +104,81 @@ def _conditions(slo: str | None, rates: Sequence[float] | None) -> tuple[Conditi
         raise UsageError(f"--find-max-rate: {error}") from None
 
 
-def _jobs(workload: str | None, options: Mapping[str, Any]) -> tuple[list[SimulationJob], Sequence[str]]:
+def _ray(options: Options) -> RayOptions | None:
+    return RayOptions(options["ray_address"], options["ray_wait"]) if options["executor"] == "ray" else None
+
+
+def _search(jobs: Sequence[SimulationJob], conditions: Sequence[Condition], options: Options) -> list[RateSearch]:
+    how = {name: options[name] for name in ("run_seconds", "tolerance")}
+    search = partial(find_rate, conditions=conditions, **how)
+    with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}"):
+        return map_simulations(search, {job.name: job for job in jobs}, options["processes"], _ray(options))
+
+
+def _simulate(jobs: Sequence[SimulationJob], options: Options) -> list[Simulation]:
+    """What came of each job, in their order, while progress is told."""
+    by_name, ray = {job.name: job for job in jobs}, _ray(options)
+    with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}") as update:
+        if ray is not None:
+            packed = map_simulations(simulate_and_pack, by_name, options["processes"], ray)
+            for job, (_, files) in zip(jobs, packed, strict=True):
+                if job.folder is not None and files is not None:
+                    job.folder.mkdir(parents=True, exist_ok=True)
+                    unpack(files, job.folder)
+            return [result for result, _ in packed]
+        if len(jobs) > 1:
+            return map_simulations(simulate, by_name, options["processes"])
+
+        def on_progress(ended: int, requests: int | None) -> None:
+            update(f"simulating: {ended:,} {'requests' if requests is None else f'of {requests:,} requests'}")
+
+        return [simulate(jobs[0], on_progress)]
+
+
+def _jobs(workload: str | None, options: Options) -> tuple[list[SimulationJob], Sequence[str]]:
     """A job for each rate or number of users, each number of replicas and each router; and notes. Raises UsageError."""
     jobs: list[SimulationJob] = []
     notes: Sequence[str] = ()
+    routers, code = tuple(dict.fromkeys(options["router"])) or (next(iter(ROUTERS)),), git_state()
     for rate, users in itertools.product(options["request_rate"] or (None,), options["max_concurrency"] or (None,)):
         loaded, point, notes = _load(workload, rate, users, options)
         assert loaded.simulate is not None
-        model = str(loaded.engine["model"])
-        machine = machine_of(loaded.simulate, model)
-        machine.step_timer(machine.settle(loaded.engine)[0])  # what cannot be is said before anything runs
+        machine = machine_of(loaded.simulate, str(loaded.engine["model"]))
+        config, capacity = machine.settle(loaded.engine)
+        machine.step_timer(config)  # what cannot be is said before anything runs
         load_name = point.load_id
         if options["find_max_rate"]:
             load_name = "trace" if loaded.load.arrivals == "trace" else "open loop"
         if users is not None and point.mode == "open":
             load_name += f" at most {users} in flight"
-        for replicas, router in itertools.product(options["replicas"], _routers(options)):
+        for replicas, router in itertools.product(options["replicas"], routers):
             name = load_name + (f", {plural(replicas, 'replica')}, {router}" if max(options["replicas"]) > 1 else "")
-            how = (loaded.engine, loaded.load, point, loaded.seed, replicas, router)
-            jobs.append(SimulationJob(name, loaded.simulate, model, *how))
-    code = git_state()
-    return [_with_facts(job, options, len(jobs), code) for job in jobs], notes
+            facts = Facts(
+                name=name,
+                machine=machine.title,
+                cost_model=machine.cost_model,
+                model=machine.model.name,
+                **loaded.simulate.model_dump(include={"device", "tensor_parallel", "ops", "calibration"}),
+                files_sha256=files_digest(machine, loaded.simulate),
+                replica_count=replicas,
+                router=router if replicas > 1 else None,
+                seed=loaded.seed,
+                engine={**loaded.engine, "model": machine.model.name, "max_model_len": config.max_model_len},
+                kv_slots=capacity.num_slots,
+                load=loaded.load.model_dump(mode="json", exclude_none=True),
+                load_id=point.load_id,
+                kvbench=__version__,
+                git=dict(code),
+            )
+            fleet = (loaded.engine, loaded.load, point, loaded.seed, replicas, router, options["output_dir"], facts)
+            jobs.append(SimulationJob(name, loaded.simulate, str(loaded.engine["model"]), *fleet))
+    if len(jobs) > 1:
+        jobs = [replace(job, folder=job.folder and job.folder / slug(job.name)) for job in jobs]
+    return jobs, notes
 
 
 def _load(
-    workload: str | None, rate: float | None, users: int | None, options: Mapping[str, Any]
+    workload: str | None, rate: float | None, users: int | None, options: Options
 ) -> tuple[Workload, LoadPoint, Sequence[str]]:
     """The workload with one load, as it runs on the machine of the options, and notes on what differs."""
     overrides, searching = list(options["overrides"]), bool(options["find_max_rate"])
@@ -169,56 +198,170 @@ def _load(
             "or a trace (-o load.arrivals=poisson)"
         )
     if searching and point.mode == "closed":
-        loaded, point = choose_load(path, replace(chosen, request_rate=_FIRST_RATE), text=text, **how)
+        loaded, point = choose_load(path, replace(chosen, request_rate=FIRST_RATE), text=text, **how)
     made, notes = simulated_workload(loaded, options, overrides)
     return made, point, notes
 
 
-def _routers(options: Mapping[str, Any]) -> Sequence[str]:
-    return tuple(dict.fromkeys(options["router"])) or (next(iter(ROUTERS)),)
+_LATENCIES = ("ttft", "tpot", "itl", "e2el", "client_queue")
+_SHARE = 0.0005  # of the steps' time: less is not told
+_SHOWN = ("mean", "p50", "p95", "p99", "max")
+
+# Columns of tables: the figure's name, its head, and its text.
+_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "requests": ("requests", lambda f: count(f.completed)),
+    "req/s": ("req/s", lambda f: significant(f.request_throughput)),
+    "tok/s": ("tok/s", lambda f: tokens_per_s(f.output_throughput)),
+    "mean TTFT": ("TTFT mean ms", lambda f: milliseconds(f.ttft_ms.mean)),
+    "p95 TTFT": ("p95", lambda f: milliseconds(f.ttft_ms.p95)),
+    "mean TPOT": ("TPOT mean ms", lambda f: milliseconds(f.tpot_ms.mean)),
+    "p95 TPOT": ("p95", lambda f: milliseconds(f.tpot_ms.p95)),
+    "p95 E2EL": ("E2EL p95 ms", lambda f: milliseconds(f.e2el_ms.p95)),
+    "running": ("running peak", lambda f: count(f.running.peak)),
+    "waiting": ("waiting peak", lambda f: count(f.waiting.peak)),
+    "KV": ("KV peak", lambda f: percent(f.kv_usage.peak)),
+    "hits": ("hit rate", lambda f: percent(f.hit_rate)),
+    "preempted": ("preempted", lambda f: count(f.num_preemptions)),
+    "imbalance": ("imbalance", lambda f: _times_the_mean(f.imbalance.get("total_output_tokens"))),
+}
+_OF_A_REPLICA = ("requests", "tok/s", "mean TTFT", "p95 TTFT", "running", "KV", "hits", "preempted")
+_OF_A_LOAD = (
+    "req/s", "tok/s", "mean TTFT", "p95 TTFT", "mean TPOT", "p95 TPOT", "p95 E2EL", "running", "waiting", "KV", "hits",
+    "preempted", "imbalance",
+)  # fmt: skip
 
 
-def _with_facts(job: SimulationJob, options: Mapping[str, Any], jobs: int, code: Mapping[str, Any]) -> SimulationJob:
-    """With what summary.json holds beside the figures, and the folder of its files. ``code``: kvbench's commit."""
-    machine = machine_of(job.section, job.model)
-    config, capacity = machine.settle(job.settings)
-    facts = {
-        "machine": machine.title,
-        "cost_model": machine.cost_model,
-        "model": machine.model.name,
-        **job.section.model_dump(include={"device", "tensor_parallel", "ops", "calibration"}),
-        "files_sha256": files_digest(machine, job.section),
-        "replica_count": job.replicas,
-        "router": job.router if job.replicas > 1 else None,
-        "seed": job.seed,
-        "engine": {**job.settings, "model": machine.model.name, "max_model_len": config.max_model_len},
-        "kv_slots": capacity.num_slots,
-        "load": job.load.model_dump(mode="json", exclude_none=True),
-        "load_id": job.point.load_id,
-        "kvbench": __version__,
-        "git": code,
-    }
-    folder: Path | None = options["output_dir"]
-    if folder is not None and jobs > 1:
-        folder = folder / slug(job.name)
-    return replace(job, facts=facts, folder=folder)
+def show(console: Console, results: Sequence[Simulation]) -> None:
+    """One simulation in full, several in a table of one line each."""
+    if len(results) > 1:
+        print_table(console, _table("load", _OF_A_LOAD, {r.facts.name: r.figures for r in results}, "simulated"))
+        print_plain(console, _machine_line(results[0].facts))
+        for result in results:
+            for line in [*_failures(result.figures), *_cost_notes(result.figures)]:
+                print_plain(console, f"{result.facts.name}: {line}")
+        return
+    facts, figures = results[0].facts, results[0].figures
+    shown = {"TTFT": figures.ttft_ms, "  in the steady window": figures.steady_latency.ttft_ms}
+    shown |= {METRICS[name].short: values for name, values in _latencies(figures).items()}
+    rows = [
+        (title, *(_entry(values, which) for which in _SHOWN), count(values.n))
+        for title, values in shown.items()
+        if values.n
+    ]
+    title = f"load {facts.name} · ms, simulated"
+    print_table(console, make_table(("", *_SHOWN, "samples"), rows, title=title))
+    lines = [*_load_lines(figures), *_step_lines(figures), *_failures(figures), *_length_lines(figures)]
+    lines += [_machine_line(facts), *_cost_notes(figures)]
+    if any(values.uncertain for values in _latencies(figures).values()):
+        lines.append(f"* too few samples for this percentile: {SAMPLES_NEEDED}")
+    for line in lines:
+        print_plain(console, line)
+    if figures.replicas:
+        numbered = {str(number): replica for number, replica in enumerate(figures.replicas)}
+        print_table(console, _table("replica", _OF_A_REPLICA, numbered, "each replica, simulated"))
 
 
-def find_rate(
-    job: SimulationJob, *, conditions: Sequence[Condition], run_seconds: float, tolerance: float
-) -> dict[str, Any]:
-    """The highest rate that meets ``conditions``, and each rate that was tried."""
-    trials: list[dict[str, Any]] = []
-    first = native_rate_of(job) if job.load.arrivals == "trace" else job.point.request_rate or _FIRST_RATE
+def _times_the_mean(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}x"
 
-    def meets(rate: float) -> bool:
-        tried = job_at_rate(job, rate, run_seconds, _LEAST_REQUESTS)
-        result = run_job(tried)
-        missed = reasons_missed(result, conditions)
-        trials.append({"rate": rate, "met": not missed, "missed": missed, "requests": result.figures["completed"]})
-        return not missed
 
-    found = sustainable_rate(meets, first, tolerance)
-    answer = None if found == float("inf") else found
-    return {"simulated": True, "name": job.name, **job.facts, "slo": [c.text for c in conditions],
-            "max_rate": answer, "always_met": answer is None, "trials": trials}  # fmt: skip
+def _latencies(figures: Figures) -> dict[str, Distribution]:
+    values = {name: getattr(figures, METRICS[name].path) for name in _LATENCIES}
+    return {name: distribution for name, distribution in values.items() if distribution is not None}
+
+
+def _entry(values: Distribution, which: str) -> str:
+    return milliseconds(getattr(values, which)) + ("*" if which in values.uncertain else "")
+
+
+def _table(head: str, names: Sequence[str], figures: Mapping[str, Figures], title: str) -> Table:
+    columns = [_COLUMNS[name] for name in names]
+    rows = [(name, *(text(one) for _, text in columns)) for name, one in figures.items()]
+    return make_table((head, *(heading for heading, _ in columns)), rows, title=title)
+
+
+def _load_lines(f: FleetFigures) -> Iterator[str]:
+    """What was served, and what it took of the engine."""
+    yield (
+        f"{significant(f.request_throughput)} requests/s, {tokens_per_s(f.output_throughput)} output tokens/s, "
+        f"{tokens_per_s(f.total_token_throughput)} with the prompts; {plural(f.completed, 'request')} in "
+        f"{significant(f.duration_s)} s"
+    )
+    yield (
+        f"running {count(f.running.peak)} at most, {decimal(f.running.mean)} on average; waiting "
+        f"{count(f.waiting.peak)} and {decimal(f.waiting.mean)}; KV in use {percent(f.kv_usage.peak)} and "
+        f"{percent(f.kv_usage.mean)}"
+    )
+    preempted = plural(f.num_preemptions, "preemption")
+    for tokens, what in ((f.recomputed_tokens, "computed again"), (f.swapped_out_slots, "swapped out")):
+        preempted += f", {plural(tokens, 'token')} {what}" if tokens else ""
+    yield preempted
+    if f.hit_rate is not None:
+        yield (
+            f"prefix cache: {percent(f.hit_rate)} of the prompts' tokens were hits ({count(f.prefix_cache_hits)} of "
+            f"{count(f.prefix_cache_queries)})"
+        )
+    if f.goodput is not None and f.request_throughput:
+        share = percent(f.goodput / f.request_throughput)
+        yield f"goodput: {significant(f.goodput)} requests/s met every limit, {share} of those answered"
+
+
+def _shares(seconds: Mapping[str, float], total: float) -> list[tuple[float, str]]:
+    """The share of each, the largest first."""
+    return sorted(((value / total, name) for name, value in seconds.items()), reverse=True) if total else []
+
+
+def _step_lines(f: FleetFigures) -> Iterator[str]:
+    """Shares of the steps' time by phase, which come to more than all of it where they overlap, and by operator."""
+    if phases := [(share, name) for share, name in _shares(f.phase_seconds, f.busy_s) if share > _SHARE]:
+        overlap = " (some overlap)" if sum(share for share, _ in phases) > 1.0005 else ""
+        moved = f.move_seconds / f.busy_s
+        moves = f", {percent(moved)} of it to move KV" if moved > _SHARE else ""
+        text = listing([f"{name} {percent(share)}" for share, name in phases])
+        yield f"where the steps' time goes: {text}{overlap}{moves}; {count(f.steps)} steps"
+    if classes := _shares(f.seconds_by_class, sum(f.seconds_by_class.values())):
+        yield f"by what they do: {listing([f'{name} {percent(share)}' for share, name in classes])}"
+
+
+def _failures(f: Figures) -> list[str]:
+    unsent = f", and {plural(f.not_sent, 'later turn')} not sent" if f.not_sent else ""
+    text = f"{plural(f.failed, 'request')} refused{unsent}; the first: {f.first_failure}"
+    return [text] if f.failed else []
+
+
+def _length_lines(f: FleetFigures) -> Iterator[str]:
+    """What differs from the file's or the trace's lengths, and how evenly the replicas were used."""
+    lengths = []
+    if (scale := f.notes.get("length_scale", 1.0)) != 1.0:
+        lengths.append(f"lengths x {scale:.4g} of those of the trace or the file")
+    if left_out := f.notes.get("trace_requests_too_long"):
+        lengths.append(f"{plural(left_out, 'request')} of the trace left out, longer than max_model_len")
+    if lengths:
+        yield "; ".join(lengths)
+    words = {"total_output_tokens": "tokens", "busy_s": "busy time"}
+    if parts := [f"{value:.2f}x the mean of {words[name]}" for name, value in f.imbalance.items()]:
+        yield f"imbalance: the replica with the most has {listing(parts)}"
+
+
+def _cost_notes(figures: FleetFigures) -> list[str]:
+    return [f"of the step times: {note}" for note in figures.notes[COST_NOTES]]
+
+
+def _machine_line(facts: Facts) -> str:
+    fleet = f"{facts.replica_count} replicas of " if facts.replica_count > 1 else ""
+    return f"nothing is measured: {fleet}{facts.model} on {facts.machine}; step times: {facts.cost_model}"
+
+
+def search_table(console: Console, results: Sequence[RateSearch]) -> None:
+    """What ``find_rate`` found, a line each, and why the next higher rate missed."""
+    rows = []
+    for result in results:
+        missed = min((trial for trial in result.trials if not trial.met), key=lambda trial: trial.rate, default=None)
+        rate = "all that were tried" if result.max_rate is None else significant(result.max_rate)
+        rate = "none meets it" if result.max_rate == 0 else rate
+        why = f"at {significant(missed.rate)}/s: {'; '.join(missed.missed)}" if missed else ""
+        rows.append((result.facts.name, rate, count(len(result.trials)), why))
+    slo = " and ".join(results[0].slo)
+    heads = ("load", "requests/s", "runs", "missed")
+    print_table(console, make_table(heads, rows, title=f"highest rate that meets {slo}, simulated"))
+    print_plain(console, _machine_line(results[0].facts))

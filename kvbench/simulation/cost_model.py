@@ -8,15 +8,20 @@ links ──► all-reduce, swap, copies       ┘
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.execution.simulated_executor import StepTime, StepWork
 from kvbench.capacity.gpus import GPU
 from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import weights_of
+from kvbench.common.errors import UsageError
+from kvbench.common.files import read_json, write_json
+from kvbench.common.schema import explain
 
+_FORMAT = 1  # of a calibration's file
 CLASSES = ("gemm", "experts", "attention", "elementwise", "all_reduce", "head", "launches", "move", "host")
 """gemm: projections of attention and MLP. experts: routed experts. attention: with the write of KV.
 elementwise: norms, rotary embedding, activation, token embedding. head: logits and sampler. launches: what steps with
@@ -27,8 +32,8 @@ EVENNESS = 2.0
 110,640 calls of Qwen3-30B-A3B's router: 0.87 of the experts that even routing reaches in the middle of the range, 0.94
 of them in a full decode batch. 2.0 gives 0.87 at 16 tokens and 0.96 at 128."""
 LONGEST_SHARE = 0.87
-"""Of the time that a decode attention in which all sequences were as long as the longest one would keep a GPU's
-processors busy once: what the longest sequence takes among shorter ones. From seconds of pure decode in the runs that
+"""What the longest sequence of a decode takes among shorter ones, as a share of the time that an attention in which all
+were as long would keep a GPU's processors busy once. From seconds of pure decode in the runs that
 docs/simulation.md names: 0.82 on an RTX 4090, 0.88 on an RTX PRO 6000."""
 SHORT_STEP_S = 3e-3
 """Below it the host of an engine may take longer than the GPU: scheduling, inputs and outputs of a step take one to
@@ -102,13 +107,34 @@ class Calibration(BaseModel):
     provenance: Provenance = Provenance()
 
 
+class _File(Calibration):
+    """A calibration as JSON."""
+
+    format: int = Field(ge=_FORMAT, le=_FORMAT)
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Raises UsageError for a file that is none."""
+    stored = read_json(path)
+    if isinstance(stored, dict) and "format" in stored and isinstance(stored["format"], str):
+        raise UsageError(f"{path} has unit costs, which are for --device this-cpu: give a calibration of a GPU")
+    try:
+        return Calibration.model_validate(_File.model_validate(stored).model_dump(exclude={"format"}))
+    except ValidationError as error:
+        raise UsageError(f"{path} is no calibration of a cost model: {explain(error, '')[0]}") from None
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    write_json(path, {"format": _FORMAT, **calibration.model_dump(exclude_none=True)})
+
+
 TYPICAL = Calibration(prompt_layer_s=110e-6)
 """Where nothing is measured: what the runs that docs/simulation.md names have in common."""
 
 
 @dataclass(frozen=True)
 class GpuShare:
-    """Of one GPU among those that share a model, what both sources of kernel times need.
+    """One GPU among those that share a model: what both sources of kernel times need.
 
     layers: of the model; heads, kv_heads: on this GPU; processors: streaming multiprocessors
     experts: of a layer, and those of one token; None: the model has none
@@ -143,7 +169,7 @@ class CostModel:
         self._steps = 0
 
     def kernels(self, work: StepWork) -> Kernels:
-        """Of a step that computes at least one token."""
+        """The kernels of a step that computes at least one token."""
         raise NotImplementedError
 
     def notes(self) -> list[str]:

@@ -11,21 +11,95 @@ memory grows with the requests that run and wait, and not with the load.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.execution.simulated_executor import SimulatedExecutor, StepTime, StepWork, VirtualClock
+from engine.kv.budget import KVCapacity
+from engine.kv.layouts import make_kv_manager
 from engine.scheduling.scheduler import QueueFull
-from engine.sequence import Request, TokenOutput
+from engine.sequence import Request, SamplingParams, TokenOutput
 from engine.sequence import Sequence as Tokens
 from kvbench.requests.request import RequestSpec, continued
-from kvbench.simulation.replica import Replica
+
+StepTimer = Callable[[StepWork], StepTime]
+"""A cost model: the time of a step from its work."""
+SettingsByName = Mapping[str, Any]
+"""Settings of the engine by name, as a workload's ``engine`` section has them."""
+
+
+class Replica:
+    """An engine of a fleet.
+
+    number: among its replicas
+    step_time: its cost model
+    clock.now: the end of its last step, which began at ``step_began`` [s]
+    """
+
+    def __init__(
+        self, config: EngineConfig, capacity: KVCapacity, vocab_size: int, step_time: StepTimer, number: int = 0
+    ) -> None:
+        self.number = number
+        self.clock = VirtualClock()
+        self.step_time = step_time
+        self.step_began = 0.0
+        pipelined = bool(config.async_scheduling)
+        self._executor = SimulatedExecutor(vocab_size, step_time, self.clock, pipelined=pipelined)
+        config = replace(config, async_scheduling=pipelined)
+        self.engine = Engine(config, self._executor, make_kv_manager(config, capacity), self.clock)
+
+    def rewind(self) -> None:
+        """Sets the clock of an idle engine back to 0; its prefix cache stays."""
+        assert not self.busy
+        self._executor.rewind()
+        self.step_began = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self.engine.has_work()
+
+    def add(self, request_id: str, spec: RequestSpec, at: float) -> Tokens:
+        """Queues a request that arrives at ``at`` [s]. Raises ValueError where it can never fit, or the queue is full.
+
+        An idle replica's clock goes on to ``at``; a busy one takes it when its present step ends.
+        """
+        if not self.busy:
+            self.clock.now = max(self.clock.now, at)
+        params = SamplingParams(spec.max_tokens, temperature=0.0, ignore_eos=True, **spec.answers)
+        ids = spec.prompt_token_ids
+        assert ids is not None, "a simulated engine knows tokens only"
+        return self.engine.add_request(Request(request_id, ids, params, at, spec.priority))
+
+    def step(self) -> list[TokenOutput]:
+        """Computes one step; its tokens are there at ``clock.now``."""
+        self.step_began = self.clock.now
+        return self.engine.step()
+
+    @property
+    def seconds_by_class(self) -> Mapping[str, float]:
+        """Seconds of all steps so far by class of operator, where the cost model tells them."""
+        return getattr(self.step_time, "seconds", {})
+
+    @property
+    def cost_notes(self) -> list[str]:
+        """What a reader must know of the step times, such as how far they lie beyond a measured table."""
+        return getattr(self.step_time, "notes", list)()
+
+    @property
+    def outstanding(self) -> int:
+        """Sequences that run or wait."""
+        scheduler = self.engine.scheduler
+        return len(scheduler.running) + scheduler.num_waiting + scheduler.num_parked
+
 
 TURNAROUND_S = 1e-3
-"""From a user's last token to its next request at the engine, over HTTP on one machine. So the step after the one that
-ended an answer has begun when the next request comes, as in a real engine."""
+"""The time from a user's last token to its next request at the engine, over HTTP on one machine: the step after the one
+that ended an answer has begun when the next request comes, as in a real engine."""
 
 Router = Callable[[RequestSpec, Sequence[Replica]], Replica]
 """Chooses a replica for a request."""
@@ -112,28 +186,27 @@ class Drive:
     ) -> None:
         self._replicas, self._on_end, self._router, self._on_step = replicas, on_end, router, on_step
         self._source: Iterator[Sequence[RequestSpec]] = iter(conversations)
-        self._users, self._most, self._turnaround_s = users, most_in_flight, turnaround_s
-        self._began = began
+        self._users, self._most, self._turnaround_s, self._began = users, most_in_flight, turnaround_s, began
         self._due: list[tuple[float, int, _Conversation]] = []  # a heap
         self._held: deque[tuple[float, _Conversation]] = deque()  # due, but the client has too many open
         self._in_flight: dict[str, _InFlight] = {}
         self._number = 0
 
     def run(self) -> None:
-        """Until every request has ended."""
-        if self._users is not None:
-            for _ in range(self._users):
-                self._next_of_user(self._began)
-        else:
-            self._next_arrival()
+        """Runs until every request has ended."""
+        for _ in range(1 if self._users is None else self._users):
+            self._plan_next(self._began)
         while True:
             busy = [replica for replica in self._replicas if replica.busy]
             first = min(busy, key=lambda replica: replica.clock.now, default=None)
             if self._due and (first is None or self._due[0][0] <= first.clock.now):
                 due, _, conversation = heapq.heappop(self._due)
                 if self._users is None and conversation.turn == 0:
-                    self._next_arrival()
-                self._send_or_hold(due, conversation)
+                    self._plan_next(due)
+                if self._is_full():
+                    self._held.append((due, conversation))
+                else:
+                    self._send(due, due, conversation)
             elif first is not None:
                 outputs = first.step()
                 if self._on_step is not None:
@@ -147,30 +220,24 @@ class Drive:
         self._number += 1  # of two that are due at once, the first planned goes first
         heapq.heappush(self._due, (due, self._number, conversation))
 
-    def _next_of_user(self, now: float) -> None:
+    def _plan_next(self, now: float) -> None:
+        """Plans the next conversation: of a user that is free ``now``, or at its arrival."""
         if (turns := next(self._source, None)) is not None:
-            self._plan(now, _Conversation(turns))
+            self._plan(turns[0].arrival_s or 0.0 if self._users is None else now, _Conversation(turns))
 
-    def _next_arrival(self) -> None:
-        if (turns := next(self._source, None)) is not None:
-            self._plan(turns[0].arrival_s or 0.0, _Conversation(turns))
-
-    def _send_or_hold(self, due: float, conversation: _Conversation) -> None:
-        if self._most is not None and len(self._in_flight) >= self._most:
-            self._held.append((due, conversation))
-        else:
-            self._send(due, due, conversation)
+    def _is_full(self) -> bool:
+        """Whether the client has as many requests open as it may."""
+        return self._most is not None and len(self._in_flight) >= self._most
 
     def _send(self, due: float, now: float, conversation: _Conversation) -> None:
         spec = drawn = conversation.turns[conversation.turn]
         if spec.new_tokens:  # the conversation as it went
-            spec = dataclasses.replace(spec, prompt_token_ids=conversation.prompt)
+            spec = replace(spec, prompt_token_ids=conversation.prompt)
         replica = self._router(spec, self._replicas)
         ended = Ended(drawn, due, now, replica.number)
         self._number += 1
-        request_id = str(self._number)
         try:
-            replica.add(request_id, spec, now)
+            replica.add(request_id := str(self._number), spec, now)
         except ValueError as error:
             ended.reason, ended.error = "refused", str(error)
             ended.status = 429 if isinstance(error, QueueFull) else 400
@@ -213,16 +280,16 @@ class Drive:
                 conversation.prompt = continued(turn, ended.spec, conversation.prompt, answer)
             self._plan(now + turn.think_s, conversation)
         elif self._users is not None:
-            self._next_of_user(now + self._turnaround_s)
-        if self._held and (self._most is None or len(self._in_flight) < self._most):
+            self._plan_next(now + self._turnaround_s)
+        if self._held and not self._is_full():
             due, held = self._held.popleft()
             self._send(due, now, held)
 
 
 CACHE_THRESHOLD = 0.3
 BALANCE_ABS_THRESHOLD, BALANCE_REL_THRESHOLD = 64, 1.5  # requests; a factor
-"""By the rule and the thresholds of SGLang's router (``cache_aware``, as documented for its gateway and for vLLM's
-router: cache_threshold, balance_abs_threshold, balance_rel_threshold)."""
+"""The rule and thresholds of SGLang's router (``cache_aware``, as documented for its gateway and for vLLM's router:
+cache_threshold, balance_abs_threshold, balance_rel_threshold)."""
 
 
 def round_robin() -> Router:

@@ -8,8 +8,9 @@ to be calibrated, no machine to be disturbed, and no time-out of a request: one 
 from __future__ import annotations
 
 import dataclasses
+import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +18,106 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from engine.planning import window_note
 from engine.sequence import TokenOutput
 from kvbench.common.files import utc_now, write_atomically
+from kvbench.common.foreign_cpu import MachineReport
 from kvbench.common.records import write_record
 from kvbench.load.completion import Completion
 from kvbench.load.launch import Progress
 from kvbench.load.outcome import most_in_flight
 from kvbench.load.samples import SCHEMA, Sample
 from kvbench.lockstep.load import result_row
-from kvbench.measure.http import TargetInstrument, failure_reasons, refusal, store_server
+from kvbench.measure.http import TargetInstrument
+from kvbench.measure.result import Readings as ServerReadings
+from kvbench.measure.result import judge
 from kvbench.measure.server import Server
-from kvbench.measure.server_state import cache_use, leak_reasons
 from kvbench.metrics.latency import SESSION_BROKEN, summarise
 from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.request import RequestList, RequestSpec, conversations, distinct_prefixes
-from kvbench.runs.model import COST_NOTES
-from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, prime
-from kvbench.simulation.replica import Replica
-from kvbench.simulation.target import CLOCK, SimulatedTarget
-from kvbench.targets.prometheus import MetricsPoller, MetricsSample
+from kvbench.runs.metric_names import SIMULATED_SECONDS as SECONDS
+from kvbench.runs.model import COST_NOTES, SIMULATED
+from kvbench.runs.results import LoadResult, WarmUpResult
+from kvbench.runs.server_info import ServerInfo
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, Replica, prime
+from kvbench.simulation.machine import Machine
+from kvbench.targets.base import ModelFacts, Target
+from kvbench.targets.builtin import capacity_facts
+from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.design import Block, LoadPoint
 from kvbench.workload.load_section import LoadConfig
+
+BACKEND = CLOCK = SIMULATED
+
+
+class SimulatedTarget(Target):
+    """``start`` makes the engine; nothing is launched, and nothing called over HTTP."""
+
+    starts_cold = True
+    replica: Replica
+
+    def __init__(self, machine: Machine, facts: Mapping[str, Any]) -> None:
+        self._machine, self._facts = machine, facts
+        self.base_url = CLOCK
+
+    def start(self, settings: Mapping[str, Any], log: Path) -> None:
+        self._settings = settings
+        self.restart()
+        length = self.replica.engine.config.max_model_len
+        assert length is not None
+        self.model = ModelFacts(self._machine.model.name, self._machine.vocab_size, length)
+
+    def restart(self) -> None:
+        """A new engine in the place of the last one: nothing of an earlier load is in a figure of the next."""
+        self.replica = self._machine.replica(self._settings)
+
+    def stop(self) -> None:
+        """There is nothing to stop."""
+
+    def as_sent(self, requests: list[RequestSpec]) -> list[RequestSpec]:
+        return requests
+
+    def server_info(self) -> ServerInfo:
+        """In the shape of /server_info."""
+        engine, spec = self.replica.engine, self._machine.model.spec
+        capacity = engine.capacity
+        counts = {"capacity_tokens": capacity.num_slots}
+        counts["max_concurrency_at_max_len"] = capacity.max_concurrency(self.model.max_model_len)
+        return ServerInfo.model_validate(
+            {
+                "engine": dataclasses.asdict(engine.config),
+                "resolved": {"device": CLOCK, "device_name": self._machine.title, "dtype": spec.default_dtype},
+                "model": {"name": self.model.name, "vocab_size": self.model.vocab_size},
+                "capacity": dataclasses.asdict(capacity) | counts,
+                "versions": {"python": platform.python_version()},
+                "simulated": dict(self._facts),
+            }
+        )
+
+    def metrics(self) -> MetricsSample:
+        """The engine's state, at its own time."""
+        from engine.server.metrics import readings
+
+        gauges, counters = readings(self.replica.engine.stats())
+        counters |= {f"{SECONDS}{name}": seconds for name, seconds in self.replica.seconds_by_class.items()}
+        return MetricsSample(self.replica.clock.now, gauges, counters)
+
+    def reset_prefix_cache(self) -> bool:
+        return self.replica.engine.reset_prefix_cache()
+
+
+def checked(machine: Machine, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``check_configuration`` returns, of a simulated engine with these settings. Raises UsageError."""
+    config, capacity = machine.settle(settings)
+    assert config.max_model_len is not None
+    return {
+        "max_model_len": config.max_model_len,
+        "vocab_size": machine.vocab_size,
+        "dtype": machine.model.spec.default_dtype,
+        "window_note": window_note(machine.model.spec, config.max_model_len),
+        **capacity_facts(capacity, config.max_model_len),
+    }
+
 
 _MOST_READINGS = 400  # of a load
 _FIRST_INTERVAL_S = 1e-3  # about the shortest step
@@ -87,10 +167,10 @@ class SimulatedInstrument(TargetInstrument):
 
     def warm_up(self, block: Block, point: LoadPoint) -> None:
         """There is nothing to warm up."""
-        self.facts["warm_up"] = {"requests": 0, "answered": 0, "failures": 0, "last": None}
+        self.facts["warm_up"] = WarmUpResult(requests=0, answered=0, failures=0, last=None)
 
-    def send(self, point: LoadPoint, requests: RequestList, requests_file: Path, out: Path) -> dict[str, Any]:
-        """Runs the load to its end and judges it; what done.json says of it. Raises what ``Job.check`` raises."""
+    def send(self, point: LoadPoint, requests: RequestList, requests_file: Path, out: Path) -> LoadResult:
+        """Runs the load to its end and judges it. Raises what ``Job.check`` raises."""
         started_at, began = utc_now(), time.monotonic()
         server, target = self.server, self.server.target
         assert isinstance(target, SimulatedTarget)
@@ -98,36 +178,27 @@ class SimulatedInstrument(TargetInstrument):
         self.loads += 1
         before = target.metrics()
         ended, readings = drive(server, target, point, requests, self.job.listener.load_progress)
-        rows = [row_of(each) for each in with_unsent(ended, requests)]
+        rows = [row_of(end) for end in with_unsent(ended, requests)]
         with write_atomically(out / "requests.parquet") as scratch:
             pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
         outcome = _outcome(point, requests, ended, server)
         write_record(out / "load.json", outcome)
         metrics = summarise(pd.DataFrame(rows), outcome, server.load.slo.model_dump() if server.load.slo else None)
-        after = target.metrics()
-        poller = MetricsPoller(lambda: None, samples=readings)
-        store_server(out, outcome, metrics, poller, before, after)
-        complete = metrics["completed"] == len(requests)
-        cache = cache_use(server.load, requests, server.info, before, after, complete=complete)
-        refused = refusal(metrics)
-        faults = [*leak_reasons(after), *cache.reasons, *(() if refused else failure_reasons(metrics))]
-        return {
-            "valid": not (faults or refused),
-            "invalid_reasons": faults,
-            "refused": refused,
-            "wrong_answers": None,
-            "server_faults": [*faults, *([refused] if refused else [])],
-            "disturbances": [],
-            "calibration": None,
-            "clock": CLOCK,
-            "metrics": metrics,
-            "machine": {},
-            "prefix_cache": cache.counts,
-            "prefix_cache_bounds": dataclasses.asdict(cache.bounds) if cache.bounds else None,
-            "started_at": started_at,
-            "ended_at": utc_now(),
-            "wall_s": time.monotonic() - began,
-        }
+        read = ServerReadings(before, readings, target.metrics())
+        read.store(out, outcome, metrics)
+        return judge(
+            server,
+            requests,
+            metrics,
+            read,
+            disturbances=(),
+            calibration=None,
+            clock=CLOCK,
+            machine=MachineReport(),
+            started_at=started_at,
+            ended_at=utc_now(),
+            wall_s=time.monotonic() - began,
+        )
 
 
 def prepare(target: SimulatedTarget, load: LoadConfig, requests: Sequence[RequestSpec], *, first: bool) -> None:
@@ -179,11 +250,9 @@ def drive(
 
 def with_unsent(ended: Sequence[Ended], requests: Sequence[RequestSpec]) -> list[Ended]:
     """Every request in the order of the load; turns after a refused one were not sent."""
-    known = {one.spec.index: one for one in ended}
+    sent = {one.spec.index: one for one in ended}
     last = {one.spec.session: one.sent for one in ended}
-    unsent = (r for r in requests if r.index not in known)
-    known |= {r.index: Ended(r, last[r.session], last[r.session], 0, reason=SESSION_BROKEN) for r in unsent}
-    return [known[r.index] for r in requests]
+    return [sent.get(r.index) or Ended(r, last[r.session], last[r.session], 0, reason=SESSION_BROKEN) for r in requests]
 
 
 def row_of(one: Ended) -> dict[str, Any]:
@@ -199,13 +268,10 @@ def row_of(one: Ended) -> dict[str, Any]:
     return {**row, "queued_s": one.sent - one.due}
 
 
-def _outcome(
-    point: LoadPoint, requests: Sequence[RequestSpec], ended: Sequence[Ended], server: Server
-) -> LoadOutcome:
+def _outcome(point: LoadPoint, requests: RequestList, ended: Sequence[Ended], server: Server) -> LoadOutcome:
     """load.json."""
     assert isinstance(server.target, SimulatedTarget)
-    notes = server.target.replica.cost_notes
-    cost_notes = {COST_NOTES: notes} if notes else {}
+    cost_notes = server.target.replica.cost_notes
     samples = [Sample(one.spec, 0, one.due, one.sent, (one.times or [one.sent])[-1], Completion()) for one in ended]
     return LoadOutcome(
         clock=CLOCK,
@@ -220,5 +286,5 @@ def _outcome(
         incomplete=False,
         max_in_flight=most_in_flight(samples),
         client=ClientFigures(),
-        notes={**(requests.notes if isinstance(requests, RequestList) else {}), **cost_notes},
+        notes=requests.notes | ({COST_NOTES: cost_notes} if cost_notes else {}),
     )

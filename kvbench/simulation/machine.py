@@ -14,7 +14,7 @@ from kvbench.capacity.weights import experts_of, weights_of
 from kvbench.common.errors import UsageError
 from kvbench.common.text import format_bytes, listing
 from kvbench.simulation.cost_model import TYPICAL, Calibration, GpuShare, Roofline
-from kvbench.simulation.replica import Replica, SettingsByName, StepTimer
+from kvbench.simulation.drive import Replica, SettingsByName, StepTimer
 from kvbench.simulation.tables import MeasuredOperators, Tables
 
 
@@ -140,7 +140,7 @@ class Machine:
         return memory.kv * self.gpus
 
     def kv_shape(self) -> KVShape:
-        """Of all GPUs together: a KV head that several GPUs hold counts for each."""
+        """The shape on all GPUs together: a KV head that several GPUs hold counts for each."""
         layers = []
         for group in self.model.layers:
             heads = max(1, group.kv.kv_heads // self.gpus) * self.gpus

@@ -22,9 +22,8 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
 from kvbench.common.schema import explain
 from kvbench.requests.request import RequestSpec
-from kvbench.simulation.drive import Drive, Ended
+from kvbench.simulation.drive import Drive, Ended, Replica, SettingsByName
 from kvbench.simulation.machine import Machine
-from kvbench.simulation.replica import Replica, SettingsByName
 
 _TOKEN_IDS = 1 << 13  # of made-up prompts; fewer than any vocabulary has
 _SERIES = ("t", "running", "kv_cache_pct")
@@ -59,7 +58,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """Of each request as in ``MeasuredRun``; series: after each step; seconds: GPU and host time by class."""
+    """Figures of each request as in ``MeasuredRun``; series: after each step; seconds: GPU and host time by class."""
 
     ttft: np.ndarray
     tpot: np.ndarray

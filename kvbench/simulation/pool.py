@@ -79,10 +79,10 @@ def _on_cluster(
     at_once: int | None,
     wait_s: float,
 ) -> list[Result]:
-    found = usable_nodes(cluster, _one_core, "a core for a simulation", wait_s, say)
-    for note in found.left_out:
+    usable = usable_nodes(cluster, _one_core, "a core for a simulation", wait_s, say)
+    for note in usable.left_out:
         say(f"note: {note}")
-    free = [node for node in found.nodes for _ in range(int(node.resources["CPU"]))]
+    free = [node for node in usable.nodes for _ in range(int(node.resources["CPU"]))]
     places = TaskSlots(cluster, free[: at_once or len(free)], _one_core, wait_s)
     results: dict[str, Result] = {}
     waiting, lost = list(jobs), Counter[str]()
@@ -129,7 +129,7 @@ def _wait_for_all(running: Mapping[Future[Result], str], children: Collection[Ba
     while left:
         died = any(child.exitcode is not None for child in children)
         done, left = wait(left, timeout=0 if died else _LOOK_S, return_when=FIRST_COMPLETED)
-        for future in (each for each in running if each in done):
+        for future in (job for job in running if job in done):
             _named(running[future], lambda future=future: future.result(timeout=0))
         if died and left:
             raise _died(and_more([running[future] for future in running if future in left]))

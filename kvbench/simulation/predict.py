@@ -29,9 +29,8 @@ from kvbench.runs.folder import DONE
 from kvbench.runs.model import MeasuredCell, Repeat, Run, number
 from kvbench.runs.predictions import METRICS, Predicted, write_predictions
 from kvbench.runs.resume import stored_workload
-from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, prime
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, Replica, SettingsByName, StepTimer, prime
 from kvbench.simulation.instrument import row_of
-from kvbench.simulation.replica import Replica, SettingsByName, StepTimer
 from kvbench.simulation.unit_costs import MeasuredSteps, UnitCostModel, UnitCosts, fit_unit_costs, measured
 from kvbench.workload.load_section import LoadConfig
 
@@ -213,7 +212,9 @@ def _loads_of(run: Run) -> tuple[list[_Load], list[str]]:
     for cell in run.cells:
         engine = _engine(cell, run)
         why = _why_not(cell, engine, run, section)
-        of_cell = [] if why else [load for each in cell.repeats if (load := _load(cell, engine, each, run, section))]
+        of_cell = (
+            [] if why else [load for repeat in cell.repeats if (load := _load(cell, engine, repeat, run, section))]
+        )
         loads += of_cell
         if not of_cell:
             left_out.append(f"{cell.cell_id} is not predicted: {why or 'its raw samples are not there'}")
@@ -225,7 +226,8 @@ def _loads_of(run: Run) -> tuple[list[_Load], list[str]]:
 
 def _engine(cell: MeasuredCell, run: Run) -> SettingsByName:
     """The settings that the cell's server said it had; empty where it said none."""
-    return ((run.manifest.get("servers") or {}).get(cell.config_id) or {}).get("engine") or {}
+    info = run.servers.get(cell.config_id)
+    return info.engine.to_json() if info else {}
 
 
 def _why_not(cell: MeasuredCell, engine: SettingsByName, run: Run, load: LoadConfig) -> str | None:
@@ -272,7 +274,7 @@ def predicted_cells(run: Run, costs: UnitCosts) -> dict[str, dict[str, Predicted
 
 
 def _predicted(loads: Sequence[_Load], costs: UnitCosts) -> dict[str, Predicted]:
-    """By metric what was predicted and measured, each the mean over a cell's loads."""
+    """What was predicted and measured by metric, each the mean over a cell's loads."""
     pairs: dict[str, list[tuple[float, float]]] = {}
     for load in loads:
         metrics = predicted_metrics(load.replayed, costs)

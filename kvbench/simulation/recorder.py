@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,21 +17,99 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import Field
 
 from engine.counters import PHASES
 from engine.sequence import TokenOutput
 from kvbench.common.files import write_atomically
+from kvbench.common.records import Record
 from kvbench.load.samples import SCHEMA
 from kvbench.metrics.latency import distribution, weighted_distribution
+from kvbench.metrics.model import Distribution
 from kvbench.metrics.rows import MS
 from kvbench.metrics.sequences import gaps_within, times_per_output_token
 from kvbench.metrics.steady_window import comes_at, steady_state
-from kvbench.simulation.drive import Ended
+from kvbench.simulation.drive import Ended, Replica
 from kvbench.simulation.instrument import row_of
-from kvbench.simulation.replica import Replica
 
 _ROWS, _TOKENS = 5_000, 1_000_000  # of a row group, at most
 _GAPS = 1 << 20  # gaps that are kept one by one, before equal ones are counted
+_COLUMNS = ("due", "ttft", "e2el", "queued", "session")  # of each answered request [s]; session NaN: none
+_LEVELS = ("running", "waiting", "kv_usage")
+Count = int | float
+
+
+class Level(Record):
+    """A quantity that changes from step to step. peak: of one replica; mean: over the time of the steps."""
+
+    peak: Count
+    mean: float | None
+
+
+class Figures(Record):
+    """Figures with the names and definitions of ``LoadMetrics``, and what the engine did. Fields not set: not stored.
+
+    goodput: with an SLO; client_queue_ms: where a request waited in the client
+    """
+
+    completed: int
+    failed: int
+    not_sent: int
+    first_failure: str | None
+    duration_s: float
+    request_throughput: float | None
+    output_throughput: float | None
+    total_token_throughput: float | None
+    goodput: float | None = None
+    ttft_ms: Distribution
+    tpot_ms: Distribution
+    itl_ms: Distribution
+    e2el_ms: Distribution
+    client_queue_ms: Distribution | None = None
+    total_input_tokens: int
+    total_output_tokens: int
+    total_cached_tokens: int
+    busy_s: float
+    running: Level
+    waiting: Level
+    kv_usage: Level
+    steps: Count
+    num_preemptions: Count
+    recomputed_tokens: Count
+    swapped_out_slots: Count
+    swapped_in_slots: Count
+    prefix_cache_queries: Count
+    prefix_cache_hits: Count
+    move_seconds: float
+    phase_seconds: dict[str, Count]
+
+    @property
+    def hit_rate(self) -> float | None:
+        return self.prefix_cache_hits / self.prefix_cache_queries if self.prefix_cache_queries else None
+
+
+class SteadyLatency(Record):
+    """Latencies of the requests that came in the steady window."""
+
+    ttft_ms: Distribution
+    e2el_ms: Distribution
+
+
+class FleetFigures(Figures):
+    """Figures of all replicas together.
+
+    imbalance: the busiest replica's output tokens and busy time over the mean; replicas: of each the same figures
+    seconds_by_class: of the steps' time, by class of operator; notes: how the requests were made, and on step times
+    """
+
+    steady_start_s: float | None
+    steady_end_s: float | None
+    steady_note: str | None
+    steady_latency: SteadyLatency
+    imbalance: dict[str, float] = Field(default_factory=dict)
+    replicas: tuple[Figures, ...] = ()
+    seconds_by_class: dict[str, float]
+    notes: dict[str, Any]
 
 
 class Gaps:
@@ -46,9 +124,18 @@ class Gaps:
         self._new.append(gaps)
         self._pending += len(gaps)
         if self._pending > max(_GAPS, len(self._values)):
-            self.add_counted(np.empty(0), np.empty(0, dtype=np.int64))
+            self.counted()
 
-    def add_counted(self, values: np.ndarray, counts: np.ndarray) -> None:
+    def add_all(self, other: Gaps) -> None:
+        self._merge(*other.counted())
+
+    def counted(self) -> tuple[np.ndarray, np.ndarray]:
+        """The values, and how often each came."""
+        if self._pending:
+            self._merge(np.empty(0), np.empty(0, dtype=np.int64))
+        return self._values, self._counts
+
+    def _merge(self, values: np.ndarray, counts: np.ndarray) -> None:
         every = np.concatenate([self._values, values, *self._new])
         times = np.concatenate([self._counts, counts, np.ones(self._pending, dtype=np.int64)])
         self._new, self._pending = [], 0
@@ -56,54 +143,31 @@ class Gaps:
         self._counts = np.zeros(len(self._values), dtype=np.int64)
         np.add.at(self._counts, where, times)
 
-    def counted(self) -> tuple[np.ndarray, np.ndarray]:
-        """The values, and how often each came."""
-        if self._pending:
-            self.add_counted(np.empty(0), np.empty(0, dtype=np.int64))
-        return self._values, self._counts
-
-
-@dataclass
-class Level:
-    """A quantity that changes from step to step: its peak, and its integral over the time of the steps."""
-
-    peak: float = 0.0
-    integral: float = 0.0
-
-    def add(self, value: float, seconds: float) -> None:
-        if value > self.peak:
-            self.peak = value
-        self.integral += value * seconds
-
-
-def _numbers() -> array:
-    return array("d")
-
 
 @dataclass
 class Tally:
-    """What one replica did. Times in s; ``due`` to ``session`` (NaN: none): of each request that was answered."""
+    """What one replica did. ``rows``: ``_COLUMNS`` of each answered request; ``tpot``: of each sequence that has one.
 
-    due: array = field(default_factory=_numbers)
-    ttft: array = field(default_factory=_numbers)
-    e2el: array = field(default_factory=_numbers)
-    queued: array = field(default_factory=_numbers)
-    session: array = field(default_factory=_numbers)
-    tpot: array = field(default_factory=_numbers)  # of each sequence that has one
+    good: requests that met every limit; not_sent: later turns of those that failed
+    peaks, integrals: of ``_LEVELS``, over the time of the steps
+    """
+
+    rows: array = field(default_factory=lambda: array("d"))
+    tpot: array = field(default_factory=lambda: array("d"))
     gaps: Gaps = field(default_factory=Gaps)
-    sent_first: float = np.inf
+    sent_first: float = math.inf
     last: float = 0.0
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
-    good: int = 0  # requests that met every limit
+    completed: int = 0
+    good: int = 0
     failed: int = 0
-    not_sent: int = 0  # later turns of those that failed
+    not_sent: int = 0
     failure: str | None = None
     busy_s: float = 0.0
-    running: Level = field(default_factory=Level)
-    waiting: Level = field(default_factory=Level)
-    kv_usage: Level = field(default_factory=Level)
+    peaks: list[Count] = field(default_factory=lambda: [0.0] * len(_LEVELS))
+    integrals: list[float] = field(default_factory=lambda: [0.0] * len(_LEVELS))
 
     def end(self, ended: Ended, limits: Mapping[str, float]) -> None:
         """``limits`` [ms] of ttft_ms, ttfo_ms (the same here), tpot_ms, itl_ms and e2el_ms."""
@@ -114,22 +178,20 @@ class Tally:
             self.failure = self.failure or ended.error
             return
         times, tokens = np.array(ended.times), ended.output_tokens
-        ttft, e2el = float(times[0]) - ended.due, float(times[-1]) - ended.due
+        self.last = float(times[-1])  # requests end in the order of the clock
+        ttft, e2el = float(times[0]) - ended.due, self.last - ended.due
         if ended.sequences or ended.tokens:
             gaps = gaps_within(times, ended.sequences or None)
             tpots = times_per_output_token(times, ended.sequences or None, ended.tokens or [1] * len(times), tokens)
             tpots = tpots[~np.isnan(tpots)].tolist()
         else:
             gaps = np.diff(times)
-            tpots = [(float(times[-1]) - float(times[0])) / (tokens - 1)] if tokens > 1 else []
-        self.due.append(ended.due)
-        self.ttft.append(ttft)
-        self.e2el.append(e2el)
-        self.queued.append(ended.sent - ended.due)
-        self.session.append(math.nan if ended.spec.session is None else ended.spec.session)
+            tpots = [(self.last - float(times[0])) / (tokens - 1)] if tokens > 1 else []
+        session = math.nan if ended.spec.session is None else ended.spec.session
+        self.rows.extend((ended.due, ttft, e2el, ended.sent - ended.due, session))
         self.tpot.extend(tpots)
         self.gaps.add(gaps)
-        self.last = float(times[-1])  # requests end in the order of the clock
+        self.completed += 1
         self.input_tokens += len(ended.spec.prompt_token_ids or ())
         self.output_tokens += tokens
         self.cached_tokens += ended.cached
@@ -139,23 +201,26 @@ class Tally:
             self.good += all(values[name] * MS <= limit for name, limit in limits.items())
 
     def step(self, replica: Replica, outputs: Sequence[TokenOutput]) -> None:
-        engine = replica.engine
-        seconds = replica.clock.now - replica.step_began
+        engine, seconds = replica.engine, replica.clock.now - replica.step_began
         kv = engine.kv.stats()
+        running = max(len(engine.scheduler.running), len(outputs))
         self.busy_s += seconds
-        self.running.add(max(len(engine.scheduler.running), len(outputs)), seconds)
-        self.waiting.add(engine.scheduler.num_waiting, seconds)
-        self.kv_usage.add(kv.slots_reserved / kv.slots_total, seconds)
+        for i, value in enumerate((running, engine.scheduler.num_waiting, kv.slots_reserved / kv.slots_total)):
+            if value > self.peaks[i]:
+                self.peaks[i] = value
+            self.integrals[i] += value * seconds
 
 
 class Recorder:
     """The ``on_end`` and ``on_step`` of a ``Drive``.
 
-    limits: an SLO [ms]; writer: gets each request's row; ended: so many requests have
+    limits: an SLO [ms]; write: gets each request that ended; ended: so many requests have
     """
 
-    def __init__(self, replicas: Sequence[Replica], limits: Mapping[str, float], writer: RowWriter | None) -> None:
-        self._replicas, self._limits, self._writer = replicas, limits, writer
+    def __init__(
+        self, replicas: Sequence[Replica], limits: Mapping[str, float], write: Callable[[Ended], None] | None
+    ) -> None:
+        self._replicas, self._limits, self._write = replicas, limits, write
         self._tallies = [Tally() for _ in replicas]
         self.ended = 0
         self._before = [engine_counters(replica) for replica in replicas]
@@ -163,60 +228,56 @@ class Recorder:
     def on_end(self, ended: Ended) -> None:
         self.ended += 1
         self._tallies[ended.replica].end(ended, self._limits)
-        if self._writer is not None:
-            self._writer.add(ended)
+        if self._write is not None:
+            self._write(ended)
 
     def on_step(self, replica: Replica, outputs: Sequence[TokenOutput]) -> None:
         self._tallies[replica.number].step(replica, outputs)
 
-    def column(self, name: str) -> np.ndarray:
-        """A field of ``Tally`` of all answered requests, replica by replica."""
-        return _column(self._tallies, name)
+    def columns(self) -> list[np.ndarray]:
+        """``_COLUMNS`` of all answered requests, replica by replica."""
+        return list(_rows(self._tallies).T.copy())
 
-    def summary(self, load: Mapping[str, Any]) -> dict[str, Any]:
-        """Of all replicas together, with the names and definitions of ``metrics.latency.summarise``.
-
-        ``load``: as in ``steady_state``. ``replicas``: of each the same figures, without those of the steady window.
-        ``imbalance``: the busiest replica's output tokens and busy time over the mean.
-        """
-        after = [engine_counters(replica) for replica in self._replicas]
-        counters = [{name: each[name] - begun[name] for name in each}
-                    for each, begun in zip(after, self._before, strict=True)]  # fmt: skip
+    def figures(
+        self, load: Mapping[str, Any], seconds_by_class: Mapping[str, float], notes: Mapping[str, Any]
+    ) -> FleetFigures:
+        """The figures of all replicas together. ``load``: as in ``steady_state``."""
+        counters = [
+            {name: value - before[name] for name, value in engine_counters(replica).items()}
+            for replica, before in zip(self._replicas, self._before, strict=True)
+        ]
         whole = _figures(self._tallies, counters, self._limits) | self._steady(load)
+        whole |= {"seconds_by_class": dict(seconds_by_class), "notes": dict(notes)}
         if len(counters) == 1:
-            return whole
-        every = [_figures([tally], [counted], self._limits)
-                 for tally, counted in zip(self._tallies, counters, strict=True)]  # fmt: skip
-        over_mean = {
-            name: max(each[name] for each in every) * len(every) / sum(each[name] for each in every)
-            for name in ("total_output_tokens", "busy_s")
-            if sum(each[name] for each in every)
+            return FleetFigures(**whole)
+        replicas = [
+            Figures(**_figures([tally], [counted], self._limits))
+            for tally, counted in zip(self._tallies, counters, strict=True)
+        ]
+        amounts = {
+            "total_output_tokens": [replica.total_output_tokens for replica in replicas],
+            "busy_s": [replica.busy_s for replica in replicas],
         }
-        return whole | {"imbalance": over_mean, "replicas": every}
+        imbalance = {name: max(values) * len(values) / sum(values) for name, values in amounts.items() if sum(values)}
+        return FleetFigures(**whole, imbalance=imbalance, replicas=tuple(replicas))
 
     def _steady(self, load: Mapping[str, Any]) -> dict[str, Any]:
-        due, ttft, e2el, queued, sessions = map(self.column, ("due", "ttft", "e2el", "queued", "session"))
-        known = None if np.isnan(sessions).all() else sessions
-        steady = steady_state(due, due + queued, due + e2el, load, known)
+        due, ttft, e2el, queued, sessions = self.columns()
+        known_sessions = None if np.isnan(sessions).all() else sessions
+        steady = steady_state(due, due + queued, due + e2el, load, known_sessions)
         begin, end = steady.window or (math.nan, math.nan)
-        moments = comes_at(due, due + queued, known)
+        moments = comes_at(due, due + queued, known_sessions)
         inside = (moments > begin) & (moments <= end)
-        return {
-            "steady_start_s": None if steady.window is None else begin,
-            "steady_end_s": None if steady.window is None else end,
-            "steady_note": steady.why,
-            "steady_latency": {
-                "ttft_ms": distribution(ttft[inside] * MS),
-                "e2el_ms": distribution(e2el[inside] * MS),
-            },
-        }
+        latency = SteadyLatency(ttft_ms=distribution(ttft[inside] * MS), e2el_ms=distribution(e2el[inside] * MS))
+        begin, end = steady.window or (None, None)
+        return {"steady_start_s": begin, "steady_end_s": end, "steady_note": steady.why, "steady_latency": latency}
 
 
-def _column(tallies: Sequence[Tally], name: str) -> np.ndarray:
-    return np.concatenate([np.frombuffer(getattr(tally, name)) for tally in tallies])
+def _rows(tallies: Sequence[Tally]) -> np.ndarray:
+    return np.concatenate([np.frombuffer(tally.rows).reshape(-1, len(_COLUMNS)) for tally in tallies])
 
 
-def engine_counters(replica: Replica) -> dict[str, float]:
+def engine_counters(replica: Replica) -> dict[str, Count]:
     """What the engine has counted so far, and the seconds of each phase; ``prepare`` counts ``move_seconds`` too."""
     stats = replica.engine.stats()
     return {
@@ -233,86 +294,76 @@ def engine_counters(replica: Replica) -> dict[str, float]:
 
 
 def _figures(
-    tallies: Sequence[Tally], counters: Sequence[Mapping[str, float]], limits: Mapping[str, float]
+    tallies: Sequence[Tally], counters: Sequence[Mapping[str, Count]], limits: Mapping[str, float]
 ) -> dict[str, Any]:
-    def latency(name: str) -> np.ndarray:
-        return _column(tallies, name) * MS
-
+    """The fields of ``Figures``."""
+    _, ttft, e2el, queued, _ = _rows(tallies).T.copy() * MS
     gaps = Gaps()
     for tally in tallies:
-        gaps.add_counted(*tally.gaps.counted())
+        gaps.add_all(tally.gaps)
     values, counts = gaps.counted()
-    queued = latency("queued")
     begin, last = min(tally.sent_first for tally in tallies), max(tally.last for tally in tallies)
     seconds = max(last - begin, 0.0) if np.isfinite(begin) else 0.0
-    completed = sum(len(tally.ttft) for tally in tallies)
-    totals = {name: sum(getattr(tally, name) for tally in tallies)
-              for name in ("input_tokens", "output_tokens", "cached_tokens")}  # fmt: skip
 
-    def rate(count: int) -> float | None:
-        return count / seconds if seconds else None
+    def total(name: str) -> int:
+        return sum(getattr(tally, name) for tally in tallies)
 
+    def rate(*names: str) -> float | None:
+        return sum(map(total, names)) / seconds if seconds else None
+
+    engine = {name: sum(counted[name] for counted in counters) for name in counters[0]}
+    phases = {name: engine.pop(name) for name in PHASES}
+    busy = sum(tally.busy_s for tally in tallies)
+    for i, name in enumerate(_LEVELS):
+        mean = sum(tally.integrals[i] for tally in tallies) / busy if busy else None
+        engine[name] = Level(peak=max(tally.peaks[i] for tally in tallies), mean=mean)
     return {
-        "completed": completed,
-        "failed": sum(tally.failed for tally in tallies),
-        "not_sent": sum(tally.not_sent for tally in tallies),
+        **{name: total(name) for name in ("completed", "failed", "not_sent")},
         "first_failure": next((tally.failure for tally in tallies if tally.failure), None),
         "duration_s": seconds,
-        "request_throughput": rate(completed),
-        "output_throughput": rate(totals["output_tokens"]),
-        "total_token_throughput": rate(totals["input_tokens"] + totals["output_tokens"]),
-        **({"goodput": rate(sum(tally.good for tally in tallies))} if limits else {}),
-        "ttft_ms": distribution(latency("ttft")),
-        "tpot_ms": distribution(latency("tpot")),
+        "request_throughput": rate("completed"),
+        "output_throughput": rate("output_tokens"),
+        "total_token_throughput": rate("input_tokens", "output_tokens"),
+        **({"goodput": rate("good")} if limits else {}),
+        "ttft_ms": distribution(ttft),
+        "tpot_ms": distribution(np.concatenate([np.frombuffer(tally.tpot) for tally in tallies]) * MS),
         "itl_ms": weighted_distribution(values * MS, counts),
-        "e2el_ms": distribution(latency("e2el")),
+        "e2el_ms": distribution(e2el),
         **({"client_queue_ms": distribution(queued)} if (queued > 0).any() else {}),
-        **{f"total_{name}": total for name, total in totals.items()},
-        **_engine_figures(tallies, counters),
+        **{f"total_{name}": total(name) for name in ("input_tokens", "output_tokens", "cached_tokens")},
+        "busy_s": busy,
+        **engine,
+        "phase_seconds": phases,
     }
 
 
-def _engine_figures(tallies: Sequence[Tally], counters: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Peaks are of one replica; means are over the time of the steps."""
-    busy = sum(tally.busy_s for tally in tallies)
-    figures: dict[str, Any] = {"busy_s": busy}
-    for name in ("running", "waiting", "kv_usage"):
-        levels: list[Level] = [getattr(tally, name) for tally in tallies]
-        mean = sum(level.integral for level in levels) / busy if busy else None
-        figures[name] = {"peak": max(level.peak for level in levels), "mean": mean}
-    totals = {name: sum(each[name] for each in counters) for name in counters[0]}
-    phases = {name: totals.pop(name) for name in PHASES}
-    return figures | totals | {"phase_seconds": phases}
-
-
-class RowWriter:
-    """Writes requests.parquet in row groups, rows in the order in which requests end."""
-
-    def __init__(self, writer: pq.ParquetWriter) -> None:
-        self._writer = writer
-        self._rows: list[dict[str, Any]] = []
-        self._tokens = 0
-
-    def add(self, ended: Ended) -> None:
-        self._rows.append(row_of(ended))
-        self._tokens += len(ended.times)
-        if len(self._rows) >= _ROWS or self._tokens >= _TOKENS:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._rows:
-            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
-        self._rows, self._tokens = [], 0
-
-
 @contextmanager
-def row_writer(path: Path | None) -> Iterator[RowWriter | None]:
-    """Writes ``path`` while the block runs; the file is there when the block ends well. None: nothing is written."""
+def row_writer(path: Path | None) -> Iterator[Callable[[Ended], None] | None]:
+    """Gives a function that writes a request to ``path``, in row groups; None: nothing is written.
+
+    The file is there when the block ends well. Rows are in the order in which requests end.
+    """
     if path is None:
         yield None
         return
+    rows: list[Mapping[str, Any]] = []
+    tokens = 0
+
+    def flush() -> None:
+        nonlocal tokens
+        if rows:
+            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+        rows.clear()
+        tokens = 0
+
+    def write(ended: Ended) -> None:
+        nonlocal tokens
+        rows.append(row_of(ended))
+        tokens += len(ended.times)
+        if len(rows) >= _ROWS or tokens >= _TOKENS:
+            flush()
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(path) as scratch, pq.ParquetWriter(scratch, SCHEMA) as writer:
-        rows = RowWriter(writer)
-        yield rows
-        rows.flush()
+        yield write
+        flush()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,15 @@ import numpy as np
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import pack, write_json
-from kvbench.metrics.latency import goodput_share
+from kvbench.common.records import Record
+from kvbench.metrics.model import LoadMetrics
 from kvbench.requests.build import RequestStream, stream_requests
 from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import machine_of
-from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, Ended, prime
-from kvbench.simulation.recorder import Recorder, row_writer
-from kvbench.simulation.replica import Replica
-from kvbench.sweep.max_rate.plan import at_rate, mean_rate
-from kvbench.sweep.max_rate.search import Condition, misses, queue_growth
+from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, Ended, Replica, SettingsByName, prime
+from kvbench.simulation.recorder import FleetFigures, Recorder, row_writer
+from kvbench.sweep.rate_plan import at_rate, mean_rate
+from kvbench.sweep.rate_search import Condition, misses, queue_growth
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import SimulateSection
 from kvbench.workload.load_section import LoadConfig, load_point
@@ -29,10 +29,36 @@ from kvbench.workload.load_section import LoadConfig, load_point
 _REPEAT = 1  # of a load that `kvbench load` sends: the same requests
 _OVERLOAD = 0.05  # a share by which more may come than is served, before a rate counts as missed
 _MOST_DOUBLINGS = 20
+_LEAST_REQUESTS = 200  # of a run of a search: more than a p95 needs
+FIRST_RATE = 1.0  # of a search over a closed loop
 _ENDED_A_REPORT = 100
 
 Progress = Callable[[int, int | None], None]
 """Gets how many requests have ended, and of how many, where that is known."""
+
+
+class Facts(Record):
+    """What was simulated, as summary.json has it before the figures."""
+
+    simulated: bool = True
+    name: str
+    machine: str
+    cost_model: str
+    model: str
+    device: str
+    tensor_parallel: int
+    ops: str | None
+    calibration: str | None
+    files_sha256: str | None
+    replica_count: int
+    router: str | None
+    seed: int
+    engine: dict[str, Any]
+    kv_slots: int
+    load: dict[str, Any]
+    load_id: str
+    kvbench: str
+    git: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,40 +67,61 @@ class SimulationJob:
 
     name: in messages and tables; model, section: the machine of each replica
     folder: where summary.json and requests.parquet go; None: nowhere
-    facts: stored in summary.json beside the figures
     """
 
     name: str
     section: SimulateSection
     model: str
-    settings: Mapping[str, Any]
+    settings: SettingsByName
     load: LoadConfig
     point: LoadPoint
     seed: int
     replicas: int = 1
     router: str = "round-robin"
     folder: Path | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Facts | None = None
+
+    def stream(self, replica: Replica) -> RequestStream:
+        """The requests for engines such as ``replica``. Raises UsageError."""
+        longest = replica.engine.config.max_model_len
+        assert longest is not None
+        try:
+            return stream_requests(
+                self.load, vocab_size=replica.engine.model_info.vocab_size, max_model_len=longest, seed=self.seed,
+                repeat=_REPEAT, concurrency=self.point.concurrency, rate=self.point.request_rate,
+            )  # fmt: skip
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    @property
+    def native_rate(self) -> float:
+        """The rate [1/s] at which its trace is played. Raises UsageError where it has no times."""
+        replica = machine_of(self.section, self.model).replica(self.settings)
+        return mean_rate([turns[0] for turns in self.stream(replica).conversations])
 
 
 @dataclass(frozen=True)
-class SimulationResult:
-    """``figures``: of ``Recorder.summary``. ``due``, ``ends``: of each answered request [s]."""
+class Simulation:
+    """What came of a job. ``due``, ``ends``: of each answered request [s]."""
 
-    figures: dict[str, Any]
+    facts: Facts | None
+    figures: FleetFigures
     due: np.ndarray
     ends: np.ndarray
 
+    def to_json(self) -> dict[str, Any]:
+        return (self.facts.model_dump() if self.facts else {}) | self.figures.to_json()
 
-def simulate(job: SimulationJob, on_progress: Progress | None = None) -> dict[str, Any]:
-    """Runs the job; what summary.json holds. Raises UsageError for a load or settings that cannot be."""
-    summary = {"simulated": True, "name": job.name, **job.facts, **run_job(job, on_progress).figures}
+
+def simulate(job: SimulationJob, on_progress: Progress | None = None) -> Simulation:
+    """Runs the job and writes its files. Raises UsageError for a load or settings that cannot be."""
+    result = run_job(job, on_progress)
     if job.folder is not None:
-        write_json(job.folder / "summary.json", summary)
-    return summary
+        write_json(job.folder / "summary.json", result.to_json())
+    return result
 
 
-def simulate_and_pack(job: SimulationJob) -> tuple[dict[str, Any], bytes | None]:
+def simulate_and_pack(job: SimulationJob) -> tuple[Simulation, bytes | None]:
     """``simulate``, and a tar of the files for the job's folder, which is on another machine; None without a folder."""
     if job.folder is None:
         return simulate(job), None
@@ -83,12 +130,15 @@ def simulate_and_pack(job: SimulationJob) -> tuple[dict[str, Any], bytes | None]
         return simulate(replace(job, folder=folder)), pack(folder, sorted(folder.iterdir()))
 
 
-def run_job(job: SimulationJob, on_progress: Progress | None = None) -> SimulationResult:
-    """The load to its end."""
+def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulation:
+    """Runs the load to its end."""
     machine = machine_of(job.section, job.model)
     replicas = [machine.replica(job.settings, number) for number in range(job.replicas)]
-    stream = _stream(job, replicas[0])
-    prime_all(replicas, job.load, stream)
+    stream = job.stream(replicas[0])
+    if job.load.cache_state != "cold" and stream.prefixes:
+        for replica in replicas:
+            prime(replica, stream.prefixes)
+            replica.rewind()
     primed = _seconds_by_class(replicas)
     closed = job.point.mode == "closed"
     limits = {name: limit for name, limit in (job.load.slo.model_dump() if job.load.slo else {}).items() if limit}
@@ -110,41 +160,66 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
             router=ROUTERS[job.router](),
             on_step=recorder.on_step,
         ).run()
-    notes = stream.notes | {COST_NOTES: list(dict.fromkeys(note for each in replicas for note in each.cost_notes))}
+    cost_notes = list(dict.fromkeys(note for replica in replicas for note in replica.cost_notes))
+    notes = stream.notes | {COST_NOTES: cost_notes}
     load = {"mode": job.point.mode, "concurrency": job.point.concurrency, "max_concurrency": job.load.max_concurrency}
-    figures = recorder.summary(load | {"notes": notes})
-    due = recorder.column("due")
-    classes = dict(_seconds_by_class(replicas) - primed)
-    return SimulationResult(figures | {"seconds_by_class": classes, "notes": notes}, due, due + recorder.column("e2el"))
+    figures = recorder.figures(load | {"notes": notes}, _seconds_by_class(replicas) - primed, notes)
+    due, _, e2el, _, _ = recorder.columns()
+    return Simulation(job.facts, figures, due, due + e2el)
 
 
 def _seconds_by_class(replicas: Sequence[Replica]) -> Counter[str]:
-    """Of all replicas' steps so far: seconds by class of operator, where the cost model knows them."""
+    """Seconds of all replicas' steps so far by class of operator, where the cost model knows them."""
     total: Counter[str] = Counter()
     for replica in replicas:
         total.update(replica.seconds_by_class)
     return total
 
 
-def _stream(job: SimulationJob, replica: Replica) -> RequestStream:
-    longest = replica.engine.config.max_model_len
-    assert longest is not None
-    try:
-        return stream_requests(
-            job.load, vocab_size=replica.engine.model_info.vocab_size, max_model_len=longest, seed=job.seed,
-            repeat=_REPEAT, concurrency=job.point.concurrency, rate=job.point.request_rate,
-        )  # fmt: skip
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+class Trial(Record):
+    """A rate [1/s] that was tried, and why it does not meet the conditions."""
+
+    rate: float
+    met: bool
+    missed: list[str]
+    requests: int
 
 
-def prime_all(replicas: Sequence[Replica], load: LoadConfig, stream: RequestStream) -> None:
-    """Puts each replica's prefix cache into the declared state, and its clock to 0."""
-    if load.cache_state == "cold" or not stream.prefixes:
-        return
-    for replica in replicas:
-        prime(replica, stream.prefixes)
-        replica.rewind()
+@dataclass(frozen=True)
+class RateSearch:
+    """The highest rate [1/s] that meets ``slo``, each of the ``trials``; None: all that were tried meet it."""
+
+    facts: Facts
+    slo: list[str]
+    max_rate: float | None
+    trials: list[Trial]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.facts.model_dump(),
+            "slo": self.slo,
+            "max_rate": self.max_rate,
+            "always_met": self.max_rate is None,
+            "trials": [trial.to_json() for trial in self.trials],
+        }
+
+
+def find_rate(
+    job: SimulationJob, *, conditions: Sequence[Condition], run_seconds: float, tolerance: float
+) -> RateSearch:
+    """The highest rate that meets ``conditions``, and each rate that was tried."""
+    trials: list[Trial] = []
+    first = job.native_rate if job.load.arrivals == "trace" else job.point.request_rate or FIRST_RATE
+
+    def meets(rate: float) -> bool:
+        result = run_job(job_at_rate(job, rate, run_seconds))
+        missed = reasons_missed(result, conditions)
+        trials.append(Trial(rate=rate, met=not missed, missed=missed, requests=result.figures.completed))
+        return not missed
+
+    rate = sustainable_rate(meets, first, tolerance)
+    assert job.facts is not None
+    return RateSearch(job.facts, [c.text for c in conditions], None if rate == float("inf") else rate, trials)
 
 
 def sustainable_rate(run: Callable[[float], bool], first: float, tolerance: float = 0.02) -> float:
@@ -174,25 +249,19 @@ def sustainable_rate(run: Callable[[float], bool], first: float, tolerance: floa
     return met
 
 
-def reasons_missed(result: SimulationResult, conditions: Sequence[Condition]) -> list[str]:
+def reasons_missed(result: Simulation, conditions: Sequence[Condition]) -> list[str]:
     """Why the run does not meet the conditions, or could not serve what came; empty where it does."""
-    same = {"ttfo_ms": result.figures["ttft_ms"]}  # nothing is reasoned
-    metrics = result.figures | same | {"goodput_share": goodput_share(result.figures)}
+    figures = result.figures.to_json()
+    metrics = LoadMetrics.model_validate(figures | {"ttfo_ms": figures["ttft_ms"]})  # nothing is reasoned
     growth = queue_growth(result.due, result.ends)
     return [miss.text for miss in misses(conditions, metrics, growth, _OVERLOAD)]
 
 
-def job_at_rate(job: SimulationJob, rate: float, seconds: float, least: int) -> SimulationJob:
-    """``job`` at ``rate`` [1/s] for at least ``seconds`` and ``least`` requests; of a trace the times are scaled."""
+def job_at_rate(job: SimulationJob, rate: float, seconds: float) -> SimulationJob:
+    """``job`` at ``rate`` [1/s] for at least ``seconds``; of a trace the times are scaled."""
     if job.load.arrivals == "trace":
-        load, point = at_rate(job.load, rate, 0, native_rate_of(job)), job.point
+        load, point = at_rate(job.load, rate, 0, job.native_rate), job.point
     else:
-        load = at_rate(job.load, rate, max(least, round(rate * seconds)))
+        load = at_rate(job.load, rate, max(_LEAST_REQUESTS, round(rate * seconds)))
         point = load_point("open", concurrency=None, rate=rate, num_requests=None)
     return replace(job, name=f"{job.name} at {rate:g}/s", load=load, point=point, folder=None)
-
-
-def native_rate_of(job: SimulationJob) -> float:
-    """The rate [1/s] at which the job's trace is played. Raises UsageError where it has no times."""
-    replica = machine_of(job.section, job.model).replica(job.settings)
-    return mean_rate([turns[0] for turns in _stream(job, replica).conversations])

@@ -91,8 +91,7 @@ class Grid:
 
 
 def grid_of(points: Mapping[tuple[float, ...], float]) -> Grid:
-    """From points that need not fill a grid: those of two sweeps with steps of their own, say, or without what the
-    GPU's memory had no room for.
+    """A grid of points that need not fill it: of two sweeps with steps of their own, or without what had no room.
 
     A hole between known values of a line is interpolated, along the last axis first. Where a line only begins or
     ends too early, its first value holds before it, and its last two are continued.
@@ -113,20 +112,20 @@ def _interpolate(values: np.ndarray, x: np.ndarray) -> None:
     missing = np.isnan(values)
     for where in np.argwhere(missing.any(axis=-1) & ((~missing).sum(axis=-1) >= 2)):
         line, hole = values[tuple(where)], missing[tuple(where)]
-        known = x[~hole]
-        inside = hole & (x > known[0]) & (x < known[-1])
-        line[inside] = np.interp(x[inside], known, line[~hole])
+        measured = x[~hole]
+        inside = hole & (x > measured[0]) & (x < measured[-1])
+        line[inside] = np.interp(x[inside], measured, line[~hole])
 
 
 def _extend(values: np.ndarray, x: np.ndarray) -> None:
     """Fills NaN before and behind the known values of each line along the last axis, in place; no line falls."""
     missing = np.isnan(values)
     for where in np.argwhere(missing.any(axis=-1) & ~missing.all(axis=-1)):
-        line, known = values[tuple(where)], np.flatnonzero(~missing[tuple(where)])
-        first, last = known[0], known[-1]
+        line, measured = values[tuple(where)], np.flatnonzero(~missing[tuple(where)])
+        first, last = measured[0], measured[-1]
         line[:first] = line[first]
         if last + 1 < len(x):
-            before = known[-2] if len(known) > 1 else last
+            before = measured[-2] if len(measured) > 1 else last
             slope = (line[last] - line[before]) / (x[last] - x[before]) if before != last else 0.0
             line[last + 1 :] = line[last] + max(slope, 0.0) * (x[last + 1 :] - x[last])
 

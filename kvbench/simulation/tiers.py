@@ -82,7 +82,7 @@ def _room(machine: Machine, kv_cache_dtype: str) -> int:
 
 
 def _tier(name: str, words: Sequence[str], machine: Machine) -> Tier:
-    """From its size, and below HBM its speed and latency."""
+    """A tier of ``words``: its size, and below HBM its speed and latency."""
     performance = machine.gpu.performance
     assert performance is not None
     link = performance.host_link_bytes_per_s * machine.gpus

@@ -47,7 +47,7 @@ _OUTLIER = 2.0  # a residual of so many typical ones counts half as much
 
 
 def units_of(work: StepWork) -> tuple[float, ...]:
-    """How many of each of ``UNITS`` a step has."""
+    """The number of each of ``UNITS`` in a step."""
     tokens = work.tokens
     pairs = sum(count * (before + (count + 1) / 2) for count, before in work.prefills)
     moved = work.copied + work.swapped_out + work.swapped_in
@@ -104,7 +104,7 @@ class MeasuredSteps:
 
 
 def measured(kv_cache_dtype: str, works: Sequence[StepWork], ends: np.ndarray, began: float) -> MeasuredSteps:
-    """From the work of all steps in order and when each ended [s]; ``began``: before the first one [s].
+    """Measured steps from their work in order and when each ended [s]; ``began``: before the first one [s].
 
     Where nothing arrived at a step's end (NaN), its time is in that of the next step with an end.
     """

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.text import failed_words
 from kvbench.measure.instrument import Instrument
+from kvbench.metrics.model import LoadMetrics
 from kvbench.targets.builtin import ServerRefusedError
 from kvbench.workload.design import Block, Cell
 
@@ -35,13 +36,12 @@ class Unanswered(NamedTuple):
     rejected: bool = False
 
 
-def why_unanswered(metrics: Mapping[str, Any]) -> Unanswered | None:
+def why_unanswered(metrics: LoadMetrics) -> Unanswered | None:
     """Returns why no request of a load succeeded; None where one did."""
-    if metrics.get("completed"):
+    if metrics.completed:
         return None
-    failed = metrics.get("failed") or 0
-    reason = failed_words(metrics.get("failure_messages") or {}, failed, failed, True)
-    return Unanswered(reason, failed > 0 and metrics.get("rejected_by_server") == failed)
+    reason = failed_words(metrics.failure_messages, metrics.failed, metrics.failed, True)
+    return Unanswered(reason, 0 < metrics.failed == metrics.rejected_by_server)
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,12 @@ class BlockRunner:
 
     def _measure(self, cell: Cell, repeat: int) -> None:
         try:
-            done = self.instrument.measure(cell, repeat)
+            result = self.instrument.measure(cell, repeat)
         except MeasurementError as error:
             reason, gone = self.instrument.reason_of(error), self.instrument.is_gone()
             self.fail(cell, repeat, reason, of_server=gone, unanswered=error.answered == 0 and not gone)
         else:
-            self.on_sent(cell, why_unanswered(done["metrics"]))
+            self.on_sent(cell, why_unanswered(result.metrics))
 
     def fail(self, cell: Cell, repeat: int, reason: str, *, of_server: bool, unanswered: bool = False) -> None:
         """Records a load without a result."""

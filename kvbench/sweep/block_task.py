@@ -23,6 +23,7 @@ from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job, Listener
 from kvbench.requests.request import notes_path
 from kvbench.runs.folder import RunFolder
+from kvbench.runs.results import LoadResult
 from kvbench.runs.server_info import ServerInfo
 from kvbench.sweep.block import BlockRunner, Failure
 from kvbench.targets.base import ModelFacts, Target
@@ -78,7 +79,7 @@ class LoadDone:
     """``files``: a tar of the load's folder, with the requests that it sent. ``done``: its done.json."""
 
     cell: Cell
-    done: Mapping[str, Any]
+    done: LoadResult
     files: bytes
 
 
@@ -221,11 +222,11 @@ class _Listener(Listener):
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
         self.status(f"{cell.cell_id} repeat {repeat}")
 
-    def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:
+    def load_finished(self, cell: Cell, repeat: int, done: LoadResult) -> None:
         folder = self.run.load(cell.cell_id, repeat)
-        requests = self.run.path / done["requests_file"]
+        requests = self.run.path / str(done.requests_file)
         paths = [folder, requests, notes_path(requests)] if folder.is_dir() else []  # none on a full disk
-        self.put(LoadDone(cell, dict(done), pack(self.run.path, paths)))
+        self.put(LoadDone(cell, done, pack(self.run.path, paths)))
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
         self.put(LoadFailed(cell, self.failures[-1]))

@@ -22,16 +22,18 @@ from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import as_stored, read_json, utc_now, write_json
+from kvbench.common.records import read_record
 from kvbench.common.text import and_more
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder
 from kvbench.runs.resume import environment_differences
+from kvbench.sweep.rate_search import INVALID
+from kvbench.sweep.show_load import StoredLoad
 from kvbench.workload.file import differing_keys
 
 METRICS = "metrics.json"
 RUNS = "runs"
 COMPLETE, INCOMPLETE = "complete", "incomplete"
-INVALID = "invalid"  # why a run of a search tells nothing: it was disturbed
 _LOCK = ".lock"
 _FILES_OF_A_LOAD = (  # what a load that is begun anew removes; whatever else lies in the folder stays
     "cells", "logs", "requests*", "server.parquet", "load.json", "counters.json", METRICS, WRONG_ANSWERS, "spec.json",
@@ -83,11 +85,15 @@ class LoadFolder:
             shutil.rmtree(stale, ignore_errors=True)
         return self.path / RUNS / f"{number:02d}-{name}"
 
-    def finished_runs(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+    def metrics(self, load: Path) -> StoredLoad:
+        """metrics.json of a load in this folder. Raises UsageError where it is damaged."""
+        return read_record(StoredLoad, load / METRICS, "remove it, and go on with --resume")
+
+    def finished_runs(self) -> Iterator[tuple[Path, StoredLoad]]:
         """Folder and metrics.json of the runs that ended, in their order."""
         files = (self.path / RUNS).glob(f"[0-9]*/{METRICS}")
         for path in sorted(files, key=lambda path: int(path.parent.name.partition("-")[0])):  # 100 comes after 11
-            yield path.parent, read_json(path)
+            yield path.parent, self.metrics(path.parent)
 
 
 def open_folder(path: Path, manifest: dict[str, Any], *, resume: bool) -> LoadFolder:
@@ -120,7 +126,7 @@ def _resumed(path: Path, manifest: Mapping[str, Any]) -> LoadFolder:
     again = stored.get("valid") is False and not finding
     if stored.get("status") == COMPLETE and (not again or stored.get("search")):
         folder.finished = True
-    elif not any((kept.get("trial") or {}).get("cause") != INVALID for _, kept in folder.finished_runs()):
+    elif not any(kept.trial is None or kept.trial.cause != INVALID for _, kept in folder.finished_runs()):
         for stale in (stale for pattern in _FILES_OF_A_LOAD for stale in path.glob(pattern)):
             shutil.rmtree(stale) if stale.is_dir() and not stale.is_symlink() else stale.unlink()
         folder.manifest = dict(manifest)

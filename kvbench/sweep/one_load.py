@@ -25,16 +25,17 @@ from kvbench.common.errors import (
     MeasurementError,
     UsageError,
 )
-from kvbench.common.files import as_stored, check_output_dir, read_json, utc_now, write_json
+from kvbench.common.files import as_stored, check_output_dir, utc_now
+from kvbench.common.records import write_record
 from kvbench.load.launch import DRAIN
 from kvbench.measure.http import PREPARE, HttpInstrument
 from kvbench.measure.instrument import Job, Listener
-from kvbench.measure.warm_up import WarmUp, warm_up
-from kvbench.metrics.latency import too_many_failed
+from kvbench.measure.warm_up import warm_up
 from kvbench.requests.request import RequestList
-from kvbench.runs.aggregate import aggregate_cell
+from kvbench.runs.aggregate import TargetFacts, aggregate_cell
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.manifest import build_manifest
+from kvbench.runs.results import LoadResult, WarmUpResult
 from kvbench.runs.work import FolderWork, begun, kept, work_in
 from kvbench.sweep.load_folder import METRICS, LoadFolder, SearchRuns, open_folder
 from kvbench.sweep.load_options import (
@@ -46,10 +47,10 @@ from kvbench.sweep.load_options import (
     client_processes,
     workload_source,
 )
-from kvbench.sweep.max_rate.plan import SearchPlan, at_rate, mean_rate, plan_search
-from kvbench.sweep.max_rate.run import RateSearch
 from kvbench.sweep.progress import LiveServer
-from kvbench.sweep.show_load import show, stored
+from kvbench.sweep.rate_plan import SearchPlan, at_rate, mean_rate, plan_search
+from kvbench.sweep.rate_run import RateSearch
+from kvbench.sweep.show_load import StoredLoad, show, stored_load
 from kvbench.targets.base import Target
 from kvbench.targets.choose import preset_named, running_server
 from kvbench.targets.prometheus import MetricsSample
@@ -217,12 +218,12 @@ class LoadDisplay(Listener):
         self._name = self._phase = ""
         self._update: Callable[[str], None] = lambda text: None
         self._server = LiveServer()
-        self.done: Mapping[str, Any] = {}
+        self.done: LoadResult | None = None
 
     @contextmanager
     def of_load(self, name: str, total: int) -> Iterator[None]:
         """The status line of the load ``name`` of ``total`` requests."""
-        self._name, self._server, self.done = name, LiveServer(), {}
+        self._name, self._server, self.done = name, LiveServer(), None
         with status_line(self._console, f"{name}: {total} requests", more=self._server.rows) as update:
             self._update = update
             yield
@@ -245,7 +246,7 @@ class LoadDisplay(Listener):
     def server_read(self, sample: MetricsSample) -> None:
         self._server.take(sample)
 
-    def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:
+    def load_finished(self, cell: Cell, repeat: int, done: LoadResult) -> None:
         self.done = done
 
 
@@ -274,25 +275,26 @@ class OneLoad:
         metrics_file = self.folder.path / METRICS
         if self.folder.finished:
             print_plain(self.console, "this load is finished and is not run again")
-            result = read_json(metrics_file)
+            result = self.folder.metrics(self.folder.path)
         else:
             result = self.measure(self.cell, _REPEAT)
-            outcome = {name: result[name] for name in ("valid", "refused", "wrong_answers")}
+            outcome = {"valid": result.valid, "refused": result.refused, "wrong_answers": result.wrong_answers}
             try:
-                write_json(metrics_file, result)
+                write_record(metrics_file, result)
                 run = RunFolder(self.folder.path)
-                aggregate_cell(run, self.cell, {"backend": result["backend"], "model": result["model_id"]})
+                target = self.instrument.server.target
+                aggregate_cell(run, self.cell, TargetFacts(target.preset.name, target.model.name))
                 self.folder.show_at_top(run.load(self.cell.cell_id, _REPEAT))
                 self.folder.finish(**outcome, calibration=self.calibrator.facts())
             except OSError:  # a full disk: what was measured is told at least
                 show(self.console, self.cell.load.load_id, result)
                 raise
         show(self.console, self.cell.load.load_id, result)
-        if result.get("wrong_answers"):
+        if result.wrong_answers:
             return EXIT_REGRESSION
-        if not result["invalid_reasons"]:
+        if not result.invalid_reasons:
             return EXIT_OK
-        if too_many_failed(result["metrics"]):
+        if result.metrics.too_many_failed:
             print_plain(self.console, "the server failed requests: see the failures and the server's log first")
         if next_step:
             print_plain(self.console, f"to measure again {next_step}: the new load replaces this one")
@@ -309,7 +311,7 @@ class OneLoad:
             check()
             search.check_time()
 
-        def measure(rate: float, count: int, number: int) -> dict[str, Any]:
+        def measure(rate: float, count: int, number: int) -> StoredLoad:
             point = self.cell.load
             if native_rate is None:
                 point = load_point("open", concurrency=None, rate=rate, num_requests=count, arrivals=load.arrivals)
@@ -336,26 +338,26 @@ class OneLoad:
         if not (self.display.done or any(self.folder.finished_runs())):
             work.next_step = begun(command)
 
-    def measure(self, cell: Cell, number: int) -> dict[str, Any]:
+    def measure(self, cell: Cell, number: int) -> StoredLoad:
         """One load, after the warm-up if it is the first; what metrics.json holds."""
         target = self.instrument.server.target
         if not self.instrument.loads:
             notes_before = len(target.notes)
-            self.instrument.facts["warm_up"] = self._warm_up(cell.load).to_json()
+            self.instrument.facts["warm_up"] = self._warm_up(cell.load)
             if new := target.notes[notes_before:]:  # it takes no token ids
                 print_plain(self.console, f"note: {new[0]}")
         else:
             self.instrument.facts.pop("warm_up", None)
         try:
             with self.display.of_load(cell.load.load_id, len(self.requests)):
-                self.instrument.measure(cell, number)
+                result = self.instrument.measure(cell, number)
         except OSError:
             if self.display.done:  # a full disk: what was measured is told at least
-                show(self.console, cell.load.load_id, stored(self.instrument, cell.load, self.display.done))
+                show(self.console, cell.load.load_id, stored_load(self.instrument, cell.load, self.display.done))
             raise
-        return stored(self.instrument, cell.load, self.display.done)
+        return stored_load(self.instrument, cell.load, result)
 
-    def _warm_up(self, point: LoadPoint) -> WarmUp:
+    def _warm_up(self, point: LoadPoint) -> WarmUpResult:
         began, answers = time.monotonic(), ["no request answered"]
 
         def on_answer(answered: int, total: int) -> None:

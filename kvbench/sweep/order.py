@@ -13,32 +13,33 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from kvbench.calibration.cache import passed_since
 from kvbench.calibration.calibrate import Calibration
-from kvbench.common.files import read_json, write_json
+from kvbench.common.records import read_record, write_record
 from kvbench.common.stats import t_interval
-from kvbench.metrics.latency import has_steady_latency
+from kvbench.effects.comparison import FEWEST, Call, paired
+from kvbench.metrics.definitions import SERVED, figure
+from kvbench.metrics.model import LoadMetrics
 from kvbench.runs.folder import DONE, RunFolder
-from kvbench.runs.ratios import FEWEST, UNCLEAR, paired_ratio
-from kvbench.runs.repeats import is_disturbed, not_comparable
+from kvbench.runs.results import LoadResult
 from kvbench.workload.design import Block, Cell, Design
 
 ATTEMPTS = 3  # at a load in one execution of a sweep
 LoadKey = tuple[str, int]  # cell id, repeat
+_DECIDING = ("output_throughput", "p95_ttft_ms")  # what further repeats are for
 
 
 @dataclass
 class Measured:
-    """``done``: done.json of the finished loads; ``attempts``: how often each was measured in this execution.
+    """``done``: results of the finished loads; ``attempts``: how often each was measured in this execution.
 
     ``again``: whether loads that were disturbed in this execution are measured again.
     """
 
-    done: dict[LoadKey, Mapping[str, Any]]
+    done: dict[LoadKey, LoadResult]
     attempts: Counter[LoadKey] = field(default_factory=Counter)
     again: bool = True
 
@@ -51,10 +52,11 @@ class Measured:
 
     def read(self, run: RunFolder, block: Block) -> None:
         """Reads the finished loads of ``block``."""
-        for load in ((cell.cell_id, block.repeat) for cell in block.cells):
+        for cell in block.cells:
+            load = (cell.cell_id, block.repeat)
             self.done.pop(load, None)
             if run.is_done(*load):
-                self.done[load] = read_json(run.load(*load) / DONE)
+                self.done[load] = read_record(LoadResult, run.load(*load) / DONE, "remove the load's folder")
 
     def take(self, run: RunFolder, block: Block) -> None:
         """``block`` was measured: counts the attempts, and reads what there is of it.
@@ -64,33 +66,34 @@ class Measured:
         self.attempts.update((cell.cell_id, block.repeat) for cell in block.cells)
         self.read(run, block)
         for load, done in self.done.items():
-            known, disturbances = done.get("calibration") or {}, done.get("disturbances") or []
-            reasons = [each for each in known.get("reasons") or () if each not in disturbances]
-            if reasons and passed_since(run.path, Calibration.from_json(known)):
-                self.done[load] = {**done, "disturbances": disturbances + reasons}
-                write_json(run.load(*load) / DONE, self.done[load])
+            calibration = Calibration.from_json(done.calibration) if done.calibration else None
+            reasons = [why for why in calibration.reasons if why not in done.disturbances] if calibration else []
+            if calibration and reasons and passed_since(run.path, calibration):
+                self.done[load] = done.model_copy(update={"disturbances": (*done.disturbances, *reasons)})
+                write_record(run.load(*load) / DONE, self.done[load])
 
     def disturbed_in_a_row(self, block: Block, before: int) -> int:
         """How many of the loads up to the end of ``block`` were disturbed one after the other."""
         for cell in block.cells:
             if (done := self.done.get((cell.cell_id, block.repeat))) is not None:
-                before = before + 1 if is_disturbed(done) else 0
+                before = before + 1 if done.is_disturbed else 0
         return before
 
-    def valid(self, cell: Cell) -> dict[int, Mapping[str, Any]]:
+    def valid(self, cell: Cell) -> dict[int, LoadMetrics]:
         """The metrics of a cell's valid loads by repeat."""
-        found = {repeat: done for (cell_id, repeat), done in self.done.items() if cell_id == cell.cell_id}
-        return {repeat: done["metrics"] for repeat, done in sorted(found.items()) if not not_comparable(done)}
+        repeats = sorted(repeat for cell_id, repeat in self.done if cell_id == cell.cell_id)
+        loads = {repeat: self.done[cell.cell_id, repeat] for repeat in repeats}
+        return {repeat: done.metrics for repeat, done in loads.items() if not done.not_comparable}
 
 
-def measures_again(done: Mapping[str, Any], attempts: int) -> bool:
+def measures_again(done: LoadResult, attempts: int) -> bool:
     """Whether a finished load is measured again: if it was disturbed, or is invalid from before a --resume.
 
     Never one with wrong answers: they may not come again, and are what was to be found.
     """
-    if done.get("wrong_answers"):
+    if done.wrong_answers or not done.invalid_reasons:
         return False
-    return bool(done["invalid_reasons"]) and (attempts == 0 or (attempts < ATTEMPTS and is_disturbed(done)))
+    return attempts == 0 or (attempts < ATTEMPTS and done.is_disturbed)
 
 
 def blocks_left(blocks: Sequence[Block], measured: Measured) -> list[Block]:
@@ -169,27 +172,21 @@ def _undecided(config_id: str, base: str, cells: Sequence[Cell], measured: Measu
         if mine is None or others is None:
             continue
         fewest = min(fewest, len(mine.keys() & others.keys()))
-        for values in (_throughput, _ttft):
-            ratio = paired_ratio(*values(mine, others))
-            if ratio is not None and ratio.verdict == UNCLEAR:
-                low, high = t_interval(np.log(ratio.values))
-                widest = max(widest, high - low) if ratio.n > 1 else math.inf
+        for name in _DECIDING:
+            comparison = paired(name, SERVED, *_values(name, mine, others))
+            if comparison is not None and comparison.call is Call.UNDECIDED:
+                low, high = t_interval(np.log(comparison.values))
+                widest = max(widest, high - low) if comparison.n > 1 else math.inf
     return fewest, widest
 
 
-def _throughput(*sides: Mapping[int, Mapping[str, Any]]) -> list[dict[int, float]]:
-    """Output tokens/s by repeat of both sides: of the steady window where all repeats have one, else of the whole."""
-    steady = all(loads.get("steady_output_throughput") for side in sides for loads in side.values())
-    return _values(sides, lambda metrics: metrics.get("steady_output_throughput" if steady else "output_throughput"))
-
-
-def _ttft(*sides: Mapping[int, Mapping[str, Any]]) -> list[dict[int, float]]:
-    """p95 TTFT by repeat of both sides: of the steady window where all repeats have enough requests in it."""
-    steady = all(has_steady_latency(loads) for side in sides for loads in side.values())
-    return _values(sides, lambda each: ((each["steady_latency"] if steady else each).get("ttft_ms") or {}).get("p95"))
-
-
-def _values(
-    sides: Sequence[Mapping[int, Mapping[str, Any]]], of: Callable[[Mapping[str, Any]], float | None]
-) -> list[dict[int, float]]:
-    return [{repeat: value for repeat, metrics in side.items() if (value := of(metrics))} for side in sides]
+def _values(name: str, *sides: Mapping[int, LoadMetrics]) -> list[dict[int, float]]:
+    """A figure by repeat of both sides: of the steady window where all repeats have it, else of the whole run."""
+    loads = [metrics for side in sides for metrics in side.values()]
+    wanted = figure(name)
+    if wanted.statistic:
+        wanted = wanted.of_steady(all(metrics.has_steady_latency for metrics in loads))
+    else:
+        wanted = wanted.of_steady(all(metrics.steady_output_throughput for metrics in loads))
+    values = [{repeat: metrics.value(wanted.path) for repeat, metrics in side.items()} for side in sides]
+    return [{repeat: value for repeat, value in side.items() if value} for side in values]

@@ -9,15 +9,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 
 from kvbench.common import text as words
 from kvbench.common.console import QUIET_S, LiveText, Part, fit, print_plain
-from kvbench.common.text import clock, failed_words
+from kvbench.common.text import clock
 from kvbench.measure.instrument import Listener
-from kvbench.metrics.latency import has_steady_latency, leading_latencies
+from kvbench.runs.results import LoadResult
+from kvbench.sweep.show_load import one_line
 from kvbench.targets.choose import START_GUESS_S
 from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.design import Block, Cell
@@ -189,28 +189,12 @@ class SweepProgress(Listener):
             self._current = self._started
         self._requests = [(f": {done}/{total}", 1), (" requests", 5), (f", {failed} failed" if failed else "", 2)]
 
-    def load_finished(self, cell: Cell, repeat: int, done: Mapping[str, Any]) -> None:
+    def load_finished(self, cell: Cell, repeat: int, done: LoadResult) -> None:
         seconds = time.monotonic() - self._load_began
         if self._started != (cell.cell_id, repeat):  # it ran on another machine
-            seconds = done.get("wall_s", seconds)
-        self._estimator.observe(cell, seconds, done.get("server_start_s"))
-        metrics = done["metrics"]
-        steady = metrics.get("steady_output_throughput")
-        rate = steady or metrics.get("output_throughput") or 0.0
-        ttft = (leading_latencies(metrics).get("ttft_ms") or {}).get("p95")
-        text = f"{rate:.1f} output tok/s{'' if steady else ' (whole run)'}"
-        whole = "" if has_steady_latency(metrics) else " (whole run)"
-        text += f", TTFT p95 {ttft:.0f} ms{whole}" if ttft is not None else ""
-        if metrics.get("failed"):
-            failed, sent = metrics["failed"], metrics["failed"] + (metrics.get("completed") or 0)
-            text += f", {failed_words(metrics.get('failure_messages') or {}, failed, sent)}"
-        if done["invalid_reasons"]:
-            text += f"  invalid: {'; '.join(done['invalid_reasons'])}"
-        if done.get("refused"):
-            text += f"  REFUSED: {done['refused']}"
-        if done.get("wrong_answers"):
-            text += f"  WRONG ANSWERS: {done['wrong_answers']}"
-        self._finish(cell, repeat, text)
+            seconds = done.wall_s or seconds
+        self._estimator.observe(cell, seconds, done.server_start_s)
+        self._finish(cell, repeat, one_line(done))
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
         self._finish(cell, repeat, f"FAILED: {reason}")

@@ -24,7 +24,18 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import read_json, unpack, write_json
 from kvbench.common.git import git_state
 from kvbench.common.machine import environment
-from kvbench.common.ray_cluster import MAX_LOST, Cluster, Ended, Lost, Node, Raised, TaskSlots, cluster_at, usable_nodes
+from kvbench.common.ray_cluster import (
+    MAX_LOST,
+    Cluster,
+    Ended,
+    Lost,
+    MachineFacts,
+    Node,
+    Raised,
+    TaskSlots,
+    cluster_at,
+    usable_nodes,
+)
 from kvbench.common.text import and_more, plural
 from kvbench.runs.resume import environment_differences
 from kvbench.sweep.block import BlockRunner, why_unanswered
@@ -110,12 +121,12 @@ class RayMachines:
     options: Mapping[str, Any]
     stored: Mapping[str, Any]
     nodes: Sequence[Node]
-    facts: Mapping[str, Mapping[str, Any]]
+    facts: Mapping[str, MachineFacts]
     wait_s: float
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.environment = {**next(iter(self.facts.values()))["environment"], "git": git_state()}
+        self.environment = {**next(iter(self.facts.values())).environment, "git": git_state()}
         differences, _ = environment_differences(self.environment, environment())
         self.is_like_here = not differences
         machines = plural(len(self.nodes), "machine")
@@ -148,13 +159,13 @@ class RayMachines:
 
     def _entry(self, node: Node) -> dict[str, Any]:
         facts = self.facts[node.node_id]
-        found = facts["environment"]
+        found = facts.environment
         return {
             "node_id": node.node_id,
             "device": [gpu.get("name") for gpu in found["gpus"]] if self.cell_needs.gpus else found["cpu"]["model"],
             "git": found["git"],
-            "code_sha256": facts["code"],
-            "versions": found["versions"] | {"ray": facts["ray"]},
+            "code_sha256": facts.code,
+            "versions": found["versions"] | {"ray": facts.ray},
         }
 
 
@@ -190,7 +201,7 @@ def machines_for(
     Raises UsageError where there is none, or they are not alike.
     """
     found = usable_nodes(cluster, cell_needs.needs, f"{cell_needs} for a cell", wait_s, say)
-    _require_alike([(node, found.facts[node.node_id]["environment"]) for node in found.nodes])
+    _require_alike([(node, found.facts[node.node_id].environment) for node in found.nodes])
     return RayMachines(cluster, cell_needs, *parts, found.nodes, found.facts, wait_s, list(found.left_out))
 
 
@@ -331,7 +342,7 @@ class RayExecutor:
         self._record["loads"].setdefault(cell_id, {})[str(repeat)] = run.node.name
         write_json(folder.manifest_path, self.manifest)
         self.job.listener.load_finished(load.cell, repeat, load.done)
-        self.runner.on_sent(load.cell, why_unanswered(load.done["metrics"]))
+        self.runner.on_sent(load.cell, why_unanswered(load.done.metrics))
 
     def _end(self, run: _Run, end: BlockEnded) -> Finished:
         unpack(end.files, self.job.folder.path)

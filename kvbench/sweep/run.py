@@ -369,7 +369,7 @@ class Sweep:
             measured.read(self.resumed, block)
             for cell in block.cells:
                 if done := measured.done.get((cell.cell_id, block.repeat)):
-                    estimator.observe(cell, done["wall_s"], done["server_start_s"])
+                    estimator.observe(cell, done.wall_s, done.server_start_s)
         return measured, estimator
 
     def _minutes(self, stored: Mapping[str, Any]) -> float | None:
@@ -444,7 +444,7 @@ class Sweep:
         invalid = [cell for cell in block.cells if run.is_done(cell.cell_id, block.repeat)]
         for cell in invalid:
             done = measured.done[cell.cell_id, block.repeat]
-            entry = {"cell_id": cell.cell_id, "repeat": block.repeat, "reasons": done["invalid_reasons"]}
+            entry = {"cell_id": cell.cell_id, "repeat": block.repeat, "reasons": list(done.invalid_reasons)}
             kept = run.set_aside(cell.cell_id, block.repeat)
             manifest["set_aside"].append(entry | {"folder": str(kept.relative_to(run.path))})
         if invalid:
@@ -569,7 +569,7 @@ def _ends_without_answers(
 
     One configuration that rejects every request is a finding, two are not. ``measured``: before.
     """
-    answered = any(not why_unanswered(done["metrics"]) for done in measured.done.values())
+    answered = any(not why_unanswered(done.metrics) for done in measured.done.values())
     failing: set[str] = set()
 
     def on_sent(cell: Cell, unanswered: Unanswered | None) -> None:
@@ -624,9 +624,9 @@ def _manifest_writer(
 
     def write(block: Block, info: ServerInfo, target: Target) -> None:
         config_id = block.configuration.config_id
-        accept_server(manifest, config_id, info.stored(), force=force)
-        manifest["model"] = manifest.get("model") or dataclasses.asdict(target.model) | info.stored().get("model", {})
-        if capacity := info.stored().get("capacity"):  # what the server has made of the budget wins over the arithmetic
+        accept_server(manifest, config_id, info.to_json(), force=force)
+        manifest["model"] = manifest.get("model") or dataclasses.asdict(target.model) | info.model.to_json()
+        if capacity := info.capacity.to_json():  # what the server has made of the budget wins over the arithmetic
             known = manifest["capacity"].setdefault(config_id, {})
             known |= capacity | {"kv_budget_bytes": capacity.get("budget_bytes", known.get("kv_budget_bytes"))}
         for note in add_notes(manifest, info):

@@ -91,7 +91,7 @@ class HttpAnswer:
         return self.body.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """None when the body is not JSON, or has half characters (surrogates), which nothing can store or print."""
+        """The JSON; None for none, or with half characters (surrogates), which nothing can store or print."""
         try:
             value = parse_json(self.body)
             if b"\\ud" in self.body.lower():
@@ -112,10 +112,7 @@ class HttpCalls:
     def call(
         self, method: str, path: str, *, body: Any = None, timeout_s: float | None = None, headers: Sequence[str] = ()
     ) -> HttpAnswer:
-        """The answer; ``headers``: further lines.
-
-        Raises MeasurementError when no whole answer comes, UsageError for a URL that cannot be spoken to.
-        """
+        """Raises MeasurementError when no whole answer comes, UsageError for a URL that cannot be spoken to."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         due, connection = time.perf_counter() + limit, None
         try:
@@ -193,11 +190,11 @@ class ModelFacts:
 class Target:
     """One server, from launch to stop; usable from two threads.
 
-    ``starts_cold``: we launched it, so its cache is empty before its first load.
-    ``model``: known after ``start``. ``check``: called again and again during ``start``; may raise to end it.
-    ``notes``: what a reader of the figures must know of how the server is asked. ``form``: of the load's requests.
-    ``exact_texts``: a text that is made of ids has as many tokens. ``template_tokens``: how many its chat template adds
-    to a single message; None: not known.
+    starts_cold: we launched it, so its cache is empty before its first load
+    model: known after ``start``; check: called again and again during ``start``, may raise to end it
+    notes: what a reader of the figures must know of how the server is asked; form: of the load's requests
+    exact_texts: a text that is made of ids has as many tokens
+    template_tokens: how many its chat template adds to a single message; None: not known
     """
 
     preset: Preset = BUILT_IN
@@ -238,13 +235,12 @@ class Target:
         dialect, form = self.preset.dialect, self.form
         if form.endpoint is not None:
             dialect = dialect.at(form.endpoint)
-        if form.endpoint in self.preset.ends_answers_at:
-            dialect = dialect.model_copy(update={"ignore_eos": False})
-        return dialect.model_copy(update={"extra_body": {**dialect.extra_body, **form.extra_body}})
+        changes = {"ignore_eos": False} if form.endpoint in self.preset.ends_answers_at else {}
+        return dialect.model_copy(update=changes | {"extra_body": {**dialect.extra_body, **form.extra_body}})
 
     @property
     def ends_answers(self) -> bool:
-        """True where the server ends answers at its model's end token, whatever the load says."""
+        """Tests whether the server ends answers at its model's end token, whatever the load says."""
         return False
 
     def client_fields(self) -> dict[str, Any]:
@@ -253,10 +249,7 @@ class Target:
         return {**({"dialect": quirks} if quirks else {}), **self.http.access.fields()}
 
     def as_sent(self, requests: list[RequestSpec]) -> list[RequestSpec]:
-        """The requests as this server takes them.
-
-        MeasurementError when it cannot be asked for them, or there is no tokenizer to make texts with.
-        """
+        """The requests as this server takes them. Raises MeasurementError where it cannot be asked for them."""
         for request in requests:
             why = request.answers and self.preset.refuses_answers(request.cls, request.answers, self.form.endpoint)
             if why:
@@ -279,7 +272,7 @@ class Target:
         return self._text_of_ids(ids)
 
     def healthy(self) -> bool:
-        """Whether the health path answers 200."""
+        """Tests whether the health path answers 200."""
         try:
             return self.http.call("GET", self.preset.health, timeout_s=_HEALTH_TIMEOUT_S).status == 200
         except MeasurementError:
@@ -340,9 +333,9 @@ class Target:
     def server_info(self) -> ServerInfo:
         """What the server says of itself. Raises MeasurementError when no answer comes, or one that cannot be true."""
         answer = self.http.call("GET", "/server_info", timeout_s=FACTS_TIMEOUT_S)
-        told = answer.json() if answer.status == 200 else None
+        info = answer.json() if answer.status == 200 else None
         try:
-            return ServerInfo.read(told) if isinstance(told, dict) else ServerInfo()
+            return ServerInfo.read(info) if isinstance(info, dict) else ServerInfo()
         except ValueError as error:
             raise self.http.error(
                 f"/server_info is not what an engine says of itself ({error}): name its kind with --preset NAME"
@@ -369,10 +362,7 @@ class Target:
         return server_at(self.base_url)
 
     def reset_prefix_cache(self) -> bool | None:
-        """True: the cache is empty. False: not emptied, requests are running. None: the server has no way to do it.
-
-        Raises MeasurementError when no answer comes.
-        """
+        """Whether the cache is empty now; False while requests run, None where the server has no way to do it."""
         path = self.preset.reset_path
         if path is None:
             return None
@@ -411,10 +401,7 @@ class Target:
         return whole
 
     def _request(self, prompt: Any, max_tokens: int) -> RequestSpec:
-        """A request for a text or token ids, of which a text is made where the server takes none.
-
-        It asks for no fewer tokens than every server of its API takes.
-        """
+        """A request for a text or token ids, with as many tokens as every server of its API takes at least."""
         if isinstance(prompt, list) and not self.dialect.token_id_prompts:
             prompt = self._make_text(prompt)
         ids, text = (None, prompt) if isinstance(prompt, str) else (tuple(prompt), None)
@@ -461,9 +448,8 @@ def contradiction(settings: Settings, known: Mapping[str, Any], info: ServerInfo
 
     A capacity differs if it is off by more than 2 % and a page: in tokens, or in bytes where the server tells them.
 
-    ``settings``: of the configuration. ``known``: of the configuration before its launch:
-    ``kv_budget_bytes``, ``bytes_per_token`` and ``scale_bytes_per_token`` (a part of it) if the server was given the
-    budget; ``capacity_tokens`` if our arithmetic tells how many fit; ``max_model_len``.
+    known: before the launch: ``kv_budget_bytes``, ``bytes_per_token`` and ``scale_bytes_per_token`` (a part of it) if
+        the server was given the budget; ``capacity_tokens`` if our arithmetic tells how many fit; ``max_model_len``
     """
     paged = effective(settings, "layout") == "paged"
     pages, wanted = info.capacity.page_size or info.engine.page_size, settings.get("page_size")
@@ -478,17 +464,17 @@ def contradiction(settings: Settings, known: Mapping[str, Any], info: ServerInfo
             f"its memory holds one sequence of {int(length)} tokens and not of {asked}, as the configuration is for: "
             f"raise kv_budget, or give all configurations one length, -o engine.max_model_len={int(length)}"
         )
-    tokens, each, held = info.capacity.capacity_tokens, known.get("bytes_per_token"), info.capacity.kv_bytes
-    if not tokens or not each:
+    tokens, a_token, held = info.capacity.capacity_tokens, known.get("bytes_per_token"), info.capacity.kv_bytes
+    if not tokens or not a_token:
         return None
-    if held and abs(held - tokens * each) > CAPACITY_TOLERANCE * tokens * each + _LOGGED_TO:
+    if held and abs(held - tokens * a_token) > CAPACITY_TOLERANCE * tokens * a_token + _LOGGED_TO:
         return (
             f"its KV cache of {int(tokens):,} tokens takes {held:,} bytes, {held / tokens:,.0f} a token "
-            f"({info.capacity.kv_type}), and the configuration is for {each:,} a token: give both one dtype, "
+            f"({info.capacity.kv_type}), and the configuration is for {a_token:,} a token: give both one dtype, "
             "-o model.dtype=float32 ({dtype} in a --serve-cmd)"
         )
-    least = known.get("capacity_tokens") or known["kv_budget_bytes"] / each
-    most = least * each / (each - (known.get("scale_bytes_per_token") or 0))  # other KV formats have fewer scales
+    least = known.get("capacity_tokens") or known["kv_budget_bytes"] / a_token
+    most = least * a_token / (a_token - (known.get("scale_bytes_per_token") or 0))  # other KV formats have fewer scales
     slack = 0 if not paged else int(pages or wanted or 1)
     if least * (1 - CAPACITY_TOLERANCE) - slack <= tokens <= most * (1 + CAPACITY_TOLERANCE) + slack:
         return None

@@ -88,7 +88,7 @@ class BuiltinTarget(ProcessTarget):
 
 
 def model_facts(info: ServerInfo, row: ModelRow) -> ModelFacts:
-    """From /server_info and the row of /v1/models. Raises MeasurementError when a size is missing."""
+    """The model by /server_info and the row of /v1/models. Raises MeasurementError when a size is missing."""
     length, vocab = row.max_model_len or info.engine.max_model_len, info.model.vocab_size
     if not length or not vocab:
         raise MeasurementError("/server_info of the server lacks vocab_size or max_model_len")
@@ -101,7 +101,7 @@ def engine_settings_schema() -> dict[str, dict[str, Any]]:
     from engine.server.arguments import HELP
 
     kinds = {"bool": "boolean", "int": "integer", "str": "string"}
-    found = {}
+    schema = {}
     for field in dataclasses.fields(EngineConfig):
         if field.name in MODEL_SECTION:
             continue
@@ -114,8 +114,8 @@ def engine_settings_schema() -> dict[str, dict[str, Any]]:
         if field.default is None:
             kind = {"anyOf": [kind, {"type": "null"}]}
         text = HELP[field.name].replace("%%", "%").rstrip(".")
-        found[field.name] = {**kind, "description": text, "default": field.default}
-    return found
+        schema[field.name] = {**kind, "description": text, "default": field.default}
+    return schema
 
 
 def shipped_models() -> list[str]:
@@ -143,9 +143,9 @@ def check_configuration(settings: Settings) -> dict[str, Any]:
     from engine.config import EngineConfig
     from engine.planning import plan_engine, window_note
 
-    known_names = [f.name for f in dataclasses.fields(EngineConfig)]
+    names = [f.name for f in dataclasses.fields(EngineConfig)]
     for name in settings:
-        if name not in known_names and (near := nearest(name, known_names)):
+        if name not in names and (near := nearest(name, names)):
             raise ValueError(f"{name!r} is not an engine setting: did you mean {near[0]!r}?")
     config = EngineConfig.from_mapping(settings)
     plan = plan_engine(config, on_cpu=runs_on_cpu(config.device))

@@ -1,4 +1,4 @@
-"""From the command line to a target: the built-in server, a URL, a preset by its name, or a command of the user's."""
+"""The target that a command line names: the built-in server, a URL, a preset, or a command of the user's."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class TargetOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], stored: Mapping[str, Any]) -> TargetOptions:
-        """Those of a command line; what it leaves out is as in the manifest ``stored`` of a run that goes on."""
+        """The options of a command line; what it leaves out is as in the manifest ``stored`` of a run that goes on."""
         before = {**(stored.get("target_options") or {}), **{name: stored.get(name) for name in (*STORED, "only")}}
-        return cls(**{each.name: options.get(each.name) or before.get(each.name) for each in dataclasses.fields(cls)})
+        return cls(**{name: options.get(name) or before.get(name) for name in cls.__annotations__})
 
     @property
     def given(self) -> list[str]:
@@ -151,8 +151,8 @@ def choose_target(workload: Workload, asked: TargetOptions) -> ChosenTarget:
 
 def check_answers(load: LoadConfig, preset: Preset) -> None:
     """Raises UsageError where a class wants answers that servers of this kind cannot give."""
-    for each in load.prompts.classes if isinstance(load.prompts, SyntheticPrompts) else ():
-        if why := preset.refuses_answers(each.name, each.answers, load.endpoint):
+    for cls in load.prompts.classes if isinstance(load.prompts, SyntheticPrompts) else ():
+        if why := preset.refuses_answers(cls.name, cls.answers, load.endpoint):
             raise UsageError(why)
 
 
@@ -181,10 +181,10 @@ def require_url(flag: str, url: str) -> None:
     except ValueError:  # a bracket that stays open, a port beyond 65535
         good = False
     if not good:
-        known = f", or the name of a preset: {', '.join(PRESETS)}" if flag == "--target" else ""
+        or_preset = f", or the name of a preset: {', '.join(PRESETS)}" if flag == "--target" else ""
         raise UsageError(
             f"{flag} {url!r} is not a URL of a server: write for example http://127.0.0.1:8000 (http or https, a host, "
-            f"a port from 1 to 65535){known}"
+            f"a port from 1 to 65535){or_preset}"
         )
 
 

@@ -55,7 +55,7 @@ def placeholders(text: str) -> frozenset[str]:
 
 
 def is_template(text: str) -> bool:
-    """Whether a command has any ``{placeholder}``; without one it takes the built-in server's flags."""
+    """Tests whether a command has any ``{placeholder}``; without one it takes the built-in server's flags."""
     try:
         return bool(placeholders(text))
     except ValueError:
@@ -155,14 +155,14 @@ class Launcher:
         An open dtype becomes the one that the built-in engine would choose. Other servers have other rules (vLLM runs
         float32 weights in bfloat16), and would compute something else with the same budget.
         """
-        known = self.arithmetic(settings)
-        if settings.get("dtype") in (None, "auto") and known.get("dtype"):
-            settings = {**settings, "dtype": known["dtype"]}
-        return Context(settings, known, self.max_in_flight, self.program)
+        capacity = self.arithmetic(settings)
+        if settings.get("dtype") in (None, "auto") and "dtype" in capacity:
+            settings = {**settings, "dtype": capacity["dtype"]}
+        return Context(settings, capacity, self.max_in_flight, self.program)
 
     @property
     def passes_model(self) -> bool:
-        """Whether the command says which model is served."""
+        """Tests whether the command says which model is served."""
         return self.template is None or "model" in self.template.names
 
     def passed_on(self, settings: Settings) -> dict[str, Any]:
@@ -170,14 +170,14 @@ class Launcher:
         names = self.template.names if self.template else self.preset.passed_on
         return {k: v for k, v in self.context(settings).settings.items() if k in names and v is not None}
 
-    def described(self, settings: Settings) -> dict[str, Any]:
+    def described(self, settings: Settings) -> Settings:
         """The settings that name a configuration: all of them; with a template, only those whose values are known.
 
         These are the settings that the template passes on, that come with the model's folder, that limit the prompts,
         or that this kind of server always has. For the others the server keeps its own values, which nobody knows.
         """
         if self.template is None:
-            return dict(settings)
+            return settings
         kept = self.template.names | _ALWAYS_KNOWN
         return {k: v for k, v in settings.items() if k in kept or self.preset.has_only(k, v)}
 
@@ -190,16 +190,17 @@ class Launcher:
         """Why this configuration cannot be launched; None when it can."""
         return "; ".join(self.preset.refusals(self._preset_context(settings))) or None
 
-    def nearest(self, settings: Settings) -> tuple[dict[str, Any], list[str]]:
+    def nearest(self, settings: Settings) -> tuple[Settings, list[str]]:
         """The settings that come closest to a refused configuration, and what was changed."""
         context = self._preset_context(settings)
-        found, changes = self.preset.nearest(context)
-        if self.template and (left_out := [f"{{{name}}}" for name in context.settings if name not in found]):
+        near, changes = self.preset.nearest(context)
+        left_out = [name for name in context.settings if name not in near]
+        if self.template and left_out:
             raise UsageError(
-                f"--serve-cmd has {', '.join(left_out)}, and: {'; '.join(self.preset.refusals(context))}. Take it out"
+                f"--serve-cmd has {', '.join(f'{{{name}}}' for name in left_out)}, and: "
+                f"{'; '.join(self.preset.refusals(context))}. Take it out"
             )
-        kept = {name: value for name, value in settings.items() if name in found or name not in context.settings}
-        return {name: found.get(name, value) for name, value in kept.items()}, changes
+        return {name: near.get(name, value) for name, value in settings.items() if name not in left_out}, changes
 
     def _preset_context(self, settings: Settings) -> Context:
         """The context for the preset; with a template, only the settings that it passes on and the preset knows."""
@@ -218,11 +219,10 @@ class Launcher:
             names += [*_BUDGET_FACTS, "capacity_tokens"]
         elif self.template is not None and "kv_budget" in self.template.names:
             names += _BUDGET_FACTS
-        known = self.arithmetic(settings)
-        found = {key: known[key] for key in names if known.get(key)}
-        if "capacity_tokens" in found and (given := self.preset.tokens_given(self.context(settings))):
-            found["capacity_tokens"] = given
-        return found
+        facts = {name: value for name, value in self.arithmetic(settings).items() if name in names and value}
+        if "capacity_tokens" in facts and (given := self.preset.tokens_given(self.context(settings))):
+            facts["capacity_tokens"] = given
+        return facts
 
     def lost_capacity(self, settings: Settings) -> str | None:
         """How much less than its budget the server is told to hold, where that is more than servers may differ by."""
@@ -230,10 +230,10 @@ class Launcher:
         whole, given = context.capacity.get("capacity_tokens"), self.preset.tokens_given(context)
         if self.template is not None or not whole or not given or given >= whole * (1 - CAPACITY_TOLERANCE):
             return None
-        each = context.capacity["bytes_per_token"]
+        token = context.capacity["bytes_per_token"]
         return (
-            f"{self.preset.title} gets {given:,} tokens of KV ({data_size(given * each)}) and not the {whole:,} "
-            f"({data_size(whole * each)}) that the budget holds, {1 - given / whole:.1%} less: it takes multiples only"
+            f"{self.preset.title} gets {given:,} tokens of KV ({data_size(given * token)}) and not the {whole:,} "
+            f"({data_size(whole * token)}) that the budget holds, {1 - given / whole:.1%} less: it takes multiples only"
         )
 
     def command(self, settings: Settings, *, model: str, port: int | str, scratch: str) -> tuple[str, ...]:
@@ -247,12 +247,12 @@ class Launcher:
         return (*words, *self.extra)
 
     def cache_is_off(self, settings: Settings) -> bool:
-        """Whether the launch tells the server to keep no prefixes: then there is nothing to empty."""
+        """Tests whether the launch tells the server to keep no prefixes: then there is nothing to empty."""
         names = self.template.names if self.template else self.preset.settings
         return "enable_prefix_caching" in names and settings.get("enable_prefix_caching") is False
 
     def needs_fresh_server(self, settings: Settings) -> bool:
-        """Whether only a new server has an empty prefix cache."""
+        """Tests whether only a new server has an empty prefix cache."""
         return self.preset.reset_path is None and not self.cache_is_off(settings)
 
 
@@ -269,13 +269,13 @@ def program_of(preset: Preset, given: str | None) -> str:
         chosen = given or os.environ.get(variable) or _python_with(preset.module) or ""
         arguments = ("-c", _HAS_MODULE, preset.module)
         way = f"name a Python that has it with --target-python PATH, or in {variable}"
-    found = shutil.which(chosen)
-    if found is None:
+    program = shutil.which(chosen)
+    if program is None:
         raise UsageError(f"no program {chosen or 'python'!r} that launches {preset.title} was found: {way}")
     needs = [word for word in preset.command.split() if word.startswith("--")] if preset.module is None else []
-    if (problem := _failure_of(found, *arguments, needs=needs)) is not None:
+    if (problem := _failure_of(program, *arguments, needs=needs)) is not None:
         raise UsageError(f"{chosen} cannot launch {preset.title} ({problem}): {way}")
-    return found if preset.module is None else chosen
+    return program if preset.module is None else chosen
 
 
 def _failure_of(*command: str, needs: Sequence[str] = ()) -> str | None:

@@ -34,7 +34,7 @@ _CAPACITY = ("num_pages", "capacity_tokens", "page_size")
 _ABSOLUTE_PATH = re.compile(r"(?<![\w/.~%+-])/(?:[^\s/\"'=:,]+/+)*([^\s/\"'=:,]+)/*")
 _EOS_TAKEN_OUT = "the model folder has no end-of-sequence token where the load ignores it, since requests cannot say so"
 _EOS_IN_FILE = "an answer may end before its length, since requests cannot say that the end of a sequence is ignored"
-_Found = TypeVar("_Found")
+_Sign = TypeVar("_Sign")
 
 
 class ProcessTarget(Target):
@@ -78,7 +78,7 @@ class ProcessTarget(Target):
             self.stop()
             raise
 
-    def _wait_ready(self, ready: Callable[[], _Found | None]) -> _Found:
+    def _wait_ready(self, ready: Callable[[], _Sign | None]) -> _Sign:
         """What ``ready`` finds. MeasurementError with the last lines of a server that ends or takes too long."""
         assert self._process is not None
         deadline = time.monotonic() + self.start_timeout_s
@@ -87,9 +87,9 @@ class ProcessTarget(Target):
             if (code := self._process.poll()) is not None:
                 raise self._ended_at_start(code)  # another process may answer at its port now
             size = self._log.stat().st_size  # before the call: the server may end after it
-            if found := ready():
+            if sign := ready():
                 self._logged_at_start = size
-                return found
+                return sign
             time.sleep(self.poll_s)
         raise MeasurementError(
             f"{self.preset.title} was not ready after {self.start_timeout_s:g} s and was stopped; allow more with "
@@ -196,7 +196,7 @@ class LaunchedTarget(ProcessTarget):
         wanted, pattern = settings.get("device"), self.preset.device_pattern
         if pattern is None or wanted not in ("cpu", "cuda"):
             return
-        device = re.search(pattern, str(super().server_info().stored()))
+        device = re.search(pattern, str(super().server_info().to_json()))
         if device and device[1] != wanted:
             raise MeasurementError(
                 f"{self.preset.title} runs on {device[1]}, and the workload asks for {wanted}: take a build for it "
@@ -282,7 +282,7 @@ class LaunchedTarget(ProcessTarget):
         return [_shown(word) for word in words]
 
     def reset_prefix_cache(self) -> bool | None:
-        """As ``Target``; a cache that the launch switched off is empty.
+        """Empties the cache as ``Target`` does; one that the launch switched off is empty.
 
         Slots (llama.cpp) are emptied even so: the KV that each holds of its last request makes later ones slower.
         """

@@ -178,9 +178,9 @@ class ModelFolders:
         assert tokenizer is not None
         folder = self._new_folder()
         folder.mkdir()
-        for each in path.iterdir():
-            if source.own_tokenizer or each.name not in export_model.TOKENIZER_FILES:
-                (folder / each.name).symlink_to(each)
+        for file in path.iterdir():
+            if source.own_tokenizer or file.name not in export_model.TOKENIZER_FILES:
+                (folder / file.name).symlink_to(file)
         if not source.own_tokenizer:
             export_model.copy_tokenizer(tokenizer, folder)
         if drop_eos:

@@ -214,7 +214,7 @@ class Preset:
         return frozenset(name for name, setting in self.settings.items() if setting.passed_on)
 
     def tokens_given(self, context: Context) -> int | None:
-        """How many tokens of KV a launched server is told to hold; None where it is told bytes or nothing."""
+        """The tokens of KV that a launched server is told to hold; None where it is told bytes or nothing."""
         tokens = self.setting("kv_budget").tokens
         return tokens(context) if tokens and context.settings.get("kv_budget") is not None else None
 
@@ -277,8 +277,8 @@ class Preset:
 
     def launch_command(self, context: Context, *, model: str, port: int | str, scratch: str = "") -> tuple[str, ...]:
         """The words of the launch command. The configuration must not be refused."""
-        known = {"program": context.program, "model": model, "port": str(port), "scratch": scratch}
-        words = [word.format(**known) for word in self.command.split()]
+        names = {"program": context.program, "model": model, "port": str(port), "scratch": scratch}
+        words = [word.format(**names) for word in self.command.split()]
         for name, value in context.settings.items():
             if value is not None and name in self.settings:
                 words += self.settings[name].command_words(value, context)

@@ -82,9 +82,9 @@ _VLLM_CALLS = "it shows a tool call once its name is whole, so TTFT is later and
 
 def _vllm_budget(value: Any, context: Context) -> str:
     """The bytes of as many tokens as every other server gets, without the page table's; unknown: the whole budget."""
-    known = context.capacity
-    tokens, each = known.get("capacity_tokens"), known.get("bytes_per_token")
-    count = tokens * each if tokens and each else known.get("kv_budget_bytes") or value
+    capacity = context.capacity
+    tokens, a_token = capacity.get("capacity_tokens"), capacity.get("bytes_per_token")
+    count = tokens * a_token if tokens and a_token else capacity.get("kv_budget_bytes") or value
     return f"--kv-cache-memory-bytes {count}"
 
 
@@ -106,8 +106,8 @@ def _vllm_environment(context: Context) -> Mapping[str, str | None]:
             variables[_BINDING] = os.environ.get(_BINDING) or ",".join(map(str, cores))
         variables["OMP_THREAD_LIMIT"] = None  # else torch would get one thread
         folders = (Path(context.program).parent.parent / "lib", *sorted(Path("/usr/lib").glob("*")))
-        found = [[path for folder in folders for path in sorted(folder.glob(name))] for name in _PRELOADED]
-        if libraries := [str(paths[0]) for paths in found if paths]:
+        files = [[path for folder in folders for path in sorted(folder.glob(name))] for name in _PRELOADED]
+        if libraries := [str(paths[0]) for paths in files if paths]:
             variables["LD_PRELOAD"] = ":".join(libraries)
     return variables
 
@@ -464,7 +464,7 @@ TRANSFORMERS = Preset(
     },
 )
 
-PRESETS: Mapping[str, Preset] = {each.name: each for each in (VLLM, SGLANG, TGI, LLAMACPP, TRANSFORMERS)}
+PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in (VLLM, SGLANG, TGI, LLAMACPP, TRANSFORMERS)}
 BUILT_IN = Preset(
     name="openai",
     title="the server",

@@ -42,7 +42,7 @@ class TokenizerWords:
         words = sorted(word for word in decoded if word.isascii() and word.isalpha())
         # Byte-level tokenizers know most words with the space before them only, others put one there themselves.
         self._lead, self._words = max(
-            ((lead, _one_token_words(tokenizer, lead, words)) for lead in (" ", "")), key=lambda found: len(found[1])
+            ((lead, _one_token_words(tokenizer, lead, words)) for lead in (" ", "")), key=lambda pair: len(pair[1])
         )
         if len(self._words) < _LEAST_WORDS:
             raise UsageError(
@@ -67,9 +67,9 @@ def _one_token_words(tokenizer: Any, lead: str, words: Sequence[str]) -> list[st
     """The words that are one token each, all different; none if the tokenizer merges them in a row."""
     alone: dict[int, str] = {}
     encoded = tokenizer.encode_batch([lead + word for word in words], add_special_tokens=False)
-    for word, found in zip(words, encoded, strict=True):
-        if len(found.ids) == 1:
-            alone.setdefault(found.ids[0], word)
+    for word, encoding in zip(words, encoded, strict=True):
+        if len(encoding.ids) == 1:
+            alone.setdefault(encoding.ids[0], word)
     row = tokenizer.encode(lead + " ".join(alone.values()), add_special_tokens=False).ids
     return list(alone.values()) if row == list(alone) else []
 

@@ -189,7 +189,7 @@ class OpenAITarget(Target):
         return super()._make_text(ids)
 
     def reset_prefix_cache(self) -> bool | None:
-        """As ``Target``; a cache that the server says is off is empty."""
+        """Empties the cache as ``Target`` does; one that the server says is off is empty."""
         return super().reset_prefix_cache() if self._caches_prefixes else True
 
     def _row_of(self, name: str | None) -> ModelRow:
@@ -208,8 +208,8 @@ class OpenAITarget(Target):
         for wanted in (name, name.partition("?")[0]):  # the mock server takes settings as a query
             if row := next((row for row in rows if row.id == wanted), None):
                 return row
-        known = ", ".join(row.id for row in rows)
-        raise UsageError(f"{self.base_url} serves no model {name!r}: its models are {known}")
+        models = ", ".join(row.id for row in rows)
+        raise UsageError(f"{self.base_url} serves no model {name!r}: its models are {models}")
 
     def _unlisted(self, name: str | None) -> ModelRow:
         """The row of a server that lists no models. UsageError where nobody names its model."""
@@ -224,7 +224,7 @@ class OpenAITarget(Target):
                 raise UsageError(f"{option} {given} is more than the {own} that {self.base_url} tells: leave it out")
 
     def server_info(self) -> ServerInfo:
-        """As ``Target``; of a server of a known kind what its preset and its version tell."""
+        """What the server says of itself; of a known kind of server what its preset and its version tell."""
         if self.preset in (GENERIC, BUILT_IN):
             info = super().server_info()
             server = info.server.model_copy(update={"notes": self.notes})

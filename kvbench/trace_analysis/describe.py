@@ -141,7 +141,7 @@ def length_columns(trace: Trace) -> dict[str, np.ndarray]:
 
 
 def spread(values: Sequence[float] | np.ndarray) -> Spread:
-    """Of at least one value."""
+    """The percentiles of at least one value."""
     array = np.asarray(values, dtype=np.float64)
     p50, p90, p99 = np.percentile(array, [50, 90, 99])
     return Spread(float(p50), float(p90), float(p99), float(array.max()), float(array.mean()), float(array.min()))
@@ -162,7 +162,7 @@ def memory(total_tokens: np.ndarray) -> Memory:
 
 
 def arrivals(arrival_s: np.ndarray) -> Arrivals | None:
-    """Of times [s] in ascending order, from 0; None when they span nothing."""
+    """Counts arrivals at times [s] in ascending order, from 0; None when they span nothing."""
     times = arrival_s[~np.isnan(arrival_s)]
     if len(times) < 2 or not times[-1] > 0:
         return None

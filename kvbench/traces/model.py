@@ -78,7 +78,7 @@ class Trace:
 
 
 def count_turns(session: np.ndarray) -> np.ndarray:
-    """How many requests of its session come before each request. int64 [requests]"""
+    """The number of requests of its session before each request. int64 [requests]"""
     seen: Counter[int] = Counter()
     turn = np.zeros(len(session), dtype=np.int64)
     for i, number in enumerate(session.tolist()):

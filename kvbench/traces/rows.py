@@ -1,4 +1,4 @@
-"""What every format is read with: a trace's file, its container and rows, and the ``Trace`` that the rows become."""
+"""The means by which every format is read: a trace's file, its container and rows, and the Trace that they become."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Source:
     columns: tuple[str, ...] = ()
 
     def rows(self) -> Iterator[tuple[str, Row]]:
-        """Each row with its place in the file. Raises ValueError for one that is no JSON object."""
+        """Yields each row with its place in the file. Raises ValueError for one that is no JSON object."""
         rows = ((f"line {at}", text if (value := parse(text)) is None else value) for at, text in lines(self.path))
         for where, row in _array(self.path) if self.container == "array" else rows:
             if not isinstance(row, dict):
@@ -46,7 +46,7 @@ class Source:
             yield where, row
 
     def has(self, *keys: str) -> bool:
-        """Whether it is JSON lines of which the first has all these keys."""
+        """Tests whether it is JSON lines of which the first has all these keys."""
         return self.container == "jsonl" and set(keys) <= self.first.keys()
 
     def table(self, names: tuple[str, ...]) -> pd.DataFrame:

@@ -96,7 +96,7 @@ def tokenised(trace: Trace, tokenizer: Tokenizer, page_size: int = 16) -> Trace:
 
 
 def _pages(prompts: list[Prompt], page_size: int) -> tuple[array, ...]:
-    """Equal full pages have equal ids, numbered as they come."""
+    """The ids of full pages, equal for equal ones, numbered as they come."""
     numbers: dict[bytes, int] = {}
     found = []
     for prompt in prompts:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import check_output_dir, write_json, write_text
-from kvbench.report.compared_cells import groups_of
 from kvbench.report.page import PAGE_JS, PLOTLY_JS, template_file
+from kvbench.report.side_by_side import groups_of
 from kvbench.view import pages
 from kvbench.view.workspace import DAMAGED, RunRow, Workspace
 

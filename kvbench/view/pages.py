@@ -18,12 +18,12 @@ from kvbench.history import page as history_page
 from kvbench.history.show import Selection, view
 from kvbench.report import page as run_page
 from kvbench.report import side_by_side
-from kvbench.report.compared_cells import Group
 from kvbench.report.document import document
 from kvbench.report.page import PAGE_JS, PLOTLY_JS, render, template_file
+from kvbench.report.side_by_side import Group
 from kvbench.runs.model import Run
 from kvbench.view.capacity import Form
-from kvbench.view.workspace import DAMAGED, STATES, RunRow, Workspace
+from kvbench.view.workspace import DAMAGED, STATES, Filter, RunRow, Workspace
 
 _STATE_WORDS = {"empty": "without a measurement", "wrong": "with wrong answers"}
 _FIGURES = re.compile(r'(<script type="application/json" id="figures">)(.*?)(</script>)', re.DOTALL)
@@ -56,19 +56,6 @@ class Links:
     pair: Callable[[str, str], str | None]
 
 
-@dataclass(frozen=True)
-class Filter:
-    """What the list is narrowed to; an empty value lets everything through."""
-
-    text: str = ""
-    workload: str = ""
-    state: str = ""
-    machine: str = ""
-
-    def selects(self, row: RunRow) -> bool:
-        return row.matches(self.text, workload=self.workload, state=self.state, machine=self.machine)
-
-
 def runs(
     workspace: Workspace, links: Links, chosen: Sequence[str] = (), shown: Filter | None = None, error: str = ""
 ) -> str:
@@ -77,7 +64,7 @@ def runs(
     rows = [row for row in every if shown is None or shown.selects(row)]
     titles = {cell.value: f"{row.workload} {row.name}: {cell.title}" for row in every for cell in row.cells}
     visible = {cell.value for row in rows for cell in row.cells}
-    made = render(
+    page = render(
         "view_runs.html.j2",
         [],
         title="Runs",
@@ -94,7 +81,7 @@ def runs(
         elsewhere=[(value, titles[value]) for value in chosen if value in titles and value not in visible],
         damaged=DAMAGED,
     )
-    return framed(made, links)
+    return framed(page, links)
 
 
 def _counted(rows: Sequence[RunRow], total: int) -> str:
@@ -108,14 +95,14 @@ def _counted(rows: Sequence[RunRow], total: int) -> str:
 
 def runs_before(rows: Sequence[RunRow]) -> dict[str, RunRow]:
     """Slug -> the run of the same workload, model and machine that was measured before it."""
-    found, last = {}, {}
+    before, last = {}, {}
     for row in sorted(rows, key=lambda row: (row.started, row.name)):
         if row.cells:
             key = (row.workload, row.model, row.machine, row.target)
             if key in last:
-                found[row.slug] = last[key]
+                before[row.slug] = last[key]
             last[key] = row
-    return found
+    return before
 
 
 def _options(rows: Sequence[RunRow]) -> Mapping[str, list[tuple[str, str]]]:
@@ -141,10 +128,10 @@ def compared(groups: Sequence[Group], links: Links) -> str:
 def history(workspace: Workspace, links: Links) -> str:
     """The history of every metric."""
     readable = [row.folder for row in workspace.rows() if row.state != DAMAGED]  # links that lead out are damaged
-    found = view(readable, Selection())
-    if not found.groups:
+    trends = view(readable, Selection())
+    if not trends.groups:
         return message("There is no history yet", "No finished run of `kvbench sweep` can be read here.", links)
-    return framed(history_page.page(found), links)
+    return framed(history_page.page(trends), links)
 
 
 def capacity(form: Form, links: Links) -> str:

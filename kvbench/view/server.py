@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import signal
 import socket
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from urllib.parse import urlencode
 
 import uvicorn
@@ -21,11 +20,11 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from kvbench.common.errors import UsageError
 from kvbench.common.ports import free_port
 from kvbench.common.text import upper_first
-from kvbench.report.compared_cells import groups_of, one_group
 from kvbench.report.page import PLOTLY_JS, template_file
+from kvbench.report.side_by_side import groups_of, one_group
 from kvbench.view import pages
 from kvbench.view.capacity import form
-from kvbench.view.workspace import DAMAGED, Workspace
+from kvbench.view.workspace import DAMAGED, Filter, Stamp, Workspace
 
 HOST = "127.0.0.1"
 _OWN_NAMES = ["127.0.0.1", "localhost"]  # a page of another name that resolves to us is answered with 400
@@ -51,7 +50,15 @@ def make_app(workspace: Workspace) -> FastAPI:
     """The pages of ``workspace``: list, runs, cells side by side, history, capacity."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=_OWN_NAMES, www_redirect=False)
-    kept = _KeptPages()
+
+    @lru_cache(_KEPT_PAGES)
+    def run_page(slug: str, stamp: Stamp) -> str:
+        """The report of a run while its files are those of ``stamp``."""
+        return pages.run(_found(lambda: workspace.run(workspace.row(slug))), LINKS)
+
+    @lru_cache(1)
+    def history_page(stamps: tuple[tuple[str, Stamp], ...]) -> str:
+        return pages.history(workspace, LINKS)
 
     @app.middleware("http")
     async def _add_headers(request: Request, answer: Callable) -> Response:
@@ -71,7 +78,7 @@ def make_app(workspace: Workspace) -> FastAPI:
         row = _found(lambda: workspace.row(slug))
         if row.state == DAMAGED:
             raise HTTPException(404, f"{row.workload} {row.name} is damaged: {row.sentence}")
-        return kept.get((slug, row.stamp), lambda: pages.run(_found(lambda: workspace.run(row)), LINKS))
+        return run_page(slug, row.stamp)
 
     @app.get("/compare")
     def compare(request: Request) -> HTMLResponse:
@@ -89,13 +96,12 @@ def make_app(workspace: Workspace) -> FastAPI:
 
     @app.get("/history", response_class=HTMLResponse)
     def history() -> str:
-        stamps = tuple((row.slug, row.stamp) for row in workspace.rows())
-        return kept.get(("history", stamps), lambda: pages.history(workspace, LINKS))
+        return history_page(tuple((row.slug, row.stamp) for row in workspace.rows()))
 
     @app.get("/capacity")
     def capacity(request: Request) -> HTMLResponse:
-        found = form(request.query_params)
-        return HTMLResponse(pages.capacity(found, LINKS), status_code=400 if found.error else 200)
+        filled = form(request.query_params)
+        return HTMLResponse(pages.capacity(filled, LINKS), status_code=400 if filled.error else 200)
 
     @app.get(f"/{PLOTLY_JS}")
     def plotly() -> Response:
@@ -108,7 +114,7 @@ def make_app(workspace: Workspace) -> FastAPI:
 
 def _runs_page(workspace: Workspace, request: Request, error: str = "") -> str:
     query = request.query_params
-    shown = pages.Filter(**{name: query.get(name, "") for name in ("text", "workload", "state", "machine")})
+    shown = Filter(**{name: query.get(name, "") for name in ("text", "workload", "state", "machine")})
     return pages.runs(workspace, LINKS, query.getlist("cell"), shown, error)
 
 
@@ -122,30 +128,10 @@ def _found(find: Callable):
 
 async def _answer_error(request: Request, error: Exception) -> HTMLResponse:
     assert isinstance(error, HTTPException)
-    known = {404: "There is no such page here", 405: "This workspace only shows: nothing can be sent to it"}
-    headline = known.get(error.status_code, "This cannot be shown")
+    headlines = {404: "There is no such page here", 405: "This workspace only shows: nothing can be sent to it"}
+    headline = headlines.get(error.status_code, "This cannot be shown")
     text = "" if error.detail in ("Not Found", "Method Not Allowed") else upper_first(f"{error.detail}.")
     return HTMLResponse(pages.message(headline, text, LINKS), status_code=error.status_code)
-
-
-class _KeptPages:
-    """The pages that were made last, by what they were made of. Safe to use from several threads."""
-
-    def __init__(self) -> None:
-        self._pages: OrderedDict[object, str] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: object, make: Callable[[], str]) -> str:
-        with self._lock:
-            if key in self._pages:
-                self._pages.move_to_end(key)
-                return self._pages[key]
-        made = make()
-        with self._lock:
-            self._pages[key] = made
-            while len(self._pages) > _KEPT_PAGES:
-                self._pages.popitem(last=False)
-        return made
 
 
 class Server(uvicorn.Server):

@@ -20,16 +20,16 @@ from textwrap import shorten
 from kvbench.common import text as words
 from kvbench.common.errors import UsageError
 from kvbench.history.runs import command_of, find_runs, read_object
-from kvbench.report.compared_cells import run_facts
-from kvbench.report.decision import headline
+from kvbench.report.decision import Decision
 from kvbench.report.provenance import target, validity
+from kvbench.report.side_by_side import run_facts
 from kvbench.runs.folder import MANIFEST
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.quality import QUALITY
 from kvbench.runs.read import read_run
 from kvbench.workload.settings import slug
 
-DAMAGED = "damaged"
+DAMAGED, OTHER = "damaged", "other"  # OTHER: of another command than `kvbench sweep`, which is the row's sentence
 STATES = ("valid", "wrong", "invalid", "incomplete", "empty", DAMAGED)
 _READ_FILES = (MANIFEST, QUALITY, "cells/*/summary.json", "lockstep/effects.json")  # what the row of a run is made of
 _LONGEST_SLUG, _LONGEST_REASON = 100, 400  # characters
@@ -67,12 +67,22 @@ class RunRow:
     def name(self) -> str:
         return self.folder.name
 
-    def matches(self, text: str, **facts: str) -> bool:
-        """Whether every word of ``text`` is in what is shown of it, and each of ``facts`` that is not empty equal."""
-        every = (self.workload, self.name, self.sentence, self.model, self.machine, self.target, self.started)
+
+@dataclass(frozen=True)
+class Filter:
+    """What the list is narrowed to; an empty value lets everything through."""
+
+    text: str = ""
+    workload: str = ""
+    state: str = ""
+    machine: str = ""
+
+    def selects(self, row: RunRow) -> bool:
+        """Whether every word of ``text`` is in what is shown of the run, and the other values are its own."""
+        every = (row.workload, row.name, row.sentence, row.model, row.machine, row.target, row.started)
         shown = " ".join(every).lower()
-        return all(word in shown for word in text.lower().split()) and all(
-            getattr(self, name) == value for name, value in facts.items() if value
+        return all(word in shown for word in self.text.lower().split()) and all(
+            getattr(self, name) in ("", getattr(row, name)) for name in ("workload", "state", "machine")
         )
 
 
@@ -83,17 +93,17 @@ class Workspace:
         self.folders = tuple(folders)
         self._roots = tuple(folder.resolve() for folder in folders)
         self._lock = threading.Lock()
-        self._known: dict[Path, _Known] = {}
+        self._rows: dict[Path, RunRow] = {}
         find_runs(self.folders)
 
     def rows(self, progress: Callable[[int, int], None] | None = None) -> list[RunRow]:
         """Every run, the newest first. ``progress`` is called with how many folders are looked at, and with all."""
-        rows = [known.row for known in self._read(progress) if known.row]
+        rows = [row for row in self._read(progress) if row.state != OTHER]
         return sorted(rows, key=lambda row: (row.started, row.name), reverse=True)
 
     def notes(self) -> list[str]:
         """What is left out of the list, a sentence each."""
-        kinds = Counter(known.kind for known in self._read() if known.kind)
+        kinds = Counter(row.sentence for row in self._read() if row.state == OTHER)
         return [
             f"{words.plural(count, 'folder')} of {command_of(kind)} left out: this is a list of sweeps."
             for kind, count in sorted(kinds.items())
@@ -101,10 +111,10 @@ class Workspace:
 
     def row(self, name: str) -> RunRow:
         """The run with the slug ``name``. Raises UsageError when there is none."""
-        found = next((row for row in self.rows() if row.slug == name), None)
-        if found is None:
+        row = next((row for row in self.rows() if row.slug == name), None)
+        if row is None:
             raise UsageError("there is no such run in this workspace: choose one from the list")
-        return found
+        return row
 
     def run(self, row: RunRow) -> Run:
         """The run of a row, read now. Raises UsageError when it cannot be read."""
@@ -116,7 +126,7 @@ class Workspace:
     def cells(self, values: Iterable[str]) -> list[tuple[Run, MeasuredCell]]:
         """The cells with these addresses. Raises UsageError for one that is not there."""
         runs: dict[str, Run] = {}
-        found = []
+        chosen = []
         for value in values:
             name, _, cell_id = value.partition("/")
             if name not in runs:
@@ -124,36 +134,36 @@ class Workspace:
             cell = next((cell for cell in runs[name].cells if cell.cell_id == cell_id), None)
             if cell is None:
                 raise UsageError(f"run {name} has no such cell: choose one from the list")
-            found.append((runs[name], cell))
-        return found
+            chosen.append((runs[name], cell))
+        return chosen
 
-    def _read(self, progress: Callable[[int, int], None] | None = None) -> list[_Known]:
+    def _read(self, progress: Callable[[int, int], None] | None = None) -> list[RunRow]:
+        """A row of every folder, those of other commands too."""
         with self._lock:
-            known: dict[Path, _Known] = {}
-            taken: set[str] = set()
+            rows: dict[Path, RunRow] = {}
+            slugs: set[str] = set()
             folders = find_runs(self.folders)
             for folder in folders:
                 if progress:
-                    progress(len(known), len(folders))
-                name = _free_slug(folder, taken)
-                taken.add(name)
-                before, stamp = self._known.get(folder), _stamp(folder)
-                same = before is not None and (before.slug, before.stamp) == (name, stamp)
-                known[folder] = before if same else self._look(folder, name, stamp)
-            self._known = known
-            return list(known.values())
+                    progress(len(rows), len(folders))
+                name = _free_slug(folder, slugs)
+                slugs.add(name)
+                row, stamp = self._rows.get(folder), _stamp(folder)
+                same = row is not None and (row.slug, row.stamp) == (name, stamp)
+                rows[folder] = row if same else self._look(folder, name, stamp)
+            self._rows = rows
+            return list(rows.values())
 
-    def _look(self, folder: Path, name: str, stamp: Stamp) -> _Known:
+    def _look(self, folder: Path, name: str, stamp: Stamp) -> RunRow:
         """Whatever is wrong with a folder becomes its row: one damaged run must not take the others away."""
+        modified = max((modified for _, modified, _ in stamp), default=0)
+        when = datetime.fromtimestamp(modified / 1e9, UTC).strftime(_TIME)
         try:
             if kind := self._kind(folder):
-                return _Known(name, stamp, kind=kind)
-            return _Known(name, stamp, _row(self._open(folder), name, stamp))
+                return RunRow(name, folder, stamp, folder.parent.name, when, OTHER, kind)
+            return _row(self._open(folder), name, stamp)
         except Exception as error:
-            started = max((modified for _, modified, _ in stamp), default=0)
-            when = datetime.fromtimestamp(started / 1e9, UTC).strftime(_TIME)
-            reason = _reason(error, folder)
-            return _Known(name, stamp, RunRow(name, folder, stamp, folder.parent.name, when, DAMAGED, reason))
+            return RunRow(name, folder, stamp, folder.parent.name, when, DAMAGED, _reason(error, folder))
 
     def _kind(self, folder: Path) -> str:
         """The command that a folder is of, where that is not ``kvbench sweep``."""
@@ -175,16 +185,6 @@ class Workspace:
             raise UsageError(f"{path.name} is a link that leads out of the folder, which is not followed")
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What is known of a folder at ``stamp``: its row, or the other command that it is of."""
-
-    slug: str
-    stamp: Stamp
-    row: RunRow | None = None
-    kind: str = ""
-
-
 def _free_slug(folder: Path, taken: set[str]) -> str:
     """Letters, digits, dots, dashes and underscores: good in an address and as a file's name."""
     name = f"{slug(folder.parent.name)}-{slug(folder.name)}"[:_LONGEST_SLUG]
@@ -203,7 +203,7 @@ def _stamp(folder: Path) -> Stamp:
 
 
 def _row(run: Run, name: str, stamp: Stamp) -> RunRow:
-    known = run_facts(run)
+    facts = run_facts(run)
     cells = [CellRow(f"{name}/{c.cell_id}", f"{c.name}, {c.load.short}", c.doubt) for c in run.by_load]
     return RunRow(
         slug=name,
@@ -212,9 +212,9 @@ def _row(run: Run, name: str, stamp: Stamp) -> RunRow:
         workload=run.workload,
         started=_time(str(run.manifest.get("started") or "")),
         state=validity(run).status,
-        sentence=headline(run),  # the verdict on a run, here only
-        model=known.get("model", ""),
-        machine=known.get("GPUs") or known.get("processor", ""),
+        sentence=Decision.of(run).headline,  # the verdict on a run, here only
+        model=facts.get("model", ""),
+        machine=facts.get("GPUs") or facts.get("processor", ""),
         target=target(run),
         cells=tuple(cells),
     )

@@ -1,4 +1,4 @@
-"""Which cells a sweep has, and in which order they run: pure functions of the workload.
+"""The cells of a sweep, and the order in which they run: pure functions of the workload.
 
 A *configuration* is one set of engine settings, a *load point* one concurrency or rate, a *cell* the pair of them.
 A *block* is one fresh server of one configuration in one repeat, with the loads that run against it.
@@ -298,7 +298,7 @@ def capacities(design: Design, check: Check) -> dict[str, dict[str, Any]]:
 
 
 def plan_blocks(design: Design, repeats: int, seed: int) -> tuple[Block, ...]:
-    """Every (cell, repeat) once, grouped by server launch, in an order that depends on ``seed`` only.
+    """Plans every (cell, repeat) once, grouped by server launch, in an order that depends on ``seed`` only.
 
     The order is random within each repeat, so that a drift of the machine spreads over the configurations. Repeats
     follow one another, so that an interrupted sweep has whole repeats. Within a repeat all configurations get their

@@ -322,7 +322,7 @@ def default_profile() -> str:
 
 
 def runs_on_cpu(device: str) -> bool:
-    """Of the setting ``device``: cpu, cuda or auto."""
+    """Tests whether an engine with the setting ``device`` (cpu, cuda or auto) runs on the CPU."""
     return device == "cpu" or (device == "auto" and default_profile() == "cpu")
 
 

@@ -34,7 +34,7 @@ Line = tuple[str, str]  # YAML, comment
 
 @dataclass(frozen=True)
 class _Defaults:
-    """What a small workload needs besides the answers, by profile."""
+    """The values that a small workload needs besides the answers, by profile."""
 
     model: str
     kv_budget: str
@@ -55,7 +55,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Answers:
-    """What a user was asked, or gave as options.
+    """The answers of a user, or the options that were given.
 
     ``input_len``, ``output_len``: tokens, "600" or a range "400:800".
     ``prefix_len``: tokens that all prompts begin with, on top of ``input_len``.
@@ -220,7 +220,7 @@ def _load_lines(answers: Answers) -> list[Line]:
 
 
 def _name(answers: Answers) -> str:
-    """For the folder of the results."""
+    """A name for the folder of the results."""
     if answers.dataset_path is not None:
         return slug(Path(answers.dataset_path).stem).lstrip("._-") or "dataset"
     lengths = [slug(str(text).replace(":", "-")) for text in (answers.input_len, answers.output_len)]

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_serializer, m
 
 from kvbench.common.schema import StrictModel
 from kvbench.workload.prompts_section import Counts, Prompts, Sessions, SyntheticPrompts, TracePrompts, as_tuple
-from kvbench.workload.request_form import EndpointName, RequestForm, check_extra_body
+from kvbench.workload.request_form import EndpointName, Fields, RequestForm, check_extra_body
 from kvbench.workload.settings import slug
 
 # A key that means something only beside certain values of another key: key -> (the other key, those values).
@@ -154,7 +154,7 @@ class LoadConfig(StrictModel):
     """the API that the load is sent to: completions, chat (/v1/chat/completions) or responses (OpenAI's), messages
     (Anthropic's); left out: completions, or the first of them that a server has which runs already. All but completions
     take texts, to which the server's chat template adds tokens"""
-    extra_body: Annotated[dict[str, Any], AfterValidator(check_extra_body)] = Field(default_factory=dict)
+    extra_body: Annotated[Fields, AfterValidator(check_extra_body)] = Field(default_factory=dict)
     """further fields of each request's JSON, e.g. {reasoning_effort: low} or {chat_template_kwargs: {enable_thinking:
     false}}"""
     repeats: int = Field(default=3, ge=1, le=1000)
@@ -263,7 +263,7 @@ class LoadConfig(StrictModel):
             )
 
     def _mistakes_of_counts(self) -> Iterator[str]:
-        """How many requests or sessions a load holds must be said once, for each load."""
+        """Checks that the number of requests or sessions is said once, for each load."""
         name, counts = "num_requests", self.num_requests
         if self.sessions is not None:
             if not isinstance(self.prompts, SyntheticPrompts):
@@ -311,7 +311,7 @@ class LoadConfig(StrictModel):
 
     @property
     def counted_by_time(self) -> bool:
-        """Whether only the arrivals' times say how many there are."""
+        """Tests whether only the arrivals' times say how many there are."""
         return self.duration_s is not None or self.arrivals == "step"
 
     def _counts(self) -> tuple[int | None, ...]:

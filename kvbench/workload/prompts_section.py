@@ -187,7 +187,7 @@ class PromptClass(StrictModel):
 
     @property
     def answers(self) -> dict[str, int | None]:
-        """How many are drawn and returned, as the fields of a ``RequestSpec``."""
+        """The number of answers drawn and returned, as the fields of a ``RequestSpec``."""
         return {"n": self.n, "best_of": self.best_of, "beam_width": self.beam_width}
 
 

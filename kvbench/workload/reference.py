@@ -1,13 +1,15 @@
-"""Every key of a workload file: as a JSON schema for editors, and as a page for people; both made from the models."""
+"""The keys of a workload file, as a JSON schema for editors and as a page for people, made from the models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from kvbench.workload.file import WorkloadFile
 from kvbench.workload.load_section import LoadConfig
 
+Schema = dict[str, Any]
+"""A JSON schema, or a part of one."""
 _INTRODUCTION = """\
 # A workload file, key by key
 
@@ -28,7 +30,7 @@ _PROFILES = (
 )
 
 
-def workload_schema(engine: Mapping[str, Any]) -> dict[str, Any]:
+def workload_schema(engine: Schema) -> Schema:
     """The JSON schema of a workload file; ``engine``: a schema for each engine setting, by name.
 
     Whatever a profile may bring is not required of the file itself.
@@ -41,7 +43,7 @@ def workload_schema(engine: Mapping[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _schema(engine: Mapping[str, Any]) -> dict[str, Any]:
+def _schema(engine: Schema) -> Schema:
     """One schema of WorkloadFile, whose ``load`` is checked apart, and of LoadConfig."""
     whole, load = WorkloadFile.model_json_schema(), LoadConfig.model_json_schema()
     definitions = {**whole.pop("$defs", {}), **load.pop("$defs", {}), "Load": load}
@@ -55,7 +57,7 @@ def _schema(engine: Mapping[str, Any]) -> dict[str, Any]:
     return {"$schema": dialect, **whole, "title": "kvbench workload", "$defs": definitions}
 
 
-def workload_reference(engine: Mapping[str, Any]) -> str:
+def workload_reference(engine: Schema) -> str:
     """The page of all keys, in Markdown; ``engine`` as ``workload_schema`` takes it."""
     schema = _schema(engine)
     known = schema["$defs"]
@@ -84,7 +86,7 @@ _ENGINE = (
 )
 
 
-def _section(title: str, schema: Mapping[str, Any]) -> Iterator[str]:
+def _section(title: str, schema: Schema) -> Iterator[str]:
     needed = schema.get("required", ())
     yield f"## {title}\n"
     if title != "The file":
@@ -96,14 +98,14 @@ def _section(title: str, schema: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def _default(key: Mapping[str, Any]) -> list[str]:
+def _default(key: Schema) -> list[str]:
     value = key.get("default")
     if value in (None, "", {}, []):
         return []
     return [f"default {str(value).lower() if isinstance(value, bool) else value}"]
 
 
-def _kind(key: Mapping[str, Any]) -> str:
+def _kind(key: Schema) -> str:
     """The type of a value in a few words: ``closed | open``, ``number or list``."""
     if "$ref" in key:
         return _NAMED.get(key["$ref"].rpartition("/")[2], "mapping")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Fields = dict[str, Any]
+"""Fields of a request's JSON."""
 EndpointName = Literal["completions", "chat", "responses", "messages"]
 """OpenAI's three APIs and Anthropic's."""
 _OURS = (
@@ -21,13 +22,13 @@ class RequestForm:
 
     endpoint: EndpointName | None = None
     temperature: float = 0.0
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    extra_body: Fields = field(default_factory=dict)
 
 
 DEFAULT_FORM = RequestForm()
 
 
-def check_extra_body(fields: dict[str, Any]) -> dict[str, Any]:
+def check_extra_body(fields: Fields) -> Fields:
     """The further fields of a request's JSON. Raises ValueError for one that the load sets, or that JSON has not."""
     for name in fields:
         if name in _OURS:

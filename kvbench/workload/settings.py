@@ -90,7 +90,7 @@ def effective(settings: Settings, name: str) -> Any:
 
 
 def applies(name: str, settings: Settings) -> bool:
-    """Whether the setting ``name`` means anything beside ``settings``."""
+    """Tests whether the setting ``name`` means anything beside ``settings``."""
     if name not in ONLY_WITH:
         return True
     other, needed = ONLY_WITH[name]

@@ -34,9 +34,8 @@ from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation.cost_model import TYPICAL
-from kvbench.simulation.drive import Drive, Ended
+from kvbench.simulation.drive import Drive, Ended, Replica
 from kvbench.simulation.machine import Machine
-from kvbench.simulation.replica import Replica
 
 LONGEST = 2048  # tokens of prompt + output that OPT and LLaMA take
 _PAGE_TABLE_BYTES = 256 * 128 * 8  # paid for beside the slots

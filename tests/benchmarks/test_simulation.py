@@ -38,7 +38,7 @@ def test_simulation(benchmark, tmp_path: Path, caching: bool, keeps: bool) -> No
 
     def one() -> None:
         begun = time.process_time()
-        assert run_job(job).figures["completed"] == REQUESTS
+        assert run_job(job).figures.completed == REQUESTS
         seconds.append(time.process_time() - begun)
 
     benchmark.group = "a load of 256 users simulated on one core"

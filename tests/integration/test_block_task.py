@@ -53,7 +53,7 @@ def test_each_load_comes_back_with_its_files_and_then_the_log(task, tmp_path):
     for files in (*(each.files for each in done), end.files):
         unpack(files, run.path)
     assert all(run.is_done(cell.cell_id, task.block.repeat) for cell in task.block.cells)
-    assert all((run.path / each.done["requests_file"]).is_file() for each in done)
+    assert all((run.path / each.done.requests_file).is_file() for each in done)
     assert run.server_log(task.block.block_id).is_file()
     (up,) = [each for each in events if isinstance(each, ServerUp)]
     assert up.model.vocab_size == 8192 and up.info is not None

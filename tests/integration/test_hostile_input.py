@@ -154,7 +154,7 @@ def test_what_a_server_says_of_itself_is_understood_or_refused(part):
                 sizes = (target.model.vocab_size, target.model.max_model_len)
                 assert target.model.name.isprintable() and all(0 < size < 2**31 for size in sizes), seed
                 info = target.server_info()
-                json.dumps([target.version(), info.stored()], ensure_ascii=False).encode()
+                json.dumps([target.version(), info.to_json()], ensure_ascii=False).encode()
                 load = SimpleNamespace(max_concurrency=None, cache_state="steady")
                 setup = SimpleNamespace(info=info, settings={}, load=load)
                 point = LoadPoint("c9", "closed", 9, None, 9)

@@ -23,7 +23,7 @@ from kvbench.common import foreign_cpu as contention
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
 from kvbench.measure import single_request
-from kvbench.sweep.max_rate.search import CLIENT_LIMIT, INVALID
+from kvbench.sweep.rate_search import CLIENT_LIMIT, INVALID
 from tests.support.loads import fake_server, free_port, own_mock, start_load
 from tests.support.sweep_parts import BUSY_MACHINE, ROOT, TINY, wait_until
 
@@ -188,7 +188,7 @@ def no_room(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("what", ["kvbench.measure.http.store_server", "kvbench.sweep.one_load.write_json"])
+@pytest.mark.parametrize("what", ["kvbench.measure.result.Readings.store", "kvbench.sweep.one_load.write_record"])
 def test_a_full_disk_does_not_take_the_figures_away(url, workload, tmp_path, monkeypatch, capsys, what):
     monkeypatch.setattr(what, no_room)
     with pytest.raises(MeasurementError, match="No space left") as failed:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -72,7 +71,7 @@ def test_it_is_measured_after_the_loads_and_is_in_the_report(bench, measured):
     assert "quality" in bench.kvbench("sweep", "--resume", str(run), "--dry-run").stdout
     for stale in (None, {"paged-p16": figures()}, dict.fromkeys(IDS, figures())):
         if stale:
-            other = replace(result(stale), git={"sha": "f" * 40} if len(stale) > 1 else {})
+            other = result(stale, git={"sha": "f" * 40} if len(stale) > 1 else {})
             (run / QUALITY).write_text(json.dumps(other.to_json()))
         stored = json.loads((run / "manifest.json").read_text())
         (run / "manifest.json").write_text(json.dumps(stored | {"git": {"sha": "a" * 40}}))

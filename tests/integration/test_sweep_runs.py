@@ -314,9 +314,9 @@ def disturb(bench, monkeypatch):
 
     def judged(instrument, cell, repeat, out):
         left[cell.cell_id, repeat] -= 1
-        reasons = [OTHERS] if left[cell.cell_id, repeat] >= 0 else []
-        told = {"valid": not reasons, "invalid_reasons": reasons, "disturbances": reasons, "server_faults": []}
-        return run(instrument, cell, repeat, out) | told
+        reasons = (OTHERS,) if left[cell.cell_id, repeat] >= 0 else ()
+        told = {"valid": not reasons, "invalid_reasons": reasons, "disturbances": reasons, "server_faults": ()}
+        return run(instrument, cell, repeat, out).model_copy(update=told)
 
     monkeypatch.setattr(HttpInstrument, "run", judged)
     monkeypatch.setattr(foreign_cpu, "waits_for_quiet", lambda limit_s, check, on_busy: True)
@@ -461,7 +461,7 @@ def no_room(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("what", ["kvbench.measure.http.store_server", "kvbench.measure.instrument.write_json"])
+@pytest.mark.parametrize("what", ["kvbench.measure.result.Readings.store", "kvbench.measure.instrument.write_record"])
 def test_a_full_disk_does_not_take_a_finished_load_s_line_away(bench, monkeypatch, what):
     monkeypatch.setattr(what, no_room)
     done = bench.sweep(str(bench.write(sweep={}, load={"repeats": 1})), "--no-report")

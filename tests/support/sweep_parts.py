@@ -20,6 +20,7 @@ import yaml
 
 from kvbench.cli.main import main
 from kvbench.measure.http import HttpInstrument
+from kvbench.runs.results import LoadResult
 from kvbench.sweep import order
 from tests.support.loads import FAKE, ROOT
 
@@ -141,12 +142,12 @@ class Bench:
 _SEND = HttpInstrument.send
 
 
-def undisturbed(*arguments: Any) -> dict[str, Any]:
+def undisturbed(*arguments: Any) -> LoadResult:
     """``HttpInstrument.send`` as on a machine where nothing else runs."""
     found = _SEND(*arguments)
-    reasons = [reason for reason in found["invalid_reasons"] if not any(words in reason for words in BUSY_MACHINE)]
-    valid = not (reasons or found["refused"] or found["wrong_answers"])
-    return found | {"valid": valid, "invalid_reasons": reasons, "disturbances": []}
+    reasons = tuple(reason for reason in found.invalid_reasons if not any(words in reason for words in BUSY_MACHINE))
+    valid = not (reasons or found.refused or found.wrong_answers)
+    return found.model_copy(update={"valid": valid, "invalid_reasons": reasons, "disturbances": ()})
 
 
 def finished(run: Path) -> dict[tuple[str, str], float]:

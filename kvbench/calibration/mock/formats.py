@@ -139,8 +139,8 @@ class Chat(Format):
 
     def end(self) -> list[str]:
         usage = self._head | {"object": "chat.completion.chunk", "choices": [], "usage": self._usage()}
-        told = [_data(usage)] if self._with_usage else []
-        return [self._chunk({}, reason=self._reason), *told, "data: [DONE]\n\n"]
+        counts = [_data(usage)] if self._with_usage else []
+        return [self._chunk({}, reason=self._reason), *counts, "data: [DONE]\n\n"]
 
     def whole(self) -> Event:
         choice = {"index": 0, "message": self._message, "finish_reason": self._reason, "logprobs": None}

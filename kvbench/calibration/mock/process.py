@@ -35,7 +35,7 @@ class MockProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process, within the block."""
+        """The process, within the block."""
         return self._process.pid
 
     def _ready_url(self) -> str:
@@ -45,8 +45,8 @@ class MockProcess:
                 if line.startswith("ready ") and line.endswith("\n"):
                     return line.split()[1]
             time.sleep(0.02)
-        said = processes.last_lines(self._log, 3) or "(it said nothing)"
-        raise MeasurementError(f"the mock server is not ready in {_READY_S:g} s: {said}")
+        output = processes.last_lines(self._log, 3) or "(it said nothing)"
+        raise MeasurementError(f"the mock server is not ready in {_READY_S:g} s: {output}")
 
     def __exit__(self, *exc: object) -> None:
         processes.stop(self._process)

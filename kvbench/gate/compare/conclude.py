@@ -17,7 +17,7 @@ import numpy as np
 from scipy import stats
 
 from kvbench.common.errors import UsageError
-from kvbench.common.files import read_json, write_text
+from kvbench.common.files import write_text
 from kvbench.common.text import csv_cell, plural
 from kvbench.gate.compare.folder import LOCKSTEP, TWINS, CompareFolder, CompareManifest, FailedAttempt
 from kvbench.gate.compare.served_check import served_findings, served_notes
@@ -314,10 +314,7 @@ def _why_no_pair(folder: CompareFolder, cells: Sequence[PairedCell]) -> str:
 def _read_counters(folder: CompareFolder, cells: Sequence[PairedCell], pairs: int) -> ByCell:
     """counters.json of each load: by cell name and side, in the order of the pairs."""
     numbers = range(1, pairs + 1)
-    return {
-        cell.name: {side: [read_json(folder.load(cell, side, n) / "counters.json") for n in numbers] for side in SIDES}
-        for cell in cells
-    }
+    return {cell.name: {side: [folder.counters(cell, side, n) for n in numbers] for side in SIDES} for cell in cells}
 
 
 def _facts(manifest: CompareManifest) -> dict[str, object]:

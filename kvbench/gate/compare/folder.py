@@ -30,6 +30,7 @@ from kvbench.gate.policy import StoredPolicy
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Match, PairedCell
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder, move_numbered
 from kvbench.runs.results import LoadResult, Processor
+from kvbench.runs.server_info import ServerInfo
 
 KIND = "compare"
 LOCKSTEP, LAUNCHED, STORED_RUNS = "lockstep", "launched", "stored runs"
@@ -55,20 +56,6 @@ class SideFacts(Record):
     environment: str | None = None
     command: Any = None
     simulated: Any = None
-
-
-class ServerFacts(Record):
-    """A server's words on itself, as far as both sides must agree in them; the rest is stored too."""
-
-    model_config = ConfigDict(extra="allow")
-
-    served_model: _Section = None
-    model: _Section = None
-    resolved: _Section = None
-    versions: _Section = None
-
-    def fact(self, section: str, key: str) -> object:
-        return (getattr(self, section) or {}).get(key)
 
 
 @dataclass(frozen=True)
@@ -116,6 +103,13 @@ class LockstepFacts:
 
     turn_lengths: dict[str, int] = field(default_factory=dict)
     times: dict[str, int] = field(default_factory=dict)
+
+
+class ServerCounters(Record):
+    """The counters of the server over one load, by name: counters.json."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, float | None]
 
 
 class GivenWorkload(Record):
@@ -177,7 +171,7 @@ class CompareManifest(Record):
     options: CompareRequest = CompareRequest()
     policy: StoredPolicy | None = None
     stored: Mapping[str, Path] = {}
-    servers: Mapping[str, Mapping[str, ServerFacts]] = {}
+    servers: Mapping[str, Mapping[str, ServerInfo]] = {}
     differences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     doubt: str | None = None
@@ -249,6 +243,11 @@ class CompareFolder:
         """done.json of a load, None if it is not finished."""
         is_done = self.run(side, cell.workload).is_done(cell.on(side), pair)
         return read_record(LoadResult, self.load(cell, side, pair) / DONE, _WAY_OUT) if is_done else None
+
+    def counters(self, cell: PairedCell, side: str, pair: int) -> Mapping[str, float | None]:
+        """The server's counters over a load. Raises UsageError."""
+        path = self.load(cell, side, pair) / "counters.json"
+        return read_record(ServerCounters, path, _WAY_OUT).model_extra or {}
 
     def is_whole(self, cells: Sequence[PairedCell], pair: int) -> bool:
         """Tests whether all loads of the pair are finished and valid, on both sides."""

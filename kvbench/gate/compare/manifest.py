@@ -24,7 +24,6 @@ from kvbench.gate.compare.folder import (
     GivenWorkload,
     LockstepFacts,
     Resumed,
-    ServerFacts,
 )
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.sides import RUN, OpenSide, PairedWorkload
@@ -32,6 +31,7 @@ from kvbench.gate.policy import Policy
 from kvbench.gate.timing.plan import BASE, SIDES, Match, PairedCell
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.resume import environment_differences
+from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import Workload
 
 _OF_A_BUILD = ("sha", "changes", "build", "environment")
@@ -173,7 +173,7 @@ def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWor
     found, _ = environment_differences({**then, "git": {}}, now)
     for match in (match for each in workloads for match in each.matches):
         servers = [
-            ServerFacts.parse((manifest.get("servers") or {}).get(match.of(side).config_id) or {})
+            ServerInfo.parse((manifest.get("servers") or {}).get(match.of(side).config_id) or {})
             for side, manifest in zip(SIDES, (then, now), strict=True)
         ]
         found += server_differences(*servers, varied_settings(match))
@@ -183,7 +183,7 @@ def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWor
     return list(dict.fromkeys(found))
 
 
-def server_differences(left: ServerFacts, right: ServerFacts, varied: frozenset[str] = frozenset()) -> list[str]:
+def server_differences(left: ServerInfo, right: ServerInfo, varied: frozenset[str] = frozenset()) -> list[str]:
     """Lists what two servers report differently, without what the settings in ``varied`` change on purpose.
 
     All package versions are compared, and the models' names unless both report a fingerprint of the weights.
@@ -198,7 +198,7 @@ def server_differences(left: ServerFacts, right: ServerFacts, varied: frozenset[
     return [f"{name} ({a} and {b})" for name, a, b in compared if None not in (a, b) and a != b]
 
 
-def _model_name(server: ServerFacts) -> str | None:
+def _model_name(server: ServerInfo) -> str | None:
     """The model's name without folders."""
     name = server.fact("model", "name") or server.fact("served_model", "name")
     return PurePosixPath(str(name)).name if name else None
@@ -211,7 +211,7 @@ def varied_settings(match: Match) -> frozenset[str]:
 
 
 def record_server(
-    manifest: CompareManifest, match: Match, side: str, facts: ServerFacts, *, alone: bool, force: bool
+    manifest: CompareManifest, match: Match, side: str, facts: ServerInfo, *, alone: bool, force: bool
 ) -> None:
     """Stores what the first server of a configuration reports, and compares every later one with it and with the
     other side's.

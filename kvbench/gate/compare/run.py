@@ -38,7 +38,6 @@ from kvbench.gate.compare.folder import (
     FailedAttempt,
     GivenUp,
     LockstepFacts,
-    ServerFacts,
 )
 from kvbench.gate.compare.lockstep_pairs import LockstepPairs, why_not_lockstep
 from kvbench.gate.compare.manifest import new_comparison, record_server, require_same_requests, resume
@@ -506,7 +505,7 @@ class Comparison:
 
     def _on_server(self, workload: PairedWorkload, side: str, block: Block, info: ServerInfo, target: Target) -> None:
         """Stores what the server says of itself, or compares it with what the first one of its configuration said."""
-        facts = {**info.stored(), "served_model": dataclasses.asdict(target.model)}
+        facts = {**info.to_json(), "served_model": dataclasses.asdict(target.model)}
         match = next(m for m in workload.matches if m.of(side) == block.configuration)
         new = [note for note in info.server.notes if note not in self.manifest.notes]
         self.manifest.notes = (*self.manifest.notes, *new)
@@ -521,4 +520,4 @@ class Comparison:
         self._record(match, side, {**info, "served_model": served}, alone=False)
 
     def _record(self, match: Match, side: str, facts: Mapping[str, Any], *, alone: bool) -> None:
-        record_server(self.manifest, match, side, ServerFacts(**facts), alone=alone, force=self.request.force)
+        record_server(self.manifest, match, side, ServerInfo(**facts), alone=alone, force=self.request.force)

@@ -21,7 +21,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from kvbench.common.errors import MeasurementError
 from kvbench.common.records import Record, read_record, write_record
@@ -49,12 +51,23 @@ _WARM_UP = 5
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 24, 8
 
 
+_Milliseconds = Annotated[float, Field(ge=0, le=1e9)]
+
+
+class RoundLatencies(Record):
+    """The latencies of one request."""
+
+    ttft_ms: _Milliseconds
+    e2e_ms: _Milliseconds
+    itl_ms: _Milliseconds | None = None
+
+
 class Round(Record):
-    """One request to either server: the side that was asked first, and by side the ms of each latency."""
+    """One request to either server, and the side that was asked first."""
 
     first: str
-    base: dict[str, float | None]
-    candidate: dict[str, float | None]
+    base: RoundLatencies
+    candidate: RoundLatencies
 
 
 Launch = Sequence[Round]
@@ -212,7 +225,7 @@ def _judge(launches: Sequence[Launch], workloads: int, rules: ServedRules) -> di
     """Judges each latency; all tests of the comparison share one alpha."""
     return {
         name: judge_served(
-            *([[getattr(each, side)[name] for each in rounds] for rounds in launches] for side in SIDES),
+            *([[getattr(getattr(each, side), name) for each in rounds] for rounds in launches] for side in SIDES),
             workloads * len(JUDGED),
             rules,
         )

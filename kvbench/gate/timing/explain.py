@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ FLOOR = 0.01  # of a change that is listed
 _MOST_NAMED = 3
 _NAMED_FROM = 0.1  # of the difference: what is named in the sentence
 
-Counters = Mapping[str, Any]
+Counters = Mapping[str, float | None]
 ByCell = Mapping[str, Mapping[str, Sequence[Counters]]]
 """counters.json of each load, by cell, side (base, candidate) and pair."""
 

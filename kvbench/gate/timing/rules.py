@@ -37,6 +37,11 @@ class MetricRule:
     floor: float
     margins: Mapping[str, float]
 
+    def __post_init__(self) -> None:
+        shares = (self.floor, *self.margins.values())
+        if set(self.margins) != set(LEVELS) or not all(0 <= share < 1 for share in shares):
+            raise UsageError(f"{self.name}: a floor and the margins of {', '.join(LEVELS)} are shares from 0 to 1")
+
     @classmethod
     def of(cls, name: str, floor: float, margins: Mapping[str, float]) -> MetricRule:
         """The rule of a figure of METRICS."""

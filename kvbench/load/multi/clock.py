@@ -20,7 +20,7 @@ _GOOD_ENOUGH_S = 1e-4
 
 @dataclass(frozen=True)
 class Reading:
-    """How far the worker's clock is ahead (``offset`` [s]) at ``at`` [s, worker's clock], true to ``error`` [s]."""
+    """A worker's clock at ``at`` [s, its own]: it is ``offset`` [s] ahead, true to ``error`` [s]."""
 
     at: float
     offset: float
@@ -94,7 +94,7 @@ def clock_map(first: Reading, worker_boot: str | None, master_boot: str | None) 
 
 
 def clock_reasons(name: str, clock: ClockMap, itl_p50_ms: float | None) -> list[str]:
-    """Why this worker's times may not be believed; empty when they may."""
+    """Says why this worker's times may not be believed; empty when they may."""
     limit, error = lag_limit_ms(itl_p50_ms), clock.error_s * 1000
     if error <= limit:
         return []

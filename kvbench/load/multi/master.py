@@ -30,12 +30,7 @@ from kvbench.common.errors import EXIT_INVALID, EXIT_OK
 from kvbench.common.machine import boot_id
 from kvbench.load.multi import messages
 from kvbench.load.multi.clock import best_of, clock_map, exchange
-from kvbench.load.multi.merge import (
-    Member,
-    in_slices,
-    merged_client,
-    samples_from_bytes,
-)
+from kvbench.load.multi.merge import Data, Ended, Member, in_slices, merged_client, samples_from_bytes
 from kvbench.load.multi.messages import TOKEN_VARIABLE, proof, proven
 from kvbench.load.multi.shards import cap_note, make_shards, useful_workers
 from kvbench.load.outcome import Clocked, DrivenLoad, write_outcome
@@ -205,8 +200,8 @@ class SharedLoad:
         member.done, member.failed = int(msg.data["done"]), int(msg.data["failed"])
 
     def _on_ended(self, msg: Message, **_: Any) -> None:
-        self._on_progress(msg)
-        self.runner.members[msg.node_id].ended = msg.data
+        member, ended = self.runner.members[msg.node_id], Ended(**msg.data)
+        member.done, member.failed, member.ended = ended.done, ended.failed, ended
         self._news.set()
 
     def _on_answer(self, msg: Message, **_: Any) -> None:
@@ -215,7 +210,7 @@ class SharedLoad:
 
     # Messages to workers:
 
-    def _send(self, name: str, data: Callable[[Member], dict[str, Any]], to: Sequence[Member] | None = None) -> None:
+    def _send(self, name: str, data: Callable[[Member], Data], to: Sequence[Member] | None = None) -> None:
         for member in self.members if to is None else to:
             if member.lost is None:
                 member.answers.pop(name, None)
@@ -224,7 +219,7 @@ class SharedLoad:
     def _ask(
         self,
         name: str,
-        data: Callable[[Member], dict[str, Any]] = lambda member: {},
+        data: Callable[[Member], Data] = lambda member: {},
         *,
         of: Sequence[Member] | None = None,
         limit_s: float = _ANSWER_S,
@@ -250,8 +245,8 @@ class SharedLoad:
             if needed and self._first_loss():
                 break
         for member in members:
-            if error := member.answers.get(name, {}).get("error"):
-                member.lost = member.lost or f"{member.name}: {error}"
+            if name in member.answers and "error" in member.answers[name]:
+                member.lost = member.lost or f"{member.name}: {member.answers[name]['error']}"
         if needed and (loss := self._first_loss()):
             raise LoadNotBegun(loss)
 
@@ -290,7 +285,7 @@ class SharedLoad:
                 new, known = best_of(readings), member.clock
                 member.clock = clock_map(new, member.boot, boot_id()) if known is None else known.with_reading(new)
 
-    def _shard_of(self, member: Member) -> dict[str, Any]:
+    def _shard_of(self, member: Member) -> Data:
         rows = [json.dumps(r.to_row(), separators=(",", ":")) for r in in_slices(member.shard.requests)]
         return {"spec": member.shard.spec.model_dump_json(), "rows": "\n".join(rows).encode()}
 
@@ -322,15 +317,17 @@ class SharedLoad:
         return None if self.events.stopped else self._first_problem()
 
     def _first_problem(self) -> str | None:
-        """Why a worker that answers ended before its last request."""
+        """Says why a worker that answers ended before its last request."""
         for member in self.members:
-            end = member.ended or {}
-            if end.get("error"):
-                return f"{member.name} could not go on measuring: {end['error']}"
-            if end.get("gone"):
-                return str(end["gone"])
-            if end.get("signal"):
-                return f"{member.name} was stopped by {signal.Signals(end['signal']).name}"
+            end = member.ended
+            if end is None:
+                continue
+            if end.error:
+                return f"{member.name} could not go on measuring: {end.error}"
+            if end.gone:
+                return end.gone
+            if end.signal:
+                return f"{member.name} was stopped by {signal.Signals(end.signal).name}"
         return None
 
     def _silent(self, member: Member, limit_s: float) -> bool:

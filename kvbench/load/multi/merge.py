@@ -20,13 +20,26 @@ from kvbench.metrics.model import ClientFigures, ProcessClock, ProcessFigures
 from kvbench.requests.request import RequestSpec
 
 _ROWS_BETWEEN_PAUSES = 200
+Data = dict[str, Any]
+"""The content of a message between master and worker (multi/messages.py)."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A worker's streams have ended: why the server is ``gone``, or what stopped the worker; None: all returned."""
+
+    done: int
+    failed: int
+    gone: str | None = None
+    signal: int = 0
+    error: str | None = None
 
 
 @dataclass
 class Member:
     """One worker as the master sees it. ``node``: Locust's name of it; ``answers``: the newest to each message.
 
-    ``boot``: the boot id of its machine (None: not known); ``ended``: why its streams ended (gone, signal, error);
+    ``boot``: the boot id of its machine (None: not known); ``ended``: its streams have;
     ``lost``: why nothing more is expected of it. What it handed back: ``samples`` on the master's clock, ``lags`` [s]
     float64 [ticks] and ``clocked``.
     """
@@ -38,9 +51,9 @@ class Member:
     boot: str | None = None
     done: int = 0
     failed: int = 0
-    ended: dict[str, Any] | None = None
+    ended: Ended | None = None
     lost: str | None = None
-    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    answers: dict[str, Data] = field(default_factory=dict)
     shard: Shard | None = None
     clock: ClockMap | None = None
     samples: list[Sample] = field(default_factory=list)
@@ -48,12 +61,12 @@ class Member:
     clocked: Clocked = field(default_factory=Clocked)
 
     def lose(self, why: str) -> None:
-        """From now on this worker counts as lost."""
+        """Counts this worker as lost from now on."""
         self.lost = self.lost or f"{self.name} was lost: {why}"
 
 
 def samples_to_bytes(samples: Sequence[Sample]) -> bytes:
-    """What the master does not know of the samples, as msgpack."""
+    """Returns what the master does not know of the samples, as msgpack."""
     return msgpack.packb(
         [(s.request.index, s.user, s.t0, s.ts, s.end, s.queued_s, vars(s.completion)) for s in in_slices(samples)]
     )

@@ -30,7 +30,7 @@ def proof(name: str) -> str:
 
 
 def proven(name: str, given: Any) -> bool:
-    """Whether ``given`` is the proof of ``name`` with our token."""
+    """Tests whether ``given`` is the proof of ``name`` with our token."""
     return isinstance(given, str) and hmac.compare_digest(given.encode(), proof(name).encode())
 
 

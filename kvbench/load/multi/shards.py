@@ -1,4 +1,4 @@
-"""How one load is shared among several processes: which requests and how many users each one gets. Pure functions.
+"""The sharing of one load among several processes: which requests and how many users each one gets. Pure functions.
 
 Each worker runs its shard as a load of its own, from one time zero. In open loop the union of the shards' arrivals is
 the whole schedule, to the request; in closed loop the shards' users sum to the concurrency, under a cap their places to
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvbench.load.spec import LoadSpec
-from kvbench.requests.request import RequestList, RequestSpec, conversations
+from kvbench.requests.request import Notes, RequestList, RequestSpec, conversations
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ def split_evenly(total: int, parts: int) -> list[int]:
 
 
 def useful_workers(spec: LoadSpec, requests: Sequence[RequestSpec], wanted: int) -> int:
-    """At most ``wanted``, but no more than there are users (or places under the cap) and conversations; at least 1."""
+    """The workers that have work: of ``wanted``, no more than users (or places under the cap) and conversations."""
     places = spec.concurrency if spec.mode == "closed" else spec.max_concurrency
     return max(1, min(wanted, places or wanted, len(conversations(requests))))
 
@@ -55,8 +54,8 @@ def deal(requests: Sequence[RequestSpec], workers: int, places: int | None = Non
     return shards
 
 
-def cap_note(spec: LoadSpec, workers: int) -> dict[str, Any]:
-    """What load.json says of a cap that several processes share; empty where that is not so."""
+def cap_note(spec: LoadSpec, workers: int) -> Notes:
+    """Returns what load.json says of a cap that several processes share; empty where that is not so."""
     if spec.max_concurrency is None or workers < 2:
         return {}
     return {

@@ -28,7 +28,7 @@ from kvbench.common.machine import boot_id
 from kvbench.load import process
 from kvbench.load.client import StreamFailure
 from kvbench.load.multi import messages
-from kvbench.load.multi.merge import in_slices, samples_to_bytes
+from kvbench.load.multi.merge import Data, in_slices, samples_to_bytes
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestList, RequestSpec
@@ -165,7 +165,7 @@ class Worker:
         received = time.perf_counter()
         self.runner.send_message(messages.CLOCK, {"t2": received, "t3": time.perf_counter()})
 
-    def _answer(self, act: Callable[..., dict[str, Any] | None], msg: Message, **_: Any) -> None:
+    def _answer(self, act: Callable[..., Data | None], msg: Message, **_: Any) -> None:
         if not self._joined:
             return
         try:
@@ -190,7 +190,7 @@ class Worker:
         self._measured = gevent.spawn(self._measure, armed)
         armed.wait()
 
-    def _start(self, zero: float) -> dict[str, Any]:
+    def _start(self, zero: float) -> Data:
         """The load begins at ``zero`` [s, this process's clock]. Answers how much time is left until then."""
         self._zero.set(zero)
         return {"left_s": zero - time.perf_counter()}
@@ -220,7 +220,7 @@ class Worker:
         self._measuring = measuring
         return gone
 
-    def _samples(self) -> dict[str, Any]:
+    def _samples(self) -> Data:
         """Ends the users, waits until all answers are parsed, and returns what was measured."""
         self._patience_s = _MERGE_LIMIT_S
         if self._measured is not None:

@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from textwrap import wrap
 
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvbench.common import text as words
-from kvbench.report import compared_cells
-from kvbench.report.changes import (
-    AHEAD,
-    BEHIND,
-    ENGINE_TIME,
-    IS_LEVEL,
-    MARGINS,
-    METRICS,
-    OPEN,
-    THROUGHPUT,
-    amount,
-    changes_frame,
-)
+from kvbench.effects.comparison import MARGINS, Call, Comparison
+from kvbench.metrics.definitions import ENGINE, SERVED, SIMULATED, figure
+from kvbench.report.comparisons import amount, changes, reported_cells, short_name
 from kvbench.report.style import CONTIGUOUS, GREY, PAGED, Drawing, finish, safe
-from kvbench.runs.model import SERVED, SIMULATED, Run
-from kvbench.runs.ratios import SAME
+from kvbench.runs.model import Run
 
 _LOOKS = {  # call -> colour, marker: never colour alone
-    AHEAD: (PAGED, "circle"),
-    BEHIND: (CONTIGUOUS, "diamond"),
-    IS_LEVEL: ("#009E73", "square"),
-    OPEN: (GREY, "circle-open"),
+    Call.BETTER: (PAGED, "circle"),
+    Call.WORSE: (CONTIGUOUS, "diamond"),
+    Call.LEVEL: ("#009E73", "square"),
+    Call.UNDECIDED: (GREY, "circle-open"),
 }
-_NAMES = {AHEAD: "better", BEHIND: "worse", IS_LEVEL: "level", OPEN: "not decided"}
-_LEVEL = {ENGINE_TIME: "the interval", SERVED: "every repeat", SIMULATED: "every repeat"}  # what has to lie there
+NAMES = {call: str(call) for call in Call} | {Call.UNDECIDED: "not decided"}
+_LEVEL = {ENGINE: "the interval", SERVED: "every repeat", SIMULATED: "every repeat"}  # what has to lie there
 _LEAST_RANGE = 12.0  # percent
 _ROW, _LINE = 13, 17  # px: of a row, and of each line of its name
 _LONGEST = 26  # characters of a line of a row's name
 _COLUMNS = ["row", "metric", "better", "change", "low", "high", "call", "note"]
+
+
+def effects_frame(marks: Iterable[tuple[str, Comparison, str]]) -> pd.DataFrame:
+    """The frame of ``effects_figure``, of a row's name, a comparison in it, and the note on that."""
+    rows = []
+    for name, one, note in marks:
+        change, low, high = (None if ratio is None else 100 * (ratio - 1) for ratio in (one.ratio, one.low, one.high))
+        shown = figure(one.metric)
+        better = "more" if shown.higher_is_better else "less"
+        rows.append((name, shown.title, better, change, low, high, one.call, note))
+    return pd.DataFrame(rows, columns=_COLUMNS).astype(dict.fromkeys(("change", "low", "high"), float))
 
 
 def effects_figure(frame: pd.DataFrame, margin: float) -> go.Figure:
@@ -89,11 +88,11 @@ def _traces(some: pd.DataFrame, call: str, rows: list[str], low: float, high: fl
     hover = [
         f"<b>{safe(row.row)}</b><br>{row.metric} {text}"
         + ("" if pd.isna(row.low) else f", 95 % interval {row.low:+.1f} to {row.high:+.1f} %")
-        + f"<br>{_NAMES[call]}, {row.note}"
+        + f"<br>{NAMES[call]}, {row.note}"
         for row, text in zip(some.itertuples(), texts, strict=True)
     ]
     marker = {"symbol": symbol, "size": 9, "color": colour, "line": {"width": 1.5, "color": colour}}
-    line = {"color": colour, "width": 1.5 if call == OPEN else 3}
+    line = {"color": colour, "width": 1.5 if call == Call.UNDECIDED else 3}
     near = 0.14 * (high - low)  # the edge: a text above the point would be cut off there
     sides = [
         "top right" if value < low + near else "top left" if value > high - near else "top center" for value in points
@@ -102,7 +101,7 @@ def _traces(some: pd.DataFrame, call: str, rows: list[str], low: float, high: fl
         go.Scatter(x=xs, y=ys, mode="lines", line=line, legendgroup=call, showlegend=False, hoverinfo="skip"),
         go.Scatter(
             x=points, y=at, mode="markers+text", marker=marker, text=texts, textposition=sides,
-            textfont={"size": 11}, cliponaxis=False, name=_NAMES[call], legendgroup=call, showlegend=legend,
+            textfont={"size": 11}, cliponaxis=False, name=NAMES[call], legendgroup=call, showlegend=legend,
             hovertext=hover, hoverinfo="text",
         ),
     ]  # fmt: skip
@@ -125,50 +124,16 @@ def _in_lines(name: str) -> str:
 
 def drawing(run: Run) -> Drawing | None:
     """Each setting against the baseline; None for a run without a change to show."""
-    found = changes_frame(run)
-    if found.empty:
+    _, base = reported_cells(run)
+    known = changes(run, base.load) if base else []
+    if base is None or not known:
         return None
-    clock, load = found[["clock", "load"]].iloc[0]
-    frame = found.assign(
-        row=found["configuration"],
-        metric=found["metric"].map(METRICS),
-        better=["more" if metric == THROUGHPUT else "less" for metric in found["metric"]],
-        note=f"{load}, {clock}",
-    )
-    label = run.engine_time.label if run.engine_time and clock == ENGINE_TIME else clock
+    load, clock = base.load.label, known[0][1].clock
+    frame = effects_frame((short_name(cell, base), one, f"{load}, {clock}") for cell, one in known)
+    label = run.engine_time.label if run.engine_time and clock == ENGINE else clock
     margin = 100 * MARGINS[clock]
     caption = (
         f"Against the baseline at {load}, {label}; 95 % intervals; level: {_LEVEL[clock]} within the grey band, "
         f"±{margin:.0f} %. A mark at the edge lies beyond it."
     )
     return Drawing("effects", "What each setting changes", caption, effects_figure(frame, margin), 560)
-
-
-def compared_drawing(groups: Sequence[compared_cells.Group]) -> Drawing | None:
-    """Each compared cell against the first of its group; None where no pair may be compared."""
-    frame = compared_frame(groups)
-    if frame.empty:
-        return None
-    margin = 100 * MARGINS[SERVED]
-    caption = (
-        f"Change against A, served; 95 % intervals; the grey band: ±{margin:.0f} %. A mark at the edge lies beyond it."
-    )
-    counts = frame["call"].value_counts()
-    parts = [f"{counts[call]} {name}" for call, name in _NAMES.items() if call in counts]
-    title = f"Of {words.plural(len(frame), 'change')} against A: {', '.join(parts)}"
-    return Drawing("effects", title, caption, effects_figure(frame, margin), 820)
-
-
-def compared_frame(groups: Sequence[compared_cells.Group]) -> pd.DataFrame:
-    """The frame of ``effects_figure``: a row a pair and metric."""
-    calls = {"better": AHEAD, "worse": BEHIND}
-    rows = []
-    for group in groups:
-        for side in group[1:]:
-            pair = side.title if len(groups) > 1 and len(group) == 2 else f"{side.letter} {side.title}"
-            for each in compared_cells.ratios(group[0], side):
-                low, high = (100 * (end - 1) for end in each.interval) if each.interval else (None, None)
-                call = calls.get(each.mark) or (IS_LEVEL if each.verdict == SAME else OPEN)
-                better = "more" if each.metric.higher_is_better else "less"
-                rows.append((pair, each.metric.title, better, 100 * (each.ratio - 1), low, high, call, each.basis))
-    return pd.DataFrame(rows, columns=_COLUMNS).astype(dict.fromkeys(("change", "low", "high"), float))

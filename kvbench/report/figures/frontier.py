@@ -12,12 +12,11 @@ from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.common.stats import t_interval
-from kvbench.report.changes import short_name
-from kvbench.report.comparisons import baseline, median
+from kvbench.effects.comparison import FEWEST
+from kvbench.report.comparisons import baseline, median, short_name
 from kvbench.report.style import Drawing, LineStyle, finish, log_axis, looks, safe
 from kvbench.report.tables import UNCERTAIN, Row, Table, Value, listed_table
 from kvbench.runs.model import MeasuredCell, Run, all_steady, all_steady_latency
-from kvbench.runs.ratios import FEWEST
 
 _AXES = {  # column -> title, whether more is better
     "tokens_per_s": ("output tokens/s", True),

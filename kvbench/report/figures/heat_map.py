@@ -13,15 +13,14 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.report.comparisons import baseline, compare, marked_ratio
+from kvbench.effects.comparison import Call, Comparison
+from kvbench.metrics.definitions import SERVED, SIMULATED
+from kvbench.report.comparisons import THROUGHPUT, baseline, in_engine_time, interval, marked, served
 from kvbench.report.style import CONTIGUOUS, PAGED, Drawing, finish, safe
-from kvbench.runs.engine_time import EngineTime
-from kvbench.runs.model import SERVED, SIMULATED, MeasuredCell, MeasuredLoad, Run
-from kvbench.runs.ratios import HIGHER, LOWER
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 from kvbench.workload.settings import applies, effective, setting_title, value_words
 
-_METRIC = "output_throughput"
-_MARKS = {"level": "≈{}", "open": "{}?"}  # of an effect in engine time, as marked_ratio has them
+_NO_ENTRY = {"configuration": "", "ratio": math.nan, "decided": False, "text": "", "interval": ""}
 _NONE = "–"  # the value of a setting that means nothing beside the others
 _GREY, _INK = "#dfe3e8", "#1c2430"
 _SCALE = [[0.0, CONTIGUOUS], [0.5, _GREY], [1.0, PAGED]]
@@ -47,14 +46,22 @@ def heat_map(run: Run, load: MeasuredLoad) -> pd.DataFrame:
     if base is None or len(values) < 2 or not full:
         return pd.DataFrame()
     measured = {tuple(_value(cell, key) for key in values): cell for cell in cells}
-    engine = run.engine_time if _engine_knows_all(run.engine_time, cells, base) else None
+    ratios = {cell.cell_id: in_engine_time(run, cell.cell_id, THROUGHPUT) for cell in cells if cell is not base}
+    engine = run.engine_time if all(ratios.values()) else None  # the two kinds of time are never mixed in one figure
+    if engine is None:
+        ratios = {cell.cell_id: served(cell, base, THROUGHPUT) for cell in cells if cell is not base}
     rows = []
     for combination in itertools.product(*(listed.items() for listed in values.values())):
         chosen = {key: text for key, (text, _) in zip(values, combination, strict=True)}
         cell = measured.get(tuple(chosen.values()))
         settings = {**base.settings, **{key: raw for key, (_, raw) in zip(values, combination, strict=True)}}
         possible = all(applies(key, settings) == (text != _NONE) for key, text in chosen.items())
-        rows.append(chosen | _entry(cell, base, engine, possible))
+        if cell is None:
+            rows.append(chosen | _NO_ENTRY | {"text": "missing" if possible else ""})
+        elif cell is base:
+            rows.append(chosen | _NO_ENTRY | {"configuration": cell.name, "ratio": 1.0, "text": "baseline"})
+        else:
+            rows.append(chosen | _entry(cell, base, ratios[cell.cell_id]))
     return pd.DataFrame(rows).assign(time=run.clock if engine is None else engine.label)
 
 
@@ -81,34 +88,16 @@ def _value(cell: MeasuredCell, key: str) -> str:
     return value_words(key, effective(cell.settings, key)) if applies(key, cell.settings) else _NONE
 
 
-def _engine_knows_all(engine: EngineTime | None, cells: list[MeasuredCell], base: MeasuredCell) -> bool:
-    """Whether engine time has every cell: the two kinds of time are never mixed in one figure."""
-    return engine is not None and all(engine.of(c.cell_id, _METRIC) for c in cells if c is not base)
-
-
-def _entry(cell: MeasuredCell | None, base: MeasuredCell, engine: EngineTime | None, possible: bool) -> dict[str, Any]:
-    """What the frame has of one combination beside its settings."""
-    entry = {"configuration": cell.name if cell else "", "ratio": math.nan, "decided": False, "interval": ""}
-    if cell is None:
-        return entry | {"text": "missing" if possible else ""}
-    if cell is base:
-        return entry | {"ratio": 1.0, "text": "baseline"}
-    if engine is not None and (effect := engine.of(cell.cell_id, _METRIC)) is not None:
-        decided, text = effect.call not in _MARKS, _MARKS.get(effect.call, "{}").format(words.ratio(effect.ratio))
-        bounds = (effect.low, effect.high) if effect.interval else None
-        return entry | {"ratio": effect.ratio, "decided": decided, "text": text, "interval": _bounds(bounds)}
-    found = compare(cell, base).throughput
-    if found is None:
+def _entry(cell: MeasuredCell, base: MeasuredCell, ratio: Comparison | None) -> dict[str, Any]:
+    """What the frame has of a measured combination beside its settings."""
+    entry = _NO_ENTRY | {"configuration": cell.name}
+    if ratio is None:
         return entry | {"text": cell.doubt or base.doubt or "no value"}
-    decided = found.verdict in (HIGHER, LOWER)
-    return entry | {
-        "ratio": found.median, "decided": decided, "text": marked_ratio(found),
-        "interval": _bounds((found.low, found.high) if found.n > 1 else None),
-    }  # fmt: skip
-
-
-def _bounds(bounds: tuple[float | None, float | None] | None) -> str:
-    return "" if bounds is None else f"{bounds[0]:.2f}–{bounds[1]:.2f}"
+    low, high = ratio.spread if ratio.values else (ratio.low, ratio.high)
+    known = ratio.n > 1 if ratio.values else bool(interval(ratio))
+    bounds = f"{low:.2f}–{high:.2f}" if known else ""
+    decided = ratio.call in (Call.BETTER, Call.WORSE)
+    return entry | {"ratio": ratio.ratio, "decided": decided, "text": marked(ratio), "interval": bounds}
 
 
 def _settings(frame: pd.DataFrame) -> list[str]:

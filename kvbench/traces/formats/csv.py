@@ -29,7 +29,7 @@ _FAILED = "failed requests (Response tokens 0)"
 
 
 def fits(name: str) -> Callable[[Source], bool]:
-    """Whether a file is a CSV file with the columns of the format; vidur's may lack the time."""
+    """Tests whether a file is a CSV file with the columns of the format; vidur's may lack the time."""
     columns = set(_COLUMNS[name][name == "vidur" :])
     return lambda source: source.container == "csv" and columns <= set(source.columns)
 

@@ -36,23 +36,23 @@ def _is_qwen(source: Source) -> bool:
 
 
 def _is_mooncake(source: Source) -> bool:
-    """Whether it has AIPerf's own keys or page ids. vLLM's timed_trace may have page ids too: see ``unit_doubt``."""
+    """Tests whether it has AIPerf's own keys or page ids, as vLLM's timed_trace may: see ``unit_doubt``."""
     own = {"hash_ids", *_AIPERF}
     return not _is_qwen(source) and _has_lengths(source) and bool(own & source.first.keys())
 
 
 def _has_lengths(source: Source) -> bool:
-    """Whether its rows may be Mooncake's or AIPerf's."""
+    """Tests whether its rows may be Mooncake's or AIPerf's."""
     return any(source.has(key) for key in (*_CONTENT, "hash_ids"))
 
 
 def is_plain(source: Source) -> bool:
-    """Whether it has lengths and times only. AIPerf's are in ms, vLLM's and GuideLLM's in seconds; it does not tell."""
+    """Tests whether it has lengths and times only, whose unit (AIPerf's ms, vLLM's s) it does not tell."""
     return source.has("input_length") and not _is_qwen(source) and not _is_mooncake(source)
 
 
 def unit_doubt(source: Source, trace: Trace) -> str | None:
-    """Why a file with page ids that was read as Mooncake's (ms) may have times in seconds; None: no reason.
+    """Says why a file with page ids that was read as Mooncake's (ms) may have times in seconds; None: no reason.
 
     vLLM's timed_trace has the same keys; read in the wrong unit, its requests would come 1000 times as fast.
     """

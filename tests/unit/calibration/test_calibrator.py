@@ -13,7 +13,7 @@ from kvbench.calibration.cache import Calibrator, ClientLoad, settings_for
 from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Attempt, Calibration, CalibrationSettings
 from kvbench.measure.http import recalibrated
 from kvbench.measure.instrument import Clients
-from kvbench.metrics.model import LoadOutcome
+from kvbench.metrics.model import LoadMetrics, LoadOutcome
 from tests.unit.calibration.test_calibration import GOOD, taken
 
 
@@ -147,7 +147,8 @@ def test_what_a_load_asked_for_is_its_busiest_second() -> None:
         {"chunks": 165_000, "chunks_of_busiest_second": 1_000},
         {"chunks": 0, "chunks_of_busiest_second": 0},
     ):
-        recalibrated(job, server, object(), LoadOutcome(client=client, max_in_flight=64), {"duration_s": 100.0})
+        outcome = LoadOutcome(client=client, max_in_flight=64)
+        recalibrated(job, server, object(), outcome, LoadMetrics(duration_s=100.0))
     assert [each.events_per_s for each in asked] == [32_000, 1650, None]
 
 

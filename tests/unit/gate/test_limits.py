@@ -16,7 +16,7 @@ from kvbench.gate.verdict.outputs import annotations
 from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS, Verdict
 from kvbench.gate.verdict.wording import number, percent
 from kvbench.metrics import definitions
-from kvbench.report.comparisons import compare
+from kvbench.report.comparisons import THROUGHPUT, is_steady, served
 from kvbench.runs.metric_names import measured, unit_of
 from kvbench.runs.quality import QualityResult
 from tests.support.quality_results import KLD_OUTSIDE, figures, result
@@ -140,8 +140,8 @@ def test_a_refused_cell_says_what_its_server_refused():
 def test_goodput_share_counts_those_that_failed_and_a_percentile_of_few_samples_says_so():
     there = cell(failed=8)
     for repeat in there.repeats:
-        ttft = repeat.metrics.ttft_ms.fields() | {"uncertain": ["p95"]}
-        put(repeat.metrics, goodput=2.0, duration_s=18.0, completed=40, failed=8, steady_latency={"ttft_ms": ttft})
+        put(repeat.metrics, goodput=2.0, duration_s=18.0, completed=40, failed=8)
+        put(repeat.metrics.steady_latency.ttft_ms, uncertain=["p95"])
     assert measured(there, "goodput_share").values == {0: 0.75, 1: 0.75, 2: 0.75}  # 36 of 48
     few, enough = (only(Limit("metric", name, high=500), there) for name in ("p95_ttft_ms", "p95_itl_ms"))
     assert len(few.details) == len(enough.details) + 1
@@ -247,17 +247,18 @@ def test_a_latency_is_of_the_steady_window_and_one_of_the_whole_run_says_so(stea
     paired = only(Limit("ratio", what, high=0.1), paged, contiguous)
     assert (alone.candidate, paired.candidate) == pytest.approx((metric, ratio)) and alone.unit == "ms"
     assert {"whole run" in finding.sentence for finding in (alone, paired)} == {whole}
-    compared = compare(paged, contiguous)
-    assert what != "p95_ttft_ms" or (compared.ttft.median == pytest.approx(ratio) and compared.steady_latency == steady)
+    if what == "p95_ttft_ms":
+        assert served(paged, contiguous, what).ratio == pytest.approx(ratio)
+        assert is_steady(what, paged, contiguous) == steady
 
 
 def test_the_shipped_limits_judge_the_ratio_that_the_report_shows():
     paged, contiguous = two_windows(209.0, 250.0), two_windows(100.0, 100.0, layout="contiguous")
     shipped = [limit for limit in load_policy(REPOSITORY / "ci" / "gates.yaml").limits if limit.kind == "ratio"]
     limits = [dataclasses.replace(limit, cells=("*",)) for limit in shipped if not limit.of]
-    shown = compare(paged, contiguous).throughput
-    assert len(limits) == 2 and shown.median == pytest.approx(2.09)
-    assert {finding.candidate for finding in judge(limits, paged, contiguous)} == {shown.median}
+    shown = served(paged, contiguous, THROUGHPUT)
+    assert len(limits) == 2 and shown.ratio == pytest.approx(2.09)
+    assert {finding.candidate for finding in judge(limits, paged, contiguous)} == {shown.ratio}
 
 
 def test_a_ratio_of_named_configurations_at_each_load():

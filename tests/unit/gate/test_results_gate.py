@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
+import operator
+import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -155,7 +158,7 @@ def test_the_kld_of_the_run_and_of_other_code_which_needs_force(run, gated):
     assert gated(run, KLD.replace("0.02", "0.009"))[0] == 1
     versions = {"torch": "1.0", "transformers": "not told by the run"}
     (run / QUALITY).write_text(
-        json.dumps(dataclasses.replace(MEASURED, git={"sha": "fedcba"}, versions=versions).to_json())
+        json.dumps(MEASURED.model_copy(update={"git": {"sha": "fedcba"}, "versions": versions}).to_json())
     )
     code, verdict = gated(run, KLD)
     ran = json.loads((run / "manifest.json").read_text())["versions"]["torch"]
@@ -234,3 +237,36 @@ def test_a_comparison_that_is_not_finished_is_not_looked_at(compared, capsys):
     assert command(compared) == 2
     assert "kvbench compare --resume" in capsys.readouterr().err
     assert not (compared / "verdict.json").exists()
+
+
+def places(data: object, before: tuple = ()) -> Iterator[tuple]:
+    """The keys and indices that lead to each value of JSON data."""
+    entries = data.items() if isinstance(data, dict) else enumerate(data[:2]) if isinstance(data, list) else ()
+    for key, value in entries:
+        yield (*before, key)
+        yield from places(value, (*before, key))
+
+
+WRONG = (None, [], {}, "text", -1.5, [None], {"x": None}, 1e30, [[]])
+
+
+def test_a_damaged_comparison_ends_in_one_sentence(compared, capsys):
+    latencies = {side: {"ttft_ms": 40.0, "e2e_ms": 50.0} for side in ("base", "candidate")}
+    rounds = [{"first": "base", **latencies}] * 20
+    (compared / "served.json").write_text(json.dumps({"format": 1, "checks": {"mixed/a": [rounds]}}))
+    for path in compared.rglob("counters.json"):
+        path.write_text(json.dumps({"steps_total": 10.0, "swap_seconds_total": 1.0}))
+    rng = random.Random(3)
+    for path in (compared / "manifest.json", compared / "served.json", *sorted(compared.rglob("a-c4/loads/1/*.json"))):
+        kept = path.read_text()
+        cases = [(place, wrong) for place in places(json.loads(kept)) for wrong in WRONG]
+        for place, wrong in rng.sample(cases, min(len(cases), 25)):
+            data = json.loads(kept)
+            node = functools.reduce(operator.getitem, place[:-1], data)
+            node[place[-1]] = wrong
+            path.write_text(json.dumps(data))
+            code = command(compared, "--output-dir", compared / "out")
+            said = capsys.readouterr().err
+            assert code in (0, 1, 2, 3, 5) and "unexpected" not in said, (path.name, place, wrong, said)
+            assert code != 2 or len(said.strip().splitlines()) == 1
+        path.write_text(kept)

@@ -6,9 +6,10 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_json
-from kvbench.gate.compare.folder import CompareManifest, ServerFacts, SideFacts
+from kvbench.gate.compare.folder import CompareManifest, SideFacts
 from kvbench.gate.compare.manifest import record_server, require_same_requests, server_differences
 from kvbench.gate.timing.plan import match_designs
+from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.design import make_design
 from kvbench.workload.load_section import load_point
 from tests.support.compare_folders import noisy_pairs, stored_comparison
@@ -43,7 +44,7 @@ def manifest():
 
 
 def record(manifest, side, info=OURS, *, match=None, alone=False, force=False):
-    record_server(manifest, match or matched(), side, ServerFacts.parse(info), alone=alone, force=force)
+    record_server(manifest, match or matched(), side, ServerInfo.parse(info), alone=alone, force=force)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def record(manifest, side, info=OURS, *, match=None, alone=False, force=False):
     ],
 )
 def test_what_two_servers_differ_in(left, right, found):
-    for expected, said in zip(found, server_differences(*map(ServerFacts.parse, (left, right))), strict=True):
+    for expected, said in zip(found, server_differences(*map(ServerInfo.parse, (left, right))), strict=True):
         assert said.startswith(expected)
 
 
@@ -87,7 +88,7 @@ def test_every_later_launch_is_held_to_the_first_of_its_side(manifest):
         record(manifest, "candidate", changed)
     record(manifest, "candidate", changed, force=True)
     assert ["torch" in each for each in manifest.differences] == [True]
-    assert list(manifest.servers["candidate"].values()) == [ServerFacts.parse(OURS)]
+    assert list(manifest.servers["candidate"].values()) == [ServerInfo.parse(OURS)]
 
 
 def test_sides_whose_loads_had_a_server_each_are_kept_once(manifest):

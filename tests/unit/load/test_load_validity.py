@@ -107,7 +107,7 @@ def test_a_suspended_client_is_invalid_however_few_its_chunks(seconds, load_s, w
     client = client_report([chunks], stopped(seconds, load_s), 0.1, load_s, "closed", stamps == "kernel")
     found = invalid_reasons(client, 0)
     assert len(found) == bool(what) and what in "".join(found)
-    assert client_reasons({"client": client, "invalid_reasons": found}) == found, "it is measured again"
+    assert client_reasons(LoadOutcome(client=client, invalid_reasons=found)) == found, "it is measured again"
 
 
 def test_with_the_kernels_stamps_a_late_loop_does_not_make_them_late():
@@ -247,9 +247,9 @@ def test_the_clients_own_reasons_are_told_from_the_servers(tmp_path) -> None:
     own, cut = invalid_reasons(client, 0), "2 of 2 outputs were shorter"
     outcome = {"client": client.to_json() | {"processes": [{"name": "worker 1"}]}}
     outcome |= {"invalid_reasons": [*own, "worker 1: it lagged", cut, *invalid_reasons(client, 3)]}
-    outcome = json.loads(json.dumps(outcome))  # as load.json keeps it
+    outcome = LoadOutcome.parse(outcome)
     assert len(own) == 1 and client_reasons(outcome) == [*own, "worker 1: it lagged", *own]
-    assert client_reasons({"invalid_reasons": [cut]}) == []
+    assert client_reasons(LoadOutcome(invalid_reasons=[cut])) == []
 
 
 def test_requests_due_at_once_leave_one_after_the_other_and_that_is_no_slip():

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.common.files import read_json
-from kvbench.measure.http import collect_metrics, judges_this_machine, store_server
+from kvbench.measure.http import judges_this_machine, read_metrics
+from kvbench.measure.result import Readings
 from kvbench.metrics.model import LoadOutcome
 from kvbench.targets.prometheus import MetricsSample
 from tests.support.request_rows import frame, row
@@ -17,9 +18,9 @@ def counters(folder, readings: dict[float, float]) -> dict[str, float]:
     """counters.json of a load from 100.0 to 102.0 s of the process's clock; ``readings``: a gauge's, at these times."""
     frame(row(ts=0.0, t0=0.0, end=2.0)).to_parquet(folder / "requests.parquet")
     told = LoadOutcome(mode="closed", concurrency=1, zero_perf_counter=100.0)
-    poller = SimpleNamespace(samples=[MetricsSample(at, {"running": n}, {}) for at, n in readings.items()], failures=0)
-    metrics, _ = collect_metrics(folder, SimpleNamespace(slo=None), told, poller, None)
-    store_server(folder, told, metrics, poller, None, None)
+    samples = [MetricsSample(at, {"running": n}, {}) for at, n in readings.items()]
+    metrics = read_metrics(folder, SimpleNamespace(slo=None), told)
+    Readings(None, samples, None).store(folder, told, metrics)
     return read_json(folder / "counters.json")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvbench.quality.figures import Positions, figures, full_pool_figures
 from kvbench.quality.prompts import Prompt
-from kvbench.runs.quality import MARGINS, limits_of, outside_of
+from kvbench.runs.quality import MARGINS, Bin, ConfigurationFigures, limits_of, outside_of
 
 RNG = np.random.default_rng(0)
 
@@ -47,15 +47,15 @@ def made(**changed):
 def test_every_position_counts_alike():
     found = made()
     kld, change = (np.concatenate([getattr(each, of) for each in POSITIONS]) for of in ("kld", "change"))
-    assert found["positions"] == len(kld) == 112
-    assert found["mean"] == pytest.approx(kld.mean()) and found["max"] == kld.max()
-    assert [found["p95"], found["p99"]] == pytest.approx(np.percentile(kld, [95, 99]))
-    assert found["rms_dp"] == pytest.approx(np.sqrt((change**2).mean()))
+    assert found.positions == len(kld) == 112
+    assert found.mean == pytest.approx(kld.mean()) and found.max == kld.max()
+    assert [found.p95, found.p99] == pytest.approx(np.percentile(kld, [95, 99]))
+    assert found.rms_dp == pytest.approx(np.sqrt((change**2).mean()))
     decoded = np.concatenate([each.decoded for each in POSITIONS])
-    assert found["prompt_mean"] == pytest.approx(kld[~decoded].mean())
-    assert found["decode_mean"] == pytest.approx(kld[decoded].mean())
+    assert found.prompt_mean == pytest.approx(kld[~decoded].mean())
+    assert found.decode_mean == pytest.approx(kld[decoded].mean())
     for name in ("mean", "rms_dp", "perplexity_change"):
-        assert found[f"{name}_low"] < found[name] < found[f"{name}_high"]
+        assert found.value(f"{name}_low") < found.value(name) < found.value(f"{name}_high")
 
 
 def test_the_perplexity_is_of_the_texts_own_tokens_alone():
@@ -63,47 +63,50 @@ def test_the_perplexity_is_of_the_texts_own_tokens_alone():
         np.concatenate([getattr(each, of)[each.own] for each in POSITIONS[:2]]) for of in ("expected_loss", "loss")
     )
     found = made()
-    assert found["perplexity"] == pytest.approx(np.exp(after.mean()))
-    assert found["perplexity_change"] == pytest.approx(np.exp(after.mean()) / np.exp(before.mean()) - 1)
-    assert "perplexity_change" not in found["sets"]["malformed"]
+    assert found.perplexity == pytest.approx(np.exp(after.mean()))
+    assert found.perplexity_change == pytest.approx(np.exp(after.mean()) / np.exp(before.mean()) - 1)
+    assert found.sets["malformed"].perplexity_change is None
 
 
 def test_an_answer_agrees_as_a_whole_with_all_its_turns():
-    greedy = made()["greedy"]
-    assert (greedy["answers"], greedy["agree"]) == (4, 2)
-    assert greedy["first_divergence"] == 2.5  # of 5, in the second turn, and 0
-    assert made(b=BASELINE["b"], c=BASELINE["c"])["greedy"]["first_divergence"] is None
-    assert made()["sets"]["average"]["greedy"]["agree"] == 1
+    greedy = made().greedy
+    assert (greedy.answers, greedy.agree) == (4, 2)
+    assert greedy.first_divergence == 2.5  # of 5, in the second turn, and 0
+    assert made(b=BASELINE["b"], c=BASELINE["c"]).greedy.first_divergence is None
+    assert made().sets["average"].greedy.agree == 1
 
 
 def test_passkeys_are_counted_by_depth_length_and_place_in_a_page():
-    found = made()["passkey"]
-    assert (found["asked"], found["right"]) == (3, 2)
-    assert found["by_depth"] == [
-        {"of": "0 to 20 %", "asked": 1, "right": 1},
-        {"of": "40 to 60 %", "asked": 1, "right": 1},
-        {"of": "80 to 100 %", "asked": 1, "right": 0},
-    ]
-    assert [row["of"] for row in found["by_length"]] == ["17 to 32", "33 to 64", "65 to 128"]
-    assert found["by_residue"] == [
-        {"of": "1", "asked": 2, "right": 1},
-        {"of": "4", "asked": 1, "right": 1},
-    ]
+    found = made().passkey
+    assert (found.asked, found.right) == (3, 2)
+    assert found.by_depth == (
+        Bin(of="0 to 20 %", asked=1, right=1),
+        Bin(of="40 to 60 %", asked=1, right=1),
+        Bin(of="80 to 100 %", asked=1, right=0),
+    )
+    assert [row.of for row in found.by_length] == ["17 to 32", "33 to 64", "65 to 128"]
+    assert found.by_residue == (Bin(of="1", asked=2, right=1), Bin(of="4", asked=1, right=1))
 
 
 def test_without_texts_there_is_no_perplexity_to_tell():
     found = figures(FORCED[2:3], [], POSITIONS[2:3], ANSWERS, BASELINE, decode, 16)
-    assert "perplexity" not in found and found["passkey"] == {
-        "asked": 0, "right": 0, "by_depth": [], "by_length": [], "by_residue": [],
-    }  # fmt: skip
+    assert "perplexity" not in found.to_json()
+    assert found.passkey.to_json() == {"asked": 0, "right": 0, "by_depth": (), "by_length": (), "by_residue": ()}
 
 
-COUNTERS = {"preemptions": 3, "swapped_pages": 2, "evicted_pages": 1, "forks": 4, "steps": 9}
-CONTROL = {
+COUNTERS = {"preemptions": 3, "swapped_pages": 2, "evicted_pages": 1, "forks": 4}
+KNOWN = {
     "mean": 1e-5, "mean_high": 2e-5, "p99": 1e-4, "rms_dp": 0.001, "rms_dp_high": 0.002,
     "perplexity_change": 0.0, "perplexity_change_high": 0.001,
     "greedy": {"share": 0.9, "low": 0.8}, "passkey": {"share": 1.0, "low": 0.95},
 }  # fmt: skip
+
+
+def known(**changes) -> ConfigurationFigures:
+    return ConfigurationFigures.model_validate(KNOWN | changes)
+
+
+CONTROL = known()
 
 
 def test_a_limit_is_the_controls_worse_end_and_a_margin():
@@ -112,7 +115,7 @@ def test_a_limit_is_the_controls_worse_end_and_a_margin():
         "mean": 2e-5 + 0.002, "p99": 1e-4 + 0.02, "rms_dp": 0.017, "perplexity_change": 0.011,
         "greedy.share": 0.8 + MARGINS["greedy.share"], "passkey.share": 0.93,
     })  # fmt: skip
-    assert "perplexity_change" not in limits_of({"mean_high": 0.0})
+    assert "perplexity_change" not in limits_of(ConfigurationFigures(mean_high=0.0))
 
 
 @pytest.mark.parametrize(
@@ -131,9 +134,9 @@ def test_a_limit_is_the_controls_worse_end_and_a_margin():
 )
 def test_what_breaks_a_limit_is_said_and_what_keeps_it_is_not(change, word):
     limits = limits_of(CONTROL)
-    good = CONTROL | {"full_pool": full_pool_figures(40, ["a", "a"], [True] * 9, COUNTERS)}
-    assert outside_of(good, limits) == []
-    (sentence,) = outside_of(good | change, limits)
+    good = {"full_pool": full_pool_figures(40, ["a", "a"], [True] * 9, COUNTERS)}
+    assert outside_of(known(**good), limits) == []
+    (sentence,) = outside_of(known(**good | change), limits)
     assert word in sentence
 
 
@@ -155,8 +158,9 @@ def test_one_wrong_canary_is_outside_in_full_precision_and_else_more_than_chance
     answers = [(f"canary-{index}", index >= wrong_at_full_pool) for index in range(40)]
     off = [f"canary-{index}" for index in range(right_with_room, 40)]
     pool = full_pool_figures(40, [], [True], COUNTERS, canaries=answers, wrong_with_room=off)
-    known = {"kv_cache_dtype": kv_cache_dtype, "canaries": {"asked": 40, "right": right_with_room}, "full_pool": pool}
-    found = outside_of(CONTROL | known, limits_of(CONTROL))
+    alone = {"asked": 40, "right": right_with_room}
+    figures = known(kv_cache_dtype=kv_cache_dtype, canaries=alone, full_pool=pool)
+    found = outside_of(figures, limits_of(CONTROL))
     assert len(found) == outside and all("canaries" in each for each in found)
 
 
@@ -164,15 +168,15 @@ def test_one_wrong_canary_is_outside_in_full_precision_and_else_more_than_chance
 def test_what_is_no_number_is_outside(name):
     limits = limits_of(CONTROL)
     for value in (float("nan"), None):
-        assert len(outside_of(CONTROL | {name: value}, limits)) == 1
+        assert len(outside_of(known(**{name: value}), limits)) == 1
     assert len(outside_of(CONTROL, limits | {name: float("nan")})) == 1
 
 
 def test_a_full_pool_is_told_by_answers_passkeys_canaries_and_events():
     answers = [("k1", True), ("k1", False), ("k2", True)]
     found = full_pool_figures(40, ["a", "b", "a"], [True, False], COUNTERS, (), answers, ["k1", "k3"])
-    assert found == {
-        "answers": 40, "agree": 37, "passkey_asked": 2, "passkey_right": 1, "wrong": ["a", "b"],
-        "preemptions": 3, "swapped_pages": 2, "evicted_pages": 1, "forks": 4, "problems": [],
-        "canaries": {"answered": 3, "distinct": 2, "wrong": 1, "which": ["k1"], "wrong_with_room": 1},
+    assert found.to_json() == {
+        "answers": 40, "agree": 37, "passkey_asked": 2, "passkey_right": 1, "wrong": ("a", "b"),
+        "preemptions": 3, "swapped_pages": 2, "evicted_pages": 1, "forks": 4, "problems": (),
+        "canaries": {"answered": 3, "distinct": 2, "wrong": 1, "which": ("k1",), "wrong_with_room": 1},
     }  # fmt: skip

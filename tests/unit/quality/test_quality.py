@@ -105,22 +105,22 @@ def test_the_command_on_a_run(workload, capsys):
     assert command(run) == 0
     result = read_quality(run)
     assert len(result.configurations) == 7 and not result.beside and result.note == ""
-    by_dtype = {each["kv_cache_dtype"]: each for each in result.configurations.values()}
+    by_dtype = {each.kv_cache_dtype: each for each in result.configurations.values()}
     int8, int4 = by_dtype["int8_per_token_head"], by_dtype["int4_per_token_head"]
     for figures in (result.control, *result.configurations.values()):
-        assert set(figures["sets"]) == {"easy", "average", "malformed", "production-like", "workload"}
-        assert figures["sets"]["workload"]["prompts"] == 5 and figures["greedy"]["answers"] == 10
-        assert figures["passkey"]["asked"] == 2 + 8 and figures["perplexity"] > 1000
+        assert set(figures.sets) == {"easy", "average", "malformed", "production-like", "workload"}
+        assert figures.sets["workload"].prompts == 5 and figures.greedy.answers == 10
+        assert figures.passkey.asked == 2 + 8 and figures.perplexity > 1000
     for figures in result.configurations.values():
-        plain = figures["kv_cache_dtype"] == "auto"
-        assert (figures["mean"] < 1e-9) == plain and figures["mean_low"] <= figures["mean"] <= figures["mean_high"]
-        pool = figures["full_pool"]
-        assert (not pool["wrong"] and pool["agree"] == pool["answers"]) or not plain
-        assert pool["answers"] > 18 and pool["passkey_asked"] > 10 and pool["forks"] > 0
-        assert not plain or figures["outside"] == []
-    assert 0 < int8["mean"] < int4["mean"] <= int4["p99"] <= int4["max"]
-    assert max(each["full_pool"]["preemptions"] for each in result.configurations.values()) > 0
-    assert result.facts["left_out"] == 1 and result.facts["measurements"] == 6  # max_num_seqs changes no answer
+        plain = figures.kv_cache_dtype == "auto"
+        assert (figures.mean < 1e-9) == plain and figures.mean_low <= figures.mean <= figures.mean_high
+        pool = figures.full_pool
+        assert (not pool.wrong and pool.agree == pool.answers) or not plain
+        assert pool.answers > 18 and pool.passkey_asked > 10 and pool.forks > 0
+        assert not plain or figures.outside == ()
+    assert 0 < int8.mean < int4.mean <= int4.p99 <= int4.max
+    assert max(each.full_pool.preemptions for each in result.configurations.values()) > 0
+    assert result.facts.left_out == 1 and result.facts.measurements == 6  # max_num_seqs changes no answer
     (different,) = result.differs_from(json.loads((run / "manifest.json").read_text()))
     assert different.startswith("set of weights ")
     out, err = capsys.readouterr()

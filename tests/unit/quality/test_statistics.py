@@ -9,6 +9,7 @@ from scipy import special, stats
 
 from kvbench.quality.answering import compare_logits
 from kvbench.quality.figures import Positions, counted, interval_of, share_of
+from kvbench.runs.quality import Bin
 
 
 def mean_of(total: np.ndarray) -> np.ndarray:
@@ -55,10 +56,10 @@ def test_shares_have_wilsons_interval(right, asked):
 
 
 def test_counts_by_label_keep_the_order_of_the_labels():
-    assert counted(["b", "a", "b"], [True, True, False]) == [
-        {"of": "b", "asked": 2, "right": 1},
-        {"of": "a", "asked": 1, "right": 1},
-    ]
+    assert counted(["b", "a", "b"], [True, True, False]) == (
+        Bin(of="b", asked=2, right=1),
+        Bin(of="a", asked=1, right=1),
+    )
 
 
 def compared(expected: torch.Tensor, got: torch.Tensor, following: torch.Tensor) -> Positions:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvbench.cli.main import cli
-from kvbench.report.decision import answers
+from kvbench.report.decision import Decision
 from kvbench.report.document import Document, document
 from kvbench.report.page import markdown
 from kvbench.report.quality import (
@@ -106,7 +106,7 @@ def test_an_outlier_is_named_with_the_steps_that_it_leaves_by_the_answer_and_by_
     base, quantised = cell(), cell(throughput=(150.0, 151.0, 152.0), kv_cache_dtype=dtype)
     told = {"kv_outliers": {"k_layer": 2, "v_layer": 5, **facts}}
     run = measured_run(base, quantised, servers={quantised.config_id: told})
-    (answer,) = answers(run)
+    (answer,) = Decision.of(run).answers()
     (price,) = prices(with_quality(run, {quantised.config_id: figures() | told}))
     assert all(words in text and ("typical" in text) == bool(words) for text in (answer.evidence, price))
     assert "steps" not in answer.evidence or dtype.startswith("int")
@@ -115,7 +115,7 @@ def test_an_outlier_is_named_with_the_steps_that_it_leaves_by_the_answer_and_by_
 def test_values_that_fp8_cuts_off_are_named_by_the_answer() -> None:
     def evidence(saturated: float) -> str:
         counted = {"kv_sampled_values_total": 4000.0, "kv_saturated_values_total": saturated}
-        (answer,) = answers(measured_run(cell(), cell(kv_cache_dtype="fp8_e4m3", server=counted)))
+        (answer,) = Decision.of(measured_run(cell(), cell(kv_cache_dtype="fp8_e4m3", server=counted))).answers()
         return answer.evidence
 
     assert "0.05 % of the sampled K and V have fp8's largest code" in evidence(2.0)

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 
-from kvbench.report.changes import (
-    AHEAD,
-    BEHIND,
-    ENGINE_TIME,
-    IS_LEVEL,
-    ITL,
-    OPEN,
-    SERVED,
-    THROUGHPUT,
-    TTFT,
-    Change,
-    change,
-    changes,
-    changes_frame,
-    decided_load,
-    short_name,
-)
+from kvbench.effects.comparison import Call, Comparison
+from kvbench.metrics.definitions import ENGINE, SERVED
+from kvbench.report.comparisons import ITL, THROUGHPUT, TTFT, change, changes, decided_load, short_name, sized
 from kvbench.runs.model import Run
 from tests.support.report_cells import cell, in_engine_time, run
 
@@ -33,13 +18,13 @@ FAST, SLOW = (150.0, 151.0, 152.0), (50.0, 51.0, 49.0)
 @pytest.mark.parametrize(
     ("figures", "metric", "call"),
     [
-        ({"throughput": FAST}, THROUGHPUT, AHEAD),
-        ({"throughput": SLOW}, THROUGHPUT, BEHIND),
-        ({"throughput": (101.0, 99.0, 100.0)}, THROUGHPUT, IS_LEVEL),
-        ({"throughput": (50.0, 100.0, 250.0)}, THROUGHPUT, OPEN),
-        ({"throughput": (150.0,)}, THROUGHPUT, OPEN),  # one repeat decides nothing
-        ({"ttft": (900.0, 910.0, 905.0)}, TTFT, BEHIND),  # more of a latency is worse
-        ({"tpot": (10.0, 10.1, 10.2)}, ITL, AHEAD),
+        ({"throughput": FAST}, THROUGHPUT, Call.BETTER),
+        ({"throughput": SLOW}, THROUGHPUT, Call.WORSE),
+        ({"throughput": (101.0, 99.0, 100.0)}, THROUGHPUT, Call.LEVEL),
+        ({"throughput": (50.0, 100.0, 250.0)}, THROUGHPUT, Call.UNDECIDED),
+        ({"throughput": (150.0,)}, THROUGHPUT, Call.UNDECIDED),  # one repeat decides nothing
+        ({"ttft": (900.0, 910.0, 905.0)}, TTFT, Call.WORSE),  # more of a latency is worse
+        ({"tpot": (10.0, 10.1, 10.2)}, ITL, Call.BETTER),
     ],
 )
 def test_a_served_change_is_called_in_the_direction_of_its_metric(figures: dict, metric: str, call: str) -> None:
@@ -50,26 +35,25 @@ def test_a_served_change_is_called_in_the_direction_of_its_metric(figures: dict,
 
 def test_engine_time_outranks_what_was_served_and_the_clocks_never_mix() -> None:
     a, b = cell(page_size=8, throughput=SLOW), cell(page_size=64, throughput=FAST)
-    known = run(cell(), a, b, engine_time=in_engine_time((a, THROUGHPUT, 1.1, 1.08, 1.12, AHEAD)))
+    known = run(cell(), a, b, engine_time=in_engine_time((a, THROUGHPUT, 1.1, 1.08, 1.12, Call.BETTER)))
     found = changes(known, known.loads[0])
-    assert [(each.cell.name, each.clock, each.call) for each in found] == [(a.name, ENGINE_TIME, AHEAD)]
-    assert set(changes_frame(known)["clock"]) == {ENGINE_TIME}
+    assert [(one.name, each.clock, each.call) for one, each in found] == [(a.name, ENGINE, Call.BETTER)]
 
 
 def test_what_was_served_decides_only_what_engine_time_does_not_exclude() -> None:
     other = cell(page_size=8, throughput=FAST)
-    excluded = run(cell(), other, engine_time=in_engine_time((other, THROUGHPUT, 1.01, 0.99, 1.03, OPEN)))
+    excluded = run(cell(), other, engine_time=in_engine_time((other, THROUGHPUT, 1.01, 0.99, 1.03, Call.UNDECIDED)))
     found = change(excluded, other, THROUGHPUT)
-    assert found is not None and (found.clock, found.call) == (ENGINE_TIME, OPEN)
-    wide = run(cell(), other, engine_time=in_engine_time((other, THROUGHPUT, 1.3, 0.9, 1.8, OPEN)))
+    assert found is not None and (found.clock, found.call) == (ENGINE, Call.UNDECIDED)
+    wide = run(cell(), other, engine_time=in_engine_time((other, THROUGHPUT, 1.3, 0.9, 1.8, Call.UNDECIDED)))
     found = change(wide, other, THROUGHPUT)
-    assert found is not None and (found.clock, found.call) == (SERVED, AHEAD)
+    assert found is not None and (found.clock, found.call) == (SERVED, Call.BETTER)
 
 
 def test_nothing_is_compared_with_an_invalid_baseline_but_engine_time_needs_none() -> None:
     base, other = cell(reasons=("lag",)), cell(page_size=8, throughput=FAST)
     assert change(run(base, other), other, THROUGHPUT) is None
-    known = run(base, other, engine_time=in_engine_time((other, THROUGHPUT, 1.1, 1.08, 1.12, AHEAD)))
+    known = run(base, other, engine_time=in_engine_time((other, THROUGHPUT, 1.1, 1.08, 1.12, Call.BETTER)))
     assert change(known, other, THROUGHPUT).ratio == 1.1
     assert change(known, base, THROUGHPUT) is None
 
@@ -95,15 +79,7 @@ def test_the_reported_load_is_the_highest_that_decides_anything() -> None:
     ],
 )
 def test_a_change_is_written_as_people_say_it(ratio, low, high, text: str) -> None:
-    assert str(Change(cell(), THROUGHPUT, SERVED, ratio, low, high, OPEN, None)) == text
-
-
-def test_the_inverse_is_the_baseline_against_the_cell() -> None:
-    paged = Change(cell(), THROUGHPUT, ENGINE_TIME, 0.5, 0.4, 0.625, BEHIND, None).inverse()
-    assert (paged.ratio, paged.low, paged.high, paged.call) == (2.0, 1.6, 2.5, AHEAD)
-    assert (
-        paged.inverse().ratio == 0.5 and Change(cell(), ITL, SERVED, 1.0, None, None, OPEN, None).inverse().low is None
-    )
+    assert sized(Comparison(THROUGHPUT, SERVED, ratio, low, high, 3, Call.UNDECIDED)) == text
 
 
 def test_a_configuration_is_named_by_what_it_changes() -> None:
@@ -114,10 +90,3 @@ def test_a_configuration_is_named_by_what_it_changes() -> None:
     both = cell(page_size=32, kv_cache_dtype="fp8_e4m3", enable_prefix_caching=True)
     assert short_name(both, base) == "page 32 with prefix caching and FP8 KV (e4m3)"
     assert short_name(replace(base, settings={}), None) == base.name
-
-
-def test_the_frame_is_in_percent_with_gaps_where_nothing_is_known() -> None:
-    frame = changes_frame(run(cell(throughput=(100.0,)), cell(page_size=8, throughput=(150.0,))))
-    row = frame[frame["metric"] == THROUGHPUT].iloc[0]
-    assert row["change"] == pytest.approx(50.0) and (row["low"] is None or math.isnan(row["low"]))
-    assert changes_frame(run()).empty and changes_frame(run(cell())).empty

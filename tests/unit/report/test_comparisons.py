@@ -1,64 +1,31 @@
-"""Comparisons against numbers worked out by hand, and scipy's own t interval."""
+"""Which cells are compared, and which lead."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from scipy import stats
 
-from kvbench.report.comparisons import best, compare, differing, effects, leaders, paging, scatters, spread
+from kvbench.report.comparisons import (
+    THROUGHPUT,
+    best,
+    differing,
+    effects,
+    leaders,
+    paging,
+    scatters,
+    served,
+    spread,
+)
 from kvbench.runs.model import MeasuredLoad
-from kvbench.runs.ratios import paired_ratio
 from tests.support.records import put, take
 from tests.support.report_cells import cell, mark_few, run
 
 AT_24 = MeasuredLoad("closed", 24)
 
 
-def test_ratios_are_paired_by_repeat_and_not_pooled() -> None:
-    # The machine halves in speed in repeat 2; paired ratios do not see it, ratios of means would.
-    r = paired_ratio({1: 200.0, 2: 110.0, 3: 190.0}, {1: 100.0, 2: 50.0, 3: 100.0})
-    assert r is not None
-    assert r.values == pytest.approx((2.0, 2.2, 1.9))
-    assert (r.median, r.low, r.high, r.n) == pytest.approx((2.0, 1.9, 2.2, 3))
-
-
-def test_only_repeats_that_both_have_are_compared() -> None:
-    r = paired_ratio({1: 10.0, 2: 30.0, 4: 50.0}, {2: 10.0, 3: 10.0, 4: 10.0})
-    assert r is not None and r.values == pytest.approx((3.0, 5.0)) and r.ci is None
-    assert paired_ratio({1: 10.0}, {2: 10.0}) is None
-    assert paired_ratio({1: 10.0}, {1: 0.0}) is None
-    assert compare(cell(), cell(throughput=())).throughput is None
+def test_only_valid_cells_with_figures_are_compared() -> None:
+    assert served(cell(), cell(throughput=()), THROUGHPUT) is None
+    assert served(cell(), cell(page_size=8, reasons=("lag",)), THROUGHPUT) is None
     assert spread({}) is None
-
-
-def test_t_interval_matches_scipy_on_logs() -> None:
-    values = (1.85, 1.9, 1.96, 1.7)
-    logs = np.log(values)
-    low, high = stats.t.interval(0.95, len(logs) - 1, loc=logs.mean(), scale=stats.sem(logs))
-    r = paired_ratio(dict(enumerate(values)), dict.fromkeys(range(4), 1.0))
-    assert r is not None and r.ci == pytest.approx((np.exp(low), np.exp(high)))
-
-
-@pytest.mark.parametrize(
-    ("values", "verdict"),
-    [
-        ((1.9, 1.85, 1.96), "higher"),
-        ((0.6, 0.61, 0.62), "lower"),
-        ((0.66, 0.73, 4.09), "unclear"),  # includes 1 because nothing is known, not because it is level
-        ((1.02, 1.021, 1.022), "level"),  # within 5 %, however sure
-        ((0.96, 1.0, 1.04), "level"),
-        ((0.94, 1.0, 1.04), "unclear"),
-        ((0.99, 1.0, 1.06), "unclear"),
-        ((1.05, 1.06, 1.07), "higher"),  # small, but not all within 5 %, and the interval excludes 1
-        ((1.04, 1.30, 1.35), "unclear"),  # all above 1, but the interval of three repeats includes it
-        ((1.5,), "unclear"),
-        ((1.0, 1.0), "unclear"),
-    ],
-)
-def test_verdicts(values: tuple[float, ...], verdict: str) -> None:
-    r = paired_ratio(dict(enumerate(values)), dict.fromkeys(range(len(values)), 1.0))
-    assert r is not None and r.verdict == verdict
 
 
 def test_best_is_the_highest_median_of_valid_cells() -> None:
@@ -75,7 +42,7 @@ PAGE_16, PAGE_8 = "paged (page 16)", "paged (page 8)"
     ("page_8", "page_32", "marked"),
     [
         ((98.0, 100.0, 100.0), (50.0, 50.0, 50.0), {PAGE_16: "level", PAGE_8: "level"}),
-        ((60.0, 99.0, 101.0), (50.0, 50.0, 50.0), {PAGE_16: "level", PAGE_8: "unclear"}),
+        ((60.0, 99.0, 101.0), (50.0, 50.0, 50.0), {PAGE_16: "level", PAGE_8: "undecided"}),
         ((70.0, 70.0, 70.0), (50.0, 50.0, 50.0), {PAGE_16: "level"}),
         ((98.0, 100.0, 100.0), (60.0, 99.0, 101.0), {}),  # nobody is decided to be worse
         ((90.0,), (50.0,), {}),  # one repeat in common decides nothing
@@ -118,7 +85,7 @@ def test_there_is_no_leader_where_medians_and_paired_ratios_contradict_each_othe
     more = dict.fromkeys(("tpot", "ttft"), (20.0,) * 7)
     ahead = cell(throughput=(100.0,) * 3 + (500.0,) * 4, **more)  # the machine was faster in the last four repeats
     behind, slow = cell(page_size=8, throughput=(130.0, 130.0, 131.0)), cell("contiguous", throughput=(50.0,) * 3)
-    assert compare(behind, ahead).throughput.verdict == "higher"  # type: ignore[union-attr]
+    assert served(behind, ahead, THROUGHPUT).call == "better"  # type: ignore[union-attr]
     assert leaders(run(ahead, behind, slow), AT_24)["output_tokens_per_s"] == {}
     assert leaders(run(ahead, slow), AT_24)["output_tokens_per_s"] == {PAGE_16: "level"}
 
@@ -133,9 +100,9 @@ def test_repeats_scatter_from_half_as_much_again(throughput: tuple[float, ...], 
 def test_paging_picks_the_pair_that_differs_least() -> None:
     cells = [cell("contiguous"), cell(page_size=64), cell(), cell(enable_prefix_caching=True)]
     (pair,) = paging(run(*cells))
-    assert (pair.a.name, pair.b.name) == ("paged (page 16)", "contiguous")
+    assert (pair[0].name, pair[1].name) == ("paged (page 16)", "contiguous")
     (pair,) = paging(run(cell("contiguous", max_num_seqs=8), cell(), cell(max_num_seqs=8)))
-    assert pair.a.settings["max_num_seqs"] == 8  # the same settings before the baseline
+    assert pair[0].settings["max_num_seqs"] == 8  # the same settings before the baseline
     assert paging(run(cell(load=3), cell("contiguous", load=24))) == []
 
 
@@ -165,8 +132,8 @@ def test_effects_are_single_changes_from_the_baseline() -> None:
     both = cell(page_size=8, enable_prefix_caching=True)
     (effect,) = effects(run(base, eight, both))
     assert (effect.setting, effect.value, effect.baseline_value) == ("page_size", 8, 16)
-    assert effect.comparison.throughput is not None
-    assert effect.comparison.throughput.median == pytest.approx(1.2)
+    ratio = served(effect.cell, effect.base, THROUGHPUT)
+    assert ratio is not None and ratio.ratio == pytest.approx(1.2)
     assert effects(run(eight, cell(page_size=64))) == []  # without a baseline
 
 
@@ -183,5 +150,5 @@ def test_throughput_falls_back_to_the_whole_run_for_every_repeat_alike() -> None
         for repeat in each.repeats:
             put(repeat.metrics, output_throughput=value)
     assert short.throughput() == {0: 80.0, 1: 80.0}
-    r = compare(short, steady).throughput
+    r = served(short, steady, THROUGHPUT)
     assert r is not None and r.values == pytest.approx((2.0, 2.0))

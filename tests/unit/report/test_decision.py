@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.report.changes import AHEAD, BEHIND, ENGINE_TIME, IS_LEVEL, OPEN, THROUGHPUT, TTFT
+from kvbench.effects.comparison import Call
+from kvbench.metrics.definitions import ENGINE
+from kvbench.report.comparisons import THROUGHPUT, TTFT
 from kvbench.report.decision import (
     COSTS,
     FASTER_P95,
@@ -20,17 +22,27 @@ from kvbench.report.decision import (
     SLOWER_P95,
     TRADES_P95,
     UNDECIDED,
-    answers,
-    answers_clock,
+    Answer,
+    Decision,
     choice,
     count_words,
-    headline,
 )
-from kvbench.runs.model import MeasuredCell
+from kvbench.runs.model import MeasuredCell, Run
 from tests.support.quality_results import figures, outside, with_quality
 from tests.support.quality_results import measured_run as run
 from tests.support.report_cells import cell, in_engine_time, refused, wrong
 from tests.support.report_cells import run as run_without_quality
+
+BETTER, WORSE, LEVEL, OPEN = Call.BETTER, Call.WORSE, Call.LEVEL, Call.UNDECIDED
+
+
+def headline(measured: Run) -> str:
+    return Decision.of(measured).headline
+
+
+def answers(measured: Run) -> list[Answer]:
+    return Decision.of(measured).answers()
+
 
 FAST, SLOW, WIDE = (150.0, 151.0, 152.0), (50.0, 51.0, 49.0), (50.0, 100.0, 250.0)
 LATE = (900.0, 910.0, 905.0)  # p95 TTFT, where others have 500
@@ -147,7 +159,7 @@ def test_canaries_under_load_speak_for_full_precision_alone() -> None:
 def test_wrong_answers_under_load_count_whatever_was_measured_without_load() -> None:
     """Engine time decides without the load that was answered wrongly."""
     other = wrong(page_size=8)
-    known = in_engine_time((other, THROUGHPUT, 1.2, 1.18, 1.22, AHEAD))
+    known = in_engine_time((other, THROUGHPUT, 1.2, 1.18, 1.22, BETTER))
     text = headline(with_quality(run_without_quality(cell(), other, engine_time=known)))
     assert text.startswith("Do not ship page 8: +20 %") and "wrong answers" in text
 
@@ -162,7 +174,7 @@ def test_a_quality_of_another_commit_is_not_this_runs() -> None:
 def test_the_longest_risk_keeps_its_loss() -> None:
     both = {"page_size": 32, "kv_cache_dtype": "fp8_e4m3"}
     high, low = cell(**both), cell(load=3, ttft=LATE, **both)
-    known = in_engine_time((high, THROUGHPUT, 1.16, 1.13, 1.2, AHEAD))
+    known = in_engine_time((high, THROUGHPUT, 1.16, 1.13, 1.2, BETTER))
     text = headline(run(cell(), high, cell(load=3), low, engine_time=known))
     assert text.endswith("but p95 TTFT +81 % served at 3 at once.") and count_words(text) <= MOST_WORDS
 
@@ -174,7 +186,7 @@ def test_a_setting_of_known_quality_is_preferred_to_a_faster_one_of_unknown() ->
 
 def test_engine_time_decides_where_served_loads_are_invalid_and_says_so() -> None:
     base, other = cell(reasons=("lag",)), cell(page_size=8, reasons=("lag",))
-    known = in_engine_time((other, THROUGHPUT, 1.163, 1.126, 1.202, AHEAD), (other, TTFT, 0.76, 0.64, 0.91, AHEAD))
+    known = in_engine_time((other, THROUGHPUT, 1.163, 1.126, 1.202, BETTER), (other, TTFT, 0.76, 0.64, 0.91, BETTER))
     text = headline(run(base, other, engine_time=known))
     assert text == "Ship page 8: +16 % tokens/s (13 to 20) in engine time at 24 at once, p95 TTFT −24 %."
 
@@ -184,7 +196,7 @@ def test_what_is_lost_at_another_load_or_in_the_other_clock_is_a_risk() -> None:
     text = headline(run(cell(), high, cell(load=3), low))
     assert text.startswith("Risk: page 8 brings +51 %") and "−50 % tokens/s at 3 at once" in text
     other = cell(page_size=8, throughput=SLOW)
-    known = in_engine_time((other, THROUGHPUT, 1.2, 1.1, 1.3, AHEAD), (other, TTFT, 1.0, 0.99, 1.01, IS_LEVEL))
+    known = in_engine_time((other, THROUGHPUT, 1.2, 1.1, 1.3, BETTER), (other, TTFT, 1.0, 0.99, 1.01, LEVEL))
     text = headline(run(cell(), other, engine_time=known))
     assert text.startswith("Risk: page 8 brings +20 %") and "−50 % tokens/s served" in text
 
@@ -219,11 +231,11 @@ def test_paging_that_wins_by_one_p95_and_loses_the_other_is_a_risk_seen_from_the
 
 def test_a_p95_of_the_other_clock_than_throughput_says_so() -> None:
     other = cell(page_size=8, ttft=LATE)
-    known = in_engine_time((other, THROUGHPUT, 1.2, 1.1, 1.3, AHEAD), (other, TTFT, 1.0, 0.8, 1.2, OPEN))
+    known = in_engine_time((other, THROUGHPUT, 1.2, 1.1, 1.3, BETTER), (other, TTFT, 1.0, 0.8, 1.2, OPEN))
     measured = run(cell(), other, engine_time=known)
     assert headline(measured).startswith("Risk: ")  # engine time leaves p95 TTFT open, the served loads do not
     (answer,) = answers(measured)
-    assert answers_clock(measured) == ENGINE_TIME and answer.evidence.endswith("served")
+    assert Decision.of(measured).clock == ENGINE and answer.evidence.endswith("served")
 
 
 def test_an_incomplete_run_says_so_first() -> None:
@@ -233,11 +245,11 @@ def test_an_incomplete_run_says_so_first() -> None:
 
 
 def test_only_engine_time_is_told_where_no_load_was_finished() -> None:
-    known = in_engine_time((cell(page_size=8), THROUGHPUT, 1.1, 1.08, 1.12, AHEAD))
+    known = in_engine_time((cell(page_size=8), THROUGHPUT, 1.1, 1.08, 1.12, BETTER))
     assert "Only engine time" in headline(run(engine_time=known)) and "+10 %" in headline(run(engine_time=known))
 
 
-CALLS = st.sampled_from([AHEAD, BEHIND, IS_LEVEL, OPEN])
+CALLS = st.sampled_from([BETTER, WORSE, LEVEL, OPEN])
 RATIOS = st.floats(0.01, 99.0)
 
 
@@ -262,7 +274,7 @@ def test_no_run_gets_more_than_25_words_and_none_ships_what_is_behind(rows, quan
     text = headline(with_quality(measured, {each.config_id: quality for each in cells}))
     assert count_words(text) <= MOST_WORDS, text
     pays = any(
-        (call == AHEAD and ttft_call != BEHIND) or (call == IS_LEVEL and ttft_call == AHEAD)
+        (call == BETTER and ttft_call != WORSE) or (call == LEVEL and ttft_call == BETTER)
         for _, call, _, ttft_call in rows
     )
     assert ("Ship " in text) == (pays and quality is not None and not quality["outside"]), text
@@ -293,8 +305,8 @@ def test_a_gain_that_may_be_as_small_as_level_pays_little_and_open_p95s_are_name
     once = {"throughput": (100.0,)}  # no interval as served
     base, little, more = cell(**once), cell(page_size=8, **once), cell(enable_prefix_caching=True, **once)
     effects = in_engine_time(
-        (little, THROUGHPUT, 1.025, 1.015, 1.035, AHEAD), (little, TTFT, 1.0, 0.99, 1.01, IS_LEVEL),
-        (more, THROUGHPUT, 1.025, 1.021, 1.029, AHEAD), (more, TTFT, 1.0, 0.9, 1.1, OPEN),
+        (little, THROUGHPUT, 1.025, 1.015, 1.035, BETTER), (little, TTFT, 1.0, 0.99, 1.01, LEVEL),
+        (more, THROUGHPUT, 1.025, 1.021, 1.029, BETTER), (more, TTFT, 1.0, 0.9, 1.1, OPEN),
     )  # fmt: skip
     size, caching = answers(run(base, little, more, engine_time=effects))
     assert "8: pays little" in size.evidence and "TTFT" not in size.evidence
@@ -305,7 +317,7 @@ def test_a_gain_that_may_be_as_small_as_level_pays_little_and_open_p95s_are_name
 def test_what_was_served_stands_beside_engine_time_only_with_an_interval() -> None:
     def evidence(*rates: float) -> str:
         other = cell(page_size=8, throughput=rates)
-        effects = in_engine_time((other, THROUGHPUT, 1.1, 1.08, 1.12, AHEAD), (other, TTFT, 1.5, 1.3, 1.7, BEHIND))
+        effects = in_engine_time((other, THROUGHPUT, 1.1, 1.08, 1.12, BETTER), (other, TTFT, 1.5, 1.3, 1.7, WORSE))
         (answer,) = answers(run(cell(throughput=tuple(100.0 for _ in rates)), other, engine_time=effects))
         return answer.evidence
 

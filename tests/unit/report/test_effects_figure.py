@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.report.changes import AHEAD, BEHIND, ITL, OPEN, THROUGHPUT, TTFT
+from kvbench.effects.comparison import Call
+from kvbench.report.comparisons import ITL, THROUGHPUT, TTFT
 from kvbench.report.figures.effects import drawing
 from tests.support.report_cells import cell, in_engine_time, run
 
+BETTER, WORSE, OPEN = Call.BETTER, Call.WORSE, Call.UNDECIDED
 A, B, C = cell(page_size=8), cell(page_size=64), cell("contiguous")
 EFFECTS = (
-    (A, THROUGHPUT, 1.10, 1.08, 1.12, AHEAD), (A, TTFT, 1.02, 0.8, 1.3, OPEN), (A, ITL, 1.0, 0.9, 1.1, OPEN),
-    (B, THROUGHPUT, 0.99, 0.97, 1.01, OPEN), (B, TTFT, 1.6, 1.3, 1.9, BEHIND), (B, ITL, 1.0, 0.95, 1.05, OPEN),
-    (C, THROUGHPUT, 0.5, 0.4, 0.6, BEHIND), (C, TTFT, 9.0, 4.0, 20.0, BEHIND), (C, ITL, 0.1, 0.08, 0.12, AHEAD),
+    (A, THROUGHPUT, 1.10, 1.08, 1.12, BETTER), (A, TTFT, 1.02, 0.8, 1.3, OPEN), (A, ITL, 1.0, 0.9, 1.1, OPEN),
+    (B, THROUGHPUT, 0.99, 0.97, 1.01, OPEN), (B, TTFT, 1.6, 1.3, 1.9, WORSE), (B, ITL, 1.0, 0.95, 1.05, OPEN),
+    (C, THROUGHPUT, 0.5, 0.4, 0.6, WORSE), (C, TTFT, 9.0, 4.0, 20.0, WORSE), (C, ITL, 0.1, 0.08, 0.12, BETTER),
 )  # fmt: skip
 
 

@@ -6,8 +6,10 @@ import shlex
 
 import yaml
 
-from kvbench.report.changes import AHEAD, OPEN, THROUGHPUT
-from kvbench.report.next_step import next_steps
+from kvbench.effects.comparison import Call
+from kvbench.report.comparisons import THROUGHPUT
+from kvbench.report.decision import Decision, NextStep
+from kvbench.runs.model import Run
 from tests.support.quality_results import measured_run as run
 from tests.support.quality_results import outside, with_quality
 from tests.support.report_cells import cell, in_engine_time
@@ -15,6 +17,10 @@ from tests.support.report_cells import run as run_without_quality
 
 COMMAND = ["kvbench", "sweep", "workloads/mixed.yaml"]
 FAST = (150.0, 151.0, 152.0)
+
+
+def next_steps(measured: Run) -> list[NextStep]:
+    return Decision.of(measured).next_steps()
 
 
 def test_an_invalid_run_is_measured_again_first() -> None:
@@ -51,7 +57,7 @@ def test_settings_that_pay_alone_are_to_be_measured_together() -> None:
 
 def test_open_effects_ask_for_as_much_more_as_they_need() -> None:
     base, other = cell(throughput=(100.0,)), cell(page_size=8, throughput=(100.0,))
-    effect = (other, THROUGHPUT, 1.02, 0.99, 1.05, OPEN)
+    effect = (other, THROUGHPUT, 1.02, 0.99, 1.05, Call.UNDECIDED)
     known = in_engine_time(effect, smallest_seen=0.04, seconds=120.0)
     (step,) = next_steps(run(base, other, engine_time=known, command=COMMAND))
     assert step.command.endswith(" --lockstep-minutes 9")  # 2 minutes x (4 % / 2 %)^2, and a tenth more
@@ -68,5 +74,5 @@ def test_a_load_that_filled_nothing_asks_for_a_higher_one() -> None:
 
 
 def test_nothing_is_proposed_without_a_cell() -> None:
-    decided = in_engine_time((cell(page_size=8), THROUGHPUT, 1.1, 1.08, 1.12, AHEAD))
+    decided = in_engine_time((cell(page_size=8), THROUGHPUT, 1.1, 1.08, 1.12, Call.BETTER))
     assert [step.why for step in next_steps(run(engine_time=decided, command=COMMAND))] == []

@@ -160,7 +160,7 @@ def test_the_target_its_version_and_its_commands_are_told_once() -> None:
 def test_each_configuration_is_shown_with_its_own_command() -> None:
     cells = [cell(page_size=64), cell(page_size=32, baseline=True), cell(page_size=32, kv_cache_dtype="int8")]
     servers = {
-        each.config_id: {"server": {"title": "vLLM", "command": ["vllm", "--page", each.settings["page_size"]]}}
+        each.config_id: {"server": {"title": "vLLM", "command": ["vllm", "--page", str(each.settings["page_size"])]}}
         for each in cells
     }
     launched = [fact for fact in environment(run(*cells, servers=servers)) if "launched" in fact[0]]

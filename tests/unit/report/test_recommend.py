@@ -12,9 +12,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.report.changes import AHEAD, BEHIND, ENGINE_TIME, METRICS, OPEN, THROUGHPUT, change, decided_load
-from kvbench.report.comparisons import baseline
-from kvbench.report.decision import FASTER_P95, PAYS, choice, headline
+from kvbench.effects.comparison import Call
+from kvbench.metrics.definitions import ENGINE
+from kvbench.report.comparisons import JUDGED, THROUGHPUT, baseline, change, decided_load
+from kvbench.report.decision import FASTER_P95, PAYS, Decision, choice
 from kvbench.report.recommend import Recommendation, lines, recommend
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.read import read_run
@@ -24,6 +25,7 @@ from tests.support.quality_results import measured_run as run
 from tests.support.report_cells import cell, in_engine_time, refused, wrong
 from tests.support.report_cells import run as run_without_quality
 
+BETTER, WORSE, OPEN = Call.BETTER, Call.WORSE, Call.UNDECIDED
 FAST, FASTER, SLOW = (150.0, 151.0, 152.0), (200.0, 201.0, 202.0), (50.0, 51.0, 49.0)
 WIDE = (50.0, 100.0, 250.0)
 LATE = (900.0, 910.0, 905.0)  # p95 TTFT, where others have 500
@@ -131,7 +133,7 @@ def test_a_baseline_outside_the_limits_is_kept_and_that_is_said_first() -> None:
 RATES = st.sampled_from([(100.0,) * 3, FAST, FASTER, SLOW, WIDE, (150.0,)])
 TIMES = st.sampled_from([(500.0,) * 3, LATE, (100.0, 101.0, 102.0), (100.0, 500.0, 2500.0)])
 SETTINGS = ({"page_size": 8}, FP8, PREFIX, {"page_size": 8, **PREFIX}, {"page_size": 8, **FP8})
-EFFECTS = st.sampled_from([(1.2, 1.18, 1.22, AHEAD), (0.8, 0.78, 0.82, BEHIND), (1.01, 0.9, 1.1, OPEN)])
+EFFECTS = st.sampled_from([(1.2, 1.18, 1.22, BETTER), (0.8, 0.78, 0.82, WORSE), (1.01, 0.9, 1.1, OPEN)])
 
 
 @st.composite
@@ -146,7 +148,7 @@ def measured_runs(draw: st.DrawFn) -> Run:
         ]
     if draw(st.booleans()):
         cells.append(cell("contiguous", throughput=draw(RATES), ttft=draw(TIMES)))
-    timed = draw(st.lists(st.tuples(st.sampled_from(cells[2:]), st.sampled_from(list(METRICS)), EFFECTS), max_size=4))
+    timed = draw(st.lists(st.tuples(st.sampled_from(cells[2:]), st.sampled_from(JUDGED), EFFECTS), max_size=4))
     known = in_engine_time(*((one, metric, *effect) for one, metric, effect in timed)) if timed else None
     found = {one.config_id: draw(st.sampled_from([None, figures(), outside()])) for one in cells}
     return with_quality(run(*cells, engine_time=known, command=COMMAND), found)
@@ -159,15 +161,15 @@ def test_no_recommendation_loses_anywhere_or_is_of_doubtful_quality(measured: Ru
     assert load is not None
     chosen = measured.cell(said.configuration, load)
     assert chosen is not None
-    known = measured.quality.configurations.get(chosen.config_id, {}) if measured.quality else {}
-    assert said.settings == ({} if known.get("outside") else chosen.settings)  # of a baseline outside, none
+    figures = measured.quality.configurations.get(chosen.config_id) if measured.quality else None
+    assert said.settings == ({} if figures and figures.outside else chosen.settings)  # of a baseline outside, none
     if not chosen.is_baseline:
         assert choice(measured, chosen, baseline(measured, load)).verdict in (PAYS, FASTER_P95)
         everywhere = [one for one in measured.cells if one.name == chosen.name]
-        calls = {found.call for one in everywhere for metric in METRICS if (found := change(measured, one, metric))}
-        assert BEHIND not in calls and AHEAD in calls
-        assert measured.quality and measured.quality.configurations[chosen.config_id]["outside"] == []
-    assert headline(measured).startswith("Ship") == (not chosen.is_baseline)  # the report says the same
+        calls = {found.call for one in everywhere for metric in JUDGED if (found := change(measured, one, metric))}
+        assert WORSE not in calls and BETTER in calls
+        assert measured.quality and measured.quality.configurations[chosen.config_id].outside == ()
+    assert Decision.of(measured).headline.startswith("Ship") == (not chosen.is_baseline)  # the report says the same
     json.dumps(said.effects), lines(said)
 
 
@@ -202,17 +204,17 @@ def test_what_pays_at_one_load_only_is_said_with_its_load() -> None:
 
 def test_the_effects_are_those_of_the_report_with_load_and_clock() -> None:
     other = cell(page_size=8, throughput=FAST)
-    known = in_engine_time((other, THROUGHPUT, 1.17, 1.16, 1.18, AHEAD))
+    known = in_engine_time((other, THROUGHPUT, 1.17, 1.16, 1.18, BETTER))
     first = recommend(run(cell(), other, engine_time=known)).effects[0]
     wanted = {
         "load": "24 at once",
         "metric": THROUGHPUT,
-        "clock": ENGINE_TIME,
+        "clock": ENGINE,
         "ratio": 1.17,
         "low": 1.16,
         "high": 1.18,
     }
-    assert first == {**wanted, "call": AHEAD}
+    assert first == {**wanted, "call": BETTER}
 
 
 def test_the_fallback_is_the_baseline_with_what_it_served() -> None:
@@ -332,5 +334,5 @@ def test_the_reference_run_recommends_what_pays_once_its_answers_are_measured() 
     said = recommend(with_quality(read_run(REFERENCE / "mixed-cpu"), UNKNOWN))
     assert said.changed == {"enable_prefix_caching": False} and said.doubts == ()
     gain = next(row for row in said.effects if row["metric"] == THROUGHPUT and row["load"] == "32 at once")
-    assert gain["clock"] == ENGINE_TIME and 1.16 <= gain["low"] <= gain["ratio"] <= gain["high"] <= 1.18
+    assert gain["clock"] == ENGINE and 1.16 <= gain["low"] <= gain["ratio"] <= gain["high"] <= 1.18
     assert len(said.alone) == 3 and said.together is not None

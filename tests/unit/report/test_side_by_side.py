@@ -17,15 +17,28 @@ from scipy.stats import ttest_ind
 from kvbench.cli.main import cli, main
 from kvbench.common.errors import UsageError
 from kvbench.common.stats import welch_interval
-from kvbench.report.changes import BEHIND, OPEN, THROUGHPUT
-from kvbench.report.compared_cells import MOST_SIDES, Group, differences, groups_of, obstacles, one_group, ratios
-from kvbench.report.side_by_side import drawings, engine_time, markdown, page
+from kvbench.effects.comparison import Call
+from kvbench.report.comparisons import THROUGHPUT
+from kvbench.report.side_by_side import (
+    MOST_SIDES,
+    Group,
+    differences,
+    drawings,
+    engine_time,
+    groups_of,
+    markdown,
+    obstacles,
+    one_group,
+    page,
+    ratios,
+)
 from kvbench.runs.model import MeasuredCell, Run
 from tests.support.records import put
 from tests.support.report_cells import cell, in_engine_time, mark_few, refused, run, wrong
 from tests.support.synthetic_run import PAIR, make_run
 from tests.support.toy_engine import Scenario
 
+WORSE, OPEN = Call.WORSE, Call.UNDECIDED
 EVIL = "<script>alert(1)</script>"
 RISING = (100.0, 200.0, 400.0)  # repeats that scatter, as those of a machine that gets quieter
 MACHINE = {"cpu": {"model": "EPYC", "cores": 2}, "device": "EPYC", "model": {"name": "llama-32m"}}
@@ -62,11 +75,11 @@ def visible(page_: str) -> str:
 def test_repeats_of_one_run_are_paired_and_those_of_two_runs_are_not() -> None:
     slow, fast = cell(throughput=RISING), faster()
     paired = ratios(*pair(slow, fast))[0]
-    assert (paired.verdict, paired.mark) == ("higher", "better") and paired.ratio == pytest.approx(1.1)
-    assert paired.interval == pytest.approx((1.1, 1.1)) and "paired" in paired.basis
+    assert paired.call == "better" and paired.ratio == pytest.approx(1.1)
+    assert (paired.low, paired.high) == pytest.approx((1.1, 1.1)) and "paired" in paired.basis
     apart = ratios(*pair(slow, fast, git={"short_sha": "abc"}))[0]
-    assert apart.verdict == "unclear" and apart.mark == "" and "Welch" in apart.basis
-    assert apart.ratio == pytest.approx(1.1) and apart.interval[0] < 0.5 and apart.interval[1] > 2
+    assert apart.call == "undecided" and "Welch" in apart.basis
+    assert apart.ratio == pytest.approx(1.1) and apart.low < 0.5 and apart.high > 2
 
 
 def test_the_interval_of_two_runs_is_welchs() -> None:
@@ -75,8 +88,8 @@ def test_the_interval_of_two_runs_is_welchs() -> None:
     assert welch_interval(a, b) == pytest.approx(expected)
     first, other = cell(throughput=tuple(np.exp(a))), cell(throughput=tuple(np.exp(b)))
     found = ratios(*pair(first, other, seeds={}))[0]
-    assert found.interval == pytest.approx(tuple(map(math.exp, expected)))
-    assert found.verdict == "higher" and math.isnan(welch_interval([1.0], b)[0])
+    assert (found.low, found.high) == pytest.approx(tuple(map(math.exp, expected)))
+    assert found.call == "better" and math.isnan(welch_interval([1.0], b)[0])
     assert welch_interval([2.0, 2.0], [3.0, 3.0]) == (1.0, 1.0)
 
 
@@ -85,8 +98,8 @@ def test_level_needs_the_whole_interval_and_latencies_are_better_when_lower() ->
     base = cell(throughput=(100.0, 100.5, 99.5), ttft=(500.0, 501.0, 499.0))
     for other_run in ({}, {"os": "Linux 9"}):
         throughput, ttft, *_ = ratios(*pair(base, close, **other_run))
-        assert (throughput.verdict, throughput.mark) == ("level", "")
-        assert (ttft.verdict, ttft.mark) == ("lower", "better") and ttft.ratio == pytest.approx(0.5, rel=0.01)
+        assert throughput.call == "level"
+        assert ttft.call == "better" and ttft.ratio == pytest.approx(0.5, rel=0.01)
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
@@ -94,7 +107,7 @@ def test_fewer_than_three_repeats_make_no_interval_and_no_verdict(repeats: int) 
     base, fast = cell(throughput=RISING[:repeats]), faster(RISING[:repeats])
     for other_run in ({}, {"os": "Linux 9"}):
         found = ratios(*pair(base, fast, **other_run))[0]
-        assert found.interval is None and found.verdict == "unclear" and f"{repeats} repeat" in found.bounds
+        assert (found.low, found.call) == (None, "undecided") and f"{repeats} repeat" in found.basis
         assert "no interval" in visible(page([pair(base, fast, **other_run)]))
 
 
@@ -232,7 +245,7 @@ def test_the_figure_marks_what_is_better_and_what_is_not_decided() -> None:
 
 def test_engine_time_of_one_run_is_said_of_its_baseline_only_and_from_the_first_cells_side() -> None:
     base, slow, other = cell(), cell("contiguous"), cell(page_size=8)
-    effects = in_engine_time((slow, THROUGHPUT, 0.5, 0.4, 0.625, BEHIND), (other, THROUGHPUT, 1.01, 0.97, 1.05, OPEN))
+    effects = in_engine_time((slow, THROUGHPUT, 0.5, 0.4, 0.625, WORSE), (other, THROUGHPUT, 1.01, 0.97, 1.05, OPEN))
     one = replace(of(base, slow, other), engine_time=effects)
     group = one_group([(one, slow), (one, base), (one, other)])
     (said,) = engine_time(group)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvbench.report.client_quality import quality_sentences, quality_table
-from kvbench.report.compared_cells import Side, ratios
-from kvbench.report.comparisons import compare, leaders
+from kvbench.report.comparisons import TTFT, leaders, served
 from kvbench.report.document import Section, chapters
 from kvbench.report.figures.distributions import EVERY, distributions
 from kvbench.report.figures.frontier import frontier_frame, frontier_table
+from kvbench.report.side_by_side import Side, ratios
 from kvbench.report.tables import (
     Table,
     Value,
@@ -84,7 +84,7 @@ def test_cells_of_two_windows_are_compared_by_the_whole_run_which_is_said() -> N
     other = changed(other, {"steady_latency": {}})
     both = run(base, other)
     assert leaders(both, base.load)["ttft_ms_p95"] == {other.name: SAME}
-    assert compare(other, base).ttft.median == pytest.approx(1 / 3)
+    assert served(other, base, TTFT).ratio == pytest.approx(1 / 3)
     (row,) = effect_table(both).rows
     assert [value.note.endswith("whole run") for value in row.values[3:]] == [False, True, True, True]
     assert sorted(frontier_frame(both)["ttft"]) == [300.0, 900.0]
@@ -321,8 +321,8 @@ def test_the_steps_of_a_rate_have_a_table_of_medians() -> None:
 
     one = cell(load=0, mode="open")
     plain = run(cell(load=0, mode="open"))
-    for repeat, served in zip(one.repeats, (5.0, 5.5, 7.0), strict=True):
-        put(repeat.metrics, plateaus=[step(2, 2.0), step(8, served)])
+    for repeat, rate in zip(one.repeats, (5.0, 5.5, 7.0), strict=True):
+        put(repeat.metrics, plateaus=[step(2, 2.0), step(8, rate)])
     assert [row[1:] for row in texts(plateau_table(run(one)))] == [
         ("2/s", "0–30", "60", "2.00", "100", "120 ms", "9.0 ms", "–"),
         ("8/s", "0–30", "60", "5.50", "275", "120 ms", "9.0 ms", "–"),

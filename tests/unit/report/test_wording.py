@@ -8,7 +8,6 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.report.comparisons import compare
 from kvbench.report.kv import ledger_sentence, reservation
 from kvbench.report.tables import flat_rows, main_table
 from kvbench.runs.kv_ledger import SLOT_USES
@@ -39,18 +38,18 @@ def test_tables_do_not_claim_what_the_repeats_do_not_show() -> None:
     unclear = run(*pair({"throughput": (40.0, 170.0, 60.0)}, {"throughput": (60.0,) * 3}))
     paged = next(row.values for row in main_table(unclear).rows if row.cell and row.cell.is_paged)
     assert [(value.text, value.mark) for value in paged if "1.00x" in value.text] == [("1.00x?", "")]
-    assert next(f for f in flat_rows(unclear) if "paged" in f["configuration"])["ratio_verdict"] == "unclear"
+    assert next(f for f in flat_rows(unclear) if "paged" in f["configuration"])["ratio_verdict"] == "undecided"
 
 
 def test_reservation_stands_beside_the_requests_own_lengths(tmp_path: Path) -> None:
     lengths = pd.DataFrame({"prompt_tokens": [700, 20], "output_tokens": [132, 30], "ok": [True, True]})
     lengths.to_parquet(tmp_path / "requests.parquet")
     contiguous = replace(cell("contiguous", max_model_len=2048), folder=tmp_path, name="contiguous")
-    text = reservation(compare(cell(max_model_len=2048), contiguous))
+    text = reservation(contiguous)
     assert all(number in text for number in ("Contiguous", "2,048", "832", "441"))
-    assert reservation(compare(cell(), cell("contiguous"))) == ""  # no lengths known, nothing said
+    assert reservation(cell("contiguous")) == ""  # no lengths known, nothing said
     exact = replace(cell("contiguous", max_model_len=2048, reservation="oracle"), folder=tmp_path)
-    assert reservation(compare(cell(max_model_len=2048), exact)) == ""  # each request's own length, no one number
+    assert reservation(exact) == ""  # each request's own length, no one number
 
 
 def uses(**slots: float) -> dict[str, float]:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.measure.server_state import cache_use, hit_bounds
+from kvbench.metrics.model import LoadMetrics
 from kvbench.requests.prefix_hits import HitBounds, outside, predict_hits, shared_beginnings, unverified
 from kvbench.requests.request import RequestSpec, distinct_prefixes
+from kvbench.runs.results import CacheBounds
 from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.load_section import LoadConfig
+
+
+def server(engine: dict[str, object] | None = None, **load: object) -> SimpleNamespace:
+    return SimpleNamespace(load=config(**load), info=ServerInfo.read({"engine": engine or {}}))
+
 
 COLD = {"cache_state": "cold", "page_size": 4}
 
@@ -245,16 +253,16 @@ def test_a_load_tells_its_hits_what_was_possible_and_what_is_not_verified():
     def hits(count: float) -> MetricsSample:
         return MetricsSample(0.0, {}, {"prefix_cache_hits_total": count})
 
-    around = {"before": hits(5), "after": hits(13), "complete": True}
-    primed = cache_use(config(cache_state="primed"), [request(list(range(9)), prefix=8)], ServerInfo(), **around)
-    assert primed.reasons == [] and primed.bounds == HitBounds(0, 8)
-    assert "due is not known" in primed.counts["unverified"]
-    cold = cache_use(config(), [request([1, 2, 3])], ServerInfo.read({"engine": {"page_size": 1}}), **around)
+    around, served = (hits(5), hits(13)), LoadMetrics(completed=1)
+    primed = cache_use(server(cache_state="primed"), [request(list(range(9)), prefix=8)], *around, served)
+    assert primed.reasons == [] and primed.bounds == CacheBounds(low=0, high=8)
+    assert "due is not known" in primed.counts.unverified
+    cold = cache_use(server({"page_size": 1}), [request([1, 2, 3])], *around, served)
     assert cold.counts == {"state": "cold", "hits": 8.0, "queries": None, "counted": 8.0, "told": None}
-    assert cold.bounds == HitBounds(0, 0)
+    assert cold.bounds == CacheBounds(low=0, high=0)
     assert "at most 0 are possible" in cold.reasons[0]
-    silent = cache_use(config(), [request([1, 2, 3])], ServerInfo(), None, None, complete=True)
-    assert silent.counts["unverified"] == "the server does not tell its hits" and silent.reasons == []
+    silent = cache_use(server(), [request([1, 2, 3])], None, None, served)
+    assert silent.counts.unverified == "the server does not tell its hits" and silent.reasons == []
 
 
 def counted(hits: float) -> dict[str, MetricsSample]:
@@ -290,8 +298,8 @@ PREEMPTED = {"before": MetricsSample(0.0, {}, {}), "after": MetricsSample(0.0, {
     ],
 )
 def test_every_source_of_hits_counts(state, requests, around, told, hits, of, valid, more):
-    metrics = {"total_cached_tokens": told, "total_input_tokens": 18}
-    found = cache_use(config(cache_state=state), requests, ServerInfo(), **around, complete=True, metrics=metrics)
-    assert (found.counts["hits"], found.counts["queries"], not found.reasons) == (hits, of, valid)
+    metrics = LoadMetrics(completed=len(requests), total_cached_tokens=told, total_input_tokens=18)
+    found = cache_use(server(cache_state=state), requests, **around, metrics=metrics)
+    assert (found.counts.hits, found.counts.queries, not found.reasons) == (hits, of, valid)
     shown = {key: found.counts[key] for key in ("unverified", "disagree", "from_before") if key in found.counts}
     assert shown.keys() == more.keys() and shown.get("from_before") == more.get("from_before")

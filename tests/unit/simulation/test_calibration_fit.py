@@ -12,16 +12,8 @@ import pytest
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
-from kvbench.simulation.calibration import (
-    errors,
-    fit,
-    fit_steps,
-    logged_work,
-    read_calibration,
-    read_step_log,
-    write_calibration,
-)
-from kvbench.simulation.cost_model import Calibration
+from kvbench.simulation.calibration import errors, fit_run, fit_steps, logged_work, read_step_log
+from kvbench.simulation.cost_model import Calibration, read_calibration, write_calibration
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.measured_run import predict, predicted_at, read_measured_run, series_errors
 
@@ -62,7 +54,7 @@ def written(folder, known, *, requests=100, stamps=True):
 def test_known_values_are_found_again_and_predict_the_run(tmp_path, stamps):
     known = Calibration(prompt_layer_s=120e-6, all_reduce_s=24e-6)
     run = written(tmp_path / "run", known, stamps=stamps)
-    found = fit(run, MACHINE, ["prompt_layer_s", "all_reduce_s"])
+    found = fit_run(run, MACHINE, ["prompt_layer_s", "all_reduce_s"])
     assert found.prompt_layer_s == pytest.approx(known.prompt_layer_s, rel=0.15)
     assert found.all_reduce_s == pytest.approx(known.all_reduce_s, rel=0.15)
     before = errors(run, predict(run, MACHINE))
@@ -87,7 +79,7 @@ def test_a_load_that_a_client_measured_gives_the_launches_back(tmp_path):
     pd.DataFrame(rows).to_parquet(tmp_path / "load" / "requests.parquet")
     load = read_measured_run(tmp_path / "load")
     load = dataclasses.replace(load, settings=SETTINGS)
-    assert fit(load, MACHINE, ["prompt_layer_s"]).prompt_layer_s == pytest.approx(150e-6, rel=0.2)
+    assert fit_run(load, MACHINE, ["prompt_layer_s"]).prompt_layer_s == pytest.approx(150e-6, rel=0.2)
     exact = predict(load, dataclasses.replace(MACHINE, calibration=known))
     assert exact.ttft == pytest.approx(load.ttft) and exact.tpot == pytest.approx(load.tpot)
 

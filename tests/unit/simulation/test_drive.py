@@ -12,8 +12,7 @@ from engine.execution.simulated_executor import StepTime
 from engine.kv.budget import KVShape, LayerKV, capacity_of
 from engine.sequence import Request, SamplingParams
 from kvbench.requests.request import RequestSpec
-from kvbench.simulation.drive import ROUTERS, Drive, Ended
-from kvbench.simulation.replica import Replica, StepTimer
+from kvbench.simulation.drive import ROUTERS, Drive, Ended, Replica, StepTimer
 
 STEP = 0.1  # s
 VOCAB = 50_000

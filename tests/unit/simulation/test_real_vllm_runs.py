@@ -11,7 +11,7 @@ import pytest
 
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
-from kvbench.simulation.calibration import errors, fit, fitted_by_default
+from kvbench.simulation.calibration import errors, fit_run, fitted_by_default
 from kvbench.simulation.cost_model import Calibration
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.measured_run import machine_for, predict, read_measured_run, series_errors
@@ -37,7 +37,7 @@ def measured(gpu):
 @pytest.mark.parametrize(("on", "other"), [GPUS, GPUS[::-1]])
 def test_calibrated_on_one_run_the_other_is_predicted(on, other):
     run, machine = measured(on)
-    known = fit(run, machine, fitted_by_default(machine, run))
+    known = fit_run(run, machine, fitted_by_default(machine, run))
     run, machine = measured(other)
     predicted = predict(run, dataclasses.replace(machine, calibration=known))
     found = errors(run, predicted)

@@ -21,10 +21,9 @@ from kvbench.measure.server import Server
 from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.runs.folder import RunFolder
-from kvbench.simulation.instrument import SimulatedInstrument
+from kvbench.simulation.drive import Replica
+from kvbench.simulation.instrument import SimulatedInstrument, SimulatedTarget
 from kvbench.simulation.machine import Machine
-from kvbench.simulation.replica import Replica
-from kvbench.simulation.target import SimulatedTarget
 from kvbench.targets.base import ModelFacts
 from kvbench.targets.prometheus import parse_metrics
 from kvbench.workload.load_section import LoadConfig, load_point

@@ -10,7 +10,9 @@ import pytest
 from kvbench.common.errors import Interrupted, MeasurementError
 from kvbench.measure.http import HttpInstrument, TargetInstrument
 from kvbench.measure.instrument import Job
+from kvbench.metrics.model import LoadMetrics
 from kvbench.runs.folder import create_run
+from kvbench.runs.results import LoadResult
 from kvbench.runs.server_info import ServerInfo
 from kvbench.sweep.block import BlockRunner, Unanswered, why_unanswered
 from kvbench.sweep.order import Measured
@@ -86,7 +88,7 @@ def sent(tmp_path):
         class Ending(TargetInstrument):
             def send(self, *arguments):
                 if isinstance(end := next(results), dict):
-                    return {"metrics": end, "invalid_reasons": []}
+                    return LoadResult.parse({"metrics": end})
                 error = MeasurementError("the server stopped answering")
                 error.after, error.answered = end, int(end.split()[1]) if end.startswith("after") else None
                 self.target.gone = self.target.gone or end == "dies"
@@ -124,7 +126,7 @@ def test_a_load_that_was_sent_tells_why_it_was_not_answered(sent):
 )
 def test_a_load_without_an_answer_ends_a_sweep_unless_there_was_one_before(tmp_path, sent, before, ends, goes_on):
     load = load_workload(Bench(tmp_path).write(load={"timeout_s": 5.0}), profile="cpu").load
-    on_sent = _ends_without_answers(load, 2, Measured(before))
+    on_sent = _ends_without_answers(load, 2, Measured({load: LoadResult.parse(done) for load, done in before.items()}))
     if goes_on:
         sent(*ends, on_sent=on_sent)
         return
@@ -171,4 +173,4 @@ def test_a_configuration_that_rejects_every_request_is_a_finding_whatever_the_or
     for position, (config_id, metrics) in enumerate(loads):
         cell = Mock(configuration=Mock(config_id=config_id), load=Mock(concurrency=2, request_rate=None, timeout_s=5.0))
         with pytest.raises(UnansweredError) if position == ends_at else nullcontext():
-            on_sent(cell, why_unanswered(metrics))
+            on_sent(cell, why_unanswered(LoadMetrics.model_validate(metrics)))

@@ -77,7 +77,7 @@ def test_a_folder_that_holds_something_is_refused_and_left_as_it_was(tmp_path, r
 def test_a_load_that_is_begun_anew_removes_only_its_own_files(out):
     for name in ("metrics.json", "requests-1.parquet", "notes.txt", "invalid-1/metrics.json", "runs/01-r4/load.json"):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text("{}")
+        (out / name).write_text('{"metrics": {}}')
     (out / "elsewhere").symlink_to(out.parent)
     with opened(out):
         left = {p.name for p in out.iterdir()} - {".lock"}
@@ -96,7 +96,7 @@ def test_runs_are_read_in_the_order_of_their_numbers(out):
     names = ["02-r1", "11-r4", "100-r2"]
     for name in names:
         (out / "runs" / name).mkdir(parents=True)
-        (out / "runs" / name / METRICS).write_text("{}")
+        (out / "runs" / name / METRICS).write_text('{"metrics": {}}')
     with opened(out) as folder:
         assert [path.name for path, _ in folder.finished_runs()] == names
 
@@ -104,7 +104,8 @@ def test_runs_are_read_in_the_order_of_their_numbers(out):
 def test_a_search_whose_client_was_the_limit_keeps_its_runs(out):
     run = out / "runs" / "01-r4"
     run.mkdir(parents=True)
-    (run / METRICS).write_text('{"valid": false, "trial": {"cause": "the client was the limit"}}')
+    trial = {"rate": 4, "met": None, "cause": "the client was the limit"}
+    (run / METRICS).write_text(json.dumps({"valid": False, "metrics": {}, "trial": trial}))
     with opened(out) as folder:
         assert [path for path, _ in folder.finished_runs()] == [run]
 
@@ -136,7 +137,7 @@ def test_a_load_that_is_not_finished_is_begun_anew_under_any_conditions(out):
 
 def test_an_invalid_load_is_measured_again(out):
     with opened(out) as folder:
-        (out / METRICS).write_text("{}")
+        (out / METRICS).write_text('{"metrics": {}}')
         folder.finish(valid=False)
     with opened(out, load_manifest(started="2")) as folder:
         assert not folder.finished and not (out / METRICS).exists()
@@ -145,15 +146,15 @@ def test_an_invalid_load_is_measured_again(out):
 
 def test_a_search_goes_on_from_valid_runs_under_the_conditions_they_were_measured_in(out):
     with opened(out) as folder:
-        new_run(folder, 1, "r4", '{"trial": {"cause": "invalid"}}')
+        new_run(folder, 1, "r4", '{"metrics": {}, "trial": {"rate": 4, "met": null, "cause": "invalid"}}')
     with opened(out, load_manifest("2")) as folder:
         assert stored(out)["git"]["sha"] == "2" and list(folder.finished_runs()) == []
-        new_run(folder, 1, "r4", '{"valid": true}')
+        new_run(folder, 1, "r4", '{"valid": true, "metrics": {}}')
     with pytest.raises(UsageError, match="commit"), opened(out, load_manifest("3")):
         pass
     with opened(out, load_manifest("2", command=["again"])) as folder:
         assert "command" not in stored(out)  # its finished run is of the first time
-        assert [kept for _, kept in folder.finished_runs()] == [{"valid": True}]
+        assert [kept.valid for _, kept in folder.finished_runs()] == [True]
 
 
 def test_two_commands_do_not_share_a_folder(out):
@@ -163,10 +164,10 @@ def test_two_commands_do_not_share_a_folder(out):
 
 def test_a_run_that_was_cut_short_leaves_no_trace_in_the_next_one(out):
     with opened(out) as folder:
-        first = new_run(folder, 1, "r4", '{"a": 1}')
+        first = new_run(folder, 1, "r4", '{"repeat": 1, "metrics": {}}')
         half = folder.run(2, "r8")
         for path in (half, half.with_name("failed-2")):
             path.mkdir()
         second = folder.run(2, "r2")
         assert [path.name for path in second.parent.iterdir()] == ["01-r4"]
-        assert list(folder.finished_runs()) == [(first, {"a": 1})]
+        assert [(path, kept.repeat) for path, kept in folder.finished_runs()] == [(first, 1)]

@@ -11,11 +11,13 @@ import pytest
 from rich.console import Console
 
 from kvbench.common.foreign_cpu import MachineReport
-from kvbench.measure.http import client_cost
+from kvbench.measure.result import client_cost
 from kvbench.metrics.latency import distribution, goodput_share, summarise
+from kvbench.metrics.model import LoadMetrics
 from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.runs.results import LoadResult
 from kvbench.runs.server_info import ServerInfo
-from kvbench.sweep.show_load import lengths_of, lines, show, stored
+from kvbench.sweep.show_load import StoredLoad, lengths_of, lines, show, stored_load
 from kvbench.targets.presets import PRESETS
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
@@ -45,13 +47,15 @@ def config(**load):
     return LoadConfig.model_validate({"num_requests": 4, "prompts": PROMPTS, "concurrency": 2, **load})
 
 
-def kept(measured, load=None, point=CLOSED):
-    """metrics.json."""
+def kept(measured, load=None, point=CLOSED, **more):
+    """metrics.json, with ``more`` in it."""
     load = load or config()
     info = ServerInfo.read({"engine": {"enable_prefix_caching": None}})
     target = SimpleNamespace(model=SimpleNamespace(name="m", max_model_len=256), preset=PRESETS["vllm"], notes=())
     server = SimpleNamespace(load=load, info=info, target=target)
-    return stored(SimpleNamespace(server=server, requests=RequestList(())), point, measured)
+    done = LoadResult.parse({key: value for key, value in measured.items() if key in LoadResult.model_fields})
+    made = stored_load(SimpleNamespace(server=server, requests=RequestList(())), point, done)
+    return StoredLoad.parse(made.to_json() | more)
 
 
 def shown(measured):
@@ -130,7 +134,7 @@ TURNAROUND = {"turnaround_p50_ms": 0.2, "turnaround_p99_ms": 11.13, "turnaround_
 def test_each_further_matter_has_a_line_where_there_is_something_to_say(more, metrics, shows):
     measured = result(**{key: value for key, value in more.items() if key != "warm_up"})
     measured["metrics"] |= metrics
-    data = kept(measured) | more
+    data = kept(measured, **more)
     assert any(all(words in line for words in shows) for line in lines(data))
     assert more == metrics == {} or not any(all(words in line for words in shows) for line in lines(kept(result())))
 
@@ -187,7 +191,7 @@ def test_the_first_output_has_a_row_where_its_figures_are_not_those_of_the_first
 def test_reasoning_has_a_row_and_a_line():
     measured = result([0.1])
     assert "reasoning" not in shown(measured)
-    measured["metrics"] |= {"reasoning_ms": distribution([250.0]), "non_reasoning_output_throughput": 4.0}
+    measured["metrics"] |= {"reasoning_ms": distribution([250.0]).to_json(), "non_reasoning_output_throughput": 4.0}
     row = next(line for line in shown(measured).splitlines() if "reasoning time" in line)
     assert row.split()[2:4] == ["250.0", "250.0*"]
     (line,) = (line for line in lines(kept(measured)) if "without reasoning" in line)
@@ -239,11 +243,15 @@ def test_the_clients_cost_counts_processes_on_other_machines():
     """The processes say 1 s of the streaming and 0.5 s of parsing after it; the kernel counts 2 s on this machine."""
     own = {"cpu_s": 1.0, "parse_cpu_s": 0.5, "cpu_fraction": 0.1}
     metrics = {"total_output_tokens": 500, "duration_s": 4.0, "client": own}
+
+    def cost(machine, **more):
+        return client_cost(machine, LoadMetrics.model_validate(metrics | more))
+
     here = MachineReport(client_cpu_cores=0.2, seconds=10.0)
-    assert client_cost(here, metrics) == pytest.approx(5.0)
-    assert client_cost(here, metrics | {"client": own | {"cpu_s": 9.0}}) == pytest.approx(19.0)  # on other machines
-    assert client_cost(MachineReport(), metrics) == pytest.approx(3.0)
-    assert client_cost(here, metrics | {"total_output_tokens": 0}) is None
+    assert cost(here) == pytest.approx(5.0)
+    assert cost(here, client=own | {"cpu_s": 9.0}) == pytest.approx(19.0)  # on other machines
+    assert cost(MachineReport()) == pytest.approx(3.0)
+    assert cost(here, total_output_tokens=0) is None
 
 
 def trace_load(**prompts):
@@ -257,7 +265,7 @@ def of_lengths(*totals, **notes):
 
 def test_by_what_lengths_were_scaled_is_shown_where_they_were_or_could_have_been():
     found = lengths_of(trace_load(), of_lengths(900, 7979, length_scale=1.0), 32768)
-    said = lines(kept(result()) | {"lengths": found})
+    said = lines(kept(result(), lengths=found.to_json()))
     assert any("x 1 " in line and "32,768" in line and "7,979" in line for line in said)
     half = lengths_of(trace_load(length_scale=0.5), of_lengths(50, length_scale=0.5), 256)
     assert (half["scale"], half["auto"], half["longest_total_tokens"]) == (0.5, False, 50)

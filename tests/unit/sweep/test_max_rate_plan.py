@@ -7,8 +7,9 @@ import math
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.sweep.max_rate.plan import RunLength, SearchPlan, at_rate, mean_rate, patience_s
-from kvbench.sweep.max_rate.search import arrivals_to_detect, detectable_share, parse_conditions
+from kvbench.metrics.model import Distribution, LoadMetrics
+from kvbench.sweep.rate_plan import RunLength, SearchPlan, at_rate, mean_rate, patience_s
+from kvbench.sweep.rate_search import arrivals_to_detect, detectable_share, parse_conditions
 from kvbench.workload.load_section import LoadConfig, Slo
 
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]
@@ -118,4 +119,5 @@ def test_what_does_not_fit_is_refused_by_the_options_that_were_given(options, na
 @pytest.mark.parametrize(("without", "met"), [(0, True), (4, True), (5, False), (100, False)])
 def test_requests_without_an_output_wait_for_ever_for_it(without, met):
     (condition,) = parse_conditions("p95_ttfo<=500ms")
-    assert condition.met({"ttfo_ms": {"p95": 100.0}, "completed": 100, "without_output": without}) == met
+    metrics = LoadMetrics(ttfo_ms=Distribution(p95=100.0), completed=100, without_output=without)
+    assert condition.met(metrics) == met

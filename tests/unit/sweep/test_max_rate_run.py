@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -13,14 +14,18 @@ import pytest
 from rich.console import Console
 from scipy.optimize import brentq
 
+from kvbench.calibration.calibrate import CalibrationSettings
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
 from kvbench.load.validity import client_report, invalid_reasons
 from kvbench.metrics.latency import summarise
+from kvbench.metrics.model import LoadMetrics
 from kvbench.sweep.load_folder import LoadFolder
-from kvbench.sweep.max_rate.plan import RunLength
-from kvbench.sweep.max_rate.run import RateSearch, answer_sentence, client_alone, request_times
-from kvbench.sweep.max_rate.search import Answer, Bounds, parse_conditions
-from kvbench.sweep.max_rate.threshold import Interval
+from kvbench.sweep.rate_plan import RunLength
+from kvbench.sweep.rate_run import RateSearch, answer_sentence, client_alone, request_times
+from kvbench.sweep.rate_search import Answer, Bounds, parse_conditions
+from kvbench.sweep.rate_threshold import Interval
+from kvbench.sweep.show_load import StoredLoad
+from tests.unit.calibration.test_calibration import taken
 
 TWO_RATES = Bounds(1.0, 0.1, 2.0, 0.2)
 AT_LEAST = Interval(1.9, None, None)
@@ -86,7 +91,7 @@ class Queue:
             own = invalid_reasons(CLIENT, 0)
             (out / "load.json").write_text(json.dumps({"client": CLIENT.to_json(), "invalid_reasons": own}))
             reasons += own
-        return {"valid": not reasons, "invalid_reasons": reasons, "metrics": metrics}
+        return StoredLoad(valid=not reasons, invalid_reasons=tuple(reasons), metrics=metrics)
 
 
 def answer(search):
@@ -114,7 +119,8 @@ def test_a_rate_at_which_answers_are_wrong_is_missed(new):
     class Forgetful(Queue):
         def measure(self, rate, count, number):
             wrong = "1 of 9 canaries was answered wrongly" if rate > 2.5 else None
-            return super().measure(rate, count, number) | {"valid": not wrong, "wrong_answers": wrong}
+            kept = super().measure(rate, count, number)
+            return kept.model_copy(update={"valid": not wrong, "wrong_answers": wrong})
 
     search = new(Forgetful())
     assert search.run() == EXIT_OK
@@ -209,13 +215,18 @@ def test_what_the_answer_says_of_the_runs_behind_it(new):
     few = RunLength(70, 0.0, enough=False)
     search = new(Queue(), bounds=TWO_RATES, length=few)
     assert search.run() == EXIT_OK
-    text, runs = answer(search)["answer"], len(search.rows)
+    text, runs = answer(search)["answer"], len(search.runs)
     assert f"{runs} runs with {70 * runs} requests" in text and "70 completed" in text and "130" in text
     assert "at least" in text and "--max-rate is 2" in text and "21%" in text  # sqrt(3 / 70): the least overload shown
 
     def sentence(requests, failed, length=few, interval=None):
-        rows = [row | {"requests": requests, "arrivals": requests, "failed": failed} for row in search.rows]
-        return answer_sentence(Answer("found", interval or AT_LEAST), search.conditions, rows, search.bounds, length)
+        runs = [
+            dataclasses.replace(
+                run, requests=requests, failed=failed, trial=dataclasses.replace(run.trial, arrivals=requests)
+            )
+            for run in search.runs
+        ]
+        return answer_sentence(Answer("found", interval or AT_LEAST), search.conditions, runs, search.bounds, length)
 
     assert "fewer" not in sentence(130, 0) and "129 completed" in sentence(130, 1)
     assert "overload" not in sentence(130, 0, RunLength(1, 0.0, overload=0.05, patience_s=0.5))
@@ -274,7 +285,7 @@ def test_a_run_that_cannot_end_in_time_is_not_begun(new):
 
 def test_a_run_that_outlasts_the_time_is_cut_and_run_again_on_resume(new, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("kvbench.sweep.max_rate.run.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("kvbench.sweep.rate_run.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(Queue):
         """Its second run goes on and on; it looks at the time as a load does."""
@@ -314,17 +325,21 @@ def test_a_run_that_others_disturbed_as_well_is_not_the_clients_limit(new):
 
 
 def test_whose_figures_made_a_run_invalid(tmp_path):
+    def of(*reasons, **more):
+        return StoredLoad(invalid_reasons=reasons, metrics=LoadMetrics(), **more)
+
     lagged = invalid_reasons(CLIENT, 0)
-    assert not client_alone({"invalid_reasons": ["the load client ended with exit code 4"]}, tmp_path)  # no load.json
+    assert not client_alone(of("the load client ended with exit code 4"), tmp_path)  # no load.json
     client = CLIENT | {"processes": [{"name": "worker 2"}]}
     of_load = [*lagged, f"worker 2: {lagged[0]}", "3 requests were never finished"]
     (tmp_path / "load.json").write_text(json.dumps({"client": client, "invalid_reasons": of_load}))
-    assert client_alone({"invalid_reasons": lagged}, tmp_path)
-    assert client_alone({"invalid_reasons": [f"worker 2: {lagged[0]}"]}, tmp_path)
-    assert not client_alone({"invalid_reasons": [*lagged, "3 requests were never finished"]}, tmp_path)
-    calibrated = {"invalid_reasons": ["the client's ITL error"], "calibration": {"reasons": ["the client's ITL error"]}}
-    assert client_alone(calibrated, tmp_path)
-    assert not client_alone(calibrated | {"disturbances": ["the client's ITL error"]}, tmp_path)
+    assert client_alone(of(*lagged), tmp_path)
+    assert client_alone(of(f"worker 2: {lagged[0]}"), tmp_path)
+    assert not client_alone(of(*lagged, "3 requests were never finished"), tmp_path)
+    why = "the client's ITL error"
+    failed = taken(CalibrationSettings(4), (why,)).to_json()
+    assert client_alone(of(why, calibration=failed), tmp_path)
+    assert not client_alone(of(why, calibration=failed, disturbances=(why,)), tmp_path)
 
 
 def test_a_conversation_is_in_flight_from_its_first_turn_to_its_last(tmp_path):

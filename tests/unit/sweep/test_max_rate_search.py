@@ -9,8 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from kvbench.cli.main import cli
-from kvbench.sweep.max_rate.plan import RunLength, patience_s
-from kvbench.sweep.max_rate.search import (
+from kvbench.metrics.model import LoadMetrics
+from kvbench.sweep.rate_plan import RunLength, patience_s
+from kvbench.sweep.rate_search import (
     ALWAYS,
     CLIENT_LIMIT,
     FOUND,
@@ -165,7 +166,9 @@ def test_conditions_that_mean_nothing_are_refused_by_their_text(text, words):
 
 
 def metrics(**values):
-    return {"ttft_ms": {"p95": 400.0}, "completed": 200, "failed": 0, "goodput_share": 0.97} | values
+    values = {"ttft_ms": {"p95": 400.0}, "completed": 200, "failed": 0, "goodput_share": 0.97} | values
+    share, sent = values.pop("goodput_share"), values["completed"] + values["failed"]
+    return LoadMetrics.model_validate(values | {"duration_s": 10.0, "goodput": share * sent / 10.0})
 
 
 @pytest.mark.parametrize(
@@ -256,10 +259,10 @@ def served(rate, count, rng, servers=SERVERS, sigma=0.5):
 def judged(rate, conditions, length, rng):
     count = length.requests(rate, conditions)
     starts, ends, waits = served(rate, count, rng)
-    measured = {
-        "ttft_ms": {"p95": np.percentile(waits, 95) * 1e3 + 50}, "tpot_ms": {"p95": 20.0}, "completed": count,
-        "failed": 0, "goodput_share": np.mean(waits + 0.05 <= 5.0),
-    }  # fmt: skip
+    measured = metrics(
+        ttft_ms={"p95": float(np.percentile(waits, 95)) * 1e3 + 50}, tpot_ms={"p95": 20.0}, completed=count,
+        goodput_share=float(np.mean(waits + 0.05 <= 5.0)),
+    )  # fmt: skip
     growth = queue_growth(starts, ends)
     missed = misses(conditions, measured, growth, OVERLOAD)
     if not missed and growth is None:

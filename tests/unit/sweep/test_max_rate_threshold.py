@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from kvbench.sweep.max_rate.search import FOUND, OUT_OF_RUNS, Answer, Bounds, NextRun, Trial, next_step
-from kvbench.sweep.max_rate.threshold import LAPSE, interval, posterior
+from kvbench.sweep.rate_search import FOUND, OUT_OF_RUNS, Answer, Bounds, NextRun, Trial, next_step
+from kvbench.sweep.rate_threshold import LAPSE, interval, posterior
 
 
 def test_the_posterior_is_that_of_a_probit_curve_with_unknown_spread():

@@ -11,9 +11,10 @@ import pytest
 
 from kvbench.calibration.cache import FILE as CALIBRATION
 from kvbench.calibration.cache import ClientLoad, settings_for
-from kvbench.common.files import read_json, write_json
+from kvbench.common.files import write_json
+from kvbench.common.records import read_record, write_record
 from kvbench.runs.folder import DONE, RunFolder
-from kvbench.runs.repeats import is_disturbed
+from kvbench.runs.results import LoadResult
 from kvbench.sweep.order import Measured, blocks_in_time, blocks_left
 from kvbench.workload.design import Block, make_design, plan_blocks
 from kvbench.workload.load_section import load_point
@@ -27,12 +28,12 @@ BASE = DESIGN.configurations[0].config_id
 
 def load(
     rate: float = 100.0, ttft: float = 50.0, disturbed: bool = False, fault: bool = False, steady: bool = True
-) -> dict[str, Any]:
+) -> LoadResult:
     """A done.json."""
     reasons = ["others used a core"] * disturbed + ["it leaked"] * fault
     metrics = {"steady_output_throughput": rate, "ttft_ms": {"p95": 50.0 if steady else ttft}}
     metrics |= {"steady_latency": {"ttft_ms": {"p95": ttft if steady else 50.0, "n": 8 if steady else 7}}}
-    return {"metrics": metrics, "invalid_reasons": reasons, "disturbances": reasons[:disturbed]}
+    return LoadResult.parse({"metrics": metrics, "invalid_reasons": reasons, "disturbances": reasons[:disturbed]})
 
 
 def keys(blocks: list[Block]) -> list[tuple[str, int]]:
@@ -77,18 +78,20 @@ def test_what_the_server_did_is_measured_again_only_by_a_resume(done: dict[str, 
 
 def test_a_load_that_the_server_refused_is_measured_and_in_no_comparison() -> None:
     measured, (first, *_) = taken(6), keys(BLOCKS)
-    measured.done[first] = load() | {"refused": "served 20 of 52 requests; 'full' x 32"}
+    refused = {"refused": "served 20 of 52 requests; 'full' x 32"}
+    measured.done[first] = load().model_copy(update=refused)
     assert blocks_left(BLOCKS, measured) == [] == blocks_left(BLOCKS, Measured(measured.done))  # of a resume, too
     cell = BLOCKS[0].cells[0]
     assert sorted(measured.valid(cell)) == [repeat for repeat in range(1, 7) if repeat != BLOCKS[0].repeat]
-    measured.done[first] |= load(disturbed=True)
+    measured.done[first] = load(disturbed=True).model_copy(update=refused)
     assert keys(blocks_left(BLOCKS, measured)) == [first]  # what was disturbed as well is
 
 
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_wrong_answers_are_never_measured_away(disturbed: bool) -> None:
     measured, (first, *_) = taken(6), keys(BLOCKS)
-    measured.done[first] = load(disturbed=disturbed) | {"wrong_answers": "1 of 9 canaries was answered wrongly"}
+    wrong = {"wrong_answers": "1 of 9 canaries was answered wrongly"}
+    measured.done[first] = load(disturbed=disturbed).model_copy(update=wrong)
     assert blocks_left(BLOCKS, measured) == [] == blocks_left(BLOCKS, Measured(measured.done))  # of a resume, too
     assert BLOCKS[0].repeat not in measured.valid(BLOCKS[0].cells[0])
     assert measured.disturbed_in_a_row(BLOCKS[0], 0) == 0
@@ -99,16 +102,16 @@ def test_a_load_whose_client_passes_later_what_it_had_failed_is_measured_again(t
     run, (first, *_), settings = RunFolder(tmp_path), keys(BLOCKS), settings_for(ClientLoad(4))
     failed = taken_calibration(settings, ("it lagged",)).to_json()
     later = taken_calibration(settings, () if passed else ("it lagged",)).to_json() | {"taken": "later"}
-    done = load() | {"invalid_reasons": ["it lagged"], "calibration": failed}
+    done = load().model_copy(update={"invalid_reasons": ("it lagged",), "calibration": failed})
     for block in BLOCKS:
         for key in keys([block]):
-            write_json(run.load(*key) / DONE, done if key == first else load())
+            write_record(run.load(*key) / DONE, done if key == first else load())
     measured = Measured({})
     for block in BLOCKS:
         measured.take(run, block)
         write_json(run.path / CALIBRATION, [failed, later])
     assert keys(blocks_left(BLOCKS, measured)) == ([first] if passed else [])
-    assert is_disturbed(read_json(run.load(*first) / DONE)) is passed
+    assert read_record(LoadResult, run.load(*first) / DONE, "").is_disturbed is passed
 
 
 def each(block: Block) -> float:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from kvbench.common.console import status_line
 from kvbench.common.text import clock
+from kvbench.runs.results import LoadResult
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.choose import START_GUESS_S
 from kvbench.targets.prometheus import MetricsSample
@@ -66,8 +67,8 @@ def test_one_plain_line_a_load_without_a_terminal():
         for cell in blocks[0].cells:
             progress.load_started(cell, 1, 8)
             progress.load_progress(4, 8, 0, 0.5)
-            done = {"metrics": metrics, "valid": True, "invalid_reasons": []}
-            progress.load_finished(cell, 1, done | ({} if cell is blocks[0].cells[0] else {"server_start_s": 2.0}))
+            more = {} if cell is blocks[0].cells[0] else {"server_start_s": 2.0}
+            progress.load_finished(cell, 1, LoadResult.parse({"metrics": metrics, **more}))
         progress.load_failed(blocks[1].cells[0], 1, "the server died [x]")
     lines = out.getvalue().splitlines()
     assert len(lines) == 3
@@ -82,7 +83,7 @@ def test_a_line_of_a_load_says_whole_run_where_it_has_no_steady_window(steady):
     metrics = {"steady_output_throughput": steady, "output_throughput": 60.0, "ttft_ms": {"p95": 700.0}}
     metrics |= {"steady_latency": {"ttft_ms": {"p95": 200.0, "n": 8 if steady else 0}}}
     with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES)) as progress:
-        progress.load_finished(blocks[0].cells[0], 1, {"metrics": metrics, "valid": True, "invalid_reasons": []})
+        progress.load_finished(blocks[0].cells[0], 1, LoadResult.parse({"metrics": metrics}))
     whole = "60.0 output tok/s (whole run), TTFT p95 700 ms (whole run)  ("
     said = "80.0 output tok/s, TTFT p95 200 ms  (" if steady else whole
     assert said in out.getvalue()
@@ -91,10 +92,11 @@ def test_a_line_of_a_load_says_whole_run_where_it_has_no_steady_window(steady):
 def test_a_load_that_the_server_refused_says_so_with_its_message():
     out, blocks = io.StringIO(), plan_blocks(DESIGN, 1, 0)
     most = {"server_error": {"message": "Context size has been exceeded.", "requests": 32}}
-    done = {"metrics": {"completed": 20, "failed": 32, "failure_messages": most}, "valid": False, "invalid_reasons": []}
+    metrics = {"completed": 20, "failed": 32, "failure_messages": most}
+    done = LoadResult.parse({"metrics": metrics, "valid": False})
     with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES)) as progress:
         for refused in (None, "served 20 of 52 requests"):
-            progress.load_finished(blocks[0].cells[0], 1, done | {"refused": refused})
+            progress.load_finished(blocks[0].cells[0], 1, done.model_copy(update={"refused": refused}))
     failed, refused = out.getvalue().splitlines()
     assert '32 of 52 requests failed: "Context size has been exceeded."' in failed and "REFUSED" not in failed
     assert "REFUSED: served 20 of 52 requests" in refused and "invalid" not in refused

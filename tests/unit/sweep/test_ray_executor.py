@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,11 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import pack, read_json, write_json
 from kvbench.common.git import code_sha256
 from kvbench.common.machine import environment
-from kvbench.common.ray_cluster import MAX_LOST
+from kvbench.common.ray_cluster import MAX_LOST, MachineFacts
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job
 from kvbench.runs.folder import DONE, RunFolder
+from kvbench.runs.results import LoadResult
 from kvbench.sweep import ray_executor
 from kvbench.sweep.block import BlockRunner
 from kvbench.sweep.block_task import BlockEnded, BlockTask, LoadDone, Status
@@ -30,7 +32,7 @@ from tests.support.fake_ray import FakeCluster, node
 LOADS = [load_point("closed", concurrency=c, rate=None, num_requests=8) for c in (1, 4)]
 DESIGN = make_design({"layout": "paged", "page_size": 16}, {"page_size": [8]}, LOADS, "one_at_a_time")
 BLOCKS = plan_blocks(DESIGN, 3, 0)
-FACTS = {"code": code_sha256(), "environment": environment(), "ray": "2.60.0"}
+FACTS = MachineFacts(code_sha256(), environment(), "2.60.0")
 METRICS: dict[str, Any] = {"completed": 8, "failed": 0}
 OPTIONS = {"no_calibration": True, "ray_address": None, "device_resource": None}
 
@@ -48,8 +50,8 @@ def block_of(tmp_path: Path, tried: Counter, refused: str | None = None) -> Any:
         for cell in task.block.cells:
             tried[cell.cell_id, task.block.repeat] += 1
             there = RunFolder(tmp_path / "there" / str(sum(tried.values())))
-            done = {"cell_id": cell.cell_id, "wall_s": 1.0, "metrics": METRICS}
-            write_json(there.load(cell.cell_id, task.block.repeat) / DONE, done)
+            done = LoadResult.parse({"cell_id": cell.cell_id, "wall_s": 1.0, "metrics": METRICS})
+            write_json(there.load(cell.cell_id, task.block.repeat) / DONE, done.to_json())
             yield LoadDone(cell, done, pack(there.path, [there.load(cell.cell_id, task.block.repeat)]))
         yield BlockEnded(refused is None, (), (), pack(tmp_path, []), refused)
 
@@ -207,8 +209,8 @@ def test_how_many_gpus_a_cell_asks_for(profile, device, options, gpus):
     assert needs_of(SimpleNamespace(profile=profile), design, options).gpus == gpus
 
 
-def facts(**changes: Any) -> dict[str, Any]:
-    return {**FACTS, "environment": {**FACTS["environment"], **changes.pop("environment", {})}, **changes}
+def facts(**changes: Any) -> MachineFacts:
+    return replace(FACTS, **changes | {"environment": {**FACTS.environment, **changes.get("environment", {})}})
 
 
 def chosen(monkeypatch: Any, by_name: dict[str, Any], cluster: FakeCluster | None = None) -> RayMachines:
@@ -239,7 +241,7 @@ def test_machines_that_run_other_code_or_none_are_left_out_by_name(monkeypatch):
 
 
 def test_machines_that_are_not_alike_are_refused(monkeypatch):
-    other = facts(environment={"cpu": {**FACTS["environment"]["cpu"], "model": "another processor"}})
+    other = facts(environment={"cpu": {**FACTS.environment["cpu"], "model": "another processor"}})
     with pytest.raises(UsageError, match="another processor on bbbbbbbb"):
         chosen(monkeypatch, {"aaaaaaaa": facts(), "bbbbbbbb": other})
 

@@ -87,7 +87,7 @@ def test_tokens_bytes_and_type_of_the_cache_are_read_and_held_against_the_budget
     with launched(tmp_path, log) as target:
         info = target.server_info()
     names = ("capacity_tokens", "kv_bytes", "kv_type")
-    assert info.stored()["capacity"] == (dict(zip(names, capacity, strict=True)) if capacity else {})
+    assert info.to_json()["capacity"] == (dict(zip(names, capacity, strict=True)) if capacity else {})
     found = contradiction(SETTINGS, KNOWN, info)
     assert found is None if wrong is None else wrong in found
 

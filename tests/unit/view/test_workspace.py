@@ -12,7 +12,7 @@ from kvbench.common.errors import UsageError
 from kvbench.report import page as run_page
 from kvbench.report.document import document
 from kvbench.view import workspace as module
-from kvbench.view.workspace import Workspace
+from kvbench.view.workspace import Filter, Workspace
 from tests.support.stored_runs import write_run
 
 
@@ -128,7 +128,7 @@ def test_filters_go_by_what_is_shown(tmp_path: Path) -> None:
     rows = Workspace([tmp_path]).rows()
 
     def matching(text: str = "", **facts: str) -> list[str]:
-        return [row.workload for row in rows if row.matches(text, **facts)]
+        return [row.workload for row in rows if Filter(text, **facts).selects(row)]
 
     assert matching() == ["chat", "mixed"] and matching("QWEN3 chat") == ["chat"] and matching("qwen3 mixed") == []
     assert matching(workload="mixed") == ["mixed"] and matching(state="invalid") == []

@@ -11,7 +11,7 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.metrics.latency import QUANTILES
 from kvbench.sweep.load_options import LoadOptions, choose_load
-from kvbench.sweep.max_rate.search import Bounds, Condition, arrivals_to_detect, detectable_share, parse_conditions
+from kvbench.sweep.rate_search import Bounds, Condition, arrivals_to_detect, detectable_share, parse_conditions
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload
 from kvbench.workload.load_section import LoadConfig, Slo

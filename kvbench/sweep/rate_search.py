@@ -11,22 +11,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvbench.metrics.latency import QUANTILES, samples_needed, too_many_failed
+from kvbench.metrics.definitions import STATISTICS, latencies
+from kvbench.metrics.latency import QUANTILES, samples_needed
+from kvbench.metrics.model import LoadMetrics
 from kvbench.metrics.steady_window import in_system
-from kvbench.sweep.load_folder import INVALID
-from kvbench.sweep.max_rate.threshold import Interval, Posterior, interval, posterior
+from kvbench.sweep.rate_threshold import Interval, Posterior, interval, posterior
 
-LATENCIES = ("ttft", "ttft_send", "ttfo", "tpot", "itl", "e2el", "client_queue")
-STATISTICS = {**{name: name for name in QUANTILES}, "median": "p50", "mean": "mean", "max": "max"}
+LATENCIES = tuple(metric.name for metric in latencies())
 ATTEMPTS = 2  # runs in a row at one rate that are too short, or too much for the client, before that is believed
 INVALID_ATTEMPTS = 6  # in a row that other work disturbed, before the search gives up: it comes and goes
 _TURNS = (0.1, 0.9)  # quantiles of the threshold at which runs are made: apart, so that they show the spread too
 
+INVALID = "invalid"  # why a run tells nothing: it was disturbed
 FOUND, ALWAYS, NEVER = "found", "always met", "never met"
 OUT_OF_RUNS, OUT_OF_TIME, TOO_SHORT = "out of runs", "out of time", "too short to tell"
 CLIENT_LIMIT = "the client was the limit"
@@ -47,18 +47,17 @@ class Condition:
     stat: str
     limit: float
 
-    def value(self, metrics: Mapping[str, Any]) -> float | None:
+    def value(self, metrics: LoadMetrics) -> float | None:
         """The measured value [ms, or a share of the requests sent]; None when nothing was measured."""
         if self.metric == "goodput":
-            return metrics.get("goodput_share")
-        quantile = QUANTILES.get(self.stat)
-        if self.metric == "ttfo_ms" and quantile is not None:  # a request without an output waits for ever
-            completed, without = (metrics.get(name) or 0 for name in ("completed", "without_output"))
-            if without and math.ceil(quantile * (completed - 1)) >= completed - without:
-                return math.inf
-        return (metrics.get(self.metric) or {}).get(self.stat)
+            return metrics.goodput_share
+        quantile, completed, without = QUANTILES.get(self.stat), metrics.completed, metrics.without_output
+        waits = self.metric == "ttfo_ms" and quantile is not None and without > 0
+        if waits and math.ceil(quantile * (completed - 1)) >= completed - without:
+            return math.inf  # a request without an output waits for ever
+        return metrics.value(f"{self.metric}.{self.stat}")
 
-    def met(self, metrics: Mapping[str, Any]) -> bool:
+    def met(self, metrics: LoadMetrics) -> bool:
         """Whether the limit is kept; what was not measured is not kept."""
         value = self.value(metrics)
         if value is None:
@@ -213,52 +212,56 @@ class Miss:
 
 
 def misses(
-    conditions: Sequence[Condition], metrics: Mapping[str, Any], growth: QueueGrowth | None, overload: float
+    conditions: Sequence[Condition], metrics: LoadMetrics, growth: QueueGrowth | None, overload: float
 ) -> list[Miss]:
     """Why a valid run does not meet the SLO; empty when it does.
 
     A rate that is more than ``overload`` (a share) above what the server serves is a miss, whatever the conditions.
     """
-    found = [_condition_miss(c, metrics) for c in conditions if not c.met(metrics)]
-    if too_many_failed(metrics):
-        failed, completed = metrics["failed"], int(metrics.get("completed") or 0)
-        found.append(Miss("failures", f"{failed} of {failed + completed} requests failed"))
+    missed = [_condition_miss(c, metrics) for c in conditions if not c.met(metrics)]
+    if metrics.too_many_failed:
+        missed.append(Miss("failures", f"{metrics.failed} of {metrics.sent} requests failed"))
     if growth is not None and growth.grows:
         text = f"the queue grew: {growth.early:.1f} in flight early in the run, {growth.late:.1f} when the last came"
-        found.append(Miss("queue grew", text))
+        missed.append(Miss("queue grew", text))
     elif growth is not None and growth.falls_behind(overload):
         text = f"the server fell behind: {growth.ended} requests ended while {growth.came} came"
-        found.append(Miss("fell behind", text))
-    return found
+        missed.append(Miss("fell behind", text))
+    return missed
 
 
-def _condition_miss(condition: Condition, metrics: Mapping[str, Any]) -> Miss:
+def _condition_miss(condition: Condition, metrics: LoadMetrics) -> Miss:
     """A condition that is not met; of a goodput also how many requests missed which limit (some several)."""
     value = condition.value(metrics)
     text = f"{condition.text}: {'not measured' if value is None else condition.format(value, ' ms')}"
     if condition.metric != "goodput":
         return Miss(condition.title.removesuffix(" ms"), text)
-    limits = {name.removesuffix("_ms"): n for name, n in (metrics.get("slo_misses") or {}).items() if n}
-    limits |= {"failed": metrics["failed"]} if metrics.get("failed") else {}
-    counts = ", ".join(f"{name} {n}" for name, n in sorted(limits.items(), key=lambda each: -each[1]))
-    return (
-        Miss(f"goodput ({counts})", f"{text} (requests over their limit: {counts})")
-        if counts
-        else Miss("goodput", text)
-    )
+    limits = {name.removesuffix("_ms"): n for name, n in metrics.slo_misses.items() if n}
+    limits |= {"failed": metrics.failed} if metrics.failed else {}
+    if not limits:
+        return Miss("goodput", text)
+    counts = ", ".join(f"{name} {n}" for name, n in sorted(limits.items(), key=lambda limit: -limit[1]))
+    return Miss(f"goodput ({counts})", f"{text} (requests over their limit: {counts})")
 
 
 @dataclass(frozen=True)
 class Trial:
     """One run at ``rate`` [arrivals/s]. ``met``: None for a run that cannot be judged; ``reasons``: of None and False.
 
-    ``cause`` of one that cannot be judged: INVALID, TOO_SHORT or CLIENT_LIMIT.
+    ``cause`` of one that cannot be judged: INVALID, TOO_SHORT or CLIENT_LIMIT. ``missed``: why in a few words each,
+    where the run missed. ``values``: by condition. ``backlog``: requests in the system early and late in the run.
+    ``seconds``: how long a run must be to be judged. ``arrivals``: requests, or conversations.
     """
 
     rate: float
     met: bool | None
     reasons: tuple[str, ...] = ()
     cause: str | None = None
+    missed: tuple[str, ...] = ()
+    values: Mapping[str, float | None] = field(default_factory=dict)
+    backlog: Mapping[str, float] | None = None
+    seconds: float | None = None
+    arrivals: int = 0
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,21 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from kvbench.calibration.calibrate import Calibration
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
-from kvbench.common.files import read_json, write_json
+from kvbench.common.files import write_json
+from kvbench.common.records import read_record, write_record
 from kvbench.common.text import clock, plural, significant
 from kvbench.load.validity import client_reasons
-from kvbench.metrics.latency import goodput_share
-from kvbench.sweep.load_folder import INVALID, METRICS, LoadFolder
-from kvbench.sweep.max_rate.plan import RunLength
-from kvbench.sweep.max_rate.search import (
+from kvbench.metrics.model import LoadMetrics, LoadOutcome
+from kvbench.sweep.load_folder import METRICS, LoadFolder
+from kvbench.sweep.rate_plan import RunLength
+from kvbench.sweep.rate_search import (
     ALWAYS,
     CLIENT_LIMIT,
     FOUND,
+    INVALID,
     NEVER,
     OUT_OF_TIME,
     TOO_SHORT,
@@ -42,16 +45,32 @@ from kvbench.sweep.max_rate.search import (
     next_step,
     queue_growth,
 )
-from kvbench.sweep.max_rate.threshold import CONFIDENCE, Interval
+from kvbench.sweep.rate_threshold import CONFIDENCE, Interval
+from kvbench.sweep.show_load import StoredLoad
 
 _RUN_OVER_FILLING = 4.0  # a run is so many times as long as the queue takes to fill
 
-Measure = Callable[[float, int, int], Mapping[str, Any]]
-"""rate [1/s], number of requests, number of the run (its seed) -> what metrics.json holds, of one run."""
+Measure = Callable[[float, int, int], StoredLoad]
+"""Runs one load: rate [1/s], number of requests, number of the run (its seed)."""
 
 
 class OutOfTimeError(Exception):
     """The search has had its time while a run was going on."""
+
+
+@dataclass(frozen=True)
+class SearchRun:
+    """A run of a search that has ended; ``name``: of its folder. ``requests`` were sent, of which ``failed``."""
+
+    name: str
+    trial: Trial
+    requests: int
+    failed: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A row of search.json."""
+        sent = {"requests": self.requests, "failed": self.failed}
+        return {"run": self.name, **sent, **asdict(self.trial)}
 
 
 @dataclass
@@ -65,13 +84,16 @@ class RateSearch:
     measure: Measure
     console: Console
     limit_s: float = math.inf
-    trials: list[Trial] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    runs: list[SearchRun] = field(default_factory=list)
     outcome: str | None = field(default=None, init=False)
     _ends_at: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
         self._print = partial(print_plain, self.console)
+
+    @property
+    def trials(self) -> list[Trial]:
+        return [run.trial for run in self.runs]
 
     @property
     def can_continue(self) -> bool:
@@ -104,91 +126,81 @@ class RateSearch:
     def _read_finished(self) -> None:
         """Takes over the runs of a stopped search. Invalid runs at its end are removed and run again."""
         finished = list(self.folder.finished_runs())
-        while finished and finished[-1][1]["trial"]["cause"] == INVALID:
+        while finished and (trial := finished[-1][1].trial) and trial.cause == INVALID:
             shutil.rmtree(finished.pop()[0])
         for path, kept in finished:
             self._note(path, kept)
-        if self.trials:
-            self._print(f"{plural(len(self.trials), 'finished run')}: not run again")
+        if self.runs:
+            self._print(f"{plural(len(self.runs), 'finished run')}: not run again")
 
     def _run_one(self, step: NextRun) -> None:
-        number, count = len(self.trials) + 1, self.length.requests(step.rate, self.conditions)
+        number, count = len(self.runs) + 1, self.length.requests(step.rate, self.conditions)
         path = self.folder.run(number, f"r{step.rate:g}")
         name = f"run {number}: {step.rate:g} {self.length.unit}/s"
         seconds = clock(self.length.seconds_of(step.rate, self.conditions))
         self._print(f"{name}, {count} {self.length.unit}, about {seconds}")
         try:
-            kept = dict(self.measure(step.rate, count, number))
+            kept = self.measure(step.rate, count, number)
         except MeasurementError as error:  # as an invalid run, which is measured again
-            kept = {"valid": False, "invalid_reasons": [str(error)], "metrics": {}}
+            kept = StoredLoad(valid=False, invalid_reasons=(str(error),), metrics=LoadMetrics())
             path.mkdir(parents=True, exist_ok=True)
-        kept["trial"] = {"rate": step.rate} | self._judged(kept, path)
+        trial = self._judged(step.rate, kept, path)
+        kept = kept.model_copy(update={"trial": trial})
         self._note(path, kept)
-        trial = self.trials[-1]
         verdict = {True: "met", False: "missed", None: f"NOT JUDGED ({trial.cause})"}[trial.met]
         self._print(f"{name}: {verdict}" + (f": {'; '.join(trial.reasons)}" if trial.reasons else ""))
-        if trial.met is not None and (found := interval_so_far(self.trials, self.bounds)):
-            self._print(f"  so far: {_interval_words(found, self.length.unit)}")
-        write_json(path / METRICS, kept)  # after it is told: a full disk must not take it away
+        if trial.met is not None and (interval := interval_so_far(self.trials, self.bounds)):
+            self._print(f"  so far: {_interval_words(interval, self.length.unit)}")
+        write_record(path / METRICS, kept)  # after it is told: a full disk must not take it away
 
-    def _judged(self, kept: Mapping[str, Any], run: Path) -> dict[str, Any]:
-        """The ``trial`` of metrics.json: met (None: cannot be judged, with the cause), reasons, values, backlog.
-
-        ``missed``: why in a few words each, where the run missed.
-        ``seconds``: how long a run must be to be judged. ``arrivals``: requests, or conversations.
-        """
-        metrics = kept["metrics"] | {"goodput_share": goodput_share(kept["metrics"])}
+    def _judged(self, rate: float, kept: StoredLoad, run: Path) -> Trial:
+        """What the run shows of the rate."""
         starts, ends = request_times(run / "requests.parquet")
-        growth, seconds = queue_growth(starts, ends), None
-        met, cause, reasons, missed = None, None, list(kept["invalid_reasons"]), []
-        if kept["valid"]:
-            found = misses(self.conditions, metrics, growth, self.bounds.overload)
-            met, reasons, missed = not found, [miss.text for miss in found], [miss.cause for miss in found]
-            if met and growth is None:  # all was over before a queue could have grown
-                met, cause, seconds = None, TOO_SHORT, _RUN_OVER_FILLING * filling_s(starts, ends)
-                reasons = [f"too short to tell whether the server keeps up: {seconds:.0f} s of arrivals are needed"]
-        elif not reasons and kept.get("wrong_answers"):
-            met, reasons, missed = False, [kept["wrong_answers"]], ["wrong answers"]
-        else:
-            cause = CLIENT_LIMIT if client_alone(kept, run) else INVALID
-        return {
-            "met": met,
-            "cause": cause,
-            "reasons": reasons,
-            "missed": missed,
-            "values": {c.text: c.value(metrics) for c in self.conditions},
-            "backlog": None if growth is None else {"early": growth.early, "late": growth.late},
-            "seconds": seconds,
-            "arrivals": len(starts),
-        }
-
-    def _note(self, path: Path, kept: Mapping[str, Any]) -> None:
-        trial, metrics = kept["trial"], kept["metrics"]
-        self.trials.append(Trial(trial["rate"], trial["met"], tuple(trial["reasons"]), trial["cause"]))
-        if trial["seconds"] is not None:  # from here on
-            self.length = replace(self.length, seconds=max(self.length.seconds, trial["seconds"]))
-        sent = (metrics.get("completed") or 0) + (metrics.get("failed") or 0)
-        self.rows.append(
-            {"run": path.name, "requests": sent, "arrivals": sent, "failed": metrics.get("failed"), **trial}
+        growth = queue_growth(starts, ends)
+        trial = Trial(
+            rate,
+            met=None,
+            reasons=kept.invalid_reasons,
+            values={c.text: c.value(kept.metrics) for c in self.conditions},
+            backlog=None if growth is None else {"early": growth.early, "late": growth.late},
+            arrivals=len(starts),
         )
+        if not kept.valid:
+            if kept.wrong_answers and not kept.invalid_reasons:
+                return replace(trial, met=False, reasons=(kept.wrong_answers,), missed=("wrong answers",))
+            return replace(trial, cause=CLIENT_LIMIT if client_alone(kept, run) else INVALID)
+        missed = misses(self.conditions, kept.metrics, growth, self.bounds.overload)
+        if not missed and growth is None:  # all was over before a queue could have grown
+            seconds = _RUN_OVER_FILLING * filling_s(starts, ends)
+            reason = f"too short to tell whether the server keeps up: {seconds:.0f} s of arrivals are needed"
+            return replace(trial, cause=TOO_SHORT, seconds=seconds, reasons=(reason,))
+        reasons, causes = tuple(miss.text for miss in missed), tuple(miss.cause for miss in missed)
+        return replace(trial, met=not missed, reasons=reasons, missed=causes)
+
+    def _note(self, path: Path, kept: StoredLoad) -> None:
+        trial = kept.trial or Trial(0.0, None, cause=INVALID)
+        if trial.seconds is not None:  # from here on
+            self.length = replace(self.length, seconds=max(self.length.seconds, trial.seconds))
+        self.runs.append(SearchRun(path.name, trial, kept.metrics.sent, kept.metrics.failed))
 
     def _conclude(self, answer: Answer) -> int:
-        self.outcome, found = answer.outcome, answer.interval
-        sentence = answer_sentence(answer, self.conditions, self.rows, self.bounds, self.length)
-        print_table(self.console, _table(self.conditions, self.rows))
+        self.outcome, interval = answer.outcome, answer.interval
+        sentence = answer_sentence(answer, self.conditions, self.runs, self.bounds, self.length)
+        print_table(self.console, _table(self.conditions, self.runs))
         self._print(sentence)
+        ends = {"low": interval.low, "high": interval.high, "confidence": CONFIDENCE} if interval else None
         write_json(
             self.folder.path / "search.json",
             {
                 "format": 2,
                 "slo": [c.text for c in self.conditions],
                 "outcome": answer.outcome,
-                "max_rate": found.rate if found else None,
-                "interval": {"low": found.low, "high": found.high, "confidence": CONFIDENCE} if found else None,
+                "max_rate": interval.rate if interval else None,
+                "interval": ends,
                 "reason": answer.reason or None,
                 "answer": sentence,
                 "tolerance": self.bounds.tolerance,
-                "runs": self.rows,
+                "runs": [run.to_json() for run in self.runs],
             },
         )
         if answer.outcome == INVALID:
@@ -196,14 +208,16 @@ class RateSearch:
         return EXIT_OK if answer.outcome in (FOUND, ALWAYS, NEVER) else EXIT_INCONCLUSIVE
 
 
-def client_alone(kept: Mapping[str, Any], run: Path) -> bool:
+def client_alone(kept: StoredLoad, run: Path) -> bool:
     """Whether nothing but the load client's own figures made a run invalid: it was too much for the client."""
-    result = read_json(run / "load.json") if (run / "load.json").is_file() else {}
-    if not result.get("client"):
+    if not (run / "load.json").is_file():
         return False
-    of_calibration = set((kept.get("calibration") or {}).get("reasons") or ()) - set(kept.get("disturbances") or ())
-    own = of_calibration.union(client_reasons(result))
-    return own.issuperset(kept["invalid_reasons"])
+    outcome = read_record(LoadOutcome, run / "load.json", "remove the run's folder")
+    if not outcome.client.model_fields_set:
+        return False
+    calibration = Calibration.from_json(kept.calibration) if kept.calibration else None
+    reasons = set(calibration.reasons if calibration else ()) - set(kept.disturbances)
+    return reasons.union(client_reasons(outcome)).issuperset(kept.invalid_reasons)
 
 
 def request_times(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -217,19 +231,15 @@ def request_times(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def answer_sentence(
-    answer: Answer,
-    conditions: Sequence[Condition],
-    rows: Sequence[Mapping[str, Any]],
-    bounds: Bounds,
-    length: RunLength,
+    answer: Answer, conditions: Sequence[Condition], runs: Sequence[SearchRun], bounds: Bounds, length: RunLength
 ) -> str:
     """The answer in words, with the runs behind it and what they could not show."""
-    slo, found = " and ".join(c.text for c in conditions), answer.interval
-    if found is None:
+    slo, interval = " and ".join(c.text for c in conditions), answer.interval
+    if interval is None:
         text = f"Not known whether any rate meets {slo}: no run could be judged."
     else:
-        text = f"Highest rate that meets {slo}: {_interval_words(found, length.unit)}{_open_end(answer, bounds)}; "
-        text += f"{_evidence(conditions, rows)}.{_undetected_overload(rows, bounds, length)}"
+        text = f"Highest rate that meets {slo}: {_interval_words(interval, length.unit)}{_open_end(answer, bounds)}; "
+        text += f"{_evidence(conditions, runs)}.{_undetected_overload(runs, bounds, length)}"
     if not answer.reason:
         return text
     return (
@@ -237,8 +247,9 @@ def answer_sentence(
     )
 
 
-def _interval_words(found: Interval, unit: str) -> str:
-    low, rate, high = (None if each is None else significant(each) for each in (found.low, found.rate, found.high))
+def _interval_words(interval: Interval, unit: str) -> str:
+    ends = (interval.low, interval.rate, interval.high)
+    low, rate, high = (None if end is None else significant(end) for end in ends)
     if low is not None and high is not None:
         return f"{rate} {unit}/s (95 % interval {low} to {high})"
     if low is None and high is None:
@@ -252,22 +263,22 @@ def _open_end(answer: Answer, bounds: Bounds) -> str:
     return ends.get(answer.outcome, "")
 
 
-def _evidence(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> str:
+def _evidence(conditions: Sequence[Condition], runs: Sequence[SearchRun]) -> str:
     """How many runs and requests were judged. Each run was judged by the percentile of its own requests."""
-    judged = [r for r in rows if r["met"] is not None]
-    text = f"{plural(len(judged), 'run')} with {sum(r['requests'] for r in judged):,} requests"
-    if left_out := len(rows) - len(judged):
+    judged = [run for run in runs if run.trial.met is not None]
+    text = f"{plural(len(judged), 'run')} with {sum(run.requests for run in judged):,} requests"
+    if left_out := len(runs) - len(judged):
         text += f", and {left_out} that could not be judged"
     needed = max((c.samples_needed for c in conditions), default=1)
-    fewest = min(r["requests"] - (r["failed"] or 0) for r in judged)
+    fewest = min(run.requests - run.failed for run in judged)
     few = f" ({fewest} completed in the smallest, fewer than the {needed} that a percentile needs)"
     return text + (few if fewest < needed else "")
 
 
-def _undetected_overload(rows: Sequence[Mapping[str, Any]], bounds: Bounds, length: RunLength) -> str:
+def _undetected_overload(runs: Sequence[SearchRun], bounds: Bounds, length: RunLength) -> str:
     """A sentence when the highest rate that met the SLO ran too shortly to show a small overload, else empty."""
-    highest = max((r for r in rows if r["met"]), key=lambda r: r["rate"], default=None)
-    share = length.detectable_overload(highest["rate"], highest["arrivals"]) if highest else 0.0
+    highest = max((run.trial for run in runs if run.trial.met), key=lambda trial: trial.rate, default=None)
+    share = length.detectable_overload(highest.rate, highest.arrivals) if highest else 0.0
     if share <= bounds.overload * 1.01:
         return ""
     return (
@@ -276,22 +287,21 @@ def _undetected_overload(rows: Sequence[Mapping[str, Any]], bounds: Bounds, leng
     )
 
 
-def _table(conditions: Sequence[Condition], rows: Sequence[Mapping[str, Any]]) -> Table:
+def _table(conditions: Sequence[Condition], runs: Sequence[SearchRun]) -> Table:
     """All runs, in their order."""
     heads = ("run", "rate/s", "requests", *(c.title for c in conditions), "failed", "in flight", "result")
-    return make_table(heads, [_table_row(conditions, row) for row in rows])
+    return make_table(heads, [_table_row(conditions, run) for run in runs])
 
 
-def _table_row(conditions: Sequence[Condition], row: Mapping[str, Any]) -> tuple[str, ...]:
-    growth = row["backlog"]
+def _table_row(conditions: Sequence[Condition], run: SearchRun) -> tuple[str, ...]:
+    trial, missed = run.trial, f"missed: {', '.join(run.trial.missed or ['not stored'])}"
+    result = str(trial.cause) if trial.met is None else "met" if trial.met else missed
     return (
-        row["run"].partition("-")[0],
-        f"{row['rate']:g}",
-        str(row["requests"]),
-        *(c.format(row["values"].get(c.text)) for c in conditions),
-        "-" if row["failed"] is None else str(row["failed"]),
-        f"{growth['early']:.1f} to {growth['late']:.1f}" if growth else "-",
-        {True: "met", False: f"missed: {', '.join(row.get('missed') or ['not stored'])}", None: row["cause"]}[
-            row["met"]
-        ],
+        run.name.partition("-")[0],
+        f"{trial.rate:g}",
+        str(run.requests),
+        *(c.format(trial.values.get(c.text)) for c in conditions),
+        str(run.failed),
+        f"{trial.backlog['early']:.1f} to {trial.backlog['late']:.1f}" if trial.backlog else "-",
+        result,
     )
