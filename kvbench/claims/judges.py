@@ -32,8 +32,9 @@ from kvbench.claims.verdict import (
 )
 from kvbench.common.stats import welch_interval
 from kvbench.common.text import listing, plural
+from kvbench.effects.comparison import MARGINS
 from kvbench.lockstep.intervals import Effect, effect_of_values
-from kvbench.runs.engine_time import LEVEL_WITHIN
+from kvbench.metrics.definitions import ENGINE
 
 LITTLE = 0.05  # a change of at most so much is "nothing" or "little"
 
@@ -146,7 +147,7 @@ def page_16(measured: Measured) -> Verdict:
     sizes = sorted(configuration.varied["page_size"] for configuration in measured.design.configurations[1:])
     speeds = {size: measured.speed(page_size=size) for size in sizes}
     evidence = "beside 16: " + ", ".join(f"{size} {words(speed)}" for size, speed in speeds.items())
-    faster = {size: is_above(speed, 1 + LEVEL_WITHIN) for size, speed in speeds.items()}
+    faster = {size: is_above(speed, 1 + MARGINS[ENGINE]) for size, speed in speeds.items()}
     if HELD in faster.values():
         return Verdict(DID_NOT_HOLD, evidence)
     if wide := [str(size) for size, word in faster.items() if word == UNDECIDED]:
@@ -171,7 +172,7 @@ def small_pages(measured: Measured) -> Verdict:
         f"page {size}: page table {share:.2%} of the budget, {words(speeds[size])} tokens/s"
         for size, share in tables.items()
     )
-    time = any_of([is_below(speeds[size], 1 - LEVEL_WITHIN) for size in (4, 8)])
+    time = any_of([is_below(speeds[size], 1 - MARGINS[ENGINE]) for size in (4, 8)])
     memory = held_if(any(tables[size] >= 0.01 for size in (4, 8)))
     waste = "memory" if memory == HELD else "time"
     return verdict((memory, time), evidence, f"an interval holds -2 %: {MORE}", f"on what: only {waste} is wasted")
@@ -215,7 +216,7 @@ def prefix_unshared(measured: Measured) -> Verdict:
     """Held if prefix caching surely makes prompts that share nothing over 2 % slower, did not hold if surely not."""
     speed = measured.speed(enable_prefix_caching=True)
     evidence = f"{words(speed)} output tokens/s with prefix caching where nothing is shared"
-    return verdict([is_below(speed, 1 - LEVEL_WITHIN)], evidence, too_wide(speed, "-2 %"))
+    return verdict([is_below(speed, 1 - MARGINS[ENGINE])], evidence, too_wide(speed, "-2 %"))
 
 
 _CACHING = {"layout": "paged", "enable_prefix_caching": True}
@@ -338,8 +339,8 @@ def _batch_limit(
         f"{low}: {words(speeds[low])} tokens/s; {high}: {words(speeds[high])} tokens/s, p95 TTFT "
         f"{words(p95s['ttft'])}, p95 ITL {words(p95s['itl'])}{counted}"
     )
-    too_low = is_below(speeds[low], 1 - LEVEL_WITHIN)
-    worse = any_of([is_above(p95s[metric], 1 + LEVEL_WITHIN) for metric in metrics])
+    too_low = is_below(speeds[low], 1 - MARGINS[ENGINE])
+    worse = any_of([is_above(p95s[metric], 1 + MARGINS[ENGINE]) for metric in metrics])
     too_high = DID_NOT_HOLD if harmless else worse
     return verdict(
         (too_low, too_high),

@@ -61,7 +61,8 @@ import numpy as np
 import scipy  # its parts load when they are used: stats takes a second
 
 from kvbench.common.stats import detectable_errors
-from kvbench.runs.engine_time import LEVEL_WITHIN
+from kvbench.effects.comparison import MARGINS
+from kvbench.metrics.definitions import ENGINE
 
 AHEAD, BEHIND, LEVEL, OPEN = "ahead", "behind", "level", "open"
 CONFIDENCE = 0.95
@@ -131,13 +132,13 @@ class Effect:
         return math.sqrt(self.high / self.low) - 1
 
     def call(self, higher_is_better: bool = True) -> str:
-        """LEVEL if the interval lies within ``LEVEL_WITHIN`` of 1, else AHEAD or BEHIND if it excludes 1, else OPEN.
+        """LEVEL if the interval lies within its clock's margin of 1, else AHEAD or BEHIND if it excludes 1, else OPEN.
 
         One launch says nothing of how launches differ: OPEN.
         """
         if self.within_launch:
             return OPEN
-        if self.low >= 1 - LEVEL_WITHIN and self.high <= 1 + LEVEL_WITHIN:
+        if self.low >= 1 - MARGINS[ENGINE] and self.high <= 1 + MARGINS[ENGINE]:
             return LEVEL
         if self.low > 1 or self.high < 1:
             return AHEAD if (self.low > 1) == higher_is_better else BEHIND

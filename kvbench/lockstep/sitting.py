@@ -49,7 +49,7 @@ from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, sha
 from kvbench.metrics.latency import QUANTILES, request_latencies
 from kvbench.metrics.model import flatten
 from kvbench.metrics.rows import request_gaps
-from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
+from kvbench.runs.engine_time import EFFECTS, FOLDER, EngineTime
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.metric_names import value_of
 from kvbench.runs.server_info import ServerInfo
@@ -270,7 +270,7 @@ class Sitting:
         """Writes and returns effects.json, from the launches that are stored."""
         rows = [row for point in points for row in self._rows(point, launches)]
         found = {
-            "format": FORMAT,
+            "format": EngineTime.FORMAT,
             "finished": done,
             "launches": launches,
             "seconds": seconds,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvbench.common import text as words
-from kvbench.effects.comparison import Call, Comparison, contradicts, paired, stored_call
+from kvbench.effects.comparison import Call, Comparison, contradicts, paired
 from kvbench.metrics.definitions import ENGINE, SERVED, figure
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run, all_steady, all_steady_latency
 from kvbench.workload.settings import applies, effective, phrase, setting_title
@@ -195,11 +195,7 @@ def served(cell: MeasuredCell, other: MeasuredCell, metric: str) -> Comparison |
 
 def in_engine_time(run: Run, cell_id: str, metric: str) -> Comparison | None:
     """A configuration against the baseline in engine time; None where that was not measured."""
-    effect = run.engine_time.of(cell_id, metric) if run.engine_time else None
-    if effect is None:
-        return None
-    call, n, smallest = stored_call(effect.call), effect.launches, effect.smallest_seen
-    return Comparison(metric, ENGINE, effect.ratio, effect.low, effect.high, n, call, smallest=smallest)
+    return run.engine_time.of(cell_id, metric) if run.engine_time else None
 
 
 def change_in(run: Run, cell: MeasuredCell, metric: str, clock: str) -> Comparison | None:

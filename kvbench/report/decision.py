@@ -536,7 +536,7 @@ class Decision:
         # The smallest change that would have shown over the one to decide: as large as it looks, at least _FINEST.
         coarse = [one.smallest / max(_FINEST, abs(one.ratio - 1)) for one in known if one.smallest]
         if all(one.clock == ENGINE for one in known):
-            seconds = float((self.run.engine_time.facts if self.run.engine_time else {}).get("seconds") or 180.0)
+            seconds = (self.run.engine_time.seconds if self.run.engine_time else None) or 180.0
             minutes = math.ceil(1.1 * seconds / 60 * max(coarse, default=1.4) ** 2)
             if minutes <= _MOST_MINUTES:
                 yield NextStep(f"decide {names}", sweep_command(self.run, ["--lockstep-minutes", str(minutes)]))
@@ -561,12 +561,12 @@ class Decision:
 def _without_loads(run: Run) -> list[str]:
     """No load was finished over HTTP: what engine time knows is among cells that were not served."""
     effects = run.engine_time.effects if run.engine_time else ()
-    ahead = [one for one in effects if one.metric == THROUGHPUT and one.call in ("ahead", Call.BETTER)]
+    ahead = [one for one in effects if one.metric == THROUGHPUT and one.call == Call.BETTER]
     if not ahead:
         return ["Cannot tell: no load over HTTP was finished"]
     best = max(ahead, key=lambda one: one.ratio)
     what = "is kept" if run.not_kept else "was measured"
-    return [f"Only {ENGINE} {what}: {best.cell} {amount(best.ratio)} tokens/s ({best.interval})"]
+    return [f"Only {ENGINE} {what}: {best.cell} {sized(best.comparison)} tokens/s"]
 
 
 def _alone(run: Run, cell: MeasuredCell) -> list[str]:

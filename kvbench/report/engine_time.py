@@ -54,11 +54,10 @@ def engine_time_note(run: Run) -> str:
     """How it was measured and what limits it; empty without it."""
     if run.engine_time is None:
         return ""
-    facts, stored = run.engine_time.facts, run.engine_time.effects
-    effects = [in_engine_time(run, each.cell, each.metric) for each in stored]
-    launches = max(effect.n for effect in effects if effect)
+    effects = [effect.comparison for effect in run.engine_time.effects]
+    launches = max(effect.n for effect in effects)
     times = f"{launches} launch{'' if launches == 1 else 'es'}"
-    turns = (facts.get("turns") or {}).values()
+    turns = run.engine_time.turns.values()
     costs = [each["cold_cost"] for each in turns if each["cold_cost"] is not None]
     lengths, first = (
         " or ".join(str(n) for n in sorted({each[name] for each in turns if name in each}))
@@ -76,7 +75,7 @@ def engine_time_note(run: Run) -> str:
         "Launches differ by up to 1 %, so nothing is called after one." if launches == 1 else "",
         f"Turns made steps {100 * max(0.0, *costs):.1f} % longer." if costs else "",
         f"The smallest change of output tok/s that it could see: {smallest} %." if smallest else "",
-        *(f"{note}." for note in facts.get("notes") or ()),
+        *(f"{note}." for note in run.engine_time.notes),
         "Beside it the ratio as served.",
     ]
     return " ".join(filter(None, parts))

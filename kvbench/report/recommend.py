@@ -311,7 +311,7 @@ class _Advice:
             as_served = served(best.cell, self.base, THROUGHPUT)
             if not (as_served and as_served.decided):
                 yield NextStep("the gain as served over HTTP: it is decided in engine time only", "")
-        for note in (engine_time.facts if engine_time else {}).get("notes") or ():
+        for note in engine_time.notes if engine_time else ():
             yield NextStep(str(note), "")
         fewest = min(len(cell.repeats) for cell in run.at(self.base.load))
         gpus = run.manifest.get("gpus")

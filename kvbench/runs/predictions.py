@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from kvbench.common.errors import UsageError
-from kvbench.common.files import read_json, write_json
+from kvbench.common.records import Record, read_record
 
-PREDICTIONS, FORMAT = "predictions.json", "kvbench-predictions/1"
+PREDICTIONS = "predictions.json"
 
 METRICS = {
     "output tok/s": "output_throughput",
@@ -21,11 +18,10 @@ METRICS = {
     "p95 ITL": "itl_ms.p95",
     "p95 E2EL": "e2el_ms.p95",
 }
-"""The predicted figures: name -> where a load's metrics have it. All are of the whole run."""
+"""The predicted figures: the name in the file -> where LoadMetrics has it. All are of the whole run."""
 
 
-@dataclass(frozen=True)
-class Predicted:
+class Predicted(Record):
     """One figure of one cell."""
 
     predicted: float
@@ -37,43 +33,22 @@ class Predicted:
         return self.predicted / self.measured - 1.0
 
 
-@dataclass(frozen=True)
-class Predictions:
-    """``cells``: cell id -> name of a metric -> figure; ``costs``: unit costs fitted to all cells [s]."""
+class Predictions(Record):
+    """``cells``: cell id -> name of a metric -> figure; ``unit_costs_s``: unit costs fitted to all cells [s]."""
 
-    cells: Mapping[str, Mapping[str, Predicted]]
-    costs: Mapping[str, Any]
-    notes: Sequence[str]
+    FORMAT: ClassVar[str] = "kvbench-predictions/1"
+
+    cells: Mapping[str, Mapping[str, Predicted]] = {}
+    unit_costs_s: Mapping[str, Any] = {}
+    notes: tuple[str, ...] = ()
 
     def errors(self, metric: str) -> list[float]:
-        """Of all cells that have the metric."""
-        return [found[metric].error for found in self.cells.values() if metric in found]
-
-
-def write_predictions(
-    folder: Path, cells: Mapping[str, Mapping[str, Predicted]], costs: Any, notes: Sequence[str]
-) -> Path:
-    """The path of what was written. ``costs``: a dataclass."""
-    path = folder / PREDICTIONS
-    found = {cell: {name: dataclasses.asdict(each) for name, each in of.items()} for cell, of in cells.items()}
-    stored = {"format": FORMAT, "cells": found, "unit_costs_s": dataclasses.asdict(costs), "notes": list(notes)}
-    write_json(path, stored)
-    return path
+        """The errors of all cells that have the metric."""
+        return [figures[metric].error for figures in self.cells.values() if metric in figures]
 
 
 def read_predictions(folder: Path) -> Predictions | None:
     """None where nothing was predicted. Raises UsageError for a damaged file, or one of another format."""
     path = folder / PREDICTIONS
-    if not path.is_file():
-        return None
-    try:
-        stored = read_json(path)
-        if stored["format"] != FORMAT:
-            raise ValueError(f"its format is {stored['format']!r}")
-        cells = {
-            cell: {name: Predicted(float(pair["predicted"]), float(pair["measured"])) for name, pair in found.items()}
-            for cell, found in stored["cells"].items()
-        }
-        return Predictions(cells, stored["unit_costs_s"], stored["notes"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path} cannot be read ({error}): write it again with `kvbench predict {folder}`") from None
+    again = f"write it again with `kvbench predict {folder}`"
+    return read_record(Predictions, path, again) if path.is_file() else None

@@ -7,6 +7,7 @@ does not know, and how much faster or slower the machine was during that load.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from engine.kv.budget import KVCapacity
 from engine.planning import plan_engine
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
+from kvbench.common.records import write_record
 from kvbench.common.text import listing
 from kvbench.metrics.latency import summarise
 from kvbench.requests.request import RequestSpec, conversations, distinct_prefixes, read_requests
 from kvbench.runs.folder import DONE
 from kvbench.runs.model import MeasuredCell, Repeat, Run, number
-from kvbench.runs.predictions import METRICS, Predicted, write_predictions
+from kvbench.runs.predictions import METRICS, PREDICTIONS, Predicted, Predictions
 from kvbench.runs.resume import stored_workload
 from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, Replica, SettingsByName, StepTimer, prime
 from kvbench.simulation.instrument import row_of
@@ -170,7 +172,10 @@ def predict_run(run: Run, most_steps: float = math.inf) -> Path:
             f"{run.folder} has no other cell in a closed loop to calibrate the simulator on: predict a run with two "
             "cells or more"
         )
-    return write_predictions(run.folder, predicted, fit_unit_costs(steps for _, steps in fittable), notes)
+    costs = dataclasses.asdict(fit_unit_costs(steps for _, steps in fittable))
+    path = run.folder / PREDICTIONS
+    write_record(path, Predictions(cells=predicted, unit_costs_s=costs, notes=tuple(notes)))
+    return path
 
 
 def unit_costs_of(run: Run) -> UnitCosts:
@@ -282,7 +287,8 @@ def _predicted(loads: Sequence[_Load], costs: UnitCosts) -> dict[str, Predicted]
             predicted, measured = _at(metrics, path), _at(load.repeat.metrics, path)
             if predicted is not None and measured:
                 pairs.setdefault(name, []).append((predicted, measured))
-    return {name: Predicted(*np.mean(figures, axis=0).tolist()) for name, figures in pairs.items()}
+    means = {name: np.mean(figures, axis=0).tolist() for name, figures in pairs.items()}
+    return {name: Predicted(predicted=predicted, measured=measured) for name, (predicted, measured) in means.items()}
 
 
 def predicted_metrics(load: ReplayedLoad, costs: UnitCosts) -> dict[str, Any]:

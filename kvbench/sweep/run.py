@@ -283,7 +283,7 @@ class Sweep:
         if facts.get("backend") != "kvbench" or facts.get("serve_cmd") or len(design.configurations) < 2:
             return False
         known = read_engine_time(run.path) if run else None
-        return self.lockstep_minutes > 0 and not (known and known.facts["finished"])
+        return self.lockstep_minutes > 0 and not (known and known.finished)
 
     def _measure_engine_time(
         self,

@@ -155,10 +155,15 @@ def in_engine_time(
     *effects: tuple[MeasuredCell, str, float, float, float, str], smallest_seen: float = 0.01, **facts: Any
 ) -> EngineTime:
     """(cell, metric, ratio, low, high, call) of each effect, of three launches."""
-    return EngineTime(
-        tuple(
-            EngineEffect(one.cell_id, metric, ratio, low, high, call, smallest_seen, 3)
-            for one, metric, ratio, low, high, call in effects
-        ),
-        {"finished": True, **facts},
-    )
+    stored = tuple(engine_effect(*effect, smallest_seen) for effect in effects)
+    return EngineTime.model_validate({"finished": True, "effects": stored, **facts})
+
+
+def engine_effect(
+    one: MeasuredCell, metric: str, ratio: float, low: float, high: float, call: str, smallest_seen: float | None
+) -> EngineEffect:
+    """An effect of three launches, its call in today's words or those of older files."""
+    return EngineEffect.model_validate(
+        {"cell": one.cell_id, "metric": metric, "ratio": ratio, "low": low, "high": high, "call": call,
+         "smallest_seen": smallest_seen, "launches": 3}
+    )  # fmt: skip

@@ -64,10 +64,10 @@ def test_effects_are_those_of_the_engines_and_the_sitting_stops_when_all_are_dec
     for cell, effect in by_cell.items():
         truth = 1 / 1.2 if "48" in cell else 1.0
         assert effect.low < truth * 1.005 and effect.high > truth * 0.995, effect
-        assert effect.call == ("behind" if "48" in cell else "level")
+        assert effect.call == ("worse" if "48" in cell else "level")
     assert found["launches"] < sitting.MOST_LAUNCHES and found["seconds"] < 300
     latency = next(e for e in stored.effects if e.metric == "p95_itl_ms" and "48" in e.cell)
-    assert latency.ratio == pytest.approx(1.2, abs=0.03) and latency.call == "behind"
+    assert latency.ratio == pytest.approx(1.2, abs=0.03) and latency.call == "worse"
 
 
 def test_one_configuration_alone_is_measured_only_for_a_question_of_its_own(sit):

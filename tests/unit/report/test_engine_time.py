@@ -15,7 +15,7 @@ from kvbench.report.document import document
 from kvbench.report.engine_time import engine_time_note, engine_time_table
 from kvbench.report.page import markdown, write_report
 from kvbench.report.terminal import engine_time_console
-from kvbench.runs.engine_time import EFFECTS, FOLDER, FORMAT
+from kvbench.runs.engine_time import EFFECTS, FOLDER
 from kvbench.runs.read import read_run
 
 
@@ -35,7 +35,7 @@ def run_with(tmp_path, run_folder):
         cells = [cell for cell in run.at(run.loads[-1]) if not cell.is_baseline]
         rows = [each(cells[-1].cell_id) for each in effects]
         known = {
-            "format": FORMAT,
+            "format": EngineTime.FORMAT,
             "finished": True,
             "turns": {"c4": {"turn_steps": 4, "cold_cost": 0.012, "first_turn_steps": 8}},
             "notes": [],

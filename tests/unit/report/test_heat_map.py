@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvbench.report.figures.heat_map import drawing, heat_map
-from kvbench.runs.engine_time import EngineEffect, EngineTime
+from kvbench.runs.engine_time import EngineTime
 from kvbench.runs.model import MeasuredCell, Run
-from tests.support.report_cells import cell, run
+from tests.support.report_cells import cell, engine_effect, run
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 
@@ -89,19 +89,19 @@ def test_a_run_of_one_setting_at_a_time_has_none() -> None:
 def test_engine_time_is_taken_where_it_knows_every_cell_and_never_mixed() -> None:
     cells = grid(both={"reasons": ("lag",)})
     effects = tuple(
-        EngineEffect(one.cell_id, "output_throughput", ratio, low, high, call, 0.01, 3)
+        engine_effect(one, "output_throughput", ratio, low, high, call, 0.01)
         for one, (ratio, low, high, call) in zip(
             cells[1:], ((1.08, 1.05, 1.11, "ahead"), (1.0, 0.99, 1.01, "level"), (1.1, 0.9, 1.3, "open")), strict=True
         )
     )
-    whole = dataclasses.replace(run(*cells), engine_time=EngineTime(effects, {}))
+    whole = dataclasses.replace(run(*cells), engine_time=EngineTime(effects=effects))
     found = tiles(whole)
     assert {key: row["text"] for key, row in found.items()} == {
         ("16", AUTO): "baseline", ("16", E4M3): "1.08x", ("64", AUTO): "≈1.00x", ("64", E4M3): "1.10x?",
     }  # fmt: skip
     assert [key for key, row in found.items() if row["decided"]] == [("16", E4M3)]
     assert found["16", E4M3]["interval"] == "1.05–1.11" and "engine time" in drawing(whole).caption
-    part = dataclasses.replace(whole, engine_time=EngineTime(effects[:2], {}))
+    part = dataclasses.replace(whole, engine_time=EngineTime(effects=effects[:2]))
     assert tiles(part)["16", E4M3]["ratio"] == pytest.approx(1.21) and "served" in drawing(part).caption
 
 

@@ -50,6 +50,7 @@ def config(**load):
 def kept(measured, load=None, point=CLOSED, **more):
     """metrics.json, with ``more`` in it."""
     load = load or config()
+    measured = measured | {"metrics": LoadMetrics.model_validate(measured["metrics"])}
     info = ServerInfo.read({"engine": {"enable_prefix_caching": None}})
     target = SimpleNamespace(model=SimpleNamespace(name="m", max_model_len=256), preset=PRESETS["vllm"], notes=())
     server = SimpleNamespace(load=load, info=info, target=target)
