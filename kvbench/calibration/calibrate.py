@@ -28,6 +28,7 @@ import pandas as pd
 from pydantic import TypeAdapter
 
 from kvbench.calibration.mock.process import MockProcess, self_signed
+from kvbench.calibration.mock.settings import Stamp
 from kvbench.common.foreign_cpu import MAX_STEAL_SHARE, MachineReport, MachineWatch, ServerProcess, foreign_limit
 from kvbench.common.machine import machine, usable_cores, versions
 from kvbench.common.records import read_record
@@ -136,15 +137,15 @@ class Figures:
 
 
 def figures_of(
-    samples: pd.DataFrame, stamps: Sequence[Mapping[str, Any]], client: ClientFigures, zero: float, planned: int
+    samples: pd.DataFrame, stamps: Sequence[Stamp], client: ClientFigures, zero: float, planned: int
 ) -> Figures:
     """``samples``: requests.parquet, times since ``zero`` [s, perf_counter]; ``stamps``: the mock's /stamps, whose
     prompts' last ids are the requests' indices; ``client``: of load.json; ``planned``: requests of the load."""
     rows = {int(row["index"]): row for row in samples.to_dict("records")}
-    sent = {int(stamp["prompt"][-1]): stamp for stamp in stamps}
+    sent = {int(stamp.prompt[-1]): stamp for stamp in stamps}
     lags, errors, shared, lost = [np.empty(0)], [np.empty(0)], 0, 0
     for index, stamp in sent.items():
-        sends = np.asarray(stamp["sends"], dtype=np.float64) - zero
+        sends = np.asarray(stamp.sends, dtype=np.float64) - zero
         row = rows.get(index)
         seen = np.asarray(row["chunk_times"] if row is not None else (), dtype=np.float64)
         lost += abs(len(sends) - len(seen))
@@ -153,11 +154,11 @@ def figures_of(
             errors.append(np.abs(np.diff(seen) - np.diff(sends)))
             shared += int(((np.diff(seen) == 0) & (np.diff(sends) > SENT_TOGETHER_S)).sum())
     lag, error = np.concatenate(lags), np.concatenate(errors)
-    faulty = {i for i, stamp in sent.items() if stamp["fault"]}
+    faulty = {i for i, stamp in sent.items() if stamp.fault}
     ok = {i for i, row in rows.items() if row["ok"]}
-    late = [s - d for stamp in stamps for s, d in zip(stamp["sends"], stamp["due"], strict=True)]
+    late = [s - d for stamp in stamps for s, d in zip(stamp.sends, stamp.due, strict=True)]
     return Figures(
-        events=sum(len(stamp["sends"]) for stamp in stamps),
+        events=sum(len(stamp.sends) for stamp in stamps),
         events_lost=lost,
         requests=len(sent),
         requests_lost=planned - len(rows.keys() & sent.keys()),
@@ -288,7 +289,7 @@ def _measure(settings: CalibrationSettings) -> tuple[Figures, MachineReport]:
         folder = Path(scratch)
         requests = [RequestSpec(i, "calibration", (1, 2, i), None, settings.tokens) for i in range(count)]
         write_requests(folder / "requests.jsonl", requests)
-        flags: dict[str, Any] = {"ttft-ms": settings.itl_ms, "itl-ms": settings.itl_ms}
+        flags: dict[str, object] = {"ttft-ms": settings.itl_ms, "itl-ms": settings.itl_ms}
         flags |= dict.fromkeys(("truncate-rate", "fail-rate", "drop-rate"), rate)
         trust, context = {}, None
         if settings.tls:
@@ -317,7 +318,7 @@ def _measure(settings: CalibrationSettings) -> tuple[Figures, MachineReport]:
                 on_phase=watch.on_phase,
             )
             with urllib.request.urlopen(url + "/stamps", timeout=10, context=context) as answer:
-                stamps = json.load(answer)
+                stamps = [Stamp(**stamp) for stamp in json.load(answer)]
         load = read_record(LoadOutcome, folder / "out" / "load.json", "calibrate again")
         samples = pd.read_parquet(folder / "out" / "requests.parquet")
     return figures_of(samples, stamps, load.client, load.zero_perf_counter or 0.0, count), watch.report()

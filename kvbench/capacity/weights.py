@@ -71,7 +71,9 @@ def weights_of(model: PlannedModel, quantization: str | None = None) -> Weights:
     if stored == "mxfp4" and not parameters.experts:
         raise UsageError(f"{model.name} has no experts, which are what mxfp4 quantises: give another --quantization")
     linear = _LINEAR_BYTES.get(stored or "", float(model.dtype_bytes))
-    experts = _MXFP4 * _padding(model.config) if stored == "mxfp4" else linear
+    experts, inner = linear, model.config.expert_inner
+    if stored == "mxfp4":
+        experts = _MXFP4 * (-(-inner // _MXFP4_MULTIPLE) * _MXFP4_MULTIPLE / inner)
 
     def size_of(embedding: int, expert: int) -> int:
         kept = embedding + parameters.head + parameters.other
@@ -102,7 +104,8 @@ def count_parameters(model: PlannedModel) -> Parameters:
         other += (2 * hidden + config.inner + hidden) * layers + hidden  # biases of norms and MLP
         other += ((config.max_position_embeddings or 0) + 2) * hidden
     else:
-        sparse = _sparse_layers(config)
+        dense = config.first_k_dense_replace + len(config.mlp_only_layers or ())
+        sparse = layers - dense if config.routed_experts else 0
         linear += 3 * hidden * config.inner * (layers - sparse)
         if sparse:
             every, used_by_token, shared, small = _experts(config)
@@ -140,13 +143,6 @@ def _attention(config: DecoderConfig) -> tuple[int, int]:
     return hidden * (2 * queries + 2 * keys), vectors
 
 
-def _sparse_layers(config: DecoderConfig) -> int:
-    """The number of layers with experts."""
-    if not config.routed_experts:
-        return 0
-    return config.num_hidden_layers - config.first_k_dense_replace - len(config.mlp_only_layers or ())
-
-
 def _experts(config: DecoderConfig) -> tuple[int, int, int, int]:
     """The numbers of one layer in all routed experts, those of one token, the shared ones, and router and biases."""
     hidden, count, inner = config.hidden_size, config.routed_experts, config.expert_inner
@@ -156,11 +152,6 @@ def _experts(config: DecoderConfig) -> tuple[int, int, int, int]:
     if config.model_type == "gpt_oss":
         router += count + count * (2 * inner + hidden)  # biases of router and experts
     return one * count, one * config.num_experts_per_tok, one * config.n_shared_experts, router
-
-
-def _padding(config: DecoderConfig) -> float:
-    """How much larger the experts are as vLLM keeps them in mxfp4."""
-    return -(-config.expert_inner // _MXFP4_MULTIPLE) * _MXFP4_MULTIPLE / config.expert_inner
 
 
 def _quantization_of(model: PlannedModel) -> str | None:

@@ -8,19 +8,10 @@ from kvbench.claims.verdict import VERDICTS
 from kvbench.common.records import Record
 from kvbench.common.text import clock, listing, markdown_table, upper_first
 from kvbench.report.page import render
+from kvbench.runs.results import GitState, Processor
 
 FILE = "claims.json"
 _HEADS = ("claim", "verdict", "measured", "source")
-
-
-class Processor(Record):
-    model_config = ConfigDict(extra="allow")
-    model: str | None = None
-
-
-class Commit(Record):
-    model_config = ConfigDict(extra="allow")
-    short_sha: str | None = None
 
 
 class Engines(Record):
@@ -58,7 +49,7 @@ class ClaimsResult(Record):
     engines: Engines
     claims: tuple[ClaimResult, ...]
     cpu: Processor = Processor()
-    git: Commit = Commit()
+    git: GitState = GitState()
 
     @property
     def summary(self) -> str:

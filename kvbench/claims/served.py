@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from kvbench.common.errors import MeasurementError
+from kvbench.targets.base import HttpAnswer
 from kvbench.targets.builtin import BuiltinTarget
 
 STREAMS = 6
+_PATH = "/v1/completions"
 _TIMEOUT_S = 60.0
 _CLIENT: dict[str, Any] = {"timeout": _TIMEOUT_S, "trust_env": False, "headers": {"Accept-Encoding": "identity"}}
 _FREED_WITHIN_S = 2.0
@@ -72,22 +74,20 @@ class ServedFacts:
     """What the two claims are judged by. ``abandoned``: by the variant of the server."""
 
     abandoned: dict[str, Abandoned]
-    malformed: Malformed
+    malformed: Malformed | None
 
 
 def measure_served(folder: Path, on_cpu: bool, say: Callable[[str], None], check: Callable[[], None]) -> ServedFacts:
     """Facts of both claims. Raises MeasurementError."""
-    abandoned: dict[str, Abandoned] = {}
-    malformed: list[Malformed] = []
+    abandoned, malformed = {}, None
     for name, settings in _VARIANTS.items():
         check()
         say(f"a server with {name}")
         settings = {**_SETTINGS, **settings, "device": "cpu" if on_cpu else "cuda"}
         with _server(settings, folder / f"{name.replace(' ', '-')}.log") as target:
             abandoned[name] = _abandon(target)
-            if not malformed:
-                malformed.append(_send_malformed(target))
-    return ServedFacts(abandoned, malformed[0])
+            malformed = malformed or _send_malformed(target)
+    return ServedFacts(abandoned, malformed)
 
 
 @contextmanager
@@ -106,13 +106,12 @@ def _server(settings: Mapping[str, Any], log: Path) -> Iterator[BuiltinTarget]:
 
 def _abandon(target: BuiltinTarget) -> Abandoned:
     """Leaves streams after their first token."""
-    url = f"{target.http.base_url}/v1/completions"
     lines = []  # kept, since a stream is closed once nobody can read it
     with ExitStack() as stack:
-        client = stack.enter_context(httpx.Client(**_CLIENT))
+        client = stack.enter_context(httpx.Client(base_url=target.http.base_url, **_CLIENT))
         for number in range(STREAMS):
             body = _body(target, [16 + number] * _PROMPT, _LENGTH - _PROMPT)
-            response = stack.enter_context(client.stream("POST", url, json=body | {"stream": True}))
+            response = stack.enter_context(client.stream("POST", _PATH, json=body | {"stream": True}))
             lines.append(response.iter_lines())
             next(lines[-1])  # the first token
         if not (before := _owned(target)):
@@ -121,9 +120,7 @@ def _abandon(target: BuiltinTarget) -> Abandoned:
     while freed is None and time.monotonic() < left + _FREED_WITHIN_S:
         if _owned(target) == 0:
             freed = time.monotonic() - left
-    answer = target.http.call(
-        "POST", "/v1/completions", body=_body(target, [20] * (_LENGTH - 8), 8), timeout_s=_TIMEOUT_S
-    )
+    answer = _post(target, _body(target, [20] * (_LENGTH - 8), 8))
     return Abandoned(STREAMS, before, freed, answer.status == 200)
 
 
@@ -143,12 +140,12 @@ def _send_malformed(target: BuiltinTarget) -> Malformed:
     ]
     with ThreadPoolExecutor(len(good)) as threads:
         started = time.monotonic()
-        alone = [_tokens(each) for each in threads.map(lambda body: _post(target, body), good)]
+        alone = list(map(_tokens, threads.map(partial(_post, target), good)))
         between = time.monotonic()
         sent = [threads.submit(_post, target, body) for body in good]
-        refused = [_post(target, body) for body in bad]
-        running = sum(not each.done() for each in sent)
-        beside = [_tokens(each.result()) for each in sent]
+        answers = [_post(target, body) for body in bad]
+        running = sum(not request.done() for request in sent)
+        beside = [_tokens(request.result()) for request in sent]
         ended = time.monotonic()
     if None in alone:
         raise MeasurementError("a good request failed without malformed ones beside it")
@@ -159,28 +156,25 @@ def _send_malformed(target: BuiltinTarget) -> Malformed:
         running=running,
         same_tokens=sum(a == b for a, b in zip(alone, beside, strict=True)),
         sent=len(bad),
-        refused=sum(400 <= answer.status_code < 500 and _reason(answer) for answer in refused),
+        refused=sum(map(_is_refused, answers)),
         seconds_alone=between - started,
         seconds_beside=ended - between,
     )
 
 
-def _post(target: BuiltinTarget, body: Any) -> httpx.Response:
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"content-type": "application/json"}
-    with httpx.Client(**_CLIENT) as client:
-        return client.post(f"{target.http.base_url}/v1/completions", content=content, headers=headers)
+def _post(target: BuiltinTarget, body: Any) -> HttpAnswer:
+    return target.http.call("POST", _PATH, body=body, timeout_s=_TIMEOUT_S)
 
 
-def _tokens(answer: httpx.Response) -> list[int] | None:
-    return answer.json()["choices"][0]["token_ids"] if answer.status_code == 200 else None
+def _tokens(answer: HttpAnswer) -> list[int] | None:
+    return answer.json()["choices"][0]["token_ids"] if answer.status == 200 else None
 
 
-def _reason(answer: httpx.Response) -> bool:
-    try:
-        return bool(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return False
+def _is_refused(answer: HttpAnswer) -> bool:
+    """Whether the request is blamed, with a reason."""
+    with suppress(KeyError, TypeError):
+        return 400 <= answer.status < 500 and bool(answer.json()["error"]["message"])
+    return False
 
 
 def _body(target: BuiltinTarget, prompt: list[int], max_tokens: int) -> dict[str, Any]:

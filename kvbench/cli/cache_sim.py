@@ -28,12 +28,9 @@ _NOT_WITH_TIERS = {
     help="Tokens a page of the trace (default: found from the lengths; Mooncake's is 512).",
 )  # fmt: skip
 @click.option(
-    "--warm-up",
-    type=click.IntRange(0),
-    default=0,
-    metavar="REQUESTS",
+    "--warm-up", type=click.IntRange(0), default=0, metavar="REQUESTS",
     help="The first so many only fill the cache and are not counted.",
-)
+)  # fmt: skip
 @click.option("--kv-bytes-per-token", type=click.IntRange(1), metavar="BYTES", help="Show capacities in bytes as well.")
 @click.option("--model", metavar="NAME", help="The same, from a model: a folder, a config JSON or a shipped config.")
 @click.option("--kv-cache-dtype", metavar="DTYPE", help="With --model: auto, fp8_e4m3, int8_per_token_head, ...")
@@ -68,16 +65,14 @@ def cache_sim(**options: Any) -> int:
     """
     from kvbench.common.option_rules import check_exclusive, check_goes_with
 
-    given = [name for name, value in options.items() if value is not None and value != ()]
-    check_goes_with(given, dict.fromkeys(("policy", "device"), ("--tiers",)), ["--tiers"] if options["tiers"] else [])
-    check_exclusive(given, {("tiers", other): why for other, why in _NOT_WITH_TIERS.items()})
     tiers = {name: options.pop(name) for name in ("tiers", "device", "policy")}
-    if tiers["tiers"] is not None:
-        from kvbench.simulation.tiers_command import tiers_command
+    given = [name for name, value in (options | tiers).items() if value is not None and value != ()]
+    check_goes_with(given, dict.fromkeys(("policy", "device"), ("--tiers",)), ["--tiers"] if tiers["tiers"] else [])
+    check_exclusive(given, {("tiers", other): why for other, why in _NOT_WITH_TIERS.items()})
+    if tiers["tiers"] is None:
+        from kvbench.trace_analysis.commands import cache_sim_command
 
-        for name in _NOT_WITH_TIERS:
-            del options[name]
-        return tiers_command(**options, **tiers)
-    from kvbench.trace_analysis.commands import cache_sim_command
+        return cache_sim_command(**options)
+    from kvbench.simulation.tiers_command import tiers_command
 
-    return cache_sim_command(**options)
+    return tiers_command(**{name: options[name] for name in options if name not in _NOT_WITH_TIERS}, **tiers)

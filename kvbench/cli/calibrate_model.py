@@ -7,56 +7,35 @@ from typing import Any
 
 import click
 
-from kvbench.cli.options import OutputFile
+from kvbench.cli.options import OutputFile, add_options
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _FITTED = ("prompt_layer_s", "host_s", "all_reduce_s", "kernels")
+_OPTIONS = (
+    click.option("--check", multiple=True, type=_FOLDER, metavar="RUN",
+                 help="Another measured run: predict it with what was fitted. Repeatable."),
+    click.option("--ops", type=_FOLDER, metavar="FOLDER",
+                 help="Measured times of operators, or a collection GPU/MODEL/tpN of them (default: the data sheet)."),
+    click.option("--device", metavar="[Nx]NAME", help="The GPUs, where a run does not state them."),
+    click.option("--model", metavar="NAME", help="The model, where a run does not state it."),
+    click.option("--tensor-parallel", type=click.IntRange(1, 64), metavar="N", help="So many GPUs share the model."),
+    click.option("--engine", multiple=True, metavar="KEY=VALUE",
+                 help="A setting of the engine that a run does not state, as max_num_seqs=128. Repeatable."),
+    click.option("--fit", multiple=True, type=click.Choice(_FITTED),
+                 help="What is fitted (default: what the run can tell). Repeatable."),
+    click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+                 help="One that was fitted before, for --check."),
+    click.option("--output", type=OutputFile(), metavar="FILE",
+                 help="Write the calibration, for --calibration of others."),
+    click.option("--figure", type=OutputFile(), metavar="FILE",
+                 help="Draw the last run's running sequences and KV use, simulated over measured, as HTML."),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table."),
+)  # fmt: skip
 
 
 @click.command(name="calibrate-model")
 @click.argument("run", required=False, type=click.Path(exists=True, path_type=Path))
-@click.option(
-    "--check",
-    multiple=True,
-    type=_FOLDER,
-    metavar="RUN",
-    help="Another measured run: predict it with what was fitted. Repeatable.",
-)
-@click.option(
-    "--ops",
-    type=_FOLDER,
-    metavar="FOLDER",
-    help="Measured times of operators, or a collection GPU/MODEL/tpN of them (default: the data sheet).",
-)
-@click.option("--device", metavar="[Nx]NAME", help="The GPUs, where a run does not state them.")
-@click.option("--model", metavar="NAME", help="The model, where a run does not state it.")
-@click.option("--tensor-parallel", type=click.IntRange(1, 64), metavar="N", help="So many GPUs share the model.")
-@click.option(
-    "--engine",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="A setting of the engine that a run does not state, as max_num_seqs=128. Repeatable.",
-)
-@click.option(
-    "--fit",
-    multiple=True,
-    type=click.Choice(_FITTED),
-    help="What is fitted (default: what the run can tell). Repeatable.",
-)
-@click.option(
-    "--calibration",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="One that was fitted before, for --check.",
-)
-@click.option("--output", type=OutputFile(), metavar="FILE", help="Write the calibration, for --calibration of others.")
-@click.option(
-    "--figure",
-    type=OutputFile(),
-    metavar="FILE",
-    help="Draw the last run's running sequences and KV use, simulated over measured, as HTML.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")  # fmt: skip
+@add_options(*_OPTIONS)
 def calibrate_model(**options: Any) -> int:
     """Fit what a simulation's cost model lacks to RUN.
 

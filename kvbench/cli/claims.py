@@ -46,9 +46,9 @@ def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str 
     from kvbench.claims.run import ClaimsRun
     from kvbench.claims.verdict import UNDECIDED
     from kvbench.common.console import make_table, print_plain, print_table, status_line
+    from kvbench.common.errors import Interruption
     from kvbench.common.files import write_text
     from kvbench.common.git import git_state
-    from kvbench.common.signals import Interruption
     from kvbench.runs.folder import create_run
     from kvbench.workload.file import default_profile
 

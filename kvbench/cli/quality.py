@@ -167,22 +167,23 @@ def _of_run(folder: Path) -> tuple[Workload, tuple[str, ...]]:
     from kvbench.common.machine import versions
     from kvbench.runs.folder import open_run
     from kvbench.runs.quality import code_differences
+    from kvbench.runs.results import GitState
     from kvbench.runs.resume import stored_workload
 
     manifest = open_run(folder).manifest()
-    if manifest.get("simulated"):
+    if manifest.simulated:
         raise UsageError(
             f"{folder} is simulated, so that nothing computed an answer: give the folder of a run that was measured"
         )
-    backend = manifest.get("backend") or "kvbench"
-    if backend != "kvbench" or manifest.get("target"):
+    backend = manifest.backend or "kvbench"
+    if backend != "kvbench" or manifest.target:
         raise UsageError(
-            f"{folder} was measured on {manifest.get('target') or backend}, and only the built-in engine is measured "
+            f"{folder} was measured on {manifest.target or backend}, and only the built-in engine is measured "
             "here: `kvbench quality --url` asks its server; take kld and quality out of the policy of this run"
         )
-    if different := code_differences(git_state(), versions(), manifest):  # before the minutes that it takes
+    if different := code_differences(GitState(**git_state()), versions(), manifest):  # before the minutes that it takes
         say(f"warning: {'; '.join(different)}: `kvbench gate` takes these figures only with --force")
-    return stored_workload(manifest), tuple(manifest.get("only") or ())
+    return stored_workload(manifest), manifest.only or ()
 
 
 def _sentences(result: QualityResult, output: Path | None) -> Iterator[str]:

@@ -1,15 +1,18 @@
-"""Exit codes, the errors that end a command with one of them, and the sentence for a full or lost disk."""
+"""Exit codes, errors and signals that end a command with one of them, and the sentence for a full or lost disk."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from kvbench.common.secrets import hide_keys
 
@@ -71,6 +74,40 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signal_name: str) -> None:
         super().__init__(signal_name)
         self.signal_name = signal_name
+
+
+class Interruption:
+    """SIGINT, SIGTERM and SIGHUP (the terminal is gone) become one Interrupted in the main thread.
+
+    Further ones are ignored, the way out is bounded; a SIGHUP that was ignored before (nohup) stays so.
+
+    Python drops an exception that a signal handler raises inside a fork hook or a finaliser ("Exception ignored in
+    ..."), and a sweep forks often: so ``check`` raises it again at the next place where it is called.
+    """
+
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def check(self) -> None:
+        if self._name is not None:
+            raise Interrupted(self._name)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._name is None:
+            self._name = signal.Signals(number).name
+            raise Interrupted(self._name)
+
+    def __enter__(self) -> Interruption:
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def say(text: str) -> None:

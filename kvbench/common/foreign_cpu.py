@@ -258,8 +258,8 @@ class MachineWatch:
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
-        self._readings: dict[str, CpuReading | None] = {}
-        self._energy_j: dict[str, float | None] = {}
+        self._readings: dict[str, CpuReading | None] = {"begin": None, "measured": None}
+        self._energy_j: dict[str, float | None] = {"begin": None, "measured": None}
 
     def on_phase(self, phase: str, client_pid: int) -> None:
         """``begin`` or ``measured``, as the load client says them."""
@@ -268,9 +268,9 @@ class MachineWatch:
 
     def report(self) -> MachineReport:
         """What happened between the two phases."""
-        used = {phase: self._energy_j.get(phase) for phase in ("begin", "measured")}
-        energy = None if None in used.values() else used["measured"] - used["begin"]
-        return machine_report(self._readings.get("begin"), self._readings.get("measured"), self.server, energy)
+        before, after = self._energy_j["begin"], self._energy_j["measured"]
+        energy = None if before is None or after is None else after - before
+        return machine_report(self._readings["begin"], self._readings["measured"], self.server, energy)
 
 
 def foreign_limit(cores: int, wall_s: float | None = None) -> float:

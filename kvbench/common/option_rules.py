@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from kvbench.common.errors import UsageError
 
@@ -20,7 +21,7 @@ def check_goes_with(
     given: Collection[str],
     needs: Mapping[str, Collection[str]],
     present: Collection[str],
-    instead: Mapping[str, str] | None = None,
+    instead: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Raises UsageError for an option that does nothing without something that is not present.
 
@@ -28,7 +29,7 @@ def check_goes_with(
     """
     for name in given:
         if name in needs and not set(needs[name]) & set(present):
-            way = f", or {other}" if (other := (instead or {}).get(name)) else ""
+            way = f", or {instead[name]}" if name in instead else ""
             raise UsageError(f"{flag(name)} goes with {' or '.join(needs[name])} only: leave it out{way}")
 
 

@@ -97,13 +97,13 @@ class Cluster:
         self, node: Node, needs: Mapping[str, float], function: Callable[..., Iterator[Any]], *arguments: Any
     ) -> Task:
         """Runs the generator ``function(*arguments)`` on ``node``, as soon as what it ``needs`` is free there."""
-        ray = _ray()
+        ray, asked = _ray(), {"CPU": 0, "GPU": 0, **needs}
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         remote = ray.remote(num_returns="streaming", max_retries=0)(_run_in).options(
-            num_cpus=needs.get("CPU", 0),
-            num_gpus=needs.get("GPU", 0),
-            resources={name: value for name, value in needs.items() if name not in ("CPU", "GPU")},
+            num_cpus=asked.pop("CPU"),
+            num_gpus=asked.pop("GPU"),
+            resources=asked,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
         )
         return Task(node, remote.remote(os.getcwd(), function, *arguments), time.monotonic())

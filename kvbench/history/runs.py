@@ -263,7 +263,7 @@ def read_stored_run(folder: Path, notes: list[str]) -> StoredRun:
         started=started if started.tzinfo else started.replace(tzinfo=UTC),
         complete=manifest.complete,
         sha=manifest.git.sha,
-        dirty=manifest.git.dirty,
+        dirty=bool(manifest.git.dirty),
         release=release_of(folder),
         versions={name: version for name, version in manifest.versions.items() if version is not None},
         place=_place(manifest),

@@ -281,11 +281,11 @@ def _drive(environment: Environment) -> None:
         return
     problem = None
     try:
-        process.wait_ready(session, 1, lambda: False)  # who stops the test ends this greenlet
+        process.wait_ready(session, 1)  # who stops the test ends this greenlet
         session.begin()
         _start_clock(environment)
-        problem = process.watch(session, lambda: False, lambda: None)
-        process.parse_rest(session, lambda: False, lambda: None)
+        problem = process.watch(session)
+        process.parse_rest(session)
     except StreamFailure as failure:
         problem = str(failure)
     except Exception as error:  # whatever it was: a node that says nothing would be waited for without end
@@ -329,9 +329,9 @@ def _on_stop(environment: Environment, **_: Any) -> None:
     if session is None:
         return
     NODE.session, session.stopping = None, True
-    from_outside = NODE.driver is not gevent.getcurrent()
-    if from_outside:
+    if NODE.driver is not gevent.getcurrent():  # from outside
+        session.stop()
         NODE.driver.kill(block=False)  # it must not end the next test
     if session.go.is_set():
-        process.parse_rest(session, lambda: from_outside, lambda: None)
+        process.parse_rest(session)
     session.close()

@@ -32,7 +32,10 @@ _NICENESS = -10
 _REALTIME = 1  # the lowest real-time priority: before every ordinary process, behind every other real-time one
 
 
-def line_up(runner: Runner, session: LoadSession, stopped: Callable[[], bool]) -> None:
+def _nothing() -> None: ...
+
+
+def line_up(runner: Runner, session: LoadSession) -> None:
     """Spawns the load's users; returns when all are connected, or when the load is stopped. StreamFailure."""
     env, spec = runner.environment, session.spec
     session.fire = env.events.request.fire
@@ -43,17 +46,17 @@ def line_up(runner: Runner, session: LoadSession, stopped: Callable[[], bool]) -
     client.close()
     count = spec.concurrency or 1  # in open loop one user dispatches all arrivals
     runner.spawn_users({base.__name__: count})
-    wait_ready(session, count, stopped)
+    wait_ready(session, count)
 
 
-def wait_ready(session: LoadSession, users: int, stopped: Callable[[], bool]) -> None:
+def wait_ready(session: LoadSession, users: int) -> None:
     """Waits until every user is connected, or the load is stopped. StreamFailure."""
     late = StreamFailure("connect_timeout", f"the users were not ready in {START_LIMIT_S:g} s")
     with gevent.Timeout(START_LIMIT_S, late):
         while session.ready < users:
             if session.start_failure is not None:
                 raise session.start_failure
-            if stopped():
+            if session.stopped:
                 return
             gevent.sleep(0.005)
 
@@ -162,13 +165,13 @@ class Measuring:
         clocked.wall_step_s = time.time() - clocked.started_unix - clocked.wall_s
         return clocked
 
-    def parse_rest(self, stopped: Callable[[], bool], tick: Callable[[], None]) -> None:
+    def parse_rest(self, tick: Callable[[], None] = _nothing) -> None:
         """After ``end``: see ``parse_rest``."""
-        parse_rest(self.session, stopped, tick)
+        parse_rest(self.session, tick)
         self.clocked.parse_cpu_s = time.process_time() - self._cpu
 
 
-def parse_rest(session: LoadSession, stopped: Callable[[], bool], tick: Callable[[], None]) -> None:
+def parse_rest(session: LoadSession, tick: Callable[[], None] = _nothing) -> None:
     """Waits until all answers are parsed. ``tick`` is called 4 times a second.
 
     It gives up ``STOP_LIMIT_S`` after the load was ``stopped``, or when nothing was parsed for 30 s.
@@ -180,7 +183,7 @@ def parse_rest(session: LoadSession, stopped: Callable[[], bool], tick: Callable
         now = time.monotonic()
         if session.done != done:
             moved, done = now, session.done
-        if stopped():
+        if session.stopped:
             stopped_at = min(stopped_at, now)
         if now - moved > _STALL_MARGIN_S or now - stopped_at > STOP_LIMIT_S:
             break
@@ -192,7 +195,7 @@ def parse_rest(session: LoadSession, stopped: Callable[[], bool], tick: Callable
 class LoadEvents:
     """The events of a load, one JSON object a line on stdout, and the signal that stopped it."""
 
-    def __init__(self, total: int, on_stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, total: int, on_stop: Callable[[], None] = _nothing) -> None:
         self.total, self._on_stop = total, on_stop
         self.signal: int | None = None
 
@@ -225,7 +228,7 @@ class LoadEvents:
         return EXIT_OK if gone is None else EXIT_INVALID
 
 
-def watch(session: LoadSession, stopped: Callable[[], bool], tick: Callable[[], None]) -> str | None:
+def watch(session: LoadSession, tick: Callable[[], None] = _nothing) -> str | None:
     """Waits for the end: None when the last stream has returned or the load was stopped, else why the server is gone.
 
     Once it is gone nothing more is sent. ``tick`` is called 4 times a second.
@@ -234,7 +237,7 @@ def watch(session: LoadSession, stopped: Callable[[], bool], tick: Callable[[], 
     moved, returned = time.monotonic(), 0
     limit = spec.timeout_s + spec.connect_timeout_s + _STALL_MARGIN_S
     while not session.ended.wait(PROGRESS_S):
-        if stopped():
+        if session.stopped:
             return None
         if session.health.gone is not None:
             session.stopping = True

@@ -75,7 +75,7 @@ class Load:
 
     def __init__(self, spec: LoadSpec, requests: RequestList) -> None:
         self.spec, self.requests, self.session = spec, requests, LoadSession(spec, requests)
-        self.events = process.LoadEvents(len(requests), on_stop=self._on_stop)
+        self.events = process.LoadEvents(len(requests), on_stop=self.session.stop)
         self._all_sent = False  # and said so
 
     def run(self) -> int:
@@ -86,12 +86,12 @@ class Load:
         env = Environment()
         runner = env.create_local_runner()
         try:
-            process.line_up(runner, session, self._stopped)
+            process.line_up(runner, session)
             with process.undisturbed() as priority:
                 measuring.clocked.priority = priority
                 self._say("begin")
                 measuring.begin()
-                gone = process.watch(session, self._stopped, self._progress)
+                gone = process.watch(session, self._progress)
                 measuring.end()
                 self._say("measured")
         except StreamFailure as failure:
@@ -102,7 +102,7 @@ class Load:
             process.end_users(runner)
             with gevent.Timeout(process.STOP_LIMIT_S, False):
                 runner.quit()
-        measuring.parse_rest(self._stopped, self._progress)
+        measuring.parse_rest(self._progress)
         session.close()
         if gone is not None:
             print(f"kvbench load: {gone}", file=sys.stderr)
@@ -114,12 +114,6 @@ class Load:
         load = write_outcome(self.spec, self.requests, driven, ended_well=code == 0)
         self._say("end", exit_code=code, incomplete=load.incomplete, invalid_reasons=load.invalid_reasons)
         return code
-
-    def _on_stop(self) -> None:
-        self.session.stopping = True
-
-    def _stopped(self) -> bool:
-        return self.events.stopped
 
     def _progress(self) -> None:
         if not self._all_sent and self.session.all_sent:

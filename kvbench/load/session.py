@@ -93,7 +93,7 @@ class LoadSession:
     A user that has its stream's end goes on at once: what it costs to parse does not delay its next request. Only
     within a conversation the answer is judged first, as the next turn depends on it. ``pending``: conversations, a
     request by itself being one of a single turn. ``ended``: no stream will come any more; what came is not necessarily
-    parsed. ``done``: requests whose outcome is known.
+    parsed. ``done``: requests whose outcome is known. ``stopping``: nothing more is sent; ``stopped``: on request.
     """
 
     def __init__(self, spec: LoadSpec, requests: list[RequestSpec]) -> None:
@@ -119,7 +119,7 @@ class LoadSession:
         self.go, self.ended = Event(), Event()
         self.ready = self.thinking = self.returned = self.done = self.failed = 0
         self.reads = self.unstamped_reads = self.reopened = 0
-        self.stopping = False
+        self.stopping = self.stopped = False
         self.start_failure: StreamFailure | None = None
         self.health = ServerHealth(spec, self.new_client)
         self._users = 0
@@ -141,6 +141,10 @@ class LoadSession:
         """The start: time 0 of the load [s, perf_counter]; None: now."""
         self.zero = time.perf_counter() if zero is None else zero
         self.go.set()
+
+    def stop(self) -> None:
+        """Ends the load early: somebody stopped it."""
+        self.stopping = self.stopped = True
 
     def elapsed(self) -> float:
         """The seconds since the start (0 before it)."""

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvbench.common import text as words
-from kvbench.report.tables import Column, Render, Table, Value, cell_table, identity_columns, number_column
+from kvbench.report.tables import (
+    NO_TABLE,
+    Column,
+    Render,
+    Section,
+    Table,
+    Value,
+    cell_table,
+    identity_columns,
+    number_column,
+)
 from kvbench.runs.model import MeasuredCell, Run, number
 
 QUALITY_NOTE = (
@@ -17,6 +27,13 @@ QUALITY_NOTE = (
 
 def _fine_percent(value: float | None) -> str:
     return "–" if value is None else f"{value * 100:.2f} %"
+
+
+def section(run: Run) -> Section:
+    """The table with its sentences; without rows of a simulated run, which has no client."""
+    table = NO_TABLE if run.simulated else quality_table(run)
+    sentences = tuple(quality_sentences(run))
+    return Section("quality", "How good the measurement was", table, QUALITY_NOTE, sentences)
 
 
 def quality_table(run: Run) -> Table:

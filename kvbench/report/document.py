@@ -4,68 +4,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import pandas as pd
 
 from kvbench.common import text as words
 from kvbench.common.files import read_json
 from kvbench.effects.comparison import FEWEST
 from kvbench.metrics.definitions import ENGINE
-from kvbench.report.client_quality import QUALITY_NOTE, quality_sentences, quality_table
-from kvbench.report.comparisons import not_varied, paging
+from kvbench.report import (
+    client_quality,
+    engine_time,
+    hits,
+    kv,
+    limits,
+    predictions,
+    provenance,
+    quality,
+    samples,
+    tables,
+)
+from kvbench.report.comparisons import not_varied
 from kvbench.report.decision import Answer, Decision, NextStep
-from kvbench.report.engine_time import engine_time_note, engine_time_table
 from kvbench.report.figures import distributions, effects, frontier, heat_map, slowest, step_time
-from kvbench.report.hits import HITS_NOTE, hit_drawing, hit_sentences, hit_table
-from kvbench.report.kv import (
-    ledger_figure,
-    ledger_note,
-    ledger_sentence,
-    ledger_table,
-    memory_table,
-    reservation,
-    timeline_drawing,
-)
-from kvbench.report.limits import GROWTH_NOTE, LimitLine, growth_sentence, growth_table, limit_lines, limit_table
-from kvbench.report.predictions import PREDICTIONS_NOTE, prediction_sentences, prediction_table
-from kvbench.report.provenance import (
-    Validity,
-    brief,
-    environment,
-    glossary,
-    made_from,
-    on_what,
-    reproduce,
-    simulated_details,
-    skipped_notes,
-    title,
-    validity,
-    warnings,
-)
-from kvbench.report.quality import (
-    ANSWERS_NOTE,
-    answer_quality_table,
-    answer_sentences,
-    passkey_table,
-    price_drawing,
-)
-from kvbench.report.samples import OutputSamples, agreement_table, output_samples, outputs_note
 from kvbench.report.style import Drawing, LineStyle, looks
-from kvbench.report.tables import (
-    NO_TABLE,
-    PLATEAU_NOTE,
-    UNCERTAIN_NOTE,
-    Table,
-    cells_note,
-    class_table,
-    effect_table,
-    effects_note,
-    failure_table,
-    main_table,
-    plateau_table,
-    turn_table,
-    with_missing,
-)
+from kvbench.report.tables import Chapter
 from kvbench.runs.folder import MANIFEST
 from kvbench.runs.model import Run
 
@@ -76,28 +40,6 @@ _BANNERS = {
     "incomplete": "Incomplete",
     "empty": "No load was measured",
 }
-
-
-@dataclass(frozen=True)
-class Section:
-    """A table with its title, sentences above and a note below; ``folded``: opened by the reader of the page."""
-
-    key: str
-    title: str
-    table: Table
-    note: str = ""
-    sentences: tuple[str, ...] = ()
-    folded: bool = True
-
-
-@dataclass(frozen=True)
-class Chapter:
-    """A heading with its figures and tables; ``sentences`` stand above both."""
-
-    title: str
-    sections: tuple[Section, ...]
-    drawings: tuple[Drawing, ...]
-    sentences: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -118,10 +60,10 @@ class Document:
     details: tuple[str, ...]
     baseline: str
     answers: tuple[Answer, ...]
-    limits: tuple[LimitLine, ...]
+    limits: tuple[limits.LimitLine, ...]
     first: tuple[Drawing, ...]
     chapters: tuple[Chapter, ...]
-    samples: OutputSamples | None
+    samples: samples.OutputSamples | None
     skipped: tuple[str, ...]
     next_steps: tuple[NextStep, ...]
     command: str
@@ -138,32 +80,33 @@ class Document:
 
 def document(run: Run, price_per_hour: float | None = None) -> Document:
     """The report of a run. ``price_per_hour``: of the machine, for the cost of a million tokens."""
-    state, decision = validity(run), Decision.of(run)
+    state, decision = provenance.validity(run), Decision.of(run)
     banner = _BANNERS[state.status]
-    samples = None if run.simulated else output_samples(run)
-    first = (effects.drawing(run), frontier.drawing(run, price_per_hour))
+    outputs = None if run.simulated else samples.output_samples(run)
+    known, points = limits.limits(run), frontier.frontier_frame(run, price_per_hour)
+    first = (effects.drawing(run), frontier.drawing(run, points))
     return Document(
-        title=title(run),
+        title=provenance.title(run),
         verdict=decision.headline,
-        brief=tuple(filter(None, (run.folder.name, *brief(run), made_from(run)))),
+        brief=tuple(filter(None, (run.folder.name, *provenance.brief(run), provenance.made_from(run)))),
         status=state.status,
         banner=f"Simulated: {banner.lower()}" if run.simulated else banner,
         counted=_counted(run, state),
-        details=(*simulated_details(run), *state.reasons, *warnings(run)),
+        details=(*provenance.simulated_details(run), *state.reasons, *provenance.warnings(run)),
         baseline=_baseline(decision),
         answers=tuple(decision.answers()),
-        limits=tuple(limit_lines(run)),
+        limits=tuple(limits.limit_lines(run, known)),
         first=tuple(_marked(run, drawing) for drawing in first if drawing),
         chapters=tuple(
             replace(chapter, drawings=tuple(_marked(run, drawing) for drawing in chapter.drawings))
-            for chapter in chapters(run, samples, price_per_hour)
+            for chapter in chapters(run, known, outputs, points)
         ),
-        samples=samples,
-        skipped=tuple(skipped_notes(run)),
+        samples=outputs,
+        skipped=tuple(provenance.skipped_notes(run)),
         next_steps=tuple(decision.next_steps()),
-        command=reproduce(run),
-        glossary=tuple(glossary(run)),
-        environment=tuple(environment(run)),
+        command=provenance.reproduce(run),
+        glossary=tuple(provenance.glossary(run)),
+        environment=tuple(provenance.environment(run)),
         manifest=_stored_manifest(run),
         looks=looks(run),
     )
@@ -171,16 +114,16 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
 
 def _baseline(decision: Decision) -> str:
     """The baseline at the reported load, the clock, and the questions of every reader that the run does not answer."""
-    base, clock, engine_time = decision.base, decision.clock, decision.run.engine_time
+    base, clock, known = decision.base, decision.clock, decision.run.engine_time
     if base is None:
         return ""
-    if clock == ENGINE and engine_time:
-        clock = engine_time.label
+    if clock == ENGINE and known:
+        clock = known.label
     names = not_varied(decision.run, base)
     return f"{base.name} {base.load.where}, {clock}" + (f"; not varied: {words.listing(names)}" if names else "")
 
 
-def _counted(run: Run, state: Validity) -> str:
+def _counted(run: Run, state: provenance.Validity) -> str:
     """16 of 16 cells valid, 1 to 3 repeats each; 9 requests failed; client and engine shared 2 cores.
 
     Says where no cell has the repeats that a verdict on served figures needs.
@@ -201,107 +144,47 @@ def _counted(run: Run, state: Validity) -> str:
     return "; ".join(parts)
 
 
+def _stored_manifest(run: Run) -> str:
+    """The manifest as its file holds it, for a reader who wants all of it."""
+    path = run.folder / MANIFEST
+    return json.dumps(read_json(path) if path.is_file() else {}, indent=2)
+
+
 def _marked(run: Run, drawing: Drawing) -> Drawing:
     """The figure; of a simulated run its caption says so."""
     if not run.simulated:
         return drawing
     caption = re.sub(r"^Simulated[.;] ", "", drawing.caption)
-    return replace(drawing, caption=f"Simulated on {on_what(run)}. {words.upper_first(caption)}")
+    return replace(drawing, caption=f"Simulated on {provenance.on_what(run)}. {words.upper_first(caption)}")
 
 
 # --- The chapters ---
 
 
-def _chapter(heading: str, *parts: str | Drawing | Section | None) -> Chapter:
-    """A chapter of those parts that have something to show."""
-    return Chapter(
-        heading,
-        tuple(part for part in parts if isinstance(part, Section) and part.table.rows),
-        tuple(part for part in parts if isinstance(part, Drawing)),
-        tuple(part for part in parts if isinstance(part, str) and part),
-    )
+def chapters(
+    run: Run, known: Sequence[limits.Limit], outputs: samples.OutputSamples | None, points: pd.DataFrame
+) -> list[Chapter]:
+    """Every chapter that has a table or a figure.
 
-
-def chapters(run: Run, samples: OutputSamples | None, price_per_hour: float | None = None) -> list[Chapter]:
-    """Every chapter that has a table or a figure; ``samples``: of the run's outputs."""
-    ledger, cells = ledger_table(run), main_table(run)
-    measurement = NO_TABLE if run.simulated else quality_table(run)
-    every = [
-        _chapter(
-            "As the load grows",
-            growth_sentence(run),
-            Section("growth", "p95 TTFT by load", growth_table(run), GROWTH_NOTE, folded=False),
+    ``known``: what limited each cell; ``outputs``: samples of them; ``points``: as of ``frontier_frame``.
+    """
+    every = {
+        "As the load grows": limits.growth_parts(run),
+        "Quality of the answers": quality.quality_parts(run),
+        "Where the KV bytes went": kv.kv_parts(run),
+        "Latencies": (distributions.drawing(run), *slowest.slowest_parts(run), *tables.group_parts(run)),
+        "Prefix cache: hits": hits.hit_parts(run),
+        "Inside the engine": (*step_time.engine_parts(run), heat_map.drawing(run)),
+        "Predicted by simulation": predictions.prediction_parts(run),
+        "Outputs side by side": (samples.section(outputs),),
+        "All cells": (
+            *tables.cell_parts(run),
+            limits.limit_section(known),
+            frontier.section(points),
+            engine_time.section(run),
+            *tables.setting_parts(run),
+            client_quality.section(run),
         ),
-        _chapter(
-            "Quality of the answers",
-            *answer_sentences(run),
-            price_drawing(run),
-            Section("answer-quality", "By configuration", answer_quality_table(run), ANSWERS_NOTE, folded=False),
-            Section("passkeys", "Where passkeys go wrong", passkey_table(run)),
-        ),
-        _chapter(
-            "Where the KV bytes went",
-            ledger_sentence(run),
-            *(reservation(contiguous) for _, contiguous in paging(run)[-1:]),
-            ledger_figure(run),
-            *(timeline_drawing(run, load) for load in reversed(run.loads)),
-            Section("ledger", "Use by use", ledger, ledger_note(ledger)),
-            Section("memory", "Bytes a token, scales and page table", memory_table(run)),
-        ),
-        _chapter(
-            "Latencies",
-            distributions.drawing(run),
-            slowest.drawing(run),
-            Section("slowest", "The slowest requests", slowest.slowest_table(run)),
-            Section("classes", "By class of request", class_table(run), f"Raw samples. {UNCERTAIN_NOTE}"),
-            Section("turns", "By turn of the conversation", turn_table(run), "Raw samples of all repeats."),
-        ),
-        _chapter(
-            "Prefix cache: hits",
-            *hit_sentences(run),
-            hit_drawing(run),
-            Section("hits", "From what is shared to what was hit", hit_table(run), HITS_NOTE),
-        ),
-        _chapter(
-            "Inside the engine",
-            step_time.drawing(run),
-            heat_map.drawing(run),
-            Section(
-                "simulated_time",
-                "Where the simulated time goes",
-                step_time.simulated_time_table(run),
-                step_time.SIMULATED_TIME_NOTE,
-                folded=False,
-            ),
-            Section("steps", "Step time", step_time.step_time_table(run)),
-        ),
-        _chapter(
-            "Predicted by simulation",
-            *prediction_sentences(run),
-            Section("predictions", "Cell by cell", prediction_table(run), PREDICTIONS_NOTE, folded=False),
-        ),
-        _chapter(
-            "Outputs side by side",
-            Section("outputs", "Equal to the baseline", agreement_table(samples), outputs_note(samples)),
-        ),
-        _chapter(
-            "All cells",
-            Section("cells", "All cells", with_missing(run, cells), cells_note(run, cells), folded=False),
-            Section("failures", "Failures", failure_table(run)),
-            Section("limits", "What limited each cell", limit_table(run)),
-            Section("frontier", "Throughput against latency", frontier.frontier_table(run, price_per_hour)),
-            Section("engine_time", "Engine time", engine_time_table(run), engine_time_note(run)),
-            Section("effects", f"Each setting alone, as {run.clock}", effect_table(run), effects_note(run)),
-            Section("plateaus", "Step by step of the rate", plateau_table(run), PLATEAU_NOTE),
-            Section(
-                "quality", "How good the measurement was", measurement, QUALITY_NOTE, tuple(quality_sentences(run))
-            ),
-        ),
-    ]
-    return [chapter for chapter in every if chapter.sections or chapter.drawings]
-
-
-def _stored_manifest(run: Run) -> str:
-    """The manifest as its file holds it, for a reader who wants all of it."""
-    path = run.folder / MANIFEST
-    return json.dumps(read_json(path) if path.is_file() else {}, indent=2)
+    }
+    made = [Chapter.of(title, parts) for title, parts in every.items()]
+    return [chapter for chapter in made if chapter.sections or chapter.drawings]

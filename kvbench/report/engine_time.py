@@ -5,10 +5,15 @@ from __future__ import annotations
 from kvbench.effects.comparison import Call, Comparison
 from kvbench.metrics.definitions import figure
 from kvbench.report.comparisons import CALLS, ITL, JUDGED, THROUGHPUT, TTFT, baseline, in_engine_time, interval
-from kvbench.report.tables import Row, Table, Value, listed_table, mark_of, ratio_value, texts
+from kvbench.report.tables import Row, Section, Table, Value, listed_table, mark_of, ratio_value, texts
 from kvbench.runs.model import Run
 
 _HEADS = ("output tok/s (whole run)", *(figure(metric).title for metric in (TTFT, ITL)), "served output tok/s")
+
+
+def section(run: Run) -> Section:
+    """The table of engine time with its note."""
+    return Section("engine_time", "Engine time", engine_time_table(run), engine_time_note(run))
 
 
 def engine_time_table(run: Run) -> Table:

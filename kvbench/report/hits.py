@@ -16,7 +16,7 @@ from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.report.style import GREY, Drawing, LineStyle, finish, hatch, looks, safe
-from kvbench.report.tables import Column, Table, Value, cell_table, identity_columns
+from kvbench.report.tables import Column, Part, Section, Table, Value, cell_table, identity_columns
 from kvbench.requests.cache_simulation import COLUMNS, CacheSimulation, endless_hits, served_requests, shared_tokens
 from kvbench.requests.request import distinct_prefixes, read_requests
 from kvbench.runs.model import MeasuredCell, Repeat, Run, number
@@ -122,9 +122,17 @@ def hit_ledgers(run: Run) -> list[HitLedger]:
     return [_ledger(run, cell) for cell in run.by_load if _caches(cell)]
 
 
-def hit_table(run: Run) -> Table:
+def hit_parts(run: Run) -> Iterator[Part]:
+    """The chapter on hits: sentences, the figure and the table."""
+    ledgers = hit_ledgers(run)
+    yield from (ledger.sentence for ledger in ledgers)
+    yield hit_drawing(ledgers, looks(run))
+    yield Section("hits", "From what is shared to what was hit", hit_table(ledgers), HITS_NOTE)
+
+
+def hit_table(listed: Sequence[HitLedger]) -> Table:
     """Shares of the prompt tokens, a row a cell; what is lost on the way stands small."""
-    ledgers = {ledger.cell.cell_id: ledger for ledger in hit_ledgers(run)}
+    ledgers = {ledger.cell.cell_id: ledger for ledger in listed}
 
     def column(key: str, title: str, hint: str, steps: Sequence[str], gaps: Sequence[str] = ()) -> Column:
         def value(cell: MeasuredCell) -> Value:
@@ -153,13 +161,8 @@ def hit_table(run: Run) -> Table:
         column("counted", "server counted", "the server's own counter", ["counted"], ["unexplained"]),
         column("told", "requests told", "cached_tokens of successful requests", ["told"], ["not told"]),
     ]
-    cells = [cell for cell in run.by_load if cell.cell_id in ledgers]
+    cells = [ledger.cell for ledger in listed]
     return cell_table(every, cells, {"configuration", "load", "prompt_tokens"})
-
-
-def hit_sentences(run: Run) -> list[str]:
-    """A sentence a cell."""
-    return [ledger.sentence for ledger in hit_ledgers(run) if ledger.sentence]
 
 
 # --- From the stored files to the ledger ---
@@ -307,8 +310,8 @@ def _counted(repeat: Repeat) -> Any:
 # --- The figure ---
 
 
-def hit_frame(run: Run) -> pd.DataFrame:
-    """A row a bar, from above; of the cells that were simulated, the highest load first.
+def hit_frame(ledgers: Sequence[HitLedger]) -> pd.DataFrame:
+    """A row a bar, from above; of the cells that were simulated.
 
     ``cell``: its id; ``title``, ``configuration``: its names; ``step``: the bar's name
     ``kind``: "level" (tokens hit), "lost", or "unexplained" (of either sign)
@@ -316,7 +319,7 @@ def hit_frame(run: Run) -> pd.DataFrame:
     ``tokens``, ``change``: the bar's length, in tokens and in percent of the prompt tokens, of a gap with its sign
     ``why``: what explains it
     """
-    rows = [bar for ledger in hit_ledgers(run) if ledger.shared is not None for bar in _bars(ledger)]
+    rows = [bar for ledger in ledgers if ledger.shared is not None for bar in _bars(ledger)]
     columns = ["cell", "title", "configuration", "step", "kind", "low", "high", "tokens", "change", "why"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -389,9 +392,9 @@ def _text(kind: str, change: float) -> str:
     return sign + words.percent(abs(change))
 
 
-def hit_drawing(run: Run) -> Drawing | None:
+def hit_drawing(ledgers: Sequence[HitLedger], look: Mapping[str, LineStyle]) -> Drawing | None:
     """The figure for the page; None where nothing was simulated."""
-    bars = hit_frame(run)
+    bars = hit_frame(ledgers)
     shown = list(dict.fromkeys(bars["cell"]))
     if not shown:
         return None
@@ -400,8 +403,8 @@ def hit_drawing(run: Run) -> Drawing | None:
         "From what requests have in common to what the server counted, over all repeats; hatched: lost on the way, "
         f"by simulation of the prompts sent.{more}"
     )
-    title = _title(next(ledger for ledger in hit_ledgers(run) if ledger.cell.cell_id == shown[0]))
-    figure = hit_figure(bars[bars["cell"].isin(shown[:_MOST_PANELS])], looks(run))
+    title = _title(next(ledger for ledger in ledgers if ledger.cell.cell_id == shown[0]))
+    figure = hit_figure(bars[bars["cell"].isin(shown[:_MOST_PANELS])], look)
     return Drawing("hits", title, caption, figure, 560)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
 
 import numpy as np
@@ -21,6 +21,8 @@ from kvbench.report.tables import (
     NO_TABLE,
     RECOMPUTED,
     Column,
+    Part,
+    Section,
     Table,
     Value,
     cell_table,
@@ -93,9 +95,20 @@ def ledgers(run: Run) -> Bars:
     return [(cell, one) for cell in run.by_load if (one := ledger(cell)) is not None]
 
 
-def ledger_table(run: Run) -> Table:
+def kv_parts(run: Run) -> Iterator[Part]:
+    """The chapter on the KV's bytes: sentences, figures and tables."""
+    known, pairs = ledgers(run), paging(run)
+    table = ledger_table(known)
+    yield ledger_sentence(run, pairs)
+    yield from (reservation(contiguous) for _, contiguous in pairs[-1:])
+    yield ledger_figure(known)
+    yield from (timeline_drawing(run, load) for load in reversed(run.loads))
+    yield Section("ledger", "Use by use", table, ledger_note(table))
+    yield Section("memory", "Bytes a token, scales and page table", memory_table(run))
+
+
+def ledger_table(known: Bars) -> Table:
     """Configuration, load, the uses that have any bytes, the budget, and what is no part of the budget."""
-    known = ledgers(run)
     every = [
         *identity_columns(),
         *(_part(use) for use in USES if any(one.parts[use.key] > 0 for _, one in known)),
@@ -196,9 +209,9 @@ def reservation(contiguous: MeasuredCell) -> str:
     )
 
 
-def ledger_sentence(run: Run) -> str:
+def ledger_sentence(run: Run, pairs: Sequence[tuple[MeasuredCell, MeasuredCell]]) -> str:
     """Where the bytes of the headline's pair went, else those of the baseline or the best; "" without data."""
-    for paged, contiguous in reversed(paging(run)):
+    for paged, contiguous in reversed(pairs):
         if (ours := ledger(paged)) and (theirs := ledger(contiguous)):
             doubt = min(filter(None, (paged.doubt, contiguous.doubt)), key=DOUBTS.index, default="")
             other = _filled(contiguous, theirs, " of the KV budget")
@@ -221,9 +234,8 @@ def _filled(cell: MeasuredCell, one: Ledger, whole: str = "") -> str:
 # --- The ledger as a figure ---
 
 
-def ledger_figure(run: Run) -> Drawing | None:
+def ledger_figure(known: Bars) -> Drawing | None:
     """A panel a load, a stacked bar a configuration; None when no cell has a ledger."""
-    known = ledgers(run)
     if not known:
         return None
     loads = list(dict.fromkeys(cell.load for cell, _ in known))

@@ -7,7 +7,7 @@ it saw. What a server does not tell is None in ``Facts``, and a rule that needs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -15,7 +15,7 @@ import pandas as pd
 from kvbench.common import text as words
 from kvbench.effects.comparison import Call
 from kvbench.report.comparisons import THROUGHPUT, baseline, change_between, differing, median, short_name
-from kvbench.report.tables import UNCERTAIN, Row, Table, Value, listed_table
+from kvbench.report.tables import UNCERTAIN, Part, Row, Section, Table, Value, listed_table
 from kvbench.runs.kv_ledger import step_seconds
 from kvbench.runs.model import SERVED, MeasuredCell, MeasuredLoad, Run, all_steady_latency, number
 from kvbench.workload.settings import effective
@@ -74,11 +74,16 @@ class Facts:
 
 @dataclass(frozen=True)
 class Rule:
-    """``limit``: what it names, empty for a rule that only adds evidence; ``sees``: the evidence, empty: not seen."""
+    """``limit``: what it names, empty for a rule that only adds evidence; ``holds``, and then the ``evidence``."""
 
     name: str
     limit: str
-    sees: Callable[[Facts], str]
+    holds: Callable[[Facts], bool]
+    evidence: Callable[[Facts], str]
+
+    def sees(self, facts: Facts) -> str:
+        """The evidence; empty where the rule does not hold."""
+        return self.evidence(facts) if self.holds(facts) else ""
 
 
 @dataclass(frozen=True)
@@ -95,57 +100,31 @@ def _at_least(value: float | None, least: float) -> bool:
     return value is not None and value >= least
 
 
-def _client(f: Facts) -> str:
-    return f"client at {words.percent(f.client_cpu)} of a core" if _at_least(f.client_cpu, CLIENT_BUSY) else ""
-
-
-def _kv_often(f: Facts) -> str:
-    return "" if _kv_mostly(f) else _kv_wait(f)
-
-
-def _kv_mostly(f: Facts) -> str:
-    return _kv_wait(f) if _at_least(f.kv_wait, MOSTLY) else ""
-
-
 def _kv_wait(f: Facts) -> str:
-    if not _at_least(f.kv_wait, OFTEN):
-        return ""
-    of = f" of {f.asked:g}" if f.asked else ""
-    ran = "" if f.running is None else f", {words.decimal(f.running)}{of} ran"
+    asked = f" of {f.asked:g}" if f.asked else ""
+    ran = "" if f.running is None else f", {words.decimal(f.running)}{asked} ran"
     return f"requests waited for room {words.percent(f.kv_wait)} of the time{ran}"
-
-
-def _storm(f: Facts) -> str:
-    if not _at_least(f.preemptions, STORM):
-        return ""
-    return f"preemption storm: {words.significant(f.preemptions, 2)} preemptions a request"
-
-
-def _seats(f: Facts) -> str:
-    full = f.running is not None and f.seats is not None and f.running >= 0.95 * f.seats
-    if not (full and _waits(f)):
-        return ""
-    return f"{words.decimal(f.running)} of {f.seats:g} seats of the batch taken while requests waited"
 
 
 def _waits(f: Facts) -> bool:
     return _at_least(f.waiting, 0.5)
 
 
-def _growth(f: Facts) -> str:
-    if not _at_least(f.grown, GROWN):
-        return ""
-    return f"the queue grew by {words.decimal(f.grown)} requests between the load's first and last third"
+def _has_headroom(f: Facts) -> bool:
+    """Concurrency failed before compute was full: another configuration did more on the same machine."""
+    return _at_least(f.kv_wait, OFTEN) and _at_least(f.headroom, 1.2)
+
+
+def _compute_is_full(f: Facts) -> bool:
+    if _has_headroom(f) or (f.busy is not None and f.busy < BUSY):
+        return False
+    if f.scaling is not None:
+        return f.scaling < SUBLINEAR
+    # Where nobody waits, or for KV only, more requests at once may well raise the throughput.
+    return f.busy is not None and _waits(f) and not _at_least(f.kv_wait, OFTEN)
 
 
 def _compute(f: Facts) -> str:
-    full = f.busy is None or f.busy >= BUSY
-    if _headroom(f):
-        return ""
-    if not full or (f.busy is None and f.scaling is None) or (f.scaling is not None and f.scaling >= SUBLINEAR):
-        return ""
-    if f.scaling is None and (not _waits(f) or _kv_wait(f)):
-        return ""  # nobody waits, or for KV only: more requests at once may well raise the throughput
     seen = [] if f.busy is None else [f"steps fill {words.percent(f.busy)} of the time"]
     if f.scaling is not None:
         more = words.ratio(f.running_growth)
@@ -153,42 +132,70 @@ def _compute(f: Facts) -> str:
     return ", ".join(seen)
 
 
-def _headroom(f: Facts) -> str:
-    """Concurrency failed before compute was full: another configuration did more on the same machine."""
-    if not (_at_least(f.kv_wait, OFTEN) and _at_least(f.headroom, 1.2)):
-        return ""
-    return f"compute was not full: another configuration made {words.ratio(f.headroom)} the tokens/s ({f.headroom_in})"
-
-
-def _stall(f: Facts) -> str:
-    if not _at_least(f.stall, STALLED):
-        return ""
-    return f"p95 ITL is {words.significant(f.stall, 2)} times the median: prompts may hold up running sequences"
-
-
-def _admission(f: Facts) -> str:
-    return f"{words.percent(f.queued)} of TTFT passes before admission" if _at_least(f.queued, QUEUED) else ""
-
-
-def _load(f: Facts) -> str:
-    if f.kv_wait is None or f.waiting is None or _waits(f):
-        return ""
+def _nothing(f: Facts) -> str:
     peak = "" if f.kv_peak is None else f", KV at its peak {words.percent(f.kv_peak)} used"
     return f"nothing waited long for memory or a seat{peak}"
 
 
 RULES = (
-    Rule("requests mostly waited for KV", KV, _kv_mostly),
-    Rule("preemption storm", KV, _storm),
-    Rule("concurrency failed before compute was full", "", _headroom),
-    Rule("the batch was full", SEATS, _seats),
-    Rule("the engine was full", COMPUTE, _compute),
-    Rule("requests often waited for KV", KV, _kv_often),
-    Rule("the queue grew", QUEUE, _growth),
-    Rule("the client was busy", CLIENT, _client),
-    Rule("admission dominates TTFT", "", _admission),
-    Rule("long prompts slow everyone", "", _stall),
-    Rule("nothing was full", NOTHING, _load),
+    Rule("requests mostly waited for KV", KV, lambda f: _at_least(f.kv_wait, MOSTLY), _kv_wait),
+    Rule(
+        "preemption storm",
+        KV,
+        lambda f: _at_least(f.preemptions, STORM),
+        lambda f: f"preemption storm: {words.significant(f.preemptions, 2)} preemptions a request",
+    ),
+    Rule(
+        "concurrency failed before compute was full",
+        "",
+        _has_headroom,
+        lambda f: (
+            f"compute was not full: another configuration made {words.ratio(f.headroom)} the tokens/s ({f.headroom_in})"
+        ),
+    ),
+    Rule(
+        "the batch was full",
+        SEATS,
+        lambda f: f.running is not None and f.seats is not None and f.running >= 0.95 * f.seats and _waits(f),
+        lambda f: f"{words.decimal(f.running)} of {f.seats:g} seats of the batch taken while requests waited",
+    ),
+    Rule("the engine was full", COMPUTE, _compute_is_full, _compute),
+    Rule(
+        "requests often waited for KV",
+        KV,
+        lambda f: _at_least(f.kv_wait, OFTEN) and not _at_least(f.kv_wait, MOSTLY),
+        _kv_wait,
+    ),
+    Rule(
+        "the queue grew",
+        QUEUE,
+        lambda f: _at_least(f.grown, GROWN),
+        lambda f: f"the queue grew by {words.decimal(f.grown)} requests between the load's first and last third",
+    ),
+    Rule(
+        "the client was busy",
+        CLIENT,
+        lambda f: _at_least(f.client_cpu, CLIENT_BUSY),
+        lambda f: f"client at {words.percent(f.client_cpu)} of a core",
+    ),
+    Rule(
+        "admission dominates TTFT",
+        "",
+        lambda f: _at_least(f.queued, QUEUED),
+        lambda f: f"{words.percent(f.queued)} of TTFT passes before admission",
+    ),
+    Rule(
+        "long prompts slow everyone",
+        "",
+        lambda f: _at_least(f.stall, STALLED),
+        lambda f: f"p95 ITL is {words.significant(f.stall, 2)} times the median: prompts may hold up running sequences",
+    ),
+    Rule(
+        "nothing was full",
+        NOTHING,
+        lambda f: f.kv_wait is not None and f.waiting is not None and not _waits(f),
+        _nothing,
+    ),
 )
 
 
@@ -213,13 +220,14 @@ def limits(run: Run) -> list[Limit]:
     return [limit_of(run, cell) for cell in run.by_load if cell.valid]
 
 
-def limit_table(run: Run) -> Table:
+def limit_section(known: Sequence[Limit]) -> Section:
     """The limit of each valid cell with everything that the rules saw."""
     rows = []
-    for each in limits(run):
+    for each in known:
         shown = (each.cell.name, each.cell.load.short, each.limit, "; ".join(each.evidence) or "–")
         rows.append(Row(each.cell, tuple(Value(text, text) for text in shown), each.cell.load))
-    return listed_table(("configuration", "load", "limit", "seen"), rows, numbers_from=4)
+    table = listed_table(("configuration", "load", "limit", "seen"), rows, numbers_from=4)
+    return Section("limits", "What limited each cell", table)
 
 
 def facts_of(run: Run, cell: MeasuredCell) -> Facts:
@@ -319,14 +327,14 @@ class LimitLine:
         return f"all {len(self.configurations)}" if self.everywhere and not few else words.listing(self.configurations)
 
 
-def limit_lines(run: Run) -> list[LimitLine]:
+def limit_lines(run: Run, known: Sequence[Limit]) -> list[LimitLine]:
     """The limits by load, the highest first, configurations with the same limit together.
 
     A line has the evidence of the baseline, else of the configuration that waited longest for KV, or of which the rules
     saw most.
     """
     groups: dict[tuple[str, str], list[Limit]] = {}
-    for each in limits(run):
+    for each in known:
         groups.setdefault((each.cell.load.short, each.limit), []).append(each)
     lines = []
     for (load, limit), members in groups.items():
@@ -384,11 +392,18 @@ def loads(run: Run) -> list[MeasuredLoad]:
     return [load for load in sized if load.mode == max(modes, key=modes.count, default="")]
 
 
-def growth_table(run: Run) -> Table:
+def growth_parts(run: Run) -> Iterator[Part]:
+    """The chapter on growing loads: which configurations break first, and the table."""
+    found = breaks(run)
+    yield growth_sentence(run, found)
+    yield Section("growth", "p95 TTFT by load", growth_table(run, found), GROWTH_NOTE, folded=False)
+
+
+def growth_table(run: Run, found: Sequence[Break]) -> Table:
     """One row a configuration: p95 TTFT at each load, and where it breaks; no rows of a run with one load."""
     shown = loads(run)
     rows = []
-    for each in breaks(run):
+    for each in found:
         at = {cell.load: cell for cell in each.cells}
         entries = [_p95(at[load], each.steady) if load in at else Value("–") for load in shown]
         entries.append(Value(each.words(run), each.at.load.value if each.at else None, "", "worse" * bool(each.at)))
@@ -406,9 +421,8 @@ def growth_brief(run: Run) -> str:
     return ", ".join([f"{first.name} breaks {first.at.load.where}", *(f"{b.name} {b.at.load.where}" for b in base)])
 
 
-def growth_sentence(run: Run) -> str:
+def growth_sentence(run: Run, found: Sequence[Break]) -> str:
     """Which configurations break first; empty where none does."""
-    found = breaks(run)
     if not any(each.at for each in found):
         return ""
     lightest = found[0].cells[0].load.where

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.report.style import GREY, finish, thin
-from kvbench.report.tables import Row, Table, Value, listed_table
+from kvbench.report.tables import Part, Row, Section, Table, Value, listed_table
 from kvbench.runs.model import Run
 from kvbench.runs.predictions import METRICS, Predicted
 
@@ -20,6 +22,12 @@ PREDICTIONS_NOTE = (
 )
 _PANELS = {"running": "running sequences", "kv_cache_pct": "KV in use, %"}
 _HEADLINE = ("output tok/s", "p95 TTFT")
+
+
+def prediction_parts(run: Run) -> Iterator[Part]:
+    """The chapter on predictions: sentences and the table."""
+    yield from prediction_sentences(run)
+    yield Section("predictions", "Cell by cell", prediction_table(run), PREDICTIONS_NOTE, folded=False)
 
 
 def prediction_table(run: Run) -> Table:

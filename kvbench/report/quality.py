@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
@@ -27,9 +27,9 @@ from kvbench.report.comparisons import (
 )
 from kvbench.report.provenance import model_name, random_weights
 from kvbench.report.style import GREY, Drawing, LineStyle, finish, looks, safe
-from kvbench.report.tables import NO_TABLE, Column, Row, Table, Value, listed_table
+from kvbench.report.tables import NO_TABLE, Column, Part, Row, Section, Table, Value, listed_table, texts
 from kvbench.runs.model import MeasuredCell, Run, number
-from kvbench.runs.quality import MARGINS, QualityResult, figure, is_beyond
+from kvbench.runs.quality import MARGINS, figure, is_beyond
 from kvbench.workload.settings import effective, value_words
 
 CONTROL = "control: the same twice (A/A)"
@@ -164,18 +164,26 @@ def quality_of(run: Run, cell: MeasuredCell) -> Quality:
 # --- The chapter ---
 
 
+def quality_parts(run: Run) -> Iterator[Part]:
+    """The chapter on the answers: sentences, the figure and the tables."""
+    yield from answer_sentences(run)
+    yield price_drawing(run)
+    yield Section("answer-quality", "By configuration", answer_quality_table(run), ANSWERS_NOTE, folded=False)
+    yield Section("passkeys", "Where passkeys go wrong", passkey_table(run))
+
+
 def answer_sentences(run: Run) -> Iterator[str]:
     """How many are within the limits, with which model, and what each quantised KV costs for the room that it makes."""
     result = run.quality
     if result is None:
         return
-    first = {cell.config_id: short_name(cell, baseline(run, cell.load)) for cell in run.cells}
-    outside = [first.get(each, each) for each, known in result.configurations.items() if known.get("outside")]
+    names = {cell.config_id: short_name(cell, baseline(run, cell.load)) for cell in run.cells}
+    outside = [names.get(each, each) for each, known in result.configurations.items() if known.get("outside")]
     whole = words.plural(len(result.configurations), "configuration")
-    within = f"{whole}, each within the limits"
-    missing = len(first.keys() - result.configurations.keys())
+    within = f"{len(outside)} of {whole} outside the limits: {words.and_more(outside)}"
+    missing = len(names.keys() - result.configurations.keys())
     yield (
-        f"{f'{len(outside)} of {whole} outside the limits: {words.and_more(outside)}' if outside else within}"
+        f"{within if outside else f'{whole}, each within the limits'}"
         f"{f'; {missing} of the run not measured' if missing else ''}."
     )
     if result.note:
@@ -204,68 +212,18 @@ def prices(run: Run) -> Iterator[str]:
         if not (is_quantised(cell) and known.figures):
             continue
         more, speed = tokens_held(cell, base) if base else None, change(run, cell, THROUGHPUT)
-        room = f", for {words.significant(more, 2)}x the tokens in the same memory" if more and more >= 1.1 else ""
-        rate = ""
+        text = f"{short_name(cell, base)}: {known}"
+        if more and more >= 1.1:
+            text += f", for {words.significant(more, 2)}x the tokens in the same memory"
         if speed and speed.decided:
             clock = f"in {speed.clock}" if speed.clock == ENGINE else speed.clock
-            rate = " ".join(filter(None, [" at", amount(speed.ratio), "tokens/s", interval(speed), clock]))
-        found = "outside the limits" if known.outside else known.verdict or "within the limits"
+            text += " ".join(filter(None, [" at", amount(speed.ratio), "tokens/s", interval(speed), clock]))
+        verdict = "outside the limits" if known.outside else known.verdict or "within the limits"
         outliers = outlier_words(cell, known.figures.get("kv_outliers") or {})
-        yield f"{short_name(cell, base)}: {known}{room}{rate}: {found}.{f' {outliers}.' if outliers else ''}"
+        yield f"{text}: {verdict}.{f' {outliers}.' if outliers else ''}"
 
 
-def _names(run: Run) -> dict[str, str]:
-    return {cell.config_id: cell.name for cell in run.cells}
-
-
-def _number(name: str, render: Callable[[float], str]) -> Callable[[Mapping[str, Any]], Value]:
-    """A figure with its interval, whose ends are named as the figure is with ``_low`` and ``_high``."""
-
-    def value(figures: Mapping[str, Any]) -> Value:
-        known, low, high = (figure(figures, name + end) for end in ("", "_low", "_high"))
-        if known is None:
-            return _NONE
-        note = f"{render(low)} to {render(high)}" if low is not None and high is not None else ""
-        return Value(render(known), known, note)
-
-    return value
-
-
-def _share(name: str, agreeing: str, of: str) -> Callable[[Mapping[str, Any]], Value]:
-    """A share with its interval and its counts: ``agreeing`` of ``of``; for greedy answers where they part."""
-
-    def value(figures: Mapping[str, Any]) -> Value:
-        share, low, high, some, every, first = (
-            figure(figures, f"{name}.{part}") for part in ("share", "low", "high", agreeing, of, "first_divergence")
-        )
-        if share is None:
-            return _NONE
-        notes = [
-            f"{words.percent(low)[:-2]} to {words.percent(high)}" if low is not None and high is not None else "",
-            f"{some:.0f} of {every:.0f}" if some is not None and every is not None else "",
-            f"parts at token {first:.0f}" if first is not None else "",
-        ]
-        return Value(words.percent(share), share, "\n".join(filter(None, notes)))
-
-    return value
-
-
-def _full_pool(figures: Mapping[str, Any]) -> Value:
-    """Wrong passkeys of all, other answers that are not equal, and what the pool went through."""
-    asked, right = (figure(figures, f"full_pool.passkey_{of}") for of in ("asked", "right"))
-    if asked is None or right is None:
-        return _NONE
-    known = {name: value for name, value in figures["full_pool"].items() if isinstance(value, int | float)}
-    pages = [f"{known[f'{what}_pages']:,} {what}" for what in ("swapped", "evicted") if known.get(f"{what}_pages")]
-    canaries = figures["full_pool"].get("canaries") or {}
-    notes = [
-        f"{known['agree']} of {known['answers']} equal" if known.get("answers") else "",
-        f"canaries: {canaries['wrong']} of {canaries['answered']}" if canaries.get("answered") else "",
-        words.plural(known["preemptions"], "preemption") if known.get("preemptions") else "",
-        f"pages: {', '.join(pages)}" if pages else "",
-    ]
-    notes = [note for note in notes if note]
-    return Value(f"{asked - right:.0f} of {asked:.0f}", asked - right, "\n".join(notes))
+# --- The tables ---
 
 
 def kld_text(value: float | None) -> str:
@@ -278,27 +236,72 @@ def fine_percent(value: float) -> str:
     return f"{100 * value:.2g} %"
 
 
-def signed_percent(value: float) -> str:
+def _signed_percent(value: float) -> str:
     """+4.00 %, −0.02 %"""
     return f"{100 * value:+.2f} %".replace("-", "−")
 
 
+def _interval(low: float | None, high: float | None, render: Callable[[float], str]) -> str:
+    return "" if low is None or high is None else f"{render(low)} to {render(high)}"
+
+
+def _number(figures: Mapping[str, Any], name: str, render: Callable[[float], str]) -> Value:
+    """A figure with its interval, whose ends are named as the figure is with ``_low`` and ``_high``."""
+    known, low, high = (figure(figures, name + end) for end in ("", "_low", "_high"))
+    return _NONE if known is None else Value(render(known), known, _interval(low, high, render))
+
+
+def _share(figures: Mapping[str, Any], name: str, agreeing: str, of: str) -> Value:
+    """A share with its interval and its counts: ``agreeing`` of ``of``; for greedy answers where they part."""
+    parts = ("share", "low", "high", agreeing, of, "first_divergence")
+    share, low, high, some, every, first = (figure(figures, f"{name}.{part}") for part in parts)
+    if share is None:
+        return _NONE
+    notes = [
+        _interval(low, high, words.percent).replace(" % to", " to"),
+        f"{some:.0f} of {every:.0f}" if some is not None and every is not None else "",
+        f"parts at token {first:.0f}" if first is not None else "",
+    ]
+    return Value(words.percent(share), share, "\n".join(filter(None, notes)))
+
+
+def _full_pool(figures: Mapping[str, Any]) -> Value:
+    """Wrong passkeys of all, other answers that are not equal, and what the pool went through."""
+    asked, right = (figure(figures, f"full_pool.passkey_{which}") for which in ("asked", "right"))
+    if asked is None or right is None:
+        return _NONE
+    pool = figures["full_pool"]
+    pages = [f"{pool[f'{what}_pages']:,} {what}" for what in ("swapped", "evicted") if pool.get(f"{what}_pages")]
+    canaries = pool.get("canaries") or {}
+    notes = [
+        f"{pool['agree']} of {pool['answers']} equal" if pool.get("answers") else "",
+        f"canaries: {canaries['wrong']} of {canaries['answered']}" if canaries.get("answered") else "",
+        words.plural(pool["preemptions"], "preemption") if pool.get("preemptions") else "",
+        f"pages: {', '.join(pages)}" if pages else "",
+    ]
+    return Value(f"{asked - right:.0f} of {asked:.0f}", asked - right, "\n".join(filter(None, notes)))
+
+
 _COLUMNS: tuple[tuple[str, str, str, Callable[[Mapping[str, Any]], Value]], ...] = (
-    ("mean", "KLD", "mean over positions, nats", _number("mean", kld_text)),
-    ("perplexity_change", "perplexity", "its change; of held-out text", _number("perplexity_change", signed_percent)),
-    ("passkey.share", "passkeys", "exact answers", _share("passkey", "right", "asked")),
+    ("mean", "KLD", "mean over positions, nats", lambda f: _number(f, "mean", kld_text)),
     (
-        "full_pool",
-        "wrong, full pool",
-        "passkeys told wrongly while the KV is too small; small: answers equal to those of the baseline",
-        _full_pool,
+        "perplexity_change", "perplexity", "its change; of held-out text",
+        lambda f: _number(f, "perplexity_change", _signed_percent),
     ),
-    ("p99", "KLD p99", "nats", _number("p99", kld_text)),
-    ("rms_dp", "RMS Δp", "change in probability of the token that follows", _number("rms_dp", fine_percent)),
-    ("greedy.share", "equal answers", "whole greedy answers", _share("greedy", "agree", "answers")),
-)
+    ("passkey.share", "passkeys", "exact answers", lambda f: _share(f, "passkey", "right", "asked")),
+    (
+        "full_pool", "wrong, full pool",
+        "passkeys told wrongly while the KV is too small; small: answers equal to those of the baseline", _full_pool,
+    ),
+    ("p99", "KLD p99", "nats", lambda f: _number(f, "p99", kld_text)),
+    (
+        "rms_dp", "RMS Δp", "change in probability of the token that follows",
+        lambda f: _number(f, "rms_dp", fine_percent),
+    ),
+    ("greedy.share", "equal answers", "whole greedy answers", lambda f: _share(f, "greedy", "agree", "answers")),
+)  # fmt: skip
 _LIMITS: dict[str, Callable[[float], str]] = {
-    "perplexity_change": signed_percent, "rms_dp": fine_percent, "greedy.share": words.percent,
+    "perplexity_change": _signed_percent, "rms_dp": fine_percent, "greedy.share": words.percent,
     "passkey.share": words.percent,
 }  # fmt: skip
 
@@ -310,20 +313,27 @@ def answer_quality_table(run: Run) -> Table:
         return NO_TABLE
     cells = {cell.config_id: cell for cell in (run.at(load) if load else ())}
     names = _names(run)
-    ids = [*names, *(each for each in result.configurations if each not in names)]
-    rows = [Row(None, (Value(CONTROL), _NONE, _NONE, _NONE, *_figures(result.control, {})), "control")]
-    for config_id in ids:
+    nothing = (_NONE,) * 3
+    rows = [Row(None, (Value(CONTROL), *nothing, *_figures(result.control, {})), "control")]
+    for config_id in dict.fromkeys([*names, *result.configurations]):
         known, cell = result.configurations.get(config_id) or {}, cells.get(config_id)
-        named = Value(names.get(config_id, config_id), names.get(config_id, config_id))
-        shown = (named, _within(known), *_speed_and_room(run, cell), *_figures(known, result.limits))
-        rows.append(Row(cell, shown, "configurations"))
-    rows.append(Row(None, (Value("limit"), _NONE, _NONE, _NONE, *_limits(result)), "limit"))
+        speed_and_room = (_speed(run, cell), _room(run, cell)) if cell else (_NONE, _NONE)
+        shown = (*texts(names.get(config_id, config_id)), _within(known), *speed_and_room)
+        rows.append(Row(cell, (*shown, *_figures(known, result.limits)), "configurations"))
+    rows.append(Row(None, (Value("limit"), *nothing, *(_limit(key, result.limits) for key, *_ in _COLUMNS)), "limit"))
     at = f", {load.short}" if load else ""
-    heads = [("configuration", "configuration", ""), ("within", "limits", "within or outside, and why")]
-    heads += [("tokens_per_s", f"output tok/s{at}", "served; small: the change against the run's baseline")]
-    heads += [("capacity", "tokens held", "in the same memory; small: against the run's baseline")]
-    heads += [(key, title, hint) for key, title, hint, _ in _COLUMNS]
+    heads = [
+        ("configuration", "configuration", ""),
+        ("within", "limits", "within or outside, and why"),
+        ("tokens_per_s", f"output tok/s{at}", "served; small: the change against the run's baseline"),
+        ("capacity", "tokens held", "in the same memory; small: against the run's baseline"),
+        *((key, title, hint) for key, title, hint, _ in _COLUMNS),
+    ]
     return Table(tuple(Column(*head) for head in heads), tuple(rows))
+
+
+def _names(run: Run) -> dict[str, str]:
+    return {cell.config_id: cell.name for cell in run.cells}
 
 
 def _within(known: Mapping[str, Any]) -> Value:
@@ -335,36 +345,33 @@ def _within(known: Mapping[str, Any]) -> Value:
 
 def _figures(known: Mapping[str, Any], limits: Mapping[str, float]) -> Iterator[Value]:
     """An entry a column, marked where it is beyond its limit."""
-    for key, *_, value in _COLUMNS:
-        found, limit = value(known), limits.get(key)
-        beyond = limit is not None and isinstance(found.sort, float) and is_beyond(key, found.sort, limit)
-        beyond |= key == "full_pool" and any("full pool" in each for each in known.get("outside") or ())
-        yield Value(found.text, found.sort, found.note, "worse") if beyond else found
+    for key, *_, value_of in _COLUMNS:
+        value, limit = value_of(known), limits.get(key)
+        beyond = limit is not None and isinstance(value.sort, float) and is_beyond(key, value.sort, limit)
+        beyond |= key == "full_pool" and any("full pool" in why for why in known.get("outside") or ())
+        yield replace(value, mark="worse") if beyond else value
 
 
-def _limits(result: QualityResult) -> Iterator[Value]:
-    for key, *_ in _COLUMNS:
-        limit = result.limits.get(key)
-        if limit is None:
-            yield _NONE
-        else:
-            yield Value(f"{'≥' if MARGINS.get(key, 0.0) < 0 else '≤'} {_LIMITS.get(key, kld_text)(limit)}")
+def _limit(key: str, limits: Mapping[str, float]) -> Value:
+    if key not in limits:
+        return _NONE
+    return Value(f"{'≥' if MARGINS.get(key, 0.0) < 0 else '≤'} {_LIMITS.get(key, kld_text)(limits[key])}")
 
 
-def _speed_and_room(run: Run, cell: MeasuredCell | None) -> tuple[Value, Value]:
-    """Output tokens/s with their change, and the tokens that the memory holds; of a cell at the reported load."""
-    if cell is None:
-        return _NONE, _NONE
-    base, rates = baseline(run, cell.load), spread(cell.throughput())
-    more = change(run, cell, THROUGHPUT)
-    speed = (
-        Value(words.tokens_per_s(rates.median), rates.median, f"{sized(more)} {more.clock}" if more else "")
-        if rates
-        else (_NONE)
-    )
-    held, times = cell.capacity.get("capacity_tokens"), tokens_held(cell, base) if base else None
-    room = Value(words.count(held), held, f"{words.significant(times, 2)}x" if times and abs(times - 1) > 0.05 else "")
-    return speed, room if held else _NONE
+def _speed(run: Run, cell: MeasuredCell) -> Value:
+    """Output tokens/s with their change."""
+    rates, more = spread(cell.throughput()), change(run, cell, THROUGHPUT)
+    if rates is None:
+        return _NONE
+    return Value(words.tokens_per_s(rates.median), rates.median, f"{sized(more)} {more.clock}" if more else "")
+
+
+def _room(run: Run, cell: MeasuredCell) -> Value:
+    """The tokens that the memory holds."""
+    held, base = cell.capacity.get("capacity_tokens"), baseline(run, cell.load)
+    more = tokens_held(cell, base) if base else None
+    note = f"{words.significant(more, 2)}x" if more and abs(more - 1) > 0.05 else ""
+    return Value(words.count(held), held, note) if held else _NONE
 
 
 _BINS = (("by_depth", "depth of the fact"), ("by_length", "prompt length"), ("by_residue", "length mod page size"))
@@ -377,38 +384,46 @@ def passkey_table(run: Run) -> Table:
     Lengths mod page size are many: those of which all are right share a row.
     """
     result, names = run.quality, _names(run)
-    known = {names.get(each, each): figures for each, figures in (result.configurations if result else {}).items()}
-    shares = {name: figure(figures, "passkey.share") for name, figures in known.items()}
-    some = {name: known[name] for name, share in shares.items() if share is not None and share < 1}
-    if result is None or not some:
+    if result is None:
         return NO_TABLE
-    columns, rows = {CONTROL: result.control} | some, []
-    for key, title in _BINS:
-        found = [{str(each["of"]): each for each in _bins(figures, key)} for figures in columns.values()]
-        every = list(dict.fromkeys(of for each in found for of in each))
-        wrong = [of for of in every if any(of in each and each[of]["right"] < each[of]["asked"] for each in found)]
-        listed = every if key != "by_residue" else wrong
-        parts = {of: [each.get(of) for each in found] for of in listed}
-        if left := [of for of in every if of not in listed]:
-            parts["all others"] = [_sum([each[of] for of in left if of in each]) for each in found]
-        rows += [Row(None, (Value(title, title), Value(of), *map(_right, each)), key) for of, each in parts.items()]
+    columns = {CONTROL: result.control}
+    for config_id, figures in result.configurations.items():
+        share = figure(figures, "passkey.share")
+        if share is not None and share < 1:
+            columns[names.get(config_id, config_id)] = figures
+    rows = []
+    for key, title in _BINS if len(columns) > 1 else ():
+        bins = [_bins(figures, key) for figures in columns.values()]
+        every = list(dict.fromkeys(name for one in bins for name in one))
+        listed = every
+        if key == "by_residue":
+            listed = [name for name in every if any(right < asked for right, asked in _counts(bins, name))]
+        rows += [_bin_row(title, name, [one.get(name) for one in bins], key) for name in listed]
+        if left := [name for name in every if name not in listed]:
+            totals = [tuple(map(sum, zip(*(one[name] for name in left if name in one), strict=True))) for one in bins]
+            rows.append(_bin_row(title, "all others", totals, key))
     return listed_table(("by", "of", *columns), rows)
 
 
-def _sum(parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    return {name: sum(each[name] for each in parts) for name in ("asked", "right")}
+def _bins(figures: Mapping[str, Any], key: str) -> dict[str, tuple[int, int]]:
+    """Bin -> right and asked passkeys of a configuration."""
+    listed = (figures.get("passkey") or {}).get(key) or ()
+    return {str(one["of"]): (one["right"], one["asked"]) for one in listed}
 
 
-def _bins(known: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """The passkeys of a configuration in parts: ``of``, ``asked``, ``right`` of each."""
-    return list((known.get("passkey") or {}).get(key) or ())
+def _counts(bins: Sequence[Mapping[str, tuple[int, int]]], name: str) -> list[tuple[int, int]]:
+    return [one[name] for one in bins if name in one]
 
 
-def _right(part: Mapping[str, Any] | None) -> Value:
-    if not part or not part["asked"]:
+def _bin_row(title: str, name: str, counts: Sequence[tuple[int, ...] | None], group: str) -> Row:
+    return Row(None, (*texts(title), Value(name), *map(_right, counts)), group)
+
+
+def _right(counts: tuple[int, ...] | None) -> Value:
+    if not counts or not counts[1]:
         return _NONE
-    share = part["right"] / part["asked"]
-    return Value(f"{part['right']} of {part['asked']}", share, "", "worse" if share < 1 else "")
+    right, asked = counts
+    return Value(f"{right} of {asked}", right / asked, "", "worse" if right < asked else "")
 
 
 # --- The figure: what answers cost beside what speed gains ---

@@ -65,48 +65,29 @@ _PAGING = {
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Sentences for a terminal, and beside them what a program reads.
-
-    ``doubts``: what is wrong with the run, to be said first
-    ``verdict``: the report's first sentence
-    ``configuration``: its name; empty where there is none, since no load or no baseline was measured
-    ``in_doubt``: why its own measurement does not count; empty where it does
-    ``settings``: its ``engine:`` section, empty if its answers lie outside the limits
-    ``changed``: those that differ from the baseline -> the baseline's value
-    ``flags``: of the command of another engine; empty for the built-in one
-    ``baseline``: what the evidence is against, and in which clock
-    ``effects``: of the configuration, a row a metric and load
-    ``evidence``: of the configuration, a sentence a load, then what holds at one load only
-    ``answers``: what is known of the configuration's answers; ``quality``: the same in numbers
-    ``held_back``: what would be set, had its answers been measured
-    ``alone``: what pays too, and was not measured together with it; ``together``: how to measure that
-    ``rejected``: the other configurations that are decided, with their verdicts and which limits they break
-    ``fallback``: the settings to go back to, and when; empty where these are the baseline's
-    ``unmeasured``: what would change the answer, with a command where there is one
-    ``paging``: paged against contiguous, a sentence a load; ``pair``: the names of both
-    """
+    """Sentences for a terminal, and beside them what a program reads; all but three are empty without a baseline."""
 
     run: str
-    doubts: tuple[NextStep, ...]
-    verdict: str
+    doubts: tuple[NextStep, ...]  # what is wrong with the run, to be said first
+    verdict: str  # the report's first sentence
     configuration: str = ""
-    in_doubt: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    changed: Mapping[str, Any] = field(default_factory=dict)
-    flags: str = ""
-    baseline: str = ""
-    effects: tuple[Mapping[str, Any], ...] = ()
-    evidence: tuple[str, ...] = ()
-    answers: str = ""
-    quality: Mapping[str, Any] = field(default_factory=dict)
-    held_back: tuple[str, ...] = ()
-    alone: tuple[str, ...] = ()
-    together: NextStep | None = None
-    rejected: tuple[str, ...] = ()
-    fallback: tuple[str, ...] = ()
-    unmeasured: tuple[NextStep, ...] = ()
-    paging: tuple[str, ...] = ()
-    pair: tuple[str, ...] = ()
+    in_doubt: str = ""  # why its own measurement does not count
+    settings: Mapping[str, Any] = field(default_factory=dict)  # ``engine:``; empty if answers are outside the limits
+    changed: Mapping[str, Any] = field(default_factory=dict)  # those that differ -> the baseline's value
+    flags: str = ""  # of the command of another engine
+    baseline: str = ""  # what the evidence is against, and in which clock
+    effects: tuple[Mapping[str, Any], ...] = ()  # of the configuration, a row a metric and load
+    evidence: tuple[str, ...] = ()  # of the configuration, a sentence a load, then what holds at one load only
+    answers: str = ""  # what is known of the configuration's answers
+    quality: Mapping[str, Any] = field(default_factory=dict)  # the same in numbers
+    held_back: tuple[str, ...] = ()  # what would be set, had its answers been measured
+    alone: tuple[str, ...] = ()  # what pays too, and was not measured together with it
+    together: NextStep | None = None  # how to measure that
+    rejected: tuple[str, ...] = ()  # others that are decided, with their verdicts and which limits they break
+    fallback: tuple[str, ...] = ()  # the settings to go back to, and when; empty where these are the baseline's
+    unmeasured: tuple[NextStep, ...] = ()  # what would change the answer, with a command where there is one
+    paging: tuple[str, ...] = ()  # paged against contiguous, a sentence a load
+    pair: tuple[str, ...] = ()  # the names of both
 
 
 def recommend(run: Run) -> Recommendation:

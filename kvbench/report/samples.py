@@ -14,28 +14,22 @@ import pandas as pd
 
 from kvbench.report.comparisons import baseline
 from kvbench.report.provenance import random_weights
-from kvbench.report.tables import Row, Table, Value, listed_table, texts
-from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+from kvbench.report.tables import Row, Section, Value, listed_table, texts
+from kvbench.runs.model import MeasuredLoad, Run
 
 MOST_REQUESTS = 3
 MOST_CHARACTERS = 400  # of one output
 _BEFORE = 80  # characters shown before the first difference, where the start has no room for it
 
-Key = tuple[int, int]  # repeat, index
-Outputs = Mapping[Key, tuple[tuple[int, ...], str]]  # ids of the output (empty: not told), and its text
-
 
 @dataclass(frozen=True)
 class Agreement:
-    """How many outputs of ``configuration`` are those of the baseline; ``both``: requests that both served.
-
-    ``by_tokens``: all their token ids were compared; else, where a server did not tell them, the texts.
-    """
+    """How many outputs of ``configuration`` are those of the baseline."""
 
     configuration: str
     equal: int
-    both: int
-    by_tokens: bool
+    both: int  # requests that both served
+    by_tokens: bool  # all their token ids were compared; else, where a server did not tell them, the texts
 
     def __str__(self) -> str:
         """47 of 48 equal in all tokens"""
@@ -44,21 +38,18 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Variant:
-    """One configuration's output for a request. ``differs_at``: "token 12" or "character 57", counted from 1.
-
-    ``text`` is empty and ``differs_at`` too where the output is that of the baseline.
-    """
+    """One configuration's output for a request; without a text where it is that of the baseline."""
 
     configuration: str
-    text: str
-    differs_at: str
+    text: str = ""
+    differs_at: str = ""  # "token 12" or "character 57", counted from 1
 
 
 @dataclass(frozen=True)
 class SampledRequest:
     """A request with the baseline's output and those of the others that served it; all texts are of the same place.
 
-    ``text``, ``Variant.text``: at most MOST_CHARACTERS, with "…" where something is left out.
+    Of each text at most MOST_CHARACTERS are shown, with "…" where something is left out.
     """
 
     repeat: int
@@ -72,7 +63,7 @@ class SampledRequest:
 
 @dataclass(frozen=True)
 class OutputSamples:
-    """Of one load: ``baseline`` is the name of its configuration. ``random_weights``: the outputs mean nothing."""
+    """Outputs of the baseline (its name) and the others at one load; with random weights they mean nothing."""
 
     baseline: str
     load: MeasuredLoad
@@ -81,65 +72,27 @@ class OutputSamples:
     random_weights: bool
 
 
-def output_samples(run: Run) -> OutputSamples | None:
-    """Of the highest load at which the baseline has outputs; None where none are stored.
+@dataclass(frozen=True)
+class _Output:
+    """What one request got; ``ids``: its tokens, empty where the server did not tell them."""
 
-    Shown are requests whose outputs differ, those that differ in most configurations first, then others.
-    """
-    for load in reversed(run.loads):
-        base = baseline(run, load)
-        rows = base.requests() if base is not None else pd.DataFrame()
-        if base is None or rows.empty or "text" not in rows:
-            continue
-        mine = _outputs(rows)
-        others = {cell.name: _outputs(_served(cell)) for cell in run.at(load) if cell is not base}
-        agreements = tuple(_agreement(name, mine, o) for name, o in others.items() if mine.keys() & o.keys())
-        differing = {key: sum(key in o and _differs(mine[key], o[key]) for o in others.values()) for key in mine}
-        chosen = sorted(mine, key=lambda key: (-differing[key], key))[:MOST_REQUESTS]
-        facts = rows.set_index(["repeat", "index"]).sort_index()
-        shown = tuple(_request(facts.loc[key], key, mine[key], others) for key in chosen)
-        return OutputSamples(base.name, load, agreements, shown, random_weights(run))
-    return None
+    ids: tuple[int, ...]
+    text: str
 
+    def differs(self, other: _Output) -> bool:
+        """Tests whether they differ: by token ids where both servers told them, else by text."""
+        return self.ids != other.ids if self.ids and other.ids else self.text != other.text
 
-def _served(cell: MeasuredCell) -> pd.DataFrame:
-    rows = cell.requests()
-    return rows if "text" in rows else rows.iloc[:0].reindex(columns=["repeat", "index", "text"])
+    def differs_at(self, other: _Output) -> str:
+        """The first token or character in which they differ."""
+        if self.ids and other.ids:
+            return f"token {_first_difference(self.ids, other.ids) + 1}"
+        return f"character {_first_difference(self.text, other.text) + 1}"
 
-
-def _outputs(rows: pd.DataFrame) -> Outputs:
-    ids = rows["output_token_ids"] if "output_token_ids" in rows else [None] * len(rows)
-    return {
-        (int(repeat), int(index)): (() if tokens is None else tuple(map(int, tokens)), str(text or ""))
-        for repeat, index, tokens, text in zip(rows["repeat"], rows["index"], ids, rows["text"], strict=True)
-    }
-
-
-def _differs(a: tuple[Sequence[int], str], b: tuple[Sequence[int], str]) -> bool:
-    """By token ids where both servers told them, else by text."""
-    return a[0] != b[0] if a[0] and b[0] else a[1] != b[1]
-
-
-def _agreement(name: str, mine: Outputs, theirs: Outputs) -> Agreement:
-    both = mine.keys() & theirs.keys()
-    equal = sum(not _differs(mine[key], theirs[key]) for key in both)
-    return Agreement(name, equal, len(both), all(mine[key][0] and theirs[key][0] for key in both))
-
-
-def _request(
-    facts: pd.Series, key: Key, mine: tuple[Sequence[int], str], others: Mapping[str, Outputs]
-) -> SampledRequest:
-    """One request; the texts begin where the earliest difference can still be seen."""
-    found = {name: outputs[key] for name, outputs in others.items() if key in outputs}
-    changed = [output for output in found.values() if _differs(mine, output)]
-    first = min((_first_difference(mine[1], output[1]) for output in changed), default=0)
-    start = 0 if first < MOST_CHARACTERS - _BEFORE else first - _BEFORE
-    variants = tuple(
-        Variant(name, _cut(output[1], start), _where(mine, output)) if _differs(mine, output) else Variant(name, "", "")
-        for name, output in found.items()
-    )
-    numbers = (int(facts[name]) for name in ("prompt_tokens", "output_tokens"))
-    return SampledRequest(*key, str(facts["class"]), *numbers, _cut(mine[1], start), variants)
+    def shown(self, start: int) -> str:
+        """The text from ``start`` on, as far as there is room for it."""
+        end = start + MOST_CHARACTERS
+        return f"{'…' if start else ''}{self.text[start:end]}{'…' if len(self.text) > end else ''}"
 
 
 def _first_difference(a: Sequence[object], b: Sequence[object]) -> int:
@@ -147,25 +100,68 @@ def _first_difference(a: Sequence[object], b: Sequence[object]) -> int:
     return next((i for i, (x, y) in enumerate(zip_longest(a, b, fillvalue=None)) if x != y), len(a))
 
 
-def _where(mine: tuple[Sequence[int], str], theirs: tuple[Sequence[int], str]) -> str:
-    of = 0 if mine[0] and theirs[0] else 1
-    return f"{('token', 'character')[of]} {_first_difference(mine[of], theirs[of]) + 1}"
+Outputs = Mapping[tuple[int, int], _Output]  # by repeat and index
 
 
-def _cut(text: str, start: int) -> str:
-    end = start + MOST_CHARACTERS
-    return f"{'…' if start else ''}{text[start:end]}{'…' if len(text) > end else ''}"
+def output_samples(run: Run) -> OutputSamples | None:
+    """The samples of the highest load at which the baseline has outputs; None where none are stored.
+
+    Shown are requests whose outputs differ, those that differ in most configurations first, then others.
+    """
+    for load in reversed(run.loads):
+        base = baseline(run, load)
+        rows = base.requests() if base is not None else pd.DataFrame()
+        mine = _outputs(rows)
+        if base is None or not mine:
+            continue
+        others = {cell.name: _outputs(cell.requests()) for cell in run.at(load) if cell is not base}
+        agreements = tuple(_agreement(name, mine, o) for name, o in others.items() if mine.keys() & o.keys())
+        differing = {key: sum(key in o and mine[key].differs(o[key]) for o in others.values()) for key in mine}
+        chosen = sorted(mine, key=lambda key: (-differing[key], key))[:MOST_REQUESTS]
+        facts = rows.set_index(["repeat", "index"]).sort_index()
+        shown = []
+        for key in chosen:
+            texts_of = {name: outputs[key] for name, outputs in others.items() if key in outputs}
+            shown.append(_request(facts.loc[key], key, mine[key], texts_of))
+        return OutputSamples(base.name, load, agreements, tuple(shown), random_weights(run))
+    return None
 
 
-def agreement_table(samples: OutputSamples | None) -> Table:
+def _outputs(rows: pd.DataFrame) -> Outputs:
+    if "text" not in rows:
+        return {}
+    ids = rows["output_token_ids"] if "output_token_ids" in rows else [None] * len(rows)
+    return {
+        (int(repeat), int(index)): _Output(() if tokens is None else tuple(map(int, tokens)), str(text or ""))
+        for repeat, index, tokens, text in zip(rows["repeat"], rows["index"], ids, rows["text"], strict=True)
+    }
+
+
+def _agreement(name: str, mine: Outputs, theirs: Outputs) -> Agreement:
+    both = mine.keys() & theirs.keys()
+    equal = sum(not mine[key].differs(theirs[key]) for key in both)
+    return Agreement(name, equal, len(both), all(mine[key].ids and theirs[key].ids for key in both))
+
+
+def _request(facts: pd.Series, key: tuple[int, int], mine: _Output, others: Mapping[str, _Output]) -> SampledRequest:
+    """One request; the texts begin where the earliest difference can still be seen."""
+    changed = {name: output for name, output in others.items() if mine.differs(output)}
+    first = min((_first_difference(mine.text, output.text) for output in changed.values()), default=0)
+    start = 0 if first < MOST_CHARACTERS - _BEFORE else first - _BEFORE
+    variants = tuple(
+        Variant(name, output.shown(start), mine.differs_at(output)) if name in changed else Variant(name)
+        for name, output in others.items()
+    )
+    numbers = (int(facts[name]) for name in ("prompt_tokens", "output_tokens"))
+    return SampledRequest(*key, str(facts["class"]), *numbers, mine.shown(start), variants)
+
+
+def section(samples: OutputSamples | None) -> Section:
     """How many outputs of each configuration are the baseline's; no rows where no outputs are stored."""
     rows = [
-        Row(None, (*texts(each.configuration), Value(str(each), each.equal / each.both)))
-        for each in (samples.agreements if samples else ())
+        Row(None, (*texts(one.configuration), Value(str(one), one.equal / one.both)))
+        for one in (samples.agreements if samples else ())
     ]
-    return listed_table(("configuration", "outputs"), rows)
-
-
-def outputs_note(samples: OutputSamples | None) -> str:
-    """What a difference means where the weights are random."""
-    return "Random weights: a difference says nothing of quality." if samples and samples.random_weights else ""
+    random = "Random weights: a difference says nothing of quality."
+    note = random if samples and samples.random_weights else ""
+    return Section("outputs", "Equal to the baseline", listed_table(("configuration", "outputs"), rows), note)

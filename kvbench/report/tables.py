@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvbench.report.comparisons import (
     served,
     spread,
 )
+from kvbench.report.style import Drawing
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row
 from kvbench.runs.kv_ledger import accounting
 from kvbench.runs.model import MeasuredCell, Run, number
@@ -102,6 +103,43 @@ def listed_table(heads: Sequence[str], rows: Sequence[Row], numbers_from: int = 
 def texts(*entries: str) -> tuple[Value, ...]:
     """Entries that are sorted by their texts."""
     return tuple(Value(text, text) for text in entries)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with its title, sentences above and a note below; ``folded``: opened by the reader of the page."""
+
+    key: str
+    title: str
+    table: Table
+    note: str = ""
+    sentences: tuple[str, ...] = ()
+    folded: bool = True
+
+
+Part = str | Drawing | Section | None
+"""What a chapter consists of: sentences, figures and tables; None: there is nothing to show."""
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A heading with its figures and tables; ``sentences`` stand above both."""
+
+    title: str
+    sections: tuple[Section, ...]
+    drawings: tuple[Drawing, ...]
+    sentences: tuple[str, ...]
+
+    @classmethod
+    def of(cls, title: str, parts: Iterable[Part]) -> Chapter:
+        """A chapter of those parts that have something to show."""
+        parts = list(parts)
+        return cls(
+            title,
+            tuple(part for part in parts if isinstance(part, Section) and part.table.rows),
+            tuple(part for part in parts if isinstance(part, Drawing)),
+            tuple(part for part in parts if isinstance(part, str) and part),
+        )
 
 
 def cell_table(
@@ -519,3 +557,32 @@ def cells_note(run: Run, table: Table) -> str:
         UNCERTAIN_NOTE: any(UNCERTAIN in text for text in entries),
     }
     return " ".join(text for text, holds in sentences.items() if holds and text)
+
+
+# --- The parts of the chapters ---
+
+
+def cell_parts(run: Run) -> tuple[Section, ...]:
+    """All cells, and their failures."""
+    cells = main_table(run)
+    note = cells_note(run, cells)
+    return (
+        Section("cells", "All cells", with_missing(run, cells), note, folded=False),
+        Section("failures", "Failures", failure_table(run)),
+    )
+
+
+def setting_parts(run: Run) -> tuple[Section, ...]:
+    """Each setting alone, and the steps of a changing rate."""
+    return (
+        Section("effects", f"Each setting alone, as {run.clock}", effect_table(run), effects_note(run)),
+        Section("plateaus", "Step by step of the rate", plateau_table(run), PLATEAU_NOTE),
+    )
+
+
+def group_parts(run: Run) -> tuple[Section, ...]:
+    """Latencies by groups of requests."""
+    return (
+        Section("classes", "By class of request", class_table(run), f"Raw samples. {UNCERTAIN_NOTE}"),
+        Section("turns", "By turn of the conversation", turn_table(run), "Raw samples of all repeats."),
+    )

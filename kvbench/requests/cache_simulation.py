@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Ids = tuple[int, ...]
-Row = Mapping[str, Any]  # of requests.parquet
 _SILENCE_S = 0.003  # the chunks of one step came 0.1 ms apart on 2 busy cores, and 99.9 % of them within 3 ms
 COLUMNS = ("index", "ts", "first", "chunk_times", "cached_tokens", "output_tokens", "output_token_ids")
 _COMPUTED, _ENDED, _GROWS, _ADMITTED = range(4)  # the order of what happens at one time: between two steps
@@ -343,61 +342,74 @@ def served_requests(
         rows: their ``COLUMNS`` of requests.parquet, of one repeat.
         step_tokens: how many tokens the engine computes in a step at most; None: not known, or a prompt is never split.
     """
-    known = {int(row["index"]): row for row in rows.sort_values("ts").to_dict("records") if len(_chunks(row))}
-    prompts = prompts_sent(requests, known)
-    every = [row for index, row in known.items() if index in prompts]
-    lengths = [len(prompts[int(row["index"])]) for row in every]
-    steps = _steps([_chunks(row) for row in every], [row["ts"] for row in every])
-    computed = [length - _count(row.get("cached_tokens")) for row, length in zip(every, lengths, strict=True)]
-    prefills = _prefills(steps, [row["ts"] for row in every], computed, step_tokens)
-    found = []
-    for row, prefill, first, last in zip(every, prefills, steps.first, steps.last, strict=True):
-        prompt, count = prompts[int(row["index"])], max(1, _count(row.get("output_tokens")))
-        ended = last if last > first or count == 1 else first + 0.5  # all of it in one chunk
-        there = itertools.accumulate(prefill.values(), initial=_count(row.get("cached_tokens")))
+    seen = [_Seen.of(row) for row in rows.reindex(columns=COLUMNS).sort_values("ts").to_dict("records")]
+    answered = {one.index: one for one in seen if len(one.chunks)}
+    prompts = prompts_sent(requests, {index: one.answer for index, one in answered.items()})
+    every = [one for index, one in answered.items() if index in prompts]
+    steps = _steps([one.chunks for one in every], [one.ts for one in every])
+    computed = [len(prompts[one.index]) - one.cached for one in every]
+    prefills = _prefills(steps, [one.ts for one in every], computed, step_tokens)
+    served = []
+    for one, prefill, first, last in zip(every, prefills, steps.first, steps.last, strict=True):
+        ended = last if last > first or one.tokens <= 1 else first + 0.5  # all of it in one chunk
+        there = itertools.accumulate(prefill.values(), initial=one.cached)
         chunks = tuple(zip(prefill, itertools.islice(there, 1, None), strict=True))[:-1]
-        found.append(ServedRequest(prompt, min(prefill) - 1, first, ended, answer(row) or (), count, chunks))
-    return found
+        admitted, output, count = min(prefill) - 1, one.answer or (), max(1, one.tokens)
+        served.append(ServedRequest(prompts[one.index], admitted, first, ended, output, count, chunks))
+    return served
 
 
-def prompts_sent(requests: Sequence[RequestSpec], rows: Mapping[int, Row]) -> dict[int, Ids]:
+def prompts_sent(requests: Sequence[RequestSpec], answers: Mapping[int, Ids | None]) -> dict[int, Ids]:
     """Token ids of the prompts as they were sent, by index: later turns hold the server's own answers.
 
-    ``rows``: of requests.parquet, by index; a turn after one without a row was not sent.
+    ``answers``: of the requests that were answered, by index; None where not all ids are known. A turn after one that
+    was not answered was not sent.
     """
-    found: dict[int, Ids] = {}
+    sent: dict[int, Ids] = {}
     for turns in conversations(requests):
         before: RequestSpec | None = None
         for turn in turns:
-            if turn.index not in rows:
+            if turn.index not in answers:
                 break
             ids = turn.prompt_token_ids or ()
             if before is not None and turn.new_tokens:
-                ids = continued(turn, before, found[before.index], answer(rows[before.index]))
-            found[turn.index] = ids
+                ids = continued(turn, before, sent[before.index], answers[before.index])
+            sent[turn.index] = ids
             before = turn
-    return found
+    return sent
 
 
-def answer(row: Row) -> Ids | None:
-    """The token ids of a request's output; None where the server did not return all of them."""
-    ids = row.get("output_token_ids")
-    if ids is None or isinstance(ids, float) or not len(ids) or len(ids) != _count(row.get("output_tokens")):
-        return None
-    return tuple(np.asarray(ids).tolist())
+@dataclass(frozen=True)
+class _Seen:
+    """A request as the client saw it: when it was sent, and its ``chunks`` with tokens arrived, both [s].
+
+    ``cached``: tokens of the prompt, ``tokens``: of the output, by the usage. ``answer``: its token ids; None where the
+    server did not return all of them.
+    """
+
+    index: int
+    ts: float
+    chunks: np.ndarray
+    cached: int
+    tokens: int
+    answer: Ids | None
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> _Seen:
+        """Reads the ``COLUMNS`` of a row."""
+        tokens, times, ids = _count(row["output_tokens"]), _listed(row["chunk_times"]), _listed(row["output_token_ids"])
+        if not len(times) and row["first"] is not None and not math.isnan(row["first"]):
+            times = np.array([row["first"]])
+        answer = tuple(ids.tolist()) if len(ids) and len(ids) == tokens else None
+        return cls(int(row["index"]), row["ts"], times.astype(float), _count(row["cached_tokens"]), tokens, answer)
+
+
+def _listed(value: Any) -> np.ndarray:
+    return np.empty(0) if value is None or isinstance(value, float) else np.asarray(value)
 
 
 def _count(value: Any) -> int:
     return 0 if value is None or math.isnan(value) else int(value)
-
-
-def _chunks(row: Row) -> np.ndarray:
-    """The moments when chunks with tokens arrived [s]; empty where none did. float64 [chunks]"""
-    times = row.get("chunk_times")
-    if times is not None and not isinstance(times, float) and len(times):
-        return np.asarray(times, dtype=float)
-    first = row.get("first")
-    return np.empty(0) if first is None or math.isnan(first) else np.array([first], dtype=float)
 
 
 @dataclass(frozen=True)

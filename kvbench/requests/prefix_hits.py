@@ -118,9 +118,10 @@ def unverified(hits: float | None, bounds: HitBounds | None, cache_state: str) -
     return None
 
 
-def hit_notes(counts: Mapping[str, Any]) -> list[str]:
+def hit_notes(counts: Iterable[tuple[str, Any]] | Mapping[str, Any]) -> list[str]:
     """Sentences on what a reader of a load's hits must know. ``counts``: done.json's ``prefix_cache``."""
-    return [note.format_map(counts) for name, note in _HIT_NOTES.items() if counts.get(name)]
+    fields = dict(counts)
+    return [note.format_map(fields) for name, note in _HIT_NOTES.items() if fields.get(name)]
 
 
 def shared_beginnings(prompts: Sequence[Ids], owners: Sequence[int]) -> list[int]:

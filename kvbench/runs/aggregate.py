@@ -19,11 +19,11 @@ import pandas as pd
 
 from kvbench.common import text as words
 from kvbench.common.files import read_json, write_atomically, write_json, write_text
-from kvbench.common.records import Record, write_record
+from kvbench.common.records import Record, read_record, write_record
 from kvbench.metrics.canaries import WRONG_ANSWERS, counted
 from kvbench.metrics.latency import in_steady
 from kvbench.metrics.latency import pooled as pool_samples
-from kvbench.metrics.model import Figures, LoadMetrics, Plateau, PooledLatencies, flatten
+from kvbench.metrics.model import Figures, LoadMetrics, LoadOutcome, Plateau, PooledLatencies, flatten
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.results import Capacity, CellLoad, CellSummary, LoadResult, RepeatSummary, Spread
 from kvbench.workload.design import Cell, LoadPoint
@@ -159,8 +159,8 @@ def pooled_latencies(requests: pd.DataFrame, metrics: Mapping[int, LoadMetrics])
 
 def _notes(loads: Mapping[int, Path]) -> dict[str, Any]:
     """How the requests were made, from load.json; where repeats differ, a list with a value for each."""
-    stored = [read_json(path / "load.json") for path in loads.values() if (path / "load.json").is_file()]
-    every = [load.get("notes") or {} for load in stored]
+    files = [path / "load.json" for path in loads.values() if (path / "load.json").is_file()]
+    every = [read_record(LoadOutcome, file, "measure that load again").notes for file in files]
     found: dict[str, Any] = {}
     for name in dict.fromkeys(name for notes in every for name in notes if name != _OF_ONE_LOAD):
         values = [notes[name] for notes in every if name in notes]

@@ -213,7 +213,7 @@ class MeasuredCell:
     def counter(self, name: str) -> float | None:
         """A server counter summed over the repeats; None where no repeat has it."""
         values = [value for r in self.repeats if (value := r.server.get(name)) is not None]
-        return sum(values) if values else None
+        return float(sum(values)) if values else None
 
     def latency_groups(self, kind: str) -> Mapping[str, GroupLatencies]:
         """The pooled latencies that lead of each group of requests; ``kind``: "per_class" or "per_turn"."""

@@ -12,6 +12,7 @@ from pydantic import ConfigDict
 from kvbench.common.records import Record, read_record
 from kvbench.common.text import and_more
 from kvbench.metrics.canaries import ALPHA, chance_of_so_many
+from kvbench.runs.results import GitState, Manifest
 
 QUALITY, FORMAT = "quality.json", "kvbench-quality/2"
 _VERSIONS = ("kvbench", "torch", "transformers")
@@ -208,16 +209,18 @@ class QualityResult(_Measured):
     control: ConfigurationFigures
     limits: Mapping[str, float | None]
     weights_fingerprint: str = ""
-    git: Mapping[str, Any] = {}
-    versions: Mapping[str, Any] = {}
+    git: GitState = GitState()
+    versions: Mapping[str, str | None] = {}
     note: str = ""
     facts: QualityFacts = QualityFacts()
 
-    def differs_from(self, manifest: Mapping[str, Any]) -> list[str]:
+    def differs_from(self, manifest: Manifest) -> list[str]:
         """How commit, versions and weights differ from those in a run's manifest, one phrase each."""
-        there = None if self.beside else (manifest.get("model") or {}).get("weights_fingerprint")
-        weights = _different({"set of weights": self.weights_fingerprint or None}, {"set of weights": there})
-        return code_differences(self.git, self.versions, manifest) + weights
+        weights = None if self.beside else (manifest.model or {}).get("weights_fingerprint")
+        return [
+            *code_differences(self.git, self.versions, manifest),
+            *_different("set of weights", self.weights_fingerprint, weights),
+        ]
 
     @property
     def random_weights(self) -> bool:
@@ -291,16 +294,18 @@ def _wrong_canaries(figures: ConfigurationFigures) -> Iterator[str]:
             yield f"{wrong}, and {why}"
 
 
-def code_differences(git: Mapping[str, Any], versions: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
+def code_differences(git: GitState, versions: Mapping[str, str | None], manifest: Manifest) -> list[str]:
     """How commit and versions differ from those in a run's manifest: ``torch 2.1, of the run 2.0``."""
-    run = {"commit": (manifest.get("git") or {}).get("sha"), **(manifest.get("versions") or {})}
-    return _different({"commit": git.get("sha"), **{name: versions.get(name) for name in _VERSIONS}}, run)
+    differences = list(_different("commit", git.sha, manifest.git.sha))
+    for name in _VERSIONS:
+        differences += _different(name, versions.get(name), manifest.versions.get(name))
+    return differences
 
 
-def _different(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+def _different(name: str, here: str | None, there: str | None) -> Iterator[str]:
     """A value that one side does not tell is no difference."""
-    both = {name: (str(value), str(there[name])) for name, value in here.items() if value and there.get(name)}
-    return [f"{name} {ours[:12]}, of the run {theirs[:12]}" for name, (ours, theirs) in both.items() if ours != theirs]
+    if here and there and here != there:
+        yield f"{name} {here[:12]}, of the run {there[:12]}"
 
 
 def read_quality(folder: Path) -> QualityResult | None:

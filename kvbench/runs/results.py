@@ -219,7 +219,7 @@ class GitState(Record):
 
     sha: str | None = None
     short_sha: str | None = None
-    dirty: bool = False
+    dirty: bool | None = None
 
 
 class Processor(Record):
@@ -290,6 +290,8 @@ class Manifest(Record):
     ended: str | None = None
     model: Mapping[str, Any] | None = None
     backend: str | None = None
+    target: str | Mapping[str, Any] | None = None
+    only: tuple[str, ...] | None = None
     plan: tuple[PlannedBlock, ...] = ()
     failures: tuple[FailedLoad, ...] = ()
     left_out: tuple[tuple[str, int], ...] = ()

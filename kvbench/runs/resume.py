@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.common.files import as_stored, utc_now
+from kvbench.common.files import as_stored, read_json, utc_now
 from kvbench.common.machine import environment
 from kvbench.common.text import and_more
 from kvbench.runs.folder import RunFolder
@@ -64,7 +64,7 @@ def reopen(
     has changed: nothing will be measured. Raises UsageError when something differs and ``force`` is not given.
     """
     manifest = run.manifest()
-    opened = manifest | {"status": "incomplete", "failures": []}
+    opened = read_json(run.manifest_path) | {"status": "incomplete", "failures": []}
     if not something_left:
         return opened, []
     now = environment() if now is None else now
@@ -156,7 +156,7 @@ def _identity(server: Mapping[str, Any]) -> list[Any]:
 
 def _known(server: Mapping[str, Any], section: str, *keys: str) -> dict[str, Any]:
     facts = server.get(section) or {}
-    return {key: facts[key] for key in facts if facts[key] not in (None, "") and (not keys or key in keys)}
+    return {key: value for key, value in facts.items() if value not in (None, "") and (not keys or key in keys)}
 
 
 def accept_server(manifest: dict[str, Any], config_id: str, server_info: Mapping[str, Any], *, force: bool) -> None:

@@ -32,6 +32,8 @@ def _only(kind: str, is_right: Callable[[Any], bool]) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+# A check before has plain data at hand, and a strict reader then takes no list for a tuple.
+_AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 Flag = Annotated[bool | None, _only("true or false", lambda value: type(value) is bool)]
 Name = Annotated[str | None, _only("a string", lambda value: isinstance(value, str))]
 Number = Annotated[
@@ -43,8 +45,10 @@ Size = Annotated[  # below 1 it tells nothing, as many servers' -1
     _only(f"a whole number up to {MOST_TOKENS}", lambda value: type(value) is int and value <= MOST_TOKENS),
 ]
 Facts = Annotated[dict[str, Any], _only("a mapping", lambda value: isinstance(value, dict))]
+_AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)  # JSON has lists only
 Strings = Annotated[
     tuple[str, ...],
+    _AS_TUPLE,
     _only("a list of strings", lambda x: isinstance(x, list | tuple) and all(isinstance(text, str) for text in x)),
 ]
 
@@ -108,7 +112,7 @@ class Resolved(ServerAnswer):
     dtype: Name = None
     kernel_backend: Name = None
     num_threads: Size = None
-    bound_cores: tuple[int, ...] | None = None
+    bound_cores: Annotated[tuple[int, ...] | None, _AS_TUPLE] = None
 
 
 class KVRoom(ServerAnswer):

@@ -7,8 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.common.errors import Interrupted, MeasurementError, say, storage_sentence
-from kvbench.common.signals import Interruption
+from kvbench.common.errors import Interrupted, Interruption, MeasurementError, say, storage_sentence
 from kvbench.runs.folder import RunFolder
 
 

@@ -26,25 +26,12 @@ from kvbench.runs.model import Run
 from kvbench.runs.predictions import METRICS as PREDICTED
 from kvbench.runs.predictions import Predicted
 from kvbench.runs.read import read_run
+from kvbench.simulation import cost_model, measured_run
 from kvbench.simulation.choose import gpu_machine
-from kvbench.simulation.cost_model import (
-    Calibration,
-    Checked,
-    CostModel,
-    Provenance,
-    read_calibration,
-    write_calibration,
-)
+from kvbench.simulation.cost_model import Calibration, Checked, CostModel, Provenance
 from kvbench.simulation.drive import SettingsByName
 from kvbench.simulation.machine import Machine
-from kvbench.simulation.measured_run import (
-    MeasuredRun,
-    RunPrediction,
-    machine_for,
-    predict,
-    read_measured_run,
-    series_errors,
-)
+from kvbench.simulation.measured_run import MeasuredRun, RunPrediction, predict, series_errors
 from kvbench.simulation.predict import predicted_cells, unit_costs_of
 from kvbench.simulation.unit_costs import robust_nnls, write_unit_costs
 
@@ -264,9 +251,9 @@ class _Runs:
     settings: SettingsByName
 
     def read(self, folder: Path) -> tuple[MeasuredRun, Machine]:
-        run = read_measured_run(folder)
+        run = measured_run.read_measured_run(folder)
         run = dataclasses.replace(run, settings={**run.settings, **self.settings})
-        device, model, gpus = machine_for(run, self.device, self.model, self.gpus)
+        device, model, gpus = measured_run.machine_for(run, self.device, self.model, self.gpus)
         return run, gpu_machine(device, model, gpus, self.ops)
 
     def predict(self, folder: Path, calibration: Calibration, how: str) -> Iterator[_Prediction]:
@@ -326,7 +313,7 @@ def calibrate_command(
             predictions += runs.predict(run, fitted, "fitted to it") if run.is_dir() else ()
         else:
             assert calibration is not None
-            fitted = read_calibration(calibration)
+            fitted = cost_model.read_calibration(calibration)
         for folder in check:
             predictions += runs.predict(folder, fitted, _HELD_OUT_RUN)
     held_out = [p for p in predictions if p.how == _HELD_OUT_RUN]
@@ -335,7 +322,7 @@ def calibrate_command(
         provenance = fitted.provenance.model_copy(update={"checked": checked})
         fitted = fitted.model_copy(update={"provenance": provenance})
     if output is not None:
-        write_calibration(output, fitted)
+        cost_model.write_calibration(output, fitted)
     if figure is not None and predictions:
         _draw(predictions[-1], figure)
     if as_json:

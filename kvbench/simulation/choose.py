@@ -23,6 +23,8 @@ from kvbench.simulation.unit_costs import THIS_CPU, this_cpu
 from kvbench.targets.choose import STORED, ChosenTarget
 from kvbench.workload.file import SimulateSection, Workload, resolve
 
+Options = Mapping[str, Any]
+"""The options of a command line, by name."""
 OPTIONS = ("device", "model", "tensor_parallel", "ops", "calibration")
 """Options of a simulation, with the names of the workload's ``simulate`` section."""
 _MACHINE = frozenset({"device", "model", "tensor_parallel"})
@@ -37,12 +39,12 @@ _OTHERS_ONLY = (
 _START_GUESS_S = 0.1
 
 
-def profile_of(options: Mapping[str, Any]) -> str:
+def profile_of(options: Options) -> str:
     """The workload's profile that is simulated: the one asked for, else the one for such a device."""
     return options["profile"] or ("cpu" if options.get("device") == THIS_CPU else "gpu")
 
 
-def check_options(options: Mapping[str, Any], *, simulates: bool, begun: bool) -> None:
+def check_options(options: Options, *, simulates: bool, begun: bool) -> None:
     """Raises UsageError for an option that means nothing here. ``begun``: a run that has begun goes on."""
     given = [flag(name) for name in OPTIONS if options.get(name)]
     if not simulates:
@@ -59,7 +61,7 @@ def check_options(options: Mapping[str, Any], *, simulates: bool, begun: bool) -
 
 
 def simulated_workload(
-    workload: Workload, options: Mapping[str, Any], overrides: Sequence[str]
+    workload: Workload, options: Options, overrides: Sequence[str]
 ) -> tuple[Workload, tuple[str, ...]]:
     """``workload`` as it runs on the machine of its ``simulate`` section and ``options``, with notes on what differs.
 

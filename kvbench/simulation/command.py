@@ -20,12 +20,12 @@ from kvbench.common.errors import UsageError, say
 from kvbench.common.files import as_stored, check_output_dir, unpack
 from kvbench.common.git import git_state
 from kvbench.common.option_rules import RAY_OPTIONS, check_goes_with
-from kvbench.common.text import count, decimal, listing, milliseconds, percent, plural, significant, tokens_per_s
+from kvbench.common.text import count, decimal, listing, milliseconds, percent, plural, ratio, significant, tokens_per_s
 from kvbench.metrics.definitions import METRICS
 from kvbench.metrics.latency import SAMPLES_NEEDED
 from kvbench.metrics.model import Distribution
 from kvbench.runs.model import COST_NOTES
-from kvbench.simulation.choose import files_digest, machine_of, profile_of, simulated_workload
+from kvbench.simulation.choose import Options, files_digest, machine_of, profile_of, simulated_workload
 from kvbench.simulation.drive import ROUTERS
 from kvbench.simulation.pool import RayOptions, map_simulations
 from kvbench.simulation.recorder import Figures, FleetFigures
@@ -44,9 +44,6 @@ from kvbench.sweep.rate_search import Condition, parse_conditions
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload
 from kvbench.workload.settings import slug
-
-Options = Mapping[str, Any]
-"""The options of the command line, by name."""
 
 
 def simulate_command(*, given: Collection[str], workload: str | None, **options: Any) -> int:
@@ -222,7 +219,7 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "KV": ("KV peak", lambda f: percent(f.kv_usage.peak)),
     "hits": ("hit rate", lambda f: percent(f.hit_rate)),
     "preempted": ("preempted", lambda f: count(f.num_preemptions)),
-    "imbalance": ("imbalance", lambda f: _times_the_mean(f.imbalance.get("total_output_tokens"))),
+    "imbalance": ("imbalance", lambda f: ratio(f.imbalance.get("total_output_tokens"))),
 }
 _OF_A_REPLICA = ("requests", "tok/s", "mean TTFT", "p95 TTFT", "running", "KV", "hits", "preempted")
 _OF_A_LOAD = (
@@ -259,10 +256,6 @@ def show(console: Console, results: Sequence[Simulation]) -> None:
     if figures.replicas:
         numbered = {str(number): replica for number, replica in enumerate(figures.replicas)}
         print_table(console, _table("replica", _OF_A_REPLICA, numbered, "each replica, simulated"))
-
-
-def _times_the_mean(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}x"
 
 
 def _latencies(figures: Figures) -> dict[str, Distribution]:
@@ -339,7 +332,7 @@ def _length_lines(f: FleetFigures) -> Iterator[str]:
     if lengths:
         yield "; ".join(lengths)
     words = {"total_output_tokens": "tokens", "busy_s": "busy time"}
-    if parts := [f"{value:.2f}x the mean of {words[name]}" for name, value in f.imbalance.items()]:
+    if parts := [f"{ratio(value)} the mean of {words[name]}" for name, value in f.imbalance.items()]:
         yield f"imbalance: the replica with the most has {listing(parts)}"
 
 

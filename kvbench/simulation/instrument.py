@@ -39,7 +39,7 @@ from kvbench.runs.metric_names import SIMULATED_SECONDS as SECONDS
 from kvbench.runs.model import COST_NOTES, SIMULATED
 from kvbench.runs.results import LoadResult, WarmUpResult
 from kvbench.runs.server_info import ServerInfo
-from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, Replica, prime
+from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, Replica, SettingsByName, prime
 from kvbench.simulation.machine import Machine
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.builtin import capacity_facts
@@ -60,7 +60,7 @@ class SimulatedTarget(Target):
         self._machine, self._facts = machine, facts
         self.base_url = CLOCK
 
-    def start(self, settings: Mapping[str, Any], log: Path) -> None:
+    def start(self, settings: SettingsByName, log: Path) -> None:
         self._settings = settings
         self.restart()
         length = self.replica.engine.config.max_model_len
@@ -106,7 +106,7 @@ class SimulatedTarget(Target):
         return self.replica.engine.reset_prefix_cache()
 
 
-def checked(machine: Machine, settings: Mapping[str, Any]) -> dict[str, Any]:
+def checked(machine: Machine, settings: SettingsByName) -> dict[str, Any]:
     """What ``check_configuration`` returns, of a simulated engine with these settings. Raises UsageError."""
     config, capacity = machine.settle(settings)
     assert config.max_model_len is not None
@@ -255,7 +255,7 @@ def with_unsent(ended: Sequence[Ended], requests: Sequence[RequestSpec]) -> list
     return [sent.get(r.index) or Ended(r, last[r.session], last[r.session], 0, reason=SESSION_BROKEN) for r in requests]
 
 
-def row_of(one: Ended) -> dict[str, Any]:
+def row_of(one: Ended) -> Mapping[str, Any]:
     """A row of requests.parquet."""
     if one.reason == SESSION_BROKEN or one.error is not None:
         refused = one.error is not None

@@ -94,7 +94,7 @@ class _Arguments(BaseModel):
     max_num_batched_tokens: Any = _at("engine_kwargs", "max_num_batched_tokens")
     max_model_len: Any = _at("engine_kwargs", "max_model_len")
     kv_cache_dtype: Any = _at("engine_kwargs", "kv_cache_dtype")
-    enable_prefix_caching: bool = Field(True, validation_alias=AliasPath("kv_cache", "enable_prefix_caching"))
+    enable_prefix_caching: bool | None = Field(True, validation_alias=AliasPath("kv_cache", "enable_prefix_caching"))
     page_size: int | None = _at("kv_cache", "block_size")
 
 
@@ -127,8 +127,10 @@ def _read_vllm(folder: Path) -> MeasuredRun:
     arrivals = [row.arrival_time for row in rows if row.arrival_time is not None]
     if len(arrivals) < len(rows):
         arrivals = [row.queued_ts for row in rows]  # the engine's own stamp, which is only made between two steps
-    return MeasuredRun(
-        **_requests(folder, rows, arrivals),
+    return _measured(
+        folder,
+        rows,
+        arrivals,
         engine=f"vLLM {meta.version}" if meta.version else "vLLM",
         settings=arguments.model_dump(exclude_none=True),
         prefill=np.array(scheduled) if len(scheduled) == len(rows) else None,
@@ -150,18 +152,19 @@ def _lines(path: Path) -> Iterator[_Request]:
             raise UsageError(f"{path}, line {number}: {explain(error, '')[0]}") from None
 
 
-def _requests(folder: Path, rows: Sequence[_Request], arrivals: Sequence[float]) -> dict[str, Any]:
-    """What both kinds of files tell. The prompts share nothing: their texts are not known."""
+def _measured(folder: Path, rows: Sequence[_Request], arrivals: Sequence[float], **more: Any) -> MeasuredRun:
+    """A run of these requests. Their prompts share nothing: their texts are not known."""
     began, specs = min(arrivals, default=0.0), []
     for index, (row, at) in enumerate(zip(rows, arrivals, strict=True)):
         ids = tuple(np.random.default_rng(index).integers(0, _TOKEN_IDS, row.input_toks).tolist())
         specs.append(RequestSpec(index, "measured", ids, None, row.output_toks, arrival_s=at - began))
-    return {
-        "name": "/".join(folder.resolve().parts[-2:]),
-        "requests": specs,
-        "ttft": np.array([row.first_token_ts - row.queued_ts for row in rows]),
-        "tpot": _tpot((row.first_token_ts, row.last_token_ts, row.output_toks) for row in rows),
-    }
+    return MeasuredRun(
+        name="/".join(folder.resolve().parts[-2:]),
+        requests=specs,
+        ttft=np.array([row.first_token_ts - row.queued_ts for row in rows]),
+        tpot=_tpot((row.first_token_ts, row.last_token_ts, row.output_toks) for row in rows),
+        **more,
+    )
 
 
 def _tpot(times: Iterable[tuple[float, float, int]]) -> np.ndarray:
@@ -199,8 +202,9 @@ def _read_own(folder: Path) -> MeasuredRun:
         _Request(input_toks=prompt, output_toks=output, queued_ts=t0, first_token_ts=times[0], last_token_ts=times[-1])
         for t0, prompt, output, times in zip(*columns, strict=True)
     ]
-    about = _requests(folder, rows, [row.queued_ts for row in rows])
-    return MeasuredRun(**about, engine="a server that `kvbench load` measured", settings={}, from_arrival=True)
+    arrivals = [row.queued_ts for row in rows]
+    engine = "a server that `kvbench load` measured"
+    return _measured(folder, rows, arrivals, engine=engine, settings={}, from_arrival=True)
 
 
 class _Observed(Replica):

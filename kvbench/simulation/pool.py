@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from kvbench.common.errors import MeasurementError, UsageError, say
 from kvbench.common.processes import die_with
@@ -54,7 +55,7 @@ def map_simulations(
             return _on_cluster(cluster, function, jobs, processes, ray.wait_s)
     most = min(len(jobs), processes or len(os.sched_getaffinity(0)))
     if most <= 1:
-        return [_named(name, lambda job=job: function(job)) for name, job in jobs.items()]
+        return [_in_this_process(function, name, job) for name, job in jobs.items()]
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(most, multiprocessing.get_context("spawn"), _begin, (os.getpid(),))
     try:
@@ -73,11 +74,7 @@ def map_simulations(
 
 
 def _on_cluster(
-    cluster: Cluster,
-    function: Callable[[Job], Result],
-    jobs: Mapping[str, Job],
-    at_once: int | None,
-    wait_s: float,
+    cluster: Cluster, function: Callable[[Job], Result], jobs: Mapping[str, Job], at_once: int | None, wait_s: float
 ) -> list[Result]:
     usable = usable_nodes(cluster, _one_core, "a core for a simulation", wait_s, say)
     for note in usable.left_out:
@@ -94,7 +91,8 @@ def _on_cluster(
                 raise MeasurementError(f"no machine of the Ray cluster is left for {and_more(waiting)}")
             name, came = places.next() or ("", Ended())
             if isinstance(came, Raised):
-                _named(name, lambda error=came.error: _raise(error))
+                with _failures_named(name):
+                    raise came.error
             elif isinstance(came, Lost) and name not in results:
                 waiting.insert(0, name)
                 lost[name] += came.began
@@ -115,12 +113,13 @@ def _one_core(node: Node) -> dict[str, float] | None:
     return {"CPU": 1.0} if node.resources.get("CPU", 0.0) >= 1 else None
 
 
-def _raise(error: Exception) -> NoReturn:
-    raise error
+def _in_this_process(function: Callable[[Job], Result], name: str, job: Job) -> Result:
+    with _failures_named(name):
+        return function(job)
 
 
 def _wait_for_all(running: Mapping[Future[Result], str], children: Collection[BaseProcess]) -> None:
-    """Until all have ended well. Raises what the first failed one raised.
+    """Waits until all have ended well. Raises what the first failed one raised.
 
     The pool may miss the death of a process that it started after its thread began to wait (Python 3.11), so the
     ``children`` are looked at here too.
@@ -130,7 +129,8 @@ def _wait_for_all(running: Mapping[Future[Result], str], children: Collection[Ba
         died = any(child.exitcode is not None for child in children)
         done, left = wait(left, timeout=0 if died else _LOOK_S, return_when=FIRST_COMPLETED)
         for future in (job for job in running if job in done):
-            _named(running[future], lambda future=future: future.result(timeout=0))
+            with _failures_named(running[future]):
+                future.result(timeout=0)
         if died and left:
             raise _died(and_more([running[future] for future in running if future in left]))
 
@@ -141,10 +141,11 @@ def _died(names: str) -> MeasurementError:
     )
 
 
-def _named(name: str, run: Callable[[], Result]) -> Result:
-    """``run()``; its failure gets the job's name."""
+@contextmanager
+def _failures_named(name: str) -> Iterator[None]:
+    """Gives a failure of the block the job's name."""
     try:
-        return run()
+        yield
     except UsageError as error:
         raise UsageError(f"{name}: {error}") from error
     except BrokenProcessPool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from kvbench.common.files import read_json
 from kvbench.common.records import write_record
 from kvbench.common.text import listing
 from kvbench.metrics.latency import summarise
+from kvbench.metrics.model import LoadMetrics, LoadOutcome
 from kvbench.requests.request import RequestSpec, conversations, distinct_prefixes, read_requests
 from kvbench.runs.folder import DONE
 from kvbench.runs.model import MeasuredCell, Repeat, Run, number
@@ -121,10 +122,7 @@ def step_ends(ends: Sequence[float], ended: Sequence[Ended], token_times: Sequen
 
 @dataclass(frozen=True)
 class _Load:
-    """One measured load of a cell: what can be replayed, what became of its requests, and its metrics.
-
-    host: its server's values of ``_HOST``; steps: that the server counted, None where it did not
-    """
+    """One measured load of a cell, and how it is replayed; host: its server's values of ``_HOST``."""
 
     cell: MeasuredCell
     replayed: ReplayedLoad
@@ -217,9 +215,8 @@ def _loads_of(run: Run) -> tuple[list[_Load], list[str]]:
     for cell in run.cells:
         engine = _engine(cell, run)
         why = _why_not(cell, engine, run, section)
-        of_cell = (
-            [] if why else [load for repeat in cell.repeats if (load := _load(cell, engine, repeat, run, section))]
-        )
+        repeats = () if why else cell.repeats
+        of_cell = [load for repeat in repeats if (load := _load(cell, engine, repeat, run, section))]
         loads += of_cell
         if not of_cell:
             left_out.append(f"{cell.cell_id} is not predicted: {why or 'its raw samples are not there'}")
@@ -282,25 +279,17 @@ def _predicted(loads: Sequence[_Load], costs: UnitCosts) -> dict[str, Predicted]
     """What was predicted and measured by metric, each the mean over a cell's loads."""
     pairs: dict[str, list[tuple[float, float]]] = {}
     for load in loads:
-        metrics = predicted_metrics(load.replayed, costs)
+        simulated, real = predicted_metrics(load.replayed, costs), LoadMetrics.model_validate(load.repeat.metrics)
         for name, path in METRICS.items():
-            predicted, measured = _at(metrics, path), _at(load.repeat.metrics, path)
+            predicted, measured = simulated.value(path), real.value(path)
             if predicted is not None and measured:
                 pairs.setdefault(name, []).append((predicted, measured))
     means = {name: np.mean(figures, axis=0).tolist() for name, figures in pairs.items()}
     return {name: Predicted(predicted=predicted, measured=measured) for name, (predicted, measured) in means.items()}
 
 
-def predicted_metrics(load: ReplayedLoad, costs: UnitCosts) -> dict[str, Any]:
+def predicted_metrics(load: ReplayedLoad, costs: UnitCosts) -> LoadMetrics:
     """The metrics of a load as ``summarise`` defines them, from a replay."""
     ended = replay(load, UnitCostModel(costs, load.config.kv_cache_dtype))
-    mode = "closed" if load.users is not None else "open"
-    outcome = {"mode": mode, "concurrency": load.users, "request_rate": None, "client": {}}
+    outcome = LoadOutcome(mode="open" if load.users is None else "closed", concurrency=load.users)
     return summarise(pd.DataFrame([row_of(end) for end in ended]), outcome)
-
-
-def _at(metrics: Mapping[str, Any], path: str) -> float | None:
-    value: Any = metrics
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return float(value) if isinstance(value, int | float) else None

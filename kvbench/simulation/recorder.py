@@ -25,7 +25,7 @@ from kvbench.common.files import write_atomically
 from kvbench.common.records import Record
 from kvbench.load.samples import SCHEMA
 from kvbench.metrics.latency import distribution, weighted_distribution
-from kvbench.metrics.model import Distribution
+from kvbench.metrics.model import Distribution, LoadOutcome
 from kvbench.metrics.rows import MS
 from kvbench.metrics.sequences import gaps_within, times_per_output_token
 from kvbench.metrics.steady_window import comes_at, steady_state
@@ -109,7 +109,7 @@ class FleetFigures(Figures):
     imbalance: dict[str, float] = Field(default_factory=dict)
     replicas: tuple[Figures, ...] = ()
     seconds_by_class: dict[str, float]
-    notes: dict[str, Any]
+    notes: Mapping[str, Any]
 
 
 class Gaps:
@@ -126,16 +126,13 @@ class Gaps:
         if self._pending > max(_GAPS, len(self._values)):
             self.counted()
 
-    def add_all(self, other: Gaps) -> None:
-        self._merge(*other.counted())
-
     def counted(self) -> tuple[np.ndarray, np.ndarray]:
         """The values, and how often each came."""
         if self._pending:
-            self._merge(np.empty(0), np.empty(0, dtype=np.int64))
+            self.add_counted(np.empty(0), np.empty(0, dtype=np.int64))
         return self._values, self._counts
 
-    def _merge(self, values: np.ndarray, counts: np.ndarray) -> None:
+    def add_counted(self, values: np.ndarray, counts: np.ndarray) -> None:
         every = np.concatenate([self._values, values, *self._new])
         times = np.concatenate([self._counts, counts, np.ones(self._pending, dtype=np.int64)])
         self._new, self._pending = [], 0
@@ -238,16 +235,14 @@ class Recorder:
         """``_COLUMNS`` of all answered requests, replica by replica."""
         return list(_rows(self._tallies).T.copy())
 
-    def figures(
-        self, load: Mapping[str, Any], seconds_by_class: Mapping[str, float], notes: Mapping[str, Any]
-    ) -> FleetFigures:
-        """The figures of all replicas together. ``load``: as in ``steady_state``."""
+    def figures(self, load: LoadOutcome, seconds_by_class: Mapping[str, float]) -> FleetFigures:
+        """The figures of all replicas together."""
         counters = [
             {name: value - before[name] for name, value in engine_counters(replica).items()}
             for replica, before in zip(self._replicas, self._before, strict=True)
         ]
         whole = _figures(self._tallies, counters, self._limits) | self._steady(load)
-        whole |= {"seconds_by_class": dict(seconds_by_class), "notes": dict(notes)}
+        whole |= {"seconds_by_class": dict(seconds_by_class), "notes": load.notes}
         if len(counters) == 1:
             return FleetFigures(**whole)
         replicas = [
@@ -261,7 +256,7 @@ class Recorder:
         imbalance = {name: max(values) * len(values) / sum(values) for name, values in amounts.items() if sum(values)}
         return FleetFigures(**whole, imbalance=imbalance, replicas=tuple(replicas))
 
-    def _steady(self, load: Mapping[str, Any]) -> dict[str, Any]:
+    def _steady(self, load: LoadOutcome) -> dict[str, Any]:
         due, ttft, e2el, queued, sessions = self.columns()
         known_sessions = None if np.isnan(sessions).all() else sessions
         steady = steady_state(due, due + queued, due + e2el, load, known_sessions)
@@ -300,7 +295,7 @@ def _figures(
     _, ttft, e2el, queued, _ = _rows(tallies).T.copy() * MS
     gaps = Gaps()
     for tally in tallies:
-        gaps.add_all(tally.gaps)
+        gaps.add_counted(*tally.gaps.counted())
     values, counts = gaps.counted()
     begin, last = min(tally.sent_first for tally in tallies), max(tally.last for tally in tallies)
     seconds = max(last - begin, 0.0) if np.isfinite(begin) else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from kvbench.common.errors import UsageError
 from kvbench.common.files import pack, write_json
 from kvbench.common.records import Record
-from kvbench.metrics.model import LoadMetrics
+from kvbench.metrics.model import LoadMetrics, LoadOutcome
 from kvbench.requests.build import RequestStream, stream_requests
 from kvbench.runs.model import COST_NOTES
 from kvbench.simulation.choose import machine_of
@@ -53,12 +53,12 @@ class Facts(Record):
     replica_count: int
     router: str | None
     seed: int
-    engine: dict[str, Any]
+    engine: SettingsByName
     kv_slots: int
-    load: dict[str, Any]
+    load: Mapping[str, Any]
     load_id: str
     kvbench: str
-    git: dict[str, Any]
+    git: Mapping[str, str | bool | None]
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,13 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
             on_step=recorder.on_step,
         ).run()
     cost_notes = list(dict.fromkeys(note for replica in replicas for note in replica.cost_notes))
-    notes = stream.notes | {COST_NOTES: cost_notes}
-    load = {"mode": job.point.mode, "concurrency": job.point.concurrency, "max_concurrency": job.load.max_concurrency}
-    figures = recorder.figures(load | {"notes": notes}, _seconds_by_class(replicas) - primed, notes)
+    load = LoadOutcome(
+        mode=job.point.mode,
+        concurrency=job.point.concurrency,
+        max_concurrency=job.load.max_concurrency,
+        notes=stream.notes | {COST_NOTES: cost_notes},
+    )
+    figures = recorder.figures(load, _seconds_by_class(replicas) - primed)
     due, _, e2el, _, _ = recorder.columns()
     return Simulation(job.facts, figures, due, due + e2el)
 

@@ -14,8 +14,10 @@ fewest requests have used (``lfu``; of equals the least recently used one; a pag
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +29,7 @@ from kvbench.capacity.weights import weights_of
 from kvbench.common.errors import UsageError
 from kvbench.common.text import format_bytes, parse_bytes
 from kvbench.simulation.machine import Machine
-from kvbench.trace_analysis.cache_sim import PagedPrefixes, hit_rates
+from kvbench.trace_analysis.cache_sim import PagedPrefixes, PrefixNodes, hit_rates
 from kvbench.traces.model import Trace
 
 NAMES = ("hbm", "dram", "ssd")
@@ -115,7 +117,7 @@ def _seconds(text: str) -> float:
 class Store:
     """Pages of one tier below HBM. The page of the least rank leaves first. ``uses``: None: least recently used."""
 
-    def __init__(self, num_pages: int, uses: dict[int, int] | None = None) -> None:
+    def __init__(self, num_pages: int, uses: Counter[int] | None = None) -> None:
         self.num_pages, self._uses = num_pages, uses
         self._rank: dict[int, tuple[int, int]] = {}
         self._heap: list[tuple[tuple[int, int], int]] = []  # those of pages that have left stay until they are met
@@ -123,9 +125,6 @@ class Store:
 
     def __contains__(self, page: int) -> bool:
         return page in self._rank
-
-    def __len__(self) -> int:
-        return len(self._rank)
 
     def add(self, page: int) -> int | None:
         """Keeps ``page``, most recently used; the page that leaves for it, if one does."""
@@ -154,9 +153,9 @@ class TieredCache:
 
     def __init__(self, num_pages: Sequence[int], policy: str = "lru") -> None:
         self._hbm = PagedPrefixes(num_pages[0], self._on_evict)
-        self._uses: dict[int, int] | None = {} if policy == "lfu" else None
-        self.stores = [Store(count, self._uses) for count in num_pages[1:]]
-        self._nodes: dict[tuple[int, int], int] = {}
+        self._uses: Counter[int] = Counter()
+        self.stores = [Store(count, self._uses if policy == "lfu" else None) for count in num_pages[1:]]
+        self._nodes = PrefixNodes()
         self._node_in: dict[int, int] = {}  # physical page of HBM -> node
 
     def serve(self, page_ids: Sequence[int]) -> list[int]:
@@ -165,30 +164,18 @@ class TieredCache:
         Of a prompt of more pages than HBM the first of them are looked up and kept.
         """
         kept = page_ids[: self._hbm.num_pages]
-        nodes = list(self._walk(kept))
-        if self._uses is not None:
-            for node in nodes:
-                self._uses[node] = self._uses.get(node, 0) + 1
+        nodes = self._nodes.walk(kept)
+        self._uses.update(nodes)
         seq = self._hbm.match(kept)
-        tiers = [0] * len(seq.pages)
-        for node in nodes[len(tiers) :]:
-            tier = self._tier_of(node)
-            if tier is None:
-                break
-            tiers.append(tier)
-        for node in nodes[len(seq.pages) :]:  # before any allocation, whose evictions would push them out
-            if (tier := self._tier_of(node)) is not None:
-                self.stores[tier - 1].remove(node)
         first = len(seq.pages)
+        below = [self._tier_of(node) for node in nodes[first:]]
+        for node, tier in zip(nodes[first:], below, strict=True):  # before evictions, which would push them out
+            if tier is not None:
+                self.stores[tier - 1].remove(node)
+        tiers = [0] * first + list(itertools.takewhile(lambda tier: tier is not None, below))
         self._hbm.fill(seq)
         self._node_in.update(zip(seq.pages[first:], nodes[first:], strict=True))
         return tiers
-
-    def _walk(self, page_ids: Sequence[int]) -> Iterator[int]:
-        node = 0
-        for page_id in page_ids:
-            node = self._nodes.setdefault((node, page_id), len(self._nodes) + 1)
-            yield node
 
     def _tier_of(self, node: int) -> int | None:
         return next((tier for tier, store in enumerate(self.stores, 1) if node in store), None)
@@ -200,7 +187,7 @@ class TieredCache:
                 node = store.add(node)
                 if node is None:
                     break
-            if node is not None and self._uses is not None:
+            if node is not None:
                 del self._uses[node]
 
 
@@ -220,10 +207,9 @@ class FirstTokens:
         config, capacity = self.machine.settle({
             "kv_cache_dtype": self.kv_cache_dtype, "max_num_batched_tokens": self.step_tokens, "max_num_seqs": 1,
         })  # fmt: skip
-        self._timer = self.machine.step_timer(config)
+        timer = self.machine.step_timer(config)
         self.page_bytes = self.page_size * capacity.bytes_per_slot
-        self._page_s: dict[int, float] = {}
-        self._steps: dict[StepWork, float] = {}
+        self._step_s = functools.cache(lambda prefills, drawn: timer(StepWork(prefills, 0, 0, 0, drawn)).total)
 
     def pages_of(self, tier: Tier) -> int:
         """Raises UsageError for a tier that holds none."""
@@ -259,9 +245,7 @@ class FirstTokens:
     def _compute_page_s(self, position: int) -> float:
         """Seconds that a page costs as a part of a full step of a long prompt."""
         before = position * self.page_size // self.step_tokens * self.step_tokens
-        if before not in self._page_s:
-            self._page_s[before] = self._step_s(((self.step_tokens, before),), 0) / self.step_tokens
-        return self._page_s[before] * self.page_size
+        return self._step_s(((self.step_tokens, before),), 0) / self.step_tokens * self.page_size
 
     def _compute_s(self, tokens: int, held: Sequence[int]) -> float:
         """Seconds to compute a prompt but for the pages at ``held`` positions; at least its last token."""
@@ -284,12 +268,6 @@ class FirstTokens:
                 yield at, position * self.page_size
             at = (position + 1) * self.page_size
         yield min(at, tokens - 1), tokens
-
-    def _step_s(self, prefills: tuple[tuple[int, int], ...], drawn: int) -> float:
-        work = StepWork(prefills, 0, 0, 0, drawn)
-        if work not in self._steps:
-            self._steps[work] = self._timer(work).total
-        return self._steps[work]
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,12 @@ class UnitCostModel:
         self._costs = [(_CLASSES[name], costs.units[name]) for name in UNITS]
         measured = kv_cache_dtype if kv_cache_dtype in costs.context else next(iter(costs.context))
         self._context = costs.context[measured]
-        self._note = f"no measured load had a KV in {kv_cache_dtype}, so reading it is charged as in {measured}"
-        self._is_measured = measured == kv_cache_dtype
+        note = f"no measured load had a KV in {kv_cache_dtype}, so reading it is charged as in {measured}"
+        self._notes = [note] if measured != kv_cache_dtype else []
 
     def notes(self) -> list[str]:
         """What a reader of the results must know of how they came about."""
-        return [] if self._is_measured else [self._note]
+        return self._notes
 
     def __call__(self, work: StepWork) -> StepTime:
         seconds = self.seconds

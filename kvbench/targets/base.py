@@ -112,14 +112,17 @@ class HttpCalls:
     def call(
         self, method: str, path: str, *, body: Any = None, timeout_s: float | None = None, headers: Sequence[str] = ()
     ) -> HttpAnswer:
-        """Raises MeasurementError when no whole answer comes, UsageError for a URL that cannot be spoken to."""
+        """Sends ``body`` as JSON, or as it is where it is bytes; ``headers``: further lines.
+
+        Raises MeasurementError when no whole answer comes, UsageError for a URL that cannot be spoken to.
+        """
         limit = self.timeout_s if timeout_s is None else timeout_s
         due, connection = time.perf_counter() + limit, None
         try:
             address = Address.from_url(self.base_url)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        payload = b"" if body is None else json.dumps(body).encode()
+        payload = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         request = call_bytes(address, method, path, [*self._head, *headers, "Connection: close"], payload)
         try:
             with connect(address, due, self._tls if address.tls else None) as connection:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,7 @@ class ModelFolders:
     """The folders of one run. ``text_tokenizer``: of the load's texts, None for token ids."""
 
     def __init__(self, *, ignore_eos: bool, text_tokenizer: Path | None) -> None:
-        self._ignore_eos = ignore_eos
-        self._text_tokenizer = text_tokenizer
+        self._ignore_eos, self._text_tokenizer = ignore_eos, text_tokenizer
         self._made: dict[str, ServedModel] = {}
         self._scratch: Path | None = None
 
@@ -96,10 +96,8 @@ class ModelFolders:
         job = {name: settings[name] for name in _WEIGHT_SETTINGS if settings.get(name) is not None}
         key = json.dumps([job, str(settings.get("tokenizer")), drop], sort_keys=True)
         if key not in self._made:
-            if source.written:
-                self._made[key] = self._export(job, source.tokenizer, drop, model_format)
-            else:
-                self._made[key] = self._link(source, drop)
+            export = partial(self._export, job, source.tokenizer, model_format)
+            self._made[key] = export(drop) if source.written else self._link(source, drop)
         return self._made[key]
 
     def _source(self, settings: Settings, model_format: str) -> _Source:
@@ -130,37 +128,27 @@ class ModelFolders:
             raise UsageError(f"model {spec.name}: {why}")
         return _Source(folder or path, True, tokenizer, own)
 
-    def _export(self, job: Mapping[str, Any], tokenizer: Path | None, drop_eos: bool, model_format: str) -> ServedModel:
+    def _export(self, job: Settings, tokenizer: Path | None, model_format: str, drop_eos: bool) -> ServedModel:
         """Random weights or a GGUF file, written by a process of its own."""
         folder, log = self._new_folder(), self.scratch / "export.log"
         task = folder.with_suffix(".json")
-        write_json(
-            task,
-            {
-                "settings": dict(job),
-                "folder": str(folder),
-                "tokenizer": str(tokenizer) if tokenizer else None,
-                "ignore_eos": drop_eos,
-                "format": model_format,
-            },
-        )
+        where = {"folder": str(folder), "tokenizer": str(tokenizer) if tokenizer else None}
+        write_json(task, where | {"settings": dict(job), "ignore_eos": drop_eos, "format": model_format})
+        command = [sys.executable, "-m", "engine.model.export", str(task)]
         with log.open("wb") as file:
-            process = processes.launch(
-                [sys.executable, "-m", "engine.model.export", str(task)], stdout=file, stderr=subprocess.STDOUT
-            )
+            process = processes.launch(command, stdout=file, stderr=subprocess.STDOUT)
             process.watch(self.scratch)
             try:
-                code: int | None = process.wait(timeout=_EXPORT_S)
+                code = process.wait(timeout=_EXPORT_S)
             except subprocess.TimeoutExpired:
-                code = None
+                code = -1
             finally:
                 processes.stop(process)
         if code == 2:
             raise UsageError(processes.last_lines(log, 1).removeprefix("error: "))
-        if code != 0:
-            raise MeasurementError(
-                f"the model could not be written for the server: {processes.last_lines(log) or 'it took too long'}"
-            )
+        if code:
+            why = processes.last_lines(log) or "it took too long"
+            raise MeasurementError(f"the model could not be written for the server: {why}")
         described = _described(folder, tokenizer)
         if model_format != "gguf":
             return described
@@ -212,6 +200,6 @@ def _described(folder: Path, tokenizer: Path | None) -> ServedModel:
 
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8")) if (folder / FACTS).is_file() else {}
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = config.get("text_config") or config
-    positions = [text[k] for k in ("max_position_embeddings", "n_positions") if isinstance(text.get(k), int)]
-    return ServedModel(folder, tokenizer, text.get("vocab_size"), next(iter(positions), None), facts)
+    text = {"vocab_size": None} | (config.get("text_config") or config)
+    positions = [text[k] for k in ("max_position_embeddings", "n_positions") if k in text and isinstance(text[k], int)]
+    return ServedModel(folder, tokenizer, text["vocab_size"], next(iter(positions), None), facts)

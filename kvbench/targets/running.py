@@ -31,10 +31,10 @@ _NO_VOCABULARY = (
     "the server does not tell its vocabulary, so no token ids are drawn: --vocab-size N (vocab_size in the model's "
     "config.json) does, for a server that takes them"
 )
-_REFUSALS = (200, *REFUSED, *NO_SUCH_PATH)  # 200: with an error, or what cannot be measured, in place of a stream
 _UNTOLD_LENGTH = (
     "the server does not tell its longest sequence, so prompts are not held against it: --max-model-len N does"
 )
+_REFUSALS = (200, *REFUSED, *NO_SUCH_PATH)  # 200: with an error, or what cannot be measured, in place of a stream
 # What a server may refuse of a request, tried in this order: vLLM's fields, then others of each API.
 _PLAIN = {"ignore_eos": False, "return_token_ids": False}
 _NEWER = {**_PLAIN, "max_completion_tokens": True}
@@ -55,11 +55,10 @@ _REFUSED_FIELDS = {
 class OpenAITarget(Target):
     """A server at ``url``, which may have ``/v1`` and what follows it.
 
-    Sizes that /v1/models and /server_info do not tell are given, or not known.
-    The workload's engine settings do not reach such a server, so only one configuration can be measured.
-    ``preset``: what kind of server it is; ``tokenizer``: a folder: prompts are sent as texts that are made with it.
-    A server of no known kind is asked what it takes: which endpoint, token ids or texts, vLLM's fields or none.
-    ``form``: of the load's requests.
+    Sizes that it does not tell are given, or not known. A server of no known kind is asked what it takes: which
+    endpoint, token ids or texts, vLLM's fields or none.
+
+    tokenizer: a folder: prompts are sent as texts that are made with it
     """
 
     def __init__(

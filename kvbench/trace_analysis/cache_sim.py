@@ -1,18 +1,16 @@
 """The hit rate of a prefix cache of N pages on a trace: the engine's own pool and cache, replayed without a model.
 
-Each request does what ``engine.kv.paged.PagedKVManager`` does for a request that runs alone: match the prefix, share
-the hits, allocate the rest (evicting the least recently used), offer every page to the cache, release the last page
-first. Each request ends before the next begins, so the figures describe the cache and not a schedule. In an engine,
-other requests cannot take pages of running ones, and pages of the output are cached too.
+Each request does what ``engine.kv.paged.PagedKVManager`` does for a request that runs alone, and ends before the next
+begins: the figures describe the cache and not a schedule. In an engine, other requests cannot take pages of running
+ones, and pages of the output are cached too.
 
 The engine's cache works on tokens and a trace has page ids, so each page id becomes a page of one token. A token that
 belongs to no page ends each request, since the cache leaves at least one token to compute (``PrefixCache.match``).
-So a prompt that ends with a full page may hit that page: published hit rates of traces are defined like this. An engine
-computes the last token and with it that page: of two equal prompts of 32 tokens in pages of 16 it serves 16 tokens,
-and 32 are counted here (``kvbench.requests.prefix_hits`` predicts what an engine can do).
+So a prompt that ends with a full page may hit that page, as published hit rates of traces have it; an engine computes
+that page for its last token (``kvbench.requests.prefix_hits`` predicts what an engine can do).
 
-Of a request with more pages than the pool, the first N pages are looked up and kept, and the rest are misses (an engine
-refuses it). The pages kept are those of a plain LRU in which a prompt's first page is the most recent.
+Of a request with more pages than the pool, the first N pages are looked up and kept, as in a plain LRU in which a
+prompt's first page is the most recent, and the rest are misses (an engine refuses it).
 """
 
 from __future__ import annotations
@@ -167,13 +165,22 @@ def replay(trace: Trace, num_pages: int) -> Replay:
     return Replay(num_pages, hits, prefixes.cache.evictions, num_cut)
 
 
+class PrefixNodes(dict[tuple[int, int], int]):
+    """Numbers, from 1, of all distinct prefixes of whole pages that were walked: a tree, by parent and page id."""
+
+    def walk(self, page_ids: Sequence[int]) -> list[int]:
+        """The node of each page of a prompt."""
+        path, node = [], 0
+        for page_id in page_ids:
+            path.append(node := self.setdefault((node, page_id), len(self) + 1))
+        return path
+
+
 def working_set(trace: Trace) -> int:
     """Pages that a cache needs to keep everything: distinct prefixes of whole pages."""
-    nodes: dict[tuple[int, int], int] = {}
+    nodes = PrefixNodes()
     for page_ids in trace.page_ids:
-        node = 0
-        for page_id in page_ids:
-            node = nodes.setdefault((node, page_id), len(nodes) + 1)
+        nodes.walk(page_ids)
     return len(nodes)
 
 

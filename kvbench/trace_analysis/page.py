@@ -26,23 +26,20 @@ _LOG_TICKS = [digit * 10**power for power in range(13) for digit in (1, 2, 5)]
 
 def page(description: Description) -> str:
     """The whole page."""
-    drawn = [lengths_figure(description), arrivals_figure(description.trace), waste_figure(description)]
-    if description.cache is not None:
-        drawn.insert(2, cache_figure(description.cache))
-    drawn = [drawing for drawing in drawn if drawing is not None]
-    heads, rows = cache_table(description.cache) if description.cache is not None else ([], [])
+    cache = description.cache
+    figures = [
+        lengths_figure(description),
+        arrivals_figure(description.trace),
+        cache_figure(cache) if cache is not None else None,
+        waste_figure(description),
+    ]
+    drawings = [figure for figure in figures if figure is not None]
+    heads, rows = cache_table(cache) if cache is not None else ([], [])
     return render(
-        "trace.html.j2",
-        drawn,
-        title=file_names(description.paths),
-        about=about(description),
-        facts=facts(description),
-        length_heads=LENGTH_HEADS,
-        length_rows=length_rows(description),
-        cache_heads=heads,
-        cache_rows=rows,
-        drawings=drawn,
-    )
+        "trace.html.j2", drawings, title=file_names(description.paths), about=about(description),
+        facts=facts(description), length_heads=LENGTH_HEADS, length_rows=length_rows(description), cache_heads=heads,
+        cache_rows=rows, drawings=drawings,
+    )  # fmt: skip
 
 
 def lengths_figure(description: Description) -> Drawing | None:
@@ -55,14 +52,9 @@ def lengths_figure(description: Description) -> Drawing | None:
         name, colour, dash = _CURVES[column]
         shares = np.linspace(0, 1, min(_POINTS, max(2, len(values))))
         lengths = np.maximum(np.quantile(values, shares, method="inverted_cdf"), 1)
-        figure.add_scatter(
-            x=lengths,
-            y=shares * 100,
-            mode="lines",
-            name=name,
-            line={"color": colour, "dash": dash, "shape": "hv"},
-            hovertemplate=f"%{{y:.1f}} % of requests have at most %{{x:,.0f}} {unit}<extra>{name}</extra>",
-        )
+        hover = f"%{{y:.1f}} % of requests have at most %{{x:,.0f}} {unit}<extra>{name}</extra>"
+        line = {"color": colour, "dash": dash, "shape": "hv"}
+        figure.add_scatter(x=lengths, y=shares * 100, mode="lines", name=name, line=line, hovertemplate=hover)
     if not figure.data:
         return None
     figure.update_xaxes(title_text=unit, type="log", tickvals=_LOG_TICKS, tickformat=",")
@@ -92,15 +84,10 @@ def arrivals_figure(trace: Trace) -> Drawing | None:
     if tokens.any():
         shown.append(("prompt tokens/s", np.bincount(bins, weights=tokens, minlength=number) / window, CONTIGUOUS))
     for row, (name, rates, colour) in enumerate(shown, 1):
+        hover = f"%{{y:,.4~g}} {name} in {window:g} s around %{{x:,.4~g}} s<extra></extra>"
+        marker = {"color": colour, "line": {"width": 0}}
         figure.add_bar(
-            x=starts + window / 2,
-            y=rates,
-            width=window,
-            name=name,
-            marker={"color": colour, "line": {"width": 0}},
-            hovertemplate=f"%{{y:,.4~g}} {name} in {window:g} s around %{{x:,.4~g}} s<extra></extra>",
-            row=row,
-            col=1,
+            x=starts + window / 2, y=rates, width=window, name=name, marker=marker, hovertemplate=hover, row=row, col=1
         )
     finish(figure, 260 + 160 * (rows - 1), legend=False)
     figure.update_layout(bargap=0)
@@ -131,23 +118,15 @@ def cache_figure(result: Simulation, title: str = "") -> Drawing:
         f"{p.run.evictions:,} pages evicted, {p.run.num_cut:,} requests longer than the pool"
         for p in result.points
     ]
+    sizes, drawn = [point.num_tokens for point in result.points], {"mode": "lines+markers", "hoverinfo": "text"}
     for name, colour, dash in (("pages", PAGED, "solid"), ("tokens", CONTIGUOUS, "dot")):
-        figure.add_scatter(
-            x=[point.num_tokens for point in result.points],
-            y=[getattr(point.rates, name) * 100 for point in result.points],
-            mode="lines+markers",
-            name=f"hit rate of {name}",
-            line={"color": colour, "dash": dash},
-            hovertext=texts,
-            hoverinfo="text",
-        )
+        rates = [getattr(point.rates, name) * 100 for point in result.points]
+        line = {"color": colour, "dash": dash}
+        figure.add_scatter(x=sizes, y=rates, name=f"hit rate of {name}", line=line, hovertext=texts, **drawn)
     best = ceiling.rates.pages
-    figure.add_hline(
-        y=best * 100,
-        line={"color": OTHERS[4], "dash": "dash"},
-        annotation_text=f"endless cache: {best:.2%} of pages ({ceiling.run.num_pages:,} pages)",
-        annotation_position="top left",
-    )
+    endless = f"endless cache: {best:.2%} of pages ({ceiling.run.num_pages:,} pages)"
+    line = {"color": OTHERS[4], "dash": "dash"}
+    figure.add_hline(y=best * 100, line=line, annotation_text=endless, annotation_position="top left")
     figure.update_xaxes(title_text="capacity, tokens of KV", type="log", tickvals=_LOG_TICKS, tickformat="~s")
     figure.update_yaxes(title_text="hit rate, %", range=[0, max(best * 118, 1)])
     caption = (
@@ -164,25 +143,20 @@ def cache_figure(result: Simulation, title: str = "") -> Drawing:
 
 def waste_figure(description: Description) -> Drawing | None:
     """Share of the KV memory that holds tokens at a request's end, by the way memory is given."""
-    memory = description.memory
-    if memory is None:
+    if (memory := description.memory) is None:
         return None
     bars: list[tuple[str, float, str]] = [
         ("reserved: longest", memory.reserve_max_util, CONTIGUOUS),
         ("reserved: p99", memory.reserve_p99_filled, CONTIGUOUS),
         *((f"pages of {size}", 1 - waste, PAGED) for size, waste in sorted(memory.waste.items(), reverse=True)),
     ]
-    figure = go.Figure(
-        go.Bar(
-            y=[name for name, _, _ in bars],
-            x=[share * 100 for _, share, _ in bars],
-            orientation="h",
-            marker={"color": [colour for _, _, colour in bars]},
-            text=[f"{share:.1%}" for _, share, _ in bars],
-            textposition="auto",
-            hovertemplate="%{y}: %{x:.2f} % holds tokens<extra></extra>",
-        )
-    )
+    names, shares, colours = zip(*bars, strict=True)
+    figure = go.Figure()
+    figure.add_bar(
+        y=names, x=[share * 100 for share in shares], orientation="h", marker={"color": colours},
+        text=[f"{share:.1%}" for share in shares], textposition="auto",
+        hovertemplate="%{y}: %{x:.2f} % holds tokens<extra></extra>",
+    )  # fmt: skip
     figure.update_xaxes(title_text="memory that holds tokens at the end, %", range=[0, 102])
     figure.update_yaxes(autorange="reversed", showgrid=False)
     caption = (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from kvbench.common.text import and_more
 
@@ -79,12 +79,7 @@ class Trace:
 
 def count_turns(session: np.ndarray) -> np.ndarray:
     """The number of requests of its session before each request. int64 [requests]"""
-    seen: Counter[int] = Counter()
-    turn = np.zeros(len(session), dtype=np.int64)
-    for i, number in enumerate(session.tolist()):
-        turn[i] = seen[number]
-        seen[number] += 1
-    return turn
+    return pd.Series(session).groupby(session).cumcount().to_numpy(dtype=np.int64)
 
 
 def file_names(paths: Sequence[str | Path]) -> str:
@@ -130,14 +125,9 @@ def select(
 def known_times(trace: Trace) -> np.ndarray:
     """``arrival_s``; a turn without a time gets that of the turn before it. float64 [requests]"""
     assert trace.arrival_s is not None
-    times = trace.arrival_s.copy()
-    if trace.session is not None and np.isnan(times).any():
-        last: dict[int, float] = {}
-        for i, session in enumerate(trace.session.tolist()):
-            if np.isnan(times[i]):
-                times[i] = last.get(session, 0.0)
-            last[session] = times[i]
-    return times
+    if trace.session is None:
+        return trace.arrival_s
+    return pd.Series(trace.arrival_s).groupby(trace.session).ffill().fillna(0.0).to_numpy()
 
 
 def find_tick(arrival_s: np.ndarray) -> float | None:

@@ -107,17 +107,17 @@ def runs_before(rows: Sequence[RunRow]) -> dict[str, RunRow]:
 
 def _options(rows: Sequence[RunRow]) -> Mapping[str, list[tuple[str, str]]]:
     """(value, words) to choose from, by the name of the filter."""
-    machines, workloads = ({getattr(row, name) for row in rows} - {""} for name in ("machine", "workload"))
-    return {
-        "workload": [(each, each) for each in sorted(workloads)],
-        "state": [(each, _STATE_WORDS.get(each, each)) for each in STATES if any(row.state == each for row in rows)],
-        "machine": [(each, each) for each in sorted(machines)],
+    states = {row.state for row in rows}
+    options = {
+        name: [(value, value) for value in sorted({getattr(row, name) for row in rows} - {""})]
+        for name in ("workload", "machine")
     }
+    return options | {"state": [(state, _STATE_WORDS.get(state, state)) for state in STATES if state in states]}
 
 
-def run(found: Run, links: Links) -> str:
+def run(measured: Run, links: Links) -> str:
     """The report of a run."""
-    return framed(run_page.page(document(found)), links)
+    return framed(run_page.page(document(measured)), links)
 
 
 def compared(groups: Sequence[Group], links: Links) -> str:

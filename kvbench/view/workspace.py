@@ -210,7 +210,7 @@ def _row(run: Run, name: str, stamp: Stamp) -> RunRow:
         folder=run.folder,
         stamp=stamp,
         workload=run.workload,
-        started=_time(str(run.manifest.get("started") or "")),
+        started=_time(run.manifest.started or ""),
         state=validity(run).status,
         sentence=Decision.of(run).headline,  # the verdict on a run, here only
         model=facts.get("model", ""),

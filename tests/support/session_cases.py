@@ -140,9 +140,10 @@ def case_after_a_stop_parsing_is_given_up_and_a_dead_parser_holds_nobody() -> No
     session._parser.kill()
     returned_all(session, 1)
     with gevent.Timeout(10):
-        Measuring(session).parse_rest(lambda: True, lambda: None)
-        process._STALL_MARGIN_S = 0.05
-        Measuring(session).parse_rest(lambda: False, lambda: None)
+        session.stop()
+        Measuring(session).parse_rest()
+        session.stopped, process._STALL_MARGIN_S = False, 0.05
+        Measuring(session).parse_rest()
     assert session.unparsed == 1
 
 

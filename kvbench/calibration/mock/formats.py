@@ -182,6 +182,7 @@ class _Blocks(Format):
 
 _ARGUMENTS = "function_call_arguments"
 _MESSAGE = {"type": "message", "role": "assistant"}
+_PARTS = {"content": "content_part", "summary": "reasoning_summary_part"}
 _ITEMS: Mapping[str, tuple[Event, str, Event, str]] = {
     "output_text": (_MESSAGE, "content", {"type": "output_text", "annotations": []}, "text"),
     "refusal": (_MESSAGE, "content", {"type": "refusal"}, "refusal"),
@@ -227,10 +228,9 @@ class Responses(_Blocks):
     def _part(self, name: str, what: str) -> list[Event]:
         """The event that says ``what`` of the part, with the text until now."""
         _, holder, part, words = _ITEMS[name]
-        event = {"content": "content_part", "summary": "reasoning_summary_part"}.get(holder)
-        if event is None:
+        if holder not in _PARTS:
             return []
-        return [self._event(f"{event}.{what}", **self._place(name), part=part | {words: self._text})]
+        return [self._event(f"{_PARTS[holder]}.{what}", **self._place(name), part=part | {words: self._text})]
 
     def _block(self, name: str, text: str, status: str) -> Event:
         item, holder, part, words = _ITEMS[name]

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError
@@ -19,7 +18,7 @@ _READY_S, _OPENSSL_S = 20.0, 30.0
 class MockProcess:
     """``kvbench mock-server`` on a free port for as long as the block lasts; gives its URL."""
 
-    def __init__(self, folder: Path, flags: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, flags: Mapping[str, object]) -> None:
         self._log = folder / "mock.log"
         self._command = [sys.executable, "-m", "kvbench", "mock-server", "--port", "0"]
         self._command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]

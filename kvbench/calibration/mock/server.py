@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.calibration.mock.formats import FORMATS, AnswerFormat
-from kvbench.calibration.mock.settings import MockSettings
+from kvbench.calibration.mock.settings import MockSettings, Stamp
 from kvbench.common.errors import UsageError
 from kvbench.common.kernel_timer import DueCalls
 from kvbench.common.machine import BOOT_HEADER, boot_id
@@ -63,7 +63,7 @@ class Answer:
         pacer: Pacer,
         settings: MockSettings,
         form: AnswerFormat,
-        stamp: dict[str, Any],
+        stamp: Stamp,
         *,
         stamped: bool,
         on_end: Callable[[], None],
@@ -72,9 +72,9 @@ class Answer:
         self._fault, self._on_end, self._stamped, self._format = settings.fault, on_end, stamped, form
         self._chunks, self._deltas, self._event = form.plan.moments, form.plan.deltas(), form.delta
         self._writes = -(-self._chunks // settings.events_per_write)
-        self._gaps = settings.gaps_s(self._writes, stamp["number"])
-        self._streams = bool(stamp["body"].get("stream"))
-        self._sends, self._dues, self._due = stamp["sends"], stamp["due"], stamp["received"]
+        self._gaps = settings.gaps_s(self._writes, stamp.number)
+        self._streams = bool(stamp.body.get("stream"))
+        self._sends, self._dues, self._due = stamp.sends, stamp.due, stamp.received
         self._next = 0  # write
 
     def start(self) -> None:
@@ -141,7 +141,7 @@ class Answer:
     def _end(self, close: bool) -> None:
         if close:
             self._transport.close()
-        self._stamp["end"] = time.perf_counter()
+        self._stamp.end = time.perf_counter()
         self._on_end()
 
 
@@ -177,7 +177,7 @@ class MockState:
 
     settings: MockSettings
     api_key: str | None = None
-    stamps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_STAMPS))
+    stamps: deque[Stamp] = field(default_factory=lambda: deque(maxlen=KEPT_STAMPS))
     requests: int = 0
     running: int = 0
     tokens: int = 0
@@ -245,7 +245,7 @@ class Connection(asyncio.Protocol):
             "/server_info": lambda: {"model": {"name": "mock", "vocab_size": settings.vocab_size}},
             "/metrics": state.metrics,
             "/reset_prefix_cache": dict,  # there is none: it is always cold
-            "/stamps": lambda: list(state.stamps),
+            "/stamps": lambda: list(map(vars, state.stamps)),
         }
         if path in answers:
             self._transport.write(response("200 OK", answers[path]()))
@@ -284,10 +284,7 @@ class Connection(asyncio.Protocol):
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             self._refuse("400 Bad Request", f"not a request of this endpoint: {error}")
             return
-        stamp = {
-            "number": number, "prompt": prompt, "received": received, "fault": settings.fault, "sends": [], "due": [],
-            "kinds": answer.plan.kinds, "body": body, "end": None,
-        }  # fmt: skip
+        stamp = Stamp(number, prompt, received, settings.fault, answer.plan.kinds, body)
         state.stamps.append(stamp)
         if settings.fault == "silent":
             return
@@ -304,8 +301,8 @@ class Connection(asyncio.Protocol):
         self._running += change
         self._state.running += change
 
-    def _ended(self, stamp: dict[str, Any]) -> None:
-        self._state.tokens += len(stamp["sends"])
+    def _ended(self, stamp: Stamp) -> None:
+        self._state.tokens += len(stamp.sends)
         if self._running:  # a connection that was lost has given its streams back already
             self._count(-1)
 

@@ -7,7 +7,8 @@ import math
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import parse_qsl
 
 from kvbench.calibration.mock.deltas import TEXT, script
@@ -16,6 +17,21 @@ from kvbench.load.endpoints import PATHS
 FAULTS = ("truncate", "drop", "stall", "silent", "close_after", "no_ids")
 _HTTP_ERROR = re.compile(r"http[45]\d\d")  # a status and no stream
 _ROUNDING = 1e-9  # of shares that are 1 together
+
+
+@dataclass
+class Stamp:
+    """What the mock notes of a request: receipt, sends and dues of its chunks, and its end, all [s, perf_counter]."""
+
+    number: int
+    prompt: str | list[int]
+    received: float
+    fault: str
+    kinds: list[tuple[str, int]]  # of the chunks in their order, and how many
+    body: dict[str, Any]
+    sends: list[float] = field(default_factory=list)
+    due: list[float] = field(default_factory=list)
+    end: float | None = None
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class Worker:
     def _stop(self) -> None:
         self._stopped = True
         if self.session is not None:
-            self.session.stopping = True
+            self.session.stop()
 
     def _end(self, code: int, why: str) -> None:
         """The load has ended with exit code ``code``; ``why``: the message to this worker's user."""
@@ -179,13 +179,14 @@ class Worker:
 
     def _prepare(self, spec: str, rows: bytes) -> None:
         """Makes the requests, connects all users, and waits until everything is ready for the start."""
-        self._spec = LoadSpec.model_validate_json(spec)
         requests = [RequestSpec.from_row(json.loads(line)) for line in in_slices(rows.splitlines())]
-        self.session = LoadSession(self._spec, RequestList(requests))
+        self.session = LoadSession(LoadSpec.model_validate_json(spec), RequestList(requests))
+        if self._stopped:
+            self.session.stop()
         try:
-            process.line_up(self.runner, self.session, lambda: self._stopped)
+            process.line_up(self.runner, self.session)
         except StreamFailure as failure:
-            raise ValueError(f"{failure}; is the server running at {self._spec.base_url}?") from failure
+            raise ValueError(f"{failure}; is the server running at {self.session.spec.base_url}?") from failure
         armed = Event()
         self._measured = gevent.spawn(self._measure, armed)
         armed.wait()
@@ -210,12 +211,14 @@ class Worker:
 
     def _run_from(self, zero: float, priority: str) -> str | None:
         """Runs the load. Why the server is gone; None when all streams have returned or the load was stopped."""
-        early = _OPEN_LEAD_S if self._spec.mode == "open" else 0.0  # arrivals are due at their own times after zero
+        early = (
+            _OPEN_LEAD_S if self.session.spec.mode == "open" else 0.0
+        )  # arrivals are due at their own times after zero
         gevent.sleep(max(0.0, zero - early - time.perf_counter()))
         measuring = process.Measuring(self.session)
         measuring.clocked.priority = priority
         measuring.begin(zero)
-        gone = process.watch(self.session, lambda: self._stopped, lambda: self._report(messages.PROGRESS))
+        gone = process.watch(self.session, lambda: self._report(messages.PROGRESS))
         measuring.end()
         self._measuring = measuring
         return gone
@@ -228,7 +231,7 @@ class Worker:
         process.end_users(self.runner)
         session, measuring = self.session, self._measuring
         if measuring is not None:
-            measuring.parse_rest(lambda: self._stopped, lambda: self._report(messages.PROGRESS))
+            measuring.parse_rest(lambda: self._report(messages.PROGRESS))
         session.close()
         self._report(messages.PROGRESS)
         messages.send_statistics(self.runner)  # before the answer, so that the master has them when it has that

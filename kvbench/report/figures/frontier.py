@@ -15,7 +15,7 @@ from kvbench.common.stats import t_interval
 from kvbench.effects.comparison import FEWEST
 from kvbench.report.comparisons import baseline, median, short_name
 from kvbench.report.style import Drawing, LineStyle, finish, log_axis, looks, safe
-from kvbench.report.tables import UNCERTAIN, Row, Table, Value, listed_table
+from kvbench.report.tables import UNCERTAIN, Row, Section, Table, Value, listed_table
 from kvbench.runs.model import MeasuredCell, Run, all_steady, all_steady_latency
 
 _AXES = {  # column -> title, whether more is better
@@ -187,9 +187,14 @@ def _window_words(frame: pd.DataFrame) -> str:
     return "" if frame["steady_latency"].all() else ", whole run"
 
 
-def frontier_table(run: Run, price_per_hour: float | None = None) -> Table:
+def section(frame: pd.DataFrame) -> Section:
+    """The table of the frontier."""
+    return Section("frontier", "Throughput against latency", frontier_table(frame))
+
+
+def frontier_table(frame: pd.DataFrame) -> Table:
     """The same points as numbers, with their intervals, and the axes on which they are certain."""
-    frame = frontier_frame(run, price_per_hour).dropna(subset=["tokens_per_s", "ttft"])
+    frame = frame.dropna(subset=["tokens_per_s", "ttft"])
     axes = [axis for axis in _AXES if frame[axis].notna().any()]
     sure = {(axis, latency): certain(frame, axis, latency) for axis in axes for latency in _LATENCIES}
 
@@ -212,9 +217,9 @@ def frontier_table(run: Run, price_per_hour: float | None = None) -> Table:
     return listed_table([*heads, "surely not beaten in both"], rows)
 
 
-def drawing(run: Run, price_per_hour: float | None = None) -> Drawing | None:
+def drawing(run: Run, frame: pd.DataFrame) -> Drawing | None:
     """None where no valid cell has a throughput and a latency."""
-    frame = frontier_frame(run, price_per_hour).dropna(subset=["tokens_per_s", "ttft"])
+    frame = frame.dropna(subset=["tokens_per_s", "ttft"])
     if frame.empty:
         return None
     axes = [axis for axis in _AXES if frame[axis].notna().any()]

@@ -14,7 +14,7 @@ from kvbench.common import text as words
 from kvbench.metrics.rows import MS, inter_token_latencies, times_to_end
 from kvbench.report.comparisons import baseline, best
 from kvbench.report.style import Drawing, compact, finish, hatch, label_above, legend_outside, room_for_labels
-from kvbench.report.tables import NO_TABLE, Row, Table, Value, listed_table
+from kvbench.report.tables import Part, Row, Section, Table, Value, listed_table
 from kvbench.runs.model import MeasuredCell, Run
 
 MOST = 10  # requests
@@ -110,19 +110,24 @@ def _label(parts: pd.DataFrame) -> str:
     return f"{words.ms(parts['ms'].sum())} · {kind} · {tokens} · #{one['index']} r{one['repeat']}"
 
 
-def drawing(run: Run) -> Drawing | None:
-    """None without raw samples of a valid baseline or best configuration."""
+def slowest_parts(run: Run) -> tuple[Part, ...]:
+    """The figure and the table; empty without raw samples of a valid baseline or best configuration."""
     cell = slowest_of(run)
     if cell is None:
-        return None
+        return ()
     requests = cell.requests()
     frame = slowest(requests)
+    table = slowest_table(cell, frame)
+    return (_drawing(cell, frame, len(requests)), Section("slowest", "The slowest requests", table))
+
+
+def _drawing(cell: MeasuredCell, frame: pd.DataFrame, requests: int) -> Drawing:
     caption = (
         f"{cell.name} at {cell.load.label}, {cell.clock}, all repeats. Above each bar: class, prompt → output tokens, "
         "request and repeat; in a long gap it may have been preempted or have waited for others."
     )
     width = room_for_labels(_label(parts) for _, parts in frame.groupby("request"))
-    return Drawing("slowest", _title(frame, len(requests)), caption, slowest_figure(frame), width)
+    return Drawing("slowest", _title(frame, requests), caption, slowest_figure(frame), width)
 
 
 def _title(frame: pd.DataFrame, of: int) -> str:
@@ -132,12 +137,8 @@ def _title(frame: pd.DataFrame, of: int) -> str:
     return f"The slowest {frame['request'].nunique()} of {of:,} requests: {', '.join(said)}"
 
 
-def slowest_table(run: Run) -> Table:
-    """The same requests as numbers; empty where there is no figure."""
-    cell = slowest_of(run)
-    if cell is None:
-        return NO_TABLE
-    frame = slowest(cell.requests())
+def slowest_table(cell: MeasuredCell, frame: pd.DataFrame) -> Table:
+    """The same requests as numbers."""
     parts = {CLIENT: "in the client ms", FIRST: "first token ms", DECODE: "decode ms", GAP: "long gaps ms"}
     parts = {part: title for part, title in parts.items() if part != CLIENT or (frame["part"] == CLIENT).any()}
     rows = []

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pandas as pd
 import plotly.graph_objects as go
 
 from kvbench.common import text as words
 from kvbench.report.style import Drawing, compact, finish, hatch, label_above, legend_outside, room_for_labels
-from kvbench.report.tables import NO_TABLE, Column, Table, Value, cell_table, identity_columns, number_column
+from kvbench.report.tables import (
+    NO_TABLE,
+    Column,
+    Part,
+    Section,
+    Table,
+    Value,
+    cell_table,
+    identity_columns,
+    number_column,
+)
 from kvbench.runs.kv_ledger import share_of_steps
 from kvbench.runs.metric_names import SIMULATED_SECONDS
 from kvbench.runs.model import MeasuredCell, Run
@@ -119,6 +131,14 @@ def _places(frame: pd.DataFrame) -> tuple[dict[str, float], float]:
 def _hover(share: float, ms: float, title: str, what: str) -> str:
     length = "" if pd.isna(ms) else f", {words.significant(ms)} ms a step"
     return f"{title}: {words.percent(share / 100)} of the step time{length}<br>{what}"
+
+
+def engine_parts(run: Run) -> Iterator[Part]:
+    """The chapter on the engine's steps: figure and tables."""
+    yield drawing(run)
+    table = simulated_time_table(run)
+    yield Section("simulated_time", "Where the simulated time goes", table, SIMULATED_TIME_NOTE, folded=False)
+    yield Section("steps", "Step time", step_time_table(run))
 
 
 def drawing(run: Run) -> Drawing | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from kvbench.traces.model import Trace, find_tick
+from kvbench.traces.model import Trace, count_turns, find_tick
 from kvbench.traces.rows import Format, Source
 
 _COLUMNS = {  # time, prompt and output
@@ -72,7 +72,7 @@ def _read(source: Source, name: str) -> Trace:
     if sessions is not None and (sessions[order] != "").any():
         keys = pd.Series(np.where(sessions == "", [f"\0{i}" for i in range(len(sessions))], sessions)[order])
         session = pd.factorize(keys)[0].astype(np.int64)
-        turn = keys.groupby(session).cumcount().to_numpy(dtype=np.int64)
+        turn = count_turns(session)
         if elapsed is not None and arrival is not None:
             ends = pd.Series(arrival + elapsed[order]).groupby(session).shift(1)
             think = np.maximum(0.0, np.nan_to_num(arrival - ends.to_numpy()))

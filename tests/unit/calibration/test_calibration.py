@@ -22,6 +22,7 @@ from kvbench.calibration.calibrate import (
     validity_limits,
 )
 from kvbench.calibration.mock.process import MockProcess
+from kvbench.calibration.mock.settings import Stamp
 from kvbench.cli.main import main
 from kvbench.common.errors import MeasurementError
 from kvbench.common.foreign_cpu import MachineReport
@@ -34,16 +35,16 @@ CLIENT = ClientFigures(
 SETTINGS = CalibrationSettings(streams=2)
 
 
-def stamp(index: int, sends: list[float], fault: str = "") -> dict:
+def stamp(index: int, sends: list[float], fault: str = "") -> Stamp:
     due = [ZERO + s - 0.0005 for s in sends]
-    return {"prompt": [1, 2, index], "sends": [ZERO + s for s in sends], "due": due, "fault": fault}
+    return Stamp(index, [1, 2, index], ZERO, fault, [], {}, sends=[ZERO + s for s in sends], due=due)
 
 
 def row(index: int, times: list[float], *, ok: bool = True, user: int = 0, ts: float = 0.0, end: float = 0.0) -> dict:
     return {"index": index, "chunk_times": np.array(times), "ok": ok, "user": user, "ts": ts, "end": end}
 
 
-def figures(rows: list[dict], stamps: list[dict], planned: int | None = None) -> Figures:
+def figures(rows: list[dict], stamps: list[Stamp], planned: int | None = None) -> Figures:
     return figures_of(pd.DataFrame(rows), stamps, CLIENT, ZERO, len(stamps) if planned is None else planned)
 
 

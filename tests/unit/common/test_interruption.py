@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from kvbench.common.errors import Interrupted
-from kvbench.common.signals import Interruption
+from kvbench.common.errors import Interrupted, Interruption
 
 
 def test_a_signal_that_arrives_where_exceptions_are_dropped_is_not_lost(monkeypatch):

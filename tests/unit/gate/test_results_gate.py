@@ -17,6 +17,7 @@ from kvbench.cli.run_guarded import guarded
 from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.policy import load_policy
 from kvbench.runs.quality import QUALITY
+from kvbench.runs.results import GitState
 from tests.support import verdicts
 from tests.support.compare_folders import noisy_pairs, stored_comparison
 from tests.support.quality_results import figures, outside, result
@@ -158,7 +159,7 @@ def test_the_kld_of_the_run_and_of_other_code_which_needs_force(run, gated):
     assert gated(run, KLD.replace("0.02", "0.009"))[0] == 1
     versions = {"torch": "1.0", "transformers": "not told by the run"}
     (run / QUALITY).write_text(
-        json.dumps(MEASURED.model_copy(update={"git": {"sha": "fedcba"}, "versions": versions}).to_json())
+        json.dumps(MEASURED.model_copy(update={"git": GitState(sha="fedcba"), "versions": versions}).to_json())
     )
     code, verdict = gated(run, KLD)
     ran = json.loads((run / "manifest.json").read_text())["versions"]["torch"]

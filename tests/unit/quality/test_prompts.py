@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import runpy
 
 import pytest
 from tokenizers import Tokenizer
 
 from engine.tiny_model.data import TEMPLATES
 from kvbench.common.errors import UsageError
-from kvbench.quality.make_prompt_sets import make_all
 from kvbench.quality.prompts import FILLER, FOLDER, SETS, PromptText, in_tokens, make_passkeys, read_set
 
 
@@ -24,7 +24,7 @@ def encode(tokenizer):
 
 
 def test_the_files_are_what_the_script_writes_and_what_is_read():
-    made = make_all()
+    made = runpy.run_path(str(FOLDER / "make_prompt_sets.py"))["make_all"]()
     assert tuple(made) == SETS
     for name, prompts in made.items():
         assert read_set(FOLDER / f"{name}.jsonl") == prompts

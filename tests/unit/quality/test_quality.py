@@ -20,7 +20,9 @@ from kvbench.common.git import git_state
 from kvbench.quality import measure, prompts
 from kvbench.quality.prompts import SETS, PromptText
 from kvbench.requests.canaries import CanarySet, read_canaries, write_canaries
+from kvbench.runs.folder import RunFolder
 from kvbench.runs.quality import FORMAT, QUALITY, code_differences, read_quality
+from kvbench.runs.results import GitState, Manifest
 from kvbench.workload.file import load_workload
 from tests.support.hf_parts import COMMON, model_folder, one_thread
 from tests.support.kv_mutants import swap_in_out_of_order
@@ -121,7 +123,7 @@ def test_the_command_on_a_run(workload, capsys):
     assert 0 < int8.mean < int4.mean <= int4.p99 <= int4.max
     assert max(each.full_pool.preemptions for each in result.configurations.values()) > 0
     assert result.facts.left_out == 1 and result.facts.measurements == 6  # max_num_seqs changes no answer
-    (different,) = result.differs_from(json.loads((run / "manifest.json").read_text()))
+    (different,) = result.differs_from(RunFolder(run).manifest())
     assert different.startswith("set of weights ")
     out, err = capsys.readouterr()
     assert "warning" not in err
@@ -183,10 +185,10 @@ def test_what_cannot_be_measured_is_refused(workload, folder, capsys, tmp_path):
 
 
 def test_a_result_names_what_differs_from_the_run():
-    run = {"git": {"sha": "a" * 40}, "versions": {"torch": "2.1", "kvbench": "1"}}
+    run = Manifest(git=GitState(sha="a" * 40), versions={"torch": "2.1", "kvbench": "1"})
     same = {"torch": "2.1", "transformers": "5"}  # what the run does not tell is no difference
-    assert code_differences({"sha": "a" * 40}, same, run) == []
-    commit, torch_version = code_differences({"sha": "b" * 40}, {"torch": "2.2"}, run)
+    assert code_differences(GitState(sha="a" * 40), same, run) == []
+    commit, torch_version = code_differences(GitState(sha="b" * 40), {"torch": "2.2"}, run)
     assert "b" * 12 in commit and "a" * 12 in commit and "torch 2.2" in torch_version
 
 

@@ -15,7 +15,7 @@ from kvbench.report.document import document
 from kvbench.report.engine_time import engine_time_note, engine_time_table
 from kvbench.report.page import markdown, write_report
 from kvbench.report.terminal import engine_time_console
-from kvbench.runs.engine_time import EFFECTS, FOLDER
+from kvbench.runs.engine_time import EFFECTS, FOLDER, EngineTime
 from kvbench.runs.read import read_run
 
 

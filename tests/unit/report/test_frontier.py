@@ -53,7 +53,7 @@ def test_a_percentile_of_too_few_samples_is_marked_and_energy_is_of_the_whole_ru
     mark_few(few, "ttft_ms")
     for repeat in few.repeats:
         put(repeat.metrics, total_output_tokens=20)
-    table = frontier_table(run(few, cell(page_size=8)))
+    table = frontier_table(frontier_frame(run(few, cell(page_size=8))))
     heads = [column.title for column in table.columns]
     ttft = [row.values[heads.index("p95 TTFT, ms")].text for row in table.rows]
     assert ttft[0].endswith("*") and not ttft[1].endswith("*")
@@ -61,7 +61,9 @@ def test_a_percentile_of_too_few_samples_is_marked_and_energy_is_of_the_whole_ru
 
 
 def test_the_table_has_every_point_with_interval_and_price() -> None:
-    table = frontier_table(run(cell(throughput=(100.0, 110.0, 130.0)), cell(page_size=8)), price_per_hour=3.6)
+    table = frontier_table(
+        frontier_frame(run(cell(throughput=(100.0, 110.0, 130.0)), cell(page_size=8)), price_per_hour=3.6)
+    )
     heads = [column.title for column in table.columns]
     assert "cost per million output tokens" in heads and len(table.rows) == 2
     assert " to " in table.rows[0].values[2].note
@@ -70,7 +72,8 @@ def test_the_table_has_every_point_with_interval_and_price() -> None:
 def test_invalid_cells_are_not_on_the_frontier() -> None:
     frame = frontier_frame(run(cell(), cell(page_size=8, reasons=("lag",))))
     assert list(frame["configuration"]) == ["paged (page 16)"]
-    assert drawing(run(cell(reasons=("lag",)))) is None
+    invalid = run(cell(reasons=("lag",)))
+    assert drawing(invalid, frontier_frame(invalid)) is None
 
 
 def test_a_point_is_certain_where_every_other_is_surely_worse_in_one_of_both() -> None:

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from kvbench.report import hits
-from kvbench.report.hits import hit_ledgers, hit_sentences, hit_table
+from kvbench.report.hits import hit_drawing, hit_frame, hit_ledgers, hit_table
 from kvbench.report.style import looks
 from kvbench.requests.request import RequestSpec, write_requests
 from kvbench.runs.results import Capacity
@@ -86,7 +86,7 @@ def test_a_cache_that_was_measured_as_it_was_found_is_simulated_so(tmp_path):
 def test_the_larger_count_is_what_was_hit(tmp_path):
     (ledger,) = hit_ledgers(run := stored_run(tmp_path, [A, A], counted=1, told=18))
     assert (ledger.hit, ledger.counted, ledger.told) == (18, 1, 18)
-    assert "100 % of prompt tokens hit" in hit_sentences(run)[0]
+    assert "100 % of prompt tokens hit" in hit_ledgers(run)[0].sentence
 
 
 def test_the_steps_lead_from_what_is_shared_to_what_was_told(tmp_path):
@@ -108,8 +108,8 @@ def test_what_is_not_simulated_still_says_what_was_counted_and_why(tmp_path, spo
     spoil(run, run.cells[0])
     (ledger,) = hit_ledgers(run)
     assert (ledger.shared, ledger.lru, ledger.counted, ledger.told, ledger.prompt_tokens) == (None, None, 8, 8, 18)
-    assert reason in ledger.reason and reason in hit_sentences(run)[0]
-    assert hits.hit_drawing(run) is None and len(hit_table(run).rows) == 1
+    assert reason in ledger.reason and reason in hit_ledgers(run)[0].sentence
+    assert hit_drawing(hit_ledgers(run), looks(run)) is None and len(hit_table(hit_ledgers(run)).rows) == 1
 
 
 def test_prompts_that_are_text_or_too_many_are_not_simulated(tmp_path, monkeypatch):
@@ -125,7 +125,7 @@ def test_a_server_that_does_not_tell_its_capacity_is_held_against_an_endless_cac
     (ledger,) = hit_ledgers(run)
     assert (ledger.whole_pages, ledger.best, ledger.lru) == (8, None, None) and "capacity" in ledger.reason
     assert [gap.name for gap in ledger.gaps] == ["cold start", "page rounding", "unexplained", "not told"]
-    assert "best" not in [column.key for column in hit_table(run).columns]
+    assert "best" not in [column.key for column in hit_table(hit_ledgers(run)).columns]
 
 
 def test_repeats_without_prompts_are_left_out_of_every_step(tmp_path):
@@ -149,8 +149,8 @@ def test_each_repeat_is_simulated_by_its_own_times(tmp_path):
 
 def test_cells_without_prefix_caching_are_not_shown(tmp_path):
     run = run_of(cell(), cell("contiguous"), workload={"load": {}})
-    assert hit_ledgers(run) == [] and hit_sentences(run) == [] and hit_table(run).rows == ()
-    assert hits.hit_drawing(run) is None and hits.hit_frame(run).empty
+    assert hit_ledgers(run) == [] and hit_table(hit_ledgers(run)).rows == ()
+    assert hit_drawing(hit_ledgers(run), looks(run)) is None and hit_frame(hit_ledgers(run)).empty
 
 
 def test_a_repeat_that_is_measured_again_is_simulated_again(tmp_path):
@@ -168,20 +168,20 @@ def test_where_only_the_answers_tell_their_hits_these_are_the_hits(tmp_path):
     (ledger,) = hit_ledgers(run)
     assert (ledger.counted, ledger.told, ledger.hit) == (None, 8, 8)
     assert {gap.name: gap.tokens for gap in ledger.gaps}["unexplained"] == 0
-    (sentence,) = hit_sentences(run)
+    (sentence,) = (one.sentence for one in hit_ledgers(run))
     assert "30 % of prompt tokens hit" in sentence and "nothing is lost" not in sentence
 
 
 def test_sentences_are_short_and_name_the_largest_gap(tmp_path):
-    (said,) = hit_sentences(stored_run(tmp_path, [A, C, B, A], counted=0, pages=5))
+    (said,) = (one.sentence for one in hit_ledgers(stored_run(tmp_path, [A, C, B, A], counted=0, pages=5)))
     assert len(said.split()) <= 30 and "0 % of prompt tokens hit, 44 % shared" in said
-    (said,) = hit_sentences(stored_run(tmp_path / "2", ODD, counted=8, prefix=6))
+    (said,) = (one.sentence for one in hit_ledgers(stored_run(tmp_path / "2", ODD, counted=8, prefix=6)))
     assert "−29 % page rounding" in said
 
 
 def test_bars_lead_from_shared_to_counted_without_a_break(tmp_path):
     run = stored_run(tmp_path, [A, C, B, A], counted=3, told=3, pages=5)
-    bars = hits.hit_frame(run).set_index("step")
+    bars = hit_frame(hit_ledgers(run)).set_index("step")
     at = bars.loc["shared at all", "high"]
     for step in ("cold start", "page rounding", "capacity", "eviction order", "unexplained"):
         ends = {bars.loc[step, "low"], bars.loc[step, "high"]}
@@ -194,7 +194,7 @@ def test_bars_lead_from_shared_to_counted_without_a_break(tmp_path):
 def test_names_from_outside_are_escaped_in_the_figure(tmp_path):
     run = stored_run(tmp_path, [A, A], counted=8)
     run = dataclasses.replace(run, cells=(dataclasses.replace(run.cells[0], name="<script>alert(1)</script>"),))
-    drawn = hits.hit_drawing(run)
+    drawn = hit_drawing(hit_ledgers(run), looks(run))
     text = json.dumps(drawn.figure.to_plotly_json(), default=str)
     assert "<script>" not in text and "&lt;script&gt;" in text
     assert len(drawn.title.split()) <= 15 and set(looks(run)) == {"<script>alert(1)</script>"}

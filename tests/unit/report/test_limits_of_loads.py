@@ -157,12 +157,12 @@ def test_lines_put_configurations_with_the_same_limit_together_highest_load_firs
                                                                                        observed=room)),
         cell(page_size=64, reasons=("lag",), observed=full),
     ]  # fmt: skip
-    lines = [(line.load, line.limit, line.names) for line in limit_lines(run(*cells))]
+    lines = [(line.load, line.limit, line.names) for line in limit_lines(run(*cells), limits(run(*cells)))]
     assert lines == [
         ("24 at once", KV, "paged (page 16) and contiguous"), ("24 at once", NOTHING, "page 8"),
         ("3 at once", NOTHING, "all 3"),
     ]  # fmt: skip
-    assert limit_lines(run(*cells))[0].evidence.startswith("paged (page 16): ")  # the baseline
+    assert limit_lines(run(*cells), limits(run(*cells)))[0].evidence.startswith("paged (page 16): ")  # the baseline
 
 
 def test_at_which_load_a_configuration_breaks_is_read_of_one_window() -> None:
@@ -174,7 +174,11 @@ def test_at_which_load_a_configuration_breaks_is_read_of_one_window() -> None:
         for one, other in zip(cells, whole, strict=True)
     ]
     (steady,) = breaks(run(*cells))
-    assert steady.at is cells[1] and [row.values[2].sort for row in growth_table(run(*cells)).rows] == [250.0]
+    (row,) = growth_table(run(*cells), [steady]).rows
+    assert steady.at is cells[1] and row.values[2].sort == 250.0
     put(cells[1].repeats[0].metrics["steady_latency"]["ttft_ms"], n=7)
     assert breaks(run(*cells))[0].at is None
-    assert [value.sort for value in growth_table(run(*cells)).rows[0].values[1:3]] == [200.0, 300.0]
+    assert [value.sort for value in growth_table(run(*cells), breaks(run(*cells))).rows[0].values[1:3]] == [
+        200.0,
+        300.0,
+    ]

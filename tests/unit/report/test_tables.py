@@ -10,11 +10,12 @@ import pytest
 
 from kvbench.report.client_quality import quality_sentences, quality_table
 from kvbench.report.comparisons import TTFT, leaders, served
-from kvbench.report.document import Section, chapters
+from kvbench.report.document import document
 from kvbench.report.figures.distributions import EVERY, distributions
 from kvbench.report.figures.frontier import frontier_frame, frontier_table
 from kvbench.report.side_by_side import Side, ratios
 from kvbench.report.tables import (
+    Section,
     Table,
     Value,
     class_table,
@@ -88,7 +89,8 @@ def test_cells_of_two_windows_are_compared_by_the_whole_run_which_is_said() -> N
     (row,) = effect_table(both).rows
     assert [value.note.endswith("whole run") for value in row.values[3:]] == [False, True, True, True]
     assert sorted(frontier_frame(both)["ttft"]) == [300.0, 900.0]
-    assert [column.title.endswith("whole run") for column in frontier_table(both).columns[3:5]] == [True, True]
+    columns = frontier_table(frontier_frame(both)).columns[3:5]
+    assert [column.title.endswith("whole run") for column in columns] == [True, True]
     (_, ttft, *_) = ratios(Side("A", both, base), Side("B", both, other))
     assert ttft.ratio == pytest.approx(1 / 3)
 
@@ -331,7 +333,7 @@ def test_the_steps_of_a_rate_have_a_table_of_medians() -> None:
 
 
 def sections(shown: Run) -> list[Section]:
-    return [section for chapter in chapters(shown, None) for section in chapter.sections]
+    return [section for chapter in document(shown).chapters for section in chapter.sections]
 
 
 def test_sections_without_rows_are_left_out() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.report.comparisons import paging
 from kvbench.report.kv import ledger_sentence, reservation
 from kvbench.report.tables import flat_rows, main_table
 from kvbench.runs.kv_ledger import SLOT_USES
@@ -52,6 +53,11 @@ def test_reservation_stands_beside_the_requests_own_lengths(tmp_path: Path) -> N
     assert reservation(exact) == ""  # each request's own length, no one number
 
 
+def ledger_sentence_of(*cells: MeasuredCell) -> str:
+    measured = run(*cells)
+    return ledger_sentence(measured, paging(measured))
+
+
 def uses(**slots: float) -> dict[str, float]:
     known = {f"use_{use}": slots.get(use, 0.0) for use in SLOT_USES}
     return known | {"kv_bytes_per_slot": 1.0, "kv_budget_bytes": 1000.0}
@@ -63,14 +69,14 @@ def test_the_ledgers_sentence_is_of_the_pair_else_of_the_baseline() -> None:
         {"observed": uses(tokens=120, waste=760, free=4, fragmented=116)},
     )
     low = pair({"load": 3, "observed": uses(free=1000)}, {"load": 3, "observed": uses(free=1000)})
-    assert ledger_sentence(run(*held, *low)) == (
+    assert ledger_sentence_of(*held, *low) == (
         "At 24 concurrent requests contiguous held tokens in 12 % of the KV budget and wasted 76 % on slots reserved "
         "and empty (12 % free but scattered); paged (page 16) held tokens in 66 % and wasted 2.1 % on slots reserved "
         "and empty (32 % free)."
     )
     base = cell(observed=uses(tokens=500, waste=100, cached=400))
-    alone = ledger_sentence(run(base, cell(page_size=8, observed=uses(tokens=1))))
+    alone = ledger_sentence_of(base, cell(page_size=8, observed=uses(tokens=1)))
     assert all(part in alone for part in ("paged (page 16)", "50 %", "10 %", "40 % cached"))
     broken = cell("contiguous", observed=uses(tokens=500), reasons=("late",))
-    assert "Invalid measurement" in ledger_sentence(run(base, broken))
-    assert ledger_sentence(run(cell())) == ""
+    assert "Invalid measurement" in ledger_sentence_of(base, broken)
+    assert ledger_sentence_of(cell()) == ""

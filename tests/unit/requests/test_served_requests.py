@@ -84,13 +84,17 @@ def test_later_turns_hold_the_servers_own_answers():
         spec(1, [1, 2, 70, 71, 3], session=5, turn=1, new_tokens=1),
         spec(2, [1, 2, 70, 71, 3, 72, 4], session=5, turn=2, new_tokens=1),
     ]
-    answered = {0: row(0, [1, 2], ids=[8, 9]), 1: row(3, [4], ids=[6]), 2: row(5, [6])}
-    assert prompts_sent(turns, answered) == {0: (1, 2), 1: (1, 2, 8, 9, 3), 2: (1, 2, 8, 9, 3, 6, 4)}
-    unknown = answered | {0: row(0, [1, 2])}  # its ids were not returned: the drawn answer was sent
+    answers = {0: (8, 9), 1: (6,), 2: None}
+    assert prompts_sent(turns, answers) == {0: (1, 2), 1: (1, 2, 8, 9, 3), 2: (1, 2, 8, 9, 3, 6, 4)}
+    unknown = answers | {0: None}  # its ids were not returned: the drawn answer was sent
     assert prompts_sent(turns, unknown)[1] == (1, 2, 70, 71, 3)
-    assert prompts_sent(turns, {0: answered[0], 2: answered[2]}) == {0: (1, 2)}  # it ended with the second
+    assert prompts_sent(turns, {0: (8, 9), 2: None}) == {0: (1, 2)}  # it ended with the second
     recorded = [dataclasses.replace(turn, new_tokens=0) for turn in turns]
-    assert prompts_sent(recorded, answered)[1] == (1, 2, 70, 71, 3)
+    assert prompts_sent(recorded, answers)[1] == (1, 2, 70, 71, 3)
+    told = rows(row(0, [1, 2], ids=[8, 9]), row(3, [4, 5], ids=[6]), row(5, [6]))
+    first, second, third = (served_requests(turns, told[:count])[-1] for count in (1, 2, 3))
+    assert (first.output, second.output) == ((8, 9), ())  # of the second one of two ids came
+    assert second.prompt == (1, 2, 8, 9, 3) and third.prompt == (1, 2, 8, 9, 3, 72, 4)
 
 
 def engine_load(monkeypatch, seed: int, *, slots: int, users: int | None, page: int, step_tokens: int):

@@ -1,6 +1,6 @@
 """Writes the prompt sets of `kvbench quality`, always the same ones.
 
-    python -m kvbench.quality.make_prompt_sets [FOLDER]
+    python workloads/quality/make_prompt_sets.py [FOLDER]
 
 Texts are the sonnets of workloads/text (public domain) and the held-out text of kvbench-tiny (docstrings and language
 reference of Python, PSF licence). Lengths are in characters: about 3 of them make a token of kvbench-tiny.
