@@ -73,7 +73,7 @@ class Measured:
         return self.sitting.loads_of(cell.cell_id, self.launches)
 
     def took_part(self) -> list[Configuration]:
-        """Those beside the baseline that have a load of every launch."""
+        """The configurations beside the baseline that have a load of every launch."""
         return [each for each in self.design.configurations[1:] if self._took_part(each)]
 
     def _took_part(self, configuration: Configuration) -> bool:
@@ -81,11 +81,11 @@ class Measured:
 
     def loads(self, configuration: Configuration) -> list[Path]:
         """The folders of its loads, one a launch. Raises MeasurementError where it took no part to the end."""
-        found = self._folders(configuration)
+        folders = self._folders(configuration)
         if not self._took_part(configuration):
             reasons = [note for note in self.sitting.notes if note.startswith(configuration.label)]
             raise MeasurementError(reasons[0] if reasons else f"{configuration.label} was not measured")
-        return found
+        return folders
 
     def launch_ratios(self, to: Mapping[str, Any], of: Mapping[str, Any] | None = None) -> list[LaunchRatio]:
         """Output tokens/s of ``to`` over those of ``of`` (None: the baseline) in each launch."""
@@ -102,16 +102,16 @@ class Measured:
         self.loads(self.find(**to))  # raises where it took no part
         kin = {each.config_id: self.launch_ratios(each.varied) for each in self.took_part()}
         y = {name: [each.log_ratio for each in ratios] for name, ratios in kin.items()}
-        found = pooled_effects({name: effect(ratios) for name, ratios in kin.items()}, y)
-        return self._careful(found[self.find(**to).config_id])
+        effects = pooled_effects({name: effect(ratios) for name, ratios in kin.items()}, y)
+        return self._careful(effects[self.find(**to).config_id])
 
     def ratio(self, to: Mapping[str, Any], of: Mapping[str, Any] | None = None) -> Effect:
         """The ratio of output tokens/s of ``to`` to those of ``of`` (None: the baseline), from its own noise alone."""
         return self._careful(effect(self.launch_ratios(to, of)))
 
-    def _careful(self, found: Effect) -> Effect:
-        fewest = FEWEST_POOLED if found.pooled else FEWEST_LAUNCHES + (len(self.design.configurations) == 2)
-        return with_confidence(found, EARLY_CONFIDENCE) if self.early and self.launches < fewest else found
+    def _careful(self, measured: Effect) -> Effect:
+        fewest = FEWEST_POOLED if measured.pooled else FEWEST_LAUNCHES + (len(self.design.configurations) == 2)
+        return with_confidence(measured, EARLY_CONFIDENCE) if self.early and self.launches < fewest else measured
 
     def tpots(self, cls: str, quantile: float, **settings: Any) -> list[float]:
         """A quantile of the TPOT [ms] of one class of requests in each launch."""
@@ -123,10 +123,10 @@ class Measured:
         values_of, quantile = VALUES_OF_REQUESTS[f"p95_{metric}_ms"], QUANTILES["p95"]
         values = [[values_of(load) for load in self.loads(each)] for each in (self.find(), self.find(**to))]
         p95s = [[float(np.quantile(np.concatenate(of), quantile)) for of in launches] for launches in values]
-        found = effect_of_values(*p95s)
+        ratio = effect_of_values(*p95s)
         if self.launches < 2:
-            return found
-        return self._careful(for_other_requests(found, values[0][0], values[1][0], quantile))
+            return ratio
+        return self._careful(for_other_requests(ratio, values[0][0], values[1][0], quantile))
 
     def counters(self, **settings: Any) -> Mapping[str, float]:
         """What the engine counted, the same in every launch."""
@@ -138,7 +138,7 @@ class Measured:
         return {k.removeprefix(prefix): v for k, v in self.counters(**settings).items() if k.startswith(prefix)}
 
     def steps(self, **settings: Any) -> tuple[int, float, float]:
-        """How many steps the load took, and their mean output tokens and milliseconds."""
+        """The number of steps that the load took, and their mean output tokens and milliseconds."""
         rows = pd.read_parquet(self.loads(self.find(**settings))[0] / "steps.parquet")
         return len(rows), float(rows["output_tokens"].mean()), 1000 * float(rows["seconds"].mean())
 
@@ -148,7 +148,7 @@ class Measured:
         return 1 - counted["kv_page_steps_total_physical"] / counted["kv_page_steps_total_logical"]
 
     def batched(self, **settings: Any) -> float:
-        """How many sequences decode in a step, on average until no request waits for its first token any more."""
+        """The sequences that decode in a step, on average until no request waits for its first token any more."""
         load = self.loads(self.find(**settings))[0]
         steps, requests = (pd.read_parquet(load / f"{name}.parquet") for name in ("steps", "requests"))
         last = float(requests["first"].max())
@@ -159,9 +159,9 @@ class Measured:
         return int(self.capacity_of(**settings)["capacity_tokens"])
 
 
-def is_narrow(found: Effect) -> bool:
+def is_narrow(ratio: Effect) -> bool:
     """Whether its interval is known and narrow enough."""
-    return not math.isnan(found.half_width) and found.half_width <= NARROW
+    return not math.isnan(ratio.half_width) and ratio.half_width <= NARROW
 
 
 def measure(
@@ -187,21 +187,21 @@ def measure(
     sitting = Sitting(
         RunFolder(folder), workload, design, capacity, limit_s, _OPEN_LIMIT_S, show, check, option="--minutes"
     )
-    found = Measured(design, capacity, sitting)
+    measured = Measured(design, capacity, sitting)
 
     def enough(launches: int) -> bool:
-        found.launches, found.early = launches, True
-        decided = exact or (launches >= FEWEST_POOLED and is_enough(found))
-        found.early = False
+        measured.launches, measured.early = launches, True
+        decided = exact or (launches >= FEWEST_POOLED and is_enough(measured))
+        measured.early = False
         return decided
 
     sitting.is_enough = enough
     if reason := sitting.why_not():
         raise MeasurementError(f"{name}: {reason}")
-    found.launches = sitting.execute()["launches"]
-    return found
+    measured.launches = sitting.execute()["launches"]
+    return measured
 
 
-def all_narrow(found: Measured) -> bool:
+def all_narrow(measured: Measured) -> bool:
     """Whether every configuration's speed is known well enough."""
-    return all(is_narrow(found.speed(**each.varied)) for each in found.took_part())
+    return all(is_narrow(measured.speed(**each.varied)) for each in measured.took_part())

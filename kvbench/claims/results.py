@@ -60,7 +60,7 @@ class ClaimsResult(Record):
 
 
 def about(result: ClaimsResult) -> list[str]:
-    """On what, when and with what it was measured."""
+    """The sentences on what, when and with what it was measured."""
     engines = result.engines
     weights = "random weights" if engines.load_format == ("dummy",) else "its own weights"
     threads = f", {listing(engines.num_threads)} thread an engine" if engines.num_threads else ""

@@ -103,12 +103,12 @@ class ClaimsRun:
 
     def _is_enough(self, name: str, measured: Measured) -> bool:
         """Whether no claim is undecided that needs nothing else, and for the others all intervals are narrow."""
-        known = {**self._measured, name: measured}
+        measurements = {**self._measured, name: measured}
         for claim in self._claims_on(name):
             if claim.counted:
                 continue
-            if all(each in known for each in claim.measured):
-                if claim.verdict(known).word == UNDECIDED:
+            if all(each in measurements for each in claim.measured):
+                if claim.verdict(measurements).word == UNDECIDED:
                     return False
             elif not all_narrow(measured):
                 return False

@@ -52,13 +52,13 @@ def init(file: Path, profile: str | None, **options: Any) -> int:
 
 def _ask(options: dict[str, Any]) -> dict[str, Any]:
     """Answers to what the options do not say."""
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     if not options["dataset_path"]:
         for name, question, default in (("input_len", "tokens in", "600"), ("output_len", "tokens out", "150")):
-            found[name] = options[name] or click.prompt(f"{question} (or LOW:HIGH)", default=default)
+            answers[name] = options[name] or click.prompt(f"{question} (or LOW:HIGH)", default=default)
     if not (options["concurrency"] or options["request_rate"] or options["dataset_path"]):
-        found["concurrency"] = (click.prompt("users at once", default=8, type=click.IntRange(1)),)
+        answers["concurrency"] = (click.prompt("users at once", default=8, type=click.IntRange(1)),)
     if not options["vary"]:
         asked = click.prompt("what to compare (setting=A,B setting=A,B; - for nothing)", default="page_size=16,32")
-        found["vary"] = () if asked.strip() == "-" else tuple(asked.split())
-    return found
+        answers["vary"] = () if asked.strip() == "-" else tuple(asked.split())
+    return answers

@@ -143,10 +143,10 @@ def _measure_server(
     from kvbench.quality.measure import BESIDE
     from kvbench.quality.served import measure_served
 
-    known = dict(options)
-    access = Access(api_key_env=known.pop("api_key_env", None))
+    others = dict(options)
+    access = Access(api_key_env=others.pop("api_key_env", None))
     with status_line(console, "loading") as status:
-        result = measure_served(url, model=model or BESIDE, access=access, say=status, **known)
+        result = measure_served(url, model=model or BESIDE, access=access, say=status, **others)
     _show(result, console, output)
 
 

@@ -53,10 +53,11 @@ def _judge(run: Run, cell: MeasuredCell, quality: QualityResult | None, doubt: s
 
 def _beside_offline(run: Run, cell: MeasuredCell, quality: QualityResult | None, doubt: str | None) -> tuple[str, str]:
     """The outcome of a quantised cell with wrong answers, and its sentence."""
-    known = quality.configurations.get(cell.config_id, {}).get("canaries") if quality and not quality.beside else None
-    if not known or doubt:
+    figures = quality.configurations.get(cell.config_id) if quality and not quality.beside else None
+    known = figures.canaries if figures else None
+    if known is None or doubt:
         return INVALID, f"{wrong_words(cell.canaries)}; how many are on an idle engine is {_unknown(run, known, doubt)}"
-    counts, asked, off = cell.canaries, known["asked"], known["asked"] - known["right"]
+    counts, asked, off = cell.canaries, known.asked, known.asked - known.right
     chance = chance_of_so_many(counts["wrong"], counts["answered"], counts["distinct"], off, asked)
     beside = f"{wrong_words(counts)}; on an idle engine {off} of {asked} are (p = {chance:.2g}, the limit is {ALPHA:g})"
     return (FAIL, f"WRONG ANSWERS, more than offline: {beside}") if chance < ALPHA else (PASS, beside)

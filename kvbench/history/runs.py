@@ -135,7 +135,7 @@ class Series:
 
     @property
     def change(self) -> float | None:
-        """From the counted run before the last to the last: new / old - 1; None without two, or where old is 0."""
+        """The change between the last two counted runs: new / old - 1; None without two, or where old is 0."""
         last = [point.value for point in self.counted[-2:]]
         return last[1] / last[0] - 1 if len(last) == 2 and last[0] else None
 
@@ -283,14 +283,14 @@ def _cell(data: Mapping[str, Any], requests: Mapping[str, Any]) -> StoredCell:
     # All repeats are of one window.
     has_steady = len(values[FIGURES[0]]) == len(loads)
     has_steady_latency = has_steady and all(repeat.metrics.has_steady_latency for repeat in summary.repeats)
-    known = {
-        shown: found
-        for shown, found in values.items()
-        if found and (not shown.steady or (has_steady_latency if shown.statistic else has_steady))
+    kept = {
+        shown: numbers
+        for shown, numbers in values.items()
+        if numbers and (not shown.steady or (has_steady_latency if shown.statistic else has_steady))
     }
     what = {"settings": data.get("settings"), "load": data.get("load"), "workload": requests}
     definition = sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    return StoredCell(summary.valid, definition, known)
+    return StoredCell(summary.valid, definition, kept)
 
 
 def _place(manifest: Manifest) -> tuple[tuple[str, str], ...]:

@@ -151,7 +151,7 @@ def _compare_one_window(trends: dict[SeriesKey, Trend]) -> None:
 
 
 def value_text(shown: Figure, value: float) -> str:
-    """With its unit."""
+    """The value with its unit."""
     return shown.text(value) + (" tok/s" if shown.unit == "tokens/s" else "")
 
 

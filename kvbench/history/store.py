@@ -59,10 +59,10 @@ def add_run(source: Path, to: Path, release: str | None, *, incomplete: bool = F
         _write_whole(target, files)
         return "added", target, notes
     _check_same(target, files)
-    if release is None or (known := release_of(target)) == release:
+    if release is None or (kept_as := release_of(target)) == release:
         return "there already", target, notes
-    if known is not None:
-        raise UsageError(f"{target} is kept as release {known!r} already: a history is not changed")
+    if kept_as is not None:
+        raise UsageError(f"{target} is kept as release {kept_as!r} already: a history is not changed")
     write_text(target / RELEASE, files[RELEASE].decode())
     return "marked", target, notes
 

@@ -195,8 +195,8 @@ def _other_answer(response: Response, dialect: Dialect) -> tuple[str, str] | Non
 def _read_events(stream: _EventStream, response: Response, pause: Callable[[], None]) -> tuple[str, str] | None:
     """Adds all events. Kind and sentence of the failure where the end is missing. MalformedStream."""
     pause()
-    found, rest = events(response.body)
-    for number, event in enumerate(found):
+    parsed, rest = events(response.body)
+    for number, event in enumerate(parsed):
         if number % _SLICE == _SLICE - 1:
             pause()
         if event.name == b"ping":

@@ -239,16 +239,16 @@ def events(body: bytes) -> tuple[list[ServerEvent], bytes]:
     skipped, several data lines are joined. A line ``error: JSON``, which llama.cpp sent until September 2025, is an
     event of that name. MalformedStream for a line that is no field at all.
     """
-    found, begin = [], len(_BOM) if body.startswith(_BOM) else 0
+    parsed, begin = [], len(_BOM) if body.startswith(_BOM) else 0
     for blank in _BLANK_LINE.finditer(body, begin):
         block = body[begin : blank.start()]
         begin = blank.end()
         if block.startswith(b"data: ") and b"\n" not in block and b"\r" not in block:
-            found.append(ServerEvent(block[6:], begin))
+            parsed.append(ServerEvent(block[6:], begin))
         elif (event := _event_of(block, begin)) is not None:
-            found.append(event)
+            parsed.append(event)
     left_over = body[begin:]
-    return found, b"" if all(not line or line.startswith(b":") for line in _LINE.split(left_over)) else left_over
+    return parsed, b"" if all(not line or line.startswith(b":") for line in _LINE.split(left_over)) else left_over
 
 
 def _event_of(block: bytes, end: int) -> ServerEvent | None:

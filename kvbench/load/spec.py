@@ -97,14 +97,14 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
 
     ValueError for a prompt that the server cannot be sent, or a key that is not where the spec says.
     """
-    dialect, known = spec.dialect, request.canary is not None  # what a greedy answer of that length is
+    dialect, is_canary = spec.dialect, request.canary is not None  # what a greedy answer of that length is
     if request.prompt is None and not dialect.token_id_prompts:
         raise ValueError(
             f"request {request.index} is a prompt of token ids, which this server does not take; give it text: prompts "
             "of kind text with send_text: true."
         )
-    temperature = 0.0 if known else spec.temperature
-    body = dialect.streamed_body(spec.model, request, temperature, spec.ignore_eos or known)
+    temperature = 0.0 if is_canary else spec.temperature
+    body = dialect.streamed_body(spec.model, request, temperature, spec.ignore_eos or is_canary)
     if spec.send_priority and request.priority:  # 0 is what a server takes where nothing is said
         body["priority"] = request.priority
     payload = json.dumps(body, separators=(",", ":")).encode()
@@ -112,7 +112,7 @@ def http_request(spec: LoadSpec, address: Address, request: RequestSpec) -> byte
     head = [
         "Accept: text/event-stream",
         "x-kvbench-stamp: 1",  # the built-in server then says when it sent each chunk; others ignore it
-        *(["x-kvbench-kv-facts: 1"] if known else []),  # and where the answer's KV was
+        *(["x-kvbench-kv-facts: 1"] if is_canary else []),  # and where the answer's KV was
         *([] if dialect.keep_alive else ["Connection: close"]),
         *([f"Authorization: Bearer {key}"] if key else []),
         *dialect.api.header_lines(key),

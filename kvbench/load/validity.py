@@ -172,15 +172,15 @@ def other_prompts(samples: Sequence[Sample], dialect: Dialect, *, exact_texts: b
 
     ``exact_texts``: texts have as many tokens as were drawn; a chat template adds the same number to each.
     """
-    known = prompt_differences([s for s in samples if s.completion.ok]) if dialect.usage else []
+    differences = prompt_differences([s for s in samples if s.completion.ok]) if dialect.usage else []
     if exact_texts and dialect.usage and (added := tokens_added(samples)):
         by_template = int(np.median(added))
-        known += [tokens - by_template for tokens in added]
-    others = [abs(tokens) for tokens in known if abs(tokens) > MOST_SPECIAL_TOKENS]
-    if len(others) <= MAX_OTHER_PROMPTS * len(known):
+        differences += [tokens - by_template for tokens in added]
+    others = [abs(tokens) for tokens in differences if abs(tokens) > MOST_SPECIAL_TOKENS]
+    if len(others) <= MAX_OTHER_PROMPTS * len(differences):
         return []
     return [
-        f"the server counted {len(others)} of {len(known)} prompts otherwise than they were sent, by up to "
+        f"the server counted {len(others)} of {len(differences)} prompts otherwise than they were sent, by up to "
         f"{max(others)} tokens, the limit is {MAX_OTHER_PROMPTS:.0%} (beyond {MOST_SPECIAL_TOKENS} special tokens of "
         "its own); it cuts or changes prompts: give it a longer context, or shorter prompts."
     ]

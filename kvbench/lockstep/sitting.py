@@ -2,7 +2,7 @@
 
     <run>/lockstep/
       effects.json                            each setting's effect on each load, and how it was measured
-      cells/<cell id>/loads/<launch>/         one load in engine time (kvbench/lockstep/load.py)
+      cells/<cell id>/loads/<launch>/         one load in engine time (kvbench/lockstep/instrument.py)
       logs/<launch>.log                       the engines' process
 
 A launch is one process with an engine of every configuration; they share the weights. What it has no room for takes no
@@ -21,6 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ import numpy as np
 import pandas as pd
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.files import read_json, utc_now, write_json
+from kvbench.common.files import read_json, write_json
 from kvbench.common.machine import free_memory
-from kvbench.lockstep import load as loads
+from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.intervals import (
     Effect,
     LaunchRatio,
@@ -45,7 +46,8 @@ from kvbench.lockstep.intervals import (
     pooled_effects,
 )
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
-from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, share_done, take_turns, warm_up
+from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, share_done, warm_up
+from kvbench.measure.instrument import Job
 from kvbench.metrics.latency import QUANTILES, request_latencies
 from kvbench.metrics.model import flatten
 from kvbench.metrics.rows import request_gaps
@@ -54,7 +56,7 @@ from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.metric_names import value_of
 from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import contradiction
-from kvbench.workload.design import Configuration, Design, LoadPoint
+from kvbench.workload.design import Cell, Configuration, Design, LoadPoint
 from kvbench.workload.file import Workload, runs_on_cpu
 
 MOST_LAUNCHES = 20
@@ -232,9 +234,13 @@ class Sitting:
         return loads.requests_of(self.workload.load, point, seed=self.workload.seed, repeat=1, **sizes)
 
     def _measure(self, launch: int, point: LoadPoint, seats: list[Seat], order: random.Random, until: float) -> None:
-        requests, started_at, cost = self._requests(point), utc_now(), None
+        cost, engines = None, tuple(seats)
+        job = Job(self.workload, self.folder, check=self.check)
+        instruments = [loads.SteppedInstrument(job, seat, lambda p, _: self._requests(p)) for seat in seats]
+        for instrument in instruments:
+            instrument.begin(point, launch)
+        tokens = sum(each.n * each.max_tokens for each in instruments[0].requests)
         doing = f"engine time, launch {launch}: {point.load_id}, {len(seats)} engines"
-        engines, tokens = tuple(seats), sum(each.n * each.max_tokens for each in requests)
         self.show(doing)
         try:
             if point.load_id not in self._turns:
@@ -243,9 +249,8 @@ class Sitting:
                 decode_step = mean_step(seats, decodes_only=True)
                 self._turns[point.load_id] = cold_facts(cost, choose_turn(cost))
             length = self._turns[point.load_id]["turn_steps"]
-            before = loads.begin(seats, self.workload.load, point, requests, until)
-            self.show(lambda: f"{doing}, {100 * share_done(engines, tokens):.0f} % done")
-            take_turns(seats, order, length, until)
+            done = partial(self.show, lambda: f"{doing}, {100 * share_done(engines, tokens):.0f} % done")
+            loads.compute(instruments, point, order, length, until, done)
         except MeasurementError:
             if time.monotonic() <= until:
                 raise
@@ -257,14 +262,13 @@ class Sitting:
             cost = cost * decode_step / mean_step(seats)
             self._turns[point.load_id] = {**cold_facts(cost, choose_turn(cost)), "first_turn_steps": length}
         configurations = {each.config_id: each for each in self.design.configurations}
-        for seat, metrics in list(zip(seats, before, strict=True)):
-            cell_id = f"{seat.name}-{point.load_id}"
-            with self.folder.scratch_load(cell_id, launch) as out:
-                done = loads.store(out, [loads.computed(seat)], self.workload.load, point, requests, metrics)
-                write_json(out / DONE, {"cell_id": cell_id, "repeat": launch, "started_at": started_at, **done})
-            if not done["valid"]:
-                self._leave_out(configurations[seat.name], "; ".join(done["invalid_reasons"]))
-                seats.remove(seat)
+        for instrument in instruments:
+            configuration = configurations[instrument.seat.name]
+            cell = Cell(f"{configuration.config_id}-{point.load_id}", configuration, point)
+            result = instrument.measure(cell, launch)
+            if not result.valid:
+                self._leave_out(configuration, "; ".join(result.invalid_reasons))
+                seats.remove(instrument.seat)
 
     def effects(self, launches: int, points: Sequence[LoadPoint], seconds: float, *, done: bool) -> dict[str, Any]:
         """Writes and returns effects.json, from the launches that are stored."""

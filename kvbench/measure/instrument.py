@@ -81,7 +81,7 @@ class Job:
 
     workload: Workload
     folder: RunFolder
-    new_target: Callable[[], Target]
+    new_target: Callable[[], Target] = Target
     listener: Listener = field(default_factory=Listener)
     check: Callable[[], None] = lambda: None
     on_server: Callable[[Block, ServerInfo, Target], None] = lambda block, info, target: None

@@ -18,11 +18,8 @@ from kvbench.common.server_errors import without_numbers
 from kvbench.metrics import definitions, rows
 from kvbench.metrics.canaries import counted
 from kvbench.metrics.definitions import InWindow, over_slo
-from kvbench.metrics.model import (  # noqa: F401 - some for older callers
+from kvbench.metrics.model import (
     EMPTY,
-    MAX_FAILED_SHARE,
-    MIN_STEADY_REQUESTS,
-    MIN_STEADY_SHARE,
     Distribution,
     FailureMessage,
     GroupLatencies,
@@ -316,35 +313,3 @@ def most_frequent_failures(failures: Iterable[tuple[str, str, int]]) -> dict[str
     most = {kind: max(messages.values(), key=lambda entry: entry[1]) for kind, messages in counts.items()}
     ranked = sorted(most.items(), key=lambda entry: -entry[1][1])
     return {kind: FailureMessage(message=message, requests=requests) for kind, (message, requests) in ranked}
-
-
-# A bridge while callers move to LoadMetrics' own properties.
-LATENCIES = ("ttft_ms", "ttft_send_ms", "tpot_ms", "itl_ms", "e2el_ms")
-
-
-def _typed(metrics: Mapping[str, Any]) -> LoadMetrics:
-    return metrics if isinstance(metrics, LoadMetrics) else LoadMetrics.model_validate(dict(metrics))
-
-
-def has_steady_latency(metrics: Mapping[str, Any]) -> bool:
-    return _typed(metrics).has_steady_latency
-
-
-def steady_requests(metrics: Mapping[str, Any]) -> int:
-    return _typed(metrics).steady_requests
-
-
-def leading_latencies(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _typed(metrics).leading_latencies
-
-
-def too_many_failed(metrics: Mapping[str, Any]) -> bool:
-    return _typed(metrics).too_many_failed
-
-
-def is_refusal(metrics: Mapping[str, Any]) -> bool:
-    return _typed(metrics).is_refusal
-
-
-def goodput_share(metrics: Mapping[str, Any]) -> float | None:
-    return _typed(metrics).goodput_share

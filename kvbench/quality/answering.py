@@ -24,7 +24,7 @@ _BLOCK_ELEMENTS = 2**19  # logits at once in float64, which stay in a core's cac
 _MOST_LOGITS = 2**28  # of one batch: 1 GiB in float32
 Key = TypeVar("Key")
 Steps = Iterator[dict[int, int]]
-"""How many tokens each row is fed in a step."""
+"""The number of tokens that each row is fed in a step."""
 
 
 @dataclass(frozen=True)
@@ -103,17 +103,17 @@ def logits_of(
     """``[fed, vocab]`` of each row, computed in ``steps``."""
     engine.reset()
     tokens = [row.tokens.tolist() for row in rows]
-    found: list[torch.Tensor] = []
+    logits_by_row: list[torch.Tensor] = []
     at = [0] * len(rows)
     for step in steps:
         got = engine.feed({i: tokens[i][at[i] : at[i] + count] for i, count in step.items()})
-        if not found:
+        if not logits_by_row:
             example = next(iter(got.values()))
-            found = [example.new_empty(row.fed, example.shape[1]) for row in rows]
+            logits_by_row = [example.new_empty(row.fed, example.shape[1]) for row in rows]
         for i, logits in got.items():
-            found[i][at[i] : at[i] + len(logits)] = logits
+            logits_by_row[i][at[i] : at[i] + len(logits)] = logits
             at[i] += len(logits)
-    return found
+    return logits_by_row
 
 
 def predictions(
@@ -142,7 +142,7 @@ def compare_arms(
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> dict[Key, list[Positions]]:
     """What each arm predicts beside ``baseline``, conversation by conversation; ``done`` of them before each batch."""
-    found: dict[Key, list[Positions]] = {name: [] for name in arms}
+    positions: dict[Key, list[Positions]] = {name: [] for name in arms}
     for picked in batches(conversations, vocab_size):
         on_batch(picked.start)
         rows = [conversations[i] for i in picked]
@@ -151,8 +151,8 @@ def compare_arms(
             got = expected if arm is baseline else logits_of(arm.engine, rows, arm.order(rows, arm.chunk))
             for row, one, other in zip(rows, expected, got, strict=True):
                 following = torch.from_numpy(row.tokens[1:]).to(one.device)
-                found[name].append(compare_logits(one, other, following, row.answered[:-1], ~row.answered[1:]))
-    return found
+                positions[name].append(compare_logits(one, other, following, row.answered[:-1], ~row.answered[1:]))
+    return positions
 
 
 def compare_logits(
@@ -182,8 +182,8 @@ def answer_all(engine: Engine, prompts: Sequence[Prompt]) -> Answers:
 
     def ask(prompt: Prompt) -> None:
         given = answers[prompt.prompt_id]
-        said = [part for pair in zip(prompt.turns, given, strict=False) for part in pair]
-        ids = tuple(token for part in (*said, prompt.turns[len(given)]) for token in part)
+        spoken = [part for pair in zip(prompt.turns, given, strict=False) for part in pair]
+        ids = tuple(token for part in (*spoken, prompt.turns[len(given)]) for token in part)
         growing[prompt.prompt_id] = []
         params = SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0, ignore_eos=True)
         engine.add_request(Request(prompt.prompt_id, ids, params))

@@ -1,4 +1,4 @@
-"""From what was measured of one configuration to its figures in quality.json. Pure."""
+"""The figures of a configuration in quality.json, made of what one engine predicted and answered. Pure."""
 
 from __future__ import annotations
 
@@ -67,31 +67,31 @@ def figures(
 
 def _predictions(prompts: Sequence[Prompt], positions: Sequence[Positions], brief: bool) -> dict[str, float | None]:
     """KLD and change in probability, all positions alike; the perplexity of the prompts that are texts."""
-    found: dict[str, float | None] = {"positions": sum(len(each.loss) for each in positions)}
+    numbers: dict[str, float | None] = {"positions": sum(len(each.loss) for each in positions)}
     if len(positions[0].kld):
-        found |= _divergence(positions, brief)
+        numbers |= _divergence(positions, brief)
     texts = [p for prompt, p in zip(prompts, positions, strict=True) if prompt.set_name in OF_TEXT and p.own.any()]
     losses = np.array([[p.loss[p.own].sum(), p.expected_loss[p.own].sum(), p.own.sum()] for p in texts])
     if texts:
         total = losses.sum(axis=0)
-        found["perplexity_change"] = float(_worse(total))
+        numbers["perplexity_change"] = float(_worse(total))
         if not brief:
-            found["perplexity"] = float(np.exp(total[0] / total[2]))
-            found |= interval_of(losses, _worse).named("perplexity_change")
+            numbers["perplexity"] = float(np.exp(total[0] / total[2]))
+            numbers |= interval_of(losses, _worse).named("perplexity_change")
     if brief:
-        return found
+        return numbers
     squares = np.array([[np.square(p.change).sum(), len(p.change)] for p in positions])
-    return found | interval_of(squares, lambda total: np.sqrt(total[..., 0] / total[..., 1])).named("rms_dp")
+    return numbers | interval_of(squares, lambda total: np.sqrt(total[..., 0] / total[..., 1])).named("rms_dp")
 
 
 def _divergence(positions: Sequence[Positions], brief: bool) -> dict[str, float | None]:
     """What the distributions over the whole vocabulary tell."""
     kld, decoded, same = (np.concatenate([getattr(p, of) for p in positions]) for of in ("kld", "decoded", "same"))
-    found = {"mean": float(kld.mean()), "p99": float(np.quantile(kld, 0.99)), "same_argmax": float(same.mean())}
+    numbers = {"mean": float(kld.mean()), "p99": float(np.quantile(kld, 0.99)), "same_argmax": float(same.mean())}
     if brief:
-        return found
+        return numbers
     sums = np.array([[p.kld.sum(), len(p.kld)] for p in positions])
-    return found | {
+    return numbers | {
         **interval_of(sums, lambda total: total[..., 0] / total[..., 1]).named("mean"),
         "p95": float(np.quantile(kld, 0.95)),
         "max": float(kld.max()),
@@ -205,7 +205,7 @@ def interval_of(columns: np.ndarray, statistic: Callable[[np.ndarray], np.ndarra
         return Interval(value, value, value)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of resamples that are all alike
-        found = stats.bootstrap(
+        interval = stats.bootstrap(
             (np.arange(len(columns)),),
             lambda picked, axis=-1: statistic(columns[picked].sum(axis=-2)),
             n_resamples=_RESAMPLES,
@@ -213,7 +213,7 @@ def interval_of(columns: np.ndarray, statistic: Callable[[np.ndarray], np.ndarra
             vectorized=True,
             random_state=np.random.default_rng(0),
         ).confidence_interval
-    low, high = (value if np.isnan(end) else float(end) for end in found)
+    low, high = (value if np.isnan(end) else float(end) for end in interval)
     return Interval(value, min(low, value), max(high, value))
 
 
@@ -235,7 +235,7 @@ def counted(labels: Iterable[str], right: Sequence[bool]) -> tuple[Bin, ...]:
 
 @dataclass(frozen=True)
 class Positions:
-    """Of each position of one prompt, in order, what two engines predict of the token that follows. ``[N]`` each.
+    """What two engines predict of the token that follows each position of one prompt, in order. ``[N]`` each.
 
     ``kld``: KL(expected || got) [nats]; ``change``: of the probability of the token that follows;
     ``expected_loss`` and ``loss``: minus its log probability [nats], float64. ``same``: whether the likeliest token is

@@ -71,10 +71,10 @@ def make_canaries(
                 break
             say(f"{kind}: {sum(map(len, left))} to find")
             made = [draw(group) for group in left]
-            found = iter(_sure_ones(config, loaded, tokenizer, kind, [each for group in made for each in group]))
+            sure = iter(_sure_ones(config, loaded, tokenizer, kind, [each for group in made for each in group]))
             again = []
             for group in left:
-                canaries = [next(found) for _ in group]
+                canaries = [next(sure) for _ in group]
                 good = [each for each in canaries if each is not None]
                 dropped[kind] += len(group) - len(good)
                 if len(good) < len(group) and tries < _ROUNDS - 1:
@@ -117,7 +117,7 @@ class _Drawer:
         return _Candidate(Prompt(str(self._count), "", (ids,), len(right), answer, depth), tuple(right), least)
 
     def _place(self, most: int) -> int:
-        """How many tokens stand before a fact: none in one of four, ``most`` in one, else any number up to it.
+        """The number of tokens before a fact: none in one of four, ``most`` in one, else any number up to it.
 
         Engines fill, share, copy and swap the first and the last page of a sequence unlike those between.
         """
@@ -161,17 +161,17 @@ def _sure_ones(
     """
     talks = [answering.Conversation.of(each.prompt, [each.right]) for each in candidates]
     engine = TeacherForced(config, loaded, answering.ROWS, max(each.prompt.longest for each in candidates))
-    told = answering.predictions(engine, talks, loaded.info.vocab_size, config.max_num_batched_tokens)
-    for each, talk, logits in zip(candidates, talks, told, strict=True):
+    predictions = answering.predictions(engine, talks, loaded.info.vocab_size, config.max_num_batched_tokens)
+    for each, talk, logits in zip(candidates, talks, predictions, strict=True):
         judged = logits[torch.from_numpy(talk.answered[1:]).to(logits.device)].double()
         right = torch.tensor(each.right, device=logits.device)[:, None]
         others = judged.scatter(1, right, -torch.inf).max(-1).values
         margins = (judged.gather(1, right)[:, 0] - others).tolist()
         sure = next((at for at, margin in enumerate(margins) if margin < MIN_MARGIN), len(margins))
         prompt, answer = each.prompt, each.right[:sure]
-        ids, said = prompt.turns[0], prompt.answer or tokenizer.decode(answer)
+        ids, text = prompt.turns[0], prompt.answer or tokenizer.decode(answer)
         if sure < each.least or prompt.depth is None:
             yield None
         else:
             least = round(min(margins[:sure]), 3)
-            yield Canary("", kind, ids, tokenizer.decode(ids), answer, said, prompt.depth, least)
+            yield Canary("", kind, ids, tokenizer.decode(ids), answer, text, prompt.depth, least)

@@ -260,9 +260,9 @@ class _Group:
             self.say(f"{names[0]}: answers")
             with _named(names[0]):
                 answers = self._answers_of(config)
-                found = self._figures_of(config, forced[_key(config, _WITHOUT_EFFECT_FORCED)], answers)
+                figures_of_config = self._figures_of(config, forced[_key(config, _WITHOUT_EFFECT_FORCED)], answers)
                 pool = self._full_pool_of(config, self.material.wrong_canaries(answers))
-            measured |= dict.fromkeys(names, self.material.judged(found, answers, limits, full_pool=pool))
+            measured |= dict.fromkeys(names, self.material.judged(figures_of_config, answers, limits, full_pool=pool))
         return measured, control
 
     @cached_property
@@ -460,7 +460,7 @@ def _workload_prompts(workload: Workload, loaded: LoadedModel, context: int) -> 
 
 
 def _canaries(loaded: LoadedModel, context: int, workload: Workload | None) -> tuple[Canary, ...]:
-    """Those of exactly these weights that fit: of the workload's load, else those that ship with kvbench."""
+    """The canaries of exactly these weights that fit: of the workload's load, else those that ship with kvbench."""
     path = SHIPPED / f"{loaded.info.name}.jsonl"
     made = canaries_of(workload.load, loaded.info.name) if workload is not None else None
     if made is None and path.is_file():

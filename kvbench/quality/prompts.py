@@ -53,9 +53,9 @@ class PromptText:
     @property
     def row(self) -> str:
         """Its line in a file."""
-        known = {"id": self.prompt_id, **self.__dict__}
-        del known["prompt_id"]
-        return json.dumps(known, ensure_ascii=True) + "\n"
+        row = {"id": self.prompt_id, **self.__dict__}
+        del row["prompt_id"]
+        return json.dumps(row, ensure_ascii=True) + "\n"
 
 
 @dataclass(frozen=True)
@@ -89,35 +89,35 @@ class Prompt:
 
     def is_right(self, text: str) -> bool:
         """Whether ``text``, the last answer, is the right one."""
-        told = text.strip()
-        return self.answer is not None and told.startswith(self.answer) and not told[len(self.answer) :][:1].isdigit()
+        given = text.strip()
+        return self.answer is not None and given.startswith(self.answer) and not given[len(self.answer) :][:1].isdigit()
 
 
 def read_set(path: Path) -> list[PromptText]:
     """The prompts of a file. Raises UsageError with the line."""
-    found: list[PromptText] = []
+    prompts: list[PromptText] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            found.append(PromptText(row.pop("id"), tuple(row.pop("turns")), **row))
+            prompts.append(PromptText(row.pop("id"), tuple(row.pop("turns")), **row))
     except OSError as error:
         raise UsageError(f"the prompts {path} cannot be read: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        at = f"line {len(found) + 1} of {path}"
+        at = f"line {len(prompts) + 1} of {path}"
         raise UsageError(f"{at} is not a prompt ({error}): a prompt has id, turns and max_tokens") from None
-    return found
+    return prompts
 
 
 def in_tokens(texts: Sequence[PromptText], set_name: str, encode: Encode, begin: Sequence[int] = ()) -> list[Prompt]:
     """The prompts whose every turn has a token, in a model's tokens; ``begin``: what all its prompts start with."""
-    found = []
+    prompts = []
     for each in texts:
         first, *later = (tuple(encode(turn)) for turn in each.turns)
         turns = ((*begin, *first), *later)
         if all(turns):
             name = f"{set_name}/{each.prompt_id}"
-            found.append(Prompt(name, set_name, turns, each.max_tokens, each.answer, each.depth))
-    return found
+            prompts.append(Prompt(name, set_name, turns, each.max_tokens, each.answer, each.depth))
+    return prompts
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def make_passkeys(
     """
     rng = np.random.default_rng(seed)
     room = len(PasskeyParts.of("0" * _DIGITS, encode).answer) + 1
-    found = []
+    prompts = []
     start = 0
     for index, length in enumerate(spread_lengths(_SHORTEST, min(longest, LONGEST) - room, RESIDUES, rng)):
         parts = PasskeyParts.of(random_value(rng), encode)
@@ -180,5 +180,5 @@ def make_passkeys(
         if free < 0:
             continue
         prompt = (*begin, *parts.prompt(text, own, round(depth * free)))
-        found.append(Prompt(f"passkey-{length}", "passkey", (prompt,), len(parts.answer), parts.value, depth))
-    return found
+        prompts.append(Prompt(f"passkey-{length}", "passkey", (prompt,), len(parts.answer), parts.value, depth))
+    return prompts

@@ -203,11 +203,11 @@ class _Reference:
         self.context = min(stated) - 1  # a request for log probabilities asks for one token more
 
     def decode(self, ids: Sequence[int]) -> str:
-        """As servers write answers: without special tokens."""
+        """The text as servers write answers: without special tokens."""
         return self.tokenizer.decode([token for token in ids if token != _NO_TOKEN])
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """As a prompt, to which a server adds what all prompts of this model start with."""
+        """The text as a prompt, to which a server adds what all prompts of this model start with."""
         own = ids[len(self.begin) :] if tuple(ids[: len(self.begin)]) == self.begin else ids
         return self.tokenizer.decode(own, skip_special_tokens=False)
 
@@ -271,16 +271,16 @@ class _Asked:
 
     def _converse(self, prompt: Prompt) -> tuple[tuple[int, ...], ...]:
         """A later turn follows the server's own earlier answer."""
-        said: list[int] = []
+        dialogue: list[int] = []
         given = []
         for turn, right in zip(prompt.turns, self.expected[prompt.prompt_id], strict=True):
-            said += turn
-            given.append(self._answer(prompt, said, right))
-            said += [token for token in given[-1] if token != _NO_TOKEN]
+            dialogue += turn
+            given.append(self._answer(prompt, dialogue, right))
+            dialogue += [token for token in given[-1] if token != _NO_TOKEN]
         return tuple(given)
 
-    def _answer(self, prompt: Prompt, said: Sequence[int], expected: tuple[int, ...]) -> tuple[int, ...]:
-        sent = list(said) if self.manner.token_ids else self.reference.text_of(said)
+    def _answer(self, prompt: Prompt, dialogue: Sequence[int], expected: tuple[int, ...]) -> tuple[int, ...]:
+        sent = list(dialogue) if self.manner.token_ids else self.reference.text_of(dialogue)
         answer = self.served.ask(sent, len(expected), **self.manner.fields)
         choice = self.served.choice(answer, f"the prompt {prompt.prompt_id}")
         end = next((at for at, token in enumerate(expected) if token in self.ends), len(expected))
@@ -377,7 +377,7 @@ def _not_measured(manner: Manner, unread: int) -> tuple[str, ...]:
 def _probabilities(
     asked: _Asked, reference: _Reference, material: Material, expected: Answers
 ) -> tuple[list[Positions], list[Positions]]:
-    """Of the prompts and the expected answers: the server beside the built-in engine, and beside itself."""
+    """Compares the server on prompts and expected answers with the built-in engine, and with itself."""
     talks = [Conversation.of(each, expected[each.prompt_id]) for each in material.forced]
     own = reference.losses(talks)
     first = asked.losses(talks, _AT_ONCE, "probabilities")
@@ -386,7 +386,7 @@ def _probabilities(
 
 
 def _without_merged(material: Material, expected: Answers, reference: _Reference) -> Material:
-    """Without the conversations whose text, as a server reads it, has other tokens than its turns."""
+    """Leaves out conversations whose text, as a server reads it, has other tokens than its turns."""
     kept = []
     for each in material.forced:
         ids = each.last_prompt(expected[each.prompt_id])
@@ -398,7 +398,7 @@ def _without_merged(material: Material, expected: Answers, reference: _Reference
 def _positions(
     talks: Sequence[Conversation], expected: Sequence[np.ndarray], got: Sequence[np.ndarray]
 ) -> list[Positions]:
-    """From the losses of two engines on the same tokens."""
+    """The positions of two engines, from their losses on the same tokens."""
     nothing = np.empty(0)
     return [
         Positions(nothing, np.exp(-new) - np.exp(-old), old, new, nothing, talk.answered[:-1], ~talk.answered[1:])

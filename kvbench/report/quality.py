@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -29,7 +29,7 @@ from kvbench.report.provenance import model_name, random_weights
 from kvbench.report.style import GREY, Drawing, LineStyle, finish, looks, safe
 from kvbench.report.tables import NO_TABLE, Column, Part, Row, Section, Table, Value, listed_table, texts
 from kvbench.runs.model import MeasuredCell, Run, number
-from kvbench.runs.quality import MARGINS, figure, is_beyond
+from kvbench.runs.quality import MARGINS, ConfigurationFigures, figure, is_beyond
 from kvbench.workload.settings import effective, value_words
 
 CONTROL = "control: the same twice (A/A)"
@@ -53,7 +53,7 @@ _FEWEST_CANARIES = 20  # all right: then fewer than 15 % are wrong, at 95 % (3 /
 class Quality:
     """What is known of one configuration's answers.
 
-    ``figures``: as quality.json has them; empty where it was not measured.
+    ``figures``: as quality.json has them; None where it was not measured.
     ``model``: which one answered, where it is not the run's own.
     ``doubt``: why the figures do not count for this run, such as "random weights"; empty where they do.
     ``canaries``: how many different ones were answered under a load, if these are enough, all right, and its KV is in
@@ -61,7 +61,7 @@ class Quality:
     ``wrong``: a sentence for each load under which more were answered wrongly than its KV dtype explains.
     """
 
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    figures: ConfigurationFigures | None = None
     model: str = ""
     doubt: str = ""
     canaries: int = 0
@@ -70,7 +70,7 @@ class Quality:
     @property
     def outside(self) -> tuple[str, ...]:
         """A sentence for each limit that it breaks, and for each load with wrong answers."""
-        return (*(() if self.doubt else self.figures.get("outside") or ()), *self.wrong)
+        return (*(self.figures.outside if self.figures and not self.doubt else ()), *self.wrong)
 
     @property
     def safe(self) -> bool:
@@ -101,7 +101,7 @@ class Quality:
         return ", ".join(filter(None, [self.brief, *_costs(self.figures)]))
 
 
-def _costs(figures: Mapping[str, Any]) -> Iterator[str]:
+def _costs(figures: ConfigurationFigures | None) -> Iterator[str]:
     """perplexity +4.0 %; passkeys 91 %: what was measured of both"""
     more, passkeys = (figure(figures, name) for name in ("perplexity_change", "passkey.share"))
     if more is not None:
@@ -178,7 +178,7 @@ def answer_sentences(run: Run) -> Iterator[str]:
     if result is None:
         return
     names = {cell.config_id: short_name(cell, baseline(run, cell.load)) for cell in run.cells}
-    outside = [names.get(each, each) for each, known in result.configurations.items() if known.get("outside")]
+    outside = [names.get(each, each) for each, known in result.configurations.items() if known.outside]
     whole = words.plural(len(result.configurations), "configuration")
     within = f"{len(outside)} of {whole} outside the limits: {words.and_more(outside)}"
     missing = len(names.keys() - result.configurations.keys())
@@ -219,7 +219,7 @@ def prices(run: Run) -> Iterator[str]:
             clock = f"in {speed.clock}" if speed.clock == ENGINE else speed.clock
             text += " ".join(filter(None, [" at", amount(speed.ratio), "tokens/s", interval(speed), clock]))
         verdict = "outside the limits" if known.outside else known.verdict or "within the limits"
-        outliers = outlier_words(cell, known.figures.get("kv_outliers") or {})
+        outliers = outlier_words(cell, known.figures.kv_outliers)
         yield f"{text}: {verdict}.{f' {outliers}.' if outliers else ''}"
 
 
@@ -245,13 +245,13 @@ def _interval(low: float | None, high: float | None, render: Callable[[float], s
     return "" if low is None or high is None else f"{render(low)} to {render(high)}"
 
 
-def _number(figures: Mapping[str, Any], name: str, render: Callable[[float], str]) -> Value:
+def _number(figures: ConfigurationFigures | None, name: str, render: Callable[[float], str]) -> Value:
     """A figure with its interval, whose ends are named as the figure is with ``_low`` and ``_high``."""
     known, low, high = (figure(figures, name + end) for end in ("", "_low", "_high"))
     return _NONE if known is None else Value(render(known), known, _interval(low, high, render))
 
 
-def _share(figures: Mapping[str, Any], name: str, agreeing: str, of: str) -> Value:
+def _share(figures: ConfigurationFigures | None, name: str, agreeing: str, of: str) -> Value:
     """A share with its interval and its counts: ``agreeing`` of ``of``; for greedy answers where they part."""
     parts = ("share", "low", "high", agreeing, of, "first_divergence")
     share, low, high, some, every, first = (figure(figures, f"{name}.{part}") for part in parts)
@@ -265,24 +265,24 @@ def _share(figures: Mapping[str, Any], name: str, agreeing: str, of: str) -> Val
     return Value(words.percent(share), share, "\n".join(filter(None, notes)))
 
 
-def _full_pool(figures: Mapping[str, Any]) -> Value:
+def _full_pool(figures: ConfigurationFigures | None) -> Value:
     """Wrong passkeys of all, other answers that are not equal, and what the pool went through."""
-    asked, right = (figure(figures, f"full_pool.passkey_{which}") for which in ("asked", "right"))
-    if asked is None or right is None:
+    pool = figures.full_pool if figures else None
+    if pool is None:
         return _NONE
-    pool = figures["full_pool"]
-    pages = [f"{pool[f'{what}_pages']:,} {what}" for what in ("swapped", "evicted") if pool.get(f"{what}_pages")]
-    canaries = pool.get("canaries") or {}
+    moved = {"swapped": pool.swapped_pages, "evicted": pool.evicted_pages}
+    pages = [f"{count:,} {what}" for what, count in moved.items() if count]
+    canaries, wrong = pool.canaries, pool.passkey_asked - pool.passkey_right
     notes = [
-        f"{pool['agree']} of {pool['answers']} equal" if pool.get("answers") else "",
-        f"canaries: {canaries['wrong']} of {canaries['answered']}" if canaries.get("answered") else "",
-        words.plural(pool["preemptions"], "preemption") if pool.get("preemptions") else "",
+        f"{pool.agree} of {pool.answers} equal" if pool.answers else "",
+        f"canaries: {canaries.wrong} of {canaries.answered}" if canaries and canaries.answered else "",
+        words.plural(pool.preemptions, "preemption") if pool.preemptions else "",
         f"pages: {', '.join(pages)}" if pages else "",
     ]
-    return Value(f"{asked - right:.0f} of {asked:.0f}", asked - right, "\n".join(filter(None, notes)))
+    return Value(f"{wrong} of {pool.passkey_asked}", float(wrong), "\n".join(filter(None, notes)))
 
 
-_COLUMNS: tuple[tuple[str, str, str, Callable[[Mapping[str, Any]], Value]], ...] = (
+_COLUMNS: tuple[tuple[str, str, str, Callable[[ConfigurationFigures | None], Value]], ...] = (
     ("mean", "KLD", "mean over positions, nats", lambda f: _number(f, "mean", kld_text)),
     (
         "perplexity_change", "perplexity", "its change; of held-out text",
@@ -316,7 +316,7 @@ def answer_quality_table(run: Run) -> Table:
     nothing = (_NONE,) * 3
     rows = [Row(None, (Value(CONTROL), *nothing, *_figures(result.control, {})), "control")]
     for config_id in dict.fromkeys([*names, *result.configurations]):
-        known, cell = result.configurations.get(config_id) or {}, cells.get(config_id)
+        known, cell = result.configurations.get(config_id), cells.get(config_id)
         speed_and_room = (_speed(run, cell), _room(run, cell)) if cell else (_NONE, _NONE)
         shown = (*texts(names.get(config_id, config_id)), _within(known), *speed_and_room)
         rows.append(Row(cell, (*shown, *_figures(known, result.limits)), "configurations"))
@@ -336,19 +336,21 @@ def _names(run: Run) -> dict[str, str]:
     return {cell.config_id: cell.name for cell in run.cells}
 
 
-def _within(known: Mapping[str, Any]) -> Value:
-    if not known:
+def _within(known: ConfigurationFigures | None) -> Value:
+    if known is None:
         return Value("not measured")
-    outside = known.get("outside") or ()
-    return Value("outside", 1, words.and_more(outside, _MOST_REASONS, "; "), "worse") if outside else Value("within", 0)
+    if not known.outside:
+        return Value("within", 0)
+    return Value("outside", 1, words.and_more(known.outside, _MOST_REASONS, "; "), "worse")
 
 
-def _figures(known: Mapping[str, Any], limits: Mapping[str, float]) -> Iterator[Value]:
+def _figures(known: ConfigurationFigures | None, limits: Mapping[str, float]) -> Iterator[Value]:
     """An entry a column, marked where it is beyond its limit."""
     for key, *_, value_of in _COLUMNS:
         value, limit = value_of(known), limits.get(key)
         beyond = limit is not None and isinstance(value.sort, float) and is_beyond(key, value.sort, limit)
-        beyond |= key == "full_pool" and any("full pool" in why for why in known.get("outside") or ())
+        outside = known.outside if known else ()
+        beyond |= key == "full_pool" and any("full pool" in why for why in outside)
         yield replace(value, mark="worse") if beyond else value
 
 
@@ -405,10 +407,9 @@ def passkey_table(run: Run) -> Table:
     return listed_table(("by", "of", *columns), rows)
 
 
-def _bins(figures: Mapping[str, Any], key: str) -> dict[str, tuple[int, int]]:
+def _bins(figures: ConfigurationFigures, key: str) -> dict[str, tuple[int, int]]:
     """Bin -> right and asked passkeys of a configuration."""
-    listed = (figures.get("passkey") or {}).get(key) or ()
-    return {str(one["of"]): (one["right"], one["asked"]) for one in listed}
+    return {part.of: (part.right, part.asked) for part in getattr(figures.passkey, key)}
 
 
 def _counts(bins: Sequence[Mapping[str, tuple[int, int]]], name: str) -> list[tuple[int, int]]:

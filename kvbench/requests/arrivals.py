@@ -163,16 +163,16 @@ def draw_arrivals(
 
 def plateaus(profile: Sequence[Segment], last_s: float) -> list[tuple[float, float, float]]:
     """The stretches of constant rate up to ``last_s``: start [s], end [s], rate. Equal neighbours are one."""
-    found: list[tuple[float, float, float]] = []
+    stretches: list[tuple[float, float, float]] = []
     start = 0.0
     for segment in profile:
         end = min(start + segment.seconds, last_s)
         if segment.constant and segment.start_rps > 0 and end > start:
-            if found and found[-1][1:] == (start, segment.start_rps):
-                start, _, _ = found.pop()
-            found.append((start, end, segment.start_rps))
+            if stretches and stretches[-1][1:] == (start, segment.start_rps):
+                start, _, _ = stretches.pop()
+            stretches.append((start, end, segment.start_rps))
         start = end
-    return found
+    return stretches
 
 
 def notes_of(load: LoadConfig, rate: float | None, times: Sequence[float] | np.ndarray) -> Notes:

@@ -87,8 +87,8 @@ def build_requests(
         check_fits(request, max_model_len)
     _check_primed(load, requests)
     if canaries is not None and load.canaries is not None:
-        found = fitting(canaries, vocab_size, max_model_len)
-        requests = mix(requests, found, load.canaries.share, np.random.default_rng([*key, _CANARIES]))
+        chosen = fitting(canaries, vocab_size, max_model_len)
+        requests = mix(requests, chosen, load.canaries.share, np.random.default_rng([*key, _CANARIES]))
         notes["canaries"] = {"of": canaries.model, "seed": seed, "repeat": repeat}
     return RequestList(requests, notes)
 

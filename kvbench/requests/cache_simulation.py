@@ -70,7 +70,7 @@ def shared_tokens(requests: Sequence[ServedRequest], primed: Sequence[Ids] = ())
     """
     every = [request.kept for request in requests] + list(primed)
     shared = shared_beginnings(every, range(len(every)))
-    return [min(found, len(r.prompt) - 1) for r, found in zip(requests, shared, strict=False)]
+    return [min(tokens, len(r.prompt) - 1) for r, tokens in zip(requests, shared, strict=False)]
 
 
 def endless_hits(requests: Sequence[ServedRequest], primed: Sequence[Ids] = ()) -> list[int]:
@@ -78,18 +78,18 @@ def endless_hits(requests: Sequence[ServedRequest], primed: Sequence[Ids] = ()) 
 
     The longest beginning that a prompt has in common with any of a sorted list is in common with a neighbour there.
     """
-    known = sorted(primed)
+    cached = sorted(primed)
     hits = [0] * len(requests)
     for _, what, index, count in _events(requests):
         request = requests[index]
         if what == _COMPUTED:
-            insort(known, request.prompt[:count])
+            insort(cached, request.prompt[:count])
         elif what == _ENDED and len(request.output) > 1:
-            insort(known, request.kept)
+            insort(cached, request.kept)
         elif what == _ADMITTED:
-            at = bisect_left(known, request.prompt)
-            found = [common_beginning(request.prompt, other) for other in known[max(0, at - 1) : at + 1]]
-            hits[index] = min(max(found, default=0), len(request.prompt) - 1)
+            at = bisect_left(cached, request.prompt)
+            beginnings = [common_beginning(request.prompt, other) for other in cached[max(0, at - 1) : at + 1]]
+            hits[index] = min(max(beginnings, default=0), len(request.prompt) - 1)
     return hits
 
 
@@ -110,14 +110,14 @@ class CacheSimulation:
 
     def _numbered(self, tokens: Ids, numbers: dict[tuple[int, Ids], int]) -> list[int]:
         """The number of each full page; two pages have the same one if all tokens up to their ends are equal."""
-        size, page, found = self._page_size, _NO_PAGE, []
+        size, page, pages = self._page_size, _NO_PAGE, []
         for at in range(0, len(tokens) // size * size, size):
             before, page = page, numbers.setdefault((page, tokens[at : at + size]), len(self._parent))
             if page == len(self._parent):
                 self._parent.append(before)
                 self._depth.append(self._depth[before] + 1)
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
     def hits(self, num_pages: int | None = None, *, best: bool = False) -> list[int]:
         """Hits [tokens] in a cache of ``num_pages`` (None: endless). [requests]
@@ -132,10 +132,10 @@ class CacheSimulation:
         for _, what, index, count in self._events:
             request, pages, own = self._requests[index], self._pages[index], held[index]
             if what == _ADMITTED:
-                found = pool.share(pages[: self._lookups(request)])
-                hits[index] = found * self._page_size
-                own += pages[:found]
-                pool.take(own, -(-len(request.prompt) // self._page_size) - found)
+                shared = pool.share(pages[: self._lookups(request)])
+                hits[index] = shared * self._page_size
+                own += pages[:shared]
+                pool.take(own, -(-len(request.prompt) // self._page_size) - shared)
             elif what == _GROWS:
                 pool.take(own, 1)
             elif what == _COMPUTED:
@@ -166,17 +166,17 @@ def _events(requests: Sequence[ServedRequest], page_size: int | None = None) -> 
 
     With ``page_size``, also when each page of an output is taken: the output is taken to grow evenly.
     """
-    found = []
+    events = []
     for index, request in enumerate(requests):
         length, last = len(request.prompt), request.num_output - 1
         assert request.admitted < request.computed <= request.ended and (request.computed < request.ended or not last)
-        found += [(when, _COMPUTED, index, count) for when, count in (*request.chunks, (request.computed, length))]
-        found += [(request.ended, _ENDED, index, length + last), (request.admitted, _ADMITTED, index, 0)]
+        events += [(when, _COMPUTED, index, count) for when, count in (*request.chunks, (request.computed, length))]
+        events += [(request.ended, _ENDED, index, length + last), (request.admitted, _ADMITTED, index, 0)]
         if page_size is not None and last:
             pace = (request.ended - request.computed) / last
             starts = range(-(-length // page_size) * page_size, length + last, page_size)
-            found += [(request.computed + pace * (start - length), _GROWS, index, start) for start in starts]
-    return sorted(found)
+            events += [(request.computed + pace * (start - length), _GROWS, index, start) for start in starts]
+    return sorted(events)
 
 
 class _LeastRecentlyUsed:
@@ -322,7 +322,7 @@ class _Pool:
         for page in gone:  # grows as it goes
             del self._holders[page]
             self.empty += 1
-            for after in [each for each in self._following.get(page, ()) if not self._holders[each]]:
+            for after in [other for other in self._following.get(page, ()) if not self._holders[other]]:
                 self._order.remove(after)
                 self._following[page].remove(after)
                 gone.append(after)
@@ -437,7 +437,7 @@ def _steps(chunks: Sequence[np.ndarray], sent: Sequence[float]) -> _Steps:
     """
     times = np.concatenate([np.empty(0), *chunks])
     order = np.argsort(times, kind="stable")
-    owners = np.repeat(np.arange(len(chunks)), [len(each) for each in chunks])[order].tolist()
+    owners = np.repeat(np.arange(len(chunks)), [len(own) for own in chunks])[order].tolist()
     times, gaps = times[order].tolist(), np.diff(times[order], prepend=-math.inf).tolist()
     starts = [0]  # of each step: its first chunk
     latest = [-1] * len(chunks)  # chunk of each request
@@ -471,7 +471,7 @@ def _prefills(
     if step_tokens is None:
         return [{step: count} for step, count in zip(steps.first, tokens, strict=True)]
     left = [max(0, step_tokens - decodes) for decodes in steps.decodes]
-    found: list[dict[int, int]] = [{}] * len(sent)
+    prefills: list[dict[int, int]] = [{}] * len(sent)
     latest = 1
     for request in sorted(range(len(sent)), key=lambda r: (steps.first[r], sent[r])):
         start = end = steps.first[request]
@@ -487,9 +487,9 @@ def _prefills(
         while start < end and not left[start]:
             start += 1
         latest = start
-        spent = found[request] = {}
+        spent = prefills[request] = {}
         for step in range(start, end + 1):
             spent[step] = min(left[step], need)
             left[step] -= spent[step]
             need -= spent[step]
-    return found
+    return prefills

@@ -93,7 +93,8 @@ def canaries_of(load: LoadConfig, model: str) -> CanarySet | None:
         return None
     file, name = load.canaries.file, Path(model).name.removesuffix(".json")
     given = [Path(file).expanduser()] if file else []
-    if (path := next((each for each in (*given, SHIPPED / f"{file or name}.jsonl") if each.is_file()), None)) is None:
+    path = next(filter(Path.is_file, (*given, SHIPPED / f"{file or name}.jsonl")), None)
+    if path is None:
         what = f"the canary file {file} is not there" if file else f"no canaries ship for the model {name!r}"
         raise ValueError(f"{what}; give a file that `kvbench canaries` wrote in load.canaries.file.")
     return read_canaries(path)
@@ -104,18 +105,19 @@ def fitting(made: CanarySet, vocab_size: int, max_model_len: int) -> tuple[Canar
 
     ``vocab_size``: the model's; ``max_model_len``: tokens of prompt and output that it is served with.
     """
-    if (largest := max(max(each.prompt_token_ids + each.answer_token_ids) for each in made.canaries)) >= vocab_size:
+    largest = max(max(canary.prompt_token_ids + canary.answer_token_ids) for canary in made.canaries)
+    if largest >= vocab_size:
         raise ValueError(
             f"the canaries are of {made.model} and hold the token id {largest}, and the model that is served has "
             f"{vocab_size} tokens, so it is another; name its own in load.canaries.file."
         )
-    if not (found := made.that_fit(max_model_len)):
-        shortest = min(len(each.prompt_token_ids) + len(each.answer_token_ids) for each in made.canaries)
+    if not (canaries := made.that_fit(max_model_len)):
+        shortest = min(len(canary.prompt_token_ids) + len(canary.answer_token_ids) for canary in made.canaries)
         raise ValueError(
             f"no canary of {made.model} fits max_model_len {max_model_len}: the shortest has {shortest} tokens with "
             "its answer; raise max_model_len, or leave load.canaries out."
         )
-    return found
+    return canaries
 
 
 def write_canaries(path: Path, made: CanarySet) -> None:
@@ -152,26 +154,26 @@ def mix(
     count = max(1, round(len(requests) * share / (1 - share)))
     order = np.concatenate([rng.permutation(len(canaries)) for _ in range(-(-count // len(canaries)))])[:count]
     places = np.sort(rng.integers(0, len(requests) + 1, count))
-    found: list[RequestSpec] = []
+    mixed: list[RequestSpec] = []
     left = list(zip(places.tolist(), order.tolist(), strict=True))[::-1]
     sent, arrivals = 0, _arrivals(requests)
     for place in range(len(requests) + 1):
         while left and left[-1][0] == place:
             canary = canaries[left.pop()[1]]
             made = as_request(canary, 0, answers=2 if sent % _FORKED_EVERY == _FORKED_EVERY - 1 else 1)
-            found.append(dataclasses.replace(made, arrival_s=arrivals[place]))
+            mixed.append(dataclasses.replace(made, arrival_s=arrivals[place]))
             sent += 1
         if place < len(requests):
-            found.append(requests[place])
-    return [dataclasses.replace(each, index=index) for index, each in enumerate(found)]
+            mixed.append(requests[place])
+    return [dataclasses.replace(request, index=index) for index, request in enumerate(mixed)]
 
 
 def _arrivals(requests: Sequence[RequestSpec]) -> list[float | None]:
     """The arrival at each place: of the next request that has one, at the end the last; None in closed loop."""
-    found = [max((r.arrival_s for r in requests if r.arrival_s is not None), default=None)]
+    arrivals = [max((r.arrival_s for r in requests if r.arrival_s is not None), default=None)]
     for request in reversed(requests):
-        found.append(found[-1] if request.arrival_s is None else request.arrival_s)
-    return found[::-1]
+        arrivals.append(arrivals[-1] if request.arrival_s is None else request.arrival_s)
+    return arrivals[::-1]
 
 
 @dataclass(frozen=True)
@@ -209,12 +211,12 @@ def first_difference(
 
 
 def answers_of(
-    token_ids: Sequence[int], text: str, answers: int, each: int
+    token_ids: Sequence[int], text: str, answers: int, length: int
 ) -> Iterable[tuple[Sequence[int] | None, str]]:
     """The ``answers`` of one request apart; ids are None where not all of them are known.
 
-    ``token_ids``: of all answers, one after another, ``each`` tokens long; ``text``: theirs, a line break between two.
+    ``token_ids``: of all answers, one after another, ``length`` tokens long; ``text``: theirs, a line break between two.
     """
-    if len(token_ids) == answers * each:
-        return [(token_ids[i * each : (i + 1) * each], "") for i in range(answers)]
+    if len(token_ids) == answers * length:
+        return [(token_ids[i * length : (i + 1) * length], "") for i in range(answers)]
     return [(None, text)] if answers == 1 else [(None, part) for part in text.split("\n")[:answers]]

@@ -62,14 +62,14 @@ def largest_remainder(shares: list[float], total: int) -> list[int]:
 
 def _shared_counts(shares: Sequence[float], counts: list[int]) -> list[list[int]]:
     """The prompts of each class that get each prefix, exact in total. [shares][classes]"""
-    left, given, found = list(counts), 0, []
+    left, given, parts = list(counts), 0, []
     for upto in itertools.accumulate(shares):
         total = min(int(np.floor(upto * sum(counts) + 0.5)), sum(counts)) - given
         part = largest_remainder([float(c) for c in left], total) if total else [0] * len(left)
         left = [a - b for a, b in zip(left, part, strict=True)]
         given += total
-        found.append(part)
-    return found
+        parts.append(part)
+    return parts
 
 
 def draw_prefixes(
@@ -196,7 +196,7 @@ def _of_class(
     outputs = iter(scale_lengths(draw_lengths(item.output_tokens, every, rng), scale))
     thinks = iter(draw_thinks(sessions.think_s, later, rng))
     actual = sessions.history == "actual"
-    found = []
+    conversations = []
     for prefix, total in zip(prefixes, turns, strict=True):
         ids, conversation = prefix, []
         for turn in range(int(total)):
@@ -211,5 +211,5 @@ def _of_class(
                 )
             )  # fmt: skip
             ids += drawing.tokens(output)
-        found.append(conversation)
-    return found
+        conversations.append(conversation)
+    return conversations

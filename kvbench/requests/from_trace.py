@@ -146,7 +146,7 @@ def _read(files: tuple[tuple[str, int], ...], name: str, page_size: int | None) 
 
 def _paths(given: Sequence[str]) -> list[str]:
     """Files, patterns expanded in alphabetical order. ValueError for a pattern that nothing matches."""
-    found: list[str] = []
+    paths: list[str] = []
     for name in given:
         path = find_file(name)
         matched = [str(path)] if path is not None else sorted(glob.glob(name))
@@ -155,8 +155,8 @@ def _paths(given: Sequence[str]) -> list[str]:
                 f"the trace {name} does not exist; give its path in load.prompts.path (-o load.prompts.path=PATH). "
                 "`kvbench trace describe` says what a trace holds; docs/commands.md says where to get public ones."
             )
-        found += matched
-    return found
+        paths += matched
+    return paths
 
 
 def _in_sessions(prompts: TracePrompts, trace: Trace) -> bool:
@@ -218,9 +218,9 @@ def _of_texts(prompts: TracePrompts, trace: Trace, drawing: Drawing) -> tuple[Tr
             f"length_scale {prompts.length_scale} would cut texts; remove it (what is too long is left out)."
         )
     vocab_size, max_model_len = drawing.vocab_size, drawing.max_model_len
-    known = tokenised(trace, load_tokenizer(prompts.tokenizer, vocab_size))
-    outputs = np.maximum(1, known.output_tokens)
-    lengths = np.maximum(1, known.prompt_tokens)
+    with_ids = tokenised(trace, load_tokenizer(prompts.tokenizer, vocab_size))
+    outputs = np.maximum(1, with_ids.output_tokens)
+    lengths = np.maximum(1, with_ids.prompt_tokens)
     fits = lengths + outputs <= max_model_len
     ended: set[int] = set()
     for i, session in enumerate(() if trace.session is None else trace.session.tolist()):
@@ -233,13 +233,13 @@ def _of_texts(prompts: TracePrompts, trace: Trace, drawing: Drawing) -> tuple[Tr
             f"none of the trace's {len(trace)} requests fits max_model_len {max_model_len}; the shortest needs "
             f"{int((lengths + outputs).min())} tokens."
         )
-    assert trace.prompts is not None and known.prompts is not None
+    assert trace.prompts is not None and with_ids.prompts is not None
     ids: list[Ids] = []
     for i in keep:
         if not trace.prompts[i]:
             ids.append(drawing.tokens(int(lengths[i])))
             continue
-        prompt = known.prompts[i] or (0,)  # an empty text: a model needs something to go on from
+        prompt = with_ids.prompts[i] or (0,)  # an empty text: a model needs something to go on from
         if max(prompt) >= vocab_size:
             raise ValueError(
                 f"the trace has the token id {max(prompt)}, but the model's vocabulary ends before {vocab_size}; use "

@@ -198,9 +198,9 @@ def _run_end(pages: list[tuple[Ids, int]], start: int, end: int, beginning: Ids)
     return bisect.bisect_right(pages, False, start, end, key=lambda item: item[0][: len(beginning)] != beginning)
 
 
-def common_beginning(first: Ids, second: Ids, known: int = 0) -> int:
-    """Counts the leading tokens that are equal; at least ``known`` are."""
-    at = known
+def common_beginning(first: Ids, second: Ids, equal: int = 0) -> int:
+    """Counts the leading tokens that are equal; the first ``equal`` are known to be."""
+    at = equal
     while at < len(first) and first[at : at + _STRIDE] == second[at : at + _STRIDE]:
         at += _STRIDE
     at = min(at, len(first), len(second))

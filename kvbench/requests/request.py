@@ -143,18 +143,18 @@ def conversations(requests: Iterable[RequestSpec]) -> list[list[RequestSpec]]:
     In the order of their first requests; one process must send the whole of a list. ValueError for a turn that is
     missing or there twice.
     """
-    found: dict[tuple[str, int], list[RequestSpec]] = {}
+    lists: dict[tuple[str, int], list[RequestSpec]] = {}
     for request in requests:
         alone = request.session is None
-        found.setdefault(("alone", request.index) if alone else ("session", int(request.session or 0)), []).append(
+        lists.setdefault(("alone", request.index) if alone else ("session", int(request.session or 0)), []).append(
             request
         )
-    for (kind, number), turns in found.items():
+    for (kind, number), turns in lists.items():
         if kind == "session":
             turns.sort(key=lambda r: r.turn)
             if [r.turn for r in turns] != list(range(len(turns))):
                 raise ValueError(f"session {number} has the turns {[r.turn for r in turns]}; number them 0, 1, 2 ...")
-    return list(found.values())
+    return list(lists.values())
 
 
 def continued(
@@ -217,9 +217,9 @@ def read_requests(path: str | Path) -> RequestList:
 
 def distinct_prefixes(requests: Iterable[RequestSpec]) -> list[tuple[int, ...]]:
     """The shared prefixes of a load, each once, in order of first use: what a primed cache is sent."""
-    found = {
+    prefixes = {
         r.prompt_token_ids[: r.prefix_tokens]: None
         for r in requests
         if r.prompt_token_ids is not None and r.prefix_tokens
     }
-    return list(found)
+    return list(prefixes)

@@ -228,9 +228,9 @@ class QualityResult(_Measured):
         return bool(self.note)
 
 
-def figure(figures: Mapping[str, Any], name: str) -> float | None:
+def figure(figures: ConfigurationFigures | None, name: str) -> float | None:
     """One of a configuration's figures, such as ``mean`` or ``passkey.share``; None where it was not measured."""
-    return figures.value(name) if isinstance(figures, ConfigurationFigures) else None
+    return figures.value(name) if figures else None
 
 
 def limits_of(control: ConfigurationFigures) -> dict[str, float]:

@@ -12,20 +12,6 @@ from kvbench.runs.results import Manifest
 _MOST_NAMED = 6
 
 
-def is_disturbed(done: Mapping[str, Any]) -> bool:
-    """Whether nothing but the machine or the client's lateness made a load invalid; ``done``: its done.json.
-
-    Neither makes answers wrong, so a load with wrong ones counts, however disturbed.
-    """
-    reasons = done["invalid_reasons"]
-    return bool(reasons) and not done.get("wrong_answers") and set(reasons) <= set(done.get("disturbances") or ())
-
-
-def not_comparable(done: Mapping[str, Any]) -> list[str]:
-    """Why a load's figures may not be compared: it is invalid, refused too much of it, or answered canaries wrongly."""
-    return [*done["invalid_reasons"], *(done[why] for why in ("refused", "wrong_answers") if done.get(why))]
-
-
 def planned_repeats(manifest: Manifest) -> Counter[str]:
     """How many repeats of each cell were planned."""
     return Counter(cell_id for block in manifest.plan for cell_id in block.cells)

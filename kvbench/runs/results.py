@@ -77,6 +77,7 @@ class LoadResult(Record):
         how many canaries were answered wrongly, where that fails the load
     server_faults: the reasons that are the server's doing; disturbances: those that the machine or the client's
         lateness made, and that may be gone when the load is measured again
+    lockstep: of a pair in engine time: steps of a turn, and how often the load was computed
     template_tokens: that the server's chat template adds; prompt_tokens_added: least, median and most tokens that the
         server counts beyond the drawn ones of a text
     """
@@ -97,6 +98,7 @@ class LoadResult(Record):
     disturbances: tuple[str, ...] = ()
     calibration: Mapping[str, Any] | None = None
     clock: str = SERVED
+    lockstep: Mapping[str, Any] | None = None
     metrics: LoadMetrics
     endpoint: str | None = None
     template_tokens: int | None = None

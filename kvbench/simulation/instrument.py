@@ -27,7 +27,7 @@ from kvbench.load.completion import Completion
 from kvbench.load.launch import Progress
 from kvbench.load.outcome import most_in_flight
 from kvbench.load.samples import SCHEMA, Sample
-from kvbench.lockstep.load import result_row
+from kvbench.lockstep.instrument import result_row
 from kvbench.measure.http import TargetInstrument
 from kvbench.measure.result import Readings as ServerReadings
 from kvbench.measure.result import judge

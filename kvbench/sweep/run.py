@@ -27,7 +27,7 @@ from kvbench.common.errors import (
     UsageError,
     log_traceback,
 )
-from kvbench.common.files import check_output_dir, read_json, utc_now, write_json
+from kvbench.common.files import check_output_dir, utc_now, write_json
 from kvbench.common.git import git_state
 from kvbench.common.secrets import without_value
 from kvbench.common.text import and_more, clock, plural
@@ -38,10 +38,11 @@ from kvbench.measure.instrument import Instrument, Job
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.runs.aggregate import TargetFacts, aggregate_cell
 from kvbench.runs.engine_time import read_engine_time
-from kvbench.runs.folder import DONE, RunFolder, create_run
+from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.manifest import add_notes, add_server, build_manifest
 from kvbench.runs.quality import read_quality
-from kvbench.runs.repeats import is_disturbed, repeat_notes
+from kvbench.runs.repeats import repeat_notes
+from kvbench.runs.results import CellSummary, LoadResult
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import FolderWork, kept, work_in
@@ -94,7 +95,7 @@ class Sweep:
     elsewhere: Elsewhere | None = None
     ended_early: str = dataclasses.field(default="", init=False)  # why
     failures: list[Failure] = dataclasses.field(default_factory=list, init=False)
-    summaries: list[dict[str, Any]] = dataclasses.field(default_factory=list, init=False)
+    summaries: list[CellSummary] = dataclasses.field(default_factory=list, init=False)
 
     @property
     def workload(self) -> Workload:
@@ -523,22 +524,22 @@ class Sweep:
                     f"`kvbench report {run.path}`"
                 )
         chosen = {cell.cell_id for cell in design.cells}
-        invalid = [each for each in self.summaries if each["cell_id"] in chosen and each["invalid_reasons"]]
-        only_disturbed = not problems and all(is_disturbed(done) for each in invalid for done in _invalid(run, each))
+        invalid = [each for each in self.summaries if each.cell_id in chosen and each.invalid_reasons]
+        loads = [load for summary in invalid for load in _invalid(run, summary.cell_id)]
+        only_disturbed = not problems and all(load.is_disturbed for load in loads)
         for summary in invalid:
-            problems += [f"{summary['cell_id']} is invalid: {why}" for why in summary["invalid_reasons"]]
+            problems += [f"{summary.cell_id} is invalid: {why}" for why in summary.invalid_reasons]
         if not complete and not self.failures:
             self._say(f"cells are left; go on with:\n  {resume}")
         manifest = run.manifest()
-        counted = [(each["cell_id"], len(each["repeats"]), each["invalid_repeats"]) for each in self.summaries]
+        counted = [(each.cell_id, len(each.repeats), each.invalid_repeats) for each in self.summaries]
         for note in repeat_notes(manifest, counted):
             self._note(note)
-        if complete and manifest["left_out"]:
+        if complete and manifest.left_out:
             self._say(f"measure the repeats that are left out with:\n  {resume} --max-minutes <more>")
-        refused, wrong = (
-            [f"{each['cell_id']}: {why}" for each in self.summaries if each["cell_id"] in chosen for why in each[key]]
-            for key in ("refused", "wrong_answers")
-        )
+        judged = [summary for summary in self.summaries if summary.cell_id in chosen]
+        wrong = [f"{summary.cell_id}: {why}" for summary in judged for why in summary.wrong_answers]
+        refused = [f"{summary.cell_id}: {why}" for summary in judged for why in summary.refused]
         if wrong:
             head = (
                 "WRONG ANSWERS: the server answered canaries wrongly (exit code 1); these cells are compared with "
@@ -599,11 +600,10 @@ def _loads(blocks: Sequence[Block]) -> list[LoadKey]:
     return [(cell.cell_id, block.repeat) for block in blocks for cell in block.cells]
 
 
-def _invalid(run: RunFolder, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """done.json of a cell's invalid loads."""
-    cell_id = summary["cell_id"]
-    found = [read_json(run.load(cell_id, repeat) / DONE) for repeat in run.done_repeats(cell_id)]
-    return [done for done in found if done["invalid_reasons"]]
+def _invalid(run: RunFolder, cell_id: str) -> list[LoadResult]:
+    """The invalid loads of a cell."""
+    results = [run.result(cell_id, repeat) for repeat in run.done_repeats(cell_id)]
+    return [result for result in results if result.invalid_reasons]
 
 
 def failed_loads(failures: Sequence[Failure]) -> list[str]:

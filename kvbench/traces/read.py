@@ -92,25 +92,26 @@ def _find(source: Source, name: str) -> Format:
         if not (named.accepts or named.fits)(source):
             raise ValueError(f"{source.path} is not of the format {name} ({named.looks}): {_begins(source)}")
         return named
-    found = [f for f in FORMATS.values() if f.fits(source)]
-    if len(found) == 1:
-        return found[0]
-    if found and lengths_jsonl.is_plain(source):
+    fitting = [f for f in FORMATS.values() if f.fits(source)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting and lengths_jsonl.is_plain(source):
         raise ValueError(
             f"{source.path} has times and lengths but no unit: {_SAY_UNIT}"
-            f"{' or '.join(f.name for f in found)} if in seconds{_IN_WORKLOAD}"
+            f"{' or '.join(f.name for f in fitting)} if in seconds{_IN_WORKLOAD}"
         )
-    if found:
+    if fitting:
         raise ValueError(
-            f"{source.path} fits the formats {', '.join(f.name for f in found)}: say which with --format{_IN_WORKLOAD}"
+            f"{source.path} fits the formats {', '.join(f.name for f in fitting)}: say which with "
+            f"--format{_IN_WORKLOAD}"
         )
     if source.container == "jsonl" and isinstance(source.first.get("requests"), list):
         raise ValueError(
             f"{source.path}, line 2: more after the first session; page ids are local to a session and sessions share "
             "no clock, so give each one a file of its own"
         )
-    known = "; ".join(f"{f.name} ({f.looks})" for f in FORMATS.values())
-    raise ValueError(f"{source.path} is no trace of a known format: {_begins(source)}. Known are {known}")
+    formats = "; ".join(f"{f.name} ({f.looks})" for f in FORMATS.values())
+    raise ValueError(f"{source.path} is no trace of a known format: {_begins(source)}. Known are {formats}")
 
 
 def _begins(source: Source) -> str:

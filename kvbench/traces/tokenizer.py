@@ -98,8 +98,8 @@ def tokenised(trace: Trace, tokenizer: Tokenizer, page_size: int = 16) -> Trace:
 def _pages(prompts: list[Prompt], page_size: int) -> tuple[array, ...]:
     """The ids of full pages, equal for equal ones, numbered as they come."""
     numbers: dict[bytes, int] = {}
-    found = []
+    paged = []
     for prompt in prompts:
         pages = (prompt[at : at + page_size].tobytes() for at in range(0, len(prompt) - page_size + 1, page_size))
-        found.append(array("q", [numbers.setdefault(page, len(numbers)) for page in pages]))
-    return tuple(found)
+        paged.append(array("q", [numbers.setdefault(page, len(numbers)) for page in pages]))
+    return tuple(paged)

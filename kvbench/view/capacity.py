@@ -88,8 +88,8 @@ def _answer(values: Mapping[str, str], fields: tuple[Field, ...]) -> CapacityAns
     """Raises ValueError, in a sentence with the value and the limit."""
     for field in fields:
         if field.choices and values[field.name] not in dict(field.choices):
-            known = ", ".join(value for value, _ in field.choices)
-            raise UsageError(f"{field.title} {values[field.name]!r} is not one of {known}: choose one of these")
+            allowed = ", ".join(value for value, _ in field.choices)
+            raise UsageError(f"{field.title} {values[field.name]!r} is not one of {allowed}: choose one of these")
     numbers = (field.number(values[field.name]) for field in fields if field.is_number)
     page_size, length, users, prompt, output = numbers
     if users > _MOST_CONCURRENT:

@@ -85,16 +85,16 @@ def _links(up: str, pairs: dict[tuple[str, str], str]) -> pages.Links:
 
 
 def _newest_pairs(rows: list[RunRow]) -> list[tuple[RunRow, RunRow]]:
-    """Of each workload, model and machine the newest run and the one before it."""
+    """The newest run and the one before it, of each workload, model and machine."""
     before, followed = pages.runs_before(rows), set()
-    found = []
+    pairs = []
     for row in rows:  # newest first
         earlier = before.get(row.slug)
         if earlier and row.slug not in followed:
-            found.append((earlier, row))
+            pairs.append((earlier, row))
         if earlier:
             followed.add(earlier.slug)
-    return found
+    return pairs
 
 
 def _remove_earlier(folder: Path) -> None:

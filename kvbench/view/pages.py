@@ -145,7 +145,7 @@ def message(headline: str, text: str, links: Links) -> str:
 
 
 def defect(error: Exception, links: Links) -> str:
-    """In place of a page that could not be made, mostly because a file of a run is damaged."""
+    """A page in place of one that could not be made, mostly because a file of a run is damaged."""
     text = f"{type(error).__name__}: {error}. A file of a run may be damaged; `kvbench report RUN` says more."
     return message("This page could not be made", text, links)
 

@@ -194,12 +194,12 @@ def _free_slug(folder: Path, taken: set[str]) -> str:
 
 def _stamp(folder: Path) -> Stamp:
     """Changes when one of the files does that a row is made of."""
-    found = []
+    states = []
     for path in sorted(path for pattern in _READ_FILES for path in folder.glob(pattern)):
         with suppress(OSError):  # gone meanwhile, or a link to nothing
             state = path.stat()
-            found.append((str(path.relative_to(folder)), state.st_mtime_ns, state.st_size))
-    return tuple(found)
+            states.append((str(path.relative_to(folder)), state.st_mtime_ns, state.st_size))
+    return tuple(states)
 
 
 def _row(run: Run, name: str, stamp: Stamp) -> RunRow:

@@ -191,12 +191,12 @@ def select(design: Design, patterns: Sequence[str]) -> Design:
 def design_of(workload: Workload, only: Sequence[str] = ()) -> Design:
     """The cells of a workload, and the combinations of settings that ``only`` names beside a one-at-a-time design."""
     design = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
-    known = {cell.cell_id for cell in design.cells}
-    patterns = [pattern for pattern in only if not fnmatch.filter(known, pattern)]
+    ids = {cell.cell_id for cell in design.cells}
+    patterns = [pattern for pattern in only if not fnmatch.filter(ids, pattern)]
     if not patterns or workload.design == "full":
         return design
     every = make_design(workload.engine, workload.sweep, workload.load_points, "full")
-    added = every.only(_matching((cell for cell in every.cells if cell.cell_id not in known), patterns))
+    added = every.only(_matching((cell for cell in every.cells if cell.cell_id not in ids), patterns))
     return Design((*design.configurations, *added.configurations), (*design.cells, *added.cells), design.notes)
 
 
@@ -249,8 +249,8 @@ def without_refused(design: Design, refuses: Callable[[Settings], str | None]) -
 
     The baseline stays: it was checked before.
     """
-    found = {c.config_id: refuses(c.settings) for c in design.configurations if not c.is_baseline}
-    skipped = {config_id: reason for config_id, reason in found.items() if reason is not None}
+    reasons = {c.config_id: refuses(c.settings) for c in design.configurations if not c.is_baseline}
+    skipped = {config_id: reason for config_id, reason in reasons.items() if reason is not None}
     return _without(design, skipped, [f"skipped {config_id}: {reason}" for config_id, reason in skipped.items()])
 
 

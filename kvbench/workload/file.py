@@ -58,10 +58,10 @@ def parse_yaml(text: str, path: Path) -> Any:
 
 def _other_workloads(path: Path) -> str:
     folder = path if path.is_dir() else path.parent if path.parent.is_dir() else Path("workloads")
-    found = {p.stem: str(p) for p in sorted(folder.glob("*.yaml"))}
-    if near := nearest(path.stem, found):
-        return f"did you mean {found[near[0]]}?"
-    return f"there are {', '.join(found.values())}" if found else "give the path of a YAML file"
+    others = {p.stem: str(p) for p in sorted(folder.glob("*.yaml"))}
+    if near := nearest(path.stem, others):
+        return f"did you mean {others[near[0]]}?"
+    return f"there are {', '.join(others.values())}" if others else "give the path of a YAML file"
 
 
 def _apply_profile(data: Data, profile: str, source: Path, *, by_user: bool) -> Data:
@@ -69,8 +69,8 @@ def _apply_profile(data: Data, profile: str, source: Path, *, by_user: bool) -> 
     if not isinstance(profiles, dict) or not all(isinstance(p, dict | None) for p in profiles.values()):
         raise UsageError(f"{source}: profiles must be a mapping of profile name to settings, such as `cpu: {{...}}`")
     if profile not in profiles and by_user and profile not in PROFILES:
-        known = f"it has {', '.join(profiles)}" if profiles else "it has none, so leave --profile out"
-        raise UsageError(f"there is no profile {profile!r} in {source}: {known}")
+        there = f"it has {', '.join(profiles)}" if profiles else "it has none, so leave --profile out"
+        raise UsageError(f"there is no profile {profile!r} in {source}: {there}")
     return _merge(data, profiles.get(profile) or {})
 
 
@@ -172,7 +172,7 @@ class SimulateSection(StrictModel):
 def _canonical(settings: Data) -> Data:
     """The settings, or lists of settings to compare, under the names that kvbench writes."""
     return {
-        key: [canonical(key, each) for each in value] if isinstance(value, list) else canonical(key, value)
+        key: [canonical(key, item) for item in value] if isinstance(value, list) else canonical(key, value)
         for key, value in settings.items()
     }
 
@@ -293,7 +293,7 @@ def resolve(data: Data, *, profile: str, source: Path | None, where: str = "the 
         raise UsageError(f"{where}: {' '.join(dict.fromkeys(explain(error, prefix)))}") from None
     engine = _engine_settings(file, folder, where)
     stored = file.model.model_dump(mode="json", exclude_none=True)
-    found = {"path": engine["model"], "config": engine["model"], "tokenizer": engine.get("tokenizer")}
+    paths = {"path": engine["model"], "config": engine["model"], "tokenizer": engine.get("tokenizer")}
     return Workload(
         name=file.name,
         description=file.description,
@@ -310,7 +310,7 @@ def resolve(data: Data, *, profile: str, source: Path | None, where: str = "the 
         resolved={
             **file.model_dump(mode="json", exclude={"load", "model", "simulate"}),
             **({"simulate": file.simulate.model_dump(exclude_unset=True)} if file.simulate else {}),
-            "model": stored | {key: portable(Path(path)) for key, path in found.items() if key in stored},
+            "model": stored | {key: portable(Path(path)) for key, path in paths.items() if key in stored},
             "load": _change_paths(load_data, lambda text: portable(Path(text))),
         },
     )
@@ -366,14 +366,14 @@ def _engine_settings(file: WorkloadFile, folder: Path, where: str) -> Data:
     model = file.model
     settings: Data = {"layout": "paged", "seed": model.seed}
     if model.path is not None:
-        found = _find_path(model.path, folder) or _find_path(model.path, _SHIPPED_MODELS)
-        if found is None:
+        path = _find_path(model.path, folder) or _find_path(model.path, _SHIPPED_MODELS)
+        if path is None:
             shipped = ", ".join(sorted(path.name for path in _SHIPPED_MODELS.iterdir()))
             raise UsageError(
                 f"{where}: the model folder {model.path!r} does not exist: give the folder that holds config.json or "
                 f"the name of a model that ships ({shipped}), or use `config:` with random weights"
             )
-        settings |= {"model": str(found), "load_format": model.load_format or "auto"}
+        settings |= {"model": str(path), "load_format": model.load_format or "auto"}
     else:
         named = _find_path(model.config or "", folder) if (model.config or "").endswith(".json") else None
         settings |= {"model": str(named or model.config), "load_format": model.load_format or "dummy"}

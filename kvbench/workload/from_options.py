@@ -125,7 +125,7 @@ def _yaml(value: Any) -> str:
 
 def changes_of_file(answers: Answers) -> list[str]:
     """``KEY=VALUE`` for a workload file: what the options vary in place of its sweep. UsageError for other answers."""
-    names = [each.name for each in fields(Answers) if getattr(answers, each.name)]
+    names = [answer.name for answer in fields(Answers) if getattr(answers, answer.name)]
     others = [name for name in names if name not in ("vary", "design")]
     if others:
         raise UsageError(
@@ -139,7 +139,7 @@ def changes_of_file(answers: Answers) -> list[str]:
 
 def parse_vary(words: Sequence[str]) -> dict[str, list[Any]]:
     """``page_size=16,32`` as {"page_size": [16, 32]}. Raises UsageError."""
-    found: dict[str, list[Any]] = {}
+    swept: dict[str, list[Any]] = {}
     for word in words:
         key, sign, text = word.partition("=")
         key = key.strip().replace("-", "_").removeprefix("engine.")
@@ -151,10 +151,10 @@ def parse_vary(words: Sequence[str]) -> dict[str, list[Any]]:
             values = []
         if not sign or not values or any(value is None or isinstance(value, list | dict) for value in values):
             raise UsageError(f"--vary {word!r} names no values: write for example --vary page_size=16,32")
-        if key in found:
+        if key in swept:
             raise UsageError(f"--vary {key} is given twice: write all its values in one, as --vary {key}=A,B")
-        found[key] = values
-    return found
+        swept[key] = values
+    return swept
 
 
 def _length(option: str, text: str | None) -> tuple[int, int]:
@@ -229,4 +229,4 @@ def _name(answers: Answers) -> str:
 
 def answers_in(options: Mapping[str, Any]) -> Answers:
     """The answers among the options of a command line."""
-    return Answers(**{each.name: options[each.name] for each in fields(Answers) if options.get(each.name)})
+    return Answers(**{answer.name: options[answer.name] for answer in fields(Answers) if options.get(answer.name)})

@@ -291,16 +291,16 @@ class LoadConfig(StrictModel):
 
     def _mistakes_of_answers(self) -> Iterator[str]:
         """Several answers to a prompt must differ, and a conversation can go on from one only."""
-        for each in self.prompts.classes if isinstance(self.prompts, SyntheticPrompts) else ():
-            drawn = 1 if each.beam_width is not None else each.best_of or each.n
+        for item in self.prompts.classes if isinstance(self.prompts, SyntheticPrompts) else ():
+            drawn = 1 if item.beam_width is not None else item.best_of or item.n
             if drawn > 1 and self.temperature == 0:
                 yield (
-                    f"class {each.name!r} draws {drawn} answers to a prompt, which are all the same at temperature 0; "
+                    f"class {item.name!r} draws {drawn} answers to a prompt, which are all the same at temperature 0; "
                     "set temperature: 1.0, or beam_width for a beam search."
                 )
-            if each.n > 1 and self.sessions is not None:
+            if item.n > 1 and self.sessions is not None:
                 yield (
-                    f"class {each.name!r} has n {each.n} answers to each turn, and a conversation goes on from one; "
+                    f"class {item.name!r} has n {item.n} answers to each turn, and a conversation goes on from one; "
                     "remove n, or sessions."
                 )
 

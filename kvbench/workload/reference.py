@@ -36,8 +36,8 @@ def workload_schema(engine: Schema) -> Schema:
     Whatever a profile may bring is not required of the file itself.
     """
     schema = _schema(engine)
-    for each in (schema, *(schema["$defs"][name] for name in ("Load", "ModelSection"))):
-        each.pop("required", None)
+    for part in (schema, *(schema["$defs"][name] for name in ("Load", "ModelSection"))):
+        part.pop("required", None)
     for name in ("SyntheticPrompts", "TextPrompts", "TracePrompts"):
         schema["$defs"][name]["required"] = ["kind"]
     return schema
@@ -47,7 +47,7 @@ def _schema(engine: Schema) -> Schema:
     """One schema of WorkloadFile, whose ``load`` is checked apart, and of LoadConfig."""
     whole, load = WorkloadFile.model_json_schema(), LoadConfig.model_json_schema()
     definitions = {**whole.pop("$defs", {}), **load.pop("$defs", {}), "Load": load}
-    lists = {name: {"type": "array", "items": each} for name, each in engine.items()}
+    lists = {name: {"type": "array", "items": value} for name, value in engine.items()}
     keys = whole["properties"]
     for name, settings in (("engine", engine), ("sweep", lists)):
         keys[name] |= {"properties": dict(settings), "additionalProperties": True}
@@ -60,24 +60,24 @@ def _schema(engine: Schema) -> Schema:
 def workload_reference(engine: Schema) -> str:
     """The page of all keys, in Markdown; ``engine`` as ``workload_schema`` takes it."""
     schema = _schema(engine)
-    known = schema["$defs"]
+    parts = schema["$defs"]
     sections = [
         ("The file", schema),
-        ("model:", known["ModelSection"]),
+        ("model:", parts["ModelSection"]),
         ("engine: and sweep:", {"description": _ENGINE, "properties": engine}),
-        ("simulate:", known["SimulateSection"]),
-        ("load:", known["Load"]),
-        ("load.prompts: of kind synthetic", known["SyntheticPrompts"]),
-        ("load.prompts.classes:", known["PromptClass"]),
-        ("load.prompts.shared_prefix:", known["SharedPrefix"]),
-        ("load.prompts: of kind text", known["TextPrompts"]),
-        ("load.prompts: of kind trace", known["TracePrompts"]),
-        ("load.sessions:", known["Sessions"]),
-        ("load.canaries:", known["Canaries"]),
-        ("load.slo: in milliseconds", known["Slo"]),
-        ("load.steps:", known["Step"]),
+        ("simulate:", parts["SimulateSection"]),
+        ("load:", parts["Load"]),
+        ("load.prompts: of kind synthetic", parts["SyntheticPrompts"]),
+        ("load.prompts.classes:", parts["PromptClass"]),
+        ("load.prompts.shared_prefix:", parts["SharedPrefix"]),
+        ("load.prompts: of kind text", parts["TextPrompts"]),
+        ("load.prompts: of kind trace", parts["TracePrompts"]),
+        ("load.sessions:", parts["Sessions"]),
+        ("load.canaries:", parts["Canaries"]),
+        ("load.slo: in milliseconds", parts["Slo"]),
+        ("load.steps:", parts["Step"]),
     ]
-    return "\n".join([_INTRODUCTION, *(line for title, each in sections for line in _section(title, each))])
+    return "\n".join([_INTRODUCTION, *(line for title, part in sections for line in _section(title, part))])
 
 
 _ENGINE = (
@@ -112,7 +112,7 @@ def _kind(key: Schema) -> str:
     if "enum" in key or "const" in key:
         return " | ".join(map(str, key.get("enum", [key.get("const")])))
     if "anyOf" in key or "oneOf" in key:
-        kinds = [_kind(each) for each in key.get("anyOf") or key["oneOf"] if each.get("type") != "null"]
+        kinds = [_kind(form) for form in key.get("anyOf") or key["oneOf"] if form.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))
     kinds = key.get("type", "")
     return " or ".join(_TYPES.get(kind, "") for kind in ([kinds] if isinstance(kinds, str) else kinds))

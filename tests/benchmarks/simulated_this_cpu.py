@@ -23,7 +23,7 @@ import pandas as pd
 
 from engine.config import EngineConfig
 from engine.planning import plan_engine
-from kvbench.lockstep import load as loads
+from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import Seat, take_turns, warm_up
 from kvbench.metrics.latency import summarise

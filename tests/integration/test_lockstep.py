@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.sequence import Request, SamplingParams
 from kvbench.cli import main as cli
 from kvbench.gate.compare import lockstep_pairs
-from kvbench.lockstep import load as loads
+from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import Seat, take_turns
 from kvbench.workload.file import load_workload

@@ -20,17 +20,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.files import utc_now, write_json
+from kvbench.common.foreign_cpu import MachineReport
 from kvbench.common.machine import gpus
 from kvbench.gate.compare.folder import CompareFolder, LockstepFacts
 from kvbench.gate.compare.sides import OpenSide, PairedWorkload
 from kvbench.gate.timing.plan import SIDES, Match, Turn
 from kvbench.load.launch import bound_s
-from kvbench.lockstep import load as loads
+from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.process import (
     LOCKSTEP_COMMAND,
     EngineFailedError,
@@ -39,11 +40,12 @@ from kvbench.lockstep.process import (
     open_all,
     why_not_stepped,
 )
-from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, take_turns, warm_up
-from kvbench.requests.request import store_requests
-from kvbench.runs.folder import DONE
+from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, warm_up
+from kvbench.measure.instrument import Job
+from kvbench.requests.request import RequestList
 from kvbench.sweep.block import Failure
 from kvbench.workload.design import Cell
+from kvbench.workload.load_section import LoadPoint
 
 PAIR_S = 8.0  # engine time of both sides of a pair, over all cells
 _WARM_UP_LIMIT_S = 600.0  # a few hundred decode steps
@@ -182,7 +184,8 @@ class LockstepPairs:
             cells = {side: match.cells(side)[index] for side in sides}
             self.show(f"pair {pair}: {cells[sides[0]].cell_id}, both engines in turns")
             times = self._times(match.names[index], workload, cells, pair, decode_step_s)
-            facts = {"server_start_s": start_s, "lockstep": {**cold_facts(cost, length), "times": times}}
+            stepped = {**cold_facts(cost, length), "times": times}
+            facts = {"server_start_s": start_s, "lockstep": stepped, "machine": MachineReport()}
             self._load(workload, cells, sides, pair, seats, rng, facts)
 
     def _times(
@@ -223,32 +226,19 @@ class LockstepPairs:
         times = facts["lockstep"]["times"]
         # the same requests again where that makes the same steps, else others after them
         again, draws = (times, 1) if loads.is_repeatable(load, point) else (1, times)
-        drawn = {side: _requests(workload, side, cells[side], pair, draws) for side in sides}
-        started_at, began = utc_now(), time.monotonic()
-        before: dict[str, str] = {}
-        done_by: dict[str, list[loads.Computed]] = {side: [] for side in sides}
-        for _ in range(again):
-            until = time.monotonic() + len(sides) * bound_s(load, point, drawn[sides[0]])
-            for side in sides:
-                [metrics] = loads.begin([seats[side]], load, point, drawn[side], until)
-                before.setdefault(side, metrics)
-            take_turns([seats[side] for side in sides], rng, facts["lockstep"]["turn_steps"], until)
-            for side in sides:
-                done_by[side].append(loads.computed(seats[side]))
+        instruments = {}
         for side in sides:
-            run, cell = self.folder.run(side, workload.name), cells[side]
-            path, digest = store_requests(drawn[side], run.path / "requests", f"{cell.load.load_id}-{pair}")
-            with run.scratch_load(cell.cell_id, pair) as out:
-                done = {
-                    "cell_id": cell.cell_id,
-                    "repeat": pair,
-                    **facts,
-                    "requests_file": str(path.relative_to(run.path)),
-                    "requests_sha256": digest,
-                    **loads.store(out, done_by[side], load, point, drawn[side], before[side]),
-                    "machine": {},
-                    "started_at": started_at,
-                    "ended_at": utc_now(),
-                    "wall_s": time.monotonic() - began,
-                }
-                write_json(out / DONE, done)
+            job = Job(workload.sides[side].choice.workload, self.folder.run(side, workload.name), check=self.check)
+            draw = partial(self._draw, workload, side, cells[side], draws)
+            instruments[side] = loads.SteppedInstrument(job, seats[side], draw, keeps_requests=True)
+            instruments[side].facts = dict(facts)
+            instruments[side].begin(point, pair)
+        for _ in range(again):
+            until = time.monotonic() + len(sides) * bound_s(load, point, instruments[sides[0]].requests)
+            loads.compute(list(instruments.values()), point, rng, facts["lockstep"]["turn_steps"], until)
+        for side, instrument in instruments.items():
+            instrument.measure(cells[side], pair)
+
+    @staticmethod
+    def _draw(workload: PairedWorkload, side: str, cell: Cell, draws: int, point: LoadPoint, pair: int) -> RequestList:
+        return _requests(workload, side, cell, pair, draws)

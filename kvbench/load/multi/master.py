@@ -282,8 +282,11 @@ class SharedLoad:
                     answer = member.answers[messages.CLOCK]
                     readings.append(exchange(sent, answer["t2"], answer["t3"], answer["received"]))
             if member.lost is None:
-                new, known = best_of(readings), member.clock
-                member.clock = clock_map(new, member.boot, boot_id()) if known is None else known.with_reading(new)
+                reading = best_of(readings)
+                if member.clock is None:
+                    member.clock = clock_map(reading, member.boot, boot_id())
+                else:
+                    member.clock = member.clock.with_reading(reading)
 
     def _shard_of(self, member: Member) -> Data:
         rows = [json.dumps(r.to_row(), separators=(",", ":")) for r in in_slices(member.shard.requests)]

@@ -91,8 +91,8 @@ def _messages(row: Row) -> Iterator[tuple[str, str]]:
             raise ValueError(f"{short(message)} is no message: mend or remove it")
         speaker = message.get("from", message.get("role"))
         if speaker not in _SPEAKERS:
-            known = ", ".join(_SPEAKERS)
-            raise ValueError(f"a message from {short(speaker)}, which is no known role ({known}): mend or remove it")
+            roles = ", ".join(_SPEAKERS)
+            raise ValueError(f"a message from {short(speaker)}, which is no known role ({roles}): mend or remove it")
         yield speaker, text(message, "value" if "value" in message else "content")
 
 
@@ -143,8 +143,8 @@ def _multi_turn(rows: Rows, row: Row, where: Any) -> None:
 
 def _list(source: Source, key: str) -> list[Any]:
     """The list under ``key`` in the file's first row; empty if there is none."""
-    found = source.first.get(key)
-    return found if isinstance(found, list) else []
+    items = source.first.get(key)
+    return items if isinstance(items, list) else []
 
 
 def _format(name: str, looks: str, fits: Callable[[Source], bool], add: Callable[[Rows, Row, Any], Any]) -> Format:

@@ -89,19 +89,19 @@ def _arrivals(start: float, end: float, rate: float, name: str, shape: float, rn
 
 def _windows(source: Source) -> list[tuple[float, float, float, str, float]]:
     """Start, end, rate, distribution and shape of each window; the file has no header. ValueError with the line."""
-    found: list[tuple[float, float, str, float]] = []
+    windows: list[tuple[float, float, str, float]] = []
     for number, text in lines(source.path):
         cells = [*(cell.strip() for cell in text.split(",")), *[""] * 5]
         start, rate, shape = (_number(cells[i]) for i in (0, 1, 4))
-        if start is None or rate is None or start < 0 or rate < 0 or (found and start <= found[-1][0]):
+        if start is None or rate is None or start < 0 or rate < 0 or (windows and start <= windows[-1][0]):
             what = f"start {cells[0]!r} and rate {cells[1]!r} are no window: mend it"
             raise source.error(f"line {number}", what)
         if rate and (cells[3] not in ("Gamma", "Weibull") or shape is None or shape <= 0):
             what = f"{cells[3]!r} of shape {cells[4]!r} is no Gamma or Weibull: mend it"
             raise source.error(f"line {number}", what)
-        found.append((start, rate, cells[3], shape or 1.0))
-    ends = [start for start, *_ in found[1:]] + [found[-1][0] + _LAST_WINDOW_S]
-    return [(start, end, *rest) for (start, *rest), end in zip(found, ends, strict=True)]
+        windows.append((start, rate, cells[3], shape or 1.0))
+    ends = [start for start, *_ in windows[1:]] + [windows[-1][0] + _LAST_WINDOW_S]
+    return [(start, end, *rest) for (start, *rest), end in zip(windows, ends, strict=True)]
 
 
 _Table = tuple[np.ndarray, np.ndarray]  # token counts, int64, and their probabilities
@@ -109,14 +109,14 @@ _Table = tuple[np.ndarray, np.ndarray]  # token counts, int64, and their probabi
 
 def _length_windows(source: Source) -> dict[float, tuple[_Table, _Table]]:
     """Tables of input and output lengths by their window's start, ascending. Raises ValueError."""
-    found = {}
+    tables_at = {}
     for start in sorted(source.first, key=float):
         tables = [_table(source, start, column) for column in ("input_tokens", "output_tokens")]
         if all(table is not None for table in tables):
-            found[float(start)] = tuple(tables)
-    if not found:
+            tables_at[float(start)] = tuple(tables)
+    if not tables_at:
         raise ValueError(f"{source.path} has no window with lengths")
-    return found
+    return tables_at
 
 
 def _table(source: Source, start: str, column: str) -> _Table | None:

@@ -11,7 +11,7 @@ from kvbench.claims.results import FILE, ClaimsResult, markdown, page
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import REPOSITORY
 from kvbench.common.records import read_record, write_record
-from kvbench.lockstep import load as loads
+from kvbench.lockstep import instrument as loads
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import capacities, plan_sweep
 

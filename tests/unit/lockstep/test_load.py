@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbench.lockstep.load import Computed, is_repeatable, typical
+from kvbench.lockstep.instrument import Computed, is_repeatable, typical
 from kvbench.workload.load_section import LoadConfig, load_point
 
 CLASSES = [{"name": "chat", "share": 1.0, "prompt_tokens": 8, "output_tokens": 8}]

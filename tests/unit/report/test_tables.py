@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvbench.effects.comparison import Call
 from kvbench.report.client_quality import quality_sentences, quality_table
 from kvbench.report.comparisons import TTFT, leaders, served
 from kvbench.report.document import document
@@ -27,7 +28,6 @@ from kvbench.report.tables import (
 )
 from kvbench.runs.metric_names import measured
 from kvbench.runs.model import MeasuredCell, Run
-from kvbench.runs.ratios import SAME
 from tests.support.records import put
 from tests.support.report_cells import cell, refused, run, with_cache, wrong
 
@@ -84,7 +84,7 @@ def test_cells_of_two_windows_are_compared_by_the_whole_run_which_is_said() -> N
     base = changed(base, {"steady_latency": settled}, steady_latency=settled)
     other = changed(other, {"steady_latency": {}})
     both = run(base, other)
-    assert leaders(both, base.load)["ttft_ms_p95"] == {other.name: SAME}
+    assert leaders(both, base.load)["ttft_ms_p95"] == {other.name: Call.LEVEL}
     assert served(other, base, TTFT).ratio == pytest.approx(1 / 3)
     (row,) = effect_table(both).rows
     assert [value.note.endswith("whole run") for value in row.values[3:]] == [False, True, True, True]

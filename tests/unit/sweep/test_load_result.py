@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvbench.common.foreign_cpu import MachineReport
 from kvbench.measure.result import client_cost
-from kvbench.metrics.latency import distribution, goodput_share, summarise
+from kvbench.metrics.latency import distribution, summarise
 from kvbench.metrics.model import LoadMetrics
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.runs.results import LoadResult
@@ -50,7 +50,6 @@ def config(**load):
 def kept(measured, load=None, point=CLOSED, **more):
     """metrics.json, with ``more`` in it."""
     load = load or config()
-    measured = measured | {"metrics": LoadMetrics.model_validate(measured["metrics"])}
     info = ServerInfo.read({"engine": {"enable_prefix_caching": None}})
     target = SimpleNamespace(model=SimpleNamespace(name="m", max_model_len=256), preset=PRESETS["vllm"], notes=())
     server = SimpleNamespace(load=load, info=info, target=target)
@@ -87,8 +86,8 @@ def test_an_open_loop_in_vllms_fields():
 def test_failed_requests_lower_the_share_that_met_the_slo():
     slo = {"ttft_ms": 250.0}
     measured = result([0.1, 0.2, 0.3], failed=1, slo=slo)
-    assert goodput_share(measured["metrics"]) == pytest.approx(2 / 4)
-    assert goodput_share(result()["metrics"]) is None
+    assert LoadMetrics.model_validate(measured["metrics"]).goodput_share == pytest.approx(2 / 4)
+    assert LoadMetrics.model_validate(result()["metrics"]).goodput_share is None
     text = "\n".join(lines(kept(measured, config(slo=slo))))
     assert "50.0%" in text and "ttft <= 250 ms" in text and "3 completed, 1 failed (truncated 1)" in text
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,20 +25,22 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kvbench.common.files import write_atomically, write_json
+from kvbench.common.files import utc_now, write_atomically, write_json
 from kvbench.common.records import write_record
 from kvbench.load.completion import Completion
 from kvbench.load.samples import SCHEMA, Sample
 from kvbench.lockstep.turns import STEP_COLUMNS, Seat, take_turns
+from kvbench.measure.instrument import Instrument, Job
 from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.build import build_requests
-from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
+from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes, store_requests
+from kvbench.runs.results import LoadResult
 from kvbench.targets.prometheus import counter_changes, parse_metrics
-from kvbench.workload.design import LoadPoint
+from kvbench.workload.design import Cell, LoadPoint
 from kvbench.workload.load_section import LoadConfig
 
-CLOCK = "engine"
+CLOCK = "engine"  # as load.json and done.json have it
 _WARM_UP_USERS = 8  # of a load by arrivals
 
 
@@ -147,8 +150,8 @@ def store(
     point: LoadPoint,
     requests: RequestList,
     metrics_before: str,
-) -> dict[str, Any]:
-    """Writes the load's files into ``out`` and returns what done.json says of the measurement."""
+) -> LoadResult:
+    """Writes the load's files into ``out`` and returns its result."""
     kept = repetitions[0].rows if len(repetitions) == 1 else typical(repetitions)
     rows = [result_row(spec, *row) for spec, row in zip(requests, kept, strict=True)]
     with write_atomically(out / "requests.parquet") as scratch:
@@ -172,19 +175,81 @@ def store(
     texts = ((metrics_before, 0.0), (repetitions[-1].metrics, clock))
     before, after = (parse_metrics(text, at) for text, at in texts)
     owned = after.owned_pages
-    counters = {**counter_changes(before, after), "pages_owned_after": owned}
-    write_json(out / "counters.json", counters)
+    write_json(out / "counters.json", {**counter_changes(before, after), "pages_owned_after": owned})
     table = pd.DataFrame(rows)
-    metrics = summarise(table, outcome, load.slo.model_dump() if load.slo else None)
     faults = [f"{owned:g} KV pages were still owned after the last request"] if owned else []
     faults += [f"{bad} of {len(rows)} requests did not end"] if (bad := int((~table["ok"]).sum())) else []
-    return {
-        "valid": not faults,
-        "invalid_reasons": faults,
-        "server_faults": faults,
-        "clock": CLOCK,
-        "metrics": metrics,
-    }
+    return LoadResult(
+        valid=not faults,
+        invalid_reasons=tuple(faults),
+        server_faults=tuple(faults),
+        clock=CLOCK,
+        metrics=summarise(table, outcome, load.slo.model_dump() if load.slo else None),
+    )
+
+
+class SteppedInstrument(Instrument):
+    """An engine that takes turns with others, step by step, each under a load of its own (``compute``).
+
+    ``draw``: the requests of a load, by its point and repeat; ``keeps_requests``: beside the results, as a sweep's.
+    ``facts``: what done.json says beside the result.
+    """
+
+    clock = CLOCK
+    disturbed_by_machine = False
+
+    def __init__(
+        self, job: Job, seat: Seat, draw: Callable[[LoadPoint, int], RequestList], *, keeps_requests: bool = False
+    ) -> None:
+        super().__init__(job)
+        self.seat, self.draw, self.keeps_requests = seat, draw, keeps_requests
+        self.facts: dict[str, Any] = {}
+        self.requests = RequestList(())
+        self.repetitions: list[Computed] = []
+        self.metrics_before = self.started_at = ""
+        self.began = 0.0
+
+    @classmethod
+    def why_not(cls, load: LoadConfig, requests: Sequence[RequestSpec]) -> str | None:
+        return why_not(load, requests)
+
+    def begin(self, point: LoadPoint, repeat: int) -> None:
+        """Draws the requests of the load that is computed next."""
+        self.requests, self.repetitions = self.draw(point, repeat), []
+        self.started_at, self.began = utc_now(), time.monotonic()
+
+    def run(self, cell: Cell, repeat: int, out: Path) -> LoadResult:
+        """Stores what the engine has computed."""
+        folder, stored = self.job.folder.path, dict[str, Any](self.facts)
+        if self.keeps_requests:
+            path, digest = store_requests(self.requests, folder / "requests", f"{cell.load.load_id}-{repeat}")
+            stored |= {"requests_file": str(path.relative_to(folder)), "requests_sha256": digest}
+        stored |= {"started_at": self.started_at, "ended_at": utc_now(), "wall_s": time.monotonic() - self.began}
+        load = self.job.workload.load
+        result = store(out, self.repetitions, load, cell.load, self.requests, self.metrics_before)
+        return result.model_copy(update=stored)
+
+
+def compute(
+    instruments: Sequence[SteppedInstrument],
+    point: LoadPoint,
+    rng: random.Random,
+    steps: int,
+    until: float,
+    on_begun: Callable[[], None] = lambda: None,
+) -> None:
+    """Lets every engine compute the load that it has begun, in turns of up to ``steps`` steps.
+
+    ``until``: when it is given up [s, time.monotonic]; ``on_begun``: called once all engines have their requests.
+    """
+    for instrument in instruments:
+        load, requests = instrument.job.workload.load, instrument.requests
+        [metrics] = begin([instrument.seat], load, point, requests, until)
+        instrument.metrics_before = metrics if not instrument.repetitions else instrument.metrics_before
+    on_begun()
+    take_turns([instrument.seat for instrument in instruments], rng, steps, until)
+    for instrument in instruments:
+        instrument.repetitions.append(computed(instrument.seat))
 
 
 def _steps(computed: Computed, number: int) -> pd.DataFrame:
