@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 REQUESTS, GAUGES = "requests.parquet", "server.parquet"
-_NEEDED = ("ok", "t0", "ts", "class", "chunk_times")  # of requests, in every version
+_NEEDED = ("ok", "t0")  # of requests
 _TEXTS = ("class", "error_kind", "error", "finish_reason", "canary", "canary_wrong", "text")
 _LISTS = ("chunk_times", "chunk_tokens", "chunk_choices", "sent_times", "output_token_ids")
 
