@@ -207,7 +207,7 @@ def test_dry_run_of_a_resumed_run_shows_what_is_left_of_its_plan(run, tmp_path):
     begun = RunFolder(tmp_path / "run")
     write_json(begun.manifest_path, manifest)
     for repeat in (1, 3):
-        done = {"invalid_reasons": [], "wall_s": 1.0, "server_start_s": 1.0}
+        done = {"invalid_reasons": [], "wall_s": 1.0, "server_start_s": 1.0, "metrics": {}}
         write_json(begun.load("paged-p16-c1", repeat) / DONE, done)
     before = sorted(tmp_path.rglob("*"))
     code, out, _ = run("sweep", "--resume", begun.path, "--dry-run")
