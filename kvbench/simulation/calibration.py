@@ -258,8 +258,8 @@ class _Runs:
 
     def predict(self, folder: Path, calibration: Calibration, how: str) -> Iterator[_Prediction]:
         run, machine = self.read(folder)
-        for way, known in (("no calibration", None), (how, calibration)):
-            yield _Prediction(run, way, predict(run, dataclasses.replace(machine, calibration=known)))
+        for way, applied in (("no calibration", None), (how, calibration)):
+            yield _Prediction(run, way, predict(run, dataclasses.replace(machine, calibration=applied)))
 
     def fit(self, path: Path, names: Sequence[str], console: Console) -> Calibration:
         """Fits the fields ``names`` to the run, or to the step log, at ``path``."""

@@ -1,4 +1,4 @@
-"""What ``kvbench simulate`` does with its options."""
+"""``kvbench simulate``: its options as jobs, and their figures on the terminal."""
 
 from __future__ import annotations
 

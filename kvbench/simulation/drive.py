@@ -186,7 +186,8 @@ class Drive:
     ) -> None:
         self._replicas, self._on_end, self._router, self._on_step = replicas, on_end, router, on_step
         self._source: Iterator[Sequence[RequestSpec]] = iter(conversations)
-        self._users, self._most, self._turnaround_s, self._began = users, most_in_flight, turnaround_s, began
+        self._users, self._turnaround_s, self._began = users, turnaround_s, began
+        self._most = most_in_flight if users is None else None
         self._due: list[tuple[float, int, _Conversation]] = []  # a heap
         self._held: deque[tuple[float, _Conversation]] = deque()  # due, but the client has too many open
         self._in_flight: dict[str, _InFlight] = {}

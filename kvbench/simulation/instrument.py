@@ -24,14 +24,12 @@ from kvbench.common.files import utc_now, write_atomically
 from kvbench.common.foreign_cpu import MachineReport
 from kvbench.common.records import write_record
 from kvbench.load.completion import Completion
-from kvbench.load.launch import Progress
 from kvbench.load.outcome import most_in_flight
 from kvbench.load.samples import SCHEMA, Sample
 from kvbench.lockstep.instrument import result_row
 from kvbench.measure.http import TargetInstrument
 from kvbench.measure.result import Readings as ServerReadings
 from kvbench.measure.result import judge
-from kvbench.measure.server import Server
 from kvbench.metrics.latency import SESSION_BROKEN, summarise
 from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.request import RequestList, RequestSpec, conversations, distinct_prefixes
@@ -177,11 +175,11 @@ class SimulatedInstrument(TargetInstrument):
         prepare(target, server.load, requests, first=self.loads == 0)
         self.loads += 1
         before = target.metrics()
-        ended, readings = drive(server, target, point, requests, self.job.listener.load_progress)
+        ended, readings = self._drive(target, point, requests)
         rows = [row_of(end) for end in with_unsent(ended, requests)]
         with write_atomically(out / "requests.parquet") as scratch:
             pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
-        outcome = _outcome(point, requests, ended, server)
+        outcome = _outcome(point, server.load, requests, ended, target.replica.cost_notes)
         write_record(out / "load.json", outcome)
         metrics = summarise(pd.DataFrame(rows), outcome, server.load.slo.model_dump() if server.load.slo else None)
         read = ServerReadings(before, readings, target.metrics())
@@ -200,6 +198,39 @@ class SimulatedInstrument(TargetInstrument):
             wall_s=time.monotonic() - began,
         )
 
+    def _drive(
+        self, target: SimulatedTarget, point: LoadPoint, requests: Sequence[RequestSpec]
+    ) -> tuple[list[Ended], list[MetricsSample]]:
+        """Sends all requests; how they ended, and what was read of the engine meanwhile."""
+        ended: list[Ended] = []
+        readings, began = Readings(target), time.monotonic()
+        failed = steps = 0
+
+        def on_end(one: Ended) -> None:
+            nonlocal failed
+            ended.append(one)
+            failed += one.error is not None
+            if len(ended) % _ENDED_A_REPORT == 0:
+                self.job.listener.load_progress(len(ended), len(requests), failed, time.monotonic() - began)
+
+        def on_step(replica: Replica, outputs: Sequence[TokenOutput]) -> None:
+            nonlocal steps
+            steps += 1
+            readings.after_step()
+            if steps % _STEPS_A_CHECK == 0:
+                self.server.check()
+
+        Drive(
+            [target.replica],
+            conversations(requests),
+            on_end,
+            users=point.concurrency,
+            most_in_flight=self.server.load.max_concurrency,
+            turnaround_s=TURNAROUND_S,
+            on_step=on_step,
+        ).run()
+        return ended, readings.samples
+
 
 def prepare(target: SimulatedTarget, load: LoadConfig, requests: Sequence[RequestSpec], *, first: bool) -> None:
     """Puts the prefix cache into the declared state, as a load over HTTP does, and sets the clock to 0.
@@ -211,41 +242,6 @@ def prepare(target: SimulatedTarget, load: LoadConfig, requests: Sequence[Reques
     if load.cache_state == "primed" or (load.cache_state == "steady" and first):
         prime(target.replica, distinct_prefixes(requests))
     target.replica.rewind()
-
-
-def drive(
-    server: Server, target: SimulatedTarget, point: LoadPoint, requests: Sequence[RequestSpec], on_progress: Progress
-) -> tuple[list[Ended], list[MetricsSample]]:
-    """Sends all requests; how they ended, and what was read of the engine meanwhile."""
-    ended: list[Ended] = []
-    readings, began = Readings(target), time.monotonic()
-    failed = steps = 0
-
-    def on_end(one: Ended) -> None:
-        nonlocal failed
-        ended.append(one)
-        failed += one.error is not None
-        if len(ended) % _ENDED_A_REPORT == 0:
-            on_progress(len(ended), len(requests), failed, time.monotonic() - began)
-
-    def on_step(replica: Replica, outputs: Sequence[TokenOutput]) -> None:
-        nonlocal steps
-        steps += 1
-        readings.after_step()
-        if steps % _STEPS_A_CHECK == 0:
-            server.check()
-
-    closed = point.mode == "closed"
-    Drive(
-        [target.replica],
-        conversations(requests),
-        on_end,
-        users=point.concurrency if closed else None,
-        most_in_flight=None if closed else server.load.max_concurrency,
-        turnaround_s=TURNAROUND_S,
-        on_step=on_step,
-    ).run()
-    return ended, readings.samples
 
 
 def with_unsent(ended: Sequence[Ended], requests: Sequence[RequestSpec]) -> list[Ended]:
@@ -268,17 +264,17 @@ def row_of(one: Ended) -> Mapping[str, Any]:
     return {**row, "queued_s": one.sent - one.due}
 
 
-def _outcome(point: LoadPoint, requests: RequestList, ended: Sequence[Ended], server: Server) -> LoadOutcome:
-    """load.json."""
-    assert isinstance(server.target, SimulatedTarget)
-    cost_notes = server.target.replica.cost_notes
+def _outcome(
+    point: LoadPoint, load: LoadConfig, requests: RequestList, ended: Sequence[Ended], cost_notes: list[str]
+) -> LoadOutcome:
+    """What the load left behind besides its rows: load.json."""
     samples = [Sample(one.spec, 0, one.due, one.sent, (one.times or [one.sent])[-1], Completion()) for one in ended]
     return LoadOutcome(
         clock=CLOCK,
         duration_s=max((sample.end for sample in samples), default=0.0),
         mode=point.mode,
         concurrency=point.concurrency,
-        max_concurrency=server.load.max_concurrency,
+        max_concurrency=load.max_concurrency,
         request_rate=point.request_rate,
         num_requests=len(requests),
         completed=sum(one.error is None for one in ended),

@@ -140,7 +140,6 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
             prime(replica, stream.prefixes)
             replica.rewind()
     primed = _seconds_by_class(replicas)
-    closed = job.point.mode == "closed"
     limits = {name: limit for name, limit in (job.load.slo.model_dump() if job.load.slo else {}).items() if limit}
     with row_writer(job.folder / "requests.parquet" if job.folder is not None else None) as writer:
         recorder = Recorder(replicas, limits, writer)
@@ -154,8 +153,8 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
             replicas,
             stream.conversations,
             on_end,
-            users=job.point.concurrency if closed else None,
-            most_in_flight=None if closed else job.load.max_concurrency,
+            users=job.point.concurrency,
+            most_in_flight=job.load.max_concurrency,
             turnaround_s=TURNAROUND_S,
             router=ROUTERS[job.router](),
             on_step=recorder.on_step,
