@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvbench.claims import judges
-from kvbench.claims.kernel_cost import measure_kernel_cost
-from kvbench.claims.served import measure_served
+from kvbench.claims.kernel_cost import KernelCost, measure_kernel_cost
+from kvbench.claims.measure import Measured
+from kvbench.claims.served import ServedFacts, measure_served
 from kvbench.claims.verdict import UNDECIDED, Verdict
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.packages import REPOSITORY
@@ -19,6 +19,8 @@ from kvbench.workload.file import Workload, load_workload
 WORKLOADS = REPOSITORY / "workloads" / "claims"
 OTHERS = {"served": measure_served, "paging-cost": measure_kernel_cost}
 """Measurements without a workload: functions of (folder, on_cpu, say, check)."""
+Finding = Measured | KernelCost | ServedFacts
+"""What a judge looks at."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Claim:
         """When it held."""
         return self._judge.__doc__ or ""
 
-    def verdict(self, found: Mapping[str, Any]) -> Verdict:
+    def verdict(self, found: Mapping[str, Finding]) -> Verdict:
         """Judges it by what was found in each measurement; undecided where a configuration took no part."""
         try:
             return self._judge(*self.published, *(found[name] for name in self.measured))

@@ -33,7 +33,7 @@ from kvbench.runs.folder import DONE, RunFolder
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import Configuration, Design, capacities, normalise, plan_sweep
 from kvbench.workload.file import Workload
-from kvbench.workload.settings import effective
+from kvbench.workload.settings import Settings, effective
 
 EARLY_CONFIDENCE = 0.99  # of the intervals that end a measurement before its fewest launches
 NARROW = 0.08  # half width of an interval beyond which more launches are not worth their time
@@ -87,7 +87,7 @@ class Measured:
             raise MeasurementError(reasons[0] if reasons else f"{configuration.label} was not measured")
         return folders
 
-    def launch_ratios(self, to: Mapping[str, Any], of: Mapping[str, Any] | None = None) -> list[LaunchRatio]:
+    def launch_ratios(self, to: Settings, of: Settings | None = None) -> list[LaunchRatio]:
         """Output tokens/s of ``to`` over those of ``of`` (None: the baseline) in each launch."""
         base, other = self.find(**(of or {})), self.find(**to)
         key = (base.config_id, other.config_id)
@@ -105,7 +105,7 @@ class Measured:
         effects = pooled_effects({name: effect(ratios) for name, ratios in kin.items()}, y)
         return self._careful(effects[self.find(**to).config_id])
 
-    def ratio(self, to: Mapping[str, Any], of: Mapping[str, Any] | None = None) -> Effect:
+    def ratio(self, to: Settings, of: Settings | None = None) -> Effect:
         """The ratio of output tokens/s of ``to`` to those of ``of`` (None: the baseline), from its own noise alone."""
         return self._careful(effect(self.launch_ratios(to, of)))
 

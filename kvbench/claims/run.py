@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench.claims.catalogue import OTHERS, Claim
+from kvbench.claims.catalogue import OTHERS, Claim, Finding
 from kvbench.claims.measure import Measured, all_narrow, measure
 from kvbench.claims.results import FILE, ClaimResult, ClaimsResult, Engines
 from kvbench.claims.verdict import UNDECIDED, Verdict
@@ -47,7 +47,7 @@ class ClaimsRun:
     say: Callable[[str], None]
     check: Callable[[], None]
     result: ClaimsResult | None = None
-    _measured: dict[str, Any] = field(default_factory=dict)  # measurement -> what judges look at
+    _measured: dict[str, Finding] = field(default_factory=dict)  # measurement -> what judges look at
     _failed: dict[str, str] = field(default_factory=dict)  # measurement -> why
     _verdicts: dict[str, Verdict] = field(default_factory=dict)
 

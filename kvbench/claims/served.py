@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ import httpx
 from kvbench.common.errors import MeasurementError
 from kvbench.targets.base import HttpAnswer
 from kvbench.targets.builtin import BuiltinTarget
+from kvbench.workload.settings import Settings
 
 STREAMS = 6
 _PATH = "/v1/completions"
@@ -91,7 +92,7 @@ def measure_served(folder: Path, on_cpu: bool, say: Callable[[str], None], check
 
 
 @contextmanager
-def _server(settings: Mapping[str, Any], log: Path) -> Iterator[BuiltinTarget]:
+def _server(settings: Settings, log: Path) -> Iterator[BuiltinTarget]:
     """A server, stopped in the end. Raises MeasurementError, also where a request got no answer."""
     log.parent.mkdir(parents=True, exist_ok=True)
     target = BuiltinTarget()

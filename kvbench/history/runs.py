@@ -20,7 +20,7 @@ from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.parsing import parse_json
-from kvbench.metrics.definitions import Figure, figure
+from kvbench.metrics.definitions import METRICS, SHIPPED, Figure, figure
 from kvbench.runs.folder import MANIFEST
 from kvbench.runs.metric_names import value_of, values_of
 from kvbench.runs.model import NOT_OF_REQUESTS
@@ -34,11 +34,17 @@ VALID, INVALID, INCOMPLETE = "valid", "invalid", "incomplete"
 _NAMES = (
     "output_throughput", "p95_ttft_ms", "p95_itl_ms", "kv_cache_usage_perc", "kv_waste_share", "prefix_cache_hit_rate",
 )  # fmt: skip
-FIGURES = tuple(  # of the steady window, then the same of the whole run
-    each
-    for plain in map(figure, _NAMES)
-    for each in ((plain.of_steady(True), plain) if plain.metric.steady else (plain,))
-)
+
+
+def trend_figures() -> list[Figure]:
+    """The figures that a history follows: a selection, and every metric that was added to METRICS.
+
+    Of the steady window, then the same of the whole run.
+    """
+    added = [metric for metric in METRICS.values() if metric.name not in SHIPPED]
+    plain = [figure(name) for name in _NAMES]
+    plain += [Figure(metric, statistic) for metric in added for statistic in metric.statistics or ("",)]
+    return [each for one in plain for each in ((one.of_steady(True), one) if one.metric.steady else (one,))]
 
 
 def title_of(shown: Figure) -> str:
@@ -146,6 +152,7 @@ def all_series(runs: Iterable[StoredRun]) -> list[Series]:
     The whole run is left out where every run has the steady window; else it is there of all, to compare like with like.
     """
     points: dict[SeriesKey, list[TrendPoint]] = {}
+    ranks_of_figures = {shown: rank for rank, shown in enumerate(trend_figures())}
     ranks: dict[str, int] = {}  # of definitions, by when they were first seen
     for run in runs:
         for name, cell in run.cells.items():
@@ -158,7 +165,7 @@ def all_series(runs: Iterable[StoredRun]) -> list[Series]:
     def order(key: SeriesKey) -> tuple[Any, ...]:
         parts = re.split(r"(\d+)", key.cell)
         natural = tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)  # c4 < c32
-        return key.workload, key.place, natural, ranks[key.definition], FIGURES.index(key.figure)
+        return key.workload, key.place, natural, ranks[key.definition], ranks_of_figures[key.figure]
 
     return [
         Series(key, tuple(points[key]))
@@ -278,10 +285,11 @@ def _cell(data: Mapping[str, Any], requests: Mapping[str, Any]) -> StoredCell:
     summary = CellSummary.parse(data)
     loads = [values_of(repeat.metrics, repeat.server, repeat.prefix_cache) for repeat in summary.repeats]
     values = {
-        shown: tuple(value for load in loads if (value := value_of(load, shown.name)) is not None) for shown in FIGURES
+        shown: tuple(value for load in loads if (value := value_of(load, shown.name)) is not None)
+        for shown in trend_figures()
     }
     # All repeats are of one window.
-    has_steady = len(values[FIGURES[0]]) == len(loads)
+    has_steady = len(values[figure(_NAMES[0]).of_steady(True)]) == len(loads)
     has_steady_latency = has_steady and all(repeat.metrics.has_steady_latency for repeat in summary.repeats)
     kept = {
         shown: numbers

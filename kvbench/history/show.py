@@ -26,7 +26,6 @@ from kvbench.history.drift import (
     find_releases,
 )
 from kvbench.history.runs import (
-    FIGURES,
     VALID,
     Series,
     SeriesKey,
@@ -37,6 +36,7 @@ from kvbench.history.runs import (
     own_runs,
     read_runs,
     title_of,
+    trend_figures,
 )
 from kvbench.metrics.definitions import Figure
 
@@ -55,7 +55,7 @@ class Selection:
     release: str | None = None
 
     def __post_init__(self) -> None:
-        names = [shown.name for shown in FIGURES]
+        names = [shown.name for shown in trend_figures()]
         for pattern in self.metrics:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise UsageError(f"--metric {pattern!r} matches none of {', '.join(names)}")

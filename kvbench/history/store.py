@@ -20,6 +20,7 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.common.files import flush, write_text
 from kvbench.history.runs import RELEASE, OtherKind, StoredRun, command_of, read_object, read_stored_run, release_of
+from kvbench.metrics.definitions import METRICS, SHIPPED
 from kvbench.runs.folder import MANIFEST
 
 VERDICT = "verdict.json"
@@ -80,7 +81,9 @@ def _kept_files(source: Path, run: StoredRun, release: str | None) -> dict[str, 
 
 
 def _cell_text(summary: Mapping[str, Any], without: Sequence[str] = ()) -> str:
-    of_repeat, of_metrics = ([key for key in keys if key not in without] for keys in (_OF_REPEAT, _OF_METRICS))
+    added = (metric.path for metric in METRICS.values() if metric.name not in SHIPPED)
+    kept_keys = (_OF_REPEAT, (*_OF_METRICS, *added))
+    of_repeat, of_metrics = ([key for key in keys if key not in without] for keys in kept_keys)
     repeats = [
         {key: repeat[key] for key in of_repeat if key in repeat}
         | {"metrics": {key: repeat["metrics"][key] for key in of_metrics if key in repeat.get("metrics", {})}}

@@ -242,6 +242,8 @@ _ROWS = (
     _count("pages_owned_after", "pages owned after the load", "", LOWER, "server.pages_owned_after"),
 )  # fmt: skip
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ROWS}
+SHIPPED = frozenset(METRICS)
+"""Rows of others were added: they are shown wherever a table has a selection of these."""
 
 
 def latencies() -> Iterator[Metric]:

@@ -191,7 +191,7 @@ def model_of(model: Mapping[str, Any]) -> str:
 def target(run: Run) -> str:
     """Which server was measured, with its version: "vLLM 0.32.0"; empty for the built-in one."""
     shown = []
-    for info in run.servers.values():
+    for info in run.manifest.servers.values():
         server, title = info.server, info.server.title
         if server.kind == GENERIC.name:  # known by its command only
             title = textwrap.shorten(shlex.join(server.command), 80, placeholder=" ...") or title
@@ -201,7 +201,7 @@ def target(run: Run) -> str:
 
 def server_facts(run: Run, cell: MeasuredCell) -> ServerInfo:
     """Returns what the server of the cell's configuration reported of itself; empty where it is not known."""
-    return run.servers.get(cell.config_id, ServerInfo())
+    return run.manifest.servers.get(cell.config_id, ServerInfo())
 
 
 def _workload_model(run: Run) -> Mapping[str, Any]:
@@ -218,7 +218,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
     facts = {"model": _workload_model(run), **run.manifest}
     budgets = sorted({c.capacity.get("kv_budget_bytes") for c in run.cells} - {None})
     capacities = [f"{words.kv_capacity(c.capacity)} ({c.name})" for c in run.cells if c.capacity.get("capacity_tokens")]
-    quirks = [str(quirk) for info in run.servers.values() for quirk in info.server.quirks]
+    quirks = [str(quirk) for info in run.manifest.servers.values() for quirk in info.server.quirks]
     found = [
         ("target", target(run)),
         *_simulated_facts(run).items(),
@@ -226,7 +226,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
         ("KV budget", words.listing([words.data_size(b) for b in budgets])),
         ("KV capacity", "; ".join(dict.fromkeys(capacities))),
         *_launches(run),
-        ("CPU threads", "; ".join(dict.fromkeys(filter(None, map(_threads, run.servers.values()))))),
+        ("CPU threads", "; ".join(dict.fromkeys(filter(None, map(_threads, run.manifest.servers.values()))))),
         ("of this target", "; ".join(dict.fromkeys(quirks))),
         ("requests", "; ".join(dict.fromkeys(_text(cell.notes) for cell in run.cells if cell.notes))),
     ]
@@ -243,8 +243,8 @@ def _threads(info: ServerInfo) -> str:
 def _launches(run: Run) -> list[tuple[str, str]]:
     """The launch commands, each with the configurations that it was for where there are several; baseline first."""
     names = {c.config_id: c.name for c in sorted(run.cells, key=lambda c: not c.is_baseline)}
-    order = list(names)
-    servers = sorted(run.servers.items(), key=lambda pair: order.index(pair[0]) if pair[0] in names else len(names))
+    places = {config_id: place for place, config_id in enumerate(names)}
+    servers = sorted(run.manifest.servers.items(), key=lambda pair: places.get(pair[0], len(places)))
     commands: dict[str, list[str]] = {}
     for config_id, info in servers:
         if command := shlex.join(info.server.command):

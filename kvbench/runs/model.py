@@ -8,14 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvbench.common.errors import UsageError
 from kvbench.metrics.definitions import SERVED, SIMULATED
 from kvbench.metrics.latency import SEVERAL_TOKENS, in_steady, most_frequent_failures
 from kvbench.metrics.model import (
@@ -40,7 +38,6 @@ from kvbench.runs.results import (  # noqa: F401 - COST_NOTES for older callers
     Manifest,
     prefix_hits,
 )
-from kvbench.runs.server_info import ServerInfo
 
 # Keys of a workload's load that are in each cell's own definition, or that do not change the requests.
 NOT_OF_REQUESTS = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
@@ -347,16 +344,6 @@ class Run:
     def simulated(self) -> Mapping[str, Any]:
         """On what a simulated run ran, and where its step times came from; empty for a measured run."""
         return self.manifest.simulated or {}
-
-    @cached_property
-    def servers(self) -> Mapping[str, ServerInfo]:
-        """What the server of each configuration said of itself. Raises UsageError for what cannot be true."""
-        try:
-            return {name: ServerInfo.read(info) for name, info in self.manifest.servers.items()}
-        except (AttributeError, ValueError) as error:
-            raise UsageError(
-                f"{self.folder / 'manifest.json'} cannot be read: servers: {error}; measure it again"
-            ) from None
 
     @property
     def clock(self) -> str:

@@ -16,6 +16,7 @@ from kvbench.common.files import as_stored, read_json, utc_now
 from kvbench.common.machine import environment
 from kvbench.common.text import and_more
 from kvbench.runs.folder import RunFolder
+from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import Workload, differing_keys, resolve
 
 # Servers that agree in these settings must agree in their weights and in what they run on.
@@ -132,36 +133,37 @@ def _gpu_names(gpus: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{gpu.get('name')} with driver {gpu.get('driver_version')}" for gpu in gpus) or "none"
 
 
-def server_differences(manifest: Mapping[str, Any], config_id: str, server_info: Mapping[str, Any]) -> list[str]:
-    """How a server, by its /server_info, differs from the servers that this run has measured before.
+def server_differences(manifest: Mapping[str, Any], config_id: str, info: ServerInfo) -> list[str]:
+    """How a server differs from the servers that this run has measured before.
 
     Compared with the server of the same configuration, else with one of the same model and the same device settings:
     weights, what the server settled on, and its versions. What either does not tell is not compared.
     """
-    servers: Mapping[str, Mapping[str, Any]] = manifest.get("servers") or {}
-    identity = _identity(server_info)
-    alike = (other for other in servers.values() if _identity(other) == identity)
-    known = servers.get(config_id) or next(alike, None)
-    if known is None:
+    servers = {name: ServerInfo.model_validate(stored) for name, stored in (manifest.get("servers") or {}).items()}
+    alike = (other for other in servers.values() if _identity(other) == _identity(info))
+    before = servers.get(config_id) or next(alike, None)
+    if before is None:
         return []
-    found = _changed(_known(known, "model", "weights_fingerprint"), _known(server_info, "model", "weights_fingerprint"))
+    weights = [{"weights_fingerprint": server.model.weights_fingerprint} for server in (before, info)]
+    differences = _changed(*map(_told, weights))
     for section in ("resolved", "versions"):
-        found += [f"the server's {text}" for text in _changed(_known(known, section), _known(server_info, section))]
-    return found
+        then, now = (_told(dict(getattr(server, section))) for server in (before, info))
+        differences += [f"the server's {text}" for text in _changed(then, now)]
+    return differences
 
 
-def _identity(server: Mapping[str, Any]) -> list[Any]:
-    return [(server.get("engine") or {}).get(key) for key in _IDENTITY]
+def _identity(server: ServerInfo) -> list[Any]:
+    return [server.fact("engine", name) for name in _IDENTITY]
 
 
-def _known(server: Mapping[str, Any], section: str, *keys: str) -> dict[str, Any]:
-    facts = server.get(section) or {}
-    return {key: value for key, value in facts.items() if value not in (None, "") and (not keys or key in keys)}
+def _told(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that a server tells."""
+    return {name: value for name, value in facts.items() if value not in (None, "")}
 
 
-def accept_server(manifest: dict[str, Any], config_id: str, server_info: Mapping[str, Any], *, force: bool) -> None:
+def accept_server(manifest: dict[str, Any], config_id: str, info: ServerInfo, *, force: bool) -> None:
     """Raises UsageError when this server must not be measured in this run; with ``force`` it is recorded instead."""
-    found = server_differences(manifest, config_id, server_info)
+    found = server_differences(manifest, config_id, info)
     if not found:
         return
     if not force:
@@ -171,6 +173,5 @@ def accept_server(manifest: dict[str, Any], config_id: str, server_info: Mapping
         )
     entry = manifest["resumed"][-1]  # --force comes with --resume only
     entry["differences"] = list(dict.fromkeys([*entry.get("differences", ()), *found]))
-    entry.setdefault("servers", {})[config_id] = {
-        key: server_info.get(key) for key in ("model", "resolved", "versions")
-    }
+    told = info.model_dump(include={"model", "resolved", "versions"}, exclude_unset=True)
+    entry.setdefault("servers", {})[config_id] = told

@@ -27,7 +27,7 @@ def _only(kind: str, is_right: Callable[[Any], bool]) -> BeforeValidator:
     def check(value: Any) -> Any:
         if value is not None and not is_right(value):
             raise ValueError(f"{shorten(repr(value), 300)} is not {kind}")
-        return value
+        return tuple(value) if isinstance(value, list) else value  # a strict tuple takes no list
 
     return BeforeValidator(check)
 
@@ -93,6 +93,9 @@ class EngineSettings(ServerAnswer):
     enable_prefix_caching: Flag = None
     scheduling_policy: Name = None
     kv_cache_dtype: Name = None
+    device: Name = None
+    dtype: Name = None
+    num_threads: Size = None
 
 
 class ModelInfo(ServerAnswer):

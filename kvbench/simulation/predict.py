@@ -228,7 +228,7 @@ def _loads_of(run: Run) -> tuple[list[_Load], list[str]]:
 
 def _engine(cell: MeasuredCell, run: Run) -> SettingsByName:
     """The settings that the cell's server said it had; empty where it said none."""
-    info = run.servers.get(cell.config_id)
+    info = run.manifest.servers.get(cell.config_id)
     return info.engine.to_json() if info else {}
 
 

@@ -624,7 +624,7 @@ def _manifest_writer(
 
     def write(block: Block, info: ServerInfo, target: Target) -> None:
         config_id = block.configuration.config_id
-        accept_server(manifest, config_id, info.to_json(), force=force)
+        accept_server(manifest, config_id, info, force=force)
         manifest["model"] = manifest.get("model") or dataclasses.asdict(target.model) | info.model.to_json()
         if capacity := info.capacity.to_json():  # what the server has made of the budget wins over the arithmetic
             known = manifest["capacity"].setdefault(config_id, {})

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvbench.common import processes
-from kvbench.common.errors import MeasurementError
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.foreign_cpu import ServerProcess
 from kvbench.common.ports import free_port
 from kvbench.common.text import plural
@@ -210,16 +210,19 @@ class LaunchedTarget(ProcessTarget):
 
     def server_info(self) -> ServerInfo:
         """What the launch gave the server and what the server says of itself, in the shape of our own /server_info."""
-        preset, settings, version = self.preset, self.launcher.passed_on(self._settings), self.version()
-        threads, cores, capacity = self._threads(settings), self.bound_cores(), self._capacity()
+        preset, version, cores, capacity = self.preset, self.version(), self.bound_cores(), self._capacity()
         pages = {} if capacity.page_size is None else {"page_size": capacity.page_size}
-        device = settings.get("device")
+        try:
+            engine = EngineSettings.read(self.launcher.passed_on(self._settings) | pages)
+        except ValueError as error:
+            raise UsageError(f"the workload's engine.{error}") from None
+        threads = self._threads(engine)
         return ServerInfo(
-            engine=EngineSettings(**settings | pages),
+            engine=engine,
             model=ModelInfo(**{"name": self._model_name(), "vocab_size": self.model.vocab_size} | self._served_facts()),
             resolved=Resolved(
-                device=device if device != "auto" else None,
-                dtype=settings.get("dtype"),
+                device=engine.device if engine.device != "auto" else None,
+                dtype=engine.dtype,
                 num_threads=min(filter(None, (threads, len(cores))), default=None),
                 bound_cores=tuple(cores) or None,
             ),
@@ -271,10 +274,10 @@ class LaunchedTarget(ProcessTarget):
         given = str(self._settings.get("model", "")) if self.launcher.passes_model else ""
         return Path(given).name.removesuffix(".json") or self.model.name
 
-    def _threads(self, settings: Settings) -> int | None:
+    def _threads(self, engine: EngineSettings) -> int | None:
         """The compute threads that the launch asks for; None where it says nothing of them."""
-        threads = settings.get("num_threads") or self._environment.get("OMP_NUM_THREADS") or ""
-        return int(threads) if str(threads).isdigit() else None
+        variable = self._environment.get("OMP_NUM_THREADS") or ""
+        return engine.num_threads or (int(variable) if variable.isdigit() else None)
 
     def _shown_command(self) -> list[str]:
         """The launch command with names in place of this run's model folder, scratch folder and port."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,9 @@ def _vllm_nearest_page(value: Any, context: Context) -> int:
     return max(step, round(int(value) / step) * step)
 
 
-def _vllm_dtype_refusal(value: Any, context: Context) -> str | None:
-    return "its CPU backend has no such KV cache" if context.on_cpu and value in _GPU_ONLY_DTYPES else None
+def _no_cpu(why: str, *values: Any) -> Callable[[Any, Context], str | None]:
+    """Refuses these values on a CPU."""
+    return lambda value, context: f"its CPU backend {why}" if context.on_cpu and value in values else None
 
 
 def _vllm_chunk_refusal(value: Any, context: Context) -> str | None:
@@ -69,10 +70,6 @@ def _vllm_chunk_refusal(value: Any, context: Context) -> str | None:
     if value or not batch or not longest or batch >= longest:
         return None
     return f"without chunked prefill it needs max_num_batched_tokens of at least max_model_len ({batch} < {longest})"
-
-
-def _vllm_async_refusal(value: Any, context: Context) -> str | None:
-    return "its CPU backend schedules synchronously" if value and context.on_cpu else None
 
 
 # reasoning/basic_parsers.py, count_reasoning_tokens: it looks for <think> in the answer, not in the prompt
@@ -126,7 +123,7 @@ VLLM = Preset(
             "--kv-cache-dtype {}",
             *("auto", "fp8_e4m3", "fp8_e5m2", *_GPU_ONLY_DTYPES),
             why="it has no such KV cache",
-            refuse=_vllm_dtype_refusal,
+            refuse=_no_cpu("has no such KV cache", *_GPU_ONLY_DTYPES),
         ),
         "enable_prefix_caching": switch("--enable-prefix-caching", "--no-enable-prefix-caching"),
         "enable_chunked_prefill": switch(
@@ -140,7 +137,9 @@ VLLM = Preset(
         "scheduling_policy": flag("--scheduling-policy {}"),
         "preemption_mode": always("recompute", "it preempts by recomputation only"),
         "swap_space": absent("it preempts by recomputation only"),
-        "async_scheduling": switch("--async-scheduling", "--no-async-scheduling", refuse=_vllm_async_refusal),
+        "async_scheduling": switch(
+            "--async-scheduling", "--no-async-scheduling", refuse=_no_cpu("schedules synchronously", True)
+        ),
         "cuda_graphs": switch("", """--compilation-config '{"cudagraph_mode": "NONE"}'"""),
         "device": flag("", "auto", "cpu", "cuda", why="it is auto, cpu or cuda"),
         "seed": flag("--seed {}"),

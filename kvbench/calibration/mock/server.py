@@ -42,15 +42,6 @@ _ROUTES = sorted(((path.removeprefix("/v1"), name) for name, path in PATHS.items
 """Ends of paths and their endpoints, the longest first: a chat's path ends as a completion's does."""
 
 
-class Pacer:
-    """Calls functions at exact moments, by a kernel timer; asyncio's own timers are rounded to milliseconds."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._calls = DueCalls()
-        self.at = self._calls.add  # moment [s, perf_counter], function
-        loop.add_reader(self._calls.fd, self._calls.on_readable)
-
-
 class Answer:
     """One stream. ``stamp``: where send times [s, perf_counter] and due times are noted; ``on_end`` is called once.
 
@@ -60,7 +51,7 @@ class Answer:
     def __init__(
         self,
         transport: asyncio.Transport,
-        pacer: Pacer,
+        pacer: DueCalls,
         settings: MockSettings,
         form: AnswerFormat,
         stamp: Stamp,
@@ -90,7 +81,7 @@ class Answer:
         self._due += next(self._gaps)
         if not self._next and self._settings.in_step and (tick := self._settings.itl_ms / 1000):
             self._due = -(-self._due // tick) * tick
-        self._pacer.at(self._due, self._on_due)
+        self._pacer.add(self._due, self._on_due)
 
     def _on_due(self) -> None:
         """One write of the schedule."""
@@ -184,21 +175,19 @@ class MockState:
 
     def metrics(self) -> str:
         """Prometheus text, under the names of the built-in server."""
-        lines = []
-        for name, kind, value in (
-            ("num_requests_running", "gauge", self.running),
-            ("num_requests_waiting", "gauge", 0),
-            ("request_success_total", "counter", self.requests - self.running),
-            ("generation_tokens_total", "counter", self.tokens),
-        ):
-            lines += [f"# TYPE kvbench:{name.removesuffix('_total')} {kind}", f"kvbench:{name} {float(value)}"]
-        return "\n".join(lines) + "\n"
+        gauges = {"num_requests_running": self.running, "num_requests_waiting": 0}
+        counters = {"request_success": self.requests - self.running, "generation_tokens": self.tokens}
+        lines = [f"# TYPE kvbench:{name} gauge\nkvbench:{name} {float(value)}\n" for name, value in gauges.items()]
+        lines += [
+            f"# TYPE kvbench:{name} counter\nkvbench:{name}_total {float(value)}\n" for name, value in counters.items()
+        ]
+        return "".join(lines)
 
 
 class Connection(asyncio.Protocol):
     """One client connection: HTTP/1.1 requests one after the other."""
 
-    def __init__(self, state: MockState, pacer: Pacer) -> None:
+    def __init__(self, state: MockState, pacer: DueCalls) -> None:
         self._state, self._pacer = state, pacer
         self._buffer = b""
 
@@ -342,7 +331,8 @@ def _tls_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
 
 async def _serve(state: MockState, host: str, port: int, tls: ssl.SSLContext | None) -> None:
     loop = asyncio.get_running_loop()
-    pacer, stop = Pacer(loop), asyncio.Event()
+    pacer, stop = DueCalls(), asyncio.Event()  # asyncio's own timers are rounded to milliseconds
+    loop.add_reader(pacer.fd, pacer.on_readable)
     server = await loop.create_server(lambda: Connection(state, pacer), host, port, ssl=tls, backlog=4096)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

@@ -58,7 +58,7 @@ from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job, Listener
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.resume import stored_workload
-from kvbench.runs.server_info import ServerInfo
+from kvbench.runs.server_info import ModelInfo, ServerInfo
 from kvbench.runs.work import kept, orderly_end
 from kvbench.sweep.block import BlockRunner
 from kvbench.targets.base import Target
@@ -505,19 +505,19 @@ class Comparison:
 
     def _on_server(self, workload: PairedWorkload, side: str, block: Block, info: ServerInfo, target: Target) -> None:
         """Stores what the server says of itself, or compares it with what the first one of its configuration said."""
-        facts = {**info.to_json(), "served_model": dataclasses.asdict(target.model)}
         match = next(m for m in workload.matches if m.of(side) == block.configuration)
         new = [note for note in info.server.notes if note not in self.manifest.notes]
         self.manifest.notes = (*self.manifest.notes, *new)
         for note in new:
             self._say(f"note: {note}")
-        self._record(match, side, facts, alone=block.alone)
+        served = ModelInfo(**dataclasses.asdict(target.model))
+        self._record(match, side, info.model_copy(update={"served_model": served}), alone=block.alone)
 
     def _on_engine(self, workload: PairedWorkload, side: str, match: Match, info: Mapping[str, Any]) -> None:
         """Does what ``_on_server`` does, for an engine without a server."""
-        model = info.get("model") or {}
-        served = {name: model.get(name) for name in ("name", "vocab_size", "max_model_len")}
-        self._record(match, side, {**info, "served_model": served}, alone=False)
+        said = ServerInfo.read(info)
+        served = ModelInfo(**{name: said.fact("model", name) for name in ("name", "vocab_size", "max_model_len")})
+        self._record(match, side, said.model_copy(update={"served_model": served}), alone=False)
 
-    def _record(self, match: Match, side: str, facts: Mapping[str, Any], *, alone: bool) -> None:
-        record_server(self.manifest, match, side, ServerInfo(**facts), alone=alone, force=self.request.force)
+    def _record(self, match: Match, side: str, info: ServerInfo, *, alone: bool) -> None:
+        record_server(self.manifest, match, side, info, alone=alone, force=self.request.force)

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from kvbench.cli.history import history
 from kvbench.common.errors import UsageError
 from kvbench.history.store import add_run
+from kvbench.metrics.definitions import LOWER, METRICS, Metric
 from tests.support.stored_runs import repeat, write_run
 from tests.support.synthetic_run import VARIANTS, make_run
 from tests.unit.history.test_history_show import shown
@@ -129,3 +130,15 @@ def test_a_run_is_kept_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.undo()
     add_run(run, to, None)
     assert len(files(to)) == 4
+
+
+def test_a_metric_that_is_added_to_the_table_has_a_trend_and_is_kept(tmp_path: Path, monkeypatch) -> None:
+    row = Metric("slip", "slip_ms", "ms", LOWER, "late sends", "slip", ("p95",), samples=lambda good: good["slip"])
+    monkeypatch.setitem(METRICS, "slip", row)
+    one = repeat(1, 100.0)
+    one["metrics"]["slip_ms"] = {"p95": 3.5, "n": 9}
+    run = write_run(tmp_path / "results", 0, {"a-c3": [one]})
+    assert add(run, "--to", tmp_path / "history")[0] == 0
+    for folder in ("results", "history"):
+        (trend,) = (each for each in shown(tmp_path / folder)["series"] if each["metric"] == "p95_slip_ms")
+        assert (trend["last"], trend["unit"], trend["better"]) == (3.5, "ms", "lower")

@@ -199,7 +199,9 @@ def test_cells_of_other_engines_match_by_load_and_the_settings_that_are_varied()
     text = visible(page(groups))
     assert "B vllm" in text and "C llamacpp" in text and "A the built-in engine" in text
     with pytest.raises(UsageError, match="share no measured cell"):
-        groups_of(ours, replace(llama, cells=llama.cells[:1], manifest={**llama.manifest, "target": None}))
+        groups_of(
+            ours, replace(llama, cells=llama.cells[:1], manifest=llama.manifest.model_copy(update={"target": None}))
+        )
     swept = of(*(cell(load=3, page_size=size) for size in (16, 64)), name="swept")
     one = replace(llama, cells=llama.cells[:1])
     for runs in ((swept, one), (one, swept)):  # which page size is llama.cpp's?

@@ -159,9 +159,9 @@ def test_a_server_is_compared_with_those_measured_before(config_id, server, foun
     manifest = {"servers": {"paged": told()}, "resumed": [{"differences": []}]}
     if found:
         with pytest.raises(UsageError) as error:
-            accept_server(manifest, config_id, server, force=False)
+            accept_server(manifest, config_id, ServerInfo.read(server), force=False)
         assert found[0] in str(error.value) and "--force" in str(error.value)
-    accept_server(manifest, config_id, server, force=bool(found))
+    accept_server(manifest, config_id, ServerInfo.read(server), force=bool(found))
     (entry,) = manifest["resumed"]
     assert entry["differences"] == found and ("servers" in entry) == bool(found)
 

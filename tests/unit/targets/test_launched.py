@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvbench.common.errors import UsageError
 from kvbench.load.endpoints import PATHS
 from kvbench.targets.base import contradiction
 from kvbench.targets.launch_plan import Launcher
@@ -90,6 +91,13 @@ def test_tokens_bytes_and_type_of_the_cache_are_read_and_held_against_the_budget
     assert info.to_json()["capacity"] == (dict(zip(names, capacity, strict=True)) if capacity else {})
     found = contradiction(SETTINGS, KNOWN, info)
     assert found is None if wrong is None else wrong in found
+
+
+def test_a_setting_that_no_server_can_have_is_bad_input(tmp_path):
+    with launched(tmp_path, "nothing of a cache") as target:
+        target._settings = {**SETTINGS, "max_num_seqs": "many"}
+        with pytest.raises(UsageError, match=r"engine\.max_num_seqs: 'many' is not a whole number"):
+            target.server_info()
 
 
 @pytest.mark.parametrize(
