@@ -65,7 +65,7 @@ def quality_sentences(run: Run) -> list[str]:
         ("cpu_s_per_1000_output_tokens", words.significant, "{} s of client CPU per 1,000 output tokens"),
         ("foreign_cpu_cores", words.significant, "{} cores taken by other processes"),
     ):
-        machine = (r.machine.get(key) for cell in run.cells for r in cell.repeats)
+        machine = (getattr(r.machine, key, None) for cell in run.cells for r in cell.repeats)
         value = _worst([*machine, *(v for cell in run.cells for v in cell.client(key))])
         if value is not None:
             worst.append(words_.format(render(value)))
@@ -74,7 +74,7 @@ def quality_sentences(run: Run) -> list[str]:
 
 def calibrations(run: Run) -> list[str]:
     """One sentence for each calibration of the load client, or that there was none."""
-    stored = run.manifest.get("calibration") or {}
+    stored = run.manifest.calibration or {}
     if stored.get("left_out"):
         return ["The load client was not calibrated (--no-calibration): how well it measures here is not known."]
     found = []
@@ -96,7 +96,7 @@ def _client(key: str, title: str, hint: str, render: Render) -> Column:
 
 def _machine(key: str, title: str, render: Render) -> Column:
     def worst(cell: MeasuredCell) -> float | None:
-        values = [r.machine.get(key) for r in cell.repeats]
+        values = [getattr(r.machine, key) for r in cell.repeats]
         return _worst(v[0] if isinstance(v, list) else v for v in values)  # of getloadavg(3): the last minute
 
     return number_column(f"machine_{key}", title, "worst repeat", worst, render)

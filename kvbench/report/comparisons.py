@@ -102,7 +102,7 @@ def not_varied(run: Run, base: MeasuredCell) -> list[str]:
 
 def tokens_held(cell: MeasuredCell, base: MeasuredCell) -> float | None:
     """How many times as many tokens as ``base`` a configuration holds in the same memory; None where not known."""
-    held, before = cell.capacity.get("capacity_tokens"), base.capacity.get("capacity_tokens")
+    held, before = cell.capacity.capacity_tokens, base.capacity.capacity_tokens
     return held / before if held and before else None
 
 
@@ -325,6 +325,12 @@ def interval(comparison: Comparison) -> str:
     if low is None or high is None or high > _WIDEST * low:
         return ""
     return f"({' to '.join(_number(end, times=comparison.ratio >= 2) for end in (low, high))})"
+
+
+def signed_interval(comparison: Comparison) -> str:
+    """+17.4 to +19.8, in percent; empty where it tells nothing."""
+    ends = (round(100 * ((end or 1.0) - 1), 1) + 0.0 for end in (comparison.low, comparison.high))  # no -0.0
+    return " to ".join(f"{end:+.1f}" for end in ends) if interval(comparison) else ""
 
 
 def sized(comparison: Comparison) -> str:

@@ -34,6 +34,7 @@ from kvbench.report.comparisons import (
     paging_pair,
     served,
     short_name,
+    signed_interval,
     sized,
     spread,
     tokens_held,
@@ -497,7 +498,7 @@ class Decision:
         if not unknown or self.run.simulated:
             return
         names = words.and_more([one.name for one in unknown])
-        if self.run.is_built_in and not self.run.manifest.get("target"):
+        if self.run.is_built_in and not self.run.manifest.target:
             yield NextStep(f"measure the quality of {names}", f"kvbench quality {shlex.quote(str(self.run.folder))}")
         elif any(not is_quantised(one.cell) for one in unknown):
             command = sweep_command(self.run, ["-o", "load.canaries={share: 0.3}"])
@@ -566,7 +567,7 @@ def _without_loads(run: Run) -> list[str]:
         return ["Cannot tell: no load over HTTP was finished"]
     best = max(ahead, key=lambda one: one.ratio)
     what = "is kept" if run.not_kept else "was measured"
-    return [f"Only {ENGINE} {what}: {best.cell} {sized(best.comparison)} tokens/s"]
+    return [f"Only {ENGINE} {what}: {best.cell} {amount(best.ratio)} tokens/s ({signed_interval(best.comparison)})"]
 
 
 def _alone(run: Run, cell: MeasuredCell) -> list[str]:
@@ -612,7 +613,7 @@ def _doubt(run: Run, cell: MeasuredCell) -> str:
     if cell.doubt == "refused":
         return f"{cell.name} refused {cell.count('failed')} of {cell.sent} requests {cell.load.where}"
     if cell.doubt == WRONG:
-        return f"{cell.name} answered {cell.canaries['wrong']} of {cell.canaries['answered']} canaries wrongly"
+        return f"{cell.name} answered {cell.canaries.wrong} of {cell.canaries.answered} canaries wrongly"
     if not cell.doubt:
         return f"{cell.name} has no throughput {cell.load.where}"
     why = re.sub(r"^repeat \d+: ", "", (cell.invalid_reasons or ("no reason recorded",))[0])
@@ -645,7 +646,7 @@ def again(run: Run) -> Iterator[NextStep]:
 
 def sweep_command(run: Run, options: Sequence[str]) -> str:
     """The command of the run with further options; empty where it is not known."""
-    command = [str(part) for part in run.manifest.get("command") or ()]
+    command = list(run.manifest.command)
     while options[0] != "-o" and options[0] in command[:-1]:  # given before, with another value
         at = command.index(options[0])
         del command[at : at + 2]

@@ -138,8 +138,8 @@ def _counted(run: Run, state: provenance.Validity) -> str:
         parts[0] += f", too few for a verdict on {run.clock} figures ({FEWEST})"
     if failed := sum(cell.count("failed") for cell in run.cells):
         parts.append(f"{words.plural(failed, 'request')} failed")
-    if run.manifest.get("shared_machine"):
-        cores = (run.manifest.get("cpu") or {}).get("cores")
+    if run.manifest.shared_machine:
+        cores = run.manifest.cpu.cores
         parts.append(f"client and engine shared {f'{cores} cores' if cores else 'the machine'}")
     return "; ".join(parts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvbench.effects.comparison import Call, Comparison
 from kvbench.metrics.definitions import figure
-from kvbench.report.comparisons import CALLS, ITL, JUDGED, THROUGHPUT, TTFT, baseline, in_engine_time, interval
+from kvbench.report.comparisons import CALLS, ITL, JUDGED, THROUGHPUT, TTFT, baseline, in_engine_time, signed_interval
 from kvbench.report.tables import Row, Section, Table, Value, listed_table, mark_of, ratio_value, texts
 from kvbench.runs.model import Run
 
@@ -44,15 +44,11 @@ def _value(effect: Comparison | None) -> Value:
     if effect is None:
         return Value("–")
     note = CALLS[effect.call]
-    if interval(effect):
-        note = f"{_percent(effect.low)} to {_percent(effect.high)}\n{note}"
+    if bounds := signed_interval(effect):
+        note = f"{bounds}\n{note}"
     if effect.call == Call.UNDECIDED and effect.smallest is not None:
         note += f"; a change of {100 * effect.smallest:.1f} % or more would show"
     return Value(f"{100 * (effect.ratio - 1):+.1f} %", effect.ratio, note, mark_of(effect.call))
-
-
-def _percent(ratio: float | None) -> str:
-    return f"{round(100 * ((ratio or 1.0) - 1), 1) + 0.0:+.1f}"  # no -0.0
 
 
 def engine_time_note(run: Run) -> str:

@@ -216,7 +216,7 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
     }
     sent = totals.pop("prompt_tokens")
     if sent is None:
-        sent = _sum(number(r.metrics.get("total_input_tokens")) for r in repeats) or 0.0
+        sent = _sum(r.metrics.total_input_tokens for r in repeats) or 0.0
     reason = reasons[0] if reasons and not simulated else ""
     if simulated and totals["lru"] is None:
         reason = "the server does not tell its capacity"
@@ -224,8 +224,8 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
         reason = f"{len(simulated)} of {len(cell.repeats)} repeats: {reasons[0]}"
     elif simulated and "steady" in run.cache_state:
         reason = "the cache was not emptied before the load: what it held then is unexplained"
-    counted = _sum(number(_counted(r)) for r in repeats)
-    told = _sum(number(r.metrics.get("total_cached_tokens")) for r in repeats)
+    counted = _sum(_counted(r) for r in repeats)
+    told = _sum(r.metrics.total_cached_tokens for r in repeats)
     return HitLedger(cell, sent, counted, told, **totals, reason=reason)
 
 
@@ -245,15 +245,15 @@ def _source(run: Run, cell: MeasuredCell, repeat: Repeat) -> _Source | str:
         return effective(cell.settings, name) if cell.is_paged else cell.settings.get(name)
 
     split = setting("enable_chunked_prefill") is not False
-    page_size = number(cell.capacity.get("page_size"))
+    page_size = cell.capacity.page_size
     return _Source(
         stored[0],
         rows,
         tuple(path.stat().st_mtime_ns for path in (stored[0], rows)),
         repeat.repeat,
-        repeat.cache.get("state", run.cache_state) in ("primed", "steady"),
+        (repeat.cache.state or run.cache_state) in ("primed", "steady"),
         _positive(setting("page_size") if page_size is None else page_size),
-        _positive(cell.capacity.get("num_pages")),
+        _positive(cell.capacity.num_pages),
         _positive(setting("max_num_batched_tokens")) if split else None,
     )
 
@@ -302,9 +302,13 @@ def _sum(values: Iterable[float | None]) -> float | None:
     return sum(value for value in known if value is not None) if known and None not in known else None
 
 
-def _counted(repeat: Repeat) -> Any:
+def _counted(repeat: Repeat) -> float | None:
     """The server's own count; ``hits`` in runs from before answers were counted too."""
-    return repeat.cache.get("counted", repeat.cache.get("hits", repeat.server.get("prefix_cache_hits_total")))
+    cache = repeat.cache
+    for name in ("counted", "hits"):
+        if name in cache.model_fields_set:
+            return getattr(cache, name)
+    return repeat.server.get("prefix_cache_hits_total")
 
 
 # --- The figure ---

@@ -152,7 +152,7 @@ def _size(value: float | None) -> str:
 
 
 def _number_of(name: str) -> Callable[[MeasuredCell], float | None]:
-    return lambda cell: number(cell.capacity.get(name))
+    return lambda cell: getattr(cell.capacity, name)
 
 
 def _page_table(cell: MeasuredCell) -> Value:
@@ -198,7 +198,7 @@ def _swapped(cell: MeasuredCell) -> Value:
 
 def reservation(contiguous: MeasuredCell) -> str:
     """What contiguous reserves for a request, and what requests needed; empty where that is not known."""
-    slots = contiguous.settings.get("max_model_len") or contiguous.capacity.get("max_model_len")
+    slots = contiguous.settings.get("max_model_len") or contiguous.capacity.max_model_len
     requests = contiguous.requests()
     if effective(contiguous.settings, "reservation") != "max" or not slots or requests.empty:
         return ""

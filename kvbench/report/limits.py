@@ -17,7 +17,7 @@ from kvbench.effects.comparison import Call
 from kvbench.report.comparisons import THROUGHPUT, baseline, change_between, differing, median, short_name
 from kvbench.report.tables import UNCERTAIN, Part, Row, Section, Table, Value, listed_table
 from kvbench.runs.kv_ledger import step_seconds
-from kvbench.runs.model import SERVED, MeasuredCell, MeasuredLoad, Run, all_steady_latency, number
+from kvbench.runs.model import SERVED, MeasuredCell, MeasuredLoad, Run, all_steady_latency
 from kvbench.workload.settings import effective
 
 CLIENT, KV, SEATS, QUEUE, COMPUTE, NOTHING, UNKNOWN = (
@@ -291,7 +291,7 @@ def _queue_growth(cell: MeasuredCell) -> float | None:
 
     None for a load of which every repeat settled: its queue swings, and does not grow.
     """
-    repeats = [each.repeat for each in cell.repeats if number(each.metrics.get("steady_end_s")) is None]
+    repeats = [each.repeat for each in cell.repeats if each.metrics.steady_end_s is None]
     if cell.load.mode != "open" or not repeats:
         return None
     gauges, requests = cell.gauges(), cell.requests()

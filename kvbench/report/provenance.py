@@ -115,12 +115,12 @@ def warnings(run: Run) -> list[str]:
         if (s := scatters(c))
     ]
     loads = [repeat for cell in run.cells for repeat in cell.repeats]
-    unverified = [str(load.cache["unverified"]) for load in loads if load.cache.get("unverified")]
+    unverified = [load.cache.unverified for load in loads if load.cache.unverified]
     hits = [notes for load in loads if (notes := hit_notes(load.cache))]
     hits_differ = list(dict.fromkeys(note for notes in hits for note in notes))
     resumed = resumed_differences(run.manifest)
     found = {
-        "Load generator and engine shared this machine and competed for its cores.": run.manifest.get("shared_machine"),
+        "Load generator and engine shared this machine and competed for its cores.": run.manifest.shared_machine,
         f"Some cells have {words.plural(fewest, 'repeat')} only: under 3 there is no interval, and with one there is "
         "no spread at all.": fewest < 3,
         f"The repeats scatter: output tokens/s of one cell differ by more than {SCATTER:g}x between repeats in "
@@ -133,7 +133,7 @@ def warnings(run: Run) -> list[str]:
         f"{len(loads)} loads: {'; '.join(dict.fromkeys(unverified))}.": unverified,
         f"Prefix-cache hits in {len(hits)} of {len(loads)} loads: {words.and_more(hits_differ, 2, '; ')}.": hits,
         "The working tree had uncommitted changes: the commit alone does not reproduce this run.": (
-            (run.manifest.get("git") or {}).get("dirty")
+            run.manifest.git.dirty
         ),
         "Some cells have no server metrics (a server without kvbench's /metrics): running sequences, KV usage, waste "
         "and preemptions are unknown there.": any(cell.gauges().empty for cell in run.cells),
@@ -148,7 +148,7 @@ def random_weights(run: Run) -> bool:
 
 
 def _notes(run: Run) -> list[str]:
-    return [str(note) for note in run.manifest.get("notes") or ()]
+    return list(run.manifest.notes)
 
 
 def skipped_notes(run: Run) -> list[str]:
@@ -164,23 +164,23 @@ def code_paths(run: Run) -> list[str]:
 
 def repeats_are(run: Run) -> str:
     """What one repeat is: a freshly launched server, or the one that ran before and throughout."""
-    return _SIMULATED_REPEATS if run.simulated else _REPEATS["://" in str(run.manifest.get("target"))]
+    return _SIMULATED_REPEATS if run.simulated else _REPEATS["://" in str(run.manifest.target)]
 
 
 def reproduce(run: Run) -> str:
     """The command line that made the run; empty when the manifest has none."""
-    return shlex.join(map(str, run.manifest.get("command") or ()))
+    return shlex.join(run.manifest.command)
 
 
 def brief(run: Run) -> list[str]:
     """When, which server, which model, on what: the line under the headline."""
-    started = re.sub(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d).*\+00:00$", r"\1 \2 UTC", run.manifest.get("started") or "")
-    return [str(fact) for fact in (started, target(run), model_name(run), run.manifest.get("device")) if fact]
+    started = re.sub(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d).*\+00:00$", r"\1 \2 UTC", run.manifest.started or "")
+    return [str(fact) for fact in (started, target(run), model_name(run), run.manifest.device) if fact]
 
 
 def model_name(run: Run) -> str:
     """Of the model that was served; empty where nobody told."""
-    return model_of(run.manifest.get("model") or _workload_model(run))
+    return model_of(run.manifest.model or _workload_model(run))
 
 
 def model_of(model: Mapping[str, Any]) -> str:
@@ -196,7 +196,7 @@ def target(run: Run) -> str:
         if server.kind == GENERIC.name:  # known by its command only
             title = textwrap.shorten(shlex.join(server.command), 80, placeholder=" ...") or title
         shown.append(" ".join(filter(None, (title, info.versions.get(server.kind)))))
-    return words.listing(list(dict.fromkeys(filter(None, shown)))) or str(run.manifest.get("target") or "")
+    return words.listing(list(dict.fromkeys(filter(None, shown)))) or str(run.manifest.target or "")
 
 
 def server_facts(run: Run, cell: MeasuredCell) -> ServerInfo:
@@ -206,8 +206,8 @@ def server_facts(run: Run, cell: MeasuredCell) -> ServerInfo:
 
 def _workload_model(run: Run) -> Mapping[str, Any]:
     """``model:`` of the workload, where the server was given it: one that ran before has a model of its own."""
-    serve_cmd = str(run.manifest.get("serve_cmd") or "")
-    running = "://" in str(run.manifest.get("target"))
+    serve_cmd = run.manifest.serve_cmd or ""
+    running = "://" in str(run.manifest.target)
     if running or (is_template(serve_cmd) and "model" not in placeholders(serve_cmd)):
         return {}
     return run.spec.get("model") or {}
@@ -215,9 +215,9 @@ def _workload_model(run: Run) -> Mapping[str, Any]:
 
 def environment(run: Run) -> list[tuple[str, str]]:
     """Facts about the run as (name, text)."""
-    facts = {"model": _workload_model(run), **run.manifest}
-    budgets = sorted({c.capacity.get("kv_budget_bytes") for c in run.cells} - {None})
-    capacities = [f"{words.kv_capacity(c.capacity)} ({c.name})" for c in run.cells if c.capacity.get("capacity_tokens")]
+    facts = {"model": _workload_model(run), **run.manifest.to_json()}
+    budgets = sorted({c.capacity.kv_budget_bytes for c in run.cells} - {None})
+    capacities = [f"{words.kv_capacity(c.capacity)} ({c.name})" for c in run.cells if c.capacity.capacity_tokens]
     quirks = [str(quirk) for info in run.manifest.servers.values() for quirk in info.server.quirks]
     found = [
         ("target", target(run)),

@@ -153,8 +153,8 @@ def quality_of(run: Run, cell: MeasuredCell) -> Quality:
     wrong = tuple(why for each in loads for why in each.wrong_answers)
     known = result.configurations.get(cell.config_id) if result else None
     if result is None or not known:
-        counted = [each.canaries for each in loads if each.canaries and not is_quantised(cell)]
-        right = 0 if any(each["wrong"] for each in counted) else max((each["distinct"] for each in counted), default=0)
+        counted = [each.canaries for each in loads if not is_quantised(cell)]
+        right = 0 if any(each.wrong for each in counted) else max((each.distinct for each in counted), default=0)
         return Quality(canaries=right if right >= _FEWEST_CANARIES else 0, wrong=wrong)
     doubt = "random weights" if result.random_weights else ""
     doubt = doubt or ("other code or weights" if result.differs_from(run.manifest) else "")
@@ -370,7 +370,7 @@ def _speed(run: Run, cell: MeasuredCell) -> Value:
 
 def _room(run: Run, cell: MeasuredCell) -> Value:
     """The tokens that the memory holds."""
-    held, base = cell.capacity.get("capacity_tokens"), baseline(run, cell.load)
+    held, base = cell.capacity.capacity_tokens, baseline(run, cell.load)
     more = tokens_held(cell, base) if base else None
     note = f"{words.significant(more, 2)}x" if more and abs(more - 1) > 0.05 else ""
     return Value(words.count(held), held, note) if held else _NONE

@@ -295,8 +295,8 @@ class _Advice:
         for note in engine_time.notes if engine_time else ():
             yield NextStep(str(note), "")
         fewest = min(len(cell.repeats) for cell in run.at(self.base.load))
-        gpus = run.manifest.get("gpus")
-        on_cpu = self.base.settings.get("device") == "cpu" or (gpus is not None and not gpus)
+        no_gpus = "gpus" in run.manifest.model_fields_set and not run.manifest.gpus
+        on_cpu = self.base.settings.get("device") == "cpu" or no_gpus
         names = words.listing(not_varied(run, self.base))
         for why, holds in (
             (f"served figures have {words.plural(fewest, 'repeat')}; a verdict takes {FEWEST}", fewest < FEWEST),
@@ -333,7 +333,7 @@ class _Advice:
             yield f"uniform lengths near the limit: not measured here: `kvbench sweep workloads/{_UNIFORM}.yaml`"
 
     def _no_pair(self) -> str:
-        preset = PRESETS.get(str(self.run.manifest.get("backend")))
+        preset = PRESETS.get(str(self.run.manifest.backend))
         if preset and preset.has_only("layout", "paged"):
             return (
                 f"{preset.title} always pages; `kvbench sweep` without --target measures the layouts on the built-in "
@@ -351,7 +351,7 @@ def _engine_section(cell: MeasuredCell) -> dict[str, Any]:
 
 def _flags(run: Run, cell: MeasuredCell) -> str:
     """The words that the settings become on the command line of another engine."""
-    preset = PRESETS.get(str(run.manifest.get("backend")))
+    preset = PRESETS.get(str(run.manifest.backend))
     if preset is None:
         return ""
     known = Context(cell.settings, cell.capacity).only(cell.settings.keys() - (MODEL_SECTION - {"dtype"}))
@@ -399,15 +399,14 @@ def _as_served(cell: MeasuredCell) -> str:
 
 def _how(run: Run, cell: MeasuredCell) -> str:
     """: kvbench load workloads/mixed.yaml --at c32 --url URL; empty where the run has no workload file."""
-    file, command = run.manifest.get("workload_file"), [str(part) for part in run.manifest.get("command") or ()]
-    if not file or str(file) not in command:
+    file, command = run.manifest.workload_file, run.manifest.command
+    if not file or file not in command:
         return ""
-    profile = run.manifest.get("profile")
-    options = ["--profile", str(profile)] if profile else []
+    options = ["--profile", run.manifest.profile] if run.manifest.profile else []
     for option, value in pairwise(command):
         options += ["-o", value] if option in ("-o", "--override") and value.startswith("load.") else []
     load_id = cell.cell_id.removeprefix(f"{cell.config_id}-")
-    return f" (`{shlex.join(['kvbench', 'load', str(file), *options, '--at', load_id, '--url', 'URL'])}`)"
+    return f" (`{shlex.join(['kvbench', 'load', file, *options, '--at', load_id, '--url', 'URL'])}`)"
 
 
 def _step_for(why: str, steps: Iterator[NextStep]) -> NextStep:

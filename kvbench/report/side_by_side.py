@@ -38,6 +38,7 @@ from kvbench.report.provenance import brief, model_of, server_facts, target
 from kvbench.report.style import CONTIGUOUS, DASHES, OTHERS, PAGED, Drawing, LineStyle
 from kvbench.report.tables import MEDIANS, UNCERTAIN, UNCERTAIN_NOTE, Value, mark_of
 from kvbench.runs.model import NOT_OF_REQUESTS, WRONG, MeasuredCell, Run
+from kvbench.runs.results import Manifest
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.settings import applies, effective, setting_title, value_words
 
@@ -179,7 +180,7 @@ def facts(side: Side, settings: Iterable[str] = ()) -> dict[str, str]:
         "requests a repeat": _requests_sent(cell),
         "repeats": len(cell.repeats),
         **_requests(run),
-        "KV budget": words.data_size(cell.capacity.get("kv_budget_bytes")),
+        "KV budget": words.data_size(cell.capacity.kv_budget_bytes),
         "KV capacity": words.kv_capacity(cell.capacity),
     }
     return run_facts(run, server) | _known(own | told)
@@ -188,34 +189,34 @@ def facts(side: Side, settings: Iterable[str] = ()) -> dict[str, str]:
 def run_facts(run: Run, server: ServerInfo | None = None) -> dict[str, str]:
     """What a run was measured with, as text by name. ``server``: what one of its servers reported."""
     manifest = run.manifest
-    git = manifest.get("git") or {}
-    versions = {**(manifest.get("versions") or {}), **(server.versions if server else {})}
-    changes = " with uncommitted changes" if git.get("dirty") else ""
+    git, model = manifest.git, manifest.model or {}
+    versions = {**manifest.versions, **(server.versions if server else {})}
+    changes = " with uncommitted changes" if git.dirty else ""
     return _known(
         {
             "workload": run.workload,
             "target": target(run) or BUILT_IN,
             "times": f"{run.clock} ({run.simulated.get('cost_model')})" if run.simulated else run.clock,
-            "model": model_of(manifest.get("model") or run.spec.get("model") or {}),
-            "weights": (manifest.get("model") or {}).get("weights_fingerprint"),
-            "device": manifest.get("device"),
+            "model": model_of(model or run.spec.get("model") or {}),
+            "weights": model.get("weights_fingerprint"),
+            "device": manifest.device,
             **({} if run.simulated else _machine(manifest)),
-            "profile": manifest.get("profile"),
-            "commit": git.get("short_sha") and f"{git['short_sha']}{changes}",
+            "profile": manifest.profile,
+            "commit": git.short_sha and f"{git.short_sha}{changes}",
             **{f"version of {name}": version for name, version in versions.items()},
         }
     )
 
 
-def _machine(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    cpu, gpus = manifest.get("cpu") or {}, manifest.get("gpus") or ()
-    cores = f", {words.plural(cpu['cores'], 'core')}" if cpu.get("cores") else ""
+def _machine(manifest: Manifest) -> dict[str, Any]:
+    cpu, gpus = manifest.cpu, manifest.gpus
+    cores = f", {words.plural(cpu.cores, 'core')}" if cpu.cores else ""
     return {
-        "processor": f"{cpu.get('model')}{cores}" if cpu else None,
-        "memory": words.data_size(manifest.get("memory_bytes")),
+        "processor": f"{cpu.model}{cores}" if cpu.model or cores else None,
+        "memory": words.data_size(manifest.memory_bytes),
         "GPUs": " + ".join(str(gpu.get("name")) for gpu in gpus),
         "GPU driver": ", ".join(sorted({str(gpu.get("driver_version")) for gpu in gpus})),
-        "operating system": manifest.get("os"),
+        "operating system": manifest.os,
     }
 
 
@@ -226,7 +227,7 @@ def _known(named_values: Mapping[str, Any]) -> dict[str, str]:
 
 def _requests(run: Run) -> dict[str, str]:
     """What the requests are drawn from: dotted keys of the workload's load, and the seed."""
-    seed = (run.manifest.get("seeds") or {}).get("workload", run.spec.get("seed"))
+    seed = run.manifest.seeds.get("workload", run.spec.get("seed"))
     load = {key: value for key, value in run.load_section.items() if key not in NOT_OF_REQUESTS}
     return {"seed": str(seed), **_flat(load, "load.")}
 
@@ -243,7 +244,7 @@ def _flat(section: Mapping[str, Any], prefix: str) -> dict[str, str]:
 
 def _requests_sent(cell: MeasuredCell) -> str:
     """48; 47 to 50 where the repeats differ."""
-    sent = sorted({int(r.metrics.get("completed") or 0) + int(r.metrics.get("failed") or 0) for r in cell.repeats})
+    sent = sorted({r.metrics.sent for r in cell.repeats})
     return " to ".join(dict.fromkeys(map(str, (sent[0], sent[-1])))) if sent else ""
 
 

@@ -10,6 +10,7 @@ from kvbench.common import text as words
 from kvbench.effects.comparison import FEWEST, Call, Comparison
 from kvbench.metrics.definitions import Figure, figure, latencies
 from kvbench.metrics.latency import LONG_OPEN, SAMPLES_NEEDED
+from kvbench.metrics.model import GroupLatencies
 from kvbench.report.comparisons import (
     COMPARED,
     HEADS,
@@ -27,7 +28,7 @@ from kvbench.report.comparisons import (
 from kvbench.report.style import Drawing
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row
 from kvbench.runs.kv_ledger import accounting
-from kvbench.runs.model import MeasuredCell, Run, number
+from kvbench.runs.model import MeasuredCell, Run
 from kvbench.workload.settings import setting_title, value_words
 
 Render = Callable[[float | None], str]
@@ -277,6 +278,8 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def _identity(cell: MeasuredCell) -> dict[str, Any]:
+    names = ("sent", "answered", "wrong")
+    canaries = [getattr(cell.canaries, name) for name in names] if cell.canaries.sent else [None] * len(names)
     return {
         "cell_id": cell.cell_id,
         "config_id": cell.config_id,
@@ -288,7 +291,7 @@ def _identity(cell: MeasuredCell) -> dict[str, Any]:
         "invalid_reasons": "; ".join(cell.invalid_reasons),
         "refused": "; ".join(cell.refused),
         "wrong_answers": "; ".join(cell.wrong_answers),
-        **{f"canaries_{name}": cell.canaries.get(name) for name in ("sent", "answered", "wrong")},
+        **{f"canaries_{name}": count for name, count in zip(names, canaries, strict=True)},
         "repeats": len(cell.repeats),
         "invalid_repeats": len(cell.invalid_repeats),
         "completed": cell.count("completed"),
@@ -397,20 +400,21 @@ def _open_after_last(cell: MeasuredCell) -> Value:
 def _hits(cell: MeasuredCell) -> Value:
     possible = cell.possible_hits if cell.hit_rate is not None else None
     notes = [] if possible is None else [f"of {words.percent(possible[0])[:-2]}–{words.percent(possible[1])}"]
-    notes += ["not verified"] if any(r.cache.get("unverified") for r in cell.repeats) else []
+    notes += ["not verified"] if any(r.cache.unverified for r in cell.repeats) else []
     return Value(words.percent(cell.hit_rate), cell.hit_rate, "\n".join(notes))
 
 
 def _canaries(cell: MeasuredCell) -> Value:
-    wrong, answered = cell.canaries.get("wrong"), cell.canaries.get("answered")
-    if not cell.canaries:
+    counts = cell.canaries
+    if not counts.sent:
         return Value("–")
-    return Value(f"{wrong} of {answered}", wrong, cell.canaries.get("first_wrong", ""), "worse" if wrong else "")
+    text, mark = f"{counts.wrong} of {counts.answered}", "worse" if counts.wrong else ""
+    return Value(text, counts.wrong, counts.first_wrong or "", mark)
 
 
 def _failed(cell: MeasuredCell) -> Value:
     failed, total = cell.count("failed"), cell.sent
-    kinds = sorted({kind for r in cell.repeats for kind in (r.metrics.get("failure_kinds") or {})})
+    kinds = sorted({kind for r in cell.repeats for kind in r.metrics.failure_kinds})
     why = words.failure_words(cell.failure_messages, total, kinds=True) or ", ".join(kinds)
     return Value(f"{failed} of {total}" if failed else "0", failed, why, "worse" if failed else "")
 
@@ -423,7 +427,7 @@ def failure_table(run: Run) -> Table:
     rows = [Row(None, (*texts(text), *(Value("–"),) * 3)) for text in run.problems]
     for cell in run.by_load:
         for kind, each in cell.failure_messages.items():
-            failure, count = f"{kind}: {each['message']}", f"{each['requests']} of {cell.sent}"
+            failure, count = f"{kind}: {each.message}", f"{each.requests} of {cell.sent}"
             rows.append(Row(cell, texts(cell.name, cell.load.short, failure, count), cell.load))
     return listed_table(("configuration", "load", "failure", "requests"), rows, numbers_from=3)
 
@@ -453,25 +457,25 @@ def turn_table(run: Run) -> Table:
     """Latencies of the first and of later turns of conversations; empty for a workload without."""
     titles = {"first": "first turn", "later": "later turns"}
 
-    def per_turn(cell: MeasuredCell) -> Mapping[str, Any]:
+    def per_turn(cell: MeasuredCell) -> Mapping[str, GroupLatencies]:
         found = cell.latency_groups("per_turn")
-        return {title: found[key] for key, title in titles.items() if found.get(key)}
+        return {title: found[key] for key, title in titles.items() if key in found}
 
     return _group_table(run, "turn", per_turn)
 
 
-def _group_table(run: Run, head: str, groups: Callable[[MeasuredCell], Mapping[str, Any]]) -> Table:
+def _group_table(run: Run, head: str, groups: Callable[[MeasuredCell], Mapping[str, GroupLatencies]]) -> Table:
     """Latencies of groups of requests: the highest load first, then by priority, group by group."""
-    listed = [(cell, name, summary) for cell in run.by_load for name, summary in groups(cell).items() if summary]
+    listed = [(cell, name, summary) for cell in run.by_load for name, summary in groups(cell).items()]
     names = list(dict.fromkeys(name for _, name, _ in listed))
     loads = list(dict.fromkeys(cell.load for cell, _, _ in listed))
-    urgency = {name: int(number(summary.get("priority")) or 0) for _, name, summary in listed}
+    urgency = {name: summary.priority or 0 for _, name, summary in listed}
     urgent = head == "class" and len(set(urgency.values())) > 1
     listed.sort(key=lambda one: (loads.index(one[0].load), urgency[one[1]] * urgent, names.index(one[1])))
     figures = [figure(name) for name in _OF_GROUPS]
     rows = []
     for cell, name, summary in listed:
-        n = int(number(summary.get("n")) or 0)
+        n = summary.n
         title = f"{name} (priority {urgency[name]})" if urgent else name
         whole = "" if cell.has_steady_groups(f"per_{head}") else WHOLE_RUN
         shown = (*texts(title), Value(cell.load.short, cell.load.value, whole), *texts(cell.name), Value(str(n), n))
@@ -480,18 +484,17 @@ def _group_table(run: Run, head: str, groups: Callable[[MeasuredCell], Mapping[s
     return listed_table(heads, rows, numbers_from=3)
 
 
-def _of_group(summary: Mapping[str, Any], shown: Figure) -> Value:
+def _of_group(summary: GroupLatencies, shown: Figure) -> Value:
     """A percentile of a group's latencies, marked where it is of too few samples."""
-    samples = summary.get(shown.metric.path) or {}
-    value, uncertain = samples.get(shown.statistic), samples.get("uncertain") or ()
-    return Value(words.ms(value) + UNCERTAIN * (shown.statistic in uncertain), value)
+    samples, value = summary.distribution(shown.metric.path), summary.value(shown.path)
+    return Value(words.ms(value) + UNCERTAIN * (shown.statistic in samples.uncertain), value)
 
 
 def plateau_table(run: Run) -> Table:
     """What each step of a changing rate came to, cell by cell; empty where no rate changes."""
     rows = []
     for cell in run.cells:
-        steps = [repeat.metrics.get("plateaus") or () for repeat in cell.repeats]
+        steps = [repeat.metrics.plateaus for repeat in cell.repeats]
         if len({len(each) for each in steps}) == 1:
             for repeats in zip(*steps, strict=True):
                 rows.append(Row(cell, texts(cell.name, *plateau_row(repeats)), cell.name))

@@ -215,7 +215,7 @@ def answers_of(
 ) -> Iterable[tuple[Sequence[int] | None, str]]:
     """The ``answers`` of one request apart; ids are None where not all of them are known.
 
-    ``token_ids``: of all answers, one after another, ``length`` tokens long; ``text``: theirs, a line break between two.
+    ``token_ids``: of all answers in turn, ``length`` tokens long; ``text``: theirs, a line break between two.
     """
     if len(token_ids) == answers * length:
         return [(token_ids[i * length : (i + 1) * length], "") for i in range(answers)]

@@ -148,6 +148,9 @@ class Capacity(Record):
     model_config = ConfigDict(extra="allow")
 
     capacity_tokens: Number | None = None
+    page_size: int | None = None
+    num_pages: int | None = None
+    page_table_bytes: Number | None = None
     max_model_len: int | None = None
     kv_budget_bytes: Number | None = None
     kv_bytes: Number | None = None
@@ -287,13 +290,15 @@ class Manifest(Record):
     kernel_backend: str | None = None
     num_threads: int | str | None = None
     seeds: Mapping[str, int | None] = {}
-    shared_machine: bool = True
+    shared_machine: bool = False
     started: str | None = None
     ended: str | None = None
     model: Mapping[str, Any] | None = None
     backend: str | None = None
     target: str | Mapping[str, Any] | None = None
     only: tuple[str, ...] | None = None
+    serve_cmd: str | None = None
+    calibration: Mapping[str, Any] | None = None
     plan: tuple[PlannedBlock, ...] = ()
     failures: tuple[FailedLoad, ...] = ()
     left_out: tuple[tuple[str, int], ...] = ()

@@ -41,7 +41,7 @@ from kvbench.gate.compare.folder import (
 )
 from kvbench.gate.compare.lockstep_pairs import LockstepPairs, why_not_lockstep
 from kvbench.gate.compare.manifest import new_comparison, record_server, require_same_requests, resume
-from kvbench.gate.compare.pair_runner import LaunchedPairs, Method, PairRunner
+from kvbench.gate.compare.pair_runner import LaunchedPairs, MeasurePair, PairRunner
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.compare.served_check import ServedCheck
@@ -387,7 +387,7 @@ class Comparison:
         looks = look_points(self.policy.timing, manifest.early_looks)
         runner = PairRunner(
             self.folder,
-            self._method(),
+            self._way_to_measure(),
             self.policy.timing.metrics,
             self._on_measured,
             self._on_failed,
@@ -476,13 +476,14 @@ class Comparison:
         counted = f"attempt {attempt.attempt} of up to {most}"
         self._say(f"{attempt.where} failed{again} ({counted}): {attempt}")
 
-    def _method(self) -> Method:
+    def _way_to_measure(self) -> MeasurePair:
         if self.manifest.method != LOCKSTEP:
-            return LaunchedPairs(self._runners(), self.clock)
+            return LaunchedPairs(self._runners(), self.clock).measure
         facts = self.manifest.lockstep = self.manifest.lockstep or LockstepFacts()
         workloads = {each.name: each for each in self.workloads}
         limit, seed = self.request.start_timeout or OPEN_LIMIT_S, self.manifest.order_seed
-        return LockstepPairs(self.folder, workloads, facts, seed, self._on_engine, limit, self.show, self._check_time)
+        pairs = LockstepPairs(self.folder, workloads, facts, seed, self._on_engine, limit, self.show, self._check_time)
+        return pairs.measure
 
     def _runners(self) -> dict[tuple[str, str], BlockRunner]:
         calibrator, runners = self._calibrator(self.show, self._say, self.clock.require), {}

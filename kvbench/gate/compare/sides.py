@@ -391,7 +391,8 @@ def _open_run(side: Side, workload: Workload) -> OpenSide:
         raise UsageError(f"{side.text} was measured with another workload: it differs in {', '.join(keys[:5])}")
     stored = stored_workload(manifest)
     kept = {key: value for key, value in manifest.to_json().items() if key in _FACTS_OF_A_RUN and value is not None}
-    choice = ChosenTarget(stored, _no_target, lambda settings: {}, {key: manifest.get(key) for key in STORED})
+    target = {key: getattr(manifest, key, None) for key in STORED}
+    choice = ChosenTarget(stored, _no_target, lambda settings: {}, target)
     return OpenSide(side, choice, side.facts(folder=str(run.path), **kept), stored=run.path)
 
 

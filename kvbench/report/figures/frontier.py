@@ -72,9 +72,8 @@ def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFram
 
 def _energy(cell: MeasuredCell) -> dict[int, float]:
     """Joules of all GPUs over the load, per output token."""
-    used = {r.repeat: r.machine.get("gpu_energy_j") for r in cell.repeats}
-    tokens = cell.per_repeat("total_output_tokens")
-    return {r: float(joules) / tokens[r] for r, joules in used.items() if joules and tokens.get(r)}
+    used = {r.repeat: (r.machine.gpu_energy_j, r.metrics.total_output_tokens) for r in cell.repeats}
+    return {repeat: joules / tokens for repeat, (joules, tokens) in used.items() if joules and tokens}
 
 
 def _interval(values: Mapping[int, float]) -> tuple[float, float, float]:

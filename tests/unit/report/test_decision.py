@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvbench.effects.comparison import Call
 from kvbench.metrics.definitions import ENGINE
+from kvbench.metrics.model import CanaryCounts
 from kvbench.report.comparisons import THROUGHPUT, TTFT
 from kvbench.report.decision import (
     COSTS,
@@ -144,7 +145,7 @@ def test_the_price_of_a_quantised_kv_is_in_the_sentence() -> None:
 def test_canaries_under_load_speak_for_full_precision_alone() -> None:
     def sent(wrong: int, answered: int = 40, distinct: int = 40, **how: Any) -> MeasuredCell:
         counts = {"sent": 40, "answered": answered, "wrong": wrong, "distinct": min(answered, distinct)}
-        return replace(cell(throughput=FAST, **how), canaries=counts)
+        return replace(cell(throughput=FAST, **how), canaries=CanaryCounts(**counts))
 
     assert headline(run_without_quality(cell(), sent(0, page_size=8))).startswith("Ship page 8")
     assert headline(run_without_quality(cell(), sent(1, page_size=8))).startswith("Measure quality")

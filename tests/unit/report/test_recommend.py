@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvbench.effects.comparison import Call
 from kvbench.metrics.definitions import ENGINE
+from kvbench.metrics.model import CanaryCounts
 from kvbench.report.comparisons import JUDGED, THROUGHPUT, baseline, change, decided_load
 from kvbench.report.decision import FASTER_P95, PAYS, Decision, choice
 from kvbench.report.recommend import Recommendation, lines, recommend
@@ -92,7 +93,7 @@ def test_another_engine_is_asked_for_canaries() -> None:
     said = recommend(run_without_quality(cell(), cell(page_size=8, throughput=FAST), **how))
     assert said.changed == {} and "load.canaries=" in said.unmeasured[0].command
     counts = {"sent": 40, "answered": 40, "wrong": 0, "distinct": 40}
-    right = replace(cell(page_size=8, throughput=FAST), canaries=counts)
+    right = replace(cell(page_size=8, throughput=FAST), canaries=CanaryCounts(**counts))
     assert recommend(run_without_quality(cell(), right, **how)).changed == {"page_size": 16}
 
 

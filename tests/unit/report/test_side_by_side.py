@@ -198,10 +198,9 @@ def test_cells_of_other_engines_match_by_load_and_the_settings_that_are_varied()
     assert [[side.cell.settings[caching] for side in group] for group in groups] == [[False] * 3, [True] * 3]
     text = visible(page(groups))
     assert "B vllm" in text and "C llamacpp" in text and "A the built-in engine" in text
+    unnamed = llama.manifest.model_copy(update={"target": None})
     with pytest.raises(UsageError, match="share no measured cell"):
-        groups_of(
-            ours, replace(llama, cells=llama.cells[:1], manifest=llama.manifest.model_copy(update={"target": None}))
-        )
+        groups_of(ours, replace(llama, cells=llama.cells[:1], manifest=unnamed))
     swept = of(*(cell(load=3, page_size=size) for size in (16, 64)), name="swept")
     one = replace(llama, cells=llama.cells[:1])
     for runs in ((swept, one), (one, swept)):  # which page size is llama.cpp's?

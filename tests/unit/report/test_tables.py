@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvbench.effects.comparison import Call
+from kvbench.metrics.model import CanaryCounts
 from kvbench.report.client_quality import quality_sentences, quality_table
 from kvbench.report.comparisons import TTFT, leaders, served
 from kvbench.report.document import document
@@ -244,7 +245,7 @@ def test_the_csv_says_of_which_window_its_throughput_is() -> None:
 
 
 def test_a_cell_with_wrong_answers_is_marked_and_counts_its_canaries() -> None:
-    right = dataclasses.replace(cell("contiguous"), canaries={"sent": 9, "answered": 9, "wrong": 0, "distinct": 9})
+    right = dataclasses.replace(cell("contiguous"), canaries=CanaryCounts(sent=9, answered=9, distinct=9))
     shown = run(wrong(), right)
     found, other = entries(main_table(shown)), entries(main_table(shown), "contiguous")
     assert found["configuration"].note == "baseline, wrong answers" and found["configuration"].mark == "worse"
