@@ -142,7 +142,7 @@ def load(**options: Any) -> int:
       wrong_answers.jsonl one line a canary's wrong answer: what it is, what it should be, where its KV was
       load.json           the client's own figures; spec.json: its settings; client.log: its errors, if any
       counters.json       what the server's /metrics counted; server.parquet: each reading of them
-      requests-*.jsonl    what was sent; .notes.json: how it was drawn
+      requests/           what was sent, and how it was drawn; cells/: the same load as that of a sweep
       calibration.json    how precise the client is on this machine
       runs/, search.json  --find-max-rate: the same for each run; and the answer
 

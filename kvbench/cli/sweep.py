@@ -147,6 +147,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     from kvbench.cli.quality import measure_run
     from kvbench.lockstep.process import OPEN_LIMIT_S
     from kvbench.runs.resume import planned_cells
+    from kvbench.sweep.machines import ThisMachine
     from kvbench.sweep.run import Sweep
 
     console = Console()
@@ -172,13 +173,13 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
         require_answer(choice)
     with contextlib.ExitStack() as stack:
         stack.callback(choice.close)
-        elsewhere = None
+        machines = ThisMachine()
         if options["executor"] == "ray":
             if not instrument.disturbed_by_machine:
                 raise UsageError("a simulated sweep runs on no device: leave --executor ray out")
-            from kvbench.sweep.ray_executor import ray_machines
+            from kvbench.sweep.ray_machines import ray_machines
 
-            elsewhere = stack.enter_context(ray_machines(choice, (loaded, options, stored), only, say))
+            machines = stack.enter_context(ray_machines(choice, (loaded, options, stored), only, say))
         sweep = Sweep(
             choice,
             console,
@@ -193,7 +194,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             open_limit_s=options["start_timeout"] or OPEN_LIMIT_S,
             force=options["force"],
             max_minutes=options["max_minutes"],
-            elsewhere=elsewhere,
+            machines=machines,
             instrument=instrument,
         )
         return sweep.describe() if dry_run else sweep.execute()
@@ -270,6 +271,8 @@ def workload_and_run(
                 f"{option} cannot change a run that has begun: leave it out, or start a new run without --resume"
             )
         run = open_run(Path(resume))
+        if run.manifest().kind == "load":
+            raise UsageError(f"{run.path} is the folder of a `kvbench load`: go on with `kvbench load ... --resume`")
         return stored_workload(run.manifest()), run
     loaded = workload_of(workload, options, **changes)
     if resume is None:

@@ -6,6 +6,10 @@ The quality of answers belongs to a configuration and has no repeats (kvbench/qu
 
 Limits on an invalid cell, or on one whose server refused requests, are ``invalid``, except on failed requests and
 leaked pages, which are why it is so: beyond their limit they fail, and what was refused may be within its limit.
+
+Canaries are judged without a policy too. With a KV in full precision one wrong answer fails the cell. A quantised KV
+answers some wrongly also on an idle engine (quality.json has how many): its cell fails only if it answered more of them
+wrongly than chance explains.
 """
 
 from __future__ import annotations
@@ -14,28 +18,27 @@ import csv
 import math
 import shlex
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.text import and_more, failure_words, plural
-from kvbench.gate.canaries import SUITE, judge_canaries
 from kvbench.gate.policy import WITHIN, Limit, Policy, matches
 from kvbench.gate.verdict.outputs import Benchmark
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
+from kvbench.metrics.canaries import ALPHA, WRONG_ANSWERS, chance_of_so_many, wrong_words
 from kvbench.metrics.definitions import THROUGHPUT, figure
 from kvbench.report.comparisons import paging_pair
 from kvbench.report.provenance import on_what, title
 from kvbench.runs import metric_names
 from kvbench.runs.model import WRONG, MeasuredCell, Run
-from kvbench.runs.quality import QualityResult, read_quality
-from kvbench.runs.quality import figure as quality_figure
+from kvbench.runs.quality import ConfigurationFigures, QualityResult, read_quality
 from kvbench.runs.read import read_run
 
+SUITE = "limit"
 _CAUSE_INVALIDITY = ("failure_rate", "failed", "pages_owned_after")
 _FAILURES = ("failure_rate", "failed")
 _NEED_SLO = ("goodput_share", "goodput", "steady_goodput")
@@ -58,7 +61,7 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
         run = read_run(results)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    has_canaries = any(cell.canaries for cell in run.cells)
+    has_canaries = any(cell.canaries.sent for cell in run.cells)
     if policy.source is None and not has_canaries:
         raise UsageError(f"{results} is the run of a sweep, which only limits can judge: give --policy ci/gates.yaml")
     quality, notes = read_quality(results), []
@@ -110,6 +113,56 @@ def judge_limits(
     return tuple(found)
 
 
+def judge_canaries(run: Run, quality: QualityResult | None, doubt: str | None) -> tuple[Finding, ...]:
+    """Judges each cell that had canaries. ``quality``: of this run; ``doubt``: why it does not belong to it."""
+    return tuple(_judge_canaries_of(run, cell, quality, doubt) for cell in run.cells if cell.canaries.sent)
+
+
+def _judge_canaries_of(run: Run, cell: MeasuredCell, quality: QualityResult | None, doubt: str | None) -> Finding:
+    counts, where = cell.canaries, _name(run, cell)
+    if cell.wrong_answers:
+        outcome, sentence = FAIL, and_more(cell.wrong_answers, _MOST_REASONS, "; ")
+        if counts.wrong:
+            sentence = f"WRONG ANSWERS: {wrong_words(counts)}"
+    elif not counts.answered:
+        outcome, sentence = INVALID, f"none of {counts.sent} canaries was answered: see the failed requests first"
+    elif not counts.wrong:
+        outcome, sentence = PASS, f"all {counts.answered} canaries that were answered are right"
+    else:
+        outcome, sentence = _beside_offline(run, cell, quality, doubt)
+    return Finding(
+        id=f"{SUITE}/{where}/canaries",
+        suite=SUITE,
+        title=f"canaries of {where}",
+        outcome=outcome,
+        sentence=f"canaries of {where}: {sentence}",
+        metric="canaries",
+        unit="count",
+        higher_is_better=False,
+        candidate=float(counts.wrong),
+        figures={} if outcome == INVALID or not cell.wrong_answers else {"max": 0.0},
+        details=(f"what is needed to find out why: {cell.folder / WRONG_ANSWERS}",) if counts.wrong else (),
+    )
+
+
+def _beside_offline(run: Run, cell: MeasuredCell, quality: QualityResult | None, doubt: str | None) -> tuple[str, str]:
+    """The outcome of a quantised cell with wrong answers, and its sentence."""
+    figures = quality.configurations.get(cell.config_id) if quality and not quality.beside else None
+    offline, counts = figures.canaries if figures else None, cell.canaries
+    words = wrong_words(counts)
+    if offline and not doubt:
+        off = offline.asked - offline.right
+        chance = chance_of_so_many(counts.wrong, counts.answered, counts.distinct, off, offline.asked)
+        words += f"; on an idle engine {off} of {offline.asked} are (p = {chance:.2g}, the limit is {ALPHA:g})"
+        return (FAIL, f"WRONG ANSWERS, more than offline: {words}") if chance < ALPHA else (PASS, words)
+    unknown = f"not measured: run `kvbench quality {run.folder}`"
+    if offline and doubt:
+        unknown = doubt
+    elif not run.is_built_in:
+        unknown = "not known of another engine: `kvbench quality --url` asks its server while it is idle"
+    return INVALID, f"{words}; how many are on an idle engine is {unknown}"
+
+
 def _judge_completeness(run: Run) -> list[Finding]:
     """A finding where the run is incomplete or could not be read whole."""
     wrong = []
@@ -155,7 +208,7 @@ def _judge_cell(run: Run, cell: MeasuredCell, limit: Limit) -> Finding:
 
 
 def _judge_ratio(run: Run, limit: Limit) -> list[Finding]:
-    """Of ``limit.of`` over ``limit.to``, or paged over contiguous, at each load that has both."""
+    """Judges ``limit.of`` over ``limit.to``, or paged over contiguous, at each load that has both."""
     what = "a paged and a contiguous cell at one load"
     names = None if limit.of else paging_pair(run)
     pairs = [tuple(run.cell(name, load) for name in names) for load in run.loads] if names else []
@@ -208,31 +261,31 @@ def _judge_quality(run: Run, limit: Limit, quality: QualityResult | None, doubt:
     found = []
     for config_id in dict.fromkeys(cell.config_id for cell in cells):
         where = f"{run.workload}/{config_id}"
-        known = quality.configurations.get(config_id) if quality is not None else None
-        value = _quality_figure(known, limit.what) if known else None
-        if quality is None or known is None or value is None:
+        figures = quality.configurations.get(config_id) if quality is not None else None
+        value = _quality_figure(figures, limit.what) if figures else None
+        if quality is None or figures is None or value is None:
             found.append(_invalid(limit, where, _no_quality(run)))
         elif doubt:
             found.append(_invalid(limit, where, doubt))
         elif limit.what == WITHIN and quality.random_weights:
             found.append(_invalid(limit, where, quality.note))
         else:
-            details = [f"over {known['positions']:,} positions; weights: {quality.weights}"]
+            details = [f"over {figures.positions or 0:,} positions; weights: {quality.weights}"]
             if limit.what == WITHIN:
-                found.append(_within(limit, where, known["outside"], details))
+                found.append(_within(limit, where, figures.outside, details))
             else:
                 found.append(_hold(limit, where, [value], _quality_unit(limit), details))
     return found or [_no_cell(run, limit)]
 
 
-def _quality_figure(known: Mapping[str, Any], what: str) -> float | None:
+def _quality_figure(figures: ConfigurationFigures, what: str) -> float | None:
     """The figure that a limit names; of WITHIN how many limits are broken."""
     if what == WITHIN:
-        return float(len(known["outside"]))
+        return float(len(figures.outside))
     if what == "full_pool_wrong":
-        asked, right = (quality_figure(known, f"full_pool.passkey_{of}") for of in ("asked", "right"))
-        return None if asked is None or right is None else asked - right
-    return quality_figure(known, _PATHS.get(what, what))
+        pool = figures.full_pool
+        return float(pool.passkey_asked - pool.passkey_right) if pool else None
+    return figures.value(_PATHS.get(what, what))
 
 
 def _quality_unit(limit: Limit) -> str:
@@ -240,7 +293,7 @@ def _quality_unit(limit: Limit) -> str:
 
 
 def _within(limit: Limit, where: str, outside: Sequence[str], details: Sequence[str]) -> Finding:
-    """Whether a configuration breaks any of the limits in quality.json."""
+    """Judges whether a configuration breaks any of the limits in quality.json."""
     about, broken = _about(limit, where), and_more([each.rstrip(".") for each in outside], _MOST_REASONS, "; ")
     return Finding(
         id=f"{SUITE}/{where}/{limit.label}",
@@ -258,14 +311,13 @@ def _within(limit: Limit, where: str, outside: Sequence[str], details: Sequence[
 
 
 def _no_quality(run: Run) -> str:
-    git = run.manifest.get("git") or {}
-    code = git.get("short_sha") or git.get("sha")
+    code = run.manifest.git.short_sha or run.manifest.git.sha
     which = f" with the code of the run (commit {code}; other code needs --force here)" if code else ""
     return f"not measured: run `kvbench quality {run.folder}`{which}; it takes minutes on a CPU"
 
 
 def _code_difference(run: Run, quality: QualityResult) -> str | None:
-    """Why a quality does not belong to the run: it was measured with other code, versions or weights."""
+    """Says why a quality does not belong to the run: it was measured with other code, versions or weights."""
     different = quality.differs_from(run.manifest)
     if not different:
         return None
@@ -355,16 +407,15 @@ def _verdict(
     run: Run, policy: Policy, outcome: str, sentence: str, findings: Sequence[Finding], notes: Sequence[str] = ()
 ) -> Verdict:
     manifest = run.manifest
-    git, cpu = (manifest.get(key) or {} for key in ("git", "cpu"))
-    command = shlex.join(map(str, manifest.get("command") or ())) or None
+    command = shlex.join(manifest.command) or None
     facts = {
         "workload": run.workload,
         "cells": len(run.cells),
         "repeats": max((len(cell.repeats) for cell in run.cells), default=0),
-        "device": manifest.get("device"),
-        "machine": cpu.get("model"),
-        "started": manifest.get("started"),
-        "ended": manifest.get("ended"),
+        "device": manifest.device,
+        "machine": manifest.cpu.model,
+        "started": manifest.started,
+        "ended": manifest.ended,
         "measured_by": command,
         "policy": str(policy.source) if policy.source else None,
     }
@@ -377,7 +428,7 @@ def _verdict(
         outcome,
         sentence,
         tuple(findings),
-        candidate={"name": f"{run.workload}/{run.folder.name}", "sha": git.get("sha"), "command": command},
+        candidate={"name": f"{run.workload}/{run.folder.name}", "sha": manifest.git.sha, "command": command},
         reproduce=shlex.join(words),
         notes=tuple(notes),
         facts={key: value for key, value in facts.items() if value is not None},
@@ -393,21 +444,22 @@ def sweep_benchmarks(summary_csv: Path, workload: str) -> list[Benchmark]:
         return []
     try:
         with summary_csv.open(encoding="utf-8", newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row.get("valid") == "True"]
-        return [made for row in rows for made in _cell_benchmarks(row, workload)]
-    except (OSError, ValueError, KeyError, csv.Error) as error:
+            rows = [defaultdict(str, row) for row in csv.DictReader(file)]  # older versions wrote fewer columns
+        return [made for row in rows if row["valid"] == "True" for made in _cell_benchmarks(row, workload)]
+    except (OSError, ValueError, csv.Error) as error:
         raise UsageError(
             f"{summary_csv} cannot be read ({error}): `kvbench report {summary_csv.parent}` writes it again"
         ) from None
 
 
 def _cell_benchmarks(row: Mapping[str, str], workload: str) -> Iterator[Benchmark]:
-    """The values of a row of summary.csv. Raises ValueError and KeyError."""
+    """The values of a row of summary.csv. Raises ValueError."""
+    if not row["cell_id"]:
+        raise ValueError("a row has no cell_id")
     for column, name in _CHARTED.items():
-        value, low, high = (float(row.get(column + end) or "nan") for end in ("", "_min", "_max"))
+        value, low, high = (float(row[column + end] or "nan") for end in ("", "_min", "_max"))
         if not math.isnan(value):
-            window = row.get(f"{column}_window")
-            repeats = plural(float(row.get("repeats") or "nan"), "repeat")
-            extra = f"{row.get('configuration', '')}\n{repeats}{f'; {window}' if window else ''}"
+            window, repeats = row[f"{column}_window"], plural(float(row["repeats"] or "nan"), "repeat")
+            extra = f"{row['configuration']}\n{repeats}{f'; {window}' if window else ''}"
             shown, where = figure(name), f"{workload}/{row['cell_id']}/{column}"
             yield Benchmark(where, shown.unit, value, (high - low) / 2, extra, shown.higher_is_better)

@@ -91,18 +91,21 @@ def drive(
         try:
             limit_s += ARRIVE_S if arguments else 0.0
             code, error = _follow(process, answered, limit_s, check, on_progress, on_phase)
+            if code != 0:
+                raise MeasurementError(_why_it_ended(code, processes.last_lines(log, 4) or error))
         except MeasurementError as failure:
             failure.after, failure.answered = answered.words, answered.count
             raise
         finally:
             processes.stop(process, grace_s=5.0)
-    if code != 0:
-        said = processes.last_lines(log, 4) or error or "(it said nothing)"
-        _, own, sentence = said.rpartition(_PREFIX)
-        foreseen = own and code in (EXIT_USAGE, EXIT_INVALID)
-        failed = MeasurementError(sentence if foreseen else f"the load client {processes.how_it_ended(code)}: {said}")
-        failed.after, failed.answered = answered.words, answered.count
-        raise failed
+
+
+def _why_it_ended(code: int, said: str | None) -> str:
+    """The client's own sentence where it foresaw its end, else how it ended and what it ``said``."""
+    _, own, sentence = (said or "").rpartition(_PREFIX)
+    if own and code in (EXIT_USAGE, EXIT_INVALID):
+        return sentence
+    return f"the load client {processes.how_it_ended(code)}: {said or '(it said nothing)'}"
 
 
 @dataclass

@@ -347,24 +347,34 @@ class InFlightCap:
             self._free += 1
 
 
-class ClosedLoopUser(User):
-    """Sends one conversation of the shared list after the other, until the list is empty."""
+class LoadUser(User):
+    """One of a load's users, of either kind."""
 
     abstract = True
     wait_time = constant(0)
     session: LoadSession
 
-    def on_start(self) -> None:
+    def line_up(self, clients: Sequence[StreamingClient]) -> None:
         """Connects and waits for the start."""
-        self.number = self.session.next_user()
-        self.client = self.session.new_client()
         try:
-            self.client.connect()
+            for client in clients:
+                client.connect()
         except StreamFailure as failure:
             self.session.start_failure = failure
             raise StopUser from failure
         self.session.ready += 1
         self.session.go.wait()
+
+
+class ClosedLoopUser(LoadUser):
+    """Sends one conversation of the shared list after the other, until the list is empty."""
+
+    abstract = True
+
+    def on_start(self) -> None:
+        self.number = self.session.next_user()
+        self.client = self.session.new_client()
+        self.line_up([self.client])
 
     @task
     def one_conversation(self) -> None:
@@ -382,7 +392,7 @@ class ClosedLoopUser(User):
         self.client.close()
 
 
-class OpenLoopUser(User):
+class OpenLoopUser(LoadUser):
     """Starts every conversation at its own time in its own greenlet, whatever happens to the ones before it.
 
     Under ``max_concurrency`` a request that is due waits for its place in its own greenlet, so that the next arrival is
@@ -390,24 +400,14 @@ class OpenLoopUser(User):
     """
 
     abstract = True
-    wait_time = constant(0)
-    session: LoadSession
 
     def on_start(self) -> None:
-        """Opens some connections and waits for the start."""
         session = self.session
         self.streams = Group()
         self.cap = InFlightCap(session.spec.max_concurrency)
         count = min(_OPEN_AT_START, len(session.pending), session.spec.max_concurrency or _OPEN_AT_START)
         self.idle = [session.new_client() for _ in range(count)]
-        try:
-            for client in self.idle:
-                client.connect()
-        except StreamFailure as failure:
-            session.start_failure = failure
-            raise StopUser from failure
-        session.ready += 1
-        session.go.wait()
+        self.line_up(self.idle)
 
     @task
     def all_arrivals(self) -> None:

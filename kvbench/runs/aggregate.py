@@ -26,6 +26,7 @@ from kvbench.metrics.latency import pooled as pool_samples
 from kvbench.metrics.model import Figures, LoadMetrics, LoadOutcome, Plateau, PooledLatencies, flatten
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.results import Capacity, CellLoad, CellSummary, LoadResult, RepeatSummary, Spread
+from kvbench.runs.tables import read_table
 from kvbench.workload.design import Cell, LoadPoint
 
 _SAMPLES = 8
@@ -117,10 +118,8 @@ def aggregate_cell(run: RunFolder, cell: Cell, facts: TargetFacts) -> CellSummar
 def _pool_table(folder: Path, loads: Mapping[int, Path], name: str) -> pd.DataFrame:
     """All repeats of one table, with the column ``repeat``; written when it has rows."""
     frames = [
-        pd.read_parquet(path / name).assign(repeat=repeat)
-        for repeat, path in loads.items()
-        if (path / name).is_file()
-    ]  # fmt: skip
+        read_table(path / name).assign(repeat=repeat) for repeat, path in loads.items() if (path / name).is_file()
+    ]
     pooled = pd.concat([f for f in frames if len(f)] or frames[:1], ignore_index=True) if frames else pd.DataFrame()
     if len(pooled):
         with write_atomically(folder / name) as scratch:

@@ -29,10 +29,10 @@ from kvbench.common.files import flush, read_json
 from kvbench.common.parsing import parse_json
 from kvbench.common.records import read_record
 from kvbench.runs.results import COMPLETE, LoadResult, Manifest
+from kvbench.runs.tables import check_table
 
 MANIFEST = "manifest.json"
 DONE = "done.json"
-_PARQUET_END = b"PAR1"
 
 
 @dataclass(frozen=True)
@@ -191,16 +191,13 @@ def move_numbered(found: Path, folder: Path) -> Path:
 
 
 def damaged_file(folder: Path) -> Path | None:
-    """A JSON or Parquet file of ``folder`` that a crash or a lost disk has cut short."""
+    """A JSON or Parquet file of ``folder`` that a crash or a lost disk has cut short, or that holds something else."""
     for path in sorted((*folder.glob("*.json"), *folder.glob("*.parquet"))):
         try:
             if path.suffix == ".json":
                 parse_json(path.read_bytes())
-                continue
-            with path.open("rb") as file:
-                file.seek(-len(_PARQUET_END), os.SEEK_END)
-                if file.read() != _PARQUET_END:
-                    return path
+            else:
+                check_table(path)
         except (OSError, ValueError):
             return path
     return None

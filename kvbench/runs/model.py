@@ -38,6 +38,7 @@ from kvbench.runs.results import (  # noqa: F401 - COST_NOTES for older callers
     Manifest,
     prefix_hits,
 )
+from kvbench.runs.tables import GAUGES, REQUESTS, read_table
 
 # Keys of a workload's load that are in each cell's own definition, or that do not change the requests.
 NOT_OF_REQUESTS = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
@@ -289,8 +290,7 @@ class MeasuredCell:
 
     def requests(self, steady: bool = False) -> pd.DataFrame:
         """All successful requests, raw; empty without the file. ``steady``: those that came in the steady windows."""
-        path = self.folder / "requests.parquet"
-        frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+        frame = read_table(self.folder / REQUESTS)
         if steady and len(frame):
             ends = {r.repeat: (r.metrics.steady_start_s, r.metrics.steady_end_s) for r in self.repeats}
             frame = pd.concat([in_steady(rows, ends.get(repeat)) for repeat, rows in frame.groupby("repeat")])
@@ -409,8 +409,7 @@ def number(value: Any) -> float | None:
 
 def read_gauges(folder: Path) -> pd.DataFrame:
     """server.parquet with all the columns that the report reads; empty without the file."""
-    path = folder / "server.parquet"
-    frame = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+    frame = read_table(folder / GAUGES)
     if frame.empty or "num_requests_running" not in frame:
         return pd.DataFrame(columns=list(_GAUGES))
     return frame.assign(**{name: 0 if name == "repeat" else np.nan for name in _GAUGES if name not in frame})

@@ -27,7 +27,7 @@ def _only(kind: str, is_right: Callable[[Any], bool]) -> BeforeValidator:
     def check(value: Any) -> Any:
         if value is not None and not is_right(value):
             raise ValueError(f"{shorten(repr(value), 300)} is not {kind}")
-        return value
+        return tuple(value) if isinstance(value, list) else value  # a strict tuple takes no list
 
     return BeforeValidator(check)
 

@@ -48,7 +48,7 @@ from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import FolderWork, kept, work_in
 from kvbench.sweep.block import BlockRunner, Failure, Unanswered, why_unanswered
 from kvbench.sweep.capacity import memory_notes
-from kvbench.sweep.executor import BlockExecutor, Elsewhere, HereExecutor
+from kvbench.sweep.machines import ThisMachine
 from kvbench.sweep.order import LoadKey, Measured, blocks_in_time, blocks_left
 from kvbench.sweep.plan import Preflight, describe_plan, planned_blocks, preflight
 from kvbench.sweep.progress import Estimator, SweepProgress
@@ -75,7 +75,7 @@ class Sweep:
     ``lockstep_minutes``: at most for engine time, which is measured before the loads (0: it is not), None: as the run
     was begun, or ``LOCKSTEP_MINUTES``; ``open_limit_s``: until an engine of it is there;
     ``wait_idle_minutes``: at most for other programs to leave the machine alone, once they disturb loads (0: never);
-    ``instrument``: measures the loads; ``elsewhere``: machines that run the blocks, None: this one does.
+    ``instrument``: measures the loads; ``machines``: run the blocks.
     """
 
     target: ChosenTarget
@@ -92,7 +92,7 @@ class Sweep:
     open_limit_s: float = OPEN_LIMIT_S
     wait_idle_minutes: float = WAIT_IDLE_MINUTES
     instrument: type[Instrument] = HttpInstrument
-    elsewhere: Elsewhere | None = None
+    machines: ThisMachine = dataclasses.field(default_factory=ThisMachine)
     ended_early: str = dataclasses.field(default="", init=False)  # why
     failures: list[Failure] = dataclasses.field(default_factory=list, init=False)
     summaries: list[CellSummary] = dataclasses.field(default_factory=list, init=False)
@@ -104,8 +104,8 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if self.lockstep_minutes is None:
-            stored = self.resumed.manifest() if self.resumed else {}
-            self.lockstep_minutes = stored.get("lockstep_minutes", LOCKSTEP_MINUTES)
+            stored = self.resumed.manifest().lockstep_minutes if self.resumed else None
+            self.lockstep_minutes = LOCKSTEP_MINUTES if stored is None else stored
 
     def _plan(self) -> tuple[Design, tuple[Block, ...], Preflight]:
         """Cells, blocks and what is known of them, after every check before a launch."""
@@ -119,10 +119,9 @@ class Sweep:
         """Prints what ``execute`` would run, after the same checks; writes and launches nothing. Raises UsageError."""
         design, blocks, known = self._plan()
         measured, estimator = self._known(blocks, known.seconds)
-        stored = self.resumed.manifest() if self.resumed else {}
         first_s = 60 * self.lockstep_minutes if self._has_engine_time(design, self.resumed) else 0.0
-        elapsed = (stored.get("measured_s") or 0.0) + first_s
-        left = self._left(design, blocks, measured, estimator, self._minutes(stored), elapsed)
+        minutes = self._minutes
+        left = self._left(design, blocks, measured, estimator, minutes, self._spent_s + first_s)
         if self.resumed:
             self._reopen(self.resumed, something_left=bool(left))
             self._say_what_is_finished(self.resumed, measured)
@@ -130,11 +129,11 @@ class Sweep:
                 what = "its quality, and nothing else," if self._lacks_quality(self.resumed) else "nothing"
                 self._say(f"{what} is left to run")
                 return EXIT_OK
-        seconds = first_s + estimator.total_s(left) / (self.elsewhere.at_once if self.elsewhere else 1)
+        seconds = first_s + estimator.total_s(left) / self.machines.at_once
         describe_plan(self.workload, design, left, seconds, self.console, self.target.start_guess_s)
         for note in memory_notes(design, known.capacity, known.lengths):
             self._say(f"memory: {note}")
-        for note in self._notes_elsewhere():
+        for note in self.machines.notes:
             self._note(note)
         if first_s:
             self._note(f"{self.lockstep_minutes:g} minutes of it are engine time, before the loads "
@@ -142,8 +141,8 @@ class Sweep:
         if self._lacks_quality(self.resumed):
             self._note(f"then the answers of {plural(len(design.configurations), 'configuration')} are measured, in 10 "
                        "to 15 s each with kvbench-tiny on 2 cores (--no-quality)")  # fmt: skip
-        if self._minutes(stored) is not None:
-            self._note(f"within --max-minutes {self._minutes(stored):g}, as far as it can be guessed; which repeats "
+        if minutes is not None:
+            self._note(f"within --max-minutes {minutes:g}, as far as it can be guessed; which repeats "
                        "follow the first depends on what they decide")  # fmt: skip
         return EXIT_OK
 
@@ -154,13 +153,12 @@ class Sweep:
             self._note(note)
         for note in memory_notes(design, known.capacity, known.lengths):
             self._say(f"memory: {note}")
-        for note in self._notes_elsewhere():
+        for note in self.machines.notes:
             self._note(note)
         if not self.resumed and self._times_this_machine() and (notice := foreign_cpu.busy_notice()):
             self._note(notice)
         run = self.resumed or create_run(self.output_dir, self.workload.name, git_state()["short_sha"])
-        more = self.elsewhere.resume_options if self.elsewhere else ()
-        resume = shlex.join(["kvbench", "sweep", "--resume", os.path.relpath(run.path), *more])
+        resume = shlex.join(["kvbench", "sweep", "--resume", os.path.relpath(run.path), *self.machines.resume_options])
         try:
             with work_in(run.path, kept(resume), self._say) as work:
                 complete = self._measure(work, run, design, blocks, known)
@@ -183,8 +181,8 @@ class Sweep:
         """Whether every planned load is measured."""
         capacity = known.capacity
         measured, estimator = self._known(blocks, known.seconds)
-        stored = run.manifest() if self.resumed else {}
-        minutes, began = self._minutes(stored), time.monotonic() - (stored.get("measured_s") or 0.0)
+        left_out = self.resumed.manifest().left_out if self.resumed else ()
+        minutes, began = self._minutes, time.monotonic() - self._spent_s
 
         def still_left() -> list[Block]:
             return self._left(design, blocks, measured, estimator, minutes, time.monotonic() - began)
@@ -193,7 +191,7 @@ class Sweep:
         if self.resumed:
             manifest = self._reopen(run, something_left=bool(left))
         else:
-            manifest = self._new_manifest(blocks, capacity, [*design.notes, *self._notes_elsewhere()])
+            manifest = self._new_manifest(blocks, capacity, [*design.notes, *self.machines.notes])
         manifest |= {"max_minutes": minutes, "lockstep_minutes": self.lockstep_minutes}
         manifest |= {"set_aside": list(manifest.get("set_aside") or ())}
         write_json(run.manifest_path, manifest)
@@ -205,7 +203,7 @@ class Sweep:
         self._say(f"results: {run.path}")
         if self.resumed:
             self._say_what_is_finished(run, measured)
-        at_once = self.elsewhere.at_once if self.elsewhere else 1
+        at_once = self.machines.at_once
         with SweepProgress(self.console, left, estimator, grows=minutes is not None, at_once=at_once) as listener:
             job = Job(
                 self.workload,
@@ -225,18 +223,19 @@ class Sweep:
                 listener.loads_begin_in(0.0)
                 left = still_left()  # it took time
             started = failed_starts = disturbed = 0
-            with self._ends_unanswered(), contextlib.closing(self._executor(runner, manifest)) as executor:
+            self.machines.begin(runner, manifest)
+            with self._ends_unanswered(), contextlib.closing(self.machines) as machines:
                 while not self.ended_early and (started or failed_starts < MAX_FAILED_STARTS):
                     listener.expect(left)
                     manifest["measured_s"] = time.monotonic() - began
-                    if executor.has_room() and (block := executor.begin(left)):
+                    if block := machines.next_block(left):
                         if self._would_be_disturbed_again(block, measured, work.check, listener.status):
                             measured.again = False
                             left = still_left()
                             continue
                         self._set_aside(run, manifest, block, measured)
-                        executor.submit(block)
-                    elif finished := executor.next_finished():
+                        machines.submit(block)
+                    elif finished := machines.next_finished():
                         block = finished.block
                         if finished.started:
                             started += 1
@@ -252,7 +251,7 @@ class Sweep:
                         break
         every = [(c.cell_id, b.repeat) for b in planned_blocks(self.workload, manifest) for c in b.cells]
         missing = [load for load in every if not run.is_done(*load)]
-        given_up = {tuple(load) for load in stored.get("left_out") or ()} - measured.attempts.keys()
+        given_up = {*left_out} - measured.attempts.keys()
         if minutes is not None and not left:
             given_up |= {load for load in missing if measured.is_left(load)} & set(_loads(blocks))
         manifest["left_out"] = [load for load in missing if load in given_up]
@@ -270,16 +269,10 @@ class Sweep:
         except UnansweredError as error:
             self.ended_early = str(error)
 
-    def _notes_elsewhere(self) -> Sequence[str]:
-        return self.elsewhere.notes if self.elsewhere else ()
-
-    def _executor(self, runner: BlockRunner, manifest: dict[str, Any]) -> BlockExecutor:
-        return self.elsewhere.executor(runner, manifest) if self.elsewhere else HereExecutor(runner)
-
     def _has_engine_time(self, design: Design, run: RunFolder | None) -> bool:
         """Whether the run still begins with a sitting in engine time."""
         facts = self.target.manifest
-        if self.elsewhere and not self.elsewhere.is_like_here:
+        if not self.machines.is_like_here:
             return False
         if facts.get("backend") != "kvbench" or facts.get("serve_cmd") or len(design.configurations) < 2:
             return False
@@ -320,7 +313,7 @@ class Sweep:
     def _lacks_quality(self, run: RunFolder | None) -> bool:
         """Whether the built-in engine's answers are still to be measured, with the code of this run."""
         manifest = run.manifest() if run else self.target.manifest
-        if self.elsewhere and not self.elsewhere.is_like_here:
+        if not self.machines.is_like_here:
             return False
         if not self.quality or manifest.get("backend") != "kvbench" or manifest.get("serve_cmd"):
             return False
@@ -357,7 +350,7 @@ class Sweep:
     def _reopen(self, run: RunFolder, *, something_left: bool) -> dict[str, Any]:
         manifest, remarks = reopen(
             run, self.target.manifest, force=self.force, something_left=something_left,
-            now=self.elsewhere.environment if self.elsewhere else None,
+            now=self.machines.environment,
         )  # fmt: skip
         for remark in remarks:
             self._note(remark)
@@ -373,11 +366,17 @@ class Sweep:
                     estimator.observe(cell, done.wall_s, done.server_start_s)
         return measured, estimator
 
-    def _minutes(self, stored: Mapping[str, Any]) -> float | None:
-        """The limit on the time of further repeats; ``stored``: the manifest of a run to go on with."""
+    @property
+    def _minutes(self) -> float | None:
+        """The limit on the time of further repeats, that of a run to go on with unless another one is given."""
         if self.max_minutes is not None:
             return self.max_minutes
-        return stored.get("max_minutes") if self.resumed else self.workload.max_minutes
+        return self.resumed.manifest().max_minutes if self.resumed else self.workload.max_minutes
+
+    @property
+    def _spent_s(self) -> float:
+        """Seconds that a run to go on with was measured before."""
+        return (self.resumed.manifest().measured_s or 0.0) if self.resumed else 0.0
 
     def _left(
         self,
@@ -390,7 +389,7 @@ class Sweep:
     ) -> list[Block]:
         if minutes is None:
             return blocks_left(blocks, measured)
-        time_left_s = (minutes * 60 - spent_s) * (self.elsewhere.at_once if self.elsewhere else 1)
+        time_left_s = (minutes * 60 - spent_s) * self.machines.at_once
         return blocks_in_time(design, blocks, measured, time_left_s, lambda block: estimator.total_s([block]))
 
     def _waits_for_quiet(self, check: Callable[[], None], show: Callable[[str], None]) -> str:
@@ -438,7 +437,7 @@ class Sweep:
 
     def _times_this_machine(self) -> bool:
         """Whether other programs on this machine disturb the loads."""
-        return self.instrument.disturbed_by_machine and self.elsewhere is None
+        return self.instrument.disturbed_by_machine and self.machines.is_here
 
     def _set_aside(self, run: RunFolder, manifest: dict[str, Any], block: Block, measured: Measured) -> None:
         """Moves the invalid loads of ``block`` away, with the logs of their server, and lists them in the manifest."""
@@ -485,8 +484,8 @@ class Sweep:
             plan=plan,
             extra={"capacity": dict(capacity), "only": list(self.only), "notes": list(notes), **self.target.manifest},
         )
-        if self.elsewhere:
-            manifest |= self.elsewhere.environment | {"command": without_value(manifest["command"], "--ray-address")}
+        if self.machines.environment:
+            manifest |= {**self.machines.environment} | {"command": without_value(manifest["command"], "--ray-address")}
         return manifest | {"started": utc_now()}
 
     def _close(self, run: RunFolder, manifest: dict[str, Any], status: str) -> None:

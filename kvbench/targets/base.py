@@ -23,6 +23,7 @@ from kvbench.load.blocking import connect, exchange
 from kvbench.load.dialect import Dialect
 from kvbench.load.http import Address, MalformedStream, Response, call_bytes, tls_context
 from kvbench.requests.request import RequestSpec
+from kvbench.runs.results import Capacity
 from kvbench.runs.server_info import ModelList, ModelRow, ServerInfo, SlotSizes, TokenCount
 from kvbench.targets.preset import CAPACITY_TOLERANCE, Preset
 from kvbench.targets.presets import BUILT_IN, METRIC_KINDS
@@ -454,34 +455,35 @@ def contradiction(settings: Settings, known: Mapping[str, Any], info: ServerInfo
     known: before the launch: ``kv_budget_bytes``, ``bytes_per_token`` and ``scale_bytes_per_token`` (a part of it) if
         the server was given the budget; ``capacity_tokens`` if our arithmetic tells how many fit; ``max_model_len``
     """
-    paged = effective(settings, "layout") == "paged"
+    expected, paged = Capacity.model_validate(known), effective(settings, "layout") == "paged"
     pages, wanted = info.capacity.page_size or info.engine.page_size, settings.get("page_size")
-    if paged and wanted and pages and int(pages) != int(wanted):
+    if paged and wanted and pages and pages != int(wanted):
         return (
-            f"its pages have {int(pages)} tokens, and the configuration is for pages of {wanted}: pass page_size on "
-            f"({{page_size}} in a --serve-cmd), or ask for what it has, -o engine.page_size={int(pages)}"
+            f"its pages have {pages} tokens, and the configuration is for pages of {wanted}: pass page_size on "
+            f"({{page_size}} in a --serve-cmd), or ask for what it has, -o engine.page_size={pages}"
         )
-    length, asked = info.engine.max_model_len, known.get("max_model_len")
-    if length and asked and int(length) < int(asked):  # lowered to what a GPU had free: each layout to another length
+    length, asked = info.engine.max_model_len, expected.max_model_len
+    if length and asked and length < asked:  # lowered to what a GPU had free: each layout to another length
         return (
-            f"its memory holds one sequence of {int(length)} tokens and not of {asked}, as the configuration is for: "
-            f"raise kv_budget, or give all configurations one length, -o engine.max_model_len={int(length)}"
+            f"its memory holds one sequence of {length} tokens and not of {asked}, as the configuration is for: "
+            f"raise kv_budget, or give all configurations one length, -o engine.max_model_len={length}"
         )
-    tokens, a_token, held = info.capacity.capacity_tokens, known.get("bytes_per_token"), info.capacity.kv_bytes
+    tokens, a_token, held = info.capacity.capacity_tokens, expected.bytes_per_token, info.capacity.kv_bytes
     if not tokens or not a_token:
         return None
     if held and abs(held - tokens * a_token) > CAPACITY_TOLERANCE * tokens * a_token + _LOGGED_TO:
         return (
             f"its KV cache of {int(tokens):,} tokens takes {held:,} bytes, {held / tokens:,.0f} a token "
-            f"({info.capacity.kv_type}), and the configuration is for {a_token:,} a token: give both one dtype, "
+            f"({info.capacity.kv_type}), and the configuration is for {a_token:,.0f} a token: give both one dtype, "
             "-o model.dtype=float32 ({dtype} in a --serve-cmd)"
         )
-    least = known.get("capacity_tokens") or known["kv_budget_bytes"] / a_token
-    most = least * a_token / (a_token - (known.get("scale_bytes_per_token") or 0))  # other KV formats have fewer scales
+    budget = expected.kv_budget_bytes or 0
+    least = expected.capacity_tokens or budget / a_token
+    most = least * a_token / (a_token - (expected.scale_bytes_per_token or 0))  # other KV formats have fewer scales
     slack = 0 if not paged else int(pages or wanted or 1)
     if least * (1 - CAPACITY_TOLERANCE) - slack <= tokens <= most * (1 + CAPACITY_TOLERANCE) + slack:
         return None
     return (
-        f"its KV cache holds {int(tokens):,} tokens, and the budget of {known['kv_budget_bytes']:,} bytes would hold "
+        f"its KV cache holds {int(tokens):,} tokens, and the budget of {budget:,.0f} bytes would hold "
         f"{least:,.0f}: it has another budget or another dtype (a --serve-cmd passes on {{kv_budget}} and {{dtype}})"
     )

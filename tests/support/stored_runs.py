@@ -8,8 +8,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 FIRST = datetime(2026, 1, 1, 3, tzinfo=UTC)
 MACHINE = {"cpu": {"model": "synthetic", "cores": 2}, "gpus": [], "device": "synthetic", "profile": "cpu"}
+
+ROWS = pd.DataFrame({"ok": [True], "t0": [0.0], "ts": [0.0], "class": ["a"], "chunk_times": [[0.1]]})
 
 
 def repeat(number: int, throughput: float, ttft: float = 100.0, itl: float = 10.0) -> dict[str, Any]:
@@ -56,7 +60,7 @@ def write_run(
         place = folder / "cells" / cell
         (place / "loads" / "1").mkdir(parents=True)
         (place / "loads" / "1" / "done.json").write_text("{}")
-        (place / "requests.parquet").write_bytes(b"PAR1 prompts PAR1")
+        ROWS.to_parquet(place / "requests.parquet")
         summary = {
             "cell_id": cell,
             "config_id": cell.rsplit("-", 1)[0],
@@ -74,7 +78,7 @@ def write_run(
 
 
 def write_reportable(results: Path, day: int, cells: Mapping[str, Sequence[Any]], **more: Any) -> Path:
-    """As ``write_run``, without raw samples, which are no Parquet there: a report can be made of it."""
+    """As ``write_run``, without raw samples, which are of one request there: a report can be made of it."""
     folder = write_run(results, day, cells, **more)
     for path in folder.rglob("requests.parquet"):
         path.unlink()

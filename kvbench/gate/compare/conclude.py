@@ -60,11 +60,12 @@ def write_pairs(folder: CompareFolder, manifest: CompareManifest, metrics: Seque
     """Writes pairs.csv: one row for each metric of each cell in each whole pair, with the side that went first."""
     cells = manifest.cells
     values = read_values(folder, cells, metrics, range(1, folder.whole_pairs(cells) + 1))
+    first_sides = {(pair, turn): side for pair, turns in manifest.order.items() for turn, side in turns.items()}
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["pair", "cell", "first", "metric", "unit", *SIDES, "log_ratio"])
     for i, j, k in np.ndindex(values[BASE].shape):
-        first = manifest.order.get(str(i + 1), {}).get(cells[j].turn, "")  # stored runs were not measured in turn
+        first = first_sides.get((str(i + 1), cells[j].turn), "")  # stored runs were not measured in turn
         base, candidate = (values[side][i, j, k] for side in SIDES)
         ratio = np.log(candidate / base) if base > 0 and candidate > 0 else np.nan
         row = [i + 1, cells[j].name, first, metrics[k].name, metrics[k].unit]

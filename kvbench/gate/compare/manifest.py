@@ -170,13 +170,13 @@ def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, fo
 def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWorkload]) -> list[str]:
     """Lists what must be equal in two runs and is not: machine, versions, servers, requests; not their commits."""
     then, now = (RunFolder(stored[side]).manifest() for side in SIDES)
-    found, _ = environment_differences({**then, "git": {}}, now)
+    found, _ = environment_differences({**then.to_json(), "git": {}}, now.to_json())
     for match in (match for each in workloads for match in each.matches):
-        servers = [
+        base, candidate = (
             manifest.servers.get(match.of(side).config_id, ServerInfo())
             for side, manifest in zip(SIDES, (then, now), strict=True)
-        ]
-        found += server_differences(*servers, varied_settings(match))
+        )
+        found += server_differences(base, candidate, varied_settings(match))
     folder, cells = CompareFolder(Path(), stored), _cells(workloads)
     for repeat in range(1, folder.whole_pairs(cells) + 1):
         found += request_differences(folder, cells, repeat)
@@ -193,7 +193,7 @@ def server_differences(left: ServerInfo, right: ServerInfo, varied: frozenset[st
     fingerprints = [server.fact("model", "weights_fingerprint") for server in (left, right)]
     if not all(fingerprints) and "model" not in varied:
         compared.append(("model", _model_name(left), _model_name(right)))
-    names = sorted(left.versions or ())
+    names = sorted(left.versions)
     compared += [(f"version of {n}", *(server.fact("versions", n) for server in (left, right))) for n in names]
     return [f"{name} ({a} and {b})" for name, a, b in compared if None not in (a, b) and a != b]
 

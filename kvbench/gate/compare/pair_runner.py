@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvbench.gate.compare.clock import Clock
 from kvbench.gate.compare.folder import CompareFolder, FailedAttempt
@@ -53,15 +52,12 @@ def measure_again(
         sides = sides[::-1]
 
 
-class Method(Protocol):
-    """A way to measure both sides of one configuration in one pair."""
+MeasurePair = Callable[[Turn, Sequence[str], int], dict[str, list[Failure]]]
+"""Writes the loads of both sides of one configuration in one pair into their run folders; by side, what failed.
 
-    def measure(self, turn: Turn, sides: Sequence[str], pair: int) -> dict[str, list[Failure]]:
-        """Writes the loads of both sides into their run folders; by side, what failed. ``sides``: the first one first.
-
-        Nothing but ``sides`` may tell base from candidate: swapping them must swap the measured values and no more.
-        """
-        ...
+It gets the sides, the first one first, and the pair. Nothing but the sides may tell base from candidate: swapping them
+must swap the measured values and no more.
+"""
 
 
 @dataclass(frozen=True)
@@ -87,13 +83,13 @@ class LaunchedPairs:
 class PairRunner:
     """Measures pairs, each until it is whole or given up.
 
-    ``method``: how a pair is measured. ``metrics``: those that a load must have if the other side's load has them.
+    ``measure_pair``: measures one. ``metrics``: those that a load must have if the other side's load has them.
     ``on_measured`` gets the side that was first in a good attempt. ``resume``: as in ``FailedAttempt``. ``clock``:
     allows each attempt, by how long earlier ones took.
     """
 
     folder: CompareFolder
-    method: Method
+    measure_pair: MeasurePair
     metrics: Sequence[MetricRule]
     on_measured: Callable[[Turn, str], None]
     on_failed: OnFailed
@@ -112,7 +108,7 @@ class PairRunner:
             def attempt(sides: Sequence[str], number: int, turn: Turn = turn) -> tuple[Reasons, Reasons]:
                 self.folder.set_aside(turn.match, pair)  # half a pair is none: its other half was at another time
                 with self.clock.attempt(turn.match.key):
-                    failures = self.method.measure(turn, sides, pair)
+                    failures = self.measure_pair(turn, sides, pair)
                 return self._judge(turn, pair, failures)
 
             ended = measure_again(attempt, turn.sides, pair, turn.match.key, self.on_failed, self.resume)

@@ -41,7 +41,7 @@ from kvbench.gate.compare.folder import (
 )
 from kvbench.gate.compare.lockstep_pairs import LockstepPairs, why_not_lockstep
 from kvbench.gate.compare.manifest import new_comparison, record_server, require_same_requests, resume
-from kvbench.gate.compare.pair_runner import LaunchedPairs, Method, PairRunner
+from kvbench.gate.compare.pair_runner import LaunchedPairs, MeasurePair, PairRunner
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.compare.served_check import ServedCheck
@@ -58,7 +58,7 @@ from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job, Listener
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.resume import stored_workload
-from kvbench.runs.server_info import ServerInfo
+from kvbench.runs.server_info import ModelInfo, ServerInfo
 from kvbench.runs.work import kept, orderly_end
 from kvbench.sweep.block import BlockRunner
 from kvbench.targets.base import Target
@@ -387,7 +387,7 @@ class Comparison:
         looks = look_points(self.policy.timing, manifest.early_looks)
         runner = PairRunner(
             self.folder,
-            self._method(),
+            self._way_to_measure(),
             self.policy.timing.metrics,
             self._on_measured,
             self._on_failed,
@@ -476,13 +476,14 @@ class Comparison:
         counted = f"attempt {attempt.attempt} of up to {most}"
         self._say(f"{attempt.where} failed{again} ({counted}): {attempt}")
 
-    def _method(self) -> Method:
+    def _way_to_measure(self) -> MeasurePair:
         if self.manifest.method != LOCKSTEP:
-            return LaunchedPairs(self._runners(), self.clock)
+            return LaunchedPairs(self._runners(), self.clock).measure
         facts = self.manifest.lockstep = self.manifest.lockstep or LockstepFacts()
         workloads = {each.name: each for each in self.workloads}
         limit, seed = self.request.start_timeout or OPEN_LIMIT_S, self.manifest.order_seed
-        return LockstepPairs(self.folder, workloads, facts, seed, self._on_engine, limit, self.show, self._check_time)
+        pairs = LockstepPairs(self.folder, workloads, facts, seed, self._on_engine, limit, self.show, self._check_time)
+        return pairs.measure
 
     def _runners(self) -> dict[tuple[str, str], BlockRunner]:
         calibrator, runners = self._calibrator(self.show, self._say, self.clock.require), {}
@@ -505,19 +506,19 @@ class Comparison:
 
     def _on_server(self, workload: PairedWorkload, side: str, block: Block, info: ServerInfo, target: Target) -> None:
         """Stores what the server says of itself, or compares it with what the first one of its configuration said."""
-        facts = {**info.to_json(), "served_model": dataclasses.asdict(target.model)}
         match = next(m for m in workload.matches if m.of(side) == block.configuration)
         new = [note for note in info.server.notes if note not in self.manifest.notes]
         self.manifest.notes = (*self.manifest.notes, *new)
         for note in new:
             self._say(f"note: {note}")
-        self._record(match, side, facts, alone=block.alone)
+        served = ModelInfo(**dataclasses.asdict(target.model))
+        self._record(match, side, info.model_copy(update={"served_model": served}), alone=block.alone)
 
     def _on_engine(self, workload: PairedWorkload, side: str, match: Match, info: Mapping[str, Any]) -> None:
         """Does what ``_on_server`` does, for an engine without a server."""
-        model = info.get("model") or {}
-        served = {name: model.get(name) for name in ("name", "vocab_size", "max_model_len")}
-        self._record(match, side, {**info, "served_model": served}, alone=False)
+        said = ServerInfo.read(info)
+        served = ModelInfo(**{name: said.fact("model", name) for name in ("name", "vocab_size", "max_model_len")})
+        self._record(match, side, said.model_copy(update={"served_model": served}), alone=False)
 
-    def _record(self, match: Match, side: str, facts: Mapping[str, Any], *, alone: bool) -> None:
-        record_server(self.manifest, match, side, ServerInfo(**facts), alone=alone, force=self.request.force)
+    def _record(self, match: Match, side: str, info: ServerInfo, *, alone: bool) -> None:
+        record_server(self.manifest, match, side, info, alone=alone, force=self.request.force)

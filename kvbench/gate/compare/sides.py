@@ -75,6 +75,7 @@ _START_S = 180.0
 _SERVER = ("-m", "engine.server")
 Capacities = Mapping[str, Mapping[str, Any]]
 """What the KV of each configuration holds, by its id."""
+_FACTS_OF_A_RUN = ("git", "versions", "command", "started", "ended", "target", "simulated")
 _FREE = ("engine", "sweep", "description")  # of the workload: what two stored runs may differ in
 
 
@@ -383,18 +384,16 @@ def _open_run(side: Side, workload: Workload) -> OpenSide:
     """A stored run. Raises UsageError if it is incomplete or of another workload."""
     run = RunFolder(Path(side.text).expanduser())
     manifest = run.manifest()
-    if manifest.get("status") != "complete":
+    if not manifest.complete:
         raise UsageError(f"{side.text} is not complete: go on with it first (kvbench sweep --resume {side.text})")
     now = as_stored(workload.resolved)
-    if keys := [key for key in differing_keys(manifest["workload"], now) if key.split(".")[0] not in _FREE]:
+    if keys := [key for key in differing_keys(manifest.workload, now) if key.split(".")[0] not in _FREE]:
         raise UsageError(f"{side.text} was measured with another workload: it differs in {', '.join(keys[:5])}")
     stored = stored_workload(manifest)
-    kept = ("git", "versions", "command", "started", "ended", "target")
-    facts = side.facts(folder=str(run.path), **{key: manifest.get(key) for key in kept})
-    if simulated := manifest.get("simulated"):
-        facts = facts.model_copy(update={"simulated": simulated})
-    choice = ChosenTarget(stored, _no_target, lambda settings: {}, {key: manifest.get(key) for key in STORED})
-    return OpenSide(side, choice, facts, stored=run.path)
+    kept = {key: value for key, value in manifest.to_json().items() if key in _FACTS_OF_A_RUN and value is not None}
+    target = {key: getattr(manifest, key, None) for key in STORED}
+    choice = ChosenTarget(stored, _no_target, lambda settings: {}, target)
+    return OpenSide(side, choice, side.facts(folder=str(run.path), **kept), stored=run.path)
 
 
 def _no_target() -> Target:
@@ -530,8 +529,8 @@ def measured_design(run: RunFolder, workload: Workload) -> Design:
     declared = make_design(workload.engine, workload.sweep, workload.load_points, workload.design)
     ids = [configuration.config_id for configuration in declared.configurations]
     planned: dict[str, set[str]] = {}
-    for block in run.manifest()["plan"]:
-        planned.setdefault(block["configuration"], set()).update(block["cells"])
+    for block in run.manifest().plan:
+        planned.setdefault(block.configuration, set()).update(block.cells)
     cells: list[Cell] = []
     for config_id in sorted(planned, key=lambda each: ids.index(each) if each in ids else len(ids)):
         path = run.cell(min(planned[config_id])) / "summary.json"

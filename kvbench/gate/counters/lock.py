@@ -96,27 +96,27 @@ def read_lock(path: Path) -> CounterLock | None:
 def write_lock(
     path: Path, workload: CounterWorkload, runs: Mapping[str, Replayed], accepted: Sequence[Accepted]
 ) -> None:
-    """Atomically. Raises OSError."""
+    """Writes the lock file atomically. Raises OSError."""
     scenarios = {}
     for scenario in workload.scenarios:
         run = runs[scenario.name]
-        scenarios[scenario.name] = {
-            "definition": scenario.digest,
-            "steps": run.steps,
-            "outputs": run.outputs,
-            "counters": {name: run.counters[name] for name in COUNTERS if run.counters[name]},
-            "history": {name: changes_of(values) for name, values in run.history.items() if any(values)},
-        }
-    data = {
-        "format": LOCK_FORMAT,
-        "workload": workload.name,
-        "workload_digest": workload.digest,
-        "accepted": [entry.model_dump() for entry in accepted],
-        "counters": list(COUNTERS),
-        "scenarios": scenarios,
-        "scenarios_digest": digest(scenarios),
-    }
-    write_json(path, data)
+        scenarios[scenario.name] = LockedScenario(
+            definition=scenario.digest,
+            steps=run.steps,
+            outputs=run.outputs,
+            counters={name: run.counters[name] for name in COUNTERS if run.counters[name]},
+            history={name: changes_of(values) for name, values in run.history.items() if any(values)},
+        )
+    lock = CounterLock(
+        format=LOCK_FORMAT,
+        workload=workload.name,
+        workload_digest=workload.digest,
+        accepted=list(accepted),
+        counters=list(COUNTERS),
+        scenarios=scenarios,
+        scenarios_digest=digest({name: scenario.model_dump() for name, scenario in scenarios.items()}),
+    )
+    write_json(path, lock.model_dump())
 
 
 def changes_of(values: Sequence[int]) -> str:

@@ -37,11 +37,11 @@ _DIRECTION = {True: "less is worse, to the right", False: "more is worse, to the
 
 def _thresholds(finding: Finding) -> list[tuple[str, float]]:
     """The lines of a plot: floor and margin as changes to the worse side, and the limits of a ratio."""
-    figures = finding.figures
     worse = wording.worse_sign(finding)
-    found = [(name, worse * abs(figures[name])) for name in ("floor", "margin") if is_number(figures.get(name))]
-    ends = ("min_ratio", "max_ratio")
-    return [*found, *(("limit", figures[name] - 1) for name in ends if is_number(figures.get(name)))]
+    shares = {name: finding.figure(name) for name in ("floor", "margin")}
+    ends = [finding.figure(name) for name in ("min_ratio", "max_ratio")]
+    lines = [(name, worse * abs(share)) for name, share in shares.items() if share is not None]
+    return lines + [("limit", end - 1) for end in ends if end is not None]
 
 
 class _Axis:

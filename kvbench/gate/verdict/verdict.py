@@ -6,6 +6,7 @@ Each gate returns one, and all outputs (verdict.json, JUnit, the GitHub summary,
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -53,6 +54,11 @@ class Finding:
     figures: Mapping[str, float | None] = field(default_factory=dict)
     details: tuple[str, ...] = ()
     series: tuple[float, ...] = ()
+
+    def figure(self, name: str) -> float | None:
+        """One of ``figures``; None where it has none or no finite one."""
+        value = self.figures.get(name)
+        return None if value is None or not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def p_value(p: float | None) -> str:
 
 def figure(name: str, finding: Finding) -> str:
     """One of ``Finding.figures`` in words: a share of the base in percent, a limit in the finding's unit."""
-    value = finding.figures.get(name)
+    value = finding.figure(name)
     if name in ("floor", "margin", "smallest_detectable") and finding.change is not None:
         return percent(value, signed=False)
     return quantity(value, finding.unit if name in ("min", "max") else None)
@@ -172,7 +172,7 @@ def figure(name: str, finding: Finding) -> str:
 def bounds(finding: Finding) -> str:
     """Its limits: ``>= 0.9``, ``<= 2 GiB``; empty without one."""
     ends = (("min", ">="), ("min_ratio", ">="), ("max", "<="), ("max_ratio", "<="))
-    return " and ".join(f"{s} {figure(name, finding)}" for name, s in ends if is_number(finding.figures.get(name)))
+    return " and ".join(f"{s} {figure(name, finding)}" for name, s in ends if finding.figure(name) is not None)
 
 
 def spaced(name: str) -> str:
@@ -223,7 +223,7 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
         size = -math.inf
         if is_number(finding.change):
             size = finding.change * worse_sign(finding) if finding.higher_is_better is not None else abs(finding.change)
-            floor = finding.figures.get("floor")
+            floor = finding.figure("floor")
             size /= abs(floor) if is_number(floor) and floor else 1.0
         return list(NAMES).index(finding.outcome), suite, -size
 

@@ -9,10 +9,10 @@ import pytest
 
 from kvbench.cli.gate import gate
 from kvbench.cli.run_guarded import guarded
-from kvbench.gate.canaries import judge_canaries
-from kvbench.gate.limits import judge_limits
+from kvbench.gate.limits import judge_canaries, judge_limits
 from kvbench.gate.policy import Limit
 from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS
+from kvbench.metrics.model import CanaryCounts
 from kvbench.runs.quality import QualityResult
 from tests.support import verdicts
 from tests.support.report_cells import cell, run, wrong
@@ -26,7 +26,7 @@ def counted(found: int, answered: int = 20, distinct: int = 20, **settings):
     counts = {"sent": answered + 1, "answered": answered, "wrong": found, "distinct": distinct}
     if found:
         counts["first_wrong"] = "passkey-3 (request 9), from token 1 on: 5, not 6"
-    return dataclasses.replace(cell(**settings), canaries=counts)
+    return dataclasses.replace(cell(**settings), canaries=CanaryCounts(**counts))
 
 
 def offline(of, asked: int | None = 100, right: int = 100, **changes) -> QualityResult:

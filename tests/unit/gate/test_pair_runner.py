@@ -67,7 +67,7 @@ def run(tmp_path, matches, **told):
     sides.kept, sides.failed, sides.most = [], [], []
     sides.runner = PairRunner(
         folder,
-        LaunchedPairs(sides.runners),
+        LaunchedPairs(sides.runners).measure,
         DEFAULT_RULES.metrics,
         lambda turn, first: sides.kept.append((turn.match.key, first)),
         lambda attempt, most: (sides.failed.append(attempt), sides.most.append(most)),

@@ -309,6 +309,6 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a results folder"):
         read_run(tmp_path)
     (tmp_path / "manifest.json").write_text('{"kind": "load", "status": "complete"}')
-    with pytest.raises(ValueError, match="read its metrics"):
+    with pytest.raises(ValueError, match=r"read its search\.json or metrics"):
         read_run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 
 from kvbench.common.errors import UsageError
@@ -48,9 +49,18 @@ def test_a_load_appears_whole_or_not_at_all(tmp_path, error, kept):
     assert [path.name for path in loads.iterdir()] == ["1"]
 
 
+ROW = {"ok": [True], "t0": [0.0], "ts": [0.0], "class": ["a"], "chunk_times": [[0.1]]}
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("done.json", b"{"), ("load.json", b""), ("requests.parquet", b""), ("server.parquet", b"PAR1 and no end")],
+    [
+        ("done.json", b"{"),
+        ("load.json", b""),
+        ("requests.parquet", b""),
+        ("server.parquet", b"PAR1 and no end"),
+        ("server.parquet", b"PAR1 and no table PAR1"),
+    ],
 )
 def test_a_finished_load_of_which_a_file_was_cut_short_is_not_finished(tmp_path, name, content):
     run = RunFolder(tmp_path)
@@ -59,7 +69,7 @@ def test_a_finished_load_of_which_a_file_was_cut_short_is_not_finished(tmp_path,
             for file in ("done.json", "load.json"):
                 (folder / file).write_text("{}")
             for file in ("requests.parquet", "server.parquet"):
-                (folder / file).write_bytes(b"PAR1 rows PAR1")
+                pd.DataFrame({"t": [0.5]} if file == "server.parquet" else ROW).to_parquet(folder / file)
     assert run.done_repeats("cell") == [1, 2] and run.damaged_loads() == []
     (run.load("cell", 2) / name).write_bytes(content)
     assert run.done_repeats("cell") == [1] and not run.is_done("cell", 2)

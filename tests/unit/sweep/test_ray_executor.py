@@ -20,11 +20,11 @@ from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.results import LoadResult
-from kvbench.sweep import ray_executor
+from kvbench.sweep import ray_machines
 from kvbench.sweep.block import BlockRunner
 from kvbench.sweep.block_task import BlockEnded, BlockTask, LoadDone, Status
 from kvbench.sweep.order import Measured, blocks_left
-from kvbench.sweep.ray_executor import CellNeeds, RayExecutor, RayMachines, machines_for, needs_of
+from kvbench.sweep.ray_machines import CellNeeds, RayMachines, machines_for, needs_of
 from kvbench.workload.design import make_design, plan_blocks
 from kvbench.workload.load_section import load_point
 from tests.support.fake_ray import FakeCluster, node
@@ -61,23 +61,23 @@ def block_of(tmp_path: Path, tried: Counter, refused: str | None = None) -> Any:
 def sweep(tmp_path: Path, monkeypatch: Any, cluster: FakeCluster, **how: Any) -> Any:
     """Runs all blocks as ``Sweep`` does; the manifest's record, the run and how often each load was tried."""
     tried: Counter = Counter()
-    monkeypatch.setattr(ray_executor, "run_block_task", block_of(tmp_path, tried, how.pop("refused", None)))
+    monkeypatch.setattr(ray_machines, "run_block_task", block_of(tmp_path, tried, how.pop("refused", None)))
     run, manifest, failures = RunFolder(tmp_path / "run"), {}, []
     run.path.mkdir()
     job = Job(None, run, None)  # type: ignore[arg-type]
     runner = BlockRunner(HttpInstrument(job), failures, **how.pop("runner", {}))
     facts = {each.node_id: FACTS for each in cluster.members}
     machines = RayMachines(cluster, CellNeeds(0), Silent(), OPTIONS, {}, cluster.members, facts, how.pop("wait_s", 9.0))
-    executor, measured = machines.executor(runner, manifest), Measured({})
+    machines.begin(runner, manifest)
+    measured = Measured({})
     while True:
         left = blocks_left(BLOCKS, measured)
-        if executor.has_room() and (block := executor.begin(left)):
-            executor.submit(block)
-        elif finished := executor.next_finished():
+        if block := machines.next_block(left):
+            machines.submit(block)
+        elif finished := machines.next_finished():
             measured.attempts.update((cell.cell_id, finished.block.repeat) for cell in finished.block.cells)
         else:
             break
-    assert isinstance(executor, RayExecutor)
     return SimpleNamespace(record=manifest["executor"], run=run, tried=tried, failures=failures)
 
 

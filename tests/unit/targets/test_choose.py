@@ -19,7 +19,9 @@ import engine.tokenizer
 from kvbench.cli.main import main
 from kvbench.cli.options import TARGET_OPTIONS
 from kvbench.common.errors import UsageError
+from kvbench.common.files import write_json
 from kvbench.common.machine import environment
+from kvbench.runs.folder import RunFolder
 from kvbench.runs.resume import reopen
 from kvbench.targets.builtin import BuiltinTarget
 from kvbench.targets.choose import BUILTIN, KINDS_OF, PRESET, RUNNING, TEMPLATE, choose
@@ -221,7 +223,8 @@ def test_a_run_on_a_running_server_goes_on_with_the_same_facts_and_no_others(wor
     again = chosen(workload(), stored=stored).new_target()
     assert again._given == ("m", 512, 256) and again.http.access.api_key_env == "A_KEY"
     assert again.preset.name == "transformers" and again._text_of_ids([5, 6])
-    begun = SimpleNamespace(path=tmp_path, manifest=lambda: {"workload": {}, **environment(), **first})
+    write_json(tmp_path / "manifest.json", {"workload": {}, "plan": [], **environment(), **first})
+    begun = RunFolder(tmp_path)
 
     def go_on(**options):
         served = chosen(workload(), stored=stored, **options).manifest

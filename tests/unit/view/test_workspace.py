@@ -42,7 +42,6 @@ def test_every_run_is_a_row_the_newest_first_and_other_commands_are_counted(tmp_
         ("manifest.json", '{"workload": {"name": "x"}, "plan": [{"cells": 3}]}'),
         ("manifest.json", '{"workload": {"name": "x", "load": 3}, "plan": [], "cpu": "none"}'),
         ("cells/a-c3/summary.json", '{"repeats": [{"repeat": "x"}], "config_id": "a"}'),
-        ("cells/a-c3/server.parquet", "PAR1 nothing PAR1"),
     ],
 )
 def test_a_damaged_run_is_a_row_and_takes_no_other_away(tmp_path: Path, file: str, content: str) -> None:
@@ -57,9 +56,10 @@ def test_a_damaged_run_is_a_row_and_takes_no_other_away(tmp_path: Path, file: st
         workspace.run(damaged)
 
 
-def test_a_cell_that_is_cut_short_leaves_the_run_readable(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("file", "content"), [("summary.json", "{"), ("server.parquet", "PAR1 nothing PAR1")])
+def test_a_cell_that_is_damaged_leaves_the_run_readable(tmp_path: Path, file: str, content: str) -> None:
     folder = write_run(tmp_path, 0, {"a-c3": [100.0], "b-c3": [100.0]})
-    (folder / "cells" / "a-c3" / "summary.json").write_text("{")
+    (folder / "cells" / "a-c3" / file).write_text(content)
     (row,) = Workspace([tmp_path]).rows()
     assert row.state == "incomplete" and [cell.value for cell in row.cells] == [f"{row.slug}/b-c3"]
 

@@ -49,7 +49,7 @@ from kvbench.sweep.block_task import (
     Status,
     run_block_task,
 )
-from kvbench.sweep.executor import Finished
+from kvbench.sweep.machines import Finished, ThisMachine
 from kvbench.targets.base import Target
 from kvbench.targets.choose import ChosenTarget
 from kvbench.workload.design import Block, Design
@@ -108,7 +108,19 @@ def needs_of(workload: Workload, design: Design, options: Mapping[str, Any]) -> 
 
 
 @dataclass
-class RayMachines:
+class _Run:
+    """A block that runs. ``doing``: for the display; ``done``: cells that have an outcome; ``end``: comes last."""
+
+    block: Block
+    node: Node
+    began: float
+    doing: str = "waiting for the machine"
+    done: set[str] = field(default_factory=set)
+    end: BlockEnded | None = None
+
+
+@dataclass
+class RayMachines(ThisMachine):
     """The machines of a cluster that run the cells, which all are and run the same.
 
     ``workload``, ``options``, ``stored``: as in BlockTask; ``facts``: of each machine, by node id; ``wait_s``: until a
@@ -124,6 +136,7 @@ class RayMachines:
     facts: Mapping[str, MachineFacts]
     wait_s: float
     notes: list[str] = field(default_factory=list)
+    is_here = False
 
     def __post_init__(self) -> None:
         self.environment = {**next(iter(self.facts.values())).environment, "git": git_state()}
@@ -146,16 +159,22 @@ class RayMachines:
         given = [("--ray-address", self.options["ray_address"]), ("--device-resource", self.options["device_resource"])]
         return ["--executor", "ray", *(word for pair in given if pair[1] for word in pair)]
 
-    def executor(self, runner: BlockRunner, manifest: dict[str, Any]) -> RayExecutor:
+    def begin(self, runner: BlockRunner, manifest: dict[str, Any]) -> None:
         before = manifest.get("executor") or {}
-        manifest["executor"] = {
+        self._record = manifest["executor"] = {
             "kind": "ray",
             "cells_need": str(self.cell_needs),
             "machines": before.get("machines", {}) | {node.name: self._entry(node) for node in self.nodes},
             "loads": before.get("loads", {}),
             "lost": before.get("lost", []),
         }
-        return RayExecutor(self, runner, manifest)
+        self.runner, self.manifest, self.job = runner, manifest, runner.instrument.job
+        free = [node for node in self.nodes for _ in range(self.cell_needs.cells(node))]
+        self._slots = TaskSlots(self.cluster, free, self.cell_needs.needs, self.wait_s)
+        self._again: list[_Run] = []  # blocks that were lost
+        self._lost: Counter[str] = Counter()
+        self._home: dict[int, Node] = {}  # by repeat
+        self._calibrations: dict[str, list[Any]] = {}  # by machine
 
     def _entry(self, node: Node) -> dict[str, Any]:
         facts = self.facts[node.node_id]
@@ -168,87 +187,10 @@ class RayMachines:
             "versions": found["versions"] | {"ray": facts.ray},
         }
 
-
-@contextmanager
-def ray_machines(
-    choice: ChosenTarget,
-    parts: tuple[Workload, Mapping[str, Any], Mapping[str, Any]],
-    only: Sequence[str],
-    say: Callable[[str], None],
-) -> Iterator[RayMachines]:
-    """The machines of a cluster for the cells of a sweep. ``parts``: what ``choice`` was made of, as in BlockTask.
-
-    Raises UsageError where there is no cluster, or none of its machines can be used.
-    """
-    if choice.runs_already:
-        raise UsageError("--executor ray launches a server for each configuration, and --target URL is one that runs "
-                         "already: leave one of them out")  # fmt: skip
-    options = parts[1]
-    cell_needs = needs_of(choice.workload, choice.plan(only)[0], options)
-    with cluster_at(options["ray_address"]) as cluster:
-        yield machines_for(cluster, cell_needs, parts, options["ray_wait"], say)
-
-
-def machines_for(
-    cluster: Cluster,
-    cell_needs: CellNeeds,
-    parts: tuple[Workload, Mapping[str, Any], Mapping[str, Any]],
-    wait_s: float,
-    say: Callable[[str], None],
-) -> RayMachines:
-    """The machines that have what a cell needs and run this code. ``parts``: workload, options, stored of BlockTask.
-
-    Raises UsageError where there is none, or they are not alike.
-    """
-    found = usable_nodes(cluster, cell_needs.needs, f"{cell_needs} for a cell", wait_s, say)
-    _require_alike([(node, found.facts[node.node_id].environment) for node in found.nodes])
-    return RayMachines(cluster, cell_needs, *parts, found.nodes, found.facts, wait_s, list(found.left_out))
-
-
-def _require_alike(found: Sequence[tuple[Node, Mapping[str, Any]]]) -> None:
-    """A table of loads of different machines would compare the machines."""
-    first, before = found[0]
-    for node, now in found[1:]:
-        differences, _ = environment_differences({**before, "git": {}}, now)
-        if differences:
-            words = and_more([each.replace(" then, ", f" on {first.name}, ").replace(" now)", f" on {node.name})")
-                              for each in differences], 3)  # fmt: skip
-            raise UsageError(
-                f"the machines of the Ray cluster are not alike, and a sweep on both would compare them: {words}; name "
-                "a resource that one kind alone has with --device-resource"
-            )
-
-
-@dataclass
-class _Run:
-    """A block that runs. ``doing``: for the display; ``done``: cells that have an outcome; ``end``: comes last."""
-
-    block: Block
-    node: Node
-    began: float
-    doing: str = "waiting for the machine"
-    done: set[str] = field(default_factory=set)
-    end: BlockEnded | None = None
-
-
-class RayExecutor:
-    """Runs the blocks of ``runner`` on ``machines``; keeps in ``manifest`` which ran which load, and what was lost."""
-
-    def __init__(self, machines: RayMachines, runner: BlockRunner, manifest: dict[str, Any]) -> None:
-        self.machines, self.runner, self.manifest, self.job = machines, runner, manifest, runner.instrument.job
-        self._record = manifest["executor"]
-        free = [node for node in machines.nodes for _ in range(machines.cell_needs.cells(node))]
-        self._slots = TaskSlots(machines.cluster, free, machines.cell_needs.needs, machines.wait_s)
-        self._again: list[_Run] = []  # blocks that were lost
-        self._lost: Counter[str] = Counter()
-        self._home: dict[int, Node] = {}  # by repeat
-        self._calibrations: dict[str, list[Any]] = {}  # by machine
-
-    def has_room(self) -> bool:
-        return (bool(self._slots.free) and not self._again) or not self._slots.left
-
-    def begin(self, left: Sequence[Block]) -> Block | None:
+    def next_block(self, left: Sequence[Block]) -> Block | None:
         """The first block whose repeat has run on a free machine, else of a repeat that has run nowhere, else any."""
+        if self._slots.left and (self._again or not self._slots.free):
+            return None
         begun = [*self._slots.running.values(), *self._again]
         taken = {(cell.cell_id, run.block.repeat) for run in begun for cell in run.block.cells}
         waiting = [b for b in left if not any((cell.cell_id, b.repeat) in taken for cell in b.cells)]
@@ -263,12 +205,11 @@ class RayExecutor:
         home = self._home.get(block.repeat)
         node = home if home in self._slots.free else self._slots.free[0]
         self._home[block.repeat] = home if home in self._slots.nodes else node
-        runner, machines = self.runner, self.machines
-        calibrations = None if machines.options["no_calibration"] else self._calibrations.get(node.name, [])
+        calibrations = None if self.options["no_calibration"] else self._calibrations.get(node.name, [])
         left = dataclasses.replace(block, cells=tuple(c for c in block.cells if c.cell_id not in done))
         task = BlockTask(
-            left, machines.workload, machines.options, machines.stored, self.job.capacity, bool(runner.served),
-            tuple(runner.keeps_cache), calibrations,
+            left, self.workload, self.options, self.stored, self.job.capacity, bool(self.runner.served),
+            tuple(self.runner.keeps_cache), calibrations,
         )  # fmt: skip
         self._slots.submit(_Run(block, node, time.monotonic(), done={*done}), node, run_block_task, task)
         self._show()
@@ -365,6 +306,56 @@ class RayExecutor:
     def _show(self) -> None:
         doing = [f"{run.node.name}: {run.doing}" for run in self._slots.running.values()]
         self.job.listener.status("; ".join(doing) or "between loads")
+
+
+@contextmanager
+def ray_machines(
+    choice: ChosenTarget,
+    parts: tuple[Workload, Mapping[str, Any], Mapping[str, Any]],
+    only: Sequence[str],
+    say: Callable[[str], None],
+) -> Iterator[RayMachines]:
+    """The machines of a cluster for the cells of a sweep. ``parts``: what ``choice`` was made of, as in BlockTask.
+
+    Raises UsageError where there is no cluster, or none of its machines can be used.
+    """
+    if choice.runs_already:
+        raise UsageError("--executor ray launches a server for each configuration, and --target URL is one that runs "
+                         "already: leave one of them out")  # fmt: skip
+    options = parts[1]
+    cell_needs = needs_of(choice.workload, choice.plan(only)[0], options)
+    with cluster_at(options["ray_address"]) as cluster:
+        yield machines_for(cluster, cell_needs, parts, options["ray_wait"], say)
+
+
+def machines_for(
+    cluster: Cluster,
+    cell_needs: CellNeeds,
+    parts: tuple[Workload, Mapping[str, Any], Mapping[str, Any]],
+    wait_s: float,
+    say: Callable[[str], None],
+) -> RayMachines:
+    """The machines that have what a cell needs and run this code. ``parts``: workload, options, stored of BlockTask.
+
+    Raises UsageError where there is none, or they are not alike.
+    """
+    found = usable_nodes(cluster, cell_needs.needs, f"{cell_needs} for a cell", wait_s, say)
+    _require_alike([(node, found.facts[node.node_id].environment) for node in found.nodes])
+    return RayMachines(cluster, cell_needs, *parts, found.nodes, found.facts, wait_s, list(found.left_out))
+
+
+def _require_alike(found: Sequence[tuple[Node, Mapping[str, Any]]]) -> None:
+    """A table of loads of different machines would compare the machines."""
+    first, before = found[0]
+    for node, now in found[1:]:
+        differences, _ = environment_differences({**before, "git": {}}, now)
+        if differences:
+            words = and_more([each.replace(" then, ", f" on {first.name}, ").replace(" now)", f" on {node.name})")
+                              for each in differences], 3)  # fmt: skip
+            raise UsageError(
+                f"the machines of the Ray cluster are not alike, and a sweep on both would compare them: {words}; name "
+                "a resource that one kind alone has with --device-resource"
+            )
 
 
 def _move(source: Path, folder: Path) -> None:
