@@ -216,7 +216,7 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
     }
     sent = totals.pop("prompt_tokens")
     if sent is None:
-        sent = _sum(r.metrics.total_input_tokens for r in repeats) or 0.0
+        sent = _sum(number(r.metrics.total_input_tokens) for r in repeats) or 0.0
     reason = reasons[0] if reasons and not simulated else ""
     if simulated and totals["lru"] is None:
         reason = "the server does not tell its capacity"
@@ -224,8 +224,8 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
         reason = f"{len(simulated)} of {len(cell.repeats)} repeats: {reasons[0]}"
     elif simulated and "steady" in run.cache_state:
         reason = "the cache was not emptied before the load: what it held then is unexplained"
-    counted = _sum(_counted(r) for r in repeats)
-    told = _sum(r.metrics.total_cached_tokens for r in repeats)
+    counted = _sum(number(_counted(r)) for r in repeats)
+    told = _sum(number(r.metrics.total_cached_tokens) for r in repeats)
     return HitLedger(cell, sent, counted, told, **totals, reason=reason)
 
 

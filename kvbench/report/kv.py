@@ -152,7 +152,7 @@ def _size(value: float | None) -> str:
 
 
 def _number_of(name: str) -> Callable[[MeasuredCell], float | None]:
-    return lambda cell: getattr(cell.capacity, name)
+    return lambda cell: number(getattr(cell.capacity, name))
 
 
 def _page_table(cell: MeasuredCell) -> Value:

@@ -91,11 +91,6 @@ def hatch(shape: object, solidity: float | None = None) -> dict[str, object]:
     return {"shape": shape, "fillmode": "overlay", "fgcolor": "#fff", "size": 5, "solidity": solidity}
 
 
-def drawn(*drawings: Drawing | None) -> tuple[Drawing, ...]:
-    """The figures that there are."""
-    return tuple(drawing for drawing in drawings if drawing is not None)
-
-
 def ecdf(samples: np.ndarray, points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
     """x [n], y [n] of the empirical distribution with n <= points; the smallest and largest sample stay.
 
