@@ -93,7 +93,7 @@ def accept_counters(workload: Path, lock: Path, reason: str) -> int:
     Exit codes: 0 written (or nothing to write), 1 the engine breaks or leaks, which cannot be accepted, 2 usage,
     4 two runs of this very code differ.
     """
-    from kvbench.gate.counters.accept import accept as accept_runs
+    from kvbench.gate.counters.judge import accept as accept_runs
     from kvbench.gate.counters.judge import nondeterminism
     from kvbench.gate.counters.replay import replay_twice
 

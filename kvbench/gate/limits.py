@@ -18,7 +18,7 @@ import csv
 import math
 import shlex
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -444,21 +444,22 @@ def sweep_benchmarks(summary_csv: Path, workload: str) -> list[Benchmark]:
         return []
     try:
         with summary_csv.open(encoding="utf-8", newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row.get("valid") == "True"]
-        return [made for row in rows for made in _cell_benchmarks(row, workload)]
-    except (OSError, ValueError, KeyError, csv.Error) as error:
+            rows = [defaultdict(str, row) for row in csv.DictReader(file)]  # older versions wrote fewer columns
+        return [made for row in rows if row["valid"] == "True" for made in _cell_benchmarks(row, workload)]
+    except (OSError, ValueError, csv.Error) as error:
         raise UsageError(
             f"{summary_csv} cannot be read ({error}): `kvbench report {summary_csv.parent}` writes it again"
         ) from None
 
 
 def _cell_benchmarks(row: Mapping[str, str], workload: str) -> Iterator[Benchmark]:
-    """The values of a row of summary.csv. Raises ValueError and KeyError."""
+    """The values of a row of summary.csv. Raises ValueError."""
+    if not row["cell_id"]:
+        raise ValueError("a row has no cell_id")
     for column, name in _CHARTED.items():
-        value, low, high = (float(row.get(column + end) or "nan") for end in ("", "_min", "_max"))
+        value, low, high = (float(row[column + end] or "nan") for end in ("", "_min", "_max"))
         if not math.isnan(value):
-            window = row.get(f"{column}_window")
-            repeats = plural(float(row.get("repeats") or "nan"), "repeat")
-            extra = f"{row.get('configuration', '')}\n{repeats}{f'; {window}' if window else ''}"
+            window, repeats = row[f"{column}_window"], plural(float(row["repeats"] or "nan"), "repeat")
+            extra = f"{row['configuration']}\n{repeats}{f'; {window}' if window else ''}"
             shown, where = figure(name), f"{workload}/{row['cell_id']}/{column}"
             yield Benchmark(where, shown.unit, value, (high - low) / 2, extra, shown.higher_is_better)

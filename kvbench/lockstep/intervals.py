@@ -61,10 +61,10 @@ import numpy as np
 import scipy  # its parts load when they are used: stats takes a second
 
 from kvbench.common.stats import detectable_errors
-from kvbench.effects.comparison import MARGINS
+from kvbench.effects.comparison import Call, Comparison, call_of
 from kvbench.metrics.definitions import ENGINE
 
-AHEAD, BEHIND, LEVEL, OPEN = "ahead", "behind", "level", "open"
+THROUGHPUT = "output_throughput"
 CONFIDENCE = 0.95
 TARGET = 0.015  # half width of an interval that is narrow enough
 FEWEST_LAUNCHES = 5  # before the first decision to stop
@@ -131,22 +131,18 @@ class Effect:
         """Half of the interval, as a relative change; NaN if nothing is known."""
         return math.sqrt(self.high / self.low) - 1
 
-    def call(self, higher_is_better: bool = True) -> str:
-        """LEVEL if the interval lies within its clock's margin of 1, else AHEAD or BEHIND if it excludes 1, else OPEN.
+    def call(self, metric: str = THROUGHPUT) -> Call:
+        """What the interval says of ``metric``; undecided of one launch, which says nothing of how launches differ."""
+        return Call.UNDECIDED if self.within_launch else call_of(metric, ENGINE, self.low, self.high)
 
-        One launch says nothing of how launches differ: OPEN.
-        """
-        if self.within_launch:
-            return OPEN
-        if self.low >= 1 - MARGINS[ENGINE] and self.high <= 1 + MARGINS[ENGINE]:
-            return LEVEL
-        if self.low > 1 or self.high < 1:
-            return AHEAD if (self.low > 1) == higher_is_better else BEHIND
-        return OPEN
+    def comparison(self, metric: str) -> Comparison:
+        """The effect on ``metric`` as every other comparison."""
+        low, high, seen = (None if math.isnan(x) else x for x in (self.low, self.high, self.smallest_seen))
+        return Comparison(metric, ENGINE, self.ratio, low, high, self.launches, self.call(metric), smallest=seen)
 
     def is_decided(self) -> bool:
         """Whether it has a call and an interval of at most ``TARGET`` to each side, or a fifth of a large effect."""
-        return self.call() != OPEN and self.half_width <= max(TARGET, abs(self.ratio - 1) / 5)
+        return self.call() is not Call.UNDECIDED and self.half_width <= max(TARGET, abs(self.ratio - 1) / 5)
 
 
 def as_it_recurs(seconds: np.ndarray) -> np.ndarray:

@@ -29,10 +29,12 @@ import numpy as np
 import pandas as pd
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.files import read_json, write_json
+from kvbench.common.files import write_json
 from kvbench.common.machine import free_memory
+from kvbench.common.records import read_record
 from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.intervals import (
+    THROUGHPUT,
     Effect,
     LaunchRatio,
     Steps,
@@ -48,19 +50,19 @@ from kvbench.lockstep.intervals import (
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, share_done, warm_up
 from kvbench.measure.instrument import Job
+from kvbench.metrics.definitions import figure
 from kvbench.metrics.latency import QUANTILES, request_latencies
-from kvbench.metrics.model import flatten
 from kvbench.metrics.rows import request_gaps
 from kvbench.runs.engine_time import EFFECTS, FOLDER, EngineTime
 from kvbench.runs.folder import DONE, RunFolder
-from kvbench.runs.metric_names import value_of
+from kvbench.runs.results import LoadResult
 from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import contradiction
 from kvbench.workload.design import Cell, Configuration, Design, LoadPoint
 from kvbench.workload.file import Workload, runs_on_cpu
 
 MOST_LAUNCHES = 20
-METRICS = {"output_throughput": True, "p95_ttft_ms": False, "p95_itl_ms": False}  # name -> whether higher is better
+METRICS = (THROUGHPUT, "p95_ttft_ms", "p95_itl_ms")  # figures that are compared
 _LONGER = {1: 3, 2: 2}  # after so many launches: the limit for one more, as a multiple of limit_s (slow machines)
 _WARM_UP_TURNS = 1  # of an engine whose turns' length is known
 
@@ -297,8 +299,8 @@ class Sitting:
         steps = {cell: _steps(folders) for cell, folders in stored.items()}
         values = {cell: [_values(folder) for folder in folders] for cell, folders in stored.items()}
         rows = []
-        for metric, higher in METRICS.items():
-            if metric == "output_throughput" and point.mode == "closed":  # in an open loop engines also wait
+        for metric in METRICS:
+            if metric == THROUGHPUT and point.mode == "closed":  # in an open loop engines also wait
                 same = {cell: _same_work(of) for cell, of in steps.items()}
                 ratios = {c: launch_ratios(steps[base], steps[c], same[base] and same[c]) for c in cells}
                 y = {cell: [each.log_ratio for each in of] for cell, of in ratios.items()}
@@ -316,10 +318,10 @@ class Sitting:
                     {
                         "cell": cell,
                         "metric": metric,
-                        "higher_is_better": higher,
+                        "higher_is_better": figure(metric).higher_is_better,
                         "base": _mean([each[metric] for each in values[base]]),
                         "value": _mean([each[metric] for each in values[cell]]),
-                        "call": found.call(higher_is_better=higher),
+                        "call": found.call(metric),
                         "decided": found.is_decided(),
                         **dataclasses.asdict(found),
                     }
@@ -332,7 +334,7 @@ class Sitting:
 
     def _goes_on(self, found: Mapping[str, Any]) -> bool:
         names = [each.name for each in dataclasses.fields(Effect)]
-        rows = [row for row in found["effects"] if row["metric"] == "output_throughput"]
+        rows = [row for row in found["effects"] if row["metric"] == THROUGHPUT]
         return goes_on([Effect(**{name: row[name] for name in names}) for row in rows])
 
 
@@ -350,9 +352,9 @@ def _gaps(load: Path) -> list[np.ndarray]:
 VALUES_OF_REQUESTS = {"p95_ttft_ms": _ttfts, "p95_itl_ms": _gaps}
 
 
-def _values(load: Any) -> dict[str, float | None]:
-    measured = flatten(read_json(load / DONE)["metrics"])
-    return {metric: value_of(measured, metric) for metric in METRICS}
+def _values(load: Path) -> dict[str, float | None]:
+    metrics = read_record(LoadResult, load / DONE, "measure it again").metrics
+    return {metric: metrics.value(figure(metric).path) for metric in METRICS}
 
 
 def throughput_ratios(bases: Sequence[Path], others: Sequence[Path]) -> list[LaunchRatio]:

@@ -47,7 +47,7 @@ class Figures(Record):
         """What is stored at a dotted path such as ``steady_latency.ttft_ms.p95``; None where nothing is."""
         node: Any = self
         for part in path.split("."):
-            node = node.get(part) if isinstance(node, Mapping) else getattr(node, part, None)
+            node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
         return node
 
     def value(self, path: str) -> float | None:

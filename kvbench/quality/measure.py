@@ -107,16 +107,16 @@ class Material:
         figures = figures.model_copy(update=more)
         return figures.model_copy(update={"outside": tuple(outside_of(figures, limits))})
 
-    def facts(self, loaded: LoadedModel, began: float, **more: Any) -> QualityFacts:
+    def facts(self, loaded: LoadedModel, **more: Any) -> QualityFacts:
         """What was asked of which model."""
         return QualityFacts(
             device=str(loaded.device),
             kernel_backend=loaded.backend.name,
+            dtype=str(loaded.dtype).removeprefix("torch."),
             prompts=len(self.forced),
             passkeys=len(self.passkeys),
             tokens=sum(prompt.length for prompt in self.everything),
-            seconds=round(time.monotonic() - began, 3),
-            **{"left_out": self.left_out, "dtype": dtype_of(loaded), **more},
+            **{"left_out": self.left_out, **more},
         )
 
 
@@ -141,14 +141,14 @@ def measure(
         key = tuple(getattr(subject.config, name) for name in _WEIGHTS)
         groups.setdefault(key, {})[configuration.config_id] = subject
     measured: dict[str, ConfigurationFigures] = {}
-    controls, done = [], []
+    controls, infos, facts = [], [], []
     for members in groups.values():
         group = _Group(workload, members, say)
         figures_of_group, control = group.measure()
         measured |= figures_of_group
         controls.append(control)
-        done.append(group)
-    infos = [group.loaded.info for group in done]
+        infos.append(group.loaded.info)
+        facts.append(group.material.facts(group.loaded, measurements=len(group.distinct)))
     fingerprints, names = (
         list(dict.fromkeys(getattr(info, name) for info in infos)) for name in ("weights_fingerprint", "name")
     )
@@ -159,11 +159,12 @@ def measure(
         configurations={each.config_id: measured[each.config_id] for each in configurations},
         control=controls[0],  # with several sets of weights that of the first; each has the limits of its own
         weights_fingerprint=fingerprints[0] if len(fingerprints) == 1 else "",
-        facts=done[0].material.facts(
-            done[0].loaded,
-            began,
-            dtype=", ".join(dict.fromkeys(dtype_of(group.loaded) for group in done)),
-            measurements=sum(len(group.distinct) for group in done),
+        facts=facts[0].model_copy(
+            update={
+                "dtype": ", ".join(dict.fromkeys(each.dtype for each in facts)),
+                "measurements": sum(each.measurements for each in facts),
+                "seconds": round(time.monotonic() - began, 3),
+            }
         ),
     )
 
@@ -180,10 +181,6 @@ def result_of(subjects: Collection[Subject], *, control: ConfigurationFigures, *
         note=RANDOM_NOTE if any(each.random for each in subjects) else "",
         **measured,
     )
-
-
-def dtype_of(loaded: LoadedModel) -> str:
-    return str(loaded.dtype).removeprefix("torch.")
 
 
 def cpus() -> int:

@@ -357,7 +357,7 @@ def measure_served(
         weights_fingerprint=reference.loaded.info.weights_fingerprint,
         facts=material.facts(
             reference.loaded,
-            began,
+            seconds=round(time.monotonic() - began, 3),
             left_out=gathered.left_out,
             asked_with="token ids" if manner.token_ids else "texts",
             at_once=[_AT_ONCE, _AT_ONCE_OF_CONTROL],

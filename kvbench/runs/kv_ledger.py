@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from kvbench.runs.model import MeasuredCell, number
+from kvbench.runs.model import MeasuredCell
 
 
 @dataclass(frozen=True)
@@ -113,23 +113,22 @@ def observe(gauges: pd.DataFrame, means: Mapping[str, float], start: float, end:
 
 def bytes_per_slot(cell: MeasuredCell) -> float | None:
     """Bytes of a token's KV with its scales: as the server says, else as the capacity was computed."""
-    names = ("bytes_per_slot", "bytes_per_token")
-    known = (cell.observed_mean("kv_bytes_per_slot"), *(cell.capacity.get(name) for name in names))
-    return next((v for value in known if (v := number(value)) is not None and v > 0), None)
+    sizes = (cell.observed_mean("kv_bytes_per_slot"), cell.capacity.bytes_per_slot, cell.capacity.bytes_per_token)
+    return next((size for size in sizes if size is not None and size > 0), None)
 
 
 def scale_bytes_per_slot(cell: MeasuredCell) -> float | None:
     """Of ``bytes_per_slot``, those of the scales; None where neither the server nor the arithmetic tells."""
-    names = ("scale_bytes_per_slot", "scale_bytes_per_token")
-    known = (cell.observed_mean("kv_scale_bytes_per_slot"), *(number(cell.capacity.get(name)) for name in names))
-    return next((value for value in known if value is not None), None)
+    computed = (cell.capacity.scale_bytes_per_slot, cell.capacity.scale_bytes_per_token)
+    sizes = (cell.observed_mean("kv_scale_bytes_per_slot"), *computed)
+    return next((size for size in sizes if size is not None), None)
 
 
 def ledger(cell: MeasuredCell) -> Ledger | None:
     """None where the server does not tell its slots, their size or its budget."""
     slots = {use: cell.observed_mean(f"use_{use}") for use in SLOT_USES}
     size = bytes_per_slot(cell)
-    budget = cell.observed_mean("kv_budget_bytes") or number(cell.capacity.get("kv_budget_bytes"))
+    budget = cell.observed_mean("kv_budget_bytes") or cell.capacity.kv_budget_bytes
     if None in slots.values() or size is None or not budget:
         return None
     parts = {use: float(value or 0.0) * size for use, value in slots.items()}

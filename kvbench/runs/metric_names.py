@@ -88,7 +88,7 @@ def measured(cell: MeasuredCell, name: str, *others: MeasuredCell) -> MetricValu
     section, _, rest = path.partition(".")
     if section in _PARTS_OF_A_CELL:
         part = getattr(cell, section)
-        value = flatten(part).get(rest)
+        value = flatten(part.to_json()).get(rest)
         return MetricValues({} if value is None else {None: value}, _is_uncertain([part], rest))
     sought = known.name if known else name
     values = {r.repeat: value_of(values_of(r.metrics, r.server, r.cache), sought) for r in cell.repeats}

@@ -173,7 +173,10 @@ class ConfigurationFigures(PromptFigures):
 
 
 class QualityFacts(Record):
-    """What was asked of which model; ``not_measured``: what a server does not tell."""
+    """What was asked of which model. ``measurements``: configurations that answer otherwise than each other.
+
+    not_measured: what a server does not tell
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -181,6 +184,7 @@ class QualityFacts(Record):
     dtype: str = ""
     prompts: int = 0
     left_out: int = 0
+    measurements: int = 0
     seconds: float = 0.0
     not_measured: tuple[str, ...] = ()
 

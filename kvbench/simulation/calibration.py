@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from pydantic import TypeAdapter
 from rich.console import Console
+from rich.table import Table
 
 from engine.execution.simulated_executor import StepWork
 from kvbench.common.console import make_table, print_plain, print_table
@@ -354,7 +355,7 @@ def _settings(words: Sequence[str]) -> SettingsByName:
     return settings
 
 
-def _table(predictions: Sequence[_Prediction]) -> Any:
+def _table(predictions: Sequence[_Prediction]) -> Table:
     names = itertools.product(("ttft", "tpot"), ("mean", "p95"))
     titles = {f"{name}_{which}": f"{which} {METRICS[name].short}" for name, which in names}
     lines = []

@@ -41,18 +41,18 @@ _START_GUESS_S = 0.1
 
 def profile_of(options: Options) -> str:
     """The workload's profile that is simulated: the one asked for, else the one for such a device."""
-    return options["profile"] or ("cpu" if options.get("device") == THIS_CPU else "gpu")
+    return options["profile"] or ("cpu" if options["device"] == THIS_CPU else "gpu")
 
 
 def check_options(options: Options, *, simulates: bool, begun: bool) -> None:
     """Raises UsageError for an option that means nothing here. ``begun``: a run that has begun goes on."""
-    given = [flag(name) for name in OPTIONS if options.get(name)]
+    given = [flag(name) for name in OPTIONS if options[name]]
     if not simulates:
         for name in given:
             if name != "--model":
                 raise UsageError(f"{name} goes with --simulate only: add it, or leave {name} out")
         return
-    if others := [flag(name) for name in _OTHERS_ONLY if options.get(name)]:
+    if others := [flag(name) for name in _OTHERS_ONLY if options[name]]:
         raise UsageError(f"{others[0]} goes with an engine that is measured: leave it out, or leave --simulate out")
     if begun and given:
         raise UsageError(
@@ -68,10 +68,11 @@ def simulated_workload(
     ``overrides``: those of -o, which win over what a simulation would leave out. Raises UsageError.
     """
     data = copy.deepcopy(dict(workload.resolved))
-    given = {name: options[name] for name in OPTIONS if options.get(name)}
+    given = {name: options[name] for name in OPTIONS if options[name]}
     given |= {name: str(value.resolve()) for name, value in given.items() if isinstance(value, Path)}
-    section = {**(data.get("simulate") or {}), **given}
-    if not section.get("device"):
+    stored = workload.simulate.model_dump(exclude_unset=True) if workload.simulate else {}
+    section = {"device": None, "tensor_parallel": 1, **stored, **given}
+    if not section["device"]:
         raise UsageError(
             "a simulation needs a device: give for example --device H200 (with --tensor-parallel 4: four of them), or "
             "a section `simulate: {device: H200}` in the workload"
@@ -80,12 +81,12 @@ def simulated_workload(
     if section["device"].strip().lower() != THIS_CPU:
         count, gpu = parse_gpus(section["device"])
         device = gpu.name
-    if count > 1 and given.get("tensor_parallel", count) != count:
+    if count > 1 and "tensor_parallel" in given and given["tensor_parallel"] != count:
         raise UsageError(
             f"--device {section['device']} is {count} GPUs, and --tensor-parallel is {given['tensor_parallel']}: write "
             f"--device {device}"
         )
-    section |= {"device": device, "tensor_parallel": count if count > 1 else section.get("tensor_parallel", 1)}
+    section |= {"device": device} | ({"tensor_parallel": count} if count > 1 else {})
     notes = _settle_model(data, section.pop("model", None), workload)
     keys = {override.partition("=")[0].strip() for override in overrides}
     keeps_budget = bool(keys & {"engine", "engine.kv_budget"}) or not given.keys() & _MACHINE

@@ -104,8 +104,8 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if self.lockstep_minutes is None:
-            stored = self.resumed.manifest() if self.resumed else {}
-            self.lockstep_minutes = stored.get("lockstep_minutes", LOCKSTEP_MINUTES)
+            stored = self.resumed.manifest().lockstep_minutes if self.resumed else None
+            self.lockstep_minutes = LOCKSTEP_MINUTES if stored is None else stored
 
     def _plan(self) -> tuple[Design, tuple[Block, ...], Preflight]:
         """Cells, blocks and what is known of them, after every check before a launch."""
@@ -119,10 +119,9 @@ class Sweep:
         """Prints what ``execute`` would run, after the same checks; writes and launches nothing. Raises UsageError."""
         design, blocks, known = self._plan()
         measured, estimator = self._known(blocks, known.seconds)
-        stored = self.resumed.manifest() if self.resumed else {}
         first_s = 60 * self.lockstep_minutes if self._has_engine_time(design, self.resumed) else 0.0
-        elapsed = (stored.get("measured_s") or 0.0) + first_s
-        left = self._left(design, blocks, measured, estimator, self._minutes(stored), elapsed)
+        minutes = self._minutes
+        left = self._left(design, blocks, measured, estimator, minutes, self._spent_s + first_s)
         if self.resumed:
             self._reopen(self.resumed, something_left=bool(left))
             self._say_what_is_finished(self.resumed, measured)
@@ -142,8 +141,8 @@ class Sweep:
         if self._lacks_quality(self.resumed):
             self._note(f"then the answers of {plural(len(design.configurations), 'configuration')} are measured, in 10 "
                        "to 15 s each with kvbench-tiny on 2 cores (--no-quality)")  # fmt: skip
-        if self._minutes(stored) is not None:
-            self._note(f"within --max-minutes {self._minutes(stored):g}, as far as it can be guessed; which repeats "
+        if minutes is not None:
+            self._note(f"within --max-minutes {minutes:g}, as far as it can be guessed; which repeats "
                        "follow the first depends on what they decide")  # fmt: skip
         return EXIT_OK
 
@@ -182,8 +181,8 @@ class Sweep:
         """Whether every planned load is measured."""
         capacity = known.capacity
         measured, estimator = self._known(blocks, known.seconds)
-        stored = run.manifest() if self.resumed else {}
-        minutes, began = self._minutes(stored), time.monotonic() - (stored.get("measured_s") or 0.0)
+        left_out = self.resumed.manifest().left_out if self.resumed else ()
+        minutes, began = self._minutes, time.monotonic() - self._spent_s
 
         def still_left() -> list[Block]:
             return self._left(design, blocks, measured, estimator, minutes, time.monotonic() - began)
@@ -252,7 +251,7 @@ class Sweep:
                         break
         every = [(c.cell_id, b.repeat) for b in planned_blocks(self.workload, manifest) for c in b.cells]
         missing = [load for load in every if not run.is_done(*load)]
-        given_up = {tuple(load) for load in stored.get("left_out") or ()} - measured.attempts.keys()
+        given_up = {*left_out} - measured.attempts.keys()
         if minutes is not None and not left:
             given_up |= {load for load in missing if measured.is_left(load)} & set(_loads(blocks))
         manifest["left_out"] = [load for load in missing if load in given_up]
@@ -367,11 +366,17 @@ class Sweep:
                     estimator.observe(cell, done.wall_s, done.server_start_s)
         return measured, estimator
 
-    def _minutes(self, stored: Mapping[str, Any]) -> float | None:
-        """The limit on the time of further repeats; ``stored``: the manifest of a run to go on with."""
+    @property
+    def _minutes(self) -> float | None:
+        """The limit on the time of further repeats, that of a run to go on with unless another one is given."""
         if self.max_minutes is not None:
             return self.max_minutes
-        return stored.get("max_minutes") if self.resumed else self.workload.max_minutes
+        return self.resumed.manifest().max_minutes if self.resumed else self.workload.max_minutes
+
+    @property
+    def _spent_s(self) -> float:
+        """Seconds that a run to go on with was measured before."""
+        return (self.resumed.manifest().measured_s or 0.0) if self.resumed else 0.0
 
     def _left(
         self,

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbench.lockstep.intervals import AHEAD, BEHIND, FEWEST_LAUNCHES, FEWEST_POOLED, TARGET, Effect
+from kvbench.effects.comparison import Call
+from kvbench.lockstep.intervals import FEWEST_LAUNCHES, FEWEST_POOLED, TARGET, Effect
 from tests.support.lockstep_simulation import look, sittings, where_they_stop
 
 MACHINES = ("ar1", "bimodal", "drifting", "bursty")
@@ -33,7 +34,7 @@ def covers(found: Found, true: float) -> float:
 
 def wrong(found: Found, true: float) -> float:
     """The part of sittings with a call that is wrong: a difference that is not there, or in the other direction."""
-    calls = {BEHIND} if true else {AHEAD, BEHIND}
+    calls = {Call.WORSE} if true else {Call.BETTER, Call.WORSE}
     return float(np.mean([any(each.call() in calls for each in sitting) for sitting in found]))
 
 

@@ -125,7 +125,7 @@ def test_resuming_a_complete_run_measures_nothing_and_an_interrupted_report_is_n
         path.unlink()
     before = sorted(folder.iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr("kvbench.report.outputs.markdown", lambda run: os.kill(os.getpid(), signal.SIGINT) or "")
+        patch.setattr("kvbench.report.page.markdown", lambda run: os.kill(os.getpid(), signal.SIGINT) or "")
         stopped = bench.kvbench("sweep", "--resume", str(folder))
     assert stopped.returncode == 130 and "SIGINT" in stopped.stdout and "kvbench report " in stopped.stdout
     assert sorted(folder.iterdir()) == before and manifest(folder)["status"] == "complete"
@@ -471,7 +471,7 @@ def test_a_full_disk_does_not_take_a_finished_load_s_line_away(bench, monkeypatc
 
 
 def test_a_report_that_cannot_be_written_is_printed_all_the_same(bench, monkeypatch):
-    monkeypatch.setattr("kvbench.report.outputs.write_report", no_room)
+    monkeypatch.setattr("kvbench.report.page.write_report", no_room)
     done = bench.sweep(str(bench.write(sweep={}, load={"repeats": 1})))
     assert done.returncode == 4 and "No space left" in done.stdout
     assert done.stdout.count("paged-p16") >= 2  # the load's line and the table's row

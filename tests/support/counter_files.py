@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvbench.gate.counters.accept import accept
-from kvbench.gate.counters.judge import Commands, judge
+from kvbench.gate.counters.judge import Commands, accept, judge
 from kvbench.gate.counters.lock import read_lock
 from kvbench.gate.counters.replay import Replayed, replay_all
 from kvbench.gate.counters.workload import CounterWorkload, read_counter_workload

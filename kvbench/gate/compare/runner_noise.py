@@ -22,7 +22,7 @@ FOLDER = Path("ci/noise")
 
 def runner_class(facts: Mapping[str, Any]) -> str:
     """A name made of processor, cores and GPUs; ``facts`` as of ``kvbench.common.machine.environment``."""
-    cpu, gpus = facts["cpu"], [gpu["name"] for gpu in facts.get("gpus") or ()]
+    cpu, gpus = facts["cpu"], [gpu["name"] for gpu in facts["gpus"]]
     words = [str(cpu["model"]), f"{cpu['cores']} cores", *sorted(set(gpus)), *([f"x{len(gpus)}"] if gpus else [])]
     return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
 

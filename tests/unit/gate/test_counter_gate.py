@@ -15,8 +15,7 @@ from engine.kv.page_pool import PagePool
 from engine.kv.paged import PagedKVManager
 from engine.scheduling.scheduler import Scheduler
 from kvbench.common.errors import UsageError
-from kvbench.gate.counters.accept import accept
-from kvbench.gate.counters.judge import Change, changed_counters, first_difference, is_sum
+from kvbench.gate.counters.judge import Change, accept, changed_counters, first_difference, is_sum
 from kvbench.gate.counters.lock import LockedScenario, changes_of, digest, read_lock
 from kvbench.gate.counters.replay import Replayed, replay_all
 from kvbench.gate.verdict.verdict import FAIL, PASS, Finding, Verdict

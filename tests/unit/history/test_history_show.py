@@ -165,6 +165,14 @@ def test_what_is_not_valid_or_not_complete_is_shown_and_not_counted(tmp_path: Pa
     assert sparkline(series.points) == "▁··█"
 
 
+def test_a_cell_that_does_not_say_whether_it_is_valid_counts_as_in_its_report(tmp_path: Path) -> None:
+    summary = write_run(tmp_path, 0, {"a-c3": [100.0]}) / "cells" / "a-c3" / "summary.json"
+    stored = json.loads(summary.read_text())
+    del stored["valid"]
+    summary.write_text(json.dumps(stored))
+    assert [point.state for point in series_of(tmp_path)[0].points] == [VALID]
+
+
 def test_sparklines_and_the_natural_order_of_cells(tmp_path: Path) -> None:
     for day, value in enumerate((100.0, 100.2, 99.9, 100.1)):
         write_run(tmp_path, day, {"a-c3": [value], "b-c3": [100.0 + 5 * day]})

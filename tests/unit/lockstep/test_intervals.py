@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from kvbench.effects.comparison import Call
 from kvbench.lockstep import intervals
 from kvbench.lockstep.intervals import (
-    AHEAD,
-    BEHIND,
-    LEVEL,
-    OPEN,
     Effect,
     LaunchRatio,
     Steps,
@@ -109,8 +106,8 @@ def test_a_step_that_is_long_once_is_limited_and_one_that_recurs_counts_in_full(
 def test_a_job_of_few_steps_has_a_ratio_and_no_error():
     few = Steps(np.full(6, 0.01), np.full(6, 3))
     found = effect(launch_ratios([few], [few]))
-    assert found.ratio == 1 and math.isnan(found.low) and found.call() == OPEN and goes_on([found])
-    assert effect(launch_ratios([few] * 5, [few] * 5)).call() == LEVEL  # launches tell where steps do not
+    assert found.ratio == 1 and math.isnan(found.low) and found.call() == Call.UNDECIDED and goes_on([found])
+    assert effect(launch_ratios([few] * 5, [few] * 5)).call() == Call.LEVEL  # launches tell where steps do not
 
 
 def test_the_interval_is_the_t_interval_over_launches():
@@ -140,9 +137,9 @@ def test_launches_that_agree_by_chance_are_known_no_better_than_their_steps_say(
 def test_one_launch_has_the_interval_of_its_steps_and_says_so():
     found = effect(launches_of(0.02, error=0.01))
     assert found.within_launch and math.log(found.high) == pytest.approx(0.02 + stats.t.ppf(0.975, 31) * 0.01)
-    assert dataclasses.replace(found, low=1.01).call() == OPEN  # launches differ
+    assert dataclasses.replace(found, low=1.01).call() == Call.UNDECIDED  # launches differ
     alone = effect_of_values([10.0], [11.0])
-    assert alone.ratio == pytest.approx(1.1) and math.isnan(alone.high) and alone.call() == OPEN
+    assert alone.ratio == pytest.approx(1.1) and math.isnan(alone.high) and alone.call() == Call.UNDECIDED
 
 
 def test_a_percentile_of_few_requests_is_known_no_better_than_its_requests_tell():
@@ -168,16 +165,16 @@ def test_a_percentile_of_few_requests_is_known_no_better_than_its_requests_tell(
 @pytest.mark.parametrize(
     ("low", "high", "throughput", "latency"),
     [
-        (1.001, 1.03, AHEAD, BEHIND),
-        (0.96, 0.99, BEHIND, AHEAD),
-        (0.981, 1.019, LEVEL, LEVEL),
-        (1.005, 1.019, LEVEL, LEVEL),  # a difference, and too small to matter
-        (0.99, 1.03, OPEN, OPEN),
+        (1.001, 1.03, Call.BETTER, Call.WORSE),
+        (0.96, 0.99, Call.WORSE, Call.BETTER),
+        (0.981, 1.019, Call.LEVEL, Call.LEVEL),
+        (1.005, 1.019, Call.LEVEL, Call.LEVEL),  # a difference, and too small to matter
+        (0.99, 1.03, Call.UNDECIDED, Call.UNDECIDED),
     ],
 )
 def test_calls(low, high, throughput, latency):
     found = effect_between(low, high)
-    assert (found.call(), found.call(higher_is_better=False)) == (throughput, latency)
+    assert (found.call(), found.call("p95_ttft_ms")) == (throughput, latency)
 
 
 def test_the_smallest_effect_seen_is_found_in_four_of_five_sittings():

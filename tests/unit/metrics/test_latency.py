@@ -274,15 +274,17 @@ def test_turns_and_classes_have_latencies_of_their_own() -> None:
 
 
 def test_turns_that_were_never_sent_are_no_failures_and_the_first_failure_is_the_first_due() -> None:
-    got = summary(
+    samples = (
         row(t0=2.0, ok=False, error_kind="truncated", error="cut"),
         row(t0=1.0, ok=False, error_kind="http_error", error="HTTP 500: out of memory"),
         *(row(t0=0.5, ok=False, error_kind="session_broken", error="turn 1 failed") for _ in range(200)),
         *(row() for _ in range(198)),
     )
+    got = summary(*samples)
     check(got, completed=198, failed=2, not_sent=200, failure_kinds={"truncated": 1, "http_error": 1})
     check(got, first_failure="http_error: HTTP 500: out of memory")
-    assert not metrics.too_many_failed(got) and metrics.too_many_failed(got | {"failed": 3})
+    load = metrics.summarise(frame(*samples), ONE)
+    assert not load.too_many_failed and load.model_copy(update={"failed": 3}).too_many_failed
     check(summary(row()), first_failure=None)
 
 
@@ -332,9 +334,10 @@ FULL = failed("server_error", "Context size has been exceeded.", 32, http_status
     ],
 )
 def test_a_load_is_refused_where_the_server_answered_a_part_and_said_no_to_the_rest(rows: list, refused: bool) -> None:
-    assert metrics.is_refusal(summary(*rows, *(row() for _ in range(20)))) is refused
-    assert not metrics.is_refusal(summary(*rows))  # it answered nothing: something else is wrong
-    assert not metrics.is_refusal(summary(*rows[:2], *(row() for _ in range(200))))  # within the limit of failures
+    assert metrics.summarise(frame(*rows, *(row() for _ in range(20))), ONE).is_refusal is refused
+    assert not metrics.summarise(frame(*rows), ONE).is_refusal  # it answered nothing: something else is wrong
+    few = frame(*rows[:2], *(row() for _ in range(200)))  # within the limit of failures
+    assert not metrics.summarise(few, ONE).is_refusal
 
 
 def test_each_plateau_of_steps_has_figures_of_its_own() -> None:
@@ -379,11 +382,11 @@ def test_the_first_burst_is_not_in_the_latency_that_leads(users: int, requests: 
         idle[k % users] = prefilled + 1
         rows.append(row(t0=sent, ts=sent, chunk_times=[prefilled, prefilled + 1], end=prefilled + 1, output_tokens=11))
     got = metrics.summarise(frame(*rows), {"mode": "closed", "concurrency": users})
-    assert got["ttft_ms"]["max"] == pytest.approx(users * 100)
-    assert got["steady_latency"]["ttft_ms"]["max"] == pytest.approx(100)  # the last of the burst waited for all others
-    assert got["steady_latency"]["ttft_ms"]["n"] == requests - users
-    leading = metrics.leading_latencies(got)["ttft_ms"]
-    assert leading["mean"] == pytest.approx(100 if leads else got["ttft_ms"]["mean"]) and got["ttft_ms"]["mean"] > 110
+    steady, whole = got.steady_latency.ttft_ms, got.ttft_ms
+    assert whole.max == pytest.approx(users * 100)
+    assert steady.max == pytest.approx(100)  # the last of the burst waited for all others
+    assert steady.n == requests - users
+    assert got.leading_latencies.ttft_ms.mean == pytest.approx(100 if leads else whole.mean) and whole.mean > 110
 
 
 @pytest.mark.parametrize("by_id", [True, False])
