@@ -95,6 +95,7 @@ class Sitting:
     _others: list[Configuration] = field(default_factory=list)  # than the baseline, that take part
     _order_seed: int = field(default_factory=lambda: random.randrange(2**32))  # another in each sitting
     _turns: dict[str, dict[str, Any]] = field(default_factory=dict)  # by load: ``cold_facts``
+    _questions: list[Effect] = field(default_factory=list)  # effects on throughput, so far
 
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.run.path / FOLDER)
@@ -145,8 +146,8 @@ class Sitting:
             elapsed = time.monotonic() - began
             found = self.effects(launch, points, elapsed, done=False)
             limit_s = _LONGER.get(launch, 1) * self.limit_s
-            goes_on = self._goes_on(found) if self.is_enough is None else not self.is_enough(launch)
-            if not goes_on or elapsed * (1 + 1 / launch) > limit_s:
+            again = goes_on(self._questions) if self.is_enough is None else not self.is_enough(launch)
+            if not again or elapsed * (1 + 1 / launch) > limit_s:
                 break
         if launch == 1 and self.is_enough is None:
             minutes = math.ceil(fewest_launches(len(self._others)) * elapsed / 60)
@@ -274,6 +275,7 @@ class Sitting:
 
     def effects(self, launches: int, points: Sequence[LoadPoint], seconds: float, *, done: bool) -> dict[str, Any]:
         """Writes and returns effects.json, from the launches that are stored."""
+        self._questions = []
         rows = [row for point in points for row in self._rows(point, launches)]
         found = {
             "format": EngineTime.FORMAT,
@@ -314,6 +316,8 @@ class Sitting:
                 if metric in VALUES_OF_REQUESTS:
                     of_requests = (VALUES_OF_REQUESTS[metric](stored[each][0]) for each in (base, cell))
                     found = for_other_requests(found, *of_requests, QUANTILES["p95"])
+                elif metric == THROUGHPUT:
+                    self._questions.append(found)
                 rows.append(
                     {
                         "cell": cell,
@@ -331,11 +335,6 @@ class Sitting:
     def loads_of(self, cell: str, launches: int) -> list[Path]:
         """The folders of a cell's loads, one a launch."""
         return [self.folder.load(cell, launch + 1) for launch in range(launches)]
-
-    def _goes_on(self, found: Mapping[str, Any]) -> bool:
-        names = [each.name for each in dataclasses.fields(Effect)]
-        rows = [row for row in found["effects"] if row["metric"] == THROUGHPUT]
-        return goes_on([Effect(**{name: row[name] for name in names}) for row in rows])
 
 
 def _ttfts(load: Path) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ from kvbench.common.text import calibration_words, failed_words, failure_words, 
 from kvbench.load.validity import MAX_SHORT_SHARE
 from kvbench.measure.http import TargetInstrument
 from kvbench.metrics.canaries import WRONG_ANSWERS
-from kvbench.metrics.definitions import METRICS
+from kvbench.metrics.definitions import Metric, latencies
 from kvbench.metrics.latency import LONG_OPEN, SAMPLES_NEEDED, SEVERAL_TOKENS
 from kvbench.metrics.model import (
     MIN_STEADY_REQUESTS,
@@ -31,10 +31,11 @@ from kvbench.sweep.rate_search import Trial
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.load_section import LoadConfig
 
-_ROWS = {  # metric -> its title where another row stands above it
-    "ttft": "", "ttfo": "  first output (TTFO)", "reasoning": "  reasoning time",
-    "client_queue": "  queued in the client", "sequence_ttft": "  of each sequence", "tpot": "", "itl": "", "e2el": "",
+_BELOW_ANOTHER = {  # metric -> its title where another row stands above it
+    "ttfo": "  first output (TTFO)", "reasoning": "  reasoning time", "client_queue": "  queued in the client",
+    "sequence_ttft": "  of each sequence",
 }  # fmt: skip
+_NOT_SHOWN = ("ttft_send",)  # in metrics.json alone
 _TWICE = ("ttft", "tpot", "itl", "e2el")  # shown of the whole run, too, where the steady window leads
 _SHOWN = ("mean", "p50", "p90", "p95", "p99")
 
@@ -138,16 +139,20 @@ def show(console: Console, load_id: str, kept: StoredLoad) -> None:
 def _table_rows(metrics: LoadMetrics) -> list[tuple[str, ...]]:
     """The title, the statistics and the number of samples of each latency that any request has."""
     leading, shown = metrics.leading_latencies, []
-    for name, title in _ROWS.items():
-        path = METRICS[name].path
-        values = leading.distribution(path)
-        if name != "ttfo" or _figures(values) != _figures(leading.ttft_ms):
-            shown.append((title or METRICS[name].short, values))
-        if name in _TWICE and metrics.has_steady_latency:
-            shown.append(("  whole run", metrics.distribution(path)))
-        elif name == "ttft" and metrics.steady_latency:
+    for metric in _latencies():
+        values = leading.distribution(metric.path)
+        if metric.name != "ttfo" or _figures(values) != _figures(leading.ttft_ms):
+            shown.append((_BELOW_ANOTHER.get(metric.name, metric.short), values))
+        if metric.name in _TWICE and metrics.has_steady_latency:
+            shown.append(("  whole run", metrics.distribution(metric.path)))
+        elif metric.name == "ttft" and metrics.steady_latency:
             shown.append(("  in the steady window", metrics.steady_latency.ttft_ms))
     return [(title, *_figures(values)) for title, values in shown if values.n]
+
+
+def _latencies() -> list[Metric]:
+    """The latencies of the table, in the order of METRICS."""
+    return [metric for metric in latencies() if metric.name not in _NOT_SHOWN]
 
 
 def _figures(values: Distribution) -> tuple[str, ...]:
@@ -171,8 +176,8 @@ def lines(kept: StoredLoad) -> list[str]:
     sentences += [_client(metrics.client), _calibration(kept.calibration)]
     if kept.machine.foreign_cpu_cores is not None:
         sentences.append(f"other processes on this machine used {kept.machine.foreign_cpu_cores:.2f} of a core")
-    latencies = [metrics.leading_latencies.distribution(METRICS[name].path) for name in _ROWS]
-    if any(values.n and values.uncertain for values in latencies):
+    shown = (metrics.leading_latencies.distribution(metric.path) for metric in _latencies())
+    if any(values.n and values.uncertain for values in shown):
         sentences.append(f"* too few samples for this percentile: {SAMPLES_NEEDED}")
     return [text for text in sentences if text]
 

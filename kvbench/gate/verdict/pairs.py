@@ -145,7 +145,7 @@ def _panel(metric: str, findings: Sequence[Finding], dot: str) -> dict[str, Any]
         "foot": _HEAD + height * len(shown),
         "height": _HEAD + height * len(shown) + _FOOT,
         "numbers_x": _LABELS + _PLOT + 14,
-        "ticks": [(x(tick), f"{tick * 100:+.6g} %" if tick else "0") for tick in axis.ticks()],
+        "ticks": [(x(tick), f"{float(tick) * 100:+.6g} %" if tick else "0") for tick in axis.ticks()],
         "left_out": len(findings) - len(shown),
     }
 
