@@ -164,11 +164,11 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     loaded, run = workload_and_run(workload, resume, options)
     if options["force"] and run is None:
         raise UsageError("--force goes with --resume: a new run has nothing to differ from; leave it out")
-    stored = run.manifest() if run else {}
+    stored = run.manifest().to_json() if run else {}
     choice, instrument = _target_and_instrument(loaded, options, stored, resume)
     only = tuple(options["only"])
     if run:
-        only = planned_cells(stored, only) if only else tuple(stored.get("only") or ())
+        only = planned_cells(run.manifest(), only) if only else tuple(stored.get("only") or ())
     if choice.runs_already:
         require_answer(choice)
     with contextlib.ExitStack() as stack:

@@ -108,9 +108,11 @@ def unpack(files: bytes, folder: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON types only: numpy scalars, paths and tuples converted, NaN and infinities to null."""
+    """JSON types only: records, numpy scalars, paths and tuples converted, NaN and infinities to null."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
+    if hasattr(value, "to_json"):  # a record
+        return _plain(value.to_json())
     if isinstance(value, list | tuple | set):
         return [_plain(v) for v in value]
     if hasattr(value, "tolist"):  # numpy scalars and arrays

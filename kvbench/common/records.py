@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -48,37 +47,7 @@ class Record(BaseModel):
         names = (*type(self).model_fields, *(self.model_extra or ()))
         return {name: getattr(self, name) for name in names if name in self.model_fields_set}
 
-    # A bridge while readers move from mappings to attributes.
-    def keys(self) -> list[str]:
-        return list(self.fields())
 
-    def items(self) -> Iterator[tuple[str, Any]]:
-        return iter(self.fields().items())
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.model_fields_set:
-            raise KeyError(name)
-        return getattr(self, name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return getattr(self, name) if name in self.model_fields_set else default
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.model_fields_set
-
-    def __len__(self) -> int:
-        return len(self.model_fields_set)
-
-    def __eq__(self, other: object) -> bool:
-        return dict(self.items()) == other if isinstance(other, dict) else super().__eq__(other)
-
-    __hash__ = object.__hash__
-
-    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self, **other}
-
-
-Mapping.register(Record)
 R = TypeVar("R", bound=Record)
 
 

@@ -79,15 +79,6 @@ def data_size(value: float | None, decimals: int = 1) -> str:
     return f"{value:.0f} {unit}" if value == int(value) or value >= 100 else f"{value:.{decimals}f} {unit}"
 
 
-def kv_capacity(capacity: Mapping[str, Any]) -> str:
-    """6,144 tokens, 96 MiB of f32: what a KV cache holds, as far as it is known; empty where nothing is."""
-    if not (tokens := capacity.get("capacity_tokens")):
-        return ""
-    a_token, kind = capacity.get("bytes_per_token"), capacity.get("kv_type")
-    held = capacity.get("kv_bytes") or (tokens * a_token if a_token else None)
-    return f"{count(tokens)} tokens{f', {data_size(held)}' if held else ''}{f' of {kind}' if held and kind else ''}"
-
-
 def csv_cell(value: Any) -> Any:
     """The value as a cell that no spreadsheet takes for a formula: OWASP's leading apostrophe, but for numbers."""
     if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
@@ -148,29 +139,6 @@ def shorten(text: str, most: int) -> str:
     """``text`` in one line that can be printed, cut to ``most`` characters with " ..." at the end."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= most else f"{line[: most - 4].rstrip()} ..."
-
-
-def failure_words(messages: Mapping[str, Mapping[str, Any]], sent: int, kinds: bool = False) -> str:
-    """``32 of 52: "Context size has been exceeded."``: how many of the requests ``sent`` failed with which sentence.
-
-    ``messages``: the most frequent of each kind of failure, as ``most_frequent_failures`` returns them; with ``kinds``
-    in front of each.
-    """
-    return ", ".join(
-        f"{failure['requests']} of {sent}: {_quoted(kind, failure, kinds)}" for kind, failure in messages.items()
-    )
-
-
-def failed_words(messages: Mapping[str, Mapping[str, Any]], failed: int, sent: int, kinds: bool = False) -> str:
-    """``32 of 52 requests failed: "Context size has been exceeded."``; what failed otherwise has counts of its own."""
-    text = f"{failed} of {sent} requests failed"
-    if len(messages) == 1 and next(iter(messages.values()))["requests"] == failed:
-        return f"{text}: {_quoted(*next(iter(messages.items())), kinds)}"
-    return f"{text}; {failure_words(messages, sent, kinds)}" if messages else text
-
-
-def _quoted(kind: str, failure: Mapping[str, Any], kinds: bool) -> str:
-    return f'{f"{kind}: " if kinds else ""}"{shorten(str(failure["message"]), _MESSAGE_CHARACTERS)}"'
 
 
 def clock(seconds: float) -> str:

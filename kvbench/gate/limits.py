@@ -24,13 +24,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbench.common.errors import UsageError
-from kvbench.common.text import and_more, failure_words, plural
+from kvbench.common.text import and_more, plural
 from kvbench.gate.policy import WITHIN, Limit, Policy, matches
 from kvbench.gate.verdict.outputs import Benchmark
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
 from kvbench.metrics.canaries import ALPHA, WRONG_ANSWERS, chance_of_so_many, wrong_words
 from kvbench.metrics.definitions import THROUGHPUT, figure
+from kvbench.metrics.model import failure_words
 from kvbench.report.comparisons import paging_pair
 from kvbench.report.provenance import on_what, title
 from kvbench.runs import metric_names

@@ -11,11 +11,10 @@ import pandas as pd
 
 from kvbench.common.files import write_json
 from kvbench.common.foreign_cpu import MachineReport
-from kvbench.common.text import failed_words, failure_words
 from kvbench.measure import server_state
 from kvbench.measure.server import Server
 from kvbench.metrics.canaries import wrong_words
-from kvbench.metrics.model import LoadMetrics, LoadOutcome
+from kvbench.metrics.model import LoadMetrics, LoadOutcome, failed_words, failure_words
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.results import LoadResult
 from kvbench.targets.prometheus import MetricsSample, counter_changes, gauge_summary

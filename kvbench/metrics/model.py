@@ -9,7 +9,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from kvbench.common.records import Number, Record
+from kvbench.common.text import shorten
 
+_MESSAGE_CHARACTERS = 120  # of a server's message
 MIN_STEADY_REQUESTS = 8  # the fewest samples whose extremes enclose the median with 99 % confidence: 2 / 2^n <= 1 %
 MIN_STEADY_SHARE = 0.6  # of the requests: in closed loop 2.5 a user, so that a third of those in the window end in it
 MAX_FAILED_SHARE = 0.01  # of the requests sent: a server that answers fewer does less work
@@ -359,3 +361,26 @@ class LoadMetrics(PooledLatencies, Rates):
         if self.goodput is None or not self.duration_s or not self.sent:
             return None
         return self.goodput * self.duration_s / self.sent
+
+
+def failure_words(messages: Mapping[str, FailureMessage], sent: int, kinds: bool = False) -> str:
+    """``32 of 52: "Context size has been exceeded."``: how many of the requests ``sent`` failed with which sentence.
+
+    ``messages``: the most frequent of each kind of failure, as ``most_frequent_failures`` returns them; with ``kinds``
+    in front of each.
+    """
+    return ", ".join(
+        f"{failure.requests} of {sent}: {_quoted(kind, failure, kinds)}" for kind, failure in messages.items()
+    )
+
+
+def failed_words(messages: Mapping[str, FailureMessage], failed: int, sent: int, kinds: bool = False) -> str:
+    """``32 of 52 requests failed: "Context size has been exceeded."``; what failed otherwise has counts of its own."""
+    text = f"{failed} of {sent} requests failed"
+    if len(messages) == 1 and next(iter(messages.values())).requests == failed:
+        return f"{text}: {_quoted(*next(iter(messages.items())), kinds)}"
+    return f"{text}; {failure_words(messages, sent, kinds)}" if messages else text
+
+
+def _quoted(kind: str, failure: FailureMessage, kinds: bool) -> str:
+    return f'{f"{kind}: " if kinds else ""}"{shorten(failure.message, _MESSAGE_CHARACTERS)}"'

@@ -35,7 +35,7 @@ def write_report(run: Run, folder: Path, report: Document) -> list[Path]:
     paths = [folder / name for name in ("report.html", "report.md", "summary.csv")]
     there = [path for path in paths if path.is_file()]
     samples = [cell.folder / "requests.parquet" for cell in run.cells]
-    lost = [] if run.manifest else ["manifest.json is missing"]
+    lost = [] if run.manifest.model_fields_set else ["manifest.json is missing"]
     lost += [*run.damaged, *(f"{path} is missing" for path in samples if not path.is_file())]
     if run.status == "complete":
         lost += [f"cell {cell} is missing" for cell in run.missing]

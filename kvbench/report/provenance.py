@@ -12,9 +12,11 @@ from typing import Any
 from kvbench.common import text as words
 from kvbench.effects.comparison import MARGINS
 from kvbench.metrics.canaries import WRONG_ANSWERS
+from kvbench.metrics.model import failed_words
 from kvbench.report.comparisons import NOT_TOLD, SCATTER, scatters
 from kvbench.requests.prefix_hits import hit_notes
 from kvbench.runs.model import COST_NOTES, MeasuredCell, Run, number
+from kvbench.runs.results import Capacity
 from kvbench.runs.resume import resumed_differences
 from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.cores import core_words
@@ -81,7 +83,7 @@ def validity(run: Run) -> Validity:
 
 def _failures(cell: MeasuredCell) -> str:
     """How many requests failed with which sentences, and what follows where the server itself refused too much."""
-    why = words.failed_words(cell.failure_messages, cell.count("failed"), cell.sent)
+    why = failed_words(cell.failure_messages, cell.count("failed"), cell.sent)
     compared = "; the server did less work, so the cell is compared with no other" if cell.doubt == "refused" else ""
     return why + compared
 
@@ -217,7 +219,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
     """Facts about the run as (name, text)."""
     facts = {"model": _workload_model(run), **run.manifest.to_json()}
     budgets = sorted({c.capacity.kv_budget_bytes for c in run.cells} - {None})
-    capacities = [f"{words.kv_capacity(c.capacity)} ({c.name})" for c in run.cells if c.capacity.capacity_tokens]
+    capacities = [f"{kv_capacity(c.capacity)} ({c.name})" for c in run.cells if c.capacity.capacity_tokens]
     quirks = [str(quirk) for info in run.manifest.servers.values() for quirk in info.server.quirks]
     found = [
         ("target", target(run)),
@@ -416,3 +418,13 @@ def glossary(run: Run) -> list[tuple[str, str]]:
         ),
         *(("layouts", text) for text in code_paths(run)),
     ]
+
+
+def kv_capacity(capacity: Capacity) -> str:
+    """6,144 tokens, 96 MiB of f32: what a KV cache holds, as far as it is known; empty where nothing is."""
+    if not (tokens := capacity.capacity_tokens):
+        return ""
+    a_token, kind = capacity.bytes_per_token, capacity.kv_type
+    held = capacity.kv_bytes or (tokens * a_token if a_token else None)
+    size = f", {words.data_size(held)}" if held else ""
+    return f"{words.count(tokens)} tokens{size}{f' of {kind}' if held and kind else ''}"

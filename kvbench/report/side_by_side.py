@@ -34,7 +34,7 @@ from kvbench.report.comparisons import (
 )
 from kvbench.report.figures import distributions, effects
 from kvbench.report.page import escape, render
-from kvbench.report.provenance import brief, model_of, server_facts, target
+from kvbench.report.provenance import brief, kv_capacity, model_of, server_facts, target
 from kvbench.report.style import CONTIGUOUS, DASHES, OTHERS, PAGED, Drawing, LineStyle
 from kvbench.report.tables import MEDIANS, UNCERTAIN, UNCERTAIN_NOTE, Value, mark_of
 from kvbench.runs.model import NOT_OF_REQUESTS, WRONG, MeasuredCell, Run
@@ -181,7 +181,7 @@ def facts(side: Side, settings: Iterable[str] = ()) -> dict[str, str]:
         "repeats": len(cell.repeats),
         **_requests(run),
         "KV budget": words.data_size(cell.capacity.kv_budget_bytes),
-        "KV capacity": words.kv_capacity(cell.capacity),
+        "KV capacity": kv_capacity(cell.capacity),
     }
     return run_facts(run, server) | _known(own | told)
 

@@ -10,7 +10,7 @@ from kvbench.common import text as words
 from kvbench.effects.comparison import FEWEST, Call, Comparison
 from kvbench.metrics.definitions import Figure, figure, latencies
 from kvbench.metrics.latency import LONG_OPEN, SAMPLES_NEEDED
-from kvbench.metrics.model import GroupLatencies
+from kvbench.metrics.model import GroupLatencies, failure_words
 from kvbench.report.comparisons import (
     COMPARED,
     HEADS,
@@ -415,7 +415,7 @@ def _canaries(cell: MeasuredCell) -> Value:
 def _failed(cell: MeasuredCell) -> Value:
     failed, total = cell.count("failed"), cell.sent
     kinds = sorted({kind for r in cell.repeats for kind in r.metrics.failure_kinds})
-    why = words.failure_words(cell.failure_messages, total, kinds=True) or ", ".join(kinds)
+    why = failure_words(cell.failure_messages, total, kinds=True) or ", ".join(kinds)
     return Value(f"{failed} of {total}" if failed else "0", failed, why, "worse" if failed else "")
 
 
@@ -523,7 +523,7 @@ def _smallest_effects(ratios: Mapping[str, Sequence[Comparison | None]]) -> str:
 
 def served_words(cell: MeasuredCell) -> str:
     """served 20 of 48 requests and refused the others (28 of 48: "Context size has been exceeded.")"""
-    why = words.failure_words(cell.failure_messages, cell.sent)
+    why = failure_words(cell.failure_messages, cell.sent)
     return f"served {cell.count('completed')} of {cell.sent} requests and refused the others ({why})"
 
 

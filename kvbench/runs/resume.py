@@ -16,6 +16,7 @@ from kvbench.common.files import as_stored, read_json, utc_now
 from kvbench.common.machine import environment
 from kvbench.common.text import and_more
 from kvbench.runs.folder import RunFolder
+from kvbench.runs.results import INCOMPLETE, Manifest
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import Workload, differing_keys, resolve
 
@@ -26,14 +27,14 @@ _RUNNING_SERVER = ("model", "vocab_size", "max_model_len", "tokenizer")  # what 
 _MIX = "or add --force to continue anyway: the manifest then records both, and the results mix them"
 
 
-def stored_workload(manifest: Mapping[str, Any]) -> Workload:
+def stored_workload(manifest: Manifest) -> Workload:
     """The workload that a manifest keeps; runs of older versions do not tell their profile."""
-    return resolve(manifest["workload"], profile=manifest.get("profile") or "cpu", source=None)
+    return resolve(manifest.workload, profile=manifest.profile or "cpu", source=None)
 
 
-def planned_cells(manifest: Mapping[str, Any], patterns: Sequence[str]) -> tuple[str, ...]:
+def planned_cells(manifest: Manifest, patterns: Sequence[str]) -> tuple[str, ...]:
     """The cells of a run's plan that match any of the globs. Raises UsageError when a glob matches none."""
-    planned = list(dict.fromkeys(cell for block in manifest["plan"] for cell in block["cells"]))
+    planned = list(dict.fromkeys(cell for block in manifest.plan for cell in block.cells))
     matched = {pattern: fnmatch.filter(planned, pattern) for pattern in patterns}
     if wrong := [pattern for pattern, cells in matched.items() if not cells]:
         raise UsageError(f"--only {wrong[0]!r} matches no cell of this run: its cells are {', '.join(planned)}")
@@ -64,14 +65,14 @@ def reopen(
     measure, None: this one's. A run with nothing left is opened even if something
     has changed: nothing will be measured. Raises UsageError when something differs and ``force`` is not given.
     """
-    manifest = run.manifest()
-    opened = read_json(run.manifest_path) | {"status": "incomplete", "failures": []}
+    before = run.manifest().to_json()
+    opened = read_json(run.manifest_path) | {"status": INCOMPLETE, "failures": []}
     if not something_left:
         return opened, []
     now = environment() if now is None else now
-    differences, remarks = environment_differences(manifest, now)
-    differences += _changed(*({key: facts.get(key) for key in _TARGET} for facts in (manifest, served)))
-    options = [facts.get("target_options") or {} for facts in (manifest, served)]
+    differences, remarks = environment_differences(before, now)
+    differences += _changed(*({key: facts.get(key) for key in _TARGET} for facts in (before, served)))
+    options = [facts.get("target_options") or {} for facts in (before, served)]
     differences += _changed(*({key: each.get(key) for key in _RUNNING_SERVER} for each in options))
     if differences and not force:
         raise UsageError(
@@ -79,7 +80,7 @@ def reopen(
             f"start a new run without --resume, {_MIX}"
         )
     entry = {"at": utc_now(), **now, "forced": force, "differences": differences, "remarks": remarks}
-    opened["resumed"] = [*manifest.get("resumed", []), entry]
+    opened["resumed"] = [*before.get("resumed", ()), entry]
     return opened, remarks + [f"--force: this run now mixes conditions: {d}" for d in differences]
 
 
@@ -97,10 +98,9 @@ def environment_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -
     return differences, remarks
 
 
-def resumed_differences(manifest: Mapping[str, Any]) -> list[str]:
+def resumed_differences(manifest: Manifest) -> list[str]:
     """What differed each time a run was resumed."""
-    entries = manifest.get("resumed") or ()
-    return list(dict.fromkeys(each for entry in entries for each in entry.get("differences") or ()))
+    return list(dict.fromkeys(each for entry in manifest.resumed for each in entry.get("differences") or ()))
 
 
 def _git_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:

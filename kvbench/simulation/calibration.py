@@ -406,6 +406,6 @@ def _read_sweep(folder: Path) -> Run:
         run = read_run(folder)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if run.manifest.get("gpus"):
+    if run.manifest.gpus:
         raise UsageError(f"{folder} was measured on a GPU: unit costs are for CPUs, whose steps do not overlap")
     return run

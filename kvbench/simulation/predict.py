@@ -208,7 +208,7 @@ def _loads_of(run: Run) -> tuple[list[_Load], list[str]]:
     """Every load that can be replayed and whose files are there, and why cells are left out. UsageError without any."""
     if run.simulated:
         raise UsageError(f"{run.folder} is simulated itself: predict a run that was measured")
-    if not run.is_built_in or run.manifest.get("serve_cmd"):
+    if not run.is_built_in or run.manifest.serve_cmd:
         raise UsageError(f"{run.folder} is of another engine, whose scheduler the simulator does not have")
     loads: list[_Load] = []
     left_out, section = [], stored_workload(run.manifest).load
@@ -259,7 +259,7 @@ def _load(cell: MeasuredCell, engine: SettingsByName, repeat: Repeat, run: Run, 
     replayed = ReplayedLoad(
         plan.config,
         plan.capacity,
-        int(run.manifest["model"]["vocab_size"]),
+        int((run.manifest.model or {})["vocab_size"]),
         read_requests(run.folder / read_json(folder / DONE)["requests_file"]),
         users=int(cell.load.value) if cell.load.mode == "closed" else None,
         most_in_flight=load.max_concurrency,

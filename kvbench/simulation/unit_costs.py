@@ -205,8 +205,8 @@ def write_unit_costs(path: Path, costs: UnitCosts, run: Run) -> None:
     """Writes them for ``--calibration`` of a simulation on this CPU; ``run``: what they were fitted to."""
     manifest = run.manifest
     stored = _File(
-        format=FORMAT, model=manifest["model"]["name"], dtype=manifest["dtype"], cpu=manifest["cpu"]["model"],
-        num_threads=manifest["num_threads"], run=run.folder.name, **dataclasses.asdict(costs),
+        format=FORMAT, model=(manifest.model or {})["name"], dtype=manifest.dtype, cpu=manifest.cpu.model,
+        num_threads=manifest.num_threads, run=run.folder.name, **dataclasses.asdict(costs),
     )  # fmt: skip
     write_json(path, stored.model_dump())
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.text import failed_words
 from kvbench.measure.instrument import Instrument
-from kvbench.metrics.model import LoadMetrics
+from kvbench.metrics.model import LoadMetrics, failed_words
 from kvbench.targets.builtin import ServerRefusedError
 from kvbench.workload.design import Block, Cell
 

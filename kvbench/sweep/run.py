@@ -312,14 +312,15 @@ class Sweep:
 
     def _lacks_quality(self, run: RunFolder | None) -> bool:
         """Whether the built-in engine's answers are still to be measured, with the code of this run."""
-        manifest = run.manifest() if run else self.target.manifest
+        facts = self.target.manifest
         if not self.machines.is_like_here:
             return False
-        if not self.quality or manifest.get("backend") != "kvbench" or manifest.get("serve_cmd"):
+        if not self.quality or facts.get("backend") != "kvbench" or facts.get("serve_cmd"):
             return False
         if run is None:
             return True
-        design = design_of(self.workload, manifest.get("only") or ())
+        manifest = run.manifest()
+        design = design_of(self.workload, manifest.only or ())
         try:
             known = read_quality(run.path)
         except UsageError:

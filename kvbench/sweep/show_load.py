@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.records import Record
-from kvbench.common.text import calibration_words, failed_words, failure_words, plural, slo_words
+from kvbench.common.text import calibration_words, plural, slo_words
 from kvbench.load.validity import MAX_SHORT_SHARE
 from kvbench.measure.http import TargetInstrument
 from kvbench.metrics.canaries import WRONG_ANSWERS
@@ -22,6 +22,8 @@ from kvbench.metrics.model import (
     ClientFigures,
     Distribution,
     LoadMetrics,
+    failed_words,
+    failure_words,
 )
 from kvbench.requests.prefix_hits import OTHER_SEED, hit_notes
 from kvbench.requests.request import RequestList

@@ -9,7 +9,8 @@ import timeit
 import pytest
 
 from kvbench.common.server_errors import error_sentence, without_numbers
-from kvbench.common.text import failed_words, failure_words, shorten
+from kvbench.common.text import shorten
+from kvbench.metrics.model import FailureMessage, failed_words, failure_words
 
 FULL = "Context size has been exceeded."
 PAGE = b"<html>\n<head><title>x</title><style>p{}</style></head><body><h1>503 Service\nUnavailable</h1>nginx</body>"
@@ -69,8 +70,8 @@ def test_sentences_that_differ_in_numbers_and_ids_are_one(one: str, other: str, 
 
 
 def test_failures_have_their_count_of_the_requests_sent() -> None:
-    one = {"server_error": {"message": FULL, "requests": 32}}
-    two = one | {"timeout": {"message": "late", "requests": 3}}
+    one = {"server_error": FailureMessage(message=FULL, requests=32)}
+    two = one | {"timeout": FailureMessage(message="late", requests=3)}
     assert failure_words(one, 52) == f'32 of 52: "{FULL}"'
     assert failure_words(two, 52, kinds=True) == f'32 of 52: server_error: "{FULL}", 3 of 52: timeout: "late"'
     assert failed_words(one, 32, 52) == f'32 of 52 requests failed: "{FULL}"'

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.common.text import kv_capacity
+from kvbench.report.provenance import kv_capacity
+from kvbench.runs.results import Capacity
 
 
 @pytest.mark.parametrize(
@@ -21,4 +22,4 @@ from kvbench.common.text import kv_capacity
     ],
 )
 def test_a_capacity_is_shown_in_tokens_and_bytes(capacity, text):
-    assert kv_capacity(capacity) == text
+    assert kv_capacity(Capacity.parse(capacity)) == text
