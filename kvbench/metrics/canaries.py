@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvbench.metrics.model import CanaryCounts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -12,33 +13,26 @@ WRONG_ANSWERS = "wrong_answers.jsonl"  # beside requests.parquet, where there ar
 ALPHA = 0.001  # of cells that answer as well as offline, those that fail
 
 
-def counted(requests: pd.DataFrame) -> dict[str, Any] | None:
-    """The canaries among the rows of requests.parquet, of one load or several; None without any.
-
-    sent; answered, one that failed is neither right nor wrong; wrong: requests with a wrong answer; distinct: different
-    canaries that were answered; first_wrong: the one of these that was due first, and how it differs, in words
-    """
+def counted(requests: pd.DataFrame) -> CanaryCounts | None:
+    """Counts the canaries among the rows of requests.parquet, of one load or several; None without any."""
     if "canary" not in requests or not len(rows := requests[requests["canary"].notna()]):
         return None
     answered = rows[rows["ok"].astype(bool)]
     wrong = answered[answered["canary_wrong"].notna()].sort_values("t0", kind="stable")
-    found = {
-        "sent": len(rows),
-        "answered": len(answered),
-        "wrong": len(wrong),
-        "distinct": answered["canary"].nunique(),
-    }
+    counts = CanaryCounts(
+        sent=len(rows), answered=len(answered), wrong=len(wrong), distinct=int(answered["canary"].nunique())
+    )
     if not len(wrong):
-        return found
+        return counts
     first = wrong.iloc[0]
-    return found | {"first_wrong": f"{first['canary']} (request {first['index']}), {first['canary_wrong']}"}
+    words = f"{first['canary']} (request {first['index']}), {first['canary_wrong']}"
+    return CanaryCounts(**counts.fields(), first_wrong=words)
 
 
-def wrong_words(canaries: Mapping[str, Any]) -> str:
+def wrong_words(canaries: CanaryCounts) -> str:
     """2 of 40 canaries were answered wrongly, first passkey-7 (request 12), from token 3 on: 17 4, not 12 9"""
-    was = "was" if canaries["wrong"] == 1 else "were"
-    count = f"{canaries['wrong']} of {canaries['answered']} canaries {was} answered wrongly"
-    return f"{count}, first {canaries['first_wrong']}"
+    was = "was" if canaries.wrong == 1 else "were"
+    return f"{canaries.wrong} of {canaries.answered} canaries {was} answered wrongly, first {canaries.first_wrong}"
 
 
 def chance_of_so_many(wrong: int, answered: int, distinct: int, offline_wrong: int, offline_asked: int) -> float:

@@ -18,15 +18,16 @@ def rows(*of: tuple[str | None, str | None, bool]) -> pd.DataFrame:
 def test_failed_ones_are_neither_right_nor_wrong_and_the_first_is_the_one_that_was_due_first():
     found = counted(rows(("a", None, True), ("b", "late", True), ("a", "early", True), (None, None, True),
                          ("c", None, False)))  # fmt: skip
-    assert found == {"sent": 4, "answered": 3, "wrong": 2, "distinct": 2, "first_wrong": "a (request 2), early"}
+    expected = {"sent": 4, "answered": 3, "wrong": 2, "distinct": 2, "first_wrong": "a (request 2), early"}
+    assert found.fields() == expected
     assert wrong_words(found).startswith("2 of 3 canaries were")
 
 
 def test_a_load_without_canaries_says_nothing_of_them():
     assert counted(rows((None, None, True))) is None and counted(frame(row())) is None
-    assert "canaries" not in summarise(frame(row()), {"mode": "closed", "concurrency": 1})
+    assert summarise(frame(row()), {"mode": "closed", "concurrency": 1}).canaries is None
     one = summarise(rows(("a", None, True)), {"mode": "closed", "concurrency": 1})
-    assert one["canaries"] == {"sent": 1, "answered": 1, "wrong": 0, "distinct": 1}
+    assert one.canaries.fields() == {"sent": 1, "answered": 1, "wrong": 0, "distinct": 1}
 
 
 @pytest.mark.parametrize("wrong", [1, 2, 3, 4, 7, 20])

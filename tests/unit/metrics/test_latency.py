@@ -45,18 +45,18 @@ def test_samples_needed_is_the_binomial_bound(quantile: float, count: int) -> No
     at_most_one_above = [stats.binom.cdf(1, n, 1 - quantile) for n in (count - 1, count)]
     assert at_most_one_above[0] > 0.01 >= at_most_one_above[1]
     name = f"p{quantile * 100:.0f}"  # too few samples are marked
-    assert [name in metrics.distribution(np.arange(n))["uncertain"] for n in (count - 1, count)] == [True, False]
+    assert [name in metrics.distribution(np.arange(n)).uncertain for n in (count - 1, count)] == [True, False]
 
 
 def test_distribution_against_numpy() -> None:
     values = np.random.default_rng(0).lognormal(size=200)
-    got = metrics.distribution(values)
+    got = metrics.distribution(values).to_json()
     for name, q in (("p50", 50), ("p90", 90), ("p95", 95), ("p99", 99)):
         assert got[name] == pytest.approx(np.percentile(values, q), rel=1e-12)
     check(got, mean=float(values.mean()), std=float(values.std()), min=values.min(), max=values.max(), n=200)
-    assert metrics.distribution([0.0, 10.0])["p90"] == pytest.approx(9.0)  # linear interpolation
-    check(metrics.distribution([]), p95=None, mean=None, n=0)  # nothing measured is not 0
-    assert metrics.pooled([])["ttft_ms"]["n"] == 0
+    assert metrics.distribution([0.0, 10.0]).p90 == pytest.approx(9.0)  # linear interpolation
+    check(metrics.distribution([]).to_json(), p95=None, mean=None, n=0)  # nothing measured is not 0
+    assert metrics.pooled([]).ttft_ms.n == 0
 
 
 def test_latencies_by_hand() -> None:
@@ -233,7 +233,7 @@ def test_pooled_percentiles_are_of_the_pool() -> None:
     for scale, count in ((0.1, 20), (1.0, 200)):
         waits = rng.exponential(scale, count)
         loads.append(frame(*(row(chunk_times=[1 + w, 2 + w], output_tokens=2) for w in waits)))
-    got = metrics.pooled(loads)["ttft_ms"]
+    got = metrics.pooled(loads).ttft_ms.to_json()
     every = np.concatenate([(f["first"] - f["t0"]) * 1000 for f in loads])
     check(got, n=220, p90=float(np.percentile(every, 90)))
     parts = [metrics.pooled([f]).ttft_ms.p90 for f in loads]
