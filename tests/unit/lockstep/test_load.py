@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
-from kvbench.lockstep.instrument import Computed, is_repeatable, typical
+from kvbench.lockstep.instrument import Computed, is_repeatable, requests_of, store, typical
+from kvbench.requests.request import RequestList
 from kvbench.workload.load_section import LoadConfig, load_point
 
 CLASSES = [{"name": "chat", "share": 1.0, "prompt_tokens": 8, "output_tokens": 8}]
@@ -30,6 +33,26 @@ def test_an_interruption_that_does_not_recur_is_in_the_duration_and_in_no_gap_of
     assert gaps == pytest.approx(np.array(usual) * mean / 0.13)
     assert second[0] == second[1] == pytest.approx(first[2][-1])  # sent when the first had ended
     assert first[3:] == ([1, 1, 1], 0, "length", [5, 6, 7])
+
+
+def test_no_two_repeats_share_a_draw_and_all_requests_have_a_number_of_their_own():
+    load, sizes = LoadConfig.model_validate(LOAD), {"vocab_size": 512, "max_model_len": 64, "seed": 3}
+    point = load_point("closed", concurrency=2, rate=None, num_requests=4)
+    first, second = (requests_of(load, point, repeat=repeat, times=2, **sizes) for repeat in (1, 2))
+    assert [request.index for request in first] == list(range(8))
+    prompts = [tuple(request.prompt_token_ids) for request in (*first, *second)]
+    assert len(set(prompts)) == len(prompts) == 16
+
+
+def test_the_duration_is_that_of_one_repetition(tmp_path):
+    load = LoadConfig.model_validate(LOAD)
+    point = load_point("closed", concurrency=2, rate=None, num_requests=4)
+    drawn = requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
+    usual = repetition(0.05, 0.01, 0.01, 0.05, 0.01)
+    metrics = "vllm:num_requests_running 0\n"
+    computed = Computed(usual.steps[:, :4], usual.turns, usual.clock, usual.rows, metrics)
+    store(tmp_path, [computed, computed], load, point, RequestList(drawn[:2]), metrics)
+    assert json.loads((tmp_path / "load.json").read_text())["duration_s"] == pytest.approx(0.13)
 
 
 def test_what_an_engine_does_at_the_same_step_each_time_stays():
