@@ -43,7 +43,7 @@ def test_tables_do_not_claim_what_the_repeats_do_not_show() -> None:
 
 
 def test_reservation_stands_beside_the_requests_own_lengths(tmp_path: Path) -> None:
-    lengths = pd.DataFrame({"prompt_tokens": [700, 20], "output_tokens": [132, 30], "ok": [True, True]})
+    lengths = pd.DataFrame({"t0": [0.0, 1.0], "prompt_tokens": [700, 20], "output_tokens": [132, 30], "ok": [True] * 2})
     lengths.to_parquet(tmp_path / "requests.parquet")
     contiguous = replace(cell("contiguous", max_model_len=2048), folder=tmp_path, name="contiguous")
     text = reservation(contiguous)
