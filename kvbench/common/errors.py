@@ -27,6 +27,9 @@ _STORAGE = {
     errno.EACCES: "allow access to it",
     errno.EPERM: "allow access to it",
     errno.EIO: "look at the disk",
+    errno.EISDIR: "move the folder that has its place away",
+    errno.ENOTDIR: "move the file that has the place of its folder away",
+    errno.ELOOP: "remove the link that leads to itself",
 }
 
 

@@ -73,8 +73,10 @@ def _kept_files(source: Path, run: StoredRun, release: str | None) -> dict[str, 
     copied = (MANIFEST, "summary.csv", VERDICT)
     files = {name: (source / name).read_bytes() for name in copied if (source / name).is_file()}
     for path in sorted((source / "cells").glob("*/summary.json")):
-        with suppress(ValueError):  # read_stored_run noted it
-            files[f"cells/{path.parent.name}/summary.json"] = _cell_text(read_object(path)).encode()
+        with suppress(ValueError):  # read_stored_run noted it, and cells that are damaged otherwise
+            summary = read_object(path)
+            if str(summary.get("cell_id", path.parent.name)) in run.cells:
+                files[f"cells/{path.parent.name}/summary.json"] = _cell_text(summary).encode()
     if release := release or run.release:
         files[RELEASE] = (json.dumps({"release": release}) + "\n").encode()
     return files

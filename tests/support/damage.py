@@ -228,30 +228,36 @@ def damages_of(path: Path) -> dict[str, Callable[[Path], None]]:
 
 @dataclass(frozen=True)
 class Command:
-    """``codes``: those that its documentation names for stored data."""
+    """``codes``: those that its documentation names for stored data; 4 where a file of its own cannot be written."""
 
     run: Callable[[Path, Path], Ended]
     codes: tuple[int, ...]
 
 
-def _no_process(*arguments: Any, **options: Any) -> Any:
-    raise PermissionError(errno.EACCES, "nothing is launched here", "a server")
+class _NoProcess(subprocess.Popen):
+    """What a process is whose program may not be run."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        raise PermissionError(errno.EACCES, "nothing is launched here", "a server")
+
+    def __del__(self) -> None:
+        """There is nothing to end."""
 
 
 def _resume(run: Path, other: Path) -> Ended:
     words = ("--no-calibration", "--no-quality", "--lockstep-minutes", "0", "--wait-idle", "0", "--force")
-    with mock.patch.object(subprocess, "Popen", _no_process):
+    with mock.patch.object(subprocess, "Popen", _NoProcess):
         return kvbench("sweep", "--resume", run, *words)
 
 
 COMMANDS: dict[str, Command] = {
-    "report": Command(lambda run, other: kvbench("report", run), (0, 2)),
+    "report": Command(lambda run, other: kvbench("report", run), (0, 2, 4)),
     "gate": Command(lambda run, other: kvbench("gate", run, "--policy", POLICY), (0, 1, 2, 4, 5)),
     "recommend": Command(lambda run, other: kvbench("recommend", run), (0, 2, 4)),
     "history": Command(lambda run, other: kvbench("history", run.parent), (0, 2, 5)),
     "history add": Command(lambda run, other: kvbench("history", "add", run, "--to", run.parent / "kept"), (0, 2, 5)),
     "view": Command(lambda run, other: kvbench("view", run.parent, "--export", run.parent / "pages"), (0, 2, 5)),
-    "side by side": Command(lambda run, other: kvbench("report", other, run, "--output-dir", run.parent), (0, 2)),
+    "side by side": Command(lambda run, other: kvbench("report", other, run, "--output-dir", run.parent), (0, 2, 4)),
     "compare": Command(
         lambda run, other: kvbench("compare", other, run, "--force", "--output-dir", run.parent), (0, 1, 2, 3, 4, 5)
     ),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 
-from kvbench.lockstep.instrument import Computed, is_repeatable, typical
+from kvbench.lockstep.instrument import Computed, begin, is_repeatable, requests_of, store, typical
+from kvbench.requests.request import RequestList
 from kvbench.workload.load_section import LoadConfig, load_point
 
 CLASSES = [{"name": "chat", "share": 1.0, "prompt_tokens": 8, "output_tokens": 8}]
@@ -30,6 +34,49 @@ def test_an_interruption_that_does_not_recur_is_in_the_duration_and_in_no_gap_of
     assert gaps == pytest.approx(np.array(usual) * mean / 0.13)
     assert second[0] == second[1] == pytest.approx(first[2][-1])  # sent when the first had ended
     assert first[3:] == ([1, 1, 1], 0, "length", [5, 6, 7])
+
+
+def test_no_two_repeats_share_a_draw_and_all_requests_have_a_number_of_their_own():
+    load, sizes = LoadConfig.model_validate(LOAD), {"vocab_size": 512, "max_model_len": 64, "seed": 3}
+    point = load_point("closed", concurrency=2, rate=None, num_requests=4)
+    first, second = (requests_of(load, point, repeat=repeat, times=2, **sizes) for repeat in (1, 2))
+    assert [request.index for request in first] == list(range(8))
+    prompts = [tuple(request.prompt_token_ids) for request in (*first, *second)]
+    assert len(set(prompts)) == len(prompts) == 16
+
+
+def stored(folder, *repetitions):
+    """The result of a load of two requests, stored in ``folder``."""
+    load = LoadConfig.model_validate(LOAD)
+    point = load_point("closed", concurrency=2, rate=None, num_requests=4)
+    drawn = requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
+    metrics = "vllm:num_requests_running 0\n"
+    kept = [Computed(each.steps[:, :4], each.turns, each.clock, each.rows, metrics) for each in repetitions]
+    return store(folder, kept, load, point, RequestList(drawn[:2]), metrics)
+
+
+def test_the_duration_is_that_of_one_repetition(tmp_path):
+    usual = repetition(0.05, 0.01, 0.01, 0.05, 0.01)
+    assert stored(tmp_path, usual, usual).valid
+    assert json.loads((tmp_path / "load.json").read_text())["duration_s"] == pytest.approx(0.13)
+
+
+def test_a_request_that_did_not_end_makes_the_load_invalid(tmp_path):
+    usual = repetition(0.05, 0.01, 0.01, 0.05, 0.01)
+    usual.rows[1] = (*usual.rows[1][:5], "abort", *usual.rows[1][6:])
+    result = stored(tmp_path, usual)
+    assert not result.valid and result.metrics.failed == 1
+    assert result.invalid_reasons == result.server_faults == ("1 of 2 requests did not end",)
+
+
+@pytest.mark.parametrize(("state", "keeps"), [("cold", False), ("steady", True)])
+def test_an_engine_keeps_its_cache_where_the_load_declares_it(state, keeps):
+    load = LoadConfig.model_validate(LOAD | {"cache_state": state})
+    point = load_point("closed", concurrency=2, rate=None, num_requests=4)
+    drawn = requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
+    seat = Mock()
+    begin([seat], load, point, drawn, until=0.0)
+    assert seat.load.call_args.kwargs["keep_cache"] is keeps
 
 
 def test_what_an_engine_does_at_the_same_step_each_time_stays():

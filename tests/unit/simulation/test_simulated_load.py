@@ -54,17 +54,29 @@ def request(index: int, prompt: int = 16, out: int = 5, **more: Any) -> RequestS
     return RequestSpec(index, "any", ids, None, out, **more)
 
 
-def measure(requests: list[RequestSpec], out: Path, target: Known | None = None, **load: Any) -> dict[str, Any]:
+def measure(requests: list[RequestSpec], out: Path, target: Known | None = None, **load: Any) -> Any:
+    instrument, point = instrument_of(requests, out, target or Known(), **load)
+    return instrument.send(point, RequestList(requests), out, out)
+
+
+def measure_on(before: Any, requests: list[RequestSpec], out: Path, target: Known, **load: Any) -> SimulatedInstrument:
+    """Runs the load on the instrument of the load before it; returns the instrument."""
+    instrument, point = instrument_of(requests, out, target, **load)
+    instrument = before or instrument
+    instrument.send(point, RequestList(requests), out, out)
+    return instrument
+
+
+def instrument_of(requests: list[RequestSpec], out: Path, target: Known, **load: Any) -> tuple[Any, Any]:
     closed = all(each.arrival_s is None for each in requests)
     how = {"mode": "closed", "concurrency": [1]} if closed else {"mode": "open", "request_rate": [1]}
     prompts = {"kind": "synthetic", "classes": [{"name": "any", "share": 1, "prompt_tokens": 16, "output_tokens": 5}]}
     config = LoadConfig.model_validate({**how, "num_requests": len(requests), "prompts": prompts, **load})
     users = config.concurrency[0] if closed and config.concurrency else None
     point = load_point(how["mode"], concurrency=users, rate=None if closed else 1.0, num_requests=len(requests))
-    target = target or Known()
     instrument = SimulatedInstrument(Job(None, RunFolder(out), lambda: target))
     instrument.server = Server(config, 0, target, SETTINGS, target.server_info(), None, lambda: None)
-    return instrument.send(point, RequestList(requests), out, out)
+    return instrument, point
 
 
 def test_latencies_are_those_of_the_steps(tmp_path: Path) -> None:
@@ -91,6 +103,19 @@ def test_loads_on_one_engine_each_begin_at_zero(tmp_path: Path) -> None:
         measure([request(i) for i in range(4)], tmp_path / name, target)
     a, b = (pd.read_parquet(tmp_path / name / "requests.parquet") for name in ("a", "b"))
     assert a["t0"].min() == 0.0 and a.equals(b)
+
+
+@pytest.mark.parametrize(("state", "cached"), [("cold", [0, 0]), ("primed", [32, 32]), ("steady", [32, 48])])
+def test_the_prefix_cache_is_in_the_state_that_a_load_declares(tmp_path: Path, state: str, cached: list[int]) -> None:
+    """A steady one knows the shared prefix at the first load, and the whole prompt but its last page at the next."""
+    target = Known(enable_prefix_caching=True)
+    instrument = None
+    for number, expected in enumerate(cached):
+        out = tmp_path / str(number)
+        out.mkdir()
+        instrument = measure_on(instrument, [request(0, prompt=64, prefix_tokens=32)], out, target, cache_state=state)
+        frame = pd.read_parquet(out / "requests.parquet")
+        assert frame["cached_tokens"].tolist() == [expected] and frame["t0"].tolist() == [0.0]
 
 
 def test_gauges_tell_how_long_requests_ran_in_a_load_with_long_pauses(tmp_path: Path) -> None:
