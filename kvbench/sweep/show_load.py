@@ -84,7 +84,7 @@ def stored_load(instrument: TargetInstrument, point: LoadPoint, result: LoadResu
         notes=tuple(target.notes),
         lengths=lengths_of(load, instrument.requests, target.model.max_model_len),
         prefix_caching=server.info.engine.enable_prefix_caching,
-        **dict(result.items()),
+        **result.fields(),
     )
 
 
