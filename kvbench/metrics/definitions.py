@@ -121,7 +121,7 @@ class Metric:
     rate: the value in a window of the load; computed: the value from other figures of the load, by their paths
     always: it is stored and shown although no request has it; steady: the steady window has it too
     may_lack: a request without it meets every limit
-    digits: decimals in the table of a load; clocks: in which of them it exists
+    digits: decimals in the table of a load
     """
 
     name: str
@@ -139,7 +139,6 @@ class Metric:
     steady: bool = False
     may_lack: bool = False
     digits: int = 1
-    clocks: tuple[str, ...] = (SERVED, ENGINE, SIMULATED)
 
     @property
     def is_distribution(self) -> bool:
@@ -160,11 +159,10 @@ def _latency(
     *,
     always: bool = True,
     may_lack: bool = False,
-    clocks: tuple[str, ...] = (SERVED, ENGINE, SIMULATED),
 ) -> Metric:
     return Metric(
         name, f"{name}_ms", "ms", LOWER, title, short, statistics, samples or of_request, of_request,
-        always=always, steady=True, may_lack=may_lack, clocks=clocks,
+        always=always, steady=True, may_lack=may_lack,
     )  # fmt: skip
 
 
@@ -198,8 +196,7 @@ _ROWS = (
     _latency("ttft_send", "time to first token from the send", "TTFT from the send", (), _from("first", "ts")),
     _latency("ttfo", "time to first output", "TTFO", _TTFT, _from("first_output"), always=False),
     _latency("reasoning", "reasoning time", "reasoning", ("p50",), rows.reasoning_times, always=False),
-    _latency("client_queue", "queued in the client", "queue", ("p95",), None, rows.client_queue, always=False,
-             clocks=(SERVED, SIMULATED)),
+    _latency("client_queue", "queued in the client", "queue", ("p95",), None, rows.client_queue, always=False),
     _latency("sequence_ttft", "time to first token of each sequence", "TTFT of a sequence", (), None,
              rows.sequence_ttfts, always=False),
     _latency("tpot", "time per output token", "TPOT", _TTFT, rows.slowest_tpots, rows.times_per_output_token,

@@ -143,13 +143,16 @@ def _table_rows(metrics: LoadMetrics) -> list[tuple[str, ...]]:
     leading, shown = metrics.leading_latencies, []
     for metric in _latencies():
         values = leading.distribution(metric.path)
-        if metric.name != "ttfo" or _figures(values) != _figures(leading.ttft_ms):
-            shown.append((_BELOW_ANOTHER.get(metric.name, metric.short), values))
+        figures = _figures(metric, values)
+        if metric.name != "ttfo" or figures != _figures(metric, leading.ttft_ms):
+            shown.append((values.n, _BELOW_ANOTHER.get(metric.name, metric.short), figures))
         if metric.name in _TWICE and metrics.has_steady_latency:
-            shown.append(("  whole run", metrics.distribution(metric.path)))
+            whole = metrics.distribution(metric.path)
+            shown.append((whole.n, "  whole run", _figures(metric, whole)))
         elif metric.name == "ttft" and metrics.steady_latency:
-            shown.append(("  in the steady window", metrics.steady_latency.ttft_ms))
-    return [(title, *_figures(values)) for title, values in shown if values.n]
+            steady = metrics.steady_latency.ttft_ms
+            shown.append((steady.n, "  in the steady window", _figures(metric, steady)))
+    return [(title, *figures) for samples, title, figures in shown if samples]
 
 
 def _latencies() -> list[Metric]:
@@ -157,12 +160,13 @@ def _latencies() -> list[Metric]:
     return [metric for metric in latencies() if metric.name not in _NOT_SHOWN]
 
 
-def _figures(values: Distribution) -> tuple[str, ...]:
-    cells = (
-        "-" if (value := getattr(values, which)) is None else f"{value:.1f}{'*' if which in values.uncertain else ''}"
-        for which in _SHOWN
-    )
-    return *cells, str(values.n)
+def _figures(metric: Metric, values: Distribution) -> tuple[str, ...]:
+    """The statistics of a latency, those of too few samples with a star, and the number of samples."""
+    shown = []
+    for statistic in _SHOWN:
+        value, star = getattr(values, statistic), "*" if statistic in values.uncertain else ""
+        shown.append("-" if value is None else f"{value:.{metric.digits}f}{star}")
+    return *shown, str(values.n)
 
 
 def lines(kept: StoredLoad) -> list[str]:

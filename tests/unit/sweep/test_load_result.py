@@ -65,7 +65,7 @@ def shown(measured):
 
 
 def test_a_closed_loop_in_vllms_fields():
-    data = kept(result([0.1, 0.3]))
+    data = kept(result([0.1, 0.3])).to_json()
     assert (data["request_rate"], data["burstiness"], data["max_concurrency"]) == ("inf", None, 2)
     assert data["mean_ttft_ms"] == pytest.approx(200) and data["median_tpot_ms"] == pytest.approx(100)
     assert data["std_ttft_ms"] == pytest.approx(100) and data["mean_e2el_ms"] == pytest.approx(400)
@@ -76,10 +76,10 @@ def test_a_closed_loop_in_vllms_fields():
 def test_an_open_loop_in_vllms_fields():
     gamma = {"arrivals": "gamma", "burstiness": 0.5, "max_concurrency": 3}
     load = config(mode="open", concurrency=None, request_rate=4, **gamma)
-    data = kept(result(), load, LoadPoint("r4", "open", None, 4.0, 4, "gamma"))
+    data = kept(result(), load, LoadPoint("r4", "open", None, 4.0, 4, "gamma")).to_json()
     assert (data["request_rate"], data["burstiness"], data["max_concurrency"]) == (4.0, 0.5, 3)
     at_once = config(mode="open", concurrency=None, request_rate="inf")
-    data = kept(result(), at_once, LoadPoint("rinf", "open", None, math.inf, 4))
+    data = kept(result(), at_once, LoadPoint("rinf", "open", None, math.inf, 4)).to_json()
     assert (data["request_rate"], data["burstiness"], data["max_concurrency"]) == ("inf", 1.0, None)
 
 
@@ -145,7 +145,7 @@ def test_the_steady_window_comes_first_and_the_whole_run_says_what_it_is():
     measured["metrics"] |= window
     (line,) = (line for line in lines(kept(measured)) if line.startswith("output tokens/s"))
     assert line.index("7.5 over the steady window (2.0 s)") < line.index("5.5 over the whole run")
-    assert kept(measured)["output_throughput"] == 5.5  # vLLM's field, of the whole run
+    assert kept(measured).to_json()["output_throughput"] == 5.5  # vLLM's field, of the whole run
     measured["metrics"] |= {"steady_output_throughput": None, "steady_note": "it was short"}
     del measured["metrics"]["unstreamed_tokens"]  # as in a file of an earlier version
     (line,) = (line for line in lines(kept(measured)) if line.startswith("output tokens/s"))
@@ -171,7 +171,7 @@ def test_latencies_of_the_steady_window_lead_and_vllms_fields_are_of_the_whole_r
     at = next(i for i, row in enumerate(rows) if row[:1] == ["TTFT"])
     assert (rows[at][:2], rows[at + 1][:3]) == (["TTFT", "100.0"], ["whole", "run", "140.0"])
     assert ["load", "r", "·", "steady", "window", "·", "ms"] in rows
-    assert kept(measured)["mean_ttft_ms"] == pytest.approx(140)
+    assert kept(measured).to_json()["mean_ttft_ms"] == pytest.approx(140)
 
 
 @pytest.mark.parametrize(("count", "noted"), [(129, True), (200, True), (700, False)])
@@ -268,7 +268,7 @@ def test_by_what_lengths_were_scaled_is_shown_where_they_were_or_could_have_been
     said = lines(kept(result(), lengths=found.to_json()))
     assert any("x 1 " in line and "32,768" in line and "7,979" in line for line in said)
     half = lengths_of(trace_load(length_scale=0.5), of_lengths(50, length_scale=0.5), 256)
-    assert (half["scale"], half["auto"], half["longest_total_tokens"]) == (0.5, False, 50)
+    assert (half.scale, half.auto, half.longest_total_tokens) == (0.5, False, 50)
     assert lengths_of(trace_load(), of_lengths(50), 256) is None  # texts, which are not cut
     assert lengths_of(config(), of_lengths(50), 256) is None
     fits = config(prompts=PROMPTS | {"length_scale": "auto"})
