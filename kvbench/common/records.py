@@ -35,7 +35,8 @@ class Record(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field = ".".join(map(str, first["loc"])) or "the whole"
-            raise ValueError(f"{field} is {_short(first['input'])}: {first['msg'].lower()}") from None
+            reason = first["msg"].removeprefix("Value error, ")
+            raise ValueError(f"{field} is {_short(first['input'])}: {reason[:1].lower()}{reason[1:]}") from None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields that were set, as plain data for a file."""

@@ -272,4 +272,4 @@ def test_by_what_lengths_were_scaled_is_shown_where_they_were_or_could_have_been
     assert lengths_of(trace_load(), of_lengths(50), 256) is None  # texts, which are not cut
     assert lengths_of(config(), of_lengths(50), 256) is None
     fits = config(prompts=PROMPTS | {"length_scale": "auto"})
-    assert lengths_of(fits, of_lengths(50), 256)["scale"] == 1.0
+    assert lengths_of(fits, of_lengths(50), 256).scale == 1.0
