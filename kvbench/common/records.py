@@ -19,7 +19,7 @@ _MOST_SHOWN = 60  # characters of a value in a message
 class Record(BaseModel):
     """A frozen record. Keys that its class does not have are left out when it is read; NaN and infinities are refused.
 
-    ``FORMAT``: the version in the file's ``format``; None: the file has none. Older versions are as ``upgrade`` says.
+    ``FORMAT``: the version in the file's ``format``, where it has one; a file of another version is refused.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, ser_json_inf_nan="null")

@@ -44,7 +44,7 @@ def planned_cells(manifest: Manifest, patterns: Sequence[str]) -> tuple[str, ...
 def require_same_workload(run: RunFolder, workload: Workload) -> None:
     """Raises UsageError when ``run`` was started with another workload than ``workload``, as it runs on the target."""
     now = as_stored(workload.resolved)
-    if keys := differing_keys(run.manifest()["workload"], now):
+    if keys := differing_keys(run.manifest().workload, now):
         raise UsageError(
             f"{run.path} was started with another workload; it differs in {and_more(keys, 5)}: resume it with "
             "`kvbench sweep --resume FOLDER` alone (the stored workload), or start a new run without --resume"

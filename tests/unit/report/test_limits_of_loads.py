@@ -124,7 +124,7 @@ def test_scaling_compares_with_the_load_below_and_needs_more_sequences() -> None
     def scaling(*cells) -> float | None:
         for one in cells:
             for repeat in one.repeats:
-                put(repeat.metrics, output_throughput=repeat.metrics["steady_output_throughput"])
+                put(repeat.metrics, output_throughput=repeat.metrics.steady_output_throughput)
         return facts_of(run(*cells), cells[-1]).scaling
 
     assert scaling(at(3, 100.0, 3.0), at(24, 200.0, 24.0)) == pytest.approx(1 / 3)  # 2x of 2x2x2x
@@ -176,7 +176,7 @@ def test_at_which_load_a_configuration_breaks_is_read_of_one_window() -> None:
     (steady,) = breaks(run(*cells))
     (row,) = growth_table(run(*cells), [steady]).rows
     assert steady.at is cells[1] and row.values[2].sort == 250.0
-    put(cells[1].repeats[0].metrics["steady_latency"]["ttft_ms"], n=7)
+    put(cells[1].repeats[0].metrics.steady_latency.ttft_ms, n=7)
     assert breaks(run(*cells))[0].at is None
     assert [value.sort for value in growth_table(run(*cells), breaks(run(*cells))).rows[0].values[1:3]] == [
         200.0,

@@ -323,7 +323,7 @@ def test_flags_are_those_that_the_engine_was_launched_with(name: str) -> None:
     measured = read_run(REFERENCE / name)
     said = recommend(measured)
     config = next(one.config_id for one in measured.cells if one.marked_name == said.configuration)
-    launched = measured.manifest["servers"][config]["server"]["command"]
+    launched = measured.manifest.servers[config].server.command
     flags = said.flags.split()
     assert len(flags) > 8 and set(flags) <= set(launched)
 

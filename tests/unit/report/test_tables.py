@@ -60,11 +60,11 @@ def test_steady_ttft_and_whole_run_stand_beside_each_other(run_of: Callable[[str
     keys = [column.key for column in table.columns]
     for row, flat in zip(table.rows, flat_rows(shown), strict=True):
         assert row.cell is not None
-        steady, whole = (pooled["ttft_ms"] for pooled in (row.cell.pooled["steady_latency"], row.cell.pooled))
+        steady, whole = (pooled.ttft_ms for pooled in (row.cell.pooled.steady_latency, row.cell.pooled))
         value = row.values[keys.index("ttft_ms_p95")]
         leads, other = (steady, whole) if row.cell.has_steady_latency else (whole, steady)
-        assert steady["n"] < whole["n"] and value.sort == leads["p95"]
-        assert (flat["steady_ttft_ms_p95"], flat["whole_run_ttft_ms_p95"]) == (steady["p95"], whole["p95"])
+        assert steady.n < whole.n and value.sort == leads.p95
+        assert (flat["steady_ttft_ms_p95"], flat["whole_run_ttft_ms_p95"]) == (steady.p95, whole.p95)
         assert flat["ttft_ms_p95_window"] == ("steady window" if leads is steady else "whole run")
         frame = distributions([row.cell])
         curve = frame[(frame["metric"] == "ttft_ms") & (frame["group"] == EVERY)]
@@ -130,12 +130,12 @@ def test_the_first_output_has_columns_where_it_is_seen_to_be_later_than_the_firs
     table = main_table(run(thinks, plain))
     assert entries(table, "paged (page 16)")["ttfo_ms_p95"].text == "900"
     assert entries(table, "contiguous")["ttfo_ms_p95"].text == "as TTFT"
-    same = changed(cell(), steady_latency={"ttfo_ms": dict(cell().pooled["ttft_ms"])})
+    same = changed(cell(), steady_latency={"ttfo_ms": cell().pooled.ttft_ms.fields()})
     assert not {"ttfo_ms_p50", "ttfo_ms_p95"} & {column.key for column in main_table(run(same, plain)).columns}
 
 
 def test_reasoning_has_columns_where_it_is() -> None:
-    steady = {"ttfo_ms": dict(cell().pooled["ttft_ms"]), "reasoning_ms": {"p50": 800.0}}
+    steady = {"ttfo_ms": cell().pooled.ttft_ms.fields(), "reasoning_ms": {"p50": 800.0}}
     told = {
         "steady_non_reasoning_output_throughput": 40.0, "non_reasoning_output_throughput": 30.0,
         "total_reasoning_tokens": 60, "total_output_tokens": 80, "without_output": 0,

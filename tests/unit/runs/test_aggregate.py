@@ -76,7 +76,7 @@ def test_steady_latency_is_pooled_over_each_repeats_own_window(tmp_path: Path) -
     expected = distribution([100.0, 100.0, 100.0, 300.0])
     steady = pooled["steady_latency"]
     assert pooled["ttft_ms"]["n"] == 8 and steady["ttft_ms"]["n"] == steady["per_class"]["a"]["n"] == 4
-    assert steady["ttft_ms"]["mean"] == pytest.approx(expected["mean"])
+    assert steady["ttft_ms"]["mean"] == pytest.approx(expected.mean)
 
 
 def test_pooled_steady_latency_holds_whoever_waited_past_the_windows_end(tmp_path: Path) -> None:

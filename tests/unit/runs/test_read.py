@@ -149,7 +149,7 @@ def test_server_means_are_of_the_steady_window(run_of: Callable[[str], Run]) -> 
     one = next(c for c in run_of("normal").cells if c.is_contiguous and c.load.value == 24)
     repeat, gauges = one.repeats[0], one.gauges()
     gauges = gauges[gauges["repeat"] == repeat.repeat]
-    inside = gauges["t"].between(repeat.metrics["steady_start_s"], repeat.metrics["steady_end_s"])
+    inside = gauges["t"].between(repeat.metrics.steady_start_s, repeat.metrics.steady_end_s)
     assert 0 < inside.sum() < len(gauges)
     assert repeat.observed["running_mean"] == pytest.approx(gauges[inside]["num_requests_running"].mean())
 
