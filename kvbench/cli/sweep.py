@@ -234,7 +234,7 @@ def _predict_and_show(folder: Path, console: Console) -> None:
     from kvbench.simulation.predict import predict_run
 
     run = read_run(folder)
-    if run.is_built_in:
+    if run.is_built_in and not run.simulated:
         try:
             predict_run(run, _MOST_PREDICTED_STEPS)
         except (UsageError, OSError) as error:

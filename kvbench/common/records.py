@@ -59,11 +59,15 @@ def _short(value: Any) -> str:
 
 def read_record(kind: type[R], path: Path, what_to_do: str = "") -> R:
     """Reads a file as a record of ``kind``. Raises UsageError: what is wrong with it, and ``what_to_do``."""
-    data = read_json(path)
+    then = f"; {what_to_do}" if what_to_do else ""
+    try:
+        data = read_json(path)
+    except UsageError as error:
+        raise UsageError(f"{error}{then}") from None
     try:
         return kind.parse(data)
     except ValueError as error:
-        raise UsageError(f"{path} cannot be read: {error}{what_to_do and f'; {what_to_do}'}") from None
+        raise UsageError(f"{path} cannot be read: {error}{then}") from None
 
 
 def write_record(path: Path, record: Record) -> None:

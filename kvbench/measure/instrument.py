@@ -156,6 +156,8 @@ class Instrument:
         try:
             with self.job.folder.scratch_load(cell.cell_id, repeat) as out:
                 result = self.run(cell, repeat, out).model_copy(update=identity)
+                if result.clock != self.clock:
+                    raise MeasurementError(f"its times are of the clock {result.clock!r}, and not {self.clock!r}")
                 write_record(out / DONE, result)
         except OSError as error:
             result = error.result.model_copy(update=identity) if isinstance(error, UnstoredError) else result

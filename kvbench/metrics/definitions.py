@@ -1,6 +1,7 @@
 """METRICS: every metric of a load, one row each: where it is stored, its unit, direction and titles, its function.
 
-Tables, titles, limits, comparisons and stored files take a metric from here. A new one is a row and its function:
+Tables, titles, limits, the history and stored files take a metric from here. A new one is a row below ``SHIPPED`` and
+its function; it needs no field elsewhere, and loads measured from then on have it:
 
     METRICS["slip"] = Metric("slip", "slip_ms", "ms", LOWER, "late sends", "slip", ("p95",), samples=my_function)
 
@@ -355,9 +356,3 @@ def names() -> list[str]:
     twins = [each.of_steady(True) for each in plain if each.metric.steady]
     shorts = {f"{short}_{metric.path}" for metric in latencies() for short in STATISTICS}
     return [THROUGHPUT, *dict.fromkeys([*(each.name for each in (*plain, *twins)), *sorted(shorts)])]
-
-
-def shown() -> list[Figure]:
-    """The figures that tables, comparisons and the history show, in the order of METRICS."""
-    listed = [(metric, metric.statistics or ("",)) for metric in METRICS.values() if metric.better]
-    return [Figure(metric, statistic) for metric, statistics in listed for statistic in statistics]

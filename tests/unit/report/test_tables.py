@@ -68,8 +68,8 @@ def test_steady_ttft_and_whole_run_stand_beside_each_other(run_of: Callable[[str
         assert flat["ttft_ms_p95_window"] == ("steady window" if leads is steady else "whole run")
         frame = distributions([row.cell])
         curve = frame[(frame["metric"] == "ttft_ms") & (frame["group"] == EVERY)]
-        assert len(row.cell.requests(steady=True)) == steady["n"] and set(curve["samples"]) == {leads["n"]}
-        assert sum(group["n"] for group in row.cell.latency_groups("per_class").values()) == leads["n"]
+        assert len(row.cell.requests(steady=True)) == steady.n and set(curve["samples"]) == {leads.n}
+        assert sum(group.n for group in row.cell.latency_groups("per_class").values()) == leads.n
         label, shown_beside = value.note.splitlines()[-1].split(" ")
         assert label == ("whole" if leads is steady else "steady") and ("whole run" in value.note) == (leads is whole)
         assert float(shown_beside.rstrip("*").replace(",", "")) == pytest.approx(other["p95"], rel=0.01)
