@@ -96,9 +96,14 @@ def call_of(metric: str, clock: str, low: float | None, high: float | None) -> C
     margin = MARGINS[clock]
     if low >= 1 - margin and high <= 1 + margin:
         return Call.LEVEL
-    if low <= 1.0 <= high:
+    return Call.UNDECIDED if low <= 1.0 <= high else _side(metric, low > 1)
+
+
+def _side(metric: str, above: bool) -> Call:
+    """The call of a ratio above or below 1; UNDECIDED for a metric of which neither more nor less is better."""
+    if not figure(metric).metric.better:
         return Call.UNDECIDED
-    return Call.BETTER if (low > 1) == figure(metric).higher_is_better else Call.WORSE
+    return Call.BETTER if above == figure(metric).higher_is_better else Call.WORSE
 
 
 def paired(metric: str, clock: str, values: Mapping[int, float], base: Mapping[int, float]) -> Comparison | None:
@@ -119,7 +124,7 @@ def paired(metric: str, clock: str, values: Mapping[int, float], base: Mapping[i
     elif low <= 1.0 <= high:
         call = Call.UNDECIDED
     else:
-        call = Call.BETTER if (median > 1) == figure(metric).higher_is_better else Call.WORSE
+        call = _side(metric, median > 1)
     smallest = float(np.expm1(detectable_shift(np.log(ratios))))
     return Comparison(metric, clock, median, low, high, n, call, ratios, smallest)
 

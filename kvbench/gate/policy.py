@@ -115,7 +115,10 @@ class Policy:
         return StoredPolicy(file=str(self.source) if self.source else None, digest=self.digest, rules=self.timing)
 
     @classmethod
-    def of(cls, stored: StoredPolicy) -> Policy:
+    def of(cls, stored: StoredPolicy | None) -> Policy:
+        """The policy that a comparison was begun with; the default one where it does not tell."""
+        if stored is None:
+            return cls(DEFAULT_RULES)
         return cls(stored.rules, source=Path(stored.file) if stored.file else None)
 
 

@@ -247,10 +247,12 @@ def read_stored_run(folder: Path, notes: list[str]) -> StoredRun:
     stored = read_object(folder / MANIFEST)
     if (kind := stored.get("kind")) is not None:
         raise OtherKind(str(kind))
+    if not {"plan", "workload"} <= stored.keys():
+        raise ValueError("its manifest.json is not that of a sweep")
     try:
         manifest = Manifest.parse(stored)
     except ValueError as error:
-        raise ValueError(f"its manifest.json is not that of a sweep ({error})") from None
+        raise ValueError(f"its manifest.json cannot be read: {error}") from None
     try:
         started = datetime.fromisoformat(str(manifest.started))
     except ValueError:

@@ -62,6 +62,12 @@ STATISTICS = {f"p{q}": f"p{q}" for q in (50, 90, 95, 99)} | {"median": "p50", "m
 THROUGHPUT = "output_tokens_per_s"  # as in summary.csv: of the steady window, of the whole run where there is none
 
 
+_TEXTS: Mapping[str, Callable[[float | None], str]] = {
+    "ms": text.ms, "tokens/s": text.tokens_per_s, "requests/s": text.significant, "share": text.percent,
+    "bytes": text.data_size, "": text.count,
+}  # fmt: skip
+
+
 class InWindow:
     """What happened in a window [s] of a load: its successful rows, and the share of each request's time within.
 
@@ -140,6 +146,10 @@ class Metric:
     steady: bool = False
     may_lack: bool = False
     digits: int = 1
+
+    def __post_init__(self) -> None:
+        if self.unit not in _TEXTS:
+            raise ValueError(f"the unit of {self.name} is {self.unit!r}: use one of {', '.join(filter(None, _TEXTS))}")
 
     @property
     def is_distribution(self) -> bool:
@@ -254,6 +264,11 @@ def rates() -> Iterator[Metric]:
     return (metric for metric in METRICS.values() if metric.rate)
 
 
+def _at(path: str) -> Metric | None:
+    """The metric that is stored at ``path``."""
+    return next((metric for metric in METRICS.values() if metric.path == path), None)
+
+
 def over_slo(good: pd.DataFrame, slo: Mapping[str, float | None] | None) -> dict[str, np.ndarray]:
     """Which successful requests are over each limit of ``slo`` [ms], by its path. Bool [requests] each.
 
@@ -262,7 +277,7 @@ def over_slo(good: pd.DataFrame, slo: Mapping[str, float | None] | None) -> dict
     """
     over = {}
     for path, limit in (slo or {}).items():
-        metric = METRICS.get(path.removesuffix("_ms"))
+        metric = _at(path)
         if limit is not None and metric is not None and metric.of_request:
             values = metric.of_request(good)
             over[path] = ~((values <= limit) | (np.isnan(values) & metric.may_lack))
@@ -315,12 +330,6 @@ class Figure:
         return _TEXTS[self.unit](value)
 
 
-_TEXTS: Mapping[str, Callable[[float | None], str]] = {
-    "ms": text.ms, "tokens/s": text.tokens_per_s, "requests/s": text.significant, "share": text.percent,
-    "bytes": text.data_size, "": text.count,
-}  # fmt: skip
-
-
 def figure(name: str) -> Figure:
     """The figure with a name such as ``p95_ttft_ms``, ``steady_output_throughput`` or ``ttft_ms.p95``.
 
@@ -341,8 +350,8 @@ def figure(name: str) -> Figure:
     statistic, _, path = name.partition("_")
     if "." in name:
         path, _, statistic = name.rpartition(".")
-    metric = METRICS.get(path.removesuffix("_ms"))
-    if statistic in STATISTICS and metric is not None and metric.is_distribution and path == metric.path:
+    metric = _at(path)
+    if statistic in STATISTICS and metric is not None and metric.is_distribution:
         return Figure(metric, STATISTICS[statistic])
     near = difflib.get_close_matches(name, names(), 1)
     hint = f"did you mean {near[0]}?" if near else "use one such as p95_ttft_ms, or a dotted name of summary.json."

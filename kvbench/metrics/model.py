@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict
 
-from kvbench.common.records import Number, Record
+from kvbench.common.records import Record
 from kvbench.common.text import shorten
 
 _MESSAGE_CHARACTERS = 120  # of a server's message
@@ -36,7 +36,14 @@ _QUANTILES = ("p50", "p90", "p95", "p99")
 EMPTY = Distribution(
     n=0, uncertain=_QUANTILES, **dict.fromkeys(("mean", "std", *_QUANTILES, "min", "max"))
 )  # its fields are set, so that they are stored
-_Added = Annotated[Distribution | Number | Any, Field(union_mode="left_to_right")]
+
+
+def _added(value: Any) -> Any:
+    """A figure that has no field: a distribution where it counts samples, else what is stored."""
+    return Distribution.model_validate(value) if isinstance(value, dict) and "n" in value else value
+
+
+_Added = Annotated[Any, BeforeValidator(_added)]
 
 
 class Figures(Record):

@@ -59,20 +59,20 @@ def engine_time_note(run: Run) -> str:
     launches = max(effect.n for effect in effects)
     times = f"{launches} launch{'' if launches == 1 else 'es'}"
     turns = run.engine_time.turns.values()
-    costs = [each["cold_cost"] for each in turns if each["cold_cost"] is not None]
+    costs = [turn.cold_cost for turn in turns if turn.cold_cost is not None]
     lengths, first = (
-        " or ".join(str(n) for n in sorted({each[name] for each in turns if name in each}))
-        for name in ("turn_steps", "first_turn_steps")
+        " or ".join(str(n) for n in sorted({steps for steps in counts if steps is not None}))
+        for counts in ([turn.turn_steps for turn in turns], [turn.first_turn_steps for turn in turns])
     )
     first = f", in the first launch {first}" if first and first != lengths else ""
-    seen = [e.smallest for e in effects if e and e.metric == THROUGHPUT and e.smallest is not None]
+    seen = [e.smallest for e in effects if e.metric == THROUGHPUT and e.smallest is not None]
     smallest = " to ".join(dict.fromkeys(f"{100 * end:.1f}" for end in (min(seen), max(seen)))) if seen else ""
     parts = [
         "" if run.engine_time.finished else f"Unfinished: it was interrupted after {times}.",
         f"Against the baseline; all configurations took turns in one process (steps in a turn: {lengths}{first}). 95 % "
         f"intervals over {times}; level: within 2 %. Each stands alone: of a dozen settings without effect, one is "
         "called ahead or behind in a quarter of such runs.",
-        "Open: not decided." if any(effect and not effect.decided for effect in effects) else "",
+        "Open: not decided." if any(not effect.decided for effect in effects) else "",
         "Launches differ by up to 1 %, so nothing is called after one." if launches == 1 else "",
         f"Turns made steps {100 * max(0.0, *costs):.1f} % longer." if costs else "",
         f"The smallest change of output tok/s that it could see: {smallest} %." if smallest else "",

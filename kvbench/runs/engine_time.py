@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from pydantic import ConfigDict, field_validator
+from pydantic import ConfigDict, PositiveFloat, field_validator, model_validator
 
+from kvbench.common.files import read_json
 from kvbench.common.records import Record, read_record
 from kvbench.effects.comparison import Call, Comparison, stored_call
-from kvbench.metrics.definitions import ENGINE
+from kvbench.metrics.definitions import ENGINE, figure
 
 FOLDER, EFFECTS = "lockstep", "effects.json"
 
@@ -28,9 +29,9 @@ class EngineEffect(Record):
 
     cell: str
     metric: str
-    ratio: float
-    low: float | None = None
-    high: float | None = None
+    ratio: PositiveFloat
+    low: PositiveFloat | None = None
+    high: PositiveFloat | None = None
     call: Call
     smallest_seen: float | None = None
     launches: int = 1
@@ -40,6 +41,13 @@ class EngineEffect(Record):
     def _today(cls, word: Any) -> Any:
         return stored_call(word) if isinstance(word, str) else word
 
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        figure(self.metric)
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"its interval ends at {self.high} before it begins at {self.low}")
+        return self
+
     @property
     def comparison(self) -> Comparison:
         return Comparison(
@@ -47,11 +55,19 @@ class EngineEffect(Record):
         )
 
 
+class Turns(Record):
+    """Steps in a row of each engine, also in the first launch, and by how much turns make steps longer (0.01: 1 %)."""
+
+    turn_steps: int | None = None
+    first_turn_steps: int | None = None
+    cold_cost: float | None = None
+
+
 class EngineTime(Record):
     """All effects of a run, and how they were measured.
 
     finished: False where it was interrupted, so that its effects are of the launches before; seconds: that it took
-    turns: steps in a row of each engine, by load
+    turns: by load
     """
 
     FORMAT: ClassVar[int] = 2
@@ -60,7 +76,7 @@ class EngineTime(Record):
     finished: bool = True
     launches: int | None = None
     seconds: float | None = None
-    turns: Mapping[str, Any] = {}
+    turns: Mapping[str, Turns] = {}
     notes: tuple[str, ...] = ()
     effects: tuple[EngineEffect, ...] = ()
 
@@ -75,12 +91,15 @@ class EngineTime(Record):
 
 
 def read_engine_time(run: Path) -> EngineTime | None:
-    """None for a run whose engines were not measured in engine time, or not to the end of a launch.
+    """None for a run whose engines were not measured in engine time, not to the end of a launch, or in another format.
 
     Raises UsageError for a damaged file.
     """
     path = run / FOLDER / EFFECTS
     if not path.is_file():
+        return None
+    stored = read_json(path)
+    if isinstance(stored, dict) and stored.get("format") != EngineTime.FORMAT:
         return None
     stored = read_record(EngineTime, path, "engine time is left out; `kvbench sweep` of the workload measures it anew")
     return stored if stored.effects else None

@@ -28,9 +28,8 @@ from kvbench.runs.engine_time import EngineTime
 from kvbench.runs.predictions import Predictions
 from kvbench.runs.quality import QualityResult
 from kvbench.runs.repeats import repeat_notes
-from kvbench.runs.results import (  # noqa: F401 - COST_NOTES for older callers
+from kvbench.runs.results import (
     COMPLETE,
-    COST_NOTES,
     CacheBounds,
     CacheCounts,
     Capacity,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 
-from kvbench.common.records import Record, read_record
+from kvbench.common.records import Number, Record, read_record
 from kvbench.common.text import and_more
 from kvbench.metrics.canaries import ALPHA, chance_of_so_many
 from kvbench.runs.results import GitState, Manifest
@@ -63,7 +63,7 @@ class Greedy(_Measured):
     share: float | None = None
     low: float | None = None
     high: float | None = None
-    first_divergence: float | None = None
+    first_divergence: Number | None = None
 
 
 class Passkeys(_Measured):

@@ -102,7 +102,7 @@ class LoadResult(Record):
     metrics: LoadMetrics
     endpoint: str | None = None
     template_tokens: int | None = None
-    prompt_tokens_added: tuple[float, float, float] | None = None
+    prompt_tokens_added: tuple[Number, Number, Number] | None = None
     machine: MachineReport = MachineReport()
     prefix_cache: CacheCounts = CacheCounts()
     prefix_cache_bounds: CacheBounds | None = None
@@ -174,7 +174,7 @@ class RepeatSummary(Record):
     prefix_cache_bounds: CacheBounds | None = None
     endpoint: str | None = None
     template_tokens: int | None = None
-    prompt_tokens_added: tuple[float, float, float] | None = None
+    prompt_tokens_added: tuple[Number, Number, Number] | None = None
 
 
 class Spread(Record):

@@ -24,7 +24,7 @@ from kvbench.common.text import count, decimal, listing, milliseconds, percent, 
 from kvbench.metrics.definitions import METRICS
 from kvbench.metrics.latency import SAMPLES_NEEDED
 from kvbench.metrics.model import Distribution
-from kvbench.runs.model import COST_NOTES
+from kvbench.runs.results import COST_NOTES
 from kvbench.simulation.choose import Options, files_digest, machine_of, profile_of, simulated_workload
 from kvbench.simulation.drive import ROUTERS
 from kvbench.simulation.pool import RayOptions, map_simulations

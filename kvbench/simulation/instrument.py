@@ -30,12 +30,12 @@ from kvbench.lockstep.instrument import result_row
 from kvbench.measure.http import TargetInstrument
 from kvbench.measure.result import Readings as ServerReadings
 from kvbench.measure.result import judge
+from kvbench.metrics.definitions import SIMULATED
 from kvbench.metrics.latency import SESSION_BROKEN, summarise
 from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.request import RequestList, RequestSpec, conversations, distinct_prefixes
 from kvbench.runs.metric_names import SIMULATED_SECONDS as SECONDS
-from kvbench.runs.model import COST_NOTES, SIMULATED
-from kvbench.runs.results import LoadResult, WarmUpResult
+from kvbench.runs.results import COST_NOTES, LoadResult, WarmUpResult
 from kvbench.runs.server_info import ServerInfo
 from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, Replica, SettingsByName, prime
 from kvbench.simulation.machine import Machine

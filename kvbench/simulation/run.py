@@ -16,7 +16,7 @@ from kvbench.common.files import pack, write_json
 from kvbench.common.records import Record
 from kvbench.metrics.model import LoadMetrics, LoadOutcome
 from kvbench.requests.build import RequestStream, stream_requests
-from kvbench.runs.model import COST_NOTES
+from kvbench.runs.results import COST_NOTES
 from kvbench.simulation.choose import machine_of
 from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, Ended, Replica, SettingsByName, prime
 from kvbench.simulation.recorder import FleetFigures, Recorder, row_writer

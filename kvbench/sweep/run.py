@@ -37,7 +37,7 @@ from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Instrument, Job
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.runs.aggregate import TargetFacts, aggregate_cell
-from kvbench.runs.engine_time import read_engine_time
+from kvbench.runs.engine_time import EngineTime, read_engine_time
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.manifest import add_notes, add_server, build_manifest
 from kvbench.runs.quality import read_quality
@@ -276,7 +276,7 @@ class Sweep:
             return False
         if facts.get("backend") != "kvbench" or facts.get("serve_cmd") or len(design.configurations) < 2:
             return False
-        known = read_engine_time(run.path) if run else None
+        known = _engine_time(run) if run else None
         return self.lockstep_minutes > 0 and not (known and known.finished)
 
     def _measure_engine_time(
@@ -552,7 +552,7 @@ class Sweep:
         if problems:
             head = "INVALID: not every cell is validly measured (exit code 4); the results are kept:\n"
             self._say(head + "  - " + and_more(problems, 4, between="\n  - "))
-            if only_disturbed and read_engine_time(run.path):
+            if only_disturbed and _engine_time(run):
                 self._say("The changes in engine time stay valid: other programs only widen their intervals.")
         if self.failures or (problems and complete):
             self._say(f"run the failed and invalid loads again with:\n  {resume}")
@@ -598,6 +598,14 @@ def _ends_without_answers(
 
 def _loads(blocks: Sequence[Block]) -> list[LoadKey]:
     return [(cell.cell_id, block.repeat) for block in blocks for cell in block.cells]
+
+
+def _engine_time(run: RunFolder) -> EngineTime | None:
+    """What was measured in engine time; None where nothing was, or its file is damaged: it is measured anew."""
+    try:
+        return read_engine_time(run.path)
+    except UsageError:
+        return None
 
 
 def _invalid(run: RunFolder, cell_id: str) -> list[LoadResult]:

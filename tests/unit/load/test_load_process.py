@@ -81,8 +81,8 @@ def test_a_suspended_client_makes_a_load_of_few_chunks_invalid(loads: LoadRunner
 def test_several_tokens_a_chunk_are_counted(loads: LoadRunner) -> None:
     result = loads.run(requests_of(2, tag=1005, max_tokens=8), model="mock?tokens_per_chunk=4&itl_ms=40&fault=no_ids")
     got = summarise(result.samples, result.load)
-    assert got["tokens_per_chunk"] == 4.0
-    assert got["itl_ms"]["p50"] == pytest.approx(40, abs=10) and got["tpot_ms"]["p50"] == pytest.approx(40 / 7, abs=2)
+    assert got.tokens_per_chunk == 4.0
+    assert got.itl_ms.p50 == pytest.approx(40, abs=10) and got.tpot_ms.p50 == pytest.approx(40 / 7, abs=2)
 
 
 def test_unreachable_server_is_exit_4_with_a_sentence(loads: LoadRunner) -> None:

@@ -68,7 +68,7 @@ def test_early_stamps_are_as_wrong_as_late_ones():
 
 def test_a_load_of_few_chunks_says_that_its_lag_was_not_judged():
     few, many = (client_report([late(0.003, count)], [], 0.1, 10.0, "closed") for count in (99, 100))
-    assert (few["lag_judged"], many["lag_judged"]) == (False, True)
+    assert (few.lag_judged, many.lag_judged) == (False, True)
     assert invalid_reasons(few, 0) == [] and len(invalid_reasons(many, 0)) == 1
 
 

@@ -72,7 +72,7 @@ def test_steady_ttft_and_whole_run_stand_beside_each_other(run_of: Callable[[str
         assert sum(group.n for group in row.cell.latency_groups("per_class").values()) == leads.n
         label, shown_beside = value.note.splitlines()[-1].split(" ")
         assert label == ("whole" if leads is steady else "steady") and ("whole run" in value.note) == (leads is whole)
-        assert float(shown_beside.rstrip("*").replace(",", "")) == pytest.approx(other["p95"], rel=0.01)
+        assert float(shown_beside.rstrip("*").replace(",", "")) == pytest.approx(other.p95, rel=0.01)
     assert {row.cell.has_steady_latency for row in table.rows if row.cell} == {True, False}
     one = changed(cell(throughput=(100.0, 110.0, 120.0)), {"output_throughput": 90.0})
     assert entries(main_table(run(one)))["output_tokens_per_s"].note == "100–120\nwhole 90.0"

@@ -85,12 +85,12 @@ def test_latencies_are_those_of_the_steps(tmp_path: Path) -> None:
     Between two requests of a user 1 ms passes.
     """
     done = measure([request(i, prompt=130, out=5) for i in range(3)], tmp_path)
-    metrics = done["metrics"]
-    assert done["valid"] and metrics["completed"] == 3
-    assert metrics["ttft_ms"]["p50"] == pytest.approx(30) and metrics["ttft_ms"]["max"] == pytest.approx(30)
-    assert metrics["tpot_ms"]["p50"] == pytest.approx(10) and metrics["itl_ms"]["p95"] == pytest.approx(10)
-    assert metrics["duration_s"] == pytest.approx(3 * 0.07 + 2 * 0.001)
-    assert metrics["output_throughput"] == pytest.approx(15 / 0.212)
+    metrics = done.metrics
+    assert done.valid and metrics.completed == 3
+    assert metrics.ttft_ms.p50 == pytest.approx(30) and metrics.ttft_ms.max == pytest.approx(30)
+    assert metrics.tpot_ms.p50 == pytest.approx(10) and metrics.itl_ms.p95 == pytest.approx(10)
+    assert metrics.duration_s == pytest.approx(3 * 0.07 + 2 * 0.001)
+    assert metrics.output_throughput == pytest.approx(15 / 0.212)
     counters = json.loads((tmp_path / "counters.json").read_text())
     assert counters["steps_total"] == 21 and counters["step_time_seconds_total_execute"] == pytest.approx(0.21)
     assert "process_resident_bytes_peak" not in counters and "hash_seconds_total" not in counters
@@ -125,7 +125,7 @@ def test_gauges_tell_how_long_requests_ran_in_a_load_with_long_pauses(tmp_path: 
     frame = pd.read_parquet(tmp_path / "server.parquet")
     assert 50 < len(frame) <= 400 and frame["t"].is_monotonic_increasing
     counters = json.loads((tmp_path / "counters.json").read_text())
-    expected = 40 * 2.0 / done["metrics"]["duration_s"]
+    expected = 40 * 2.0 / done.metrics.duration_s
     assert counters["num_requests_running_mean"] == pytest.approx(expected, rel=0.02)
 
 
@@ -134,8 +134,8 @@ def test_a_request_that_the_queue_does_not_take_is_refused_by_the_server(tmp_pat
     target = Known(max_num_seqs=1, max_num_waiting=1)
     done = measure([request(i, arrival_s=0.0) for i in range(10)], tmp_path, target)
     frame = pd.read_parquet(tmp_path / "requests.parquet")
-    assert not done["valid"] and done["refused"] and not done["invalid_reasons"]
-    assert done["metrics"]["completed"] in (1, 2) and set(frame.loc[~frame["ok"], "http_status"]) == {429.0}
+    assert not done.valid and done.refused and not done.invalid_reasons
+    assert done.metrics.completed in (1, 2) and set(frame.loc[~frame["ok"], "http_status"]) == {429.0}
 
 
 def test_turns_after_a_refused_one_are_not_sent(tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_a_primed_cache_serves_its_prefixes_and_a_cold_one_serves_the_second_req
     for state in ("cold", "primed"):
         (tmp_path / state).mkdir()
         done = measure(requests, tmp_path / state, Known(enable_prefix_caching=True), cache_state=state)
-        hits[state] = done["prefix_cache"]["hits"]
-        assert done["valid"]
+        hits[state] = done.prefix_cache.hits
+        assert done.valid
     assert hits == {"cold": 3 * 64, "primed": 4 * 64}
 
 

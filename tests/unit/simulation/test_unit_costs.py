@@ -63,9 +63,9 @@ def test_a_load_with_memory_short_is_predicted_from_others_although_every_step_i
     found = fit_unit_costs(measured(load, noise=0.1, seed=i) for i, load in enumerate(loads))
     other = load_of(9, 16, kv_budget="20MiB")
     ours, real = predicted_metrics(other, found), predicted_metrics(other, KNOWN)
-    assert real["completed"] == 24
+    assert real.completed == 24
     for metric, path in (("output_throughput", None), ("ttft_ms", "p95"), ("tpot_ms", "mean"), ("itl_ms", "p95")):
-        pair = [each[metric] if path is None else each[metric][path] for each in (ours, real)]
+        pair = [each.value(metric if path is None else f"{metric}.{path}") for each in (ours, real)]
         assert pair[0] == pytest.approx(pair[1], rel=0.04), metric
 
 

@@ -330,7 +330,7 @@ def test_whose_figures_made_a_run_invalid(tmp_path):
 
     lagged = invalid_reasons(CLIENT, 0)
     assert not client_alone(of("the load client ended with exit code 4"), tmp_path)  # no load.json
-    client = CLIENT | {"processes": [{"name": "worker 2"}]}
+    client = CLIENT.to_json() | {"processes": [{"name": "worker 2"}]}
     of_load = [*lagged, f"worker 2: {lagged[0]}", "3 requests were never finished"]
     (tmp_path / "load.json").write_text(json.dumps({"client": client, "invalid_reasons": of_load}))
     assert client_alone(of(*lagged), tmp_path)
