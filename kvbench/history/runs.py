@@ -300,7 +300,7 @@ def _cell(data: Mapping[str, Any], requests: Mapping[str, Any]) -> StoredCell:
     }
     what = {"settings": data.get("settings"), "load": data.get("load"), "workload": requests}
     definition = sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    return StoredCell(summary.valid, definition, kept)
+    return StoredCell(summary.is_valid, definition, kept)
 
 
 def _place(manifest: Manifest) -> tuple[tuple[str, str], ...]:

@@ -113,7 +113,7 @@ def _cell(where: Path, summary: CellSummary, names: Mapping[str, str], sessions:
         capacity=summary.capacity,
         repeats=tuple(sorted((_repeat(r, summary, gauges) for r in summary.repeats), key=lambda r: r.repeat)),
         pooled=summary.pooled,
-        valid=summary.valid,
+        valid=summary.is_valid,
         invalid_reasons=summary.invalid_reasons,
         folder=where,
         notes=summary.notes,

@@ -218,6 +218,11 @@ class CellSummary(Record):
     wrong_answers: tuple[str, ...] = ()
     canaries: CanaryCounts = CanaryCounts()
 
+    @property
+    def is_valid(self) -> bool:
+        """Tests whether its figures may be compared; a summary that names a reason may not say so."""
+        return self.valid and not (self.invalid_reasons or self.refused or self.wrong_answers)
+
 
 class GitState(Record):
     """The commit that was measured; None outside a repository."""

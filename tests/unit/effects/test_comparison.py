@@ -93,6 +93,7 @@ def test_only_repeats_that_both_have_with_positive_values_are_paired():
 )
 def test_the_call_of_an_interval_in_engine_time(low, high, call):
     assert call_of("output_throughput", ENGINE, low, high) == call
+    assert call_of("kv_cache_usage_perc", ENGINE, 1.1, 1.2) == Call.UNDECIDED  # neither more nor less is better
 
 
 def test_two_runs_are_compared_by_welchs_interval():
