@@ -34,7 +34,7 @@ def test_head_is_built_and_its_engine_serves(tmp_path):
             target.start(opened.choice.workload.engine, tmp_path / "server.log")
             maps = Path(f"/proc/{target.server().pid}/maps")
             target.complete([1, 2, 3, 4], max_tokens=3, timeout_s=60.0)
-            assert target.server_info()["model"]["vocab_size"] == target.model.vocab_size
+            assert target.server_info().model.vocab_size == target.model.vocab_size
             mapped = [Path(line.split(maxsplit=5)[5]) for line in maps.read_text().splitlines() if line.count("/")]
             ours = [path for path in mapped if path.is_relative_to(REPOSITORY) and not path.is_relative_to(sys.prefix)]
             assert not ours, "what is mapped comes from the build and the environment alone"
