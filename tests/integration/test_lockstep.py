@@ -87,12 +87,12 @@ def test_engines_that_share_weights_and_take_turns_generate_what_each_generates_
             out.mkdir()
             done[seat.name] = loads.store(out, [loads.computed(seat)], workload.load, point, requests, metrics)
             tables[seat.name] = pd.read_parquet(out / "requests.parquet")
-            assert done[seat.name]["valid"], done[seat.name]["invalid_reasons"]
+            assert done[seat.name].valid, done[seat.name].invalid_reasons
     wanted = sum(spec.max_tokens for spec in requests)
     for name, table in tables.items():
         assert [list(ids) for ids in table["output_token_ids"]] == alone(settings[name], requests), name
-        metrics = done[name]["metrics"]
-        assert metrics["total_output_tokens"] == wanted and metrics["completed"] == 6
+        metrics = done[name].metrics
+        assert metrics.total_output_tokens == wanted and metrics.completed == 6
         # the definition, from the file of the steps
         steps = pd.read_parquet(tmp_path / name / "steps.parquet")
         assert metrics["duration_s"] == pytest.approx(steps["seconds"].sum())
@@ -125,10 +125,10 @@ def test_requests_of_several_sequences_are_what_each_engine_generates_alone(work
         for seat, metrics in zip(seats, before, strict=True):
             (out := tmp_path / seat.name).mkdir()
             done = loads.store(out, [loads.computed(seat)], load, point, requests, metrics)
-            assert done["valid"], done["invalid_reasons"]
-            assert done["metrics"]["total_output_tokens"] == seat.output_tokens == 3 * 3 * 12 + 3 * 2 * 8
-            assert done["metrics"]["per_class"]["samples"]["tpot_ms"]["n"] == 9
-            assert done["metrics"]["per_class"]["beams"]["itl_ms"]["n"] == 0
+            assert done.valid, done.invalid_reasons
+            assert done.metrics.total_output_tokens == seat.output_tokens == 3 * 3 * 12 + 3 * 2 * 8
+            assert done.metrics.per_class["samples"].tpot_ms.n == 9
+            assert done.metrics.per_class["beams"].itl_ms.n == 0
             table = pd.read_parquet(out / "requests.parquet")
             engine = build_engine(EngineConfig.from_mapping(settings[seat.name]))
             for spec, ids in zip(requests, table["output_token_ids"], strict=True):
