@@ -95,8 +95,8 @@ def test_engines_that_share_weights_and_take_turns_generate_what_each_generates_
         assert metrics.total_output_tokens == wanted and metrics.completed == 6
         # the definition, from the file of the steps
         steps = pd.read_parquet(tmp_path / name / "steps.parquet")
-        assert metrics["duration_s"] == pytest.approx(steps["seconds"].sum())
-        assert metrics["output_throughput"] == pytest.approx(wanted / steps["seconds"].sum())
+        assert metrics.duration_s == pytest.approx(steps["seconds"].sum())
+        assert metrics.output_throughput == pytest.approx(wanted / steps["seconds"].sum())
         assert steps["output_tokens"].sum() == wanted
     assert tables["prefix"]["cached_tokens"].sum() > 0 == tables["base"]["cached_tokens"].sum()
 
