@@ -17,7 +17,7 @@ from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job, Listener
 from kvbench.measure.server import Server
 from kvbench.runs.folder import create_run
-from kvbench.runs.repeats import is_disturbed
+from kvbench.runs.results import LoadResult
 from kvbench.runs.server_info import ServerInfo
 from kvbench.sweep.block import BlockRunner
 from kvbench.targets.running import OpenAITarget
@@ -72,7 +72,7 @@ def test_a_reset_that_is_left_out_is_caught(measure, monkeypatch):
         assert measure(url, cache_state="cold")[0] == []
         monkeypatch.setattr(server_state, "_reset", lambda target: True)
         reasons, done = measure(url, cache_state="cold")
-        assert not is_disturbed(done), "it would be measured again"
+        assert not LoadResult.parse(done).is_disturbed, "it would be measured again"
         assert len(reasons) == 1 and "it held prompts from before this load" in reasons[0]
         assert f"at most {done['prefix_cache_bounds']['high']} are possible" in reasons[0]
 
@@ -147,7 +147,7 @@ def test_a_contended_machine_makes_the_load_invalid(measure, monkeypatch):
         _, done = measure(url)
     assert not done["valid"]
     assert any(reason.startswith("other processes used") for reason in done["invalid_reasons"])
-    assert is_disturbed(done)
+    assert LoadResult.parse(done).is_disturbed
 
 
 def test_a_target_that_is_gone_after_the_first_block_costs_the_others_and_not_the_sweep(tmp_path):

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from kvbench.cli.main import main
 from kvbench.common.packages import REPOSITORY
@@ -79,6 +80,9 @@ load:
 """
 
 
+_OF_CI = ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY")
+
+
 @dataclass(frozen=True)
 class Ended:
     """A command's exit code and what it printed."""
@@ -91,15 +95,17 @@ class Ended:
 def kvbench(*arguments: object) -> Ended:
     """Runs a command in this process, with a wide terminal and outside of CI."""
     out, err = io.StringIO(), io.StringIO()
-    environment = {name: os.environ.pop(name, None) for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY")}
-    os.environ["COLUMNS"] = "240"
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    outside = {name: value for name, value in os.environ.items() if name not in _OF_CI}
+    with (
+        mock.patch.dict(os.environ, outside | {"COLUMNS": "240"}, clear=True),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         try:
             main(list(map(str, arguments)))
             code = 0
         except SystemExit as ended:
             code = int(ended.code or 0)
-    os.environ.update({name: value for name, value in environment.items() if value is not None})
     return Ended(code, out.getvalue(), err.getvalue())
 
 
