@@ -22,7 +22,7 @@ class Record(BaseModel):
     ``FORMAT``: the version in the file's ``format``, where it has one; a file of another version is refused.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, ser_json_inf_nan="null")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
     FORMAT: ClassVar[int | str | None] = None
 
     @classmethod

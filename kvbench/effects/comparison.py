@@ -76,11 +76,6 @@ class Comparison:
         """The least and the largest of the paired ratios; the ratio itself without any."""
         return min(self.values, default=self.ratio), max(self.values, default=self.ratio)
 
-    @property
-    def half_width(self) -> float:
-        """Half of the interval, as a relative change; NaN where it is not known."""
-        return math.sqrt(self.high / self.low) - 1 if self.low and self.high else math.nan
-
     def inverse(self) -> Comparison:
         """The other configuration against this one."""
         low, high = (None if end is None else 1 / end for end in (self.high, self.low))

@@ -61,7 +61,7 @@ import numpy as np
 import scipy  # its parts load when they are used: stats takes a second
 
 from kvbench.common.stats import detectable_errors
-from kvbench.effects.comparison import Call, Comparison, call_of
+from kvbench.effects.comparison import Call, call_of
 from kvbench.metrics.definitions import ENGINE
 
 THROUGHPUT = "output_throughput"
@@ -134,11 +134,6 @@ class Effect:
     def call(self, metric: str = THROUGHPUT) -> Call:
         """What the interval says of ``metric``; undecided of one launch, which says nothing of how launches differ."""
         return Call.UNDECIDED if self.within_launch else call_of(metric, ENGINE, self.low, self.high)
-
-    def comparison(self, metric: str) -> Comparison:
-        """The effect on ``metric`` as every other comparison."""
-        low, high, seen = (None if math.isnan(x) else x for x in (self.low, self.high, self.smallest_seen))
-        return Comparison(metric, ENGINE, self.ratio, low, high, self.launches, self.call(metric), smallest=seen)
 
     def is_decided(self) -> bool:
         """Whether it has a call and an interval of at most ``TARGET`` to each side, or a fifth of a large effect."""

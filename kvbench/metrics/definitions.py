@@ -330,21 +330,14 @@ class Figure:
         return _TEXTS[self.unit](value)
 
 
-def figure(name: str) -> Figure:
-    """The figure with a name such as ``p95_ttft_ms``, ``steady_output_throughput`` or ``ttft_ms.p95``.
-
-    Raises ValueError for a name that is none.
-    """
+def find(name: str) -> Figure | None:
+    """The figure named ``p95_ttft_ms``, ``steady_output_throughput`` or ``ttft_ms.p95``; None for another name."""
     if name == THROUGHPUT:
         return Figure(METRICS["output_throughput"])
     if name in METRICS and not METRICS[name].is_distribution:
         return Figure(METRICS[name])
     if name.startswith(STEADY):
-        rest = name.removeprefix("steady_latency.").removeprefix(STEADY)
-        try:
-            plain = figure(rest)
-        except ValueError:
-            plain = None
+        plain = find(name.removeprefix("steady_latency.").removeprefix(STEADY))
         if plain and plain.metric.steady:
             return plain.of_steady(True)
     statistic, _, path = name.partition("_")
@@ -353,6 +346,13 @@ def figure(name: str) -> Figure:
     metric = _at(path)
     if statistic in STATISTICS and metric is not None and metric.is_distribution:
         return Figure(metric, STATISTICS[statistic])
+    return None
+
+
+def figure(name: str) -> Figure:
+    """Returns what ``find`` does. Raises ValueError, with the most similar name, where that is nothing."""
+    if (named := find(name)) is not None:
+        return named
     near = difflib.get_close_matches(name, names(), 1)
     hint = f"did you mean {near[0]}?" if near else "use one such as p95_ttft_ms, or a dotted name of summary.json."
     raise ValueError(f"{name!r} is not a metric; {hint}")

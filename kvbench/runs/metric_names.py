@@ -12,7 +12,7 @@ from typing import Any
 
 from kvbench.common import text
 from kvbench.common.records import Number
-from kvbench.metrics.definitions import THROUGHPUT, Figure, figure
+from kvbench.metrics.definitions import THROUGHPUT, figure, find
 from kvbench.metrics.model import Figures, LoadMetrics, flatten
 from kvbench.runs.model import MeasuredCell, all_steady, all_steady_latency
 from kvbench.runs.results import CacheCounts, prefix_hits
@@ -48,22 +48,15 @@ def value_of(values: Mapping[str, float], name: str) -> float | None:
 
     A latency without ``steady_`` is of the whole run here; ``measured`` takes that of the steady window before it.
     """
-    known = _figure(name)
+    known = find(name)
     if known is None:
         return values.get(name)
     return known.metric.computed(values.get) if known.metric.computed else values.get(known.path)
 
 
-def _figure(name: str) -> Figure | None:
-    try:
-        return figure(name)
-    except ValueError:
-        return None
-
-
 def window_of(name: str, *cells: MeasuredCell) -> str:
     """The words "whole run" for a throughput or latency that is of it, whichever cell makes it so; else empty."""
-    known = _figure(name)
+    known = find(name)
     if known is None or known.steady:
         return ""
     if name == THROUGHPUT:
@@ -81,7 +74,7 @@ def measured(cell: MeasuredCell, name: str, *others: MeasuredCell) -> MetricValu
     every = [cell, *others]
     if name == THROUGHPUT:
         return MetricValues(cell.throughput(all_steady(every)))
-    known = _figure(name)
+    known = find(name)
     if known and known.statistic and not known.steady and "." not in name and all_steady_latency(every):
         known = known.of_steady(True)
     path = known.path if known else name
@@ -104,7 +97,7 @@ def nearest(cell: MeasuredCell, name: str) -> str | None:
 
 def unit_of(name: str) -> str:
     """``ms``, ``bytes``, ``share`` (0 to 1), ``tokens/s``, ``requests/s``, or empty for a count."""
-    if (known := _figure(name)) is not None:
+    if (known := find(name)) is not None:
         return known.unit
     path = name.split(".")
     if any(part.endswith("_ms") for part in path):

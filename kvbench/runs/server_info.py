@@ -45,7 +45,6 @@ Size = Annotated[  # below 1 it tells nothing, as many servers' -1
     _only(f"a whole number up to {MOST_TOKENS}", lambda value: type(value) is int and value <= MOST_TOKENS),
 ]
 Facts = Annotated[dict[str, Any], _only("a mapping", lambda value: isinstance(value, dict))]
-_AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)  # JSON has lists only
 Strings = Annotated[
     tuple[str, ...],
     _AS_TUPLE,

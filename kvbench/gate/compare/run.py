@@ -177,7 +177,7 @@ def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder,
     say(f"results: {folder.path}")
     for note in filter(None, (*manifest.notes, manifest.doubt)):
         say(f"note: {note}")
-    comparison = Comparison(folder, manifest, workloads, plan.policy, request, console, time)
+    comparison = ComparisonRun(folder, manifest, workloads, plan.policy, request, console, time)
     try:
         return folder, comparison.judge_stored() if folder.stored else comparison.execute()
     except MeasurementError as error:
@@ -268,7 +268,7 @@ class _Elapsed:
 
 
 @dataclass
-class Comparison:
+class ComparisonRun:
     """Measures in a folder that has its manifest already and is locked by the caller.
 
     ``check``: raises if a signal has come; ``show``: gets what is being done, on the status line.

@@ -24,7 +24,7 @@ from kvbench.common.errors import Interrupted, MeasurementError, UsageError
 from kvbench.common.files import read_json, write_json
 from kvbench.gate.compare import builds, clock, manifest, run
 from kvbench.gate.compare.folder import CompareFolder
-from kvbench.gate.compare.run import Comparison, LoadsShown
+from kvbench.gate.compare.run import ComparisonRun, LoadsShown
 from kvbench.gate.compare.sides import PairedWorkload
 from kvbench.gate.verdict.verdict import Verdict
 from kvbench.targets.builtin import BuiltinTarget
@@ -34,7 +34,7 @@ from tests.support.git_repo import make_repo
 from tests.support.sweep_parts import TINY
 
 SIDES = ("page_size=16", "page_size=32")
-EXECUTE = Comparison.execute
+EXECUTE = ComparisonRun.execute
 WORDS = ("--workload", "tiny.yaml", "--policy", "gates.yaml", "--profile", "cpu", "--method", "launched")
 
 
@@ -59,7 +59,7 @@ def compare(tmp_path, monkeypatch, capfd, here):
         comparison.write("incomplete")
 
     def command(*words, measure=interrupted, subcommand="compare"):
-        monkeypatch.setattr(Comparison, "execute", measure)
+        monkeypatch.setattr(ComparisonRun, "execute", measure)
         known = set(tmp_path.glob("results/compare/*"))
         with pytest.raises(SystemExit) as left:
             cli.main([subcommand, *words])
