@@ -271,6 +271,19 @@ class SetAside(Record):
     folder: str | None = None
 
 
+class SimulatedMachine(Record):
+    """On what a simulated run ran, and where its step times came from."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    device: str | None = None
+    tensor_parallel: int | None = None
+    cost_model: str | None = None
+    ops: str | None = None
+    calibration: str | None = None
+
+
 class Manifest(Record):
     """What a sweep measured, with what, on what: manifest.json. Fields that only some targets have are kept too."""
 
@@ -314,7 +327,7 @@ class Manifest(Record):
     max_minutes: float | None = None
     measured_s: float | None = None
     lockstep_minutes: float | None = None
-    simulated: Mapping[str, Any] | None = None
+    simulated: SimulatedMachine | None = None
 
     @property
     def complete(self) -> bool:
