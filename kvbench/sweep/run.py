@@ -445,11 +445,11 @@ class Sweep:
         config_id = block.configuration.config_id
         accepted = accept_server(self.stored.manifest, config_id, info, force=self.force)
         manifest = self.stored.manifest = with_server(accepted, config_id, info)
-        capacity = dict(manifest.capacity)
-        if told := info.capacity.to_json():  # what the server has made of the budget wins over the arithmetic
-            before = capacity[config_id].to_json() if config_id in capacity else {}
-            budget = told.get("budget_bytes", before.get("kv_budget_bytes"))
-            capacity[config_id] = Capacity.model_validate(before | told | {"kv_budget_bytes": budget})
+        capacity, told = dict(manifest.capacity), info.capacity.to_json()
+        if told:  # what the server has made of the budget wins over the arithmetic
+            before = capacity.get(config_id, Capacity())
+            told["kv_budget_bytes"] = told.get("budget_bytes", before.kv_budget_bytes)
+            capacity[config_id] = before.model_copy(update=told)
         new = [note for note in dict.fromkeys(info.server.notes) if note not in manifest.notes]
         for note in new:
             self._note(note)
