@@ -2,7 +2,7 @@
 
 The files are those of a load over HTTP (requests.parquet, load.json, counters.json, done.json), and so are the metrics'
 definitions. Their times are the engine's own: TTFT, TPOT, ITL and throughput are what the engine itself needs, without
-HTTP and load client. ``clock: engine`` says so in load.json and done.json.
+HTTP and load client. ``clock: engine time`` says so in load.json and done.json.
 
 A load may be computed several times. Its steps are the same each time (``is_repeatable``), so each step takes its
 median over the repetitions, all of them stretched to add up to the mean duration. An interruption from outside then
@@ -31,6 +31,7 @@ from kvbench.load.completion import Completion
 from kvbench.load.samples import SCHEMA, Sample
 from kvbench.lockstep.turns import STEP_COLUMNS, Seat, take_turns
 from kvbench.measure.instrument import Instrument, Job
+from kvbench.metrics.definitions import ENGINE
 from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.build import build_requests
@@ -40,7 +41,6 @@ from kvbench.targets.prometheus import counter_changes, parse_metrics
 from kvbench.workload.design import Cell, LoadPoint
 from kvbench.workload.load_section import LoadConfig
 
-CLOCK = "engine"  # as load.json and done.json have it
 _WARM_UP_USERS = 8  # of a load by arrivals
 
 
@@ -161,7 +161,7 @@ def store(
         steps.to_parquet(scratch, index=False)
     clock = sum(each.clock for each in repetitions)
     outcome = LoadOutcome(
-        clock=CLOCK,
+        clock=ENGINE,
         duration_s=clock / len(repetitions),
         repetitions=len(repetitions),
         mode=point.mode,
@@ -183,7 +183,7 @@ def store(
         valid=not faults,
         invalid_reasons=tuple(faults),
         server_faults=tuple(faults),
-        clock=CLOCK,
+        clock=ENGINE,
         metrics=summarise(table, outcome, load.slo.model_dump() if load.slo else None),
     )
 
@@ -195,7 +195,7 @@ class SteppedInstrument(Instrument):
     ``facts``: what done.json says beside the result.
     """
 
-    clock = CLOCK
+    clock = ENGINE
     disturbed_by_machine = False
 
     def __init__(
