@@ -108,7 +108,7 @@ def begin(
 
 
 @dataclass(frozen=True)
-class Computed:
+class Repetition:
     """What an engine did with a load, once.
 
     steps: float64 [steps, 4], see ``STEP_COLUMNS``; turns: how many of them each turn had; clock: engine time [s]
@@ -122,13 +122,13 @@ class Computed:
     metrics: str
 
 
-def computed(seat: Seat) -> Computed:
+def computed(seat: Seat) -> Repetition:
     """Of the load that the engine has just ended."""
     result = seat.result()
-    return Computed(seat.table(), seat.turns, seat.clock, result["requests"], result["metrics"])
+    return Repetition(seat.table(), seat.turns, seat.clock, result["requests"], result["metrics"])
 
 
-def typical(repetitions: Sequence[Computed]) -> Sequence[Sequence[Any]]:
+def typical(repetitions: Sequence[Repetition]) -> Sequence[Sequence[Any]]:
     """The rows of the requests, each step at its typical time; those of the median where the steps differ."""
     if any(not np.array_equal(each.steps[:, 1:4], repetitions[0].steps[:, 1:4]) for each in repetitions):
         return sorted(repetitions, key=lambda each: each.clock)[len(repetitions) // 2].rows
@@ -145,7 +145,7 @@ def typical(repetitions: Sequence[Computed]) -> Sequence[Sequence[Any]]:
 
 def store(
     out: Path,
-    repetitions: Sequence[Computed],
+    repetitions: Sequence[Repetition],
     load: LoadConfig,
     point: LoadPoint,
     requests: RequestList,
@@ -205,7 +205,7 @@ class SteppedInstrument(Instrument):
         self.seat, self.draw, self.keeps_requests = seat, draw, keeps_requests
         self.facts: dict[str, Any] = {}
         self.requests = RequestList(())
-        self.repetitions: list[Computed] = []
+        self.repetitions: list[Repetition] = []
         self.metrics_before = self.started_at = ""
         self.began = 0.0
 
@@ -252,7 +252,7 @@ def compute(
         instrument.repetitions.append(computed(instrument.seat))
 
 
-def _steps(computed: Computed, number: int) -> pd.DataFrame:
+def _steps(computed: Repetition, number: int) -> pd.DataFrame:
     """Rows of steps.parquet."""
     turn = np.repeat(np.arange(len(computed.turns)), computed.turns)
     return pd.DataFrame(computed.steps, columns=STEP_COLUMNS).assign(turn=turn, repetition=number)

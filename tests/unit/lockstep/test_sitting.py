@@ -67,10 +67,10 @@ def test_effects_are_those_of_the_engines_and_the_sitting_stops_when_all_are_dec
         assert effect.call == ("worse" if "48" in cell else "level")
     assert found.launches < sitting.MOST_LAUNCHES and found.seconds < 300
     row = json.loads((tmp_path / FOLDER / EFFECTS).read_text())["effects"][0]
-    assert row.keys() == set(
-        "cell metric higher_is_better base value call decided ratio low high launches within_launch smallest_seen "
-        "pooled".split()
-    )
+    assert row.keys() == {
+        "cell", "metric", "higher_is_better", "base", "value", "call", "decided", "ratio", "low", "high", "launches",
+        "within_launch", "smallest_seen", "pooled",
+    }  # fmt: skip
     latency = next(e for e in stored.effects if e.metric == "p95_itl_ms" and "48" in e.cell)
     assert latency.ratio == pytest.approx(1.2, abs=0.03) and latency.call == "worse"
 
