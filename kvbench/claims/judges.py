@@ -90,7 +90,7 @@ def reservation(measured: WorkloadFacts) -> ClaimVerdict:
     """Held if contiguous wastes at least 90 % of what it reserved, and pages at most 4 %."""
     slots = {layout: measured.slots(layout=layout) for layout in ("contiguous", "paged")}
     wasted = {layout: held["waste"] / (held["waste"] + held["tokens"]) for layout, held in slots.items()}
-    length = measured.capacity_of()["max_model_len"]
+    length = measured.capacity_of().max_model_len
     at_once = measured.tokens_held() // length, measured.tokens_held(layout="paged") // 300
     evidence = (
         f"{wasted['contiguous']:.1%} of the reserved slots held no token, over all steps of the chats "
@@ -207,7 +207,7 @@ def small_pages(measured: WorkloadFacts) -> ClaimVerdict:
     tables, speeds = {}, {}
     for size in (1, 4, 8):
         capacity = measured.capacity_of(page_size=size)
-        tables[size] = capacity["page_table_bytes"] / capacity["kv_budget_bytes"]
+        tables[size] = capacity.page_table_bytes / capacity.kv_budget_bytes
         speeds[size] = measured.speed(page_size=size)
     evidence = "; ".join(
         f"page {size}: page table {share:.2%} of the budget, {words(speeds[size])} tokens/s"
@@ -304,7 +304,7 @@ def quantised_kv(measured: WorkloadFacts) -> ClaimVerdict:
             f"{name} holds {more:.2f}x the tokens, {words(speeds[0])} tokens/s, {words(speeds[1])} in pages of 4"
         )
     evidence = (
-        f"against KV in {measured.capacity_of()['dtype']}, memory for {measured.tokens_held():,} tokens: "
+        f"against KV in {measured.capacity_of().dtype}, memory for {measured.tokens_held():,} tokens: "
         f"{'; '.join(parts)}; quality was not measured (kvbench quality)"
     )
     return verdict(sides, evidence, f"an interval holds 0: {MORE}", "on the format or the page size")
@@ -318,7 +318,7 @@ def scales_and_pages(measured: WorkloadFacts) -> ClaimVerdict:
 
     def share(name: str, page_size: int) -> float:
         capacity = measured.capacity_of(kv_cache_dtype=_QUANTISED[name], page_size=page_size)
-        return capacity["scale_bytes_per_token"] / capacity["bytes_per_token"]
+        return capacity.scale_bytes_per_token / capacity.bytes_per_token
 
     shares = {name: [share(name, size) for size in (16, 4)] for name in _QUANTISED}
     parts = [f"{name} {large:.1%} in pages of 16, {small:.1%} in pages of 4" for name, (large, small) in shares.items()]

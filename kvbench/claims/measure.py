@@ -30,6 +30,7 @@ from kvbench.lockstep.intervals import (
 from kvbench.lockstep.sitting import VALUES_OF_REQUESTS, Sitting, throughput_ratios
 from kvbench.metrics.latency import QUANTILES, request_latencies
 from kvbench.runs.folder import DONE, RunFolder
+from kvbench.runs.results import Capacity
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import Configuration, Design, capacities, normalise, plan_sweep
 from kvbench.workload.file import Workload
@@ -49,7 +50,7 @@ class WorkloadFacts:
     """
 
     design: Design
-    capacity: Mapping[str, Mapping[str, Any]]
+    capacity: Mapping[str, Capacity]
     sitting: Sitting
     launches: int = 0
     early: bool = False
@@ -64,7 +65,7 @@ class WorkloadFacts:
             if all(effective(each.settings, key) == value for key, value in wanted.items())
         )
 
-    def capacity_of(self, **settings: Any) -> Mapping[str, Any]:
+    def capacity_of(self, **settings: Any) -> Capacity:
         """What its KV budget holds."""
         return self.capacity[self.find(**settings).config_id]
 
@@ -157,7 +158,7 @@ class WorkloadFacts:
 
     def tokens_held(self, **settings: Any) -> int:
         """Tokens that its KV budget holds."""
-        return int(self.capacity_of(**settings)["capacity_tokens"])
+        return int(self.capacity_of(**settings).capacity_tokens)
 
 
 def measure(

@@ -55,7 +55,7 @@ from kvbench.metrics.latency import QUANTILES, request_latencies
 from kvbench.metrics.rows import request_gaps
 from kvbench.runs.engine_time import EFFECTS, FOLDER, EngineEffect, EngineTime
 from kvbench.runs.folder import DONE, RunFolder
-from kvbench.runs.results import LoadResult
+from kvbench.runs.results import Capacity, LoadResult
 from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import contradiction
 from kvbench.workload.design import Cell, Configuration, Design, LoadPoint
@@ -83,7 +83,7 @@ class Sitting:
     run: RunFolder
     workload: Workload
     design: Design
-    capacity: Mapping[str, Mapping[str, Any]]
+    capacity: Mapping[str, Capacity]
     limit_s: float
     open_limit_s: float
     show: Show
@@ -202,7 +202,7 @@ class Sitting:
         return seats
 
     def _budget(self, configuration: Configuration) -> int:
-        return self.capacity[configuration.config_id].get("kv_budget_bytes") or 0
+        return self.capacity[configuration.config_id].kv_budget_bytes or 0
 
     def _leave_out(self, configuration: Configuration, reason: str) -> None:
         """Raises MeasurementError where nothing is left to compare."""
@@ -227,7 +227,7 @@ class Sitting:
 
     def _limit(self, name: str) -> int:
         """The smallest that any configuration has."""
-        return min(int(known[name]) for known in self.capacity.values())
+        return min(getattr(known, name) for known in self.capacity.values())
 
     def _requests(self, point: LoadPoint) -> Any:
         """Those of the first repeat over HTTP, for the smallest limits that any configuration has."""

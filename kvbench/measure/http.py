@@ -33,7 +33,7 @@ from kvbench.measure.warm_up import warm_up
 from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import LoadMetrics, LoadOutcome
 from kvbench.requests.request import RequestList, RequestSpec, store_requests
-from kvbench.runs.results import LoadResult
+from kvbench.runs.results import Capacity, LoadResult
 from kvbench.targets.base import Target, contradiction, reason_of
 from kvbench.targets.prometheus import MetricsPoller, MetricsSample
 from kvbench.workload.design import Block, Cell, LoadPoint
@@ -71,7 +71,7 @@ class TargetInstrument(Instrument):
         target.start(configuration.settings, log)
         self.started = True
         load, info = server_state.with_server_defaults(job.workload.load, target), target.server_info()
-        known = job.capacity.get(configuration.config_id, {})
+        known = job.capacity.get(configuration.config_id, Capacity())
         if wrong := contradiction(configuration.settings, known, info):
             raise MeasurementError(f"the server of {configuration.label} has other settings: {wrong}")
         self.server = MeasuredServer(load, job.workload.seed, target, configuration.settings, info, log, self._check)

@@ -143,7 +143,11 @@ class CellLoad(Record):
 
 
 class Capacity(Record):
-    """What the KV of a configuration holds; None where not known."""
+    """What the KV of a configuration holds; None where not known.
+
+    ``page_size``: of a contiguous layout the slots of a reservation of max_model_len. ``scale_bytes_per_token``: a part
+    of ``bytes_per_token``.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -159,6 +163,12 @@ class Capacity(Record):
     bytes_per_slot: Number | None = None
     scale_bytes_per_token: Number | None = None
     scale_bytes_per_slot: Number | None = None
+    max_concurrency_at_max_len: Number | None = None
+    swap_space_bytes: int | None = None
+    swap_tokens: int | None = None
+    vocab_size: int | None = None
+    dtype: str | None = None
+    window_note: str | None = None
 
 
 class RepeatSummary(Record):

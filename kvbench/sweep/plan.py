@@ -17,6 +17,7 @@ from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Instrument
 from kvbench.requests.build import build_requests
 from kvbench.requests.canaries import CanarySet, canaries_of
+from kvbench.runs.results import Capacity
 from kvbench.sweep.capacity import Lengths, lengths_of
 from kvbench.workload.design import Block, Check, Design, capacities, plan_sweep
 from kvbench.workload.file import Workload
@@ -30,7 +31,7 @@ class Preflight:
     of its requests.
     """
 
-    capacity: dict[str, Any]
+    capacity: dict[str, Capacity]
     seconds: dict[str, float]
     lengths: dict[str, Lengths]
 
@@ -45,8 +46,8 @@ def preflight(
     drawn: set[tuple[Any, ...]] = set()
     for cell in design.cells:
         known = capacity[cell.configuration.config_id]
-        limit = int(known.get("max_model_len") or cell.configuration.settings.get("max_model_len", _UNKNOWN))
-        vocab = int(known.get("vocab_size") or _UNKNOWN)
+        limit = int(known.max_model_len or cell.configuration.settings.get("max_model_len", _UNKNOWN))
+        vocab = known.vocab_size or _UNKNOWN
         if (key := (cell.load.load_id, limit, vocab)) in drawn:
             continue
         drawn.add(key)

@@ -42,7 +42,7 @@ from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.manifest import add_notes, add_server, build_manifest
 from kvbench.runs.quality import read_quality
 from kvbench.runs.repeats import repeat_notes
-from kvbench.runs.results import CellSummary, LoadResult
+from kvbench.runs.results import Capacity, CellSummary, LoadResult
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import FolderWork, kept, work_in
@@ -283,7 +283,7 @@ class Sweep:
         self,
         run: RunFolder,
         design: Design,
-        capacity: Mapping[str, Any],
+        capacity: Mapping[str, Capacity],
         check: Callable[[], None],
         show: Show,
     ) -> None:
@@ -464,7 +464,7 @@ class Sweep:
             self._note(f"a file in {path} is damaged: the load is run again")
 
     def _new_manifest(
-        self, blocks: Sequence[Block], capacity: Mapping[str, Any], notes: Sequence[str]
+        self, blocks: Sequence[Block], capacity: Mapping[str, Capacity], notes: Sequence[str]
     ) -> dict[str, Any]:
         source = portable(self.workload.source.resolve()) if self.workload.source else None
         plan = [
@@ -476,6 +476,7 @@ class Sweep:
             }
             for b in blocks
         ]
+        known = {config_id: held.to_json() for config_id, held in capacity.items()}
         manifest = build_manifest(
             workload=self.workload.resolved,
             # for a reader, nothing reads it again: outside kvbench's folder its name will do
@@ -483,7 +484,7 @@ class Sweep:
             profile=self.workload.profile,
             seed=self.workload.seed,
             plan=plan,
-            extra={"capacity": dict(capacity), "only": list(self.only), "notes": list(notes), **self.target.manifest},
+            extra={"capacity": known, "only": list(self.only), "notes": list(notes), **self.target.manifest},
         )
         if self.machines.environment:
             manifest |= {**self.machines.environment} | {"command": without_value(manifest["command"], "--ray-address")}

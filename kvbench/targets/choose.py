@@ -15,6 +15,7 @@ from kvbench.common.foreign_cpu import server_at
 from kvbench.common.option_rules import check_exclusive, check_goes_with, check_tls
 from kvbench.common.ports import free_port
 from kvbench.common.text import parse_bytes
+from kvbench.runs.results import Capacity
 from kvbench.targets.base import Access, Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
 from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template, program_of, split_command
@@ -111,7 +112,7 @@ class ChosenTarget:
 
     workload: Workload
     new_target: Callable[[], Target]
-    check: Callable[[Settings], Mapping[str, Any]]
+    check: Callable[[Settings], Capacity]
     manifest: Mapping[str, Any]
     refuses: Callable[[Settings], str | None] | None = None
     fresh: Callable[[Settings], bool] = lambda settings: False
@@ -221,7 +222,7 @@ def _running(workload: Workload, options: TargetOptions, preset: Preset) -> Chos
     return ChosenTarget(
         dataclasses.replace(workload, engine={"target": url}, sweep={}),
         new_target,
-        lambda settings: {},
+        lambda settings: Capacity(),
         manifest,
         runs_already=True,
     )
@@ -319,8 +320,8 @@ def _baseline(workload: Workload, launcher: Launcher, *, exact: bool) -> tuple[W
     return dataclasses.replace(workload, engine=settings), [note]
 
 
-def arithmetic(settings: Settings) -> Settings:
-    """What the built-in engine would make of the settings; less, or nothing, if it would refuse them."""
+def arithmetic(settings: Settings) -> Capacity:
+    """The KV that the built-in engine would have with the settings; less is known where it would refuse them."""
     from engine.config import EngineConfig
     from engine.model.spec import find_model
 
@@ -329,9 +330,10 @@ def arithmetic(settings: Settings) -> Settings:
     try:
         return check_configuration(ours)
     except ValueError:
-        budget = {"kv_budget_bytes": parse_bytes(ours["kv_budget"])} if "kv_budget" in ours else {}
+        budget = Capacity(kv_budget_bytes=parse_bytes(ours["kv_budget"])) if "kv_budget" in ours else Capacity()
     try:
         spec = find_model(str(ours.get("model")), str(ours.get("load_format", "auto")))
     except ValueError:
         return budget
-    return {"vocab_size": spec.text_config.get("vocab_size"), "max_model_len": spec.max_positions} | budget
+    sizes = {"vocab_size": spec.text_config.get("vocab_size"), "max_model_len": spec.max_positions}
+    return budget.model_copy(update=sizes)

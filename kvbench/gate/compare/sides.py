@@ -36,7 +36,7 @@ from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.verdict.wording import shortened
 from kvbench.runs.folder import MANIFEST, RunFolder
-from kvbench.runs.results import CellSummary
+from kvbench.runs.results import Capacity, CellSummary
 from kvbench.runs.resume import stored_workload
 from kvbench.sweep.plan import preflight
 from kvbench.targets.base import Target
@@ -73,8 +73,6 @@ _NEXT_SETTING = re.compile(rf",\s*(?={_SETTING})")  # a comma inside a value is 
 _LONGEST_NAME = 60
 _START_S = 180.0
 _SERVER = ("-m", "engine.server")
-Capacities = Mapping[str, Mapping[str, Any]]
-"""What the KV of each configuration holds, by its id."""
 _FACTS_OF_A_RUN = ("git", "versions", "command", "started", "ended", "target", "simulated")
 _FREE = ("engine", "sweep", "description")  # of the workload: what two stored runs may differ in
 
@@ -392,7 +390,7 @@ def _open_run(side: Side, workload: Workload) -> OpenSide:
     stored = stored_workload(manifest)
     kept = {key: value for key, value in manifest.to_json().items() if key in _FACTS_OF_A_RUN and value is not None}
     target = {key: getattr(manifest, key, None) for key in STORED}
-    choice = ChosenTarget(stored, _no_target, lambda settings: {}, target)
+    choice = ChosenTarget(stored, _no_target, lambda settings: Capacity(), target)
     return OpenSide(side, choice, side.facts(folder=str(run.path), **kept), stored=run.path)
 
 
@@ -407,7 +405,7 @@ class PairedWorkload:
     name: str
     sides: Mapping[str, OpenSide]
     matches: tuple[Match, ...]
-    capacity: Mapping[str, Capacities]
+    capacity: Mapping[str, Mapping[str, Capacity]]
 
     @property
     def notes(self) -> list[str]:
@@ -512,7 +510,7 @@ def open_workloads(
     return tuple(paired)
 
 
-def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Capacities]:
+def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, Capacity]]:
     """The side's cells, and the capacity of each configuration. Raises UsageError for one that cannot be launched."""
     choice = side.choice
     if side.stored is not None:

@@ -15,6 +15,7 @@ from kvbench.claims.served import Abandoned, Malformed, ServedFacts
 from kvbench.effects.comparison import Call, Comparison
 from kvbench.lockstep.intervals import THROUGHPUT
 from kvbench.metrics.definitions import ENGINE
+from kvbench.runs.results import Capacity
 
 SIZES = (1, 2, 4, 8, 32, 64)  # beside 16
 JUDGES = {claim.name: claim.verdict for claim in CLAIMS}
@@ -33,10 +34,10 @@ class Known:
         self.launches, self._slots = 3, slots or {}
         self._speeds, self._p95, self._tpots = speeds or {}, p95 or {}, tpots or {}
         self._counters, self._ratios = counters or {}, ratios
-        capacity = {
-            "page_table_bytes": 50, "kv_budget_bytes": 10_000, "max_model_len": 4096, "bytes_per_token": 2304,
-            "scale_bytes_per_token": 256, "capacity_tokens": 8192, "dtype": "float32",
-        }  # fmt: skip
+        capacity = Capacity(
+            page_table_bytes=50, kv_budget_bytes=10_000, max_model_len=4096, bytes_per_token=2304,
+            scale_bytes_per_token=256, capacity_tokens=8192, dtype="float32",
+        )  # fmt: skip
         self.capacity = {"contiguous": capacity, "other": capacity}
         changed = varied or [{}, *({"page_size": size} for size in SIZES)]
         self.design = SimpleNamespace(configurations=[SimpleNamespace(varied=x, settings=x) for x in changed])
@@ -214,7 +215,7 @@ def test_small_pages_are_wasteful_by_their_table_or_their_speed():
     assert JUDGES["small-pages"](page_sizes(_8=(0.97, 1.01))).word == UNDECIDED
     for speeds, word in (({}, DEPENDS), ({"_8": (0.9, 0.95)}, HELD), ({"_8": (0.97, 1.01)}, UNDECIDED)):
         large_table = page_sizes(**speeds)
-        large_table["page-size"].capacity["other"]["page_table_bytes"] = 120
+        large_table["page-size"].capacity["other"] = Capacity(page_table_bytes=120, kv_budget_bytes=10_000)
         assert JUDGES["small-pages"](large_table).word == word
 
 
@@ -249,7 +250,7 @@ def test_scales_weigh_more_where_data_shrinks(int8, int4, int4_in_small_pages, w
     shares |= {("int4_per_token_head", 16): int4, ("int4_per_token_head", 4): int4_in_small_pages}
     known = Known()
     known.find = lambda **settings: SimpleNamespace(config_id=tuple(settings.values()))
-    known.capacity = {k: {"scale_bytes_per_token": share, "bytes_per_token": 100} for k, share in shares.items()}
+    known.capacity = {k: Capacity(scale_bytes_per_token=share, bytes_per_token=100) for k, share in shares.items()}
     assert JUDGES["scales-and-pages"]({"quantised-kv": known}).word == word
 
 

@@ -14,11 +14,13 @@ from kvbench.lockstep.process import EngineFailedError, EngineProcess
 from kvbench.lockstep.sitting import Sitting
 from kvbench.runs.engine_time import EFFECTS, FOLDER, read_engine_time
 from kvbench.runs.folder import RunFolder
+from kvbench.runs.results import Capacity
 from kvbench.workload.design import make_design
 from kvbench.workload.file import resolve
 from tests.support.loads import ROOT
 
-LIMITS = {"vocab_size": 300, "max_model_len": 128}
+LIMITS = Capacity(vocab_size=300, max_model_len=128)
+BUDGETED = LIMITS.model_copy(update={"kv_budget_bytes": 1 << 30})
 DATA = {
     "name": "tiny",
     "seed": 0,
@@ -139,9 +141,9 @@ def test_a_configuration_that_is_refused_is_named_and_the_others_are_measured(si
 def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch):
     monkeypatch.setattr(sitting, "free_memory", lambda: 3 << 30)
     made = sit(20, page_size=[8], max_num_batched_tokens=[48])
-    made.capacity = {each.config_id: LIMITS | {"kv_budget_bytes": 1 << 30} for each in made.design.configurations}
+    made.capacity = {each.config_id: BUDGETED for each in made.design.configurations}
     by_size = next(each for each in made.design.configurations if "48" in each.config_id)
-    made.capacity[by_size.config_id]["kv_budget_bytes"] = 5 << 29  # 2.5 GiB
+    made.capacity[by_size.config_id] = LIMITS.model_copy(update={"kv_budget_bytes": 5 << 29})  # 2.5 GiB
     [note] = [each for each in made.execute().notes if "48" in each]
     assert "2.5 GiB" in note
     assert {effect.cell.split("-c")[0] for effect in read_engine_time(tmp_path).effects} == {"paged-p8"}
@@ -154,7 +156,7 @@ def test_on_a_gpu_each_engine_needs_a_budget_and_the_hosts_memory_is_not_asked(s
         sit(20, page_size=[8]).execute()
     monkeypatch.setitem(DATA["engine"], "kv_budget", "1MiB")
     made = sit(20, page_size=[8])
-    made.capacity = {each.config_id: LIMITS | {"kv_budget_bytes": 1 << 30} for each in made.design.configurations}
+    made.capacity = {each.config_id: BUDGETED for each in made.design.configurations}
     found = made.execute()
     assert found.effects and not any("room" in note for note in found.notes)
 

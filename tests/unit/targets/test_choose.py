@@ -269,7 +269,7 @@ def test_what_a_multiple_of_256_tokens_loses_of_a_budget_is_said_before_the_laun
     launcher, engine = choice.new_target().launcher, choice.workload.engine
     line = launcher.command(engine, model="/m", port=1, scratch="/s")
     # What the server is told is what its own figure is held against, not what the built-in engine would hold.
-    assert choice.check(engine)["capacity_tokens"] == int(line[line.index("--ctx-size") + 1])
+    assert choice.check(engine).capacity_tokens == int(line[line.index("--ctx-size") + 1])
     (said,) = [note for note in choice.notes if "tokens of KV" in note] or [None]
     assert (said is None) if told is None else told in said
     if told is not None:
@@ -277,7 +277,7 @@ def test_what_a_multiple_of_256_tokens_loses_of_a_budget_is_said_before_the_laun
         exactly = workload(engine=engine | {"kv_budget": budget})
         with pytest.raises(UsageError, match=told):
             chosen(exactly, **LLAMA_HERE, exact=True)
-    assert "capacity_tokens" not in choice.check({"model": "llama-32m"})  # nothing is told
+    assert choice.check({"model": "llama-32m"}).capacity_tokens is None  # nothing is told
 
 
 @pytest.mark.usefixtures("llama_server")
@@ -364,17 +364,17 @@ def test_settings_that_the_launch_does_not_pass_on_are_not_put_down(workload):
         return choice.check(choice.workload.engine)
 
     known = checked(chosen(workload(), **VLLM_HERE))
-    assert known["kv_budget_bytes"] == 65 << 20 and known["bytes_per_token"] == 16384
-    assert known["capacity_tokens"] <= (65 << 20) // 16384  # what its flags say
+    assert known.kv_budget_bytes == 65 << 20 and known.bytes_per_token == 16384
+    assert known.capacity_tokens <= (65 << 20) // 16384  # what its flags say
     left = chosen(workload(engine={k: v for k, v in ENGINE.items() if k != "kv_budget"}), **VLLM_HERE)
-    assert set(checked(left)) == {"max_model_len", "vocab_size"} and "kv_budget" in left.notes[0]
+    assert checked(left).model_fields_set == {"max_model_len", "vocab_size"} and "kv_budget" in left.notes[0]
     silent = chosen(workload(), **served_by("{page_size} {model}"))
-    assert set(checked(silent)) == {"max_model_len", "vocab_size"}
+    assert checked(silent).model_fields_set == {"max_model_len", "vocab_size"}
     assert "device, kv_budget, max_model_len, max_num_seqs" in silent.notes[0]
     launcher = silent.new_target().launcher
     assert launcher.passed_on(silent.workload.engine) == {"page_size": 32, "model": silent.workload.engine["model"]}
     launcher = chosen(workload(), **served_by("{kv_budget} {dtype}")).new_target().launcher
-    assert launcher.check(workload().engine)["kv_budget_bytes"] == 65 << 20
+    assert launcher.check(workload().engine).kv_budget_bytes == 65 << 20
     assert launcher.passed_on({**workload().engine, "dtype": "auto"})["dtype"] == "float32"  # the built-in engine's
     own = launcher.command({**ENGINE, "model": "llama-32m", "load_format": "dummy"}, model="", port=1, scratch="")
     assert own[-1] == "float32"
