@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 from kvbench.common.foreign_cpu import MachineReport
 from kvbench.common.records import Number, Record
 from kvbench.metrics.definitions import SERVED, SIMULATED
-from kvbench.metrics.model import CanaryCounts, LoadMetrics, PooledLatencies
+from kvbench.metrics.model import CanaryCounts, Clock, LoadMetrics, PooledLatencies
 from kvbench.runs.server_info import ServerInfo
 
 COMPLETE, INCOMPLETE = "complete", "incomplete"
@@ -97,7 +97,7 @@ class LoadResult(Record):
     server_faults: tuple[str, ...] = ()
     disturbances: tuple[str, ...] = ()
     calibration: Mapping[str, Any] | None = None
-    clock: str = SERVED
+    clock: Clock = SERVED
     lockstep: Mapping[str, Any] | None = None
     metrics: LoadMetrics
     endpoint: str | None = None

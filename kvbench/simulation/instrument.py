@@ -28,8 +28,7 @@ from kvbench.load.outcome import most_in_flight
 from kvbench.load.samples import SCHEMA, Sample
 from kvbench.lockstep.instrument import result_row
 from kvbench.measure.http import TargetInstrument
-from kvbench.measure.result import Readings as ServerReadings
-from kvbench.measure.result import judge
+from kvbench.measure.result import ServerReadings, judge
 from kvbench.metrics.definitions import SIMULATED
 from kvbench.metrics.latency import SESSION_BROKEN, summarise
 from kvbench.metrics.model import ClientFigures, LoadOutcome
