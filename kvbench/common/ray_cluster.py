@@ -35,7 +35,7 @@ _KILL_S = 10.0
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """A machine of the cluster. ``resources``: what Ray may hand out on it, by name."""
 
     node_id: str
@@ -51,7 +51,7 @@ class Node:
 class Task:
     """A generator that runs on ``node``. ``began``: whether anything of it has come; ``sent``: time.monotonic()."""
 
-    node: Node
+    node: ClusterNode
     stream: ObjectRefGenerator
     sent: float
     began: bool = False
@@ -73,28 +73,28 @@ class Raised:
 
 
 @dataclass(frozen=True)
-class Ended:
+class TaskEnded:
     """The end of a task that has yielded everything."""
 
 
-ENDS = (Lost, Raised, Ended)
+ENDS = (Lost, Raised, TaskEnded)
 
 
 class Cluster:
     """A cluster that this process is connected to."""
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[ClusterNode]:
         """The machines that are alive, the one that this process is on first, then by their ids."""
         ray = _ray()
         here = ray.get_runtime_context().get_node_id()
         alive = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeID"] != here, n["NodeID"]))
-        return [Node(node["NodeID"], _resources(node["Resources"])) for node in alive]
+        return [ClusterNode(node["NodeID"], _resources(node["Resources"])) for node in alive]
 
-    def is_alive(self, node: Node) -> bool:
+    def is_alive(self, node: ClusterNode) -> bool:
         return any(other["NodeID"] == node.node_id and other["Alive"] for other in _ray().nodes())
 
     def start(
-        self, node: Node, needs: Mapping[str, float], function: Callable[..., Iterator[Any]], *arguments: Any
+        self, node: ClusterNode, needs: Mapping[str, float], function: Callable[..., Iterator[Any]], *arguments: Any
     ) -> Task:
         """Runs the generator ``function(*arguments)`` on ``node``, as soon as what it ``needs`` is free there."""
         ray, asked = _ray(), {"CPU": 0, "GPU": 0, **needs}
@@ -118,7 +118,7 @@ class Cluster:
         try:
             value = ray.get(next(task.stream))
         except StopIteration:
-            return task, Ended()
+            return task, TaskEnded()
         except ray.exceptions.RayTaskError as error:
             return task, Raised(error.cause if isinstance(error.cause, Exception) else error)
         except ray.exceptions.RayError as error:
@@ -148,8 +148,8 @@ class TaskSlots:
     """
 
     cluster: Cluster
-    free: list[Node]
-    needs: Callable[[Node], Mapping[str, float] | None]
+    free: list[ClusterNode]
+    needs: Callable[[ClusterNode], Mapping[str, float] | None]
     wait_s: float
     running: dict[Task, Any] = field(default_factory=dict)
 
@@ -159,11 +159,11 @@ class TaskSlots:
         return bool(self.free or self.running)
 
     @property
-    def nodes(self) -> set[Node]:
+    def nodes(self) -> set[ClusterNode]:
         """The machines that have places."""
         return {*self.free, *(task.node for task in self.running)}
 
-    def submit(self, what: Any, node: Node, function: Callable[..., Iterator[Any]], *arguments: Any) -> None:
+    def submit(self, what: Any, node: ClusterNode, function: Callable[..., Iterator[Any]], *arguments: Any) -> None:
         """Begins ``function(*arguments)`` in a free place on ``node``; ``what`` stands for it in ``running``."""
         self.free.remove(node)
         self.running[self.cluster.start(node, self.needs(node) or {}, function, *arguments)] = what
@@ -228,14 +228,14 @@ class MachineFacts:
 class Usable:
     """Machines that have what is needed and run the code of this one, and why others are ``left_out``."""
 
-    nodes: Sequence[Node]
+    nodes: Sequence[ClusterNode]
     facts: Mapping[str, MachineFacts]  # by node id
     left_out: Sequence[str]
 
 
 def usable_nodes(
     cluster: Cluster,
-    needs: Callable[[Node], Mapping[str, float] | None],
+    needs: Callable[[ClusterNode], Mapping[str, float] | None],
     what: str,
     wait_s: float,
     say: Callable[[str], None],
@@ -264,11 +264,11 @@ def usable_nodes(
 
 def _having(
     cluster: Cluster,
-    needs: Callable[[Node], Mapping[str, float] | None],
+    needs: Callable[[ClusterNode], Mapping[str, float] | None],
     what: str,
     wait_s: float,
     say: Callable[[str], None],
-) -> list[Node]:
+) -> list[ClusterNode]:
     """The machines that have what is needed, as soon as there is one; UsageError after ``wait_s``."""
     deadline, is_said = time.monotonic() + wait_s, False
     while not (nodes := [node for node in cluster.nodes() if needs(node) is not None]):
@@ -286,7 +286,10 @@ def _having(
 
 
 def _answers(
-    cluster: Cluster, needs: Callable[[Node], Mapping[str, float] | None], nodes: Sequence[Node], wait_s: float
+    cluster: Cluster,
+    needs: Callable[[ClusterNode], Mapping[str, float] | None],
+    nodes: Sequence[ClusterNode],
+    wait_s: float,
 ) -> dict[str, MachineFacts | str]:
     """What each machine says of itself, or why it cannot be used, by node id."""
     left = [cluster.start(node, needs(node) or {}, facts_of_machine) for node in nodes]
@@ -302,7 +305,7 @@ def _answers(
             answer = f"kvbench does not run there ({_line_of(answer.error, -1)})"
         elif isinstance(answer, Lost):
             answer = f"it was lost ({answer.reason})"
-        if not isinstance(answer, Ended):
+        if not isinstance(answer, TaskEnded):
             answers[task.node.node_id] = answer
         if not isinstance(answer, MachineFacts):
             left.remove(task)
