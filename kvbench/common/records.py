@@ -19,17 +19,21 @@ _MOST_SHOWN = 60  # characters of a value in a message
 class Record(BaseModel):
     """A frozen record. Keys that its class does not have are left out when it is read; NaN and infinities are refused.
 
-    ``FORMAT``: the version in the file's ``format``, where it has one; a file of another version is refused.
+    ``FORMAT``: the version in the file's ``format``; a file of another version is refused, and one without a version
+    unless ``MAY_LACK_FORMAT``: older versions wrote such files.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
     FORMAT: ClassVar[int | str | None] = None
+    MAY_LACK_FORMAT: ClassVar[bool] = False
 
     @classmethod
     def parse(cls, data: Any) -> Self:
         """Returns the record of plain JSON data. Raises ValueError with the first field that does not fit."""
-        if cls.FORMAT is not None and isinstance(data, dict) and data.get("format", cls.FORMAT) != cls.FORMAT:
-            raise ValueError(f"format is {data['format']!r}, and this kvbench reads {cls.FORMAT!r}")
+        if cls.FORMAT is not None and isinstance(data, dict):
+            written = data.get("format", cls.FORMAT if cls.MAY_LACK_FORMAT else None)
+            if written != cls.FORMAT:
+                raise ValueError(f"format is {written!r}, and this kvbench reads {cls.FORMAT!r}")
         try:
             return cls.model_validate_json(json.dumps(data), strict=True)
         except ValidationError as error:
